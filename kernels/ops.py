@@ -1,0 +1,142 @@
+"""The instruction set: what a program's list may contain, and how values lie in the arena.
+
+A model's description emits these; `program.pyx` replays them, `reference.py` is the numpy twin that defines right.
+Every op reads and writes `Region`s of one arena, so an op is fully described by its own fields.
+
+Rows of a step are the scheduled tokens of all sequences, one after another: `rows = sum(len(token_ids))`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .pack import PackedMatrix
+
+Form = Literal["f32", "bf16", "q8"]
+Epilogue = Literal["store", "add", "swiglu"]
+
+BLOCK = 32  # columns that share one activation scale; every row is padded to a multiple of it
+ALIGNMENT = 64  # bytes; of every plane of a region
+
+
+def padded(columns: int) -> int:
+    """Columns as stored: a multiple of BLOCK, the padding always zero."""
+    return -(-columns // BLOCK) * BLOCK
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A [rows, columns] value at `offset` bytes in the arena. `rows` is the capacity; a step uses the first few.
+
+    f32, bf16: [rows, padded(columns)]. q8: three planes, each aligned: int8 [rows, padded], f32 scales
+    [rows, padded / 32], int32 sums [rows, padded / 32] holding `-128 * sum(block)`.
+    """
+
+    offset: int
+    rows: int
+    columns: int
+    form: Form
+
+    @property
+    def nbytes(self) -> int:
+        return region_nbytes(self.rows, self.columns, self.form)
+
+
+def region_nbytes(rows: int, columns: int, form: Form) -> int:
+    width = padded(columns)
+    if form == "q8":
+        return aligned(rows * width) + 2 * aligned(rows * width // BLOCK * 4)
+    return aligned(rows * width * (4 if form == "f32" else 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """out[r] = column token_ids[r] of `weight`, widened to f32."""
+
+    weight: PackedMatrix  # [vocab, hidden]
+    out: Region  # f32 [tokens, hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm, then conversion to `out.form`: out = convert(input / sqrt(mean(input²) + eps) * weight)."""
+
+    input: Region  # f32 [rows, columns]
+    weight: npt.NDArray[np.float32]  # [columns]
+    eps: float
+    out: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Convert:
+    """out = input in another form; q8 scales come from one row's 32 columns only."""
+
+    input: Region  # f32 [rows, columns]
+    out: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """y = input @ weight.T + bias, then `store`: out = y; `add`: out += y; `swiglu`: out = silu(gate) * up.
+
+    For `swiglu` the weight's columns interleave 16 of gate and 16 of up, and `out` has half of them.
+    """
+
+    input: Region  # in the weight's own form [rows, in_features]
+    weight: PackedMatrix
+    bias: npt.NDArray[np.float32] | None  # [out_features], laid out as the weight's columns
+    out: Region  # f32
+    epilogue: Epilogue
+
+
+@dataclass(frozen=True, slots=True)
+class RotateStore:
+    """Split qkv into heads; q/k norm where given; rotary embedding; write K and V to their pages and scaled q to `q`.
+
+    `rotary` is f32 [positions, head_dim]: cos in the first half of the columns, sin in the second. Rotation is by halves
+    (Hugging Face convention). q and the pages have the KV cache's dtype, heads padded to a multiple of 16 with zeros.
+    """
+
+    qkv: Region  # f32 [tokens, (num_heads + 2 num_kv_heads) * head_dim]
+    q: Region  # KV dtype [tokens, num_heads * padded_head_dim]
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: npt.NDArray[np.float32] | None  # [head_dim]
+    k_norm: npt.NDArray[np.float32] | None
+    eps: float
+    rotary: npt.NDArray[np.float32]
+    scale: float  # of q, usually head_dim ** -0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Causal softmax(q K^T) V per head over the sequence's pages; `window` > 0 limits it to the last `window` tokens."""
+
+    q: Region
+    out: Region  # f32 [tokens, num_heads * head_dim]
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """out[i] = input[sample_rows[i]]: only rows that sample go on to the head."""
+
+    input: Region  # f32 [tokens, columns]
+    out: Region  # f32 [samples, columns]
+
+
+Op = Embed | Norm | Convert | Linear | RotateStore | Attention | Gather

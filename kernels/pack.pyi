@@ -1,0 +1,32 @@
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+WeightDtype = Literal["bf16", "q8", "f32"]
+
+def packed_nbytes(out_features: int, in_features: int, dtype: WeightDtype) -> int:
+    """Bytes of the packed tiles and scales of one matrix, a multiple of 64. Both sizes are padded to 32."""
+
+class PackedMatrix:
+    """A linear layer's weight in tile layout, written into caller-owned memory (64-byte aligned, zeroed).
+
+    bf16 `[N/16][K/2][16][2]`, q8 `[N/16][K/4][16][4]` unsigned with fp16 scales `[N/16][K/32][16]` behind it,
+    f32 `[N/16][K][16]`; N and K padded to multiples of 32 with zeros.
+    """
+
+    out_features: int
+    in_features: int
+    dtype: WeightDtype
+    nbytes: int
+    def __init__(
+        self, out_features: int, in_features: int, dtype: WeightDtype, memory: npt.NDArray[np.uint8]
+    ) -> None: ...
+    def fill(self, source: npt.NDArray[np.generic], start: int = 0, interleave: int | None = None) -> None:
+        """Pack `source` [n, in_features] (float32, float16, or bf16 bits as uint16) into output columns from `start`.
+
+        With `interleave` 0 or 1, row r goes to column `start + r // 16 * 32 + 16 * interleave + r % 16`: gate and up of
+        one SwiGLU layer. q8 quantises by blocks of 32 along K: scale = max|w| / 127 in fp16.
+        """
+    def unpack(self) -> npt.NDArray[np.float32]:
+        """The matrix as the kernels see it, [out_features, in_features] (padding removed). For tests and tools."""

@@ -1,0 +1,108 @@
+"""The Engine facade: all that the server, the offline `LLM` and the tests know of an engine.
+
+It must not know sockets, frames or metrics libraries. One invariant: a submitted request ends in exactly one way, its
+last chunk with `finish_reason`, or a `QuireError` raised from its iterator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from ..errors import QuireError
+from ..generation import FinishReason, OutputChunk, SamplingParams, Usage
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request: text or token ids, and how to sample. `tenant` comes from authentication, never from a request's body."""
+
+    prompt: str | tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    tenant: str = ""
+    priority: int = 0  # lower runs earlier
+    deadline_ms: int | None = None  # from submission
+
+
+class Admission(msgspec.Struct, frozen=True, kw_only=True):
+    """What was decided when the request was accepted."""
+
+    position: int  # requests ahead of it in the queue
+    pages_needed: int  # at its longest
+    pages_free: int
+    predicted_wait_ms: float | None = None
+
+
+class Generation(Protocol):
+    """An accepted request's stream. Iterate it once; closing the iterator early cancels the request."""
+
+    @property
+    def admission(self) -> Admission: ...
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]: ...
+    def __aiter__(self) -> AsyncIterator[OutputChunk]: ...
+    def cancel(self) -> None:
+        """Legal in every state, idempotent; every page is returned before the next step."""
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot for metrics, health and tests."""
+
+    step: int  # counter of finished steps; readiness is that it advances while work exists
+    running: int
+    waiting: int
+    pages_total: int
+    pages_owned: int  # referenced by live requests
+    pages_cached: int  # free to evict, content still indexed
+    pages_free: int
+    prefix_queries_tokens: int
+    prefix_hits_tokens: int
+    preemptions: int
+
+
+class StepStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished step, for an observer."""
+
+    duration_s: float
+    sequences: int
+    prefill_tokens: int  # computed
+    decode_tokens: int
+    cached_tokens: int  # of prompts admitted in this step
+    preemptions: int
+
+
+class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One ended request, for an observer. Times in seconds; None where it never got that far."""
+
+    finish_reason: FinishReason | None  # None: it ended in `error`
+    error: QuireError | None
+    prompt_tokens: int
+    usage: Usage | None
+    e2e_s: float
+    time_to_first_token_s: float | None
+
+
+class EngineObserver(Protocol):
+    """Told what happens, synchronously, from the event loop. Must be cheap and must not raise."""
+
+    def on_step(self, stats: StepStats) -> None: ...
+    def on_tokens(self, count: int, since_last_s: float | None) -> None:
+        """`count` tokens of one request were published, `since_last_s` after its previous ones (None: the first)."""
+
+    def on_rejected(self, error: QuireError) -> None: ...
+    def on_finished(self, stats: RequestStats) -> None: ...
+
+
+class EngineFacade(Protocol):
+    async def submit(self, request: GenerateRequest) -> Generation:
+        """Validate, tokenize and queue. Raises InvalidRequest, ContextLengthExceeded, Overloaded or Unavailable before
+        any work; nothing of a rejected request remains."""
+
+    def stats(self) -> EngineStats: ...
+    def set_observer(self, observer: EngineObserver) -> None: ...
+    async def drain(self) -> None:
+        """Stop admitting (Unavailable) and wait until every accepted request has ended."""
+
+    async def close(self) -> None:
+        """End everything now: open streams get Unavailable. Idempotent."""
