@@ -1,0 +1,154 @@
+"""A model folder's tokenizer: text to token ids and back, and the ids that end a generation.
+
+It must not know requests or streams. One invariant: after loading nothing in it changes except a memo of token bytes,
+so any number of threads may use one instance.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from ..errors import CorruptCheckpoint, ModelNotFound
+
+
+class Tokenizer:
+    """`tokenizer.json` of a Hugging Face folder, with the special ids its config files name.
+
+    Raises ModelNotFound when the folder or the file is missing, CorruptCheckpoint when a file cannot be read.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._fast = _load_fast(self.folder)
+        config = _read_json(self.folder / "config.json")
+        generation_config = _read_json(self.folder / "generation_config.json")
+        tokenizer_config = _read_json(self.folder / "tokenizer_config.json")
+        self.bos_token: str | None = _token_text(tokenizer_config.get("bos_token"))
+        self.eos_token: str | None = _token_text(tokenizer_config.get("eos_token"))
+        self.bos_token_id: int | None = self._id_of(self.bos_token, config.get("bos_token_id"))
+        self.eos_token_ids: frozenset[int] = self._eos_ids(generation_config, config)
+        self.special_token_ids: frozenset[int] = frozenset(
+            token_id for token_id, token in self._fast.get_added_tokens_decoder().items() if token.special
+        )
+        decoders = _decoder_types(self._fast)
+        self._byte_level = bool(decoders) and decoders <= {"ByteLevel", "Fuse"}
+        self._byte_fallback = "ByteFallback" in decoders
+        self._bytes_by_id: dict[int, bytes | None] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids the tokenizer knows, added tokens included; a model's vocabulary may be padded beyond it."""
+        return self._fast.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, as transformers gives them. Releases the GIL."""
+        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; unknown ids give nothing, bytes that are not UTF-8 give U+FFFD."""
+        text: str = self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The raw bytes a token stands for, or None if its text depends on its neighbours and `decode` must be asked.
+
+        Byte-level tokens and `<0xNN>` fallback tokens are bytes: only they can hold part of a UTF-8 character.
+        """
+        try:
+            return self._bytes_by_id[token_id]
+        except KeyError:
+            found = self._bytes_by_id[token_id] = self._find_bytes(token_id)
+            return found
+
+    def _find_bytes(self, token_id: int) -> bytes | None:
+        token: str | None = self._fast.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            return _byte_level_bytes(token)
+        if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return _hex_byte(token[3:5])
+        return None
+
+    def _id_of(self, token: str | None, otherwise: object) -> int | None:
+        if token is not None and (token_id := self._fast.token_to_id(token)) is not None:
+            return int(token_id)
+        return otherwise if isinstance(otherwise, int) else None
+
+    def _eos_ids(self, generation_config: dict[str, Any], config: dict[str, Any]) -> frozenset[int]:
+        """The tokenizer's own end token, and those of generation_config.json or, where it names none, config.json."""
+        declared = generation_config.get("eos_token_id", config.get("eos_token_id"))
+        ids = set(declared if isinstance(declared, list) else [declared])
+        ids.add(self._id_of(self.eos_token, None))
+        return frozenset(token_id for token_id in ids if isinstance(token_id, int))
+
+
+def _load_fast(folder: Path) -> FastTokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelNotFound(f"{folder} has no tokenizer.json; Quire needs a Hugging Face folder with a fast tokenizer")
+    try:
+        fast = FastTokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise CorruptCheckpoint(f"{path} is not a readable tokenizer: {error}") from error
+    # A file saved during training may carry these; a prompt must be neither cut nor filled.
+    fast.no_truncation()
+    fast.no_padding()
+    return fast
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """An object, empty when the file is absent: none of these files is required."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CorruptCheckpoint(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return content
+
+
+def _token_text(declared: object) -> str | None:
+    """A special token is written as its text or as an AddedToken object."""
+    if isinstance(declared, dict):
+        declared = declared.get("content")
+    return declared if isinstance(declared, str) else None
+
+
+def _decoder_types(fast: FastTokenizer) -> set[str]:
+    if fast.decoder is None:
+        return set()
+    state = json.loads(fast.decoder.__getstate__())
+    return {part["type"] for part in state.get("decoders", [state])}
+
+
+def _hex_byte(digits: str) -> bytes | None:
+    try:
+        return bytes.fromhex(digits)
+    except ValueError:
+        return None
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """GPT-2's alphabet maps each byte to one printable character; a token outside it (an added one) is plain text."""
+    try:
+        return bytes([_BYTE_OF_CHARACTER[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _byte_level_alphabet()

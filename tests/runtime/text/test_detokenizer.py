@@ -1,0 +1,150 @@
+"""Streaming decode: the deltas joined are the whole decode, characters are never split, stop strings never leak."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire.runtime.errors import InvalidRequest
+from quire.runtime.text.detokenizer import IncrementalDetokenizer
+from quire.runtime.text.tokenizer import Tokenizer
+
+CHARACTERS = st.sampled_from("abcEND \n\t é中文字👩👧🇩🇪\u200d") | st.characters(exclude_categories=["Cs"])
+TEXT = st.text(alphabet=CHARACTERS)
+
+
+def stream(detokenizer: IncrementalDetokenizer, token_ids: list[int]) -> list[str]:
+    return [*(detokenizer.push([token_id]) for token_id in token_ids), detokenizer.finish()]
+
+
+@given(text=TEXT)
+def test_deltas_join_to_the_whole_decode(byte_level: Tokenizer, text: str) -> None:
+    ids = byte_level.encode(text)
+    assert "".join(stream(IncrementalDetokenizer(byte_level), ids)) == byte_level.decode(ids) == text
+
+
+@given(ids=st.lists(st.integers(0, 5000), max_size=60))
+def test_any_token_ids_join_to_the_whole_decode(byte_level: Tokenizer, ids: list[int]) -> None:
+    """A random model writes broken UTF-8, special tokens and padded ids."""
+    assert "".join(stream(IncrementalDetokenizer(byte_level), ids)) == byte_level.decode(ids)
+
+
+@given(ids=st.lists(st.integers(0, 255).map(lambda byte: byte + 1), max_size=40))
+def test_broken_utf8_gives_the_same_replacement_characters(byte_level: Tokenizer, ids: list[int]) -> None:
+    assert "".join(stream(IncrementalDetokenizer(byte_level), ids)) == byte_level.decode(ids)
+
+
+@given(text=TEXT, cuts=st.lists(st.integers(1, 4), max_size=40))
+def test_how_tokens_are_grouped_makes_no_difference(byte_level: Tokenizer, text: str, cuts: list[int]) -> None:
+    ids = byte_level.encode(text)
+    detokenizer, grouped, rest = IncrementalDetokenizer(byte_level, ["END"]), [], ids
+    for cut in cuts:
+        grouped.append(detokenizer.push(rest[:cut]))
+        rest = rest[cut:]
+    grouped += [detokenizer.push(rest), detokenizer.finish()]
+    assert "".join(grouped) == "".join(stream(IncrementalDetokenizer(byte_level, ["END"]), ids))
+
+
+@pytest.mark.parametrize("text", ["👩‍👩‍👧", "日本語", "é", "🇩🇪 ok"])
+def test_a_character_appears_only_when_complete(byte_level: Tokenizer, text: str) -> None:
+    ids = byte_level.encode(text)
+    detokenizer = IncrementalDetokenizer(byte_level)
+    seen = ""
+    for token_id in ids:
+        seen += detokenizer.push([token_id])
+        assert text.startswith(seen)
+        assert "\ufffd" not in seen
+    assert seen == text
+    assert len(ids) > len(text), "the text must be split below characters for this test to mean anything"
+
+
+def test_an_unfinished_character_is_replaced_at_the_end(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("日")[:-1]
+    assert stream(IncrementalDetokenizer(byte_level), ids) == [""] * len(ids) + ["\ufffd"]
+
+
+@given(text=TEXT)
+def test_sentencepiece_deltas_join_to_the_whole_decode(sentencepiece: Tokenizer, text: str) -> None:
+    ids = sentencepiece.encode(text)
+    assert "".join(stream(IncrementalDetokenizer(sentencepiece), ids)) == sentencepiece.decode(ids)
+
+
+@given(
+    ids=st.lists(st.integers(256 + 3, 256 + 18) | st.integers(3 + 0x20, 3 + 0x7E) | st.sampled_from([0, 1, 2, 9999]))
+)
+def test_sentencepiece_spaces_depend_on_their_context(sentencepiece: Tokenizer, ids: list[int]) -> None:
+    """Pieces, ASCII bytes, special and unknown ids in any order; only the text's first space is dropped."""
+    assert "".join(stream(IncrementalDetokenizer(sentencepiece), ids)) == sentencepiece.decode(ids)
+
+
+def test_sentencepiece_byte_fallback_waits_for_the_whole_character(sentencepiece: Tokenizer) -> None:
+    ids = [3 + byte for byte in "日".encode()]
+    assert stream(IncrementalDetokenizer(sentencepiece), ids) == ["", "", "日", ""]
+
+
+def test_sentencepiece_invalid_byte_before_text_is_replaced(sentencepiece: Tokenizer) -> None:
+    ids = [3 + 0xE6, *sentencepiece.encode("the cat")]
+    assert "".join(stream(IncrementalDetokenizer(sentencepiece), ids)) == "\ufffd the cat"
+
+
+STOPS = st.lists(st.sampled_from(["END", "EN", "ND a", "aab", "aa", "中文", "\n\n", " ", "👧"]), min_size=1, max_size=4)
+STOP_TEXT = st.text(alphabet="abEND \n中文👧", max_size=40)
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[int, int] | None:
+    """(start, end) of the stop string that ends first, the longest of those: the definition, by brute force."""
+    ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
+    return None if not ends else (min(ends)[0] + min(ends)[1], min(ends)[0])
+
+
+@pytest.mark.parametrize("include", [False, True])
+@given(text=STOP_TEXT, stops=STOPS)
+def test_text_is_cut_at_the_first_stop_string(
+    byte_level: Tokenizer, text: str, stops: list[str], include: bool
+) -> None:
+    detokenizer = IncrementalDetokenizer(byte_level, stops, include)
+    pieces = stream(detokenizer, byte_level.encode(text))
+    found = first_stop(text, stops)
+    expected = text if found is None else text[: found[1] if include else found[0]]
+    assert "".join(pieces) == expected
+    assert detokenizer.stopped == (found is not None)
+
+
+@given(text=STOP_TEXT, stops=STOPS)
+def test_the_stop_token_is_the_first_whose_text_holds_the_stop(
+    byte_level: Tokenizer, text: str, stops: list[str]
+) -> None:
+    ids = byte_level.encode(text)
+    detokenizer = IncrementalDetokenizer(byte_level, stops)
+    detokenizer.push(ids)
+    decoded = [byte_level.decode(ids[: count + 1]) for count in range(len(ids))]
+    holding = [index for index, prefix in enumerate(decoded) if any(stop in prefix for stop in stops)]
+    assert detokenizer.stop_token_index == (holding[0] if holding else None)
+
+
+def test_a_stop_string_across_token_borders_never_leaks(byte_level: Tokenizer) -> None:
+    detokenizer = IncrementalDetokenizer(byte_level, ["END"])
+    ids = [byte_level.encode(character)[0] for character in "xENyENDz"]
+    assert [detokenizer.push([token_id]) for token_id in ids] == ["x", "", "", "ENy", "", "", "", ""]
+    assert detokenizer.stop_string == "END"
+    assert detokenizer.stop_token_index == 6
+    assert detokenizer.finish() == ""
+
+
+def test_finish_gives_back_what_only_looked_like_a_stop(byte_level: Tokenizer) -> None:
+    detokenizer = IncrementalDetokenizer(byte_level, ["END"])
+    assert detokenizer.push(byte_level.encode("the EN")) == "the "
+    assert detokenizer.finish() == "EN"
+    assert not detokenizer.stopped
+
+
+def test_a_stop_before_min_tokens_is_text(byte_level: Tokenizer) -> None:
+    ids = [byte_level.encode(character)[0] for character in "aENDbENDc"]
+    detokenizer = IncrementalDetokenizer(byte_level, ["END"], min_tokens=5)
+    assert "".join(stream(detokenizer, ids)) == "aENDb"
+    assert detokenizer.stop_token_index == 7
+
+
+def test_an_empty_stop_string_is_refused(byte_level: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="must not be empty"):
+        IncrementalDetokenizer(byte_level, [""])

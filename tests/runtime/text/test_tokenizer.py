@@ -1,0 +1,92 @@
+"""The tokenizer of a model folder: ids as transformers gives them, every end id, typed errors for bad folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from quire.runtime.errors import CorruptCheckpoint, ModelNotFound
+from quire.runtime.text.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def folder(demo_folder: Path, tmp_path: Path) -> Path:
+    shutil.copy(demo_folder / "tokenizer.json", tmp_path)
+    return tmp_path
+
+
+def test_bundled_tokenizer(byte_level: Tokenizer) -> None:
+    assert byte_level.vocab_size == 4096
+    assert byte_level.bos_token_id == 0
+    assert byte_level.eos_token_ids == frozenset({0})
+    text = "def f(x): return 'naïve 日本語 👧'"
+    assert byte_level.decode(byte_level.encode(text)) == text
+
+
+def test_special_tokens_are_parsed_in_text_and_skipped_in_decode(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("a<|endoftext|>b")
+    assert 0 in ids
+    assert byte_level.decode(ids) == "ab"
+    assert byte_level.decode(ids, skip_special_tokens=False) == "a<|endoftext|>b"
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "config", "tokenizer_config", "expected"),
+    [
+        ({"eos_token_id": [3, 5]}, {"eos_token_id": 7}, {}, {3, 5}),
+        ({}, {"eos_token_id": 7}, {}, {7}),
+        ({"eos_token_id": 3}, {}, {"eos_token": "<|endoftext|>"}, {0, 3}),
+        ({}, {}, {"eos_token": {"content": "<|endoftext|>"}}, {0}),
+        ({}, {"eos_token_id": None}, {}, set()),
+    ],
+)
+def test_end_ids(
+    folder: Path,
+    generation_config: dict[str, object],
+    config: dict[str, object],
+    tokenizer_config: dict[str, object],
+    expected: set[int],
+) -> None:
+    for name, content in (
+        ("generation_config", generation_config),
+        ("config", config),
+        ("tokenizer_config", tokenizer_config),
+    ):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    assert Tokenizer(folder).eos_token_ids == expected
+
+
+def test_truncation_and_padding_left_in_the_file_are_ignored(folder: Path) -> None:
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    saved["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    assert len(Tokenizer(folder).encode("one two three four")) > 2
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"no tokenizer\.json"):
+        Tokenizer(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"version": "1.0"}'])
+def test_a_broken_tokenizer_is_corrupt(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match=r"tokenizer\.json"):
+        Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"[" * 100_000])
+def test_a_broken_config_is_named(folder: Path, name: str, content: bytes) -> None:
+    (folder / name).write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match=name):
+        Tokenizer(folder)
+
+
+def test_many_threads_may_encode_and_decode(byte_level: Tokenizer) -> None:
+    texts = [f"thread {index}: naïve 日本語 👧 " * 5 for index in range(64)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda text: byte_level.decode(byte_level.encode(text)), texts)) == texts
