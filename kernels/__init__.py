@@ -1,1 +1,23 @@
+"""kernels: arithmetic. Buffers in, buffers out. Knows no request, no policy, no socket.
 
+The door: a model's description becomes a list of ops (`ops`) over packed weights (`pack`), bound to memory as a
+`Program` that runs a step in one call on a `Pool`; `Sampler` turns logits into tokens. `reference` is the numpy twin.
+"""
+
+from .isa import DEFAULT_LEVEL, pick_level, supported_levels
+from .pack import PackedMatrix, packed_nbytes
+from .pool import Pool
+from .program import Program, scratch_nbytes
+from .sample import Sampler
+
+__all__ = [
+    "DEFAULT_LEVEL",
+    "PackedMatrix",
+    "Pool",
+    "Program",
+    "Sampler",
+    "pick_level",
+    "packed_nbytes",
+    "scratch_nbytes",
+    "supported_levels",
+]

@@ -1,0 +1,70 @@
+# C declarations of simd/tiles.h, and the level chosen at import.
+from libc.stdint cimport int8_t, int32_t, int64_t, uint16_t
+
+cdef extern from "simd/tiles.h" nogil:
+    enum:
+        QUIRE_LANES
+        QUIRE_BLOCK
+        QUIRE_TILE
+        QUIRE_MAX_HEAD
+        QUIRE_F32
+        QUIRE_BF16
+        QUIRE_Q8
+        QUIRE_STORE
+        QUIRE_ADD
+        QUIRE_SWIGLU
+        QUIRE_LEVELS
+
+    ctypedef struct quire_rows:
+        void *data
+        float *scales
+        int32_t *sums
+        int64_t width
+
+    ctypedef struct quire_linear_tile:
+        const void *w
+        const uint16_t *scales
+        int64_t panel_bytes
+        quire_rows a
+        const float *bias
+        float *c
+        int64_t ldc
+        int epilogue
+
+    ctypedef struct quire_attention_tile:
+        const void *q
+        const int64_t *positions
+        int64_t window
+        int64_t first_token
+        int64_t head_dim
+        const void *k[4]
+        const void *v[4]
+        int num_pages
+        int page_size
+        const void *next_k[4]
+        float *m
+        float *l
+        float *s
+        void *p
+        float *o
+
+    ctypedef struct quire_tiles:
+        const char *name
+        int linear_rows
+        void (*linear[3])(int rows, const quire_linear_tile *t) noexcept nogil
+        void (*attention[2])(int rows, const quire_attention_tile *t) noexcept nogil
+        void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
+                      float *total_m, float *total_l, float *total_o) noexcept nogil
+        void (*convert)(const float *x, const float *weight, float eps, int64_t columns, int form,
+                        const quire_rows *out, int64_t row) noexcept nogil
+        void (*norm)(float *x, const float *weight, float eps, int64_t n) noexcept nogil
+        void (*to_bf16)(const float *x, int64_t n, uint16_t *out) noexcept nogil
+        void (*unpack_column)(const void *panel, const uint16_t *scales, int form, int64_t width, int lane,
+                              float *out) noexcept nogil
+        int64_t (*argmax)(const float *x, int64_t n, float *max, double *sum_exp) noexcept nogil
+        void (*exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out) noexcept nogil
+
+    int quire_isa_supported(int level)
+    const quire_tiles *quire_isa_tiles(int level)
+
+cdef const quire_tiles *tiles_of(object level) except NULL

@@ -1,0 +1,14 @@
+cdef extern from "pool.h" nogil:
+    ctypedef struct quire_pool:
+        pass
+    ctypedef void (*quire_work)(void *argument, int worker, int workers) noexcept nogil
+    quire_pool *quire_pool_new(int workers)
+    void quire_pool_free(quire_pool *pool)
+    void quire_pool_run(quire_pool *pool, quire_work work, void *argument)
+    void quire_pool_barrier(quire_pool *pool)
+    int quire_pool_workers(const quire_pool *pool)
+    long long quire_take(long long *counter)
+
+cdef class Pool:
+    cdef quire_pool *pool
+    cdef readonly int workers

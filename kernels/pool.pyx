@@ -1,0 +1,15 @@
+# cython: language_level=3
+"""The thread pool as a Python object: made once, shared by all programs of an engine, used by one caller at a time."""
+
+
+cdef class Pool:
+    def __cinit__(self, int workers):
+        if not 1 <= workers <= 1024:
+            raise ValueError(f"threads must be between 1 and 1024, not {workers}")
+        self.pool = quire_pool_new(workers)
+        if self.pool == NULL:
+            raise MemoryError(f"cannot start {workers} threads")
+        self.workers = workers
+
+    def __dealloc__(self):
+        quire_pool_free(self.pool)

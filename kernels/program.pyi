@@ -1,0 +1,65 @@
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .ops import Op, Region
+from .pool import Pool
+
+class PageLayout(Protocol):
+    """What a program must know of the KV cache; `pager.layout.KVLayout` fits."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
+    @property
+    def layer_page_bytes(self) -> int: ...
+    @property
+    def head_bytes(self) -> int: ...
+
+def scratch_nbytes(head_dim: int, workers: int) -> int:
+    """Bytes of attention scratch a program allocates besides its arena."""
+
+class Program:
+    """A list of ops bound to an arena, the KV pages and a pool. ValueError where any size does not fit."""
+
+    isa: str
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        arena_bytes: int,
+        kv_memory: npt.NDArray[np.uint8],
+        kv_layout: PageLayout,
+        num_pages: int,
+        pool: Pool,
+        *,
+        max_rows: int,
+        max_samples: int,
+        max_sequences: int,
+        vocab_size: int,
+        isa: str | None = None,
+    ) -> None: ...
+    def run(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        row_start: npt.NDArray[np.int32],
+        first_position: npt.NDArray[np.int32],
+        page_ids: npt.NDArray[np.int32],
+        page_start: npt.NDArray[np.int32],
+        sample_rows: npt.NDArray[np.int32],
+    ) -> None:
+        """One step over `token_ids` [rows], all int32: sequence i owns rows row_start[i]..row_start[i+1], its first at
+        first_position[i], and the pages page_ids[page_start[i]..page_start[i+1]]. The GIL is released meanwhile.
+        """
+
+    def view(self, region: Region) -> npt.NDArray[Any]: ...

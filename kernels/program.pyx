@@ -1,0 +1,350 @@
+# cython: language_level=3
+"""A step is one call: the list of ops a model's description emitted, replayed without Python on all workers.
+
+Building a program checks every size once; `run` checks what changes from step to step (rows, positions, pages, ids), so
+no op has to. One invariant: nothing is allocated in a step.
+"""
+from libc.stdint cimport int32_t, int64_t
+
+import numpy as np
+
+from .attention cimport AttentionOp, attention_scratch_bytes, run_attention
+from .isa cimport (QUIRE_ADD, QUIRE_BF16, QUIRE_F32, QUIRE_MAX_HEAD, QUIRE_Q8, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TILE,
+                   quire_tiles, tiles_of)
+from .linear cimport LinearOp, run_linear
+from .ops import Attention, Convert, Embed, Gather, Linear, Norm, RotateStore, aligned, padded
+from .pack cimport PackedMatrix
+from .pool cimport Pool, quire_pool, quire_pool_barrier, quire_pool_run
+from .rows cimport (ConvertOp, EmbedOp, GatherOp, RotateStoreOp, run_convert, run_embed, run_gather, run_rotate_store)
+from .step cimport Step, Value
+
+_FORMS = {"f32": QUIRE_F32, "bf16": QUIRE_BF16, "q8": QUIRE_Q8}
+_ITEMSIZE = {"f32": 4, "bf16": 2, "q8": 1}
+_EPILOGUES = {"store": QUIRE_STORE, "add": QUIRE_ADD, "swiglu": QUIRE_SWIGLU}
+
+
+cdef enum Kind:
+    EMBED
+    CONVERT
+    LINEAR
+    ROTATE_STORE
+    ATTENTION
+    GATHER
+
+
+cdef union Payload:
+    EmbedOp embed
+    ConvertOp convert
+    LinearOp linear
+    RotateStoreOp rotate_store
+    AttentionOp attention
+    GatherOp gather
+
+
+cdef struct Record:
+    Kind kind
+    Payload of
+    long long counter               # of work dealt out in this step
+
+
+cdef struct Replay:
+    Record *records
+    int64_t num_records
+    Step step
+    const quire_tiles *tiles
+    quire_pool *pool
+
+
+cdef void _replay(void *argument, int worker, int workers) noexcept nogil:
+    cdef Replay *replay = <Replay *>argument
+    cdef int64_t i
+    for i in range(replay.num_records):
+        _run(&replay.records[i], &replay.step, replay.tiles, worker, workers)
+        quire_pool_barrier(replay.pool)
+
+
+cdef void _run(Record *record, const Step *step, const quire_tiles *tiles, int worker, int workers) noexcept nogil:
+    if record.kind == LINEAR:
+        run_linear(&record.of.linear, step, tiles, worker, workers)
+    elif record.kind == ATTENTION:
+        run_attention(&record.of.attention, step, tiles, &record.counter, worker)
+    elif record.kind == ROTATE_STORE:
+        run_rotate_store(&record.of.rotate_store, step, tiles, worker, workers)
+    elif record.kind == CONVERT:
+        run_convert(&record.of.convert, step, tiles, worker, workers)
+    elif record.kind == EMBED:
+        run_embed(&record.of.embed, step, tiles, worker, workers)
+    else:
+        run_gather(&record.of.gather, step, worker, workers)
+
+
+def scratch_nbytes(head_dim, workers):
+    return workers * aligned(attention_scratch_bytes(-(-head_dim // 16) * 16))
+
+
+cdef class Program:
+    cdef Replay replay
+    cdef Pool pool
+    cdef object keep_alive, arena, records, scratch, block_start, tile_start
+    cdef char *arena_data
+    cdef int64_t arena_bytes, max_rows, max_sequences, max_samples, vocab_size, num_pages, num_layers, max_positions
+    cdef int64_t num_kv_heads, head_dim
+    cdef readonly str isa
+
+    def __init__(self, ops, arena_bytes, kv_memory, kv_layout, num_pages, Pool pool, *, max_rows, max_samples,
+                 max_sequences, vocab_size, isa=None):
+        self.pool, self.isa = pool, (<bytes>tiles_of(isa).name).decode()
+        self.max_rows, self.max_samples, self.max_sequences = max_rows, max_samples, max_sequences
+        self.vocab_size, self.num_pages, self.num_layers = vocab_size, num_pages, kv_layout.num_layers
+        self.num_kv_heads, self.head_dim = kv_layout.num_kv_heads, kv_layout.head_dim
+        self.max_positions = 2**31 - 1
+        self.keep_alive = [kv_memory]
+        self._allocate(len(ops), arena_bytes)
+        self._lay_out_pages(kv_memory, kv_layout)
+        for index, op in enumerate(ops):
+            self._add(&self.replay.records[index], op)
+        self.replay.num_records = len(ops)
+        self.replay.tiles, self.replay.pool = tiles_of(isa), pool.pool
+
+    cdef _allocate(self, num_ops, arena_bytes):
+        """The arena, the op records and the workers' scratch; nothing else is ever allocated."""
+        self.arena_bytes = arena_bytes
+        self.arena = _aligned_zeros(arena_bytes)
+        cdef char[::1] arena = self.arena
+        self.arena_data = &arena[0]
+        self.records = _aligned_zeros(max(1, num_ops) * sizeof(Record))
+        cdef char[::1] records = self.records
+        self.replay.records = <Record *>&records[0]
+        self.scratch = _aligned_zeros(scratch_nbytes(self.head_dim, self.pool.workers))
+        cdef char[::1] scratch = self.scratch
+        self.replay.step.scratch = &scratch[0]
+        self.replay.step.scratch_bytes = scratch.shape[0] // self.pool.workers
+        self.block_start = np.zeros(self.max_sequences + 1, np.int64)
+        self.tile_start = np.zeros(self.max_sequences + 1, np.int64)
+        cdef int64_t[::1] blocks = self.block_start, tiles = self.tile_start
+        self.replay.step.block_start, self.replay.step.tile_start = &blocks[0], &tiles[0]
+
+    cdef _lay_out_pages(self, kv_memory, layout):
+        cdef char[::1] memory = kv_memory.view(np.int8)
+        if memory.shape[0] < self.num_pages * layout.page_bytes:
+            raise ValueError(f"{self.num_pages} pages need {self.num_pages * layout.page_bytes} bytes, "
+                             f"the KV memory has {memory.shape[0]}")
+        if not 1 <= layout.head_dim <= QUIRE_MAX_HEAD or layout.head_dim % 2:
+            raise ValueError(f"head_dim must be even and at most {QUIRE_MAX_HEAD}, not {layout.head_dim}")
+        if layout.page_size not in (16, 32, 64):
+            raise ValueError(f"a page holds 16, 32 or 64 tokens, not {layout.page_size}")
+        self.replay.step.kv = &memory[0]
+        self.replay.step.layer_bytes = self.num_pages * layout.layer_page_bytes
+        self.replay.step.page_bytes = layout.layer_page_bytes
+        self.replay.step.head_bytes = layout.head_bytes
+        self.replay.step.page_size = layout.page_size
+        self.replay.step.kv_form = _FORMS[layout.dtype]
+        self.replay.step.query_tile = QUIRE_TILE
+
+    # Building: one op each, every size checked here.
+
+    cdef _add(self, Record *record, op):
+        if isinstance(op, Embed):
+            self._add_embed(record, op)
+        elif isinstance(op, (Norm, Convert)):
+            self._add_convert(record, op)
+        elif isinstance(op, Linear):
+            self._add_linear(record, op)
+        elif isinstance(op, RotateStore):
+            self._add_rotate_store(record, op)
+        elif isinstance(op, Attention):
+            self._add_attention(record, op)
+        elif isinstance(op, Gather):
+            record.kind = GATHER
+            record.of.gather.input = self._value(op.input, op.out.columns, "f32", self.max_rows)
+            record.of.gather.out = self._value(op.out, op.input.columns, "f32", self.max_samples)
+        else:
+            raise ValueError(f"not an op: {op!r}")
+
+    cdef _add_embed(self, Record *record, op):
+        cdef PackedMatrix weight = op.weight
+        if weight.out_features < self.vocab_size:
+            raise ValueError(f"the embedding has {weight.out_features} rows for a vocabulary of {self.vocab_size}")
+        self.keep_alive.append(weight)
+        record.kind = EMBED
+        record.of.embed.out = self._value(op.out, weight.in_features, "f32", self.max_rows)
+        record.of.embed.panels, record.of.embed.scales = weight.data, weight.scales
+        record.of.embed.panel_bytes, record.of.embed.width = weight.panel_bytes, weight.width
+        record.of.embed.form = weight.form
+
+    cdef _add_convert(self, Record *record, op):
+        cdef ConvertOp *convert = &record.of.convert
+        record.kind = CONVERT
+        convert.input = self._value(op.input, op.out.columns, "f32", 0)
+        convert.out = self._value(op.out, op.input.columns, op.out.form, 0)
+        convert.sampled = self._sampled(op.input, op.out)
+        convert.weight = NULL
+        if isinstance(op, Norm):
+            convert.weight = self._vector(op.weight, op.input.columns, padded(op.input.columns))
+            convert.eps = op.eps
+
+    cdef _add_linear(self, Record *record, op):
+        cdef PackedMatrix weight = op.weight
+        cdef LinearOp *linear = &record.of.linear
+        columns = weight.out_features // 2 if op.epilogue == "swiglu" else weight.out_features
+        if op.epilogue == "swiglu":
+            columns = min(columns, op.out.columns)
+            if padded(op.out.columns) != weight.panels * 8:
+                raise ValueError(f"swiglu of {weight.panels * 16} columns gives {weight.panels * 8}, "
+                                 f"out has {op.out.columns}")
+        self.keep_alive.append(weight)
+        record.kind = LINEAR
+        linear.input = self._value(op.input, weight.in_features, weight.dtype, 0)
+        linear.out = self._value(op.out, columns, "f32", 0)
+        linear.sampled = self._sampled(op.input, op.out)
+        linear.panels, linear.scales, linear.panel_bytes = weight.data, weight.scales, weight.panel_bytes
+        linear.num_pairs = weight.panels // 2
+        linear.bias = self._vector(op.bias, weight.out_features, weight.panels * 16) if op.bias is not None else NULL
+        linear.epilogue = _EPILOGUES[op.epilogue]
+
+    cdef _add_rotate_store(self, Record *record, op):
+        cdef RotateStoreOp *rotate = &record.of.rotate_store
+        cdef const float[:, ::1] rotary = op.rotary
+        self._check_heads(op)
+        width = -(-op.head_dim // 16) * 16
+        form = "f32" if self.replay.step.kv_form == QUIRE_F32 else "bf16"
+        if rotary.shape[1] != op.head_dim:
+            raise ValueError(f"rotary table must be [positions, {op.head_dim}], not {list(op.rotary.shape)}")
+        self.keep_alive.append(op.rotary)
+        self.max_positions = min(self.max_positions, rotary.shape[0])
+        record.kind = ROTATE_STORE
+        rotate.qkv = self._value(op.qkv, (op.num_heads + 2 * op.num_kv_heads) * op.head_dim, "f32", self.max_rows)
+        rotate.q = self._value(op.q, op.num_heads * width, form, self.max_rows)
+        rotate.layer, rotate.num_heads, rotate.num_kv_heads = op.layer, op.num_heads, op.num_kv_heads
+        rotate.head_dim, rotate.padded_head_dim = op.head_dim, width
+        rotate.q_norm = self._vector(op.q_norm, op.head_dim, padded(op.head_dim)) if op.q_norm is not None else NULL
+        rotate.k_norm = self._vector(op.k_norm, op.head_dim, padded(op.head_dim)) if op.k_norm is not None else NULL
+        rotate.eps, rotate.scale, rotate.rotary = op.eps, op.scale, &rotary[0, 0]
+
+    cdef _add_attention(self, Record *record, op):
+        cdef AttentionOp *attention = &record.of.attention
+        self._check_heads(op)
+        width = -(-op.head_dim // 16) * 16
+        form = "f32" if self.replay.step.kv_form == QUIRE_F32 else "bf16"
+        group = op.num_heads // op.num_kv_heads
+        if group > QUIRE_TILE:
+            raise ValueError(f"at most {QUIRE_TILE} query heads may share a KV head, not {group}")
+        if op.window < 0:
+            raise ValueError(f"window must be 0 or more, not {op.window}")
+        record.kind = ATTENTION
+        attention.q = self._value(op.q, op.num_heads * width, form, self.max_rows)
+        attention.out = self._value(op.out, op.num_heads * op.head_dim, "f32", self.max_rows)
+        attention.layer, attention.num_heads, attention.num_kv_heads = op.layer, op.num_heads, op.num_kv_heads
+        attention.head_dim, attention.padded_head_dim, attention.window = op.head_dim, width, op.window
+        self.replay.step.query_tile = min(self.replay.step.query_tile, QUIRE_TILE // group)
+
+    cdef _check_heads(self, op):
+        if not 0 <= op.layer < self.num_layers or op.num_kv_heads != self.num_kv_heads or op.head_dim != self.head_dim:
+            raise ValueError(f"layer {op.layer} with {op.num_kv_heads} x {op.head_dim} KV heads does not fit a cache of "
+                             f"{self.num_layers} layers with {self.num_kv_heads} x {self.head_dim}")
+        if op.num_heads < 1 or op.num_heads % op.num_kv_heads:
+            raise ValueError(f"{op.num_heads} query heads do not divide among {op.num_kv_heads} KV heads")
+
+    cdef Value _value(self, region, columns, form, rows) except *:
+        """The region's pointers. `columns` and `form` are what the op expects, `rows` the least capacity."""
+        cdef Value value
+        if region.columns != columns or region.form != form or region.rows < rows:
+            raise ValueError(f"{region!r} should hold at least {rows} rows of {columns} columns as {form}")
+        if region.offset < 0 or region.offset % 64 or region.offset + region.nbytes > self.arena_bytes:
+            raise ValueError(f"{region!r} is not aligned or not inside an arena of {self.arena_bytes} bytes")
+        width = padded(columns)
+        planes = region.offset + aligned(region.rows * width * _ITEMSIZE[form])
+        value.form, value.columns, value.rows.width = _FORMS[form], columns, width
+        value.rows.data = self.arena_data + <int64_t>region.offset
+        value.rows.scales, value.rows.sums = NULL, NULL
+        if form == "q8":
+            value.rows.scales = <float *>(self.arena_data + <int64_t>planes)
+            value.rows.sums = <int32_t *>(self.arena_data + <int64_t>(planes + aligned(region.rows * width // 32 * 4)))
+        return value
+
+    cdef bint _sampled(self, source, out) except *:
+        """Whether an op runs over sampling rows (its regions hold that many) or over all rows of a step."""
+        if min(source.rows, out.rows) >= self.max_rows and source.rows == out.rows:
+            return source.rows == self.max_samples and source.rows != self.max_rows
+        if source.rows == out.rows == self.max_samples:
+            return True
+        raise ValueError(f"{source!r} and {out!r} hold neither {self.max_rows} nor {self.max_samples} rows")
+
+    cdef const float *_vector(self, array, length, stored) except NULL:
+        """A private copy of a norm or bias, padded with zeros."""
+        if array.shape != (length,):
+            raise ValueError(f"expected a vector of {length}, not {list(array.shape)}")
+        copy = np.zeros(stored, np.float32)
+        copy[:length] = array
+        self.keep_alive.append(copy)
+        cdef float[::1] view = copy
+        return &view[0]
+
+    # Running.
+
+    def run(self, const int32_t[::1] token_ids, const int32_t[::1] row_start, const int32_t[::1] first_position,
+            const int32_t[::1] page_ids, const int32_t[::1] page_start, const int32_t[::1] sample_rows):
+        cdef Step *step = &self.replay.step
+        cdef int64_t i
+        self._check_step(token_ids, row_start, first_position, page_ids, page_start, sample_rows)
+        step.rows, step.sequences = token_ids.shape[0], first_position.shape[0]
+        step.samples = sample_rows.shape[0]
+        step.token_ids, step.row_start, step.first_position = &token_ids[0], &row_start[0], &first_position[0]
+        step.page_ids, step.page_start = &page_ids[0], &page_start[0]
+        step.sample_rows = &sample_rows[0] if step.samples else NULL
+        self._deal_out(step)
+        for i in range(self.replay.num_records):
+            self.replay.records[i].counter = 0
+        with nogil:
+            quire_pool_run(self.pool.pool, _replay, &self.replay)
+
+    cdef _check_step(self, const int32_t[::1] token_ids, const int32_t[::1] row_start,
+                     const int32_t[::1] first_position, const int32_t[::1] page_ids, const int32_t[::1] page_start,
+                     const int32_t[::1] sample_rows):
+        cdef int64_t rows = token_ids.shape[0], sequences = first_position.shape[0], i, end, pages
+        if not 1 <= rows <= self.max_rows or not 1 <= sequences <= self.max_sequences:
+            raise ValueError(f"{rows} rows of {sequences} sequences; this program takes 1..{self.max_rows} of "
+                             f"1..{self.max_sequences}")
+        if sample_rows.shape[0] > self.max_samples:
+            raise ValueError(f"{sample_rows.shape[0]} sampling rows; this program takes {self.max_samples}")
+        if (row_start.shape[0] != sequences + 1 or page_start.shape[0] != sequences + 1 or row_start[0] != 0
+                or page_start[0] != 0 or row_start[sequences] != rows or page_start[sequences] != page_ids.shape[0]):
+            raise ValueError("row_start and page_start must run from 0 to the number of rows and pages")
+        for i in range(rows):
+            if not 0 <= token_ids[i] < self.vocab_size:
+                raise ValueError(f"token id {token_ids[i]} is outside the vocabulary of {self.vocab_size}")
+        for i in range(sequences):
+            end = <int64_t>first_position[i] + row_start[i + 1] - row_start[i]
+            pages = page_start[i + 1] - page_start[i]
+            if row_start[i + 1] <= row_start[i] or first_position[i] < 0 or end > self.max_positions:
+                raise ValueError(f"sequence {i} must run at least one row at positions 0..{self.max_positions - 1}")
+            if pages * self.replay.step.page_size < end:
+                raise ValueError(f"sequence {i} has {pages} pages for {end} tokens")
+        for i in range(page_ids.shape[0]):
+            if not 0 <= page_ids[i] < self.num_pages:
+                raise ValueError(f"page {page_ids[i]} is outside the pool of {self.num_pages}")
+        for i in range(sample_rows.shape[0]):
+            if not 0 <= sample_rows[i] < rows:
+                raise ValueError(f"sampling row {sample_rows[i]} is outside the step's {rows}")
+
+    cdef void _deal_out(self, Step *step) noexcept nogil:
+        """Number the units that ops deal out: page-sized blocks of rows, and query tiles."""
+        cdef int64_t i, n, first, size = step.page_size
+        step.block_start[0] = step.tile_start[0] = 0
+        for i in range(step.sequences):
+            first, n = step.first_position[i], step.row_start[i + 1] - step.row_start[i]
+            step.block_start[i + 1] = step.block_start[i] + (first + n - 1) // size - first // size + 1
+            step.tile_start[i + 1] = step.tile_start[i] + (n + step.query_tile - 1) // step.query_tile
+
+    def view(self, region):
+        """A region's [rows, padded columns] data plane as an array that shares the arena. For logits, tests and tools."""
+        width, item = padded(region.columns), _ITEMSIZE[region.form]
+        dtype = {"f32": np.float32, "bf16": np.uint16, "q8": np.int8}[region.form]
+        flat = self.arena[region.offset: region.offset + region.rows * width * item].view(dtype)
+        return flat.reshape(region.rows, width)
+
+
+def _aligned_zeros(nbytes):
+    raw = np.zeros(nbytes + 64, np.int8)
+    start = -raw.ctypes.data % 64
+    return raw[start: start + nbytes]

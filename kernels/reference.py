@@ -1,0 +1,155 @@
+"""The numpy twin of every op: the definition of right, written for the reader, not for speed.
+
+`ReferenceProgram` takes the same op list as `Program` and keeps the same values, so a test can run both and compare any
+region. Arithmetic is float64; what a form rounds away (bf16, q8, the KV dtype) is rounded here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from .ops import BLOCK, Attention, Convert, Embed, Form, Gather, Linear, Norm, Op, Region, RotateStore, padded
+
+Array = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int32]
+
+
+def round_bf16(x: Array) -> Array:
+    """To the nearest bf16, ties to even. (Finite values.)"""
+    bits = x.astype(np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    return rounded.astype(np.uint32).view(np.float32).astype(np.float64)
+
+
+def quantise_q8(x: Array) -> Array:
+    """Each row's blocks of 32 columns to int8 with a float32 scale max|x| / 127, and back."""
+    blocks = np.zeros((x.shape[0], padded(x.shape[1])))
+    blocks[:, : x.shape[1]] = x
+    blocks = blocks.reshape(x.shape[0], -1, BLOCK)
+    top = np.abs(blocks).max(axis=2, keepdims=True)
+    scale = np.where(top > 0, top / 127, 1.0)
+    return (np.rint(blocks / scale) * scale).reshape(x.shape[0], -1)[:, : x.shape[1]]
+
+
+def as_form(x: Array, form: Form) -> Array:
+    if form == "bf16":
+        return round_bf16(x)
+    return quantise_q8(x) if form == "q8" else x.astype(np.float32).astype(np.float64)
+
+
+def rms_norm(x: Array, weight: npt.NDArray[np.float32], eps: float) -> Array:
+    """Zhang and Sennrich, 2019, over the last axis."""
+    scaled: Array = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * weight
+    return scaled
+
+
+def silu(x: Array) -> Array:
+    return x / (1 + np.exp(-x))
+
+
+def rotate_halves(x: Array, rotary: Array) -> Array:
+    """Rotary embedding (Su et al., 2021) in the half-split convention; `rotary` [..., head_dim] is cos | sin."""
+    half = x.shape[-1] // 2
+    cosine, sine = rotary[..., :half], rotary[..., half:]
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1)
+
+
+def softmax(x: Array) -> Array:
+    weights = np.exp(x - x.max(axis=-1, keepdims=True))
+    normalised: Array = weights / weights.sum(axis=-1, keepdims=True)
+    return normalised
+
+
+class ReferenceProgram:
+    """Runs ops one by one over plain arrays. KV lives as `keys[layer, page, slot, kv_head, d]`, likewise `values`."""
+
+    def __init__(self, ops: Sequence[Op], kv_dtype: Form, page_size: int, num_pages: int) -> None:
+        self.ops = ops
+        self.kv_dtype: Form = kv_dtype
+        self.page_size = page_size
+        layers = [op for op in ops if isinstance(op, RotateStore)]
+        shape = (len(layers), num_pages, page_size, layers[0].num_kv_heads, layers[0].head_dim) if layers else (0,) * 5
+        self.keys, self.values = np.zeros(shape), np.zeros(shape)
+        self.regions: dict[Region, Array] = {}
+
+    def run(
+        self,
+        token_ids: Ints,
+        row_start: Ints,
+        first_position: Ints,
+        page_ids: Ints,
+        page_start: Ints,
+        sample_rows: Ints,
+    ) -> None:
+        """The same step as `Program.run`."""
+        counts = np.diff(row_start)
+        self.token_ids, self.sample_rows = token_ids, sample_rows
+        self.sequence = np.repeat(np.arange(len(counts)), counts)
+        self.position = first_position[self.sequence] + np.arange(len(token_ids)) - row_start[self.sequence]
+        self.tables = [page_ids[page_start[i] : page_start[i + 1]] for i in range(len(counts))]
+        for op in self.ops:
+            self._run(op)
+
+    def _run(self, op: Op) -> None:
+        match op:
+            case Embed():
+                self.regions[op.out] = op.weight.unpack().astype(np.float64)[self.token_ids]
+            case Norm():
+                self.regions[op.out] = as_form(rms_norm(self.regions[op.input], op.weight, op.eps), op.out.form)
+            case Convert():
+                self.regions[op.out] = as_form(self.regions[op.input], op.out.form)
+            case Gather():
+                self.regions[op.out] = self.regions[op.input][self.sample_rows]
+            case Linear():
+                self._linear(op)
+            case RotateStore():
+                self._rotate_store(op)
+            case Attention():
+                self._attention(op)
+
+    def _linear(self, op: Linear) -> None:
+        y = self.regions[op.input] @ op.weight.unpack().astype(np.float64).T
+        if op.bias is not None:
+            y = y + op.bias
+        if op.epilogue == "swiglu":
+            pairs = y.reshape(len(y), -1, 2, 16)
+            y = (silu(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(len(y), -1)[:, : op.out.columns]
+        self.regions[op.out] = self.regions[op.out] + y if op.epilogue == "add" else y
+
+    def _rotate_store(self, op: RotateStore) -> None:
+        q, k, v = self._heads(op)
+        if op.q_norm is not None:
+            q = rms_norm(q, op.q_norm, op.eps)
+        if op.k_norm is not None:
+            k = rms_norm(k, op.k_norm, op.eps)
+        rotary = op.rotary[self.position].astype(np.float64)[:, None, :]
+        self.regions[op.q] = as_form((rotate_halves(q, rotary) * op.scale).reshape(len(q), -1), self.kv_dtype)
+        for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
+            page, slot = self.tables[sequence][position // self.page_size], position % self.page_size
+            self.keys[op.layer, page, slot] = as_form(rotate_halves(k, rotary)[row], self.kv_dtype)
+            self.values[op.layer, page, slot] = as_form(v[row], self.kv_dtype)
+
+    def _heads(self, op: RotateStore) -> tuple[Array, Array, Array]:
+        heads = self.regions[op.qkv].reshape(len(self.token_ids), -1, op.head_dim)
+        return (
+            heads[:, : op.num_heads],
+            heads[:, op.num_heads : op.num_heads + op.num_kv_heads],
+            heads[:, op.num_heads + op.num_kv_heads :],
+        )
+
+    def _attention(self, op: Attention) -> None:
+        q = self.regions[op.q].reshape(len(self.token_ids), op.num_heads, op.head_dim)
+        out = np.zeros_like(q)
+        for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
+            oldest = max(0, position - op.window + 1) if op.window else 0
+            seen = np.arange(oldest, position + 1)
+            pages, slots = self.tables[sequence][seen // self.page_size], seen % self.page_size
+            keys = np.repeat(self.keys[op.layer, pages, slots], op.num_heads // op.num_kv_heads, axis=1)
+            values = np.repeat(self.values[op.layer, pages, slots], op.num_heads // op.num_kv_heads, axis=1)
+            weights = softmax(np.einsum("hd,thd->ht", q[row], keys))
+            out[row] = np.einsum("ht,thd->hd", weights, values)
+        self.regions[op.out] = out.reshape(len(q), -1)

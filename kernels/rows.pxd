@@ -1,0 +1,44 @@
+from libc.stdint cimport int64_t, uint16_t
+
+from .isa cimport quire_tiles
+from .step cimport Step, Value
+
+cdef struct EmbedOp:
+    Value out
+    const char *panels
+    const uint16_t *scales
+    int64_t panel_bytes
+    int64_t width
+    int form
+
+cdef struct ConvertOp:              # also RMS norm, where `weight` is not NULL
+    Value input
+    Value out
+    const float *weight             # [padded columns]
+    float eps
+    bint sampled
+
+cdef struct GatherOp:
+    Value input
+    Value out
+
+cdef struct RotateStoreOp:
+    Value qkv
+    Value q
+    int64_t layer
+    int64_t num_heads
+    int64_t num_kv_heads
+    int64_t head_dim
+    int64_t padded_head_dim
+    const float *q_norm             # [padded to 32] or NULL
+    const float *k_norm
+    float eps
+    const float *rotary             # [positions][head_dim]: cos | sin
+    float scale
+
+cdef void run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles, int worker, int workers) noexcept nogil
+cdef void run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles, int worker,
+                      int workers) noexcept nogil
+cdef void run_gather(const GatherOp *op, const Step *step, int worker, int workers) noexcept nogil
+cdef void run_rotate_store(const RotateStoreOp *op, const Step *step, const quire_tiles *tiles, int worker,
+                           int workers) noexcept nogil

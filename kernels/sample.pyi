@@ -1,0 +1,24 @@
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .pool import Pool
+
+MAX_TOP_LOGPROBS: int
+ROW: np.dtype[np.void]
+ADJUSTMENT: np.dtype[np.void]
+
+class Sampler:
+    nbytes: int
+    def __init__(self, vocab_size: int, stride: int, max_rows: int, pool: Pool, isa: str | None = None) -> None: ...
+    def sample(
+        self, logits: npt.NDArray[np.float32], rows: npt.NDArray[Any], adjustments: npt.NDArray[Any]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+        """Draw one token per row of `logits` [rows, stride]; `rows` has dtype ROW, `adjustments` ADJUSTMENT.
+
+        Returns views valid until the next call: token ids [rows] (-1: the logits are not finite), natural-log
+        probabilities of the raw distribution [rows], and the top alternatives' ids and logprobs [rows, 32].
+        """
+
+def philox(counter: list[int], key: list[int]) -> list[int]: ...

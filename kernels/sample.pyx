@@ -1,0 +1,316 @@
+# cython: language_level=3
+"""Logits to tokens: a pure function of (logits, parameters, seed, position), one row per worker at a time.
+
+Order: logit bias, penalties, temperature, min_p, top_k, top_p; ties go to the lower token id. Randomness is Philox4x32-10
+keyed by seed and counted by position (Salmon et al., SC 2011), so replaying a position draws the same number again.
+Filters never sort the vocabulary: a histogram over the weights' bits finds the bin with the cut, and only that is sorted.
+"""
+from libc.math cimport INFINITY, log
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdlib cimport qsort
+from libc.string cimport memcpy, memset
+
+import numpy as np
+
+from .isa cimport quire_tiles, tiles_of
+from .pool cimport Pool, quire_pool_run, quire_take
+
+MAX_TOP_LOGPROBS = 32
+
+cdef enum:
+    TOP = 32
+    BINS = 1024                     # by the upper bits of a weight in [0, 1]: eight to an octave
+
+
+cdef struct Row:
+    uint64_t seed
+    int64_t position                # of the token to be drawn
+    float temperature
+    float top_p
+    float min_p
+    float repetition
+    float presence
+    float frequency
+    int32_t top_k
+    int32_t logprobs                # -1: none; else how many alternatives besides the token's own
+    int32_t first_adjustment
+    int32_t num_adjustments
+
+
+cdef struct Adjustment:             # one token id whose logit the row changes
+    int32_t token_id
+    int32_t count                   # in the generated text
+    int32_t seen                    # in prompt or generated text
+    float bias
+
+
+ROW = np.dtype([("seed", "u8"), ("position", "i8"), ("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"),
+                ("repetition", "f4"), ("presence", "f4"), ("frequency", "f4"), ("top_k", "i4"), ("logprobs", "i4"),
+                ("first_adjustment", "i4"), ("num_adjustments", "i4")], align=True)
+ADJUSTMENT = np.dtype([("token_id", "i4"), ("count", "i4"), ("seen", "i4"), ("bias", "f4")], align=True)
+
+
+cdef struct Draw:                   # the whole job, shared by the workers
+    const quire_tiles *tiles
+    float *logits                   # [rows][stride]; adjusted in place and restored
+    int64_t stride
+    int64_t vocab_size
+    int64_t num_rows
+    Row *rows
+    Adjustment *adjustments
+    float *originals                # [adjustments]
+    float *weights                  # [workers][stride]
+    uint64_t *order                 # [workers][stride]
+    int32_t *tokens
+    float *logprobs
+    int32_t *top_ids                # [rows][TOP]
+    float *top_logprobs
+    long long next
+
+
+cdef class Sampler:
+    """Owns the scratch for `max_rows` rows of one vocabulary; nothing is allocated while sampling."""
+
+    cdef Draw draw
+    cdef Pool pool
+    cdef int64_t max_rows
+    cdef object weights, order, tokens, logprobs, top_ids, top_logprobs
+
+    def __init__(self, vocab_size, stride, max_rows, Pool pool, isa=None):
+        if not 1 <= vocab_size <= stride or stride % 32 or max_rows < 1:
+            raise ValueError(f"bad sampler sizes: vocab {vocab_size}, stride {stride}, rows {max_rows}")
+        self.pool, self.max_rows = pool, max_rows
+        self.weights = np.zeros((pool.workers, stride), np.float32)
+        self.order = np.zeros((pool.workers, stride), np.uint64)
+        self.tokens = np.zeros(max_rows, np.int32)
+        self.logprobs = np.zeros(max_rows, np.float32)
+        self.top_ids = np.zeros((max_rows, TOP), np.int32)
+        self.top_logprobs = np.zeros((max_rows, TOP), np.float32)
+        self.draw.tiles = tiles_of(isa)
+        self.draw.stride, self.draw.vocab_size = stride, vocab_size
+        cdef float[:, ::1] weights = self.weights, top_logprobs = self.top_logprobs
+        cdef uint64_t[:, ::1] order = self.order
+        cdef int32_t[::1] tokens = self.tokens
+        cdef float[::1] logprobs = self.logprobs
+        cdef int32_t[:, ::1] top_ids = self.top_ids
+        self.draw.weights, self.draw.order = &weights[0, 0], &order[0, 0]
+        self.draw.tokens, self.draw.logprobs = &tokens[0], &logprobs[0]
+        self.draw.top_ids, self.draw.top_logprobs = &top_ids[0, 0], &top_logprobs[0, 0]
+
+    @property
+    def nbytes(self):
+        return sum(a.nbytes for a in (self.weights, self.order, self.tokens, self.logprobs, self.top_ids,
+                                      self.top_logprobs))
+
+    def sample(self, float[:, ::1] logits, rows, adjustments):
+        cdef int64_t n = len(rows)
+        if n > self.max_rows or n > logits.shape[0] or logits.shape[1] != self.draw.stride:
+            raise ValueError(f"{n} rows do not fit logits of {logits.shape[0]} or a sampler of {self.max_rows}")
+        if rows.dtype != ROW or adjustments.dtype != ADJUSTMENT:
+            raise ValueError("rows and adjustments must be arrays of sample.ROW and sample.ADJUSTMENT")
+        if n == 0:
+            return self.tokens[:0], self.logprobs[:0], self.top_ids[:0], self.top_logprobs[:0]
+        _check_rows(rows, adjustments, self.draw.vocab_size)
+        originals = np.empty(max(1, len(adjustments)), np.float32)
+        cdef char[::1] row_bytes = np.ascontiguousarray(rows).view(np.int8)
+        cdef char[::1] adjustment_bytes
+        cdef float[::1] saved = originals
+        self.draw.adjustments = NULL
+        if len(adjustments):
+            adjustment_bytes = np.ascontiguousarray(adjustments).view(np.int8)
+            self.draw.adjustments = <Adjustment *>&adjustment_bytes[0]
+        self.draw.originals = &saved[0]
+        self.draw.rows = <Row *>&row_bytes[0]
+        self.draw.logits, self.draw.num_rows, self.draw.next = &logits[0, 0], n, 0
+        with nogil:
+            quire_pool_run(self.pool.pool, _work, &self.draw)
+        return self.tokens[:n], self.logprobs[:n], self.top_ids[:n], self.top_logprobs[:n]
+
+
+def _check_rows(rows, adjustments, vocab_size):
+    if np.any(rows["first_adjustment"] < 0) or np.any(rows["num_adjustments"] < 0) or np.any(
+            rows["first_adjustment"].astype(np.int64) + rows["num_adjustments"] > len(adjustments)):
+        raise ValueError("a row points beyond the adjustments")
+    if len(adjustments) and not (0 <= adjustments["token_id"].min() and adjustments["token_id"].max() < vocab_size):
+        raise ValueError(f"adjusted token ids must lie in 0..{vocab_size - 1}")
+    if np.any(rows["logprobs"] > TOP):
+        raise ValueError(f"at most {TOP} top logprobs")
+
+
+cdef void _work(void *argument, int worker, int workers) noexcept nogil:
+    cdef Draw *draw = <Draw *>argument
+    cdef int64_t row = quire_take(&draw.next)
+    while row < draw.num_rows:
+        _sample_row(draw, row, draw.weights + worker * draw.stride, draw.order + worker * draw.stride)
+        row = quire_take(&draw.next)
+
+
+cdef void _sample_row(Draw *draw, int64_t index, float *weights, uint64_t *order) noexcept nogil:
+    cdef Row *row = &draw.rows[index]
+    cdef float *x = draw.logits + index * draw.stride
+    cdef float top = 0
+    cdef double total = 1
+    cdef bint wants_logprobs = row.logprobs >= 0
+    cdef int64_t token = draw.tiles.argmax(x, draw.vocab_size, &top, &total if wants_logprobs else NULL)
+    cdef double log_total = top + log(total)
+    if token < 0 or top == INFINITY or top == -INFINITY:
+        draw.tokens[index] = -1             # not numbers: nothing can be drawn from them
+        return
+    if row.logprobs > 0:
+        _top_logprobs(x, draw.vocab_size, row.logprobs, log_total, draw.top_ids + index * TOP,
+                      draw.top_logprobs + index * TOP)
+    if row.num_adjustments:
+        _adjust(draw, row, x)
+        token = draw.tiles.argmax(x, draw.vocab_size, &top, NULL)
+    if row.temperature > 1e-5:               # below, 1 / temperature overflows what exp can tell apart
+        draw.tiles.exp_scaled(x, top, 1 / row.temperature, draw.stride, weights)
+        token = _draw_weighted(weights, order, draw.vocab_size, row)
+    if row.num_adjustments:
+        _restore(draw, row, x)
+    draw.tokens[index] = <int32_t>token
+    draw.logprobs[index] = <float>(x[token] - log_total) if wants_logprobs else 0
+
+
+cdef void _adjust(Draw *draw, const Row *row, float *x) noexcept nogil:
+    cdef int64_t i
+    cdef Adjustment *a
+    cdef float logit
+    for i in range(row.first_adjustment, row.first_adjustment + row.num_adjustments):
+        a = &draw.adjustments[i]
+        draw.originals[i] = x[a.token_id]
+        logit = x[a.token_id] + a.bias
+        if a.seen:
+            logit = logit / row.repetition if logit > 0 else logit * row.repetition
+        if a.count > 0:
+            logit -= row.presence + row.frequency * <float>a.count
+        x[a.token_id] = logit
+
+
+cdef void _restore(Draw *draw, const Row *row, float *x) noexcept nogil:
+    """Backwards, so that an id named twice gets its first value back."""
+    cdef int64_t i
+    for i in range(row.first_adjustment + row.num_adjustments - 1, row.first_adjustment - 1, -1):
+        x[draw.adjustments[i].token_id] = draw.originals[i]
+
+
+cdef int64_t _draw_weighted(float *weights, uint64_t *order, int64_t n, const Row *row) noexcept nogil:
+    """Inverse CDF over what the filters leave, in token order and double precision."""
+    cdef int64_t i, chosen = 0
+    cdef double total = 0, target, sum = 0
+    if row.min_p > 0:
+        for i in range(n):
+            if weights[i] < row.min_p:
+                weights[i] = 0
+    if 0 < row.top_k < n:
+        _keep(weights, order, n, row.top_k, INFINITY)
+    if row.top_p < 1:
+        for i in range(n):
+            total += weights[i]
+        _keep(weights, order, n, n, total * row.top_p)
+    total = 0
+    for i in range(n):
+        total += weights[i]
+    target = _uniform(row.seed, row.position) * total
+    for i in range(n):
+        if weights[i] > 0:
+            chosen = i
+            sum += weights[i]
+            if sum > target:
+                return i
+    return chosen
+
+
+cdef uint32_t _bits(float weight) noexcept nogil:
+    """Of a weight in [0, 1]: they order as the weights do."""
+    cdef uint32_t u
+    memcpy(&u, &weight, 4)
+    return u
+
+
+cdef void _keep(float *weights, uint64_t *order, int64_t n, int64_t most, double mass) noexcept nogil:
+    """Zero all but the heaviest: at most `most` of them, and no more than it takes to reach `mass`; at least one."""
+    cdef int64_t counts[BINS]
+    cdef double masses[BINS]
+    cdef int64_t i, cut = BINS - 1, kept = 0, candidates = 0
+    cdef double sum = 0
+    memset(counts, 0, sizeof(counts))
+    memset(masses, 0, sizeof(masses))
+    for i in range(n):
+        counts[_bits(weights[i]) >> 20] += 1
+        masses[_bits(weights[i]) >> 20] += weights[i]
+    while cut > 0 and kept + counts[cut] < most and sum + masses[cut] < mass:
+        kept += counts[cut]
+        sum += masses[cut]
+        cut -= 1
+    for i in range(n):
+        if _bits(weights[i]) >> 20 == cut:      # heaviest first, then lowest id: one ascending key
+            order[candidates] = <uint64_t>(~_bits(weights[i])) << 32 | <uint64_t>i
+            candidates += 1
+        elif _bits(weights[i]) >> 20 < cut:
+            weights[i] = 0
+    qsort(order, candidates, sizeof(uint64_t), _ascending)
+    for i in range(candidates):
+        if kept > 0 and (kept >= most or sum >= mass):
+            weights[<uint32_t>order[i]] = 0
+            continue
+        kept += 1
+        sum += weights[<uint32_t>order[i]]
+
+
+cdef int _ascending(const void *a, const void *b) noexcept nogil:
+    cdef uint64_t x = (<const uint64_t *>a)[0], y = (<const uint64_t *>b)[0]
+    return 1 if x > y else -1 if x < y else 0
+
+
+cdef void _top_logprobs(const float *x, int64_t n, int64_t wanted, double log_total, int32_t *ids,
+                        float *logprobs) noexcept nogil:
+    """The `wanted` largest by insertion; most of the vocabulary fails the first comparison."""
+    cdef int64_t i, at, found = 0
+    for i in range(n):
+        if found == wanted and not x[i] > logprobs[found - 1]:
+            continue
+        at = found if found < wanted else wanted - 1
+        while at > 0 and x[i] > logprobs[at - 1]:
+            logprobs[at] = logprobs[at - 1]
+            ids[at] = ids[at - 1]
+            at -= 1
+        logprobs[at] = x[i]
+        ids[at] = <int32_t>i
+        found = min(found + 1, wanted)
+    for i in range(found):
+        logprobs[i] = <float>(logprobs[i] - log_total)
+    for i in range(found, wanted):
+        ids[i] = -1
+
+
+cdef double _uniform(uint64_t seed, int64_t position) noexcept nogil:
+    cdef uint32_t out[4]
+    cdef uint32_t counter[4]
+    counter[0], counter[1] = <uint32_t>position, <uint32_t>(<uint64_t>position >> 32)
+    counter[2] = counter[3] = 0
+    _philox(counter, <uint32_t>seed, <uint32_t>(seed >> 32), out)
+    return (<double>(out[0] >> 5) * 67108864.0 + <double>(out[1] >> 6)) / 9007199254740992.0
+
+
+cdef void _philox(const uint32_t *counter, uint32_t key0, uint32_t key1, uint32_t *out) noexcept nogil:
+    cdef uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3]
+    cdef uint64_t a, b
+    cdef int r
+    for r in range(10):
+        a = <uint64_t>0xD2511F53 * c0
+        b = <uint64_t>0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (<uint32_t>(b >> 32) ^ c1 ^ key0, <uint32_t>b, <uint32_t>(a >> 32) ^ c3 ^ key1, <uint32_t>a)
+        key0 += <uint32_t>0x9E3779B9
+        key1 += <uint32_t>0xBB67AE85
+    out[0], out[1], out[2], out[3] = c0, c1, c2, c3
+
+
+def philox(counter, key):
+    """The raw generator, for known-answer tests: four and two uint32 in, four out."""
+    cdef uint32_t c[4]
+    cdef uint32_t out[4]
+    cdef int i
+    for i in range(4):
+        c[i] = counter[i]
+    _philox(c, key[0], key[1], out)
+    return [out[i] for i in range(4)]

@@ -1,0 +1,42 @@
+// Which level this machine can run: cpuid says what the processor has, XGETBV what the system saves.
+#include "tiles.h"
+
+#include <stddef.h>
+
+extern const quire_tiles quire_tiles_scalar;
+
+#if defined __x86_64__
+#include <cpuid.h>
+
+extern const quire_tiles quire_tiles_avx2, quire_tiles_avx512;
+
+static uint64_t saved_state(void) {
+  uint32_t low, high;
+  __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (uint64_t)high << 32 | low;
+}
+
+int quire_isa_supported(int level) {
+  if (level == QUIRE_SCALAR) return 1;
+  unsigned a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
+  const unsigned osxsave = 1u << 27, fma = 1u << 12, f16c = 1u << 29;
+  if ((c & (osxsave | fma | f16c)) != (osxsave | fma | f16c)) return 0;
+  const uint64_t ymm = 0x6, zmm = 0xe6, saved = saved_state();
+  if ((saved & ymm) != ymm || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
+  const unsigned avx2 = 1u << 5, f = 1u << 16, dq = 1u << 17, bw = 1u << 30, vl = 1u << 31, vnni = 1u << 11;
+  if (!(b & avx2)) return 0;
+  if (level == QUIRE_AVX2) return 1;
+  if ((saved & zmm) != zmm || (b & (f | dq | bw | vl)) != (f | dq | bw | vl) || !(c & vnni)) return 0;
+  const unsigned bf16 = 1u << 5;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & bf16) != 0;
+}
+
+const quire_tiles *quire_isa_tiles(int level) {
+  static const quire_tiles *const levels[QUIRE_LEVELS] = {&quire_tiles_scalar, &quire_tiles_avx2, &quire_tiles_avx512};
+  return level >= 0 && level < QUIRE_LEVELS ? levels[level] : NULL;
+}
+#else
+int quire_isa_supported(int level) { return level == QUIRE_SCALAR; }
+const quire_tiles *quire_isa_tiles(int level) { return level == QUIRE_SCALAR ? &quire_tiles_scalar : NULL; }
+#endif

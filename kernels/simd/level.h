@@ -1,0 +1,18 @@
+// What the files of one ISA level offer to its table (tiles.c). Internal to simd/.
+#pragma once
+#include "tiles.h"
+#include "vec.h"
+
+void ISA(linear_f32)(int rows, const quire_linear_tile *t);
+void ISA(linear_bf16)(int rows, const quire_linear_tile *t);
+void ISA(linear_q8)(int rows, const quire_linear_tile *t);
+void ISA(attention_f32)(int rows, const quire_attention_tile *t);
+void ISA(attention_bf16)(int rows, const quire_attention_tile *t);
+void ISA(merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
+                float *total_m, float *total_l, float *total_o);
+void ISA(convert)(const float *x, const float *weight, float eps, int64_t columns, int form, const quire_rows *out, int64_t row);
+void ISA(norm)(float *x, const float *weight, float eps, int64_t n);
+void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out);
+void ISA(unpack_column)(const void *panel, const uint16_t *scales, int form, int64_t width, int lane, float *out);
+int64_t ISA(argmax)(const float *x, int64_t n, float *max, double *sum_exp);
+void ISA(exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out);

@@ -1,0 +1,110 @@
+// Linear layers: `rows` activations against one pair of 16-column weight panels, the whole of K in one chain.
+// Each row count is its own instance, so accumulators stay in registers; the arithmetic per row is the same in all.
+#include <assert.h>
+#include <stddef.h>
+
+#include "level.h"
+
+enum { AHEAD = 2048 };  // bytes of weights fetched ahead; measured, see tests/bench/LOG.md
+
+INLINE void fetch(const void *p) { __builtin_prefetch((const char *)p + AHEAD, 0, 3); }
+
+// acc[row] holds the pair's two panels; epilogues are elementwise, so they cannot disturb the chains.
+INLINE void finish(const int rows, vf acc[][2], const quire_linear_tile *t) {
+  const vf bias0 = t->bias ? vf_load(t->bias) : vf_zero(), bias1 = t->bias ? vf_load(t->bias + 16) : vf_zero();
+  UNROLL for (int i = 0; i < rows; i++) {
+    float *c = t->c + i * t->ldc;
+    vf y0 = acc[i][0], y1 = acc[i][1];
+    if (t->bias) y0 = vf_add(y0, bias0), y1 = vf_add(y1, bias1);
+    if (t->epilogue == QUIRE_SWIGLU) {
+      const vf gate = vf_div(y0, vf_add(vf_set1(1.f), vf_exp(vf_sub(vf_zero(), y0))));
+      vf_store(c, vf_mul(gate, y1));
+      continue;
+    }
+    if (t->epilogue == QUIRE_ADD) y0 = vf_add(vf_load(c), y0), y1 = vf_add(vf_load(c + 16), y1);
+    vf_store(c, y0);
+    vf_store(c + 16, y1);
+  }
+}
+
+INLINE void body_f32(const int rows, const quire_linear_tile *t) {
+  const int64_t width = t->a.width;
+  const float *w0 = t->w, *w1 = (const float *)((const char *)t->w + t->panel_bytes), *a = t->a.data;
+  vf acc[LINEAR_ROWS][2];
+  UNROLL for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = vf_zero();
+  for (int64_t k = 0; k < width; k++) {
+    const vf u = vf_load(w0 + k * 16), v = vf_load(w1 + k * 16);
+    fetch(w0 + k * 16), fetch(w1 + k * 16);
+    UNROLL for (int i = 0; i < rows; i++) {
+      const vf x = vf_set1(a[i * width + k]);
+      acc[i][0] = vf_fma(u, x, acc[i][0]);
+      acc[i][1] = vf_fma(v, x, acc[i][1]);
+    }
+  }
+  finish(rows, acc, t);
+}
+
+INLINE void body_bf16(const int rows, const quire_linear_tile *t) {
+  const int64_t width = t->a.width;
+  const uint16_t *w0 = t->w, *w1 = (const uint16_t *)((const char *)t->w + t->panel_bytes), *a = t->a.data;
+  vf acc[LINEAR_ROWS][2];
+  UNROLL for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = vf_zero();
+  for (int64_t k = 0; k < width; k += 2) {
+    const wbf u = wbf_load(w0 + k * 16), v = wbf_load(w1 + k * 16);
+    fetch(w0 + k * 16), fetch(w1 + k * 16);
+    UNROLL for (int i = 0; i < rows; i++) {
+      acc[i][0] = vf_dot2(acc[i][0], u, a + i * width + k);
+      acc[i][1] = vf_dot2(acc[i][1], v, a + i * width + k);
+    }
+  }
+  finish(rows, acc, t);
+}
+
+INLINE void body_q8(const int rows, const quire_linear_tile *t) {
+  const int64_t width = t->a.width, blocks = width / 32;
+  const uint8_t *w0 = t->w, *w1 = w0 + t->panel_bytes;
+  const uint16_t *s0 = t->scales, *s1 = s0 + blocks * 16;
+  const int8_t *a = t->a.data;
+  vf acc[LINEAR_ROWS][2];
+  UNROLL for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = vf_zero();
+  for (int64_t b = 0; b < blocks; b++, w0 += 512, w1 += 512) {
+    vi dot[LINEAR_ROWS][2];
+    UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_dot4_start(t->a.sums[i * blocks + b]);
+    UNROLL for (int k = 0; k < 8; k++) {
+      const wq8 u = wq8_load(w0 + k * 64), v = wq8_load(w1 + k * 64);
+      fetch(w0 + k * 64), fetch(w1 + k * 64);
+      UNROLL for (int i = 0; i < rows; i++) {
+        dot[i][0] = vi_dot4(dot[i][0], u, a + i * width + b * 32 + k * 4);
+        dot[i][1] = vi_dot4(dot[i][1], v, a + i * width + b * 32 + k * 4);
+      }
+    }
+    const vf p = vf_load_f16(s0 + b * 16), q = vf_load_f16(s1 + b * 16);
+    UNROLL for (int i = 0; i < rows; i++) {
+      const vf z = vf_set1(t->a.scales[i * blocks + b]);
+      acc[i][0] = vf_fma(vf_from(dot[i][0]), vf_mul(p, z), acc[i][0]);
+      acc[i][1] = vf_fma(vf_from(dot[i][1]), vf_mul(q, z), acc[i][1]);
+    }
+  }
+  finish(rows, acc, t);
+}
+
+#if defined QUIRE_ISA_AVX512
+#define PER_ROW_COUNT(body) \
+  switch (rows) { case 1: body(1, t); break; case 2: body(2, t); break; case 3: body(3, t); break; \
+                  case 4: body(4, t); break; case 5: body(5, t); break; default: body(6, t); }
+#else
+#define PER_ROW_COUNT(body) if (rows == 1) body(1, t); else body(2, t);
+#endif
+
+void ISA(linear_f32)(int rows, const quire_linear_tile *t) {
+  assert(rows >= 1 && rows <= LINEAR_ROWS);
+  PER_ROW_COUNT(body_f32)
+}
+void ISA(linear_bf16)(int rows, const quire_linear_tile *t) {
+  assert(rows >= 1 && rows <= LINEAR_ROWS);
+  PER_ROW_COUNT(body_bf16)
+}
+void ISA(linear_q8)(int rows, const quire_linear_tile *t) {
+  assert(rows >= 1 && rows <= LINEAR_ROWS);
+  PER_ROW_COUNT(body_q8)
+}

@@ -1,0 +1,123 @@
+// Row-wise arithmetic: RMS norm, conversion of activations, argmax and the exponentials of sampling.
+#include <assert.h>
+#include <math.h>
+#include <stddef.h>
+
+#include "level.h"
+
+// 32 columns of one row in q8: scale from these columns only. What is not finite makes the block's scale NaN, so that it
+// reaches the logits and ends this request only.
+INLINE void quantise(vf y0, vf y1, const quire_rows *out, int64_t row, int64_t column) {
+  const int64_t block = (row * out->width + column) / 32;
+  const float top = vf_top(vf_max(vf_abs(y0), vf_abs(y1)));
+  const int finite = !vf_any_nan(y0) && !vf_any_nan(y1) && top < INFINITY;
+  const float inverse = finite && top > 1e-30f ? 127.f / top : 0.f;
+  const vf limit = vf_set1(127.f), factor = vf_set1(inverse);
+  vi q0 = vi_zero(), q1 = vi_zero();
+  if (finite) {
+    q0 = vi_from(vf_min(limit, vf_mul(y0, factor)));
+    q1 = vi_from(vf_min(limit, vf_mul(y1, factor)));
+  }
+  int8_t *q = (int8_t *)out->data + row * out->width + column;
+  vi_store_i8(q, q0);
+  vi_store_i8(q + 16, q1);
+  out->scales[block] = finite ? top / 127.f : NAN;
+  out->sums[block] = -128 * vi_sum(vi_add(q0, q1));
+}
+
+// 16 columns from j; what lies beyond n counts as zero, whatever an earlier value left there.
+INLINE vf columns_of(const float *x, int64_t j, int64_t n) {
+  const vf v = vf_load(x + j);
+  return j + 16 <= n ? v : vf_pick(v, vf_zero(), 0, n > j ? (int)(n - j) : 0);
+}
+
+INLINE float inverse_rms(const float *x, float eps, int64_t n) {
+  vf s0 = vf_zero(), s1 = vf_zero();
+  for (int64_t j = 0; j < n; j += 32) {
+    const vf a = columns_of(x, j, n), b = columns_of(x, j + 16, n);
+    s0 = vf_fma(a, a, s0);
+    s1 = vf_fma(b, b, s1);
+  }
+  return 1.f / sqrtf(vf_sum(vf_add(s0, s1)) / (float)n + eps);
+}
+
+void ISA(convert)(const float *x, const float *weight, float eps, int64_t columns, int form, const quire_rows *out, int64_t row) {
+  const vf factor = vf_set1(weight ? inverse_rms(x, eps, columns) : 1.f);
+  for (int64_t j = 0; j < out->width; j += 32) {
+    vf y0 = columns_of(x, j, columns), y1 = columns_of(x, j + 16, columns);
+    if (weight) {
+      y0 = vf_mul(vf_mul(y0, factor), vf_load(weight + j));
+      y1 = vf_mul(vf_mul(y1, factor), vf_load(weight + j + 16));
+    }
+    if (form == QUIRE_Q8) {
+      quantise(y0, y1, out, row, j);
+    } else if (form == QUIRE_BF16) {
+      vf_store_bf16((uint16_t *)out->data + row * out->width + j, y0);
+      vf_store_bf16((uint16_t *)out->data + row * out->width + j + 16, y1);
+    } else {
+      vf_store((float *)out->data + row * out->width + j, y0);
+      vf_store((float *)out->data + row * out->width + j + 16, y1);
+    }
+  }
+}
+
+void ISA(norm)(float *x, const float *weight, float eps, int64_t n) {
+  const int64_t width = (n + 31) / 32 * 32;
+  const vf factor = vf_set1(inverse_rms(x, eps, n));
+  for (int64_t j = 0; j < width; j += 16) vf_store(x + j, vf_mul(vf_mul(vf_load(x + j), factor), vf_load(weight + j)));
+}
+
+void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out) {
+  for (int64_t j = 0; j < n; j += 16) vf_store_bf16(out + j, vf_load(x + j));
+}
+
+void ISA(unpack_column)(const void *panel, const uint16_t *scales, int form, int64_t width, int lane, float *out) {
+  if (form == QUIRE_F32) {
+    for (int64_t k = 0; k < width; k++) out[k] = ((const float *)panel)[k * 16 + lane];
+    return;
+  }
+  for (int64_t k = 0; k < width; k += 16) {
+    float x[16], s[16];
+    if (form == QUIRE_BF16) {
+      uint16_t h[16];
+      for (int i = 0; i < 16; i++) h[i] = ((const uint16_t *)panel)[(k + i) / 2 * 32 + lane * 2 + (k + i) % 2];
+      vf_store(out + k, vf_load_bf16(h));
+      continue;
+    }
+    for (int i = 0; i < 16; i++) x[i] = (float)((int)((const uint8_t *)panel)[(k + i) / 4 * 64 + lane * 4 + (k + i) % 4] - 128);
+    vf_store(s, vf_load_f16(scales + k / 32 * 16));
+    vf_store(out + k, vf_mul(vf_load(x), vf_set1(s[lane])));
+  }
+}
+
+int64_t ISA(argmax)(const float *x, int64_t n, float *max, double *sum_exp) {
+  const int64_t whole = n / 16 * 16;
+  const vf low = vf_set1(-INFINITY);
+  vf top = low;
+  int nan = 0;
+  for (int64_t j = 0; j < whole; j += 16) {
+    const vf v = vf_load(x + j);
+    nan |= vf_any_nan(v);
+    top = vf_max(v, top);
+  }
+  float best = vf_top(top);
+  for (int64_t j = whole; j < n; j++) {
+    nan |= x[j] != x[j];
+    best = x[j] > best ? x[j] : best;
+  }
+  *max = best;
+  if (nan) return -1;
+  if (sum_exp) {
+    double sum = 0;
+    for (int64_t j = 0; j < whole; j += 16) sum += (double)vf_sum(vf_exp(vf_sub(vf_load(x + j), vf_set1(best))));
+    for (int64_t j = whole; j < n; j++) sum += (double)exp1(x[j] - best);
+    *sum_exp = sum;
+  }
+  int64_t at = 0;
+  while (x[at] != best) at++;
+  return at;
+}
+
+void ISA(exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out) {
+  for (int64_t j = 0; j < n; j += 16) vf_store(out + j, vf_exp(vf_mul(vf_sub(vf_load(x + j), vf_set1(shift)), vf_set1(scale))));
+}

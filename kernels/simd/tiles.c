@@ -1,0 +1,16 @@
+// The table of one ISA level. Compiled once per level.
+#include "level.h"
+
+const quire_tiles ISA(quire_tiles) = {
+    .name = ISA_NAME,
+    .linear_rows = LINEAR_ROWS,
+    .linear = {ISA(linear_f32), ISA(linear_bf16), ISA(linear_q8)},
+    .attention = {ISA(attention_f32), ISA(attention_bf16)},
+    .merge = ISA(merge),
+    .convert = ISA(convert),
+    .norm = ISA(norm),
+    .to_bf16 = ISA(to_bf16),
+    .unpack_column = ISA(unpack_column),
+    .argmax = ISA(argmax),
+    .exp_scaled = ISA(exp_scaled),
+};

@@ -1,0 +1,73 @@
+// The table an ISA level must fill: the innermost arithmetic of every op, over 16-lane tiles.
+// Walkers in ../*.pyx decide which panel, page, head and row; nothing here knows a request, a thread or a program.
+// One invariant (promise 1): an output element is one sequential chain over K, whatever the row count of the call.
+#pragma once
+#include <stdint.h>
+
+enum { QUIRE_LANES = 16, QUIRE_BLOCK = 32, QUIRE_TILE = 64, QUIRE_MAX_HEAD = 512 };
+enum { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_Q8 = 2 };                    // forms of weights and activations
+enum { QUIRE_STORE = 0, QUIRE_ADD = 1, QUIRE_SWIGLU = 2 };               // epilogues
+
+// Activations of one form: [rows][width], width a multiple of 32, padding zero.
+typedef struct {
+  void *data;       // f32 | bf16 | int8
+  float *scales;    // q8: [rows][width/32]
+  int32_t *sums;    // q8: [rows][width/32], -128 * sum of the block
+  int64_t width;
+} quire_rows;
+
+// `rows` rows against one pair of 16-column panels. `a` already points at the first row.
+typedef struct {
+  const void *w;           // first panel; the second follows `panel_bytes` later
+  const uint16_t *scales;  // q8: fp16 [width/32][16] of the first panel; the second follows at width/32*16
+  int64_t panel_bytes;
+  quire_rows a;
+  const float *bias;       // [32] or NULL
+  float *c;                // first output column of the pair; for SWIGLU the pair yields 16 columns
+  int64_t ldc;             // floats
+  int epilogue;
+} quire_linear_tile;
+
+// One tile of 64 tokens for `rows` query rows that share a KV head, inside one split of 256 tokens.
+typedef struct {
+  const void *q;             // [rows][head_dim] in the KV dtype
+  const int64_t *positions;  // [rows] ascending
+  int64_t window;            // 0: all earlier tokens
+  int64_t first_token;       // absolute position of the tile, a multiple of 64
+  int64_t head_dim;          // padded to 16
+  const void *k[4];          // K of 16 tokens each: bf16 [d/2][16][2], f32 [d][16]
+  const void *v[4];          // V of each page in the tile: bf16 [d/16][page/2][16][2], f32 [d/16][page][16]
+  int num_pages, page_size;  // v[0 .. num_pages), the last may be cut short by the sequence's end
+  const void *next_k[4];     // fetched meanwhile: each page's K of the tile that comes next, or NULL
+  float *m, *l;              // [rows] running maximum and sum of the split
+  float *s;                  // scratch [64][64] f32
+  void *p;                   // scratch [64][64] in the KV dtype
+  float *o;                  // [rows][head_dim] running output of the split
+} quire_attention_tile;
+
+typedef struct {
+  const char *name;
+  int linear_rows;     // most rows one linear tile takes
+  void (*linear[3])(int rows, const quire_linear_tile *t);
+  void (*attention[2])(int rows, const quire_attention_tile *t);  // by KV dtype
+
+  // total = merge(total, split), then split's state may be reused
+  void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
+                float *total_m, float *total_l, float *total_o);
+  // x[columns] -> row `row` of out; with `weight`, RMS norm first
+  void (*convert)(const float *x, const float *weight, float eps, int64_t columns, int form, const quire_rows *out, int64_t row);
+  // in place: x[0..padded) *= weight / rms(x[0..n)); padding must be zero
+  void (*norm)(float *x, const float *weight, float eps, int64_t n);
+  void (*to_bf16)(const float *x, int64_t n, uint16_t *out);      // n a multiple of 16
+  void (*unpack_column)(const void *panel, const uint16_t *scales, int form, int64_t width, int lane, float *out);
+
+  // Largest logit, lowest index on ties; *sum_exp, if wanted, = sum(exp(x - max)). Returns -1 if any logit is NaN.
+  int64_t (*argmax)(const float *x, int64_t n, float *max, double *sum_exp);
+  // out[i] = exp((x[i] - shift) * scale); n a multiple of 16
+  void (*exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out);
+} quire_tiles;
+
+enum { QUIRE_SCALAR = 0, QUIRE_AVX2 = 1, QUIRE_AVX512 = 2, QUIRE_LEVELS = 3 };
+
+int quire_isa_supported(int level);            // cpuid and XGETBV
+const quire_tiles *quire_isa_tiles(int level); // NULL if not built for this machine's architecture

@@ -1,0 +1,33 @@
+// The vocabulary of the level this file is compiled for, and what is written once over it.
+#pragma once
+#if defined QUIRE_ISA_AVX512
+#include "vec_avx512.h"
+#define ISA(name) name##_avx512
+#elif defined QUIRE_ISA_AVX2
+#include "vec_avx2.h"
+#define ISA(name) name##_avx2
+#else
+#include "vec_scalar.h"
+#define ISA(name) name##_scalar
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+
+// The one exp of the whole runtime, <= 2 ulp (Cephes' polynomial), on [-87.3, 88]; a NaN passes through.
+INLINE vf vf_exp(vf x) {
+  x = vf_min(vf_set1(88.f), vf_max(vf_set1(-87.3f), x));
+  const vf n = vf_round(vf_mul(x, vf_set1(1.44269504f)));
+  vf r = vf_fma(n, vf_set1(-0.693359375f), x);
+  r = vf_fma(n, vf_set1(2.12194440e-4f), r);
+  vf p = vf_set1(1.9875691500e-4f);
+  p = vf_fma(p, r, vf_set1(1.3981999507e-3f));
+  p = vf_fma(p, r, vf_set1(8.3334519073e-3f));
+  p = vf_fma(p, r, vf_set1(4.1665795894e-2f));
+  p = vf_fma(p, r, vf_set1(1.6666665459e-1f));
+  p = vf_fma(p, r, vf_set1(5.0000001201e-1f));
+  p = vf_fma(vf_mul(p, r), r, vf_add(r, vf_set1(1.f)));
+  return vf_mul(p, vf_pow2(n));
+}
+
+INLINE float exp1(float x) { return vf_first(vf_exp(vf_set1(x))); }

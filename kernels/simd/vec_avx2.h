@@ -1,0 +1,131 @@
+// The vector vocabulary on AVX2 + FMA + F16C: 16 lanes are two registers.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+
+#define ISA_NAME "avx2"
+enum { LINEAR_ROWS = 2, ATTENTION_ROWS = 1 };  // 8 accumulators of 16 registers
+
+typedef struct { __m256 lo, hi; } vf;
+typedef struct { __m256i lo, hi; } vi;
+typedef struct { __m256i lo, hi; } wq8;
+typedef struct { __m256i lo, hi; } wbf;
+
+static inline vf vf_zero(void) { return (vf){_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+static inline vf vf_set1(float x) { return (vf){_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+static inline vf vf_load(const float *p) { return (vf){_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+static inline void vf_store(float *p, vf x) { _mm256_storeu_ps(p, x.lo); _mm256_storeu_ps(p + 8, x.hi); }
+static inline vf vf_add(vf a, vf b) { return (vf){_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+static inline vf vf_sub(vf a, vf b) { return (vf){_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+static inline vf vf_mul(vf a, vf b) { return (vf){_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+static inline vf vf_div(vf a, vf b) { return (vf){_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+static inline vf vf_fma(vf a, vf b, vf c) {
+  return (vf){_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+static inline vf vf_max(vf a, vf b) { return (vf){_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }  // b if NaN
+static inline vf vf_min(vf a, vf b) { return (vf){_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }  // b if NaN
+static inline vf vf_abs(vf a) {
+  const __m256 sign = _mm256_set1_ps(-0.f);
+  return (vf){_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+static inline vf vf_round(vf a) { return (vf){_mm256_round_ps(a.lo, 8), _mm256_round_ps(a.hi, 8)}; }
+static inline __m256 pow2_half(__m256 n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+static inline vf vf_pow2(vf n) { return (vf){pow2_half(n.lo), pow2_half(n.hi)}; }
+static inline int vf_any_nan(vf a) {
+  return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(a.lo, a.lo, _CMP_UNORD_Q), _mm256_cmp_ps(a.hi, a.hi, _CMP_UNORD_Q)));
+}
+
+static inline __m256 pick_half(__m256 a, __m256 b, int from, int to, int base) {
+  const __m256i lane = _mm256_add_epi32(_mm256_set1_epi32(base), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  const __m256i keep = _mm256_and_si256(_mm256_cmpgt_epi32(lane, _mm256_set1_epi32(from - 1)),
+                                        _mm256_cmpgt_epi32(_mm256_set1_epi32(to), lane));
+  return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(keep));
+}
+// Lanes in [from, to) of a, the others of b.
+static inline vf vf_pick(vf a, vf b, int from, int to) {
+  return (vf){pick_half(a.lo, b.lo, from, to, 0), pick_half(a.hi, b.hi, from, to, 8)};
+}
+
+static inline vf vf_load_f16(const uint16_t *p) {
+  return (vf){_mm256_cvtph_ps(_mm_loadu_si128((const void *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const void *)(p + 8)))};
+}
+static inline __m256 bf16_half(const uint16_t *p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16));
+}
+static inline vf vf_load_bf16(const uint16_t *p) { return (vf){bf16_half(p), bf16_half(p + 8)}; }
+// Round to nearest even; a NaN stays one (its mantissa's low half must not carry into the exponent).
+static inline __m256i round_bf16_half(__m256 x) {
+  const __m256i u = _mm256_castps_si256(x), one = _mm256_set1_epi32(1);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), one);
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+  const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(0x40));
+  return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+static inline void vf_store_bf16(uint16_t *p, vf x) {
+  const __m256i packed = _mm256_packus_epi32(round_bf16_half(x.lo), round_bf16_half(x.hi));
+  _mm256_storeu_si256((void *)p, _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
+static inline vi vi_zero(void) { return (vi){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline vi vi_add(vi a, vi b) { return (vi){_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+static inline vi vi_from(vf x) { return (vi){_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)}; }
+static inline vf vf_from(vi x) { return (vf){_mm256_cvtepi32_ps(x.lo), _mm256_cvtepi32_ps(x.hi)}; }
+static inline int32_t vi_sum(vi x) {
+  int32_t lane[8], sum = 0;
+  _mm256_storeu_si256((void *)lane, _mm256_add_epi32(x.lo, x.hi));
+  for (int i = 0; i < 8; i++) sum += lane[i];
+  return sum;
+}
+static inline void vi_store_i8(int8_t *p, vi x) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.lo, x.hi), 0xd8);
+  _mm_storeu_si128((void *)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+
+// Fixed reduction trees, as everywhere: halves, quarters, eighths, pairs.
+static inline float vf_sum(vf x) {
+  const __m256 eight = _mm256_add_ps(x.lo, x.hi);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+static inline float vf_top(vf x) {
+  const __m256 eight = _mm256_max_ps(x.lo, x.hi);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+static inline float vf_first(vf x) { return _mm256_cvtss_f32(x.lo); }
+
+static inline wbf wbf_load(const uint16_t *p) {
+  return (wbf){_mm256_loadu_si256((const void *)p), _mm256_loadu_si256((const void *)(p + 16))};
+}
+static inline __m256 dot2_half(__m256 acc, __m256i w, __m256 first, __m256 second) {
+  const __m256 low = _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
+  const __m256 high = _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32((int)0xffff0000)));
+  return _mm256_fmadd_ps(high, second, _mm256_fmadd_ps(low, first, acc));
+}
+static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
+  const __m256 first = _mm256_castsi256_ps(_mm256_set1_epi32((int)((uint32_t)a[0] << 16)));
+  const __m256 second = _mm256_castsi256_ps(_mm256_set1_epi32((int)((uint32_t)a[1] << 16)));
+  return (vf){dot2_half(acc.lo, w.lo, first, second), dot2_half(acc.hi, w.hi, first, second)};
+}
+
+// maddubs saturates on full-range unsigned weights, so the weight's sign moves to the activation: |w| * sign(w) a is exact.
+static inline wq8 wq8_load(const uint8_t *p) {
+  const __m256i offset = _mm256_set1_epi8((char)0x80);
+  return (wq8){_mm256_xor_si256(_mm256_loadu_si256((const void *)p), offset),
+               _mm256_xor_si256(_mm256_loadu_si256((const void *)(p + 32)), offset)};
+}
+static inline vi vi_dot4_start(int32_t sum) { (void)sum; return vi_zero(); }
+static inline __m256i dot4_half(__m256i acc, __m256i w, __m256i a) {
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(a, w));
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
+  int32_t quad;
+  __builtin_memcpy(&quad, a, 4);
+  const __m256i x = _mm256_set1_epi32(quad);
+  return (vi){dot4_half(acc.lo, w.lo, x), dot4_half(acc.hi, w.hi, x)};
+}

@@ -1,0 +1,68 @@
+// The vector vocabulary on AVX-512 F/BW/VL/DQ + VNNI + BF16: 16 lanes are one register.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+
+#define ISA_NAME "avx512-vnni-bf16"
+enum { LINEAR_ROWS = 6, ATTENTION_ROWS = 6 };  // 12 resp. 24 accumulators of 32 registers
+
+typedef __m512 vf;
+typedef __m512i vi;
+typedef __m512i wq8;   // 64 weight bytes: 16 columns x 4 of K
+typedef __m512bh wbf;  // 32 bf16 weights: 16 columns x 2 of K
+
+static inline vf vf_zero(void) { return _mm512_setzero_ps(); }
+static inline vf vf_set1(float x) { return _mm512_set1_ps(x); }
+static inline vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
+static inline void vf_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
+static inline vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+static inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+static inline vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+static inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }  // b if either is NaN
+static inline vf vf_min(vf a, vf b) { return _mm512_min_ps(a, b); }  // b if either is NaN
+static inline vf vf_abs(vf a) { return _mm512_abs_ps(a); }
+static inline vf vf_round(vf a) { return _mm512_roundscale_ps(a, 0); }
+static inline vf vf_pow2(vf n) { return _mm512_scalef_ps(_mm512_set1_ps(1.f), n); }
+static inline int vf_any_nan(vf a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
+
+// Lanes in [from, to) of a, the others of b.
+static inline vf vf_pick(vf a, vf b, int from, int to) {
+  const __mmask16 keep = (__mmask16)(((1u << to) - 1) & ~((1u << from) - 1));
+  return _mm512_mask_mov_ps(b, keep, a);
+}
+
+static inline vf vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
+static inline vf vf_load_bf16(const uint16_t *p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
+}
+static inline void vf_store_bf16(uint16_t *p, vf x) { _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh(x)); }
+
+static inline vi vi_zero(void) { return _mm512_setzero_si512(); }
+static inline vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+static inline vi vi_from(vf x) { return _mm512_cvtps_epi32(x); }
+static inline vf vf_from(vi x) { return _mm512_cvtepi32_ps(x); }
+static inline int32_t vi_sum(vi x) { return _mm512_reduce_add_epi32(x); }
+static inline void vi_store_i8(int8_t *p, vi x) { _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(x)); }
+
+// Fixed reduction trees, as everywhere: halves, quarters, eighths, pairs.
+static inline float vf_sum(vf x) { return _mm512_reduce_add_ps(x); }
+static inline float vf_top(vf x) { return _mm512_reduce_max_ps(x); }
+static inline float vf_first(vf x) { return _mm512_cvtss_f32(x); }
+
+static inline wbf wbf_load(const uint16_t *p) { return (wbf)_mm512_loadu_si512(p); }
+static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
+  int32_t pair;
+  __builtin_memcpy(&pair, a, 4);
+  return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(pair), w);
+}
+
+// Unsigned weights times signed activations; starting at -128 * sum(a) makes the result exact for w - 128.
+static inline wq8 wq8_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
+static inline vi vi_dot4_start(int32_t sum) { return _mm512_set1_epi32(sum); }
+static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
+  int32_t quad;
+  __builtin_memcpy(&quad, a, 4);
+  return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(quad));
+}

@@ -1,0 +1,33 @@
+# What every op of one step sees: the rows to compute, whose they are, and where their pages lie. Read-only to ops.
+from libc.stdint cimport int32_t, int64_t
+
+from .isa cimport quire_rows
+
+cdef struct Step:
+    int64_t rows                    # scheduled tokens
+    int64_t samples
+    int64_t sequences
+    const int32_t *token_ids        # [rows]
+    const int32_t *row_start        # [sequences + 1]
+    const int32_t *first_position   # [sequences]
+    const int32_t *page_start       # [sequences + 1], into page_ids
+    const int32_t *page_ids
+    const int32_t *sample_rows      # [samples]
+    int64_t *block_start            # [sequences + 1]: page-sized blocks of rows before each sequence
+    int64_t *tile_start             # [sequences + 1]: query tiles before each sequence
+    int64_t query_tile              # queries of one attention tile: 64 / (query heads per KV head)
+    char *kv                        # [layer][page][kv_head]{K, V}
+    int64_t layer_bytes
+    int64_t page_bytes              # of one layer
+    int64_t head_bytes              # K and V of one head
+    int page_size
+    int kv_form
+    char *scratch                   # per worker
+    int64_t scratch_bytes
+
+
+# Pointers of an arena region in any form; filled once when a program is built.
+cdef struct Value:
+    quire_rows rows                 # data, and the q8 planes
+    int form
+    int64_t columns
