@@ -1,0 +1,49 @@
+"""Where a server listens: `host:port`, `[v6]:port` or `unix:/path`, as text and as a value.
+
+It must not resolve or connect. One invariant: formatting a parsed address and parsing it again gives the same value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TCPAddress:
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    path: str
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}"
+
+
+Address = TCPAddress | UnixAddress
+
+
+def parse_address(text: str) -> Address:
+    """Raises ConfigError when `text` is none of the three forms."""
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        if path and "\0" not in path:
+            return UnixAddress(path)
+    else:
+        host, _, port = text.rpartition(":")
+        bracketed = host.startswith("[") and host.endswith("]")
+        bare_host = host[1:-1] if bracketed else host
+        if bare_host and (":" in bare_host) == bracketed and _is_port(port):
+            return TCPAddress(bare_host, int(port))
+    raise ConfigError(f"address {text!r} is not allowed; write host:port, [v6]:port or unix:/path, port 1 to 65535")
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= 65535

@@ -1,0 +1,170 @@
+"""Frames to bytes and back: u32 big-endian length, then one msgpack array. The only parser of foreign bytes.
+
+It must not know sockets or requests. One invariant: whatever the bytes, decoding gives frames, `Malformed` or
+ProtocolError, and never holds more than one frame's declared length, itself checked against the limit first.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]
+import msgspec
+
+from ..errors import InvalidRequest, ProtocolError
+from .frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Frame, Generate
+
+MAX_DEPTH = 8  # TOKENS needs 5: frame, logprobs, token, alternatives, pair
+MAX_ARRAY_LENGTH = 1 << 20
+MAX_MAP_LENGTH = 1 << 16
+MAX_MAPS = 16  # per frame; GENERATE needs 2: a frame of a million empty maps costs a second of parsing
+MAX_ERROR_CHARACTERS = 500  # messages may quote what was sent
+
+_LENGTH = struct.Struct(">I")
+_CONTAINERS = frozenset({tuple, dict})
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """A well-framed GENERATE with a readable id whose body does not fit the schema: that request's failure only."""
+
+    request_id: int
+    error: InvalidRequest
+
+
+def encode(frame: Frame, max_frame_bytes: int = MAX_FRAME_BYTES) -> bytes:
+    """One frame with its length. Raises InvalidRequest when a value has no msgpack form or the frame is too long."""
+    try:
+        payload: bytes = msgpack.packb(msgspec.to_builtins(frame))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidRequest(f"cannot be sent: {error}") from error
+    if len(payload) > max_frame_bytes:
+        raise InvalidRequest(f"needs a frame of {len(payload)} bytes, the limit is {max_frame_bytes}")
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class Decoder:
+    """An incremental decoder of one direction of one connection.
+
+    `max_frame_bytes` may be raised between two frames, also while one `feed` is being iterated. After a ProtocolError
+    the stream has lost its framing and the connection must be closed.
+    """
+
+    def __init__(self, schema: Mapping[str, type[Frame]], max_frame_bytes: int = MIN_FRAME_BYTES) -> None:
+        self.max_frame_bytes = max_frame_bytes
+        self._schema = schema
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame | Malformed]:
+        """Take `data`, iterate the frames it completes. Raises ProtocolError at the breach, after the good frames."""
+        self._buffer += data
+        return self._complete_frames()
+
+    def _complete_frames(self) -> Iterator[Frame | Malformed]:
+        while (payload := self._next_payload()) is not None:
+            yield parse_frame(_unpack(payload), self._schema)
+
+    def _next_payload(self) -> bytes | None:
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > self.max_frame_bytes:
+            raise ProtocolError(f"a frame declares {length} bytes, the limit is {self.max_frame_bytes}")
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        payload = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return payload
+
+
+def parse_frame(message: tuple[Any, ...], schema: Mapping[str, type[Frame]]) -> Frame | Malformed:
+    """The frame a decoded array stands for. Raises ProtocolError for an unknown type or a body that does not fit."""
+    name = message[0] if message else None
+    frame_type = schema.get(name) if isinstance(name, str) else None
+    if frame_type is None:
+        raise ProtocolError(f"unknown frame type {_quoted(name)}; known here: {', '.join(schema)}")
+    try:
+        return msgspec.convert(message, frame_type, strict=True)
+    except msgspec.ValidationError as error:
+        reason = f"{name} does not fit its schema: {error}"[:MAX_ERROR_CHARACTERS]
+        if frame_type is Generate and (request_id := _readable_id(message)) is not None:
+            return Malformed(request_id, InvalidRequest(reason))
+        raise ProtocolError(reason) from error
+
+
+def _readable_id(message: tuple[Any, ...]) -> int | None:
+    if len(message) > 1 and type(message[1]) is int and message[1] >= 0:
+        return message[1]
+    return None
+
+
+def _unpack(payload: bytes) -> tuple[Any, ...]:
+    try:
+        message = msgpack.unpackb(
+            payload,
+            use_list=False,
+            strict_map_key=False,  # logit_bias has integer keys; _MapReader is the stricter judge
+            object_pairs_hook=_MapReader(),
+            ext_hook=_refuse_extension,
+            max_str_len=len(payload),
+            max_bin_len=0,
+            max_array_len=MAX_ARRAY_LENGTH,
+            max_map_len=MAX_MAP_LENGTH,
+            max_ext_len=0,
+        )
+    except ProtocolError:
+        raise
+    # The library documents no common base: malformed, truncated, trailing and nested input differ by type.
+    except Exception as error:
+        raise ProtocolError(
+            f"a frame is not one msgpack value within limits: {error}"[:MAX_ERROR_CHARACTERS]
+        ) from error
+    if not isinstance(message, tuple):
+        raise ProtocolError(f"a frame must be a msgpack array, not {type(message).__name__}")
+    _check_depth(message, MAX_DEPTH)
+    return message
+
+
+class _MapReader:
+    """Builds the maps of one frame: a bounded number, keys strings or integers, none twice."""
+
+    def __init__(self) -> None:
+        self._maps = 0
+
+    def __call__(self, pairs: list[tuple[Any, Any]]) -> dict[str | int, Any]:
+        self._maps += 1
+        if self._maps > MAX_MAPS:
+            raise ProtocolError(f"a frame holds more than {MAX_MAPS} maps")
+        entries: dict[str | int, Any] = {}
+        for key, value in pairs:
+            if type(key) is not str and type(key) is not int:
+                raise ProtocolError(f"a map key is a {type(key).__name__}; keys are strings or integers")
+            if key in entries:
+                raise ProtocolError(f"a map has the key {_quoted(key)} twice")
+            entries[key] = value
+        return entries
+
+
+def _refuse_extension(code: int, data: bytes) -> None:
+    raise ProtocolError(f"msgpack extension type {code} is not part of the protocol")
+
+
+def _check_depth(value: tuple[Any, ...] | dict[Any, Any], levels: int) -> None:
+    """Long flat arrays, the common case, are cleared by one C-speed pass over their items' types."""
+    if levels == 0:
+        raise ProtocolError(f"a frame nests deeper than {MAX_DEPTH} levels")
+    items = value.values() if isinstance(value, dict) else value
+    if _CONTAINERS.isdisjoint(map(type, items)):
+        return
+    for item in items:
+        if type(item) in _CONTAINERS:
+            _check_depth(item, levels - 1)
+
+
+def _quoted(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -1,0 +1,58 @@
+"""Errors across the wire: a QuireError to its ERROR frame and back to the same class.
+
+It must not know who raised. One invariant: a code maps to one class per scope (request or connection), and an unknown
+code still arrives as a QuireError with its message.
+"""
+
+from __future__ import annotations
+
+from ..errors import (
+    Cancelled,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    ModelError,
+    ModelNotFound,
+    Overloaded,
+    ProtocolError,
+    QuireError,
+    Unauthenticated,
+    Unavailable,
+    UnsupportedModel,
+)
+from .frames import Error
+
+MAX_MESSAGE_CHARACTERS = 2000  # a message may quote the request; a frame must stay small
+
+_CLASSES: tuple[type[QuireError], ...] = (
+    InvalidRequest,
+    ContextLengthExceeded,
+    Unauthenticated,
+    Overloaded,
+    DeadlineExceeded,
+    Cancelled,
+    Unavailable,
+    GenerationFailed,
+    ModelError,
+    ModelNotFound,
+    UnsupportedModel,
+)
+_CLASS_BY_CODE = {error_class.code: error_class for error_class in _CLASSES}
+
+
+def error_frame(request_id: int | None, error: QuireError) -> Error:
+    """The ERROR frame that ends a request, or the connection when `request_id` is None."""
+    return Error(request_id, error.code, str(error)[:MAX_MESSAGE_CHARACTERS], error.retryable, error.retry_after_ms)
+
+
+def error_from_frame(frame: Error) -> QuireError:
+    """The error a client raises for `frame`."""
+    error_class = _CLASS_BY_CODE.get(frame.code, QuireError)
+    if frame.request_id is None and error_class is InvalidRequest:
+        error_class = ProtocolError
+    if error_class is QuireError:
+        return QuireError(f"{frame.code}: {frame.message}")
+    error = error_class(frame.message)
+    error.retry_after_ms = frame.retry_after_ms
+    return error

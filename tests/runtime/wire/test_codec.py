@@ -1,0 +1,263 @@
+"""Bytes to frames: any split gives the same frames, any bytes give frames or typed errors, limits hold first."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from quire.runtime.errors import InvalidRequest, ProtocolError
+from quire.runtime.generation import SamplingParams, TokenLogprobs, Usage
+from quire.runtime.wire import frames
+from quire.runtime.wire.codec import MAX_DEPTH, MAX_MAPS, Decoder, Malformed, encode
+from quire.runtime.wire.frames import CLIENT_FRAMES, MIN_FRAME_BYTES, SERVER_FRAMES, Frame
+
+U64 = st.integers(0, 2**64 - 1)
+TEXT = st.text(max_size=30)
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(-(2**63), 2**63),
+    temperature=st.floats(allow_nan=False),
+    logit_bias=st.none() | st.dictionaries(st.integers(0, 5000), st.floats(allow_nan=False), max_size=4),
+    seed=st.none() | U64,
+    stop=st.lists(TEXT, max_size=3).map(tuple),
+)
+CLIENT_FRAME = st.one_of(
+    st.builds(frames.Hello, st.just((1, 2)), st.none() | TEXT, st.just(("x",))),
+    st.builds(
+        frames.Generate,
+        U64,
+        TEXT | st.lists(U64, max_size=9).map(tuple),
+        PARAMS,
+        st.none() | st.integers(0, 2**63),
+        st.integers(-(2**63), 2**63),
+    ),
+    st.builds(frames.Cancel, U64),
+    st.builds(frames.Ping, U64),
+)
+LOGPROBS = (TokenLogprobs(3, -0.5, ((3, -0.5), (4, -1.5))), TokenLogprobs(4, -math.inf))
+SERVER_FRAME = st.sampled_from(
+    [
+        frames.Welcome(1, (), 1 << 20, "model"),
+        frames.Accepted(7, 2, 10, 90, 12.5),
+        frames.Tokens(7, 0, (3, 4), "日本", LOGPROBS),
+        frames.Tokens(7, 0, (3,), ""),
+        frames.Done(7, "length", Usage(prompt_tokens=3, completion_tokens=2, seed=2**64 - 1)),
+        frames.Error(None, "UNAVAILABLE", "gone", True, 100),
+        frames.Pong(2**64 - 1),
+    ]
+)
+
+
+def decode_all(data: bytes, schema: dict[str, type[Frame]] = CLIENT_FRAMES) -> list[Frame | Malformed]:
+    return list(Decoder(schema, 4 << 20).feed(data))
+
+
+def framed(payload: bytes) -> bytes:
+    return struct.pack(">I", len(payload)) + payload
+
+
+def packed(message: object) -> bytes:
+    return framed(msgpack.packb(message))
+
+
+def test_the_wire_form_is_length_then_an_array_led_by_the_type() -> None:
+    """Pinned bytes: clients in other languages depend on them."""
+    assert encode(frames.Cancel(5)) == b"\x00\x00\x00\x09\x92\xa6CANCEL\x05"
+    assert encode(frames.Error(None, "CANCELLED", "x")) == packed(["ERROR", None, "CANCELLED", "x", False, None])
+
+
+@given(frame=CLIENT_FRAME)
+def test_client_frames_survive(frame: Frame) -> None:
+    assert decode_all(encode(frame)) == [frame]
+
+
+@given(frame=SERVER_FRAME)
+def test_server_frames_survive(frame: Frame) -> None:
+    assert decode_all(encode(frame), SERVER_FRAMES) == [frame]
+
+
+def test_fields_with_defaults_may_be_left_out() -> None:
+    assert decode_all(packed(["GENERATE", 1, "hi"])) == [frames.Generate(1, "hi")]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_nan_and_infinity_reach_the_validator(value: float) -> None:
+    (frame,) = decode_all(encode(frames.Generate(1, "x", SamplingParams(temperature=value, logit_bias={3: value}))))
+    assert isinstance(frame, frames.Generate)
+    assert frame.params.logit_bias is not None
+    for arrived in (frame.params.temperature, frame.params.logit_bias[3]):
+        assert math.isnan(arrived) if math.isnan(value) else arrived == value
+
+
+@given(sent=st.lists(CLIENT_FRAME, min_size=1, max_size=3))
+def test_any_split_gives_the_same_frames(sent: list[Frame]) -> None:
+    data = b"".join(encode(frame) for frame in sent)
+    for boundary in range(len(data) + 1):
+        decoder = Decoder(CLIENT_FRAMES)
+        assert [*decoder.feed(data[:boundary]), *decoder.feed(data[boundary:])] == sent
+    decoder = Decoder(CLIENT_FRAMES)
+    assert [frame for byte in data for frame in decoder.feed(bytes([byte]))] == sent
+
+
+# Arbitrary input
+
+
+def decodes_or_refuses(data: bytes) -> None:
+    with contextlib.suppress(ProtocolError):
+        for frame in decode_all(data):
+            assert isinstance(frame, frames.Hello | frames.Generate | frames.Cancel | frames.Ping | Malformed)
+
+
+@given(data=st.binary(max_size=200))
+def test_any_bytes_are_decoded_or_refused(data: bytes) -> None:
+    decodes_or_refuses(data)
+
+
+@given(payload=st.binary(max_size=200))
+def test_any_payload_is_decoded_or_refused(payload: bytes) -> None:
+    decodes_or_refuses(framed(payload))
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary()
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(SCALARS, inner, max_size=3))
+
+
+@given(name=st.sampled_from([*CLIENT_FRAMES, "TOKENS", 3]), body=st.lists(VALUES, max_size=6))
+@example(name="GENERATE", body=[1, "x", {"logit_bias": {"a": 1.0}}])
+def test_any_body_is_decoded_or_refused(name: object, body: list[object]) -> None:
+    decodes_or_refuses(packed([name, *body]))
+
+
+@given(frame=CLIENT_FRAME, position=st.integers(0, 200), byte=st.integers(0, 255))
+def test_any_mutated_frame_is_decoded_or_refused(frame: Frame, position: int, byte: int) -> None:
+    data = bytearray(encode(frame))
+    data[position % len(data)] = byte
+    decodes_or_refuses(bytes(data))
+
+
+# Breaches of framing
+
+
+def nested(levels: int) -> bytes:
+    return b"\x91" * levels + b"\xc0"
+
+
+BREACHES: dict[str, tuple[bytes, str]] = {
+    "empty frame": (framed(b""), "not one msgpack value"),
+    "truncated value": (framed(b"\x92\xa4PING"), "not one msgpack value"),
+    "trailing bytes": (framed(b"\x92\xa4PING\x01\x00"), "not one msgpack value"),
+    "not an array": (packed({"a": 1}), "must be a msgpack array"),
+    "empty array": (packed([]), "unknown frame type"),
+    "unknown type": (packed(["FROB", 1]), "unknown frame type 'FROB'; known here: HELLO, GENERATE, CANCEL, PING"),
+    "server's type": (packed(["PONG", 1]), "unknown frame type"),
+    "type not text": (packed([["PING"], 1]), "unknown frame type"),
+    "10k levels": (framed(nested(10_000)), "within limits"),
+    "one level too many": (framed(nested(MAX_DEPTH + 1)), "nests deeper"),
+    "too many maps": (packed(["PING", *[{}] * (MAX_MAPS + 1)]), "more than 16 maps"),
+    "duplicate key": (framed(b"\x92\xa4PING\x82\xa1a\x01\xa1a\x02"), "key 'a' twice"),
+    "map key nil": (packed(["PING", {None: 1}]), "key is a NoneType"),
+    "map key float": (packed(["PING", {1.0: 1}]), "key is a float"),
+    "map key true": (packed(["PING", {True: 1}]), "key is a bool"),
+    "map key array": (framed(b"\x92\xa4PING\x81\x90\x01"), "key is a tuple"),
+    "extension": (framed(b"\x92\xa4PING\xd4\x05\x00"), "within limits"),
+    "empty extension": (framed(b"\x92\xa4PING\xc7\x00\x05"), "extension type 5"),
+    "timestamp": (framed(b"\x92\xa4PING\xd6\xff\x00\x00\x00\x00"), "within limits"),
+    "binary": (packed(["PING", b"x"]), "within limits"),
+    "never-used byte": (framed(b"\xc1"), "not one msgpack value"),
+    "text not UTF-8": (framed(b"\x92\xa4PING\xa1\xff"), "not one msgpack value"),
+    "array longer than its bytes": (framed(b"\xdd\xff\xff\xff\xff"), "within limits"),
+    "map longer than its bytes": (framed(b"\xdf\xff\xff\xff\xff"), "within limits"),
+    "text longer than its bytes": (framed(b"\xdb\xff\xff\xff\xff"), "within limits"),
+    "wrong field": (packed(["PING", "x"]), "PING does not fit its schema"),
+    "too many fields": (packed(["CANCEL", 1, 2]), "CANCEL does not fit its schema"),
+    "small max_frame_bytes": (packed(["HELLO", [1], None, [], 100]), "HELLO does not fit its schema"),
+    "id unreadable": (packed(["GENERATE", "one", "x"]), "GENERATE does not fit its schema"),
+    "id negative": (packed(["GENERATE", -1, "x"]), "GENERATE does not fit its schema"),
+    "id true": (packed(["GENERATE", True, "x"]), "GENERATE does not fit its schema"),
+    "id missing": (packed(["GENERATE"]), "GENERATE does not fit its schema"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), BREACHES.values(), ids=BREACHES)
+def test_a_breach_is_a_protocol_error_after_the_good_frames(data: bytes, message: str) -> None:
+    arriving = Decoder(CLIENT_FRAMES).feed(encode(frames.Ping(1)) + data)
+    assert next(arriving) == frames.Ping(1)
+    with pytest.raises(ProtocolError, match=message):
+        next(arriving)
+
+
+def test_the_deepest_level_allowed_is_read() -> None:
+    with pytest.raises(ProtocolError, match="unknown frame type"):
+        decode_all(framed(nested(MAX_DEPTH)))
+
+
+@pytest.mark.parametrize("length", [MIN_FRAME_BYTES + 1, 2**32 - 1])
+def test_a_lying_length_is_refused_before_its_bytes_arrive(length: int) -> None:
+    with pytest.raises(ProtocolError, match=f"declares {length} bytes, the limit is {MIN_FRAME_BYTES}"):
+        list(Decoder(CLIENT_FRAMES).feed(struct.pack(">I", length)))
+
+
+def test_the_limit_may_grow_between_two_frames_of_one_read() -> None:
+    large = frames.Generate(1, "x" * MIN_FRAME_BYTES)
+    decoder = Decoder(CLIENT_FRAMES)
+    received = []
+    for frame in decoder.feed(encode(frames.Hello((1,))) + encode(large)):
+        received.append(frame)
+        decoder.max_frame_bytes = 1 << 20
+    assert received == [frames.Hello((1,)), large]
+
+
+# A well-framed GENERATE that asks for nonsense
+
+
+MALFORMED: dict[str, list[Any]] = {
+    "prompt missing": [],
+    "prompt of the wrong type": [1.5],
+    "prompt of negative text": [["a"]],
+    "unknown parameter": ["x", {"temprature": 1.0}],
+    "parameter of the wrong type": ["x", {"temperature": "hot"}],
+    "whole parameter as float": ["x", {"max_tokens": 1.5}],
+    "text key in logit_bias": ["x", {"logit_bias": {"5": 1.0}}],
+    "parameters not a map": ["x", [1]],
+    "negative deadline": ["x", {}, -1],
+    "priority too many": ["x", {}, None, 0, 0],
+}
+
+
+@pytest.mark.parametrize("body", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_generate_fails_its_own_request_only(body: list[Any]) -> None:
+    malformed, following = decode_all(packed(["GENERATE", 9, *body]) + encode(frames.Ping(1)))
+    assert isinstance(malformed, Malformed)
+    assert malformed.request_id == 9
+    assert isinstance(malformed.error, InvalidRequest)
+    assert "GENERATE does not fit its schema" in str(malformed.error)
+    assert following == frames.Ping(1)
+
+
+def test_error_messages_are_bounded_whatever_was_sent() -> None:
+    (malformed,) = decode_all(packed(["GENERATE", 9, "x", {"y" * 100_000: 1}]))
+    assert isinstance(malformed, Malformed)
+    assert len(str(malformed.error)) <= 500
+
+
+# What cannot be sent
+
+
+UNSENDABLE: dict[str, Callable[[], Frame]] = {
+    "integer beyond u64": lambda: frames.Generate(1, "x", SamplingParams(max_tokens=2**70)),
+    "half a surrogate pair": lambda: frames.Generate(1, "\ud800"),
+    "too long": lambda: frames.Generate(1, "x" * (5 << 20)),
+}
+
+
+@pytest.mark.parametrize("frame", UNSENDABLE.values(), ids=UNSENDABLE)
+def test_what_has_no_wire_form_is_an_invalid_request(frame: Callable[[], Frame]) -> None:
+    with pytest.raises(InvalidRequest):
+        encode(frame())
