@@ -1,1 +1,22 @@
+"""Who owns which page. Integers and token ids in, page ids out; no request, no asyncio, no kernel."""
 
+from .arena import KVArena
+from .errors import InvariantViolated, OutOfMemory, OutOfPages, PagerError
+from .invariants import check
+from .layout import PAGE_SIZES, KVDtype, KVLayout
+from .pager import Pager
+from .table import PageTable
+
+__all__ = [
+    "PAGE_SIZES",
+    "InvariantViolated",
+    "KVArena",
+    "KVDtype",
+    "KVLayout",
+    "OutOfMemory",
+    "OutOfPages",
+    "PageTable",
+    "Pager",
+    "PagerError",
+    "check",
+]

@@ -1,0 +1,60 @@
+"""The memory behind the pages: one anonymous mapping, planned and taken at start, never grown.
+
+It must not know who owns which page. The one invariant: `memory` is `[layer][page][kv_head]{K, V}` bytes exactly as
+`KVLayout` says, starts on a 2 MiB boundary and reads as zero until something is written.
+
+Pages are zeroed by the kernel that writes their first slot, so allocating one costs nothing here.
+"""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import OutOfMemory
+from .layout import KVLayout
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+class KVArena:
+    """`num_pages` pages of `layout`, on huge pages where the system gives them. Raises OutOfMemory."""
+
+    def __init__(self, layout: KVLayout, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"an arena needs at least 1 page, got {num_pages}")
+        self.layout = layout
+        self.num_pages = num_pages
+        self.memory = _map_huge_aligned(layout.page_bytes * num_pages)  # [layers * pages * layer_page_bytes] uint8
+
+    def copy_page(self, source: int, destination: int) -> None:
+        """All layers of one page."""
+        pages = self._pages()
+        pages[:, destination] = pages[:, source]
+
+    def zero_page(self, page: int) -> None:
+        """All layers of one page."""
+        self._pages()[:, page] = 0
+
+    def close(self) -> None:
+        """Let go of the memory; the system has it back once no view of `memory` is left. Idempotent."""
+        self.memory = np.empty(0, np.uint8)
+
+    def _pages(self) -> npt.NDArray[np.uint8]:  # [layers, pages, layer_page_bytes]
+        return self.memory.reshape(self.layout.num_layers, self.num_pages, self.layout.layer_page_bytes)
+
+
+def _map_huge_aligned(size: int) -> npt.NDArray[np.uint8]:
+    try:
+        mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise OutOfMemory(f"cannot map {size} bytes for the KV cache ({error}); ask for less memory") from error
+    whole = np.frombuffer(mapping, np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE_BYTES
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without transparent huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE, start, size)
+    return whole[start : start + size]

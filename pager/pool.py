@@ -1,0 +1,153 @@
+"""Which pages are owned, which are free, and which free ones still hold content worth keeping.
+
+Page ids and opaque content only: it must not know sequences, what content means, or memory. The one invariant: every
+page is in exactly one of three places, *free* (no owner, no content), *cached* (no owner, content indexed by its key)
+or *owned* (one or more references), so `num_free + num_cached + num_owned == num_pages`.
+
+Allocation order is fixed, and the tests spell it out:
+
+1. free pages, least recently freed first; a new pool counts as freed in ascending order;
+2. then cached pages, least recently released first, each losing its content.
+
+`release` gives pages back tail first, so of one sequence the tail is evicted before the head. Whoever owns a page of a
+prefix owns the pages before it too, hence a page is never evicted before the pages that continue it: leaf-first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from .errors import OutOfPages, PagerError
+
+
+class Content(NamedTuple):
+    """What a full page holds. `key` identifies it among all pages of all time, as far as sha256 can."""
+
+    key: bytes
+    parent: bytes | None  # key of the page before it; None for a sequence's first page
+    token_ids: bytes  # encoded; compared on a hit, so that a hash collision is a miss
+
+
+class PagePool:
+    """Reference counts and two intrusive circular lists over page ids. Every operation is O(pages named in it)."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"a pool needs at least 1 page, got {num_pages}")
+        self.num_pages = num_pages
+        self.num_free = num_pages
+        self.num_cached = 0
+        self._references = [0] * num_pages
+        self._contents: list[Content | None] = [None] * num_pages
+        self._page_by_key: dict[bytes, int] = {}
+        self._free = num_pages  # list heads: two ids past the last page
+        self._cached = num_pages + 1
+        self._next: list[int] = [*range(1, num_pages + 1), 0, self._cached]
+        self._previous: list[int] = [num_pages, *range(num_pages), self._cached]
+
+    @property
+    def num_available(self) -> int:
+        """Pages that `allocate` could hand out now."""
+        return self.num_free + self.num_cached
+
+    @property
+    def num_owned(self) -> int:
+        return self.num_pages - self.num_free - self.num_cached
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages in allocation order, with one reference each and no content. Raises OutOfPages."""
+        if count > self.num_available:
+            raise OutOfPages(count, self.num_available)
+        return [self._take() for _ in range(count)]
+
+    def retain(self, page_ids: Iterable[int]) -> None:
+        """One more reference on each. The pages must be owned or cached."""
+        for page in page_ids:
+            if self._references[page] == 0:
+                self._unlink(page)
+                self.num_cached -= 1
+            self._references[page] += 1
+
+    def release(self, page_ids: Sequence[int]) -> None:
+        """One reference less on each, in reverse order: pass a sequence's pages head first. The pages must be owned."""
+        for page in reversed(page_ids):
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._park(page)
+
+    def is_private(self, page: int) -> bool:
+        """Whether its only owner may write to it: nobody else reads it and no key promises its content."""
+        return self._references[page] == 1 and self._contents[page] is None
+
+    def label(self, page: int, content: Content) -> None:
+        """Index an owned page by its content. A page has one content for as long as it is owned, a key one page."""
+        if self._contents[page] is not None or content.key in self._page_by_key:
+            raise PagerError(f"page {page} or its content is already indexed")
+        self._contents[page] = content
+        self._page_by_key[content.key] = page
+
+    def find(self, key: bytes) -> int | None:
+        """The page indexed by this key. Finding it does not keep it: `retain` does."""
+        return self._page_by_key.get(key)
+
+    def content(self, page: int) -> Content | None:
+        return self._contents[page]
+
+    def references(self, page: int) -> int:
+        return self._references[page]
+
+    def free_pages(self) -> Iterator[int]:
+        """In allocation order."""
+        return self._walk(self._free)
+
+    def cached_pages(self) -> Iterator[int]:
+        """In eviction order."""
+        return self._walk(self._cached)
+
+    def indexed_pages(self) -> dict[bytes, int]:
+        """A copy of the index: key to page."""
+        return dict(self._page_by_key)
+
+    def _take(self) -> int:
+        if self.num_free:
+            page = self._next[self._free]
+            self.num_free -= 1
+        else:
+            page = self._next[self._cached]
+            self.num_cached -= 1
+            self._forget(page)
+        self._unlink(page)
+        self._references[page] = 1
+        return page
+
+    def _forget(self, page: int) -> None:
+        content = self._contents[page]
+        if content is not None:
+            del self._page_by_key[content.key]
+            self._contents[page] = None
+
+    def _park(self, page: int) -> None:
+        if self._contents[page] is None:
+            self._link_last(self._free, page)
+            self.num_free += 1
+        else:
+            self._link_last(self._cached, page)
+            self.num_cached += 1
+
+    def _link_last(self, head: int, page: int) -> None:
+        last = self._previous[head]
+        self._next[last] = self._previous[head] = page
+        self._previous[page] = last
+        self._next[page] = head
+
+    def _unlink(self, page: int) -> None:
+        before, after = self._previous[page], self._next[page]
+        self._next[before] = after
+        self._previous[after] = before
+
+    def _walk(self, head: int) -> Iterator[int]:
+        page = self._next[head]
+        while page != head:
+            yield page
+            page = self._next[page]

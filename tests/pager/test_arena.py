@@ -1,0 +1,57 @@
+"""The memory behind the pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from quire.pager import KVArena, KVLayout, OutOfMemory
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, page_size=16)
+
+
+def test_memory_is_the_layouts_bytes_aligned_and_zero() -> None:
+    arena = KVArena(LAYOUT, 5)
+    assert arena.memory.dtype == np.uint8
+    assert arena.memory.shape == (5 * LAYOUT.page_bytes,)
+    assert arena.memory.ctypes.data % (2 << 20) == 0
+    assert arena.memory.flags.writeable
+    assert not arena.memory.any()
+
+
+def test_copying_a_page_takes_all_layers_and_no_neighbour() -> None:
+    arena = KVArena(LAYOUT, 4)
+    pages = arena.memory.reshape(3, 4, LAYOUT.layer_page_bytes)  # [layers, pages, bytes]
+    for layer in range(3):
+        for page in range(4):
+            pages[layer, page] = 10 * layer + page
+    arena.copy_page(1, 3)
+    assert pages[:, :, 0].tolist() == [[0, 1, 2, 1], [10, 11, 12, 11], [20, 21, 22, 21]]
+    assert (pages == pages[:, :, :1]).all()
+
+
+def test_zeroing_a_page_takes_all_layers_and_no_neighbour() -> None:
+    arena = KVArena(LAYOUT, 3)
+    pages = arena.memory.reshape(3, 3, LAYOUT.layer_page_bytes)  # [layers, pages, bytes]
+    pages[:] = 7
+    arena.zero_page(1)
+    assert pages[:, :, -1].tolist() == [[7, 0, 7]] * 3
+
+
+def test_a_view_survives_closing() -> None:
+    arena = KVArena(LAYOUT, 1)
+    view = arena.memory[:4]
+    view[:] = 9
+    arena.close()
+    arena.close()
+    assert arena.memory.size == 0
+    assert view.tolist() == [9, 9, 9, 9]
+
+
+def test_more_memory_than_there_is_address_space_is_a_typed_error() -> None:
+    with pytest.raises(OutOfMemory, match="cannot map"):
+        KVArena(LAYOUT, 1 << 50)
+
+
+def test_an_empty_arena_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 page, got 0"):
+        KVArena(LAYOUT, 0)

@@ -1,0 +1,104 @@
+"""The audit itself: each way of cooking the books is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from quire.pager import InvariantViolated, Pager, PageTable, check
+
+World = Any
+PROMPT = [11, 12, 13, 14, 21, 22, 23, 24, 31]
+
+
+@pytest.fixture
+def books(make_world: Callable[..., World]) -> tuple[Pager, PageTable]:
+    """Of 6 pages: 0, 1, 2 owned, of them 0 and 1 indexed; 3 cached; 4 and 5 free."""
+    world = make_world(6)
+    table, _ = world.compute(PROMPT)
+    world.pager.release(world.compute([1, 2, 3, 4])[0])
+    return world.pager, table
+
+
+def test_sound_books_pass(books: tuple[Pager, PageTable]) -> None:
+    pager, table = books
+    assert (pager.num_free, pager.num_cached, pager.num_owned) == (2, 1, 3)
+    check(pager, [table])
+
+
+def test_a_forgotten_table_is_found(books: tuple[Pager, PageTable]) -> None:
+    with pytest.raises(InvariantViolated, match="page 0 has 1 references, 0 are explained"):
+        check(books[0], [])
+
+
+def test_a_missing_reference_is_found(books: tuple[Pager, PageTable]) -> None:
+    pager, table = books
+    with pytest.raises(InvariantViolated, match="page 0 has 1 references, 2 are explained"):
+        check(pager, [table, table])
+
+
+def test_a_lost_page_is_found(books: tuple[Pager, PageTable]) -> None:
+    pager, table = books
+    pager.pool._references[4] = 0
+    pager.pool._unlink(4)
+    with pytest.raises(InvariantViolated, match="lost or in two places"):
+        check(pager, [table])
+
+
+def test_a_wrong_counter_is_found(books: tuple[Pager, PageTable]) -> None:
+    pager, table = books
+    pager.pool.num_cached -= 1
+    with pytest.raises(InvariantViolated, match="do not match the lists"):
+        check(pager, [table])
+
+
+def test_a_stale_index_entry_is_found(books: tuple[Pager, PageTable]) -> None:
+    pager, table = books
+    pager.pool._page_by_key[b"stale"] = 2
+    with pytest.raises(InvariantViolated, match="index and contents disagree"):
+        check(pager, [table])
+
+
+def test_content_on_a_free_page_is_found(books: tuple[Pager, PageTable]) -> None:
+    pager, table = books
+    pager.pool._contents[4] = pager.pool._contents[3]
+    with pytest.raises(InvariantViolated, match="free page still has content"):
+        check(pager, [table])
+
+
+def test_a_cached_page_without_content_is_found(books: tuple[Pager, PageTable]) -> None:
+    pager, table = books
+    pager.pool._forget(3)
+    with pytest.raises(InvariantViolated, match="cached page has no content"):
+        check(pager, [table])
+
+
+def test_a_child_without_its_parent_is_found(books: tuple[Pager, PageTable]) -> None:
+    pager, table = books
+    table.num_published = 0
+    pager.pool._forget(0)
+    with pytest.raises(InvariantViolated, match="page 1 outlived the page before it"):
+        check(pager, [table])
+
+
+def test_a_published_page_that_is_not_indexed_is_found(books: tuple[Pager, PageTable]) -> None:
+    pager, table = books
+    table.num_published = 3
+    with pytest.raises(InvariantViolated, match="published pages it does not fill"):
+        check(pager, [table])
+    table.num_published = 2
+    pager.pool._forget(1)
+    with pytest.raises(InvariantViolated, match="published page 1 is not indexed"):
+        check(pager, [table])
+
+
+def test_a_table_with_a_page_too_many_or_twice_is_found(books: tuple[Pager, PageTable]) -> None:
+    pager, table = books
+    table.num_tokens -= 1
+    with pytest.raises(InvariantViolated, match="8 tokens in 3 pages"):
+        check(pager, [table])
+    table.num_tokens += 1
+    table.page_ids[2] = 0
+    with pytest.raises(InvariantViolated, match="lists a page twice"):
+        check(pager, [table])

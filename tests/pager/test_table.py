@@ -1,0 +1,168 @@
+"""Growing, forking, rolling back and releasing one sequence's pages. Pages hold 4 tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from quire.pager import OutOfPages, check
+
+World = Any
+
+
+def test_a_table_grows_by_whole_pages(make_world: Callable[..., World]) -> None:
+    pager = make_world(4).pager
+    table, _ = pager.open([])
+    pager.grow(table, 1)
+    assert list(table.page_ids) == [0]
+    pager.grow(table, 3)
+    assert list(table.page_ids) == [0]
+    pager.grow(table, 5)
+    assert (list(table.page_ids), table.num_tokens) == ([0, 1, 2], 9)
+
+
+def test_page_ids_are_read_without_a_copy(make_world: Callable[..., World]) -> None:
+    pager = make_world(4).pager
+    table, _ = pager.open([])
+    pager.grow(table, 9)
+    view = np.frombuffer(table.page_ids, np.int32)
+    table.page_ids[0] = 3
+    assert view.tolist() == [3, 1, 2]
+
+
+def test_growing_beyond_the_pool_changes_nothing(make_world: Callable[..., World]) -> None:
+    pager = make_world(3).pager
+    table, _ = pager.open([])
+    pager.grow(table, 6)
+    assert (table.room(), table.would_overflow(6), table.would_overflow(7)) == (6, False, True)
+    with pytest.raises(OutOfPages):
+        pager.grow(table, 7)
+    assert (list(table.page_ids), table.num_tokens, pager.num_free) == ([0, 1], 6, 1)
+    pager.grow(table, 6)
+    assert (list(table.page_ids), table.room()) == ([0, 1, 2], 0)
+
+
+def test_a_negative_growth_is_refused(make_world: Callable[..., World]) -> None:
+    pager = make_world(1).pager
+    table, _ = pager.open([])
+    with pytest.raises(ValueError, match="rollback takes tokens away"):
+        pager.grow(table, -1)
+
+
+def test_a_fork_shares_every_page_until_one_of_the_two_writes(make_world: Callable[..., World]) -> None:
+    world = make_world(5)
+    table, _ = world.pager.open([])
+    world.extend(table, [1, 2, 3, 4, 5, 6])
+    twin = world.pager.fork(table)
+    assert (list(twin.page_ids), world.pager.num_owned) == ([0, 1], 2)
+    assert world.pager.pages_needed(twin, 1) == 1
+
+    world.extend(twin, [70])  # copies the partial page
+    assert (list(table.page_ids), list(twin.page_ids)) == ([0, 1], [0, 2])
+    assert world.cells.copies == [(1, 2)]
+    assert world.pager.pages_needed(table, 1) == 0
+
+    world.extend(table, [7])  # is alone on its page again
+    assert world.cells.copies == [(1, 2)]
+    assert world.cells.read(table) == [1, 2, 3, 4, 5, 6, 7]
+    assert world.cells.read(twin) == [1, 2, 3, 4, 5, 6, 70]
+    check(world.pager, [table, twin])
+
+
+def test_a_fork_at_a_page_border_copies_nothing(make_world: Callable[..., World]) -> None:
+    world = make_world(4)
+    table, _ = world.pager.open([])
+    world.extend(table, [1, 2, 3, 4])
+    twin = world.pager.fork(table)
+    world.extend(table, [5])
+    world.extend(twin, [50])
+    assert (list(table.page_ids), list(twin.page_ids), world.cells.copies) == ([0, 1], [0, 2], [])
+
+
+def test_a_copy_and_new_pages_come_together_or_not_at_all(make_world: Callable[..., World]) -> None:
+    world = make_world(3)
+    table, _ = world.pager.open([])
+    world.extend(table, [1, 2])
+    twin = world.pager.fork(table)
+    assert twin.room() == 6  # two pages: one for the copy
+    with pytest.raises(OutOfPages):
+        world.pager.grow(twin, 7)
+    assert (list(twin.page_ids), world.cells.copies) == ([0], [])
+    world.pager.grow(twin, 6)
+    assert list(twin.page_ids) == [1, 2]
+    assert table.room() == 2
+
+
+def test_a_shared_partial_page_has_no_room_when_nothing_is_left_for_its_copy(make_world: Callable[..., World]) -> None:
+    world = make_world(1)
+    table, _ = world.pager.open([])
+    world.extend(table, [1, 2])
+    twin = world.pager.fork(table)
+    assert (twin.room(), twin.would_overflow(1), twin.would_overflow(0)) == (0, True, False)
+    world.pager.release(table)
+    assert twin.room() == 2
+
+
+def test_rollback_gives_back_pages_that_held_only_later_tokens(make_world: Callable[..., World]) -> None:
+    pager = make_world(6).pager
+    table, _ = pager.open([])
+    pager.grow(table, 15)
+    pager.rollback(table, 5)
+    assert (list(table.page_ids), table.num_tokens) == ([0, 1], 5)
+    assert list(pager.pool.free_pages()) == [4, 5, 3, 2]
+    pager.rollback(table, 4)
+    assert list(table.page_ids) == [0]
+    pager.rollback(table, 0)
+    assert list(table.page_ids) == []
+    check(pager, [table])
+
+
+def test_rollback_forwards_is_refused(make_world: Callable[..., World]) -> None:
+    pager = make_world(2).pager
+    table, _ = pager.open([])
+    pager.grow(table, 3)
+    with pytest.raises(ValueError, match="cannot roll back to 4 tokens, the table holds 3"):
+        pager.rollback(table, 4)
+    assert table.num_tokens == 3
+
+
+def test_rolling_back_into_a_shared_page_copies_it_before_the_next_write(make_world: Callable[..., World]) -> None:
+    world = make_world(4)
+    table, _ = world.pager.open([])
+    world.extend(table, [1, 2, 3, 4])
+    twin = world.pager.fork(table)
+    world.pager.rollback(twin, 2)
+    world.extend(twin, [30])
+    assert (world.cells.read(table), world.cells.read(twin)) == ([1, 2, 3, 4], [1, 2, 30])
+
+
+def test_rolling_back_into_a_published_page_leaves_what_was_published(make_world: Callable[..., World]) -> None:
+    world = make_world(4)
+    table, _ = world.compute([1, 2, 3, 4, 5, 6])
+    world.pager.rollback(table, 3)
+    world.extend(table, [40])
+    assert (list(table.page_ids), world.cells.copies) == ([2], [(0, 2)])
+    other, cached = world.pager.open([1, 2, 3, 4, 5])
+    assert (cached, world.cells.read(other)) == (4, [1, 2, 3, 4])
+    check(world.pager, [table, other])
+
+
+def test_releasing_twice_gives_back_once(make_world: Callable[..., World]) -> None:
+    pager = make_world(3).pager
+    table, _ = pager.open([])
+    pager.grow(table, 7)
+    pager.release(table)
+    pager.release(table)
+    assert (table.num_tokens, list(table.page_ids), pager.num_free) == (0, [], 3)
+    check(pager, [])
+
+
+def test_a_view_that_outlives_the_release_still_reads_the_old_ids(make_world: Callable[..., World]) -> None:
+    pager = make_world(3).pager
+    table, _ = pager.open([])
+    pager.grow(table, 8)
+    view = np.frombuffer(table.page_ids, np.int32)
+    pager.release(table)
+    assert view.tolist() == [0, 1]
