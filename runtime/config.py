@@ -1,16 +1,23 @@
 """Configuration as frozen structs, one per part, and nothing that reads or writes it elsewhere.
 
-Flags carry vLLM's names where one exists, llama.cpp's for CPU matters. Precedence: flag > QUIRE_* > TOML file > default.
+Flags carry vLLM's names where one exists, llama.cpp's for CPU matters. Precedence, applied by `settings.py` together
+with the ranges declared here: flag > QUIRE_* > TOML file > default.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 WeightDtype = Literal["bf16", "q8", "f32"]
 KVCacheDtype = Literal["bf16", "f32"]
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Bytes = Annotated[int, msgspec.Meta(ge=1, description="bytes")]  # written 4294967296 or 4GiB
+Secret = Annotated[str, msgspec.Meta(description="secret")]  # never quoted in a message
+FrameBytes = Annotated[int, msgspec.Meta(ge=64 << 10, le=1 << 30, description="bytes")]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,14 +26,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str | None = None  # Hugging Face folder; None: the bundled model
     weights: WeightDtype = "bf16"
     kv_cache_dtype: KVCacheDtype = "bf16"
-    block_size: int = 32  # tokens per page
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    kv_cache_memory: int | None = None  # bytes
-    threads: int | None = None
+    block_size: Count = 32  # tokens per page
+    max_model_len: Count | None = None
+    max_num_seqs: Count = 64
+    max_num_batched_tokens: Count = 512
+    kv_cache_memory: Bytes | None = None
+    threads: Count | None = None
     enable_prefix_caching: bool = True
-    max_num_waiting: int = 1024  # queue limit
+    max_num_waiting: Annotated[int, msgspec.Meta(ge=0)] = 1024  # queue limit
     isa: str | None = None  # None: QUIRE_ISA or the best this machine has
 
 
@@ -34,11 +41,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Sockets of `quire serve`. Port 0 asks the system for a free one."""
 
     host: str = "127.0.0.1"
-    port: int = 7070
+    port: Port = 7070
     uds: str | None = None  # unix socket path; instead of TCP
     http_host: str = "127.0.0.1"
-    http_port: int = 7071
-    token: str | None = None  # required of clients when set; must be set off loopback
+    http_port: Port = 7071
+    token: Secret | None = None  # required of clients when set; must be set off loopback
     served_model_name: str | None = None
-    max_frame_bytes: int = 4 << 20
-    max_connections: int = 4096
+    max_frame_bytes: Secret = Annotated[str, msgspec.Meta(description="secret")]  # never quoted in a message
+FrameBytes = 4 << 20
+    max_connections: Count = 4096
+    max_requests_per_connection: Count = 1024
+    max_outgoing_bytes: Bytes = 8 << 20  # unsent per connection before its reader counts as stuck
+    write_timeout_ms: Count = 30_000  # without progress before its reader counts as stuck
+    handshake_timeout_ms: Count = 10_000
+    stall_timeout_ms: Count = 30_000  # work without a finished step before /readyz says no
