@@ -47,8 +47,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     http_port: Port = 7071
     token: Secret | None = None  # required of clients when set; must be set off loopback
     served_model_name: str | None = None
-    max_frame_bytes: Secret = Annotated[str, msgspec.Meta(description="secret")]  # never quoted in a message
-FrameBytes = 4 << 20
+    max_frame_bytes: FrameBytes = 4 << 20
     max_connections: Count = 4096
     max_requests_per_connection: Count = 1024
     max_outgoing_bytes: Bytes = 8 << 20  # unsent per connection before its reader counts as stuck

@@ -107,6 +107,6 @@ def test_a_missing_file_is_named(file: Path) -> None:
 
 def test_a_secret_is_never_quoted(file: Path) -> None:
     file.write_text("token = 20261120")
-    with pytest.raises(ConfigError, match="token in .*: this value is not allowed; allowed: text") as caught:
+    with pytest.raises(ConfigError, match=r"token in .*: this value is not allowed; allowed: text") as caught:
         resolve_settings({}, {}, file)
     assert "20261120" not in str(caught.value)
