@@ -164,6 +164,7 @@ cdef void _sample_row(Draw *draw, int64_t index, float *weights, uint64_t *order
         token = draw.tiles.argmax(x, draw.vocab_size, &top, NULL)
     if row.temperature > 1e-5:               # below, 1 / temperature overflows what exp can tell apart
         draw.tiles.exp_scaled(x, top, 1 / row.temperature, draw.stride, weights)
+        _forbid(draw, row, x, weights)
         token = _draw_weighted(weights, order, draw.vocab_size, row)
     if row.num_adjustments:
         _restore(draw, row, x)
@@ -191,6 +192,14 @@ cdef void _restore(Draw *draw, const Row *row, float *x) noexcept nogil:
     cdef int64_t i
     for i in range(row.first_adjustment + row.num_adjustments - 1, row.first_adjustment - 1, -1):
         x[draw.adjustments[i].token_id] = draw.originals[i]
+
+
+cdef void _forbid(Draw *draw, const Row *row, const float *x, float *weights) noexcept nogil:
+    """A bias of minus infinity means never; exp alone would leave 1e-38."""
+    cdef int64_t i
+    for i in range(row.first_adjustment, row.first_adjustment + row.num_adjustments):
+        if x[draw.adjustments[i].token_id] == -INFINITY:
+            weights[draw.adjustments[i].token_id] = 0
 
 
 cdef int64_t _draw_weighted(float *weights, uint64_t *order, int64_t n, const Row *row) noexcept nogil:

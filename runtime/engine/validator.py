@@ -1,0 +1,126 @@
+"""The one place that decides what a request may ask. Knows limits, not engines: pure checks, each with a typed error
+that names the parameter, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..errors import ContextLengthExceeded, InvalidRequest
+from ..generation import SamplingParams
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_BIASED_TOKENS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
+MAX_PRIORITY = 1_000_000
+SEED_LIMIT = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the loaded model and the pool allow."""
+
+    vocab_size: int
+    max_model_len: int  # prompt + generated tokens of one request
+    max_prompt_characters: int  # no tokenizer makes fewer tokens than allowed out of more text
+
+
+class Validator:
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+
+    def check_params(self, params: SamplingParams) -> None:
+        _integer("max_tokens", params.max_tokens, 1, self._limits.max_model_len)
+        _integer("min_tokens", params.min_tokens, 0, params.max_tokens)
+        _number("temperature", params.temperature, 0, 100)
+        _integer("top_k", params.top_k, -1, 2**31 - 1)
+        _number("top_p", params.top_p, 0, 1, above_low=True)
+        _number("min_p", params.min_p, 0, 1)
+        _number("repetition_penalty", params.repetition_penalty, 0, 100, above_low=True)
+        _number("presence_penalty", params.presence_penalty, -2, 2)
+        _number("frequency_penalty", params.frequency_penalty, -2, 2)
+        if params.seed is not None:
+            _integer("seed", params.seed, 0, SEED_LIMIT - 1)
+        if params.logprobs is not None:
+            _integer("logprobs", params.logprobs, 0, MAX_LOGPROBS)
+        self._check_bias(params)
+        self._check_stops(params)
+
+    def check_schedule(self, priority: int, deadline_ms: int | None) -> None:
+        _integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if deadline_ms is not None:
+            _integer("deadline_ms", deadline_ms, 1, MAX_DEADLINE_MS)
+
+    def check_text(self, prompt: str) -> None:
+        """Before tokenizing, so that an absurd text costs nothing."""
+        if not prompt:
+            raise InvalidRequest("the prompt is empty; give at least one character or one token id")
+        if len(prompt) > self._limits.max_prompt_characters:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(prompt)} characters; a prompt of {self._limits.max_model_len - 1} tokens, the most "
+                f"this model takes, has at most {self._limits.max_prompt_characters}"
+            )
+        if not _is_encodable(prompt):
+            raise InvalidRequest("the prompt is not valid Unicode: it contains a lone surrogate")
+
+    def check_prompt(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
+        limit = self._limits.max_model_len
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty; give at least one character or one token id")
+        if len(token_ids) + params.max_tokens > limit:
+            raise ContextLengthExceeded(
+                f"prompt of {len(token_ids)} tokens + max_tokens {params.max_tokens} exceed the limit of {limit} tokens"
+            )
+        for token in token_ids:
+            if not 0 <= token < self._limits.vocab_size:
+                raise InvalidRequest(f"token id {token} is outside the vocabulary 0..{self._limits.vocab_size - 1}")
+
+    def _check_bias(self, params: SamplingParams) -> None:
+        bias = params.logit_bias or {}
+        if len(bias) > MAX_BIASED_TOKENS:
+            raise InvalidRequest(f"logit_bias names {len(bias)} tokens; at most {MAX_BIASED_TOKENS} are allowed")
+        for token, value in bias.items():
+            self._check_token("logit_bias", token)
+            _number(f"logit_bias of token {token}", value, -100, 100)
+
+    def _check_stops(self, params: SamplingParams) -> None:
+        if len(params.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"{len(params.stop)} stop strings; at most {MAX_STOP_STRINGS} are allowed")
+        for text in params.stop:
+            if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
+                raise InvalidRequest(
+                    f"a stop string has {len(text)} characters; 1 to {MAX_STOP_CHARACTERS} are allowed"
+                )
+        if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                f"{len(params.stop_token_ids)} stop_token_ids; at most {MAX_STOP_TOKEN_IDS} are allowed"
+            )
+        for token in params.stop_token_ids:
+            self._check_token("stop_token_ids", token)
+
+    def _check_token(self, name: str, token: int) -> None:
+        if not 0 <= token < self._limits.vocab_size:
+            raise InvalidRequest(f"{name}: token id {token} is outside the vocabulary 0..{self._limits.vocab_size - 1}")
+
+
+def _integer(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}")
+
+
+def _number(name: str, value: float, low: float, high: float, above_low: bool = False) -> None:
+    if not math.isfinite(value) or not low <= value <= high or (above_low and value == low):
+        bound = f"above {low} and at most {high}" if above_low else f"between {low} and {high}"
+        raise InvalidRequest(f"{name} must be {bound}, not {value}")
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

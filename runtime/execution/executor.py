@@ -1,0 +1,112 @@
+"""The executor: turns a `StepPlan` into a `StepResult` on the kernels. It owns the program, the sampler and their memory.
+
+It must not know requests, queues or asyncio, and keeps no state between steps but the pages themselves. Blocking: the
+engine calls it from its own thread, one step at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels import Program, Sampler
+from ...kernels.ops import Region
+from ...scheduler.plan import SampledToken, ScheduledSequence, StepPlan, StepResult
+from .sampling import sampling_rows
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One sequence's share of a forward pass: `token_ids` from `first_position`, through `page_ids`.
+
+    `samples` lists which of the rows, counted from its first, go on to the head.
+    """
+
+    token_ids: Sequence[int]
+    first_position: int
+    page_ids: Sequence[int]
+    samples: Sequence[int]
+
+
+class Executor:
+    def __init__(self, program: Program, logits: Region, vocab_size: int, sampler: Sampler) -> None:
+        self._program = program
+        self._logits: Floats = program.view(logits)  # [max_samples, padded vocab]
+        self._vocab_size = vocab_size
+        self._sampler = sampler
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a step. Sequences whose logits are not finite get an error of their own; the others are untouched."""
+        start = time.perf_counter()
+        self._forward([_rows_of(sequence) for sequence in plan.sequences])
+        sampling = [sequence for sequence in plan.sequences if sequence.samples]
+        sampled = self._sample(sampling) if sampling else ()
+        return StepResult(plan.step_id, sampled, time.perf_counter() - start)
+
+    def forward(self, sequences: Sequence[Rows]) -> Floats:
+        """Run rows and return the logits [sampling rows, vocab] of those listed: a view, valid until the next call."""
+        samples = self._forward(sequences)
+        return self._logits[:samples, : self._vocab_size]
+
+    @property
+    def max_samples(self) -> int:
+        return len(self._logits)
+
+    def _forward(self, sequences: Sequence[Rows]) -> int:
+        counts = [len(sequence.token_ids) for sequence in sequences]
+        tables = [np.asarray(sequence.page_ids, np.int32) for sequence in sequences]
+        row_start = _starts(counts)
+        samples = [
+            row + int(start) for sequence, start in zip(sequences, row_start, strict=False) for row in sequence.samples
+        ]
+        self._program.run(
+            np.fromiter((token for sequence in sequences for token in sequence.token_ids), np.int32, int(row_start[-1])),
+            row_start,
+            np.array([sequence.first_position for sequence in sequences], np.int32),
+            np.concatenate(tables),
+            _starts([len(table) for table in tables]),
+            np.array(samples, np.int32),
+        )
+        return len(samples)
+
+    def _sample(self, sequences: Sequence[ScheduledSequence]) -> tuple[SampledToken, ...]:
+        rows, adjustments = sampling_rows(sequences)
+        tokens, logprobs, top_ids, top_logprobs = self._sampler.sample(self._logits, rows, adjustments)
+        wanted: list[int] = rows["logprobs"].tolist()
+        return tuple(
+            _sampled(sequence.request_id, token, logprob, n, top_ids[i], top_logprobs[i])
+            for i, (sequence, token, logprob, n) in enumerate(
+                zip(sequences, tokens.tolist(), logprobs.tolist(), wanted, strict=True)
+            )
+        )
+
+
+def _rows_of(sequence: ScheduledSequence) -> Rows:
+    last = (len(sequence.token_ids) - 1,) if sequence.samples else ()
+    return Rows(sequence.token_ids, sequence.first_position, sequence.page_ids, last)
+
+
+def _starts(counts: Sequence[int]) -> Ints:
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def _sampled(
+    request_id: int, token: int, logprob: float, wanted: int, top_ids: npt.NDArray[Any], top_logprobs: npt.NDArray[Any]
+) -> SampledToken:
+    if token < 0:
+        return SampledToken(request_id, 0, error="the model's logits are not finite numbers")
+    if wanted < 0:
+        return SampledToken(request_id, token)
+    ids, values = top_ids[:wanted].tolist(), top_logprobs[:wanted].tolist()
+    top = tuple((i, value) for i, value in zip(ids, values, strict=True) if i >= 0)
+    return SampledToken(request_id, token, logprob, top)

@@ -1,0 +1,74 @@
+"""From a scheduled sequence to the kernels' sampling row: what to add to which logit, and which random number to draw.
+
+Pure: a row depends on the request's parameters, its seed and its own tokens, never on the step it is computed in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.sample import ADJUSTMENT, ROW
+from ...scheduler.plan import ScheduledSequence
+from ..generation import SamplingParams
+
+Row = tuple[int, int, float, float, float, float, float, float, int, int, int, int]
+Adjustment = tuple[int, int, int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """What the executor needs to sample for one request; the scheduler carries it without looking inside."""
+
+    params: SamplingParams
+    seed: int  # resolved: the client's or the engine's
+    stop_token_ids: frozenset[int]  # forbidden before min_tokens
+
+
+def sampling_rows(sequences: Sequence[ScheduledSequence]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """The kernels' (rows, adjustments) arrays for the sequences that sample, in order."""
+    rows: list[Row] = []
+    adjustments: list[Adjustment] = []
+    for sequence in sequences:
+        spec = sequence.sampling
+        assert isinstance(spec, SamplingSpec)
+        first = len(adjustments)
+        adjustments.extend(_adjustments(spec, sequence.context, sequence.num_prompt_tokens))
+        p = spec.params
+        rows.append(
+            (
+                spec.seed,
+                len(sequence.context),
+                p.temperature,
+                p.top_p,
+                p.min_p,
+                p.repetition_penalty,
+                p.presence_penalty,
+                p.frequency_penalty,
+                p.top_k,
+                -1 if p.logprobs is None else p.logprobs,
+                first,
+                len(adjustments) - first,
+            )
+        )
+    return np.array(rows, ROW), np.array(adjustments, ADJUSTMENT)
+
+
+def _adjustments(spec: SamplingSpec, context: Sequence[int], num_prompt_tokens: int) -> Iterator[Adjustment]:
+    """(token id, count in the output, seen at all, bias) of every logit this request changes."""
+    p = spec.params
+    bias = dict(p.logit_bias or {})
+    if len(context) - num_prompt_tokens < p.min_tokens:
+        bias.update(dict.fromkeys(spec.stop_token_ids, float("-inf")))
+    if p.repetition_penalty == 1 and p.presence_penalty == 0 and p.frequency_penalty == 0:
+        yield from ((token, 0, 0, value) for token, value in bias.items())
+        return
+    counts = Counter(context[num_prompt_tokens:])
+    seen = set(context) if p.repetition_penalty != 1 else set(counts)
+    for token in sorted(seen | bias.keys()):
+        yield token, counts[token], int(token in seen), bias.get(token, 0.0)

@@ -1,0 +1,148 @@
+"""A one-layer decoder in miniature, odd in every size, bound to the kernels and to their numpy twin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from quire.kernels import PackedMatrix, Pool, Program, packed_nbytes
+from quire.kernels.ops import (
+    Attention,
+    Convert,
+    Embed,
+    Gather,
+    Linear,
+    Norm,
+    Region,
+    RotateStore,
+    padded,
+    region_nbytes,
+)
+from quire.kernels.reference import ReferenceProgram
+from quire.pager.layout import KVLayout
+
+VOCAB, HIDDEN, INTERMEDIATE = 333, 80, 176
+MAX_ROWS, MAX_SAMPLES, NUM_PAGES, MAX_POSITIONS = 160, 40, 48, 700
+
+
+def aligned_bytes(nbytes: int, fill: int = 0) -> np.ndarray:
+    raw = np.full(nbytes + 64, fill, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes]
+
+
+@dataclass
+class Toy:
+    """`weights`, `kv`: dtypes. `heads`, `kv_heads`, `head_dim`, `window`: the attention's shape."""
+
+    weights: str = "f32"
+    kv: str = "f32"
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 24
+    window: int = 0
+    page_size: int = 32
+    isa: str | None = None
+    threads: int = 2
+    qk_norm: bool = True
+    seed: int = 7
+    ops: list = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        self.offset = 0
+        self.ops = self._ops()
+        self.layout = KVLayout(1, self.kv_heads, self.head_dim, self.kv, self.page_size)
+        # Stale memory full of NaN: a kernel that reads what it has not written shows.
+        self.kv_memory = aligned_bytes(NUM_PAGES * self.layout.page_bytes, 0xFF)
+        self.program = self.bind()
+        self.reference = ReferenceProgram(self.ops, self.kv, self.page_size, NUM_PAGES)
+
+    def bind(self) -> Program:
+        return Program(
+            self.ops,
+            self.offset,
+            self.kv_memory,
+            self.layout,
+            NUM_PAGES,
+            Pool(self.threads),
+            max_rows=MAX_ROWS,
+            max_samples=MAX_SAMPLES,
+            max_sequences=MAX_SAMPLES,
+            vocab_size=VOCAB,
+            isa=self.isa,
+        )
+
+    def run(self, *sequences, twin: bool = False):
+        """Run (token_ids, first_position, page_ids) sequences; every sequence's last row samples. Returns logits."""
+        counts = [len(s[0]) for s in sequences]
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        step = {
+            "token_ids": np.concatenate([s[0] for s in sequences]).astype(np.int32),
+            "row_start": starts,
+            "first_position": np.array([s[1] for s in sequences], np.int32),
+            "page_ids": np.concatenate([s[2] for s in sequences]).astype(np.int32),
+            "page_start": np.concatenate([[0], np.cumsum([len(s[2]) for s in sequences])]).astype(np.int32),
+            "sample_rows": starts[1:] - 1,
+        }
+        self.program.run(**step)
+        logits = self.program.view(self.logits)[: len(sequences), :VOCAB].copy()
+        if not twin:
+            return logits
+        self.reference.run(**step)
+        return logits, self.reference.regions[self.logits]
+
+    def _region(self, rows: int, columns: int, form: str) -> Region:
+        region = Region(self.offset, rows, columns, form)
+        self.offset += region_nbytes(rows, columns, form)
+        return region
+
+    def _random(self, *shape: int) -> np.ndarray:
+        return (self.rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+
+    def _norm(self, n: int) -> np.ndarray:
+        return (1 + 0.1 * self.rng.standard_normal(n)).astype(np.float32)
+
+    def _packed(self, n: int, k: int, *sources: np.ndarray) -> PackedMatrix:
+        matrix = PackedMatrix(n, k, self.weights, aligned_bytes(packed_nbytes(n, k, self.weights)))
+        for index, source in enumerate(sources):
+            matrix.fill(source, interleave=index if len(sources) == 2 else None)
+        return matrix
+
+    def _ops(self) -> list:
+        w, heads, kv_heads, d = self.weights, self.heads, self.kv_heads, self.head_dim
+        width, qkv_width = -(-d // 16) * 16, (heads + 2 * kv_heads) * d
+        x, h = self._region(MAX_ROWS, HIDDEN, "f32"), self._region(MAX_ROWS, HIDDEN, w)
+        qkv, q = self._region(MAX_ROWS, qkv_width, "f32"), self._region(MAX_ROWS, heads * width, self.kv)
+        a, a_form = self._region(MAX_ROWS, heads * d, "f32"), self._region(MAX_ROWS, heads * d, w)
+        g, g_form = self._region(MAX_ROWS, INTERMEDIATE, "f32"), self._region(MAX_ROWS, INTERMEDIATE, w)
+        s, s_form = self._region(MAX_SAMPLES, HIDDEN, "f32"), self._region(MAX_SAMPLES, HIDDEN, w)
+        self.logits = self._region(MAX_SAMPLES, VOCAB, "f32")
+        embedding = self._packed(VOCAB, HIDDEN, self._random(VOCAB, HIDDEN) * 8)
+        gate, up = self._random(INTERMEDIATE, HIDDEN), self._random(INTERMEDIATE, HIDDEN)
+        rotary = self.rng.uniform(-1, 1, (MAX_POSITIONS, d)).astype(np.float32)
+        q_norm, k_norm = (self._norm(d), self._norm(d)) if self.qk_norm else (None, None)
+        qkv_weight = self._packed(qkv_width, HIDDEN, self._random(qkv_width, HIDDEN))
+        return [
+            Embed(embedding, x),
+            Norm(x, self._norm(HIDDEN), 1e-6, h),
+            Linear(h, qkv_weight, self._norm(qkv_width), qkv, "store"),
+            RotateStore(qkv, q, 0, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5),
+            Attention(q, a, 0, heads, kv_heads, d, self.window),
+            Convert(a, a_form),
+            Linear(a_form, self._packed(HIDDEN, heads * d, self._random(HIDDEN, heads * d)), None, x, "add"),
+            Norm(x, self._norm(HIDDEN), 1e-6, h),
+            Linear(h, self._packed(2 * padded(INTERMEDIATE), HIDDEN, gate, up), None, g, "swiglu"),
+            Convert(g, g_form),
+            Linear(g_form, self._packed(HIDDEN, INTERMEDIATE, self._random(HIDDEN, INTERMEDIATE)), None, x, "add"),
+            Gather(x, s),
+            Norm(s, self._norm(HIDDEN), 1e-6, s_form),
+            Linear(s_form, embedding, None, self.logits, "store"),
+        ]
+
+
+@pytest.fixture
+def toy():
+    return Toy

@@ -1,0 +1,43 @@
+"""Which level runs: the best by default, any lower one on request, never one the machine lacks."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from quire.kernels import Pool, pick_level, supported_levels
+from quire.kernels.isa import NAMES
+
+
+def test_every_machine_has_scalar_and_levels_are_known_names():
+    assert supported_levels()[0] == "scalar"
+    assert set(supported_levels()) <= set(NAMES)
+
+
+def test_the_best_level_is_the_default():
+    assert pick_level() == supported_levels()[-1]
+
+
+@pytest.mark.parametrize("level", supported_levels())
+def test_the_environment_forces_a_level(level):
+    code = "import quire.kernels as k; print(k.DEFAULT_LEVEL)"
+    run = subprocess.run([sys.executable, "-c", code], env=os.environ | {"QUIRE_ISA": level}, capture_output=True, text=True)
+    assert run.stdout.strip() == level, run.stderr
+
+
+def test_an_unknown_level_says_what_is_allowed():
+    with pytest.raises(ValueError, match="unknown ISA level 'mmx'.*scalar"):
+        pick_level("mmx")
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1025])
+def test_a_pool_says_how_many_threads_are_allowed(workers):
+    with pytest.raises(ValueError, match="between 1 and 1024"):
+        Pool(workers)
+
+
+def test_pools_come_and_go():
+    for _ in range(50):
+        Pool(4)
+    assert len(os.listdir("/proc/self/task")) < 40

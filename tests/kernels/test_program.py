@@ -1,0 +1,167 @@
+"""Every op against its numpy twin, and promise 1 at the level of one program: a row's bits never depend on its company."""
+
+import numpy as np
+import pytest
+
+from quire.kernels import supported_levels
+
+LEVELS = supported_levels()
+# The reference rounds to bf16 and int8 from float64, the kernels from float32: a tie can fall the other way.
+TOLERANCE = {("f32", "f32"): 2e-6, ("bf16", "f32"): 2e-3, ("q8", "f32"): 1e-2}
+
+
+def tolerance(weights: str, kv: str) -> float:
+    return TOLERANCE[weights, "f32"] if kv == "f32" else max(TOLERANCE[weights, "f32"], 5e-3)
+
+
+def tokens(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 333, n).astype(np.int32)
+
+
+def pages(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("window", [0, 37])
+@pytest.mark.parametrize("kv", ["f32", "bf16"])
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
+def test_a_program_computes_what_the_numpy_twin_computes(toy, weights, kv, window, isa):
+    model = toy(weights=weights, kv=kv, window=window, isa=isa)
+    a, b = tokens(330, 1), tokens(90, 2)
+    table_a, table_b = pages(*range(20, 9, -1)), pages(30, 3, 31)
+    steps = [
+        [(a[:97], 0, table_a), (b[:40], 0, table_b)],
+        [(b[40:41], 40, table_b), (a[97:230], 97, table_a)],
+        [(b[41:90], 41, table_b), (a[230:330], 230, table_a)],
+    ]
+    for step in steps:
+        got, want = model.run(*step, twin=True)
+        assert np.abs(got - want).max() <= tolerance(weights, kv) * np.ptp(want)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 2), (7, 1, 128), (4, 4, 72), (64, 1, 16), (3, 1, 272)])
+def test_any_head_shape_computes_what_the_twin_computes(toy, heads, kv_heads, head_dim, isa):
+    model = toy(kv="f32", heads=heads, kv_heads=kv_heads, head_dim=head_dim, qk_norm=False, isa=isa)
+    a = tokens(100)
+    got, want = model.run((a, 0, pages(5, 4, 3, 2)), twin=True)
+    assert np.abs(got - want).max() <= 2e-6 * np.ptp(want)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "f32")])
+@pytest.mark.parametrize("window", [0, 100])
+def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, isa):
+    prompt, table = tokens(300), pages(*range(7, 17))
+
+    def last_logits(chunk: int) -> bytes:
+        model = toy(weights=weights, kv=kv, window=window, isa=isa)
+        for first in range(0, 300, chunk):
+            logits = model.run((prompt[first : first + chunk], first, table))
+        return logits.tobytes()
+
+    whole = last_logits(150)
+    assert {chunk: last_logits(chunk) == whole for chunk in (1, 7, 32, 33, 64, 149)} == dict.fromkeys(
+        (1, 7, 32, 33, 64, 149), True
+    )
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16")])
+def test_same_bits_in_any_company(toy, weights, kv, isa):
+    """A sequence alone, and among 1 to 32 others, in first, middle and last place."""
+    alone = toy(weights=weights, kv=kv, isa=isa)
+    prompt, table = tokens(40), pages(9, 2)
+    alone.run((prompt[:39], 0, table))
+    want = alone.run((prompt[39:], 39, table))[0].tobytes()
+    for others in (1, 2, 5, 6, 7, 32):
+        crowd = toy(weights=weights, kv=kv, isa=isa)
+        crowd.run((prompt[:39], 0, table))
+        company = [(tokens(1 + i % 3, i + 1), 0, pages(10 + i)) for i in range(others)]
+        place = others // 2
+        logits = crowd.run(*company[:place], (prompt[39:], 39, table), *company[place:])
+        assert logits[place].tobytes() == want, f"among {others} others"
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
+def test_same_bits_on_any_number_of_threads(toy, weights, isa):
+    prompt, table = tokens(150), pages(*range(5))
+    results = {toy(weights=weights, kv="bf16", isa=isa, threads=n).run((prompt, 0, table)).tobytes() for n in (1, 2, 3)}
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kv", ["f32", "bf16"])
+def test_same_bits_at_every_page_size_and_in_any_pages(toy, kv, isa):
+    prompt = tokens(150)
+    tables = {16: range(40, 30, -1), 32: range(5), 64: (9, 0, 4)}
+    results = {
+        toy(weights="f32", kv=kv, page_size=size, isa=isa).run((prompt, 0, pages(*table))).tobytes()
+        for size, table in tables.items()
+    }
+    assert len(results) == 1
+
+
+def test_a_page_full_of_stale_numbers_changes_nothing(toy):
+    """Pages are not cleaned when they change hands; whoever writes slot 0 cleans the rest."""
+    used, fresh = toy(kv="bf16"), toy(kv="bf16")
+    used.run((tokens(64, 5) * 0 + 3, 0, pages(1, 2)))
+    prompt = tokens(37)
+    assert used.run((prompt, 0, pages(2, 1))).tobytes() == fresh.run((prompt, 0, pages(2, 1))).tobytes()
+
+
+def test_a_row_that_is_not_finite_harms_no_other(toy):
+    sick, well = toy(weights="q8", kv="bf16"), toy(weights="q8", kv="bf16")
+    other = (tokens(20), 0, pages(4))
+    want = well.run(other)[0].tobytes()
+    sick.run((tokens(20, 3), 0, pages(5)))
+    sick.kv_memory[5 * sick.layout.page_bytes : 6 * sick.layout.page_bytes] = 0xFF  # every K and V of page 5 is NaN
+    logits = sick.run((tokens(1), 20, pages(5)), other)
+    assert np.isnan(logits[0]).all()
+    assert logits[1].tobytes() == want
+
+
+def step_with(**changes):
+    step = {
+        "token_ids": tokens(4),
+        "row_start": pages(0, 4),
+        "first_position": pages(0),
+        "page_ids": pages(0),
+        "page_start": pages(0, 1),
+        "sample_rows": pages(3),
+    }
+    return step | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"token_ids": np.array([1, 2, 333, 4], np.int32)}, "token id 333"),
+        ({"token_ids": np.array([1, 2, -1, 4], np.int32)}, "token id -1"),
+        ({"token_ids": tokens(0), "row_start": pages(0, 0)}, "0 rows"),
+        ({"token_ids": tokens(161), "row_start": pages(0, 161)}, "161 rows"),
+        ({"row_start": pages(0, 5)}, "row_start"),
+        ({"row_start": pages(1, 4)}, "row_start"),
+        ({"page_start": pages(0, 2)}, "row_start and page_start"),
+        ({"first_position": pages(-1)}, "positions"),
+        ({"first_position": pages(29)}, "1 pages for 33 tokens"),
+        ({"first_position": pages(698), "page_ids": np.zeros(22, np.int32), "page_start": pages(0, 22)}, "positions"),
+        ({"page_ids": pages(48)}, "page 48"),
+        ({"page_ids": pages(-1)}, "page -1"),
+        ({"sample_rows": pages(4)}, "sampling row 4"),
+        ({"sample_rows": pages(-1)}, "sampling row -1"),
+        ({"sample_rows": np.zeros(41, np.int32)}, "41 sampling rows"),
+    ],
+)
+def test_a_step_that_would_reach_outside_is_refused(toy, changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        toy().program.run(**step_with(**changes))
+
+
+def test_a_program_checks_every_region_when_it_is_built(toy):
+    model = toy()
+    model.offset -= 64  # the arena ends inside the last region
+    with pytest.raises(ValueError, match="not inside an arena"):
+        model.bind()

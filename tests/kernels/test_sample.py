@@ -1,0 +1,194 @@
+"""Sampling against a plain numpy description of the same filters, and the random numbers against published answers."""
+
+import numpy as np
+import pytest
+
+from quire.kernels import Pool, Sampler, supported_levels
+from quire.kernels.sample import ADJUSTMENT, ROW, philox
+
+VOCAB, STRIDE = 1000, 1024
+LEVELS = supported_levels()
+
+
+def row(**changes):
+    fields = {
+        "seed": 1,
+        "position": 0,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition": 1.0,
+        "presence": 0.0,
+        "frequency": 0.0,
+        "top_k": 0,
+        "logprobs": -1,
+        "first_adjustment": 0,
+        "num_adjustments": 0,
+    } | changes
+    return tuple(fields[name] for name in ROW.names)
+
+
+def draw(logits, rows, adjustments=(), isa=None, threads=2):
+    padded = np.zeros((len(logits), STRIDE), np.float32)
+    padded[:, :VOCAB] = logits
+    sampler = Sampler(VOCAB, STRIDE, 64, Pool(threads), isa)
+    results = sampler.sample(padded, np.array(rows, ROW), np.array(list(adjustments), ADJUSTMENT))
+    assert np.array_equal(padded[:, :VOCAB], logits, equal_nan=True), "logits are given back as they were"
+    return [array.copy() for array in results]
+
+
+def random_logits(rows=1, seed=0):
+    return np.random.default_rng(seed).normal(0, 3, (rows, VOCAB)).astype(np.float32)
+
+
+def kept_by_twin(logits, temperature, min_p, top_k, top_p):
+    """The token ids that may be drawn, by sorting the whole vocabulary."""
+    x = logits.astype(np.float64)
+    weights = np.exp((x - x.max()) / temperature)
+    weights[weights < min_p] = 0
+    order = np.lexsort((np.arange(len(x)), -weights))
+    if top_k:
+        weights[order[top_k:]] = 0
+    before = np.cumsum(weights[order]) - weights[order]
+    dropped = before >= top_p * weights.sum()
+    dropped[0] = False
+    weights[order[dropped]] = 0
+    return set(np.flatnonzero(weights))
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "answer"),
+    [
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox_gives_the_published_answers(counter, key, answer):
+    assert philox(counter, key) == answer
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_greedy_takes_the_largest_and_the_lowest_id_of_equals(isa):
+    logits = np.zeros((3, VOCAB), np.float32)
+    logits[0, [999, 77]] = 5
+    logits[1] = -3
+    logits[2, 998] = np.float32(1e-3)
+    tokens, *_ = draw(logits, [row()] * 3, isa=isa)
+    assert tokens.tolist() == [77, 0, 998]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("at", [0, 500, 999])
+def test_logits_that_are_not_finite_end_that_row_only(bad, at):
+    logits = random_logits(2)
+    logits[0, at] = bad
+    tokens, *_ = draw(logits, [row(), row()])
+    assert tokens.tolist() == [-1, int(logits[1].argmax())]
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_logprobs_are_those_of_the_raw_distribution(isa):
+    logits = random_logits()
+    bias = (int(logits[0].argsort()[-3]), 0, 0, 50.0)
+    tokens, logprobs, ids, tops = draw(
+        logits, [row(logprobs=5, temperature=0.7, num_adjustments=1)], [bias], isa=isa
+    )
+    exact = logits[0].astype(np.float64)
+    exact = exact - exact.max() - np.log(np.exp(exact - exact.max()).sum())
+    order = np.lexsort((np.arange(VOCAB), -logits[0]))[:5]
+    assert tokens[0] == bias[0]
+    assert logprobs[0] == pytest.approx(exact[tokens[0]], abs=1e-5)
+    assert ids[0, :5].tolist() == order.tolist()
+    assert tops[0, :5] == pytest.approx(exact[order], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "min_p", "top_k", "top_p"),
+    [(1, 0, 5, 1), (1, 0, 0, 0.5), (0.5, 0, 40, 0.9), (2, 0.1, 0, 1), (1.5, 0.01, 30, 0.3), (1, 0, 1, 1), (1, 0, 0, 1e-6)],
+)
+def test_only_what_the_filters_leave_is_ever_drawn_and_all_of_it_can_be(temperature, min_p, top_k, top_p):
+    logits = np.round(random_logits()[0] * 2) / 2  # many ties
+    allowed = kept_by_twin(logits, temperature, min_p, top_k, top_p)
+    rows = [
+        row(seed=seed, position=7, temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p) for seed in range(60)
+    ]
+    seen = set()
+    for base in range(40):
+        batch = [tuple(r[:1]) + (base,) + tuple(r[2:]) for r in rows]
+        seen |= set(draw(np.tile(logits, (60, 1)), batch)[0].tolist())
+    assert seen <= allowed
+    if len(allowed) <= 10:
+        assert seen == allowed
+
+
+def test_a_flat_distribution_is_cut_by_id_where_weights_tie():
+    tokens = [draw(np.zeros((1, VOCAB), np.float32), [row(seed=s, temperature=1, top_k=3)])[0][0] for s in range(40)]
+    assert set(tokens) == {0, 1, 2}
+
+
+def test_frequencies_follow_the_softmax():
+    logits = np.full((1, VOCAB), -50, np.float32)
+    logits[0, [3, 500, 999]] = np.log([0.5, 0.3, 0.2]).astype(np.float32)
+    drawn = np.concatenate(
+        [
+            draw(np.tile(logits, (64, 1)), [row(seed=9, position=64 * i + j, temperature=1) for j in range(64)])[0]
+            for i in range(60)
+        ]
+    )
+    shares = [(drawn == token).mean() for token in (3, 500, 999)]
+    assert shares == pytest.approx([0.5, 0.3, 0.2], abs=0.03)
+
+
+def test_a_draw_depends_on_seed_and_position_and_on_nothing_else():
+    logits = random_logits(33)
+    rows = [row(seed=5, position=i, temperature=1, top_p=0.95) for i in range(33)]
+    together = draw(logits, rows)[0].tolist()
+    alone = [int(draw(logits[i : i + 1], rows[i : i + 1], threads=1)[0][0]) for i in range(33)]
+    assert together == alone
+    other_seed = draw(logits, [(6, *r[1:]) for r in rows])[0].tolist()
+    assert other_seed != together
+
+
+@pytest.mark.parametrize(
+    ("adjustment", "settings", "expected"),
+    [
+        ((10, 2, 1, 0.0), {"repetition": 2.0}, 4.0 / 2),
+        ((11, 0, 1, 0.0), {"repetition": 2.0}, -4.0 * 2),
+        ((10, 2, 1, 0.0), {"presence": 0.5}, 4.0 - 0.5),
+        ((10, 2, 1, 0.0), {"frequency": 0.5}, 4.0 - 1.0),
+        ((10, 0, 1, 0.0), {"presence": 0.5, "frequency": 0.5}, 4.0),
+        ((10, 0, 0, 2.5), {}, 6.5),
+    ],
+)
+def test_penalties_change_a_logit_by_the_published_formulas(adjustment, settings, expected):
+    """The adjusted token wins exactly against rivals below its expected logit."""
+    token = adjustment[0]
+    for rival, winner in ((expected - 0.01, token), (expected + 0.01, 700)):
+        logits = np.full((1, VOCAB), -100, np.float32)
+        logits[0, 10], logits[0, 11], logits[0, 700] = 4, -4, rival
+        if token == 11:
+            logits[0, 10] = -100
+        assert draw(logits, [row(num_adjustments=1, **settings)], [adjustment])[0][0] == winner
+
+
+def test_a_token_biased_by_minus_infinity_is_never_drawn():
+    logits = np.full((1, VOCAB), -1000, np.float32)
+    logits[0, 4] = 1000
+    for temperature in (0.0, 1.0):
+        never = (4, 0, 0, -np.inf)
+        assert draw(logits, [row(temperature=temperature, num_adjustments=1)], [never])[0][0] != 4
+
+
+def test_rows_that_point_outside_are_refused():
+    logits = random_logits()
+    with pytest.raises(ValueError, match="beyond the adjustments"):
+        draw(logits, [row(num_adjustments=1)])
+    with pytest.raises(ValueError, match="adjusted token ids"):
+        draw(logits, [row(num_adjustments=1)], [(VOCAB, 0, 0, 1.0)])
+    with pytest.raises(ValueError, match="top logprobs"):
+        draw(logits, [row(logprobs=33)])
