@@ -1,0 +1,22 @@
+"""Models: from a Hugging Face folder to a program, and what it will take."""
+
+from .footprint import MemoryPlan, plan_memory
+from .load import BUNDLED_MODEL, Model, kv_layout, load_model
+from .registry import ARCHITECTURES, read_spec
+from .sizes import KNOWN_SHAPES, KnownShape, describe_sizes
+from .spec import DecoderSpec
+
+__all__ = [
+    "ARCHITECTURES",
+    "BUNDLED_MODEL",
+    "KNOWN_SHAPES",
+    "DecoderSpec",
+    "KnownShape",
+    "MemoryPlan",
+    "Model",
+    "describe_sizes",
+    "kv_layout",
+    "load_model",
+    "plan_memory",
+    "read_spec",
+]

@@ -1,0 +1,292 @@
+"""config.json to checked values: every key is read here once, with what is allowed and what its absence means.
+
+It must not know families; they ask for their keys by name. The one invariant: a value that leaves this file has the
+right type and a size a machine can hold; anything else raised UnsupportedModel naming the key.
+
+Files are read as transformers 4 writes them (`rope_theta`, `rope_scaling`) and as 5 does (`rope_parameters`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from os.path import isdir, isfile
+from pathlib import Path
+from typing import Any
+
+from ..errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
+from .spec import DecoderSpec, LinearScaling, Llama3Scaling, Rope, YarnScaling
+
+CONFIG_FILE = "config.json"
+
+MAX_LAYERS = 1024
+MAX_HEADS = 1024
+MAX_WIDTH = 1 << 20  # of hidden and intermediate
+MAX_VOCAB = 1 << 22
+MAX_POSITIONS = 1 << 27
+MAX_HEAD_DIM = 512  # QUIRE_MAX_HEAD: the kernels' scratch is sized for it
+MAX_GROUP = 64  # QUIRE_TILE: query heads of one KV head share a tile
+
+DEFAULT_THETA = 10_000.0  # where config.json is silent, as in transformers
+
+
+class ConfigTable:
+    """A mapping of config.json, or of a table inside it, read key by key. `where` prefixes keys in messages."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
+        self.values = values
+        self.where = where
+
+    def __contains__(self, key: str) -> bool:
+        """Present and not null."""
+        return self.values.get(key) is not None
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        """An integer in low..high; `default` where the key is absent or null, an error where there is none."""
+        value = self._present(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.refused(key, f"an integer from {low} to {high}")
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A number above 0, within bounds that keep all arithmetic on it finite in f32."""
+        value = self._present(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-12 <= value <= 1e12:
+            raise self.refused(key, "a number from 1e-12 to 1e12")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._present(key, default)
+        if not isinstance(value, bool):
+            raise self.refused(key, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._present(key, default)
+        if not isinstance(value, str):
+            raise self.refused(key, "a string")
+        return value
+
+    def table(self, key: str) -> ConfigTable:
+        """The object under `key`; empty where absent or null."""
+        value = self._present(key, {})
+        if not isinstance(value, dict):
+            raise self.refused(key, "an object")
+        return ConfigTable(value, f"{self.where}{key}.")
+
+    def refused(self, key: str, allowed: str) -> UnsupportedModel:
+        """The error for the value under `key`, to be raised."""
+        got = "missing" if key not in self.values else json.dumps(self.values[key])[:80]
+        return UnsupportedModel(f"{CONFIG_FILE}: {self.where}{key} is {got}; it must be {allowed}")
+
+    def _present(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        return default if value is None else value
+
+
+def read_config(folder: str | Path) -> ConfigTable:
+    """The folder's config.json. Raises ModelNotFound without one, CorruptCheckpoint when it is not a JSON object."""
+    if not isdir(folder):
+        raise ModelNotFound(f"{folder} is not a folder")
+    path = Path(folder) / CONFIG_FILE
+    if not isfile(path):
+        raise ModelNotFound(f"{folder} has no {CONFIG_FILE}; a Hugging Face model folder is needed")
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, OSError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CorruptCheckpoint(f"{path} holds a JSON {type(values).__name__}, not an object")
+    return ConfigTable(values)
+
+
+def build_spec(
+    config: ConfigTable,
+    *,
+    family: str,
+    windows: tuple[int, ...],
+    qk_norm: bool = False,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    default_head_dim: int | None = None,
+    default_bos: int | None = None,
+    default_eos: int | None = None,
+) -> DecoderSpec:
+    """What all families share, read by the names and defaults they share; the arguments are how they differ."""
+    _refuse_unsupported(config)
+    hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
+    num_heads = config.integer("num_attention_heads", 1, MAX_HEADS)
+    vocab_size = config.integer("vocab_size", 1, MAX_VOCAB)
+    max_positions = config.integer("max_position_embeddings", 1, MAX_POSITIONS)
+    return DecoderSpec(
+        family=family,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers(config),
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(config, num_heads),
+        head_dim=_head_dim(config, hidden_size, num_heads, default_head_dim),
+        intermediate_size=config.integer("intermediate_size", 1, MAX_WIDTH),
+        norm_eps=config.positive("rms_norm_eps", 1e-6),
+        rope=_rope(config, max_positions),
+        windows=windows,
+        qk_norm=qk_norm,
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        tie_embeddings=config.flag("tie_word_embeddings", False),
+        max_position_embeddings=max_positions,
+        bos_token_id=_bos(config, default_bos),
+        eos_token_ids=_eos(config, default_eos),
+    )
+
+
+def num_layers(config: ConfigTable) -> int:
+    return config.integer("num_hidden_layers", 1, MAX_LAYERS)
+
+
+def sliding_window(config: ConfigTable) -> int:
+    """Tokens a sliding layer sees; 0 for null. Absent means 4096 in both families that have the key."""
+    if "sliding_window" in config.values and "sliding_window" not in config:
+        return 0
+    return config.integer("sliding_window", 1, MAX_POSITIONS, 4096)
+
+
+def qwen_windows(config: ConfigTable) -> tuple[int, ...]:
+    """Qwen's layers slide only with `use_sliding_window`: those `layer_types` says, or all from `max_window_layers`."""
+    layers = num_layers(config)
+    window = sliding_window(config) if config.flag("use_sliding_window", False) else 0
+    if "layer_types" in config:
+        return _windows_by_type(config, layers, window)
+    first = config.integer("max_window_layers", 0, 1 << 30, 28)
+    return tuple(window if layer >= first else 0 for layer in range(layers))
+
+
+def _windows_by_type(config: ConfigTable, layers: int, window: int) -> tuple[int, ...]:
+    types = config.values["layer_types"]
+    sizes = {"full_attention": 0, "sliding_attention": window}
+    if not isinstance(types, list) or len(types) != layers or any(kind not in sizes for kind in types):
+        raise config.refused("layer_types", f"{layers} times full_attention or sliding_attention")
+    if "sliding_attention" in types and not window:
+        raise config.refused(
+            "use_sliding_window", "true, with a sliding_window, because layer_types has sliding_attention"
+        )
+    return tuple(sizes[kind] for kind in types)
+
+
+def _refuse_unsupported(config: ConfigTable) -> None:
+    if "quantization_config" in config:
+        raise UnsupportedModel(
+            f"{CONFIG_FILE}: quantization_config is present; weights must be bf16, f16 or f32 (Quire quantises at load)"
+        )
+    if config.text("hidden_act", "silu") != "silu":
+        raise config.refused("hidden_act", '"silu"')
+
+
+def _num_kv_heads(config: ConfigTable, num_heads: int) -> int:
+    num_kv_heads = config.integer("num_key_value_heads", 1, MAX_HEADS, num_heads)
+    if num_heads % num_kv_heads or num_heads // num_kv_heads > MAX_GROUP:
+        raise config.refused(
+            "num_key_value_heads", f"a divisor of num_attention_heads ({num_heads}), at most {MAX_GROUP} times smaller"
+        )
+    return num_kv_heads
+
+
+def _head_dim(config: ConfigTable, hidden_size: int, num_heads: int, default: int | None) -> int:
+    if "head_dim" not in config.values and default is not None:
+        return default
+    if "head_dim" not in config and hidden_size % num_heads:
+        raise config.refused("hidden_size", f"a multiple of num_attention_heads ({num_heads}) where head_dim is absent")
+    head_dim = config.integer("head_dim", 2, MAX_HEAD_DIM, hidden_size // num_heads)
+    if head_dim % 2:
+        raise config.refused("head_dim", f"even, because rotary embedding turns pairs (here it is {head_dim})")
+    return head_dim
+
+
+def _bos(config: ConfigTable, default: int | None) -> int | None:
+    if "bos_token_id" not in config:
+        return None if "bos_token_id" in config.values else default
+    return config.integer("bos_token_id", 0, MAX_VOCAB)
+
+
+def _eos(config: ConfigTable, default: int | None) -> tuple[int, ...]:
+    """One id or several, as newer chat models have."""
+    if "eos_token_id" not in config:
+        return () if "eos_token_id" in config.values or default is None else (default,)
+    ids = config.values["eos_token_id"]
+    if not isinstance(ids, list):
+        return (config.integer("eos_token_id", 0, MAX_VOCAB),)
+    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= MAX_VOCAB for i in ids):
+        raise config.refused("eos_token_id", "a token id or a list of token ids")
+    return tuple(ids)
+
+
+def _rope(config: ConfigTable, max_positions: int) -> Rope:
+    table = config.table("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
+    if nested := [key for key, value in table.values.items() if isinstance(value, dict)]:
+        raise table.refused(
+            nested[0], "absent: one rotary embedding for all layers is supported, not one per layer type"
+        )
+    if _partial_factor(config, table) != 1.0:
+        raise config.refused("partial_rotary_factor", "absent or 1: heads are rotated whole")
+    theta = table.positive("rope_theta", config.positive("rope_theta", DEFAULT_THETA))
+    if theta <= 1:
+        raise (table if "rope_theta" in table else config).refused("rope_theta", "above 1")
+    return Rope(theta, _scaling(config, table, max_positions))
+
+
+def _partial_factor(config: ConfigTable, table: ConfigTable) -> float:
+    return table.positive("partial_rotary_factor", config.positive("partial_rotary_factor", 1.0))
+
+
+def _scaling(
+    config: ConfigTable, table: ConfigTable, max_positions: int
+) -> LinearScaling | Llama3Scaling | YarnScaling | None:
+    kind = table.text("rope_type", table.text("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(table.positive("factor"))
+    if kind == "llama3":
+        return _llama3(table, _original_positions(config, table, max_positions))
+    if kind == "yarn":
+        return _yarn(table, _original_positions(config, table, max_positions), max_positions)
+    raise table.refused("rope_type" if "rope_type" in table else "type", "default, linear, llama3 or yarn")
+
+
+def _original_positions(config: ConfigTable, table: ConfigTable, max_positions: int) -> int:
+    """The context of pre-training; a top-level key wins over the table's, as in transformers."""
+    source = config if "original_max_position_embeddings" in config else table
+    return source.integer("original_max_position_embeddings", 1, MAX_POSITIONS, max_positions)
+
+
+def _llama3(table: ConfigTable, original: int) -> Llama3Scaling:
+    low, high = table.positive("low_freq_factor"), table.positive("high_freq_factor")
+    if high <= low:
+        raise table.refused("high_freq_factor", f"above low_freq_factor ({low:g})")
+    return Llama3Scaling(table.positive("factor"), low, high, original)
+
+
+def _yarn(table: ConfigTable, original: int, max_positions: int) -> YarnScaling:
+    factor = table.positive("factor", max_positions / original)
+    fast, slow = table.positive("beta_fast", 32.0), table.positive("beta_slow", 1.0)
+    if fast < slow:
+        raise table.refused("beta_fast", f"at least beta_slow ({slow:g})")
+    return YarnScaling(
+        factor, _yarn_attention_factor(table, factor), fast, slow, table.flag("truncate", True), original
+    )
+
+
+def _yarn_attention_factor(table: ConfigTable, factor: float) -> float:
+    """Given, or 0.1 ln(factor) + 1 as the paper suggests, or DeepSeek's ratio of two such."""
+
+    def suggested(mscale: float = 1.0) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if "attention_factor" in table:
+        return table.positive("attention_factor")
+    if table.values.get("mscale") and table.values.get("mscale_all_dim"):
+        return suggested(table.positive("mscale")) / suggested(table.positive("mscale_all_dim"))
+    return suggested()

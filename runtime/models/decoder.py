@@ -1,0 +1,54 @@
+"""The decoder, once for all families: reads top to bottom like the model's paper and emits the program that runs it.
+
+It must not know files, families or arithmetic. The one invariant: what is emitted depends on the spec and the packed
+weights alone; where families differ, the spec says so in data.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..program import Heads, ProgramBuilder, Value
+from .packing import DecoderWeights, LayerWeights
+from .spec import DecoderSpec
+
+
+def emit_decoder(
+    builder: ProgramBuilder, spec: DecoderSpec, weights: DecoderWeights, rotary: npt.NDArray[np.float32]
+) -> Value:
+    """Token ids to the logits of the rows that sample, f32 [samples, vocab]. `rotary` is f32 [positions, head_dim]."""
+    x = builder.embed(weights.embedding)
+    for layer, layer_weights in enumerate(weights.layers):
+        _attention_block(builder, spec, layer_weights, weights, layer, x, rotary)
+        _mlp_block(builder, spec, layer_weights, weights, x)
+    sampled = builder.gather(x)
+    normed = builder.norm(sampled, weights.final_norm, spec.norm_eps, weights.dtype)
+    return builder.linear(normed, weights.lm_head, None, "logits")
+
+
+def _attention_block(
+    builder: ProgramBuilder,
+    spec: DecoderSpec,
+    layer: LayerWeights,
+    weights: DecoderWeights,
+    index: int,
+    x: Value,
+    rotary: npt.NDArray[np.float32],
+) -> None:
+    """x += o(attention(rotate(qkv(norm(x)))))"""
+    heads = Heads(index, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    normed = builder.norm(x, layer.input_norm, spec.norm_eps, weights.dtype)
+    qkv = builder.linear(normed, layer.qkv, layer.qkv_bias, "qkv")
+    q = builder.rotate_store(qkv, heads, layer.q_norm, layer.k_norm, spec.norm_eps, rotary)
+    attended = builder.attention(q, heads, spec.windows[index])
+    builder.linear_add(builder.convert(attended, weights.dtype), layer.o, layer.o_bias, x)
+
+
+def _mlp_block(
+    builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, weights: DecoderWeights, x: Value
+) -> None:
+    """x += down(silu(gate(norm(x))) * up(norm(x)))"""
+    normed = builder.norm(x, layer.mlp_norm, spec.norm_eps, weights.dtype)
+    activated = builder.swiglu(normed, layer.gate_up, layer.gate_up_bias, spec.intermediate_size)
+    builder.linear_add(builder.convert(activated, weights.dtype), layer.down, layer.down_bias, x)

@@ -1,0 +1,79 @@
+"""What serving a model takes, in bytes, from config.json and capacities alone: what `quire plan` prints.
+
+It must not load or allocate anything. The one invariant: each figure is what `load_model`, `Model.compile`, the KV
+arena and `Program` will allocate, because the same code plans both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...kernels.program import scratch_nbytes
+from ..config import KVCacheDtype, WeightDtype
+from ..program import ProgramBuilder, ProgramPlan
+from .decoder import emit_decoder
+from .load import kv_layout
+from .packing import plan_weights
+from .rope import rotary_nbytes
+from .spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes by purpose, and the program whose arena is among them (a plan: its ops cannot be run)."""
+
+    weights_bytes: int  # packed matrices; norms and biases are negligible
+    kv_pages: int
+    kv_bytes: int
+    arena_bytes: int
+    logits_bytes: int  # inside the arena
+    rotary_bytes: int
+    scratch_bytes: int  # of attention, per worker thread
+    program: ProgramPlan
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.arena_bytes + self.rotary_bytes + self.scratch_bytes
+
+    def describe(self) -> str:
+        """The plan for people, one line each."""
+        lines = [
+            ("weights", self.weights_bytes, ""),
+            ("KV pages", self.kv_bytes, f"{self.kv_pages:,} pages"),
+            ("step arena", self.arena_bytes, f"of which logits {self.logits_bytes:,} B"),
+            ("rotary table", self.rotary_bytes, ""),
+            ("attention scratch", self.scratch_bytes, ""),
+            ("total", self.total_bytes, ""),
+        ]
+        return "\n".join(f"{name:<18}{size:>18,} B  {note}".rstrip() for name, size, note in lines)
+
+
+def plan_memory(
+    spec: DecoderSpec,
+    *,
+    weights: WeightDtype,
+    kv_dtype: KVCacheDtype,
+    page_size: int,
+    num_pages: int,
+    max_positions: int,
+    max_tokens: int,
+    max_samples: int,
+    workers: int,
+) -> MemoryPlan:
+    """The same arguments as loading, compiling and running take."""
+    stand_ins, weights_bytes = plan_weights(spec, weights)
+    rotary = np.broadcast_to(np.float32(0), (max_positions, spec.head_dim))
+    builder = ProgramBuilder(max_tokens, max_samples, kv_dtype)
+    program = builder.build(emit_decoder(builder, spec, stand_ins, rotary))
+    return MemoryPlan(
+        weights_bytes=weights_bytes,
+        kv_pages=num_pages,
+        kv_bytes=num_pages * kv_layout(spec, kv_dtype, page_size).page_bytes,
+        arena_bytes=program.arena_bytes,
+        logits_bytes=program.logits.nbytes,
+        rotary_bytes=rotary_nbytes(max_positions, spec.head_dim),
+        scratch_bytes=scratch_nbytes(spec.head_dim, workers),
+        program=program,
+    )

@@ -1,0 +1,60 @@
+"""From a model folder to something that runs: the spec, the packed weights, and a program for given capacities.
+
+It must not know requests or who owns pages. The one invariant: everything that can be wrong with a folder is found
+before the first large allocation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from ...pager.layout import KVLayout
+from ..config import KVCacheDtype, WeightDtype
+from ..errors import ConfigError
+from ..program import ProgramBuilder, ProgramPlan
+from ..weights import Checkpoint
+from .decoder import emit_decoder
+from .packing import DecoderWeights, pack_weights
+from .registry import read_spec
+from .rope import rotary_table
+from .spec import DecoderSpec
+from .tensors import check_tensors
+
+BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A loaded model. Its weights are read-only; any number of programs may be compiled from it."""
+
+    folder: Path
+    spec: DecoderSpec
+    weights: DecoderWeights
+
+    def compile(self, *, kv_dtype: KVCacheDtype, max_positions: int, max_tokens: int, max_samples: int) -> ProgramPlan:
+        """The program of a step of up to `max_tokens` rows at positions below `max_positions`, `max_samples` sampling."""
+        rotary = rotary_table(self.spec.rope, self.spec.head_dim, max_positions)
+        builder = ProgramBuilder(max_tokens, max_samples, kv_dtype)
+        return builder.build(emit_decoder(builder, self.spec, self.weights, rotary))
+
+
+def load_model(folder: str | Path | None, weights: WeightDtype) -> Model:
+    """Check, then pack the folder's weights as `weights`; None is the bundled model.
+
+    Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, MissingTensor or WrongTensor, each naming the culprit, or
+    ModelError when the system has no memory for the weights.
+    """
+    if weights not in get_args(WeightDtype):
+        raise ConfigError(f"weights is {weights!r}; it must be one of {', '.join(get_args(WeightDtype))}")
+    path = BUNDLED_MODEL if folder is None else Path(folder)
+    spec = read_spec(path)
+    checkpoint = Checkpoint(path)
+    check_tensors(spec, checkpoint)
+    return Model(path, spec, pack_weights(spec, checkpoint, weights))
+
+
+def kv_layout(spec: DecoderSpec, kv_dtype: KVCacheDtype, page_size: int) -> KVLayout:
+    """The KV cache a spec implies."""
+    return KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype, page_size)

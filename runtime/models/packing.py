@@ -1,0 +1,198 @@
+"""A decoder's weights as the kernels read them: which tensors make which matrix, and the one block they all lie in.
+
+It must not know config.json or the order of execution. The one invariant: `assemble` alone says what a model's weights
+are, so the block's size, the memory plan and what is filled cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.ops import padded
+from ...kernels.pack import PackedMatrix, packed_nbytes
+from ..config import WeightDtype
+from ..weights import Checkpoint
+from ..weights.memory import map_block
+from .spec import DecoderSpec
+from .tensors import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
+
+Vector = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. Biases and the norms of heads are None where the family has none."""
+
+    input_norm: Vector  # [hidden]
+    qkv: PackedMatrix  # [q_size + 2 kv_size, hidden]
+    qkv_bias: Vector | None
+    q_norm: Vector | None  # [head_dim]
+    k_norm: Vector | None
+    o: PackedMatrix  # [hidden, q_size]
+    o_bias: Vector | None
+    mlp_norm: Vector  # [hidden]
+    gate_up: PackedMatrix  # [2 padded(intermediate), hidden], 16 columns of gate, 16 of up, and so on
+    gate_up_bias: Vector | None
+    down: PackedMatrix  # [hidden, intermediate]
+    down_bias: Vector | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All of a model. With tied embeddings `lm_head` is the very object `embedding` is."""
+
+    dtype: WeightDtype
+    embedding: PackedMatrix  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Vector  # [hidden]
+    lm_head: PackedMatrix  # [vocab, hidden]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor and where its rows go among the columns of a packed matrix (see `PackedMatrix.fill`)."""
+
+    tensor: str
+    start: int = 0
+    interleave: int | None = None
+
+
+class Source(Protocol):
+    """Makes the pieces `assemble` asks for, in the order they lie in memory."""
+
+    def matrix(self, out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix: ...
+    def vector(self, size: int, parts: Sequence[Part]) -> Vector: ...
+
+
+def pack_weights(spec: DecoderSpec, checkpoint: Checkpoint, dtype: WeightDtype) -> DecoderWeights:
+    """Every matrix into one block of exactly the planned size. The checkpoint must have passed `check_tensors`."""
+    _, nbytes = plan_weights(spec, dtype)
+    return assemble(spec, dtype, _Packer(checkpoint, dtype, map_block(nbytes)))
+
+
+def plan_weights(spec: DecoderSpec, dtype: WeightDtype) -> tuple[DecoderWeights, int]:
+    """Stand-ins with every shape and no memory, to plan a program that is never run; and the bytes of all matrices."""
+    planner = _Planner(dtype)
+    weights = assemble(spec, dtype, planner)
+    return weights, planner.nbytes
+
+
+def assemble(spec: DecoderSpec, dtype: WeightDtype, source: Source) -> DecoderWeights:
+    embedding = source.matrix(spec.vocab_size, spec.hidden_size, [Part(EMBEDDING)])
+    layers = tuple(_assemble_layer(spec, layer_prefix(layer), source) for layer in range(spec.num_layers))
+    final_norm = source.vector(spec.hidden_size, [Part(FINAL_NORM)])
+    tied = spec.tie_embeddings
+    lm_head = embedding if tied else source.matrix(spec.vocab_size, spec.hidden_size, [Part(LM_HEAD)])
+    return DecoderWeights(dtype, embedding, layers, final_norm, lm_head)
+
+
+def _assemble_layer(spec: DecoderSpec, prefix: str, source: Source) -> LayerWeights:
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    hidden, intermediate = spec.hidden_size, spec.intermediate_size
+
+    def norm(name: str, size: int) -> Vector:
+        return source.vector(size, [Part(f"{name}.weight")])
+
+    def matrix(out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
+        return source.matrix(out_features, in_features, _named(parts, "weight"))
+
+    def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
+        return source.vector(size, _named(parts, "bias")) if present else None
+
+    qkv = [
+        Part(f"{attention}q_proj"),
+        Part(f"{attention}k_proj", spec.q_size),
+        Part(f"{attention}v_proj", spec.q_size + spec.kv_size),
+    ]
+    o = [Part(f"{attention}o_proj")]
+    gate_up = [Part(f"{mlp}gate_proj", interleave=0), Part(f"{mlp}up_proj", interleave=1)]
+    down = [Part(f"{mlp}down_proj")]
+    return LayerWeights(
+        input_norm=norm(f"{prefix}input_layernorm", hidden),
+        qkv=matrix(spec.qkv_size, hidden, qkv),
+        qkv_bias=bias(spec.qkv_bias, spec.qkv_size, qkv),
+        q_norm=norm(f"{attention}q_norm", spec.head_dim) if spec.qk_norm else None,
+        k_norm=norm(f"{attention}k_norm", spec.head_dim) if spec.qk_norm else None,
+        o=matrix(hidden, spec.q_size, o),
+        o_bias=bias(spec.o_bias, hidden, o),
+        mlp_norm=norm(f"{prefix}post_attention_layernorm", hidden),
+        gate_up=matrix(2 * padded(intermediate), hidden, gate_up),
+        gate_up_bias=bias(spec.mlp_bias, 2 * padded(intermediate), gate_up),
+        down=matrix(hidden, intermediate, down),
+        down_bias=bias(spec.mlp_bias, hidden, down),
+    )
+
+
+def _named(parts: Sequence[Part], suffix: str) -> list[Part]:
+    return [Part(f"{part.tensor}.{suffix}", part.start, part.interleave) for part in parts]
+
+
+class _Packer:
+    """Fills the block front to back from the checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: WeightDtype, block: npt.NDArray[np.uint8]) -> None:
+        self._checkpoint = checkpoint
+        self._dtype: WeightDtype = dtype
+        self._rest = block
+
+    def matrix(self, out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
+        matrix = PackedMatrix(out_features, in_features, self._dtype, self._take(out_features, in_features))
+        for part in parts:
+            matrix.fill(self._checkpoint.tensor(part.tensor), part.start, part.interleave)
+        return matrix
+
+    def vector(self, size: int, parts: Sequence[Part]) -> Vector:
+        out = np.zeros(size, np.float32)
+        for part in parts:
+            values = _widen(self._checkpoint.tensor(part.tensor))
+            out[_columns(part, len(values))] = values
+        return out
+
+    def _take(self, out_features: int, in_features: int) -> npt.NDArray[np.uint8]:
+        nbytes = packed_nbytes(out_features, in_features, self._dtype)
+        taken, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        return taken
+
+
+def _columns(part: Part, count: int) -> npt.NDArray[np.int64]:
+    """Where a bias's values go: as `PackedMatrix.fill` places the rows they belong to."""
+    rows = np.arange(count)
+    if part.interleave is None:
+        return part.start + rows
+    return part.start + rows // 16 * 32 + 16 * part.interleave + rows % 16
+
+
+def _widen(values: npt.NDArray[np.generic]) -> Vector:
+    """bf16 bits, f16 or f32 as f32, exactly."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _MatrixShape:
+    """What a program's plan asks of a PackedMatrix."""
+
+    out_features: int
+    in_features: int
+    dtype: WeightDtype
+
+
+class _Planner:
+    """Counts bytes and hands out shapes."""
+
+    def __init__(self, dtype: WeightDtype) -> None:
+        self._dtype: WeightDtype = dtype
+        self.nbytes = 0
+
+    def matrix(self, out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
+        self.nbytes += packed_nbytes(out_features, in_features, self._dtype)
+        return cast(PackedMatrix, _MatrixShape(out_features, in_features, self._dtype))
+
+    def vector(self, size: int, parts: Sequence[Part]) -> Vector:
+        return np.broadcast_to(np.float32(0), (size,))

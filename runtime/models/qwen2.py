@@ -1,0 +1,10 @@
+"""Qwen2 and Qwen2.5: biases on q, k and v always, never on o; upper layers may slide."""
+
+from __future__ import annotations
+
+from .config_json import ConfigTable, build_spec, qwen_windows
+from .spec import DecoderSpec
+
+
+def read_qwen2(config: ConfigTable) -> DecoderSpec:
+    return build_spec(config, family="qwen2", windows=qwen_windows(config), qkv_bias=True)

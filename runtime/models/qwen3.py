@@ -1,0 +1,19 @@
+"""Qwen3: each query and key head is normalised before rotation; head_dim is its own number, 128 where not given."""
+
+from __future__ import annotations
+
+from .config_json import ConfigTable, build_spec, qwen_windows
+from .spec import DecoderSpec
+
+
+def read_qwen3(config: ConfigTable) -> DecoderSpec:
+    attention_bias = config.flag("attention_bias", False)
+    return build_spec(
+        config,
+        family="qwen3",
+        windows=qwen_windows(config),
+        qk_norm=True,
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        default_head_dim=128,
+    )

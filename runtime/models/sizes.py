@@ -1,0 +1,65 @@
+"""KV cache sizes of well-known models, exactly: the table the README prints and every reader can check.
+
+It must not know files. The one invariant: bytes come from `KVLayout`; only public shapes are written down here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...pager.layout import KVLayout
+from ..config import KVCacheDtype
+
+DTYPES: tuple[KVCacheDtype, ...] = ("f32", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownShape:
+    """A published model's KV shape, every layer attending to everything, and a context to show it at."""
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_tokens: int
+
+    def kv_bytes(self, dtype: KVCacheDtype) -> int:
+        """Keys and values of one sequence of `num_tokens`."""
+        return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, dtype).sequence_bytes(self.num_tokens)
+
+
+KNOWN_SHAPES = (
+    KnownShape("Quire demo (4 M)", 4, 2, 64, 2_048),
+    KnownShape("Qwen2.5-0.5B", 24, 2, 64, 4_096),
+    KnownShape("Qwen3-0.6B", 28, 8, 128, 1_024),
+    KnownShape("Llama-3.2-1B", 16, 8, 64, 8_192),
+    KnownShape("Qwen3-1.7B", 28, 8, 128, 8_192),
+    KnownShape("Llama-3.2-3B", 28, 8, 128, 8_192),
+    KnownShape("Qwen3-4B", 36, 8, 128, 8_192),
+    KnownShape("Gemma-3-4B", 34, 4, 256, 4_096),
+    KnownShape("Qwen2.5-7B", 28, 4, 128, 4_096),
+    KnownShape("Mistral-7B-v0.3", 32, 8, 128, 8_192),
+    KnownShape("Qwen3-8B", 36, 8, 128, 8_192),
+    KnownShape("Llama-3-8B", 32, 8, 128, 8_192),
+    KnownShape("Llama-3-70B", 80, 8, 128, 8_192),
+    KnownShape("Llama-3-405B", 126, 8, 128, 131_072),
+)
+
+
+def describe_sizes() -> str:
+    """The table for people: exact bytes, and the same in binary units."""
+    header = f"{'model':<18}{'tokens':>8}" + "".join(f"{dtype + ', bytes':>20}{'':>11}" for dtype in DTYPES)
+    return "\n".join([header.rstrip(), *(_row(shape) for shape in KNOWN_SHAPES)])
+
+
+def _row(shape: KnownShape) -> str:
+    sizes = [shape.kv_bytes(dtype) for dtype in DTYPES]
+    return f"{shape.name:<18}{shape.num_tokens:>8,}" + "".join(f"{size:>20,}{human(size):>11}" for size in sizes)
+
+
+def human(size: int) -> str:
+    """224 MiB, 2.0 GiB, 126 GiB."""
+    if size < 1 << 30:
+        return f"{size / (1 << 20):.3g} MiB"
+    gib = size / (1 << 30)
+    return f"{gib:.1f} GiB" if gib < 10 else f"{gib:.0f} GiB"

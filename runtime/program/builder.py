@@ -1,0 +1,224 @@
+"""From a model's description to a program: the methods are the model's vocabulary, the result is a list of ops.
+
+It must not know any model, nor run anything. The one invariant: every op of the result reads only values that an
+earlier op wrote and that nothing has overwritten since.
+
+A `Value` is symbolic until `build` gives it a place in the arena. Values over tokens have `max_tokens` rows, those
+behind `gather` have `max_samples`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ...kernels.ops import (
+    Attention,
+    Convert,
+    Embed,
+    Form,
+    Gather,
+    Linear,
+    Norm,
+    Op,
+    Region,
+    RotateStore,
+    region_nbytes,
+)
+from ...kernels.pack import PackedMatrix
+from .memory import ArenaLayout, Lifetime, lay_out
+
+Vector = npt.NDArray[np.float32]
+KVForm = Literal["bf16", "f32"]
+HEAD_ALIGNMENT = 16  # heads of q are padded to a multiple of it, like those in the pages
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What an op yields: f32, bf16 or q8 [rows, columns], not yet anywhere. Meaningful to the builder that made it."""
+
+    index: int
+    name: str
+    rows: int
+    columns: int
+    form: Form
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The shape of one attention layer."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedValue:
+    """One value in the arena, and the ops that first and last touch it."""
+
+    name: str
+    region: Region
+    first_op: int
+    last_op: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramPlan:
+    """What `kernels.Program` is made of, and the arena's map."""
+
+    ops: list[Op]
+    arena_bytes: int
+    logits: Region  # f32 [max_samples, vocab]
+    values: tuple[PlacedValue, ...]
+
+    def describe(self) -> str:
+        """The arena's map for people: one line per place and use, with how often it is used."""
+        uses: dict[tuple[int, str, str], int] = {}
+        for value in self.values:
+            shape = f"{value.region.form} [{value.region.rows}, {value.region.columns}]"
+            key = value.region.offset, f"{value.name:<14}{shape:<22}", f"{value.region.nbytes:>14,} B"
+            uses[key] = uses.get(key, 0) + 1
+        by_offset = sorted(uses.items(), key=lambda use: use[0][0])
+        lines = [f"{offset:>14,}  {what}{size}  x{count}" for (offset, what, size), count in by_offset]
+        return "\n".join([*lines, f"{self.arena_bytes:>14,}  end of arena, {len(self.ops)} ops"])
+
+
+class ProgramBuilder:
+    """Collects ops in order of execution for steps of up to `max_tokens` rows, `max_samples` of which sample."""
+
+    def __init__(self, max_tokens: int, max_samples: int, kv_dtype: KVForm) -> None:
+        self.max_tokens = max_tokens
+        self.max_samples = max_samples
+        self.kv_dtype: KVForm = kv_dtype
+        self._values: list[Value] = []
+        self._first: list[int] = []  # per value: the op that writes it
+        self._last: list[int] = []  # per value: the last op that touches it
+        self._emit: list[Callable[[Sequence[Region]], Op]] = []  # one per op, given every value's region
+
+    def embed(self, weight: PackedMatrix) -> Value:
+        """f32 [tokens, hidden]: the residual stream begins."""
+        out = self._value("residual", self.max_tokens, weight.in_features, "f32")
+        self._add([out], lambda at: Embed(weight, at[out.index]))
+        return out
+
+    def norm(self, x: Value, weight: Vector, eps: float, form: Form) -> Value:
+        """RMS norm of each row, in the form the next linear layer reads."""
+        out = self._value("normed", x.rows, x.columns, form)
+        self._add([x, out], lambda at: Norm(at[x.index], weight, eps, at[out.index]))
+        return out
+
+    def convert(self, x: Value, form: Form) -> Value:
+        """`x` in another form; `x` itself where it has that form already."""
+        if x.form == form:
+            return x
+        out = self._value(f"{x.name}:{form}", x.rows, x.columns, form)
+        self._add([x, out], lambda at: Convert(at[x.index], at[out.index]))
+        return out
+
+    def linear(self, x: Value, weight: PackedMatrix, bias: Vector | None, name: str) -> Value:
+        """x @ weight.T + bias, f32 [rows, out_features]."""
+        out = self._value(name, x.rows, weight.out_features, "f32")
+        self._add([x, out], lambda at: Linear(at[x.index], weight, bias, at[out.index], "store"))
+        return out
+
+    def linear_add(self, x: Value, weight: PackedMatrix, bias: Vector | None, residual: Value) -> None:
+        """residual += x @ weight.T + bias, in place."""
+        self._add([x, residual], lambda at: Linear(at[x.index], weight, bias, at[residual.index], "add"))
+
+    def swiglu(self, x: Value, weight: PackedMatrix, bias: Vector | None, columns: int) -> Value:
+        """silu(gate) * up, f32 [rows, columns]; the weight's columns interleave gate and up by 16."""
+        out = self._value("activated", x.rows, columns, "f32")
+        self._add([x, out], lambda at: Linear(at[x.index], weight, bias, at[out.index], "swiglu"))
+        return out
+
+    def rotate_store(
+        self, qkv: Value, heads: Heads, q_norm: Vector | None, k_norm: Vector | None, eps: float, rotary: Vector
+    ) -> Value:
+        """K and V to their pages, and the queries, normed, rotated and scaled by head_dim ** -0.5, in the KV dtype."""
+        padded_head_dim = -(-heads.head_dim // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
+        out = self._value("q", qkv.rows, heads.num_heads * padded_head_dim, self.kv_dtype)
+        self._add(
+            [qkv, out],
+            lambda at: RotateStore(
+                qkv=at[qkv.index],
+                q=at[out.index],
+                layer=heads.layer,
+                num_heads=heads.num_heads,
+                num_kv_heads=heads.num_kv_heads,
+                head_dim=heads.head_dim,
+                q_norm=q_norm,
+                k_norm=k_norm,
+                eps=eps,
+                rotary=rotary,
+                scale=heads.head_dim**-0.5,
+            ),
+        )
+        return out
+
+    def attention(self, q: Value, heads: Heads, window: int) -> Value:
+        """Causal attention over the pages, f32 [tokens, num_heads * head_dim]; `window` 0 sees everything."""
+        out = self._value("attended", q.rows, heads.num_heads * heads.head_dim, "f32")
+        self._add(
+            [q, out],
+            lambda at: Attention(
+                q=at[q.index],
+                out=at[out.index],
+                layer=heads.layer,
+                num_heads=heads.num_heads,
+                num_kv_heads=heads.num_kv_heads,
+                head_dim=heads.head_dim,
+                window=window,
+            ),
+        )
+        return out
+
+    def gather(self, x: Value) -> Value:
+        """The rows of `x` that sample, [samples, columns]."""
+        out = self._value("sampled", self.max_samples, x.columns, x.form)
+        self._add([x, out], lambda at: Gather(at[x.index], at[out.index]))
+        return out
+
+    def build(self, logits: Value) -> ProgramPlan:
+        """Places every value and emits the ops. `logits` stays readable after the step."""
+        self._last[logits.index] = len(self._emit)
+        layout = self._lay_out()
+        regions = [
+            Region(offset, value.rows, value.columns, value.form)
+            for offset, value in zip(layout.offsets, self._values, strict=True)
+        ]
+        return ProgramPlan(
+            ops=[emit(regions) for emit in self._emit],
+            arena_bytes=layout.nbytes,
+            logits=regions[logits.index],
+            values=tuple(
+                PlacedValue(value.name, regions[value.index], self._first[value.index], self._last[value.index])
+                for value in self._values
+            ),
+        )
+
+    def _value(self, name: str, rows: int, columns: int, form: Form) -> Value:
+        """A value that the next op added will write."""
+        value = Value(len(self._values), name, rows, columns, form)
+        self._values.append(value)
+        self._first.append(len(self._emit))
+        self._last.append(len(self._emit))
+        return value
+
+    def _add(self, touched: Sequence[Value], emit: Callable[[Sequence[Region]], Op]) -> None:
+        for value in touched:
+            self._last[value.index] = len(self._emit)
+        self._emit.append(emit)
+
+    def _lay_out(self) -> ArenaLayout:
+        return lay_out(
+            [
+                Lifetime(region_nbytes(value.rows, value.columns, value.form), first, last)
+                for value, first, last in zip(self._values, self._first, self._last, strict=True)
+            ]
+        )

@@ -1,0 +1,157 @@
+"""A Hugging Face folder's tensors: names, shapes, dtypes, and the arrays themselves straight from the mapped files.
+
+It must not know models: which tensors matter, and in what shape, is for `models/` to say. The one invariant: once a
+`Checkpoint` is open, every tensor it names lies wholly inside its file.
+
+The safetensors library validates each file (header, offsets without gap or overlap, no byte missing or left over). It
+cannot hand out bf16 as numpy, so the arrays are our own views of a memory map, at the offsets it validated.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from os.path import isdir, isfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from ..errors import CorruptCheckpoint, MissingTensor, ModelNotFound, WrongTensor
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+READABLE: dict[str, type[np.generic]] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """One tensor's header entry and the bytes of the file it is in."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: npt.NDArray[np.uint8]
+    begin: int
+    end: int
+
+
+class Checkpoint:
+    """The tensors of `folder`, from `model.safetensors` or from the shards its index lists.
+
+    Raises ModelNotFound without a folder or weights in it, CorruptCheckpoint when a file cannot be trusted,
+    MissingTensor when a shard lacks what the index promises. No tensor is read before it is asked for.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._stored = _open_folder(self.folder)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(sorted(self._stored))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._find(name).shape
+
+    def dtype(self, name: str) -> str:
+        """As safetensors spells it: BF16, F16, F32, I64, …"""
+        return self._find(name).dtype
+
+    def tensor(self, name: str) -> npt.NDArray[np.generic]:
+        """The array, read-only: float32, float16, or bf16 bits as uint16. Shares the mapped file where aligned.
+
+        Raises MissingTensor, or WrongTensor for a dtype that holds no floats we compute with.
+        """
+        stored = self._find(name)
+        if stored.dtype not in READABLE:
+            raise WrongTensor(
+                f"tensor {name} in {self.folder} is {stored.dtype}; it must be one of {', '.join(READABLE)}"
+            )
+        array = stored.file[stored.begin : stored.end].view(READABLE[stored.dtype]).reshape(stored.shape)
+        return array if array.flags.aligned else array.copy()
+
+    def _find(self, name: str) -> _Stored:
+        try:
+            return self._stored[name]
+        except KeyError:
+            raise MissingTensor(f"tensor {name} is not in {self.folder}") from None
+
+
+def _open_folder(folder: Path) -> dict[str, _Stored]:
+    if not isdir(folder):
+        raise ModelNotFound(f"{folder} is not a folder")
+    if isfile(folder / SINGLE_FILE):
+        return _open_file(folder / SINGLE_FILE)
+    if isfile(folder / INDEX_FILE):
+        return _open_shards(folder)
+    raise ModelNotFound(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; other weight formats are not read")
+
+
+def _open_shards(folder: Path) -> dict[str, _Stored]:
+    weight_map = _read_index(folder / INDEX_FILE)
+    shards = {name: _open_shard(folder, name) for name in sorted(set(weight_map.values()))}
+    stored = {}
+    for tensor, shard in weight_map.items():
+        if tensor not in shards[shard]:
+            raise MissingTensor(f"tensor {tensor} is not in {folder / shard}, where {INDEX_FILE} says it is")
+        stored[tensor] = shards[shard][tensor]
+    return stored
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        index = json.loads(path.read_bytes())
+    except (ValueError, OSError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path} cannot be read as JSON: {error}") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CorruptCheckpoint(f"{path} has no weight_map from tensor names to file names")
+    return weight_map
+
+
+def _open_shard(folder: Path, name: str) -> dict[str, _Stored]:
+    if Path(name).name != name:
+        raise CorruptCheckpoint(f"{folder / INDEX_FILE} names a shard {name!r}; shards must lie in the same folder")
+    if not isfile(folder / name):
+        raise CorruptCheckpoint(f"shard {folder / name} is missing; {INDEX_FILE} lists it")
+    return _open_file(folder / name)
+
+
+def _open_file(path: Path) -> dict[str, _Stored]:
+    try:
+        with safe_open(path, framework="np"):
+            pass
+        file = np.memmap(path, np.uint8, mode="r")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CorruptCheckpoint(f"{path} is not a whole safetensors file: {error}") from error
+    header, data_start = _read_header(path, file)
+    return {
+        name: _locate(path, name, entry, file, data_start) for name, entry in header.items() if name != "__metadata__"
+    }
+
+
+def _read_header(path: Path, file: npt.NDArray[np.uint8]) -> tuple[Mapping[str, Any], int]:
+    (length,) = struct.unpack("<Q", file[:8].tobytes())
+    try:
+        header = json.loads(file[8 : 8 + length].tobytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{path} has a header that is not JSON: {error}") from error
+    return header, 8 + length
+
+
+def _locate(path: Path, name: str, entry: Any, file: npt.NDArray[np.uint8], data_start: int) -> _Stored:
+    """The library agreed to this entry; it is checked again because a repeated key may not mean the same to both."""
+    dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    inside = 0 <= begin <= end <= len(file) - data_start
+    if not inside or (dtype in READABLE and end - begin != prod(shape) * np.dtype(READABLE[dtype]).itemsize):
+        raise CorruptCheckpoint(f"{path} places tensor {name} at bytes {begin}..{end}, which does not fit its shape")
+    return _Stored(dtype, shape, file, data_start + begin, data_start + end)
