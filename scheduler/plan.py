@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """One sequence's share of a step: run `token_ids` at `first_position …`, then sample from the last row if `samples`.
+    """One sequence's share of a step: run `token_ids` at `first_position …`; if `samples`, sample from the last row.
 
     `page_ids` is the sequence's page table; the first `ceil((first_position + len(token_ids)) / page_size)` entries are
     valid and owned for the whole step. `context` is every token known so far (prompt + generated), read-only and
-    complete up to the sampled position; penalties are computed from it, with `num_prompt_tokens` of it being the prompt.
+    complete up to the sampled position; penalties are computed from it, and its first `num_prompt_tokens` tokens are
+    the prompt.
     """
 
     request_id: int

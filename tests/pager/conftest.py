@@ -11,7 +11,7 @@ PAGE_SIZE = 4
 
 
 class Cells:
-    """What a kernel would do: write a token's value into its slot of its page, and read a sequence back by its table."""
+    """What a kernel would do: write a token into its slot of its page, and read a sequence back by its table."""
 
     def __init__(self, num_pages: int) -> None:
         self.pages: list[list[int | None]] = [[None] * PAGE_SIZE for _ in range(num_pages)]

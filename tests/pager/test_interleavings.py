@@ -1,4 +1,4 @@
-"""Any interleaving of the pager's operations keeps the books balanced and every sequence's tokens where it reads them."""
+"""Any interleaving of the pager's operations keeps the books balanced and every sequence readable by its table."""
 
 from __future__ import annotations
 

@@ -1,0 +1,130 @@
+"""The asyncio loop around a scheduler: wait for work, schedule, execute, commit, publish.
+
+`execute` and `publish` are injected; it must not know what computes a step nor who reads the results. The one
+invariant: every request it accepted ends exactly once, whatever `execute` does and however the loop ends; its ending is
+published, unless the caller of `Scheduler.finish` got it in hand.
+
+Everything here runs on one event loop; only `execute` may leave it, for the duration of its step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from .errors import NotAccepting, StepMismatch
+from .plan import StepPlan, StepResult
+from .request import FinishReason, Request, RequestUpdate
+from .scheduler import Admission, Scheduler
+
+Execute = Callable[[StepPlan], Awaitable[StepResult]]  # suspends while it computes; raising fails that step only
+Publish = Callable[[Sequence[RequestUpdate]], None]  # must not raise
+
+
+class Batcher:
+    """Runs steps as long as there is work. `publish` is called between steps and may finish or cancel requests.
+
+    `start` it on a running event loop, and `close` it in the end.
+    """
+
+    def __init__(self, scheduler: Scheduler, execute: Execute, publish: Publish) -> None:
+        self._scheduler = scheduler
+        self._execute = execute
+        self._publish = publish
+        self._task: asyncio.Task[None] | None = None
+        self._accepting = True
+        self._closing: str | None = None  # the error that requests left over by `close` end with
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()  # no request is alive
+        self._idle.set()
+
+    @property
+    def num_steps(self) -> int:
+        """Finished steps; readiness is that this advances while work exists."""
+        return self._scheduler.num_steps
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="quire-batcher")
+
+    def add(self, request: Request) -> Admission:
+        """Queue a request. Raises NotAccepting, or what `Scheduler.add` raises, before anything has changed."""
+        if not self._accepting:
+            raise NotAccepting("no new requests are accepted: the engine is draining or closed")
+        admission = self._scheduler.add(request)
+        self._idle.clear()
+        self._wake.set()
+        return admission
+
+    def cancel(self, request_id: int) -> None:
+        """Legal in every state, idempotent. The ending is published now, or after the step the request is part of."""
+        self.finish(request_id, "cancelled")
+
+    def finish(self, request_id: int, reason: FinishReason | None = None, error: str | None = None) -> None:
+        """End a request from outside, as `cancel` does, for any reason or with an error."""
+        update = self._scheduler.finish(request_id, reason, error)
+        if update is not None:
+            self._wake.set()  # its pages may let others in
+            self._publish((update,))
+            self._note_idle()
+
+    async def drain(self) -> None:
+        """Accept nothing more and return once every accepted request has ended."""
+        self._accepting = False
+        await self._idle.wait()
+
+    async def close(self, error: str = "the engine was closed") -> None:
+        """Let the step in flight end, then end every request that is left with `error`. Idempotent.
+
+        Raises what broke the loop, if something did.
+        """
+        self._accepting = False
+        self._closing = error
+        self._wake.set()
+        if self._task is None:
+            self._end_all(error)
+            return
+        await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.result()
+
+    async def _run(self) -> None:
+        try:
+            while self._closing is None:
+                plan = self._scheduler.schedule()
+                if plan is None:
+                    await self._wait_for_work()
+                else:
+                    await self._step(plan)
+        finally:
+            self._accepting = False
+            self._end_all(self._closing or "the engine stopped unexpectedly")
+
+    async def _wait_for_work(self) -> None:
+        self._wake.clear()
+        await self._wake.wait()
+
+    async def _step(self, plan: StepPlan) -> None:
+        try:
+            result = await self._execute(plan)
+        except Exception as error:
+            updates = self._scheduler.abandon(f"step {plan.step_id} failed: {error!r}")
+        else:
+            updates = self._commit(result)
+        self._publish(updates)
+        self._note_idle()
+
+    def _commit(self, result: StepResult) -> list[RequestUpdate]:
+        try:
+            return self._scheduler.commit(result)
+        except StepMismatch as error:
+            return self._scheduler.abandon(str(error))
+
+    def _end_all(self, error: str) -> None:
+        try:
+            self._publish(self._scheduler.end_all(error))
+        finally:
+            self._idle.set()
+
+    def _note_idle(self) -> None:
+        if not self._scheduler.has_work:
+            self._idle.set()

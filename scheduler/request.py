@@ -1,0 +1,157 @@
+"""One request as the scheduler sees it: its tokens, its pages, its state and where its time went.
+
+It must not know text, sockets or how a token is sampled; `sampling` is carried for the executor, never looked into. The
+one invariant: a request moves only along `TRANSITIONS`, and every second of its life is counted in exactly one state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from enum import IntEnum
+from typing import Literal
+
+from ..pager import PageTable
+from .plan import SampledToken
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+class State(IntEnum):
+    WAITING = 0  # queued, never ran
+    PREFILL = 1  # running: tokens it knows are still to be computed
+    DECODE = 2  # running: one token per step
+    PREEMPTED = 3  # queued again, pages given back
+    ENDED = 4
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.PREFILL, State.ENDED}),
+    State.PREFILL: frozenset({State.DECODE, State.PREEMPTED, State.ENDED}),
+    State.DECODE: frozenset({State.PREEMPTED, State.ENDED}),
+    State.PREEMPTED: frozenset({State.PREFILL, State.ENDED}),
+    State.ENDED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """What was asked for (the arguments) and how far it has come (the rest, set by the scheduler only).
+
+    `stop_token_ids` already includes the end-of-sequence tokens unless they are to be ignored; they end the request
+    once it has `min_tokens`. `priority` (lower is earlier) and `deadline` (in seconds of the scheduler's clock) are
+    carried for policies.
+    """
+
+    request_id: int
+    prompt_token_ids: Sequence[int] = field(repr=False)
+    _: KW_ONLY
+    max_tokens: int
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    sampling: object = None
+    tenant: str = ""
+    priority: int = 0
+    deadline: float | None = None
+
+    state: State = field(default=State.WAITING, init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    error: str | None = field(default=None, init=False)
+    token_ids: list[int] = field(init=False, repr=False)  # every token known so far: prompt, then output
+    num_prompt_tokens: int = field(init=False)
+    num_computed_tokens: int = field(default=0, init=False)  # leading tokens whose keys and values are in `table`
+    table: PageTable | None = field(default=None, init=False, repr=False)  # while running
+
+    order: int = field(default=0, init=False)  # rank by arrival
+    arrival_time: float = field(default=0.0, init=False)
+    first_token_time: float | None = field(default=None, init=False)
+    state_since: float = field(default=0.0, init=False)
+    seconds_in: list[float] = field(default_factory=lambda: [0.0] * len(State), init=False, repr=False)
+    cached_tokens: int = field(default=0, init=False)  # of the prompt, found in the prefix cache when first admitted
+    recomputed_tokens: int = field(default=0, init=False)  # computed again after a preemption
+    high_water_tokens: int = field(default=0, init=False)  # the most that were ever computed
+    preemptions: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise ValueError("a request needs at least 1 prompt token")
+        if self.max_tokens < 1:
+            raise ValueError(f"a request needs max_tokens of at least 1, got {self.max_tokens}")
+        self.token_ids = list(self.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds before it first ran."""
+        return self.seconds_in[State.WAITING]
+
+    @property
+    def prefill_s(self) -> float:
+        return self.seconds_in[State.PREFILL]
+
+    @property
+    def decode_s(self) -> float:
+        return self.seconds_in[State.DECODE]
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds spent preempted."""
+        return self.seconds_in[State.PREEMPTED]
+
+    def arrive(self, order: int, now: float) -> None:
+        self.order = order
+        self.arrival_time = self.state_since = now
+
+    def enter(self, state: State, now: float) -> None:
+        """Change state. Raises ValueError if the table of transitions does not allow it."""
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"request {self.request_id} cannot go from {self.state.name} to {state.name}")
+        self.seconds_in[self.state] += now - self.state_since
+        self.state_since = now
+        self.state = state
+
+    def append(self, token_id: int, now: float) -> None:
+        """Take a sampled token as known."""
+        if self.first_token_time is None:
+            self.first_token_time = now
+        self.token_ids.append(token_id)
+
+    def note_computed(self, num_tokens: int) -> None:
+        """The first `num_tokens` tokens are computed now."""
+        again = min(num_tokens, self.high_water_tokens) - self.num_computed_tokens
+        if again > 0:
+            self.recomputed_tokens += again
+        self.num_computed_tokens = num_tokens
+        self.high_water_tokens = max(self.high_water_tokens, num_tokens)
+
+    def natural_end(self) -> FinishReason | None:
+        """Why the last output token ends the request, if it does."""
+        num_output_tokens = self.num_output_tokens
+        if num_output_tokens >= self.min_tokens and self.token_ids[-1] in self.stop_token_ids:
+            return "stop"
+        return "length" if num_output_tokens >= self.max_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """What happened to one request: tokens it gained, and its end, if this was it (a reason, or an error in words).
+
+    A stop token is among `tokens`. After the end, the request's counters are final.
+    """
+
+    request: Request
+    tokens: tuple[SampledToken, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None

@@ -1,0 +1,255 @@
+"""The loop: every accepted request ends once, whatever the executor does and however the loop ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from quire.scheduler import Batcher, NotAccepting, QueueFull, Request, RequestUpdate, StepPlan, StepResult, TooLong
+
+MakeWorld = Callable[..., Any]
+Expected = Callable[..., list[int]]
+PATIENCE_S = 10  # a hang is a failure, not a wait
+
+
+class Engine:
+    """A batcher over a world whose executor can be held, broken or made to lie."""
+
+    def __init__(self, world: Any) -> None:
+        self.world = world
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.executing = asyncio.Event()
+        self.num_executed = 0
+        self.failure: Exception | None = None
+        self.distort: Callable[[StepResult], StepResult] = lambda result: result
+        self.on_publish: Callable[[RequestUpdate], None] = lambda update: None
+        self.batcher = Batcher(world.scheduler, self.execute, self.publish)
+
+    async def execute(self, plan: StepPlan) -> StepResult:
+        self.num_executed += 1
+        self.executing.set()
+        await asyncio.sleep(0)
+        await self.gate.wait()
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        return self.distort(self.world.execute(plan))
+
+    def publish(self, updates: Sequence[RequestUpdate]) -> None:
+        for update in updates:
+            self.world.note(update)
+            self.on_publish(update)
+
+    def add(self, request_id: int, prompt: Sequence[int], max_tokens: int = 4) -> None:
+        request = Request(request_id, prompt, max_tokens=max_tokens)
+        self.batcher.add(request)
+        self.world.requests[request_id] = request
+        self.world.outputs[request_id] = []
+
+
+@asynccontextmanager
+async def running(world: Any) -> AsyncIterator[Engine]:
+    engine = Engine(world)
+    engine.batcher.start()
+    async with asyncio.timeout(PATIENCE_S):
+        yield engine
+        engine.gate.set()
+        await engine.batcher.close()
+    assert world.scheduler.stats().pages_owned == 0
+    assert world.ended.keys() == world.requests.keys()
+
+
+async def test_requests_run_to_their_end(make_world: MakeWorld, expected: Expected) -> None:
+    async with running(make_world()) as engine:
+        engine.add(1, [1] * 5)
+        engine.add(2, [2] * 6, max_tokens=7)
+        await engine.batcher.drain()
+        assert engine.world.outputs == {1: expected([1] * 5, 4), 2: expected([2] * 6, 7)}
+        assert engine.batcher.num_steps == engine.num_executed == 7
+
+
+async def test_a_request_joins_while_others_run(make_world: MakeWorld, expected: Expected) -> None:
+    async with running(make_world()) as engine:
+        engine.add(1, [1] * 5, max_tokens=9)
+        engine.gate.clear()
+        await engine.executing.wait()
+        engine.add(2, [2] * 5)
+        engine.gate.set()
+        await engine.batcher.drain()
+        assert engine.num_executed == 9
+        assert engine.world.outputs[2] == expected([2] * 5, 4)
+
+
+async def test_it_sleeps_while_there_is_nothing_to_do(make_world: MakeWorld) -> None:
+    world = make_world()
+    calls = 0
+    schedule = world.scheduler.schedule
+
+    def counted() -> StepPlan | None:
+        nonlocal calls
+        calls += 1
+        return schedule()
+
+    world.scheduler.schedule = counted
+    async with running(world) as engine:
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert calls == 1
+        engine.add(1, [1], max_tokens=2)
+        await engine.batcher.drain()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert calls == 4  # two steps, and once in vain
+        assert engine.batcher.num_steps == 2
+
+
+async def test_refusals_reach_the_caller_and_leave_nothing(make_world: MakeWorld) -> None:
+    async with running(make_world(num_pages=4, max_num_waiting=1)) as engine:
+        with pytest.raises(TooLong):
+            engine.add(1, [1] * 20)
+        engine.add(2, [2])
+        with pytest.raises(QueueFull):
+            engine.add(3, [3])
+        await engine.batcher.drain()
+        assert engine.world.ended == {2: "length"}
+
+
+async def test_cancelling_between_and_during_steps(make_world: MakeWorld) -> None:
+    async with running(make_world(max_num_seqs=1)) as engine:
+        engine.add(1, [1] * 5, max_tokens=50)
+        engine.add(2, [2] * 5)
+        engine.gate.clear()
+        await engine.executing.wait()
+        engine.batcher.cancel(2)
+        assert engine.world.ended == {2: "cancelled"}  # at once
+        engine.batcher.cancel(1)
+        engine.batcher.cancel(1)
+        assert 1 not in engine.world.ended  # its pages are in use
+        engine.gate.set()
+        await engine.batcher.drain()
+        assert engine.world.ended == {1: "cancelled", 2: "cancelled"}
+        assert engine.num_executed == 1
+
+
+async def test_publish_may_end_requests_itself(make_world: MakeWorld, expected: Expected) -> None:
+    async with running(make_world()) as engine:
+
+        def stop_at_two(update: RequestUpdate) -> None:
+            if update.request.num_output_tokens == 2 and not update.ended:
+                engine.world.note(engine.world.scheduler.finish(update.request.request_id, "stop"))
+
+        engine.on_publish = stop_at_two
+        engine.add(1, [1] * 5, max_tokens=9)
+        engine.add(2, [2] * 5, max_tokens=9)
+        await engine.batcher.drain()
+        assert engine.world.ended == {1: "stop", 2: "stop"}
+        assert engine.world.outputs == {1: expected([1] * 5, 2), 2: expected([2] * 5, 2)}
+        assert engine.num_executed == 2
+
+
+async def test_a_failing_step_ends_its_requests_and_the_loop_goes_on(make_world: MakeWorld, expected: Expected) -> None:
+    async with running(make_world(max_num_seqs=1)) as engine:
+        engine.failure = RuntimeError("kernel failed")
+        engine.add(1, [1] * 5)
+        engine.add(2, [2] * 5)
+        await engine.batcher.drain()
+        assert engine.world.ended == {1: "step 1 failed: RuntimeError('kernel failed')", 2: "length"}
+        assert engine.world.outputs == {1: [], 2: expected([2] * 5, 4)}
+
+
+async def test_a_result_that_is_not_the_steps_fails_the_step(make_world: MakeWorld) -> None:
+    async with running(make_world()) as engine:
+        engine.distort = lambda result: StepResult(result.step_id, (), 0.0)
+        engine.add(1, [1] * 5)
+        await engine.batcher.drain()
+        assert engine.world.ended == {1: "step 1 must sample for requests [1], in this order"}
+
+
+async def test_draining_accepts_nothing_more_and_waits_for_the_rest(make_world: MakeWorld) -> None:
+    async with running(make_world()) as engine:
+        engine.add(1, [1] * 5)
+        drained = asyncio.create_task(engine.batcher.drain())
+        await asyncio.sleep(0)
+        assert not drained.done()
+        with pytest.raises(NotAccepting, match="draining or closed"):
+            engine.add(2, [2])
+        await drained
+        assert engine.world.ended == {1: "length"}
+
+
+async def test_draining_an_idle_batcher_returns(make_world: MakeWorld) -> None:
+    async with running(make_world()) as engine:
+        await engine.batcher.drain()
+
+
+async def test_cancelling_the_last_request_ends_the_drain(make_world: MakeWorld) -> None:
+    world = make_world()
+    engine = Engine(world)  # not started: the request stays queued
+    engine.add(1, [1] * 5)
+    drained = asyncio.create_task(engine.batcher.drain())
+    await asyncio.sleep(0)
+    engine.batcher.cancel(1)
+    async with asyncio.timeout(PATIENCE_S):
+        await drained
+
+
+async def test_closing_lets_the_step_end_and_ends_the_rest_with_an_error(make_world: MakeWorld) -> None:
+    async with running(make_world(max_num_seqs=1)) as engine:
+        engine.add(1, [1] * 5, max_tokens=50)
+        engine.add(2, [2] * 5)
+        engine.gate.clear()
+        await engine.executing.wait()
+        closed = asyncio.create_task(engine.batcher.close("shutting down"))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not closed.done()
+        assert engine.world.ended == {}
+        engine.gate.set()
+        await closed
+        assert engine.world.ended == {1: "shutting down", 2: "shutting down"}
+        assert len(engine.world.outputs[1]) == 1
+        await engine.batcher.close()
+        with pytest.raises(NotAccepting):
+            engine.add(3, [3])
+
+
+async def test_closing_a_batcher_that_never_started(make_world: MakeWorld) -> None:
+    engine = Engine(make_world())
+    engine.add(1, [1])
+    await engine.batcher.close("never started")
+    assert engine.world.ended == {1: "never started"}
+
+
+async def test_a_cancelled_loop_leaves_no_request_behind(make_world: MakeWorld) -> None:
+    world = make_world(max_num_seqs=1)
+    engine = Engine(world)
+    engine.batcher.start()
+    engine.add(1, [1] * 5)
+    engine.add(2, [2] * 5)
+    engine.gate.clear()
+    await engine.executing.wait()
+    (loop,) = (task for task in asyncio.all_tasks() if task.get_name() == "quire-batcher")
+    loop.cancel()
+    async with asyncio.timeout(PATIENCE_S):
+        await engine.batcher.drain()
+        await engine.batcher.close()
+    assert world.ended == {1: "the engine stopped unexpectedly", 2: "the engine stopped unexpectedly"}
+    assert world.scheduler.stats().pages_owned == 0
+
+
+async def test_a_broken_loop_ends_every_request_and_tells_who_closes_it(make_world: MakeWorld) -> None:
+    world = make_world(max_num_seqs=1)
+    engine = Engine(world)
+    engine.batcher.start()
+    engine.add(1, [1] * 5)
+    engine.add(2, [2] * 5)
+    world.pager.pool.num_free -= 1  # the audit of the next step fails
+    async with asyncio.timeout(PATIENCE_S):
+        await engine.batcher.drain()
+        with pytest.raises(Exception, match="do not match the lists"):
+            await engine.batcher.close()
+    assert world.ended == {1: "the engine stopped unexpectedly", 2: "the engine stopped unexpectedly"}
