@@ -4,6 +4,7 @@ The door: a model's description becomes a list of ops (`ops`) over packed weight
 `Program` that runs a step in one call on a `Pool`; `Sampler` turns logits into tokens. `reference` is the numpy twin.
 """
 
+from .cpus import CpuBudget, available_cpus
 from .isa import DEFAULT_LEVEL, pick_level, supported_levels
 from .pack import PackedMatrix, packed_nbytes
 from .pool import Pool
@@ -12,12 +13,14 @@ from .sample import Sampler
 
 __all__ = [
     "DEFAULT_LEVEL",
+    "CpuBudget",
     "PackedMatrix",
     "Pool",
     "Program",
     "Sampler",
-    "pick_level",
+    "available_cpus",
     "packed_nbytes",
+    "pick_level",
     "scratch_nbytes",
     "supported_levels",
 ]

@@ -62,4 +62,7 @@ class Program:
         first_position[i], and the pages page_ids[page_start[i]..page_start[i+1]]. The GIL is released meanwhile.
         """
 
+    def op_seconds(self) -> list[float]:
+        """Seconds spent in each op of the list since this was last asked, the wait for the slowest worker included."""
+
     def view(self, region: Region) -> npt.NDArray[Any]: ...

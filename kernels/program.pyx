@@ -5,6 +5,7 @@ Building a program checks every size once; `run` checks what changes from step t
 no op has to. One invariant: nothing is allocated in a step.
 """
 from libc.stdint cimport int32_t, int64_t
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 import numpy as np
 
@@ -45,6 +46,7 @@ cdef struct Record:
     Kind kind
     Payload of
     long long counter               # of work dealt out in this step
+    int64_t nanoseconds             # worker 0's, its wait for the others included; since `op_seconds` was last asked
 
 
 cdef struct Replay:
@@ -57,10 +59,20 @@ cdef struct Replay:
 
 cdef void _replay(void *argument, int worker, int workers) noexcept nogil:
     cdef Replay *replay = <Replay *>argument
-    cdef int64_t i
+    cdef int64_t i, before = _now(), after
     for i in range(replay.num_records):
         _run(&replay.records[i], &replay.step, replay.tiles, worker, workers)
         quire_pool_barrier(replay.pool)
+        if worker == 0:
+            after = _now()
+            replay.records[i].nanoseconds += after - before
+            before = after
+
+
+cdef int64_t _now() noexcept nogil:
+    cdef timespec at
+    clock_gettime(CLOCK_MONOTONIC, &at)
+    return at.tv_sec * <int64_t>1000000000 + at.tv_nsec
 
 
 cdef void _run(Record *record, const Step *step, const quire_tiles *tiles, int worker, int workers) noexcept nogil:
@@ -85,7 +97,7 @@ def scratch_nbytes(head_dim, workers):
 cdef class Program:
     cdef Replay replay
     cdef Pool pool
-    cdef object keep_alive, arena, records, scratch, block_start, tile_start
+    cdef object keep_alive, arena, records, scratch, block_start, tile_start, sampled
     cdef char *arena_data
     cdef int64_t arena_bytes, max_rows, max_sequences, max_samples, vocab_size, num_pages, num_layers, max_positions
     cdef int64_t num_kv_heads, head_dim
@@ -98,7 +110,7 @@ cdef class Program:
         self.vocab_size, self.num_pages, self.num_layers = vocab_size, num_pages, kv_layout.num_layers
         self.num_kv_heads, self.head_dim = kv_layout.num_kv_heads, kv_layout.head_dim
         self.max_positions = 2**31 - 1
-        self.keep_alive = [kv_memory]
+        self.keep_alive, self.sampled = [kv_memory], set()
         self._allocate(len(ops), arena_bytes)
         self._lay_out_pages(kv_memory, kv_layout)
         for index, op in enumerate(ops):
@@ -158,6 +170,7 @@ cdef class Program:
             record.kind = GATHER
             record.of.gather.input = self._value(op.input, op.out.columns, "f32", self.max_rows)
             record.of.gather.out = self._value(op.out, op.input.columns, "f32", self.max_samples)
+            self.sampled.add(op.out)
         else:
             raise ValueError(f"not an op: {op!r}")
 
@@ -175,9 +188,10 @@ cdef class Program:
     cdef _add_convert(self, Record *record, op):
         cdef ConvertOp *convert = &record.of.convert
         record.kind = CONVERT
-        convert.input = self._value(op.input, op.out.columns, "f32", 0)
-        convert.out = self._value(op.out, op.input.columns, op.out.form, 0)
-        convert.sampled = self._sampled(op.input, op.out)
+        convert.sampled = self._follows(op.input, op.out)
+        rows = self.max_samples if convert.sampled else self.max_rows
+        convert.input = self._value(op.input, op.out.columns, "f32", rows)
+        convert.out = self._value(op.out, op.input.columns, op.out.form, rows)
         convert.weight = NULL
         if isinstance(op, Norm):
             convert.weight = self._vector(op.weight, op.input.columns, padded(op.input.columns))
@@ -194,9 +208,10 @@ cdef class Program:
                                  f"out has {op.out.columns}")
         self.keep_alive.append(weight)
         record.kind = LINEAR
-        linear.input = self._value(op.input, weight.in_features, weight.dtype, 0)
-        linear.out = self._value(op.out, columns, "f32", 0)
-        linear.sampled = self._sampled(op.input, op.out)
+        linear.sampled = self._follows(op.input, op.out)
+        rows = self.max_samples if linear.sampled else self.max_rows
+        linear.input = self._value(op.input, weight.in_features, weight.dtype, rows)
+        linear.out = self._value(op.out, columns, "f32", rows)
         linear.panels, linear.scales, linear.panel_bytes = weight.data, weight.scales, weight.panel_bytes
         linear.num_pairs = weight.panels // 2
         linear.bias = self._vector(op.bias, weight.out_features, weight.panels * 16) if op.bias is not None else NULL
@@ -262,13 +277,13 @@ cdef class Program:
             value.rows.sums = <int32_t *>(self.arena_data + <int64_t>(planes + aligned(region.rows * width // 32 * 4)))
         return value
 
-    cdef bint _sampled(self, source, out) except *:
-        """Whether an op runs over sampling rows (its regions hold that many) or over all rows of a step."""
-        if min(source.rows, out.rows) >= self.max_rows and source.rows == out.rows:
-            return source.rows == self.max_samples and source.rows != self.max_rows
-        if source.rows == out.rows == self.max_samples:
+    cdef bint _follows(self, source, out):
+        """Whether an op runs over sampling rows: it does when what it reads comes, however far back, from a Gather."""
+        if source in self.sampled:
+            self.sampled.add(out)
             return True
-        raise ValueError(f"{source!r} and {out!r} hold neither {self.max_rows} nor {self.max_samples} rows")
+        self.sampled.discard(out)
+        return False
 
     cdef const float *_vector(self, array, length, stored) except NULL:
         """A private copy of a norm or bias, padded with zeros."""
@@ -335,6 +350,15 @@ cdef class Program:
             first, n = step.first_position[i], step.row_start[i + 1] - step.row_start[i]
             step.block_start[i + 1] = step.block_start[i] + (first + n - 1) // size - first // size + 1
             step.tile_start[i + 1] = step.tile_start[i] + (n + step.query_tile - 1) // step.query_tile
+
+    def op_seconds(self):
+        """Seconds spent in each op of the list since this was last asked, the wait for the slowest worker included."""
+        cdef int64_t i
+        seconds = []
+        for i in range(self.replay.num_records):
+            seconds.append(self.replay.records[i].nanoseconds * 1e-9)
+            self.replay.records[i].nanoseconds = 0
+        return seconds
 
     def view(self, region):
         """A region's [rows, padded columns] data plane as an array that shares the arena. For logits, tests and tools."""

@@ -26,9 +26,9 @@ def round_bf16(x: Array) -> Array:
 
 def quantise_q8(x: Array) -> Array:
     """Each row's blocks of 32 columns to int8 with a float32 scale max|x| / 127, and back."""
-    blocks = np.zeros((x.shape[0], padded(x.shape[1])))
-    blocks[:, : x.shape[1]] = x
-    blocks = blocks.reshape(x.shape[0], -1, BLOCK)
+    stored = np.zeros((x.shape[0], padded(x.shape[1])))
+    stored[:, : x.shape[1]] = x
+    blocks = stored.reshape(x.shape[0], -1, BLOCK)
     top = np.abs(blocks).max(axis=2, keepdims=True)
     scale = np.where(top > 0, top / 127, 1.0)
     return (np.rint(blocks / scale) * scale).reshape(x.shape[0], -1)[:, : x.shape[1]]
@@ -47,7 +47,8 @@ def rms_norm(x: Array, weight: npt.NDArray[np.float32], eps: float) -> Array:
 
 
 def silu(x: Array) -> Array:
-    return x / (1 + np.exp(-x))
+    activated: Array = x / (1 + np.exp(-x))
+    return activated
 
 
 def rotate_halves(x: Array, rotary: Array) -> Array:
