@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..pager import PageTable
 from .plan import SampledToken
@@ -140,8 +140,7 @@ class Request:
         return "length" if num_output_tokens >= self.max_tokens else None
 
 
-@dataclass(frozen=True, slots=True)
-class RequestUpdate:
+class RequestUpdate(NamedTuple):
     """What happened to one request: tokens it gained, and its end, if this was it (a reason, or an error in words).
 
     A stop token is among `tokens`. After the end, the request's counters are final.

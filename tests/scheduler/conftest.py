@@ -1,7 +1,7 @@
 """A world for the scheduler: pages of 4 tokens, a clock that stands still, and an executor that reads through pages.
 
 The executor's memory holds token ids where a model's would hold keys and values. It computes the next token from what
-it reads back through the page table and from nothing else, so a page lost, shared or freed too early changes the output.
+it reads back through the page table, and from nothing else: a page lost, shared or freed too early changes the output.
 """
 
 from __future__ import annotations
