@@ -66,10 +66,8 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
 
     duration_s: float
     sequences: int
-    prefill_tokens: int  # computed
+    prefill_tokens: int  # computed, so without what the prefix cache held
     decode_tokens: int
-    cached_tokens: int  # of prompts admitted in this step
-    preemptions: int
 
 
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -69,15 +69,19 @@ class Validator:
 
     def check_prompt(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
         limit = self._limits.max_model_len
-        if not token_ids:
-            raise InvalidRequest("the prompt is empty; give at least one character or one token id")
         if len(token_ids) + params.max_tokens > limit:
             raise ContextLengthExceeded(
                 f"prompt of {len(token_ids)} tokens + max_tokens {params.max_tokens} exceed the limit of {limit} tokens"
             )
+        self.check_token_ids(token_ids)
+
+    def check_token_ids(self, token_ids: tuple[int, ...]) -> None:
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty; give at least one character or one token id")
+        if len(token_ids) > self._limits.max_model_len:
+            raise ContextLengthExceeded(f"{len(token_ids)} tokens exceed the limit of {self._limits.max_model_len}")
         for token in token_ids:
-            if not 0 <= token < self._limits.vocab_size:
-                raise InvalidRequest(f"token id {token} is outside the vocabulary 0..{self._limits.vocab_size - 1}")
+            self._check_token("prompt", token)
 
     def _check_bias(self, params: SamplingParams) -> None:
         bias = params.logit_bias or {}

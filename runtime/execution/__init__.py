@@ -1,0 +1,8 @@
+"""Steps on the kernels: from a configuration to a `Machine`, from a `StepPlan` to a `StepResult`. Knows no request."""
+
+from .capacity import Capacity, decide_capacity
+from .executor import Executor, Rows
+from .machine import Machine, assemble
+from .sampling import SamplingSpec
+
+__all__ = ["Capacity", "Executor", "Machine", "Rows", "SamplingSpec", "assemble", "decide_capacity"]

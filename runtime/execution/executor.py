@@ -56,6 +56,14 @@ class Executor:
         samples = self._forward(sequences)
         return self._logits[:samples, : self._vocab_size]
 
+    def score(self, token_ids: Sequence[int], page_ids: Sequence[int]) -> Floats:
+        """Logits [len(token_ids), vocab] after every token of a sequence, in chunks of as many rows as can sample."""
+        out = np.empty((len(token_ids), self._vocab_size), np.float32)
+        for first in range(0, len(token_ids), self.max_samples):
+            chunk = token_ids[first : first + self.max_samples]
+            out[first : first + len(chunk)] = self.forward([Rows(chunk, first, page_ids, range(len(chunk)))])
+        return out
+
     @property
     def max_samples(self) -> int:
         return len(self._logits)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of ids the tokenizer knows, added tokens included; a model's vocabulary may be padded beyond it."""
         return self._fast.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest vocabulary entry: no text of n tokens is longer than n times this."""
+        return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, as transformers gives them. Releases the GIL."""

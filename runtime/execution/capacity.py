@@ -1,0 +1,125 @@
+"""How much of everything: from the configuration, the model's shape and this machine to fixed numbers.
+
+It must not load or allocate. One invariant: what is decided here is what `quire plan` prints and what `assemble` takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...kernels import CpuBudget, available_cpus, pick_level
+from ...pager import PAGE_SIZES, KVLayout
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..models import DecoderSpec, MemoryPlan, kv_layout, plan_memory
+
+KV_SHARE = 0.4  # of the memory that is free at start, unless --kv-cache-memory says otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    layout: KVLayout
+    num_pages: int
+    max_model_len: int  # tokens
+    cpus: CpuBudget
+    isa: str
+    memory: MemoryPlan
+
+
+def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
+    """Raises ConfigError where the configuration asks for what the model or this machine cannot do."""
+    layout = _layout(config, spec)
+    cpus = _cpus(config)
+    max_model_len = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
+    num_pages = _num_pages(config, layout, max_model_len)
+    max_model_len = _model_len_in(config, layout, num_pages, max_model_len)
+    memory = plan_memory(
+        spec,
+        weights=config.weights,
+        kv_dtype=config.kv_cache_dtype,
+        page_size=layout.page_size,
+        num_pages=num_pages,
+        max_positions=max_model_len,
+        max_tokens=config.max_num_batched_tokens,
+        max_samples=config.max_num_seqs,
+        workers=cpus.threads,
+    )
+    return Capacity(layout, num_pages, max_model_len, cpus, _isa(config), memory)
+
+
+def _layout(config: EngineConfig, spec: DecoderSpec) -> KVLayout:
+    if config.block_size not in PAGE_SIZES:
+        raise ConfigError(f"--block-size must be one of {', '.join(map(str, PAGE_SIZES))}, not {config.block_size}")
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} must be at least --max-num-seqs "
+            f"{config.max_num_seqs}: every running sequence may decode a token in one step"
+        )
+    return kv_layout(spec, config.kv_cache_dtype, config.block_size)
+
+
+def _cpus(config: EngineConfig) -> CpuBudget:
+    if config.threads is None:
+        return available_cpus()
+    if config.threads > 1024:
+        raise ConfigError(f"--threads must be between 1 and 1024, not {config.threads}")
+    return CpuBudget(config.threads, "--threads")
+
+
+def _isa(config: EngineConfig) -> str:
+    try:
+        return pick_level(config.isa)
+    except ValueError as error:
+        raise ConfigError(f"--isa: {error}") from error
+
+
+def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int) -> int:
+    """As many as were asked for; else enough for every sequence at its longest, within a share of free memory."""
+    if config.kv_cache_memory is not None:
+        pages = layout.pages_in(config.kv_cache_memory)
+        if pages < 1:
+            raise ConfigError(
+                f"--kv-cache-memory {config.kv_cache_memory} holds no page; one page of {layout.page_size} tokens takes "
+                f"{layout.page_bytes} bytes"
+            )
+        return pages
+    wanted = config.max_num_seqs * layout.pages_for(max_model_len)
+    return max(1, min(wanted, layout.pages_in(int(free_memory_bytes() * KV_SHARE))))
+
+
+def _model_len_in(config: EngineConfig, layout: KVLayout, num_pages: int, max_model_len: int) -> int:
+    """No request may be longer than the whole pool; asking for that explicitly is an error."""
+    fits = num_pages * layout.page_size
+    if config.max_model_len is not None and fits < max_model_len:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} needs {layout.pages_for(max_model_len) * layout.page_bytes} bytes of KV "
+            f"cache, there are {num_pages * layout.page_bytes}; raise --kv-cache-memory or lower --max-model-len"
+        )
+    return min(max_model_len, fits)
+
+
+def free_memory_bytes(root: Path = Path("/")) -> int:
+    """What the system could give now, within this process's cgroup limit (v2)."""
+    available = _meminfo(root) or 1 << 30
+    limit, used = _number(root / "sys/fs/cgroup/memory.max"), _number(root / "sys/fs/cgroup/memory.current")
+    return available if limit is None else max(0, min(available, limit - (used or 0)))
+
+
+def _meminfo(root: Path) -> int | None:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

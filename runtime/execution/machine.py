@@ -1,0 +1,93 @@
+"""A loaded model bound to memory and threads, ready to execute steps: what an engine drives.
+
+It must not know requests. One invariant: all memory that serving takes is taken in `assemble`, in the amounts that
+`Capacity` planned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...kernels import Pool, Program, Sampler
+from ...kernels.ops import Op, padded
+from ...pager import KVArena, KVLayout, OutOfMemory
+from ..config import EngineConfig
+from ..errors import ConfigError
+from ..models import BUNDLED_MODEL, DecoderSpec, load_model, read_spec
+from ..text import Tokenizer
+from .capacity import Capacity, decide_capacity
+from .executor import Executor
+
+
+@dataclass(slots=True)
+class Machine:
+    spec: DecoderSpec
+    capacity: Capacity
+    executor: Executor
+    arena: KVArena
+    ops: list[Op]
+    tokenizer: Tokenizer | None  # None: the folder has no tokenizer.json; prompts are token ids then
+    folder: Path
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.capacity.layout
+
+    @property
+    def num_pages(self) -> int:
+        return self.capacity.num_pages
+
+    @property
+    def max_model_len(self) -> int:
+        return self.capacity.max_model_len
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        declared = frozenset(self.spec.eos_token_ids)
+        known = declared if self.tokenizer is None else declared | self.tokenizer.eos_token_ids
+        return frozenset(token for token in known if token < self.spec.vocab_size)
+
+    def close(self) -> None:
+        """Let go of the KV memory. Idempotent."""
+        self.arena.close()
+
+
+def assemble(config: EngineConfig) -> Machine:
+    """Load, pack and bind. Raises ModelError or ConfigError, before any large allocation where that can be known."""
+    folder = BUNDLED_MODEL if config.model is None else Path(config.model)
+    spec = read_spec(folder)
+    capacity = decide_capacity(config, spec)
+    tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+    model = load_model(folder, config.weights)
+    arena = _arena(capacity)
+    plan = model.compile(
+        kv_dtype=config.kv_cache_dtype,
+        max_positions=capacity.max_model_len,
+        max_tokens=config.max_num_batched_tokens,
+        max_samples=config.max_num_seqs,
+    )
+    pool = Pool(capacity.cpus.threads)
+    program = Program(
+        plan.ops,
+        plan.arena_bytes,
+        arena.memory,
+        capacity.layout,
+        capacity.num_pages,
+        pool,
+        max_rows=config.max_num_batched_tokens,
+        max_samples=config.max_num_seqs,
+        max_sequences=config.max_num_seqs,
+        vocab_size=spec.vocab_size,
+        isa=capacity.isa,
+    )
+    sampler = Sampler(spec.vocab_size, padded(spec.vocab_size), config.max_num_seqs, pool, capacity.isa)
+    executor = Executor(program, plan.logits, spec.vocab_size, sampler)
+    return Machine(spec, capacity, executor, arena, plan.ops, tokenizer, folder)
+
+
+def _arena(capacity: Capacity) -> KVArena:
+    try:
+        return KVArena(capacity.layout, capacity.num_pages)
+    except OutOfMemory as error:
+        raise ConfigError(f"--kv-cache-memory: {error}") from error
