@@ -1,0 +1,6 @@
+"""The serving socket and the operator's HTTP port, over any engine that keeps the facade's promises."""
+
+from .metrics import PrometheusObserver
+from .server import Server
+
+__all__ = ["PrometheusObserver", "Server"]

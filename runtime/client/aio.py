@@ -1,0 +1,308 @@
+"""`AsyncClient`: many concurrent streams over one connection to a Quire server.
+
+It must not know models or tokenizers. One invariant: every stream ends, with its last chunk or with a QuireError; a
+lost connection ends all of them with Unavailable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import itertools
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from ..errors import GenerationFailed, ProtocolError, QuireError, Unavailable
+from ..generation import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
+from ..wire.address import Address, UnixAddress, parse_address
+from ..wire.codec import Decoder, Malformed, encode
+from ..wire.errors import error_from_frame
+from ..wire.frames import (
+    MAX_FRAME_BYTES,
+    MIN_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    SERVER_FRAMES,
+    Accepted,
+    Cancel,
+    Done,
+    Error,
+    Frame,
+    Generate,
+    Hello,
+    Ping,
+    Pong,
+    Tokens,
+    Welcome,
+)
+
+CONNECT_TIMEOUT_S = 10.0
+READ_BYTES = 64 << 10
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole stream, joined."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason
+    usage: Usage
+
+
+class AsyncClient:
+    """`async with AsyncClient("127.0.0.1:7070") as client: async for chunk in client.generate(…): …`
+
+    `address` is `host:port`, `[v6]:port` or `unix:/path`; ConfigError otherwise. Entering raises Unavailable when
+    nobody answers and Unauthenticated when the token is refused. Use it from one event loop.
+    """
+
+    def __init__(self, address: str, token: str | None = None) -> None:
+        self._address = parse_address(address)
+        self._token = token
+        self._link: _Link | None = None
+
+    async def __aenter__(self) -> AsyncClient:
+        self._link = await _Link.open(self._address, self._token)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; the server cancels what is still running. Idempotent."""
+        if self._link is not None:
+            await self._link.close()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        deadline_ms: int | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[OutputChunk, None]:
+        """Stream the continuation of a text or of token ids; the last chunk has `finish_reason` and `usage`.
+
+        Leaving the loop early cancels the request. Raises the server's typed error, or Unavailable when the connection
+        is lost. Lower `priority` runs earlier; `deadline_ms` counts from arrival at the server.
+        """
+        link = self._connected()
+        frame = Generate(
+            link.next_id(),
+            prompt if isinstance(prompt, str) else tuple(prompt),
+            params or SamplingParams(),
+            deadline_ms,
+            priority,
+        )
+        received = 0
+        async with contextlib.aclosing(link.stream(frame)) as answers:
+            async for answer in answers:
+                if isinstance(answer, Done):
+                    yield OutputChunk(
+                        first_index=received,
+                        token_ids=(),
+                        text="",
+                        finish_reason=answer.finish_reason,
+                        usage=answer.usage,
+                    )
+                else:
+                    received = answer.first_index + len(answer.token_ids)
+                    yield OutputChunk(
+                        first_index=answer.first_index,
+                        token_ids=answer.token_ids,
+                        text=answer.text,
+                        logprobs=answer.logprobs,
+                    )
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        deadline_ms: int | None = None,
+        priority: int = 0,
+    ) -> Completion:
+        """`generate` to its end. Raises as it does."""
+        stream = self.generate(prompt, params, deadline_ms=deadline_ms, priority=priority)
+        async with contextlib.aclosing(stream) as chunks:
+            return join([chunk async for chunk in chunks])
+
+    async def ping(self) -> float:
+        """Seconds for a round trip to the server's event loop."""
+        return await self._connected().ping()
+
+    def _connected(self) -> _Link:
+        if self._link is None:
+            raise Unavailable("this client is not connected; enter it with `async with` first")
+        return self._link
+
+
+def join(chunks: Sequence[OutputChunk]) -> Completion:
+    """All chunks of one finished stream as one value."""
+    last = chunks[-1]
+    if last.finish_reason is None or last.usage is None:
+        raise GenerationFailed("the stream ended without a finish reason")
+    logprobs = [entry for chunk in chunks for entry in chunk.logprobs or ()]
+    return Completion(
+        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        text="".join(chunk.text for chunk in chunks),
+        logprobs=tuple(logprobs) if any(chunk.logprobs is not None for chunk in chunks) else None,
+        finish_reason=last.finish_reason,
+        usage=last.usage,
+    )
+
+
+class _Link:
+    """One open connection: a reader task that hands each frame to the stream it belongs to."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder = Decoder(SERVER_FRAMES, MAX_FRAME_BYTES)
+        self._ids = itertools.count(1)  # never reused, so a late frame cannot meet a newer request
+        self._max_frame_bytes = MIN_FRAME_BYTES
+        self._streams: dict[int, asyncio.Queue[Tokens | Done | QuireError]] = {}
+        self._pings: dict[int, asyncio.Future[None]] = {}
+        self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        self._lost: QuireError | None = None
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def open(cls, address: Address, token: str | None) -> _Link:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                link = cls(*await _connect(address))
+                try:
+                    await link._shake_hands(token)
+                except BaseException:
+                    await link.close()
+                    raise
+        except TimeoutError:
+            raise Unavailable(f"{address} did not answer within {CONNECT_TIMEOUT_S:.0f} s") from None
+        except OSError as error:
+            raise Unavailable(f"cannot connect to {address}: {error.strerror or error}") from error
+        return link
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    async def stream(self, frame: Generate) -> AsyncGenerator[Tokens | Done, None]:
+        """Send `frame` and yield its answers to the DONE; stopping before it sends CANCEL."""
+        answers: asyncio.Queue[Tokens | Done | QuireError] = asyncio.Queue()
+        self._write(frame)
+        self._streams[frame.request_id] = answers
+        try:
+            await self._flush()
+            while True:
+                answer = await answers.get()
+                if isinstance(answer, QuireError):
+                    raise answer
+                yield answer
+                if isinstance(answer, Done):
+                    return
+        finally:
+            # Still listed: it has not ended on the server, so whoever iterated left early.
+            if self._streams.pop(frame.request_id, None) is not None and self._lost is None:
+                self._writer.write(encode(Cancel(frame.request_id)))
+
+    async def ping(self) -> float:
+        loop = asyncio.get_running_loop()
+        nonce = next(self._ids)
+        answered = self._pings[nonce] = loop.create_future()
+        try:
+            started = loop.time()
+            self._write(Ping(nonce))
+            await self._flush()
+            await answered
+            return loop.time() - started
+        finally:
+            del self._pings[nonce]
+
+    async def close(self) -> None:
+        self._lose(Unavailable("this client is closed"))
+        self._reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reading
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    async def _shake_hands(self, token: str | None) -> None:
+        self._write(Hello((PROTOCOL_VERSION,), token, (), MAX_FRAME_BYTES))
+        await self._flush()
+        self._max_frame_bytes = (await self._welcome).max_frame_bytes
+
+    def _write(self, frame: Frame) -> None:
+        """Raises InvalidRequest for what has no wire form, and the reason when the connection is lost."""
+        if self._lost is not None:
+            raise copy.copy(self._lost)
+        self._writer.write(encode(frame, self._max_frame_bytes))
+
+    async def _flush(self) -> None:
+        # A lost connection is the reader task's to report: the server may have said why before it closed.
+        with contextlib.suppress(OSError):
+            await self._writer.drain()
+
+    # Reading
+
+    async def _read(self) -> None:
+        try:
+            while data := await self._reader.read(READ_BYTES):
+                for frame in self._decoder.feed(data):
+                    self._dispatch(frame)
+            self._lose(Unavailable("the server closed the connection"))
+        except OSError as error:
+            self._lose(Unavailable(f"the connection to the server was lost: {error.strerror or error}"))
+        except QuireError as error:
+            self._lose(error)
+            self._writer.close()
+
+    def _dispatch(self, frame: Frame | Malformed) -> None:
+        match frame:
+            case Tokens(request_id) | Done(request_id):
+                self._answer(request_id, frame, last=isinstance(frame, Done))
+            case Error(None):
+                raise error_from_frame(frame)
+            case Error(int(request_id)):
+                self._answer(request_id, error_from_frame(frame), last=True)
+            case Pong(nonce):
+                if (answered := self._pings.get(nonce)) is not None and not answered.done():
+                    answered.set_result(None)
+            case Welcome():
+                if self._welcome.done():
+                    raise ProtocolError("WELCOME came twice")
+                self._welcome.set_result(frame)
+            case Accepted():
+                pass
+
+    def _answer(self, request_id: int, answer: Tokens | Done | QuireError, last: bool) -> None:
+        """A stream its reader left may still get answers that were under way."""
+        queue = self._streams.pop(request_id, None) if last else self._streams.get(request_id)
+        if queue is not None:
+            queue.put_nowait(answer)
+
+    def _lose(self, reason: QuireError) -> None:
+        """The connection is over: end everything that waits on it. The first reason stays."""
+        if self._lost is not None:
+            return
+        self._lost = reason
+        for queue in self._streams.values():
+            queue.put_nowait(copy.copy(reason))
+        self._streams.clear()
+        futures: list[asyncio.Future[Any]] = [self._welcome, *self._pings.values()]
+        for waiting in futures:
+            if not waiting.done():
+                waiting.set_exception(copy.copy(reason))
+                waiting.exception()  # retrieved: nobody may be left to await it
+
+
+async def _connect(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if isinstance(address, UnixAddress):
+        return await asyncio.open_unix_connection(address.path)
+    return await asyncio.open_connection(address.host, address.port)

@@ -1,0 +1,120 @@
+"""`Client`: `AsyncClient` for programs without asyncio, on an event loop in a thread of its own.
+
+It must not know the protocol. One invariant: everything async happens on that one thread, so one client may be used
+from many threads at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from ..errors import Unavailable
+from ..generation import OutputChunk, SamplingParams
+from .aio import AsyncClient, Completion
+
+T = TypeVar("T")
+
+
+class Client:
+    """`with Client("127.0.0.1:7070") as client: for chunk in client.generate(…): …`
+
+    Arguments and errors are those of AsyncClient.
+    """
+
+    def __init__(self, address: str, token: str | None = None) -> None:
+        self._client = AsyncClient(address, token)
+        self._submitting = threading.Lock()  # nothing is submitted to a loop that will not run it
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Client:
+        loop = self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=loop.run_forever, name="quire-client", daemon=True)
+        self._thread.start()
+        try:
+            self._await(self._client.__aenter__())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection and end the thread; streams still open raise Unavailable. Idempotent."""
+        with self._submitting:
+            loop, self._loop = self._loop, None
+        if loop is None or self._thread is None:
+            return
+        asyncio.run_coroutine_threadsafe(self._end_streams(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        self._thread.join()
+        loop.close()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        deadline_ms: int | None = None,
+        priority: int = 0,
+    ) -> Iterator[OutputChunk]:
+        """As `AsyncClient.generate`; leaving the loop early, or closing the generator, cancels the request."""
+        chunks = self._client.generate(prompt, params, deadline_ms=deadline_ms, priority=priority)
+        try:
+            while (chunk := self._await(_next(chunks))) is not None:
+                yield chunk
+        finally:
+            with contextlib.suppress(Unavailable):  # closed meanwhile, and every stream with it
+                self._await(_close(chunks))
+
+    def complete(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        deadline_ms: int | None = None,
+        priority: int = 0,
+    ) -> Completion:
+        """`generate` to its end. Raises as it does."""
+        return self._await(self._client.complete(prompt, params, deadline_ms=deadline_ms, priority=priority))
+
+    def ping(self) -> float:
+        """Seconds for a round trip to the server's event loop."""
+        return self._await(self._client.ping())
+
+    def _await(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the private loop; interrupting the wait cancels it."""
+        with self._submitting:
+            if self._loop is None:
+                work.close()
+                raise Unavailable("this client is not connected; enter it with `with` first")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _end_streams(self) -> None:
+        """Let every thread that waits on the loop see its stream end."""
+        await self._client.close()
+        if waiting := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(waiting)
+        await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+async def _next(chunks: AsyncGenerator[OutputChunk, None]) -> OutputChunk | None:
+    return await anext(chunks, None)
+
+
+async def _close(chunks: AsyncGenerator[OutputChunk, None]) -> None:
+    await chunks.aclose()

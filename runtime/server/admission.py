@@ -1,0 +1,64 @@
+"""From frames to the engine's words and back: what a GENERATE asks, what a chunk or an error becomes.
+
+Pure functions: no socket, no task, no state. One invariant: the tenant comes from the connection, never from a frame.
+"""
+
+from __future__ import annotations
+
+import hmac
+
+from ..engine.facade import GenerateRequest, Generation
+from ..errors import ProtocolError, Unauthenticated
+from ..generation import OutputChunk
+from ..wire.frames import ALREADY_EXISTS, PROTOCOL_VERSION, Accepted, Done, Error, Frame, Generate, Hello, Tokens
+
+
+def check_hello(frame: Frame, token: str | None) -> Hello:
+    """The greeting, if it is one, speaks our version and holds `token`. Raises ProtocolError or Unauthenticated."""
+    if not isinstance(frame, Hello):
+        raise ProtocolError("the first frame must be HELLO")
+    if PROTOCOL_VERSION not in frame.versions:
+        raise ProtocolError(f"this server speaks protocol version {PROTOCOL_VERSION}, not {list(frame.versions)[:8]}")
+    if token is not None and not hmac.compare_digest((frame.token or "").encode(), token.encode()):
+        raise Unauthenticated("a valid token is required" if frame.token is None else "the token is not valid")
+    return frame
+
+
+def engine_request(frame: Generate, tenant: str) -> GenerateRequest:
+    return GenerateRequest(
+        prompt=frame.prompt,
+        params=frame.params,
+        tenant=tenant,
+        priority=frame.priority,
+        deadline_ms=frame.deadline_ms,
+    )
+
+
+def accepted_frame(request_id: int, generation: Generation) -> Accepted:
+    admission = generation.admission
+    return Accepted(
+        request_id,
+        admission.position,
+        admission.pages_needed,
+        admission.pages_free,
+        admission.predicted_wait_ms,
+    )
+
+
+def tokens_frame(request_id: int, chunk: OutputChunk) -> Tokens | None:
+    """None when the chunk only ends the stream."""
+    if not chunk.token_ids and not chunk.text:
+        return None
+    return Tokens(request_id, chunk.first_index, chunk.token_ids, chunk.text, chunk.logprobs)
+
+
+def done_frame(request_id: int, chunk: OutputChunk) -> Done | None:
+    """None when the stream goes on."""
+    if chunk.finish_reason is None or chunk.usage is None:
+        return None
+    return Done(request_id, chunk.finish_reason, chunk.usage)
+
+
+def duplicate_frame(request_id: int) -> Error:
+    """Refuses the newcomer; by its code it says nothing about the live request of that id."""
+    return Error(request_id, ALREADY_EXISTS, f"request id {request_id} is live on this connection; use a fresh one")

@@ -1,0 +1,58 @@
+"""The operator's HTTP port: `/metrics`, `/healthz`, `/readyz`, in the server's own event loop.
+
+It must not know the protocol or requests. One invariant: it only reads; nothing here can change what is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from .progress import Progress
+
+
+def operator_app(registry: CollectorRegistry, progress: Progress) -> Starlette:
+    async def metrics(request: Request) -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def healthz(request: Request) -> Response:
+        """The event loop turns."""
+        return PlainTextResponse("ok\n")
+
+    async def readyz(request: Request) -> Response:
+        problem = progress.problem()
+        return PlainTextResponse(f"{problem or 'ready'}\n", status_code=503 if problem else 200)
+
+    return Starlette(routes=[Route("/metrics", metrics), Route("/healthz", healthz), Route("/readyz", readyz)])
+
+
+class OperatorServer:
+    """uvicorn on a socket that is already listening, so it answers from the moment it exists."""
+
+    def __init__(self, app: Starlette, listening: socket.socket) -> None:
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", http="h11", ws="none", timeout_graceful_shutdown=1
+        )
+        self._server = _Uvicorn(config)
+        self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
+
+    async def close(self) -> None:
+        self._server.should_exit = True
+        await self._task
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals belong to the command that owns the event loop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,105 @@
+"""Listening sockets: bound, with the right permissions, before anyone can connect.
+
+It must not know what is served on them. One invariant: a unix socket is never reachable by another user, not even
+between bind and chmod, and an existing file is removed only when it is a socket nobody answers on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..wire.address import Address, TCPAddress, UnixAddress
+
+BACKLOG = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ListeningSocket:
+    socket: socket.socket
+    address: Address  # as clients reach it, port 0 resolved
+    inode: int | None = None  # of the unix socket's file
+
+    def close(self) -> None:
+        """Close and, if the file is still ours, remove it."""
+        self.socket.close()
+        if isinstance(self.address, UnixAddress):
+            with contextlib.suppress(FileNotFoundError):
+                if os.lstat(self.address.path).st_ino == self.inode:
+                    os.unlink(self.address.path)
+
+
+async def listen_tcp(host: str, port: int) -> ListeningSocket:
+    """On the first address `host` stands for. Raises ConfigError when it cannot be resolved or bound."""
+    family, sockaddr = (await _resolve(host, port))[0]
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted sockets inherit it; without it a small frame may wait 40 ms for the peer's acknowledgement.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listening.bind(sockaddr)
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"cannot listen on {TCPAddress(host, port)}: {error.strerror}") from error
+    listening.setblocking(False)
+    bound_host, bound_port = listening.getsockname()[:2]
+    return ListeningSocket(listening, TCPAddress(bound_host, bound_port))
+
+
+def listen_unix(path: Path) -> ListeningSocket:
+    """With mode 0600. Raises ConfigError when `path` is taken or cannot be bound."""
+    _remove_stale(path)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.bind(str(path))
+        path.chmod(0o600)  # nobody can connect before listen
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        raise ConfigError(f"cannot listen on unix socket {path}: {error.strerror or error}") from error
+    listening.setblocking(False)
+    return ListeningSocket(listening, UnixAddress(str(path)), path.lstat().st_ino)
+
+
+async def is_loopback(host: str) -> bool:
+    """Whether every address `host` stands for is this machine only."""
+    addresses = [sockaddr[0] for _, sockaddr in await _resolve(host, 0)]
+    return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses)
+
+
+async def _resolve(host: str, port: int) -> list[tuple[int, tuple[object, ...]]]:
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"host {host!r} cannot be resolved: {error}") from error
+    return [(family, sockaddr) for family, _, _, _, sockaddr in found]
+
+
+def _remove_stale(path: Path) -> None:
+    """A server that was killed leaves its socket file behind."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{path} exists and is not a socket; choose another --uds path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(f"unix socket {path} is in use or not ours: {error}") from error
+        else:
+            raise ConfigError(f"another server is listening on unix socket {path}")

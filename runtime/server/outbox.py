@@ -1,0 +1,70 @@
+"""The bounded way out of one connection: whoever sends never waits for the peer.
+
+It must not know requests. One invariant: what is unsent is at most `max_bytes`; a peer that lets it grow past that,
+or takes none of a write for `write_timeout_s`, loses this connection and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from ..wire.codec import encode
+from ..wire.frames import Frame
+
+WRITE_BYTES = 64 << 10  # written at once; each such piece has `write_timeout_s` to leave
+
+
+class Outbox:
+    """`send` from anywhere in the event loop; `run` is the one task that writes."""
+
+    def __init__(self, writer: asyncio.StreamWriter, *, max_bytes: int, write_timeout_s: float) -> None:
+        self._writer = writer
+        self._max_bytes = max_bytes
+        self._write_timeout_s = write_timeout_s
+        self._unsent = bytearray()
+        self._changed = asyncio.Event()
+        self._closed = False
+        self.stuck = False
+        # drain() then waits until the system has taken everything, so a time limit on it measures progress.
+        writer.transport.set_write_buffer_limits(high=0)
+
+    def send(self, frame: Frame) -> None:
+        """Queue `frame`; dropped when the connection is already lost or closing."""
+        if self._closed:
+            return
+        self._unsent += encode(frame)
+        if len(self._unsent) > self._max_bytes:
+            self._give_up()
+        self._changed.set()
+
+    def close(self) -> None:
+        """Nothing more will be sent; `run` ends once the rest has left."""
+        self._closed = True
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Write until closed or lost. Never raises."""
+        with contextlib.suppress(ConnectionError):
+            while not self._closed or self._unsent:
+                await self._changed.wait()
+                self._changed.clear()
+                while self._unsent:
+                    await self._write()
+        self._closed = True
+
+    async def _write(self) -> None:
+        piece = bytes(self._unsent[:WRITE_BYTES])
+        del self._unsent[: len(piece)]
+        self._writer.write(piece)
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._writer.drain()
+        except TimeoutError:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self.stuck = True
+        self._closed = True
+        self._unsent.clear()
+        self._writer.transport.abort()

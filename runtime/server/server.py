@@ -1,0 +1,123 @@
+"""`Server`: one engine behind a TCP or unix socket, with metrics and probes on the operator's HTTP port.
+
+It must not know models or scheduling; the engine is the facade's protocol and stays its owner's to close. One
+invariant: after `close` returns no socket is open, no task runs, and every request it accepted has been cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from ..config import ServerConfig
+from ..engine.facade import EngineFacade
+from ..errors import ConfigError, Overloaded, Unavailable
+from ..wire.address import UnixAddress
+from .connection import Connection
+from .http import OperatorServer, operator_app
+from .listen import ListeningSocket, is_loopback, listen_tcp, listen_unix
+from .metrics import PrometheusObserver
+from .progress import Progress
+
+CLOSE_TIMEOUT_S = 5.0
+
+_log = structlog.get_logger("quire.server")
+
+
+class Server:
+    """`await start(engine, config)`, then `address` and `http_address` say where; `await close()` ends it.
+
+    A given `observer` carries what only its maker knows (build, ISA, threads).
+    """
+
+    def __init__(self, observer: PrometheusObserver | None = None) -> None:
+        self.observer = observer or PrometheusObserver()
+        self._connections: dict[Connection, asyncio.Task[None]] = {}
+        self._open = contextlib.AsyncExitStack()
+        self._address = ""
+        self._http_address = ""
+
+    @property
+    def address(self) -> str:
+        """As clients take it: `host:port`, `[v6]:port` or `unix:/path`."""
+        return self._address
+
+    @property
+    def http_address(self) -> str:
+        return self._http_address
+
+    async def start(self, engine: EngineFacade, config: ServerConfig) -> None:
+        """Bind both sockets and serve. Raises ConfigError for an address that cannot or must not be used."""
+        async with contextlib.AsyncExitStack() as opening:
+            listening = await _listen(config)
+            opening.callback(listening.close)
+            http_listening = await listen_tcp(config.http_host, config.http_port)
+            opening.callback(http_listening.close)
+
+            self.observer.watch(engine.stats)
+            engine.set_observer(self.observer)
+            progress = Progress(engine.stats, config.stall_timeout_ms / 1000)
+            opening.push_async_callback(_stop, asyncio.create_task(progress.watch()))
+            operator = OperatorServer(operator_app(self.observer.registry, progress), http_listening.socket)
+            opening.push_async_callback(operator.close)
+            await self._serve(engine, config, listening, opening)
+            self._open = opening.pop_all()
+        self._address = str(listening.address)
+        self._http_address = str(http_listening.address)
+        _log.info("listening", address=self._address, http_address=self._http_address)
+
+    async def close(self) -> None:
+        """Stop accepting, end every connection with UNAVAILABLE, then the HTTP port. Idempotent."""
+        await self._open.aclose()
+
+    async def _serve(
+        self,
+        engine: EngineFacade,
+        config: ServerConfig,
+        listening: ListeningSocket,
+        opening: contextlib.AsyncExitStack,
+    ) -> None:
+        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = Connection(reader, writer, engine, config, self.observer)
+            self._run(connection, refuse=len(self._connections) >= config.max_connections)
+
+        start: Any = asyncio.start_unix_server if isinstance(listening.address, UnixAddress) else asyncio.start_server
+        server: asyncio.Server = await start(accept, sock=listening.socket)
+        opening.push_async_callback(self._close_connections)
+        opening.callback(server.close)
+
+    def _run(self, connection: Connection, refuse: bool) -> None:
+        full = Overloaded("the server has as many connections as it allows; retry later") if refuse else None
+        task = asyncio.create_task(connection.run(full))
+        self._connections[connection] = task
+        task.add_done_callback(lambda _: self._connections.pop(connection))
+
+    async def _close_connections(self) -> None:
+        tasks = list(self._connections.values())
+        for connection in list(self._connections):
+            connection.shut_down(Unavailable("the server is shutting down"))
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
+            for task in late:
+                await _stop(task)
+
+
+async def _listen(config: ServerConfig) -> ListeningSocket:
+    if config.uds is not None:
+        return listen_unix(Path(config.uds))
+    if config.token is None and not await is_loopback(config.host):
+        raise ConfigError(
+            f"--host {config.host} is reachable from other machines, which requires --token; "
+            "set one, or listen on 127.0.0.1 or a unix socket (--uds)"
+        )
+    return await listen_tcp(config.host, config.port)
+
+
+async def _stop(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

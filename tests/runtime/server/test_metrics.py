@@ -1,0 +1,186 @@
+"""What /metrics exposes: vLLM's names under `quire_`, fed by what the engine reports."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from prometheus_client import generate_latest
+from quire.runtime.engine.facade import EngineStats, RequestStats, StepStats
+from quire.runtime.errors import Overloaded, Unavailable
+from quire.runtime.generation import Usage
+from quire.runtime.server.metrics import PrometheusObserver
+
+STATS = EngineStats(
+    step=7,
+    running=2,
+    waiting=1,
+    pages_total=10,
+    pages_owned=4,
+    pages_cached=1,
+    pages_free=5,
+    prefix_queries_tokens=100,
+    prefix_hits_tokens=30,
+    preemptions=2,
+)
+USAGE = Usage(prompt_tokens=10, completion_tokens=5, cached_tokens=4, queue_ms=20, prefill_ms=30, decode_ms=400)
+
+
+@pytest.fixture
+def observer() -> PrometheusObserver:
+    observer = PrometheusObserver(version="0.1.0", isa="avx2", threads=2)
+    observer.watch(lambda: STATS)
+    return observer
+
+
+def exposed(observer: PrometheusObserver) -> dict[str, float]:
+    """Sample line -> value."""
+    lines = generate_latest(observer.registry).decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+def families(observer: PrometheusObserver) -> dict[str, str]:
+    return dict(re.findall(r"^# TYPE (\S+) (\S+)$", generate_latest(observer.registry).decode(), re.MULTILINE))
+
+
+def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
+    assert families(observer) == {
+        "quire_build_info": "gauge",
+        "quire_cpu_info": "gauge",
+        "quire_num_requests_running": "gauge",
+        "quire_num_requests_waiting": "gauge",
+        "quire_kv_cache_usage_perc": "gauge",
+        "quire_kv_pages": "gauge",
+        "quire_prefix_cache_queries_total": "counter",
+        "quire_prefix_cache_hits_total": "counter",
+        "quire_num_preemptions_total": "counter",
+        "quire_steps_total": "counter",
+        "quire_prompt_tokens_total": "counter",
+        "quire_prompt_tokens_cached_total": "counter",
+        "quire_generation_tokens_total": "counter",
+        "quire_request_success_total": "counter",
+        "quire_admission_rejections_total": "counter",
+        "quire_cancelled_total": "counter",
+        "quire_time_to_first_token_seconds": "histogram",
+        "quire_inter_token_latency_seconds": "histogram",
+        "quire_request_time_per_output_token_seconds": "histogram",
+        "quire_e2e_request_latency_seconds": "histogram",
+        "quire_request_queue_time_seconds": "histogram",
+        "quire_request_prefill_time_seconds": "histogram",
+        "quire_request_decode_time_seconds": "histogram",
+        "quire_request_prompt_tokens": "histogram",
+        "quire_request_generation_tokens": "histogram",
+        "quire_step_duration_seconds": "histogram",
+        "quire_batch_size": "histogram",
+    }
+
+
+def test_the_engine_is_read_when_scraped(observer: PrometheusObserver) -> None:
+    samples = exposed(observer)
+    assert samples['quire_build_info{version="0.1.0"}'] == 1
+    assert samples['quire_cpu_info{isa="avx2",threads="2"}'] == 1
+    assert samples["quire_num_requests_running"] == 2
+    assert samples["quire_num_requests_waiting"] == 1
+    assert samples["quire_kv_cache_usage_perc"] == 0.4
+    assert [samples[f'quire_kv_pages{{state="{state}"}}'] for state in ("owned", "cached", "free")] == [4, 1, 5]
+    assert samples["quire_prefix_cache_queries_total"] == 100
+    assert samples["quire_prefix_cache_hits_total"] == 30
+    assert samples["quire_num_preemptions_total"] == 2
+
+
+def test_steps_and_tokens(observer: PrometheusObserver) -> None:
+    observer.on_step(StepStats(duration_s=0.02, sequences=3, prefill_tokens=6, decode_tokens=2))
+    observer.on_tokens(1, None)
+    observer.on_tokens(2, 0.03)
+    samples = exposed(observer)
+    assert samples['quire_step_duration_seconds_bucket{le="0.01"}'] == 0
+    assert samples['quire_step_duration_seconds_bucket{le="0.025"}'] == 1
+    assert samples["quire_batch_size_sum"] == 3
+    assert samples["quire_generation_tokens_total"] == 3
+    assert samples["quire_inter_token_latency_seconds_count"] == 1
+    assert samples['quire_inter_token_latency_seconds_bucket{le="0.05"}'] == 1
+
+
+def test_a_finished_request(observer: PrometheusObserver) -> None:
+    observer.on_finished(
+        RequestStats(
+            finish_reason="stop", error=None, prompt_tokens=10, usage=USAGE, e2e_s=0.45, time_to_first_token_s=0.05
+        )
+    )
+    samples = exposed(observer)
+    assert samples['quire_request_success_total{finished_reason="stop"}'] == 1
+    assert samples["quire_prompt_tokens_total"] == 10
+    assert samples["quire_prompt_tokens_cached_total"] == 4
+    assert samples["quire_time_to_first_token_seconds_sum"] == 0.05
+    assert samples["quire_e2e_request_latency_seconds_sum"] == 0.45
+    assert samples["quire_request_queue_time_seconds_sum"] == 0.02
+    assert samples["quire_request_prefill_time_seconds_sum"] == 0.03
+    assert samples["quire_request_decode_time_seconds_sum"] == 0.4
+    assert samples["quire_request_time_per_output_token_seconds_sum"] == 0.1
+    assert samples["quire_request_prompt_tokens_sum"] == 10
+    assert samples["quire_request_generation_tokens_sum"] == 5
+
+
+def test_a_failed_request_is_no_success(observer: PrometheusObserver) -> None:
+    observer.on_finished(
+        RequestStats(
+            finish_reason=None,
+            error=Unavailable("closed"),
+            prompt_tokens=10,
+            usage=None,
+            e2e_s=0.1,
+            time_to_first_token_s=None,
+        )
+    )
+    samples = exposed(observer)
+    assert not [name for name in samples if name.startswith("quire_request_success")]
+    assert samples["quire_time_to_first_token_seconds_count"] == 0
+    assert samples["quire_e2e_request_latency_seconds_count"] == 1
+
+
+def test_rejections_and_cancels_have_a_small_set_of_labels(observer: PrometheusObserver) -> None:
+    observer.on_rejected(Overloaded("the queue is full: 17 of 17"))
+    observer.on_cancelled("slow_reader")
+    samples = exposed(observer)
+    assert samples['quire_admission_rejections_total{reason="resource_exhausted"}'] == 1
+    assert samples['quire_cancelled_total{cause="slow_reader"}'] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [
+        (
+            "time_to_first_token_seconds",
+            "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0 160.0 640.0 "
+            "2560.0 +Inf",
+        ),
+        (
+            "inter_token_latency_seconds",
+            "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0 +Inf",
+        ),
+    ],
+)
+def test_buckets_are_vllms(observer: PrometheusObserver, name: str, bounds: str) -> None:
+    found = [re.search(r'le="(.+)"', sample) for sample in exposed(observer) if f"quire_{name}_bucket" in sample]
+    assert " ".join(match[1] for match in found if match) == bounds
+
+
+def test_no_created_series(observer: PrometheusObserver) -> None:
+    observer.on_tokens(1, 0.1)
+    assert "_created" not in generate_latest(observer.registry).decode()
+
+
+def test_an_engine_that_cannot_answer_leaves_the_rest_readable() -> None:
+    def gone() -> EngineStats:
+        raise Unavailable("gone")
+
+    observer = PrometheusObserver()
+    observer.watch(gone)
+    assert "quire_generation_tokens_total" in exposed(observer)
+    assert "quire_num_requests_running" not in exposed(observer)
+
+
+def test_two_observers_share_nothing() -> None:
+    first, second = PrometheusObserver(), PrometheusObserver()
+    first.on_tokens(5, None)
+    assert exposed(second)["quire_generation_tokens_total"] == 0

@@ -1,0 +1,227 @@
+"""A fake engine that keeps the facade's promises with scripted streams, and a real server in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from quire.runtime.config import ServerConfig
+from quire.runtime.engine.facade import (
+    Admission,
+    EngineObserver,
+    EngineStats,
+    GenerateRequest,
+)
+from quire.runtime.errors import GenerationFailed, Overloaded
+from quire.runtime.generation import OutputChunk, TokenLogprobs, Usage
+from quire.runtime.server import Server
+
+CHUNK_TOKENS = 2
+
+
+class FakeGeneration:
+    """max_tokens tokens with text made of the prompt; `hold` never ends by itself, `fail` and `crash` break."""
+
+    def __init__(self, engine: FakeEngine, request: GenerateRequest) -> None:
+        self.engine, self.request = engine, request
+        self.cancelled = asyncio.Event()
+        self.admission = Admission(position=1, pages_needed=2, pages_free=3, predicted_wait_ms=4.5)
+        self.prompt_token_ids = (1, 2, 3)
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+    async def __aiter__(self) -> AsyncIterator[OutputChunk]:
+        self.engine.live.append(self)
+        try:
+            async for chunk in self._chunks():
+                yield chunk
+        finally:
+            self.engine.live.remove(self)
+
+    async def _chunks(self) -> AsyncIterator[OutputChunk]:
+        kind, params = self.request.prompt, self.request.params
+        if kind == "silent":
+            return
+        sent = 0
+        while sent < params.max_tokens and not self.cancelled.is_set():
+            await self.engine.step()
+            if kind == "hold" and sent:
+                await self.cancelled.wait()
+                break
+            if sent and kind == "fail":
+                raise GenerationFailed("the logits are NaN")
+            if sent and kind == "crash":
+                raise ZeroDivisionError("a bug")
+            count = min(CHUNK_TOKENS, params.max_tokens - sent)
+            yield self._chunk(sent, count)
+            sent += count
+        yield OutputChunk(
+            first_index=sent,
+            token_ids=(),
+            text="",
+            finish_reason="cancelled" if self.cancelled.is_set() else "length",
+            usage=Usage(prompt_tokens=3, completion_tokens=sent),
+        )
+
+    def _chunk(self, first: int, count: int) -> OutputChunk:
+        text = "x" * self.engine.text_bytes or f" {self.request.prompt}:{first}é日"
+        ids = tuple(range(first, first + count))
+        logprobs = tuple(TokenLogprobs(i, -0.5, ((i, -0.5),)) for i in ids)
+        return OutputChunk(
+            first_index=first,
+            token_ids=ids,
+            text=text,
+            logprobs=None if self.request.params.logprobs is None else logprobs,
+        )
+
+
+@dataclass
+class FakeEngine:
+    live: list[FakeGeneration] = field(default_factory=list)
+    requests: list[GenerateRequest] = field(default_factory=list)
+    observer: EngineObserver | None = None
+    steps: int = 0
+    text_bytes: int = 0  # of each chunk's text; 0: a readable one
+    submitting: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.submitting.set()
+
+    async def submit(self, request: GenerateRequest) -> FakeGeneration:
+        self.requests.append(request)
+        await self.submitting.wait()
+        if request.prompt == "full":
+            raise Overloaded("the queue is full", 250)
+        if request.prompt == "bug":
+            raise KeyError("a bug in submit")
+        return FakeGeneration(self, request)
+
+    async def step(self) -> None:
+        self.steps += 1
+        await asyncio.sleep(0)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            step=self.steps,
+            running=len(self.live),
+            waiting=0,
+            pages_total=10,
+            pages_owned=4,
+            pages_cached=1,
+            pages_free=5,
+            prefix_queries_tokens=100,
+            prefix_hits_tokens=30,
+            preemptions=2,
+        )
+
+    def set_observer(self, observer: EngineObserver) -> None:
+        self.observer = observer
+
+    async def drain(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class RawClient:
+    """Speaks bytes, right or wrong ones."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def send(self, *message: object) -> None:
+        payload = msgpack.packb(message)
+        self.writer.write(struct.pack(">I", len(payload)) + payload)
+
+    async def receive(self) -> list[Any]:
+        """The next frame; empty when the connection is closed."""
+        try:
+            (length,) = struct.unpack(">I", await self.reader.readexactly(4))
+            message: list[Any] = msgpack.unpackb(await self.reader.readexactly(length), strict_map_key=False)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return []
+        return message
+
+    async def until(self, *types: str) -> list[list[Any]]:
+        """Frames up to and including the first of `types`."""
+        frames: list[list[Any]] = []
+        while not frames or frames[-1][0] not in types:
+            frames.append(await self.receive())
+            assert frames[-1], f"closed before {types}: {frames}"
+        return frames
+
+
+@dataclass
+class System:
+    engine: FakeEngine
+    server: Server
+    raw: Callable[..., Awaitable[RawClient]]
+
+    @property
+    def address(self) -> str:
+        return self.server.address
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Callable[..., Awaitable[System]]]:
+    """`await serve(token="x")`: a server with these settings on free ports, closed after the test with nothing left."""
+    servers: list[Server] = []
+    writers: list[asyncio.StreamWriter] = []
+    engines: list[FakeEngine] = []
+
+    async def start(**settings: Any) -> System:
+        engine, server = FakeEngine(), Server()
+        await server.start(engine, ServerConfig(**{"port": 0, "http_port": 0, **settings}))
+        servers.append(server)
+        engines.append(engine)
+
+        async def raw(hello: bool = True, **options: Any) -> RawClient:
+            if server.address.startswith("unix:"):
+                reader, writer = await asyncio.open_unix_connection(server.address.removeprefix("unix:"), **options)
+            else:
+                host, _, port = server.address.rpartition(":")
+                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), **options)
+            writers.append(writer)
+            client = RawClient(reader, writer)
+            if hello:
+                client.send("HELLO", [1])
+                assert (await client.receive())[0] == "WELCOME"
+            return client
+
+        return System(engine, server, raw)
+
+    try:
+        yield start
+    finally:
+        for writer in writers:
+            writer.transport.abort()
+        for server in servers:
+            await server.close()
+        assert [engine.live for engine in engines] == [[]] * len(engines), "a closed server left requests running"
+
+
+@pytest.fixture
+async def system(serve: Callable[..., Awaitable[System]]) -> System:
+    return await serve()
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
+    """Wait for what another task will do, and fail rather than hang."""
+
+    async def wait(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():  # noqa: ASYNC110 - any condition, also of code that signals nothing
+                await asyncio.sleep(0.002)
+
+    return wait
+
+
+@pytest.fixture
+def socket_path(tmp_path: Path) -> Path:
+    return tmp_path / "quire.sock"

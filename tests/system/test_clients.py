@@ -1,0 +1,308 @@
+"""`AsyncClient` and `Client` against a real server: streams, early leaving, errors, lost connections."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from quire.runtime.client import AsyncClient, Client
+from quire.runtime.errors import (
+    ConfigError,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    ProtocolError,
+    Unauthenticated,
+    Unavailable,
+)
+from quire.runtime.generation import SamplingParams
+
+Serve = Callable[..., Awaitable[Any]]
+Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
+
+THREE = SamplingParams(max_tokens=3)
+ENDLESS = SamplingParams(max_tokens=1_000_000)
+
+
+@pytest.fixture
+async def client(system: Any) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(system.address) as client:
+        yield client
+
+
+# Streams
+
+
+async def test_chunks_arrive_in_order_and_the_last_has_the_usage(client: AsyncClient) -> None:
+    chunks = [chunk async for chunk in client.generate("hi", THREE)]
+    assert [(chunk.first_index, chunk.token_ids, chunk.text) for chunk in chunks] == [
+        (0, (0, 1), " hi:0é日"),
+        (2, (2,), " hi:2é日"),
+        (3, (), ""),
+    ]
+    assert [chunk.finish_reason for chunk in chunks] == [None, None, "length"]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 3
+
+
+async def test_a_completion_is_the_chunks_joined(client: AsyncClient) -> None:
+    completion = await client.complete("hi", SamplingParams(max_tokens=3, logprobs=0))
+    assert completion.token_ids == (0, 1, 2)
+    assert completion.text == " hi:0é日 hi:2é日"
+    assert completion.logprobs is not None
+    assert [entry.token_id for entry in completion.logprobs] == [0, 1, 2]
+    assert completion.finish_reason == "length"
+    assert (await client.complete("hi", THREE)).logprobs is None
+
+
+async def test_what_is_asked_is_what_the_engine_gets(system: Any, client: AsyncClient) -> None:
+    params = SamplingParams(max_tokens=1, stop=("a", "b"), logit_bias={3: -1.5}, seed=2**64 - 1, temperature=0.5)
+    await client.complete([5, 6], params, deadline_ms=1234, priority=-7)
+    (request,) = system.engine.requests
+    assert request.prompt == (5, 6)
+    assert request.params == params
+    assert (request.deadline_ms, request.priority) == (1234, -7)
+
+
+async def test_many_streams_share_one_connection(client: AsyncClient) -> None:
+    params = SamplingParams(max_tokens=40)
+    alone = {f"p{index}": await client.complete(f"p{index}", params) for index in range(3)}
+    together = await asyncio.gather(*(client.complete(f"p{index}", params) for index in range(100)))
+    assert [completion.token_ids for completion in together] == [tuple(range(40))] * 100
+    assert {f"p{index}": together[index] for index in range(3)} == alone
+
+
+async def test_ping(client: AsyncClient) -> None:
+    assert await client.ping() > 0
+    assert all(await asyncio.gather(*(client.ping() for _ in range(10))))
+
+
+async def test_over_a_unix_socket(serve: Serve, socket_path: Path) -> None:
+    await serve(uds=str(socket_path))
+    async with AsyncClient(f"unix:{socket_path}") as client:
+        assert (await client.complete("hi", THREE)).token_ids == (0, 1, 2)
+
+
+async def test_over_ipv6(serve: Serve) -> None:
+    system = await serve(host="::1")
+    assert system.address.startswith("[::1]:")
+    async with AsyncClient(system.address) as client:
+        await client.ping()
+
+
+# Leaving early
+
+
+async def test_leaving_the_loop_cancels(system: Any, client: AsyncClient, eventually: Eventually) -> None:
+    async for chunk in client.generate("endless", ENDLESS):
+        if chunk.first_index >= 10:
+            break
+    await eventually(lambda: not system.engine.live)
+    assert (await client.complete("hi", THREE)).token_ids == (0, 1, 2)
+
+
+async def test_a_cancelled_task_cancels_its_request(system: Any, client: AsyncClient, eventually: Eventually) -> None:
+    task = asyncio.create_task(client.complete("hold", ENDLESS))
+    await eventually(lambda: bool(system.engine.live))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await eventually(lambda: not system.engine.live)
+    await client.ping()
+
+
+async def test_closing_the_client_cancels_everything(system: Any, eventually: Eventually) -> None:
+    async with AsyncClient(system.address) as client:
+        streams = [asyncio.create_task(client.complete("hold", ENDLESS)) for _ in range(3)]
+        await eventually(lambda: len(system.engine.live) == 3)
+    for stream in streams:
+        with pytest.raises(Unavailable, match="closed"):
+            await stream
+    await eventually(lambda: not system.engine.live)
+    with pytest.raises(Unavailable):
+        await client.complete("hi")
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error_class", "message"),
+    [("full", Overloaded, "the queue is full"), ("fail", GenerationFailed, "the logits are NaN")],
+)
+async def test_the_servers_errors_keep_their_class(
+    client: AsyncClient, prompt: str, error_class: type[Exception], message: str
+) -> None:
+    with pytest.raises(error_class, match=message) as caught:
+        await client.complete(prompt, SamplingParams(max_tokens=9))
+    if isinstance(caught.value, Overloaded):
+        assert caught.value.retry_after_ms == 250
+    await client.ping()
+
+
+@pytest.mark.parametrize("prompt", ["\ud800", "x" * (5 << 20), [2**70]], ids=["surrogate", "too long", "beyond u64"])
+async def test_what_cannot_be_sent_fails_before_sending(client: AsyncClient, prompt: Any) -> None:
+    with pytest.raises(InvalidRequest):
+        await client.complete(prompt)
+    await client.ping()
+
+
+async def test_the_servers_frame_limit_is_respected(serve: Serve) -> None:
+    system = await serve(max_frame_bytes=100_000)
+    async with AsyncClient(system.address) as client:
+        with pytest.raises(InvalidRequest, match="the limit is 100000"):
+            await client.complete("x" * 100_001)
+        await client.complete("x" * 90_000, THREE)
+
+
+async def test_a_wrong_token(serve: Serve) -> None:
+    system = await serve(token="secret")
+    with pytest.raises(Unauthenticated, match="not valid"):
+        async with AsyncClient(system.address, token="guess"):
+            pass
+    async with AsyncClient(system.address, token="secret") as client:
+        await client.ping()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "unix:/nonexistent/quire.sock", "no such host:1"])
+async def test_nobody_there(address: str) -> None:
+    with pytest.raises(Unavailable, match="cannot connect"):
+        async with AsyncClient(address):
+            pass
+
+
+def test_a_bad_address() -> None:
+    with pytest.raises(ConfigError, match="host:port"):
+        AsyncClient("localhost")
+
+
+async def test_a_client_must_be_entered(system: Any) -> None:
+    with pytest.raises(Unavailable, match="not connected"):
+        await AsyncClient(system.address).ping()
+
+
+async def test_a_server_that_closes_ends_every_stream(system: Any, client: AsyncClient, eventually: Eventually) -> None:
+    streams = [asyncio.create_task(client.complete("hold", ENDLESS)) for _ in range(3)]
+    await eventually(lambda: len(system.engine.live) == 3)
+    await system.server.close()
+    for stream in streams:
+        with pytest.raises(Unavailable, match="shutting down"):
+            await stream
+    with pytest.raises(Unavailable, match="shutting down"):
+        await client.ping()
+
+
+# Servers that misbehave
+
+
+def framed(*message: object) -> bytes:
+    payload: bytes = msgpack.packb(message)
+    return struct.pack(">I", len(payload)) + payload
+
+
+WELCOME = framed("WELCOME", 1, [], 1 << 20, "m")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error_class"),
+    [
+        (WELCOME, Unavailable),
+        (WELCOME + b"\x00\x00\x00\x01\xc1", ProtocolError),
+        (WELCOME + WELCOME, ProtocolError),
+        (WELCOME + framed("TOKENS", 1, "x"), ProtocolError),
+        (b"HTTP/1.1 400 Bad Request\r\n", ProtocolError),
+        (b"", Unavailable),
+    ],
+    ids=["leaves", "garbage", "two welcomes", "bad tokens", "http", "silent close"],
+)
+async def test_a_misbehaving_server_is_a_typed_error(answer: bytes, error_class: type[Exception]) -> None:
+    async def misbehave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1024)
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(misbehave, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(error_class):
+        async with AsyncClient(f"127.0.0.1:{port}") as client:
+            await client.complete("hi")
+    server.close()
+    await server.wait_closed()
+
+
+# The client without asyncio
+
+
+@pytest.fixture
+def address(serve: Serve) -> Iterator[tuple[str, Any]]:
+    """A server on a loop in another thread, as a blocking program meets it."""
+    started: list[Any] = []
+    ready = threading.Event()
+    stop: list[Callable[[], None]] = []
+
+    async def run() -> None:
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        started.append(await serve())
+        stop.append(lambda: loop.call_soon_threadsafe(done.set))
+        ready.set()
+        await done.wait()
+        await started[0].server.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    assert ready.wait(5)
+    yield started[0].address, started[0].engine
+    stop[0]()
+    thread.join()
+
+
+def test_the_blocking_client_streams(address: tuple[str, Any]) -> None:
+    with Client(address[0]) as client:
+        assert [chunk.token_ids for chunk in client.generate("hi", THREE)] == [(0, 1), (2,), ()]
+        assert client.complete("hi", THREE).text == " hi:0é日 hi:2é日"
+        assert client.ping() > 0
+
+
+def test_leaving_a_blocking_loop_cancels(address: tuple[str, Any]) -> None:
+    with Client(address[0]) as client:
+        for _ in client.generate("hold", ENDLESS):
+            break
+        while address[1].live:
+            client.ping()
+
+
+def test_many_threads_share_one_blocking_client(address: tuple[str, Any]) -> None:
+    with Client(address[0]) as client, ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lambda index: client.complete(f"p{index}", THREE).text, range(40)))
+    assert texts == [f" p{index}:0é日 p{index}:2é日" for index in range(40)]
+
+
+def test_closing_a_blocking_client_frees_other_threads(address: tuple[str, Any]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        client = Client(address[0]).__enter__()
+        waiting = pool.submit(client.complete, "hold", ENDLESS)
+        while not address[1].live:
+            client.ping()
+        client.close()
+        with pytest.raises(Unavailable, match="closed"):
+            waiting.result(5)
+    client.close()
+    with pytest.raises(Unavailable):
+        client.ping()
+
+
+def test_blocking_errors_are_the_same(address: tuple[str, Any]) -> None:
+    with Client(address[0]) as client, pytest.raises(Overloaded, match="the queue is full"):
+        client.complete("full")
+    with pytest.raises(Unavailable), Client("127.0.0.1:1"):
+        pass
+    with pytest.raises(ConfigError):
+        Client("nowhere")

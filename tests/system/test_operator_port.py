@@ -1,0 +1,53 @@
+"""The operator's HTTP port beside a live server."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+
+Serve = Callable[..., Awaitable[Any]]
+
+
+async def get(system: Any, path: str) -> httpx.Response:
+    async with httpx.AsyncClient() as http:
+        return await http.get(f"http://{system.server.http_address}{path}")
+
+
+async def test_health_and_readiness(system: Any) -> None:
+    assert (await get(system, "/healthz")).text == "ok\n"
+    assert (await get(system, "/readyz")).status_code == 200
+    assert (await get(system, "/nothing")).status_code == 404
+
+
+async def test_an_engine_without_progress_is_not_ready(serve: Serve) -> None:
+    system = await serve(stall_timeout_ms=1)
+    client = await system.raw()
+    client.send("GENERATE", 1, "hold", {"max_tokens": 9})
+    await client.until("TOKENS")
+    client.send("PING", 1)
+    await client.receive()
+    await get(system, "/readyz")
+    answer = await get(system, "/readyz")
+    assert answer.status_code == 503
+    assert "1 requests wait or run" in answer.text
+
+
+async def test_cancels_and_rejections_are_counted_by_cause(system: Any) -> None:
+    client = await system.raw()
+    client.send("GENERATE", 1, "hold", {"max_tokens": 9})
+    await client.until("TOKENS")
+    client.send("CANCEL", 1)
+    await client.until("DONE")
+    client.send("GENERATE", 2, "x", {"unknown": 1})
+    await client.until("ERROR")
+    text = (await get(system, "/metrics")).text
+    assert 'quire_cancelled_total{cause="client"} 1.0' in text
+    assert 'quire_admission_rejections_total{reason="invalid_argument"} 1.0' in text
+
+
+async def test_metrics_are_prometheus_text(system: Any) -> None:
+    answer = await get(system, "/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert 'quire_kv_pages{state="owned"} 4.0' in answer.text
