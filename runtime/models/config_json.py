@@ -167,7 +167,7 @@ def qwen_windows(config: ConfigTable) -> tuple[int, ...]:
 def _windows_by_type(config: ConfigTable, layers: int, window: int) -> tuple[int, ...]:
     types = config.values["layer_types"]
     sizes = {"full_attention": 0, "sliding_attention": window}
-    if not isinstance(types, list) or len(types) != layers or any(kind not in sizes for kind in types):
+    if not isinstance(types, list) or len(types) != layers or not all(isinstance(t, str) and t in sizes for t in types):
         raise config.refused("layer_types", f"{layers} times full_attention or sliding_attention")
     if "sliding_attention" in types and not window:
         raise config.refused(

@@ -33,7 +33,7 @@ MODEL_TYPES: dict[str, Reader] = {
 
 
 def read_spec(folder: str | Path) -> DecoderSpec:
-    """The folder's config.json as a spec. Raises ModelNotFound, CorruptCheckpoint or UnsupportedModel (with the key)."""
+    """The folder's config.json as a spec. Raises ModelNotFound, CorruptCheckpoint or UnsupportedModel."""
     config = read_config(folder)
     return _reader(config)(config)
 

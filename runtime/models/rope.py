@@ -69,7 +69,8 @@ def _yarn(wavelengths: Frequencies, theta: float, head_dim: int, scaling: YarnSc
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(first)) / np.float32(last - first)
     kept = 1 - np.clip(ramp, 0, 1)
     slowed = np.float32(1) / (np.float32(scaling.factor) * wavelengths)
-    return (slowed * (1 - kept) + np.float32(1) / wavelengths * kept).astype(np.float32)
+    frequencies: Frequencies = slowed * (1 - kept) + np.float32(1) / wavelengths * kept
+    return frequencies
 
 
 def _yarn_ramp(theta: float, head_dim: int, scaling: YarnScaling) -> tuple[float, float]:

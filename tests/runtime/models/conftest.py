@@ -1,0 +1,100 @@
+"""Helpers: run an emitted program over a token sequence, and copies of golden folders to damage."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from quire.kernels.pool import Pool
+from quire.kernels.program import Program
+from quire.kernels.reference import ReferenceProgram
+from quire.runtime.models import Model, kv_layout
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+PAGE_SIZE = 16
+
+Logits = npt.NDArray[np.float32]
+ConfigEdit = Callable[[dict[str, Any]], object]
+
+
+@pytest.fixture
+def goldens() -> Path:
+    return GOLDENS
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Callable[..., Path]:
+    """A private copy of one golden folder, its config.json edited: `model_folder("llama", edit)`."""
+
+    def copy(name: str, edit: ConfigEdit = lambda config: None) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(GOLDENS / name, folder)
+        config = json.loads((folder / "config.json").read_text())
+        edit(config)
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return copy
+
+
+@pytest.fixture
+def compute_logits() -> Callable[..., Logits]:
+    """Logits of every token of one sequence, by the compiled kernels."""
+
+    def compute(model: Model, token_ids: Sequence[int], *, kv_dtype: Any = "f32", chunk: int | None = None) -> Logits:
+        chunk = chunk or len(token_ids)
+        plan = model.compile(kv_dtype=kv_dtype, max_positions=len(token_ids), max_tokens=chunk, max_samples=chunk)
+        layout = kv_layout(model.spec, kv_dtype, PAGE_SIZE)
+        num_pages = layout.pages_for(len(token_ids))
+        program = Program(
+            plan.ops,
+            plan.arena_bytes,
+            np.zeros(num_pages * layout.page_bytes, np.uint8),
+            layout,
+            num_pages,
+            Pool(1),
+            max_rows=chunk,
+            max_samples=chunk,
+            max_sequences=1,
+            vocab_size=model.spec.vocab_size,
+        )
+        view = program.view(plan.logits)
+        return run_in_chunks(program, token_ids, chunk, lambda rows: view[:rows, : model.spec.vocab_size].copy())
+
+    return compute
+
+
+@pytest.fixture
+def reference_logits() -> Callable[..., Logits]:
+    """The same by the numpy twins, in float64."""
+
+    def compute(model: Model, token_ids: Sequence[int]) -> Logits:
+        count = len(token_ids)
+        plan = model.compile(kv_dtype="f32", max_positions=count, max_tokens=count, max_samples=count)
+        program = ReferenceProgram(plan.ops, "f32", PAGE_SIZE, -(-count // PAGE_SIZE))
+        return run_in_chunks(program, token_ids, count, lambda rows: program.regions[plan.logits][:rows])
+
+    return compute
+
+
+def run_in_chunks(
+    program: Program | ReferenceProgram, token_ids: Sequence[int], chunk: int, read: Callable[[int], Any]
+) -> Logits:
+    pages = np.arange(-(-len(token_ids) // PAGE_SIZE), dtype=np.int32)[::-1].copy()
+    out = []
+    for first in range(0, len(token_ids), chunk):
+        ids = np.asarray(token_ids[first : first + chunk], np.int32)
+        rows = np.arange(len(ids), dtype=np.int32)
+        program.run(ids, _ints(0, len(ids)), _ints(first), pages, _ints(0, len(pages)), rows)
+        out.append(read(len(ids)))
+    return np.concatenate(out)
+
+
+def _ints(*values: int) -> npt.NDArray[np.int32]:
+    return np.array(values, np.int32)

@@ -1,0 +1,275 @@
+"""What config.json means: each family's own rules, and every bad value refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire.runtime.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
+from quire.runtime.models import DecoderSpec, read_spec
+from quire.runtime.models.spec import LinearScaling, Llama3Scaling, Rope, YarnScaling
+
+ARCHITECTURE = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+MINIMAL = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+
+Read = Callable[..., DecoderSpec]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """The spec of a minimal config of one family with the given keys; a key given as `...` is left out."""
+
+    def read(family: str, **keys: Any) -> DecoderSpec:
+        config = {"architectures": [ARCHITECTURE[family]], **MINIMAL, **keys}
+        config = {key: value for key, value in config.items() if value is not ...}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return read_spec(tmp_path)
+
+    return read
+
+
+def test_what_silence_means(read: Read) -> None:
+    assert read("llama") == DecoderSpec(
+        family="llama",
+        vocab_size=100,
+        hidden_size=64,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        intermediate_size=96,
+        norm_eps=1e-6,
+        rope=Rope(10000.0, None),
+        windows=(0, 0, 0),
+        qk_norm=False,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        tie_embeddings=False,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "qkv_bias", "o_bias", "mlp_bias"),
+    [
+        ("llama", {"attention_bias": True}, True, True, False),
+        ("llama", {"mlp_bias": True}, False, False, True),
+        ("qwen2", {}, True, False, False),
+        ("qwen2", {"attention_bias": False, "mlp_bias": True}, True, False, False),
+        ("qwen3", {}, False, False, False),
+        ("qwen3", {"attention_bias": True}, True, True, False),
+        ("mistral", {"attention_bias": True, "mlp_bias": True}, False, False, False),
+    ],
+)
+def test_biases(read: Read, family: str, keys: Any, qkv_bias: bool, o_bias: bool, mlp_bias: bool) -> None:
+    spec = read(family, **keys)
+    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias) == (qkv_bias, o_bias, mlp_bias)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "head_dim"),
+    [
+        ("llama", {}, 16),
+        ("llama", {"head_dim": None}, 16),
+        ("mistral", {"head_dim": 32}, 32),
+        ("qwen2", {"head_dim": 8}, 8),
+        ("qwen3", {}, 128),
+        ("qwen3", {"head_dim": None}, 16),
+        ("llama", {"head_dim": 24, "hidden_size": 66}, 24),
+    ],
+)
+def test_head_dim(read: Read, family: str, keys: Any, head_dim: int) -> None:
+    assert read(family, **keys).head_dim == head_dim
+
+
+def test_only_qwen3_normalises_heads(read: Read) -> None:
+    assert {family for family in ARCHITECTURE if read(family).qk_norm} == {"qwen3"}
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "windows"),
+    [
+        ("llama", {"sliding_window": 8}, (0, 0, 0)),
+        ("mistral", {"sliding_window": 8}, (8, 8, 8)),
+        ("mistral", {"sliding_window": None}, (0, 0, 0)),
+        ("mistral", {}, (4096, 4096, 4096)),
+        ("qwen2", {"sliding_window": 8}, (0, 0, 0)),
+        ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (0, 8, 8)),
+        ("qwen2", {"use_sliding_window": True}, (0, 0, 0)),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 2}, (0, 0, 4096)),
+        ("qwen3", {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, (0, 0, 0)),
+        (
+            "qwen3",
+            {
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+            (8, 0, 8),
+        ),
+        ("qwen3", {"layer_types": ["full_attention"] * 3}, (0, 0, 0)),
+    ],
+)
+def test_windows(read: Read, family: str, keys: Any, windows: tuple[int, ...]) -> None:
+    assert read(family, **keys).windows == windows
+
+
+YARN = YarnScaling(4.0, 1.138629436111989, 32.0, 1.0, True, 128)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rope"),
+    [
+        ({"rope_theta": 5e5}, Rope(5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": None}, Rope(5e5)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, Rope(1e6)),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, Rope(1e4, LinearScaling(2.0))),
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, Rope(5e5, Llama3Scaling(8.0, 1.0, 4.0, 512))),
+        (
+            {"rope_parameters": {**LLAMA3, "rope_theta": 5e5, "original_max_position_embeddings": 64}},
+            Rope(5e5, Llama3Scaling(8.0, 1.0, 4.0, 64)),
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
+            Rope(1e4, YARN),
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": None}, "original_max_position_embeddings": 128},
+            Rope(1e4, YARN),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 1.0, "beta_fast": 16, "truncate": False}},
+            Rope(1e4, YarnScaling(1.0, 1.0, 16.0, 1.0, False, 512)),
+        ),
+    ],
+)
+def test_rope_in_both_styles(read: Read, keys: Any, rope: Rope) -> None:
+    assert read("llama", **keys).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("keys", "bos", "eos"),
+    [
+        ({"eos_token_id": [5, 6], "bos_token_id": 4}, 4, (5, 6)),
+        ({"eos_token_id": None, "bos_token_id": None}, None, ()),
+        ({}, 1, (2,)),
+    ],
+)
+def test_special_tokens(read: Read, keys: Any, bos: int | None, eos: tuple[int, ...]) -> None:
+    spec = read("mistral", **keys)
+    assert (spec.bos_token_id, spec.eos_token_ids) == (bos, eos)
+
+
+def test_model_type_decides_where_there_are_no_architectures(read: Read) -> None:
+    assert read("llama", architectures=..., model_type="qwen3").family == "qwen3"
+
+
+@pytest.mark.parametrize(
+    ("keys", "culprit"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel; it must be one of LlamaForCausalLM"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"architectures": []}, "architectures"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures"),
+        ({"architectures": None, "model_type": "mamba"}, "mamba; it must be one of llama"),
+        ({"architectures": None}, "model_type is missing"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads"),
+        ({"num_attention_heads": 128, "num_key_value_heads": 1}, "num_key_value_heads"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"head_dim": 1024}, "head_dim"),
+        ({"hidden_size": 66}, "hidden_size"),
+        ({"hidden_size": 60}, "head_dim"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+        ({"attention_bias": 1}, "attention_bias"),
+        ({"mlp_bias": "no"}, "mlp_bias"),
+        ({"tie_word_embeddings": "true"}, "tie_word_embeddings"),
+        ({"eos_token_id": -1}, "eos_token_id"),
+        ({"eos_token_id": [1, True]}, "eos_token_id"),
+        ({"bos_token_id": "<s>"}, "bos_token_id"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_theta": 0.5}, "rope_theta"),
+        ({"rope_theta": float("inf")}, "rope_theta"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling.type.*default, linear, llama3 or yarn"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type"),
+        ({"rope_parameters": {"rope_type": 3}}, "rope_parameters.rope_type"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor"),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1}}, "rope_scaling.high_freq_factor"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": None}}, "rope_scaling.low_freq_factor"),
+        ({"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 1.5}}, "original_max_position_embeddings"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 0.5}}, "rope_scaling.beta_fast"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "truncate": 0}}, "rope_scaling.truncate"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4, "attention_factor": 0}}, "rope_scaling.attention_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(read: Read, keys: Any, culprit: str) -> None:
+    with pytest.raises(UnsupportedModel, match=culprit):
+        read("llama", **keys)
+
+
+@pytest.mark.parametrize("key", MINIMAL)
+@pytest.mark.parametrize("value", [..., None, 0, -1, True, "64", 64.0, [64], 1 << 40])
+def test_a_size_must_be_there_and_be_a_sane_integer(read: Read, key: str, value: Any) -> None:
+    with pytest.raises(UnsupportedModel, match=f"{key} is .*it must be an integer from 1 to"):
+        read("llama", **{key: value})
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "culprit"),
+    [
+        ("mistral", {"sliding_window": 0}, "sliding_window"),
+        ("mistral", {"sliding_window": True}, "sliding_window"),
+        ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": -4}, "sliding_window"),
+        ("qwen2", {"max_window_layers": -1}, "max_window_layers"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("qwen3", {"layer_types": ["linear_attention"] * 3}, "layer_types"),
+        ("qwen3", {"layer_types": [["full_attention"]] * 3}, "layer_types"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
+    ],
+)
+def test_a_bad_window_is_refused_by_name(read: Read, family: str, keys: Any, culprit: str) -> None:
+    with pytest.raises(UnsupportedModel, match=culprit):
+        read(family, **keys)
+
+
+def test_no_folder_and_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match="nowhere"):
+        read_spec(tmp_path / "nowhere")
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"a": 1', "[1]", '"config"', "null", "\xff", "[" * 100_000])
+def test_what_is_not_a_json_object_is_corrupt(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CorruptCheckpoint, match=r"config\.json"):
+        read_spec(tmp_path)

@@ -1,0 +1,83 @@
+"""Each family, from the folder transformers wrote to logits, against transformers' own in f32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quire.runtime.models import BUNDLED_MODEL, load_model, read_spec
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+HELDOUT = Path(__file__).parents[2] / "data" / "heldout.json"
+
+
+def distance(logits: Any, golden: Any) -> float:
+    """Largest difference, relative to the golden logits' own range."""
+    return float(np.abs(logits - golden).max() / (golden.max() - golden.min()))
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def golden(goldens: Path, family: str) -> tuple[list[int], Any]:
+    with np.load(goldens / family / "golden.npz") as data:
+        return data["token_ids"].tolist(), data["logits"]
+
+
+def test_the_program_means_what_transformers_computes(
+    goldens: Path, family: str, golden: tuple[list[int], Any], reference_logits: Callable[..., Any]
+) -> None:
+    token_ids, expected = golden
+    assert distance(reference_logits(load_model(goldens / family, "f32"), token_ids), expected) < 2e-5
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_f32_kernels_are_within_2e_4(
+    goldens: Path, family: str, golden: tuple[list[int], Any], compute_logits: Callable[..., Any], chunk: int | None
+) -> None:
+    token_ids, expected = golden
+    logits = compute_logits(load_model(goldens / family, "f32"), token_ids, chunk=chunk)
+    assert distance(logits, expected) < 2e-4
+
+
+@pytest.mark.parametrize("weights", ["bf16", "q8"])
+def test_smaller_weights_stay_near(
+    goldens: Path, family: str, golden: tuple[list[int], Any], compute_logits: Callable[..., Any], weights: Any
+) -> None:
+    token_ids, expected = golden
+    logits = compute_logits(load_model(goldens / family, weights), token_ids, kv_dtype="bf16")
+    assert 1e-5 < distance(logits, expected) < 0.05
+
+
+def test_both_styles_of_config_mean_the_same(goldens: Path, family: str, model_folder: Callable[..., Path]) -> None:
+    other = json.loads((goldens / family / "other_config.json").read_text())
+    folder = model_folder(family, lambda config: (config.clear(), config.update(other)))
+    written = json.loads((goldens / family / "config.json").read_text())
+    assert ("rope_parameters" in written) != ("rope_parameters" in other)
+    assert read_spec(folder) == read_spec(goldens / family)
+
+
+@pytest.mark.parametrize(
+    ("weights", "kv_dtype", "tolerance"), [("f32", "f32", 1e-4), ("bf16", "bf16", 0.01), ("q8", "bf16", 0.01)]
+)
+def test_the_bundled_model_predicts_text_it_never_saw(
+    compute_logits: Callable[..., Any], weights: Any, kv_dtype: str, tolerance: float
+) -> None:
+    heldout = json.loads(HELDOUT.read_text())
+    token_ids, reference = heldout["token_ids"], heldout["mean_nll_f32"]
+    logits = compute_logits(load_model(None, weights), token_ids, kv_dtype=kv_dtype, chunk=512).astype(np.float64)
+    log_normaliser = np.log(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)) + logits.max(axis=1)
+    nll = (log_normaliser - logits[np.arange(len(logits)), np.roll(token_ids, -1)])[:-1].mean()
+    assert nll == pytest.approx(reference, abs=tolerance if weights == "f32" else tolerance * reference)
+
+
+def test_the_bundled_model_is_where_the_default_points() -> None:
+    assert read_spec(BUNDLED_MODEL).family == "qwen3"

@@ -1,0 +1,90 @@
+"""Packed weights: everything at its place, in one block of exactly the planned size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quire.kernels.pack import PackedMatrix
+from quire.runtime.errors import ModelError
+from quire.runtime.models import Model, load_model
+from quire.runtime.models.packing import plan_weights
+from quire.runtime.weights import Checkpoint
+from quire.runtime.weights.memory import HUGE_PAGE_BYTES, map_block
+from safetensors.numpy import save_file
+
+
+def widened(checkpoint: Checkpoint, name: str) -> Any:
+    values = checkpoint.tensor(name)
+    return (values.astype(np.uint32) << 16).view(np.float32) if values.dtype == np.uint16 else values.astype(np.float32)
+
+
+def matrices(model: Model) -> list[PackedMatrix]:
+    weights = model.weights
+    head = [] if weights.lm_head is weights.embedding else [weights.lm_head]
+    inner = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    return [weights.embedding, *inner, *head]
+
+
+def test_q_k_and_v_are_one_matrix_in_that_order(goldens: Path) -> None:
+    checkpoint, layer = Checkpoint(goldens / "qwen3"), load_model(goldens / "qwen3", "f32").weights.layers[1]
+    parts = [widened(checkpoint, f"model.layers.1.self_attn.{name}_proj.weight") for name in "qkv"]
+    np.testing.assert_array_equal(layer.qkv.unpack(), np.concatenate(parts))
+
+
+def test_gate_and_up_alternate_by_16_and_end_in_zeros(goldens: Path) -> None:
+    checkpoint, layer = Checkpoint(goldens / "qwen3"), load_model(goldens / "qwen3", "f32").weights.layers[0]
+    gate, up = (widened(checkpoint, f"model.layers.0.mlp.{name}_proj.weight") for name in ("gate", "up"))
+    pairs = layer.gate_up.unpack().reshape(-1, 2, 16, 64)  # 176 columns of each, padded to 192
+    np.testing.assert_array_equal(pairs[:, 0].reshape(192, 64)[:176], gate)
+    np.testing.assert_array_equal(pairs[:, 1].reshape(192, 64)[:176], up)
+    assert not pairs[11:].any()
+
+
+def test_biases_lie_as_the_columns_they_belong_to(goldens: Path) -> None:
+    checkpoint, layer = Checkpoint(goldens / "llama"), load_model(goldens / "llama", "bf16").weights.layers[0]
+    prefix = "model.layers.0."
+    qkv = [widened(checkpoint, f"{prefix}self_attn.{name}_proj.bias") for name in "qkv"]
+    gate, up = (widened(checkpoint, f"{prefix}mlp.{name}_proj.bias").reshape(-1, 16) for name in ("gate", "up"))
+    assert layer.qkv_bias is not None
+    assert layer.gate_up_bias is not None
+    np.testing.assert_array_equal(layer.qkv_bias, np.concatenate(qkv))
+    np.testing.assert_array_equal(layer.gate_up_bias, np.stack([gate, up], axis=1).reshape(-1))
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", True), ("llama", False), ("mistral", False)])
+def test_tied_embeddings_are_packed_once(goldens: Path, family: str, tied: bool) -> None:
+    weights = load_model(goldens / family, "bf16").weights
+    assert (weights.lm_head is weights.embedding) == tied
+
+
+@pytest.mark.parametrize("weights", ["bf16", "q8", "f32"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_planned_bytes_are_the_packed_bytes(goldens: Path, family: str, weights: Any) -> None:
+    model = load_model(goldens / family, weights)
+    assert plan_weights(model.spec, weights)[1] == sum(matrix.nbytes for matrix in matrices(model))
+
+
+def test_extra_tensors_are_none_of_our_business(model_folder: Callable[..., Path]) -> None:
+    folder = model_folder("mistral")
+    checkpoint = Checkpoint(folder)
+    tensors: dict[str, Any] = {name: checkpoint.tensor(name) for name in checkpoint.names}
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(16, np.int64)
+    save_file(tensors, folder / "model.safetensors")
+    assert load_model(folder, "f32").spec.family == "mistral"
+
+
+def test_the_block_is_zeroed_and_starts_on_a_huge_page() -> None:
+    block = map_block(3 * HUGE_PAGE_BYTES + 64)
+    assert block.ctypes.data % HUGE_PAGE_BYTES == 0
+    assert block.shape == (3 * HUGE_PAGE_BYTES + 64,)
+    assert not block[::4096].any()
+    block[-1] = 1
+
+
+def test_a_machine_without_the_memory_says_how_much_was_needed() -> None:
+    with pytest.raises(ModelError, match="cannot map 1,152,921,504,606,846,976 bytes for the weights"):
+        map_block(1 << 60)

@@ -1,0 +1,89 @@
+"""The published table of KV sizes, and the memory plan: exact bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from quire.runtime.models import KNOWN_SHAPES, describe_sizes, kv_layout, load_model, plan_memory, read_spec
+
+GIB, MIB = 1 << 30, 1 << 20
+SHAPES = {shape.name: shape for shape in KNOWN_SHAPES}
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "f32", "bf16"),
+    [
+        ("Qwen3-0.6B", 1_024, 234_881_024, 117_440_512),
+        ("Llama-3-8B", 8_192, 2 * GIB, 1 * GIB),
+        ("Llama-3-70B", 8_192, 5 * GIB, 5 * GIB // 2),
+        ("Llama-3-405B", 131_072, 126 * GIB, 63 * GIB),
+        ("Qwen2.5-7B", 4_096, 448 * MIB, 224 * MIB),
+        ("Gemma-3-4B", 4_096, 1_088 * MIB, 544 * MIB),
+    ],
+)
+def test_known_sizes(name: str, tokens: int, f32: int, bf16: int) -> None:
+    shape = SHAPES[name]
+    assert (shape.num_tokens, shape.kv_bytes("f32"), shape.kv_bytes("bf16")) == (tokens, f32, bf16)
+
+
+def test_the_table_prints_every_model_with_exact_bytes() -> None:
+    header, *rows = describe_sizes().splitlines()
+    assert header.split() == ["model", "tokens", "f32,", "bytes", "bf16,", "bytes"]
+    assert len(rows) == len(KNOWN_SHAPES)
+    assert "Qwen3-0.6B           1,024         234,881,024    224 MiB         117,440,512    112 MiB" in rows
+    assert any(row.startswith("Llama-3-8B") and "2.0 GiB" in row and "1.0 GiB" in row for row in rows)
+    assert any(row.startswith("Llama-3-405B") and "126 GiB" in row and "63 GiB" in row for row in rows)
+
+
+def test_the_bundled_model_is_in_the_table_as_it_is() -> None:
+    shape, layout = SHAPES["Quire demo (4 M)"], kv_layout(load_model(None, "q8").spec, "bf16", 32)
+    assert shape.kv_bytes("bf16") == layout.sequence_bytes(shape.num_tokens)
+
+
+def test_a_plan_is_what_loading_and_compiling_give(goldens: Path) -> None:
+    model = load_model(goldens / "qwen3", "q8")
+    compiled = model.compile(kv_dtype="bf16", max_positions=200, max_tokens=48, max_samples=8)
+    plan = plan_memory(
+        read_spec(goldens / "qwen3"),
+        weights="q8",
+        kv_dtype="bf16",
+        page_size=32,
+        num_pages=10,
+        max_positions=200,
+        max_tokens=48,
+        max_samples=8,
+        workers=2,
+    )
+    assert plan.arena_bytes == compiled.arena_bytes
+    assert plan.program.values == compiled.values
+    assert plan.logits_bytes == compiled.logits.nbytes == 8 * 320 * 4
+    assert plan.kv_bytes == 10 * kv_layout(model.spec, "bf16", 32).page_bytes == 10 * 2 * 2 * 2 * 32 * 32 * 2
+    assert plan.rotary_bytes == 200 * 24 * 4
+    assert plan.total_bytes == sum(
+        (plan.weights_bytes, plan.kv_bytes, plan.arena_bytes, plan.rotary_bytes, plan.scratch_bytes)
+    )
+    assert f"total {plan.total_bytes:>30,} B" in plan.describe()
+
+
+def test_a_plan_needs_no_weights_and_no_memory(tmp_path: Path, goldens: Path) -> None:
+    """Llama 3 405B's shape, in a folder without a single tensor."""
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 16384, "num_hidden_layers": 126,'
+        '"num_attention_heads": 128, "num_key_value_heads": 8, "intermediate_size": 53248,'
+        '"max_position_embeddings": 131072}'
+    )
+    plan = plan_memory(
+        read_spec(tmp_path),
+        weights="bf16",
+        kv_dtype="bf16",
+        page_size=32,
+        num_pages=4096,
+        max_positions=131072,
+        max_tokens=512,
+        max_samples=64,
+        workers=2,
+    )
+    norms = (2 * 126 + 1) * 16384
+    assert plan.weights_bytes == 2 * (405_853_388_800 - norms)  # the published parameter count, all in bf16
+    assert plan.kv_bytes == 63 * GIB

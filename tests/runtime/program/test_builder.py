@@ -1,0 +1,120 @@
+"""The builder: the ops a decoder emits, in order, over regions that are never overwritten while they are read."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire.kernels.ops import Attention, Convert, Embed, Gather, Linear, Norm, Op, Region, RotateStore, region_nbytes
+from quire.runtime.models import load_model
+from quire.runtime.program import ProgramPlan
+from quire.runtime.program.memory import Lifetime, live_bytes
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
+
+
+def compiled(
+    family: str, weights: Any, max_tokens: int = 64, max_samples: int = 4, kv_dtype: Any = "bf16"
+) -> ProgramPlan:
+    model = load_model(GOLDENS / family, weights)
+    return model.compile(kv_dtype=kv_dtype, max_positions=96, max_tokens=max_tokens, max_samples=max_samples)
+
+
+def reads_and_writes(op: Op) -> tuple[list[Region], Region]:
+    match op:
+        case Embed():
+            return [], op.out
+        case RotateStore():
+            return [op.qkv], op.q
+        case Attention():
+            return [op.q], op.out
+        case Linear():
+            return [op.input, op.out] if op.epilogue == "add" else [op.input], op.out
+        case _:
+            return [op.input], op.out
+
+
+def names(ops: list[Op]) -> list[str]:
+    return [type(op).__name__ + (f":{op.epilogue}" if isinstance(op, Linear) else "") for op in ops]
+
+
+def test_one_layer_reads_like_the_paper() -> None:
+    layer = [
+        "Norm", "Linear:store", "RotateStore", "Attention", "Convert", "Linear:add",
+        "Norm", "Linear:swiglu", "Convert", "Linear:add",
+    ]  # fmt: skip
+    assert names(compiled("qwen3", "q8").ops) == ["Embed", *layer, *layer, "Gather", "Norm", "Linear:store"]
+
+
+def test_f32_weights_need_no_conversion() -> None:
+    assert not any(isinstance(op, Convert) for op in compiled("qwen3", "f32").ops)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "q8", "f32"])
+def test_linears_read_the_weights_own_form(weights: Any) -> None:
+    linears = [op for op in compiled("llama", weights).ops if isinstance(op, Linear)]
+    assert {op.input.form for op in linears} == {weights}
+    assert {op.out.form for op in linears} == {"f32"}
+
+
+def test_the_residual_stream_is_one_region_added_to_in_place() -> None:
+    plan = compiled("llama", "q8")
+    embed = plan.ops[0]
+    assert isinstance(embed, Embed)
+    added = {op.out for op in plan.ops if isinstance(op, Linear) and op.epilogue == "add"}
+    assert added == {embed.out}
+
+
+def test_only_sampled_rows_reach_the_head() -> None:
+    plan = compiled("llama", "bf16", max_tokens=64, max_samples=4)
+    gather, norm, head = plan.ops[-3:]
+    assert isinstance(gather, Gather)
+    assert isinstance(norm, Norm)
+    assert isinstance(head, Linear)
+    assert [gather.input.rows, gather.out.rows, norm.out.rows, head.out.rows] == [64, 4, 4, 4]
+    assert plan.logits == head.out == Region(plan.logits.offset, 4, 320, "f32")
+
+
+def test_windows_and_query_width_come_from_the_spec() -> None:
+    qwen2 = [op for op in compiled("qwen2", "q8").ops if isinstance(op, Attention)]
+    assert [op.window for op in qwen2] == [0, 20]
+    (q,) = {op.q for op in compiled("qwen3", "q8", kv_dtype="f32").ops if isinstance(op, RotateStore) and op.layer == 0}
+    assert (q.columns, q.form) == (4 * 32, "f32")  # heads of 24, padded to 32
+
+
+@pytest.mark.parametrize(("max_tokens", "max_samples"), [(1, 1), (33, 33), (64, 4), (512, 64)])
+@pytest.mark.parametrize("weights", ["bf16", "q8", "f32"])
+def test_what_an_op_reads_is_what_was_written(weights: Any, max_tokens: int, max_samples: int) -> None:
+    """Follow each byte: whoever wrote it last wrote exactly the region that is read."""
+    plan = compiled("mistral", weights, max_tokens, max_samples)
+    owner: dict[int, Region] = {}
+    for op in plan.ops:
+        inputs, out = reads_and_writes(op)
+        for region in inputs:
+            assert {owner.get(block) for block in blocks(region)} == {region}, op
+        assert not any(set(blocks(out)) & set(blocks(region)) for region in inputs if region != out)
+        owner.update(dict.fromkeys(blocks(out), out))
+    assert {owner[block] for block in blocks(plan.logits)} == {plan.logits}
+
+
+def blocks(region: Region) -> range:
+    return range(region.offset // 64, (region.offset + region_nbytes(region.rows, region.columns, region.form)) // 64)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "q8", "f32"])
+def test_the_arena_is_no_larger_than_the_busiest_moment(weights: Any) -> None:
+    plan = compiled("llama", weights, max_tokens=512, max_samples=16)
+    values = [Lifetime(value.region.nbytes, value.first_op, value.last_op) for value in plan.values]
+    assert plan.arena_bytes <= 1.1 * live_bytes(values)
+    assert plan.arena_bytes < sum(value.nbytes for value in values) / 3
+
+
+def test_the_map_shows_every_place_in_order() -> None:
+    plan = compiled("qwen3", "q8")
+    *lines, last = plan.describe().splitlines()
+    offsets = [int(line.split()[0].replace(",", "")) for line in lines]
+    assert all(low <= high for low, high in pairwise(offsets))
+    assert sum(int(line.rsplit("x", 1)[1]) for line in lines) == len(plan.values)
+    assert last.split() == [f"{plan.arena_bytes:,}", "end", "of", "arena,", "24", "ops"]

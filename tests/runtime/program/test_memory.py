@@ -1,0 +1,61 @@
+"""Placing values: never two alive at one byte, and no more memory than the busiest moment needs by much."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire.kernels.ops import ALIGNMENT, aligned
+from quire.runtime.program.memory import ArenaLayout, Lifetime, lay_out, live_bytes
+
+LIFETIME = st.builds(
+    lambda nbytes, first, length: Lifetime(nbytes, first, first + length),
+    st.integers(1, 5000),
+    st.integers(0, 30),
+    st.integers(0, 10),
+)
+
+
+def clashes(values: Sequence[Lifetime], layout: ArenaLayout) -> list[tuple[int, int]]:
+    """Pairs that are alive together and share a byte, found the slow way."""
+    occupied = [
+        {(op, block) for op in range(v.first, v.last + 1) for block in range(at // 64, (at + v.nbytes + 63) // 64)}
+        for v, at in zip(values, layout.offsets, strict=True)
+    ]
+    return [(i, j) for i, j in combinations(range(len(values)), 2) if occupied[i] & occupied[j]]
+
+
+@given(st.lists(LIFETIME, max_size=30))
+def test_no_two_live_values_overlap(values: list[Lifetime]) -> None:
+    layout = lay_out(values)
+    assert clashes(values, layout) == []
+    assert all(offset % ALIGNMENT == 0 for offset in layout.offsets)
+    assert all(at + aligned(v.nbytes) <= layout.nbytes for v, at in zip(values, layout.offsets, strict=True))
+
+
+@given(st.lists(LIFETIME, max_size=30))
+def test_the_arena_is_between_the_busiest_moment_and_the_sum(values: list[Lifetime]) -> None:
+    assert live_bytes(values) <= lay_out(values).nbytes <= sum(aligned(v.nbytes) for v in values)
+
+
+@pytest.mark.parametrize(
+    ("values", "offsets", "nbytes"),
+    [
+        ([], (), 0),
+        ([Lifetime(100, 0, 1), Lifetime(100, 2, 3)], (0, 0), 128),
+        ([Lifetime(100, 0, 1), Lifetime(100, 1, 2)], (0, 128), 256),  # read and written by op 1: both alive
+        ([Lifetime(64, 0, 9), Lifetime(640, 0, 1), Lifetime(320, 2, 3)], (640, 0, 0), 704),
+        # Between the two long-lived ones there is room for exactly the last.
+        ([Lifetime(256, 0, 9), Lifetime(192, 0, 2), Lifetime(128, 0, 9), Lifetime(64, 3, 9)], (0, 256, 448, 256), 576),
+    ],
+)
+def test_exact_places(values: list[Lifetime], offsets: tuple[int, ...], nbytes: int) -> None:
+    assert lay_out(values) == ArenaLayout(offsets, nbytes)
+
+
+def test_the_busiest_moment() -> None:
+    assert live_bytes([]) == 0
+    assert live_bytes([Lifetime(64, 0, 1), Lifetime(65, 1, 2), Lifetime(64, 2, 2)]) == 192

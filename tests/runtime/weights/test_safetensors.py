@@ -1,0 +1,174 @@
+"""Checkpoint files: exact values of every dtype, and every way a file can lie."""
+
+from __future__ import annotations
+
+import json
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quire.runtime.errors import CorruptCheckpoint, MissingTensor, ModelNotFound, WrongTensor
+from quire.runtime.weights import Checkpoint
+from safetensors import TensorSpec, serialize_file
+from safetensors.numpy import save_file
+
+FLOATS = np.arange(6, dtype=np.float32).reshape(2, 3) - 2.5
+BF16_BITS = (FLOATS.view(np.uint32) >> 16).astype(np.uint16)  # exact: these values fit
+
+
+def write(folder: Path, header: Any, data: bytes = b"\0" * 64) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def entry(begin: int, end: int, dtype: str = "F32", shape: Any = (8,)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+def save_sharded(folder: Path, weight_map: dict[str, Any]) -> None:
+    save_file({"a": FLOATS}, folder / "one.safetensors")
+    save_file({"b": FLOATS + 1, "c": FLOATS + 2}, folder / "two.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_values_of_each_dtype(tmp_path: Path) -> None:
+    bf16 = TensorSpec(dtype="bfloat16", shape=[2, 3], data_ptr=BF16_BITS.ctypes.data, data_len=BF16_BITS.nbytes)
+    half = FLOATS.astype(np.float16)
+    f16 = TensorSpec(dtype="float16", shape=[2, 3], data_ptr=half.ctypes.data, data_len=half.nbytes)
+    f32 = TensorSpec(dtype="float32", shape=[2, 3], data_ptr=FLOATS.ctypes.data, data_len=FLOATS.nbytes)
+    serialize_file({"bf16": bf16, "f16": f16, "f32": f32}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.names == ("bf16", "f16", "f32")
+    assert [checkpoint.dtype(name) for name in checkpoint.names] == ["BF16", "F16", "F32"]
+    assert all(checkpoint.shape(name) == (2, 3) for name in checkpoint.names)
+    for name, expected in (("bf16", BF16_BITS), ("f16", half), ("f32", FLOATS)):
+        tensor = checkpoint.tensor(name)
+        assert tensor.dtype == expected.dtype
+        np.testing.assert_array_equal(tensor, expected)
+
+
+def test_arrays_share_the_mapped_file_and_are_read_only(tmp_path: Path) -> None:
+    save_file({"a": FLOATS}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    assert np.shares_memory(checkpoint.tensor("a"), checkpoint.tensor("a"))
+    assert not checkpoint.tensor("a").flags.writeable
+
+
+def test_an_unaligned_tensor_is_copied_to_an_aligned_place(tmp_path: Path) -> None:
+    header = json.dumps({"a": entry(0, 4, shape=[1])})
+    header += " " * ((1 - len(header)) % 4)  # so that the data starts at an odd byte
+    write(tmp_path, header.encode(), struct.pack("<f", 1.5))
+    tensor = Checkpoint(tmp_path).tensor("a")
+    assert tensor.flags.aligned
+    assert tensor.tolist() == [1.5]
+
+
+def test_shards_read_as_one_checkpoint(tmp_path: Path) -> None:
+    save_sharded(tmp_path, {"a": "one.safetensors", "c": "two.safetensors"})
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.names == ("a", "c")  # b is in a shard but not in the index
+    np.testing.assert_array_equal(checkpoint.tensor("c"), FLOATS + 2)
+
+
+def test_an_absent_tensor_is_named(tmp_path: Path) -> None:
+    save_file({"a": FLOATS}, tmp_path / "model.safetensors")
+    checkpoint = Checkpoint(tmp_path)
+    assert "a" in checkpoint
+    assert "b" not in checkpoint
+    for ask in (checkpoint.tensor, checkpoint.shape, checkpoint.dtype):
+        with pytest.raises(MissingTensor, match="tensor b is not in"):
+            ask("b")
+
+
+def test_integers_can_be_listed_but_not_read(tmp_path: Path) -> None:
+    save_file({"ids": np.arange(3)}, tmp_path / "model.safetensors")
+    assert Checkpoint(tmp_path).dtype("ids") == "I64"
+    with pytest.raises(WrongTensor, match=r"ids .* is I64; it must be one of BF16, F16, F32"):
+        Checkpoint(tmp_path).tensor("ids")
+
+
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        (b"garbage", b""),
+        (b"[1, 2]", b""),
+        (b"\xff\xfe", b""),
+        ({"a": entry(0, 32), "b": entry(16, 48)}, b"\0" * 48),
+        ({"a": entry(0, 64)}, b"\0" * 64),
+        ({"a": entry(0, 32)}, b"\0" * 31),
+        ({"a": entry(0, 32)}, b"\0" * 33),
+        ({"a": entry(32, 64)}, b"\0" * 64),
+        ({"a": entry(32, 0)}, b"\0" * 32),
+        ({"a": entry(0, 32, shape=[-8])}, b"\0" * 32),
+        ({"a": entry(0, 64, shape=[1 << 40, 1 << 40])}, b"\0" * 64),
+        ({"a": entry(0, 32, dtype="F31")}, b"\0" * 32),
+        ({"a": {"dtype": "F32", "shape": [8]}}, b"\0" * 32),
+    ],
+    ids=[
+        "garbage", "list", "not utf-8", "overlap", "longer than its shape", "file too short", "file too long", "gap",
+        "backwards", "negative size", "overflow", "unknown dtype", "no offsets",
+    ],
+)  # fmt: skip
+def test_a_lying_file_is_named(tmp_path: Path, header: Any, data: bytes) -> None:
+    write(tmp_path, header, data)
+    with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors is not a whole safetensors file"):
+        Checkpoint(tmp_path)
+
+
+def test_a_key_given_twice_cannot_smuggle_offsets_past_the_check(tmp_path: Path) -> None:
+    """Whichever entry the library believed, ours is inside the file and as long as its shape."""
+    first, second = json.dumps(entry(0, 32)), json.dumps(entry(0, 1 << 40, shape=[1 << 38]))
+    for one, other in ((first, second), (second, first)):
+        write(tmp_path, f'{{"a": {one}, "a": {other}}}'.encode(), b"\0" * 32)
+        with suppress(CorruptCheckpoint):
+            assert Checkpoint(tmp_path).tensor("a").shape == (8,)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 9, 60])
+def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
+    save_file({"a": FLOATS}, tmp_path / "model.safetensors")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:keep])
+    with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors"):
+        Checkpoint(tmp_path)
+
+
+def test_a_length_beyond_all_reason(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
+    with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000])
+def test_an_index_that_is_none(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors\.index\.json"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("shard", ["gone.safetensors", "../one.safetensors", "/etc/passwd", "", ".", "a\0b"])
+def test_a_shard_that_is_not_in_the_folder(tmp_path: Path, shard: str) -> None:
+    save_sharded(tmp_path, {"a": "one.safetensors", "b": shard})
+    with pytest.raises(CorruptCheckpoint, match="shard"):
+        Checkpoint(tmp_path)
+
+
+def test_a_shard_without_what_the_index_promises(tmp_path: Path) -> None:
+    save_sharded(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"})
+    with pytest.raises(MissingTensor, match=r"tensor b is not in .*one\.safetensors"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "file", "a\0b", "x" * 300])
+def test_no_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ModelNotFound, match="is not a folder"):
+        Checkpoint(tmp_path / name)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
+        Checkpoint(tmp_path)
