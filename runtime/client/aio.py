@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import copy
 import itertools
+import time
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any
@@ -212,15 +213,14 @@ class _Link:
                 self._writer.write(encode(Cancel(frame.request_id)))
 
     async def ping(self) -> float:
-        loop = asyncio.get_running_loop()
         nonce = next(self._ids)
-        answered = self._pings[nonce] = loop.create_future()
+        answered = self._pings[nonce] = asyncio.get_running_loop().create_future()
         try:
-            started = loop.time()
+            started = time.perf_counter()  # uvloop's own clock counts whole milliseconds
             self._write(Ping(nonce))
             await self._flush()
             await answered
-            return loop.time() - started
+            return time.perf_counter() - started
         finally:
             del self._pings[nonce]
 

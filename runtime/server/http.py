@@ -40,18 +40,33 @@ class OperatorServer:
 
     def __init__(self, app: Starlette, listening: socket.socket) -> None:
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", http="h11", ws="none", timeout_graceful_shutdown=1
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            http="h11",
+            ws="none",
+            date_header=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
         )
         self._server = _Uvicorn(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     async def close(self) -> None:
-        self._server.should_exit = True
+        self._server.leave.set()
         await self._task
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals belong to the command that owns the event loop."""
+    """Signals belong to the command that owns the event loop; nothing here needs uvicorn's ten ticks a second."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.leave = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.leave.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgpack
 import pytest
+import uvloop
 from quire.runtime.client import AsyncClient, Client
 from quire.runtime.errors import (
     ConfigError,
@@ -128,6 +129,27 @@ async def test_closing_the_client_cancels_everything(system: Any, eventually: Ev
     await eventually(lambda: not system.engine.live)
     with pytest.raises(Unavailable):
         await client.complete("hi")
+
+
+def test_the_same_on_uvloop(serve: Serve, eventually: Eventually) -> None:
+    """The loop `quire serve` installs."""
+
+    async def scenario() -> None:
+        system = await serve()
+        async with AsyncClient(system.address) as client:
+            completions = await asyncio.gather(*(client.complete(f"p{index}", THREE) for index in range(20)))
+            assert [completion.text for completion in completions] == [f" p{i}:0é日 p{i}:2é日" for i in range(20)]
+            assert await client.ping() > 0
+            async for _ in client.generate("hold", ENDLESS):
+                break
+            await eventually(lambda: not system.engine.live)
+            left = asyncio.create_task(client.complete("hold", ENDLESS))
+            await eventually(lambda: bool(system.engine.live))
+            await system.server.close()
+            with pytest.raises(Unavailable, match="shutting down"):
+                await left
+
+    uvloop.run(scenario())
 
 
 # Errors
