@@ -62,6 +62,16 @@ class LLM:
             max_num_waiting=OFFLINE_QUEUE,
             isa=isa,
         )
+        self._start(config)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        """As the constructor, for callers that have resolved flags, environment and file into a config."""
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
         self._thread = LoopThread("quire-llm")
         try:
             self._engine: Engine | None = self._thread.run(Engine.start(config))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...kernels import CpuBudget, available_cpus, pick_level
+from ...kernels import DEFAULT_LEVEL, CpuBudget, available_cpus, pick_level
 from ...pager import PAGE_SIZES, KVLayout
 from ..config import EngineConfig
 from ..errors import ConfigError
@@ -69,7 +69,7 @@ def _cpus(config: EngineConfig) -> CpuBudget:
 
 def _isa(config: EngineConfig) -> str:
     try:
-        return pick_level(config.isa)
+        return pick_level(config.isa or DEFAULT_LEVEL)
     except ValueError as error:
         raise ConfigError(f"--isa: {error}") from error
 

@@ -37,8 +37,9 @@ class Rows:
 
 
 class Executor:
-    def __init__(self, program: Program, logits: Region, vocab_size: int, sampler: Sampler) -> None:
-        self._program = program
+    def __init__(self, program: Program, logits: Region, vocab_size: int, sampler: Sampler, max_rows: int) -> None:
+        self.program = program
+        self.max_rows = max_rows  # tokens of one step
         self._logits: Floats = program.view(logits)  # [max_samples, padded vocab]
         self._vocab_size = vocab_size
         self._sampler = sampler
@@ -75,7 +76,7 @@ class Executor:
         samples = [
             row + int(start) for sequence, start in zip(sequences, row_start, strict=False) for row in sequence.samples
         ]
-        self._program.run(
+        self.program.run(
             np.fromiter((token for sequence in sequences for token in sequence.token_ids), np.int32, int(row_start[-1])),
             row_start,
             np.array([sequence.first_position for sequence in sequences], np.int32),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...kernels import Pool, Program, Sampler
-from ...kernels.ops import Op, padded
+from ...kernels.ops import Linear, Op, padded
 from ...pager import KVArena, KVLayout, OutOfMemory
 from ..config import EngineConfig
 from ..errors import ConfigError
@@ -48,6 +48,14 @@ class Machine:
         known = declared if self.tokenizer is None else declared | self.tokenizer.eos_token_ids
         return frozenset(token for token in known if token < self.spec.vocab_size)
 
+    def op_seconds(self) -> dict[str, float]:
+        """Seconds of steps by kind of op since this was last asked, linear layers apart by their purpose."""
+        spent: dict[str, float] = {}
+        for op, seconds in zip(self.ops, self.executor.program.op_seconds(), strict=True):
+            name = _op_name(op, self.spec.vocab_size)
+            spent[name] = spent.get(name, 0.0) + seconds
+        return spent
+
     def close(self) -> None:
         """Let go of the KV memory. Idempotent."""
         self.arena.close()
@@ -82,8 +90,16 @@ def assemble(config: EngineConfig) -> Machine:
         isa=capacity.isa,
     )
     sampler = Sampler(spec.vocab_size, padded(spec.vocab_size), config.max_num_seqs, pool, capacity.isa)
-    executor = Executor(program, plan.logits, spec.vocab_size, sampler)
+    executor = Executor(program, plan.logits, spec.vocab_size, sampler, config.max_num_batched_tokens)
     return Machine(spec, capacity, executor, arena, plan.ops, tokenizer, folder)
+
+
+def _op_name(op: Op, vocab_size: int) -> str:
+    if isinstance(op, Linear):
+        return "lm_head" if op.weight.out_features == vocab_size else "linear"
+    return {"RotateStore": "rope + page write", "Convert": "quantise", "Norm": "norm + quantise"}.get(
+        type(op).__name__, type(op).__name__.lower()
+    )
 
 
 def _arena(capacity: Capacity) -> KVArena:

@@ -1,0 +1,17 @@
+# Everything happens in .venv; `quire` and `pip` there are yours to call too.
+BIN := .venv/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+demo: $(BIN)/quire
+	$(BIN)/quire demo
+
+test: $(BIN)/quire
+	$(BIN)/python -m pytest
+
+$(BIN)/quire: pyproject.toml
+	python3 -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check 'meson-python>=0.18,<0.23' 'cython>=3.1,<3.4' 'meson>=1.3' 'ninja>=1.11'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+.PHONY: demo test

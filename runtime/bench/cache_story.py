@@ -1,0 +1,79 @@
+"""What a KV cache is for, measured: the same tokens generated with it and by recomputing everything for each of them.
+
+Both runs use the same kernels and the same pages; the uncached one starts from position 0 every time. So the tokens must
+be equal, forward times climb without the cache, and stay flat with it.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..execution import Machine, Rows
+
+SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One generation. `forward_s[0]` is the prompt's forward pass, the others one per further token."""
+
+    token_ids: tuple[int, ...]
+    forward_s: tuple[float, ...]
+
+    @property
+    def time_to_first_token_s(self) -> float:
+        return self.forward_s[0]
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return (len(self.forward_s) - 1) / sum(self.forward_s[1:])
+
+    def describe(self) -> str:
+        rest = [seconds * 1000 for seconds in self.forward_s[1:]]
+        return (
+            f"TTFT {self.time_to_first_token_s * 1000:8.2f} ms   decode {self.decode_tokens_per_s:8.1f} tok/s   "
+            f"per forward min {min(rest):7.2f}  mean {statistics.mean(rest):7.2f}  max {max(rest):7.2f} ms"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStory:
+    prompt_tokens: int
+    cached: Run
+    uncached: Run
+
+
+def tell_cache_story(machine: Machine, prompt_tokens: int, new_tokens: int) -> CacheStory:
+    """Greedy generation of `new_tokens` (at least 2) after a random prompt. The machine must serve nobody meanwhile."""
+    vocab = machine.spec.vocab_size
+    generator = random.Random(SEED)
+    prompt = [generator.randrange(vocab) for _ in range(prompt_tokens)]
+    pages = range(machine.layout.pages_for(prompt_tokens + new_tokens))
+    _generate(machine, prompt, pages, 2, cached=True)  # touches the memory once
+    cached = _generate(machine, prompt, pages, new_tokens, cached=True)
+    return CacheStory(prompt_tokens, cached, _generate(machine, prompt, pages, new_tokens, cached=False))
+
+
+def _generate(machine: Machine, prompt: Sequence[int], pages: Sequence[int], new_tokens: int, *, cached: bool) -> Run:
+    tokens = list(prompt)
+    forward_s = []
+    for index in range(new_tokens):
+        first = len(tokens) - 1 if cached and index else 0
+        start = time.perf_counter()
+        tokens.append(_next_token(machine, tokens, first, pages))
+        forward_s.append(time.perf_counter() - start)
+    return Run(tuple(tokens[len(prompt) :]), tuple(forward_s))
+
+
+def _next_token(machine: Machine, tokens: Sequence[int], first: int, pages: Sequence[int]) -> int:
+    """The most likely token after `tokens`, computing positions from `first` on, in as many passes as buffers ask for."""
+    executor = machine.executor
+    while len(tokens) - first > executor.max_rows:
+        executor.forward([Rows(tokens[first : first + executor.max_rows], first, pages, ())])
+        first += executor.max_rows
+    rest = tokens[first:]
+    return int(executor.forward([Rows(rest, first, pages, (len(rest) - 1,))])[0].argmax())

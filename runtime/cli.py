@@ -1,0 +1,182 @@
+"""The `quire` command: flags in, one function call out. Every refusal is one line that says what is allowed.
+
+It must not know how anything works. Exit status 0: done; 2: the command line, a setting, the model or a request is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Parameter
+
+from .commands.bench import bench_cache, bench_speed
+from .commands.demo import demo as run_demo
+from .commands.generate import generate as run_generate
+from .commands.inspect import info_text, plan_text, sizes_text
+from .commands.serve import serve as run_serve
+from .errors import QuireError
+from .generation import SamplingParams
+from .settings import Settings, resolve_settings
+
+app = App(
+    name="quire",
+    help="Serve language models on CPUs from paged KV memory: the same bits under any load.",
+    version_flags=["--version"],
+)
+
+
+@Parameter(name="*")
+@dataclass
+class EngineFlags:
+    """Flags win over QUIRE_* environment variables, those over --config, that over defaults."""
+
+    weights: str | None = None
+    "bf16, q8 (quantised at load) or f32. Default bf16."
+    kv_cache_dtype: str | None = None
+    "bf16 or f32. Default bf16."
+    block_size: int | None = None
+    "Tokens per KV page: 16, 32 or 64. Default 32."
+    max_model_len: int | None = None
+    "Longest prompt + output, in tokens. Default: the model's, or what the pool holds."
+    max_num_seqs: int | None = None
+    "Sequences that run at once. Default 64."
+    max_num_batched_tokens: int | None = None
+    "Tokens computed in one step. Default 512."
+    kv_cache_memory: str | None = None
+    "KV pool size, such as 4GiB. Default: what max_num_seqs need, up to 40 % of free memory."
+    threads: int | None = None
+    "Default: what affinity and cgroup quota allow."
+    enable_prefix_caching: bool | None = None
+    "Share pages of equal prompt beginnings. Default on."
+    max_num_waiting: int | None = None
+    "Queue limit. Default 1024."
+    isa: str | None = None
+    "Force an ISA level; see `quire info`."
+    config: Path | None = None
+    "TOML file with any of these settings."
+
+
+@Parameter(name="*")
+@dataclass
+class ServerFlags:
+    host: str | None = None
+    "Address for clients. Default 127.0.0.1; another one needs --token."
+    port: int | None = None
+    "Default 7070; 0 takes a free one."
+    uds: str | None = None
+    "Unix socket path for clients, instead of TCP."
+    http_host: str | None = None
+    "Address for operators. Default 127.0.0.1."
+    http_port: int | None = None
+    "Default 7071; 0 takes a free one."
+    token: str | None = None
+    "Clients must present it. Better set QUIRE_TOKEN: flags show in process lists."
+    served_model_name: str | None = None
+    "Name that clients are told."
+
+
+@Parameter(name="*")
+@dataclass
+class SamplingFlags:
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+
+def _settings(model: str | None, *flags: EngineFlags | ServerFlags | None) -> Settings:
+    given: dict[str, Any] = {"model": model}
+    for group in flags:
+        given |= asdict(group) if group is not None else {}
+    config_file = given.pop("config", None)
+    return resolve_settings(given, os.environ, config_file)
+
+
+@app.command
+def serve(model: str | None = None, /, *, engine: EngineFlags | None = None, server: ServerFlags | None = None) -> None:
+    """Serve MODEL, a Hugging Face folder (default: the bundled model), until interrupted."""
+    run_serve(_settings(model, engine, server))
+
+
+@app.command
+def generate(
+    prompt: str,
+    /,
+    *,
+    model: str | None = None,
+    sampling: SamplingFlags | None = None,
+    engine: EngineFlags | None = None,
+) -> None:
+    """Continue PROMPT in this process and print the text as it comes."""
+    params = SamplingParams(**asdict(sampling or SamplingFlags()))
+    run_generate(_settings(model, engine).engine, prompt, params)
+
+
+@app.command
+def demo(*, users: int = 8, max_tokens: int = 120) -> None:
+    """Start a server on the bundled model, let several users stream from it at once, show what they saw, stop."""
+    run_demo(users, max_tokens)
+
+
+@app.command
+def bench(
+    model: str | None = None,
+    /,
+    *,
+    shapes: str = "1x128,8x128,32x128",
+    new_tokens: int = 32,
+    repeats: int = 3,
+    json: bool = False,
+    kv_cache: Annotated[bool, Parameter(negative="--no-kv-cache")] = True,
+    plot: Path | None = None,
+    engine: EngineFlags | None = None,
+) -> None:
+    """Measure prefill and decode speed of MODEL (default: the bundled one) by users x prompt tokens.
+
+    With --no-kv-cache: generate by recomputing everything, beside the cached run; --plot FILE draws both.
+    """
+    config = _settings(model, engine).engine
+    if kv_cache:
+        bench_speed(config, shapes, new_tokens, repeats, json)
+    else:
+        bench_cache(config, shapes, new_tokens, json, plot)
+
+
+@app.command
+def plan(
+    model: str | None = None, /, *, sizes: bool = False, arena: bool = False, engine: EngineFlags | None = None
+) -> None:
+    """Print the memory that serving MODEL takes, without loading it.
+
+    --sizes: KV bytes of known models instead. --arena: also the map of the step arena.
+    """
+    print(sizes_text() if sizes else plan_text(_settings(model, engine).engine, arena))
+
+
+@app.command
+def info(*, engine: EngineFlags | None = None) -> None:
+    """Print versions, the ISA level and the number of threads, and why."""
+    print(info_text(_settings(None, engine)))
+
+
+def main() -> None:
+    try:
+        app()
+    except QuireError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

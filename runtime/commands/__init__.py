@@ -1,0 +1,1 @@
+"""What each `quire` command does, behind the flags that `cli.py` parses."""

@@ -1,0 +1,156 @@
+"""`quire demo`: a real server on free ports, eight users through the real client, their text live, a table, and stop.
+
+One invariant: the server process is gone when this returns, however it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import sys
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from rich.columns import Columns
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ..client import AsyncClient
+from ..errors import Unavailable
+from ..generation import SamplingParams, Usage
+
+START_TIMEOUT_S = 60
+STOP_TIMEOUT_S = 10
+OPENING = "This module provides access to "
+PROMPTS = (
+    OPENING + "the :mod:`json` encoder.",
+    OPENING + "a thread-safe queue.",
+    ".. function:: open(path, mode)\n\n   Open a file and",
+    ".. class:: Task(coro, *, loop=None)\n\n   A",
+    "The following example shows how to sort a list::\n\n",
+    "If *timeout* is not ``None``, then",
+    "Changed in version 3.11: Added the",
+    "Regular expressions can contain both special and",
+)
+
+
+@dataclass
+class User:
+    """One stream and what was measured of it."""
+
+    prompt: str
+    text: str = ""
+    start: float = 0.0
+    first_token: float | None = None
+    end: float | None = None
+    tokens: int = 0
+    usage: Usage | None = field(default=None)
+
+
+def demo(users: int, max_tokens: int) -> None:
+    """Raises Unavailable if the server does not start."""
+    asyncio.run(_demo([User(PROMPTS[index % len(PROMPTS)]) for index in range(users)], max_tokens))
+
+
+async def _demo(users: list[User], max_tokens: int) -> None:
+    console = Console()
+    async with _server() as (address, ready_line):
+        console.print(Text(ready_line, style="dim"))
+        async with AsyncClient(address) as client:
+            start = time.monotonic()
+            streams = asyncio.gather(*(_stream(client, user, seed, max_tokens) for seed, user in enumerate(users)))
+            await _show(console, users, streams)
+            seconds = time.monotonic() - start
+    console.print(_table(users))
+    total = sum(user.tokens for user in users)
+    console.print(f"{total} tokens for {len(users)} concurrent users in {seconds:.2f} s: {total / seconds:.0f} tokens/s")
+
+
+@contextlib.asynccontextmanager
+async def _server() -> AsyncIterator[tuple[str, str]]:
+    """A `quire serve` process on free ports: its address and its ready line."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "quire.runtime.cli", "serve", "--port", "0", "--http-port", "0"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")},
+    )
+    try:
+        assert process.stdout is not None, "asked for a pipe"
+        async with asyncio.timeout(START_TIMEOUT_S):
+            line = (await process.stdout.readline()).decode().strip()
+        found = re.search(r"clients (\S+)", line)
+        if found is None:
+            raise Unavailable("the server did not start; run `quire serve` to see why")
+        yield found[1], line
+    finally:
+        await _stop(process)
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+async def _stream(client: AsyncClient, user: User, seed: int, max_tokens: int) -> None:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.7, top_p=0.9, seed=seed, ignore_eos=True)
+    user.start = time.monotonic()
+    async for chunk in client.generate(user.prompt, params):
+        if user.first_token is None:
+            user.first_token = time.monotonic()
+        user.text += chunk.text
+        user.tokens += len(chunk.token_ids)
+        user.usage = chunk.usage
+    user.end = time.monotonic()
+
+
+async def _show(console: Console, users: list[User], streams: asyncio.Future[list[None]]) -> None:
+    """The users' text as it grows, where there is a terminal to draw on; at the end, all of it."""
+    with Live(_panels(console, users), console=console, refresh_per_second=12, transient=True) as live:
+        while not streams.done():
+            await asyncio.wait([streams], timeout=1 / 12)
+            live.update(_panels(console, users))
+    await streams
+    console.print(_panels(console, users))
+
+
+def _panels(console: Console, users: list[User]) -> Columns:
+    width = max(36, console.width // (2 if console.width >= 80 else 1) - 1)
+    return Columns([_panel(number, user, width) for number, user in enumerate(users, 1)])
+
+
+def _panel(number: int, user: User, width: int) -> Panel:
+    lines = Text(user.prompt, style="bold") + Text(user.text, style="not bold")
+    shown = Text("\n").join(lines.wrap(Console(width=width), width - 4)[-6:])
+    return Panel(shown, title=f"user {number}", width=width, height=8)
+
+
+def _table(users: list[User]) -> Table:
+    table = Table(title="what each user saw")
+    for column in ("user", "prompt tokens", "cached", "generated", "TTFT ms", "tokens/s"):
+        table.add_column(column, justify="right")
+    for number, user in enumerate(users, 1):
+        if user.usage is None or user.first_token is None or user.end is None:
+            continue
+        rate = (user.tokens - 1) / max(1e-9, user.end - user.first_token)
+        table.add_row(
+            str(number),
+            str(user.usage.prompt_tokens),
+            str(user.usage.cached_tokens),
+            str(user.tokens),
+            f"{(user.first_token - user.start) * 1000:.1f}",
+            f"{rate:.1f}",
+        )
+    return table

@@ -1,0 +1,51 @@
+"""`quire plan` and `quire info`: what serving would take, and what this machine offers. Nothing is loaded."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+from ...kernels import DEFAULT_LEVEL, available_cpus, supported_levels
+from ..config import EngineConfig
+from ..execution import decide_capacity
+from ..models import BUNDLED_MODEL, describe_sizes, read_spec
+from ..settings import Settings
+
+
+def plan_text(config: EngineConfig, arena: bool) -> str:
+    """The memory map of serving with `config`, from config.json alone."""
+    spec = read_spec(BUNDLED_MODEL if config.model is None else Path(config.model))
+    capacity = decide_capacity(config, spec)
+    layout = capacity.layout
+    lines = [
+        f"{spec.family}: {spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} query / "
+        f"{spec.num_kv_heads} KV heads of {spec.head_dim}, vocabulary {spec.vocab_size}",
+        f"weights {config.weights}, KV {layout.dtype}: {layout.token_bytes:,} B per token, "
+        f"{layout.page_bytes:,} B per page of {layout.page_size} tokens",
+        f"{capacity.num_pages * layout.page_size:,} tokens in the pool; at most {config.max_num_seqs} sequences, "
+        f"{capacity.max_model_len:,} tokens each; {config.max_num_batched_tokens} tokens per step",
+        "",
+        capacity.memory.describe(),
+    ]
+    if arena:
+        lines += ["", "step arena, by offset:", capacity.memory.program.describe()]
+    return "\n".join(lines)
+
+
+def sizes_text() -> str:
+    return describe_sizes()
+
+
+def info_text(settings: Settings) -> str:
+    cpus = available_cpus()
+    return "\n".join(
+        [
+            f"quire      {version('quire')}",
+            f"python     {platform.python_version()}",
+            f"machine    {platform.machine()}, {platform.system()} {platform.release()}",
+            f"ISA        {settings.engine.isa or DEFAULT_LEVEL}  (this machine has {', '.join(supported_levels())})",
+            f"threads    {settings.engine.threads or cpus.threads}  ({cpus.reason})",
+            f"model      {settings.engine.model or 'bundled demo'}",
+        ]
+    )
