@@ -7,12 +7,14 @@ are, so the block's size, the memory plan and what is filled cannot disagree.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from ...kernels import available_cpus
 from ...kernels.ops import padded
 from ...kernels.pack import PackedMatrix, packed_nbytes
 from ..config import WeightDtype
@@ -72,7 +74,12 @@ class Source(Protocol):
 def pack_weights(spec: DecoderSpec, checkpoint: Checkpoint, dtype: WeightDtype) -> DecoderWeights:
     """Every matrix into one block of exactly the planned size. The checkpoint must have passed `check_tensors`."""
     _, nbytes = plan_weights(spec, dtype)
-    return assemble(spec, dtype, _Packer(checkpoint, dtype, map_block(nbytes)))
+    block = map_block(nbytes)
+    with ThreadPoolExecutor(available_cpus().threads) as threads:
+        packer = _Packer(checkpoint, dtype, block, threads)
+        weights = assemble(spec, dtype, packer)
+        packer.finish()
+    return weights
 
 
 def plan_weights(spec: DecoderSpec, dtype: WeightDtype) -> tuple[DecoderWeights, int]:
@@ -133,18 +140,30 @@ def _named(parts: Sequence[Part], suffix: str) -> list[Part]:
 
 
 class _Packer:
-    """Fills the block front to back from the checkpoint."""
+    """Deals the block out front to back; threads fill the matrices meanwhile, since filling holds no GIL."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: WeightDtype, block: npt.NDArray[np.uint8]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: WeightDtype, block: npt.NDArray[np.uint8], threads: ThreadPoolExecutor
+    ) -> None:
         self._checkpoint = checkpoint
         self._dtype: WeightDtype = dtype
         self._rest = block
+        self._threads = threads
+        self._filling: list[Future[None]] = []
 
     def matrix(self, out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
         matrix = PackedMatrix(out_features, in_features, self._dtype, self._take(out_features, in_features))
+        self._filling.append(self._threads.submit(self._fill, matrix, parts))
+        return matrix
+
+    def finish(self) -> None:
+        """Returns when every matrix is whole."""
+        for filling in self._filling:
+            filling.result()
+
+    def _fill(self, matrix: PackedMatrix, parts: Sequence[Part]) -> None:
         for part in parts:
             matrix.fill(self._checkpoint.tensor(part.tensor), part.start, part.interleave)
-        return matrix
 
     def vector(self, size: int, parts: Sequence[Part]) -> Vector:
         out = np.zeros(size, np.float32)
