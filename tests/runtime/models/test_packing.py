@@ -77,6 +77,20 @@ def test_extra_tensors_are_none_of_our_business(model_folder: Callable[..., Path
     assert load_model(folder, "f32").spec.family == "mistral"
 
 
+def test_a_matrix_that_cannot_be_filled_fails_the_load(goldens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filling happens on other threads; nothing there may go unnoticed."""
+    read = Checkpoint.tensor
+
+    def fail_once(checkpoint: Checkpoint, name: str) -> Any:
+        if name == "model.layers.1.mlp.down_proj.weight":
+            raise MemoryError(name)
+        return read(checkpoint, name)
+
+    monkeypatch.setattr(Checkpoint, "tensor", fail_once)
+    with pytest.raises(MemoryError, match="down_proj"):
+        load_model(goldens / "llama", "bf16")
+
+
 def test_the_block_is_zeroed_and_starts_on_a_huge_page() -> None:
     block = map_block(3 * HUGE_PAGE_BYTES + 64)
     assert block.ctypes.data % HUGE_PAGE_BYTES == 0

@@ -6,10 +6,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from quire.kernels.ops import Attention, Convert, Embed, Gather, Linear, Norm, Op, Region, RotateStore, region_nbytes
+from quire.kernels.pack import PackedMatrix, packed_nbytes
 from quire.runtime.models import load_model
-from quire.runtime.program import ProgramPlan
+from quire.runtime.program import ProgramBuilder, ProgramPlan
 from quire.runtime.program.memory import Lifetime, live_bytes
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
@@ -101,6 +103,20 @@ def test_what_an_op_reads_is_what_was_written(weights: Any, max_tokens: int, max
 
 def blocks(region: Region) -> range:
     return range(region.offset // 64, (region.offset + region_nbytes(region.rows, region.columns, region.form)) // 64)
+
+
+def test_what_is_built_stays_readable_to_the_end() -> None:
+    """Even if it is not what the last op wrote: here the result comes first, and a longer chain follows it."""
+    memory = np.zeros(packed_nbytes(64, 64, "f32") + 64, np.uint8)
+    embedding = PackedMatrix(64, 64, "f32", memory[-memory.ctypes.data % 64 :])
+    builder = ProgramBuilder(8, 8, "f32")
+    result = other = builder.embed(embedding)
+    for _ in range(3):
+        other = builder.norm(other, np.ones(64, np.float32), 1e-6, "f32")
+    plan = builder.build(result)
+    (kept,) = [value for value in plan.values if value.region == plan.logits]
+    assert (kept.first_op, kept.last_op) == (0, len(plan.ops))
+    assert plan.arena_bytes == 3 * kept.region.nbytes  # the result, and two of the chain at any time
 
 
 @pytest.mark.parametrize("weights", ["bf16", "q8", "f32"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from quire.runtime.errors import CorruptCheckpoint, MissingTensor, ModelNotFound, WrongTensor
 from quire.runtime.weights import Checkpoint
+from quire.runtime.weights import safetensors as safetensors_module
 from safetensors import TensorSpec, serialize_file
 from safetensors.numpy import save_file
 
@@ -125,6 +126,19 @@ def test_a_key_given_twice_cannot_smuggle_offsets_past_the_check(tmp_path: Path)
         write(tmp_path, f'{{"a": {one}, "a": {other}}}'.encode(), b"\0" * 32)
         with suppress(CorruptCheckpoint):
             assert Checkpoint(tmp_path).tensor("a").shape == (8,)
+
+
+@pytest.mark.parametrize(
+    "lie", [entry(0, 64, shape=[16]), entry(-32, 0), entry(32, 0), entry(0, 16), entry(0, 32, dtype="F16")]
+)
+def test_offsets_are_checked_against_the_bytes_that_were_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: Any
+) -> None:
+    """The library looks at the file by itself and earlier: what it approved may have changed since."""
+    monkeypatch.setattr(safetensors_module, "safe_open", lambda path, framework: nullcontext())
+    write(tmp_path, {"a": lie}, b"\0" * 32)
+    with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors places tensor a at bytes"):
+        Checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 9, 60])
