@@ -1,0 +1,155 @@
+"""Promise 1 on the whole engine: a request's tokens and logprobs are bitwise the same alone or in any company, with any
+chunking of its prompt, any thread count, after a prefix hit or a preemption, at every ISA level.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from quire.kernels import supported_levels
+from quire.pager import KVLayout
+from quire.runtime.config import EngineConfig
+from quire.runtime.engine import Engine, GenerateRequest
+from quire.runtime.engine.observer import SilentObserver
+from quire.runtime.execution import assemble
+from quire.runtime.generation import SamplingParams
+
+LEVELS = supported_levels()
+DTYPES = [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16")]
+PAGE_BYTES = KVLayout(4, 2, 64, "bf16").page_bytes  # of the bundled model
+
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
+SEEDED = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2, temperature=0.9, top_p=0.9, top_k=50, seed=3)
+PENALISED = SamplingParams(
+    max_tokens=12, ignore_eos=True, logprobs=0, temperature=0.7, repetition_penalty=1.2, frequency_penalty=0.3, seed=8
+)
+
+
+def prompt(length: int, seed: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).randrange(1, 4096) for _ in range(length))
+
+
+REQUESTS = [
+    GenerateRequest(prompt=prompt(length, length), params=params)
+    for length, params in [(100, GREEDY), (33, SEEDED), (64, PENALISED), (1, SEEDED), (65, GREEDY)]
+]
+
+
+@asynccontextmanager
+async def running(isa, dtypes, *, chunk=None, **settings):
+    weights, kv = dtypes
+    config = EngineConfig(weights=weights, kv_cache_dtype=kv, isa=isa, **settings)
+    engine = Engine(await asyncio.to_thread(assemble, config), config, max_prefill_chunk=chunk)
+    try:
+        yield engine
+        stats = engine.stats()
+        assert stats.pages_owned == 0
+        assert stats.pages_free + stats.pages_cached == stats.pages_total
+    finally:
+        await engine.close()
+
+
+async def outcome(engine, request):
+    """Everything a user can compare: ids and logprobs, to the last bit."""
+    return bits([chunk async for chunk in await engine.submit(request)])
+
+
+def bits(chunks):
+    return tuple((token.token_id, token.logprob.hex(), token.top) for chunk in chunks for token in chunk.logprobs)
+
+
+async def together(engine, requests):
+    return await asyncio.gather(*(outcome(engine, request) for request in requests))
+
+
+_alone: dict = {}
+
+
+async def alone(isa, dtypes):
+    """What each request yields with the engine to itself; computed once per level and dtypes."""
+    key = (isa, dtypes)
+    if key not in _alone:
+        async with running(isa, dtypes, enable_prefix_caching=False, threads=1) as engine:
+            _alone[key] = [await outcome(engine, request) for request in REQUESTS]
+    return _alone[key]
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
+@pytest.mark.parametrize("threads", [1, 2])
+async def test_together_as_alone(isa, dtypes, threads):
+    async with running(isa, dtypes, threads=threads) as engine:
+        assert await together(engine, REQUESTS) == await alone(isa, dtypes)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("chunk", [1, 7, 32, 33])
+async def test_any_chunking_of_the_prompt(isa, chunk):
+    dtypes = ("q8", "bf16")
+    async with running(isa, dtypes, chunk=chunk) as engine:
+        assert await together(engine, REQUESTS) == await alone(isa, dtypes)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
+@pytest.mark.parametrize("batch", [2, 3, 5, 8, 17, 32, 33])
+async def test_any_batch(dtypes, batch):
+    company = [
+        GenerateRequest(prompt=prompt(3 + i % 40, 1000 + i), params=(GREEDY, SEEDED, PENALISED)[i % 3])
+        for i in range(batch - 1)
+    ]
+    wanted = (await alone(LEVELS[-1], dtypes))[1]
+    async with running(LEVELS[-1], dtypes) as engine:
+        results = await together(engine, [*company[: batch // 2], REQUESTS[1], *company[batch // 2 :]])
+    assert results[batch // 2] == wanted
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
+async def test_a_prefix_hit_changes_nothing_but_the_work(isa, dtypes):
+    async with running(isa, dtypes) as engine:
+        first = await outcome(engine, REQUESTS[0])
+        chunks = [chunk async for chunk in await engine.submit(REQUESTS[0])]
+    assert chunks[-1].usage.cached_tokens == 96
+    assert first == bits(chunks) == (await alone(isa, dtypes))[0]
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+async def test_preempted_for_want_of_pages(isa):
+    """Six pages for three requests that grow to four each: somebody is thrown out and computed again, unnoticed."""
+    dtypes = ("bf16", "bf16")
+    growing = [
+        GenerateRequest(prompt=prompt(length, length), params=msgspec.structs.replace(params, max_tokens=80))
+        for length, params in ((33, GREEDY), (20, SEEDED), (30, PENALISED))
+    ]
+    async with running(isa, dtypes, enable_prefix_caching=False) as engine:
+        wanted = [await outcome(engine, request) for request in growing]
+    async with running(isa, dtypes, kv_cache_memory=6 * PAGE_BYTES) as engine:
+        assert await together(engine, growing) == wanted
+        assert engine.stats().preemptions > 0
+
+
+class Preemptor(SilentObserver):
+    """Throws request 0 out between two steps, once it has `after` tokens."""
+
+    def __init__(self, engine, after):
+        self.engine, self.after, self.seen = engine, after, 0
+
+    def on_tokens(self, count, since_last_s):
+        self.seen += count
+        if self.seen == self.after:
+            assert self.engine.scheduler.preempt(0)
+
+
+@pytest.mark.parametrize("after", [1, 4, 11])
+@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
+async def test_preempted_at_any_token(dtypes, after):
+    async with running(LEVELS[-1], dtypes, enable_prefix_caching=False) as engine:
+        engine.set_observer(Preemptor(engine, after))
+        chunks = [chunk async for chunk in await engine.submit(REQUESTS[2])]
+    assert chunks[-1].usage.recomputed_tokens > 0
+    assert bits(chunks) == (await alone(LEVELS[-1], dtypes))[2]
