@@ -104,6 +104,12 @@ def test_forks_publish_their_shared_pages_once(make_world: Callable[..., World])
     check(world.pager, [table, twin])
 
 
+def test_a_fork_knows_what_is_published_already(make_world: Callable[..., World]) -> None:
+    world = make_world(8)
+    table, _ = world.compute(PROMPT)
+    assert world.pager.fork(table).num_published == 2
+
+
 def test_eviction_is_leaf_first_and_least_recently_used(make_world: Callable[..., World]) -> None:
     world = make_world(4)
     table, _ = world.compute(PROMPT[:8])

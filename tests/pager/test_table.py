@@ -44,6 +44,16 @@ def test_growing_beyond_the_pool_changes_nothing(make_world: Callable[..., World
     assert (list(table.page_ids), table.room()) == ([0, 1, 2], 0)
 
 
+def test_growing_by_nothing_copies_nothing(make_world: Callable[..., World]) -> None:
+    world = make_world(4)
+    table, _ = world.pager.open([])
+    world.extend(table, [1, 2])
+    twin = world.pager.fork(table)
+    assert world.pager.pages_needed(twin, 0) == 0
+    world.pager.grow(twin, 0)
+    assert (list(twin.page_ids), world.cells.copies) == ([0], [])
+
+
 def test_a_negative_growth_is_refused(make_world: Callable[..., World]) -> None:
     pager = make_world(1).pager
     table, _ = pager.open([])
@@ -153,9 +163,11 @@ def test_releasing_twice_gives_back_once(make_world: Callable[..., World]) -> No
     pager = make_world(3).pager
     table, _ = pager.open([])
     pager.grow(table, 7)
+    pager.publish(table, [1, 2, 3, 4, 5, 6, 7])
     pager.release(table)
     pager.release(table)
-    assert (table.num_tokens, list(table.page_ids), pager.num_free) == (0, [], 3)
+    assert (table.num_tokens, table.num_published, list(table.page_ids)) == (0, 0, [])
+    assert (pager.num_free, pager.num_cached) == (2, 1)
     check(pager, [])
 
 
