@@ -27,6 +27,8 @@ BELOW = {  # package -> the packages it may import besides itself
 FLOORS = (  # of runtime, top to bottom; each imports only what lies below it, or itself
     ("public",),
     ("cli",),
+    ("commands",),
+    ("bench",),
     ("server", "llm", "loadtest"),
     ("engine", "client"),
     ("execution",),
