@@ -1,6 +1,7 @@
 """The `quire` command: flags in, one function call out. Every refusal is one line that says what is allowed.
 
-It must not know how anything works. Exit status 0: done; 2: the command line, a setting, the model or a request is wrong.
+It must not know how anything works. Exit status: 0, or 2 when the command line, a setting, the model or a
+request is wrong.
 """
 
 from __future__ import annotations

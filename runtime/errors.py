@@ -29,7 +29,7 @@ from typing import ClassVar
 
 
 class QuireError(Exception):
-    """Base of the tree. `code` is the gRPC code name sent on the wire; `retryable` says whether trying again can help."""
+    """Base of the tree. `code` is the gRPC code name sent on the wire; `retryable`: whether trying again can help."""
 
     code: ClassVar[str] = "INTERNAL"
     retryable: ClassVar[bool] = False

@@ -1,7 +1,7 @@
 """`LLM`: a model in this process, without a server. The engine is the same one, behind a synchronous face.
 
-It must not know kernels, pages or sockets. One invariant: `generate` returns one finished output per prompt, in order, or
-raises and leaves nothing running.
+It must not know kernels, pages or sockets. One invariant: `generate` returns one finished output per prompt, in order,
+or raises and leaves nothing running.
 """
 
 from __future__ import annotations
@@ -131,9 +131,7 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-async def _generate(
-    engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
-) -> list[RequestOutput]:
+async def _generate(engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestOutput]:
     streams: list[Stream] = []
     try:
         for prompt, settings in zip(prompts, params, strict=True):

@@ -1,7 +1,7 @@
 """What a KV cache is for, measured: the same tokens generated with it and by recomputing everything for each of them.
 
-Both runs use the same kernels and the same pages; the uncached one starts from position 0 every time. So the tokens must
-be equal, forward times climb without the cache, and stay flat with it.
+Both runs use the same kernels and the same pages; the uncached one starts from position 0 every time. So the tokens
+must be equal, forward times climb without the cache, and stay flat with it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _generate(machine: Machine, prompt: Sequence[int], pages: Sequence[int], new
 
 
 def _next_token(machine: Machine, tokens: Sequence[int], first: int, pages: Sequence[int]) -> int:
-    """The most likely token after `tokens`, computing positions from `first` on, in as many passes as buffers ask for."""
+    """The most likely token after `tokens`, computing from position `first` on, in as many passes as buffers ask for."""
     executor = machine.executor
     while len(tokens) - first > executor.max_rows:
         executor.forward([Rows(tokens[first : first + executor.max_rows], first, pages, ())])

@@ -1,7 +1,7 @@
 """Tokens per second of prefill and decode, separately, through the whole engine: queue, scheduler, kernels, sampling.
 
-A shape is run twice, for 1 new token and for 1 + n: the first time is prefill, the difference is n decode steps. Prompts
-are random ids and no token ends a request, so every peer does the same work.
+A shape is run twice, for 1 new token and for 1 + n: the first time is prefill, the difference is n decode steps.
+Prompts are random ids and no token ends a request, so every peer does the same work.
 """
 
 from __future__ import annotations
