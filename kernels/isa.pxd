@@ -27,6 +27,8 @@ cdef extern from "simd/tiles.h" nogil:
         int64_t panel_bytes
         quire_rows a
         const float *bias
+        const char *next
+        int next_lines
         float *c
         int64_t ldc
         int epilogue

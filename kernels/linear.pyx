@@ -20,13 +20,19 @@ cdef void run_linear(const LinearOp *op, const Step *step, const quire_tiles *ti
 
 
 cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, int64_t row, int64_t end) noexcept nogil:
-    """Rows [row, end) against one pair of panels, split evenly so that no tile is left with a single row."""
+    """Rows [row, end) against one pair of panels, split evenly so that no tile is left with a single row.
+
+    Meanwhile the next pair is fetched, an equal share under each tile: memory never waits for arithmetic.
+    """
     cdef quire_linear_tile tile
     cdef int64_t width = op.input.rows.width, out_columns = 16 if op.epilogue == QUIRE_SWIGLU else 32
     cdef int64_t left = (end - row + tiles.linear_rows - 1) // tiles.linear_rows, n
+    cdef int64_t lines = 2 * op.panel_bytes // (width // 32) // 64        # of the next pair, per 32 of K
     tile.w = op.panels + 2 * pair * op.panel_bytes
     tile.scales = op.scales + pair * width if op.scales != NULL else NULL    # 2 panels * width / 32 * 16
     tile.panel_bytes = op.panel_bytes
+    tile.next = <const char *>tile.w + 2 * op.panel_bytes
+    tile.next_lines = <int>((lines + left - 1) // left)
     tile.bias = op.bias + 32 * pair if op.bias != NULL else NULL
     tile.ldc = op.out.rows.width
     tile.epilogue = op.epilogue
@@ -40,5 +46,6 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, 
             tile.a.sums = op.input.rows.sums + row * (width // 32)
         tile.c = <float *>op.out.rows.data + row * tile.ldc + pair * out_columns
         tiles.linear[op.input.form](<int>n, &tile)
+        tile.next += tile.next_lines * 64 * (width // 32)
         row += n
         left -= 1

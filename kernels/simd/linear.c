@@ -5,9 +5,11 @@
 
 #include "level.h"
 
-enum { AHEAD = 2048 };  // bytes of weights fetched ahead; measured, see tests/bench/LOG.md
-
-INLINE void fetch(const void *p) { __builtin_prefetch((const char *)p + AHEAD, 0, 3); }
+// This call's share of the weights that come next, so that memory streams evenly however many calls a panel gets.
+INLINE const char *fetch_next(const char *next, int lines) {
+  for (int i = 0; i < lines; i++) __builtin_prefetch(next + i * 64, 0, 2);
+  return next + lines * 64;
+}
 
 // acc[row] holds the pair's two panels; epilogues are elementwise, so they cannot disturb the chains.
 INLINE void finish(const int rows, vf acc[][2], const quire_linear_tile *t) {
@@ -32,9 +34,10 @@ INLINE void body_f32(const int rows, const quire_linear_tile *t) {
   const float *w0 = t->w, *w1 = (const float *)((const char *)t->w + t->panel_bytes), *a = t->a.data;
   vf acc[LINEAR_ROWS][2];
   UNROLL for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = vf_zero();
+  const char *next = t->next;
   for (int64_t k = 0; k < width; k++) {
     const vf u = vf_load(w0 + k * 16), v = vf_load(w1 + k * 16);
-    fetch(w0 + k * 16), fetch(w1 + k * 16);
+    if (k % 32 == 0) next = fetch_next(next, t->next_lines);
     UNROLL for (int i = 0; i < rows; i++) {
       const vf x = vf_set1(a[i * width + k]);
       acc[i][0] = vf_fma(u, x, acc[i][0]);
@@ -49,9 +52,10 @@ INLINE void body_bf16(const int rows, const quire_linear_tile *t) {
   const uint16_t *w0 = t->w, *w1 = (const uint16_t *)((const char *)t->w + t->panel_bytes), *a = t->a.data;
   vf acc[LINEAR_ROWS][2];
   UNROLL for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = vf_zero();
+  const char *next = t->next;
   for (int64_t k = 0; k < width; k += 2) {
     const wbf u = wbf_load(w0 + k * 16), v = wbf_load(w1 + k * 16);
-    fetch(w0 + k * 16), fetch(w1 + k * 16);
+    if (k % 32 == 0) next = fetch_next(next, t->next_lines);
     UNROLL for (int i = 0; i < rows; i++) {
       acc[i][0] = vf_dot2(acc[i][0], u, a + i * width + k);
       acc[i][1] = vf_dot2(acc[i][1], v, a + i * width + k);
@@ -67,12 +71,13 @@ INLINE void body_q8(const int rows, const quire_linear_tile *t) {
   const int8_t *a = t->a.data;
   vf acc[LINEAR_ROWS][2];
   UNROLL for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = vf_zero();
+  const char *next = t->next;
   for (int64_t b = 0; b < blocks; b++, w0 += 512, w1 += 512) {
+    next = fetch_next(next, t->next_lines);
     vi dot[LINEAR_ROWS][2];
     UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_dot4_start(t->a.sums[i * blocks + b]);
     UNROLL for (int k = 0; k < 8; k++) {
       const wq8 u = wq8_load(w0 + k * 64), v = wq8_load(w1 + k * 64);
-      fetch(w0 + k * 64), fetch(w1 + k * 64);
       UNROLL for (int i = 0; i < rows; i++) {
         dot[i][0] = vi_dot4(dot[i][0], u, a + i * width + b * 32 + k * 4);
         dot[i][1] = vi_dot4(dot[i][1], v, a + i * width + b * 32 + k * 4);

@@ -23,6 +23,8 @@ typedef struct {
   int64_t panel_bytes;
   quire_rows a;
   const float *bias;       // [32] or NULL
+  const char *next;        // fetched meanwhile into L2, `next_lines` cache lines per 32 of K, or NULL
+  int next_lines;
   float *c;                // first output column of the pair; for SWIGLU the pair yields 16 columns
   int64_t ldc;             // floats
   int epilogue;
