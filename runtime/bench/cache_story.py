@@ -70,7 +70,7 @@ def _generate(machine: Machine, prompt: Sequence[int], pages: Sequence[int], new
 
 
 def _next_token(machine: Machine, tokens: Sequence[int], first: int, pages: Sequence[int]) -> int:
-    """The most likely token after `tokens`, computing from position `first` on, in as many passes as buffers ask for."""
+    """The most likely token after `tokens`, computing from position `first` on, in as many passes as buffers need."""
     executor = machine.executor
     while len(tokens) - first > executor.max_rows:
         executor.forward([Rows(tokens[first : first + executor.max_rows], first, pages, ())])
