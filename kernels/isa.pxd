@@ -50,6 +50,12 @@ cdef extern from "simd/tiles.h" nogil:
         void *p
         float *o
 
+    ctypedef struct quire_head:
+        int64_t head_dim
+        const float *norm
+        float eps
+        float scale
+
     ctypedef struct quire_tiles:
         const char *name
         int linear_rows
@@ -59,7 +65,10 @@ cdef extern from "simd/tiles.h" nogil:
                       float *total_m, float *total_l, float *total_o) noexcept nogil
         void (*convert)(const float *x, const float *weight, float eps, int64_t columns, int form,
                         const quire_rows *out, int64_t row) noexcept nogil
-        void (*norm)(float *x, const float *weight, float eps, int64_t n) noexcept nogil
+        void (*head)(const float *x, const quire_head *h, const float *rotary, float *out) noexcept nogil
+        void (*store_key)(const float *x, int64_t d, int64_t slot, int form, void *page) noexcept nogil
+        void (*store_value)(const float *x, int64_t d, int64_t slot, int64_t page_size, int form,
+                            void *page) noexcept nogil
         void (*to_bf16)(const float *x, int64_t n, uint16_t *out) noexcept nogil
         void (*unpack_column)(const void *panel, const uint16_t *scales, int form, int64_t width, int lane,
                               float *out) noexcept nogil

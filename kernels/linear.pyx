@@ -26,19 +26,19 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, 
     """
     cdef quire_linear_tile tile
     cdef int64_t width = op.input.rows.width, out_columns = 16 if op.epilogue == QUIRE_SWIGLU else 32
-    cdef int64_t left = (end - row + tiles.linear_rows - 1) // tiles.linear_rows, n
+    cdef int64_t calls = (end - row + tiles.linear_rows - 1) // tiles.linear_rows, call, n
     cdef int64_t lines = 2 * op.panel_bytes // (width // 32) // 64        # of the next pair, per 32 of K
     tile.w = op.panels + 2 * pair * op.panel_bytes
     tile.scales = op.scales + pair * width if op.scales != NULL else NULL    # 2 panels * width / 32 * 16
     tile.panel_bytes = op.panel_bytes
     tile.next = <const char *>tile.w + 2 * op.panel_bytes
-    tile.next_lines = <int>((lines + left - 1) // left)
     tile.bias = op.bias + 32 * pair if op.bias != NULL else NULL
     tile.ldc = op.out.rows.width
     tile.epilogue = op.epilogue
     tile.a.width = width
-    while left > 0:
-        n = (end - row) // left
+    for call in range(calls):
+        n = (end - row) // (calls - call)
+        tile.next_lines = <int>(lines * (call + 1) // calls - lines * call // calls)
         tile.a.data = <char *>op.input.rows.data + row * width * (4 if op.input.form == QUIRE_F32 else
                                                                   2 if op.input.form == QUIRE_BF16 else 1)
         if op.input.form == QUIRE_Q8:
@@ -48,4 +48,3 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, 
         tiles.linear[op.input.form](<int>n, &tile)
         tile.next += tile.next_lines * 64 * (width // 32)
         row += n
-        left -= 1

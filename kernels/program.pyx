@@ -11,7 +11,7 @@ import numpy as np
 
 from .attention cimport AttentionOp, attention_scratch_bytes, run_attention
 from .isa cimport (QUIRE_ADD, QUIRE_BF16, QUIRE_F32, QUIRE_MAX_HEAD, QUIRE_Q8, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TILE,
-                   quire_tiles, tiles_of)
+                   quire_head, quire_tiles, tiles_of)
 from .linear cimport LinearOp, run_linear
 from .ops import Attention, Convert, Embed, Gather, Linear, Norm, RotateStore, aligned, padded
 from .pack cimport PackedMatrix
@@ -232,9 +232,16 @@ cdef class Program:
         rotate.q = self._value(op.q, op.num_heads * width, form, self.max_rows)
         rotate.layer, rotate.num_heads, rotate.num_kv_heads = op.layer, op.num_heads, op.num_kv_heads
         rotate.head_dim, rotate.padded_head_dim = op.head_dim, width
-        rotate.q_norm = self._vector(op.q_norm, op.head_dim, padded(op.head_dim)) if op.q_norm is not None else NULL
-        rotate.k_norm = self._vector(op.k_norm, op.head_dim, padded(op.head_dim)) if op.k_norm is not None else NULL
-        rotate.eps, rotate.scale, rotate.rotary = op.eps, op.scale, &rotary[0, 0]
+        rotate.query = self._head(op, op.q_norm, op.scale)
+        rotate.key = self._head(op, op.k_norm, 1)
+        rotate.value = self._head(op, None, 1)
+        rotate.rotary = &rotary[0, 0]
+
+    cdef quire_head _head(self, op, norm, scale) except *:
+        cdef quire_head head
+        head.head_dim, head.eps, head.scale = op.head_dim, op.eps, scale
+        head.norm = self._vector(norm, op.head_dim, padded(op.head_dim)) if norm is not None else NULL
+        return head
 
     cdef _add_attention(self, Record *record, op):
         cdef AttentionOp *attention = &record.of.attention

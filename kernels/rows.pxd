@@ -1,6 +1,6 @@
 from libc.stdint cimport int64_t, uint16_t
 
-from .isa cimport quire_tiles
+from .isa cimport quire_head, quire_tiles
 from .step cimport Step, Value
 
 cdef struct EmbedOp:
@@ -30,11 +30,10 @@ cdef struct RotateStoreOp:
     int64_t num_kv_heads
     int64_t head_dim
     int64_t padded_head_dim
-    const float *q_norm             # [padded to 32] or NULL
-    const float *k_norm
-    float eps
+    quire_head query                # norm and scale of each kind of head
+    quire_head key
+    quire_head value
     const float *rotary             # [positions][head_dim]: cos | sin
-    float scale
 
 cdef void run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles, int worker, int workers) noexcept nogil
 cdef void run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles, int worker,

@@ -61,12 +61,6 @@ void ISA(convert)(const float *x, const float *weight, float eps, int64_t column
   }
 }
 
-void ISA(norm)(float *x, const float *weight, float eps, int64_t n) {
-  const int64_t width = (n + 31) / 32 * 32;
-  const vf factor = vf_set1(inverse_rms(x, eps, n));
-  for (int64_t j = 0; j < width; j += 16) vf_store(x + j, vf_mul(vf_mul(vf_load(x + j), factor), vf_load(weight + j)));
-}
-
 void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out) {
   for (int64_t j = 0; j < n; j += 16) vf_store_bf16(out + j, vf_load(x + j));
 }

@@ -48,6 +48,13 @@ typedef struct {
 } quire_attention_tile;
 
 typedef struct {
+  int64_t head_dim;
+  const float *norm;  // [head_dim padded to 32], or NULL
+  float eps;
+  float scale;
+} quire_head;
+
+typedef struct {
   const char *name;
   int linear_rows;     // most rows one linear tile takes
   void (*linear[3])(int rows, const quire_linear_tile *t);
@@ -58,8 +65,13 @@ typedef struct {
                 float *total_m, float *total_l, float *total_o);
   // x[columns] -> row `row` of out; with `weight`, RMS norm first
   void (*convert)(const float *x, const float *weight, float eps, int64_t columns, int form, const quire_rows *out, int64_t row);
-  // in place: x[0..padded) *= weight / rms(x[0..n)); padding must be zero
-  void (*norm)(float *x, const float *weight, float eps, int64_t n);
+  // One head to `out` (room for head_dim padded to 32): RMS norm where `norm` is given, rotation by halves with
+  // `rotary` (cos | sin) where it is given, scale. What follows head_dim becomes zero.
+  void (*head)(const float *x, const quire_head *h, const float *rotary, float *out);
+  // One token's head into its slot of a page: K as a column of [t/16][d/2][16][2], V as a row of [d/16][t/2][16][2] (f32:
+  // [t/16][d][16] and [d/16][t][16]). d is padded to 16; `x` as `head` leaves it.
+  void (*store_key)(const float *x, int64_t d, int64_t slot, int form, void *page);
+  void (*store_value)(const float *x, int64_t d, int64_t slot, int64_t page_size, int form, void *page);
   void (*to_bf16)(const float *x, int64_t n, uint16_t *out);      // n a multiple of 16
   void (*unpack_column)(const void *panel, const uint16_t *scales, int form, int64_t width, int lane, float *out);
 
