@@ -1,6 +1,8 @@
 # Everything happens in .venv; `quire` and `pip` there are yours to call too.
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# So that an editable install rebuilds itself outside an activated environment too.
+export CYTHON := $(CURDIR)/$(BIN)/cython
 
 demo: $(BIN)/quire
 	$(BIN)/quire demo

@@ -9,7 +9,7 @@ from .isa import DEFAULT_LEVEL, pick_level, supported_levels
 from .pack import PackedMatrix, packed_nbytes
 from .pool import Pool
 from .program import Program, scratch_nbytes
-from .sample import Sampler
+from .sample import Sampler, sampler_nbytes
 
 __all__ = [
     "DEFAULT_LEVEL",
@@ -21,6 +21,7 @@ __all__ = [
     "available_cpus",
     "packed_nbytes",
     "pick_level",
+    "sampler_nbytes",
     "scratch_nbytes",
     "supported_levels",
 ]

@@ -9,8 +9,12 @@ MAX_TOP_LOGPROBS: int
 ROW: np.dtype[np.void]
 ADJUSTMENT: np.dtype[np.void]
 
+def sampler_nbytes(stride: int, max_rows: int, workers: int) -> int:
+    """Bytes that a sampler allocates: per worker one row of weights and its order, per row the results."""
+
 class Sampler:
-    nbytes: int
+    """Owns the scratch for `max_rows` rows of logits, `stride` (a multiple of 32) apart, of one vocabulary."""
+
     def __init__(self, vocab_size: int, stride: int, max_rows: int, pool: Pool, isa: str | None = None) -> None: ...
     def sample(
         self, logits: npt.NDArray[np.float32], rows: npt.NDArray[Any], adjustments: npt.NDArray[Any]

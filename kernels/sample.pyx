@@ -68,6 +68,10 @@ cdef struct Draw:                   # the whole job, shared by the workers
     long long next
 
 
+def sampler_nbytes(stride, max_rows, workers):
+    return workers * stride * (4 + 8) + max_rows * (4 + 4 + TOP * (4 + 4))
+
+
 cdef class Sampler:
     """Owns the scratch for `max_rows` rows of one vocabulary; nothing is allocated while sampling."""
 
@@ -96,11 +100,6 @@ cdef class Sampler:
         self.draw.weights, self.draw.order = &weights[0, 0], &order[0, 0]
         self.draw.tokens, self.draw.logprobs = &tokens[0], &logprobs[0]
         self.draw.top_ids, self.draw.top_logprobs = &top_ids[0, 0], &top_logprobs[0, 0]
-
-    @property
-    def nbytes(self):
-        return sum(a.nbytes for a in (self.weights, self.order, self.tokens, self.logprobs, self.top_ids,
-                                      self.top_logprobs))
 
     def sample(self, float[:, ::1] logits, rows, adjustments):
         cdef int64_t n = len(rows)

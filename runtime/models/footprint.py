@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...kernels.program import scratch_nbytes
+from ...kernels import sampler_nbytes, scratch_nbytes
+from ...kernels.ops import padded
 from ..config import KVCacheDtype, WeightDtype
 from ..program import ProgramBuilder, ProgramPlan
 from .decoder import emit_decoder
@@ -30,12 +31,14 @@ class MemoryPlan:
     arena_bytes: int
     logits_bytes: int  # inside the arena
     rotary_bytes: int
-    scratch_bytes: int  # of attention, per worker thread
+    scratch_bytes: int  # of attention, over all worker threads
+    sampling_bytes: int
     program: ProgramPlan
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + self.arena_bytes + self.rotary_bytes + self.scratch_bytes
+        step = self.arena_bytes + self.rotary_bytes + self.scratch_bytes + self.sampling_bytes
+        return self.weights_bytes + self.kv_bytes + step
 
     def describe(self) -> str:
         """The plan for people, one line each."""
@@ -45,6 +48,7 @@ class MemoryPlan:
             ("step arena", self.arena_bytes, f"of which logits {self.logits_bytes:,} B"),
             ("rotary table", self.rotary_bytes, ""),
             ("attention scratch", self.scratch_bytes, ""),
+            ("sampling scratch", self.sampling_bytes, ""),
             ("total", self.total_bytes, ""),
         ]
         return "\n".join(f"{name:<18}{size:>18,} B  {note}".rstrip() for name, size, note in lines)
@@ -75,5 +79,6 @@ def plan_memory(
         logits_bytes=program.logits.nbytes,
         rotary_bytes=rotary_nbytes(max_positions, spec.head_dim),
         scratch_bytes=scratch_nbytes(spec.head_dim, workers),
+        sampling_bytes=sampler_nbytes(padded(spec.vocab_size), max_samples, workers),
         program=program,
     )

@@ -60,9 +60,9 @@ def test_a_plan_is_what_loading_and_compiling_give(goldens: Path) -> None:
     assert plan.logits_bytes == compiled.logits.nbytes == 8 * 320 * 4
     assert plan.kv_bytes == 10 * kv_layout(model.spec, "bf16", 32).page_bytes == 10 * 2 * 2 * 2 * 32 * 32 * 2
     assert plan.rotary_bytes == 200 * 24 * 4
-    assert plan.total_bytes == sum(
-        (plan.weights_bytes, plan.kv_bytes, plan.arena_bytes, plan.rotary_bytes, plan.scratch_bytes)
-    )
+    assert plan.sampling_bytes == 2 * 320 * (4 + 8) + 8 * (4 + 4 + 32 * 8)
+    step_bytes = plan.arena_bytes + plan.rotary_bytes + plan.scratch_bytes + plan.sampling_bytes
+    assert plan.total_bytes == plan.weights_bytes + plan.kv_bytes + step_bytes
     assert f"total {plan.total_bytes:>30,} B" in plan.describe()
 
 
