@@ -1,8 +1,8 @@
 """Where every key and value of a page lies, in bytes. Pure arithmetic: no memory, no owner.
 
 One page holds `page_size` tokens of every layer. The pool is layer-major outside and head-major inside,
-`[layer][page][kv_head]{K, V}`, and K and V are stored in the weight tile's own layout (`kernels/ATTENTION` in
-ARCHITECTURE.md), so a page is a packed weight of 2 * page_size * padded_head_dim elements per head.
+`[layer][page][kv_head]{K, V}`, and K and V are stored in the weight tile's own layout (ARCHITECTURE.md, Tiles
+and pages), so a page is a packed weight of 2 * page_size * padded_head_dim elements per head.
 """
 
 from __future__ import annotations

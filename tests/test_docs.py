@@ -1,0 +1,132 @@
+"""The README is true: its snippets run, its cheap commands print what it shows, its sizes table is the code's.
+
+A server is started for the snippets that need one; only its address is put in place of the one they name.
+"""
+
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import quire
+from quire.runtime.models import describe_sizes
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+ADDRESS = "127.0.0.1:7070"
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+
+BLOCKS = [(kind, text) for kind, text in re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)]
+SNIPPETS = [text for kind, text in BLOCKS if kind == "python"]
+COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
+CHEAP = [line for line in COMMANDS if re.match(r"quire (plan|info)\b", line)]
+
+QWEN3_06B = {  # all that `quire plan` reads of a folder
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def address():
+    """Of a server on the bundled model, on free ports."""
+    command = [*quire_command(), "serve", "--port", "0", "--http-port", "0", "--threads", "1"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=ENVIRONMENT, text=True
+    ) as server:
+        try:
+            assert select.select([server.stdout], [], [], 60)[0], "the server printed nothing"
+            ready = server.stdout.readline()
+            yield re.search(r"clients (\S+)", ready)[1]
+        finally:
+            server.terminate()
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+def test_a_snippet_runs_as_it_stands_and_prints(snippet, address):
+    done = run(sys.executable, "-W", "error", "-c", snippet.replace(ADDRESS, address))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_snippets_show_both_clients_and_the_model_without_a_server():
+    assert sum(ADDRESS in snippet for snippet in SNIPPETS) == 2
+    for name in ("AsyncClient", "Client", "LLM"):
+        assert any(re.search(rf"\b{name}\(", snippet) for snippet in SNIPPETS), name
+
+
+@pytest.mark.parametrize("line", CHEAP)
+def test_a_command_prints_what_the_readme_shows_after_it(line, tmp_path):
+    (tmp_path / "Qwen3-0.6B").mkdir()
+    (tmp_path / "Qwen3-0.6B" / "config.json").write_text(json.dumps(QWEN3_06B))
+    done = run(*quire_command(), *line.split()[1:], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == block_after(line)
+
+
+def test_the_sizes_table_is_the_codes():
+    assert f"```\n{describe_sizes()}\n```" in README
+
+
+def test_the_figures_that_readers_check_are_in_the_table():
+    rows = {line.split("  ")[0]: line for line in describe_sizes().splitlines()}
+    assert "234,881,024    224 MiB" in rows["Qwen3-0.6B"]
+    assert "544 MiB" in rows["Gemma-3-4B"]
+    assert "896 MiB for Gemma-3-4B" in README
+
+
+def test_every_name_of_the_public_face_is_in_the_readme():
+    for name in quire.__all__:
+        assert re.search(rf"\b{name}\b", README), name
+
+
+def test_every_command_of_the_readme_exists():
+    known = set(re.findall(r"^│ ([a-z]+) ", run(*quire_command(), "--help").stdout, re.M))
+    assert known
+    assert (
+        set(re.findall(r"`quire ([a-z]+)", README)) | {line.split()[1] for line in COMMANDS if "quire " in line}
+        <= known
+    )
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md"])
+def test_every_link_of_a_document_leads_somewhere(document):
+    text = (ROOT / document).read_text("utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_every_file_a_document_names_exists(document):
+    text = (ROOT / document).read_text("utf-8")
+    named = set(re.findall(r"`((?:kernels|pager|scheduler|runtime|tests)/[\w./-]*)`", text))
+    assert named
+    for path in sorted(named):
+        assert (ROOT / path).exists(), path
+
+
+def quire_command():
+    return sys.executable, "-P", "-m", "quire.runtime.cli"
+
+
+def run(*command, cwd=None):
+    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+
+
+def block_after(line):
+    """What the README shows as the output of the command block that consists of `line`."""
+    index = BLOCKS.index(("sh", f"{line}\n"))
+    return BLOCKS[index + 1][1]
