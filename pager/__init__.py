@@ -4,6 +4,7 @@ from .arena import KVArena
 from .errors import InvariantViolated, OutOfMemory, OutOfPages, PagerError
 from .invariants import check
 from .layout import PAGE_SIZES, KVDtype, KVLayout
+from .memory import map_memory
 from .pager import Pager
 from .table import PageTable
 
@@ -19,4 +20,5 @@ __all__ = [
     "Pager",
     "PagerError",
     "check",
+    "map_memory",
 ]

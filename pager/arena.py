@@ -8,16 +8,11 @@ Pages are zeroed by the kernel that writes their first slot, so allocating one c
 
 from __future__ import annotations
 
-import mmap
-from contextlib import suppress
-
 import numpy as np
 import numpy.typing as npt
 
-from .errors import OutOfMemory
 from .layout import KVLayout
-
-HUGE_PAGE_BYTES = 2 << 20
+from .memory import map_memory
 
 
 class KVArena:
@@ -28,7 +23,7 @@ class KVArena:
             raise ValueError(f"an arena needs at least 1 page, got {num_pages}")
         self.layout = layout
         self.num_pages = num_pages
-        self.memory = _map_huge_aligned(layout.page_bytes * num_pages)  # [layers * pages * layer_page_bytes] uint8
+        self.memory = map_memory(layout.page_bytes * num_pages)  # [layers * pages * layer_page_bytes] uint8
 
     def copy_page(self, source: int, destination: int) -> None:
         """All layers of one page."""
@@ -45,16 +40,3 @@ class KVArena:
 
     def _pages(self) -> npt.NDArray[np.uint8]:  # [layers, pages, layer_page_bytes]
         return self.memory.reshape(self.layout.num_layers, self.num_pages, self.layout.layer_page_bytes)
-
-
-def _map_huge_aligned(size: int) -> npt.NDArray[np.uint8]:
-    try:
-        mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError, ValueError) as error:
-        raise OutOfMemory(f"cannot map {size} bytes for the KV cache ({error}); ask for less memory") from error
-    whole = np.frombuffer(mapping, np.uint8)
-    start = -whole.ctypes.data % HUGE_PAGE_BYTES
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without transparent huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE, start, size)
-    return whole[start : start + size]

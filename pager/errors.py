@@ -5,7 +5,7 @@ The one invariant: whatever the pager refuses, it refuses before it has changed 
 
     PagerError
     ├── OutOfPages        not enough pages are free or evictable
-    ├── OutOfMemory       the system did not give the arena its memory
+    ├── OutOfMemory       the system did not give the memory asked for
     └── InvariantViolated the books do not balance: a bug in Quire, never a user's fault
 """
 
@@ -26,7 +26,7 @@ class OutOfPages(PagerError):
 
 
 class OutOfMemory(PagerError):
-    """The arena's memory could not be mapped."""
+    """Memory could not be mapped."""
 
 
 class InvariantViolated(PagerError):

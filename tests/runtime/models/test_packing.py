@@ -13,7 +13,8 @@ from quire.runtime.errors import ModelError
 from quire.runtime.models import Model, load_model
 from quire.runtime.models.packing import plan_weights
 from quire.runtime.weights import Checkpoint
-from quire.runtime.weights.memory import HUGE_PAGE_BYTES, map_block
+from quire.pager.memory import HUGE_PAGE_BYTES
+from quire.runtime.weights.memory import map_block
 from safetensors.numpy import save_file
 
 
@@ -100,5 +101,5 @@ def test_the_block_is_zeroed_and_starts_on_a_huge_page() -> None:
 
 
 def test_a_machine_without_the_memory_says_how_much_was_needed() -> None:
-    with pytest.raises(ModelError, match="cannot map 1,152,921,504,606,846,976 bytes for the weights"):
+    with pytest.raises(ModelError, match="the weights do not fit: cannot map 1,152,921,504,606,846,976 bytes"):
         map_block(1 << 60)
