@@ -118,6 +118,25 @@ def test_every_file_a_document_names_exists(document):
         assert (ROOT / path).exists(), path
 
 
+def test_every_name_the_architecture_mentions_is_in_the_code():
+    text = re.sub(r"^```.*?^```", "", (ROOT / "ARCHITECTURE.md").read_text("utf-8"), flags=re.M | re.S)
+    named = {name.split(".")[-1] for name in re.findall(r"`([A-Za-z_]\w+(?:\.\w+)*)`", text)}
+    words = set(re.findall(r"\w+", "\n".join(path.read_text("utf-8") for path in sources())))
+    assert len(named) > 50
+    assert named - words == set()
+
+
+def sources():
+    """Everything the architecture may speak of: code, and what builds it."""
+    yield from (
+        ROOT / name
+        for name in ("Makefile", "meson.build", "kernels/meson.build", "pyproject.toml", "tests/test_imports.py")
+    )
+    for folder in ("kernels", "pager", "scheduler", "runtime"):
+        for kind in ("py", "pyi", "pyx", "pxd", "c", "h"):
+            yield from (ROOT / folder).rglob(f"*.{kind}")
+
+
 def quire_command():
     return sys.executable, "-P", "-m", "quire.runtime.cli"
 
