@@ -41,7 +41,9 @@ def test_a_program_computes_what_the_numpy_twin_computes(toy, weights, kv, windo
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(1, 1, 2), (7, 1, 128), (4, 4, 72), (64, 1, 16), (3, 1, 272)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(1, 1, 2), (7, 1, 128), (4, 4, 72), (64, 1, 16), (3, 1, 272)]
+)
 def test_any_head_shape_computes_what_the_twin_computes(toy, heads, kv_heads, head_dim, isa):
     model = toy(kv="f32", heads=heads, kv_heads=kv_heads, head_dim=head_dim, qk_norm=False, isa=isa)
     a = tokens(100)

@@ -95,9 +95,7 @@ def test_logits_that_are_not_finite_end_that_row_only(bad, at):
 def test_logprobs_are_those_of_the_raw_distribution(isa):
     logits = random_logits()
     bias = (int(logits[0].argsort()[-3]), 0, 0, 50.0)
-    tokens, logprobs, ids, tops = draw(
-        logits, [row(logprobs=5, temperature=0.7, num_adjustments=1)], [bias], isa=isa
-    )
+    tokens, logprobs, ids, tops = draw(logits, [row(logprobs=5, temperature=0.7, num_adjustments=1)], [bias], isa=isa)
     exact = logits[0].astype(np.float64)
     exact = exact - exact.max() - np.log(np.exp(exact - exact.max()).sum())
     order = np.lexsort((np.arange(VOCAB), -logits[0]))[:5]
@@ -109,7 +107,15 @@ def test_logprobs_are_those_of_the_raw_distribution(isa):
 
 @pytest.mark.parametrize(
     ("temperature", "min_p", "top_k", "top_p"),
-    [(1, 0, 5, 1), (1, 0, 0, 0.5), (0.5, 0, 40, 0.9), (2, 0.1, 0, 1), (1.5, 0.01, 30, 0.3), (1, 0, 1, 1), (1, 0, 0, 1e-6)],
+    [
+        (1, 0, 5, 1),
+        (1, 0, 0, 0.5),
+        (0.5, 0, 40, 0.9),
+        (2, 0.1, 0, 1),
+        (1.5, 0.01, 30, 0.3),
+        (1, 0, 1, 1),
+        (1, 0, 0, 1e-6),
+    ],
 )
 def test_only_what_the_filters_leave_is_ever_drawn_and_all_of_it_can_be(temperature, min_p, top_k, top_p):
     logits = np.round(random_logits()[0] * 2) / 2  # many ties

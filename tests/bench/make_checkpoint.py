@@ -1,0 +1,135 @@
+"""Write a Hugging Face checkpoint with random weights in a real model's shape: speed depends on shapes, not on values.
+
+usage: make_checkpoint.py SHAPE FOLDER        SHAPE: qwen3-0.6b | llama-3.2-1b | qwen2.5-0.5b
+Needs the project's own dependencies only. There is no tokenizer: `quire bench` sends token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "eos_token_id": 0,
+    },
+    "llama-3.2-1b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 8192,
+        "rope_theta": 5e5,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "eos_token_id": 0,
+    },
+    "qwen2.5-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "eos_token_id": 0,
+    },
+}
+
+
+def tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Every (name, shape) of the checkpoint, in file order."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
+    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        yield prefix + "input_layernorm.weight", (hidden,)
+        yield prefix + "post_attention_layernorm.weight", (hidden,)
+        for name, rows, columns in (
+            ("self_attn.q_proj", q, hidden),
+            ("self_attn.k_proj", kv, hidden),
+            ("self_attn.v_proj", kv, hidden),
+            ("self_attn.o_proj", hidden, q),
+            ("mlp.gate_proj", inner, hidden),
+            ("mlp.up_proj", inner, hidden),
+            ("mlp.down_proj", hidden, inner),
+        ):
+            yield f"{prefix}{name}.weight", (rows, columns)
+            if config["model_type"] == "qwen2" and name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+                yield f"{prefix}{name}.bias", (rows,)
+        if config["model_type"] == "qwen3":
+            yield prefix + "self_attn.q_norm.weight", (head_dim,)
+            yield prefix + "self_attn.k_norm.weight", (head_dim,)
+    yield "model.norm.weight", (hidden,)
+
+
+def values(generator: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.uint16]:
+    """bf16 bits: norms and biases near 1, matrices scaled by their inputs as at initialisation."""
+    drawn = generator.standard_normal(shape, np.float32)
+    scaled = 1 + 0.1 * drawn if len(shape) == 1 else drawn / np.sqrt(shape[1])
+    return (scaled.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def write_safetensors(file: BinaryIO, config: dict[str, Any]) -> None:
+    header, offset = {}, 0
+    for name, shape in tensors(config):
+        size = 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    file.write(struct.pack("<Q", len(encoded)) + encoded)
+    generator = np.random.default_rng(1234)
+    for _, shape in tensors(config):
+        file.write(values(generator, shape).tobytes())
+
+
+def main() -> None:
+    if len(sys.argv) != 3 or sys.argv[1] not in SHAPES:
+        raise SystemExit(__doc__)
+    config, folder = SHAPES[sys.argv[1]], Path(sys.argv[2])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    with (folder / "model.safetensors").open("wb") as file:
+        write_safetensors(file, config)
+
+
+if __name__ == "__main__":
+    main()
