@@ -33,7 +33,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory: Bytes | None = None
     threads: Count | None = None
     enable_prefix_caching: bool = True
-    max_num_waiting: Annotated[int, msgspec.Meta(ge=0)] = 1024  # queue limit
+    max_num_waiting: Count = 1024  # queue limit
     isa: str | None = None  # None: QUIRE_ISA or the best this machine has
 
 

@@ -7,6 +7,8 @@ or raises and leaves nothing running.
 from __future__ import annotations
 
 import asyncio
+import operator
+import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
@@ -20,6 +22,7 @@ from .engine.stream import Stream
 from .errors import InvalidRequest, Unavailable
 from .generation import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, Usage
 from .loop_thread import LoopThread
+from .settings import resolve_settings
 
 Prompt = str | Sequence[int]
 OFFLINE_QUEUE = 1 << 20  # requests; whoever calls `generate` waits for all of them anyway
@@ -35,7 +38,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | os.PathLike[str] | None = None,
         *,
         weights: WeightDtype = "bf16",
         kv_cache_dtype: KVCacheDtype = "bf16",
@@ -48,21 +51,21 @@ class LLM:
         block_size: int = 32,
         isa: str | None = None,
     ) -> None:
-        config = EngineConfig(
-            model=model,
-            weights=weights,
-            kv_cache_dtype=kv_cache_dtype,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            kv_cache_memory=kv_cache_memory,
-            threads=threads,
-            enable_prefix_caching=enable_prefix_caching,
-            max_num_waiting=OFFLINE_QUEUE,
-            isa=isa,
-        )
-        self._start(config)
+        settings = {
+            "model": None if model is None else os.fspath(model),
+            "weights": weights,
+            "kv_cache_dtype": kv_cache_dtype,
+            "block_size": block_size,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "kv_cache_memory": kv_cache_memory,
+            "threads": threads,
+            "enable_prefix_caching": enable_prefix_caching,
+            "max_num_waiting": OFFLINE_QUEUE,
+            "isa": isa,
+        }
+        self._start(resolve_settings(settings, environ={}).engine)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
@@ -72,7 +75,7 @@ class LLM:
         return llm
 
     def _start(self, config: EngineConfig) -> None:
-        self._thread = LoopThread("quire-llm")
+        self._thread = LoopThread("this LLM")
         try:
             self._engine: Engine | None = self._thread.run(Engine.start(config))
         except BaseException:
@@ -84,17 +87,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """One output per prompt (text or token ids), in order. `params`: one for all, or one each.
 
-        Raises InvalidRequest or ContextLengthExceeded before anything runs, GenerationFailed if a request fails.
+        Raises InvalidRequest, ContextLengthExceeded or GenerationFailed if any of them is refused or fails.
         """
         each = _prompt_list(prompts)
-        settings = [params or SamplingParams()] * len(each) if not isinstance(params, Sequence) else list(params)
-        if len(settings) != len(each):
-            raise InvalidRequest(f"{len(settings)} sampling params for {len(each)} prompts; give one, or one each")
-        return self._thread.run(_generate(self._open_engine(), each, settings))
+        return self._thread.run(_generate(self._open_engine(), each, _params_list(params, len(each))))
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Raw logits [len(token_ids), vocab] after each token, for evaluation. Bypasses the prefix cache."""
-        return self._thread.run(self._open_engine().logits(tuple(token_ids)))
+        return self._thread.run(self._open_engine().logits(_token_ids(token_ids)))
 
     @property
     def engine(self) -> Engine:
@@ -103,10 +103,9 @@ class LLM:
 
     def close(self) -> None:
         """End the engine and free its memory. Idempotent."""
-        if self._engine is not None:
-            self._thread.run(self._engine.close())
-            self._thread.close()
-            self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._thread.close(engine.close)
 
     def __enter__(self) -> Self:
         return self
@@ -122,29 +121,58 @@ class LLM:
         return self._engine
 
 
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[str | tuple[int, ...]]:
     """A single text or a single list of token ids is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if len(prompts) and all(isinstance(item, (int, np.integer)) for item in prompts):
-        return [prompts]  # type: ignore[list-item]  # what isinstance has just shown
-    return list(prompts)  # type: ignore[arg-type]
+    try:
+        items: list[object] = list(prompts)
+    except TypeError:
+        raise InvalidRequest(f"prompts are text, token ids or a list of those, not {type(prompts).__name__}") from None
+    if items and all(isinstance(item, (int, np.integer)) for item in items):
+        return [_token_ids(items)]
+    return [item if isinstance(item, str) else _token_ids(item) for item in items]
 
 
-async def _generate(engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+def _token_ids(prompt: object) -> tuple[int, ...]:
+    """Any sequence of whole numbers, numpy's included."""
+    try:
+        return tuple(operator.index(token) for token in prompt)  # type: ignore[attr-defined]  # what is being tried
+    except TypeError:
+        raise InvalidRequest(f"a prompt is text or a sequence of token ids, not {_shown(prompt)}") from None
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
+        raise InvalidRequest("params must be one SamplingParams or a sequence of them")
+    if len(params) != count:
+        raise InvalidRequest(f"{len(params)} sampling params for {count} prompts; give one, or one each")
+    return list(params)
+
+
+async def _generate(
+    engine: Engine, prompts: Sequence[str | tuple[int, ...]], params: Sequence[SamplingParams]
+) -> list[RequestOutput]:
     streams: list[Stream] = []
+    outputs: list[asyncio.Task[RequestOutput]] = []
     try:
         for prompt, settings in zip(prompts, params, strict=True):
-            streams.append(await engine.submit(GenerateRequest(prompt=_frozen(prompt), params=settings)))
-        return list(await asyncio.gather(*(_collect(stream) for stream in streams)))
-    except BaseException:
+            streams.append(await engine.submit(GenerateRequest(prompt=prompt, params=settings)))
+            outputs.append(asyncio.create_task(_collect(streams[-1])))
+        if outputs:
+            await asyncio.wait(outputs, return_when=asyncio.FIRST_EXCEPTION)
+    finally:  # after a failure or an interruption, everything else ends before this does
         for stream in streams:
             stream.cancel()
-        raise
-
-
-def _frozen(prompt: Prompt) -> str | tuple[int, ...]:
-    return prompt if isinstance(prompt, str) else tuple(int(token) for token in prompt)
+        await asyncio.gather(*outputs, return_exceptions=True)
+    return [output.result() for output in outputs]
 
 
 async def _collect(stream: Stream) -> RequestOutput:

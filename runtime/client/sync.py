@@ -6,15 +6,14 @@ from many threads at once.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
 from ..errors import Unavailable
 from ..generation import OutputChunk, SamplingParams
+from ..loop_thread import LoopThread
 from .aio import AsyncClient, Completion
 
 T = TypeVar("T")
@@ -28,14 +27,10 @@ class Client:
 
     def __init__(self, address: str, token: str | None = None) -> None:
         self._client = AsyncClient(address, token)
-        self._submitting = threading.Lock()  # nothing is submitted to a loop that will not run it
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: LoopThread | None = None
 
     def __enter__(self) -> Client:
-        loop = self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=loop.run_forever, name="quire-client", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("this client")
         try:
             self._await(self._client.__aenter__())
         except BaseException:
@@ -50,14 +45,8 @@ class Client:
 
     def close(self) -> None:
         """Close the connection and end the thread; streams still open raise Unavailable. Idempotent."""
-        with self._submitting:
-            loop, self._loop = self._loop, None
-        if loop is None or self._thread is None:
-            return
-        asyncio.run_coroutine_threadsafe(self._end_streams(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        self._thread.join()
-        loop.close()
+        if self._thread is not None:
+            self._thread.close(self._client.close)
 
     def generate(
         self,
@@ -93,23 +82,10 @@ class Client:
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the private loop; interrupting the wait cancels it."""
-        with self._submitting:
-            if self._loop is None:
-                work.close()
-                raise Unavailable("this client is not connected; enter it with `with` first")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    async def _end_streams(self) -> None:
-        """Let every thread that waits on the loop see its stream end."""
-        await self._client.close()
-        if waiting := asyncio.all_tasks() - {asyncio.current_task()}:
-            await asyncio.wait(waiting)
-        await asyncio.get_running_loop().shutdown_asyncgens()
+        if self._thread is None:
+            work.close()
+            raise Unavailable("this client is not connected; enter it with `with` first")
+        return self._thread.run(work)
 
 
 async def _next(chunks: AsyncGenerator[OutputChunk, None]) -> OutputChunk | None:

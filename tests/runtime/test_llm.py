@@ -1,0 +1,226 @@
+"""`LLM`: one output per prompt, in order, in whatever form prompts come; or a typed error and nothing left running."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quire import LLM, SamplingParams
+from quire.runtime.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    ModelNotFound,
+    Unavailable,
+)
+from quire.runtime.models import BUNDLED_MODEL
+
+HELDOUT = json.loads((Path(__file__).parents[1] / "data/heldout.json").read_text())
+FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(kv_cache_memory=8 << 20) as llm:
+        yield llm
+        assert llm.engine.stats().pages_owned == 0
+
+
+# Prompts and parameters
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        [5, 6, 7],
+        (5, 6, 7),
+        [[5, 6, 7]],
+        np.array([5, 6, 7]),
+        np.array([[5, 6, 7]], np.uint16),
+        [np.int64(5), np.int32(6), 7],
+    ],
+    ids=["list", "tuple", "list of lists", "array", "2-d array", "numpy numbers"],
+)
+def test_one_prompt_in_many_forms(llm: LLM, prompts: Any) -> None:
+    (output,) = llm.generate(prompts, FOUR)
+    assert output.prompt_token_ids == (5, 6, 7)
+    assert output.token_ids == llm.generate([[5, 6, 7]], FOUR)[0].token_ids
+    assert len(output.token_ids) == 4
+
+
+def test_text_and_ids_together_in_order(llm: LLM) -> None:
+    outputs = llm.generate(["This module", [5, 6, 7], "If"], FOUR)
+    alone = [llm.generate(prompt, FOUR)[0] for prompt in ("This module", [5, 6, 7], "If")]
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in alone]
+    assert [output.text for output in outputs] == [output.text for output in alone]
+    assert outputs[0].prompt_token_ids == alone[0].prompt_token_ids
+
+
+def test_no_prompts_no_outputs(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_more_prompts_than_run_at_once(llm: LLM) -> None:
+    outputs = llm.generate([[n + 1] for n in range(150)], FOUR)
+    assert [output.prompt_token_ids for output in outputs] == [(n + 1,) for n in range(150)]
+
+
+def test_params_for_all_or_one_each(llm: LLM) -> None:
+    each = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 2, 3)]
+    assert [len(output.token_ids) for output in llm.generate([[9]] * 3, each)] == [1, 2, 3]
+    assert [len(output.token_ids) for output in llm.generate([[9]] * 3, each[1])] == [2, 2, 2]
+    assert len(llm.generate([9])[0].token_ids) <= 128
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([[1], [2]], [FOUR], "1 sampling params for 2 prompts"),
+        ([[1]], [FOUR, FOUR], "2 sampling params for 1 prompts"),
+        ([[1]], [None], "must be one SamplingParams"),
+        ([[1]], {"max_tokens": 3}, "must be one SamplingParams"),
+        ([[1]], SamplingParams(stop="text"), "Expected `array`"),  # type: ignore[arg-type]
+        ([[1]], SamplingParams(temperature=float("nan")), "temperature must be between 0 and 100, not nan"),
+        ("", None, "empty"),
+        ([[]], None, "empty"),
+        (None, None, "not NoneType"),
+        (5, None, "not int"),
+        ([1.5], None, "not 1.5"),
+        ([[1.5]], None, "not \\[1.5\\]"),
+        ([["a"]], None, "not \\['a'\\]"),
+        ([1, "a"], None, "not 1"),
+        ([4096], None, "outside the vocabulary"),
+        ([-1], None, "outside the vocabulary"),
+        ([2**63], None, "outside the vocabulary"),
+        ([[2**70]], None, "outside the vocabulary"),
+        ("\ud800", None, "lone surrogate"),
+    ],
+)
+def test_what_cannot_be_generated(llm: LLM, prompts: Any, params: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        llm.generate(prompts, params)
+
+
+def test_one_refused_prompt_leaves_nothing_running(llm: LLM) -> None:
+    long = SamplingParams(max_tokens=2000, ignore_eos=True)
+    with pytest.raises(ContextLengthExceeded):
+        llm.generate(["This", "module", [1] * 3000], long)
+    stats = llm.engine.stats()
+    assert (stats.running, stats.waiting, stats.pages_owned) == (0, 0, 0)
+    assert llm.logits([1, 2]).shape == (2, 4096)
+
+
+def test_many_threads_share_one(llm: LLM) -> None:
+    wanted = [llm.generate([n + 1], FOUR)[0].token_ids for n in range(20)]
+    with ThreadPoolExecutor(5) as pool:
+        seen = list(pool.map(lambda n: llm.generate([n + 1], FOUR)[0].token_ids, range(20)))
+    assert seen == wanted
+
+
+# Logits
+
+
+def test_logits_are_those_that_generation_samples_from(llm: LLM) -> None:
+    (output,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1))
+    logits = llm.logits((5, 6, 7, *output.token_ids))
+    assert logits.shape == (9, 4096)
+    assert logits.dtype == np.float32
+    assert tuple(logits[2:8].argmax(1).tolist()) == output.token_ids
+    wide = logits[2:8].astype(np.float64)
+    logprobs = wide.max(1) - np.log(np.exp(wide - wide.max(1, keepdims=True)).sum(1)) - wide.max(1)
+    assert output.logprobs is not None
+    assert [entry.logprob for entry in output.logprobs] == pytest.approx(logprobs.tolist(), abs=1e-4)
+
+
+def test_logits_are_the_same_bits_in_any_chunks(llm: LLM) -> None:
+    tokens = HELDOUT["token_ids"][:200]
+    with LLM(kv_cache_memory=8 << 20, max_num_seqs=7) as other:
+        assert np.array_equal(other.logits(tokens), llm.logits(np.array(tokens)))
+
+
+def test_logits_of_text_are_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="token ids"):
+        llm.logits("text")  # type: ignore[arg-type]
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_num_seqs": 0}, "--max-num-seqs: 0 is not allowed"),
+        ({"max_num_seqs": "many"}, "--max-num-seqs"),
+        ({"threads": 0}, "--threads"),
+        ({"threads": 5000}, "--threads"),
+        ({"max_model_len": -3}, "--max-model-len"),
+        ({"max_model_len": 2049}, "--max-model-len 2049 is more than the 2048 positions"),
+        ({"weights": "int4"}, "--weights: 'int4' is not allowed; allowed: bf16, f32, q8"),
+        ({"kv_cache_dtype": "q8"}, "--kv-cache-dtype"),
+        ({"kv_cache_memory": 0}, "--kv-cache-memory"),
+        ({"kv_cache_memory": 10**18}, "--kv-cache-memory"),
+        ({"block_size": 7}, "--block-size must be one of 16, 32, 64, not 7"),
+        ({"isa": "mmx"}, "unknown ISA level 'mmx'"),
+        ({"max_num_batched_tokens": 10**9}, "lower --max-num-batched-tokens"),
+        ({"max_num_batched_tokens": 63}, "must be at least --max-num-seqs 64"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(**settings)
+
+
+@pytest.mark.parametrize("model", ["/nowhere", "", __file__, Path("/nowhere"), "\0"])
+def test_models_that_are_not_there(model: Any) -> None:
+    with pytest.raises(ModelNotFound):
+        LLM(model)
+
+
+def test_a_path_is_a_model_too() -> None:
+    with LLM(BUNDLED_MODEL, kv_cache_memory=1 << 20) as llm:
+        assert llm.generate([1], FOUR)[0].finish_reason == "length"
+
+
+def test_environment_variables_are_for_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "none")
+    with LLM(kv_cache_memory=1 << 20) as llm:
+        assert llm.engine.config.max_num_seqs == 64
+
+
+# The end
+
+
+def test_closing_twice_and_using_it_afterwards() -> None:
+    llm = LLM(kv_cache_memory=1 << 20)
+    llm.close()
+    llm.close()
+    for use in (lambda: llm.generate([1]), lambda: llm.logits([1]), lambda: llm.engine):
+        with pytest.raises(Unavailable, match="closed"):
+            use()
+
+
+def test_closing_ends_what_other_threads_wait_for() -> None:
+    before = set(threading.enumerate())
+    llm = LLM(kv_cache_memory=8 << 20)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(llm.generate, [1, 2], SamplingParams(max_tokens=2000, ignore_eos=True))
+        while not llm.engine.stats().running:
+            pass
+        llm.close()
+        with pytest.raises(Unavailable, match="the engine was closed"):
+            waiting.result(10)
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_failed_start_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(ModelNotFound):
+        LLM("/nowhere")
+    assert set(threading.enumerate()) <= before
