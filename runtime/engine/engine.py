@@ -1,7 +1,8 @@
 """The engine: one scheduler, one executor and one worker thread behind the facade, in this process.
 
 It turns requests into scheduled ones, and what the scheduler reports into chunks of text. It must not know sockets or
-metrics libraries. One invariant: everything but the step itself happens on the event loop's thread, so nothing here locks.
+metrics libraries. One invariant: everything but the step itself happens on the event loop's thread, so nothing here
+locks.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from ...pager import OutOfPages, Pager
 from ...scheduler import (
@@ -42,11 +44,13 @@ from ..errors import (
 )
 from ..execution import Machine, SamplingSpec, assemble
 from ..generation import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
-from ..text import IncrementalDetokenizer
+from ..text import IncrementalDetokenizer, Tokenizer
 from .facade import Admission, EngineObserver, EngineStats, GenerateRequest, RequestStats, StepStats
 from .observer import SilentObserver
 from .stream import Stream
 from .validator import Limits, Validator
+
+_log = structlog.get_logger("quire.engine")
 
 
 @dataclass(slots=True)
@@ -90,13 +94,19 @@ class Engine:
         self._observer: EngineObserver = SilentObserver()
         self._live: dict[int, Live] = {}
         self._next_id = 0
+        self._scoring = False
         self._closed = False
         self._batcher.start()
 
     @classmethod
     async def start(cls, config: EngineConfig) -> Engine:
         """Load the model, plan and take all memory, and be ready for requests. Raises ModelError or ConfigError."""
-        return cls(await asyncio.to_thread(assemble, config), config)
+        machine = await asyncio.to_thread(assemble, config)
+        try:
+            return cls(machine, config)
+        except BaseException:
+            machine.close()
+            raise
 
     async def submit(self, request: GenerateRequest) -> Stream:
         """See `facade.EngineFacade.submit`."""
@@ -135,9 +145,11 @@ class Engine:
         self._closed = True
         for live in self._live.values():
             live.error = live.error or Unavailable("the engine was closed before this request ended; try again")
-        await self._batcher.close()
-        self._worker.shutdown()
-        self.machine.close()
+        try:
+            await self._batcher.close()
+        finally:  # whatever broke the loop, and also when nobody waits for the end any more
+            self._worker.shutdown()
+            self.machine.close()
 
     # Accepting.
 
@@ -150,13 +162,15 @@ class Engine:
             self._validator.check_text(prompt)
             if self.machine.tokenizer is None:
                 raise InvalidRequest("this model has no tokenizer.json; give the prompt as token ids")
-            prompt = tuple(await asyncio.to_thread(self.machine.tokenizer.encode, prompt))
+            prompt = await _encode(self.machine.tokenizer, prompt)
         elif request.params.stop and self.machine.tokenizer is None:
-            raise InvalidRequest("this model has no tokenizer.json, so stop strings cannot be found; use stop_token_ids")
+            raise InvalidRequest("stop strings cannot be found without a tokenizer.json; use stop_token_ids")
         self._validator.check_prompt(prompt, request.params)
         return prompt
 
     def _accept(self, request: GenerateRequest, prompt: tuple[int, ...], submitted: float) -> Stream:
+        if self._scoring:
+            raise Unavailable("this engine computes logits for somebody now; try again")
         params = request.params
         seed = secrets.randbits(64) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.machine.eos_token_ids)
@@ -171,6 +185,7 @@ class Engine:
             tenant=request.tenant,
             priority=request.priority,
         )
+        detokenizer = self._detokenizer(params)
         try:
             admission = self._batcher.add(scheduled)
         except QueueFull as error:
@@ -184,11 +199,10 @@ class Engine:
             position=admission.position, pages_needed=admission.pages_needed, pages_free=admission.pages_free
         )
         stream = Stream(told, prompt, lambda: self._batcher.cancel(request_id))
-        live = Live(stream, scheduled, params, seed, self._detokenizer(params), submitted)
+        live = Live(stream, scheduled, params, seed, detokenizer, submitted)
         if request.deadline_ms is not None:
-            live.deadline = asyncio.get_running_loop().call_later(
-                request.deadline_ms / 1000, self._expire, request_id, request.deadline_ms
-            )
+            left_s = submitted + request.deadline_ms / 1000 - time.monotonic()
+            live.deadline = asyncio.get_running_loop().call_later(left_s, self._expire, request_id, request.deadline_ms)
         self._live[request_id] = live
         return stream
 
@@ -208,7 +222,11 @@ class Engine:
     # Stepping.
 
     async def _execute(self, plan: StepPlan) -> StepResult:
-        result = await asyncio.get_running_loop().run_in_executor(self._worker, self.machine.executor.execute, plan)
+        try:
+            result = await asyncio.get_running_loop().run_in_executor(self._worker, self.machine.executor.execute, plan)
+        except Exception:
+            _log.exception("step failed", step=plan.step_id, sequences=len(plan.sequences))
+            raise
         self._observer.on_step(
             StepStats(
                 duration_s=result.duration_s,
@@ -221,11 +239,13 @@ class Engine:
 
     async def logits(self, token_ids: tuple[int, ...]) -> npt.NDArray[np.float32]:
         """Raw logits [len(token_ids), vocab] after each token, past the prefix cache and the scheduler. For evaluation,
-        on an engine that serves nobody: raises Unavailable while a request is alive.
+        on an engine that serves nobody: raises Unavailable while a request is alive, and no request is accepted
+        meanwhile.
         """
         self._validator.check_token_ids(token_ids)
-        if self._live:
+        if self._closed or self._live or self._scoring:
             raise Unavailable("logits are computed between requests; wait until the running ones have ended")
+        self._scoring = True
         table, _ = self._pager.open(())
         try:
             self._pager.grow(table, len(token_ids))
@@ -236,6 +256,7 @@ class Engine:
             raise ContextLengthExceeded(f"{len(token_ids)} tokens do not fit the KV cache: {error}") from error
         finally:
             self._pager.release(table)
+            self._scoring = False
 
     # Publishing.
 
@@ -297,6 +318,13 @@ class Engine:
                 time_to_first_token_s=None if first is None else first - live.submitted,
             )
         )
+
+
+async def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(await asyncio.to_thread(tokenizer.encode, text))
+    except Exception as error:  # the library raises bare Exception
+        raise GenerationFailed(f"the prompt could not be tokenized: {error}") from error
 
 
 def _chunk(

@@ -16,7 +16,7 @@ from ..generation import FinishReason, OutputChunk, SamplingParams, Usage
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request: text or token ids, and how to sample. `tenant` comes from authentication, never from a request's body."""
+    """One request: text or token ids, and how to sample. `tenant` comes from authentication, never from its body."""
 
     prompt: str | tuple[int, ...]
     params: SamplingParams = SamplingParams()

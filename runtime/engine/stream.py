@@ -23,6 +23,7 @@ class Stream:
         self._cancel = cancel
         self._items: asyncio.Queue[OutputChunk | QuireError] = asyncio.Queue()
         self._ended = False
+        self._iterated = False
 
     def put(self, item: OutputChunk | QuireError) -> None:
         if not self._ended:
@@ -34,6 +35,9 @@ class Stream:
             self._cancel()
 
     async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
+        if self._iterated:
+            raise RuntimeError("a stream can be iterated once; nothing more would ever come")
+        self._iterated = True
         try:
             while True:
                 item = await self._items.get()

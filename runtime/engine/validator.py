@@ -4,8 +4,10 @@ that names the parameter, the value and what is allowed.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+
+import msgspec
+import numpy as np
 
 from ..errors import ContextLengthExceeded, InvalidRequest
 from ..generation import SamplingParams
@@ -18,6 +20,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 MAX_PRIORITY = 1_000_000
 SEED_LIMIT = 1 << 64
+SMALLEST = 1e-6  # of what must be above 0: kernels compute in f32, where a smaller number may be 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +37,14 @@ class Validator:
         self._limits = limits
 
     def check_params(self, params: SamplingParams) -> None:
+        _check_types(params)
         _integer("max_tokens", params.max_tokens, 1, self._limits.max_model_len)
         _integer("min_tokens", params.min_tokens, 0, params.max_tokens)
         _number("temperature", params.temperature, 0, 100)
         _integer("top_k", params.top_k, -1, 2**31 - 1)
-        _number("top_p", params.top_p, 0, 1, above_low=True)
+        _number("top_p", params.top_p, SMALLEST, 1)
         _number("min_p", params.min_p, 0, 1)
-        _number("repetition_penalty", params.repetition_penalty, 0, 100, above_low=True)
+        _number("repetition_penalty", params.repetition_penalty, SMALLEST, 100)
         _number("presence_penalty", params.presence_penalty, -2, 2)
         _number("frequency_penalty", params.frequency_penalty, -2, 2)
         if params.seed is not None:
@@ -61,8 +65,8 @@ class Validator:
             raise InvalidRequest("the prompt is empty; give at least one character or one token id")
         if len(prompt) > self._limits.max_prompt_characters:
             raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} characters; a prompt of {self._limits.max_model_len - 1} tokens, the most "
-                f"this model takes, has at most {self._limits.max_prompt_characters}"
+                f"the prompt has {len(prompt)} characters; one of {self._limits.max_model_len} tokens, the most this "
+                f"model takes, has at most {self._limits.max_prompt_characters}"
             )
         if not _is_encodable(prompt):
             raise InvalidRequest("the prompt is not valid Unicode: it contains a lone surrogate")
@@ -111,15 +115,28 @@ class Validator:
             raise InvalidRequest(f"{name}: token id {token} is outside the vocabulary 0..{self._limits.vocab_size - 1}")
 
 
+def _check_types(params: SamplingParams) -> None:
+    """What came over the wire has the declared types; what a program wrote may not, as in `stop="text"`."""
+    try:
+        msgspec.convert(msgspec.to_builtins(params, enc_hook=_plain_number), SamplingParams, strict=True)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise InvalidRequest(f"sampling params: {error}") from error
+
+
+def _plain_number(value: object) -> object:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"a {type(value).__name__} is none of the types they take")
+
+
 def _integer(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}")
 
 
-def _number(name: str, value: float, low: float, high: float, above_low: bool = False) -> None:
-    if not math.isfinite(value) or not low <= value <= high or (above_low and value == low):
-        bound = f"above {low} and at most {high}" if above_low else f"between {low} and {high}"
-        raise InvalidRequest(f"{name} must be {bound}, not {value}")
+def _number(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # also when it is not a number
+        raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}")
 
 
 def _is_encodable(text: str) -> bool:

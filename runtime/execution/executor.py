@@ -1,4 +1,4 @@
-"""The executor: turns a `StepPlan` into a `StepResult` on the kernels. It owns the program, the sampler and their memory.
+"""The executor: turns a `StepPlan` into a `StepResult` on the kernels. Owns the program, the sampler and their memory.
 
 It must not know requests, queues or asyncio, and keeps no state between steps but the pages themselves. Blocking: the
 engine calls it from its own thread, one step at a time.
@@ -76,8 +76,9 @@ class Executor:
         samples = [
             row + int(start) for sequence, start in zip(sequences, row_start, strict=False) for row in sequence.samples
         ]
+        token_ids = (token for sequence in sequences for token in sequence.token_ids)
         self.program.run(
-            np.fromiter((token for sequence in sequences for token in sequence.token_ids), np.int32, int(row_start[-1])),
+            np.fromiter(token_ids, np.int32, int(row_start[-1])),
             row_start,
             np.array([sequence.first_position for sequence in sequences], np.int32),
             np.concatenate(tables),

@@ -15,6 +15,7 @@ from ...pager import KVArena, KVLayout, OutOfMemory
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..models import BUNDLED_MODEL, DecoderSpec, load_model, read_spec
+from ..program import ProgramPlan
 from ..text import Tokenizer
 from .capacity import Capacity, decide_capacity
 from .executor import Executor
@@ -57,8 +58,11 @@ class Machine:
         return spent
 
     def close(self) -> None:
-        """Let go of the KV memory. Idempotent."""
+        """Let go of weights, KV memory and threads now, not when a garbage collector finds them. Idempotent."""
         self.arena.close()
+        self.ops.clear()
+        if hasattr(self, "executor"):
+            del self.executor
 
 
 def assemble(config: EngineConfig) -> Machine:
@@ -75,23 +79,36 @@ def assemble(config: EngineConfig) -> Machine:
         max_tokens=config.max_num_batched_tokens,
         max_samples=config.max_num_seqs,
     )
-    pool = Pool(capacity.cpus.threads)
-    program = Program(
-        plan.ops,
-        plan.arena_bytes,
-        arena.memory,
-        capacity.layout,
-        capacity.num_pages,
-        pool,
-        max_rows=config.max_num_batched_tokens,
-        max_samples=config.max_num_seqs,
-        max_sequences=config.max_num_seqs,
-        vocab_size=spec.vocab_size,
-        isa=capacity.isa,
-    )
-    sampler = Sampler(spec.vocab_size, padded(spec.vocab_size), config.max_num_seqs, pool, capacity.isa)
-    executor = Executor(program, plan.logits, spec.vocab_size, sampler, config.max_num_batched_tokens)
+    executor = _executor(config, spec, capacity, arena, plan)
     return Machine(spec, capacity, executor, arena, plan.ops, tokenizer, folder)
+
+
+def _executor(
+    config: EngineConfig, spec: DecoderSpec, capacity: Capacity, arena: KVArena, plan: ProgramPlan
+) -> Executor:
+    pool = Pool(capacity.cpus.threads)
+    try:
+        program = Program(
+            plan.ops,
+            plan.arena_bytes,
+            arena.memory,
+            capacity.layout,
+            capacity.num_pages,
+            pool,
+            max_rows=config.max_num_batched_tokens,
+            max_samples=config.max_num_seqs,
+            max_sequences=config.max_num_seqs,
+            vocab_size=spec.vocab_size,
+            isa=capacity.isa,
+        )
+        sampler = Sampler(spec.vocab_size, padded(spec.vocab_size), config.max_num_seqs, pool, capacity.isa)
+    except MemoryError as error:
+        raise ConfigError(
+            f"steps of {config.max_num_batched_tokens} tokens and {config.max_num_seqs} sequences need "
+            f"{plan.arena_bytes:,} bytes, which the system does not give; lower --max-num-batched-tokens and "
+            "--max-num-seqs"
+        ) from error
+    return Executor(program, plan.logits, spec.vocab_size, sampler, config.max_num_batched_tokens)
 
 
 def _op_name(op: Op, vocab_size: int) -> str:

@@ -1,0 +1,431 @@
+"""The engine behind its facade, on the bundled model: how requests stop, fail and end, and what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from quire.pager import check
+from quire.runtime.config import EngineConfig
+from quire.runtime.engine import Engine, GenerateRequest
+from quire.runtime.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, Overloaded, Unavailable
+from quire.runtime.generation import OutputChunk, SamplingParams
+from quire.runtime.text import Tokenizer
+
+PROMPT = "This module provides"
+EOS = 0
+Running = Callable[..., AbstractAsyncContextManager[Engine]]
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> Running:
+    """An engine audited at every step; afterwards every page is back."""
+    monkeypatch.setenv("QUIRE_DEBUG", "1")
+
+    @asynccontextmanager
+    async def start(**settings: Any) -> AsyncIterator[Engine]:
+        engine = await Engine.start(EngineConfig(**{"kv_cache_memory": 8 << 20, **settings}))
+        try:
+            yield engine
+            stats = engine.stats()
+            assert (stats.running, stats.waiting, stats.pages_owned) == (0, 0, 0)
+            check(engine._pager, [])
+        finally:
+            await engine.close()
+
+    return start
+
+
+def asked(prompt: str | tuple[int, ...] = PROMPT, deadline_ms: int | None = None, **params: Any) -> GenerateRequest:
+    params = {"max_tokens": 40, "ignore_eos": True, **params}
+    return GenerateRequest(prompt=prompt, params=SamplingParams(**params), deadline_ms=deadline_ms)
+
+
+async def chunks_of(engine: Engine, request: GenerateRequest) -> list[OutputChunk]:
+    return [chunk async for chunk in await engine.submit(request)]
+
+
+def text_of(chunks: list[OutputChunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
+def ids_of(chunks: list[OutputChunk]) -> tuple[int, ...]:
+    return tuple(token for chunk in chunks for token in chunk.token_ids)
+
+
+# Streams
+
+
+async def test_only_the_last_chunk_ends_the_stream(running: Running) -> None:
+    async with running() as engine:
+        chunks = await chunks_of(engine, asked())
+    assert [chunk.finish_reason for chunk in chunks] == [None] * 39 + ["length"]
+    assert [chunk.usage is None for chunk in chunks] == [True] * 39 + [False]
+    assert [chunk.first_index for chunk in chunks] == list(range(40))
+
+
+async def test_text_is_the_decode_of_the_tokens(running: Running) -> None:
+    async with running() as engine:
+        chunks = await chunks_of(engine, asked(temperature=1.0, seed=3))
+        assert engine.machine.tokenizer is not None
+        assert text_of(chunks) == engine.machine.tokenizer.decode(ids_of(chunks))
+
+
+async def test_a_stream_is_iterated_once(running: Running) -> None:
+    async with running() as engine:
+        stream = await engine.submit(asked(max_tokens=1))
+        assert [chunk.finish_reason async for chunk in stream] == ["length"]
+        with pytest.raises(RuntimeError, match="once"):
+            await anext(aiter(stream))
+
+
+async def test_a_stream_nobody_reads_ends_by_itself(running: Running) -> None:
+    async with running() as engine:
+        await engine.submit(asked(max_tokens=5))
+        await engine.drain()
+
+
+async def test_leaving_a_stream_early_cancels_it(running: Running) -> None:
+    async with running() as engine:
+        stream = aiter(await engine.submit(asked(max_tokens=2000)))
+        await anext(stream)
+        await stream.aclose()
+        await engine.drain()
+        assert engine.stats().step < 100
+
+
+async def test_cancelling_is_told_and_idempotent(running: Running) -> None:
+    async with running() as engine:
+        stream = await engine.submit(asked(max_tokens=2000))
+        chunks = []
+        async for chunk in stream:
+            chunks.append(chunk)
+            if len(chunks) == 3:
+                stream.cancel()
+                stream.cancel()
+        stream.cancel()
+    assert chunks[-1].finish_reason == "cancelled"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(ids_of(chunks)) >= 3
+
+
+async def test_cancelled_before_it_ran(running: Running) -> None:
+    async with running() as engine:
+        stream = await engine.submit(asked())
+        stream.cancel()
+        (chunk,) = [chunk async for chunk in stream]
+        assert (chunk.finish_reason, chunk.token_ids) == ("cancelled", ())
+
+
+# Stopping
+
+
+async def test_stop_strings_are_found_across_tokens(running: Running) -> None:
+    """Every piece of the greedy text, wherever tokens begin, stops it exactly there."""
+    async with running() as engine:
+        whole = text_of(await chunks_of(engine, asked()))
+        for begin in range(3, 40, 5):
+            stop = whole[begin : begin + 7]
+            cut = whole.index(stop)
+            without, included = await asyncio.gather(
+                chunks_of(engine, asked(stop=("never in it", stop))),
+                chunks_of(engine, asked(stop=(stop,), include_stop_str_in_output=True)),
+            )
+            assert text_of(without) == whole[:cut]
+            assert text_of(included) == whole[: cut + len(stop)]
+            assert without[-1].finish_reason == included[-1].finish_reason == "stop"
+
+
+async def test_no_chunk_ends_inside_a_possible_stop_string(running: Running) -> None:
+    async with running() as engine:
+        whole = text_of(await chunks_of(engine, asked()))
+        chunks = await chunks_of(engine, asked(stop=(whole[5:15] + "\0",)))
+        assert text_of(chunks) == whole
+        assert not any(text_of(chunks[:count]).endswith(whole[5:10]) for count in range(len(chunks)))
+
+
+async def test_stop_token_ids(running: Running) -> None:
+    async with running() as engine:
+        whole = ids_of(await chunks_of(engine, asked()))
+        stop = whole[10]
+        chunks = await chunks_of(engine, asked(stop_token_ids=(stop,)))
+        assert ids_of(chunks) == whole[: whole.index(stop) + 1]
+        assert chunks[-1].finish_reason == "stop"
+
+
+async def test_end_of_sequence_ends_unless_ignored(running: Running) -> None:
+    certain = {EOS: 100.0}
+    async with running() as engine:
+        stopped = await chunks_of(engine, asked(ignore_eos=False, logit_bias=certain))
+        ignored = await chunks_of(engine, asked(ignore_eos=True, logit_bias=certain))
+    assert (ids_of(stopped), stopped[-1].finish_reason) == ((EOS,), "stop")
+    assert (ids_of(ignored), ignored[-1].finish_reason) == ((EOS,) * 40, "length")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_nothing_ends_a_request_before_min_tokens(running: Running, temperature: float) -> None:
+    """However likely they are, end and stop ids are not even sampled; a stop string is ordinary text until then."""
+    eager = {EOS: 100.0, 262: 100.0}
+    async with running() as engine:
+        chunks = await chunks_of(
+            engine,
+            asked(
+                ignore_eos=False,
+                min_tokens=7,
+                stop_token_ids=(262,),
+                logit_bias=eager,
+                temperature=temperature,
+                seed=1,
+            ),
+        )
+        ids = ids_of(chunks)
+        assert len(ids) == 8
+        assert {EOS, 262}.isdisjoint(ids[:7])
+        assert ids[7] in (EOS, 262)
+        texts = await chunks_of(engine, asked(stop=(" ",), min_tokens=9))
+        assert len(ids_of(texts)) >= 9
+
+
+# What is told
+
+
+async def test_logprobs(running: Running) -> None:
+    async with running() as engine:
+        none, own, three = [
+            await chunks_of(engine, asked(logprobs=count, temperature=1.0, seed=5)) for count in (None, 0, 3)
+        ]
+    assert all(chunk.logprobs is None for chunk in none)
+    owns = [entry for chunk in own for entry in chunk.logprobs or ()]
+    threes = [entry for chunk in three for entry in chunk.logprobs or ()]
+    assert tuple(entry.token_id for entry in owns) == ids_of(own) == ids_of(three) == ids_of(none)
+    assert [entry.logprob for entry in owns] == [entry.logprob for entry in threes]
+    assert all(entry.top == () for entry in owns)
+    for entry in threes:
+        values = [logprob for _, logprob in entry.top]
+        assert len(values) == 3
+        assert values == sorted(values, reverse=True)
+        assert max(values) <= 0
+        assert entry.logprob <= values[0]
+        assert dict(entry.top).get(entry.token_id, entry.logprob) == entry.logprob
+
+
+async def test_usage(running: Running) -> None:
+    prompt = tuple(range(1, 101))
+    async with running() as engine:
+        first, second = [(await chunks_of(engine, asked(prompt)))[-1].usage for _ in range(2)]
+        assert first is not None
+        assert second is not None
+        assert (first.prompt_tokens, first.completion_tokens, first.cached_tokens) == (100, 40, 0)
+        assert (second.prompt_tokens, second.completion_tokens, second.cached_tokens) == (100, 40, 96)
+        assert (first.recomputed_tokens, second.recomputed_tokens) == (0, 0)
+        assert min(first.queue_ms, first.prefill_ms, first.decode_ms, first.stall_ms) >= 0
+        assert first.prefill_ms > 0
+        assert first.decode_ms > 0
+        whole = (await chunks_of(engine, asked(tuple(range(1, 65)))))[-1].usage
+        assert whole is not None
+        assert whole.cached_tokens == 32, "the last token of a prompt is always computed"
+
+
+async def test_a_drawn_seed_is_told_and_repeats(running: Running) -> None:
+    async with running() as engine:
+        drawn = await chunks_of(engine, asked(temperature=1.0))
+        assert drawn[-1].usage is not None
+        again = await chunks_of(engine, asked(temperature=1.0, seed=drawn[-1].usage.seed))
+        assert ids_of(again) == ids_of(drawn)
+
+
+# Deadlines, limits, failures
+
+
+async def test_a_deadline_counts_from_submission(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokenizing is part of it: a deadline that passes meanwhile ends the request before its first step."""
+    encode = Tokenizer.encode
+
+    def slow(self: Tokenizer, text: str) -> list[int]:
+        time.sleep(0.05)
+        return encode(self, text)
+
+    async with running() as engine:
+        monkeypatch.setattr(Tokenizer, "encode", slow)
+        stream = await engine.submit(asked(deadline_ms=20, max_tokens=2000))
+        with pytest.raises(DeadlineExceeded, match="20 ms"):
+            [chunk async for chunk in stream]
+        assert engine.stats().step <= 2
+
+
+async def test_a_deadline_in_the_middle_keeps_what_was_sent(running: Running) -> None:
+    async with running() as engine:
+        stream = aiter(await engine.submit(asked(deadline_ms=40, max_tokens=2000)))
+        first = await anext(stream)
+        assert len(first.token_ids) == 1
+        with pytest.raises(DeadlineExceeded):
+            [chunk async for chunk in stream]
+        await engine.drain()
+
+
+async def test_a_failing_step_fails_its_requests_only(running: Running) -> None:
+    async with running(max_num_seqs=2) as engine:
+        wanted = await chunks_of(engine, asked())
+        executor = engine.machine.executor
+        execute, calls = executor.execute, []
+
+        def flaky(plan: Any) -> Any:
+            calls.append(len(plan.sequences))
+            if len(calls) == 5:
+                raise ZeroDivisionError("a bug")
+            return execute(plan)
+
+        executor.execute = flaky  # type: ignore[method-assign]
+        streams = [await engine.submit(asked()) for _ in range(3)]
+        results = await asyncio.gather(*(collect(stream) for stream in streams), return_exceptions=True)
+        assert [type(result) for result in results] == [GenerationFailed, GenerationFailed, list]
+        assert "a bug" in str(results[0])
+        assert ids_of(results[2]) == ids_of(wanted)  # type: ignore[arg-type]
+
+
+async def collect(stream: Any) -> list[OutputChunk]:
+    return [chunk async for chunk in stream]
+
+
+async def test_logits_that_are_not_finite_fail_their_request_only(running: Running) -> None:
+    async with running(enable_prefix_caching=False) as engine:
+        wanted = await chunks_of(engine, asked())
+        executor = engine.machine.executor
+        sample = executor._sampler.sample
+
+        class Poisoned:
+            def sample(self, logits: np.ndarray[Any, Any], rows: Any, adjustments: Any) -> Any:
+                if len(rows) == 2:
+                    logits[1] = np.nan
+                return sample(logits, rows, adjustments)
+
+        executor._sampler = Poisoned()  # type: ignore[assignment]
+        one, other = [await engine.submit(asked()) for _ in range(2)]
+        results = await asyncio.gather(collect(one), collect(other), return_exceptions=True)
+        assert ids_of(results[0]) == ids_of(wanted)  # type: ignore[arg-type]
+        assert isinstance(results[1], GenerationFailed)
+        assert "not finite" in str(results[1])
+
+
+async def test_a_failing_detokenizer_fails_its_request_only(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running() as engine:
+        wanted = await chunks_of(engine, asked())
+        assert engine.machine.tokenizer is not None
+        monkeypatch.setitem(engine.machine.tokenizer._bytes_by_id, 4095, 5)  # not bytes
+        bad, good = await asyncio.gather(
+            collect(await engine.submit(asked(logit_bias={4095: 100.0}))),
+            collect(await engine.submit(asked())),
+            return_exceptions=True,
+        )
+        assert isinstance(bad, GenerationFailed)
+        assert "could not be turned into text" in str(bad)
+        assert ids_of(good) == ids_of(wanted)  # type: ignore[arg-type]
+
+
+async def test_a_failing_tokenizer_is_a_typed_error(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Tokenizer, text: str) -> list[int]:
+        raise MemoryError("no memory")
+
+    async with running() as engine:
+        monkeypatch.setattr(Tokenizer, "encode", fail)
+        with pytest.raises(GenerationFailed, match="could not be tokenized"):
+            await engine.submit(asked())
+        assert ids_of(await chunks_of(engine, asked((1, 2, 3))))
+
+
+async def test_a_full_queue(running: Running) -> None:
+    async with running(max_num_seqs=1, max_num_waiting=2) as engine:
+        streams = [await engine.submit(asked((5, 6), max_tokens=3)) for _ in range(2)]
+        with pytest.raises(Overloaded, match="2 requests are waiting, which is the limit"):
+            await engine.submit(asked((5, 6)))
+        assert [stream.admission.position for stream in streams] == [0, 1]
+        assert len({ids_of(await collect(stream)) for stream in streams}) == 1
+
+
+# The end
+
+
+async def test_a_closed_engine_ends_what_runs_waits_or_is_being_tokenized(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(max_num_seqs=1) as engine:
+        streams = [await engine.submit(asked(max_tokens=2000)) for _ in range(2)]
+        await anext(aiter(streams[0]))
+        tokenizing = asyncio.create_task(engine.submit(asked()))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(Unavailable, match="the engine was closed"):
+            await collect(streams[1])
+        with pytest.raises(Unavailable, match="no new requests"):
+            await tokenizing
+        with pytest.raises(Unavailable, match="no new requests"):
+            await engine.submit(asked())
+        with pytest.raises(Unavailable):
+            await engine.logits((1, 2))
+        await engine.close()
+
+
+async def test_closing_frees_threads_at_once() -> None:
+    """Kernel threads and memory go with `close`, not whenever a garbage collector comes by."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/task"))
+        engine = await Engine.start(EngineConfig(kv_cache_memory=1 << 20, threads=6))
+        await chunks_of(engine, asked((1, 2, 3), max_tokens=2))
+        during = len(os.listdir("/proc/self/task"))
+        await engine.close()
+        assert during >= before + 5
+        assert len(os.listdir("/proc/self/task")) <= during - 5
+    finally:
+        gc.enable()
+
+
+async def test_an_engine_that_cannot_start_leaves_no_thread() -> None:
+    before = len(os.listdir("/proc/self/task"))
+    with pytest.raises(ValueError, match="max_num_waiting"):
+        await Engine.start(EngineConfig(kv_cache_memory=1 << 20, threads=6, max_num_waiting=0))
+    assert len(os.listdir("/proc/self/task")) < before + 5
+
+
+# Logits
+
+
+async def test_logits_are_for_an_engine_that_serves_nobody(running: Running) -> None:
+    async with running() as engine:
+        stream = await engine.submit(asked(max_tokens=5))
+        with pytest.raises(Unavailable, match="between requests"):
+            await engine.logits((1, 2, 3))
+        await collect(stream)
+        scoring = asyncio.create_task(engine.logits(tuple(range(300))))
+        await asyncio.sleep(0)
+        for refused in (engine.submit(asked((1, 2))), engine.logits((1, 2))):
+            with pytest.raises(Unavailable):
+                await refused
+        assert (await scoring).shape == (300, 4096)
+        assert ids_of(await chunks_of(engine, asked((1, 2))))
+
+
+@pytest.mark.parametrize("token_ids", [(), (4096,), (-1,), (1,) * 2049], ids=["none", "too high", "negative", "many"])
+async def test_logits_of_what_is_not_a_prompt(running: Running, token_ids: tuple[int, ...]) -> None:
+    async with running() as engine:
+        with pytest.raises(InvalidRequest):
+            await engine.logits(token_ids)
+
+
+async def test_params_that_a_program_wrote_with_wrong_types(running: Running) -> None:
+    async with running() as engine:
+        for wrong in ({"stop": "text"}, {"temperature": "hot"}, {"max_tokens": 1.5}, {"logit_bias": {"a": 1}}):
+            request = msgspec.structs.replace(asked(), params=SamplingParams(**wrong))  # type: ignore[arg-type]
+            with pytest.raises(InvalidRequest, match="sampling params"):
+                await engine.submit(request)
+        numpy = SamplingParams(max_tokens=2, seed=np.int64(3), temperature=np.float32(0.5))  # type: ignore[arg-type]
+        assert len(ids_of(await chunks_of(engine, GenerateRequest(prompt=(1,), params=numpy)))) == 2

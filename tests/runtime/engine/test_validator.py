@@ -1,0 +1,79 @@
+"""What a request may ask: each limit from both sides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from quire.runtime.engine.validator import Limits, Validator
+from quire.runtime.errors import ContextLengthExceeded, InvalidRequest
+from quire.runtime.generation import SamplingParams
+
+VALIDATOR = Validator(Limits(vocab_size=100, max_model_len=50, max_prompt_characters=200))
+
+EDGES: list[tuple[str, Any, Any]] = [  # parameter, the last allowed value, the first that is not
+    ("max_tokens", 1, 0),
+    ("max_tokens", 50, 51),
+    ("min_tokens", 0, -1),
+    ("min_tokens", 20, 21),
+    ("temperature", 0, -1e-9),
+    ("temperature", 100, 100.001),
+    ("top_k", -1, -2),
+    ("top_k", 2**31 - 1, 2**31),
+    ("top_p", 1e-6, 0),
+    ("top_p", 1, 1.0001),
+    ("min_p", 0, -0.1),
+    ("min_p", 1, 1.1),
+    ("repetition_penalty", 1e-6, 1e-7),
+    ("repetition_penalty", 100, 101),
+    ("presence_penalty", -2, -2.1),
+    ("frequency_penalty", 2, 2.1),
+    ("seed", 0, -1),
+    ("seed", 2**64 - 1, 2**64),
+    ("logprobs", 0, -1),
+    ("logprobs", 20, 21),
+    ("logit_bias", {99: 100.0}, {100: 1.0}),
+    ("logit_bias", {0: -100.0}, {0: -100.1}),
+    ("logit_bias", {}, {-1: 0.0}),
+    ("stop", ("x" * 256,) * 16, ("x",) * 17),
+    ("stop", (), ("",)),
+    ("stop", ["a"], "a"),
+    ("stop_token_ids", (99,) * 1024, (99,) * 1025),
+    ("stop_token_ids", (0,), (100,)),
+]
+
+
+@pytest.mark.parametrize(("name", "allowed", "refused"), EDGES, ids=[f"{edge[0]}-{edge[2]!s:.12}" for edge in EDGES])
+def test_edges(name: str, allowed: Any, refused: Any) -> None:
+    base = SamplingParams(max_tokens=20)
+    VALIDATOR.check_params(msgspec.structs.replace(base, **{name: allowed}))
+    with pytest.raises(InvalidRequest, match=name.split("_")[0]):
+        VALIDATOR.check_params(msgspec.structs.replace(base, **{name: refused}))
+
+
+def test_the_message_names_parameter_value_and_what_is_allowed() -> None:
+    with pytest.raises(InvalidRequest, match="top_p must be between 1e-06 and 1, not nan"):
+        VALIDATOR.check_params(SamplingParams(max_tokens=1, top_p=float("nan")))
+
+
+def test_prompts() -> None:
+    params = SamplingParams(max_tokens=10)
+    VALIDATOR.check_prompt((99,) * 40, params)
+    for token_ids, error in (((1,) * 41, ContextLengthExceeded), ((), InvalidRequest), ((100,), InvalidRequest)):
+        with pytest.raises(error):
+            VALIDATOR.check_prompt(token_ids, params)
+
+
+def test_texts_are_refused_before_they_are_tokenized() -> None:
+    VALIDATOR.check_text("x" * 200)
+    for text, error in (("x" * 201, ContextLengthExceeded), ("", InvalidRequest), ("\ud800", InvalidRequest)):
+        with pytest.raises(error):
+            VALIDATOR.check_text(text)
+
+
+@pytest.mark.parametrize(("priority", "deadline_ms"), [(10**6 + 1, None), (0, 0), (0, 7 * 24 * 3600 * 1000 + 1)])
+def test_schedules(priority: int, deadline_ms: int | None) -> None:
+    VALIDATOR.check_schedule(-(10**6), 7 * 24 * 3600 * 1000)
+    with pytest.raises(InvalidRequest):
+        VALIDATOR.check_schedule(priority, deadline_ms)
