@@ -1,17 +1,20 @@
-"""A fake engine that keeps the facade's promises with scripted streams, and a real server in front of it."""
+"""A real server, in front of a fake engine that keeps the facade's promises with scripted streams, or of a real one."""
 
 from __future__ import annotations
 
 import asyncio
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
-from quire.runtime.config import ServerConfig
+from quire.pager import check
+from quire.runtime.config import EngineConfig, ServerConfig
+from quire.runtime.engine import Engine
 from quire.runtime.engine.facade import (
     Admission,
     EngineObserver,
@@ -156,6 +159,18 @@ class RawClient:
         return frames
 
 
+async def raw_client(address: str, hello: bool = True, **options: Any) -> RawClient:
+    if address.startswith("unix:"):
+        client = RawClient(*await asyncio.open_unix_connection(address.removeprefix("unix:"), **options))
+    else:
+        host, _, port = address.rpartition(":")
+        client = RawClient(*await asyncio.open_connection(host.strip("[]"), int(port), **options))
+    if hello:
+        client.send("HELLO", [1])
+        assert (await client.receive())[0] == "WELCOME"
+    return client
+
+
 @dataclass
 class System:
     engine: FakeEngine
@@ -181,16 +196,8 @@ async def serve() -> AsyncIterator[Callable[..., Awaitable[System]]]:
         engines.append(engine)
 
         async def raw(hello: bool = True, **options: Any) -> RawClient:
-            if server.address.startswith("unix:"):
-                reader, writer = await asyncio.open_unix_connection(server.address.removeprefix("unix:"), **options)
-            else:
-                host, _, port = server.address.rpartition(":")
-                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), **options)
-            writers.append(writer)
-            client = RawClient(reader, writer)
-            if hello:
-                client.send("HELLO", [1])
-                assert (await client.receive())[0] == "WELCOME"
+            client = await raw_client(server.address, hello, **options)
+            writers.append(client.writer)
             return client
 
         return System(engine, server, raw)
@@ -225,3 +232,65 @@ def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
 @pytest.fixture
 def socket_path(tmp_path: Path) -> Path:
     return tmp_path / "quire.sock"
+
+
+# With the real engine
+
+
+@dataclass
+class Real:
+    engine: Engine
+    server: Server
+    _writers: list[asyncio.StreamWriter] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return self.server.address
+
+    async def raw(self, hello: bool = True) -> RawClient:
+        client = await raw_client(self.address, hello)
+        self._writers.append(client.writer)
+        return client
+
+    async def idle(self) -> None:
+        """Wait until no request is alive."""
+        async with asyncio.timeout(20):
+            while self.engine.scheduler.has_work:
+                await asyncio.sleep(0.002)
+
+    def check_books(self) -> None:
+        """Zero pages owned, and every page accounted for."""
+        stats = self.engine.stats()
+        assert stats.pages_owned == 0
+        assert stats.pages_free + stats.pages_cached + stats.pages_owned == stats.pages_total
+        check(self.engine._pager, [])
+
+    def drop_connections(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+
+
+@pytest.fixture
+def serving(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractAsyncContextManager[Real]]:
+    """`async with serving(max_num_seqs=4, uds="…") as real`: the bundled model behind a socket, audited at every step.
+
+    Afterwards nothing is left: no request, no page.
+    """
+    monkeypatch.setenv("QUIRE_DEBUG", "1")
+
+    @asynccontextmanager
+    async def start(uds: str | None = None, **settings: Any) -> AsyncIterator[Real]:
+        engine = await Engine.start(EngineConfig(**{"kv_cache_memory": 8 << 20, **settings}))
+        real = Real(engine, Server())
+        try:
+            await real.server.start(engine, ServerConfig(port=0, http_port=0, uds=uds))
+            yield real
+            real.drop_connections()
+            await real.server.close()
+            await real.idle()
+            real.check_books()
+        finally:
+            await real.server.close()
+            await engine.close()
+
+    return start

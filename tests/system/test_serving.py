@@ -1,0 +1,195 @@
+"""The whole house on the bundled model: many users stream text at once, come, go and vanish, and nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire import LLM
+from quire.runtime.client import AsyncClient
+from quire.runtime.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
+from quire.runtime.generation import SamplingParams
+
+Serving = Callable[..., AbstractAsyncContextManager[Any]]
+
+PAGE_BYTES = 65536  # of the bundled model, 32 tokens in bf16
+PROMPTS = [
+    "This module provides",
+    "If *timeout* is not ``None``, then",
+    ".. class:: Task(coro)\n\n   A",
+    "Changed in version 3.11: Added the",
+    "Regular expressions can contain both special and",
+    "The following example shows how to sort a list::\n\n",
+    "Grüße aus 日本 – ",
+    "This module provides",
+]
+PARAMS = [
+    SamplingParams(max_tokens=60, temperature=0.7, top_p=0.9, seed=seed, ignore_eos=True, logprobs=1)
+    for seed in range(len(PROMPTS))
+]
+LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
+
+
+async def test_eight_users_see_what_they_would_have_seen_alone(serving: Serving, socket_path: Path) -> None:
+    with LLM(kv_cache_memory=8 << 20, max_num_seqs=1) as llm:
+        wanted = [llm.generate(prompt, params)[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    for uds in (None, str(socket_path)):
+        async with serving(uds=uds) as real, AsyncClient(real.address) as client:
+            seen = await asyncio.gather(*map(client.complete, PROMPTS, PARAMS))
+        for one, alone in zip(seen, wanted, strict=True):
+            assert one.text == alone.text
+            assert (one.token_ids, one.logprobs) == (alone.token_ids, alone.logprobs)
+            assert one.finish_reason == alone.finish_reason == "length"
+            assert one.usage.seed == alone.usage.seed
+    assert all(alone.text.isprintable() or "\n" in alone.text for alone in wanted)
+    assert wanted[0].text != wanted[7].text, "the seed must matter"
+
+
+async def test_text_arrives_while_it_is_made(serving: Serving) -> None:
+    async with serving() as real, AsyncClient(real.address) as client:
+        chunks = [chunk async for chunk in client.generate(PROMPTS[0], PARAMS[0])]
+        assert len(chunks) > 10
+        assert [chunk.first_index for chunk in chunks] == sorted(chunk.first_index for chunk in chunks)
+
+
+# The storm
+
+SEEDS = [1, 2]
+CONNECTIONS = 5
+REQUESTS_PER_CONNECTION = 20
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_nothing_is_left_after_a_storm(serving: Serving, seed: int) -> None:
+    """Users who finish, cancel, leave with live requests and come back, on a pool too small for all of them."""
+    async with serving(kv_cache_memory=40 * PAGE_BYTES, max_num_seqs=12, max_num_waiting=24) as real:
+        async with AsyncClient(real.address) as client:
+            before = await client.complete(PROMPTS[0], PARAMS[0])
+            await asyncio.gather(*(storm(real, random.Random(f"{seed} {index}")) for index in range(CONNECTIONS)))
+            await real.idle()
+            real.check_books()
+            after = await client.complete(PROMPTS[0], PARAMS[0])
+        assert (after.token_ids, after.text, after.logprobs) == (before.token_ids, before.text, before.logprobs)
+        assert real.engine.stats().step > 0
+
+
+async def storm(real: Any, chance: random.Random) -> None:
+    """One user: opens a connection, uses it for a while, vanishes, and again."""
+    left = REQUESTS_PER_CONNECTION
+    while left:
+        count = min(left, chance.randrange(1, 8))
+        left -= count
+        peer = await real.raw()
+        for request_id in range(count):
+            prompt: Any = PROMPTS[chance.randrange(len(PROMPTS))]
+            if chance.random() < 0.5:
+                prompt = [chance.randrange(4096) for _ in range(chance.randrange(1, 200))]
+            params = {"max_tokens": chance.randrange(1, 60), "temperature": chance.random(), "ignore_eos": True}
+            peer.send("GENERATE", request_id, prompt, params)
+        for _ in range(chance.randrange(30)):
+            frame = await peer.receive()
+            if frame[0] == "TOKENS" and chance.random() < 0.2:
+                peer.send("CANCEL", frame[1])
+            if frame[0] in ("DONE", "ERROR"):
+                count -= 1
+            if count == 0:
+                break
+        if chance.random() < 0.7:
+            peer.writer.transport.abort()  # a reset, with whatever is under way
+        else:
+            peer.writer.close()
+
+
+async def test_a_request_that_was_cancelled_tells_so(serving: Serving) -> None:
+    async with serving() as real:
+        peer = await real.raw()
+        peer.send("GENERATE", 1, PROMPTS[0], {"max_tokens": 1500, "ignore_eos": True})
+        await peer.until("TOKENS")
+        peer.send("CANCEL", 1)
+        (*_, done) = await peer.until("DONE", "ERROR")
+        assert done[:3] == ["DONE", 1, "cancelled"]
+        assert 0 < done[3]["completion_tokens"] < 1500
+        await real.idle()
+        real.check_books()
+
+
+# Ends that the engine decides
+
+
+async def test_deadline(serving: Serving) -> None:
+    async with serving() as real, AsyncClient(real.address) as client:
+        with pytest.raises(DeadlineExceeded, match="deadline of 30 ms"):
+            await client.complete(PROMPTS[0], LONG, deadline_ms=30)
+        done = await client.complete(PROMPTS[0], SamplingParams(max_tokens=2), deadline_ms=60_000)
+        assert len(done.token_ids) == 2
+
+
+async def test_a_full_queue_refuses_and_harms_nobody(serving: Serving) -> None:
+    async with serving(max_num_seqs=1, max_num_waiting=1) as real, AsyncClient(real.address) as client:
+        wanted = await client.complete(PROMPTS[0], PARAMS[0])
+        async with holding(client):
+            waiting = asyncio.create_task(client.complete(PROMPTS[0], PARAMS[0]))
+            await until_waiting(real, 1)
+            with pytest.raises(Overloaded, match="the queue is full") as caught:
+                await client.complete(PROMPTS[1])
+            assert caught.value.code == "RESOURCE_EXHAUSTED"
+            assert caught.value.retryable
+        assert (await waiting).text == wanted.text
+
+
+class holding:  # noqa: N801 - reads as a statement
+    """One long request is running inside the block, and cancelled at its end."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self.stream = client.generate(PROMPTS[0], LONG)
+
+    async def __aenter__(self) -> None:
+        await anext(self.stream)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stream.aclose()
+
+
+async def until_waiting(real: Any, count: int) -> None:
+    async with asyncio.timeout(5):
+        while real.engine.stats().waiting < count:
+            await asyncio.sleep(0.001)
+
+
+async def test_a_drained_engine_finishes_what_it_has_and_takes_no_more(serving: Serving) -> None:
+    async with serving() as real, AsyncClient(real.address) as client:
+        running = asyncio.create_task(client.complete(PROMPTS[0], PARAMS[0]))
+        async with asyncio.timeout(5):
+            while not real.engine.stats().running:
+                await asyncio.sleep(0.001)
+        await real.engine.drain()
+        assert len((await running).token_ids) == 60
+        with pytest.raises(Unavailable, match="no new requests"):
+            await client.complete(PROMPTS[0], PARAMS[0])
+
+
+async def test_a_closed_engine_ends_open_streams(serving: Serving) -> None:
+    async with serving(max_num_seqs=1) as real, AsyncClient(real.address) as client:
+        running = asyncio.create_task(client.complete(PROMPTS[0], LONG))
+        waiting = asyncio.create_task(client.complete(PROMPTS[1], LONG))
+        await until_waiting(real, 1)
+        await real.engine.close()
+        for task in (running, waiting):
+            with pytest.raises(Unavailable, match="the engine was closed"):
+                await task
+        with pytest.raises(Unavailable):
+            await client.complete(PROMPTS[0])
+
+
+async def test_closing_the_server_tells_the_users(serving: Serving) -> None:
+    async with serving() as real, AsyncClient(real.address) as client:
+        stream: AsyncIterator[Any] = client.generate(PROMPTS[0], LONG)
+        await anext(stream)
+        await real.server.close()
+        with pytest.raises((Unavailable, Cancelled), match="shutting down"):
+            [chunk async for chunk in stream]
