@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.kernels.pack import PackedMatrix
+from quire.pager.memory import HUGE_PAGE_BYTES
 from quire.runtime.errors import ModelError
 from quire.runtime.models import Model, load_model
 from quire.runtime.models.packing import plan_weights
 from quire.runtime.weights import Checkpoint
-from quire.pager.memory import HUGE_PAGE_BYTES
 from quire.runtime.weights.memory import map_block
 from safetensors.numpy import save_file
 
