@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 
 from .commands.bench import bench_cache, bench_speed
 from .commands.demo import demo as run_demo
 from .commands.generate import generate as run_generate
 from .commands.inspect import info_text, plan_text, sizes_text
 from .commands.serve import serve as run_serve
-from .errors import QuireError
+from .errors import ConfigError, QuireError
 from .generation import SamplingParams
 from .settings import Settings, resolve_settings
 
@@ -146,6 +146,8 @@ def bench(
     With --no-kv-cache: generate by recomputing everything, beside the cached run; --plot FILE draws both.
     """
     config = _settings(model, engine).engine
+    if kv_cache and plot is not None:
+        raise ConfigError("--plot draws the story of the KV cache; give --no-kv-cache with it")
     if kv_cache:
         bench_speed(config, shapes, new_tokens, repeats, json)
     else:
@@ -171,10 +173,14 @@ def info(*, engine: EngineFlags | None = None) -> None:
 
 def main() -> None:
     try:
-        app()
-    except QuireError as error:
+        app(sys.argv[1:], exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+    except (QuireError, CycloptsError) as error:
         print(f"quire: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except BrokenPipeError:  # whoever read our output has left; nobody is there to be told
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 

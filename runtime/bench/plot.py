@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..errors import MissingDependency
+from ..errors import ConfigError, MissingDependency
 from .cache_story import CacheStory
 
 
 def plot_cache_story(story: CacheStory, path: Path) -> None:
-    """Milliseconds per forward pass against the number of tokens before it. Raises MissingDependency."""
+    """Milliseconds per forward pass against the number of tokens before it. Raises MissingDependency or ConfigError."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for run, label, colour in (
@@ -23,8 +23,12 @@ def plot_cache_story(story: CacheStory, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error}") from error
+    finally:
+        pyplot.close(figure)
 
 
 def _pyplot() -> Any:

@@ -76,7 +76,7 @@ def measure_shapes(
 ) -> Iterator[ShapeResult]:
     """One result per shape, as it is ready. `report` is told what runs now."""
     generator = random.Random(SEED)
-    _run(llm, generator, Shape(1, 16), 4)
+    _run(llm, generator, Shape(1, shapes[0].prompt_tokens), 1)
     for shape in shapes:
         first, rest = [], []
         for repeat in range(repeats):

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..client import AsyncClient
-from ..errors import Unavailable
+from ..errors import ConfigError, Unavailable
 from ..generation import SamplingParams, Usage
 
 START_TIMEOUT_S = 60
@@ -54,7 +54,9 @@ class User:
 
 
 def demo(users: int, max_tokens: int) -> None:
-    """Raises Unavailable if the server does not start."""
+    """Raises Unavailable if the server does not start, ConfigError for no users."""
+    if users < 1:
+        raise ConfigError(f"--users must be at least 1, not {users}")
     asyncio.run(_demo([User(PROMPTS[index % len(PROMPTS)]) for index in range(users)], max_tokens))
 
 
@@ -69,7 +71,8 @@ async def _demo(users: list[User], max_tokens: int) -> None:
             seconds = time.monotonic() - start
     console.print(_table(users))
     total = sum(user.tokens for user in users)
-    console.print(f"{total} tokens for {len(users)} concurrent users in {seconds:.2f} s: {total / seconds:.0f} tokens/s")
+    rate = total / seconds
+    console.print(f"{total} tokens for {len(users)} concurrent users in {seconds:.2f} s: {rate:.0f} tokens/s")
 
 
 @contextlib.asynccontextmanager
@@ -82,15 +85,23 @@ async def _server() -> AsyncIterator[tuple[str, str]]:
         env={name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")},
     )
     try:
-        assert process.stdout is not None, "asked for a pipe"
-        async with asyncio.timeout(START_TIMEOUT_S):
-            line = (await process.stdout.readline()).decode().strip()
+        line = await _ready_line(process)
         found = re.search(r"clients (\S+)", line)
         if found is None:
             raise Unavailable("the server did not start; run `quire serve` to see why")
         yield found[1], line
     finally:
         await _stop(process)
+
+
+async def _ready_line(process: asyncio.subprocess.Process) -> str:
+    """Empty if it ended, or said nothing in time."""
+    assert process.stdout is not None, "asked for a pipe"
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            return (await process.stdout.readline()).decode().strip()
+    except TimeoutError:
+        return ""
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

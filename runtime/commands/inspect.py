@@ -6,9 +6,9 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
-from ...kernels import DEFAULT_LEVEL, available_cpus, supported_levels
+from ...kernels import supported_levels
 from ..config import EngineConfig
-from ..execution import decide_capacity
+from ..execution import decide_capacity, pick_cpus, pick_isa
 from ..models import BUNDLED_MODEL, describe_sizes, read_spec
 from ..settings import Settings
 
@@ -38,14 +38,14 @@ def sizes_text() -> str:
 
 
 def info_text(settings: Settings) -> str:
-    cpus = available_cpus()
+    cpus = pick_cpus(settings.engine)
     return "\n".join(
         [
             f"quire      {version('quire')}",
             f"python     {platform.python_version()}",
             f"machine    {platform.machine()}, {platform.system()} {platform.release()}",
-            f"ISA        {settings.engine.isa or DEFAULT_LEVEL}  (this machine has {', '.join(supported_levels())})",
-            f"threads    {settings.engine.threads or cpus.threads}  ({cpus.reason})",
+            f"ISA        {pick_isa(settings.engine)}  (this machine has {', '.join(supported_levels())})",
+            f"threads    {cpus.threads}  ({cpus.reason})",
             f"model      {settings.engine.model or 'bundled demo'}",
         ]
     )

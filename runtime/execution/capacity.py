@@ -30,8 +30,8 @@ class Capacity:
 def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
     """Raises ConfigError where the configuration asks for what the model or this machine cannot do."""
     layout = _layout(config, spec)
-    cpus = _cpus(config)
-    max_model_len = min(config.max_model_len or spec.max_position_embeddings, spec.max_position_embeddings)
+    cpus = pick_cpus(config)
+    max_model_len = _longest_wanted(config, spec)
     num_pages = _num_pages(config, layout, max_model_len)
     max_model_len = _model_len_in(config, layout, num_pages, max_model_len)
     memory = plan_memory(
@@ -45,7 +45,7 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
         max_samples=config.max_num_seqs,
         workers=cpus.threads,
     )
-    return Capacity(layout, num_pages, max_model_len, cpus, _isa(config), memory)
+    return Capacity(layout, num_pages, max_model_len, cpus, pick_isa(config), memory)
 
 
 def _layout(config: EngineConfig, spec: DecoderSpec) -> KVLayout:
@@ -59,7 +59,8 @@ def _layout(config: EngineConfig, spec: DecoderSpec) -> KVLayout:
     return kv_layout(spec, config.kv_cache_dtype, config.block_size)
 
 
-def _cpus(config: EngineConfig) -> CpuBudget:
+def pick_cpus(config: EngineConfig) -> CpuBudget:
+    """How many threads, and why. Raises ConfigError."""
     if config.threads is None:
         return available_cpus()
     if config.threads > 1024:
@@ -67,11 +68,21 @@ def _cpus(config: EngineConfig) -> CpuBudget:
     return CpuBudget(config.threads, "--threads")
 
 
-def _isa(config: EngineConfig) -> str:
+def pick_isa(config: EngineConfig) -> str:
+    """Raises ConfigError for a level this build or machine does not have."""
     try:
         return pick_level(config.isa or DEFAULT_LEVEL)
     except ValueError as error:
         raise ConfigError(f"--isa: {error}") from error
+
+
+def _longest_wanted(config: EngineConfig, spec: DecoderSpec) -> int:
+    if config.max_model_len is not None and config.max_model_len > spec.max_position_embeddings:
+        raise ConfigError(
+            f"--max-model-len {config.max_model_len} is more than the {spec.max_position_embeddings} positions this "
+            "model has"
+        )
+    return config.max_model_len or spec.max_position_embeddings
 
 
 def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int) -> int:
@@ -80,7 +91,7 @@ def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int) -> in
         pages = layout.pages_in(config.kv_cache_memory)
         if pages < 1:
             raise ConfigError(
-                f"--kv-cache-memory {config.kv_cache_memory} holds no page; one page of {layout.page_size} tokens takes "
+                f"--kv-cache-memory {config.kv_cache_memory} holds no page; a page of {layout.page_size} tokens takes "
                 f"{layout.page_bytes} bytes"
             )
         return pages

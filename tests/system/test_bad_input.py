@@ -22,7 +22,7 @@ from quire.runtime.generation import SamplingParams
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
 
 MODEL_LEN = 2048  # of the bundled model
-LONG = SamplingParams(max_tokens=400, temperature=0.8, seed=4, ignore_eos=True)
+LONG = SamplingParams(max_tokens=200, temperature=0.8, seed=4, ignore_eos=True)
 NAN, INF = math.nan, math.inf
 
 NOT_NUMBERS = [NAN, INF, -INF, -1e30, 1e30, -(2**63), 2**64 - 1, "1", [], {}, True]

@@ -1,0 +1,297 @@
+"""The `quire` command as people run it: a process of its own, in any folder, one line for every refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire import LLM, Client, SamplingParams
+from quire.runtime.cli import main
+
+MODULE = [sys.executable, "-P", "-m", "quire.runtime.cli"]
+SCRIPT = [str(Path(sys.executable).with_name("quire"))]
+BIN = str(Path(sys.executable).parent)
+QUICK = ["--kv-cache-memory", "4MiB"]
+TIMEOUT_S = 60
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Ours without any setting of Quire's, and with the tools that an editable install may ask for."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
+    return kept | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONWARNINGS": "error"} | variables
+
+
+@pytest.fixture
+def hostile_folder(tmp_path: Path) -> Path:
+    """A working directory whose packages are named like ours and must never be imported."""
+    for name in ("kernels", "runtime", "pager", "scheduler", "quire"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('a stranger was imported')\n")
+    return tmp_path
+
+
+@pytest.fixture
+def quire(hostile_folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(*arguments: str, command: list[str] = MODULE, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *arguments],
+            cwd=hostile_folder,
+            env=environment(**variables),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+
+    return run
+
+
+Quire = Callable[..., subprocess.CompletedProcess[str]]
+
+
+# What it prints
+
+
+@pytest.mark.parametrize("command", [MODULE, SCRIPT], ids=["module", "script"])
+def test_info(quire: Quire, command: list[str]) -> None:
+    done = quire("info", command=command)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        *("quire", "python", "machine", "ISA", "threads", "model")
+    ]
+
+
+def test_plan(quire: Quire) -> None:
+    done = quire("plan", *QUICK, "--arena")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "4,194,304 B  64 pages" in done.stdout
+    assert "step arena, by offset" in done.stdout
+
+
+def test_sizes(quire: Quire) -> None:
+    done = quire("plan", "--sizes")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "234,881,024" in done.stdout
+
+
+def test_generate_prints_what_llm_generates(quire: Quire) -> None:
+    flags = ["--max-tokens", "30", "--temperature", "0.8", "--seed", "5", "--ignore-eos", "--stop", "zebra"]
+    done = quire("generate", "This module provides", *flags, *QUICK)
+    assert done.returncode == 0, done.stderr
+    params = SamplingParams(max_tokens=30, temperature=0.8, seed=5, ignore_eos=True, stop=("zebra",))
+    with LLM(kv_cache_memory=4 << 20) as llm:
+        (output,) = llm.generate("This module provides", params)
+    assert done.stdout == output.text
+    assert "30 generated" in done.stderr
+    assert "seed 5" in done.stderr
+
+
+def test_output_that_nobody_reads(hostile_folder: Path) -> None:
+    """`quire generate … | head -c 1`: no traceback when the pipe breaks."""
+    process = subprocess.Popen(
+        [*MODULE, "generate", "This", "--max-tokens", "1000", "--ignore-eos", *QUICK],
+        cwd=hostile_folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    with process.stderr:
+        assert b"Traceback" not in process.stderr.read()
+    assert process.wait(TIMEOUT_S) == 141
+
+
+# bench
+
+
+def test_bench_json(quire: Quire) -> None:
+    done = quire("bench", "--json", "--shapes", "1x8,3x5", "--new-tokens", "4", "--repeats", "1", "--weights", "q8")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report.keys() >= {"model", "weights", "kv_cache_dtype", "isa", "threads", "shapes"}
+    assert report["weights"] == "q8"
+    assert [(row["shape"], row["batch"], row["prompt_tokens"]) for row in report["shapes"]] == [
+        ("1x8", 1, 8),
+        ("3x5", 3, 5),
+    ]
+    for row in report["shapes"]:
+        assert row.keys() >= {"new_tokens", "prefill_s", "decode_s", "prefill_tokens_per_s", "decode_tokens_per_s"}
+        assert row["prefill_tokens_per_s"] == pytest.approx(row["batch"] * row["prompt_tokens"] / row["prefill_s"])
+
+
+def test_bench_without_the_cache(quire: Quire, tmp_path: Path) -> None:
+    picture = tmp_path / "story.png"
+    done = quire(*("bench", "--no-kv-cache", "--json", "--shapes", "1x40", "--new-tokens", "6", "--plot", str(picture)))
+    assert done.returncode == 0, done.stderr
+    story = json.loads(done.stdout)
+    assert story["prompt_tokens"] == 40
+    assert story["same_tokens"] is True
+    for name in ("cached", "uncached"):
+        assert story[name].keys() >= {"ttft_s", "decode_tokens_per_s", "forward_s", "token_ids"}
+        assert len(story[name]["forward_s"]) == len(story[name]["token_ids"]) == 6
+    assert story["cached"]["token_ids"] == story["uncached"]["token_ids"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+# Refusals: exit status 2 and one line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fly"], 'Unknown command "fly"'),
+        (["serve", "--port", "many"], '"many"'),
+        (["serve", "--port", "70000"], "--port: 70000 is not allowed"),
+        (["serve", "--host", "0.0.0.0", *QUICK], "requires --token"),
+        (["serve", "--max-num-waiting", "0"], "--max-num-waiting: 0 is not allowed"),
+        (["serve", "/nowhere"], "/nowhere is not a folder"),
+        (["serve", __file__], "is not a folder"),
+    ],
+)
+def test_refusals(quire: Quire, arguments: list[str], message: str) -> None:
+    refused(quire(*arguments), message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "--bogus"], "--bogus"),
+        (["info", "--isa", "mmx"], "unknown ISA level 'mmx'"),
+        (["plan", "/"], "has no config.json"),
+        (["plan", "--weights", "int3"], "--weights: 'int3' is not allowed; allowed: bf16, f32, q8"),
+        (["plan", "--kv-cache-memory", "lots"], "--kv-cache-memory"),
+        (["plan", "--max-model-len", "4096"], "2048 positions"),
+        (["plan", "--config", "/nowhere.toml"], "/nowhere.toml cannot be read"),
+        (["generate"], "requires an argument"),
+        (["generate", "", *QUICK], "the prompt is empty"),
+        (["generate", "hi", "--max-tokens", "0", *QUICK], "max_tokens must be between"),
+        (["generate", "hi", "--temperature", "nan", *QUICK], "temperature must be between 0 and 100, not nan"),
+        (["bench", "--shapes", "8"], "'8' is not a shape"),
+        (["bench", "--shapes", "1x4096"], "2048 positions"),
+        (["bench", "--new-tokens", "0"], "at least 1"),
+        (["bench", "--plot", "x.png"], "--no-kv-cache"),
+        (["bench", "--no-kv-cache", "--shapes", "1x8", "--new-tokens", "2", "--plot", "/no/x.png"], "/no/x.png"),
+        (["demo", "--users", "0"], "--users must be at least 1"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_refusals_in_this_process(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As above without a process each: a server changes its process's logging, these change nothing."""
+    monkeypatch.setattr(sys, "argv", ["quire", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    out, errors = capsys.readouterr()
+    refused(subprocess.CompletedProcess(arguments, int(str(end.value.code)), out, errors), message)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [("QUIRE_MAX_NUM_SEQS", "many"), ("QUIRE_WEIGHTS", "int3"), ("QUIRE_THREADS", "0")]
+)
+def test_refused_environment(quire: Quire, variable: str, value: str) -> None:
+    refused(quire("plan", **{variable: value}), f"{variable} in the environment: '{value}' is not allowed")
+
+
+def refused(done: subprocess.CompletedProcess[str], message: str) -> None:
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("quire: ")
+    assert message in line
+
+
+# serve
+
+
+@contextmanager
+def server(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`quire serve` on free ports: the process and its ready line."""
+    process = subprocess.Popen(
+        [*SCRIPT, "serve", "--http-port", "0", *QUICK, *flags],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield process, process.stdout.readline()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def address_in(ready: str) -> str:
+    assert ready.startswith("quire ready: clients ")
+    return ready.split()[3]
+
+
+def test_serve_over_tcp_until_terminated(hostile_folder: Path) -> None:
+    with server(hostile_folder, "--port", "0") as (process, ready):
+        with Client(address_in(ready)) as client:
+            assert len(client.complete("This module", SamplingParams(max_tokens=5, ignore_eos=True)).token_ids) == 5
+        process.send_signal(signal.SIGTERM)
+        out, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0
+    assert out == "", "the ready line is the only thing on standard output"
+    assert "Traceback" not in errors
+
+
+def test_serve_on_a_unix_socket_that_is_gone_afterwards(hostile_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    with server(hostile_folder, "--uds", str(path)) as (process, ready):
+        assert address_in(ready) == f"unix:{path}"
+        with Client(f"unix:{path}") as client:
+            stream = client.generate("This module", SamplingParams(max_tokens=2000, ignore_eos=True))
+            next(stream)
+            process.send_signal(signal.SIGINT)  # with a stream under way
+            process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0
+    assert not path.exists()
+
+
+def test_a_port_in_use(quire: Quire) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        refused(quire("serve", "--port", port, "--http-port", "0", *QUICK), f"cannot listen on 127.0.0.1:{port}")
+        refused(quire("serve", "--port", "0", "--http-port", port, *QUICK), f"cannot listen on 127.0.0.1:{port}")
+
+
+# demo
+
+
+def test_demo_shows_its_users_and_leaves_no_process(quire: Quire) -> None:
+    before = processes_of_ours()
+    done = quire("demo", "--users", "3", "--max-tokens", "20", COLUMNS="120")
+    assert done.returncode == 0, done.stderr
+    for shown in ("user 1", "user 2", "user 3", "TTFT ms", "60 tokens for 3 concurrent users"):
+        assert shown in done.stdout
+    assert processes_of_ours() <= before
+
+
+def processes_of_ours() -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and b"quire.runtime.cli" in _command_line(entry):
+            found.add(int(entry.name))
+    return found
+
+
+def _command_line(entry: Path) -> Any:
+    try:
+        return (entry / "cmdline").read_bytes()
+    except OSError:
+        return b""

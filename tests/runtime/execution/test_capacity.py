@@ -1,0 +1,119 @@
+"""What is decided from configuration, model and machine, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire.runtime.config import EngineConfig
+from quire.runtime.errors import ConfigError
+from quire.runtime.execution import capacity as capacity_module
+from quire.runtime.execution import decide_capacity
+from quire.runtime.execution.capacity import free_memory_bytes
+from quire.runtime.models import BUNDLED_MODEL, read_spec
+
+SPEC = read_spec(BUNDLED_MODEL)  # 4 layers, 2 KV heads of 64, 2,048 positions
+TOKEN_BYTES = 2 * 4 * 2 * 64 * 2  # keys and values, bf16
+PAGE = 32 * TOKEN_BYTES
+
+
+def decided(**settings: Any) -> Any:
+    return decide_capacity(EngineConfig(**settings), SPEC)
+
+
+@pytest.mark.parametrize(("block_size", "dtype", "page_bytes"), [(16, "bf16", PAGE // 2), (32, "bf16", PAGE)])
+def test_page_sizes(block_size: int, dtype: Any, page_bytes: int) -> None:
+    assert decided(block_size=block_size, kv_cache_dtype=dtype).layout.page_bytes == page_bytes
+
+
+def test_f32_pages_are_twice_as_big() -> None:
+    assert decided(block_size=64, kv_cache_dtype="f32").layout.page_bytes == 4 * PAGE
+
+
+def test_memory_asked_for_is_rounded_down_to_pages() -> None:
+    assert decided(kv_cache_memory=10 * PAGE + PAGE - 1).num_pages == 10
+    assert decided(kv_cache_memory=PAGE).num_pages == 1
+
+
+def test_less_than_a_page() -> None:
+    with pytest.raises(ConfigError, match=f"{PAGE - 1} holds no page; a page of 32 tokens takes {PAGE} bytes"):
+        decided(kv_cache_memory=PAGE - 1)
+
+
+def test_a_small_pool_shortens_requests_unless_their_length_was_asked_for() -> None:
+    assert decided(kv_cache_memory=4 * PAGE).max_model_len == 128
+    assert decided(kv_cache_memory=4 * PAGE, max_model_len=128).max_model_len == 128
+    with pytest.raises(ConfigError, match=r"--max-model-len 129 needs .* raise --kv-cache-memory"):
+        decided(kv_cache_memory=4 * PAGE, max_model_len=129)
+
+
+def test_no_request_is_longer_than_the_model_allows() -> None:
+    assert decided(kv_cache_memory=1000 * PAGE).max_model_len == 2048
+    with pytest.raises(ConfigError, match="--max-model-len 2049 is more than the 2048 positions"):
+        decided(max_model_len=2049)
+
+
+def test_by_default_the_pool_holds_every_sequence_at_its_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity_module, "free_memory_bytes", lambda: 1 << 40)
+    assert decided(max_num_seqs=3, max_model_len=100).num_pages == 3 * 4
+
+
+def test_by_default_the_pool_takes_a_share_of_free_memory_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity_module, "free_memory_bytes", lambda: 100 * PAGE)
+    assert decided().num_pages == 40
+    assert decided().max_model_len == 40 * 32
+    monkeypatch.setattr(capacity_module, "free_memory_bytes", lambda: 0)
+    assert (decided().num_pages, decided().max_model_len) == (1, 32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size": 24}, "--block-size must be one of 16, 32, 64, not 24"),
+        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "8 must be at least --max-num-seqs 9"),
+        ({"threads": 1025}, "--threads must be between 1 and 1024, not 1025"),
+        ({"isa": "mmx"}, "--isa: unknown ISA level 'mmx'"),
+    ],
+)
+def test_what_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        decided(**settings)
+
+
+def test_the_plan_is_made_for_these_pages_and_threads() -> None:
+    one, three = (decided(kv_cache_memory=10 * PAGE, threads=threads).memory for threads in (1, 3))
+    assert (one.kv_pages, one.kv_bytes) == (10, 10 * PAGE)
+    assert three.scratch_bytes == 3 * one.scratch_bytes
+    assert three.total_bytes > one.total_bytes
+
+
+# Free memory, as the system tells it
+
+
+def system(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / {"meminfo": "proc/meminfo"}.get(name, f"sys/fs/cgroup/memory.{name}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = "MemTotal: 2000 kB\nMemAvailable:    1000 kB\nCached: 5 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({"meminfo": MEMINFO}, 1000 * 1024),
+        ({"meminfo": MEMINFO, "max": "max\n", "current": "5\n"}, 1000 * 1024),
+        ({"meminfo": MEMINFO, "max": "5000\n", "current": "1000\n"}, 4000),
+        ({"meminfo": MEMINFO, "max": "5000\n"}, 5000),
+        ({"meminfo": MEMINFO, "max": "5000\n", "current": "6000\n"}, 0),
+        ({"meminfo": MEMINFO, "max": "5000000\n", "current": "0\n"}, 1000 * 1024),
+        ({"meminfo": "MemTotal: 5 kB\n"}, 1 << 30),
+        ({}, 1 << 30),
+    ],
+)
+def test_free_memory(tmp_path: Path, files: dict[str, str], free: int) -> None:
+    assert free_memory_bytes(system(tmp_path, **files)) == free

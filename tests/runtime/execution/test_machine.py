@@ -1,0 +1,61 @@
+"""Assembling a machine: every refusal is typed, and letting go is at once."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from quire.runtime.config import EngineConfig
+from quire.runtime.errors import ConfigError, CorruptCheckpoint, ModelNotFound
+from quire.runtime.execution import Rows, assemble
+from quire.runtime.models import BUNDLED_MODEL
+
+
+def test_what_was_planned_is_what_is_taken() -> None:
+    machine = assemble(EngineConfig(kv_cache_memory=1 << 20, threads=2))
+    assert machine.arena.memory.nbytes == machine.capacity.memory.kv_bytes == 1 << 20
+    machine.close()
+
+
+def test_steps_too_big_for_the_system() -> None:
+    with pytest.raises(ConfigError, match="lower --max-num-batched-tokens"):
+        assemble(EngineConfig(kv_cache_memory=1 << 20, max_num_batched_tokens=10**9))
+
+
+def test_a_pool_too_big_for_the_system() -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-memory: cannot map"):
+        assemble(EngineConfig(kv_cache_memory=1 << 60))
+
+
+@pytest.mark.parametrize("model", ["/nowhere", __file__])
+def test_a_model_that_is_no_folder(model: str) -> None:
+    with pytest.raises(ModelNotFound, match="is not a folder"):
+        assemble(EngineConfig(model=model))
+
+
+def test_a_broken_tokenizer(tmp_path: Path) -> None:
+    folder = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(CorruptCheckpoint, match="tokenizer"):
+        assemble(EngineConfig(model=str(folder), kv_cache_memory=1 << 20))
+
+
+def test_without_a_tokenizer_the_declared_end_still_ends(tmp_path: Path) -> None:
+    folder = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    machine = assemble(EngineConfig(model=str(folder), kv_cache_memory=1 << 20))
+    assert machine.tokenizer is None
+    assert machine.eos_token_ids == {0}
+    machine.close()
+
+
+def test_time_by_op_is_told_once() -> None:
+    machine = assemble(EngineConfig(kv_cache_memory=1 << 20))
+    machine.executor.forward([Rows([1, 2, 3], 0, [0], [2])])
+    spent = machine.op_seconds()
+    assert {"linear", "attention", "lm_head"} <= spent.keys()
+    assert all(seconds > 0 for seconds in spent.values())
+    assert not any(machine.op_seconds().values())
+    machine.close()
+    machine.close()

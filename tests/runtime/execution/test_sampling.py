@@ -1,0 +1,81 @@
+"""From a request's parameters to the kernels' rows: which logits are changed, by what, and which number is drawn."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from quire.runtime.execution.sampling import SamplingSpec, sampling_rows
+from quire.runtime.generation import SamplingParams
+from quire.scheduler import ScheduledSequence
+
+
+def sequence(prompt: list[int], output: list[int], stops: tuple[int, ...] = (), **params: Any) -> ScheduledSequence:
+    context = prompt + output
+    spec = SamplingSpec(SamplingParams(**params), seed=77, stop_token_ids=frozenset(stops))
+    return ScheduledSequence(1, [0], len(context) - 1, context[-1:], True, spec, context, len(prompt))
+
+
+def adjustments(*sequences: ScheduledSequence) -> list[tuple[int, int, int, float]]:
+    """(token id, count in the output, seen at all, bias)"""
+    return [tuple(row.item()) for row in sampling_rows(sequences)[1]]
+
+
+def test_plain_sampling_adjusts_nothing() -> None:
+    rows, changes = sampling_rows([sequence([1, 2], [3], temperature=0.5, top_k=7, top_p=0.25, min_p=0.125)])
+    assert len(changes) == 0
+    (row,) = rows
+    assert (row["seed"], row["position"]) == (77, 3)
+    assert (row["temperature"], row["top_p"], row["min_p"], row["top_k"]) == (0.5, 0.25, 0.125, 7)
+    assert (row["logprobs"], row["num_adjustments"]) == (-1, 0)
+
+
+def test_the_random_number_follows_the_position_only() -> None:
+    """The same for any split of the same tokens into prompt and output: a replayed request draws the same."""
+    rows, _ = sampling_rows([sequence([1, 2, 3], []), sequence([1], [2, 3])])
+    assert rows[0]["position"] == rows[1]["position"] == 3
+
+
+def test_each_row_points_at_its_own_adjustments() -> None:
+    rows, changes = sampling_rows(
+        [sequence([1], [], logit_bias={5: 1.0, 6: -1.0}), sequence([1], []), sequence([1], [], logit_bias={7: 2.0})]
+    )
+    assert [(row["first_adjustment"], row["num_adjustments"]) for row in rows] == [(0, 2), (2, 0), (2, 1)]
+    assert changes["token_id"].tolist() == [5, 6, 7]
+
+
+def test_bias_alone_counts_nothing() -> None:
+    assert adjustments(sequence([5, 5], [5], logit_bias={5: 1.5})) == [(5, 0, 0, 1.5)]
+
+
+def test_presence_and_frequency_see_the_output_only() -> None:
+    asked = sequence([1, 2], [3, 3, 4], presence_penalty=0.5)
+    assert adjustments(asked) == [(3, 2, 1, 0.0), (4, 1, 1, 0.0)]
+    assert adjustments(sequence([1, 2], [], frequency_penalty=0.5)) == []
+
+
+def test_repetition_sees_prompt_and_output() -> None:
+    asked = sequence([2, 1, 1], [3, 3], repetition_penalty=1.5)
+    assert adjustments(asked) == [(1, 0, 1, 0.0), (2, 0, 1, 0.0), (3, 2, 1, 0.0)]
+
+
+def test_penalties_and_bias_meet_in_one_row_per_token() -> None:
+    asked = sequence([1], [3], frequency_penalty=0.1, logit_bias={3: 2.0, 9: -2.0})
+    assert adjustments(asked) == [(3, 1, 1, 2.0), (9, 0, 0, -2.0)]
+
+
+def test_stop_tokens_are_forbidden_until_min_tokens() -> None:
+    for output, forbidden in (([], True), ([5], True), ([5, 6], False)):
+        changes = adjustments(sequence([1], output, stops=(0,), min_tokens=2))
+        assert changes == ([(0, 0, 0, -math.inf)] if forbidden else [])
+
+
+def test_no_bias_makes_a_forbidden_token_likely() -> None:
+    assert adjustments(sequence([1], [], stops=(0,), min_tokens=1, logit_bias={0: 100.0})) == [(0, 0, 0, -math.inf)]
+
+
+def test_logprobs_asked_for() -> None:
+    rows, _ = sampling_rows(
+        [sequence([1], [], logprobs=None), sequence([1], [], logprobs=0), sequence([1], [], logprobs=5)]
+    )
+    assert rows["logprobs"].tolist() == [-1, 0, 5]
