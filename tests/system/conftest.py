@@ -223,7 +223,7 @@ def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
 
     async def wait(condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(5):
-            while not condition():  # noqa: ASYNC110 - any condition, also of code that signals nothing
+            while not condition():
                 await asyncio.sleep(0.002)
 
     return wait
