@@ -7,6 +7,7 @@ thread closes meanwhile; after `close` the thread has ended and every coroutine 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future, wait
@@ -29,6 +30,7 @@ class LoopThread:
         self._awaited: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a program that forgot to must still end
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result, or what it raised. Raises Unavailable when closed."""
@@ -50,6 +52,7 @@ class LoopThread:
             if self._closed:
                 return
             self._closed = True
+            atexit.unregister(self.close)
             others = set(self._awaited)
             parting = asyncio.run_coroutine_threadsafe(farewell(), self._loop) if farewell else None
         try:

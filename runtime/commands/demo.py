@@ -67,7 +67,11 @@ async def _demo(users: list[User], max_tokens: int) -> None:
         async with AsyncClient(address) as client:
             start = time.monotonic()
             streams = asyncio.gather(*(_stream(client, user, seed, max_tokens) for seed, user in enumerate(users)))
-            await _show(console, users, streams)
+            try:
+                await _show(console, users, streams)
+            finally:  # nothing to do unless interrupted
+                streams.cancel()
+                await asyncio.wait([streams])
             seconds = time.monotonic() - start
     console.print(_table(users))
     total = sum(user.tokens for user in users)

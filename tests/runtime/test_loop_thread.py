@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,6 +37,16 @@ def test_after_closing_everything_is_refused() -> None:
     with pytest.raises(Unavailable, match="the thing is closed"):
         thread.run(value(1))
     assert "the thing" not in [running.name for running in threading.enumerate()]
+
+
+def test_a_program_that_forgets_to_close_still_ends() -> None:
+    program = (
+        "from quire.runtime.loop_thread import LoopThread; import asyncio\n"
+        "async def begin(): globals()['task'] = asyncio.create_task(asyncio.Event().wait())\n"
+        "thread = LoopThread('t'); thread.run(begin())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_the_farewell_decides_what_others_see() -> None:
