@@ -71,7 +71,7 @@ async def _demo(users: list[User], max_tokens: int) -> None:
                 await _show(console, users, streams)
             finally:  # nothing to do unless interrupted
                 streams.cancel()
-                await asyncio.wait([streams])
+                await asyncio.gather(streams, return_exceptions=True)
             seconds = time.monotonic() - start
     console.print(_table(users))
     total = sum(user.tokens for user in users)
