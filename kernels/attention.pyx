@@ -1,15 +1,16 @@
 # cython: language_level=3
 """Paged GQA attention: which sequence, KV head and query tile, over which splits, tiles and pages.
 
-Prefill and decode are the same walk. Tiles of 64 tokens and splits of 256 are anchored at absolute position 0 and merged
-in ascending order, so a row's arithmetic never depends on who computes it or on what else is in the step.
+Prefill and decode are the same walk. Tiles of 64 tokens and splits of 256 are anchored at absolute position 0 and
+merged in ascending order, so a row's arithmetic never depends on who computes it or on what else is in the step.
 """
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t
 from libc.string cimport memcpy, memset
 
-from .isa cimport QUIRE_BF16, QUIRE_TILE, quire_attention_tile
+from .isa cimport (QUIRE_BF16, QUIRE_F32, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_page, quire_rows)
 from .pool cimport quire_take
+from .step cimport page_at
 
 cdef enum:
     SPLIT = 256
@@ -17,8 +18,8 @@ cdef enum:
 
 # One worker's buffers for the rows of a query tile, carved from its scratch.
 cdef struct Desk:
-    char *q                 # [64][padded_head_dim] KV dtype
-    char *p                 # [64][64] KV dtype
+    quire_rows q            # [64][padded_head_dim] KV dtype
+    char *p                 # [64][64] KV dtype, bf16 for int8
     float *s                # [64][64]
     float *o                # [64][padded_head_dim] of the split
     float *total_o          # [64][padded_head_dim]
@@ -35,7 +36,10 @@ cdef int64_t attention_scratch_bytes(int64_t padded_head_dim) noexcept nogil:
 
 cdef Desk _desk(char *scratch, int64_t d) noexcept nogil:
     cdef Desk desk
-    desk.q = scratch
+    desk.q.data = scratch
+    desk.q.width = d
+    desk.q.scales = <float *>(scratch + QUIRE_TILE * d)                     # for int8, behind its data
+    desk.q.sums = <int32_t *>(desk.q.scales + QUIRE_TILE * d // 32)
     desk.o = <float *>(scratch + QUIRE_TILE * d * 4)
     desk.total_o = desk.o + QUIRE_TILE * d
     desk.s = desk.total_o + QUIRE_TILE * d
@@ -89,7 +93,7 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
                         int64_t sequence, int64_t head, int64_t rows, int64_t split, int64_t last) noexcept nogil:
     """The rows' softmax over tokens [split, split + 256), by tiles; each tile only for the rows that see it."""
     cdef quire_attention_tile tile
-    cdef int64_t d = op.padded_head_dim, size = 2 if step.kv_form == QUIRE_BF16 else 4, i, r, token, begin = 0, end
+    cdef int64_t d = op.padded_head_dim, i, r, token, begin = 0, end
     for r in range(rows):
         desk.m[r] = -INFINITY
         desk.l[r] = 0
@@ -109,8 +113,10 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
         if begin == end:
             continue
         tile.first_token = token
-        _point_at_pages(op, step, sequence, head, token, last, size, &tile)
-        tile.q = desk.q + begin * d * size
+        _point_at_pages(op, step, sequence, head, token, last, &tile)
+        tile.q.data = <char *>desk.q.data + begin * d * _itemsize(step.kv_form)
+        tile.q.scales = desk.q.scales + begin * (d // 32)
+        tile.q.sums = desk.q.sums + begin * (d // 32)
         tile.positions = desk.positions + begin
         tile.m = desk.m + begin
         tile.l = desk.l + begin
@@ -119,30 +125,42 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
 
 
 cdef void _point_at_pages(const AttentionOp *op, const Step *step, int64_t sequence, int64_t head, int64_t token,
-                          int64_t last, int64_t size, quire_attention_tile *tile) noexcept nogil:
+                          int64_t last, quire_attention_tile *tile) noexcept nogil:
     """K panels and V pages of one tile by page table, and the next tile's K to fetch: pages are scattered, so nothing
     can be guessed from addresses. Beyond the sequence's end, masked columns point at its last page."""
-    cdef int64_t d = op.padded_head_dim, page = token // step.page_size, last_page = last // step.page_size
-    cdef int64_t per_tile = QUIRE_TILE // step.page_size, panel_bytes = 16 * d * size, j
+    cdef int64_t page = token // step.page_size, last_page = last // step.page_size, slot, j
+    cdef int64_t per_tile = QUIRE_TILE // step.page_size, panel = 16 * op.padded_head_dim
     cdef const int32_t *table = step.page_ids + step.page_start[sequence]
-    cdef const char *base = step.kv + op.layer * step.layer_bytes + head * step.head_bytes
+    cdef quire_page kv
     tile.num_pages = <int>min(per_tile, last_page - page + 1)
     for j in range(4):
-        tile.k[j] = (base + table[min(page + 16 * j // step.page_size, last_page)] * step.page_bytes
-                     + 16 * j % step.page_size // 16 * panel_bytes)
+        kv = page_at(step, op.layer, table[min(page + 16 * j // step.page_size, last_page)], head)
+        slot = 16 * j % step.page_size
+        tile.k[j] = <char *>kv.k + slot // 16 * panel * _itemsize(step.kv_form)
+        if step.kv_form == QUIRE_Q8:
+            tile.k_scales[j] = kv.k_scales + slot // 16 * (panel // 32)
+            tile.v_scales[j] = kv.v_scales + slot
+        tile.v[16 * j // step.page_size] = kv.v
     for j in range(per_tile):
-        tile.v[j] = base + table[min(page + j, last_page)] * step.page_bytes + step.head_bytes // 2
-        tile.next_k[j] = (base + table[page + per_tile + j] * step.page_bytes if page + per_tile + j <= last_page
-                          else NULL)
+        tile.next_k[j] = NULL
+        if page + per_tile + j <= last_page:
+            tile.next_k[j] = page_at(step, op.layer, table[page + per_tile + j], head).k
+
+
+cdef int64_t _itemsize(int form) noexcept nogil:
+    return 4 if form == QUIRE_F32 else 2 if form == QUIRE_BF16 else 1
 
 
 cdef void _take_queries(const AttentionOp *op, const Desk *desk, int64_t first_row, int64_t queries, int64_t head,
                         int64_t group) noexcept nogil:
     """q rows of a KV head's group lie side by side in the arena; gather them as [queries * group][d]."""
-    cdef int64_t size = 2 if op.q.form == QUIRE_BF16 else 4, bytes = group * op.padded_head_dim * size, i
+    cdef int64_t columns = group * op.padded_head_dim, bytes = columns * _itemsize(op.q.form), i, at
     for i in range(queries):
-        memcpy(desk.q + i * bytes,
-               <const char *>op.q.rows.data + (first_row + i) * op.q.rows.width * size + head * bytes, bytes)
+        at = (first_row + i) * op.q.rows.width + head * columns
+        memcpy(<char *>desk.q.data + i * bytes, <const char *>op.q.rows.data + at * _itemsize(op.q.form), bytes)
+        if op.q.form == QUIRE_Q8:
+            memcpy(desk.q.scales + i * columns // 32, op.q.rows.scales + at // 32, columns // 32 * sizeof(float))
+            memcpy(desk.q.sums + i * columns // 32, op.q.rows.sums + at // 32, columns // 32 * sizeof(int32_t))
 
 
 cdef void _give_outputs(const AttentionOp *op, const Desk *desk, int64_t first_row, int64_t queries, int64_t head,

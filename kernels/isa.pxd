@@ -34,13 +34,15 @@ cdef extern from "simd/tiles.h" nogil:
         int epilogue
 
     ctypedef struct quire_attention_tile:
-        const void *q
+        quire_rows q
         const int64_t *positions
         int64_t window
         int64_t first_token
         int64_t head_dim
         const void *k[4]
+        const uint16_t *k_scales[4]
         const void *v[4]
+        const float *v_scales[4]
         int num_pages
         int page_size
         const void *next_k[4]
@@ -49,6 +51,15 @@ cdef extern from "simd/tiles.h" nogil:
         float *s
         void *p
         float *o
+
+    ctypedef struct quire_page:
+        int form
+        int64_t size
+        int64_t d
+        void *k
+        void *v
+        uint16_t *k_scales
+        float *v_scales
 
     ctypedef struct quire_head:
         int64_t head_dim
@@ -60,15 +71,14 @@ cdef extern from "simd/tiles.h" nogil:
         const char *name
         int linear_rows
         void (*linear[3])(int rows, const quire_linear_tile *t) noexcept nogil
-        void (*attention[2])(int rows, const quire_attention_tile *t) noexcept nogil
+        void (*attention[3])(int rows, const quire_attention_tile *t) noexcept nogil
         void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                       float *total_m, float *total_l, float *total_o) noexcept nogil
         void (*convert)(const float *x, const float *weight, float eps, int64_t columns, int form,
                         const quire_rows *out, int64_t row) noexcept nogil
         void (*head)(const float *x, const quire_head *h, const float *rotary, float *out) noexcept nogil
-        void (*store_key)(const float *x, int64_t d, int64_t slot, int form, void *page) noexcept nogil
-        void (*store_value)(const float *x, int64_t d, int64_t slot, int64_t page_size, int form,
-                            void *page) noexcept nogil
+        void (*store_key)(const float *x, int64_t slot, const quire_page *page) noexcept nogil
+        void (*store_value)(const float *x, int64_t slot, const quire_page *page) noexcept nogil
         void (*to_bf16)(const float *x, int64_t n, uint16_t *out) noexcept nogil
         void (*unpack_column)(const void *panel, const uint16_t *scales, int form, int64_t width, int lane,
                               float *out) noexcept nogil

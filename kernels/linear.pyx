@@ -19,7 +19,8 @@ cdef void run_linear(const LinearOp *op, const Step *step, const quire_tiles *ti
             _multiply(op, tiles, pair, rows * group // groups, rows * (group + 1) // groups)
 
 
-cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, int64_t row, int64_t end) noexcept nogil:
+cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, int64_t row,
+                    int64_t end) noexcept nogil:
     """Rows [row, end) against one pair of panels, split evenly so that no tile is left with a single row.
 
     Meanwhile the next pair is fetched, an equal share under each tile: memory never waits for arithmetic.

@@ -19,6 +19,8 @@ from .pack import PackedMatrix
 Form = Literal["f32", "bf16", "q8"]
 Epilogue = Literal["store", "add", "swiglu"]
 
+KVDtype = Literal["bf16", "f32", "int8"]
+QUERY_FORMS: dict[KVDtype, Form] = {"bf16": "bf16", "f32": "f32", "int8": "q8"}  # q's form, by the KV cache's dtype
 BLOCK = 32  # columns that share one activation scale; every row is padded to a multiple of it
 ALIGNMENT = 64  # bytes; of every plane of a region
 
@@ -101,12 +103,13 @@ class Linear:
 class RotateStore:
     """Split qkv into heads; q/k norm where given; rotary embedding; write K and V to their pages and scaled q to `q`.
 
-    `rotary` is f32 [positions, head_dim]: cos in the first half of the columns, sin in the second. Rotation is by halves
-    (Hugging Face convention). q and the pages have the KV cache's dtype, heads padded to a multiple of 16 with zeros.
+    `rotary` is f32 [positions, head_dim]: cos in the first half of the columns, sin in the second. Rotation is by
+    halves (Hugging Face convention). The pages have the KV cache's dtype and q the form that goes with it, heads padded
+    with zeros to a multiple of 16, for int8 of 32.
     """
 
     qkv: Region  # f32 [tokens, (num_heads + 2 num_kv_heads) * head_dim]
-    q: Region  # KV dtype [tokens, num_heads * padded_head_dim]
+    q: Region  # QUERY_FORMS[KV dtype] [tokens, num_heads * padded_head_dim]
     layer: int
     num_heads: int
     num_kv_heads: int
@@ -120,7 +123,7 @@ class RotateStore:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Causal softmax(q K^T) V per head over the sequence's pages; `window` > 0 limits it to the last `window` tokens."""
+    """Causal softmax(q K^T) V per head over the sequence's pages; `window` > 0: over the last `window` tokens."""
 
     q: Region
     out: Region  # f32 [tokens, num_heads * head_dim]

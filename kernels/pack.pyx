@@ -101,7 +101,8 @@ cdef class PackedMatrix:
         cdef float[:, ::1] out = np.empty((self.out_features, self.width), np.float32)
         cdef int64_t column
         for column in range(self.out_features):
-            tiles.unpack_column(self.data + column // 16 * self.panel_bytes, self.scales + column // 16 * self.width // 2,
+            tiles.unpack_column(self.data + column // 16 * self.panel_bytes,
+                                self.scales + column // 16 * self.width // 2 if self.scales != NULL else NULL,
                                 self.form, self.width, column % 16, &out[column, 0])
         return np.asarray(out)[:, : self.in_features]
 

@@ -13,7 +13,7 @@ from .attention cimport AttentionOp, attention_scratch_bytes, run_attention
 from .isa cimport (QUIRE_ADD, QUIRE_BF16, QUIRE_F32, QUIRE_MAX_HEAD, QUIRE_Q8, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TILE,
                    quire_head, quire_tiles, tiles_of)
 from .linear cimport LinearOp, run_linear
-from .ops import Attention, Convert, Embed, Gather, Linear, Norm, RotateStore, aligned, padded
+from .ops import QUERY_FORMS, Attention, Convert, Embed, Gather, Linear, Norm, RotateStore, aligned, padded
 from .pack cimport PackedMatrix
 from .pool cimport Pool, quire_pool, quire_pool_barrier, quire_pool_run
 from .rows cimport (ConvertOp, EmbedOp, GatherOp, RotateStoreOp, run_convert, run_embed, run_gather, run_rotate_store)
@@ -91,7 +91,7 @@ cdef void _run(Record *record, const Step *step, const quire_tiles *tiles, int w
 
 
 def scratch_nbytes(head_dim, workers):
-    return workers * aligned(attention_scratch_bytes(-(-head_dim // 16) * 16))
+    return workers * aligned(attention_scratch_bytes(padded(head_dim)))
 
 
 cdef class Program:
@@ -100,7 +100,8 @@ cdef class Program:
     cdef object keep_alive, arena, records, scratch, block_start, tile_start, sampled
     cdef char *arena_data
     cdef int64_t arena_bytes, max_rows, max_sequences, max_samples, vocab_size, num_pages, num_layers, max_positions
-    cdef int64_t num_kv_heads, head_dim
+    cdef int64_t num_kv_heads, head_dim, padded_head_dim
+    cdef str query_form
     cdef readonly str isa
 
     def __init__(self, ops, arena_bytes, kv_memory, kv_layout, num_pages, Pool pool, *, max_rows, max_samples,
@@ -149,8 +150,10 @@ cdef class Program:
         self.replay.step.layer_bytes = self.num_pages * layout.layer_page_bytes
         self.replay.step.page_bytes = layout.layer_page_bytes
         self.replay.step.head_bytes = layout.head_bytes
+        self.replay.step.padded_head_dim = layout.padded_head_dim
         self.replay.step.page_size = layout.page_size
-        self.replay.step.kv_form = _FORMS[layout.dtype]
+        self.replay.step.kv_form = _FORMS[QUERY_FORMS[layout.dtype]]
+        self.query_form, self.padded_head_dim = QUERY_FORMS[layout.dtype], layout.padded_head_dim
         self.replay.step.query_tile = QUIRE_TILE
 
     # Building: one op each, every size checked here.
@@ -221,17 +224,15 @@ cdef class Program:
         cdef RotateStoreOp *rotate = &record.of.rotate_store
         cdef const float[:, ::1] rotary = op.rotary
         self._check_heads(op)
-        width = -(-op.head_dim // 16) * 16
-        form = "f32" if self.replay.step.kv_form == QUIRE_F32 else "bf16"
         if rotary.shape[1] != op.head_dim:
             raise ValueError(f"rotary table must be [positions, {op.head_dim}], not {list(op.rotary.shape)}")
         self.keep_alive.append(op.rotary)
         self.max_positions = min(self.max_positions, rotary.shape[0])
         record.kind = ROTATE_STORE
         rotate.qkv = self._value(op.qkv, (op.num_heads + 2 * op.num_kv_heads) * op.head_dim, "f32", self.max_rows)
-        rotate.q = self._value(op.q, op.num_heads * width, form, self.max_rows)
+        rotate.q = self._value(op.q, op.num_heads * self.padded_head_dim, self.query_form, self.max_rows)
         rotate.layer, rotate.num_heads, rotate.num_kv_heads = op.layer, op.num_heads, op.num_kv_heads
-        rotate.head_dim, rotate.padded_head_dim = op.head_dim, width
+        rotate.head_dim, rotate.padded_head_dim = op.head_dim, self.padded_head_dim
         rotate.query = self._head(op, op.q_norm, op.scale)
         rotate.key = self._head(op, op.k_norm, 1)
         rotate.value = self._head(op, None, 1)
@@ -246,24 +247,22 @@ cdef class Program:
     cdef _add_attention(self, Record *record, op):
         cdef AttentionOp *attention = &record.of.attention
         self._check_heads(op)
-        width = -(-op.head_dim // 16) * 16
-        form = "f32" if self.replay.step.kv_form == QUIRE_F32 else "bf16"
         group = op.num_heads // op.num_kv_heads
         if group > QUIRE_TILE:
             raise ValueError(f"at most {QUIRE_TILE} query heads may share a KV head, not {group}")
         if op.window < 0:
             raise ValueError(f"window must be 0 or more, not {op.window}")
         record.kind = ATTENTION
-        attention.q = self._value(op.q, op.num_heads * width, form, self.max_rows)
+        attention.q = self._value(op.q, op.num_heads * self.padded_head_dim, self.query_form, self.max_rows)
         attention.out = self._value(op.out, op.num_heads * op.head_dim, "f32", self.max_rows)
         attention.layer, attention.num_heads, attention.num_kv_heads = op.layer, op.num_heads, op.num_kv_heads
-        attention.head_dim, attention.padded_head_dim, attention.window = op.head_dim, width, op.window
+        attention.head_dim, attention.padded_head_dim, attention.window = op.head_dim, self.padded_head_dim, op.window
         self.replay.step.query_tile = min(self.replay.step.query_tile, QUIRE_TILE // group)
 
     cdef _check_heads(self, op):
         if not 0 <= op.layer < self.num_layers or op.num_kv_heads != self.num_kv_heads or op.head_dim != self.head_dim:
-            raise ValueError(f"layer {op.layer} with {op.num_kv_heads} x {op.head_dim} KV heads does not fit a cache of "
-                             f"{self.num_layers} layers with {self.num_kv_heads} x {self.head_dim}")
+            raise ValueError(f"layer {op.layer} with {op.num_kv_heads} x {op.head_dim} KV heads does not fit a cache "
+                             f"of {self.num_layers} layers with {self.num_kv_heads} x {self.head_dim}")
         if op.num_heads < 1 or op.num_heads % op.num_kv_heads:
             raise ValueError(f"{op.num_heads} query heads do not divide among {op.num_kv_heads} KV heads")
 
@@ -368,7 +367,7 @@ cdef class Program:
         return seconds
 
     def view(self, region):
-        """A region's [rows, padded columns] data plane as an array that shares the arena. For logits, tests and tools."""
+        """A region's [rows, padded columns] data plane as an array over the arena. For logits, tests and tools."""
         width, item = padded(region.columns), _ITEMSIZE[region.form]
         dtype = {"f32": np.float32, "bf16": np.uint16, "q8": np.int8}[region.form]
         flat = self.arena[region.offset: region.offset + region.rows * width * item].view(dtype)

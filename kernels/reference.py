@@ -40,6 +40,27 @@ def as_form(x: Array, form: Form) -> Array:
     return quantise_q8(x) if form == "q8" else x.astype(np.float32).astype(np.float64)
 
 
+def as_key(x: Array, kv_dtype: str) -> Array:
+    """Heads [.., head_dim] as the cache keeps keys: int8 by blocks of 32 with a scale rounded to fp16."""
+    if kv_dtype != "int8":
+        return as_form(x, "bf16" if kv_dtype == "bf16" else "f32")
+    stored = np.zeros((len(x), padded(x.shape[1])))
+    stored[:, : x.shape[1]] = x
+    blocks = stored.reshape(len(x), -1, BLOCK)
+    scale = (np.abs(blocks).max(axis=2, keepdims=True) / 127).astype(np.float16).astype(np.float64)
+    rounded: Array = np.clip(np.rint(blocks / np.where(scale > 0, scale, 1)), -127, 127) * scale
+    return rounded.reshape(len(x), -1)[:, : x.shape[1]]
+
+
+def as_value(x: Array, kv_dtype: str) -> Array:
+    """Heads [.., head_dim] as the cache keeps values: int8 with one scale per token."""
+    if kv_dtype != "int8":
+        return as_form(x, "bf16" if kv_dtype == "bf16" else "f32")
+    scale = np.abs(x).max(axis=1, keepdims=True) / 127
+    values: Array = np.rint(x / np.where(scale > 0, scale, 1)) * scale
+    return values
+
+
 def rms_norm(x: Array, weight: npt.NDArray[np.float32], eps: float) -> Array:
     """Zhang and Sennrich, 2019, over the last axis."""
     scaled: Array = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * weight
@@ -68,9 +89,9 @@ def softmax(x: Array) -> Array:
 class ReferenceProgram:
     """Runs ops one by one over plain arrays. KV lives as `keys[layer, page, slot, kv_head, d]`, likewise `values`."""
 
-    def __init__(self, ops: Sequence[Op], kv_dtype: Form, page_size: int, num_pages: int) -> None:
+    def __init__(self, ops: Sequence[Op], kv_dtype: str, page_size: int, num_pages: int) -> None:
         self.ops = ops
-        self.kv_dtype: Form = kv_dtype
+        self.kv_dtype = kv_dtype
         self.page_size = page_size
         layers = [op for op in ops if isinstance(op, RotateStore)]
         shape = (len(layers), num_pages, page_size, layers[0].num_kv_heads, layers[0].head_dim) if layers else (0,) * 5
@@ -128,11 +149,12 @@ class ReferenceProgram:
         if op.k_norm is not None:
             k = rms_norm(k, op.k_norm, op.eps)
         rotary = op.rotary[self.position].astype(np.float64)[:, None, :]
-        self.regions[op.q] = as_form((rotate_halves(q, rotary) * op.scale).reshape(len(q), -1), self.kv_dtype)
+        queries = rotate_halves(q, rotary) * op.scale
+        self.regions[op.q] = as_form(queries.reshape(-1, op.head_dim), op.q.form).reshape(len(q), -1)
         for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
             page, slot = self.tables[sequence][position // self.page_size], position % self.page_size
-            self.keys[op.layer, page, slot] = as_form(rotate_halves(k, rotary)[row], self.kv_dtype)
-            self.values[op.layer, page, slot] = as_form(v[row], self.kv_dtype)
+            self.keys[op.layer, page, slot] = as_key(rotate_halves(k, rotary)[row], self.kv_dtype)
+            self.values[op.layer, page, slot] = as_value(v[row], self.kv_dtype)
 
     def _heads(self, op: RotateStore) -> tuple[Array, Array, Array]:
         heads = self.regions[op.qkv].reshape(len(self.token_ids), -1, op.head_dim)

@@ -35,7 +35,8 @@ cdef struct RotateStoreOp:
     quire_head value
     const float *rotary             # [positions][head_dim]: cos | sin
 
-cdef void run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles, int worker, int workers) noexcept nogil
+cdef void run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles, int worker,
+                    int workers) noexcept nogil
 cdef void run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles, int worker,
                       int workers) noexcept nogil
 cdef void run_gather(const GatherOp *op, const Step *step, int worker, int workers) noexcept nogil

@@ -3,13 +3,15 @@
 
 A row's result depends on that row alone, so any split of rows over workers gives the same bits.
 """
-from libc.stdint cimport int32_t, uint16_t
+from libc.stdint cimport uint16_t
 from libc.string cimport memcpy, memset
 
-from .isa cimport QUIRE_BF16, QUIRE_MAX_HEAD
+from .isa cimport QUIRE_BF16, QUIRE_MAX_HEAD, QUIRE_Q8, quire_page, quire_rows
+from .step cimport page_at
 
 
-cdef void run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles, int worker, int workers) noexcept nogil:
+cdef void run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles, int worker,
+                    int workers) noexcept nogil:
     cdef int64_t row, token
     cdef float *out = <float *>op.out.rows.data
     for row in range(step.rows * worker // workers, step.rows * (worker + 1) // workers):
@@ -24,7 +26,8 @@ cdef void run_convert(const ConvertOp *op, const Step *step, const quire_tiles *
     cdef int64_t row, rows = step.samples if op.sampled else step.rows
     cdef const float *x = <const float *>op.input.rows.data
     for row in range(rows * worker // workers, rows * (worker + 1) // workers):
-        tiles.convert(x + row * op.input.rows.width, op.weight, op.eps, op.input.columns, op.out.form, &op.out.rows, row)
+        tiles.convert(x + row * op.input.rows.width, op.weight, op.eps, op.input.columns, op.out.form, &op.out.rows,
+                      row)
 
 
 cdef void run_gather(const GatherOp *op, const Step *step, int worker, int workers) noexcept nogil:
@@ -52,14 +55,12 @@ cdef void _rotate_block(const RotateStoreOp *op, const Step *step, const quire_t
     cdef int64_t end = first + step.row_start[sequence + 1] - step.row_start[sequence]
     cdef int64_t page = first // step.page_size + block
     cdef int64_t position = max(first, page * step.page_size), group = op.num_heads // op.num_kv_heads, row, g
-    cdef int32_t page_id = step.page_ids[step.page_start[sequence] + page]
-    cdef char *k = step.kv + op.layer * step.layer_bytes + page_id * step.page_bytes + head * step.head_bytes
-    cdef char *v = k + step.head_bytes // 2
+    cdef quire_page kv = page_at(step, op.layer, step.page_ids[step.page_start[sequence] + page], head)
     cdef const float *qkv
     cdef const float *rotary
     cdef float x[QUIRE_MAX_HEAD]
     if position % step.page_size == 0:
-        memset(k, 0, step.head_bytes)       # what a masked lane reads must be a number: 0 * NaN is NaN
+        memset(kv.k, 0, step.head_bytes)    # what a masked lane reads must be a number: 0 * NaN is NaN
     for position in range(position, min(end, (page + 1) * step.page_size)):
         row = step.row_start[sequence] + position - first
         qkv = <const float *>op.qkv.rows.data + row * op.qkv.rows.width
@@ -68,15 +69,22 @@ cdef void _rotate_block(const RotateStoreOp *op, const Step *step, const quire_t
             tiles.head(qkv + g * op.head_dim, &op.query, rotary, x)
             _store_query(op, tiles, x, row, g)
         tiles.head(qkv + (op.num_heads + head) * op.head_dim, &op.key, rotary, x)
-        tiles.store_key(x, op.padded_head_dim, position % step.page_size, step.kv_form, k)
+        tiles.store_key(x, position % step.page_size, &kv)
         tiles.head(qkv + (op.num_heads + op.num_kv_heads + head) * op.head_dim, &op.value, NULL, x)
-        tiles.store_value(x, op.padded_head_dim, position % step.page_size, step.page_size, step.kv_form, v)
+        tiles.store_value(x, position % step.page_size, &kv)
 
 
 cdef void _store_query(const RotateStoreOp *op, const quire_tiles *tiles, const float *x, int64_t row,
                        int64_t head) noexcept nogil:
-    cdef int64_t at = row * op.q.rows.width + head * op.padded_head_dim
-    if op.q.form == QUIRE_BF16:
-        tiles.to_bf16(x, op.padded_head_dim, <uint16_t *>op.q.rows.data + at)
+    """Into columns [head * d, (head + 1) * d) of row `row` of q, in the KV dtype; q8 by blocks of 32."""
+    cdef int64_t d = op.padded_head_dim, at = row * op.q.rows.width + head * d
+    cdef quire_rows out
+    out.width = d
+    if op.q.form == QUIRE_Q8:
+        out.data = <char *>op.q.rows.data + at
+        out.scales, out.sums = op.q.rows.scales + at // 32, op.q.rows.sums + at // 32
+        tiles.convert(x, NULL, 0, d, QUIRE_Q8, &out, 0)
+    elif op.q.form == QUIRE_BF16:
+        tiles.to_bf16(x, d, <uint16_t *>op.q.rows.data + at)
     else:
-        memcpy(<float *>op.q.rows.data + at, x, op.padded_head_dim * sizeof(float))
+        memcpy(<float *>op.q.rows.data + at, x, d * sizeof(float))

@@ -1,9 +1,10 @@
 # cython: language_level=3
 """Logits to tokens: a pure function of (logits, parameters, seed, position), one row per worker at a time.
 
-Order: logit bias, penalties, temperature, min_p, top_k, top_p; ties go to the lower token id. Randomness is Philox4x32-10
-keyed by seed and counted by position (Salmon et al., SC 2011), so replaying a position draws the same number again.
-Filters never sort the vocabulary: a histogram over the weights' bits finds the bin with the cut, and only that is sorted.
+Order: logit bias, penalties, temperature, min_p, top_k, top_p; ties go to the lower token id. Randomness is
+Philox4x32-10 keyed by seed and counted by position (Salmon et al., SC 2011), so replaying a position draws the same
+number again. Filters never sort the vocabulary: a histogram over the weights' bits finds the bin with the cut, and only
+that is sorted.
 """
 from libc.math cimport INFINITY, log
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
@@ -303,8 +304,8 @@ cdef double _uniform(uint64_t seed, int64_t position) noexcept nogil:
 cdef void _philox(const uint32_t *counter, uint32_t key0, uint32_t key1, uint32_t *out) noexcept nogil:
     cdef uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3]
     cdef uint64_t a, b
-    cdef int r
-    for r in range(10):
+    cdef int _
+    for _ in range(10):
         a = <uint64_t>0xD2511F53 * c0
         b = <uint64_t>0xCD9E8D57 * c2
         c0, c1, c2, c3 = (<uint32_t>(b >> 32) ^ c1 ^ key0, <uint32_t>b, <uint32_t>(a >> 32) ^ c3 ^ key1, <uint32_t>a)

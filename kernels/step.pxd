@@ -1,7 +1,7 @@
 # What every op of one step sees: the rows to compute, whose they are, and where their pages lie. Read-only to ops.
-from libc.stdint cimport int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t, uint16_t
 
-from .isa cimport quire_rows
+from .isa cimport QUIRE_Q8, quire_page, quire_rows
 
 cdef struct Step:
     int64_t rows                    # scheduled tokens
@@ -20,10 +20,27 @@ cdef struct Step:
     int64_t layer_bytes
     int64_t page_bytes              # of one layer
     int64_t head_bytes              # K and V of one head
+    int64_t padded_head_dim
     int page_size
     int kv_form
     char *scratch                   # per worker
     int64_t scratch_bytes
+
+
+cdef inline quire_page page_at(const Step *step, int64_t layer, int64_t page_id, int64_t head) noexcept nogil:
+    """One KV head of one page: K, then V; for int8, then K's scales and V's scales."""
+    cdef quire_page page
+    cdef int64_t elements = step.page_size * step.padded_head_dim
+    cdef char *base = step.kv + layer * step.layer_bytes + page_id * step.page_bytes + head * step.head_bytes
+    page.form, page.size, page.d, page.k = step.kv_form, step.page_size, step.padded_head_dim, base
+    if step.kv_form == QUIRE_Q8:
+        page.v = base + elements
+        page.k_scales = <uint16_t *>(base + 2 * elements)
+        page.v_scales = <float *>(base + 2 * elements + elements // 16)
+    else:
+        page.v = base + step.head_bytes // 2
+        page.k_scales, page.v_scales = NULL, NULL
+    return page
 
 
 # Pointers of an arena region in any form; filled once when a program is built.

@@ -38,7 +38,7 @@ class EngineFlags:
     weights: str | None = None
     "bf16, q8 (quantised at load) or f32. Default bf16."
     kv_cache_dtype: str | None = None
-    "bf16 or f32. Default bf16."
+    "bf16, f32 or int8. Default bf16."
     block_size: int | None = None
     "Tokens per KV page: 16, 32 or 64. Default 32."
     max_model_len: int | None = None

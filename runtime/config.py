@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 WeightDtype = Literal["bf16", "q8", "f32"]
-KVCacheDtype = Literal["bf16", "f32"]
+KVCacheDtype = Literal["bf16", "f32", "int8"]
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]

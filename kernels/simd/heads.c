@@ -12,7 +12,8 @@ INLINE void norm_head(float *x, const quire_head *h) {
     s1 = vf_fma(b, b, s1);
   }
   const vf factor = vf_set1(1.f / sqrtf(vf_sum(vf_add(s0, s1)) / (float)h->head_dim + h->eps));
-  for (int64_t j = 0; j < h->head_dim; j += 16) vf_store(x + j, vf_mul(vf_mul(vf_load(x + j), factor), vf_load(h->norm + j)));
+  for (int64_t j = 0; j < h->head_dim; j += 16)
+    vf_store(x + j, vf_mul(vf_mul(vf_load(x + j), factor), vf_load(h->norm + j)));
 }
 
 // Elementwise, so lanes and leftovers give the same bits.
@@ -40,27 +41,76 @@ void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *
   if (rotary) rotate_head(out, h, rotary);
 }
 
-void ISA(store_key)(const float *x, int64_t d, int64_t slot, int form, void *page) {
-  if (form == QUIRE_F32) {
-    float *k = (float *)page + slot / 16 * 16 * d + slot % 16;
-    for (int64_t i = 0; i < d; i++) k[i * 16] = x[i];
+// max|x|, NaN if there is one.
+INLINE float largest(const float *x, int64_t n) {
+  vf top = vf_zero();
+  int nan = 0;
+  for (int64_t i = 0; i < n; i += 16) {
+    nan |= vf_any_nan(vf_load(x + i));
+    top = vf_max(top, vf_abs(vf_load(x + i)));
+  }
+  return nan ? NAN : vf_top(top);
+}
+
+// 16 numbers to int8 by a scale; all zero where the scale is not a positive number.
+INLINE void quantise16(const float *x, float scale, int8_t *q) {
+  const vf inverse = vf_set1(scale > 0.f && scale < INFINITY ? 1.f / scale : 0.f);
+  const vf y = scale > 0.f ? vf_mul(vf_load(x), inverse) : vf_zero();
+  vi_store_i8(q, vi_from(vf_max(vf_set1(-127.f), vf_min(vf_set1(127.f), y))));
+}
+
+INLINE void store_key_int8(const float *x, int64_t slot, const quire_page *page) {
+  uint32_t *k = (uint32_t *)page->k + slot / 16 * 4 * page->d + slot % 16;  // quads of d
+  uint16_t *scales = page->k_scales + slot / 16 * (page->d / 32) * 16 + slot % 16;
+  for (int64_t i = 0; i < page->d; i += 32) {
+    const uint16_t scale = f16_of(largest(x + i, 32) / 127.f);
+    uint32_t quads[8];
+    quantise16(x + i, f16_widen(scale), (int8_t *)quads);
+    quantise16(x + i + 16, f16_widen(scale), (int8_t *)quads + 16);
+    for (int j = 0; j < 8; j++) k[(i / 4 + j) * 16] = quads[j] ^ 0x80808080u;  // unsigned, as q8 weights are
+    scales[i / 32 * 16] = scale;
+  }
+}
+
+void ISA(store_key)(const float *x, int64_t slot, const quire_page *page) {
+  if (page->form == QUIRE_Q8) {
+    store_key_int8(x, slot, page);
     return;
   }
-  uint32_t *k = (uint32_t *)page + slot / 16 * 8 * d + slot % 16;  // pairs of d
-  for (int64_t i = 0; i < d; i += 16) {
+  if (page->form == QUIRE_F32) {
+    float *k = (float *)page->k + slot / 16 * 16 * page->d + slot % 16;
+    for (int64_t i = 0; i < page->d; i++) k[i * 16] = x[i];
+    return;
+  }
+  uint32_t *k = (uint32_t *)page->k + slot / 16 * 8 * page->d + slot % 16;  // pairs of d
+  for (int64_t i = 0; i < page->d; i += 16) {
     uint32_t pairs[8];
     vf_store_bf16((uint16_t *)pairs, vf_load(x + i));
     for (int j = 0; j < 8; j++) k[(i / 2 + j) * 16] = pairs[j];
   }
 }
 
-void ISA(store_value)(const float *x, int64_t d, int64_t slot, int64_t page_size, int form, void *page) {
-  for (int64_t i = 0; i < d; i += 16) {
-    if (form == QUIRE_F32) {
-      vf_store((float *)page + i * page_size + slot * 16, vf_load(x + i));
+INLINE void store_value_int8(const float *x, int64_t slot, const quire_page *page) {
+  const float scale = largest(x, page->d) / 127.f;
+  for (int64_t i = 0; i < page->d; i += 16) {
+    int8_t q[16], *v = (int8_t *)page->v + i * page->size + slot / 4 * 64 + slot % 4;
+    quantise16(x + i, scale, q);
+    for (int j = 0; j < 16; j++) v[j * 4] = q[j];
+  }
+  page->v_scales[slot] = scale;
+}
+
+void ISA(store_value)(const float *x, int64_t slot, const quire_page *page) {
+  if (page->form == QUIRE_Q8) {
+    store_value_int8(x, slot, page);
+    return;
+  }
+  for (int64_t i = 0; i < page->d; i += 16) {
+    if (page->form == QUIRE_F32) {
+      vf_store((float *)page->v + i * page->size + slot * 16, vf_load(x + i));
       continue;
     }
-    uint16_t h[16], *v = (uint16_t *)page + i * page_size + slot / 2 * 32 + slot % 2;
+    uint16_t h[16], *v = (uint16_t *)page->v + i * page->size + slot / 2 * 32 + slot % 2;
     vf_store_bf16(h, vf_load(x + i));
     for (int j = 0; j < 16; j++) v[j * 2] = h[j];
   }

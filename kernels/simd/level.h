@@ -8,12 +8,14 @@ void ISA(linear_bf16)(int rows, const quire_linear_tile *t);
 void ISA(linear_q8)(int rows, const quire_linear_tile *t);
 void ISA(attention_f32)(int rows, const quire_attention_tile *t);
 void ISA(attention_bf16)(int rows, const quire_attention_tile *t);
+void ISA(attention_int8)(int rows, const quire_attention_tile *t);
 void ISA(merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                 float *total_m, float *total_l, float *total_o);
-void ISA(convert)(const float *x, const float *weight, float eps, int64_t columns, int form, const quire_rows *out, int64_t row);
+void ISA(convert)(const float *x, const float *weight, float eps, int64_t columns, int form, const quire_rows *out,
+                  int64_t row);
 void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *out);
-void ISA(store_key)(const float *x, int64_t d, int64_t slot, int form, void *page);
-void ISA(store_value)(const float *x, int64_t d, int64_t slot, int64_t page_size, int form, void *page);
+void ISA(store_key)(const float *x, int64_t slot, const quire_page *page);
+void ISA(store_value)(const float *x, int64_t slot, const quire_page *page);
 void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out);
 void ISA(unpack_column)(const void *panel, const uint16_t *scales, int form, int64_t width, int lane, float *out);
 int64_t ISA(argmax)(const float *x, int64_t n, float *max, double *sum_exp);

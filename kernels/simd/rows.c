@@ -5,8 +5,8 @@
 
 #include "level.h"
 
-// 32 columns of one row in q8: scale from these columns only. What is not finite makes the block's scale NaN, so that it
-// reaches the logits and ends this request only.
+// 32 columns of one row in q8: scale from these columns only. What is not finite makes the block's scale NaN, so that
+// it reaches the logits and ends this request only.
 INLINE void quantise(vf y0, vf y1, const quire_rows *out, int64_t row, int64_t column) {
   const int64_t block = (row * out->width + column) / 32;
   const float top = vf_top(vf_max(vf_abs(y0), vf_abs(y1)));
@@ -41,7 +41,8 @@ INLINE float inverse_rms(const float *x, float eps, int64_t n) {
   return 1.f / sqrtf(vf_sum(vf_add(s0, s1)) / (float)n + eps);
 }
 
-void ISA(convert)(const float *x, const float *weight, float eps, int64_t columns, int form, const quire_rows *out, int64_t row) {
+void ISA(convert)(const float *x, const float *weight, float eps, int64_t columns, int form, const quire_rows *out,
+                  int64_t row) {
   const vf factor = vf_set1(weight ? inverse_rms(x, eps, columns) : 1.f);
   for (int64_t j = 0; j < out->width; j += 32) {
     vf y0 = columns_of(x, j, columns), y1 = columns_of(x, j + 16, columns);
@@ -78,7 +79,8 @@ void ISA(unpack_column)(const void *panel, const uint16_t *scales, int form, int
       vf_store(out + k, vf_load_bf16(h));
       continue;
     }
-    for (int i = 0; i < 16; i++) x[i] = (float)((int)((const uint8_t *)panel)[(k + i) / 4 * 64 + lane * 4 + (k + i) % 4] - 128);
+    for (int i = 0; i < 16; i++)
+      x[i] = (float)(((const uint8_t *)panel)[(k + i) / 4 * 64 + lane * 4 + (k + i) % 4] - 128);
     vf_store(s, vf_load_f16(scales + k / 32 * 16));
     vf_store(out + k, vf_mul(vf_load(x), vf_set1(s[lane])));
   }
@@ -113,5 +115,6 @@ int64_t ISA(argmax)(const float *x, int64_t n, float *max, double *sum_exp) {
 }
 
 void ISA(exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out) {
-  for (int64_t j = 0; j < n; j += 16) vf_store(out + j, vf_exp(vf_mul(vf_sub(vf_load(x + j), vf_set1(shift)), vf_set1(scale))));
+  for (int64_t j = 0; j < n; j += 16)
+    vf_store(out + j, vf_exp(vf_mul(vf_sub(vf_load(x + j), vf_set1(shift)), vf_set1(scale))));
 }

@@ -32,20 +32,33 @@ typedef struct {
 
 // One tile of 64 tokens for `rows` query rows that share a KV head, inside one split of 256 tokens.
 typedef struct {
-  const void *q;             // [rows][head_dim] in the KV dtype
+  quire_rows q;              // [rows][head_dim] in the KV dtype; for int8 with scales and sums per 32 of head_dim
   const int64_t *positions;  // [rows] ascending
   int64_t window;            // 0: all earlier tokens
   int64_t first_token;       // absolute position of the tile, a multiple of 64
-  int64_t head_dim;          // padded to 16
-  const void *k[4];          // K of 16 tokens each: bf16 [d/2][16][2], f32 [d][16]
-  const void *v[4];          // V of each page in the tile: bf16 [d/16][page/2][16][2], f32 [d/16][page][16]
+  int64_t head_dim;          // padded to 16; for int8 to 32
+  const void *k[4];          // K of 16 tokens each: bf16 [d/2][16][2], f32 [d][16], int8 [d/4][16][4] unsigned
+  const uint16_t *k_scales[4];  // int8: fp16 [d/32][16]
+  const void *v[4];          // V of each page in the tile: bf16 [d/16][page/2][16][2], f32 [d/16][page][16],
+                             // int8 [d/16][page/4][16][4]
+  const float *v_scales[4];  // int8: of 16 tokens each
   int num_pages, page_size;  // v[0 .. num_pages), the last may be cut short by the sequence's end
   const void *next_k[4];     // fetched meanwhile: each page's K of the tile that comes next, or NULL
   float *m, *l;              // [rows] running maximum and sum of the split
   float *s;                  // scratch [64][64] f32
-  void *p;                   // scratch [64][64] in the KV dtype
+  void *p;                   // scratch [64][64] in the KV dtype; for int8 in bf16, V's scales folded in
   float *o;                  // [rows][head_dim] running output of the split
 } quire_attention_tile;
+
+// One KV head of one page.
+typedef struct {
+  int form;
+  int64_t size;        // tokens
+  int64_t d;           // head_dim, padded
+  void *k, *v;
+  uint16_t *k_scales;  // int8: fp16 [t/16][d/32][16]
+  float *v_scales;     // int8: [t]
+} quire_page;
 
 typedef struct {
   int64_t head_dim;
@@ -58,20 +71,21 @@ typedef struct {
   const char *name;
   int linear_rows;     // most rows one linear tile takes
   void (*linear[3])(int rows, const quire_linear_tile *t);
-  void (*attention[2])(int rows, const quire_attention_tile *t);  // by KV dtype
+  void (*attention[3])(int rows, const quire_attention_tile *t);  // by KV dtype
 
   // total = merge(total, split), then split's state may be reused
   void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                 float *total_m, float *total_l, float *total_o);
   // x[columns] -> row `row` of out; with `weight`, RMS norm first
-  void (*convert)(const float *x, const float *weight, float eps, int64_t columns, int form, const quire_rows *out, int64_t row);
+  void (*convert)(const float *x, const float *weight, float eps, int64_t columns, int form, const quire_rows *out,
+                  int64_t row);
   // One head to `out` (room for head_dim padded to 32): RMS norm where `norm` is given, rotation by halves with
   // `rotary` (cos | sin) where it is given, scale. What follows head_dim becomes zero.
   void (*head)(const float *x, const quire_head *h, const float *rotary, float *out);
-  // One token's head into its slot of a page: K as a column of [t/16][d/2][16][2], V as a row of [d/16][t/2][16][2] (f32:
-  // [t/16][d][16] and [d/16][t][16]). d is padded to 16; `x` as `head` leaves it.
-  void (*store_key)(const float *x, int64_t d, int64_t slot, int form, void *page);
-  void (*store_value)(const float *x, int64_t d, int64_t slot, int64_t page_size, int form, void *page);
+  // One token's head into its slot of a page: K as a column of its panel, V as a row of all panels, int8 with the
+  // scales that this token alone decides. `x` as `head` leaves it.
+  void (*store_key)(const float *x, int64_t slot, const quire_page *page);
+  void (*store_value)(const float *x, int64_t slot, const quire_page *page);
   void (*to_bf16)(const float *x, int64_t n, uint16_t *out);      // n a multiple of 16
   void (*unpack_column)(const void *panel, const uint16_t *scales, int form, int64_t width, int lane, float *out);
 

@@ -34,7 +34,8 @@ static inline __m256 pow2_half(__m256 n) {
 }
 static inline vf vf_pow2(vf n) { return (vf){pow2_half(n.lo), pow2_half(n.hi)}; }
 static inline int vf_any_nan(vf a) {
-  return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(a.lo, a.lo, _CMP_UNORD_Q), _mm256_cmp_ps(a.hi, a.hi, _CMP_UNORD_Q)));
+  const __m256 lo = _mm256_cmp_ps(a.lo, a.lo, _CMP_UNORD_Q), hi = _mm256_cmp_ps(a.hi, a.hi, _CMP_UNORD_Q);
+  return _mm256_movemask_ps(_mm256_or_ps(lo, hi));
 }
 
 static inline __m256 pick_half(__m256 a, __m256 b, int from, int to, int base) {
@@ -49,8 +50,11 @@ static inline vf vf_pick(vf a, vf b, int from, int to) {
 }
 
 static inline vf vf_load_f16(const uint16_t *p) {
-  return (vf){_mm256_cvtph_ps(_mm_loadu_si128((const void *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const void *)(p + 8)))};
+  const __m128i lo = _mm_loadu_si128((const void *)p), hi = _mm_loadu_si128((const void *)(p + 8));
+  return (vf){_mm256_cvtph_ps(lo), _mm256_cvtph_ps(hi)};
 }
+static inline uint16_t f16_of(float x) { return (uint16_t)_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(x), 0)); }
+static inline float f16_widen(uint16_t h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h))); }
 static inline __m256 bf16_half(const uint16_t *p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16));
 }
@@ -112,7 +116,21 @@ static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
   return (vf){dot2_half(acc.lo, w.lo, first, second), dot2_half(acc.hi, w.hi, first, second)};
 }
 
-// maddubs saturates on full-range unsigned weights, so the weight's sign moves to the activation: |w| * sign(w) a is exact.
+// 64 signed bytes, 4 of K for each of 16 columns, as two operands of vf_dot2. Exact: an int8 fits bf16.
+static inline __m256i widen_byte(__m256i x, int left) {
+  return _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(x, left), 24)));
+}
+static inline __m256i widen_pair(__m256i x, int left) {
+  return _mm256_or_si256(_mm256_srli_epi32(widen_byte(x, left), 16), widen_byte(x, left - 8));
+}
+static inline void wbf_widen(const int8_t *p, wbf out[2]) {
+  const __m256i lo = _mm256_loadu_si256((const void *)p), hi = _mm256_loadu_si256((const void *)(p + 32));
+  out[0] = (wbf){widen_pair(lo, 24), widen_pair(hi, 24)};
+  out[1] = (wbf){widen_pair(lo, 8), widen_pair(hi, 8)};
+}
+
+// maddubs saturates on full-range unsigned weights, so the weight's sign moves to the activation: |w| * sign(w) a is
+// exact.
 static inline wq8 wq8_load(const uint8_t *p) {
   const __m256i offset = _mm256_set1_epi8((char)0x80);
   return (wq8){_mm256_xor_si256(_mm256_loadu_si256((const void *)p), offset),

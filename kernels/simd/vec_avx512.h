@@ -34,6 +34,8 @@ static inline vf vf_pick(vf a, vf b, int from, int to) {
 }
 
 static inline vf vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const void *)p)); }
+static inline uint16_t f16_of(float x) { return (uint16_t)_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(x), 0)); }
+static inline float f16_widen(uint16_t h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h))); }
 static inline vf vf_load_bf16(const uint16_t *p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
 }
@@ -56,6 +58,17 @@ static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
   int32_t pair;
   __builtin_memcpy(&pair, a, 4);
   return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(pair), w);
+}
+
+// 64 signed bytes, 4 of K for each of 16 columns, as two operands of vf_dot2. Exact: an int8 fits bf16.
+static inline void wbf_widen(const int8_t *p, wbf out[2]) {
+  const __m512i x = _mm512_loadu_si512(p);
+  const __m512i b0 = (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(x, 24), 24));
+  const __m512i b1 = (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(x, 16), 24));
+  const __m512i b2 = (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(x, 8), 24));
+  const __m512i b3 = (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(x, 24));
+  out[0] = (wbf)_mm512_or_si512(_mm512_srli_epi32(b0, 16), b1);
+  out[1] = (wbf)_mm512_or_si512(_mm512_srli_epi32(b2, 16), b3);
 }
 
 // Unsigned weights times signed activations; starting at -128 * sum(a) makes the result exact for w - 128.

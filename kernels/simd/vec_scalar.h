@@ -64,6 +64,16 @@ static inline int vf_any_nan(vf a) {
 // Lanes in [from, to) of a, the others of b.
 static inline vf vf_pick(vf a, vf b, int from, int to) { MAP(vf, i >= from && i < to ? a.v[i] : b.v[i]); }
 
+static inline float f16_widen(uint16_t h) { return widen_f16(h); }
+static inline uint16_t f16_of(float x) {  // of a number that is not negative, to nearest even
+  if (!(x < 65520.f)) return x == x ? 0x7c00 : 0x7e00;
+  int exponent;
+  frexpf(x, &exponent);
+  const int unit = exponent - 11 < -24 ? -24 : exponent - 11;  // the weight of the last bit
+  const int steps = (int)rintf(ldexpf(x, -unit));
+  return (uint16_t)(unit == -24 ? steps : steps + ((unit + 24) << 10));
+}
+
 static inline vf vf_load_f16(const uint16_t *p) { MAP(vf, widen_f16(p[i])); }
 static inline vf vf_load_bf16(const uint16_t *p) { MAP(vf, widen_bf16(p[i])); }
 static inline void vf_store_bf16(uint16_t *p, vf x) { FOR16 p[i] = round_bf16(x.v[i]); }
@@ -96,6 +106,11 @@ static inline wbf wbf_load(const uint16_t *p) { wbf r; memcpy(r.v, p, sizeof r.v
 static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
   const float first = widen_bf16(a[0]), second = widen_bf16(a[1]);
   MAP(vf, (acc.v[i] + widen_bf16(w.v[2 * i]) * first) + widen_bf16(w.v[2 * i + 1]) * second);
+}
+
+// 64 signed bytes, 4 of K for each of 16 columns, as two operands of vf_dot2. Exact: an int8 fits bf16.
+static inline void wbf_widen(const int8_t *p, wbf out[2]) {
+  for (int i = 0; i < 64; i++) out[i % 4 / 2].v[i / 4 * 2 + i % 2] = round_bf16((float)p[i]);
 }
 
 static inline wq8 wq8_load(const uint8_t *p) {

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from ...kernels.ops import (
+    QUERY_FORMS,
     Attention,
     Convert,
     Embed,
@@ -30,11 +30,10 @@ from ...kernels.ops import (
     region_nbytes,
 )
 from ...kernels.pack import PackedMatrix
+from ...pager import KVDtype, KVLayout
 from .memory import ArenaLayout, Lifetime, lay_out
 
 Vector = npt.NDArray[np.float32]
-KVForm = Literal["bf16", "f32"]
-HEAD_ALIGNMENT = 16  # heads of q are padded to a multiple of it, like those in the pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +91,10 @@ class ProgramPlan:
 class ProgramBuilder:
     """Collects ops in order of execution for steps of up to `max_tokens` rows, `max_samples` of which sample."""
 
-    def __init__(self, max_tokens: int, max_samples: int, kv_dtype: KVForm) -> None:
+    def __init__(self, max_tokens: int, max_samples: int, kv_dtype: KVDtype) -> None:
         self.max_tokens = max_tokens
         self.max_samples = max_samples
-        self.kv_dtype: KVForm = kv_dtype
+        self.kv_dtype: KVDtype = kv_dtype
         self._values: list[Value] = []
         self._first: list[int] = []  # per value: the op that writes it
         self._last: list[int] = []  # per value: the last op that touches it
@@ -141,8 +140,8 @@ class ProgramBuilder:
         self, qkv: Value, heads: Heads, q_norm: Vector | None, k_norm: Vector | None, eps: float, rotary: Vector
     ) -> Value:
         """K and V to their pages, and the queries, normed, rotated and scaled by head_dim ** -0.5, in the KV dtype."""
-        padded_head_dim = -(-heads.head_dim // HEAD_ALIGNMENT) * HEAD_ALIGNMENT
-        out = self._value("q", qkv.rows, heads.num_heads * padded_head_dim, self.kv_dtype)
+        padded_head_dim = KVLayout(1, heads.num_kv_heads, heads.head_dim, self.kv_dtype).padded_head_dim
+        out = self._value("q", qkv.rows, heads.num_heads * padded_head_dim, QUERY_FORMS[self.kv_dtype])
         self._add(
             [qkv, out],
             lambda at: RotateStore(

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-
 from quire.kernels import PackedMatrix, Pool, Program, packed_nbytes
 from quire.kernels.ops import (
+    QUERY_FORMS,
     Attention,
     Convert,
     Embed,
@@ -53,8 +53,8 @@ class Toy:
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
         self.offset = 0
-        self.ops = self._ops()
         self.layout = KVLayout(1, self.kv_heads, self.head_dim, self.kv, self.page_size)
+        self.ops = self._ops()
         # Stale memory full of NaN: a kernel that reads what it has not written shows.
         self.kv_memory = aligned_bytes(NUM_PAGES * self.layout.page_bytes, 0xFF)
         self.program = self.bind()
@@ -113,9 +113,10 @@ class Toy:
 
     def _ops(self) -> list:
         w, heads, kv_heads, d = self.weights, self.heads, self.kv_heads, self.head_dim
-        width, qkv_width = -(-d // 16) * 16, (heads + 2 * kv_heads) * d
+        qkv_width = (heads + 2 * kv_heads) * d
         x, h = self._region(MAX_ROWS, HIDDEN, "f32"), self._region(MAX_ROWS, HIDDEN, w)
-        qkv, q = self._region(MAX_ROWS, qkv_width, "f32"), self._region(MAX_ROWS, heads * width, self.kv)
+        qkv = self._region(MAX_ROWS, qkv_width, "f32")
+        q = self._region(MAX_ROWS, heads * self.layout.padded_head_dim, QUERY_FORMS[self.kv])
         a, a_form = self._region(MAX_ROWS, heads * d, "f32"), self._region(MAX_ROWS, heads * d, w)
         g, g_form = self._region(MAX_ROWS, INTERMEDIATE, "f32"), self._region(MAX_ROWS, INTERMEDIATE, w)
         s, s_form = self._region(MAX_SAMPLES, HIDDEN, "f32"), self._region(MAX_SAMPLES, HIDDEN, w)

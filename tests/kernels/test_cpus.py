@@ -3,7 +3,6 @@
 import os
 
 import pytest
-
 from quire.kernels import available_cpus
 
 

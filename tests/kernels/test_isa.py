@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-
 from quire.kernels import Pool, pick_level, supported_levels
 from quire.kernels.isa import NAMES
 
@@ -29,7 +28,7 @@ def test_the_environment_forces_a_level(level):
 
 
 def test_an_unknown_level_says_what_is_allowed():
-    with pytest.raises(ValueError, match="unknown ISA level 'mmx'.*scalar"):
+    with pytest.raises(ValueError, match=r"unknown ISA level 'mmx'.*scalar"):
         pick_level("mmx")
 
 

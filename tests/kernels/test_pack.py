@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from quire.kernels import PackedMatrix, packed_nbytes
 from quire.kernels.reference import round_bf16
 

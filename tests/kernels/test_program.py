@@ -1,8 +1,7 @@
-"""Every op against its numpy twin, and promise 1 at the level of one program: a row's bits never depend on its company."""
+"""Every op against its numpy twin, and promise 1 for one program: a row's bits never depend on its company."""
 
 import numpy as np
 import pytest
-
 from quire.kernels import supported_levels
 
 LEVELS = supported_levels()
@@ -11,7 +10,7 @@ TOLERANCE = {("f32", "f32"): 2e-6, ("bf16", "f32"): 2e-3, ("q8", "f32"): 1e-2}
 
 
 def tolerance(weights: str, kv: str) -> float:
-    return TOLERANCE[weights, "f32"] if kv == "f32" else max(TOLERANCE[weights, "f32"], 5e-3)
+    return TOLERANCE[weights, "f32"] if kv == "f32" else max(TOLERANCE[weights, "f32"], 5e-3 if kv == "bf16" else 1e-2)
 
 
 def tokens(n: int, seed: int = 0) -> np.ndarray:
@@ -24,7 +23,7 @@ def pages(*ids: int) -> np.ndarray:
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("window", [0, 37])
-@pytest.mark.parametrize("kv", ["f32", "bf16"])
+@pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
 def test_a_program_computes_what_the_numpy_twin_computes(toy, weights, kv, window, isa):
     model = toy(weights=weights, kv=kv, window=window, isa=isa)
@@ -52,7 +51,9 @@ def test_any_head_shape_computes_what_the_twin_computes(toy, heads, kv_heads, he
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "f32")])
+@pytest.mark.parametrize(
+    ("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8"), ("f32", "int8")]
+)
 @pytest.mark.parametrize("window", [0, 100])
 def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, isa):
     prompt, table = tokens(300), pages(*range(7, 17))
@@ -70,7 +71,7 @@ def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, isa):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16")])
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8")])
 def test_same_bits_in_any_company(toy, weights, kv, isa):
     """A sequence alone, and among 1 to 32 others, in first, middle and last place."""
     alone = toy(weights=weights, kv=kv, isa=isa)
@@ -95,7 +96,7 @@ def test_same_bits_on_any_number_of_threads(toy, weights, isa):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("kv", ["f32", "bf16"])
+@pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
 def test_same_bits_at_every_page_size_and_in_any_pages(toy, kv, isa):
     prompt = tokens(150)
     tables = {16: range(40, 30, -1), 32: range(5), 64: (9, 0, 4)}

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-
 from quire.kernels import Pool, Sampler, supported_levels
 from quire.kernels.sample import ADJUSTMENT, ROW, philox
 
@@ -125,7 +124,7 @@ def test_only_what_the_filters_leave_is_ever_drawn_and_all_of_it_can_be(temperat
     ]
     seen = set()
     for base in range(40):
-        batch = [tuple(r[:1]) + (base,) + tuple(r[2:]) for r in rows]
+        batch = [(r[0], base, *r[2:]) for r in rows]
         seen |= set(draw(np.tile(logits, (60, 1)), batch)[0].tolist())
     assert seen <= allowed
     if len(allowed) <= 10:

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-
 from quire.kernels import supported_levels
 from quire.pager import KVLayout
 from quire.runtime.config import EngineConfig
@@ -20,7 +19,7 @@ from quire.runtime.execution import assemble
 from quire.runtime.generation import SamplingParams
 
 LEVELS = supported_levels()
-DTYPES = [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16")]
+DTYPES = [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8")]
 PAGE_BYTES = KVLayout(4, 2, 64, "bf16").page_bytes  # of the bundled model
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
