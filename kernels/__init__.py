@@ -5,14 +5,13 @@ The door: a model's description becomes a list of ops (`ops`) over packed weight
 """
 
 from .cpus import CpuBudget, available_cpus
-from .isa import DEFAULT_LEVEL, pick_level, supported_levels
+from .isa import pick_level, supported_levels
 from .pack import PackedMatrix, packed_nbytes
 from .pool import Pool
 from .program import Program, scratch_nbytes
 from .sample import Sampler, sampler_nbytes
 
 __all__ = [
-    "DEFAULT_LEVEL",
     "CpuBudget",
     "PackedMatrix",
     "Pool",

@@ -1,7 +1,7 @@
 # cython: language_level=3
 """Which ISA level the kernels run at. Owns the tables of simd/; every other module asks here.
 
-The level is picked once at import: `QUIRE_ISA` if set, else the best that processor and system support.
+The level is `QUIRE_ISA` if set, else the best that processor and system support; a caller may name another.
 """
 import os
 
@@ -21,11 +21,9 @@ def _level(name):
 
 
 def pick_level(requested=None):
-    return _level(requested) if requested else max(supported_levels(), key=NAMES.index)
-
-
-DEFAULT_LEVEL = pick_level(os.environ.get("QUIRE_ISA"))
+    wanted = requested or os.environ.get("QUIRE_ISA")
+    return _level(wanted) if wanted else max(supported_levels(), key=NAMES.index)
 
 
 cdef const quire_tiles *tiles_of(object level) except NULL:
-    return quire_isa_tiles(NAMES.index(_level(level or DEFAULT_LEVEL)))
+    return quire_isa_tiles(NAMES.index(pick_level(level)))

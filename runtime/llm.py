@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +19,11 @@ import numpy.typing as npt
 from .config import EngineConfig, KVCacheDtype, WeightDtype
 from .engine import Engine, GenerateRequest
 from .engine.stream import Stream
-from .errors import InvalidRequest, Unavailable
+from .errors import InvalidRequest, Unavailable, UnsupportedModel
 from .generation import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, Usage
 from .loop_thread import LoopThread
 from .settings import resolve_settings
+from .text import ChatTemplate
 
 Prompt = str | Sequence[int]
 OFFLINE_QUEUE = 1 << 20  # requests; whoever calls `generate` waits for all of them anyway
@@ -91,6 +92,17 @@ class LLM:
         """
         each = _prompt_list(prompts)
         return self._thread.run(_generate(self._open_engine(), each, _params_list(params, len(each))))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
+        """Answer a conversation, `[{"role": "user", "content": …}, …]`, by the model's own chat template.
+
+        Raises UnsupportedModel if the model has none, InvalidRequest if it refuses the messages; else as `generate`.
+        """
+        machine = self._open_engine().machine
+        if machine.tokenizer is None:
+            raise UnsupportedModel(f"{machine.folder} has no tokenizer.json; send token ids to generate instead")
+        prompt = ChatTemplate.load(machine.folder).render(messages)
+        return self.generate([machine.tokenizer.encode(prompt, add_special_tokens=False)], params)[0]
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Raw logits [len(token_ids), vocab] after each token, for evaluation. Bypasses the prefix cache."""

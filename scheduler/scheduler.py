@@ -258,11 +258,13 @@ class Scheduler:
             promised += self._pages_promised(request)
 
     def _pages_promised(self, request: Request) -> int:
-        """Pages a running request still needs for the tokens it knows, and one for those to come.
+        """Pages a running request still needs for the tokens it knows, and one for those to come while it may grow.
 
         Newcomers leave these alone: whoever is admitted too early is preempted soon, and its work is lost.
         """
-        return self._pager.pages_for(len(request.token_ids)) - len(table_of(request).page_ids) + 1
+        soon = self._pager.pages_for(len(request.token_ids)) + 1
+        at_most = self._pager.pages_for(request.num_prompt_tokens + request.max_tokens)
+        return min(soon, at_most) - len(table_of(request).page_ids)
 
     def _start(self, request: Request, spare_pages: int) -> bool:
         """Admit the head of the queue if all its known tokens fit beside `spare_pages`."""

@@ -1,7 +1,7 @@
 """Tokens per second of prefill and decode, separately, through the whole engine: queue, scheduler, kernels, sampling.
 
-A shape is run twice, for 1 new token and for 1 + n: the first time is prefill, the difference is n decode steps.
-Prompts are random ids and no token ends a request, so every peer does the same work.
+Prefill is the time until every user has its first token. Decode is timed in a second run, over n steps in which all
+users decode and nobody prefills. Prompts are random ids and no token ends a request, so every peer does the same work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from dataclasses import dataclass
 import msgspec
 
 from ..config import EngineConfig
+from ..engine import StepStats
+from ..engine.observer import SilentObserver
 from ..errors import ConfigError
+from ..execution import Machine
 from ..generation import SamplingParams
 from ..llm import LLM
 
@@ -40,10 +43,10 @@ class ShapeResult:
     shape: Shape
     new_tokens: int
     prefill_s: float  # until every user has its first token
-    decode_s: float  # for new_tokens more each
+    decode_s: float  # for new_tokens more each, all users decoding
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
-    op_seconds: dict[str, float]  # of the last decode run, by kind of op
+    op_seconds: dict[str, float]  # of the last decode measurement, by kind of op
 
 
 def parse_shapes(text: str) -> list[Shape]:
@@ -61,11 +64,11 @@ def _parse_shape(text: str) -> Shape:
 def bench_config(config: EngineConfig, shapes: list[Shape], new_tokens: int) -> EngineConfig:
     """`config` with room for the widest shape; prefixes are not cached, or the second run would find the first."""
     users = max(shape.batch for shape in shapes)
+    rows = max(config.max_num_batched_tokens, users)
+    config = msgspec.structs.replace(config, max_num_seqs=users, max_num_batched_tokens=rows)
     return msgspec.structs.replace(
         config,
-        max_num_seqs=users,
-        max_num_batched_tokens=max(config.max_num_batched_tokens, users),
-        max_model_len=max(shape.prompt_tokens for shape in shapes) + new_tokens + 1,
+        max_model_len=max(shape.prompt_tokens + new_tokens + _prefill_steps(config, shape) for shape in shapes),
         max_num_waiting=users,
         enable_prefix_caching=False,
     )
@@ -76,16 +79,14 @@ def measure_shapes(
 ) -> Iterator[ShapeResult]:
     """One result per shape, as it is ready. `report` is told what runs now."""
     generator = random.Random(SEED)
-    _run(llm, generator, Shape(1, shapes[0].prompt_tokens), 1)
+    _generate(llm, generator, Shape(1, shapes[0].prompt_tokens), 1)
     for shape in shapes:
-        first, rest = [], []
+        prefills, clocks = [], []
         for repeat in range(repeats):
             report(f"{shape}: run {repeat + 1} of {repeats}")
-            prefill = _run(llm, generator, shape, 1)
-            llm.engine.machine.op_seconds()
-            rest.append(_run(llm, generator, shape, 1 + new_tokens) - prefill)
-            first.append(prefill)
-        prefill_s, decode_s = statistics.median(first), statistics.median(rest)
+            prefills.append(_generate(llm, generator, shape, 1))
+            clocks.append(_time_decode(llm, generator, shape, new_tokens))
+        prefill_s, decode_s = statistics.median(prefills), statistics.median(clock.seconds for clock in clocks)
         yield ShapeResult(
             shape,
             new_tokens,
@@ -93,11 +94,49 @@ def measure_shapes(
             decode_s,
             shape.batch * shape.prompt_tokens / prefill_s,
             shape.batch * new_tokens / decode_s,
-            llm.engine.machine.op_seconds(),
+            clocks[-1].op_seconds,
         )
 
 
-def _run(llm: LLM, generator: random.Random, shape: Shape, new_tokens: int) -> float:
+class StepClock(SilentObserver):
+    """Times the first `num_steps` steps in which all users decode and nobody prefills any more."""
+
+    def __init__(self, machine: Machine, users: int, num_steps: int) -> None:
+        self._machine = machine
+        self._users = users
+        self._num_steps = num_steps
+        self._ends: list[float] = []  # of the last step with prefill, then of each decode step
+        self.op_seconds: dict[str, float] = {}
+
+    @property
+    def seconds(self) -> float:
+        return self._ends[self._num_steps] - self._ends[0]
+
+    def on_step(self, stats: StepStats) -> None:
+        if stats.prefill_tokens:
+            self._ends = [time.perf_counter()]
+            self._machine.op_seconds()
+        elif stats.decode_tokens == self._users and len(self._ends) <= self._num_steps:
+            self._ends.append(time.perf_counter())
+            if len(self._ends) > self._num_steps:
+                self.op_seconds = self._machine.op_seconds()
+
+
+def _time_decode(llm: LLM, generator: random.Random, shape: Shape, new_tokens: int) -> StepClock:
+    """A run in which the first user still decodes for `new_tokens` steps when the last has been prefilled."""
+    clock = StepClock(llm.engine.machine, shape.batch, new_tokens)
+    llm.engine.set_observer(clock)
+    _generate(llm, generator, shape, new_tokens + _prefill_steps(llm.engine.config, shape))
+    llm.engine.set_observer(SilentObserver())
+    return clock
+
+
+def _prefill_steps(config: EngineConfig, shape: Shape) -> int:
+    """At most so many steps until every user has its first token, even if they come one by one."""
+    return -(-shape.batch * shape.prompt_tokens // (config.max_num_batched_tokens - shape.batch + 1)) + shape.batch
+
+
+def _generate(llm: LLM, generator: random.Random, shape: Shape, new_tokens: int) -> float:
     """Seconds to generate exactly `new_tokens` for each user."""
     vocab = llm.engine.machine.spec.vocab_size
     low, high = (10, min(8000, vocab)) if vocab > 20 else (0, vocab)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...kernels import DEFAULT_LEVEL, CpuBudget, available_cpus, pick_level
+from ...kernels import CpuBudget, available_cpus, pick_level
 from ...pager import PAGE_SIZES, KVLayout
 from ..config import EngineConfig
 from ..errors import ConfigError
@@ -71,7 +71,7 @@ def pick_cpus(config: EngineConfig) -> CpuBudget:
 def pick_isa(config: EngineConfig) -> str:
     """Raises ConfigError for a level this build or machine does not have."""
     try:
-        return pick_level(config.isa or DEFAULT_LEVEL)
+        return pick_level(config.isa)
     except ValueError as error:
         raise ConfigError(f"--isa: {error}") from error
 

@@ -20,7 +20,7 @@ def test_the_best_level_is_the_default():
 
 @pytest.mark.parametrize("level", supported_levels())
 def test_the_environment_forces_a_level(level):
-    code = "import quire.kernels as k; print(k.DEFAULT_LEVEL)"
+    code = "import quire.kernels as k; print(k.pick_level())"
     run = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"QUIRE_ISA": level}, capture_output=True, text=True
     )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
+import platform
+from pathlib import Path
+
 import numpy as np
 import pytest
 from quire.pager import KVArena, KVLayout, OutOfMemory
 
+LINUX = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, page_size=16)
 
 
@@ -55,3 +60,13 @@ def test_more_memory_than_there_is_address_space_is_a_typed_error() -> None:
 def test_an_empty_arena_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1 page, got 0"):
         KVArena(LAYOUT, 0)
+
+
+@pytest.mark.skipif(LINUX < (5, 14), reason="MADV_POPULATE_WRITE came with Linux 5.14")
+def test_the_memory_is_taken_at_start() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    before = resident_bytes()
+    arena = KVArena(KVLayout(4, 2, 64, "bf16", 32), 512)
+    assert resident_bytes() - before >= 0.9 * arena.memory.nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from quire.runtime.errors import (
     InvalidRequest,
     ModelNotFound,
     Unavailable,
+    UnsupportedModel,
 )
 from quire.runtime.models import BUNDLED_MODEL
 
@@ -124,6 +126,25 @@ def test_many_threads_share_one(llm: LLM) -> None:
 
 
 # Logits
+
+
+# Conversations
+
+
+def test_a_conversation_is_rendered_by_the_models_own_template(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
+    template = "{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    (folder / "chat_template.jinja").write_text(template)
+    with LLM(folder, kv_cache_memory=8 << 20) as llm:
+        answer = llm.chat([{"role": "user", "content": "What is a list?"}], FOUR)
+        assert answer.prompt_token_ids[0] == 0, "the template's special token is one token"
+        assert answer.prompt_token_ids.count(0) == 1, "and the tokenizer adds no second one"
+        assert answer.token_ids == llm.generate([answer.prompt_token_ids], FOUR)[0].token_ids
+
+
+def test_a_model_without_a_template_says_so(llm: LLM) -> None:
+    with pytest.raises(UnsupportedModel, match="has no chat template"):
+        llm.chat([{"role": "user", "content": "Hello"}])
 
 
 def test_logits_are_those_that_generation_samples_from(llm: LLM) -> None:

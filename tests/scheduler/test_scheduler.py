@@ -167,6 +167,13 @@ class TestAdmission:
         assert world.scheduler.stats().preemptions == 0
         assert world.ended == {1: "length", 2: "length"}
 
+    def test_a_pool_for_all_at_their_longest_runs_all_at_once(self, make_world: MakeWorld) -> None:
+        """Nobody is kept out for growth that will never come: four users, eight tokens each, two pages each."""
+        world = make_world(num_pages=8, max_num_seqs=4)
+        for request_id in range(4):
+            world.add(request_id, [request_id] * 6, max_tokens=2)
+        assert [row[0] for row in rows(world.step())] == [0, 1, 2, 3]
+
     def test_a_head_that_does_not_fit_is_not_overtaken(self, make_world: MakeWorld) -> None:
         world = make_world(num_pages=8)
         world.add(1, [1] * 20, max_tokens=4)
