@@ -1,7 +1,7 @@
 """Anonymous memory on huge pages where the system gives them: for KV pages, and for whoever else streams large arrays.
 
-It must not know what is put there. The one invariant: a mapping starts on a 2 MiB boundary, reads as zero, and is really
-there: memory that is promised at start and missing later would be an engine killed under load.
+It must not know what is put there. The one invariant: a mapping starts on a 2 MiB boundary, reads as zero, and is
+really there: memory that is promised at start and missing later would be an engine killed under load.
 """
 
 from __future__ import annotations
