@@ -1,5 +1,7 @@
 """`quire demo`: a real server on free ports, eight users through the real client, their text live, a table, and stop.
 
+Every user asks twice: the second time for more of what it has got, so that the prefix cache shows.
+
 One invariant: the server process is gone when this returns, however it returns.
 """
 
@@ -27,6 +29,7 @@ from ..generation import SamplingParams, Usage
 
 START_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 10
+TURNS = 2
 OPENING = "This module provides access to "
 PROMPTS = (
     OPENING + "the :mod:`json` encoder.",
@@ -41,16 +44,21 @@ PROMPTS = (
 
 
 @dataclass
-class User:
-    """One stream and what was measured of it."""
+class Turn:
+    """One stream, measured by the one who reads it. Times in seconds of one clock."""
 
-    prompt: str
-    text: str = ""
-    start: float = 0.0
-    first_token: float | None = None
-    end: float | None = None
+    start: float
+    first_token: float = 0.0
+    end: float = 0.0
     tokens: int = 0
-    usage: Usage | None = field(default=None)
+    usage: Usage | None = None
+
+
+@dataclass
+class User:
+    prompt: str
+    text: str = ""  # all that was generated after the prompt
+    turns: list[Turn] = field(default_factory=list)
 
 
 def demo(users: int, max_tokens: int) -> None:
@@ -66,7 +74,7 @@ async def _demo(users: list[User], max_tokens: int) -> None:
         console.print(Text(ready_line, style="dim"))
         async with AsyncClient(address) as client:
             start = time.monotonic()
-            streams = asyncio.gather(*(_stream(client, user, seed, max_tokens) for seed, user in enumerate(users)))
+            streams = asyncio.gather(*(_converse(client, user, seed, max_tokens) for seed, user in enumerate(users)))
             try:
                 await _show(console, users, streams)
             finally:  # nothing to do unless interrupted
@@ -74,7 +82,7 @@ async def _demo(users: list[User], max_tokens: int) -> None:
                 await asyncio.gather(streams, return_exceptions=True)
             seconds = time.monotonic() - start
     console.print(_table(users))
-    total = sum(user.tokens for user in users)
+    total = sum(turn.tokens for user in users for turn in user.turns)
     rate = total / seconds
     console.print(f"{total} tokens for {len(users)} concurrent users in {seconds:.2f} s: {rate:.0f} tokens/s")
 
@@ -119,16 +127,17 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-async def _stream(client: AsyncClient, user: User, seed: int, max_tokens: int) -> None:
+async def _converse(client: AsyncClient, user: User, seed: int, max_tokens: int) -> None:
     params = SamplingParams(max_tokens=max_tokens, temperature=0.7, top_p=0.9, seed=seed, ignore_eos=True)
-    user.start = time.monotonic()
-    async for chunk in client.generate(user.prompt, params):
-        if user.first_token is None:
-            user.first_token = time.monotonic()
-        user.text += chunk.text
-        user.tokens += len(chunk.token_ids)
-        user.usage = chunk.usage
-    user.end = time.monotonic()
+    for _ in range(TURNS):
+        turn = Turn(start=time.monotonic())
+        user.turns.append(turn)
+        async for chunk in client.generate(user.prompt + user.text, params):
+            turn.first_token = turn.first_token or time.monotonic()
+            turn.tokens += len(chunk.token_ids)
+            turn.usage = chunk.usage
+            user.text += chunk.text
+        turn.end = time.monotonic()
 
 
 async def _show(console: Console, users: list[User], streams: asyncio.Future[list[None]]) -> None:
@@ -154,18 +163,22 @@ def _panel(number: int, user: User, width: int) -> Panel:
 
 def _table(users: list[User]) -> Table:
     table = Table(title="what each user saw")
-    for column in ("user", "prompt tokens", "cached", "generated", "TTFT ms", "tokens/s"):
+    for column in ("user", "turn", "prompt tokens", "cached", "generated", "TTFT ms", "tokens/s"):
         table.add_column(column, justify="right")
-    for number, user in enumerate(users, 1):
-        if user.usage is None or user.first_token is None or user.end is None:
-            continue
-        rate = (user.tokens - 1) / max(1e-9, user.end - user.first_token)
-        table.add_row(
-            str(number),
-            str(user.usage.prompt_tokens),
-            str(user.usage.cached_tokens),
-            str(user.tokens),
-            f"{(user.first_token - user.start) * 1000:.1f}",
-            f"{rate:.1f}",
-        )
+    for user_number, user in enumerate(users, 1):
+        for turn_number, turn in enumerate(user.turns, 1):
+            table.add_row(f"{user_number}", f"{turn_number}", *_measured(turn))
     return table
+
+
+def _measured(turn: Turn) -> list[str]:
+    if turn.usage is None:  # interrupted
+        return []
+    rate = (turn.tokens - 1) / max(1e-9, turn.end - turn.first_token)
+    return [
+        f"{turn.usage.prompt_tokens}",
+        f"{turn.usage.cached_tokens}",
+        f"{turn.tokens}",
+        f"{(turn.first_token - turn.start) * 1000:.1f}",
+        f"{rate:.1f}",
+    ]

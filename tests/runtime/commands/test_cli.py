@@ -277,7 +277,7 @@ def test_demo_shows_its_users_and_leaves_no_process(quire: Quire) -> None:
     before = processes_of_ours()
     done = quire("demo", "--users", "3", "--max-tokens", "20", COLUMNS="120")
     assert done.returncode == 0, done.stderr
-    for shown in ("user 1", "user 2", "user 3", "TTFT ms", "60 tokens for 3 concurrent users"):
+    for shown in ("user 1", "user 2", "user 3", "TTFT ms", "cached", "120 tokens for 3 concurrent users"):
         assert shown in done.stdout
     assert processes_of_ours() <= before
 
