@@ -12,7 +12,7 @@ test: $(BIN)/quire
 
 $(BIN)/quire: pyproject.toml
 	python3 -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check 'meson-python>=0.18,<0.23' 'cython>=3.1,<3.4' 'meson>=1.3' 'ninja>=1.11'
+	$(BIN)/pip install --quiet --disable-pip-version-check 'meson-python>=0.22,<0.23' 'meson>=1.12,<2' 'cython>=3.3,<3.4' 'ninja>=1.13,<2'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev]'
 	@touch $@
 

@@ -43,6 +43,11 @@ class Batcher:
         """Finished steps; readiness is that this advances while work exists."""
         return self._scheduler.num_steps
 
+    @property
+    def is_broken(self) -> bool:
+        """The loop has ended without being asked to: nothing will be computed any more."""
+        return self._task is not None and self._task.done() and self._closing is None
+
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="quire-batcher")
 

@@ -119,6 +119,9 @@ class Engine:
             raise
 
     def stats(self) -> EngineStats:
+        """Raises Unavailable when the engine's loop has broken, so that readiness and metrics do not look idle."""
+        if self._batcher.is_broken:
+            raise Unavailable("the engine has stopped after an internal error; restart it")
         stats = self.scheduler.stats()
         return EngineStats(
             step=stats.step,

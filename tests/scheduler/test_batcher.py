@@ -247,9 +247,11 @@ async def test_a_broken_loop_ends_every_request_and_tells_who_closes_it(make_wor
     engine.batcher.start()
     engine.add(1, [1] * 5)
     engine.add(2, [2] * 5)
+    assert not engine.batcher.is_broken
     world.pager.pool.num_free -= 1  # the audit of the next step fails
     async with asyncio.timeout(PATIENCE_S):
         await engine.batcher.drain()
+        assert engine.batcher.is_broken
         with pytest.raises(Exception, match="do not match the lists"):
             await engine.batcher.close()
     assert world.ended == {1: "the engine stopped unexpectedly", 2: "the engine stopped unexpectedly"}

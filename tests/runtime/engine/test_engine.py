@@ -16,7 +16,14 @@ import pytest
 from quire.pager import check
 from quire.runtime.config import EngineConfig
 from quire.runtime.engine import Engine, GenerateRequest
-from quire.runtime.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, Overloaded, Unavailable
+from quire.runtime.errors import (
+    DeadlineExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    QuireError,
+    Unavailable,
+)
 from quire.runtime.generation import OutputChunk, SamplingParams
 from quire.runtime.text import Tokenizer
 
@@ -371,6 +378,24 @@ async def test_a_closed_engine_ends_what_runs_waits_or_is_being_tokenized(
         with pytest.raises(Unavailable):
             await engine.logits((1, 2))
         await engine.close()
+
+
+async def test_a_broken_engine_does_not_look_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug that ends its loop ends every request with a typed error, and readiness says no from then on."""
+    engine = await Engine.start(EngineConfig(kv_cache_memory=8 << 20))
+    await asyncio.sleep(0)  # its loop has started and waits for work
+
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(engine.scheduler, "schedule", fail)
+    with pytest.raises(QuireError, match="stopped unexpectedly"):
+        await chunks_of(engine, asked())
+    with pytest.raises(Unavailable, match="internal error"):
+        engine.stats()
+    with pytest.raises(Unavailable):
+        await engine.submit(asked())
+    await engine.close()
 
 
 async def test_closing_frees_threads_at_once() -> None:
