@@ -1,0 +1,1 @@
+"""Where `quire loadtest` will live: workload, driver and report over the client. Nothing is here yet."""
