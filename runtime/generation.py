@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to turn logits into tokens, and when to stop. Names and defaults are vLLM's.
+    """How to turn logits into tokens, and when to stop. Names are vLLM's; the default is greedy.
 
     Order of application: logit_bias, penalties, temperature, min_p, top_k, top_p. `temperature=0` is greedy.
     A seeded request is a pure function of (model, prompt, params): the same tokens under any load. Without a seed
