@@ -42,6 +42,7 @@ REQUESTS = [
 @asynccontextmanager
 async def running(isa, dtypes, *, chunk=None, **settings):
     weights, kv = dtypes
+    settings = {"kv_cache_memory": 32 << 20, **settings}
     config = EngineConfig(weights=weights, kv_cache_dtype=kv, isa=isa, **settings)
     engine = Engine(await asyncio.to_thread(assemble, config), config, max_prefill_chunk=chunk)
     try:
@@ -87,22 +88,23 @@ async def test_together_as_alone(isa, dtypes, threads):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
 @pytest.mark.parametrize("chunk", [1, 7, 32, 33])
-async def test_any_chunking_of_the_prompt(isa, chunk):
-    dtypes = ("q8", "bf16")
+async def test_any_chunking_of_the_prompt(isa, dtypes, chunk):
     async with running(isa, dtypes, chunk=chunk) as engine:
         assert await together(engine, REQUESTS) == await alone(isa, dtypes)
 
 
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
 @pytest.mark.parametrize("batch", [2, 3, 5, 8, 17, 32, 33])
-async def test_any_batch(dtypes, batch):
+async def test_any_batch(isa, dtypes, batch):
     company = [
         GenerateRequest(prompt=prompt(3 + i % 40, 1000 + i), params=(GREEDY, SEEDED, PENALISED)[i % 3])
         for i in range(batch - 1)
     ]
-    wanted = (await alone(LEVELS[-1], dtypes))[1]
-    async with running(LEVELS[-1], dtypes) as engine:
+    wanted = (await alone(isa, dtypes))[1]
+    async with running(isa, dtypes) as engine:
         results = await together(engine, [*company[: batch // 2], REQUESTS[1], *company[batch // 2 :]])
     assert results[batch // 2] == wanted
 
