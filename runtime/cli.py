@@ -17,10 +17,11 @@ from cyclopts import App, CycloptsError, Parameter
 from .commands.bench import bench_cache, bench_speed
 from .commands.demo import demo as run_demo
 from .commands.generate import generate as run_generate
-from .commands.inspect import info_text, plan_text, sizes_text
+from .commands.inspect import info_text, plan_text
 from .commands.serve import serve as run_serve
 from .errors import ConfigError, QuireError
 from .generation import SamplingParams
+from .models import describe_sizes
 from .settings import Settings, resolve_settings
 
 app = App(
@@ -162,7 +163,7 @@ def plan(
 
     --sizes: KV bytes of known models instead. --arena: also the map of the step arena.
     """
-    print(sizes_text() if sizes else plan_text(_settings(model, engine).engine, arena))
+    print(describe_sizes() if sizes else plan_text(_settings(model, engine).engine, arena))
 
 
 @app.command

@@ -3,15 +3,10 @@
 #include <string.h>
 
 #include "level.h"
+#include "rms.h"
 
 INLINE void norm_head(float *x, const quire_head *h) {
-  vf s0 = vf_zero(), s1 = vf_zero();
-  for (int64_t j = 0; j < h->head_dim; j += 32) {
-    const vf a = vf_load(x + j), b = vf_load(x + j + 16);
-    s0 = vf_fma(a, a, s0);
-    s1 = vf_fma(b, b, s1);
-  }
-  const vf factor = vf_set1(1.f / sqrtf(vf_sum(vf_add(s0, s1)) / (float)h->head_dim + h->eps));
+  const vf factor = vf_set1(inverse_rms(x, h->eps, h->head_dim));
   for (int64_t j = 0; j < h->head_dim; j += 16)
     vf_store(x + j, vf_mul(vf_mul(vf_load(x + j), factor), vf_load(h->norm + j)));
 }

@@ -4,6 +4,7 @@
 #include <stddef.h>
 
 #include "level.h"
+#include "rms.h"
 
 // 32 columns of one row in q8: scale from these columns only. What is not finite makes the block's scale NaN, so that
 // it reaches the logits and ends this request only.
@@ -23,22 +24,6 @@ INLINE void quantise(vf y0, vf y1, const quire_rows *out, int64_t row, int64_t c
   vi_store_i8(q + 16, q1);
   out->scales[block] = finite ? top / 127.f : NAN;
   out->sums[block] = -128 * vi_sum(vi_add(q0, q1));
-}
-
-// 16 columns from j; what lies beyond n counts as zero, whatever an earlier value left there.
-INLINE vf columns_of(const float *x, int64_t j, int64_t n) {
-  const vf v = vf_load(x + j);
-  return j + 16 <= n ? v : vf_pick(v, vf_zero(), 0, n > j ? (int)(n - j) : 0);
-}
-
-INLINE float inverse_rms(const float *x, float eps, int64_t n) {
-  vf s0 = vf_zero(), s1 = vf_zero();
-  for (int64_t j = 0; j < n; j += 32) {
-    const vf a = columns_of(x, j, n), b = columns_of(x, j + 16, n);
-    s0 = vf_fma(a, a, s0);
-    s1 = vf_fma(b, b, s1);
-  }
-  return 1.f / sqrtf(vf_sum(vf_add(s0, s1)) / (float)n + eps);
 }
 
 void ISA(convert)(const float *x, const float *weight, float eps, int64_t columns, int form, const quire_rows *out,

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import version
-from pathlib import Path
 
 from ...kernels import supported_levels
 from ..config import EngineConfig
 from ..execution import decide_capacity, pick_cpus, pick_isa
-from ..models import BUNDLED_MODEL, describe_sizes, read_spec
+from ..models import model_folder, read_spec
 from ..settings import Settings
 
 
 def plan_text(config: EngineConfig, arena: bool) -> str:
     """The memory map of serving with `config`, from config.json alone."""
-    spec = read_spec(BUNDLED_MODEL if config.model is None else Path(config.model))
+    spec = read_spec(model_folder(config.model))
     capacity = decide_capacity(config, spec)
     layout = capacity.layout
     lines = [
@@ -31,10 +30,6 @@ def plan_text(config: EngineConfig, arena: bool) -> str:
     if arena:
         lines += ["", "step arena, by offset:", capacity.memory.program.describe()]
     return "\n".join(lines)
-
-
-def sizes_text() -> str:
-    return describe_sizes()
 
 
 def info_text(settings: Settings) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import structlog
@@ -122,19 +123,7 @@ class Engine:
         """Raises Unavailable when the engine's loop has broken, so that readiness and metrics do not look idle."""
         if self._batcher.is_broken:
             raise Unavailable("the engine has stopped after an internal error; restart it")
-        stats = self.scheduler.stats()
-        return EngineStats(
-            step=stats.step,
-            running=stats.running,
-            waiting=stats.waiting,
-            pages_total=stats.pages_total,
-            pages_owned=stats.pages_owned,
-            pages_cached=stats.pages_cached,
-            pages_free=stats.pages_free,
-            prefix_queries_tokens=stats.prefix_queries_tokens,
-            prefix_hits_tokens=stats.prefix_hits_tokens,
-            preemptions=stats.preemptions,
-        )
+        return msgspec.convert(self.scheduler.stats(), EngineStats, from_attributes=True)
 
     def set_observer(self, observer: EngineObserver) -> None:
         self._observer = observer

@@ -14,7 +14,7 @@ from ...kernels.ops import Linear, Op, padded
 from ...pager import KVArena, KVLayout, OutOfMemory
 from ..config import EngineConfig
 from ..errors import ConfigError
-from ..models import BUNDLED_MODEL, DecoderSpec, load_model, read_spec
+from ..models import DecoderSpec, load_model, model_folder, read_spec
 from ..program import ProgramPlan
 from ..text import Tokenizer
 from .capacity import Capacity, decide_capacity
@@ -67,7 +67,7 @@ class Machine:
 
 def assemble(config: EngineConfig) -> Machine:
     """Load, pack and bind. Raises ModelError or ConfigError, before any large allocation where that can be known."""
-    folder = BUNDLED_MODEL if config.model is None else Path(config.model)
+    folder = model_folder(config.model)
     spec = read_spec(folder)
     capacity = decide_capacity(config, spec)
     tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None

@@ -1,7 +1,7 @@
 """Models: from a Hugging Face folder to a program, and what it will take."""
 
 from .footprint import MemoryPlan, plan_memory
-from .load import BUNDLED_MODEL, Model, kv_layout, load_model
+from .load import BUNDLED_MODEL, Model, kv_layout, load_model, model_folder
 from .registry import ARCHITECTURES, read_spec
 from .sizes import KNOWN_SHAPES, KnownShape, describe_sizes
 from .spec import DecoderSpec
@@ -17,6 +17,7 @@ __all__ = [
     "describe_sizes",
     "kv_layout",
     "load_model",
+    "model_folder",
     "plan_memory",
     "read_spec",
 ]

@@ -48,11 +48,16 @@ def load_model(folder: str | Path | None, weights: WeightDtype) -> Model:
     """
     if weights not in get_args(WeightDtype):
         raise ConfigError(f"weights is {weights!r}; it must be one of {', '.join(get_args(WeightDtype))}")
-    path = BUNDLED_MODEL if folder is None else Path(folder)
+    path = model_folder(folder)
     spec = read_spec(path)
     checkpoint = Checkpoint(path)
     check_tensors(spec, checkpoint)
     return Model(path, spec, pack_weights(spec, checkpoint, weights))
+
+
+def model_folder(model: str | Path | None) -> Path:
+    """What a setting names: a folder, or None for the bundled model."""
+    return BUNDLED_MODEL if model is None else Path(model)
 
 
 def kv_layout(spec: DecoderSpec, kv_dtype: KVCacheDtype, page_size: int) -> KVLayout:
