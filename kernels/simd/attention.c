@@ -7,176 +7,257 @@
 
 #include "level.h"
 
-INLINE void fetch_lines(const char *next, int64_t first, const int lines) {
-  if (next) UNROLL for (int j = 0; j < lines; j++) __builtin_prefetch(next + (first + j) * 64, 0, 3);
+// What the softmax leaves for the weighted sum besides p itself.
+typedef struct {
+  _Alignas(64) float keep[QUIRE_TILE];  // of the running output: exp(old maximum - new)
+  float scale[QUIRE_TILE];              // int8: p = scale * (128 * high + low), each digit 0..127
+  int32_t high_sum[QUIRE_TILE], low_sum[QUIRE_TILE];  // what exact integer dots with unsigned values start at
+} softened;
+
+// Any number of rows, split evenly into instances of at most ATTENTION_ROWS: CALL(number of rows, first row).
+#if defined QUIRE_ISA_AVX512
+#define PER_ROW_COUNT(n, CALL, row) \
+  switch (n) { case 1: CALL(1, row); break; case 2: CALL(2, row); break; case 3: CALL(3, row); break; \
+               case 4: CALL(4, row); break; case 5: CALL(5, row); break; default: CALL(6, row); }
+#else
+#define PER_ROW_COUNT(n, CALL, row) CALL(1, row);
+#endif
+#define IN_GROUPS(rows, CALL) \
+  for (int row = 0, left = (rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS, take; left > 0; left--, row += take) { \
+    take = (rows - row) / left; \
+    PER_ROW_COUNT(take, CALL, row) \
+  }
+
+// Decode is bound by memory, so under all arithmetic as many bytes are fetched as are read. The first group of rows does.
+INLINE const char *fetch_lines(const char *next, const int lines) {
+  if (!next) return NULL;
+  UNROLL for (int j = 0; j < lines; j++) __builtin_prefetch(next + j * 64, 0, 2);
+  return next + lines * 64;
 }
 
-// c[rows][16 panels] (+)= a[rows][depth] · w: each panel is a packed weight of 16 columns, one chain per output.
-// `form` is of w; a is f32 for f32, else bf16. Up to two rows are bound by memory, so `next` bytes are fetched under the
-// arithmetic, as many as are read here.
-INLINE void dots(const int form, const int rows, const int panels, const void *a, int64_t lda, const void *const *w,
-                 int64_t depth, const char *next, float *c, int64_t ldc, const int add) {
-  const int per_line = form == QUIRE_F32 ? 1 : form == QUIRE_BF16 ? 2 : 4;  // of depth, in 64 bytes of a panel
+INLINE int64_t itemsize(const int form) { return form == QUIRE_F32 ? 4 : form == QUIRE_BF16 ? 2 : 1; }
+
+// s[rows][panels] += a[rows][e ..] · the line of each panel, for f32 one of K, for bf16 two.
+INLINE void multiply_line(const int form, const int rows, const int panels, const char *const *w, int64_t line,
+                          const char *a, int64_t lda, vf s[][4]) {
+  UNROLL for (int j = 0; j < panels; j++) {
+    const char *bytes = w[j] + line * 64;
+    if (form == QUIRE_F32) {
+      const vf b = vf_load((const float *)bytes);
+      UNROLL for (int i = 0; i < rows; i++) s[i][j] = vf_fma(b, vf_set1(((const float *)a)[i * lda + line]), s[i][j]);
+    } else {
+      const wbf b = wbf_load((const uint16_t *)bytes);
+      UNROLL for (int i = 0; i < rows; i++)
+        s[i][j] = vf_dot2(s[i][j], b, (const uint16_t *)a + i * lda + 2 * line);
+    }
+  }
+}
+
+// s[rows][64] = q · K; meanwhile the tile's V is fetched.
+INLINE void scores(const int form, const int rows, const quire_attention_tile *t, int row) {
+  const int64_t d = t->head_dim, lines = form == QUIRE_F32 ? d : d / 2, per_page = lines * t->page_size / 64;
+  const char *q = (const char *)t->q.data + row * d * itemsize(form);
+  const char *const w[4] = {t->k[0], t->k[1], t->k[2], t->k[3]};
   vf s[ATTENTION_ROWS][4];
-  UNROLL for (int i = 0; i < rows; i++)
-    UNROLL for (int j = 0; j < panels; j++) s[i][j] = add ? vf_load(c + i * ldc + j * 16) : vf_zero();
-  for (int64_t e = 0, line = 0; e < depth; e += per_line, line++) {
-    if (rows <= 2) fetch_lines(next, line * panels, panels);
-    UNROLL for (int j = 0; j < panels; j++) {
-      const char *bytes = (const char *)w[j] + line * 64;
-      if (form == QUIRE_F32) {
-        const vf b = vf_load((const float *)bytes);
-        UNROLL for (int i = 0; i < rows; i++) s[i][j] = vf_fma(b, vf_set1(((const float *)a)[i * lda + e]), s[i][j]);
-        continue;
-      }
-      wbf b[2];
-      if (form == QUIRE_BF16) b[0] = wbf_load((const uint16_t *)bytes);
-      else wbf_widen((const int8_t *)bytes, b);
-      UNROLL for (int i = 0; i < rows; i++) {
-        s[i][j] = vf_dot2(s[i][j], b[0], (const uint16_t *)a + i * lda + e);
-        if (form == QUIRE_Q8) s[i][j] = vf_dot2(s[i][j], b[1], (const uint16_t *)a + i * lda + e + 2);
-      }
+  UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < 4; j++) s[i][j] = vf_zero();
+  for (int64_t line = 0; line < lines;) {
+    const int64_t page = line / per_page;
+    const char *next = row == 0 && page < t->num_pages ? t->v[page] : NULL;
+    for (const int64_t end = line + per_page; line < end; line++) {
+      next = fetch_lines(next, 4);
+      multiply_line(form, rows, 4, w, line, q, d, s);
     }
   }
   UNROLL for (int i = 0; i < rows; i++)
-    UNROLL for (int j = 0; j < panels; j++) vf_store(c + i * ldc + j * 16, s[i][j]);
+    UNROLL for (int j = 0; j < 4; j++) vf_store(t->s + (row + i) * 64 + j * 16, s[i][j]);
 }
 
-// Any number of rows, split evenly into instances of at most ATTENTION_ROWS.
-#if defined QUIRE_ISA_AVX512
-#define PER_ROW_COUNT(n, CALL) \
-  switch (n) { case 1: CALL(1); break; case 2: CALL(2); break; case 3: CALL(3); break; \
-               case 4: CALL(4); break; case 5: CALL(5); break; default: CALL(6); }
-#else
-#define PER_ROW_COUNT(n, CALL) CALL(1);
-#endif
-
-INLINE void dots_rows(const int form, int rows, const int panels, const void *a, int64_t lda, const void *const *w,
-                      int64_t depth, const char *next, float *c, int64_t ldc, const int add) {
-  for (int left = (rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS, n; left > 0; left--, rows -= n) {
-    n = rows / left;
-#define CALL(N) dots(form, N, panels, a, lda, w, depth, next, c, ldc, add)
-    PER_ROW_COUNT(n, CALL)
-#undef CALL
-    a = (const char *)a + n * lda * (form == QUIRE_F32 ? 4 : 2);
-    c += n * ldc;
-  }
-}
-
-// s[rows][64] = q · K. With few rows it goes in as many pieces of head_dim as the tile has pages: under each piece, one
-// page's V is fetched.
-INLINE void scores(const int form, int rows, const quire_attention_tile *t) {
-  const int64_t d = t->head_dim;
-  const int pieces = rows <= 2 ? 64 / t->page_size : 1;
-  for (int g = 0; g < pieces; g++) {
-    const int64_t from = g * d / pieces, offset = from * (form == QUIRE_F32 ? 4 : 2);
-    const void *w[4];
-    for (int j = 0; j < 4; j++) w[j] = (const char *)t->k[j] + offset * 16;
-    const char *v = g < t->num_pages ? t->v[g] : NULL;
-    dots_rows(form, rows, 4, (const char *)t->q.data + offset, d, w, d / pieces, v, t->s, 64, g > 0);
-  }
-}
-
-// The same for int8: two panels at a time as in a q8 linear layer, an exact integer dot per 32 of head_dim and both
-// sides' scales on it. Meanwhile as many bytes of V as of K are fetched.
-INLINE void scores_int8(const int rows, const quire_attention_tile *t, int first_row, int pair) {
+// The same for int8, 32 tokens at a time: as in a q8 linear layer, an exact integer dot per 32 of head_dim and both
+// sides' scales on it.
+INLINE void scores_int8(const int rows, const quire_attention_tile *t, int row, int pair) {
   const int64_t d = t->head_dim, blocks = d / 32;
   const uint8_t *w[2] = {t->k[2 * pair], t->k[2 * pair + 1]};
-  const int8_t *q = (const int8_t *)t->q.data + first_row * d;
+  const int8_t *q = (const int8_t *)t->q.data + row * d;
   const int page = 32 * pair / t->page_size;
-  const char *next = rows <= 2 && page < t->num_pages && t->page_size >= 32
+  const char *next = row == 0 && page < t->num_pages && t->page_size >= 32
                          ? (const char *)t->v[page] + 32 * pair % t->page_size * d : NULL;
   vf s[ATTENTION_ROWS][2];
   UNROLL for (int i = 0; i < rows; i++) s[i][0] = s[i][1] = vf_zero();
   for (int64_t b = 0; b < blocks; b++) {
     vi dot[ATTENTION_ROWS][2];
-    UNROLL for (int i = 0; i < rows; i++)
-      dot[i][0] = dot[i][1] = vi_dot4_start(t->q.sums[(first_row + i) * blocks + b]);
+    UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_dot4_start(t->q.sums[(row + i) * blocks + b]);
     UNROLL for (int k = 0; k < 8; k++) {
-      if (rows <= 2) fetch_lines(next, (b * 8 + k) * 2, 2);
-      UNROLL for (int j = 0; j < 2; j++) {
-        const wq8 u = wq8_load(w[j] + (b * 8 + k) * 64);
-        UNROLL for (int i = 0; i < rows; i++) dot[i][j] = vi_dot4(dot[i][j], u, q + i * d + b * 32 + k * 4);
+      next = fetch_lines(next, 2);
+      const wq8 u = wq8_load(w[0] + (b * 8 + k) * 64), v = wq8_load(w[1] + (b * 8 + k) * 64);
+      UNROLL for (int i = 0; i < rows; i++) {
+        dot[i][0] = vi_dot4(dot[i][0], u, q + i * d + b * 32 + k * 4);
+        dot[i][1] = vi_dot4(dot[i][1], v, q + i * d + b * 32 + k * 4);
       }
     }
     UNROLL for (int j = 0; j < 2; j++) {
       const vf scale = vf_load_f16(t->k_scales[2 * pair + j] + b * 16);
       UNROLL for (int i = 0; i < rows; i++) {
-        const vf z = vf_set1(t->q.scales[(first_row + i) * blocks + b]);
+        const vf z = vf_set1(t->q.scales[(row + i) * blocks + b]);
         s[i][j] = vf_fma(vf_from(dot[i][j]), vf_mul(scale, z), s[i][j]);
       }
     }
   }
   UNROLL for (int i = 0; i < rows; i++)
-    UNROLL for (int j = 0; j < 2; j++) vf_store(t->s + (first_row + i) * 64 + (2 * pair + j) * 16, s[i][j]);
+    UNROLL for (int j = 0; j < 2; j++) vf_store(t->s + (row + i) * 64 + (2 * pair + j) * 16, s[i][j]);
 }
 
-INLINE void scores_int8_rows(int rows, const quire_attention_tile *t) {
-  for (int pair = 0; pair < 2; pair++)
-    for (int left = (rows + ATTENTION_ROWS - 1) / ATTENTION_ROWS, row = 0, n; left > 0; left--, row += n) {
-      n = (rows - row) / left;
-#define CALL(N) scores_int8(N, t, row, pair)
-      PER_ROW_COUNT(n, CALL)
-#undef CALL
-    }
-}
-
-// o[rows][head_dim] += p · V, page by page; under each page's V, that page's K of the next tile is fetched.
-INLINE void values(const int form, int rows, const quire_attention_tile *t) {
-  const int64_t d = t->head_dim, size = form == QUIRE_F32 ? 4 : form == QUIRE_BF16 ? 2 : 1;
-  for (int g = 0; g < t->num_pages; g++) {
-    const void *p = (const char *)t->p + g * t->page_size * (form == QUIRE_F32 ? 4 : 2);
-    for (int64_t n = 0; n < d; n += n + 64 <= d ? 64 : 16) {
-      const void *w[4];
-      for (int j = 0; j < 4; j++) w[j] = (const char *)t->v[g] + (n + 16 * j) * t->page_size * size;
-      const char *next = t->next_k[g] ? (const char *)t->next_k[g] + n * t->page_size * size : NULL;
-      if (n + 64 <= d) dots_rows(form, rows, 4, p, 64, w, t->page_size, next, t->o + n, d, 1);
-      else dots_rows(form, rows, 1, p, 64, w, t->page_size, next, t->o + n, d, 1);
-    }
-  }
-}
-
-// Running softmax of one row over this tile: s -> p, and m, l, o brought to the new maximum.
-INLINE void soften(const int form, const quire_attention_tile *t, int r) {
-  const float *s = t->s + r * 64;
+// Columns [from, to) of 16 that a row sees, for each quarter of the tile; whether it sees all 64.
+INLINE int visible(const quire_attention_tile *t, int r, int from[4], int to[4]) {
   const int64_t behind = t->positions[r] - t->first_token;        // the row sees tile columns <= behind ...
   const int64_t oldest = t->window ? behind - t->window + 1 : 0;  // ... and >= oldest
-  vf x[4], top = vf_set1(-INFINITY);
-  int from[4], to[4];
   for (int j = 0; j < 4; j++) {
     const int64_t lo = oldest - 16 * j, hi = behind + 1 - 16 * j;
     from[j] = (int)(lo < 0 ? 0 : lo > 16 ? 16 : lo);
     to[j] = (int)(hi < 0 ? 0 : hi > 16 ? 16 : hi);
-    x[j] = vf_pick(vf_load(s + 16 * j), vf_set1(-INFINITY), from[j], to[j]);
-    top = vf_max(top, x[j]);
   }
-  const float here = vf_top(top), before = t->m[r], now = here > before ? here : before;
-  for (int j = 0; j < 4; j++) {
-    x[j] = vf_pick(vf_exp(vf_sub(x[j], vf_set1(now))), vf_zero(), from[j], to[j]);
-    vf p = x[j];  // for int8, V's scale per token goes here: then one chain serves all tokens
-    if (form == QUIRE_Q8) p = vf_pick(vf_mul(p, vf_load(t->v_scales[j])), vf_zero(), from[j], to[j]);
-    if (form == QUIRE_F32) vf_store((float *)t->p + r * 64 + 16 * j, p);
-    else vf_store_bf16((uint16_t *)t->p + r * 64 + 16 * j, p);
+  return behind >= 63 && oldest <= 0;
+}
+
+// Every row's maximum brought up to date, and what that leaves of its running output.
+INLINE void raise_maxima(int rows, const quire_attention_tile *t, float *keep) {
+  for (int r = 0; r < rows; r++) {
+    const float *s = t->s + r * 64;
+    vf x[4] = {vf_load(s), vf_load(s + 16), vf_load(s + 32), vf_load(s + 48)};
+    int from[4], to[4];
+    if (!visible(t, r, from, to))
+      UNROLL for (int j = 0; j < 4; j++) x[j] = vf_pick(x[j], vf_set1(-INFINITY), from[j], to[j]);
+    const float here = vf_top(vf_max(vf_max(x[0], x[1]), vf_max(x[2], x[3]))), before = t->m[r];
+    t->m[r] = here > before ? here : before;
+    keep[r] = before - t->m[r];
   }
-  const float keep = before == -INFINITY ? 0.f : exp1(before - now);
-  t->l[r] = t->l[r] * keep + vf_sum(vf_add(vf_add(x[0], x[1]), vf_add(x[2], x[3])));
-  t->m[r] = now;
-  if (keep == 1.f) return;
-  float *o = t->o + r * t->head_dim;
-  for (int64_t j = 0; j < t->head_dim; j += 16) vf_store(o + j, vf_mul(vf_load(o + j), vf_set1(keep)));
+  for (int r = rows; r % 16; r++) keep[r] = 0.f;
+  for (int r = 0; r < rows; r += 16) vf_store(keep + r, vf_exp(vf_load(keep + r)));
+}
+
+// p as two 7-bit digits of what is at most `top` of the tile: exact integer dots, finer than bf16.
+INLINE void store_digits(const vf x[4], const quire_attention_tile *t, int r, softened *out) {
+  vf p[4];
+  vi high_sum = vi_zero(), low_sum = vi_zero();
+  int nan = 0;
+  UNROLL for (int j = 0; j < 4; j++) {
+    p[j] = vf_mul(x[j], vf_load(t->v_scales[j]));
+    nan |= vf_any_nan(p[j]);
+  }
+  const float top = vf_top(vf_max(vf_max(p[0], p[1]), vf_max(p[2], p[3])));
+  const vf inverse = vf_set1(!nan && top > 1e-30f && top < INFINITY ? 16383.f / top : 0.f);
+  int8_t *high = (int8_t *)t->p + r * 64, *low = high + QUIRE_TILE * 64;
+  UNROLL for (int j = 0; j < 4; j++) {
+    const vi n = vi_from(nan ? vf_zero() : vf_mul(p[j], inverse)), h = vi_shift_right(n, 7), l = vi_and(n, vi_set1(127));
+    vi_store_i8(high + j * 16, h);
+    vi_store_i8(low + j * 16, l);
+    high_sum = vi_add(high_sum, h), low_sum = vi_add(low_sum, l);
+  }
+  out->high_sum[r] = -128 * vi_sum(high_sum);
+  out->low_sum[r] = -128 * vi_sum(low_sum);
+  out->scale[r] = nan ? NAN : top / 16383.f;
+}
+
+// Softmax of this tile against the running maximum: s -> p, and the running sums.
+INLINE void soften(const int form, int rows, const quire_attention_tile *t, softened *out) {
+  raise_maxima(rows, t, out->keep);
+  for (int r = 0; r < rows; r++) {
+    const float *s = t->s + r * 64;
+    const vf now = vf_set1(t->m[r]);
+    vf x[4];
+    UNROLL for (int j = 0; j < 4; j++) x[j] = vf_exp(vf_sub(vf_load(s + 16 * j), now));
+    int from[4], to[4];
+    const int all = visible(t, r, from, to);
+    if (!all) UNROLL for (int j = 0; j < 4; j++) x[j] = vf_pick(x[j], vf_zero(), from[j], to[j]);
+    t->l[r] = t->l[r] * out->keep[r] + vf_sum(vf_add(vf_add(x[0], x[1]), vf_add(x[2], x[3])));
+    if (form == QUIRE_Q8) {
+      store_digits(x, t, r, out);
+      continue;
+    }
+    UNROLL for (int j = 0; j < 4; j++) {
+      if (form == QUIRE_F32) vf_store((float *)t->p + r * 64 + 16 * j, x[j]);
+      else vf_store_bf16((uint16_t *)t->p + r * 64 + 16 * j, x[j]);
+    }
+  }
+}
+
+// o[rows][columns from n] = o * keep + p · V, all pages of the tile in one chain; meanwhile the next tile's K is fetched.
+INLINE void values(const int form, const int rows, const int panels, const quire_attention_tile *t, int row,
+                   const softened *soft, int64_t n) {
+  const int64_t d = t->head_dim, size = itemsize(form), lines = t->page_size / (form == QUIRE_F32 ? 1 : 2);
+  float *o = t->o + row * d + n;
+  vf s[ATTENTION_ROWS][4];
+  UNROLL for (int i = 0; i < rows; i++)
+    UNROLL for (int j = 0; j < panels; j++)
+      s[i][j] = vf_mul(vf_load(o + i * d + j * 16), vf_set1(soft->keep[row + i]));
+  for (int g = 0; g < t->num_pages; g++) {
+    const char *w[4], *next = row == 0 && t->next_k[g] ? (const char *)t->next_k[g] + n * t->page_size * size : NULL;
+    UNROLL for (int j = 0; j < panels; j++) w[j] = (const char *)t->v[g] + (n + 16 * j) * t->page_size * size;
+    const char *p = (const char *)t->p + (row * 64 + g * t->page_size) * size;
+    for (int64_t line = 0; line < lines; line++) {
+      next = fetch_lines(next, panels);
+      multiply_line(form, rows, panels, w, line, p, 64, s);
+    }
+  }
+  UNROLL for (int i = 0; i < rows; i++)
+    UNROLL for (int j = 0; j < panels; j++) vf_store(o + i * d + j * 16, s[i][j]);
+}
+
+// The same for int8, 32 columns: two exact integer dots over the tile, one per digit of p.
+INLINE void values_int8(const int rows, const quire_attention_tile *t, int row, const softened *soft, int64_t n) {
+  const int8_t *high = (const int8_t *)t->p + row * 64, *low = high + QUIRE_TILE * 64;
+  vi a[ATTENTION_ROWS][2], b[ATTENTION_ROWS][2];
+  UNROLL for (int i = 0; i < rows; i++) {
+    a[i][0] = a[i][1] = vi_dot4_start(soft->high_sum[row + i]);
+    b[i][0] = b[i][1] = vi_dot4_start(soft->low_sum[row + i]);
+  }
+  for (int g = 0; g < t->num_pages; g++) {
+    const uint8_t *w = (const uint8_t *)t->v[g] + n * t->page_size;
+    const char *next = row == 0 && t->next_k[g] ? (const char *)t->next_k[g] + n * t->page_size : NULL;
+    for (int64_t token = 0; token < t->page_size; token += 4) {
+      next = fetch_lines(next, 2);
+      const wq8 u = wq8_load(w + token * 16), v = wq8_load(w + (t->page_size + token) * 16);
+      UNROLL for (int i = 0; i < rows; i++) {
+        a[i][0] = vi_dot4(a[i][0], u, high + i * 64 + g * t->page_size + token);
+        a[i][1] = vi_dot4(a[i][1], v, high + i * 64 + g * t->page_size + token);
+        b[i][0] = vi_dot4(b[i][0], u, low + i * 64 + g * t->page_size + token);
+        b[i][1] = vi_dot4(b[i][1], v, low + i * 64 + g * t->page_size + token);
+      }
+    }
+  }
+  UNROLL for (int i = 0; i < rows; i++)
+    UNROLL for (int j = 0; j < 2; j++) {
+      float *o = t->o + (row + i) * t->head_dim + n + j * 16;
+      const vf kept = vf_mul(vf_load(o), vf_set1(soft->keep[row + i]));
+      const vf sum = vf_fma(vf_from(a[i][j]), vf_set1(128.f), vf_from(b[i][j]));
+      vf_store(o, vf_fma(sum, vf_set1(soft->scale[row + i]), kept));
+    }
 }
 
 INLINE void attend(const int form, int rows, const quire_attention_tile *t) {
   assert(rows >= 1 && rows <= QUIRE_TILE);
-  if (form == QUIRE_Q8) scores_int8_rows(rows, t);
-  else scores(form, rows, t);
-  for (int r = 0; r < rows; r++) soften(form, t, r);
-  values(form, rows, t);
+  softened soft;
+#define SCORES(N, row) scores(form, N, t, row)
+  IN_GROUPS(rows, SCORES)
+  soften(form, rows, t, &soft);
+  int64_t n = 0;
+#define VALUES64(N, row) values(form, N, 4, t, row, &soft, n)
+  for (; n + 64 <= t->head_dim; n += 64) IN_GROUPS(rows, VALUES64)
+#define VALUES16(N, row) values(form, N, 1, t, row, &soft, n)
+  for (; n < t->head_dim; n += 16) IN_GROUPS(rows, VALUES16)
 }
 
 void ISA(attention_f32)(int rows, const quire_attention_tile *t) { attend(QUIRE_F32, rows, t); }
 void ISA(attention_bf16)(int rows, const quire_attention_tile *t) { attend(QUIRE_BF16, rows, t); }
-void ISA(attention_int8)(int rows, const quire_attention_tile *t) { attend(QUIRE_Q8, rows, t); }
+
+void ISA(attention_int8)(int rows, const quire_attention_tile *t) {
+  assert(rows >= 1 && rows <= QUIRE_TILE);
+  softened soft;
+#define SCORES_INT8(N, row) scores_int8(N, t, row, pair)
+  for (int pair = 0; pair < 2; pair++) IN_GROUPS(rows, SCORES_INT8)
+  soften(QUIRE_Q8, rows, t, &soft);
+#define VALUES_INT8(N, row) values_int8(N, t, row, &soft, n)
+  for (int64_t n = 0; n < t->head_dim; n += 32) IN_GROUPS(rows, VALUES_INT8)
+}
 
 void ISA(merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                 float *total_m, float *total_l, float *total_o) {

@@ -1,6 +1,5 @@
 // One head of one token on its way from the QKV projection to the attention: norm, rotation, and its place in a page.
 #include <math.h>
-#include <string.h>
 
 #include "level.h"
 #include "rms.h"
@@ -30,8 +29,7 @@ INLINE void rotate_head(float *restrict x, const quire_head *h, const float *res
 
 void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *out) {
   const int64_t padded = (h->head_dim + 31) / 32 * 32;
-  memcpy(out, x, (size_t)h->head_dim * sizeof *out);
-  memset(out + h->head_dim, 0, (size_t)(padded - h->head_dim) * sizeof *out);
+  for (int64_t j = 0; j < padded; j += 16) vf_store(out + j, columns_of(x, j, h->head_dim));
   if (h->norm) norm_head(out, h);
   if (rotary) rotate_head(out, h, rotary);
 }
@@ -47,11 +45,10 @@ INLINE float largest(const float *x, int64_t n) {
   return nan ? NAN : vf_top(top);
 }
 
-// 16 numbers to int8 by a scale; all zero where the scale is not a positive number.
-INLINE void quantise16(const float *x, float scale, int8_t *q) {
-  const vf inverse = vf_set1(scale > 0.f && scale < INFINITY ? 1.f / scale : 0.f);
-  const vf y = scale > 0.f ? vf_mul(vf_load(x), inverse) : vf_zero();
-  vi_store_i8(q, vi_from(vf_max(vf_set1(-127.f), vf_min(vf_set1(127.f), y))));
+// 16 numbers as int8 of a scale, one to a lane; all zero where the scale is not a positive number.
+INLINE vi quantised(const float *x, float scale) {
+  const vf y = scale > 0.f && scale < INFINITY ? vf_mul(vf_load(x), vf_set1(1.f / scale)) : vf_zero();
+  return vi_from(vf_max(vf_set1(-127.f), vf_min(vf_set1(127.f), y)));
 }
 
 INLINE void store_key_int8(const float *x, int64_t slot, const quire_page *page) {
@@ -60,8 +57,8 @@ INLINE void store_key_int8(const float *x, int64_t slot, const quire_page *page)
   for (int64_t i = 0; i < page->d; i += 32) {
     const uint16_t scale = f16_of(largest(x + i, 32) / 127.f);
     uint32_t quads[8];
-    quantise16(x + i, f16_widen(scale), (int8_t *)quads);
-    quantise16(x + i + 16, f16_widen(scale), (int8_t *)quads + 16);
+    vi_store_i8((int8_t *)quads, quantised(x + i, f16_widen(scale)));
+    vi_store_i8((int8_t *)quads + 16, quantised(x + i + 16, f16_widen(scale)));
     for (int j = 0; j < 8; j++) k[(i / 4 + j) * 16] = quads[j] ^ 0x80808080u;  // unsigned, as q8 weights are
     scales[i / 32 * 16] = scale;
   }
@@ -85,28 +82,24 @@ void ISA(store_key)(const float *x, int64_t slot, const quire_page *page) {
   }
 }
 
-INLINE void store_value_int8(const float *x, int64_t slot, const quire_page *page) {
-  const float scale = largest(x, page->d) / 127.f;
-  for (int64_t i = 0; i < page->d; i += 16) {
-    int8_t q[16], *v = (int8_t *)page->v + i * page->size + slot / 4 * 64 + slot % 4;
-    quantise16(x + i, scale, q);
-    for (int j = 0; j < 16; j++) v[j * 4] = q[j];
-  }
-  page->v_scales[slot] = scale;
+// Into `bits` bits of each lane's word, from bit `at` on; what other tokens left in the words stays.
+INLINE void insert(uint32_t *words, vi x, int at, int bits) {
+  const vi others = vi_set1(~(int32_t)(((1u << bits) - 1) << at));
+  vi_store(words, vi_or(vi_and(vi_load(words), others), vi_shift_left(x, at)));
 }
 
 void ISA(store_value)(const float *x, int64_t slot, const quire_page *page) {
-  if (page->form == QUIRE_Q8) {
-    store_value_int8(x, slot, page);
-    return;
-  }
+  const float scale = page->form == QUIRE_Q8 ? largest(x, page->d) / 127.f : 0.f;
   for (int64_t i = 0; i < page->d; i += 16) {
     if (page->form == QUIRE_F32) {
       vf_store((float *)page->v + i * page->size + slot * 16, vf_load(x + i));
-      continue;
+    } else if (page->form == QUIRE_BF16) {
+      uint32_t *pairs = (uint32_t *)page->v + i * page->size / 2 + slot / 2 * 16;  // of tokens
+      insert(pairs, vi_bf16(vf_load(x + i)), (int)(slot % 2) * 16, 16);
+    } else {
+      uint32_t *quads = (uint32_t *)page->v + i * page->size / 4 + slot / 4 * 16;
+      insert(quads, vi_add(quantised(x + i, scale), vi_set1(128)), (int)(slot % 4) * 8, 8);  // unsigned, as keys are
     }
-    uint16_t h[16], *v = (uint16_t *)page->v + i * page->size + slot / 2 * 32 + slot % 2;
-    vf_store_bf16(h, vf_load(x + i));
-    for (int j = 0; j < 16; j++) v[j * 2] = h[j];
   }
+  if (page->form == QUIRE_Q8) page->v_scales[slot] = scale;
 }

@@ -40,13 +40,13 @@ typedef struct {
   const void *k[4];          // K of 16 tokens each: bf16 [d/2][16][2], f32 [d][16], int8 [d/4][16][4] unsigned
   const uint16_t *k_scales[4];  // int8: fp16 [d/32][16]
   const void *v[4];          // V of each page in the tile: bf16 [d/16][page/2][16][2], f32 [d/16][page][16],
-                             // int8 [d/16][page/4][16][4]
+                             // int8 [d/16][page/4][16][4] unsigned
   const float *v_scales[4];  // int8: of 16 tokens each
   int num_pages, page_size;  // v[0 .. num_pages), the last may be cut short by the sequence's end
   const void *next_k[4];     // fetched meanwhile: each page's K of the tile that comes next, or NULL
   float *m, *l;              // [rows] running maximum and sum of the split
   float *s;                  // scratch [64][64] f32
-  void *p;                   // scratch [64][64] in the KV dtype; for int8 in bf16, V's scales folded in
+  void *p;                   // scratch [64][64] in the KV dtype; for int8 twice: high and low digits
   float *o;                  // [rows][head_dim] running output of the split
 } quire_attention_tile;
 

@@ -73,6 +73,26 @@ static inline void vf_store_bf16(uint16_t *p, vf x) {
 }
 
 static inline vi vi_zero(void) { return (vi){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline vi vi_set1(int32_t x) { return (vi){_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+static inline vi vi_load(const uint32_t *p) {
+  return (vi){_mm256_loadu_si256((const void *)p), _mm256_loadu_si256((const void *)(p + 8))};
+}
+static inline void vi_store(uint32_t *p, vi x) {
+  _mm256_storeu_si256((void *)p, x.lo);
+  _mm256_storeu_si256((void *)(p + 8), x.hi);
+}
+static inline vi vi_and(vi a, vi b) { return (vi){_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
+static inline vi vi_or(vi a, vi b) { return (vi){_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+static inline vi vi_shift_left(vi a, int bits) {
+  const __m128i n = _mm_cvtsi32_si128(bits);
+  return (vi){_mm256_sll_epi32(a.lo, n), _mm256_sll_epi32(a.hi, n)};
+}
+static inline vi vi_shift_right(vi a, int bits) {
+  const __m128i n = _mm_cvtsi32_si128(bits);
+  return (vi){_mm256_sra_epi32(a.lo, n), _mm256_sra_epi32(a.hi, n)};
+}
+// bits in the low half of each lane
+static inline vi vi_bf16(vf x) { return (vi){round_bf16_half(x.lo), round_bf16_half(x.hi)}; }
 static inline vi vi_add(vi a, vi b) { return (vi){_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 static inline vi vi_from(vf x) { return (vi){_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)}; }
 static inline vf vf_from(vi x) { return (vf){_mm256_cvtepi32_ps(x.lo), _mm256_cvtepi32_ps(x.hi)}; }
@@ -114,19 +134,6 @@ static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
   const __m256 first = _mm256_castsi256_ps(_mm256_set1_epi32((int)((uint32_t)a[0] << 16)));
   const __m256 second = _mm256_castsi256_ps(_mm256_set1_epi32((int)((uint32_t)a[1] << 16)));
   return (vf){dot2_half(acc.lo, w.lo, first, second), dot2_half(acc.hi, w.hi, first, second)};
-}
-
-// 64 signed bytes, 4 of K for each of 16 columns, as two operands of vf_dot2. Exact: an int8 fits bf16.
-static inline __m256i widen_byte(__m256i x, int left) {
-  return _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(x, left), 24)));
-}
-static inline __m256i widen_pair(__m256i x, int left) {
-  return _mm256_or_si256(_mm256_srli_epi32(widen_byte(x, left), 16), widen_byte(x, left - 8));
-}
-static inline void wbf_widen(const int8_t *p, wbf out[2]) {
-  const __m256i lo = _mm256_loadu_si256((const void *)p), hi = _mm256_loadu_si256((const void *)(p + 32));
-  out[0] = (wbf){widen_pair(lo, 24), widen_pair(hi, 24)};
-  out[1] = (wbf){widen_pair(lo, 8), widen_pair(hi, 8)};
 }
 
 // maddubs saturates on full-range unsigned weights, so the weight's sign moves to the activation: |w| * sign(w) a is

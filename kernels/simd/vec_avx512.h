@@ -42,7 +42,16 @@ static inline vf vf_load_bf16(const uint16_t *p) {
 static inline void vf_store_bf16(uint16_t *p, vf x) { _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh(x)); }
 
 static inline vi vi_zero(void) { return _mm512_setzero_si512(); }
+static inline vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
+static inline vi vi_load(const uint32_t *p) { return _mm512_loadu_si512(p); }
+static inline void vi_store(uint32_t *p, vi x) { _mm512_storeu_si512(p, x); }
 static inline vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+static inline vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
+static inline vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
+static inline vi vi_shift_left(vi a, int bits) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(bits)); }
+static inline vi vi_shift_right(vi a, int bits) { return _mm512_sra_epi32(a, _mm_cvtsi32_si128(bits)); }
+// bits in the low half of each lane
+static inline vi vi_bf16(vf x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
 static inline vi vi_from(vf x) { return _mm512_cvtps_epi32(x); }
 static inline vf vf_from(vi x) { return _mm512_cvtepi32_ps(x); }
 static inline int32_t vi_sum(vi x) { return _mm512_reduce_add_epi32(x); }
@@ -57,18 +66,8 @@ static inline wbf wbf_load(const uint16_t *p) { return (wbf)_mm512_loadu_si512(p
 static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
   int32_t pair;
   __builtin_memcpy(&pair, a, 4);
-  return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(pair), w);
-}
-
-// 64 signed bytes, 4 of K for each of 16 columns, as two operands of vf_dot2. Exact: an int8 fits bf16.
-static inline void wbf_widen(const int8_t *p, wbf out[2]) {
-  const __m512i x = _mm512_loadu_si512(p);
-  const __m512i b0 = (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(x, 24), 24));
-  const __m512i b1 = (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(x, 16), 24));
-  const __m512i b2 = (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(x, 8), 24));
-  const __m512i b3 = (__m512i)_mm512_cvtepi32_ps(_mm512_srai_epi32(x, 24));
-  out[0] = (wbf)_mm512_or_si512(_mm512_srli_epi32(b0, 16), b1);
-  out[1] = (wbf)_mm512_or_si512(_mm512_srli_epi32(b2, 16), b3);
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(w), "v"(_mm512_set1_epi32(pair)));
+  return acc;
 }
 
 // Unsigned weights times signed activations; starting at -128 * sum(a) makes the result exact for w - 128.
@@ -77,5 +76,6 @@ static inline vi vi_dot4_start(int32_t sum) { return _mm512_set1_epi32(sum); }
 static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
   int32_t quad;
   __builtin_memcpy(&quad, a, 4);
-  return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(quad));
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(_mm512_set1_epi32(quad)));
+  return acc;
 }

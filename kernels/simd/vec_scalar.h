@@ -79,7 +79,15 @@ static inline vf vf_load_bf16(const uint16_t *p) { MAP(vf, widen_bf16(p[i])); }
 static inline void vf_store_bf16(uint16_t *p, vf x) { FOR16 p[i] = round_bf16(x.v[i]); }
 
 static inline vi vi_zero(void) { MAP(vi, 0); }
+static inline vi vi_set1(int32_t x) { MAP(vi, x); }
+static inline vi vi_load(const uint32_t *p) { vi r; memcpy(r.v, p, sizeof r.v); return r; }
+static inline void vi_store(uint32_t *p, vi x) { memcpy(p, x.v, sizeof x.v); }
 static inline vi vi_add(vi a, vi b) { MAP(vi, a.v[i] + b.v[i]); }
+static inline vi vi_and(vi a, vi b) { MAP(vi, a.v[i] & b.v[i]); }
+static inline vi vi_or(vi a, vi b) { MAP(vi, a.v[i] | b.v[i]); }
+static inline vi vi_shift_left(vi a, int bits) { MAP(vi, (int32_t)((uint32_t)a.v[i] << bits)); }
+static inline vi vi_shift_right(vi a, int bits) { MAP(vi, a.v[i] >> bits); }
+static inline vi vi_bf16(vf x) { MAP(vi, round_bf16(x.v[i])); }  // bits in the low half of each lane
 static inline vi vi_from(vf x) { MAP(vi, (int32_t)rintf(x.v[i])); }
 static inline vf vf_from(vi x) { MAP(vf, (float)x.v[i]); }
 static inline int32_t vi_sum(vi x) {
@@ -106,11 +114,6 @@ static inline wbf wbf_load(const uint16_t *p) { wbf r; memcpy(r.v, p, sizeof r.v
 static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
   const float first = widen_bf16(a[0]), second = widen_bf16(a[1]);
   MAP(vf, (acc.v[i] + widen_bf16(w.v[2 * i]) * first) + widen_bf16(w.v[2 * i + 1]) * second);
-}
-
-// 64 signed bytes, 4 of K for each of 16 columns, as two operands of vf_dot2. Exact: an int8 fits bf16.
-static inline void wbf_widen(const int8_t *p, wbf out[2]) {
-  for (int i = 0; i < 64; i++) out[i % 4 / 2].v[i / 4 * 2 + i % 2] = round_bf16((float)p[i]);
 }
 
 static inline wq8 wq8_load(const uint8_t *p) {
