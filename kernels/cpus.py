@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,47 +26,74 @@ def available_cpus(root: Path = Path("/")) -> CpuBudget:
     A cpuset shows in the affinity mask, so it needs no reading of its own.
     """
     affinity = len(os.sched_getaffinity(0))
-    budget = CpuBudget(affinity, f"affinity mask of {affinity} CPUs")
+    budget = CpuBudget(affinity, f"affinity and cpuset allow {affinity}")
     for path, cpus in _quotas(root):
         if cpus < budget.threads:
-            budget = CpuBudget(max(1, math.floor(cpus)), f"quota of {cpus:g} CPUs in {path}")
+            budget = CpuBudget(max(1, math.floor(cpus)), f"quota of {cpus:g} CPUs in /{path.relative_to(root)}")
     return budget
 
 
-def _quotas(root: Path) -> list[tuple[Path, float]]:
-    """Every quota that applies: of this process's cgroups and of all their parents."""
-    found: list[tuple[Path, float | None]] = []
+def _quotas(root: Path) -> Iterator[tuple[Path, float]]:
+    """Every quota that applies: of this process's cgroups and of all their parents that are mounted here."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            found += [(path, _v2_quota(_read(path))) for path in _upwards(root / "sys/fs/cgroup", group, "cpu.max")]
-        elif "cpu" in controllers.split(","):
-            base = root / "sys/fs/cgroup" / controllers
-            found += [(path, _v1_quota(path)) for path in _upwards(base, group, "cpu.cfs_quota_us")]
-    return [(path, cpus) for path, cpus in found if cpus is not None]
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        for mount_point, mount_root in _mounts(root, "cpu" if controllers else None):
+            for folder in _upwards(mount_point, mount_root, PurePosixPath(group)):
+                path, cpus = _v1_quota(folder) if controllers else _v2_quota(folder)
+                if cpus is not None:
+                    yield path, cpus
 
 
-def _upwards(base: Path, group: str, name: str) -> list[Path]:
-    folder = base / group.lstrip("/")
-    return [parent / name for parent in (folder, *folder.parents) if parent == base or base in parent.parents]
+def _mounts(root: Path, controller: str | None) -> Iterator[tuple[Path, PurePosixPath]]:
+    """Where a v1 controller's hierarchy, or with None the v2 hierarchy, is mounted, and which group the mount shows.
+
+    The fields are those of proc_pid_mountinfo(5): `36 35 98:0 GROUP MOUNT_POINT options [tags] - TYPE source options`.
+    """
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        mount, _, filesystem = line.partition(" - ")
+        (group, mount_point), (kind, _, options) = mount.split(" ")[3:5], filesystem.split(" ", 2)
+        if kind == "cgroup2" if controller is None else kind == "cgroup" and controller in options.split(","):
+            yield root / _unescaped(mount_point).lstrip("/"), PurePosixPath(_unescaped(group))
 
 
-def _v2_quota(text: str) -> float | None:
-    parts = text.split()
-    if len(parts) != 2 or parts[0] == "max":
-        return None
-    return _ratio(*parts)
+def _upwards(mount_point: Path, mount_root: PurePosixPath, group: PurePosixPath) -> Iterator[Path]:
+    """The folders of `group` and of its parents, as far as a mount that shows `mount_root` and below has them.
+
+    Both are relative to the cgroup namespace, and may start with `..` where they lie outside of it.
+    """
+    if group.is_relative_to(mount_root):
+        below = group.relative_to(mount_root)
+    elif set(mount_root.parts[1:]) == {".."}:
+        below = PurePosixPath()  # an ancestor from outside the namespace; what lies between has no names here
+    else:
+        return
+    if ".." not in below.parts:
+        yield from (mount_point / parent for parent in (below, *below.parents))
 
 
-def _v1_quota(path: Path) -> float | None:
-    return _ratio(_read(path), _read(path.with_name("cpu.cfs_period_us")))
+def _v2_quota(folder: Path) -> tuple[Path, float | None]:
+    path = folder / "cpu.max"
+    quota, _, period = _read(path).partition(" ")
+    return path, _ratio(quota, period)
+
+
+def _v1_quota(folder: Path) -> tuple[Path, float | None]:
+    path = folder / "cpu.cfs_quota_us"
+    return path, _ratio(_read(path), _read(folder / "cpu.cfs_period_us"))
 
 
 def _ratio(quota: str, period: str) -> float | None:
+    """None for `max`, -1 and whatever else is no limit."""
     try:
         return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
     except ValueError:
         return None
+
+
+def _unescaped(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field)
 
 
 def _read(path: Path) -> str:

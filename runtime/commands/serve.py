@@ -31,7 +31,8 @@ async def _serve(settings: Settings) -> None:
     engine = await Engine.start(settings.engine)
     try:
         capacity = engine.machine.capacity
-        server = Server(PrometheusObserver(version("quire"), capacity.isa, capacity.cpus.threads))
+        cpus = capacity.cpus
+        server = Server(PrometheusObserver(version("quire"), capacity.isa, cpus.threads, cpus.reason))
         await server.start(engine, settings.server)
         try:
             print(_ready_line(settings.engine, engine, server), flush=True)
@@ -48,7 +49,7 @@ def _ready_line(config: EngineConfig, engine: Engine, server: Server) -> str:
         f"quire ready: clients {server.address}  metrics http://{server.http_address}/metrics  "
         f"model {config.model or 'bundled demo'} ({config.weights}, KV {config.kv_cache_dtype})  "
         f"{machine.num_pages} pages of {machine.layout.page_size} tokens  "
-        f"{machine.capacity.cpus.threads} threads  {machine.capacity.isa}"
+        f"{machine.capacity.cpus.threads} threads ({machine.capacity.cpus.reason})  {machine.capacity.isa}"
     )
 
 

@@ -1,7 +1,7 @@
 """Prometheus metrics: an engine observer that counts, and gauges read from the engine's stats when scraped.
 
 It must not know sockets or HTTP. One invariant: names are `quire_` plus vLLM's suffixes with vLLM's buckets, so that
-dashboards port, and every label has a small fixed set of values.
+dashboards port, and every label has a small fixed set of values; those of the info metrics never change at all.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ BATCH_SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class PrometheusObserver:
-    """One server's metrics in a registry of their own. `isa` and `threads` are what the kernels run with."""
+    """One server's metrics in a registry of their own. `isa`, `threads` and why so many: what the kernels run with."""
 
-    def __init__(self, version: str = "unknown", isa: str = "unknown", threads: int = 0) -> None:
+    def __init__(
+        self, version: str = "unknown", isa: str = "unknown", threads: int = 0, threads_reason: str = "unknown"
+    ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self._make_info(version, isa, threads)
+        self._make_info(version, isa, threads, threads_reason)
         self._make_counters()
         self._make_histograms()
 
@@ -87,10 +89,10 @@ class PrometheusObserver:
         if usage.completion_tokens > 1:
             self._time_per_output_token.observe(usage.decode_ms / 1000 / (usage.completion_tokens - 1))
 
-    def _make_info(self, version: str, isa: str, threads: int) -> None:
+    def _make_info(self, version: str, isa: str, threads: int, threads_reason: str) -> None:
         Info("quire_build", "What is running.", registry=self.registry).info({"version": version})
-        Info("quire_cpu", "What the kernels run with.", registry=self.registry).info(
-            {"isa": isa, "threads": str(threads)}
+        Info("quire_cpu", "What the kernels run with, and why so many threads.", registry=self.registry).info(
+            {"isa": isa, "threads": str(threads), "threads_reason": threads_reason}
         )
 
     def _make_counters(self) -> None:

@@ -28,7 +28,7 @@ USAGE = Usage(prompt_tokens=10, completion_tokens=5, cached_tokens=4, queue_ms=2
 
 @pytest.fixture
 def observer() -> PrometheusObserver:
-    observer = PrometheusObserver(version="0.1.0", isa="avx2", threads=2)
+    observer = PrometheusObserver(version="0.1.0", isa="avx2", threads=2, threads_reason="--threads")
     observer.watch(lambda: STATS)
     return observer
 
@@ -78,7 +78,7 @@ def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
 def test_the_engine_is_read_when_scraped(observer: PrometheusObserver) -> None:
     samples = exposed(observer)
     assert samples['quire_build_info{version="0.1.0"}'] == 1
-    assert samples['quire_cpu_info{isa="avx2",threads="2"}'] == 1
+    assert samples['quire_cpu_info{isa="avx2",threads="2",threads_reason="--threads"}'] == 1
     assert samples["quire_num_requests_running"] == 2
     assert samples["quire_num_requests_waiting"] == 1
     assert samples["quire_kv_cache_usage_perc"] == 0.4
