@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,6 +49,7 @@ class Toy:
     threads: int = 2
     qk_norm: bool = True
     seed: int = 7
+    memory: Callable[..., np.ndarray] = aligned_bytes  # for weights, KV pages and the rotary table
     ops: list = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,7 +58,7 @@ class Toy:
         self.layout = KVLayout(1, self.kv_heads, self.head_dim, self.kv, self.page_size)
         self.ops = self._ops()
         # Stale memory full of NaN: a kernel that reads what it has not written shows.
-        self.kv_memory = aligned_bytes(NUM_PAGES * self.layout.page_bytes, 0xFF)
+        self.kv_memory = self.memory(NUM_PAGES * self.layout.page_bytes, 0xFF)
         self.program = self.bind()
         self.reference = ReferenceProgram(self.ops, self.kv, self.page_size, NUM_PAGES)
 
@@ -77,9 +79,19 @@ class Toy:
 
     def run(self, *sequences, twin: bool = False):
         """Run (token_ids, first_position, page_ids) sequences; every sequence's last row samples. Returns logits."""
+        step = self.step(*sequences)
+        self.program.run(**step)
+        logits = self.program.view(self.logits)[: len(sequences), :VOCAB].copy()
+        if not twin:
+            return logits
+        self.reference.run(**step)
+        return logits, self.reference.regions[self.logits]
+
+    def step(self, *sequences) -> dict[str, np.ndarray]:
+        """The arrays of `Program.run` for such sequences."""
         counts = [len(s[0]) for s in sequences]
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        step = {
+        return {
             "token_ids": np.concatenate([s[0] for s in sequences]).astype(np.int32),
             "row_start": starts,
             "first_position": np.array([s[1] for s in sequences], np.int32),
@@ -87,12 +99,6 @@ class Toy:
             "page_start": np.concatenate([[0], np.cumsum([len(s[2]) for s in sequences])]).astype(np.int32),
             "sample_rows": starts[1:] - 1,
         }
-        self.program.run(**step)
-        logits = self.program.view(self.logits)[: len(sequences), :VOCAB].copy()
-        if not twin:
-            return logits
-        self.reference.run(**step)
-        return logits, self.reference.regions[self.logits]
 
     def _region(self, rows: int, columns: int, form: str) -> Region:
         region = Region(self.offset, rows, columns, form)
@@ -106,7 +112,7 @@ class Toy:
         return (1 + 0.1 * self.rng.standard_normal(n)).astype(np.float32)
 
     def _packed(self, n: int, k: int, *sources: np.ndarray) -> PackedMatrix:
-        matrix = PackedMatrix(n, k, self.weights, aligned_bytes(packed_nbytes(n, k, self.weights)))
+        matrix = PackedMatrix(n, k, self.weights, self.memory(packed_nbytes(n, k, self.weights)))
         for index, source in enumerate(sources):
             matrix.fill(source, interleave=index if len(sources) == 2 else None)
         return matrix
@@ -123,7 +129,8 @@ class Toy:
         self.logits = self._region(MAX_SAMPLES, VOCAB, "f32")
         embedding = self._packed(VOCAB, HIDDEN, self._random(VOCAB, HIDDEN) * 8)
         gate, up = self._random(INTERMEDIATE, HIDDEN), self._random(INTERMEDIATE, HIDDEN)
-        rotary = self.rng.uniform(-1, 1, (MAX_POSITIONS, d)).astype(np.float32)
+        rotary = self.memory(MAX_POSITIONS * d * 4).view(np.float32).reshape(MAX_POSITIONS, d)
+        rotary[:] = self.rng.uniform(-1, 1, (MAX_POSITIONS, d))
         q_norm, k_norm = (self._norm(d), self._norm(d)) if self.qk_norm else (None, None)
         qkv_weight = self._packed(qkv_width, HIDDEN, self._random(qkv_width, HIDDEN))
         return [

@@ -1,6 +1,6 @@
 // Counts the allocations of threads that do not hold Python's lock: the pool's workers, and whoever is inside a `with
 // nogil` block. Preloaded into a process, it stands before glibc's allocator and before the two calls that give the lock
-// away and take it back. `allocations` is what it counted.
+// away and take it back. `allocations` is the count.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>

@@ -1,0 +1,107 @@
+"""Replays steps and draws of every kind in memory that borders on inaccessible pages; a script for `test_memory.py`.
+
+`python watched_steps.py first|last`: weights, KV pages, logits and a step's arrays begin right behind such a page, or
+end right before one, so a kernel that reaches outside ends this process. Each case is printed with what it allocated,
+which `count_allocations.c` counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from conftest import NUM_PAGES, Toy
+from quire.kernels import Pool, Sampler, supported_levels
+from quire.kernels.sample import ADJUSTMENT, ROW
+
+THREADS = 3
+ROWS, VOCAB, STRIDE = 8, 20_000, 20_032
+
+libc = ctypes.CDLL(None)
+
+
+def bordered(nbytes: int, fill: int = 0) -> np.ndarray:
+    """`nbytes` of memory, the byte before the first or the one behind the last inaccessible."""
+    inside = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    area = np.frombuffer(mmap.mmap(-1, inside + 2 * mmap.PAGESIZE), np.uint8)
+    for border in (0, mmap.PAGESIZE + inside):
+        address = ctypes.c_void_p(area.ctypes.data + border)
+        assert libc.mprotect(address, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    begin = mmap.PAGESIZE + (inside - nbytes if sys.argv[1] == "last" else 0)
+    area[begin : begin + nbytes] = fill
+    return area[begin : begin + nbytes]
+
+
+def copied(array: np.ndarray) -> np.ndarray:
+    memory = bordered(array.nbytes).view(array.dtype).reshape(array.shape)
+    memory[:] = array
+    return memory
+
+
+def steps(model: Toy) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Prefill in chunks, decode beside prefill, decode of one and of many; contexts short and over several splits."""
+    ids, long, short = np.arange(330, dtype=np.int32) % 333, np.arange(20, 31), np.array([NUM_PAGES - 1, 0])
+    crowd = [(ids[:1], 0, np.array([i % 6])) for i in range(1, 34)]
+    for name, sequences in {
+        "prefill": [(ids[:90], 0, long), (ids[:40], 0, short)],
+        "mixed": [(ids[90:240], 90, long), (ids[40:41], 40, short)],
+        "prefill over splits": [(ids[240:329], 240, long)],
+        "decode 1": [(ids[329:], 329, long)],
+        "decode 35": [(ids[329:], 329, long), (ids[41:42], 41, short), *crowd],
+    }.items():
+        step = {name: copied(array) for name, array in model.step(*sequences).items()}
+        yield name, lambda step=step: model.program.run(**step)
+
+
+def draws(isa: str, logits: np.ndarray) -> Iterator[tuple[str, Callable[[], object]]]:
+    sampler = Sampler(VOCAB, STRIDE, ROWS, Pool(THREADS), isa)
+    adjustments = copied(np.array([(0, 2, 1, 0), (8, 0, 1, 0), (VOCAB - 1, 0, 0, 1)], ADJUSTMENT))
+    for name, settings in {
+        "greedy": {},
+        "temperature": {"temperature": 1},
+        "top-k": {"temperature": 1, "top_k": 500},
+        "top-p": {"temperature": 1, "top_p": 0.9},
+        "min-p": {"temperature": 1, "min_p": 0.01},
+        "logprobs": {"logprobs": 32},
+        "penalties": {"repetition": 1.2, "presence": 0.5, "frequency": 0.5, "num_adjustments": 3},
+        "all": {"temperature": 2, "top_k": 5000, "top_p": 0.9, "logprobs": 32, "repetition": 2, "num_adjustments": 3},
+    }.items():
+        rows = copied(np.zeros(ROWS, ROW))
+        rows["top_p"], rows["repetition"], rows["logprobs"] = 1, 1, -1
+        for field, value in settings.items():
+            rows[field] = value
+        yield name, lambda rows=rows: sampler.sample(logits, rows, adjustments)
+
+
+def cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """A call through CDLL gives Python's lock away, as kernels do, and is to be counted; one through PyDLL is not."""
+    with_lock = ctypes.PyDLL(None)
+    yield "malloc without the lock", lambda: libc.malloc(10)
+    yield "malloc with the lock", lambda: with_lock.malloc(10)
+    forms = ("f32", "bf16", "q8"), ("f32", "bf16", "int8"), (0, 37)
+    for isa in supported_levels():
+        for weights, kv, window in itertools.product(*forms):
+            model = Toy(weights=weights, kv=kv, window=window, isa=isa, threads=THREADS, memory=bordered)
+            for name, run in steps(model):
+                yield f"step at {isa}: {weights} weights, {kv} KV, window {window}, {name}", run
+        random = copied(np.random.default_rng(0).normal(0, 3, (ROWS, STRIDE)).astype(np.float32))
+        for kind, logits in ("random", random), ("equal", copied(np.zeros_like(random))):
+            for name, run in draws(isa, logits):
+                yield f"draw at {isa}: {name} of {kind} logits", run
+
+
+def main() -> None:
+    counter = ctypes.c_long.in_dll(libc, "allocations")
+    for name, run in cases():
+        print(name, end="\t", flush=True)
+        before = counter.value
+        run()
+        print(counter.value - before)
+
+
+if __name__ == "__main__":
+    main()
