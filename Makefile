@@ -10,10 +10,13 @@ demo: $(BIN)/quire
 test: $(BIN)/quire
 	$(BIN)/python -m pytest
 
+check-kernels: $(BIN)/quire
+	tests/kernels/check.sh
+
 $(BIN)/quire: pyproject.toml
 	python3 -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check 'meson-python>=0.22,<0.23' 'meson>=1.12,<2' 'cython>=3.3,<3.4' 'ninja>=1.13,<2'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-.PHONY: demo test
+.PHONY: demo test check-kernels

@@ -1,0 +1,22 @@
+#!/bin/sh
+# The kernels' suite on a build with everything that finds mistakes: bounds checks in Cython, assertions in C, UBSan
+# (trapping) and AddressSanitizer. Build and installation live in a scratch folder, beside the environment whose python
+# and meson are first on PATH; its packages are used, its quire is not. Arguments, if any, are pytest's.
+set -eu
+cd "$(dirname "$0")/../.."
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+[ $# -gt 0 ] || set -- tests/kernels tests/runtime/models
+
+python -m venv --without-pip "$scratch/env"
+site=$("$scratch/env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/packages.pth" # its own .pth files stay unread
+
+meson setup "$scratch/build" -Dchecks=true -Db_sanitize=address -Db_lundef=false \
+  -Dpython.platlibdir="$site" -Dpython.purelibdir="$site" > "$scratch/setup.log" 2>&1 || { cat "$scratch/setup.log"; exit 1; }
+ninja -C "$scratch/build" --quiet
+meson install -C "$scratch/build" --quiet --no-rebuild
+
+asan=$(ldd "$site"/quire/kernels/program*.so | awk '/libasan/ { print $3 }')
+LD_PRELOAD=$asan ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+  "$scratch/env/bin/python" -m pytest -q -p no:cacheprovider "$@"
