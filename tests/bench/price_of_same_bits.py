@@ -1,0 +1,161 @@
+"""What promise 1 costs: builds that break one of its rules each, timed beside the build that keeps them all.
+
+    python tests/bench/price_of_same_bits.py build SCRATCH
+    python tests/bench/price_of_same_bits.py measure SCRATCH CHECKPOINT
+
+`build` patches a copy of this tree, a few lines per variant, and installs each under SCRATCH (minutes). `measure` holds
+one process per variant and lets them take turns: the least time of a step, and how much longer or shorter it is than
+the unchanged step. The unchanged build runs twice; what it differs from itself is the noise. Two rules have no variant,
+because no attention over pages does without them: K and V are read back from the page, the softmax is rounded for V.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = {  # sequences, rows of each, position of their first row, runs per turn
+    "decode 1": (1, 1, 144, 6),
+    "decode 8": (8, 1, 144, 4),
+    "decode 32": (32, 1, 144, 3),
+    "decode 1 at 4,096": (1, 1, 4095, 5),
+    "prefill 4x128": (4, 128, 0, 1),
+}
+PAGES, PAGE_SIZE, MAX_ROWS, MAX_POSITIONS = 160, 32, 512, 4096
+
+Patch = tuple[str, str, str]  # file, regular expression, replacement; it has to match
+VARIANTS: dict[str, list[Patch]] = {  # in an order that compiles little anew
+    "unchanged": [],
+    "attention in one split": [("kernels/attention.pyx", r"\bSPLIT = 256\b", "SPLIT = 1 << 20")],
+    "pages not zeroed": [("kernels/rows.pyx", r"memset\(kv\.k, 0, step\.head_bytes\)", "pass")],
+    "q8 in two chains over K": [  # even and odd blocks of 32, added at the end
+        (
+            "kernels/simd/linear.c",
+            r"acc\[i\]\[([01])\] = (vf_fma\(vf_from\(dot\[i\]\[\1\]\), .*?, acc\[i\]\[\1\]\));",
+            r"{ const vf next_acc = \2; acc[i][\1] = odd[i][\1], odd[i][\1] = next_acc; }",
+        ),
+        (
+            "kernels/simd/linear.c",
+            r"(void body_q8\b.*?)(vf acc\[LINEAR_ROWS\]\[2\];)(.*?)(finish\(rows, acc, t\);)",
+            r"\1\2 vf odd[LINEAR_ROWS][2];"
+            r" UNROLL for (int i = 0; i < rows; i++) odd[i][0] = odd[i][1] = vf_zero();\3"
+            r"UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < 2; j++)"
+            r" acc[i][j] = vf_add(acc[i][j], odd[i][j]); \4",
+        ),
+    ],
+    "contraction and fast-math": [  # infinities stay: they mask
+        ("kernels/meson.build", "'-ffp-contract=off'", "'-ffp-contract=fast', '-ffast-math', '-fno-finite-math-only'")
+    ],
+}
+
+
+def build(scratch: Path) -> None:
+    tree, compiled = scratch / "tree", scratch / "compiled"
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns("build", ".*", "__pycache__", "*.so"))
+    run("meson", "setup", compiled, tree, "-Dpython.platlibdir=/site", "-Dpython.purelibdir=/site")
+    for name, patches in VARIANTS.items():
+        for file, pattern, replacement in patches:
+            text, found = re.subn(pattern, replacement, (tree / file).read_text(), flags=re.S)
+            if not found:
+                sys.exit(f"{name}: {pattern} is not in {file} any more; bring the patch up to date")
+            (tree / file).write_text(text)
+        run("meson", "install", "-C", compiled, "--quiet", "--destdir", scratch / name)
+        for file, _, _ in patches:
+            shutil.copyfile(ROOT / file, tree / file)
+
+
+def run(*command: str | Path) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(done.stdout)
+
+
+def measure(scratch: Path, checkpoint: str) -> None:
+    names = [*VARIANTS, "unchanged, again"]
+    workers = {name: start(scratch / name.removesuffix(", again"), checkpoint) for name in names}
+    for worker in workers.values():
+        answer(worker)  # it has loaded
+    least = {(name, shape): float("inf") for name in names for shape in SHAPES}
+    for first, shape in itertools.product(range(len(names)), SHAPES):
+        for name in names[first:] + names[:first]:  # whoever comes first after another shape has it harder
+            print(shape, file=workers[name].stdin, flush=True)
+            least[name, shape] = min(least[name, shape], float(answer(workers[name])))
+    for worker in workers.values():
+        worker.communicate()
+    print(f"{'':<28}" + "".join(f"{shape:>20}" for shape in SHAPES))
+    print(f"{'unchanged':<28}" + "".join(f"{least['unchanged', shape] * 1000:>17.1f} ms" for shape in SHAPES))
+    for name in names[1:]:
+        shares = (least[name, shape] / least["unchanged", shape] - 1 for shape in SHAPES)
+        print(f"{name:<28}" + "".join(f"{share:>+20.1%}" for share in shares))
+
+
+def start(variant: Path, checkpoint: str) -> subprocess.Popen[str]:
+    """A process on that variant's quire. -S: an editable install's own hook would come first."""
+    environment = os.environ | {"PYTHONPATH": f"{variant / 'site'}:{sysconfig.get_path('purelib')}"}
+    command = [sys.executable, "-S", __file__, "work", checkpoint]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def answer(worker: subprocess.Popen[str]) -> str:
+    assert worker.stdout is not None
+    return worker.stdout.readline()
+
+
+def work(checkpoint: str) -> None:
+    """Answers each shape's name on standard input with the least seconds of a step."""
+    step = prepare(checkpoint)
+    for shape in SHAPES:
+        step(*SHAPES[shape][:3])
+    print("ready", flush=True)
+    for line in sys.stdin:
+        *sizes, runs = SHAPES[line.strip()]
+        print(min(step(*sizes) for _ in range(runs)), flush=True)
+
+
+def prepare(checkpoint: str) -> Callable[[int, int, int], float]:
+    """Loads q8 weights and int8 pages full of keys and values; the result runs a step and says its seconds."""
+    import numpy as np
+    from quire.kernels import Pool, Program, available_cpus
+    from quire.pager import KVArena
+    from quire.runtime.models import kv_layout, load_model
+
+    model = load_model(checkpoint, "q8")
+    plan = model.compile(kv_dtype="int8", max_positions=MAX_POSITIONS, max_tokens=MAX_ROWS, max_samples=32)
+    layout, vocab = kv_layout(model.spec, "int8", PAGE_SIZE), model.spec.vocab_size
+    arena, limits = KVArena(layout, PAGES), {"max_rows": MAX_ROWS, "max_samples": 32, "max_sequences": 32}
+    pool = Pool(available_cpus().threads)
+    program = Program(plan.ops, plan.arena_bytes, arena.memory, layout, PAGES, pool, vocab_size=vocab, **limits)
+    ids = np.random.default_rng(0).integers(0, vocab, MAX_ROWS).astype(np.int32)
+
+    def step(sequences: int, rows: int, first: int) -> float:
+        starts, pages = np.arange(sequences + 1, dtype=np.int32), -(-(first + rows) // PAGE_SIZE)
+        table, firsts = np.arange(sequences * pages, dtype=np.int32), np.full(sequences, first, np.int32)
+        before = time.perf_counter()
+        program.run(ids[: sequences * rows], starts * rows, firsts, table, starts * pages, starts[1:] * rows - 1)
+        return time.perf_counter() - before
+
+    step(1, MAX_ROWS, 0)
+    for page in range(MAX_ROWS // PAGE_SIZE, PAGES):
+        arena.copy_page(page % (MAX_ROWS // PAGE_SIZE), page)
+    return step
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["build", scratch]:
+            build(Path(scratch).resolve())
+        case ["measure", scratch, checkpoint]:
+            measure(Path(scratch).resolve(), checkpoint)
+        case ["work", checkpoint]:
+            work(checkpoint)
+        case _:
+            sys.exit(__doc__)
