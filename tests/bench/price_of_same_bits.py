@@ -32,8 +32,8 @@ SHAPES = {  # sequences, rows of each, position of their first row, runs per tur
 }
 PAGES, PAGE_SIZE, MAX_ROWS, MAX_POSITIONS = 160, 32, 512, 4096
 
-Patch = tuple[str, str, str]  # file, regular expression, replacement; it has to match
-VARIANTS: dict[str, list[Patch]] = {  # in an order that compiles little anew
+# Patches are (file, regular expression, replacement), and have to match; in an order that compiles little anew.
+VARIANTS: dict[str, list[tuple[str, str, str]]] = {
     "unchanged": [],
     "attention in one split": [("kernels/attention.pyx", r"\bSPLIT = 256\b", "SPLIT = 1 << 20")],
     "pages not zeroed": [("kernels/rows.pyx", r"memset\(kv\.k, 0, step\.head_bytes\)", "pass")],
@@ -61,36 +61,31 @@ VARIANTS: dict[str, list[Patch]] = {  # in an order that compiles little anew
 def build(scratch: Path) -> None:
     tree, compiled = scratch / "tree", scratch / "compiled"
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns("build", ".*", "__pycache__", "*.so"))
-    run("meson", "setup", compiled, tree, "-Dpython.platlibdir=/site", "-Dpython.purelibdir=/site")
+    options = "-Dpython.platlibdir=/site", "-Dpython.purelibdir=/site"
+    subprocess.run(["meson", "setup", compiled, tree, *options], check=True, stdout=subprocess.DEVNULL)
     for name, patches in VARIANTS.items():
         for file, pattern, replacement in patches:
             text, found = re.subn(pattern, replacement, (tree / file).read_text(), flags=re.S)
             if not found:
                 sys.exit(f"{name}: {pattern} is not in {file} any more; bring the patch up to date")
             (tree / file).write_text(text)
-        run("meson", "install", "-C", compiled, "--quiet", "--destdir", scratch / name)
+        subprocess.run(["meson", "install", "-C", compiled, "--quiet", "--destdir", scratch / name], check=True)
         for file, _, _ in patches:
             shutil.copyfile(ROOT / file, tree / file)
-
-
-def run(*command: str | Path) -> None:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        sys.exit(done.stdout)
 
 
 def measure(scratch: Path, checkpoint: str) -> None:
     names = [*VARIANTS, "unchanged, again"]
     workers = {name: start(scratch / name.removesuffix(", again"), checkpoint) for name in names}
     for worker in workers.values():
-        answer(worker)  # it has loaded
+        worker.stdout.readline()  # it has loaded
     least = {(name, shape): float("inf") for name in names for shape in SHAPES}
     for first, shape in itertools.product(range(len(names)), SHAPES):
         for name in names[first:] + names[:first]:  # whoever comes first after another shape has it harder
             print(shape, file=workers[name].stdin, flush=True)
-            least[name, shape] = min(least[name, shape], float(answer(workers[name])))
+            least[name, shape] = min(least[name, shape], float(workers[name].stdout.readline()))
     for worker in workers.values():
-        worker.communicate()
+        worker.stdin.close()
     print(f"{'':<28}" + "".join(f"{shape:>20}" for shape in SHAPES))
     print(f"{'unchanged':<28}" + "".join(f"{least['unchanged', shape] * 1000:>17.1f} ms" for shape in SHAPES))
     for name in names[1:]:
@@ -103,11 +98,6 @@ def start(variant: Path, checkpoint: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": f"{variant / 'site'}:{sysconfig.get_path('purelib')}"}
     command = [sys.executable, "-S", __file__, "work", checkpoint]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-def answer(worker: subprocess.Popen[str]) -> str:
-    assert worker.stdout is not None
-    return worker.stdout.readline()
 
 
 def work(checkpoint: str) -> None:
@@ -155,7 +145,7 @@ if __name__ == "__main__":
             build(Path(scratch).resolve())
         case ["measure", scratch, checkpoint]:
             measure(Path(scratch).resolve(), checkpoint)
-        case ["work", checkpoint]:
+        case ["work", checkpoint]:  # what `measure` starts
             work(checkpoint)
         case _:
             sys.exit(__doc__)
