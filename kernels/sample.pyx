@@ -3,12 +3,11 @@
 
 Order: logit bias, penalties, temperature, min_p, top_k, top_p; ties go to the lower token id. Randomness is
 Philox4x32-10 keyed by seed and counted by position (Salmon et al., SC 2011), so replaying a position draws the same
-number again. Filters never sort the vocabulary: a histogram over the weights' bits finds the bin with the cut, and only
-that is sorted.
+number again. Filters never sort: a histogram over the weights' bits finds the bin with the cut, and a heap takes from
+that bin what is kept.
 """
 from libc.math cimport INFINITY, log
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
-from libc.stdlib cimport qsort
 from libc.string cimport memcpy, memset
 
 import numpy as np
@@ -257,18 +256,35 @@ cdef void _keep(float *weights, uint64_t *order, int64_t n, int64_t most, double
             candidates += 1
         elif _bits(weights[i]) >> 20 < cut:
             weights[i] = 0
-    qsort(order, candidates, sizeof(uint64_t), _ascending)
-    for i in range(candidates):
-        if kept > 0 and (kept >= most or sum >= mass):
-            weights[<uint32_t>order[i]] = 0
-            continue
+    _heapify(order, candidates)
+    while candidates > 0 and (kept == 0 or (kept < most and sum < mass)):
         kept += 1
-        sum += weights[<uint32_t>order[i]]
+        sum += weights[<uint32_t>order[0]]
+        candidates -= 1
+        order[0] = order[candidates]
+        _sift_down(order, 0, candidates)
+    for i in range(candidates):
+        weights[<uint32_t>order[i]] = 0
 
 
-cdef int _ascending(const void *a, const void *b) noexcept nogil:
-    cdef uint64_t x = (<const uint64_t *>a)[0], y = (<const uint64_t *>b)[0]
-    return 1 if x > y else -1 if x < y else 0
+cdef void _heapify(uint64_t *heap, int64_t n) noexcept nogil:
+    """Smallest first. A heap because it works in place and only what is kept has to be put in order."""
+    cdef int64_t i
+    for i in range(n // 2 - 1, -1, -1):
+        _sift_down(heap, i, n)
+
+
+cdef void _sift_down(uint64_t *heap, int64_t at, int64_t n) noexcept nogil:
+    cdef uint64_t moving = heap[at]
+    cdef int64_t child = 2 * at + 1
+    while child < n:
+        if child + 1 < n and heap[child + 1] < heap[child]:
+            child += 1
+        if moving <= heap[child]:
+            break
+        heap[at] = heap[child]
+        at, child = child, 2 * child + 1
+    heap[at] = moving
 
 
 cdef void _top_logprobs(const float *x, int64_t n, int64_t wanted, double log_total, int32_t *ids,
