@@ -1,4 +1,4 @@
-NAMES: tuple[str, ...]
+NAMES: tuple[str, ...]  # the levels of this build, lowest first
 
 def supported_levels() -> tuple[str, ...]:
     """Levels this machine can run, lowest first."""

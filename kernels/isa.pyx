@@ -1,11 +1,12 @@
 # cython: language_level=3
 """Which ISA level the kernels run at. Owns the tables of simd/; every other module asks here.
 
-The level is `QUIRE_ISA` if set, else the best that processor and system support; a caller may name another.
+NAMES are the levels of this build, of one architecture. The level is `QUIRE_ISA` if set, else the best that processor
+and system support; a caller may name another.
 """
 import os
 
-NAMES = ("scalar", "avx2", "avx512-vnni-bf16")
+NAMES = tuple([quire_isa_tiles(level).name.decode() for level in range(QUIRE_LEVELS)])
 
 
 def supported_levels():

@@ -1,7 +1,6 @@
-// Which level this machine can run: cpuid says what the processor has, XGETBV what the system saves.
+// Which level this machine can run. On x86, cpuid says what the processor has, XGETBV what the system saves; on AArch64
+// Linux's auxiliary vector says both.
 #include "tiles.h"
-
-#include <stddef.h>
 
 extern const quire_tiles quire_tiles_scalar;
 
@@ -9,6 +8,8 @@ extern const quire_tiles quire_tiles_scalar;
 #include <cpuid.h>
 
 extern const quire_tiles quire_tiles_avx2, quire_tiles_avx512;
+
+static const quire_tiles *const levels[QUIRE_LEVELS] = {&quire_tiles_scalar, &quire_tiles_avx2, &quire_tiles_avx512};
 
 static uint64_t saved_state(void) {
   uint32_t low, high;
@@ -31,12 +32,21 @@ int quire_isa_supported(int level) {
   const unsigned bf16 = 1u << 5;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & bf16) != 0;
 }
+#elif defined __aarch64__
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 
-const quire_tiles *quire_isa_tiles(int level) {
-  static const quire_tiles *const levels[QUIRE_LEVELS] = {&quire_tiles_scalar, &quire_tiles_avx2, &quire_tiles_avx512};
-  return level >= 0 && level < QUIRE_LEVELS ? levels[level] : NULL;
+extern const quire_tiles quire_tiles_neon;
+
+static const quire_tiles *const levels[QUIRE_LEVELS] = {&quire_tiles_scalar, &quire_tiles_neon};
+
+int quire_isa_supported(int level) {
+  return level == QUIRE_SCALAR || ((getauxval(AT_HWCAP) & HWCAP_ASIMDDP) && (getauxval(AT_HWCAP2) & HWCAP2_BF16));
 }
 #else
+static const quire_tiles *const levels[QUIRE_LEVELS] = {&quire_tiles_scalar};
+
 int quire_isa_supported(int level) { return level == QUIRE_SCALAR; }
-const quire_tiles *quire_isa_tiles(int level) { return level == QUIRE_SCALAR ? &quire_tiles_scalar : NULL; }
 #endif
+
+const quire_tiles *quire_isa_tiles(int level) { return levels[level]; }

@@ -95,7 +95,14 @@ typedef struct {
   void (*exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out);
 } quire_tiles;
 
+// The levels built for this architecture, lowest first.
+#if defined __x86_64__
 enum { QUIRE_SCALAR = 0, QUIRE_AVX2 = 1, QUIRE_AVX512 = 2, QUIRE_LEVELS = 3 };
+#elif defined __aarch64__
+enum { QUIRE_SCALAR = 0, QUIRE_NEON = 1, QUIRE_LEVELS = 2 };
+#else
+enum { QUIRE_SCALAR = 0, QUIRE_LEVELS = 1 };
+#endif
 
-int quire_isa_supported(int level);            // cpuid and XGETBV
-const quire_tiles *quire_isa_tiles(int level); // NULL if not built for this machine's architecture
+int quire_isa_supported(int level);            // by this processor and this system
+const quire_tiles *quire_isa_tiles(int level); // level < QUIRE_LEVELS

@@ -6,6 +6,9 @@
 #elif defined QUIRE_ISA_AVX2
 #include "vec_avx2.h"
 #define ISA(name) name##_avx2
+#elif defined QUIRE_ISA_NEON
+#include "vec_neon.h"
+#define ISA(name) name##_neon
 #else
 #include "vec_scalar.h"
 #define ISA(name) name##_scalar

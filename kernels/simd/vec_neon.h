@@ -1,0 +1,129 @@
+// The vector vocabulary on AArch64 NEON + dotprod + BF16: 16 lanes are four registers.
+//
+// BFDOT has a rounding of its own: products, their sum and the sum with the accumulator each round to odd, subnormals
+// are zero. The architecture defines every bit of that (with FPCR.EBF clear, as Linux starts each thread), so promise 1
+// holds as with any other instruction.
+#pragma once
+#include <arm_neon.h>
+#include <stdint.h>
+
+#define ISA_NAME "neon-dotprod-bf16"
+enum { LINEAR_ROWS = 2, ATTENTION_ROWS = 1 };  // 16 accumulators of 32 registers
+
+typedef struct { float32x4_t q[4]; } vf;
+typedef struct { int32x4_t q[4]; } vi;
+typedef struct { int8x16_t q[4]; } wq8;
+typedef struct { bfloat16x8_t q[4]; } wbf;
+
+#define FOR4 _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
+#define MAP(T, expr) T r; FOR4 r.q[i] = (expr); return r
+
+static inline vf vf_set1(float x) { MAP(vf, vdupq_n_f32(x)); }
+static inline vf vf_zero(void) { return vf_set1(0.f); }
+static inline vf vf_load(const float *p) { MAP(vf, vld1q_f32(p + 4 * i)); }
+static inline void vf_store(float *p, vf x) { FOR4 vst1q_f32(p + 4 * i, x.q[i]); }
+static inline vf vf_add(vf a, vf b) { MAP(vf, vaddq_f32(a.q[i], b.q[i])); }
+static inline vf vf_sub(vf a, vf b) { MAP(vf, vsubq_f32(a.q[i], b.q[i])); }
+static inline vf vf_mul(vf a, vf b) { MAP(vf, vmulq_f32(a.q[i], b.q[i])); }
+static inline vf vf_div(vf a, vf b) { MAP(vf, vdivq_f32(a.q[i], b.q[i])); }
+static inline vf vf_fma(vf a, vf b, vf c) { MAP(vf, vfmaq_f32(c.q[i], a.q[i], b.q[i])); }
+// b if either is NaN, which FMAX and FMIN are not.
+static inline vf vf_max(vf a, vf b) { MAP(vf, vbslq_f32(vcgtq_f32(a.q[i], b.q[i]), a.q[i], b.q[i])); }
+static inline vf vf_min(vf a, vf b) { MAP(vf, vbslq_f32(vcltq_f32(a.q[i], b.q[i]), a.q[i], b.q[i])); }
+static inline vf vf_abs(vf a) { MAP(vf, vabsq_f32(a.q[i])); }
+static inline vf vf_round(vf a) { MAP(vf, vrndnq_f32(a.q[i])); }
+static inline vf vf_pow2(vf n) {
+  MAP(vf, vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n.q[i]), vdupq_n_s32(127)), 23)));
+}
+static inline int vf_any_nan(vf a) {
+  uint32x4_t number = vdupq_n_u32(~0u);
+  FOR4 number = vandq_u32(number, vceqq_f32(a.q[i], a.q[i]));
+  return vminvq_u32(number) == 0;
+}
+// Lanes in [from, to) of a, the others of b.
+static inline vf vf_pick(vf a, vf b, int from, int to) {
+  const int32x4_t first = {0, 1, 2, 3};
+  vf r;
+  FOR4 {
+    const int32x4_t lane = vaddq_s32(first, vdupq_n_s32(4 * i));
+    const uint32x4_t keep = vandq_u32(vcgeq_s32(lane, vdupq_n_s32(from)), vcltq_s32(lane, vdupq_n_s32(to)));
+    r.q[i] = vbslq_f32(keep, a.q[i], b.q[i]);
+  }
+  return r;
+}
+
+static inline vf vf_load_f16(const uint16_t *p) {
+  MAP(vf, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))));
+}
+static inline uint16_t f16_of(float x) { return vget_lane_u16(vreinterpret_u16_f16(vcvt_f16_f32(vdupq_n_f32(x))), 0); }
+static inline float f16_widen(uint16_t h) {
+  return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(h))), 0);
+}
+static inline vf vf_load_bf16(const uint16_t *p) {
+  MAP(vf, vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)));
+}
+static inline void vf_store_bf16(uint16_t *p, vf x) {
+  FOR4 vst1_u16(p + 4 * i, vreinterpret_u16_bf16(vcvt_bf16_f32(x.q[i])));
+}
+
+static inline vi vi_zero(void) { MAP(vi, vdupq_n_s32(0)); }
+static inline vi vi_add(vi a, vi b) { MAP(vi, vaddq_s32(a.q[i], b.q[i])); }
+static inline vi vi_from(vf x) { MAP(vi, vcvtnq_s32_f32(x.q[i])); }
+static inline vf vf_from(vi x) { MAP(vf, vcvtq_f32_s32(x.q[i])); }
+static inline int32_t vi_sum(vi x) {
+  return vaddvq_s32(vaddq_s32(vaddq_s32(x.q[0], x.q[1]), vaddq_s32(x.q[2], x.q[3])));
+}
+static inline void vi_store_i8(int8_t *p, vi x) {
+  const int16x8_t lo = vcombine_s16(vmovn_s32(x.q[0]), vmovn_s32(x.q[1]));
+  const int16x8_t hi = vcombine_s16(vmovn_s32(x.q[2]), vmovn_s32(x.q[3]));
+  vst1q_s8(p, vcombine_s8(vmovn_s16(lo), vmovn_s16(hi)));
+}
+
+// Fixed reduction trees, as everywhere: halves, quarters, eighths, pairs. (FADDP would begin with the pairs.)
+static inline float vf_sum(vf x) {
+  const float32x4_t four = vaddq_f32(vaddq_f32(x.q[0], x.q[2]), vaddq_f32(x.q[1], x.q[3]));
+  return vpadds_f32(vadd_f32(vget_low_f32(four), vget_high_f32(four)));
+}
+static inline float vf_top(vf x) {  // of numbers, so in any order
+  return vmaxnmvq_f32(vmaxnmq_f32(vmaxnmq_f32(x.q[0], x.q[2]), vmaxnmq_f32(x.q[1], x.q[3])));
+}
+static inline float vf_first(vf x) { return vgetq_lane_f32(x.q[0], 0); }
+
+// The two or four activations that meet every column, in every lane.
+static inline uint32x4_t broadcast4(const void *a) {
+  uint32_t bytes;
+  __builtin_memcpy(&bytes, a, 4);
+  return vdupq_n_u32(bytes);
+}
+
+static inline wbf wbf_load(const uint16_t *p) { MAP(wbf, vreinterpretq_bf16_u16(vld1q_u16(p + 8 * i))); }
+static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
+  const bfloat16x8_t pair = vreinterpretq_bf16_u32(broadcast4(a));
+  MAP(vf, vbfdotq_f32(acc.q[i], w.q[i], pair));
+}
+
+// 64 signed bytes, 4 of K for each of 16 columns, as two operands of vf_dot2. Exact: an int8 fits bf16.
+static inline uint32x4_t widen_byte(int32x4_t x, int left) {  // SCVTF takes the shifted byte as a fraction of 2^24
+  const int32x4_t byte = (x << left) & vdupq_n_s32((int32_t)0xff000000);
+  return vreinterpretq_u32_f32(vcvtq_n_f32_s32(byte, 24));
+}
+static inline bfloat16x8_t widen_pair(int32x4_t x, int left) {
+  return vreinterpretq_bf16_u32(vsriq_n_u32(widen_byte(x, left - 8), widen_byte(x, left), 16));
+}
+static inline void wbf_widen(const int8_t *p, wbf out[2]) {
+  FOR4 {
+    const int32x4_t x = vreinterpretq_s32_s8(vld1q_s8(p + 16 * i));
+    out[0].q[i] = widen_pair(x, 24);
+    out[1].q[i] = widen_pair(x, 8);
+  }
+}
+
+// SDOT takes signed weights, so they are w - 128 when they meet an activation, and nothing is left to compensate.
+static inline wq8 wq8_load(const uint8_t *p) {
+  MAP(wq8, vreinterpretq_s8_u8(veorq_u8(vld1q_u8(p + 16 * i), vdupq_n_u8(0x80))));
+}
+static inline vi vi_dot4_start(int32_t sum) { (void)sum; return vi_zero(); }
+static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
+  const int8x16_t quad = vreinterpretq_s8_u32(broadcast4(a));
+  MAP(vi, vdotq_s32(acc.q[i], w.q[i], quad));
+}

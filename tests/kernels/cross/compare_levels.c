@@ -1,0 +1,291 @@
+// Every tile of every ISA level that this machine can run: against the scalar level's on random numbers, and each row
+// of a call against the same row alone, bit for bit. Plain C over kernels/simd/, so that a level can be tried where no
+// Python runs, under emulation for instance, with Debian's packages:
+//
+//   apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static
+//   meson setup build/aarch64 --cross-file tests/kernels/cross/aarch64.ini
+//   meson test -C build/aarch64 --verbose
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "simd/tiles.h"
+
+enum { MAX_ROWS = 64, MAX_WIDTH = 512, PAGES = 8, PAGE_BYTES = 64 * MAX_WIDTH * 4 };
+
+static const quire_tiles *scalar, *tiles;
+static int failures;
+
+static uint32_t next_bits(void) {
+  static uint64_t state = 42;
+  state = state * 6364136223846793005u + 1442695040888963407u;
+  return (uint32_t)(state >> 32);
+}
+static float next_float(void) { return (float)(int32_t)next_bits() / 2147483648.f; }  // [-1, 1)
+static uint16_t next_scale(void) { return (uint16_t)(0x2000 + next_bits() % 0x800); }  // fp16, 2^-7 to 2^-5
+
+static void fill(float *x, int64_t n) { for (int64_t i = 0; i < n; i++) x[i] = next_float(); }
+
+// `n` elements of one form, n a multiple of 16.
+static void fill_form(void *out, int form, int64_t n) {
+  float x[16];
+  for (int64_t i = 0; i < n; i += 16) {
+    fill(x, 16);
+    if (form == QUIRE_F32) memcpy((float *)out + i, x, sizeof x);
+    else if (form == QUIRE_BF16) scalar->to_bf16(x, 16, (uint16_t *)out + i);
+    else for (int j = 0; j < 16; j++) ((int8_t *)out)[i + j] = (int8_t)(x[j] * 128.f);
+  }
+}
+
+static int64_t item_bytes(int form) { return form == QUIRE_F32 ? 4 : form == QUIRE_BF16 ? 2 : 1; }
+
+static const char *const form_names[] = {"f32", "bf16", "q8"};
+
+static void verdict(const char *op, int form, const char *what, double error, double allowed) {
+  if (error <= allowed) return;
+  printf("%s: %s %s: %s by %g, allowed %g\n", tiles->name, op, form_names[form], what, error, allowed);
+  failures++;
+}
+
+// Largest difference as a share of the largest number; infinite where one side is NaN.
+static void expect_close(const char *op, int form, const float *got, const float *want, int64_t n, double allowed) {
+  double top = 0, off = 0;
+  for (int64_t i = 0; i < n; i++) {
+    const double difference = fabs((double)got[i] - want[i]);
+    top = fmax(top, fabs(want[i]));
+    off = difference <= HUGE_VAL ? fmax(off, difference) : HUGE_VAL;
+  }
+  verdict(op, form, "off scalar", off / top, allowed);
+}
+
+static void expect_same(const char *op, int form, const void *got, const void *want, int64_t bytes) {
+  if (memcmp(got, want, (size_t)bytes)) verdict(op, form, "other bits", 1, 0);
+}
+
+static quire_rows rows_of(int form, int64_t width) {
+  quire_rows r = {.data = calloc(MAX_ROWS * MAX_WIDTH, 4), .width = width};
+  r.scales = calloc(MAX_ROWS * MAX_WIDTH / 32, sizeof *r.scales);
+  r.sums = calloc(MAX_ROWS * MAX_WIDTH / 32, sizeof *r.sums);
+  fill_form(r.data, form, MAX_ROWS * width);
+  for (int64_t block = 0; form == QUIRE_Q8 && block < MAX_ROWS * width / 32; block++) {
+    r.scales[block] = fabsf(next_float()) / 127.f;
+    for (int i = 0; i < 32; i++) r.sums[block] -= 128 * ((int8_t *)r.data)[block * 32 + i];
+  }
+  return r;
+}
+static void free_rows(quire_rows *r) { free(r->data), free(r->scales), free(r->sums); }
+
+static quire_rows from_row(quire_rows r, int form, int64_t row) {
+  r.data = (char *)r.data + row * r.width * item_bytes(form);
+  r.scales += row * (r.width / 32);
+  r.sums += row * (r.width / 32);
+  return r;
+}
+
+static void run_linear(const quire_tiles *level, int form, int per_call, int rows, quire_linear_tile t) {
+  const quire_rows a = t.a;
+  float *c = t.c;
+  for (int row = 0; row < rows; row += per_call) {
+    t.a = from_row(a, form, row), t.c = c + row * t.ldc;
+    level->linear[form](per_call, &t);
+  }
+}
+
+static void compare_linear(int form, int64_t width, int epilogue) {
+  static char panels[2 * 16 * MAX_WIDTH * 4];
+  static uint16_t scales[2 * MAX_WIDTH / 32 * 16];
+  static float bias[32], before[MAX_ROWS * 32], want[MAX_ROWS * 32], alone[MAX_ROWS * 32], got[MAX_ROWS * 32];
+  quire_rows a = rows_of(form, width);
+  fill_form(panels, form, 2 * 16 * width);
+  for (int64_t i = 0; i < 2 * width / 32 * 16; i++) scales[i] = next_scale();
+  fill(bias, 32), fill(before, MAX_ROWS * 32);
+  for (int rows = 1; rows <= tiles->linear_rows; rows++) {
+    quire_linear_tile t = {.w = panels, .scales = scales, .panel_bytes = 16 * width * item_bytes(form), .a = a,
+                           .bias = rows % 2 ? bias : NULL, .next = panels, .next_lines = 1, .ldc = 32,
+                           .epilogue = epilogue};
+    memcpy(want, before, sizeof want), memcpy(alone, before, sizeof alone), memcpy(got, before, sizeof got);
+    t.c = want, run_linear(scalar, form, 1, rows, t);
+    t.c = alone, run_linear(tiles, form, 1, rows, t);
+    t.c = got, run_linear(tiles, form, rows, rows, t);
+    expect_close("linear", form, got, want, rows * 32, 1e-6);
+    expect_same("linear, a row alone", form, got, alone, rows * 32 * (int64_t)sizeof *got);
+  }
+  free_rows(&a);
+}
+
+// The pages of one KV head, and what attention keeps of its rows.
+typedef struct {
+  quire_page pages[PAGES];
+  float m[MAX_ROWS], l[MAX_ROWS], o[MAX_ROWS * MAX_WIDTH];
+  float total_m[MAX_ROWS], total_l[MAX_ROWS], total_o[MAX_ROWS * MAX_WIDTH];
+  float s[64 * 64], p[64 * 64];
+} attention;
+
+static void reset(float *m, float *l, float *o, int64_t outputs) {
+  for (int r = 0; r < MAX_ROWS; r++) m[r] = -INFINITY, l[r] = 0;
+  memset(o, 0, (size_t)outputs * sizeof *o);
+}
+
+static quire_page new_page(int form, int64_t size, int64_t d) {
+  quire_page p = {.form = form, .size = size, .d = d};
+  p.k = calloc(1, PAGE_BYTES), p.v = calloc(1, PAGE_BYTES);
+  p.k_scales = calloc(1, PAGE_BYTES), p.v_scales = calloc(1, PAGE_BYTES);
+  return p;
+}
+static void free_page(quire_page *p) { free(p->k), free(p->v), free(p->k_scales), free(p->v_scales); }
+
+// Two splits of one tile each, merged: rows [first, first + rows) of q, the last token of each at 64 + row.
+static void run_attention(const quire_tiles *level, attention *x, int form, quire_rows q, int64_t size, int64_t window,
+                          int first, int rows) {
+  const int64_t d = q.width;
+  int64_t positions[MAX_ROWS];
+  for (int r = 0; r < rows; r++) positions[r] = 64 + first + r;
+  reset(x->total_m, x->total_l, x->total_o, rows * d);
+  for (int64_t token = 0; token < 128; token += 64) {
+    quire_attention_tile t = {.q = from_row(q, form, first), .positions = positions, .window = window,
+                              .first_token = token, .head_dim = d, .num_pages = (int)(64 / size),
+                              .page_size = (int)size, .m = x->m, .l = x->l, .s = x->s, .p = x->p, .o = x->o};
+    for (int j = 0; j < 4; j++) {
+      const quire_page *page = &x->pages[(token + 16 * j) / size];
+      const int64_t slot = 16 * j % size;
+      t.k[j] = (char *)page->k + slot * d * item_bytes(form);
+      t.k_scales[j] = page->k_scales + slot * (d / 32);
+      t.v_scales[j] = page->v_scales + slot;
+      t.v[16 * j / size] = page->v, t.next_k[16 * j / size] = page->k;
+    }
+    reset(x->m, x->l, x->o, rows * d);
+    level->attention[form](rows, &t);
+    level->merge(rows, d, x->m, x->l, x->o, x->total_m, x->total_l, x->total_o);
+  }
+}
+
+static void compare_attention(int form, int64_t size, int64_t d, int64_t window, int rows) {
+  static const double allowed[] = {4e-6, 1e-2, 1e-2};  // p is rounded to bf16, and a tie may fall either way
+  static attention x, y;
+  quire_rows q = rows_of(form, d);
+  float head[MAX_WIDTH];
+  for (int i = 0; i < 128 / size; i++) {
+    x.pages[i] = y.pages[i] = new_page(form, size, d);
+    for (int64_t slot = 0; slot < size; slot++) {
+      fill(head, d), scalar->store_key(head, slot, &x.pages[i]);
+      fill(head, d), scalar->store_value(head, slot, &x.pages[i]);
+    }
+  }
+  run_attention(tiles, &x, form, q, size, window, 0, rows);
+  run_attention(scalar, &y, form, q, size, window, 0, rows);
+  expect_close("attention", form, x.total_o, y.total_o, rows * d, allowed[form]);
+  expect_close("attention's sums", form, x.total_l, y.total_l, rows, 2e-6 + allowed[form] / 10);
+  for (int row = 0; row < rows; row++) {
+    run_attention(tiles, &y, form, q, size, window, row, 1);
+    expect_same("attention, a row alone", form, x.total_o + row * d, y.total_o, d * (int64_t)sizeof *y.total_o);
+  }
+  for (int i = 0; i < 128 / size; i++) free_page(&x.pages[i]);
+  free_rows(&q);
+}
+
+static void compare_convert(int form, int64_t columns, int64_t width) {
+  static float x[MAX_WIDTH], weight[MAX_WIDTH];
+  quire_rows got = rows_of(form, width), want = rows_of(form, width);
+  fill(x, MAX_WIDTH), fill(weight, MAX_WIDTH);
+  tiles->convert(x, NULL, 0, columns, form, &got, 1);
+  scalar->convert(x, NULL, 0, columns, form, &want, 1);
+  expect_same("convert", form, from_row(got, form, 1).data, from_row(want, form, 1).data, width * item_bytes(form));
+  if (form == QUIRE_Q8) {
+    expect_same("scales", form, from_row(got, form, 1).scales, from_row(want, form, 1).scales, width / 32 * 4);
+    expect_same("sums", form, from_row(got, form, 1).sums, from_row(want, form, 1).sums, width / 32 * 4);
+  }
+  if (form == QUIRE_F32) {  // the others only round what this gives
+    tiles->convert(x, weight, 1e-6f, columns, form, &got, 1);
+    scalar->convert(x, weight, 1e-6f, columns, form, &want, 1);
+    expect_close("norm", form, from_row(got, form, 1).data, from_row(want, form, 1).data, width, 1e-6);
+  }
+  free_rows(&got), free_rows(&want);
+}
+
+static void compare_heads(int form, int64_t size, int64_t d) {
+  float x[MAX_WIDTH], norm[MAX_WIDTH], rotary[MAX_WIDTH], got[MAX_WIDTH], want[MAX_WIDTH];
+  const quire_head h = {.head_dim = d - 6, .norm = norm, .eps = 1e-6f, .scale = 0.3f};
+  quire_page p = new_page(form, size, d), q = new_page(form, size, d);
+  for (int64_t slot = 0; slot < size; slot++) {
+    fill(x, MAX_WIDTH), fill(norm, MAX_WIDTH), fill(rotary, MAX_WIDTH);
+    tiles->head(x, &h, rotary, got), scalar->head(x, &h, rotary, want);
+    expect_close("head", form, got, want, d, 1e-6);
+    tiles->store_key(want, slot, &p), scalar->store_key(want, slot, &q);
+    tiles->store_value(want, slot, &p), scalar->store_value(want, slot, &q);
+  }
+  expect_same("store_key", form, p.k, q.k, PAGE_BYTES);
+  expect_same("store_value", form, p.v, q.v, PAGE_BYTES);
+  expect_same("key scales", form, p.k_scales, q.k_scales, PAGE_BYTES);
+  expect_same("value scales", form, p.v_scales, q.v_scales, PAGE_BYTES);
+  free_page(&p), free_page(&q);
+}
+
+static void compare_unpack(int form, int64_t width) {
+  static char panel[16 * MAX_WIDTH * 4];
+  static float got[MAX_WIDTH], want[MAX_WIDTH];
+  uint16_t scales[MAX_WIDTH / 32 * 16];
+  fill_form(panel, form, 16 * width);
+  for (int i = 0; i < MAX_WIDTH / 32 * 16; i++) scales[i] = next_scale();
+  for (int lane = 0; lane < 16; lane++) {
+    tiles->unpack_column(panel, scales, form, width, lane, got);
+    scalar->unpack_column(panel, scales, form, width, lane, want);
+    expect_same("unpack_column", form, got, want, width * (int64_t)sizeof *got);
+  }
+}
+
+static void compare_to_bf16(void) {
+  float x[16] = {NAN, -NAN, INFINITY, -INFINITY, 0.f, -0.f, 3.4028235e38f, 1.00390625f, 1.01171875f, 65535.f};
+  uint16_t got[16], want[16];
+  tiles->to_bf16(x, 16, got), scalar->to_bf16(x, 16, want);
+  expect_same("to_bf16", QUIRE_BF16, got, want, sizeof got);
+}
+
+static void compare_logits(int64_t n) {
+  static float x[1000], y[1000];
+  float top[2];
+  double sums[2];
+  fill(x, n);
+  x[n / 2] = x[n - 1] = 2.f;  // a tie
+  const int64_t at = tiles->argmax(x, n, &top[0], &sums[0]);
+  if (at != scalar->argmax(x, n, &top[1], &sums[1]) || at != n / 2 || top[0] != top[1])
+    verdict("argmax", QUIRE_F32, "elsewhere", 1, 0);
+  verdict("sum of exp", QUIRE_F32, "off scalar", fabs(sums[0] / sums[1] - 1), 1e-6);
+  tiles->exp_scaled(x, 2.f, 25.f, n / 16 * 16, y);
+  for (int64_t i = 0; i < n / 16 * 16; i++)
+    verdict("exp", QUIRE_F32, "off libm", fabs((double)y[i] / exp((double)((x[i] - 2.f) * 25.f)) - 1), 3e-7);
+  x[n / 3] = NAN;
+  if (tiles->argmax(x, n, &top[0], NULL) != -1) verdict("argmax", QUIRE_F32, "a NaN passed", 1, 0);
+}
+
+static void compare_level(void) {
+  for (int form = 0; form < 3; form++) {
+    for (int64_t width = 32; width <= MAX_WIDTH; width *= 4) {
+      for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear(form, width, epilogue);
+      compare_convert(form, width - 5, width);
+      compare_unpack(form, width);
+    }
+    for (int64_t size = 16; size <= 64; size *= 2)
+      for (int64_t d = form == QUIRE_Q8 ? 32 : 16; d <= 128; d *= 2) {
+        compare_heads(form, size, d);
+        for (int rows = 1; rows <= MAX_ROWS; rows = rows * 3 + 1) {
+          compare_attention(form, size, d, 0, rows);
+          compare_attention(form, size, d, 37, rows);
+        }
+      }
+  }
+  compare_to_bf16();
+  for (int64_t n = 48; n < 1000; n += 137) compare_logits(n);
+}
+
+int main(void) {
+  scalar = quire_isa_tiles(QUIRE_SCALAR);
+  for (int level = QUIRE_SCALAR; level < QUIRE_LEVELS; level++) {
+    tiles = quire_isa_tiles(level);
+    const int before = failures;
+    if (quire_isa_supported(level)) compare_level();
+    const char *outcome = failures > before ? "FAILED" : quire_isa_supported(level) ? "ok" : "not supported here";
+    printf("%s: %s\n", tiles->name, outcome);
+  }
+  return failures > 0;
+}
