@@ -67,7 +67,20 @@ static inline void vf_store_bf16(uint16_t *p, vf x) {
 }
 
 static inline vi vi_zero(void) { MAP(vi, vdupq_n_s32(0)); }
+static inline vi vi_set1(int32_t x) { MAP(vi, vdupq_n_s32(x)); }
+static inline vi vi_load(const uint32_t *p) { MAP(vi, vreinterpretq_s32_u32(vld1q_u32(p + 4 * i))); }
+static inline void vi_store(uint32_t *p, vi x) {
+  FOR4 vst1q_u32(p + 4 * i, vreinterpretq_u32_s32(x.q[i]));
+}
 static inline vi vi_add(vi a, vi b) { MAP(vi, vaddq_s32(a.q[i], b.q[i])); }
+static inline vi vi_and(vi a, vi b) { MAP(vi, vandq_s32(a.q[i], b.q[i])); }
+static inline vi vi_or(vi a, vi b) { MAP(vi, vorrq_s32(a.q[i], b.q[i])); }
+static inline vi vi_shift_left(vi a, int bits) { MAP(vi, vshlq_s32(a.q[i], vdupq_n_s32(bits))); }
+static inline vi vi_shift_right(vi a, int bits) { MAP(vi, vshlq_s32(a.q[i], vdupq_n_s32(-bits))); }
+// bits in the low half of each lane
+static inline vi vi_bf16(vf x) {
+  MAP(vi, vreinterpretq_s32_u32(vmovl_u16(vreinterpret_u16_bf16(vcvt_bf16_f32(x.q[i])))));
+}
 static inline vi vi_from(vf x) { MAP(vi, vcvtnq_s32_f32(x.q[i])); }
 static inline vf vf_from(vi x) { MAP(vf, vcvtq_f32_s32(x.q[i])); }
 static inline int32_t vi_sum(vi x) {
@@ -100,22 +113,6 @@ static inline wbf wbf_load(const uint16_t *p) { MAP(wbf, vreinterpretq_bf16_u16(
 static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
   const bfloat16x8_t pair = vreinterpretq_bf16_u32(broadcast4(a));
   MAP(vf, vbfdotq_f32(acc.q[i], w.q[i], pair));
-}
-
-// 64 signed bytes, 4 of K for each of 16 columns, as two operands of vf_dot2. Exact: an int8 fits bf16.
-static inline uint32x4_t widen_byte(int32x4_t x, int left) {  // SCVTF takes the shifted byte as a fraction of 2^24
-  const int32x4_t byte = (x << left) & vdupq_n_s32((int32_t)0xff000000);
-  return vreinterpretq_u32_f32(vcvtq_n_f32_s32(byte, 24));
-}
-static inline bfloat16x8_t widen_pair(int32x4_t x, int left) {
-  return vreinterpretq_bf16_u32(vsriq_n_u32(widen_byte(x, left - 8), widen_byte(x, left), 16));
-}
-static inline void wbf_widen(const int8_t *p, wbf out[2]) {
-  FOR4 {
-    const int32x4_t x = vreinterpretq_s32_s8(vld1q_s8(p + 16 * i));
-    out[0].q[i] = widen_pair(x, 24);
-    out[1].q[i] = widen_pair(x, 8);
-  }
 }
 
 // SDOT takes signed weights, so they are w - 128 when they meet an activation, and nothing is left to compensate.
