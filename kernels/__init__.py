@@ -9,6 +9,7 @@ from .isa import pick_level, supported_levels
 from .pack import PackedMatrix, packed_nbytes
 from .pool import Pool
 from .program import Program, scratch_nbytes
+from .roofline import peak_ops_per_s, read_bytes_per_s
 from .sample import Sampler, sampler_nbytes
 
 __all__ = [
@@ -19,7 +20,9 @@ __all__ = [
     "Sampler",
     "available_cpus",
     "packed_nbytes",
+    "peak_ops_per_s",
     "pick_level",
+    "read_bytes_per_s",
     "sampler_nbytes",
     "scratch_nbytes",
     "supported_levels",

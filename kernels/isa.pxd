@@ -84,6 +84,8 @@ cdef extern from "simd/tiles.h" nogil:
                               float *out) noexcept nogil
         int64_t (*argmax)(const float *x, int64_t n, float *max, double *sum_exp) noexcept nogil
         void (*exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out) noexcept nogil
+        float (*stream)(const char *p, int64_t bytes, int64_t ahead) noexcept nogil
+        int64_t (*peak)(int form, int64_t steps, const void *w, const void *a, float *result) noexcept nogil
 
     int quire_isa_supported(int level)
     const quire_tiles *quire_isa_tiles(int level)

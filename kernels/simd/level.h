@@ -20,3 +20,5 @@ void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out);
 void ISA(unpack_column)(const void *panel, const uint16_t *scales, int form, int64_t width, int lane, float *out);
 int64_t ISA(argmax)(const float *x, int64_t n, float *max, double *sum_exp);
 void ISA(exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out);
+float ISA(stream)(const char *p, int64_t bytes, int64_t ahead);
+int64_t ISA(peak)(int form, int64_t steps, const void *w, const void *a, float *result);

@@ -15,4 +15,6 @@ const quire_tiles ISA(quire_tiles) = {
     .unpack_column = ISA(unpack_column),
     .argmax = ISA(argmax),
     .exp_scaled = ISA(exp_scaled),
+    .stream = ISA(stream),
+    .peak = ISA(peak),
 };

@@ -93,6 +93,12 @@ typedef struct {
   int64_t (*argmax)(const float *x, int64_t n, float *max, double *sum_exp);
   // out[i] = exp((x[i] - shift) * scale); n a multiple of 16
   void (*exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out);
+
+  // For measuring. The sum of what lies at p, fetched `ahead` bytes before its turn (0: not); bytes a multiple of 256.
+  float (*stream)(const char *p, int64_t bytes, int64_t ahead);
+  // `steps` rounds of the form's dot product on one operand each, w [64 bytes] and a [4 bytes]; *result depends on all.
+  // Returns the additions and multiplications done.
+  int64_t (*peak)(int form, int64_t steps, const void *w, const void *a, float *result);
 } quire_tiles;
 
 // The levels built for this architecture, lowest first.

@@ -1,0 +1,16 @@
+import numpy as np
+import numpy.typing as npt
+
+from .ops import Form
+from .pool import Pool
+
+def read_bytes_per_s(memory: npt.NDArray[np.uint8], pool: Pool, isa: str | None = None) -> float:
+    """Bytes per second at which all workers of `pool` together read `memory`: the median of several passes, at the best
+    of several prefetch distances. For the speed of DRAM it should be far larger than the last cache. ValueError where
+    it has less than 256 B per worker.
+    """
+
+def peak_ops_per_s(form: Form, pool: Pool, isa: str | None = None) -> float:
+    """Multiplications and additions per second of the level's dot product in `form` on all workers, the median of
+    several passes of some milliseconds. ValueError for an unknown form.
+    """

@@ -1,0 +1,82 @@
+# cython: language_level=3
+"""What this machine can do at most at an ISA level: the roofs that a benchmark holds the kernels against.
+
+It must not know kernels or models; the arithmetic is simd/peak.c. One invariant: all workers of the pool take part, each
+with an equal share, as they do in a step.
+"""
+from libc.stdint cimport int64_t
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+import numpy as np
+
+from .isa cimport QUIRE_BF16, QUIRE_F32, QUIRE_Q8, quire_tiles, tiles_of
+from .pool cimport Pool, quire_pool_run
+
+cdef enum:
+    LINE_FLOATS = 16                # a worker's result has a cache line of its own
+    PASSES = 5
+    STRIDE = 256                    # bytes that one round of `stream` reads
+
+_FORMS = {"f32": QUIRE_F32, "bf16": QUIRE_BF16, "q8": QUIRE_Q8}
+_AHEAD_BYTES = (0, 512, 1024, 2048, 4096)
+_PASS_S = 0.005
+
+
+cdef struct Pass:                   # one run of the pool
+    const quire_tiles *tiles
+    const char *memory              # to be streamed; NULL: `steps` rounds of arithmetic instead
+    int64_t share                   # bytes of each worker
+    int64_t ahead
+    int form
+    int64_t steps
+    float *results                  # [workers][LINE_FLOATS]
+    int64_t ops                     # of worker 0
+
+
+cdef void _work(void *argument, int worker, int workers) noexcept nogil:
+    cdef Pass *job = <Pass *>argument
+    cdef char[128] zeros
+    cdef int64_t i, ops
+    if job.memory != NULL:
+        job.results[worker * LINE_FLOATS] = job.tiles.stream(job.memory + worker * job.share, job.share, job.ahead)
+        return
+    for i in range(128):
+        zeros[i] = 0
+    ops = job.tiles.peak(job.form, job.steps, zeros, zeros + 64, &job.results[worker * LINE_FLOATS])
+    if worker == 0:
+        job.ops = ops
+
+
+cdef double _seconds(Pass *job, Pool pool):
+    cdef timespec start, end
+    with nogil:
+        clock_gettime(CLOCK_MONOTONIC, &start)
+        quire_pool_run(pool.pool, _work, job)
+        clock_gettime(CLOCK_MONOTONIC, &end)
+    return end.tv_sec - start.tv_sec + (end.tv_nsec - start.tv_nsec) * 1e-9
+
+
+def read_bytes_per_s(const unsigned char[::1] memory, Pool pool, isa=None):
+    cdef float[::1] results = np.zeros(pool.workers * LINE_FLOATS, np.float32)
+    cdef Pass job
+    job.tiles, job.results = tiles_of(isa), &results[0]
+    job.share = memory.shape[0] // pool.workers // STRIDE * STRIDE
+    if job.share == 0:
+        raise ValueError(f"{memory.shape[0]} bytes are too few for {pool.workers} workers to read {STRIDE} each")
+    job.memory = <const char *>&memory[0]
+    fastest = np.inf
+    for job.ahead in _AHEAD_BYTES:
+        fastest = min(fastest, np.median([_seconds(&job, pool) for _ in range(PASSES)]))
+    return job.share * pool.workers / fastest
+
+
+def peak_ops_per_s(form, Pool pool, isa=None):
+    cdef float[::1] results = np.zeros(pool.workers * LINE_FLOATS, np.float32)
+    cdef Pass job
+    if form not in _FORMS:
+        raise ValueError(f"unknown form {form!r}; a peak is measured for {', '.join(_FORMS)}")
+    job.tiles, job.results, job.memory = tiles_of(isa), &results[0], NULL
+    job.form, job.steps = _FORMS[form], 1000
+    while _seconds(&job, pool) < _PASS_S:
+        job.steps *= 2
+    return job.ops * pool.workers / np.median([_seconds(&job, pool) for _ in range(PASSES)])
