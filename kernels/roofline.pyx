@@ -1,8 +1,8 @@
 # cython: language_level=3
 """What this machine can do at most at an ISA level: the roofs that a benchmark holds the kernels against.
 
-It must not know kernels or models; the arithmetic is simd/peak.c. One invariant: all workers of the pool take part, each
-with an equal share, as they do in a step.
+It must not know kernels or models; the arithmetic is simd/peak.c. One invariant: all workers of the pool take part,
+each with an equal share, as they do in a step.
 """
 from libc.stdint cimport int64_t
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec

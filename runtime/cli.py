@@ -19,7 +19,7 @@ from .commands.demo import demo as run_demo
 from .commands.generate import generate as run_generate
 from .commands.inspect import info_text, plan_text
 from .commands.serve import serve as run_serve
-from .errors import ConfigError, QuireError
+from .errors import QuireError
 from .generation import SamplingParams
 from .models import describe_sizes
 from .settings import Settings, resolve_settings
@@ -142,15 +142,14 @@ def bench(
     plot: Path | None = None,
     engine: EngineFlags | None = None,
 ) -> None:
-    """Measure prefill and decode speed of MODEL (default: the bundled one) by users x prompt tokens.
+    """Measure prefill and decode of MODEL (default: the bundled one) by users x prompt tokens, beside what the machine
+    can do at most; --plot FILE draws that as a roofline.
 
     With --no-kv-cache: generate by recomputing everything, beside the cached run; --plot FILE draws both.
     """
     config = _settings(model, engine).engine
-    if kv_cache and plot is not None:
-        raise ConfigError("--plot draws the story of the KV cache; give --no-kv-cache with it")
     if kv_cache:
-        bench_speed(config, shapes, new_tokens, repeats, json)
+        bench_speed(config, shapes, new_tokens, repeats, json, plot)
     else:
         bench_cache(config, shapes, new_tokens, json, plot)
 

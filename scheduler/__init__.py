@@ -1,6 +1,6 @@
 """Who runs next. Requests in, an immutable StepPlan out; no tensor, no kernel, no socket."""
 
-from .batcher import Batcher, Execute, Publish
+from .batcher import Batcher, Execute, FinishedStep, Observe, Publish
 from .budget import Budget, TokenBudget
 from .errors import DuplicateRequest, NotAccepting, QueueFull, SchedulerError, StepMismatch, TooLong
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
@@ -16,8 +16,10 @@ __all__ = [
     "DuplicateRequest",
     "Execute",
     "FinishReason",
+    "FinishedStep",
     "FirstComeFirstServed",
     "NotAccepting",
+    "Observe",
     "Policy",
     "Publish",
     "QueueFull",

@@ -10,7 +10,9 @@ Everything here runs on one event loop; only `execute` may leave it, for the dur
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from .errors import NotAccepting, StepMismatch
 from .plan import StepPlan, StepResult
@@ -21,16 +23,34 @@ Execute = Callable[[StepPlan], Awaitable[StepResult]]  # suspends while it compu
 Publish = Callable[[Sequence[RequestUpdate]], None]  # must not raise
 
 
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """One step that was executed and committed, and the seconds spent around its execution."""
+
+    plan: StepPlan
+    result: StepResult
+    schedule_s: float
+    commit_s: float
+    publish_s: float
+
+
+Observe = Callable[[FinishedStep], None]  # must not raise
+
+
 class Batcher:
-    """Runs steps as long as there is work. `publish` is called between steps and may finish or cancel requests.
+    """Runs steps as long as there is work. `publish` is called between steps and may finish or cancel requests, then
+    `observe` is told of the step.
 
     `start` it on a running event loop, and `close` it in the end.
     """
 
-    def __init__(self, scheduler: Scheduler, execute: Execute, publish: Publish) -> None:
+    def __init__(
+        self, scheduler: Scheduler, execute: Execute, publish: Publish, observe: Observe | None = None
+    ) -> None:
         self._scheduler = scheduler
         self._execute = execute
         self._publish = publish
+        self._observe = observe
         self._task: asyncio.Task[None] | None = None
         self._accepting = True
         self._closing: str | None = None  # the error that requests left over by `close` end with
@@ -95,11 +115,12 @@ class Batcher:
     async def _run(self) -> None:
         try:
             while self._closing is None:
+                start = time.perf_counter()
                 plan = self._scheduler.schedule()
                 if plan is None:
                     await self._wait_for_work()
                 else:
-                    await self._step(plan)
+                    await self._step(plan, time.perf_counter() - start)
         finally:
             self._accepting = False
             self._end_all(self._closing or "the engine stopped unexpectedly")
@@ -108,15 +129,23 @@ class Batcher:
         self._wake.clear()
         await self._wake.wait()
 
-    async def _step(self, plan: StepPlan) -> None:
+    async def _step(self, plan: StepPlan, schedule_s: float) -> None:
         try:
             result = await self._execute(plan)
         except Exception as error:
-            updates = self._scheduler.abandon(f"step {plan.step_id} failed: {error!r}")
+            self._publish(self._scheduler.abandon(f"step {plan.step_id} failed: {error!r}"))
         else:
-            updates = self._commit(result)
-        self._publish(updates)
+            self._finish_step(plan, result, schedule_s)
         self._note_idle()
+
+    def _finish_step(self, plan: StepPlan, result: StepResult, schedule_s: float) -> None:
+        executed = time.perf_counter()
+        updates = self._commit(result)
+        committed = time.perf_counter()
+        self._publish(updates)
+        if self._observe is not None:
+            published = time.perf_counter()
+            self._observe(FinishedStep(plan, result, schedule_s, committed - executed, published - committed))
 
     def _commit(self, result: StepResult) -> list[RequestUpdate]:
         try:

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, MissingDependency
 from .cache_story import CacheStory
+from .roofline import FORMS, PEAK_NAMES, Roofline, mean_roofline
+from .speed import ShapeResult
+
+PREFILL, DECODE, ROOF = "#b3452c", "#2c6fb3", "#555555"
+LABEL_PLACES = [  # points right of and above what is labelled, the nearest first
+    (dx, dy) for far in range(0, 104, 13) for dy in sorted({-far, far}) for dx in (9 + far // 3, -9 - far // 3)
+]
+
+Line = tuple[tuple[float, float], tuple[float, float]]
+
+
+def check_plot(path: Path) -> None:
+    """Before anything is measured. Raises MissingDependency, or ConfigError where `path` cannot be written."""
+    formats = _pyplot().FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:] not in formats:
+        raise ConfigError(f"--plot {path}: the name must end in one of {', '.join(f'.{name}' for name in formats)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path} cannot be written: {path.parent} is not a folder")
 
 
 def plot_cache_story(story: CacheStory, path: Path) -> None:
-    """Milliseconds per forward pass against the number of tokens before it. Raises MissingDependency or ConfigError."""
+    """Milliseconds per forward pass against the number of tokens before it. Raises ConfigError."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for run, label, colour in (
-        (story.uncached, "everything recomputed", "#b3452c"),
-        (story.cached, "KV cache", "#2c6fb3"),
+        (story.uncached, "everything recomputed", PREFILL),
+        (story.cached, "KV cache", DECODE),
     ):
         tokens = range(story.prompt_tokens + 1, story.prompt_tokens + len(run.forward_s))
         axes.plot(tokens, [seconds * 1000 for seconds in run.forward_s[1:]], label=label, color=colour)
@@ -23,6 +42,89 @@ def plot_cache_story(story: CacheStory, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
+    _save(pyplot, figure, path)
+
+
+def plot_roofline(results: Sequence[ShapeResult], title: str, path: Path) -> None:
+    """Operations per second against operations per byte, one point per shape and phase, under the machine's roofs.
+
+    Raises ConfigError.
+    """
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    points = [
+        (str(result.shape), phase.work.intensity, phase.ops_per_s / 1e9, colour)
+        for result in results
+        for phase, colour in ((result.prefill, PREFILL), (result.decode, DECODE))
+    ]
+    roofs = _draw_roofs(axes, mean_roofline([result.roof for result in results]), [point[1] for point in points])
+    for name, colour in (("prefill", PREFILL), ("decode", DECODE)):
+        axes.plot(
+            [x for _, x, _, c in points if c == colour],
+            [y for _, _, y, c in points if c == colour],
+            "o",
+            color=colour,
+            label=name,
+        )
+    axes.set(xlabel="operations per byte read", ylabel="GOP/s", title=title)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="lower right")
+    figure.canvas.draw()  # the layout is final now, so labels know where they may go
+    figure.set_layout_engine("none")
+    _label_points(axes, points, roofs)
+    _save(pyplot, figure, path)
+
+
+def _draw_roofs(axes: Any, roof: Roofline, intensities: Sequence[float]) -> list[Line]:
+    """The slope is the bandwidth's, each level line one form's peak."""
+    bandwidth = roof.read_bytes_per_s / 1e9
+    peaks = {PEAK_NAMES[form]: roof.peak_ops_per_s[form] / 1e9 for form in FORMS}
+    top = max(peaks.values())
+    left, right = min(intensities) / 2.5, max(*intensities, top / bandwidth) * 3
+    slope = ((left, left * bandwidth), (top / bandwidth, top))
+    levels = [((peak / bandwidth, peak), (right, peak)) for peak in peaks.values()]
+    for (x0, y0), (x1, y1) in (slope, *levels):
+        axes.loglog([x0, x1], [y0, y1], color=ROOF, linewidth=1)
+    for name, peak in peaks.items():
+        axes.annotate(f"{name} {peak:,.0f}", (right, peak), (0, 4), textcoords="offset points", ha="right", color=ROOF)
+    axes.annotate(f"{bandwidth:.1f} GB/s", slope[0], (2, -4), textcoords="offset points", va="top", color=ROOF)
+    return [slope, *levels]
+
+
+def _label_points(axes: Any, points: Sequence[tuple[str, float, float, str]], roofs: Sequence[Line]) -> None:
+    """Each label goes to the nearest place around its point where it covers nothing; far ones get a leader."""
+    taken = [axes.get_legend().get_window_extent(), *(text.get_window_extent() for text in axes.texts)]
+    taken += [_box(axes, x, y, 7) for _, x, y, _ in points]
+    for (x0, y0), (x1, y1) in roofs:
+        taken += [_box(axes, x0 * (x1 / x0) ** (i / 200), y0 * (y1 / y0) ** (i / 200), 2) for i in range(201)]
+    for label, x, y, colour in points:
+        text = axes.annotate(label, (x, y), LABEL_PLACES[0], textcoords="offset points", va="center", color=colour)
+        for place in LABEL_PLACES:
+            text.set(position=place, ha="left" if place[0] > 0 else "right")
+            if not any(text.get_window_extent().overlaps(box) for box in taken):
+                break
+        taken.append(text.get_window_extent())
+        if text.get_position()[1]:
+            axes.annotate(
+                "",
+                (x, y),
+                text.get_position(),
+                textcoords="offset points",
+                arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4},
+            )
+
+
+def _box(axes: Any, x: float, y: float, size: float) -> Any:
+    """Pixels around a point of the data."""
+    from matplotlib.transforms import Bbox
+
+    px, py = axes.transData.transform((x, y))
+    return Bbox.from_bounds(px - size, py - size, 2 * size, 2 * size)
+
+
+def _save(pyplot: Any, figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:

@@ -2,12 +2,12 @@
 
 Prefill is the time until every user has its first token. Decode is timed in a second run, over n steps in which all
 users decode and nobody prefills. Prompts are random ids and no token ends a request, so every peer does the same work.
+The machine's roofs are measured before each shape and after the last.
 """
 
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +21,8 @@ from ..errors import ConfigError
 from ..execution import Machine
 from ..generation import SamplingParams
 from ..llm import LLM
+from .roofline import Roofline, RooflineMeter, mean_roofline
+from .work import Contexts, Work, decode_work, prefill_work
 
 SEED = 1
 
@@ -37,16 +39,45 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class ShapeResult:
-    """Medians over the repeats. Rates in tokens per second over all users; times in seconds."""
+class Phase:
+    """Prefill or decode of one shape: the median run. Tokens and work are those of all users."""
 
+    tokens: int
+    seconds: float
+    steps: int
+    op_seconds: dict[str, float]  # by kind of op
+    work: Work
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / self.steps
+
+    @property
+    def ops_per_s(self) -> float:
+        return self.work.num_ops / self.seconds
+
+    @property
+    def kv_bytes_per_s(self) -> float:
+        """Of the seconds that attention took: how fast it read keys and values."""
+        return self.work.kv_bytes / self.op_seconds["attention"]
+
+    def share_of_peak(self, roof: Roofline) -> float:
+        return self.work.compute_seconds(roof) / self.seconds
+
+    def share_of_bandwidth(self, roof: Roofline) -> float:
+        return self.work.memory_seconds(roof) / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeResult:
     shape: Shape
-    new_tokens: int
-    prefill_s: float  # until every user has its first token
-    decode_s: float  # for new_tokens more each, all users decoding
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    op_seconds: dict[str, float]  # of the last decode measurement, by kind of op
+    prefill: Phase  # until every user has its first token
+    decode: Phase  # steps in which all users decode
+    roof: Roofline  # the mean of what was measured before and after
 
 
 def parse_shapes(text: str) -> list[Shape]:
@@ -77,25 +108,25 @@ def bench_config(config: EngineConfig, shapes: list[Shape], new_tokens: int) -> 
 def measure_shapes(
     llm: LLM, shapes: list[Shape], new_tokens: int, repeats: int, report: Callable[[str], None]
 ) -> Iterator[ShapeResult]:
-    """One result per shape, as it is ready. `report` is told what runs now."""
+    """One result per shape, as it is ready. `report` is told what runs now. Raises ConfigError."""
+    capacity = llm.engine.machine.capacity
+    meter = RooflineMeter(capacity.cpus.threads, capacity.isa)
     generator = random.Random(SEED)
     _generate(llm, generator, Shape(1, shapes[0].prompt_tokens), 1)
+    before = meter.measure()
     for shape in shapes:
-        prefills, clocks = [], []
+        prefills, decodes = [], []
         for repeat in range(repeats):
             report(f"{shape}: run {repeat + 1} of {repeats}")
-            prefills.append(_generate(llm, generator, shape, 1))
-            clocks.append(_time_decode(llm, generator, shape, new_tokens))
-        prefill_s, decode_s = statistics.median(prefills), statistics.median(clock.seconds for clock in clocks)
-        yield ShapeResult(
-            shape,
-            new_tokens,
-            prefill_s,
-            decode_s,
-            shape.batch * shape.prompt_tokens / prefill_s,
-            shape.batch * new_tokens / decode_s,
-            clocks[-1].op_seconds,
-        )
+            prefills.append(_time_prefill(llm, generator, shape))
+            decodes.append(_time_decode(llm, generator, shape, new_tokens))
+        after = meter.measure()
+        yield ShapeResult(shape, _median(prefills), _median(decodes), mean_roofline([before, after]))
+        before = after
+
+
+def _median(runs: list[Phase]) -> Phase:
+    return sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
 
 
 class StepClock(SilentObserver):
@@ -106,6 +137,7 @@ class StepClock(SilentObserver):
         self._users = users
         self._num_steps = num_steps
         self._ends: list[float] = []  # of the last step with prefill, then of each decode step
+        self.contexts: list[Contexts] = []  # of each decode step
         self.op_seconds: dict[str, float] = {}
 
     @property
@@ -114,21 +146,45 @@ class StepClock(SilentObserver):
 
     def on_step(self, stats: StepStats) -> None:
         if stats.prefill_tokens:
-            self._ends = [time.perf_counter()]
+            self._ends, self.contexts = [time.perf_counter()], []
             self._machine.op_seconds()
-        elif stats.decode_tokens == self._users and len(self._ends) <= self._num_steps:
+        elif stats.decode_tokens == self._users and len(self.contexts) < self._num_steps:
             self._ends.append(time.perf_counter())
-            if len(self._ends) > self._num_steps:
+            self.contexts.append(stats.context_tokens)
+            if len(self.contexts) == self._num_steps:
                 self.op_seconds = self._machine.op_seconds()
 
 
-def _time_decode(llm: LLM, generator: random.Random, shape: Shape, new_tokens: int) -> StepClock:
+class _StepCollector(SilentObserver):
+    """The contexts of every step."""
+
+    def __init__(self) -> None:
+        self.contexts: list[Contexts] = []
+
+    def on_step(self, stats: StepStats) -> None:
+        self.contexts.append(stats.context_tokens)
+
+
+def _time_prefill(llm: LLM, generator: random.Random, shape: Shape) -> Phase:
+    """A run of one new token for each user."""
+    machine, steps = llm.engine.machine, _StepCollector()
+    machine.op_seconds()
+    llm.engine.set_observer(steps)
+    seconds = _generate(llm, generator, shape, 1)
+    llm.engine.set_observer(SilentObserver())
+    work = prefill_work(machine, shape.batch, shape.prompt_tokens, steps.contexts)
+    return Phase(shape.batch * shape.prompt_tokens, seconds, len(steps.contexts), machine.op_seconds(), work)
+
+
+def _time_decode(llm: LLM, generator: random.Random, shape: Shape, new_tokens: int) -> Phase:
     """A run in which the first user still decodes for `new_tokens` steps when the last has been prefilled."""
-    clock = StepClock(llm.engine.machine, shape.batch, new_tokens)
+    machine = llm.engine.machine
+    clock = StepClock(machine, shape.batch, new_tokens)
     llm.engine.set_observer(clock)
     _generate(llm, generator, shape, new_tokens + _prefill_steps(llm.engine.config, shape))
     llm.engine.set_observer(SilentObserver())
-    return clock
+    work = decode_work(machine, clock.contexts)
+    return Phase(shape.batch * new_tokens, clock.seconds, new_tokens, clock.op_seconds, work)
 
 
 def _prefill_steps(config: EngineConfig, shape: Shape) -> int:

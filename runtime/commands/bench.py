@@ -1,4 +1,4 @@
-"""`quire bench`: speed by shape as a table or JSON, and the KV cache's own story."""
+"""`quire bench`: speed by shape beside the machine's roofs, or the KV cache's story; as tables, JSON and pictures."""
 
 from __future__ import annotations
 
@@ -7,30 +7,36 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from ..bench import CacheStory, ShapeResult, measure_shapes, parse_shapes, tell_cache_story
-from ..bench.plot import plot_cache_story
+from ..bench import CacheStory, measure_overhead, measure_shapes, parse_shapes, tell_cache_story
+from ..bench.plot import check_plot, plot_cache_story, plot_roofline
 from ..bench.speed import Shape, bench_config
 from ..config import EngineConfig
 from ..errors import ConfigError
 from ..execution import Machine
 from ..llm import LLM
+from .bench_report import SpeedReport
 
 
-def bench_speed(config: EngineConfig, shapes_text: str, new_tokens: int, repeats: int, as_json: bool) -> None:
-    """Print tokens per second of every shape. Raises ConfigError or ModelError."""
+def bench_speed(
+    config: EngineConfig, shapes_text: str, new_tokens: int, repeats: int, as_json: bool, plot: Path | None
+) -> None:
+    """Measure every shape, then the step's overhead. Raises ConfigError, ModelError or MissingDependency."""
     if new_tokens < 1 or repeats < 1:
         raise ConfigError("--new-tokens and --repeats must be at least 1")
     shapes = parse_shapes(shapes_text)
+    if plot is not None:
+        check_plot(plot)
     with LLM.from_config(bench_config(config, shapes, new_tokens)) as llm:
-        machine = llm.engine.machine
-        results = measure_shapes(llm, shapes, new_tokens, repeats, _progress)
-        if as_json:
-            print(json.dumps({**_circumstances(config, machine), "shapes": [_as_dict(r) for r in results]}, indent=1))
-        else:
-            _print_table(config, machine, list(results))
+        about = _circumstances(config, llm.engine.machine)
+        results = list(measure_shapes(llm, shapes, new_tokens, repeats, _progress))
+    report = SpeedReport(about, results, measure_overhead(config))
+    _progress("")
+    if plot is not None:
+        plot_roofline(results, report.title, plot)
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=1))
+    else:
+        report.print()
 
 
 def bench_cache(config: EngineConfig, shapes_text: str, new_tokens: int, as_json: bool, plot: Path | None) -> None:
@@ -38,6 +44,8 @@ def bench_cache(config: EngineConfig, shapes_text: str, new_tokens: int, as_json
     shape = parse_shapes(shapes_text)[0]
     if new_tokens < 2:
         raise ConfigError("--new-tokens must be at least 2 to show what the cache is worth")
+    if plot is not None:
+        check_plot(plot)
     with LLM.from_config(bench_config(config, [Shape(1, shape.prompt_tokens)], new_tokens)) as llm:
         story = tell_cache_story(llm.engine.machine, shape.prompt_tokens, new_tokens)
         if plot is not None:
@@ -50,7 +58,7 @@ def bench_cache(config: EngineConfig, shapes_text: str, new_tokens: int, as_json
 
 def _progress(text: str) -> None:
     if sys.stderr.isatty():
-        print(f"\r{text:<40}", end="", file=sys.stderr, flush=True)
+        print(f"\r{text:<40}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
 def _circumstances(config: EngineConfig, machine: Machine) -> dict[str, Any]:
@@ -61,38 +69,6 @@ def _circumstances(config: EngineConfig, machine: Machine) -> dict[str, Any]:
         "isa": machine.capacity.isa,
         "threads": machine.capacity.cpus.threads,
     }
-
-
-def _as_dict(result: ShapeResult) -> dict[str, Any]:
-    return {
-        "shape": str(result.shape),
-        "batch": result.shape.batch,
-        "prompt_tokens": result.shape.prompt_tokens,
-        "new_tokens": result.new_tokens,
-        "prefill_s": result.prefill_s,
-        "decode_s": result.decode_s,
-        "prefill_tokens_per_s": result.prefill_tokens_per_s,
-        "decode_tokens_per_s": result.decode_tokens_per_s,
-        "op_seconds": result.op_seconds,
-    }
-
-
-def _print_table(config: EngineConfig, machine: Machine, results: list[ShapeResult]) -> None:
-    about = _circumstances(config, machine)
-    table = Table(title="  ".join(str(value) for value in about.values()) + " threads")
-    for column in ("users x prompt", "prefill tok/s", "decode tok/s", "step ms"):
-        table.add_column(column, justify="right")
-    for result in results:
-        step_ms = result.decode_s / result.new_tokens * 1000
-        table.add_row(
-            str(result.shape),
-            f"{result.prefill_tokens_per_s:.1f}",
-            f"{result.decode_tokens_per_s:.1f}",
-            f"{step_ms:.2f}",
-        )
-    if sys.stderr.isatty():
-        print(f"\r{'':<40}\r", end="", file=sys.stderr)
-    Console().print(table)
 
 
 def _print_story(story: CacheStory, new_tokens: int) -> None:

@@ -22,6 +22,7 @@ import structlog
 from ...pager import OutOfPages, Pager
 from ...scheduler import (
     Batcher,
+    FinishedStep,
     NotAccepting,
     QueueFull,
     Request,
@@ -90,7 +91,7 @@ class Engine:
             max_num_waiting=config.max_num_waiting,
             max_prefill_chunk=max_prefill_chunk,
         )
-        self._batcher = Batcher(self.scheduler, self._execute, self._publish)
+        self._batcher = Batcher(self.scheduler, self._execute, self._publish, self._observe_step)
         self._worker = ThreadPoolExecutor(1, "quire-step")
         self._observer: EngineObserver = SilentObserver()
         self._live: dict[int, Live] = {}
@@ -215,19 +216,23 @@ class Engine:
 
     async def _execute(self, plan: StepPlan) -> StepResult:
         try:
-            result = await asyncio.get_running_loop().run_in_executor(self._worker, self.machine.executor.execute, plan)
+            return await asyncio.get_running_loop().run_in_executor(self._worker, self.machine.executor.execute, plan)
         except Exception:
             _log.exception("step failed", step=plan.step_id, sequences=len(plan.sequences))
             raise
+
+    def _observe_step(self, step: FinishedStep) -> None:
         self._observer.on_step(
             StepStats(
-                duration_s=result.duration_s,
-                sequences=len(plan.sequences),
-                prefill_tokens=plan.num_prefill_tokens,
-                decode_tokens=plan.num_decode_rows,
+                duration_s=step.result.duration_s,
+                prefill_tokens=step.plan.num_prefill_tokens,
+                decode_tokens=step.plan.num_decode_rows,
+                context_tokens=tuple([s.first_position + len(s.token_ids) for s in step.plan.sequences]),
+                schedule_s=step.schedule_s,
+                commit_s=step.commit_s,
+                publish_s=step.publish_s,
             )
         )
-        return result
 
     async def logits(self, token_ids: tuple[int, ...]) -> npt.NDArray[np.float32]:
         """Raw logits [len(token_ids), vocab] after each token, past the prefix cache and the scheduler. For evaluation,

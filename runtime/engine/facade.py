@@ -62,12 +62,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished step, for an observer."""
+    """One finished step, for an observer. The step itself took `duration_s`; the other times were spent around it."""
 
     duration_s: float
-    sequences: int
     prefill_tokens: int  # computed, so without what the prefix cache held
     decode_tokens: int
+    context_tokens: tuple[int, ...]  # per sequence: tokens in the KV cache after it
+    schedule_s: float
+    commit_s: float
+    publish_s: float  # detokenizing included
 
 
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,6 +43,7 @@ class Executor:
         self._logits: Floats = program.view(logits)  # [max_samples, padded vocab]
         self._vocab_size = vocab_size
         self._sampler = sampler
+        self._sampling_s = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a step. Sequences whose logits are not finite get an error of their own; the others are untouched."""
@@ -64,6 +65,11 @@ class Executor:
             chunk = token_ids[first : first + self.max_samples]
             out[first : first + len(chunk)] = self.forward([Rows(chunk, first, page_ids, range(len(chunk)))])
         return out
+
+    def op_seconds(self) -> tuple[list[float], float]:
+        """Seconds in each op of the program, and in sampling, since this was last asked."""
+        sampling_s, self._sampling_s = self._sampling_s, 0.0
+        return self.program.op_seconds(), sampling_s
 
     @property
     def max_samples(self) -> int:
@@ -89,7 +95,9 @@ class Executor:
 
     def _sample(self, sequences: Sequence[ScheduledSequence]) -> tuple[SampledToken, ...]:
         rows, adjustments = sampling_rows(sequences)
+        start = time.perf_counter()
         tokens, logprobs, top_ids, top_logprobs = self._sampler.sample(self._logits, rows, adjustments)
+        self._sampling_s += time.perf_counter() - start
         wanted: list[int] = rows["logprobs"].tolist()
         return tuple(
             _sampled(sequence.request_id, token, logprob, n, top_ids[i], top_logprobs[i])

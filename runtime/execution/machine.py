@@ -52,10 +52,22 @@ class Machine:
     def op_seconds(self) -> dict[str, float]:
         """Seconds of steps by kind of op since this was last asked, linear layers apart by their purpose."""
         spent: dict[str, float] = {}
-        for op, seconds in zip(self.ops, self.executor.program.op_seconds(), strict=True):
-            name = _op_name(op, self.spec.vocab_size)
+        in_ops, sampling_s = self.executor.op_seconds()
+        for op, seconds in zip(self.ops, in_ops, strict=True):
+            name = self._op_name(op)
             spent[name] = spent.get(name, 0.0) + seconds
-        return spent
+        return {**spent, "sampling": sampling_s}
+
+    def is_lm_head(self, op: Linear) -> bool:
+        """Whether a linear layer runs over the rows that sample only."""
+        return op.weight.out_features == self.spec.vocab_size
+
+    def _op_name(self, op: Op) -> str:
+        if isinstance(op, Linear):
+            return "lm_head" if self.is_lm_head(op) else "linear"
+        return {"RotateStore": "rope + page write", "Convert": "quantise", "Norm": "norm + quantise"}.get(
+            type(op).__name__, type(op).__name__.lower()
+        )
 
     def close(self) -> None:
         """Let go of weights, KV memory and threads now, not when a garbage collector finds them. Idempotent."""
@@ -109,14 +121,6 @@ def _executor(
             "--max-num-seqs"
         ) from error
     return Executor(program, plan.logits, spec.vocab_size, sampler, config.max_num_batched_tokens)
-
-
-def _op_name(op: Op, vocab_size: int) -> str:
-    if isinstance(op, Linear):
-        return "lm_head" if op.weight.out_features == vocab_size else "linear"
-    return {"RotateStore": "rope + page write", "Convert": "quantise", "Norm": "norm + quantise"}.get(
-        type(op).__name__, type(op).__name__.lower()
-    )
 
 
 def _arena(capacity: Capacity) -> KVArena:

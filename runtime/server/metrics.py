@@ -54,7 +54,7 @@ class PrometheusObserver:
 
     def on_step(self, stats: StepStats) -> None:
         self._step_duration.observe(stats.duration_s)
-        self._batch_size.observe(stats.sequences)
+        self._batch_size.observe(len(stats.context_tokens))
 
     def on_tokens(self, count: int, since_last_s: float | None) -> None:
         self._generation_tokens.inc(count)

@@ -116,8 +116,10 @@ def test_output_that_nobody_reads(hostile_folder: Path) -> None:
 # bench
 
 
-def test_bench_json(quire: Quire) -> None:
-    done = quire("bench", "--json", "--shapes", "1x8,3x5", "--new-tokens", "4", "--repeats", "1", "--weights", "q8")
+def test_bench_json(quire: Quire, tmp_path: Path) -> None:
+    picture = tmp_path / "roofline.png"
+    shapes = ("--shapes", "1x8,3x5", "--new-tokens", "4", "--repeats", "1")
+    done = quire("bench", "--json", *shapes, "--weights", "q8", "--kv-cache-dtype", "int8", "--plot", str(picture))
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
     assert report.keys() >= {"model", "weights", "kv_cache_dtype", "isa", "threads", "shapes"}
@@ -127,8 +129,27 @@ def test_bench_json(quire: Quire) -> None:
         ("3x5", 3, 5),
     ]
     for row in report["shapes"]:
-        assert row.keys() >= {"new_tokens", "prefill_s", "decode_s", "prefill_tokens_per_s", "decode_tokens_per_s"}
-        assert row["prefill_tokens_per_s"] == pytest.approx(row["batch"] * row["prompt_tokens"] / row["prefill_s"])
+        assert row["roofline"]["read_bytes_per_s"] > 0
+        assert row["roofline"]["peak_ops_per_s"].keys() == {"q8", "bf16", "f32"}
+        assert row["prefill"]["tokens"] == row["batch"] * row["prompt_tokens"]
+        assert row["decode"]["tokens"] == row["batch"] * 4
+        for phase in (row["prefill"], row["decode"]):
+            assert phase["tokens_per_s"] == pytest.approx(phase["tokens"] / phase["seconds"])
+            assert 0 < sum(phase["op_seconds"].values()) < phase["seconds"]
+            assert phase["ops"].keys() == {"q8", "bf16"}
+    overhead = report["step_overhead_us_per_sequence"]
+    parts = [overhead[name] for name in ("schedule", "commit", "publish", "frames")]
+    assert overhead["event_loop"] == pytest.approx(sum(parts))
+    assert min(parts) > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_tables_fit_100_columns(quire: Quire) -> None:
+    done = quire("bench", "--shapes", "1x8,2x8,3x8,4x8,5x8", "--new-tokens", "2", "--repeats", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert max(len(line) for line in done.stdout.splitlines()) <= 100
+    for word in ("GB/s", "share of", "attention", "between ops and steps", "step overhead"):
+        assert word in done.stdout
 
 
 def test_bench_without_the_cache(quire: Quire, tmp_path: Path) -> None:
@@ -181,7 +202,8 @@ def test_refusals(quire: Quire, arguments: list[str], message: str) -> None:
         (["bench", "--shapes", "8"], "'8' is not a shape"),
         (["bench", "--shapes", "1x4096"], "2048 positions"),
         (["bench", "--new-tokens", "0"], "at least 1"),
-        (["bench", "--plot", "x.png"], "--no-kv-cache"),
+        (["bench", "--plot", "/no/x.png"], "/no is not a folder"),
+        (["bench", "--plot", "x.story"], "must end in one of"),
         (["bench", "--no-kv-cache", "--shapes", "1x8", "--new-tokens", "2", "--plot", "/no/x.png"], "/no/x.png"),
         (["demo", "--users", "0"], "--users must be at least 1"),
     ],

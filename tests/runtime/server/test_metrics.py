@@ -89,7 +89,17 @@ def test_the_engine_is_read_when_scraped(observer: PrometheusObserver) -> None:
 
 
 def test_steps_and_tokens(observer: PrometheusObserver) -> None:
-    observer.on_step(StepStats(duration_s=0.02, sequences=3, prefill_tokens=6, decode_tokens=2))
+    observer.on_step(
+        StepStats(
+            duration_s=0.02,
+            prefill_tokens=6,
+            decode_tokens=2,
+            context_tokens=(40, 8, 6),
+            schedule_s=1e-4,
+            commit_s=1e-4,
+            publish_s=1e-4,
+        )
+    )
     observer.on_tokens(1, None)
     observer.on_tokens(2, 0.03)
     samples = exposed(observer)

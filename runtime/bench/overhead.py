@@ -1,0 +1,113 @@
+"""What a step costs besides its kernels: the Python between and around them, per running sequence.
+
+The bundled model serves 32 users through the whole engine, and each user's stream is turned into TOKENS frames as the
+server does, its metrics counted too. The bundled model always: these costs do not grow with a model, and a folder
+without a tokenizer would have nothing to detokenize. One invariant: only steps in which all users decode are counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict, dataclass
+
+import msgspec
+import uvloop
+
+from ..config import EngineConfig
+from ..engine import Engine, GenerateRequest, StepStats
+from ..generation import SamplingParams
+from ..server.admission import tokens_frame
+from ..server.metrics import PrometheusObserver
+from ..wire.codec import encode
+
+USERS = 32
+NEW_TOKENS = 96
+PROMPT = "This module provides"
+
+
+@dataclass(frozen=True, slots=True)
+class StepOverhead:
+    """Microseconds per running sequence and step."""
+
+    schedule: float
+    commit: float
+    publish: float  # detokenizing, metrics and handing over to streams
+    frames: float  # building and encoding TOKENS
+    arrays: float  # the executor's: from a plan to index arrays, from sampled rows to tokens
+
+    @property
+    def event_loop(self) -> float:
+        """What keeps the next step waiting or the loop's thread busy: all but the executor's."""
+        return self.schedule + self.commit + self.publish + self.frames
+
+    def as_dict(self) -> dict[str, float]:
+        return {**asdict(self), "event_loop": self.event_loop}
+
+
+def measure_overhead(config: EngineConfig) -> StepOverhead:
+    """With threads and ISA level of `config`. Takes about a second. Raises ConfigError."""
+    return uvloop.run(_measure(msgspec.structs.replace(EngineConfig(), threads=config.threads, isa=config.isa)))
+
+
+async def _measure(config: EngineConfig) -> StepOverhead:
+    config = msgspec.structs.replace(config, kv_cache_memory=64 << 20, max_num_seqs=USERS)
+    engine = await Engine.start(config)
+    try:
+        await _serve_users(engine, _Spent(engine))  # once to warm up
+        spent = _Spent(engine)
+        await _serve_users(engine, spent)
+    finally:
+        await engine.close()
+    return spent.per_sequence()
+
+
+async def _serve_users(engine: Engine, spent: _Spent) -> None:
+    engine.set_observer(spent)
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    request = GenerateRequest(prompt=PROMPT, params=params)
+    await asyncio.gather(*(_serve_user(engine, request, user, spent) for user in range(USERS)))
+
+
+async def _serve_user(engine: Engine, request: GenerateRequest, user: int, spent: _Spent) -> None:
+    async for chunk in await engine.submit(request):
+        start = time.perf_counter()
+        frame = tokens_frame(user, chunk)
+        if frame is not None:
+            encode(frame)
+        spent.frames_s += time.perf_counter() - start
+
+
+class _Spent(PrometheusObserver):
+    """Adds up the seconds of steps in which all users decode."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._machine = engine.machine
+        self.frames_s = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps: list[StepStats] = []
+        self._kernels_s = 0.0
+        self._frames_before_s = self._frames_after_s = self.frames_s
+
+    def on_step(self, stats: StepStats) -> None:
+        super().on_step(stats)
+        kernels_s = sum(self._machine.op_seconds().values())
+        if stats.prefill_tokens:
+            self._begin()
+        elif stats.decode_tokens == USERS:
+            self._steps.append(stats)
+            self._kernels_s += kernels_s
+            self._frames_after_s = self.frames_s  # up to the step before: a step's frames are made during the next
+
+    def per_sequence(self) -> StepOverhead:
+        steps, to_us = self._steps, 1e6 / (USERS * len(self._steps))
+        return StepOverhead(
+            schedule=sum(step.schedule_s for step in steps) * to_us,
+            commit=sum(step.commit_s for step in steps) * to_us,
+            publish=sum(step.publish_s for step in steps) * to_us,
+            frames=(self._frames_after_s - self._frames_before_s) * to_us,
+            arrays=(sum(step.duration_s for step in steps) - self._kernels_s) * to_us,
+        )

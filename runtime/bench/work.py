@@ -1,0 +1,92 @@
+"""What a phase of a measurement had to do at least: bytes from memory and useful operations, counted from the program.
+
+It must not measure. One invariant: nothing is counted that the model's definition does not ask for, no padding of rows,
+no masked half of a tile, no byte read twice in a step; so a share of a roof is never flattered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...kernels.ops import Form, Linear
+from ..execution import Machine
+from .roofline import Roofline
+
+Contexts = tuple[int, ...]  # of one step: per sequence, tokens in the KV cache after it
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    weight_bytes: int  # packed, once per step; of the embedding nothing, steps read a few of its columns
+    kv_bytes: int  # as stored, int8's scales included, once per step and sequence
+    ops: dict[Form, int]  # multiplications and additions, by the form of their operands
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+    @property
+    def num_ops(self) -> int:
+        return sum(self.ops.values())
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte."""
+        return self.num_ops / self.num_bytes
+
+    def compute_seconds(self, roof: Roofline) -> float:
+        """The least seconds this can take, were memory infinitely fast: each form's operations at its own peak."""
+        return sum(count / roof.peak_ops_per_s[form] for form, count in self.ops.items())
+
+    def memory_seconds(self, roof: Roofline) -> float:
+        """The least seconds this can take, were arithmetic infinitely fast."""
+        return self.num_bytes / roof.read_bytes_per_s
+
+
+def prefill_work(machine: Machine, users: int, prompt_tokens: int, steps: Sequence[Contexts]) -> Work:
+    """Prompts of `users` from their first token on, computed in `steps`; each user samples one token."""
+
+    def pairs(window: int) -> int:
+        full = min(window or prompt_tokens, prompt_tokens)
+        return users * (full * (full + 1) // 2 + (prompt_tokens - full) * full)
+
+    return _work(machine, users * prompt_tokens, users, steps, pairs)
+
+
+def decode_work(machine: Machine, steps: Sequence[Contexts]) -> Work:
+    """One token for each sequence of each step, all of which sample."""
+    rows = sum(len(contexts) for contexts in steps)
+    return _work(machine, rows, rows, steps, lambda window: _seen(steps, window))
+
+
+def _seen(steps: Sequence[Contexts], window: int) -> int:
+    """Tokens whose keys and values a layer reads, once per step and sequence."""
+    return sum(min(context, window or context) for contexts in steps for context in contexts)
+
+
+def _work(machine: Machine, rows: int, samples: int, steps: Sequence[Contexts], pairs: Callable[[int], int]) -> Work:
+    """`pairs(window)`: how many (query, visible key) pairs a layer of that window has."""
+    ops: dict[Form, int] = {}
+    weight_bytes = 0
+    for op in machine.ops:
+        if isinstance(op, Linear):
+            weight = op.weight
+            of = samples if machine.is_lm_head(op) else rows
+            ops[weight.dtype] = ops.get(weight.dtype, 0) + 2 * of * weight.out_features * weight.in_features
+            weight_bytes += weight.nbytes * len(steps)
+    spec, layout = machine.spec, machine.layout
+    scores, values = _attention_forms(machine)
+    kv_bytes = 0
+    for window in spec.windows:
+        multiplied = 2 * pairs(window) * spec.num_heads * spec.head_dim
+        ops[scores] = ops.get(scores, 0) + multiplied
+        ops[values] = ops.get(values, 0) + multiplied
+        kv_bytes += _seen(steps, window) * layout.layer_page_bytes // layout.page_size
+    return Work(weight_bytes, kv_bytes, ops)
+
+
+def _attention_forms(machine: Machine) -> tuple[Form, Form]:
+    """Of the operands of scores and of the weighted sum of values; int8 values are widened to bf16 first."""
+    dtype = machine.layout.dtype
+    return ("q8", "bf16") if dtype == "int8" else (dtype, dtype)

@@ -1,0 +1,150 @@
+"""What `quire bench` has measured, for people (tables that fit 100 columns) and for programs (one dict).
+
+It must not measure. One invariant: both say the same; a figure that is shown is in the dict.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..bench import Phase, Roofline, ShapeResult, StepOverhead
+from ..bench.overhead import USERS
+from ..bench.roofline import FORMS, PEAK_NAMES
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedReport:
+    about: dict[str, Any]  # model, weights, kv_cache_dtype, isa, threads
+    results: list[ShapeResult]
+    overhead: StepOverhead
+
+    def as_dict(self) -> dict[str, Any]:
+        """Rates per second, times in seconds, shares from 0 to 1; the overhead in microseconds."""
+        return {
+            **self.about,
+            "shapes": [_shape_as_dict(result) for result in self.results],
+            "step_overhead_us_per_sequence": self.overhead.as_dict(),
+        }
+
+    @property
+    def title(self) -> str:
+        about = self.about
+        dtypes = f"weights {about['weights']}, KV {about['kv_cache_dtype']}"
+        return f"{about['model']}: {dtypes}, {about['isa']}, {about['threads']} threads"
+
+    def print(self) -> None:
+        console = Console(width=100, highlight=False)
+        console.print(self.title)
+        console.print(self._roofline_text())
+        console.print(self._speed_table())
+        console.print(self._split_table())
+        console.print(self._overhead_text())
+
+    def _roofline_text(self) -> str:
+        roofs = [result.roof for result in self.results]
+        reads = _range([roof.read_bytes_per_s / 1e9 for roof in roofs], ".1f")
+        peaks = ", ".join(
+            f"{PEAK_NAMES[form]} {_range([roof.peak_ops_per_s[form] / 1e9 for roof in roofs], '.0f')}" for form in FORMS
+        )
+        return f"this machine meanwhile reads {reads} GB/s; it computes, GOP/s: {peaks}\n"
+
+    def _speed_table(self) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, title="speed", title_justify="left", title_style="bold")
+        for column in (
+            "users x prompt",
+            "prefill\ntok/s",
+            "share of\npeak",
+            "decode\ntok/s",
+            "step\nms",
+            "share of read\nbandwidth",
+            "attention reads\nKV, GB/s",
+        ):
+            table.add_column(column, justify="right")
+        for result in self.results:
+            prefill, decode = result.prefill, result.decode
+            table.add_row(
+                str(result.shape),
+                f"{prefill.tokens_per_s:,.1f}",
+                f"{prefill.share_of_peak(result.roof):.0%}",
+                f"{decode.tokens_per_s:,.1f}",
+                f"{decode.step_s * 1000:.2f}",
+                f"{decode.share_of_bandwidth(result.roof):.0%}",
+                f"{decode.kv_bytes_per_s / 1e9:.1f}",
+            )
+        return table
+
+    def _split_table(self) -> Table:
+        """Rows are kinds of op, columns shapes and phases; what no op took is between and around steps."""
+        table = Table(
+            box=box.SIMPLE_HEAD, title="time by op, % of prefill | decode", title_justify="left", title_style="bold"
+        )
+        table.add_column("")
+        for result in self.results:
+            table.add_column(str(result.shape), justify="right")
+        names = {
+            name: None for result in self.results for name in (*result.prefill.op_seconds, *result.decode.op_seconds)
+        }
+        for name in names:
+            table.add_row(name, *(_pair(result, name) for result in self.results))
+        table.add_row("between ops and steps", *(_pair(result, None) for result in self.results))
+        return table
+
+    def _overhead_text(self) -> str:
+        spent = self.overhead
+        return (
+            f"step overhead, {USERS} users of the bundled model: {spent.event_loop:.1f} µs per running sequence\n"
+            f"(schedule {spent.schedule:.1f}, commit {spent.commit:.1f}, publish {spent.publish:.1f}, "
+            f"frames {spent.frames:.1f}), and the executor's arrays {spent.arrays:.1f} µs"
+        )
+
+
+def _range(values: list[float], digits: str) -> str:
+    low, high = format(min(values), digits), format(max(values), digits)
+    return low if low == high else f"{low}–{high}"
+
+
+def _pair(result: ShapeResult, name: str | None) -> str:
+    return " | ".join(f"{_share(phase, name):4.1f}" for phase in (result.prefill, result.decode))
+
+
+def _share(phase: Phase, name: str | None) -> float:
+    """Percent of the phase in ops of that name; without one, outside all ops."""
+    in_ops = sum(phase.op_seconds.values())
+    seconds = phase.seconds - in_ops if name is None else phase.op_seconds.get(name, 0.0)
+    return 100 * seconds / phase.seconds
+
+
+def _shape_as_dict(result: ShapeResult) -> dict[str, Any]:
+    return {
+        "shape": str(result.shape),
+        "batch": result.shape.batch,
+        "prompt_tokens": result.shape.prompt_tokens,
+        "roofline": _roof_as_dict(result.roof),
+        "prefill": _phase_as_dict(result.prefill, result.roof),
+        "decode": _phase_as_dict(result.decode, result.roof),
+    }
+
+
+def _roof_as_dict(roof: Roofline) -> dict[str, Any]:
+    return {"read_bytes_per_s": roof.read_bytes_per_s, "peak_ops_per_s": dict(roof.peak_ops_per_s)}
+
+
+def _phase_as_dict(phase: Phase, roof: Roofline) -> dict[str, Any]:
+    return {
+        "tokens": phase.tokens,
+        "seconds": phase.seconds,
+        "steps": phase.steps,
+        "tokens_per_s": phase.tokens_per_s,
+        "weight_bytes": phase.work.weight_bytes,
+        "kv_bytes": phase.work.kv_bytes,
+        "kv_bytes_per_s_of_attention": phase.kv_bytes_per_s,
+        "ops": phase.work.ops,
+        "share_of_peak": phase.share_of_peak(roof),
+        "share_of_bandwidth": phase.share_of_bandwidth(roof),
+        "op_seconds": phase.op_seconds,
+    }

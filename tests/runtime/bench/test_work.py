@@ -1,0 +1,81 @@
+"""What a measurement had to do at least, counted by hand for a model small enough to do so."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from quire.kernels.ops import Region
+from quire.pager import KVLayout
+from quire.runtime.bench.roofline import Roofline
+from quire.runtime.bench.work import decode_work, prefill_work
+from quire.runtime.program import ProgramBuilder
+
+
+@dataclass
+class Weight:
+    """As much of a packed matrix as is counted."""
+
+    out_features: int
+    in_features: int
+    dtype: str
+    nbytes: int
+
+
+@dataclass
+class Spec:
+    windows: tuple[int, ...]
+    num_heads: int = 4
+    head_dim: int = 32
+    vocab_size: int = 500
+
+
+@dataclass
+class Machine:
+    """Two layers with one linear each, and a head."""
+
+    kv: str
+    spec: Spec = field(default_factory=lambda: Spec((0, 3)))
+
+    def __post_init__(self) -> None:
+        self.layout = KVLayout(2, 2, 32, self.kv)
+        builder = ProgramBuilder(16, 4, self.kv)
+        x = builder.embed(Weight(500, 64, "q8", 34000))
+        for _ in range(2):
+            builder.linear_add(x, Weight(64, 64, "q8", 4352), None, x)
+        logits = builder.linear(builder.gather(x), Weight(500, 64, "q8", 34000), None, "logits")
+        self.ops = builder.build(logits).ops
+
+    def is_lm_head(self, op) -> bool:
+        assert isinstance(op.out, Region)
+        return op.weight.out_features == self.spec.vocab_size
+
+
+def test_decode_reads_weights_once_per_step_and_every_key_and_value_a_window_shows():
+    work = decode_work(Machine("bf16"), [(5, 2), (6, 3)])
+    assert work.weight_bytes == 2 * (2 * 4352 + 34000)
+    token_bytes = 2 * 2 * 32 * 2  # K and V, KV heads, head_dim, bf16
+    assert work.kv_bytes == (5 + 2 + 6 + 3) * token_bytes + (3 + 2 + 3 + 3) * token_bytes
+    assert work.ops == {
+        "q8": 4 * 2 * (2 * 64 * 64 + 500 * 64),
+        "bf16": 2 * 2 * (16 + 11) * 4 * 32,
+    }
+
+
+def test_prefill_multiplies_the_causal_half_and_the_head_once_per_user():
+    work = prefill_work(Machine("f32"), 3, 5, [(5, 5), (5,)])
+    pairs = 3 * (1 + 2 + 3 + 4 + 5) + 3 * (1 + 2 + 3 + 3 + 3)
+    assert work.ops == {"q8": 2 * 15 * 2 * 64 * 64 + 2 * 3 * 500 * 64, "f32": 2 * 2 * pairs * 4 * 32}
+    assert work.weight_bytes == 2 * (2 * 4352 + 34000)
+
+
+def test_int8_keys_meet_int8_queries_and_values_are_widened():
+    work = decode_work(Machine("int8"), [(4,)])
+    assert work.ops["bf16"] == 2 * (4 + 3) * 4 * 32
+    assert work.ops["q8"] == 2 * (2 * 64 * 64 + 500 * 64) + work.ops["bf16"]
+    assert work.kv_bytes == (4 + 3) * KVLayout(1, 2, 32, "int8").token_bytes
+
+
+def test_the_least_time_takes_each_form_at_its_own_peak():
+    work = decode_work(Machine("bf16"), [(4,)])
+    roof = Roofline(1000, {"q8": 100, "bf16": 50, "f32": 25})
+    assert work.compute_seconds(roof) == pytest.approx(work.ops["q8"] / 100 + work.ops["bf16"] / 50)
+    assert work.memory_seconds(roof) == pytest.approx((work.weight_bytes + work.kv_bytes) / 1000)
