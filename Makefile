@@ -13,10 +13,14 @@ test: $(BIN)/quire
 check-kernels: $(BIN)/quire
 	tests/kernels/check.sh
 
+bench: $(BIN)/quire
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[bench]'
+	$(BIN)/python -m pytest -q tests/bench/bench_ops.py $(BENCH)
+
 $(BIN)/quire: pyproject.toml
 	python3 -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check 'meson-python>=0.22,<0.23' 'meson>=1.12,<2' 'cython>=3.3,<3.4' 'ninja>=1.13,<2'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-.PHONY: demo test check-kernels
+.PHONY: demo test bench check-kernels

@@ -112,14 +112,14 @@ def measure_shapes(
     capacity = llm.engine.machine.capacity
     meter = RooflineMeter(capacity.cpus.threads, capacity.isa)
     generator = random.Random(SEED)
-    _generate(llm, generator, Shape(1, shapes[0].prompt_tokens), 1)
+    time_generation(llm, generator, Shape(1, shapes[0].prompt_tokens), 1)
     before = meter.measure()
     for shape in shapes:
         prefills, decodes = [], []
         for repeat in range(repeats):
             report(f"{shape}: run {repeat + 1} of {repeats}")
-            prefills.append(_time_prefill(llm, generator, shape))
-            decodes.append(_time_decode(llm, generator, shape, new_tokens))
+            prefills.append(time_prefill(llm, generator, shape))
+            decodes.append(time_decode(llm, generator, shape, new_tokens))
         after = meter.measure()
         yield ShapeResult(shape, _median(prefills), _median(decodes), mean_roofline([before, after]))
         before = after
@@ -165,23 +165,23 @@ class _StepCollector(SilentObserver):
         self.contexts.append(stats.context_tokens)
 
 
-def _time_prefill(llm: LLM, generator: random.Random, shape: Shape) -> Phase:
+def time_prefill(llm: LLM, generator: random.Random, shape: Shape) -> Phase:
     """A run of one new token for each user."""
     machine, steps = llm.engine.machine, _StepCollector()
     machine.op_seconds()
     llm.engine.set_observer(steps)
-    seconds = _generate(llm, generator, shape, 1)
+    seconds = time_generation(llm, generator, shape, 1)
     llm.engine.set_observer(SilentObserver())
     work = prefill_work(machine, shape.batch, shape.prompt_tokens, steps.contexts)
     return Phase(shape.batch * shape.prompt_tokens, seconds, len(steps.contexts), machine.op_seconds(), work)
 
 
-def _time_decode(llm: LLM, generator: random.Random, shape: Shape, new_tokens: int) -> Phase:
+def time_decode(llm: LLM, generator: random.Random, shape: Shape, new_tokens: int) -> Phase:
     """A run in which the first user still decodes for `new_tokens` steps when the last has been prefilled."""
     machine = llm.engine.machine
     clock = StepClock(machine, shape.batch, new_tokens)
     llm.engine.set_observer(clock)
-    _generate(llm, generator, shape, new_tokens + _prefill_steps(llm.engine.config, shape))
+    time_generation(llm, generator, shape, new_tokens + _prefill_steps(llm.engine.config, shape))
     llm.engine.set_observer(SilentObserver())
     work = decode_work(machine, clock.contexts)
     return Phase(shape.batch * new_tokens, clock.seconds, new_tokens, clock.op_seconds, work)
@@ -192,7 +192,7 @@ def _prefill_steps(config: EngineConfig, shape: Shape) -> int:
     return -(-shape.batch * shape.prompt_tokens // (config.max_num_batched_tokens - shape.batch + 1)) + shape.batch
 
 
-def _generate(llm: LLM, generator: random.Random, shape: Shape, new_tokens: int) -> float:
+def time_generation(llm: LLM, generator: random.Random, shape: Shape, new_tokens: int) -> float:
     """Seconds to generate exactly `new_tokens` for each user."""
     vocab = llm.engine.machine.spec.vocab_size
     low, high = (10, min(8000, vocab)) if vocab > 20 else (0, vocab)

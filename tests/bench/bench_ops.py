@@ -1,0 +1,104 @@
+"""Micro-benchmarks, one kind of op at a time: `make bench`, or pytest with this file's name; `-k attention` picks some.
+
+Not part of `make test`. Figures hold for this machine at its default ISA level; compare two builds in one run only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from quire.kernels import Pool, Program, Sampler, available_cpus
+from quire.kernels.ops import Gather, Region
+from quire.kernels.sample import ADJUSTMENT, ROW
+from quire.pager import KVLayout
+from quire.runtime.bench import measure_overhead
+from quire.runtime.config import EngineConfig
+
+VOCAB = 151936
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 512])
+@pytest.mark.parametrize("weights", ["q8", "bf16", "f32"])
+def test_linear_layers(measure, one_op, weights, rows):
+    bench = one_op("Linear", rows=rows, weights=weights)
+    matrices = [op.weight for op in bench.ops]
+    multiplied = sum(matrix.out_features * matrix.in_features for matrix in matrices)
+    measure(bench, sum(matrix.nbytes for matrix in matrices), 2 * rows * multiplied)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("weights", ["q8", "bf16"])
+def test_lm_head(measure, one_op, weights, rows):
+    bench = one_op("Linear", users=rows, weights=weights, head=True)
+    matrix = bench.ops[0].weight
+    measure(bench, matrix.nbytes, 2 * rows * matrix.out_features * matrix.in_features)
+
+
+@pytest.mark.parametrize(("users", "context"), [(1, 127), (32, 127), (1, 4095), (8, 2047)])
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_attention_decodes(measure, one_op, kv, users, context):
+    bench = one_op("Attention", users=users, context=context, kv=kv)
+    measure(bench, users * (context + 1) * bench.layout.token_bytes)
+
+
+@pytest.mark.parametrize("context", [0, 3584])
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_attention_prefills(measure, one_op, kv, context):
+    rows = 512
+    pairs = rows * context + rows * (rows + 1) // 2
+    bench = one_op("Attention", rows=rows, context=context, kv=kv)
+    measure(bench, num_ops=sum(4 * pairs * op.num_heads * op.head_dim for op in bench.ops))
+
+
+@pytest.mark.parametrize("rows", [1, 512])
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+@pytest.mark.parametrize("kind", ["RotateStore", "Norm", "Convert", "Embed"])
+def test_between(measure, one_op, kind, kv, rows):
+    measure(one_op(kind, rows=rows, kv=kv))
+
+
+@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 50}, {"temperature": 1.0, "top_p": 0.95}],
+    ids=["greedy", "plain", "top-k", "top-p"],
+)
+def test_sampling(benchmark, params, rows):
+    logits = np.random.default_rng(1).standard_normal((rows, VOCAB)).astype(np.float32) * 3
+    sampler = Sampler(VOCAB, VOCAB, rows, Pool(available_cpus().threads))
+    wanted = np.zeros(rows, ROW)
+    wanted["top_p"], wanted["repetition"], wanted["logprobs"] = 1, 1, -1
+    for name, value in params.items():
+        wanted[name] = value
+    benchmark(sampler.sample, logits, wanted, np.zeros(0, ADJUSTMENT))
+    benchmark.extra_info["GB/s"] = round(logits.nbytes / benchmark.stats.stats.median / 1e9, 1)
+
+
+@pytest.mark.parametrize("threads", sorted({1, 2, available_cpus().threads}))
+def test_barrier(benchmark, threads):
+    """Ops that have nothing to do, so what is left is dealing them out and the barrier after each."""
+    ops, layout = 1000, KVLayout(1, 1, 32)
+    one = np.zeros(1, np.int32)
+    program = Program(
+        [Gather(Region(0, 1, 32, "f32"), Region(128, 1, 32, "f32"))] * ops,
+        256,
+        np.zeros(layout.page_bytes, np.uint8),
+        layout,
+        1,
+        Pool(threads),
+        max_rows=1,
+        max_samples=1,
+        max_sequences=1,
+        vocab_size=1,
+    )
+    step = (one, np.array([0, 1], np.int32), one, one, np.array([0, 1], np.int32), one[:0])
+    benchmark(program.run, *step)
+    benchmark.extra_info["ns per barrier"] = round(benchmark.stats.stats.median / ops * 1e9)
+
+
+def test_step_overhead(benchmark):
+    """Noted in microseconds per running sequence; the seconds are those of measuring."""
+    overhead = benchmark.pedantic(measure_overhead, (EngineConfig(),), rounds=3)
+    benchmark.extra_info |= {name: round(value, 1) for name, value in asdict(overhead).items()}

@@ -1,0 +1,79 @@
+"""What one busy process beside it costs: decode speed alone and beside a neighbour that spins, alternating.
+
+usage: busy_neighbour.py [MODEL] [--weights q8] [--users 1,8] [--repeats 5]
+
+A step should slow by the share of the machine that was taken and no more: with a share s gone, to 1 / (1 - s) of its
+time. More than that is a barrier that waits for a thread which does not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quire import LLM
+from quire.runtime.bench.speed import Shape, time_decode
+
+PROMPT_TOKENS, NEW_TOKENS = 16, 64
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--weights", default="q8")
+    parser.add_argument("--users", default="1,8")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    with LLM(arguments.model, weights=arguments.weights, kv_cache_memory=1 << 30, enable_prefix_caching=False) as llm:
+        capacity = llm.engine.machine.capacity
+        print(f"{capacity.isa}, {capacity.cpus.threads} threads; medians of {arguments.repeats}")
+        for users in map(int, arguments.users.split(",")):
+            print(compare(llm, users, arguments.repeats), flush=True)
+
+
+def compare(llm: LLM, users: int, repeats: int) -> str:
+    shape, generator = Shape(users, PROMPT_TOKENS), random.Random(1)
+    time_decode(llm, generator, shape, NEW_TOKENS)
+    alone, beside, taken = [], [], []
+    for _ in range(repeats):
+        alone.append(time_decode(llm, generator, shape, NEW_TOKENS).tokens_per_s)
+        with spinning() as neighbour:
+            before, start = cpu_seconds(neighbour), time.monotonic()
+            beside.append(time_decode(llm, generator, shape, NEW_TOKENS).tokens_per_s)
+            taken.append((cpu_seconds(neighbour) - before) / (time.monotonic() - start))
+    share = statistics.median(taken) / llm.engine.machine.capacity.cpus.threads
+    quiet, busy = statistics.median(alone), statistics.median(beside)
+    return (
+        f"{users:3d} users: {quiet:8.1f} tok/s alone, {busy:8.1f} beside a busy process: "
+        f"slower by {quiet / busy:.2f}x; it took {share:.0%} of our CPUs, which explains {1 / (1 - share):.2f}x"
+    )
+
+
+@contextmanager
+def spinning() -> Iterator[int]:
+    """The id of a process that does nothing but use a CPU."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(0.2)
+        yield process.pid
+    finally:
+        process.kill()
+        process.wait()
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Programs of one kind of op, in Qwen3-0.6B's shape, weights of zeros: speed depends on shapes, not on values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from quire.kernels import PackedMatrix, Pool, Program, available_cpus, packed_nbytes
+from quire.kernels.ops import Region
+from quire.pager import KVArena
+from quire.runtime.models.decoder import emit_decoder
+from quire.runtime.models.load import kv_layout
+from quire.runtime.models.packing import assemble
+from quire.runtime.models.rope import rotary_table
+from quire.runtime.models.spec import DecoderSpec, Rope
+from quire.runtime.program import ProgramBuilder
+from quire.runtime.weights.memory import map_block
+
+LAYERS = 8  # their weights do not fit into a cache, whatever the dtype
+QWEN3 = DecoderSpec(
+    family="qwen3",
+    vocab_size=151936,
+    hidden_size=1024,
+    num_layers=LAYERS,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=3072,
+    norm_eps=1e-6,
+    rope=Rope(1e6),
+    windows=(0,) * LAYERS,
+    qk_norm=True,
+    qkv_bias=False,
+    o_bias=False,
+    mlp_bias=False,
+    tie_embeddings=True,
+    max_position_embeddings=40960,
+    bos_token_id=None,
+    eos_token_ids=(0,),
+)
+
+
+class Zeros:
+    """Implements `packing.Source`."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+
+    def matrix(self, out_features: int, in_features: int, parts: object) -> PackedMatrix:
+        memory = map_block(packed_nbytes(out_features, in_features, self.dtype))
+        return PackedMatrix(out_features, in_features, self.dtype, memory)
+
+    def vector(self, size: int, parts: object) -> np.ndarray:
+        return np.zeros(size, np.float32)
+
+
+@dataclass
+class OneOp:
+    """The ops of a decoder that are of one kind, bound to memory. `users` bring `rows` each after `context` tokens.
+
+    `kind` is the op's class, `head` tells the lm_head from the layers' linears. `run` is one step of them. What an op
+    reads and no other one has written is zero.
+    """
+
+    kind: str
+    users: int = 1
+    rows: int = 1
+    context: int = 0
+    weights: str = "q8"
+    kv: str = "bf16"
+    head: bool = False
+    ops: list = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pool = Pool(available_cpus().threads)
+        self.layout = kv_layout(QWEN3, self.kv, 32)
+        end = self.context + self.rows
+        pages = self.layout.pages_for(end)
+        builder = ProgramBuilder(self.users * self.rows, self.users, self.kv)
+        rotary = rotary_table(QWEN3.rope, QWEN3.head_dim, end)
+        plan = builder.build(emit_decoder(builder, QWEN3, assemble(QWEN3, self.weights, Zeros(self.weights)), rotary))
+        self.ops = [op for op in plan.ops if type(op).__name__ == self.kind and self._wanted(op)]
+        self.arena = KVArena(self.layout, self.users * pages)
+        self.program = Program(
+            self.ops,
+            plan.arena_bytes,
+            self.arena.memory,
+            self.layout,
+            self.users * pages,
+            self.pool,
+            max_rows=self.users * self.rows,
+            max_samples=self.users,
+            max_sequences=self.users,
+            vocab_size=QWEN3.vocab_size,
+        )
+        # Memory never written is one page of zeros many times over, which is slower to read than memory of its own.
+        self.program.view(Region(0, plan.arena_bytes // 128, 32, "f32")).fill(0)
+        self.step = (
+            np.arange(self.users * self.rows) % 8000,
+            np.arange(self.users + 1) * self.rows,
+            np.full(self.users, self.context),
+            np.arange(self.users * pages),
+            np.arange(self.users + 1) * pages,
+            np.arange(self.users),
+        )
+        self.step = tuple(array.astype(np.int32) for array in self.step)
+
+    def _wanted(self, op: object) -> bool:
+        if self.kind == "Linear":
+            return (op.weight.out_features == QWEN3.vocab_size) == self.head
+        return not hasattr(op, "out") or op.out.rows == self.users * self.rows  # not the norm of sampling rows
+
+    def run(self) -> None:
+        self.program.run(*self.step)
+
+
+@pytest.fixture
+def one_op():
+    return OneOp
+
+
+@pytest.fixture
+def measure(benchmark):
+    """Run a step's ops over and over; GB/s or GOP/s of the median round go beside the seconds."""
+
+    def of(bench: OneOp, num_bytes: float = 0, num_ops: float = 0) -> None:
+        if not bench.ops:
+            pytest.skip(f"no op {bench.kind} of its own")
+        benchmark(bench.run)
+        for name, amount in (("GB/s", num_bytes), ("GOP/s", num_ops)):
+            if amount:
+                benchmark.extra_info[name] = round(amount / benchmark.stats.stats.median / 1e9, 1)
+
+    return of
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """pytest-benchmark's own table leaves out what we note."""
+    session = getattr(config, "_benchmarksession", None)
+    for bench in session.benchmarks if session else ():
+        noted = "  ".join(f"{value:>8} {name}" for name, value in bench.extra_info.items())
+        terminalreporter.write_line(f"{bench.name:<48}{bench.stats.median * 1000:>10.3f} ms  {noted}")
