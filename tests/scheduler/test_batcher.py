@@ -8,7 +8,17 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from quire.scheduler import Batcher, NotAccepting, QueueFull, Request, RequestUpdate, StepPlan, StepResult, TooLong
+from quire.scheduler import (
+    Batcher,
+    FinishedStep,
+    NotAccepting,
+    QueueFull,
+    Request,
+    RequestUpdate,
+    StepPlan,
+    StepResult,
+    TooLong,
+)
 
 MakeWorld = Callable[..., Any]
 Expected = Callable[..., list[int]]
@@ -27,7 +37,8 @@ class Engine:
         self.failure: Exception | None = None
         self.distort: Callable[[StepResult], StepResult] = lambda result: result
         self.on_publish: Callable[[RequestUpdate], None] = lambda update: None
-        self.batcher = Batcher(world.scheduler, self.execute, self.publish)
+        self.observed: list[FinishedStep] = []
+        self.batcher = Batcher(world.scheduler, self.execute, self.publish, self.observed.append)
 
     async def execute(self, plan: StepPlan) -> StepResult:
         self.num_executed += 1
@@ -195,6 +206,20 @@ async def test_cancelling_the_last_request_ends_the_drain(make_world: MakeWorld)
     engine.batcher.cancel(1)
     async with asyncio.timeout(PATIENCE_S):
         await drained
+
+
+async def test_finished_steps_are_observed_and_failed_ones_are_not(make_world: MakeWorld) -> None:
+    async with running(make_world()) as engine:
+        engine.failure = RuntimeError("out of luck")
+        engine.add(1, [1] * 5)
+        await engine.batcher.drain()
+        assert engine.observed == []
+    async with running(make_world()) as engine:
+        engine.add(1, [1] * 5, max_tokens=3)
+        await engine.batcher.drain()
+    assert [len(step.plan.sequences[0].token_ids) for step in engine.observed] == [5, 1, 1]
+    assert [step.result.step_id for step in engine.observed] == [step.plan.step_id for step in engine.observed]
+    assert all(min(step.schedule_s, step.commit_s, step.publish_s) > 0 for step in engine.observed)
 
 
 async def test_closing_lets_the_step_end_and_ends_the_rest_with_an_error(make_world: MakeWorld) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from quire import LLM, Client, SamplingParams
 from quire.runtime.cli import main
+from quire.runtime.models import BUNDLED_MODEL, kv_layout, read_spec
 
 MODULE = [sys.executable, "-P", "-m", "quire.runtime.cli"]
 SCRIPT = [str(Path(sys.executable).with_name("quire"))]
@@ -137,6 +138,8 @@ def test_bench_json(quire: Quire, tmp_path: Path) -> None:
             assert phase["tokens_per_s"] == pytest.approx(phase["tokens"] / phase["seconds"])
             assert 0 < sum(phase["op_seconds"].values()) < phase["seconds"]
             assert phase["ops"].keys() == {"q8", "bf16"}
+    layout = kv_layout(read_spec(BUNDLED_MODEL), "int8", 32)
+    assert report["shapes"][0]["decode"]["kv_bytes"] == (9 + 10 + 11 + 12) * layout.page_bytes // 32
     overhead = report["step_overhead_us_per_sequence"]
     parts = [overhead[name] for name in ("schedule", "commit", "publish", "frames")]
     assert overhead["event_loop"] == pytest.approx(sum(parts))
