@@ -35,10 +35,11 @@ class StepOverhead:
     publish: float  # detokenizing, metrics and handing over to streams
     frames: float  # building and encoding TOKENS
     arrays: float  # the executor's: from a plan to index arrays, from sampled rows to tokens
+    waiting: float  # of the step for its thread: asyncio waking every stream, frames among it, and the hand-over
 
     @property
     def event_loop(self) -> float:
-        """What keeps the next step waiting or the loop's thread busy: all but the executor's."""
+        """Schedule, commit, detokenize and frames: what Quire itself does on the event loop's thread."""
         return self.schedule + self.commit + self.publish + self.frames
 
     def as_dict(self) -> dict[str, float]:
@@ -89,6 +90,7 @@ class _Spent(PrometheusObserver):
 
     def _begin(self) -> None:
         self._steps: list[StepStats] = []
+        self._start = self._end = time.perf_counter()
         self._kernels_s = 0.0
         self._frames_before_s = self._frames_after_s = self.frames_s
 
@@ -99,15 +101,21 @@ class _Spent(PrometheusObserver):
             self._begin()
         elif stats.decode_tokens == USERS:
             self._steps.append(stats)
+            self._end = time.perf_counter()
             self._kernels_s += kernels_s
             self._frames_after_s = self.frames_s  # up to the step before: a step's frames are made during the next
 
     def per_sequence(self) -> StepOverhead:
         steps, to_us = self._steps, 1e6 / (USERS * len(self._steps))
+        schedule_s = sum(step.schedule_s for step in steps)
+        commit_s = sum(step.commit_s for step in steps)
+        publish_s = sum(step.publish_s for step in steps)
+        execute_s = sum(step.duration_s for step in steps)
         return StepOverhead(
-            schedule=sum(step.schedule_s for step in steps) * to_us,
-            commit=sum(step.commit_s for step in steps) * to_us,
-            publish=sum(step.publish_s for step in steps) * to_us,
+            schedule=schedule_s * to_us,
+            commit=commit_s * to_us,
+            publish=publish_s * to_us,
             frames=(self._frames_after_s - self._frames_before_s) * to_us,
-            arrays=(sum(step.duration_s for step in steps) - self._kernels_s) * to_us,
+            arrays=(execute_s - self._kernels_s) * to_us,
+            waiting=(self._end - self._start - schedule_s - commit_s - publish_s - execute_s) * to_us,
         )

@@ -99,7 +99,8 @@ class SpeedReport:
         return (
             f"step overhead, {USERS} users of the bundled model: {spent.event_loop:.1f} µs per running sequence\n"
             f"(schedule {spent.schedule:.1f}, commit {spent.commit:.1f}, publish {spent.publish:.1f}, "
-            f"frames {spent.frames:.1f}), and the executor's arrays {spent.arrays:.1f} µs"
+            f"frames {spent.frames:.1f});\n"
+            f"besides, the executor's arrays {spent.arrays:.1f} and waiting for its thread {spent.waiting:.1f}"
         )
 
 
