@@ -128,7 +128,7 @@ INLINE void raise_maxima(int rows, const quire_attention_tile *t, float *keep) {
       UNROLL for (int j = 0; j < 4; j++) x[j] = vf_pick(x[j], vf_set1(-INFINITY), from[j], to[j]);
     const float here = vf_top(vf_max(vf_max(x[0], x[1]), vf_max(x[2], x[3]))), before = t->m[r];
     t->m[r] = here > before ? here : before;
-    keep[r] = before - t->m[r];
+    keep[r] = before == -INFINITY ? before : before - t->m[r];
   }
   for (int r = rows; r % 16; r++) keep[r] = 0.f;
   for (int r = 0; r < rows; r += 16) vf_store(keep + r, vf_exp(vf_load(keep + r)));
