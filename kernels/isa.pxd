@@ -21,11 +21,19 @@ cdef extern from "simd/tiles.h" nogil:
         int32_t *sums
         int64_t width
 
+    ctypedef struct quire_output:
+        int form
+        quire_rows rows
+        const float *norm
+        float *squares
+        int64_t squares_width
+
     ctypedef struct quire_linear_tile:
         const void *w
         const uint16_t *scales
         int64_t panel_bytes
         quire_rows a
+        const float *factors
         const float *bias
         const char *next
         int next_lines
@@ -74,8 +82,10 @@ cdef extern from "simd/tiles.h" nogil:
         void (*attention[3])(int rows, const quire_attention_tile *t) noexcept nogil
         void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                       float *total_m, float *total_l, float *total_o) noexcept nogil
-        void (*convert)(const float *x, const float *weight, float eps, int64_t columns, int form,
-                        const quire_rows *out, int64_t row) noexcept nogil
+        void (*convert)(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_output *out,
+                        int64_t row, int64_t column) noexcept nogil
+        void (*rms_factors)(const float *squares, int64_t width, int64_t rows, int64_t columns, float eps,
+                            float *factors) noexcept nogil
         void (*head)(const float *x, const quire_head *h, const float *rotary, float *out) noexcept nogil
         void (*store_key)(const float *x, int64_t slot, const quire_page *page) noexcept nogil
         void (*store_value)(const float *x, int64_t slot, const quire_page *page) noexcept nogil

@@ -1,40 +1,73 @@
 # cython: language_level=3
 """Linear layers: who computes which columns, and in what order. The arithmetic is one tile of simd/linear.c.
 
-Each worker owns a fixed range of column pairs and the whole of K for them, so the thread count never changes a bit.
+Each worker owns a fixed range of blocks of 32 output columns and the whole of K for them, so the thread count never
+changes a bit, and it can leave its blocks in the form the next op reads: a block has one scale.
 """
-from .isa cimport QUIRE_BF16, QUIRE_F32, QUIRE_Q8, QUIRE_SWIGLU, quire_linear_tile
+from .isa cimport QUIRE_BF16, QUIRE_BLOCK, QUIRE_F32, QUIRE_Q8, QUIRE_SWIGLU, quire_linear_tile
 
 cdef enum:
     ROWS_IN_CACHE = 192             # activations that stay in L2 while a worker's panels pass over them
 
 
+cdef struct Scratch:                # of one worker
+    float factors[ROWS_IN_CACHE]    # 1 / rms of each row, where the input's norm is half done
+    float block[ROWS_IN_CACHE * QUIRE_BLOCK]    # results that leave in another form
+
+
+cdef int64_t linear_scratch_bytes() noexcept:
+    return sizeof(Scratch)
+
+
 cdef void run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, int worker,
                      int workers) noexcept nogil:
+    cdef Scratch *scratch = <Scratch *>(step.scratch + worker * step.scratch_bytes)
     cdef int64_t rows = step.samples if op.sampled else step.rows
-    cdef int64_t first = op.num_pairs * worker // workers, last = op.num_pairs * (worker + 1) // workers
-    cdef int64_t pair, group, groups = (rows + ROWS_IN_CACHE - 1) // ROWS_IN_CACHE
+    cdef int64_t first = op.num_blocks * worker // workers, last = op.num_blocks * (worker + 1) // workers
+    cdef int64_t block, group, row, end, groups = (rows + ROWS_IN_CACHE - 1) // ROWS_IN_CACHE
     for group in range(groups):
-        for pair in range(first, last):
-            _multiply(op, tiles, pair, rows * group // groups, rows * (group + 1) // groups)
+        row, end = rows * group // groups, rows * (group + 1) // groups
+        if op.squares != NULL:
+            tiles.rms_factors(op.squares + row * op.squares_width, op.squares_width, end - row, op.input.columns,
+                              op.eps, scratch.factors)
+        for block in range(first, last):
+            _compute_block(op, tiles, block, row, end, scratch)
 
 
-cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, int64_t row,
-                    int64_t end) noexcept nogil:
+cdef void _compute_block(const LinearOp *op, const quire_tiles *tiles, int64_t block, int64_t row, int64_t end,
+                         Scratch *scratch) noexcept nogil:
+    """Rows [row, end) of 32 columns of out, and of what follows from them while they are in cache."""
+    cdef float *y = scratch.block
+    cdef int64_t stride = QUIRE_BLOCK
+    if op.out.form == QUIRE_F32:
+        stride = op.out.rows.width
+        y = <float *>op.out.rows.data + row * stride + block * QUIRE_BLOCK
+    if op.epilogue == QUIRE_SWIGLU:         # a pair of panels holds 16 columns of gate and 16 of up
+        _multiply(op, tiles, 2 * block, row, end, scratch.factors, y, stride)
+        _multiply(op, tiles, 2 * block + 1, row, end, scratch.factors, y + 16, stride)
+    else:
+        _multiply(op, tiles, block, row, end, scratch.factors, y, stride)
+    if op.converts:
+        tiles.convert(y, stride, end - row, QUIRE_BLOCK, &op.converted, row, block * QUIRE_BLOCK)
+
+
+cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, int64_t row, int64_t end,
+                    const float *factors, float *y, int64_t stride) noexcept nogil:
     """Rows [row, end) against one pair of panels, split evenly so that no tile is left with a single row.
 
     Meanwhile the next pair is fetched, an equal share under each tile: memory never waits for arithmetic.
     """
     cdef quire_linear_tile tile
-    cdef int64_t width = op.input.rows.width, out_columns = 16 if op.epilogue == QUIRE_SWIGLU else 32
+    cdef int64_t width = op.input.rows.width
     cdef int64_t calls = (end - row + tiles.linear_rows - 1) // tiles.linear_rows, call, n
     cdef int64_t lines = 2 * op.panel_bytes // (width // 32) // 64        # of the next pair, per 32 of K
     tile.w = op.panels + 2 * pair * op.panel_bytes
     tile.scales = op.scales + pair * width if op.scales != NULL else NULL    # 2 panels * width / 32 * 16
     tile.panel_bytes = op.panel_bytes
     tile.next = <const char *>tile.w + 2 * op.panel_bytes
+    tile.factors = factors if op.squares != NULL else NULL
     tile.bias = op.bias + 32 * pair if op.bias != NULL else NULL
-    tile.ldc = op.out.rows.width
+    tile.c, tile.ldc = y, stride
     tile.epilogue = op.epilogue
     tile.a.width = width
     for call in range(calls):
@@ -45,7 +78,9 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, 
         if op.input.form == QUIRE_Q8:
             tile.a.scales = op.input.rows.scales + row * (width // 32)
             tile.a.sums = op.input.rows.sums + row * (width // 32)
-        tile.c = <float *>op.out.rows.data + row * tile.ldc + pair * out_columns
         tiles.linear[op.input.form](<int>n, &tile)
         tile.next += tile.next_lines * 64 * (width // 32)
+        tile.c += n * stride
+        if tile.factors != NULL:
+            tile.factors += n
         row += n

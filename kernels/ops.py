@@ -60,21 +60,27 @@ def region_nbytes(rows: int, columns: int, form: Form) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Normed:
+    """RMS norm of an f32 x [rows, columns], in two halves that need no pass of their own.
+
+    Whoever writes 32 columns of x leaves data = convert(x * weight), in the form the next linear layer reads, and
+    squares = sum(x²) of them. That layer multiplies its sums of each row by 1 / sqrt(sum(squares) / columns + eps):
+    a factor per row moves out of a sum over K, and out of q8, whose scales move with it.
+    """
+
+    data: Region  # [rows, columns]
+    squares: Region  # f32 [rows, padded(columns) / 32]
+    weight: npt.NDArray[np.float32]  # [columns]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class Embed:
     """out[r] = column token_ids[r] of `weight`, widened to f32."""
 
     weight: PackedMatrix  # [vocab, hidden]
     out: Region  # f32 [tokens, hidden]
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """RMS norm, then conversion to `out.form`: out = convert(input / sqrt(mean(input²) + eps) * weight)."""
-
-    input: Region  # f32 [rows, columns]
-    weight: npt.NDArray[np.float32]  # [columns]
-    eps: float
-    out: Region
+    normed: Normed | None = None  # of out
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +95,16 @@ class Convert:
 class Linear:
     """y = input @ weight.T + bias, then `store`: out = y; `add`: out += y; `swiglu`: out = silu(gate) * up.
 
-    For `swiglu` the weight's columns interleave 16 of gate and 16 of up, and `out` has half of them.
+    For `swiglu` the weight's columns interleave 16 of gate and 16 of up, and `out` has half of them. `out` may have any
+    form; f32 for `add`, and where a norm follows.
     """
 
-    input: Region  # in the weight's own form [rows, in_features]
+    input: Region | Normed  # in the weight's own form [rows, in_features]
     weight: PackedMatrix
     bias: npt.NDArray[np.float32] | None  # [out_features], laid out as the weight's columns
-    out: Region  # f32
+    out: Region
     epilogue: Epilogue
+    normed: Normed | None = None  # of out
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +148,7 @@ class Gather:
 
     input: Region  # f32 [tokens, columns]
     out: Region  # f32 [samples, columns]
+    normed: Normed | None = None  # of out
 
 
-Op = Embed | Norm | Convert | Linear | RotateStore | Attention | Gather
+Op = Embed | Convert | Linear | RotateStore | Attention | Gather

@@ -30,7 +30,7 @@ class PageLayout(Protocol):
     def head_bytes(self) -> int: ...
 
 def scratch_nbytes(head_dim: int, workers: int) -> int:
-    """Bytes of attention scratch a program allocates besides its arena."""
+    """Bytes of the workers' scratch a program allocates besides its arena."""
 
 class Program:
     """A list of ops bound to an arena, the KV pages and a pool. ValueError where any size does not fit."""

@@ -11,9 +11,9 @@ import numpy as np
 
 from .attention cimport AttentionOp, attention_scratch_bytes, run_attention
 from .isa cimport (QUIRE_ADD, QUIRE_BF16, QUIRE_F32, QUIRE_MAX_HEAD, QUIRE_Q8, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TILE,
-                   quire_head, quire_tiles, tiles_of)
-from .linear cimport LinearOp, run_linear
-from .ops import QUERY_FORMS, Attention, Convert, Embed, Gather, Linear, Norm, RotateStore, aligned, padded
+                   quire_head, quire_output, quire_tiles, tiles_of)
+from .linear cimport LinearOp, linear_scratch_bytes, run_linear
+from .ops import BLOCK, QUERY_FORMS, Attention, Convert, Embed, Gather, Linear, Normed, RotateStore, aligned, padded
 from .pack cimport PackedMatrix
 from .pool cimport Pool, quire_pool, quire_pool_barrier, quire_pool_run
 from .rows cimport (ConvertOp, EmbedOp, GatherOp, RotateStoreOp, run_convert, run_embed, run_gather, run_rotate_store)
@@ -87,11 +87,11 @@ cdef void _run(Record *record, const Step *step, const quire_tiles *tiles, int w
     elif record.kind == EMBED:
         run_embed(&record.of.embed, step, tiles, worker, workers)
     else:
-        run_gather(&record.of.gather, step, worker, workers)
+        run_gather(&record.of.gather, step, tiles, worker, workers)
 
 
 def scratch_nbytes(head_dim, workers):
-    return workers * aligned(attention_scratch_bytes(padded(head_dim)))
+    return workers * aligned(max(attention_scratch_bytes(padded(head_dim)), linear_scratch_bytes()))
 
 
 cdef class Program:
@@ -161,7 +161,7 @@ cdef class Program:
     cdef _add(self, Record *record, op):
         if isinstance(op, Embed):
             self._add_embed(record, op)
-        elif isinstance(op, (Norm, Convert)):
+        elif isinstance(op, Convert):
             self._add_convert(record, op)
         elif isinstance(op, Linear):
             self._add_linear(record, op)
@@ -174,6 +174,7 @@ cdef class Program:
             record.of.gather.input = self._value(op.input, op.out.columns, "f32", self.max_rows)
             record.of.gather.out = self._value(op.out, op.input.columns, "f32", self.max_samples)
             self.sampled.add(op.out)
+            record.of.gather.is_normed = self._leave_normed(&record.of.gather.normed, op, self.max_samples)
         else:
             raise ValueError(f"not an op: {op!r}")
 
@@ -184,6 +185,7 @@ cdef class Program:
         self.keep_alive.append(weight)
         record.kind = EMBED
         record.of.embed.out = self._value(op.out, weight.in_features, "f32", self.max_rows)
+        record.of.embed.is_normed = self._leave_normed(&record.of.embed.normed, op, self.max_rows)
         record.of.embed.panels, record.of.embed.scales = weight.data, weight.scales
         record.of.embed.panel_bytes, record.of.embed.width = weight.panel_bytes, weight.width
         record.of.embed.form = weight.form
@@ -194,31 +196,39 @@ cdef class Program:
         convert.sampled = self._follows(op.input, op.out)
         rows = self.max_samples if convert.sampled else self.max_rows
         convert.input = self._value(op.input, op.out.columns, "f32", rows)
-        convert.out = self._value(op.out, op.input.columns, op.out.form, rows)
-        convert.weight = NULL
-        if isinstance(op, Norm):
-            convert.weight = self._vector(op.weight, op.input.columns, padded(op.input.columns))
-            convert.eps = op.eps
+        convert.out = self._output(op.out, op.input.columns, rows)
 
     cdef _add_linear(self, Record *record, op):
         cdef PackedMatrix weight = op.weight
         cdef LinearOp *linear = &record.of.linear
-        columns = weight.out_features // 2 if op.epilogue == "swiglu" else weight.out_features
+        columns, num_blocks = weight.out_features, weight.panels // 2
         if op.epilogue == "swiglu":
-            columns = min(columns, op.out.columns)
+            columns, num_blocks = min(weight.out_features // 2, op.out.columns), weight.panels // 4
             if padded(op.out.columns) != weight.panels * 8:
                 raise ValueError(f"swiglu of {weight.panels * 16} columns gives {weight.panels * 8}, "
                                  f"out has {op.out.columns}")
         self.keep_alive.append(weight)
         record.kind = LINEAR
-        linear.sampled = self._follows(op.input, op.out)
+        linear.sampled = self._follows(op.input.data if isinstance(op.input, Normed) else op.input, op.out)
         rows = self.max_samples if linear.sampled else self.max_rows
-        linear.input = self._value(op.input, weight.in_features, weight.dtype, rows)
-        linear.out = self._value(op.out, columns, "f32", rows)
+        self._add_linear_input(linear, op.input, weight, rows)
+        linear.out = self._value(op.out, columns, "f32" if op.epilogue == "add" else op.out.form, rows)
+        linear.converts = self._leave_normed(&linear.converted, op, rows)
+        if op.out.form != "f32":
+            linear.converts, linear.converted = True, self._output(op.out, columns, rows)
         linear.panels, linear.scales, linear.panel_bytes = weight.data, weight.scales, weight.panel_bytes
-        linear.num_pairs = weight.panels // 2
+        linear.num_blocks = num_blocks
         linear.bias = self._vector(op.bias, weight.out_features, weight.panels * 16) if op.bias is not None else NULL
         linear.epilogue = _EPILOGUES[op.epilogue]
+
+    cdef _add_linear_input(self, LinearOp *linear, source, PackedMatrix weight, rows):
+        cdef Value squares
+        linear.squares = NULL
+        if isinstance(source, Normed):
+            squares = self._value(source.squares, padded(weight.in_features) // BLOCK, "f32", rows)
+            linear.squares, linear.squares_width = <float *>squares.rows.data, squares.rows.width
+            linear.eps, source = source.eps, source.data
+        linear.input = self._value(source, weight.in_features, weight.dtype, rows)
 
     cdef _add_rotate_store(self, Record *record, op):
         cdef RotateStoreOp *rotate = &record.of.rotate_store
@@ -282,6 +292,27 @@ cdef class Program:
             value.rows.scales = <float *>(self.arena_data + <int64_t>planes)
             value.rows.sums = <int32_t *>(self.arena_data + <int64_t>(planes + aligned(region.rows * width // 32 * 4)))
         return value
+
+    cdef quire_output _output(self, region, columns, rows) except *:
+        cdef Value value = self._value(region, columns, region.form, rows)
+        cdef quire_output output
+        output.form, output.rows, output.norm = value.form, value.rows, NULL
+        return output
+
+    cdef bint _leave_normed(self, quire_output *output, op, rows) except -1:
+        """Where the op leaves its result normed; whether it does."""
+        cdef Value squares
+        if op.normed is None:
+            return False
+        if op.out.form != "f32":
+            raise ValueError(f"a norm needs f32, not {op.out!r}")
+        columns = op.out.columns
+        squares = self._value(op.normed.squares, padded(columns) // BLOCK, "f32", rows)
+        output[0] = self._output(op.normed.data, columns, rows)
+        output.norm = self._vector(op.normed.weight, columns, padded(columns))
+        output.squares, output.squares_width = <float *>squares.rows.data, squares.rows.width
+        self._follows(op.out, op.normed.data)
+        return True
 
     cdef bint _follows(self, source, out):
         """Whether an op runs over sampling rows: it does when what it reads comes, however far back, from a Gather."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .ops import BLOCK, Attention, Convert, Embed, Form, Gather, Linear, Norm, Op, Region, RotateStore, padded
+from .ops import BLOCK, Attention, Convert, Embed, Form, Gather, Linear, Normed, Op, Region, RotateStore, padded
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
@@ -119,13 +119,11 @@ class ReferenceProgram:
     def _run(self, op: Op) -> None:
         match op:
             case Embed():
-                self.regions[op.out] = op.weight.unpack().astype(np.float64)[self.token_ids]
-            case Norm():
-                self.regions[op.out] = as_form(rms_norm(self.regions[op.input], op.weight, op.eps), op.out.form)
+                self._write(op.out, op.weight.unpack().astype(np.float64)[self.token_ids], op.normed)
             case Convert():
-                self.regions[op.out] = as_form(self.regions[op.input], op.out.form)
+                self._write(op.out, self.regions[op.input])
             case Gather():
-                self.regions[op.out] = self.regions[op.input][self.sample_rows]
+                self._write(op.out, self.regions[op.input][self.sample_rows], op.normed)
             case Linear():
                 self._linear(op)
             case RotateStore():
@@ -133,14 +131,25 @@ class ReferenceProgram:
             case Attention():
                 self._attention(op)
 
+    def _write(self, out: Region, x: Array, normed: Normed | None = None) -> None:
+        self.regions[out] = as_form(x, out.form)
+        if normed is not None:
+            self.regions[normed.data] = as_form(x * normed.weight, normed.data.form)
+            self.regions[normed.squares] = np.add.reduceat(x**2, np.arange(0, x.shape[1], BLOCK), axis=1)
+
     def _linear(self, op: Linear) -> None:
-        y = self.regions[op.input] @ op.weight.unpack().astype(np.float64).T
+        if isinstance(op.input, Normed):
+            squares = self.regions[op.input.squares].sum(axis=1, keepdims=True)
+            x = self.regions[op.input.data] / np.sqrt(squares / op.weight.in_features + op.input.eps)
+        else:
+            x = self.regions[op.input]
+        y = x @ op.weight.unpack().astype(np.float64).T
         if op.bias is not None:
             y = y + op.bias
         if op.epilogue == "swiglu":
             pairs = y.reshape(len(y), -1, 2, 16)
             y = (silu(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(len(y), -1)[:, : op.out.columns]
-        self.regions[op.out] = self.regions[op.out] + y if op.epilogue == "add" else y
+        self._write(op.out, self.regions[op.out] + y if op.epilogue == "add" else y, op.normed)
 
     def _rotate_store(self, op: RotateStore) -> None:
         q, k, v = self._heads(op)

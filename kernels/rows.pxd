@@ -1,26 +1,28 @@
 from libc.stdint cimport int64_t, uint16_t
 
-from .isa cimport quire_head, quire_tiles
+from .isa cimport quire_head, quire_output, quire_tiles
 from .step cimport Step, Value
 
 cdef struct EmbedOp:
     Value out
+    bint is_normed
+    quire_output normed
     const char *panels
     const uint16_t *scales
     int64_t panel_bytes
     int64_t width
     int form
 
-cdef struct ConvertOp:              # also RMS norm, where `weight` is not NULL
+cdef struct ConvertOp:
     Value input
-    Value out
-    const float *weight             # [padded columns]
-    float eps
+    quire_output out
     bint sampled
 
 cdef struct GatherOp:
     Value input
     Value out
+    bint is_normed
+    quire_output normed
 
 cdef struct RotateStoreOp:
     Value qkv
@@ -39,6 +41,7 @@ cdef void run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tile
                     int workers) noexcept nogil
 cdef void run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles, int worker,
                       int workers) noexcept nogil
-cdef void run_gather(const GatherOp *op, const Step *step, int worker, int workers) noexcept nogil
+cdef void run_gather(const GatherOp *op, const Step *step, const quire_tiles *tiles, int worker,
+                     int workers) noexcept nogil
 cdef void run_rotate_store(const RotateStoreOp *op, const Step *step, const quire_tiles *tiles, int worker,
                            int workers) noexcept nogil

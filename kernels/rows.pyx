@@ -1,40 +1,46 @@
 # cython: language_level=3
-"""Everything that works on one row at a time: embedding, norm and conversion, gathering, and RoPE with the page write.
+"""Everything that works on one row at a time: embedding, conversion, gathering, and RoPE with the page write.
 
 A row's result depends on that row alone, so any split of rows over workers gives the same bits.
 """
 from libc.stdint cimport uint16_t
 from libc.string cimport memcpy, memset
 
-from .isa cimport QUIRE_BF16, QUIRE_MAX_HEAD, QUIRE_Q8, quire_page, quire_rows
+from .isa cimport QUIRE_BF16, QUIRE_MAX_HEAD, QUIRE_Q8, quire_output, quire_page
 from .step cimport page_at
 
 
 cdef void run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles, int worker,
                     int workers) noexcept nogil:
-    cdef int64_t row, token
-    cdef float *out = <float *>op.out.rows.data
+    cdef int64_t row, token, width = op.out.rows.width
+    cdef float *out
     for row in range(step.rows * worker // workers, step.rows * (worker + 1) // workers):
         token = step.token_ids[row]
+        out = <float *>op.out.rows.data + row * width
         tiles.unpack_column(op.panels + token // 16 * op.panel_bytes,
                             op.scales + token // 16 * (op.width // 2) if op.scales != NULL else NULL,
-                            op.form, op.width, <int>(token % 16), out + row * op.out.rows.width)
+                            op.form, op.width, <int>(token % 16), out)
+        if op.is_normed:
+            tiles.convert(out, width, 1, op.out.columns, &op.normed, row, 0)
 
 
 cdef void run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles, int worker,
                       int workers) noexcept nogil:
-    cdef int64_t row, rows = step.samples if op.sampled else step.rows
-    cdef const float *x = <const float *>op.input.rows.data
-    for row in range(rows * worker // workers, rows * (worker + 1) // workers):
-        tiles.convert(x + row * op.input.rows.width, op.weight, op.eps, op.input.columns, op.out.form, &op.out.rows,
-                      row)
+    cdef int64_t width = op.input.rows.width, rows = step.samples if op.sampled else step.rows
+    cdef int64_t first = rows * worker // workers, last = rows * (worker + 1) // workers
+    tiles.convert(<const float *>op.input.rows.data + first * width, width, last - first, op.input.columns, &op.out,
+                  first, 0)
 
 
-cdef void run_gather(const GatherOp *op, const Step *step, int worker, int workers) noexcept nogil:
+cdef void run_gather(const GatherOp *op, const Step *step, const quire_tiles *tiles, int worker,
+                     int workers) noexcept nogil:
     cdef int64_t i, width = op.input.rows.width
+    cdef float *out
     for i in range(step.samples * worker // workers, step.samples * (worker + 1) // workers):
-        memcpy(<float *>op.out.rows.data + i * width, <const float *>op.input.rows.data + step.sample_rows[i] * width,
-               width * sizeof(float))
+        out = <float *>op.out.rows.data + i * width
+        memcpy(out, <const float *>op.input.rows.data + step.sample_rows[i] * width, width * sizeof(float))
+        if op.is_normed:
+            tiles.convert(out, width, 1, op.out.columns, &op.normed, i, 0)
 
 
 cdef void run_rotate_store(const RotateStoreOp *op, const Step *step, const quire_tiles *tiles, int worker,
@@ -78,12 +84,12 @@ cdef void _store_query(const RotateStoreOp *op, const quire_tiles *tiles, const 
                        int64_t head) noexcept nogil:
     """Into columns [head * d, (head + 1) * d) of row `row` of q, in the KV dtype; q8 by blocks of 32."""
     cdef int64_t d = op.padded_head_dim, at = row * op.q.rows.width + head * d
-    cdef quire_rows out
-    out.width = d
+    cdef quire_output out
     if op.q.form == QUIRE_Q8:
-        out.data = <char *>op.q.rows.data + at
-        out.scales, out.sums = op.q.rows.scales + at // 32, op.q.rows.sums + at // 32
-        tiles.convert(x, NULL, 0, d, QUIRE_Q8, &out, 0)
+        out.form, out.norm, out.rows.width = QUIRE_Q8, NULL, d
+        out.rows.data = <char *>op.q.rows.data + at
+        out.rows.scales, out.rows.sums = op.q.rows.scales + at // 32, op.q.rows.sums + at // 32
+        tiles.convert(x, d, 1, d, &out, 0, 0)
     elif op.q.form == QUIRE_BF16:
         tiles.to_bf16(x, d, <uint16_t *>op.q.rows.data + at)
     else:

@@ -11,8 +11,9 @@ void ISA(attention_bf16)(int rows, const quire_attention_tile *t);
 void ISA(attention_int8)(int rows, const quire_attention_tile *t);
 void ISA(merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                 float *total_m, float *total_l, float *total_o);
-void ISA(convert)(const float *x, const float *weight, float eps, int64_t columns, int form, const quire_rows *out,
-                  int64_t row);
+void ISA(convert)(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_output *out, int64_t row,
+                  int64_t column);
+void ISA(rms_factors)(const float *squares, int64_t width, int64_t rows, int64_t columns, float eps, float *factors);
 void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *out);
 void ISA(store_key)(const float *x, int64_t slot, const quire_page *page);
 void ISA(store_value)(const float *x, int64_t slot, const quire_page *page);

@@ -17,6 +17,7 @@ INLINE void finish(const int rows, vf acc[][2], const quire_linear_tile *t) {
   UNROLL for (int i = 0; i < rows; i++) {
     float *c = t->c + i * t->ldc;
     vf y0 = acc[i][0], y1 = acc[i][1];
+    if (t->factors) y0 = vf_mul(y0, vf_set1(t->factors[i])), y1 = vf_mul(y1, vf_set1(t->factors[i]));
     if (t->bias) y0 = vf_add(y0, bias0), y1 = vf_add(y1, bias1);
     if (t->epilogue == QUIRE_SWIGLU) {
       const vf gate = vf_div(y0, vf_add(vf_set1(1.f), vf_exp(vf_sub(vf_zero(), y0))));

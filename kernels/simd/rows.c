@@ -1,4 +1,4 @@
-// Row-wise arithmetic: RMS norm, conversion of activations, argmax and the exponentials of sampling.
+// Row-wise arithmetic: conversion of activations, the halves of an RMS norm, argmax and the exponentials of sampling.
 #include <assert.h>
 #include <math.h>
 #include <stddef.h>
@@ -12,8 +12,8 @@ INLINE void quantise(vf y0, vf y1, const quire_rows *out, int64_t row, int64_t c
   const int64_t block = (row * out->width + column) / 32;
   const float top = vf_top(vf_max(vf_abs(y0), vf_abs(y1)));
   const int finite = !vf_any_nan(y0) && !vf_any_nan(y1) && top < INFINITY;
-  const float inverse = finite && top > 1e-30f ? 127.f / top : 0.f;
-  const vf limit = vf_set1(127.f), factor = vf_set1(inverse);
+  const float inverse = 127.f / top;
+  const vf limit = vf_set1(127.f), factor = vf_set1(inverse < INFINITY ? inverse : 0.f);
   vi q0 = vi_zero(), q1 = vi_zero();
   if (finite) {
     q0 = vi_from(vf_min(limit, vf_mul(y0, factor)));
@@ -26,24 +26,38 @@ INLINE void quantise(vf y0, vf y1, const quire_rows *out, int64_t row, int64_t c
   out->sums[block] = -128 * vi_sum(vi_add(q0, q1));
 }
 
-void ISA(convert)(const float *x, const float *weight, float eps, int64_t columns, int form, const quire_rows *out,
-                  int64_t row) {
-  const vf factor = vf_set1(weight ? inverse_rms(x, eps, columns) : 1.f);
-  for (int64_t j = 0; j < out->width; j += 32) {
-    vf y0 = columns_of(x, j, columns), y1 = columns_of(x, j + 16, columns);
-    if (weight) {
-      y0 = vf_mul(vf_mul(y0, factor), vf_load(weight + j));
-      y1 = vf_mul(vf_mul(y1, factor), vf_load(weight + j + 16));
-    }
-    if (form == QUIRE_Q8) {
-      quantise(y0, y1, out, row, j);
-    } else if (form == QUIRE_BF16) {
-      vf_store_bf16((uint16_t *)out->data + row * out->width + j, y0);
-      vf_store_bf16((uint16_t *)out->data + row * out->width + j + 16, y1);
-    } else {
-      vf_store((float *)out->data + row * out->width + j, y0);
-      vf_store((float *)out->data + row * out->width + j + 16, y1);
-    }
+INLINE void convert_block(vf y0, vf y1, const quire_output *out, int64_t row, int64_t column) {
+  if (out->norm) {
+    out->squares[row * out->squares_width + column / 32] = vf_sum(vf_fma(y1, y1, vf_mul(y0, y0)));
+    y0 = vf_mul(y0, vf_load(out->norm + column));
+    y1 = vf_mul(y1, vf_load(out->norm + column + 16));
+  }
+  const int64_t at = row * out->rows.width + column;
+  if (out->form == QUIRE_Q8) {
+    quantise(y0, y1, &out->rows, row, column);
+  } else if (out->form == QUIRE_BF16) {
+    vf_store_bf16((uint16_t *)out->rows.data + at, y0);
+    vf_store_bf16((uint16_t *)out->rows.data + at + 16, y1);
+  } else {
+    vf_store((float *)out->rows.data + at, y0);
+    vf_store((float *)out->rows.data + at + 16, y1);
+  }
+}
+
+void ISA(convert)(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_output *out, int64_t row,
+                  int64_t column) {
+  for (int64_t i = 0; i < rows; i++, x += stride)
+    for (int64_t j = 0; j < columns; j += 32)
+      convert_block(columns_of(x, j, columns), columns_of(x, j + 16, columns), out, row + i, column + j);
+}
+
+void ISA(rms_factors)(const float *squares, int64_t width, int64_t rows, int64_t columns, float eps, float *factors) {
+  const int64_t blocks = (columns + 31) / 32;
+  for (int64_t i = 0; i < rows; i++, squares += width) {
+    vf sums = vf_zero();
+    for (int64_t j = 0; j < blocks; j += 16) sums = vf_add(sums, columns_of(squares, j, blocks));
+    const float sum = vf_sum(sums);
+    factors[i] = sum < INFINITY ? 1.f / sqrtf(sum / (float)columns + eps) : NAN;
   }
 }
 

@@ -8,6 +8,7 @@ const quire_tiles ISA(quire_tiles) = {
     .attention = {ISA(attention_f32), ISA(attention_bf16), ISA(attention_int8)},
     .merge = ISA(merge),
     .convert = ISA(convert),
+    .rms_factors = ISA(rms_factors),
     .head = ISA(head),
     .store_key = ISA(store_key),
     .store_value = ISA(store_value),

@@ -16,12 +16,22 @@ typedef struct {
   int64_t width;
 } quire_rows;
 
+// Where f32 results go: a form, and what an RMS norm leaves for the linear layer that reads it.
+typedef struct {
+  int form;
+  quire_rows rows;
+  const float *norm;      // [width]: columns are multiplied by it; or NULL
+  float *squares;         // with norm: [rows][squares_width], sum(x^2) of each block of 32 columns
+  int64_t squares_width;
+} quire_output;
+
 // `rows` rows against one pair of 16-column panels. `a` already points at the first row.
 typedef struct {
   const void *w;           // first panel; the second follows `panel_bytes` later
   const uint16_t *scales;  // q8: fp16 [width/32][16] of the first panel; the second follows at width/32*16
   int64_t panel_bytes;
   quire_rows a;
+  const float *factors;    // [rows], of each row's sums, or NULL
   const float *bias;       // [32] or NULL
   const char *next;        // fetched meanwhile into L2, `next_lines` cache lines per 32 of K, or NULL
   int next_lines;
@@ -76,9 +86,13 @@ typedef struct {
   // total = merge(total, split), then split's state may be reused
   void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                 float *total_m, float *total_l, float *total_o);
-  // x[columns] -> row `row` of out; with `weight`, RMS norm first
-  void (*convert)(const float *x, const float *weight, float eps, int64_t columns, int form, const quire_rows *out,
-                  int64_t row);
+  // x[rows][columns], `stride` floats apart, to the rows and columns of `out` that begin at (row, column), a multiple
+  // of 32; columns up to the next multiple of 32 become zero
+  void (*convert)(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_output *out, int64_t row,
+                  int64_t column);
+  // factors[rows] = 1 / sqrt(sum(squares) / columns + eps), squares [rows][width] of the blocks of `columns` columns;
+  // NaN where the sum is not finite
+  void (*rms_factors)(const float *squares, int64_t width, int64_t rows, int64_t columns, float eps, float *factors);
   // One head to `out` (room for head_dim padded to 32): RMS norm where `norm` is given, rotation by halves with
   // `rotary` (cos | sin) where it is given, scale. What follows head_dim becomes zero.
   void (*head)(const float *x, const quire_head *h, const float *rotary, float *out);

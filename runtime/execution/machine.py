@@ -65,7 +65,7 @@ class Machine:
     def _op_name(self, op: Op) -> str:
         if isinstance(op, Linear):
             return "lm_head" if self.is_lm_head(op) else "linear"
-        return {"RotateStore": "rope + page write", "Convert": "quantise", "Norm": "norm + quantise"}.get(
+        return {"RotateStore": "rope + page write", "Convert": "quantise"}.get(
             type(op).__name__, type(op).__name__.lower()
         )
 

@@ -50,5 +50,5 @@ def _mlp_block(
 ) -> None:
     """x += down(silu(gate(norm(x))) * up(norm(x)))"""
     normed = builder.norm(x, layer.mlp_norm, spec.norm_eps, weights.dtype)
-    activated = builder.swiglu(normed, layer.gate_up, layer.gate_up_bias, spec.intermediate_size)
-    builder.linear_add(builder.convert(activated, weights.dtype), layer.down, layer.down_bias, x)
+    activated = builder.swiglu(normed, layer.gate_up, layer.gate_up_bias, spec.intermediate_size, weights.dtype)
+    builder.linear_add(activated, layer.down, layer.down_bias, x)

@@ -31,7 +31,7 @@ class MemoryPlan:
     arena_bytes: int
     logits_bytes: int  # inside the arena
     rotary_bytes: int
-    scratch_bytes: int  # of attention, over all worker threads
+    scratch_bytes: int  # of ops, over all worker threads
     sampling_bytes: int
     program: ProgramPlan
 
@@ -47,7 +47,7 @@ class MemoryPlan:
             ("KV pages", self.kv_bytes, f"{self.kv_pages:,} pages"),
             ("step arena", self.arena_bytes, f"of which logits {self.logits_bytes:,} B"),
             ("rotary table", self.rotary_bytes, ""),
-            ("attention scratch", self.scratch_bytes, ""),
+            ("worker scratch", self.scratch_bytes, ""),
             ("sampling scratch", self.sampling_bytes, ""),
             ("total", self.total_bytes, ""),
         ]

@@ -10,12 +10,13 @@ behind `gather` have `max_samples`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ...kernels.ops import (
+    BLOCK,
     QUERY_FORMS,
     Attention,
     Convert,
@@ -23,10 +24,11 @@ from ...kernels.ops import (
     Form,
     Gather,
     Linear,
-    Norm,
+    Normed,
     Op,
     Region,
     RotateStore,
+    padded,
     region_nbytes,
 )
 from ...kernels.pack import PackedMatrix
@@ -45,6 +47,34 @@ class Value:
     rows: int
     columns: int
     form: Form
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return (self,)
+
+    def placed(self, regions: Sequence[Region]) -> Region:
+        return regions[self.index]
+
+
+@dataclass(frozen=True, slots=True)
+class NormedValue:
+    """What `norm` yields: a `kernels.ops.Normed`, not yet anywhere. Only a linear layer can read it."""
+
+    data: Value
+    squares: Value
+    weight: Vector
+    eps: float
+
+    @property
+    def rows(self) -> int:
+        return self.data.rows
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return self.data, self.squares
+
+    def placed(self, regions: Sequence[Region]) -> Normed:
+        return Normed(self.data.placed(regions), self.squares.placed(regions), self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +129,31 @@ class ProgramBuilder:
         self._first: list[int] = []  # per value: the op that writes it
         self._last: list[int] = []  # per value: the last op that touches it
         self._emit: list[Callable[[Sequence[Region]], Op]] = []  # one per op, given every value's region
+        self._unnormed: dict[int, int] = {}  # values whose last writer can leave a norm of them, and has not: that op
 
     def embed(self, weight: PackedMatrix) -> Value:
         """f32 [tokens, hidden]: the residual stream begins."""
         out = self._value("residual", self.max_tokens, weight.in_features, "f32")
-        self._add([out], lambda at: Embed(weight, at[out.index]))
+        self._unnormed[out.index] = len(self._emit)
+        self._add([out], lambda at: Embed(weight, out.placed(at)))
         return out
 
-    def norm(self, x: Value, weight: Vector, eps: float, form: Form) -> Value:
-        """RMS norm of each row, in the form the next linear layer reads."""
-        out = self._value("normed", x.rows, x.columns, form)
-        self._add([x, out], lambda at: Norm(at[x.index], weight, eps, at[out.index]))
+    def norm(self, x: Value, weight: Vector, eps: float, form: Form) -> NormedValue:
+        """RMS norm of each row, in the form the next linear layer reads. Not an op: whoever wrote `x` leaves it too.
+
+        Raises ValueError where that is not `embed`, `linear_add` or `gather`, or has left a norm already.
+        """
+        writer = self._unnormed.pop(x.index, None)
+        if writer is None:
+            raise ValueError(f"the op that wrote {x.name} cannot leave a norm of it, or has already left one")
+        out = NormedValue(
+            self._value("normed", x.rows, x.columns, form, writer),
+            self._value("squares", x.rows, padded(x.columns) // BLOCK, "f32", writer),
+            weight,
+            eps,
+        )
+        write = self._emit[writer]
+        self._emit[writer] = lambda at: _leaving(write(at), out.placed(at))
         return out
 
     def convert(self, x: Value, form: Form) -> Value:
@@ -117,23 +161,29 @@ class ProgramBuilder:
         if x.form == form:
             return x
         out = self._value(f"{x.name}:{form}", x.rows, x.columns, form)
-        self._add([x, out], lambda at: Convert(at[x.index], at[out.index]))
+        self._add([x, out], lambda at: Convert(x.placed(at), out.placed(at)))
         return out
 
-    def linear(self, x: Value, weight: PackedMatrix, bias: Vector | None, name: str) -> Value:
+    def linear(self, x: Value | NormedValue, weight: PackedMatrix, bias: Vector | None, name: str) -> Value:
         """x @ weight.T + bias, f32 [rows, out_features]."""
         out = self._value(name, x.rows, weight.out_features, "f32")
-        self._add([x, out], lambda at: Linear(at[x.index], weight, bias, at[out.index], "store"))
+        self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), "store"))
         return out
 
     def linear_add(self, x: Value, weight: PackedMatrix, bias: Vector | None, residual: Value) -> None:
         """residual += x @ weight.T + bias, in place."""
-        self._add([x, residual], lambda at: Linear(at[x.index], weight, bias, at[residual.index], "add"))
+        self._unnormed[residual.index] = len(self._emit)
+        self._add([x, residual], lambda at: Linear(x.placed(at), weight, bias, residual.placed(at), "add"))
 
-    def swiglu(self, x: Value, weight: PackedMatrix, bias: Vector | None, columns: int) -> Value:
-        """silu(gate) * up, f32 [rows, columns]; the weight's columns interleave gate and up by 16."""
-        out = self._value("activated", x.rows, columns, "f32")
-        self._add([x, out], lambda at: Linear(at[x.index], weight, bias, at[out.index], "swiglu"))
+    def swiglu(
+        self, x: Value | NormedValue, weight: PackedMatrix, bias: Vector | None, columns: int, form: Form
+    ) -> Value:
+        """silu(gate) * up, [rows, columns] in the form the next linear layer reads.
+
+        The weight's columns interleave gate and up by 16.
+        """
+        out = self._value("activated", x.rows, columns, form)
+        self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), "swiglu"))
         return out
 
     def rotate_store(
@@ -145,8 +195,8 @@ class ProgramBuilder:
         self._add(
             [qkv, out],
             lambda at: RotateStore(
-                qkv=at[qkv.index],
-                q=at[out.index],
+                qkv=qkv.placed(at),
+                q=out.placed(at),
                 layer=heads.layer,
                 num_heads=heads.num_heads,
                 num_kv_heads=heads.num_kv_heads,
@@ -166,8 +216,8 @@ class ProgramBuilder:
         self._add(
             [q, out],
             lambda at: Attention(
-                q=at[q.index],
-                out=at[out.index],
+                q=q.placed(at),
+                out=out.placed(at),
                 layer=heads.layer,
                 num_heads=heads.num_heads,
                 num_kv_heads=heads.num_kv_heads,
@@ -180,7 +230,8 @@ class ProgramBuilder:
     def gather(self, x: Value) -> Value:
         """The rows of `x` that sample, [samples, columns]."""
         out = self._value("sampled", self.max_samples, x.columns, x.form)
-        self._add([x, out], lambda at: Gather(at[x.index], at[out.index]))
+        self._unnormed[out.index] = len(self._emit)
+        self._add([x, out], lambda at: Gather(x.placed(at), out.placed(at)))
         return out
 
     def build(self, logits: Value) -> ProgramPlan:
@@ -201,12 +252,12 @@ class ProgramBuilder:
             ),
         )
 
-    def _value(self, name: str, rows: int, columns: int, form: Form) -> Value:
-        """A value that the next op added will write."""
+    def _value(self, name: str, rows: int, columns: int, form: Form, writer: int | None = None) -> Value:
+        """A value that op `writer` will write, or else the next op added."""
         value = Value(len(self._values), name, rows, columns, form)
         self._values.append(value)
-        self._first.append(len(self._emit))
-        self._last.append(len(self._emit))
+        self._first.append(len(self._emit) if writer is None else writer)
+        self._last.append(len(self._emit) if writer is None else writer)
         return value
 
     def _add(self, touched: Sequence[Value], emit: Callable[[Sequence[Region]], Op]) -> None:
@@ -221,3 +272,8 @@ class ProgramBuilder:
                 for value, first, last in zip(self._values, self._first, self._last, strict=True)
             ]
         )
+
+
+def _leaving(op: Op, normed: Normed) -> Op:
+    assert isinstance(op, Embed | Linear | Gather)
+    return replace(op, normed=normed)

@@ -15,7 +15,7 @@ from quire.kernels.ops import (
     Embed,
     Gather,
     Linear,
-    Norm,
+    Normed,
     Region,
     RotateStore,
     padded,
@@ -105,6 +105,10 @@ class Toy:
         self.offset += region_nbytes(rows, columns, form)
         return region
 
+    def _normed(self, rows: int) -> Normed:
+        data = self._region(rows, HIDDEN, self.weights)
+        return Normed(data, self._region(rows, padded(HIDDEN) // 32, "f32"), self._norm(HIDDEN), 1e-6)
+
     def _random(self, *shape: int) -> np.ndarray:
         return (self.rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
 
@@ -120,12 +124,12 @@ class Toy:
     def _ops(self) -> list:
         w, heads, kv_heads, d = self.weights, self.heads, self.kv_heads, self.head_dim
         qkv_width = (heads + 2 * kv_heads) * d
-        x, h = self._region(MAX_ROWS, HIDDEN, "f32"), self._region(MAX_ROWS, HIDDEN, w)
+        x, h1, h2 = self._region(MAX_ROWS, HIDDEN, "f32"), self._normed(MAX_ROWS), self._normed(MAX_ROWS)
         qkv = self._region(MAX_ROWS, qkv_width, "f32")
         q = self._region(MAX_ROWS, heads * self.layout.padded_head_dim, QUERY_FORMS[self.kv])
         a, a_form = self._region(MAX_ROWS, heads * d, "f32"), self._region(MAX_ROWS, heads * d, w)
-        g, g_form = self._region(MAX_ROWS, INTERMEDIATE, "f32"), self._region(MAX_ROWS, INTERMEDIATE, w)
-        s, s_form = self._region(MAX_SAMPLES, HIDDEN, "f32"), self._region(MAX_SAMPLES, HIDDEN, w)
+        g = self._region(MAX_ROWS, INTERMEDIATE, w)
+        s, h3 = self._region(MAX_SAMPLES, HIDDEN, "f32"), self._normed(MAX_SAMPLES)
         self.logits = self._region(MAX_SAMPLES, VOCAB, "f32")
         embedding = self._packed(VOCAB, HIDDEN, self._random(VOCAB, HIDDEN) * 8)
         gate, up = self._random(INTERMEDIATE, HIDDEN), self._random(INTERMEDIATE, HIDDEN)
@@ -134,20 +138,16 @@ class Toy:
         q_norm, k_norm = (self._norm(d), self._norm(d)) if self.qk_norm else (None, None)
         qkv_weight = self._packed(qkv_width, HIDDEN, self._random(qkv_width, HIDDEN))
         return [
-            Embed(embedding, x),
-            Norm(x, self._norm(HIDDEN), 1e-6, h),
-            Linear(h, qkv_weight, self._norm(qkv_width), qkv, "store"),
+            Embed(embedding, x, h1),
+            Linear(h1, qkv_weight, self._norm(qkv_width), qkv, "store"),
             RotateStore(qkv, q, 0, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5),
             Attention(q, a, 0, heads, kv_heads, d, self.window),
             Convert(a, a_form),
-            Linear(a_form, self._packed(HIDDEN, heads * d, self._random(HIDDEN, heads * d)), None, x, "add"),
-            Norm(x, self._norm(HIDDEN), 1e-6, h),
-            Linear(h, self._packed(2 * padded(INTERMEDIATE), HIDDEN, gate, up), None, g, "swiglu"),
-            Convert(g, g_form),
-            Linear(g_form, self._packed(HIDDEN, INTERMEDIATE, self._random(HIDDEN, INTERMEDIATE)), None, x, "add"),
-            Gather(x, s),
-            Norm(s, self._norm(HIDDEN), 1e-6, s_form),
-            Linear(s_form, embedding, None, self.logits, "store"),
+            Linear(a_form, self._packed(HIDDEN, heads * d, self._random(HIDDEN, heads * d)), None, x, "add", h2),
+            Linear(h2, self._packed(2 * padded(INTERMEDIATE), HIDDEN, gate, up), None, g, "swiglu"),
+            Linear(g, self._packed(HIDDEN, INTERMEDIATE, self._random(HIDDEN, INTERMEDIATE)), None, x, "add"),
+            Gather(x, s, h3),
+            Linear(h3, embedding, None, self.logits, "store"),
         ]
 
 

@@ -8,7 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire.kernels.ops import Attention, Convert, Embed, Gather, Linear, Norm, Op, Region, RotateStore, region_nbytes
+from quire.kernels.ops import (
+    Attention,
+    Convert,
+    Embed,
+    Gather,
+    Linear,
+    Normed,
+    Op,
+    Region,
+    RotateStore,
+    region_nbytes,
+)
 from quire.kernels.pack import PackedMatrix, packed_nbytes
 from quire.runtime.models import load_model
 from quire.runtime.program import ProgramBuilder, ProgramPlan
@@ -24,30 +35,44 @@ def compiled(
     return model.compile(kv_dtype=kv_dtype, max_positions=96, max_tokens=max_tokens, max_samples=max_samples)
 
 
-def reads_and_writes(op: Op) -> tuple[list[Region], Region]:
+def reads_and_writes(op: Op) -> tuple[list[Region], list[Region]]:
     match op:
         case Embed():
-            return [], op.out
+            return [], [op.out, *regions(op.normed)]
         case RotateStore():
-            return [op.qkv], op.q
+            return [op.qkv], [op.q]
         case Attention():
-            return [op.q], op.out
+            return [op.q], [op.out]
         case Linear():
-            return [op.input, op.out] if op.epilogue == "add" else [op.input], op.out
-        case _:
-            return [op.input], op.out
+            added_to = [op.out] if op.epilogue == "add" else []
+            return [*regions(op.input), *added_to], [op.out, *regions(op.normed)]
+        case Gather():
+            return [op.input], [op.out, *regions(op.normed)]
+        case Convert():
+            return [op.input], [op.out]
+
+
+def regions(value: Region | Normed | None) -> list[Region]:
+    if isinstance(value, Normed):
+        return [value.data, value.squares]
+    return [] if value is None else [value]
 
 
 def names(ops: list[Op]) -> list[str]:
-    return [type(op).__name__ + (f":{op.epilogue}" if isinstance(op, Linear) else "") for op in ops]
+    return [
+        type(op).__name__
+        + (f":{op.epilogue}" if isinstance(op, Linear) else "")
+        + (", norm" if isinstance(op, Embed | Linear | Gather) and op.normed else "")
+        for op in ops
+    ]
 
 
 def test_one_layer_reads_like_the_paper() -> None:
-    layer = [
-        "Norm", "Linear:store", "RotateStore", "Attention", "Convert", "Linear:add",
-        "Norm", "Linear:swiglu", "Convert", "Linear:add",
+    block = [
+        "Linear:store", "RotateStore", "Attention", "Convert", "Linear:add, norm", "Linear:swiglu", "Linear:add",
     ]  # fmt: skip
-    assert names(compiled("qwen3", "q8").ops) == ["Embed", *layer, *layer, "Gather", "Norm", "Linear:store"]
+    first, last = [*block[:-1], "Linear:add, norm"], block
+    assert names(compiled("qwen3", "q8").ops) == ["Embed, norm", *first, *last, "Gather, norm", "Linear:store"]
 
 
 def test_f32_weights_need_no_conversion() -> None:
@@ -57,8 +82,8 @@ def test_f32_weights_need_no_conversion() -> None:
 @pytest.mark.parametrize("weights", ["bf16", "q8", "f32"])
 def test_linears_read_the_weights_own_form(weights: Any) -> None:
     linears = [op for op in compiled("llama", weights).ops if isinstance(op, Linear)]
-    assert {op.input.form for op in linears} == {weights}
-    assert {op.out.form for op in linears} == {"f32"}
+    assert {regions(op.input)[0].form for op in linears} == {weights}
+    assert {(op.epilogue, op.out.form) for op in linears} == {("store", "f32"), ("add", "f32"), ("swiglu", weights)}
 
 
 def test_the_residual_stream_is_one_region_added_to_in_place() -> None:
@@ -71,11 +96,11 @@ def test_the_residual_stream_is_one_region_added_to_in_place() -> None:
 
 def test_only_sampled_rows_reach_the_head() -> None:
     plan = compiled("llama", "bf16", max_tokens=64, max_samples=4)
-    gather, norm, head = plan.ops[-3:]
+    gather, head = plan.ops[-2:]
     assert isinstance(gather, Gather)
-    assert isinstance(norm, Norm)
     assert isinstance(head, Linear)
-    assert [gather.input.rows, gather.out.rows, norm.out.rows, head.out.rows] == [64, 4, 4, 4]
+    assert gather.normed == head.input
+    assert [gather.input.rows, gather.out.rows, *(r.rows for r in regions(head.input)), head.out.rows] == [64, *[4] * 4]
     assert plan.logits == head.out == Region(plan.logits.offset, 4, 320, "f32")
 
 
@@ -93,11 +118,13 @@ def test_what_an_op_reads_is_what_was_written(weights: Any, max_tokens: int, max
     plan = compiled("mistral", weights, max_tokens, max_samples)
     owner: dict[int, Region] = {}
     for op in plan.ops:
-        inputs, out = reads_and_writes(op)
+        inputs, outs = reads_and_writes(op)
         for region in inputs:
             assert {owner.get(block) for block in blocks(region)} == {region}, op
-        assert not any(set(blocks(out)) & set(blocks(region)) for region in inputs if region != out)
-        owner.update(dict.fromkeys(blocks(out), out))
+        for out in outs:
+            others = [region for region in inputs + outs if region != out]
+            assert not any(set(blocks(out)) & set(blocks(region)) for region in others)
+            owner.update(dict.fromkeys(blocks(out), out))
     assert {owner[block] for block in blocks(plan.logits)} == {plan.logits}
 
 
@@ -105,18 +132,37 @@ def blocks(region: Region) -> range:
     return range(region.offset // 64, (region.offset + region_nbytes(region.rows, region.columns, region.form)) // 64)
 
 
+def packed(out_features: int, in_features: int) -> PackedMatrix:
+    memory = np.zeros(packed_nbytes(out_features, in_features, "f32") + 64, np.uint8)
+    return PackedMatrix(out_features, in_features, "f32", memory[-memory.ctypes.data % 64 :])
+
+
 def test_what_is_built_stays_readable_to_the_end() -> None:
     """Even if it is not what the last op wrote: here the result comes first, and a longer chain follows it."""
-    memory = np.zeros(packed_nbytes(64, 64, "f32") + 64, np.uint8)
-    embedding = PackedMatrix(64, 64, "f32", memory[-memory.ctypes.data % 64 :])
+    embedding = packed(64, 64)
     builder = ProgramBuilder(8, 8, "f32")
     result = other = builder.embed(embedding)
     for _ in range(3):
-        other = builder.norm(other, np.ones(64, np.float32), 1e-6, "f32")
+        other = builder.linear(other, embedding, None, "chain")
     plan = builder.build(result)
     (kept,) = [value for value in plan.values if value.region == plan.logits]
     assert (kept.first_op, kept.last_op) == (0, len(plan.ops))
     assert plan.arena_bytes == 3 * kept.region.nbytes  # the result, and two of the chain at any time
+
+
+def test_a_norm_follows_whoever_wrote_the_residual_stream_last() -> None:
+    builder, weight = ProgramBuilder(8, 8, "f32"), np.ones(64, np.float32)
+    square = packed(64, 64)
+    x = builder.embed(square)
+    y = builder.linear(builder.norm(x, weight, 1e-6, "f32"), square, None, "y")
+    with pytest.raises(ValueError, match="has already left one"):
+        builder.norm(x, weight, 1e-6, "f32")
+    with pytest.raises(ValueError, match="cannot leave a norm"):
+        builder.norm(y, weight, 1e-6, "f32")
+    builder.linear_add(y, square, None, x)
+    normed = builder.norm(x, weight, 1e-6, "f32")
+    plan = builder.build(builder.linear(normed, square, None, "z"))
+    assert names(plan.ops) == ["Embed, norm", "Linear:store", "Linear:add, norm", "Linear:store"]
 
 
 @pytest.mark.parametrize("weights", ["bf16", "q8", "f32"])
@@ -133,4 +179,4 @@ def test_the_map_shows_every_place_in_order() -> None:
     offsets = [int(line.split()[0].replace(",", "")) for line in lines]
     assert all(low <= high for low, high in pairwise(offsets))
     assert sum(int(line.rsplit("x", 1)[1]) for line in lines) == len(plan.values)
-    assert last.split() == [f"{plan.arena_bytes:,}", "end", "of", "arena,", "24", "ops"]
+    assert last.split() == [f"{plan.arena_bytes:,}", "end", "of", "arena,", "17", "ops"]
