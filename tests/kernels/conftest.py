@@ -24,7 +24,7 @@ from quire.kernels.ops import (
 from quire.kernels.reference import ReferenceProgram
 from quire.pager.layout import KVLayout
 
-VOCAB, HIDDEN, INTERMEDIATE = 333, 80, 176
+VOCAB = 333
 MAX_ROWS, MAX_SAMPLES, NUM_PAGES, MAX_POSITIONS = 160, 40, 48, 700
 
 
@@ -44,6 +44,9 @@ class Toy:
     kv_heads: int = 2
     head_dim: int = 24
     window: int = 0
+    hidden: int = 80
+    intermediate: int = 176
+    bias: bool = False  # on every linear layer, not on qkv alone
     page_size: int = 32
     isa: str | None = None
     threads: int = 2
@@ -106,14 +109,27 @@ class Toy:
         return region
 
     def _normed(self, rows: int) -> Normed:
-        data = self._region(rows, HIDDEN, self.weights)
-        return Normed(data, self._region(rows, padded(HIDDEN) // 32, "f32"), self._norm(HIDDEN), 1e-6)
+        data = self._region(rows, self.hidden, self.weights)
+        return Normed(data, self._region(rows, padded(self.hidden) // 32, "f32"), self._norm(self.hidden), 1e-6)
 
     def _random(self, *shape: int) -> np.ndarray:
         return (self.rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
 
     def _norm(self, n: int) -> np.ndarray:
         return (1 + 0.1 * self.rng.standard_normal(n)).astype(np.float32)
+
+    def _bias(self, n: int) -> np.ndarray | None:
+        return self._norm(n) if self.bias else None
+
+    def _gate_up_bias(self) -> np.ndarray | None:
+        """Interleaved by 16 as the columns are; zero where they are padding."""
+        if not self.bias:
+            return None
+        column = np.arange(self.intermediate)
+        bias = np.zeros(2 * padded(self.intermediate), np.float32)
+        for phase in (0, 1):
+            bias[column // 16 * 32 + 16 * phase + column % 16] = self._norm(self.intermediate)
+        return bias
 
     def _packed(self, n: int, k: int, *sources: np.ndarray) -> PackedMatrix:
         matrix = PackedMatrix(n, k, self.weights, self.memory(packed_nbytes(n, k, self.weights)))
@@ -123,29 +139,33 @@ class Toy:
 
     def _ops(self) -> list:
         w, heads, kv_heads, d = self.weights, self.heads, self.kv_heads, self.head_dim
+        hidden, intermediate = self.hidden, self.intermediate
         qkv_width = (heads + 2 * kv_heads) * d
-        x, h1, h2 = self._region(MAX_ROWS, HIDDEN, "f32"), self._normed(MAX_ROWS), self._normed(MAX_ROWS)
+        x, h1, h2 = self._region(MAX_ROWS, hidden, "f32"), self._normed(MAX_ROWS), self._normed(MAX_ROWS)
         qkv = self._region(MAX_ROWS, qkv_width, "f32")
         q = self._region(MAX_ROWS, heads * self.layout.padded_head_dim, QUERY_FORMS[self.kv])
         a, a_form = self._region(MAX_ROWS, heads * d, "f32"), self._region(MAX_ROWS, heads * d, w)
-        g = self._region(MAX_ROWS, INTERMEDIATE, w)
-        s, h3 = self._region(MAX_SAMPLES, HIDDEN, "f32"), self._normed(MAX_SAMPLES)
+        g = self.activated = self._region(MAX_ROWS, intermediate, w)
+        s, h3 = self._region(MAX_SAMPLES, hidden, "f32"), self._normed(MAX_SAMPLES)
         self.logits = self._region(MAX_SAMPLES, VOCAB, "f32")
-        embedding = self._packed(VOCAB, HIDDEN, self._random(VOCAB, HIDDEN) * 8)
-        gate, up = self._random(INTERMEDIATE, HIDDEN), self._random(INTERMEDIATE, HIDDEN)
+        embedding = self._packed(VOCAB, hidden, self._random(VOCAB, hidden) * 8)
+        gate, up = self._random(intermediate, hidden), self._random(intermediate, hidden)
         rotary = self.memory(MAX_POSITIONS * d * 4).view(np.float32).reshape(MAX_POSITIONS, d)
         rotary[:] = self.rng.uniform(-1, 1, (MAX_POSITIONS, d))
         q_norm, k_norm = (self._norm(d), self._norm(d)) if self.qk_norm else (None, None)
-        qkv_weight = self._packed(qkv_width, HIDDEN, self._random(qkv_width, HIDDEN))
+        qkv_weight = self._packed(qkv_width, hidden, self._random(qkv_width, hidden))
+        o_weight = self._packed(hidden, heads * d, self._random(hidden, heads * d))
+        gate_up = self._packed(2 * padded(intermediate), hidden, gate, up)
+        down = self._packed(hidden, intermediate, self._random(hidden, intermediate))
         return [
             Embed(embedding, x, h1),
             Linear(h1, qkv_weight, self._norm(qkv_width), qkv, "store"),
             RotateStore(qkv, q, 0, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5),
             Attention(q, a, 0, heads, kv_heads, d, self.window),
             Convert(a, a_form),
-            Linear(a_form, self._packed(HIDDEN, heads * d, self._random(HIDDEN, heads * d)), None, x, "add", h2),
-            Linear(h2, self._packed(2 * padded(INTERMEDIATE), HIDDEN, gate, up), None, g, "swiglu"),
-            Linear(g, self._packed(HIDDEN, INTERMEDIATE, self._random(HIDDEN, INTERMEDIATE)), None, x, "add"),
+            Linear(a_form, o_weight, self._bias(hidden), x, "add", h2),
+            Linear(h2, gate_up, self._gate_up_bias(), g, "swiglu"),
+            Linear(g, down, self._bias(hidden), x, "add"),
             Gather(x, s, h3),
             Linear(h3, embedding, None, self.logits, "store"),
         ]

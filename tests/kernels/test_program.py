@@ -52,6 +52,18 @@ def test_any_head_shape_computes_what_the_twin_computes(toy, heads, kv_heads, he
 
 
 @pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(("hidden", "intermediate"), [(50, 100), (32, 48), (33, 1), (272, 33)])
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
+def test_any_width_with_biases_computes_what_the_twin_computes(toy, weights, hidden, intermediate, isa):
+    model = toy(weights=weights, hidden=hidden, intermediate=intermediate, bias=True, isa=isa)
+    stale = model.program.view(model.activated)
+    stale.fill(1)
+    got, want = model.run((tokens(70), 0, pages(2, 1, 0)), (tokens(3, 1), 0, pages(7)), twin=True)
+    assert np.abs(got - want).max() <= tolerance(weights, "f32") * np.ptp(want)
+    assert not stale[:73, intermediate:].any(), "padding is zero, whatever lay there before"
+
+
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(
     ("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8"), ("f32", "int8")]
 )
@@ -116,8 +128,10 @@ def test_a_page_full_of_stale_numbers_changes_nothing(toy):
     assert used.run((prompt, 0, pages(2, 1))).tobytes() == fresh.run((prompt, 0, pages(2, 1))).tobytes()
 
 
-def test_a_row_that_is_not_finite_harms_no_other(toy):
-    sick, well = toy(weights="q8", kv="bf16"), toy(weights="q8", kv="bf16")
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
+def test_a_row_that_is_not_finite_harms_no_other(toy, weights, isa):
+    sick, well = toy(weights=weights, kv="bf16", isa=isa), toy(weights=weights, kv="bf16", isa=isa)
     other = (tokens(20), 0, pages(4))
     want = well.run(other)[0].tobytes()
     sick.run((tokens(20, 3), 0, pages(5)))
