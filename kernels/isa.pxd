@@ -92,7 +92,10 @@ cdef extern from "simd/tiles.h" nogil:
         void (*to_bf16)(const float *x, int64_t n, uint16_t *out) noexcept nogil
         void (*unpack_column)(const void *panel, const uint16_t *scales, int form, int64_t width, int lane,
                               float *out) noexcept nogil
-        int64_t (*argmax)(const float *x, int64_t n, float *max, double *sum_exp) noexcept nogil
+        void (*block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *maxima,
+                             int64_t maxima_stride) noexcept nogil
+        int64_t (*argmax)(const float *x, int64_t n, float *max) noexcept nogil
+        double (*sum_exp)(const float *x, int64_t n, float shift) noexcept nogil
         void (*exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out) noexcept nogil
         float (*stream)(const char *p, int64_t bytes, int64_t ahead) noexcept nogil
         int64_t (*peak)(int form, int64_t steps, const void *w, const void *a, float *result) noexcept nogil

@@ -11,6 +11,8 @@ cdef struct LinearOp:
     Value out
     bint converts                   # results go on to `converted`: out where it is not f32, or its norm
     quire_output converted
+    float *maxima                   # [rows][maxima_width], the largest of each block of out; or NULL
+    int64_t maxima_width
     const char *panels
     const uint16_t *scales          # q8, else NULL
     int64_t num_blocks              # of 32 columns of out

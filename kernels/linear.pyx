@@ -49,6 +49,9 @@ cdef void _compute_block(const LinearOp *op, const quire_tiles *tiles, int64_t b
         _multiply(op, tiles, block, row, end, scratch.factors, y, stride)
     if op.converts:
         tiles.convert(y, stride, end - row, QUIRE_BLOCK, &op.converted, row, block * QUIRE_BLOCK)
+    if op.maxima != NULL:
+        tiles.block_maxima(y, stride, end - row, min(QUIRE_BLOCK, op.out.columns - block * QUIRE_BLOCK),
+                           op.maxima + row * op.maxima_width + block, op.maxima_width)
 
 
 cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, int64_t row, int64_t end,

@@ -96,7 +96,7 @@ class Linear:
     """y = input @ weight.T + bias, then `store`: out = y; `add`: out += y; `swiglu`: out = silu(gate) * up.
 
     For `swiglu` the weight's columns interleave 16 of gate and 16 of up, and `out` has half of them. `out` may have any
-    form; f32 for `add`, and where a norm follows.
+    form; f32 for `add`, where a norm follows, and for `maxima`: the largest of each 32 columns, NaN if one of them is.
     """
 
     input: Region | Normed  # in the weight's own form [rows, in_features]
@@ -105,6 +105,7 @@ class Linear:
     out: Region
     epilogue: Epilogue
     normed: Normed | None = None  # of out
+    maxima: Region | None = None  # f32 [rows, padded(out_features) / 32]
 
 
 @dataclass(frozen=True, slots=True)

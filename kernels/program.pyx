@@ -216,10 +216,20 @@ cdef class Program:
         linear.converts = self._leave_normed(&linear.converted, op, rows)
         if op.out.form != "f32":
             linear.converts, linear.converted = True, self._output(op.out, columns, rows)
+        self._add_maxima(linear, op, rows)
         linear.panels, linear.scales, linear.panel_bytes = weight.data, weight.scales, weight.panel_bytes
         linear.num_blocks = num_blocks
         linear.bias = self._vector(op.bias, weight.out_features, weight.panels * 16) if op.bias is not None else NULL
         linear.epilogue = _EPILOGUES[op.epilogue]
+
+    cdef _add_maxima(self, LinearOp *linear, op, rows):
+        cdef Value maxima
+        linear.maxima = NULL
+        if op.maxima is not None:
+            if op.out.form != "f32":
+                raise ValueError(f"maxima need f32, not {op.out!r}")
+            maxima = self._value(op.maxima, padded(op.out.columns) // BLOCK, "f32", rows)
+            linear.maxima, linear.maxima_width = <float *>maxima.rows.data, maxima.rows.width
 
     cdef _add_linear_input(self, LinearOp *linear, source, PackedMatrix weight, rows):
         cdef Value squares

@@ -150,6 +150,8 @@ class ReferenceProgram:
             pairs = y.reshape(len(y), -1, 2, 16)
             y = (silu(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(len(y), -1)[:, : op.out.columns]
         self._write(op.out, self.regions[op.out] + y if op.epilogue == "add" else y, op.normed)
+        if op.maxima is not None:
+            self.regions[op.maxima] = np.maximum.reduceat(y, np.arange(0, y.shape[1], BLOCK), axis=1)
 
     def _rotate_store(self, op: RotateStore) -> None:
         q, k, v = self._heads(op)

@@ -17,9 +17,16 @@ class Sampler:
 
     def __init__(self, vocab_size: int, stride: int, max_rows: int, pool: Pool, isa: str | None = None) -> None: ...
     def sample(
-        self, logits: npt.NDArray[np.float32], rows: npt.NDArray[Any], adjustments: npt.NDArray[Any]
+        self,
+        logits: npt.NDArray[np.float32],
+        maxima: npt.NDArray[np.float32],
+        rows: npt.NDArray[Any],
+        adjustments: npt.NDArray[Any],
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Draw one token per row of `logits` [rows, stride]; `rows` has dtype ROW, `adjustments` ADJUSTMENT.
+
+        `maxima` [rows, at least stride / 32] holds the largest of each 32 logits of the vocabulary, NaN if one is: with
+        it a greedy row reads one block of its logits, not all.
 
         Returns views valid until the next call: token ids [rows] (-1: the logits are not finite), natural-log
         probabilities of the raw distribution [rows], and the top alternatives' ids and logprobs [rows, 32].

@@ -53,6 +53,8 @@ ADJUSTMENT = np.dtype([("token_id", "i4"), ("count", "i4"), ("seen", "i4"), ("bi
 cdef struct Draw:                   # the whole job, shared by the workers
     const quire_tiles *tiles
     float *logits                   # [rows][stride]; adjusted in place and restored
+    const float *maxima             # [rows][maxima_stride]: the largest of each 32 logits, NaN if one is
+    int64_t maxima_stride
     int64_t stride
     int64_t vocab_size
     int64_t num_rows
@@ -101,10 +103,12 @@ cdef class Sampler:
         self.draw.tokens, self.draw.logprobs = &tokens[0], &logprobs[0]
         self.draw.top_ids, self.draw.top_logprobs = &top_ids[0, 0], &top_logprobs[0, 0]
 
-    def sample(self, float[:, ::1] logits, rows, adjustments):
+    def sample(self, float[:, ::1] logits, const float[:, ::1] maxima, rows, adjustments):
         cdef int64_t n = len(rows)
         if n > self.max_rows or n > logits.shape[0] or logits.shape[1] != self.draw.stride:
             raise ValueError(f"{n} rows do not fit logits of {logits.shape[0]} or a sampler of {self.max_rows}")
+        if n > maxima.shape[0] or maxima.shape[1] < self.draw.stride // 32:
+            raise ValueError(f"maxima of {maxima.shape[0]} rows and {maxima.shape[1]} blocks do not fit the logits")
         if rows.dtype != ROW or adjustments.dtype != ADJUSTMENT:
             raise ValueError("rows and adjustments must be arrays of sample.ROW and sample.ADJUSTMENT")
         if n == 0:
@@ -121,6 +125,7 @@ cdef class Sampler:
         self.draw.originals = &saved[0]
         self.draw.rows = <Row *>&row_bytes[0]
         self.draw.logits, self.draw.num_rows, self.draw.next = &logits[0, 0], n, 0
+        self.draw.maxima, self.draw.maxima_stride = &maxima[0, 0], maxima.shape[1]
         with nogil:
             quire_pool_run(self.pool.pool, _work, &self.draw)
         return self.tokens[:n], self.logprobs[:n], self.top_ids[:n], self.top_logprobs[:n]
@@ -147,20 +152,22 @@ cdef void _work(void *argument, int worker, int workers) noexcept nogil:
 cdef void _sample_row(Draw *draw, int64_t index, float *weights, uint64_t *order) noexcept nogil:
     cdef Row *row = &draw.rows[index]
     cdef float *x = draw.logits + index * draw.stride
+    cdef const float *maxima = draw.maxima + index * draw.maxima_stride
     cdef float top = 0
-    cdef double total = 1
+    cdef double log_total = 0
     cdef bint wants_logprobs = row.logprobs >= 0
-    cdef int64_t token = draw.tiles.argmax(x, draw.vocab_size, &top, &total if wants_logprobs else NULL)
-    cdef double log_total = top + log(total)
+    cdef int64_t token = _largest(draw, x, maxima, &top)
     if token < 0 or top == INFINITY or top == -INFINITY:
         draw.tokens[index] = -1             # not numbers: nothing can be drawn from them
         return
+    if wants_logprobs:
+        log_total = top + log(draw.tiles.sum_exp(x, draw.vocab_size, top))
     if row.logprobs > 0:
-        _top_logprobs(x, draw.vocab_size, row.logprobs, log_total, draw.top_ids + index * TOP,
+        _top_logprobs(x, maxima, draw.vocab_size, row.logprobs, log_total, draw.top_ids + index * TOP,
                       draw.top_logprobs + index * TOP)
     if row.num_adjustments:
         _adjust(draw, row, x)
-        token = draw.tiles.argmax(x, draw.vocab_size, &top, NULL)
+        token = draw.tiles.argmax(x, draw.vocab_size, &top)
     if row.temperature > 1e-5:               # below, 1 / temperature overflows what exp can tell apart
         draw.tiles.exp_scaled(x, top, 1 / row.temperature, draw.stride, weights)
         _forbid(draw, row, x, weights)
@@ -169,6 +176,16 @@ cdef void _sample_row(Draw *draw, int64_t index, float *weights, uint64_t *order
         _restore(draw, row, x)
     draw.tokens[index] = <int32_t>token
     draw.logprobs[index] = <float>(x[token] - log_total) if wants_logprobs else 0
+
+
+cdef int64_t _largest(const Draw *draw, const float *x, const float *maxima, float *top) noexcept nogil:
+    """The lowest id of the largest logit, -1 if any is NaN, reading only the block it is in."""
+    cdef int64_t at = 32 * draw.tiles.argmax(maxima, (draw.vocab_size + 31) // 32, top)
+    if at < 0:
+        return -1
+    while x[at] != top[0]:
+        at += 1
+    return at
 
 
 cdef void _adjust(Draw *draw, const Row *row, float *x) noexcept nogil:
@@ -287,21 +304,24 @@ cdef void _sift_down(uint64_t *heap, int64_t at, int64_t n) noexcept nogil:
     heap[at] = moving
 
 
-cdef void _top_logprobs(const float *x, int64_t n, int64_t wanted, double log_total, int32_t *ids,
+cdef void _top_logprobs(const float *x, const float *maxima, int64_t n, int64_t wanted, double log_total, int32_t *ids,
                         float *logprobs) noexcept nogil:
-    """The `wanted` largest by insertion; most of the vocabulary fails the first comparison."""
-    cdef int64_t i, at, found = 0
-    for i in range(n):
-        if found == wanted and not x[i] > logprobs[found - 1]:
+    """The `wanted` largest by insertion; most blocks of the vocabulary fail the first comparison."""
+    cdef int64_t block, i, at, found = 0
+    for block in range((n + 31) // 32):
+        if found == wanted and not maxima[block] > logprobs[found - 1]:
             continue
-        at = found if found < wanted else wanted - 1
-        while at > 0 and x[i] > logprobs[at - 1]:
-            logprobs[at] = logprobs[at - 1]
-            ids[at] = ids[at - 1]
-            at -= 1
-        logprobs[at] = x[i]
-        ids[at] = <int32_t>i
-        found = min(found + 1, wanted)
+        for i in range(32 * block, min(n, 32 * block + 32)):
+            if found == wanted and not x[i] > logprobs[found - 1]:
+                continue
+            at = found if found < wanted else wanted - 1
+            while at > 0 and x[i] > logprobs[at - 1]:
+                logprobs[at] = logprobs[at - 1]
+                ids[at] = ids[at - 1]
+                at -= 1
+            logprobs[at] = x[i]
+            ids[at] = <int32_t>i
+            found = min(found + 1, wanted)
     for i in range(found):
         logprobs[i] = <float>(logprobs[i] - log_total)
     for i in range(found, wanted):

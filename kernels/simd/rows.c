@@ -1,4 +1,4 @@
-// Row-wise arithmetic: conversion of activations, the halves of an RMS norm, argmax and the exponentials of sampling.
+// Row-wise arithmetic: conversion of activations, the halves of an RMS norm, maxima and the exponentials of sampling.
 #include <assert.h>
 #include <math.h>
 #include <stddef.h>
@@ -85,7 +85,22 @@ void ISA(unpack_column)(const void *panel, const uint16_t *scales, int form, int
   }
 }
 
-int64_t ISA(argmax)(const float *x, int64_t n, float *max, double *sum_exp) {
+// 16 columns from j; what lies beyond n can be no maximum.
+INLINE vf candidates_of(const float *x, int64_t j, int64_t n) {
+  const vf v = vf_load(x + j);
+  return j + 16 <= n ? v : vf_pick(v, vf_set1(-INFINITY), 0, n > j ? (int)(n - j) : 0);
+}
+
+void ISA(block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *maxima,
+                       int64_t maxima_stride) {
+  for (int64_t i = 0; i < rows; i++, x += stride) {
+    const vf a = candidates_of(x, 0, columns), b = candidates_of(x, 16, columns);
+    const int nan = vf_any_nan(a) | vf_any_nan(b);
+    maxima[i * maxima_stride] = nan ? NAN : vf_top(vf_max(a, b));
+  }
+}
+
+int64_t ISA(argmax)(const float *x, int64_t n, float *max) {
   const int64_t whole = n / 16 * 16;
   const vf low = vf_set1(-INFINITY);
   vf top = low;
@@ -102,15 +117,17 @@ int64_t ISA(argmax)(const float *x, int64_t n, float *max, double *sum_exp) {
   }
   *max = best;
   if (nan) return -1;
-  if (sum_exp) {
-    double sum = 0;
-    for (int64_t j = 0; j < whole; j += 16) sum += (double)vf_sum(vf_exp(vf_sub(vf_load(x + j), vf_set1(best))));
-    for (int64_t j = whole; j < n; j++) sum += (double)exp1(x[j] - best);
-    *sum_exp = sum;
-  }
   int64_t at = 0;
   while (x[at] != best) at++;
   return at;
+}
+
+double ISA(sum_exp)(const float *x, int64_t n, float shift) {
+  const int64_t whole = n / 16 * 16;
+  double sum = 0;
+  for (int64_t j = 0; j < whole; j += 16) sum += (double)vf_sum(vf_exp(vf_sub(vf_load(x + j), vf_set1(shift))));
+  for (int64_t j = whole; j < n; j++) sum += (double)exp1(x[j] - shift);
+  return sum;
 }
 
 void ISA(exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out) {

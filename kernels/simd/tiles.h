@@ -103,8 +103,12 @@ typedef struct {
   void (*to_bf16)(const float *x, int64_t n, uint16_t *out);      // n a multiple of 16
   void (*unpack_column)(const void *panel, const uint16_t *scales, int form, int64_t width, int lane, float *out);
 
-  // Largest logit, lowest index on ties; *sum_exp, if wanted, = sum(exp(x - max)). Returns -1 if any logit is NaN.
-  int64_t (*argmax)(const float *x, int64_t n, float *max, double *sum_exp);
+  // maxima[i * maxima_stride] = the largest of x[i * stride ...] of `columns` <= 32 columns, NaN if any is
+  void (*block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *maxima,
+                       int64_t maxima_stride);
+  // Lowest index of the largest; -1 if any is NaN.
+  int64_t (*argmax)(const float *x, int64_t n, float *max);
+  double (*sum_exp)(const float *x, int64_t n, float shift);      // sum(exp(x - shift))
   // out[i] = exp((x[i] - shift) * scale); n a multiple of 16
   void (*exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out);
 

@@ -37,10 +37,13 @@ class Rows:
 
 
 class Executor:
-    def __init__(self, program: Program, logits: Region, vocab_size: int, sampler: Sampler, max_rows: int) -> None:
+    def __init__(
+        self, program: Program, logits: Region, maxima: Region, vocab_size: int, sampler: Sampler, max_rows: int
+    ) -> None:
         self.program = program
         self.max_rows = max_rows  # tokens of one step
         self._logits: Floats = program.view(logits)  # [max_samples, padded vocab]
+        self._maxima: Floats = program.view(maxima)  # [max_samples, padded(padded vocab / 32)]
         self._vocab_size = vocab_size
         self._sampler = sampler
         self._sampling_s = 0.0
@@ -96,7 +99,7 @@ class Executor:
     def _sample(self, sequences: Sequence[ScheduledSequence]) -> tuple[SampledToken, ...]:
         rows, adjustments = sampling_rows(sequences)
         start = time.perf_counter()
-        tokens, logprobs, top_ids, top_logprobs = self._sampler.sample(self._logits, rows, adjustments)
+        tokens, logprobs, top_ids, top_logprobs = self._sampler.sample(self._logits, self._maxima, rows, adjustments)
         self._sampling_s += time.perf_counter() - start
         wanted: list[int] = rows["logprobs"].tolist()
         return tuple(

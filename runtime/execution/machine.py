@@ -120,7 +120,7 @@ def _executor(
             f"{plan.arena_bytes:,} bytes, which the system does not give; lower --max-num-batched-tokens and "
             "--max-num-seqs"
         ) from error
-    return Executor(program, plan.logits, spec.vocab_size, sampler, config.max_num_batched_tokens)
+    return Executor(program, plan.logits, plan.maxima, spec.vocab_size, sampler, config.max_num_batched_tokens)
 
 
 def _arena(capacity: Capacity) -> KVArena:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..program import Heads, ProgramBuilder, Value
+from ..program import Heads, Logits, ProgramBuilder, Value
 from .packing import DecoderWeights, LayerWeights
 from .spec import DecoderSpec
 
 
 def emit_decoder(
     builder: ProgramBuilder, spec: DecoderSpec, weights: DecoderWeights, rotary: npt.NDArray[np.float32]
-) -> Value:
+) -> Logits:
     """Token ids to the logits of the rows that sample, f32 [samples, vocab]. `rotary` is f32 [positions, head_dim]."""
     x = builder.embed(weights.embedding)
     for layer, layer_weights in enumerate(weights.layers):
@@ -24,7 +24,7 @@ def emit_decoder(
         _mlp_block(builder, spec, layer_weights, weights, x)
     sampled = builder.gather(x)
     normed = builder.norm(sampled, weights.final_norm, spec.norm_eps, weights.dtype)
-    return builder.linear(normed, weights.lm_head, None, "logits")
+    return builder.logits(normed, weights.lm_head)
 
 
 def _attention_block(

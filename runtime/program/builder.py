@@ -78,6 +78,14 @@ class NormedValue:
 
 
 @dataclass(frozen=True, slots=True)
+class Logits:
+    """What a program is for, and the largest of each 32 of them, which spares greedy sampling most of the reading."""
+
+    values: Value  # f32 [samples, vocab]
+    maxima: Value  # f32 [samples, padded(vocab) / 32]
+
+
+@dataclass(frozen=True, slots=True)
 class Heads:
     """The shape of one attention layer."""
 
@@ -104,6 +112,7 @@ class ProgramPlan:
     ops: list[Op]
     arena_bytes: int
     logits: Region  # f32 [max_samples, vocab]
+    maxima: Region  # f32 [max_samples, padded(vocab) / 32]
     values: tuple[PlacedValue, ...]
 
     def describe(self) -> str:
@@ -234,9 +243,19 @@ class ProgramBuilder:
         self._add([x, out], lambda at: Gather(x.placed(at), out.placed(at)))
         return out
 
-    def build(self, logits: Value) -> ProgramPlan:
-        """Places every value and emits the ops. `logits` stays readable after the step."""
-        self._last[logits.index] = len(self._emit)
+    def logits(self, x: Value | NormedValue, weight: PackedMatrix) -> Logits:
+        """x @ weight.T."""
+        values = self._value("logits", x.rows, weight.out_features, "f32")
+        maxima = self._value("maxima", x.rows, padded(weight.out_features) // BLOCK, "f32")
+        self._add(
+            [*x.parts, values, maxima],
+            lambda at: Linear(x.placed(at), weight, None, values.placed(at), "store", maxima=maxima.placed(at)),
+        )
+        return Logits(values, maxima)
+
+    def build(self, logits: Logits) -> ProgramPlan:
+        """Places every value and emits the ops. `logits` stay readable after the step."""
+        self._last[logits.values.index] = self._last[logits.maxima.index] = len(self._emit)
         layout = self._lay_out()
         regions = [
             Region(offset, value.rows, value.columns, value.form)
@@ -245,7 +264,8 @@ class ProgramBuilder:
         return ProgramPlan(
             ops=[emit(regions) for emit in self._emit],
             arena_bytes=layout.nbytes,
-            logits=regions[logits.index],
+            logits=logits.values.placed(regions),
+            maxima=logits.maxima.placed(regions),
             values=tuple(
                 PlacedValue(value.name, regions[value.index], self._first[value.index], self._last[value.index])
                 for value in self._values

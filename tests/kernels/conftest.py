@@ -148,6 +148,7 @@ class Toy:
         g = self.activated = self._region(MAX_ROWS, intermediate, w)
         s, h3 = self._region(MAX_SAMPLES, hidden, "f32"), self._normed(MAX_SAMPLES)
         self.logits = self._region(MAX_SAMPLES, VOCAB, "f32")
+        self.maxima = self._region(MAX_SAMPLES, padded(VOCAB) // 32, "f32")
         embedding = self._packed(VOCAB, hidden, self._random(VOCAB, hidden) * 8)
         gate, up = self._random(intermediate, hidden), self._random(intermediate, hidden)
         rotary = self.memory(MAX_POSITIONS * d * 4).view(np.float32).reshape(MAX_POSITIONS, d)
@@ -167,7 +168,7 @@ class Toy:
             Linear(h2, gate_up, self._gate_up_bias(), g, "swiglu"),
             Linear(g, down, self._bias(hidden), x, "add"),
             Gather(x, s, h3),
-            Linear(h3, embedding, None, self.logits, "store"),
+            Linear(h3, embedding, None, self.logits, "store", maxima=self.maxima),
         ]
 
 

@@ -141,6 +141,17 @@ def test_a_row_that_is_not_finite_harms_no_other(toy, weights, isa):
     assert logits[1].tobytes() == want
 
 
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
+def test_the_head_leaves_the_largest_of_each_32_logits(toy, weights, isa):
+    model = toy(weights=weights, isa=isa)
+    logits = model.run(*[(tokens(3, i), 0, pages(i)) for i in range(39)], (tokens(1), 20, pages(40)))
+    maxima = model.program.view(model.maxima)[:40, :11]
+    expected = np.maximum.reduceat(logits, np.arange(0, 333, 32), axis=1)
+    assert np.array_equal(maxima, expected, equal_nan=True)
+    assert np.isnan(maxima[39]).all(), "page 40 holds no numbers"
+
+
 def step_with(**changes):
     step = {
         "token_ids": tokens(4),

@@ -30,8 +30,9 @@ def row(**changes):
 def draw(logits, rows, adjustments=(), isa=None, threads=2):
     padded = np.zeros((len(logits), STRIDE), np.float32)
     padded[:, :VOCAB] = logits
+    maxima = np.maximum.reduceat(padded[:, :VOCAB], np.arange(0, VOCAB, 32), axis=1)
     sampler = Sampler(VOCAB, STRIDE, 64, Pool(threads), isa)
-    results = sampler.sample(padded, np.array(rows, ROW), np.array(list(adjustments), ADJUSTMENT))
+    results = sampler.sample(padded, maxima, np.array(rows, ROW), np.array(list(adjustments), ADJUSTMENT))
     assert np.array_equal(padded[:, :VOCAB], logits, equal_nan=True), "logits are given back as they were"
     return [array.copy() for array in results]
 
@@ -79,6 +80,19 @@ def test_greedy_takes_the_largest_and_the_lowest_id_of_equals(isa):
     logits[2, 998] = np.float32(1e-3)
     tokens, *_ = draw(logits, [row()] * 3, isa=isa)
     assert tokens.tolist() == [77, 0, 998]
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kinds", [1, 2, 40])
+def test_greedy_is_the_plain_argmax_however_many_tie(kinds, isa):
+    logits = np.random.default_rng(kinds).integers(-kinds, 0, (60, VOCAB)).astype(np.float32)
+    logits[1::4] = -np.float32(0)
+    logits[1::4, 700:] = 0
+    logits[2::4, :-1] = -np.inf
+    logits[3::4, 3] = np.nan
+    tokens, *_ = draw(logits, [row()] * 60, isa=isa)
+    expected = np.where(np.isnan(logits).any(axis=1), -1, np.nan_to_num(logits, nan=-99).argmax(axis=1))
+    assert tokens.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

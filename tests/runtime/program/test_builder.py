@@ -45,7 +45,7 @@ def reads_and_writes(op: Op) -> tuple[list[Region], list[Region]]:
             return [op.q], [op.out]
         case Linear():
             added_to = [op.out] if op.epilogue == "add" else []
-            return [*regions(op.input), *added_to], [op.out, *regions(op.normed)]
+            return [*regions(op.input), *added_to], [op.out, *regions(op.normed), *regions(op.maxima)]
         case Gather():
             return [op.input], [op.out, *regions(op.normed)]
         case Convert():
@@ -125,7 +125,8 @@ def test_what_an_op_reads_is_what_was_written(weights: Any, max_tokens: int, max
             others = [region for region in inputs + outs if region != out]
             assert not any(set(blocks(out)) & set(blocks(region)) for region in others)
             owner.update(dict.fromkeys(blocks(out), out))
-    assert {owner[block] for block in blocks(plan.logits)} == {plan.logits}
+    for region in (plan.logits, plan.maxima):
+        assert {owner[block] for block in blocks(region)} == {region}
 
 
 def blocks(region: Region) -> range:
@@ -141,13 +142,15 @@ def test_what_is_built_stays_readable_to_the_end() -> None:
     """Even if it is not what the last op wrote: here the result comes first, and a longer chain follows it."""
     embedding = packed(64, 64)
     builder = ProgramBuilder(8, 8, "f32")
-    result = other = builder.embed(embedding)
+    other = builder.embed(embedding)
+    result = builder.logits(other, embedding)
     for _ in range(3):
         other = builder.linear(other, embedding, None, "chain")
     plan = builder.build(result)
     (kept,) = [value for value in plan.values if value.region == plan.logits]
-    assert (kept.first_op, kept.last_op) == (0, len(plan.ops))
-    assert plan.arena_bytes == 3 * kept.region.nbytes  # the result, and two of the chain at any time
+    (maxima,) = [value for value in plan.values if value.region == plan.maxima]
+    assert [(value.first_op, value.last_op) for value in (kept, maxima)] == [(1, len(plan.ops))] * 2
+    assert plan.arena_bytes == 3 * kept.region.nbytes + maxima.region.nbytes  # the result, and two of the chain
 
 
 def test_a_norm_follows_whoever_wrote_the_residual_stream_last() -> None:
@@ -161,7 +164,7 @@ def test_a_norm_follows_whoever_wrote_the_residual_stream_last() -> None:
         builder.norm(y, weight, 1e-6, "f32")
     builder.linear_add(y, square, None, x)
     normed = builder.norm(x, weight, 1e-6, "f32")
-    plan = builder.build(builder.linear(normed, square, None, "z"))
+    plan = builder.build(builder.logits(normed, square))
     assert names(plan.ops) == ["Embed, norm", "Linear:store", "Linear:add, norm", "Linear:store"]
 
 

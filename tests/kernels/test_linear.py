@@ -1,9 +1,9 @@
-"""An RMS norm in two halves: its weight with whoever writes the row, its factor with the linear layer that reads it."""
+"""What a linear layer finishes and leaves: the second half of an RMS norm, and the largest of each block of columns."""
 
 import numpy as np
 import pytest
 from quire.kernels import PackedMatrix, Pool, Program, packed_nbytes, supported_levels
-from quire.kernels.ops import Embed, Linear, Normed, Region, padded, region_nbytes
+from quire.kernels.ops import Embed, Linear, Normed, Region, region_nbytes
 from quire.kernels.reference import ReferenceProgram
 from quire.pager.layout import KVLayout
 
@@ -25,14 +25,20 @@ def packed(values, dtype):
 
 
 def norm_then_linear(x, form, isa=None, bias=None, threads=2):
-    """y of the rows x by the kernels and by the twin: rows enter as an f32 embedding, one token each."""
+    """The rows x normed and multiplied: y by the kernels, by the twin, and the maxima of y.
+
+    Rows enter as an f32 embedding, one token each.
+    """
     rows, offset, regions = len(x), 0, []
-    for columns, kind in [(COLUMNS, "f32"), (COLUMNS, form), (padded(COLUMNS) // 32, "f32"), (OUT, "f32")]:
+    for columns, kind in [(COLUMNS, "f32"), (COLUMNS, form), (3, "f32"), (OUT, "f32"), (2, "f32")]:
         regions.append(Region(offset, rows, columns, kind))
         offset += region_nbytes(rows, columns, kind)
-    residual, data, squares, y = regions
+    residual, data, squares, y, maxima = regions
     normed = Normed(data, squares, NORM, 1e-6)
-    ops = [Embed(packed(x, "f32"), residual, normed), Linear(normed, packed(WEIGHT, form), bias, y, "store")]
+    ops = [
+        Embed(packed(x, "f32"), residual, normed),
+        Linear(normed, packed(WEIGHT, form), bias, y, "store", maxima=maxima),
+    ]
     limits = {"max_rows": rows, "max_samples": 1, "max_sequences": 1, "vocab_size": rows}
     layout = KVLayout(1, 1, 16, "f32", 64)
     memory = np.zeros(16 * layout.page_bytes, np.uint8)
@@ -42,14 +48,14 @@ def norm_then_linear(x, form, isa=None, bias=None, threads=2):
     for run in (program, reference):
         starts = np.array([0, rows], np.int32), np.zeros(1, np.int32), pages, np.array([0, 16], np.int32)
         run.run(ids, *starts, np.zeros(0, np.int32))
-    return program.view(y)[:, :OUT].copy(), reference.regions[y]
+    return program.view(y)[:, :OUT].copy(), reference.regions[y], program.view(maxima)[:, :2].copy()
 
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_any_size_are_normed_to_the_same_accuracy(form, isa):
     x = RNG.normal(0, 1, (9, COLUMNS)) * 10.0 ** np.arange(-32, 22, 6)[:, None]
-    got, want = norm_then_linear(x.astype(np.float32), form, isa)
+    got, want, _ = norm_then_linear(x.astype(np.float32), form, isa)
     for row in range(9):
         assert np.abs(got[row] - want[row]).max() <= TOLERANCE[form] * np.ptp(want[row]), f"1e{-32 + 6 * row}"
 
@@ -59,11 +65,11 @@ def test_rows_of_any_size_are_normed_to_the_same_accuracy(form, isa):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 def test_what_cannot_be_normed_is_nan_in_its_own_row_only(form, bad, isa):
     x = RNG.normal(0, 1, (8, COLUMNS)).astype(np.float32)
-    well, _ = norm_then_linear(x, form, isa, BIAS)
+    well, *_ = norm_then_linear(x, form, isa, BIAS)
     sick = x.copy()
     sick[3, 77] = bad
     with np.errstate(all="ignore"):
-        got, _ = norm_then_linear(sick, form, isa, BIAS)
+        got, *_ = norm_then_linear(sick, form, isa, BIAS)
     assert np.isnan(got[3]).all()
     others = np.arange(8) != 3
     assert got[others].tobytes() == well[others].tobytes()
@@ -73,12 +79,20 @@ def test_what_cannot_be_normed_is_nan_in_its_own_row_only(form, bad, isa):
 @pytest.mark.parametrize("form", FORMS)
 def test_a_row_has_the_same_bits_in_every_company_and_on_every_number_of_threads(form, isa):
     x = RNG.normal(0, 1, (400, COLUMNS)).astype(np.float32)
-    whole, _ = norm_then_linear(x, form, isa, BIAS)
+    whole, *_ = norm_then_linear(x, form, isa, BIAS)
     for first, last, threads in [(0, 1, 1), (3, 9, 2), (17, 210, 3), (399, 400, 2)]:
-        part, _ = norm_then_linear(x[first:last], form, isa, BIAS, threads)
+        part, *_ = norm_then_linear(x[first:last], form, isa, BIAS, threads)
         assert part.tobytes() == whole[first:last].tobytes(), (first, last)
 
 
 def test_a_row_of_zeros_gives_the_bias():
-    got, _ = norm_then_linear(np.zeros((2, COLUMNS), np.float32), "q8", bias=BIAS)
+    got, *_ = norm_then_linear(np.zeros((2, COLUMNS), np.float32), "q8", bias=BIAS)
     assert np.array_equal(got, np.stack([BIAS, BIAS]))
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_is_zero_but_no_maximum(form, isa):
+    """41 columns are a block of 32 and one of 9, whose padding would win where all is negative."""
+    y, _, maxima = norm_then_linear(RNG.normal(0, 1, (7, COLUMNS)).astype(np.float32), form, isa, BIAS - 1000)
+    assert np.array_equal(maxima, np.stack([y[:, :32].max(axis=1), y[:, 32:].max(axis=1)], axis=1))
