@@ -96,3 +96,20 @@ def test_padding_is_zero_but_no_maximum(form, isa):
     """41 columns are a block of 32 and one of 9, whose padding would win where all is negative."""
     y, _, maxima = norm_then_linear(RNG.normal(0, 1, (7, COLUMNS)).astype(np.float32), form, isa, BIAS - 1000)
     assert np.array_equal(maxima, np.stack([y[:, :32].max(axis=1), y[:, 32:].max(axis=1)], axis=1))
+
+
+@pytest.mark.parametrize(
+    ("beside", "complaint"),
+    [
+        ({"normed": Normed(Region(0, 8, OUT, "q8"), Region(8192, 8, 2, "f32"), NORM[:OUT], 1e-6)}, "a norm needs f32"),
+        ({"maxima": Region(8192, 8, 2, "f32")}, "maxima need f32"),
+    ],
+)
+def test_what_is_left_beside_the_result_needs_it_in_f32(beside, complaint):
+    ops = [
+        Linear(Region(0, 8, COLUMNS, "q8"), packed(WEIGHT, "q8"), None, Region(4096, 8, OUT, "q8"), "store", **beside)
+    ]
+    layout = KVLayout(1, 1, 16, "f32", 64)
+    sizes = {"max_rows": 8, "max_samples": 1, "max_sequences": 1, "vocab_size": 8}
+    with pytest.raises(ValueError, match=complaint):
+        Program(ops, 1 << 16, np.zeros(layout.page_bytes, np.uint8), layout, 1, Pool(1), **sizes)

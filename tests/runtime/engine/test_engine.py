@@ -309,10 +309,10 @@ async def test_logits_that_are_not_finite_fail_their_request_only(running: Runni
         sample = executor._sampler.sample
 
         class Poisoned:
-            def sample(self, logits: np.ndarray[Any, Any], rows: Any, adjustments: Any) -> Any:
+            def sample(self, logits: Any, maxima: Any, rows: Any, adjustments: Any) -> Any:
                 if len(rows) == 2:
-                    logits[1] = np.nan
-                return sample(logits, rows, adjustments)
+                    logits[1] = maxima[1] = np.nan
+                return sample(logits, maxima, rows, adjustments)
 
         executor._sampler = Poisoned()  # type: ignore[assignment]
         one, other = [await engine.submit(asked()) for _ in range(2)]
