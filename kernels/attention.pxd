@@ -1,19 +1,17 @@
 from libc.stdint cimport int64_t
 
-from .isa cimport quire_tiles
-from .step cimport Step, Value
+from .heads cimport HeadsOp
+from .isa cimport quire_output, quire_tiles
+from .pool cimport quire_pool
+from .step cimport Step
 
 cdef struct AttentionOp:
-    Value q
-    Value out
-    int64_t layer
-    int64_t num_heads
-    int64_t num_kv_heads
-    int64_t head_dim
-    int64_t padded_head_dim
+    HeadsOp heads
+    quire_output out                # [tokens][num_heads][head_dim]
     int64_t window                  # 0: all earlier tokens
 
 cdef int64_t attention_scratch_bytes(int64_t padded_head_dim) noexcept nogil
-
-cdef void run_attention(const AttentionOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
-                        int worker) noexcept nogil
+cdef int64_t attention_shared_bytes(int64_t padded_head_dim) noexcept nogil
+cdef int64_t units_of(const Step *step, int64_t sequence, int64_t num_kv_heads, int workers) noexcept nogil
+cdef void run_attention(const AttentionOp *op, const Step *step, const quire_tiles *tiles, quire_pool *pool,
+                        long long *counter, int worker, int workers) noexcept nogil

@@ -3,35 +3,72 @@
 
 Prefill and decode are the same walk. Tiles of 64 tokens and splits of 256 are anchored at absolute position 0 and
 merged in ascending order, so a row's arithmetic never depends on who computes it or on what else is in the step.
+
+A sequence with one row stores its own key and value before it attends, so a step that only decodes needs no barrier in
+between; rows of a longer chunk see each other, so all of those are stored first.
 """
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t
 from libc.string cimport memcpy, memset
 
-from .isa cimport (QUIRE_BF16, QUIRE_F32, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_page, quire_rows)
-from .pool cimport quire_take
+from .heads cimport store_rows, take_queries
+from .isa cimport QUIRE_BF16, QUIRE_F32, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_page, quire_rows
+from .pool cimport quire_pool_barrier, quire_signal, quire_signal_await, quire_signal_set, quire_take
 from .step cimport page_at
 
 cdef enum:
     SPLIT = 256
+    TURNS = 4                       # per worker: heads whose splits may be dealt out one by one
+
+
+# What is known of some rows' softmax after some splits.
+cdef struct State:
+    float *m                        # [64]
+    float *l                        # [64]
+    float *o                        # [64][padded_head_dim]
 
 
 # One worker's buffers for the rows of a query tile, carved from its scratch.
 cdef struct Desk:
     quire_rows q            # [64][padded_head_dim] KV dtype
-    char *p                 # [64][64] KV dtype, bf16 for int8
+    char *p                 # [64][64] KV dtype, for int8 twice
     float *s                # [64][64]
-    float *o                # [64][padded_head_dim] of the split
-    float *total_o          # [64][padded_head_dim]
-    float *m                # [64]
-    float *l
-    float *total_m
-    float *total_l
+    State split
+    State total
     int64_t *positions      # [64]
 
 
+# A head whose splits are dealt out one by one: each is merged when its turn has come.
+cdef struct Shared:
+    quire_signal *turn
+    State total
+
+
+cdef int64_t _state_bytes(int64_t d) noexcept nogil:
+    return QUIRE_TILE * (d + 2) * sizeof(float)
+
+
+cdef int64_t _shared_bytes(int64_t d) noexcept nogil:
+    return sizeof(quire_signal) + _state_bytes(d)
+
+
 cdef int64_t attention_scratch_bytes(int64_t padded_head_dim) noexcept nogil:
-    return QUIRE_TILE * (3 * padded_head_dim * 4 + 2 * QUIRE_TILE * 4 + 4 * 4 + 8)
+    """Of one worker, for itself."""
+    cdef int64_t d = padded_head_dim
+    return QUIRE_TILE * (d * 4 + 2 * QUIRE_TILE * 4 + 8) + 2 * _state_bytes(d)
+
+
+cdef int64_t attention_shared_bytes(int64_t padded_head_dim) noexcept nogil:
+    """The last bytes of each worker's scratch: its part of what all share. It must begin as zeros."""
+    return TURNS * _shared_bytes(padded_head_dim)
+
+
+cdef State _state(char *memory, int64_t d) noexcept nogil:
+    cdef State state
+    state.o = <float *>memory
+    state.m = state.o + QUIRE_TILE * d
+    state.l = state.m + QUIRE_TILE
+    return state
 
 
 cdef Desk _desk(char *scratch, int64_t d) noexcept nogil:
@@ -40,64 +77,151 @@ cdef Desk _desk(char *scratch, int64_t d) noexcept nogil:
     desk.q.width = d
     desk.q.scales = <float *>(scratch + QUIRE_TILE * d)                     # for int8, behind its data
     desk.q.sums = <int32_t *>(desk.q.scales + QUIRE_TILE * d // 32)
-    desk.o = <float *>(scratch + QUIRE_TILE * d * 4)
-    desk.total_o = desk.o + QUIRE_TILE * d
-    desk.s = desk.total_o + QUIRE_TILE * d
+    desk.s = <float *>(scratch + QUIRE_TILE * d * 4)
     desk.p = <char *>(desk.s + QUIRE_TILE * QUIRE_TILE)
-    desk.m = <float *>desk.p + QUIRE_TILE * QUIRE_TILE
-    desk.l = desk.m + QUIRE_TILE
-    desk.total_m = desk.l + QUIRE_TILE
-    desk.total_l = desk.total_m + QUIRE_TILE
-    desk.positions = <int64_t *>(desk.total_l + QUIRE_TILE)
+    desk.positions = <int64_t *>(desk.p + QUIRE_TILE * QUIRE_TILE * 4)
+    desk.split = _state(<char *>(desk.positions + QUIRE_TILE), d)
+    desk.total = _state(<char *>(desk.positions + QUIRE_TILE) + _state_bytes(d), d)
     return desk
 
 
-cdef void run_attention(const AttentionOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
-                        int worker) noexcept nogil:
-    """Workers take (query tile, KV head) items as they come free; the last tiles, the longest, first."""
-    cdef Desk desk = _desk(step.scratch + worker * step.scratch_bytes, op.padded_head_dim)
-    cdef int64_t items = step.tile_start[step.sequences] * op.num_kv_heads, sequence = step.sequences - 1
-    cdef int64_t item = items - 1 - quire_take(counter), tile
-    while item >= 0:
-        tile = item // op.num_kv_heads
-        while step.tile_start[sequence] > tile:
+cdef Shared _shared(const Step *step, int64_t index, int workers) noexcept nogil:
+    cdef Shared shared
+    cdef int64_t bytes = _shared_bytes(step.padded_head_dim)
+    cdef char *end = step.scratch + (index % workers + 1) * step.scratch_bytes
+    cdef char *memory = end - (index // workers + 1) * bytes
+    shared.turn = <quire_signal *>memory
+    shared.total = _state(memory + sizeof(quire_signal), step.padded_head_dim)
+    return shared
+
+
+cdef bint deals_splits(const Step *step, int64_t num_kv_heads, int workers) noexcept nogil:
+    """Whether heads are too few to keep all workers busy: then the splits of a decoding sequence are units of work."""
+    return workers > 1 and step.sequences * num_kv_heads <= TURNS * workers
+
+
+cdef int64_t units_of(const Step *step, int64_t sequence, int64_t num_kv_heads, int workers) noexcept nogil:
+    """How many units a sequence's attention is dealt out in: query tiles, or splits where it decodes, times heads."""
+    cdef int64_t rows = step.row_start[sequence + 1] - step.row_start[sequence]
+    if rows > 1:
+        return (rows + step.query_tile - 1) // step.query_tile * num_kv_heads
+    if deals_splits(step, num_kv_heads, workers):
+        return (step.first_position[sequence] // SPLIT + 1) * num_kv_heads
+    return num_kv_heads
+
+
+cdef void run_attention(const AttentionOp *op, const Step *step, const quire_tiles *tiles, quire_pool *pool,
+                        long long *counter, int worker, int workers) noexcept nogil:
+    """Workers take units as they come free; the last query tiles, the longest, first, splits in ascending order."""
+    cdef Desk desk = _desk(step.scratch + worker * step.scratch_bytes, step.padded_head_dim)
+    cdef int64_t units = step.unit_start[step.sequences], sequence = step.sequences - 1, heads = op.heads.num_kv_heads
+    cdef int64_t unit, local, count
+    cdef bint by_split = deals_splits(step, heads, workers)
+    if step.block_start[step.sequences]:
+        _store_chunks(op, step, tiles, worker, workers)
+        quire_pool_barrier(pool)
+    unit = units - 1 - quire_take(counter)
+    while unit >= 0:
+        while step.unit_start[sequence] > unit:
             sequence -= 1
-        _attend(op, step, tiles, &desk, sequence, tile - step.tile_start[sequence], item % op.num_kv_heads)
-        item = items - 1 - quire_take(counter)
+        local, count = unit - step.unit_start[sequence], step.unit_start[sequence + 1] - step.unit_start[sequence]
+        if step.row_start[sequence + 1] - step.row_start[sequence] > 1:
+            _attend_tile(op, step, tiles, &desk, sequence, local // heads, local % heads)
+        elif by_split:
+            local = count - 1 - local
+            _attend_in_turn(op, step, tiles, &desk, sequence, local // heads * SPLIT, local % heads, workers)
+        else:
+            store_rows(&op.heads, step, tiles, sequence, step.first_position[sequence] // step.page_size, local)
+            _attend_tile(op, step, tiles, &desk, sequence, 0, local)
+        unit = units - 1 - quire_take(counter)
 
 
-cdef void _attend(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Desk *desk,
-                  int64_t sequence, int64_t query_tile, int64_t head) noexcept nogil:
+cdef void _store_chunks(const AttentionOp *op, const Step *step, const quire_tiles *tiles, int worker,
+                        int workers) noexcept nogil:
+    """Work is dealt in (page of a chunk's rows, KV head): the owner of a page's head is who writes it."""
+    cdef int64_t heads = op.heads.num_kv_heads, units = step.block_start[step.sequences] * heads
+    cdef int64_t unit, block, sequence = 0
+    for unit in range(units * worker // workers, units * (worker + 1) // workers):
+        block = unit // heads
+        while step.block_start[sequence + 1] <= block:
+            sequence += 1
+        block += step.first_position[sequence] // step.page_size - step.block_start[sequence]
+        store_rows(&op.heads, step, tiles, sequence, block, unit % heads)
+
+
+cdef void _attend_tile(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Desk *desk,
+                       int64_t sequence, int64_t query_tile, int64_t head) noexcept nogil:
     """All query heads of one KV head for up to `step.query_tile` queries: each KV byte is read once for all of them."""
-    cdef int64_t d = op.padded_head_dim, group = op.num_heads // op.num_kv_heads, r, rows
-    cdef int64_t first_row = step.row_start[sequence] + query_tile * step.query_tile
+    cdef int64_t skipped = query_tile * step.query_tile, first_row = step.row_start[sequence] + skipped
     cdef int64_t queries = min(step.query_tile, step.row_start[sequence + 1] - first_row)
-    cdef int64_t first_position = step.first_position[sequence] + query_tile * step.query_tile
-    cdef int64_t last = first_position + queries - 1, split
-    rows = queries * group
-    _take_queries(op, desk, first_row, queries, head, group)
-    for r in range(rows):
-        desk.positions[r] = first_position + r // group
-        desk.total_m[r] = -INFINITY
-        desk.total_l[r] = 0
-    memset(desk.total_o, 0, rows * d * sizeof(float))
-    split = max(<int64_t>0, first_position - op.window + 1) // SPLIT * SPLIT if op.window else 0
+    cdef int64_t rows = queries * op.heads.group, first_position = step.first_position[sequence] + skipped
+    cdef int64_t last = first_position + queries - 1, first_split = _first_split(op, first_position), split
+    _take(op, step, tiles, desk, first_row, first_position, queries, head)
+    _attend_split(op, step, tiles, desk, &desk.total, sequence, head, rows, first_split, last)
+    split = first_split + SPLIT
     while split <= last:
-        _attend_split(op, step, tiles, desk, sequence, head, rows, split, last)
-        tiles.merge(<int>rows, d, desk.m, desk.l, desk.o, desk.total_m, desk.total_l, desk.total_o)
+        _attend_split(op, step, tiles, desk, &desk.split, sequence, head, rows, split, last)
+        _merge(tiles, rows, step.padded_head_dim, &desk.split, &desk.total)
         split += SPLIT
-    _give_outputs(op, desk, first_row, queries, head, group)
+    _give_outputs(op, tiles, desk, &desk.total, first_row, queries, head)
+
+
+cdef void _attend_in_turn(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Desk *desk,
+                          int64_t sequence, int64_t split, int64_t head, int workers) noexcept nogil:
+    """One split of a decoding row, merged when all before it have been; whoever has the last gives the output."""
+    cdef int64_t position = step.first_position[sequence], first_split = _first_split(op, position)
+    cdef Shared shared = _shared(step, sequence * op.heads.num_kv_heads + head, workers)
+    cdef bint is_last = split + SPLIT > position
+    cdef State total = shared.total
+    if split < first_split:
+        return
+    if is_last:
+        store_rows(&op.heads, step, tiles, sequence, position // step.page_size, head)
+    _take(op, step, tiles, desk, step.row_start[sequence], position, 1, head)
+    _attend_split(op, step, tiles, desk, &desk.split, sequence, head, op.heads.group, split, position)
+    quire_signal_await(shared.turn, <unsigned>((split - first_split) // SPLIT))
+    if split == first_split:
+        _copy(op.heads.group, step.padded_head_dim, &desk.split, &total)
+    else:
+        _merge(tiles, op.heads.group, step.padded_head_dim, &desk.split, &total)
+    if is_last:
+        _give_outputs(op, tiles, desk, &total, step.row_start[sequence], 1, head)
+    quire_signal_set(shared.turn, 0 if is_last else <unsigned>((split - first_split) // SPLIT) + 1)
+
+
+cdef int64_t _first_split(const AttentionOp *op, int64_t position) noexcept nogil:
+    return max(<int64_t>0, position - op.window + 1) // SPLIT * SPLIT if op.window else 0
+
+
+cdef void _take(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Desk *desk, int64_t first_row,
+                int64_t first_position, int64_t queries, int64_t head) noexcept nogil:
+    cdef int64_t r
+    take_queries(&op.heads, step, tiles, first_row, first_position, queries, head, &desk.q)
+    for r in range(queries * op.heads.group):
+        desk.positions[r] = first_position + r // op.heads.group
+
+
+cdef void _merge(const quire_tiles *tiles, int64_t rows, int64_t d, const State *split,
+                 const State *total) noexcept nogil:
+    tiles.merge(<int>rows, d, split.m, split.l, split.o, total.m, total.l, total.o)
+
+
+cdef void _copy(int64_t rows, int64_t d, const State *split, const State *total) noexcept nogil:
+    memcpy(total.m, split.m, rows * sizeof(float))
+    memcpy(total.l, split.l, rows * sizeof(float))
+    memcpy(total.o, split.o, rows * d * sizeof(float))
 
 
 cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Desk *desk,
-                        int64_t sequence, int64_t head, int64_t rows, int64_t split, int64_t last) noexcept nogil:
+                        const State *state, int64_t sequence, int64_t head, int64_t rows, int64_t split,
+                        int64_t last) noexcept nogil:
     """The rows' softmax over tokens [split, split + 256), by tiles; each tile only for the rows that see it."""
     cdef quire_attention_tile tile
-    cdef int64_t d = op.padded_head_dim, i, r, token, begin = 0, end
+    cdef int64_t d = step.padded_head_dim, i, r, token, begin = 0, end
     for r in range(rows):
-        desk.m[r] = -INFINITY
-        desk.l[r] = 0
-    memset(desk.o, 0, rows * d * sizeof(float))
+        state.m[r] = -INFINITY
+        state.l[r] = 0
+    memset(state.o, 0, rows * d * sizeof(float))
     tile.window = op.window
     tile.head_dim = d
     tile.page_size = step.page_size
@@ -118,9 +242,9 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
         tile.q.scales = desk.q.scales + begin * (d // 32)
         tile.q.sums = desk.q.sums + begin * (d // 32)
         tile.positions = desk.positions + begin
-        tile.m = desk.m + begin
-        tile.l = desk.l + begin
-        tile.o = desk.o + begin * d
+        tile.m = state.m + begin
+        tile.l = state.l + begin
+        tile.o = state.o + begin * d
         tiles.attention[step.kv_form](<int>(end - begin), &tile)
 
 
@@ -129,12 +253,12 @@ cdef void _point_at_pages(const AttentionOp *op, const Step *step, int64_t seque
     """K panels and V pages of one tile by page table, and the next tile's K to fetch: pages are scattered, so nothing
     can be guessed from addresses. Beyond the sequence's end, masked columns point at its last page."""
     cdef int64_t page = token // step.page_size, last_page = last // step.page_size, slot, j
-    cdef int64_t per_tile = QUIRE_TILE // step.page_size, panel = 16 * op.padded_head_dim
+    cdef int64_t per_tile = QUIRE_TILE // step.page_size, panel = 16 * step.padded_head_dim
     cdef const int32_t *table = step.page_ids + step.page_start[sequence]
     cdef quire_page kv
     tile.num_pages = <int>min(per_tile, last_page - page + 1)
     for j in range(4):
-        kv = page_at(step, op.layer, table[min(page + 16 * j // step.page_size, last_page)], head)
+        kv = page_at(step, op.heads.layer, table[min(page + 16 * j // step.page_size, last_page)], head)
         slot = 16 * j % step.page_size
         tile.k[j] = <char *>kv.k + slot // 16 * panel * _itemsize(step.kv_form)
         if step.kv_form == QUIRE_Q8:
@@ -144,33 +268,27 @@ cdef void _point_at_pages(const AttentionOp *op, const Step *step, int64_t seque
     for j in range(per_tile):
         tile.next_k[j] = NULL
         if page + per_tile + j <= last_page:
-            tile.next_k[j] = page_at(step, op.layer, table[page + per_tile + j], head).k
+            tile.next_k[j] = page_at(step, op.heads.layer, table[page + per_tile + j], head).k
 
 
 cdef int64_t _itemsize(int form) noexcept nogil:
     return 4 if form == QUIRE_F32 else 2 if form == QUIRE_BF16 else 1
 
 
-cdef void _take_queries(const AttentionOp *op, const Desk *desk, int64_t first_row, int64_t queries, int64_t head,
-                        int64_t group) noexcept nogil:
-    """q rows of a KV head's group lie side by side in the arena; gather them as [queries * group][d]."""
-    cdef int64_t columns = group * op.padded_head_dim, bytes = columns * _itemsize(op.q.form), i, at
+cdef void _give_outputs(const AttentionOp *op, const quire_tiles *tiles, const Desk *desk, const State *state,
+                        int64_t first_row, int64_t queries, int64_t head) noexcept nogil:
+    """Each query's heads side by side, in the form that the next linear layer reads."""
+    cdef int64_t d = desk.q.width, head_dim = op.heads.head_dim, columns = op.heads.group * head_dim, i, g, r, j
+    cdef float *row
     for i in range(queries):
-        at = (first_row + i) * op.q.rows.width + head * columns
-        memcpy(<char *>desk.q.data + i * bytes, <const char *>op.q.rows.data + at * _itemsize(op.q.form), bytes)
-        if op.q.form == QUIRE_Q8:
-            memcpy(desk.q.scales + i * columns // 32, op.q.rows.scales + at // 32, columns // 32 * sizeof(float))
-            memcpy(desk.q.sums + i * columns // 32, op.q.rows.sums + at // 32, columns // 32 * sizeof(int32_t))
-
-
-cdef void _give_outputs(const AttentionOp *op, const Desk *desk, int64_t first_row, int64_t queries, int64_t head,
-                        int64_t group) noexcept nogil:
-    cdef int64_t r, i
-    cdef float *out
-    cdef const float *o
-    for r in range(queries * group):
-        out = (<float *>op.out.rows.data + (first_row + r // group) * op.out.rows.width
-               + (head * group + r % group) * op.head_dim)
-        o = desk.total_o + r * op.padded_head_dim
-        for i in range(op.head_dim):
-            out[i] = o[i] / desk.total_l[r]
+        row = desk.split.o + i * columns        # free by now
+        for g in range(op.heads.group):
+            r = i * op.heads.group + g
+            for j in range(head_dim):
+                row[g * head_dim + j] = state.o[r * d + j] / state.l[r]
+    if op.out.form == QUIRE_F32:
+        for i in range(queries):
+            memcpy(<float *>op.out.rows.data + (first_row + i) * op.out.rows.width + head * columns,
+                   desk.split.o + i * columns, columns * sizeof(float))
+    else:
+        tiles.convert(desk.split.o, columns, queries, columns, &op.out, first_row, head * columns)

@@ -109,16 +109,17 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class RotateStore:
-    """Split qkv into heads; q/k norm where given; rotary embedding; write K and V to their pages and scaled q to `q`.
+class Attention:
+    """Split qkv into heads; q/k norm where given; rotary embedding; K and V into their pages; causal softmax(q K^T) V
+    per head over the sequence's pages, with `window` > 0 over the last `window` tokens.
 
     `rotary` is f32 [positions, head_dim]: cos in the first half of the columns, sin in the second. Rotation is by
-    halves (Hugging Face convention). The pages have the KV cache's dtype and q the form that goes with it, heads padded
-    with zeros to a multiple of 16, for int8 of 32.
+    halves (Hugging Face convention). Pages have the KV cache's dtype and queries meet them in the form that goes with it
+    (QUERY_FORMS). `out` may have any form where the query heads of a KV head fill whole blocks of 32 columns, else f32.
     """
 
     qkv: Region  # f32 [tokens, (num_heads + 2 num_kv_heads) * head_dim]
-    q: Region  # QUERY_FORMS[KV dtype] [tokens, num_heads * padded_head_dim]
+    out: Region  # [tokens, num_heads * head_dim]
     layer: int
     num_heads: int
     num_kv_heads: int
@@ -128,18 +129,6 @@ class RotateStore:
     eps: float
     rotary: npt.NDArray[np.float32]
     scale: float  # of q, usually head_dim ** -0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """Causal softmax(q K^T) V per head over the sequence's pages; `window` > 0: over the last `window` tokens."""
-
-    q: Region
-    out: Region  # f32 [tokens, num_heads * head_dim]
-    layer: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     window: int
 
 
@@ -152,4 +141,4 @@ class Gather:
     normed: Normed | None = None  # of out
 
 
-Op = Embed | Convert | Linear | RotateStore | Attention | Gather
+Op = Embed | Convert | Linear | Attention | Gather

@@ -14,15 +14,9 @@
 
 enum { SPINS = 1000, LINE = 64 };
 
-// A word that changes, and how many sleep until it does.
-typedef struct {
-  _Alignas(LINE) _Atomic uint32_t value;
-  _Alignas(LINE) _Atomic uint32_t sleepers;
-} signal_word;
-
 struct quire_pool {
-  signal_word started;   // bumped for each run, and to end
-  signal_word released;  // bumped when all have arrived at a barrier
+  quire_signal started;   // bumped for each run, and to end
+  quire_signal released;  // bumped when all have arrived at a barrier
   _Alignas(LINE) _Atomic uint32_t arrived;
   _Alignas(LINE) quire_work work;
   void *argument;
@@ -45,30 +39,37 @@ static void pause_briefly(void) {
 #endif
 }
 
-static void wait_change(signal_word *word, uint32_t seen) {
+// While `signal` is `seen`: spin for a while, then sleep.
+static void wait_change(quire_signal *signal, uint32_t seen) {
   for (int i = 0; i < SPINS; i++) {
-    if (atomic_load_explicit(&word->value, memory_order_acquire) != seen) return;
+    if (__atomic_load_n(&signal->value, __ATOMIC_ACQUIRE) != seen) return;
     pause_briefly();
   }
-  atomic_fetch_add(&word->sleepers, 1);
-  while (atomic_load(&word->value) == seen) syscall(SYS_futex, &word->value, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
-  atomic_fetch_sub(&word->sleepers, 1);
+  __atomic_fetch_add(&signal->sleepers, 1, __ATOMIC_SEQ_CST);
+  while (__atomic_load_n(&signal->value, __ATOMIC_SEQ_CST) == seen)
+    syscall(SYS_futex, &signal->value, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+  __atomic_fetch_sub(&signal->sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
-static void change(signal_word *word) {
-  atomic_fetch_add(&word->value, 1);
-  if (atomic_load(&word->sleepers)) syscall(SYS_futex, &word->value, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+void quire_signal_await(quire_signal *signal, uint32_t value) {
+  for (uint32_t seen; (seen = __atomic_load_n(&signal->value, __ATOMIC_ACQUIRE)) != value;) wait_change(signal, seen);
+}
+
+void quire_signal_set(quire_signal *signal, uint32_t value) {
+  __atomic_store_n(&signal->value, value, __ATOMIC_SEQ_CST);
+  if (__atomic_load_n(&signal->sleepers, __ATOMIC_SEQ_CST))
+    syscall(SYS_futex, &signal->value, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
 
 void quire_pool_barrier(quire_pool *pool) {
   if (pool->workers == 1) return;
-  const uint32_t seen = atomic_load_explicit(&pool->released.value, memory_order_relaxed);
+  const uint32_t seen = __atomic_load_n(&pool->released.value, __ATOMIC_RELAXED);
   if (atomic_fetch_add(&pool->arrived, 1) + 1 < (uint32_t)pool->workers) {
     wait_change(&pool->released, seen);
     return;
   }
   atomic_store_explicit(&pool->arrived, 0, memory_order_relaxed);
-  change(&pool->released);
+  quire_signal_set(&pool->released, seen + 1);
 }
 
 static void *serve(void *argument) {
@@ -86,7 +87,7 @@ static void *serve(void *argument) {
 void quire_pool_run(quire_pool *pool, quire_work work, void *argument) {
   pool->work = work;
   pool->argument = argument;
-  if (pool->workers > 1) change(&pool->started);
+  if (pool->workers > 1) quire_signal_set(&pool->started, pool->started.value + 1);
   work(argument, 0, pool->workers);
   quire_pool_barrier(pool);
 }
@@ -96,7 +97,7 @@ int quire_pool_workers(const quire_pool *pool) { return pool->workers; }
 void quire_pool_free(quire_pool *pool) {
   if (!pool) return;
   pool->ending = 1;
-  change(&pool->started);
+  quire_signal_set(&pool->started, pool->started.value + 1);
   for (int i = 0; i < pool->threads; i++) pthread_join(pool->thread[i], NULL);
   free(pool->thread);
   free(pool);

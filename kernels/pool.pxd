@@ -6,6 +6,10 @@ cdef extern from "pool.h" nogil:
     void quire_pool_free(quire_pool *pool)
     void quire_pool_run(quire_pool *pool, quire_work work, void *argument)
     void quire_pool_barrier(quire_pool *pool)
+    ctypedef struct quire_signal:
+        pass
+    void quire_signal_await(quire_signal *signal, unsigned int value)
+    void quire_signal_set(quire_signal *signal, unsigned int value)
     int quire_pool_workers(const quire_pool *pool)
     long long quire_take(long long *counter)
 

@@ -9,14 +9,15 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 import numpy as np
 
-from .attention cimport AttentionOp, attention_scratch_bytes, run_attention
+from .attention cimport (AttentionOp, attention_scratch_bytes, attention_shared_bytes, run_attention, units_of)
+from .heads cimport HeadsOp
 from .isa cimport (QUIRE_ADD, QUIRE_BF16, QUIRE_F32, QUIRE_MAX_HEAD, QUIRE_Q8, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TILE,
                    quire_head, quire_output, quire_tiles, tiles_of)
 from .linear cimport LinearOp, linear_scratch_bytes, run_linear
-from .ops import BLOCK, QUERY_FORMS, Attention, Convert, Embed, Gather, Linear, Normed, RotateStore, aligned, padded
+from .ops import BLOCK, QUERY_FORMS, Attention, Convert, Embed, Gather, Linear, Normed, aligned, padded
 from .pack cimport PackedMatrix
 from .pool cimport Pool, quire_pool, quire_pool_barrier, quire_pool_run
-from .rows cimport (ConvertOp, EmbedOp, GatherOp, RotateStoreOp, run_convert, run_embed, run_gather, run_rotate_store)
+from .rows cimport ConvertOp, EmbedOp, GatherOp, run_convert, run_embed, run_gather
 from .step cimport Step, Value
 
 _FORMS = {"f32": QUIRE_F32, "bf16": QUIRE_BF16, "q8": QUIRE_Q8}
@@ -28,7 +29,6 @@ cdef enum Kind:
     EMBED
     CONVERT
     LINEAR
-    ROTATE_STORE
     ATTENTION
     GATHER
 
@@ -37,7 +37,6 @@ cdef union Payload:
     EmbedOp embed
     ConvertOp convert
     LinearOp linear
-    RotateStoreOp rotate_store
     AttentionOp attention
     GatherOp gather
 
@@ -61,7 +60,7 @@ cdef void _replay(void *argument, int worker, int workers) noexcept nogil:
     cdef Replay *replay = <Replay *>argument
     cdef int64_t i, before = _now(), after
     for i in range(replay.num_records):
-        _run(&replay.records[i], &replay.step, replay.tiles, worker, workers)
+        _run(&replay.records[i], &replay.step, replay.tiles, replay.pool, worker, workers)
         quire_pool_barrier(replay.pool)
         if worker == 0:
             after = _now()
@@ -75,13 +74,12 @@ cdef int64_t _now() noexcept nogil:
     return at.tv_sec * <int64_t>1000000000 + at.tv_nsec
 
 
-cdef void _run(Record *record, const Step *step, const quire_tiles *tiles, int worker, int workers) noexcept nogil:
+cdef void _run(Record *record, const Step *step, const quire_tiles *tiles, quire_pool *pool, int worker,
+               int workers) noexcept nogil:
     if record.kind == LINEAR:
         run_linear(&record.of.linear, step, tiles, worker, workers)
     elif record.kind == ATTENTION:
-        run_attention(&record.of.attention, step, tiles, &record.counter, worker)
-    elif record.kind == ROTATE_STORE:
-        run_rotate_store(&record.of.rotate_store, step, tiles, worker, workers)
+        run_attention(&record.of.attention, step, tiles, pool, &record.counter, worker, workers)
     elif record.kind == CONVERT:
         run_convert(&record.of.convert, step, tiles, worker, workers)
     elif record.kind == EMBED:
@@ -91,17 +89,18 @@ cdef void _run(Record *record, const Step *step, const quire_tiles *tiles, int w
 
 
 def scratch_nbytes(head_dim, workers):
-    return workers * aligned(max(attention_scratch_bytes(padded(head_dim)), linear_scratch_bytes()))
+    """Each worker's own, which every op may use, and its part of what attention shares."""
+    own = aligned(max(attention_scratch_bytes(padded(head_dim)), linear_scratch_bytes()))
+    return workers * (own + attention_shared_bytes(padded(head_dim)))
 
 
 cdef class Program:
     cdef Replay replay
     cdef Pool pool
-    cdef object keep_alive, arena, records, scratch, block_start, tile_start, sampled
+    cdef object keep_alive, arena, records, scratch, block_start, unit_start, sampled
     cdef char *arena_data
     cdef int64_t arena_bytes, max_rows, max_sequences, max_samples, vocab_size, num_pages, num_layers, max_positions
     cdef int64_t num_kv_heads, head_dim, padded_head_dim
-    cdef str query_form
     cdef readonly str isa
 
     def __init__(self, ops, arena_bytes, kv_memory, kv_layout, num_pages, Pool pool, *, max_rows, max_samples,
@@ -133,9 +132,9 @@ cdef class Program:
         self.replay.step.scratch = &scratch[0]
         self.replay.step.scratch_bytes = scratch.shape[0] // self.pool.workers
         self.block_start = np.zeros(self.max_sequences + 1, np.int64)
-        self.tile_start = np.zeros(self.max_sequences + 1, np.int64)
-        cdef int64_t[::1] blocks = self.block_start, tiles = self.tile_start
-        self.replay.step.block_start, self.replay.step.tile_start = &blocks[0], &tiles[0]
+        self.unit_start = np.zeros(self.max_sequences + 1, np.int64)
+        cdef int64_t[::1] blocks = self.block_start, units = self.unit_start
+        self.replay.step.block_start, self.replay.step.unit_start = &blocks[0], &units[0]
 
     cdef _lay_out_pages(self, kv_memory, layout):
         cdef char[::1] memory = kv_memory.view(np.int8)
@@ -153,7 +152,7 @@ cdef class Program:
         self.replay.step.padded_head_dim = layout.padded_head_dim
         self.replay.step.page_size = layout.page_size
         self.replay.step.kv_form = _FORMS[QUERY_FORMS[layout.dtype]]
-        self.query_form, self.padded_head_dim = QUERY_FORMS[layout.dtype], layout.padded_head_dim
+        self.padded_head_dim = layout.padded_head_dim
         self.replay.step.query_tile = QUIRE_TILE
 
     # Building: one op each, every size checked here.
@@ -165,8 +164,6 @@ cdef class Program:
             self._add_convert(record, op)
         elif isinstance(op, Linear):
             self._add_linear(record, op)
-        elif isinstance(op, RotateStore):
-            self._add_rotate_store(record, op)
         elif isinstance(op, Attention):
             self._add_attention(record, op)
         elif isinstance(op, Gather):
@@ -240,23 +237,19 @@ cdef class Program:
             linear.eps, source = source.eps, source.data
         linear.input = self._value(source, weight.in_features, weight.dtype, rows)
 
-    cdef _add_rotate_store(self, Record *record, op):
-        cdef RotateStoreOp *rotate = &record.of.rotate_store
+    cdef _add_heads(self, HeadsOp *heads, op):
         cdef const float[:, ::1] rotary = op.rotary
-        self._check_heads(op)
         if rotary.shape[1] != op.head_dim:
             raise ValueError(f"rotary table must be [positions, {op.head_dim}], not {list(op.rotary.shape)}")
         self.keep_alive.append(op.rotary)
         self.max_positions = min(self.max_positions, rotary.shape[0])
-        record.kind = ROTATE_STORE
-        rotate.qkv = self._value(op.qkv, (op.num_heads + 2 * op.num_kv_heads) * op.head_dim, "f32", self.max_rows)
-        rotate.q = self._value(op.q, op.num_heads * self.padded_head_dim, self.query_form, self.max_rows)
-        rotate.layer, rotate.num_heads, rotate.num_kv_heads = op.layer, op.num_heads, op.num_kv_heads
-        rotate.head_dim, rotate.padded_head_dim = op.head_dim, self.padded_head_dim
-        rotate.query = self._head(op, op.q_norm, op.scale)
-        rotate.key = self._head(op, op.k_norm, 1)
-        rotate.value = self._head(op, None, 1)
-        rotate.rotary = &rotary[0, 0]
+        heads.qkv = self._value(op.qkv, (op.num_heads + 2 * op.num_kv_heads) * op.head_dim, "f32", self.max_rows)
+        heads.layer, heads.num_heads, heads.num_kv_heads = op.layer, op.num_heads, op.num_kv_heads
+        heads.group, heads.head_dim, heads.padded_head_dim = self._group(op), op.head_dim, self.padded_head_dim
+        heads.query = self._head(op, op.q_norm, op.scale)
+        heads.key = self._head(op, op.k_norm, 1)
+        heads.value = self._head(op, None, 1)
+        heads.rotary = &rotary[0, 0]
 
     cdef quire_head _head(self, op, norm, scale) except *:
         cdef quire_head head
@@ -266,25 +259,28 @@ cdef class Program:
 
     cdef _add_attention(self, Record *record, op):
         cdef AttentionOp *attention = &record.of.attention
-        self._check_heads(op)
-        group = op.num_heads // op.num_kv_heads
-        if group > QUIRE_TILE:
-            raise ValueError(f"at most {QUIRE_TILE} query heads may share a KV head, not {group}")
+        group = self._group(op)
         if op.window < 0:
             raise ValueError(f"window must be 0 or more, not {op.window}")
+        if op.out.form != "f32" and group * op.head_dim % BLOCK:
+            raise ValueError(f"{group} heads of {op.head_dim} do not fill blocks of {BLOCK}: out must be f32")
         record.kind = ATTENTION
-        attention.q = self._value(op.q, op.num_heads * self.padded_head_dim, self.query_form, self.max_rows)
-        attention.out = self._value(op.out, op.num_heads * op.head_dim, "f32", self.max_rows)
-        attention.layer, attention.num_heads, attention.num_kv_heads = op.layer, op.num_heads, op.num_kv_heads
-        attention.head_dim, attention.padded_head_dim, attention.window = op.head_dim, self.padded_head_dim, op.window
+        self._add_heads(&attention.heads, op)
+        attention.out = self._output(op.out, op.num_heads * op.head_dim, self.max_rows)
+        attention.window = op.window
         self.replay.step.query_tile = min(self.replay.step.query_tile, QUIRE_TILE // group)
 
-    cdef _check_heads(self, op):
+    def _group(self, op):
+        """Query heads per KV head."""
         if not 0 <= op.layer < self.num_layers or op.num_kv_heads != self.num_kv_heads or op.head_dim != self.head_dim:
             raise ValueError(f"layer {op.layer} with {op.num_kv_heads} x {op.head_dim} KV heads does not fit a cache "
                              f"of {self.num_layers} layers with {self.num_kv_heads} x {self.head_dim}")
         if op.num_heads < 1 or op.num_heads % op.num_kv_heads:
             raise ValueError(f"{op.num_heads} query heads do not divide among {op.num_kv_heads} KV heads")
+        group = op.num_heads // op.num_kv_heads
+        if group > QUIRE_TILE:
+            raise ValueError(f"at most {QUIRE_TILE} query heads may share a KV head, not {group}")
+        return group
 
     cdef Value _value(self, region, columns, form, rows) except *:
         """The region's pointers. `columns` and `form` are what the op expects, `rows` the least capacity."""
@@ -390,13 +386,15 @@ cdef class Program:
                 raise ValueError(f"sampling row {sample_rows[i]} is outside the step's {rows}")
 
     cdef void _deal_out(self, Step *step) noexcept nogil:
-        """Number the units that ops deal out: page-sized blocks of rows, and query tiles."""
+        """Number the units that attention deals out: pages to store, then query tiles or splits."""
         cdef int64_t i, n, first, size = step.page_size
-        step.block_start[0] = step.tile_start[0] = 0
+        step.block_start[0] = step.unit_start[0] = 0
         for i in range(step.sequences):
             first, n = step.first_position[i], step.row_start[i + 1] - step.row_start[i]
-            step.block_start[i + 1] = step.block_start[i] + (first + n - 1) // size - first // size + 1
-            step.tile_start[i + 1] = step.tile_start[i] + (n + step.query_tile - 1) // step.query_tile
+            step.block_start[i + 1] = step.block_start[i]
+            if n > 1:       # a single row stores its own
+                step.block_start[i + 1] += (first + n - 1) // size - first // size + 1
+            step.unit_start[i + 1] = step.unit_start[i] + units_of(step, i, self.num_kv_heads, self.pool.workers)
 
     def op_seconds(self):
         """Seconds spent in each op of the list since this was last asked, the wait for the slowest worker included."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .ops import BLOCK, Attention, Convert, Embed, Form, Gather, Linear, Normed, Op, Region, RotateStore, padded
+from .ops import BLOCK, QUERY_FORMS, Attention, Convert, Embed, Form, Gather, Linear, Normed, Op, Region, padded
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
@@ -93,7 +93,7 @@ class ReferenceProgram:
         self.ops = ops
         self.kv_dtype = kv_dtype
         self.page_size = page_size
-        layers = [op for op in ops if isinstance(op, RotateStore)]
+        layers = [op for op in ops if isinstance(op, Attention)]
         shape = (len(layers), num_pages, page_size, layers[0].num_kv_heads, layers[0].head_dim) if layers else (0,) * 5
         self.keys, self.values = np.zeros(shape), np.zeros(shape)
         self.regions: dict[Region, Array] = {}
@@ -126,8 +126,6 @@ class ReferenceProgram:
                 self._write(op.out, self.regions[op.input][self.sample_rows], op.normed)
             case Linear():
                 self._linear(op)
-            case RotateStore():
-                self._rotate_store(op)
             case Attention():
                 self._attention(op)
 
@@ -153,21 +151,22 @@ class ReferenceProgram:
         if op.maxima is not None:
             self.regions[op.maxima] = np.maximum.reduceat(y, np.arange(0, y.shape[1], BLOCK), axis=1)
 
-    def _rotate_store(self, op: RotateStore) -> None:
+    def _queries(self, op: Attention) -> Array:
+        """[tokens, num_heads, head_dim] as they meet the keys; K and V go to their pages."""
         q, k, v = self._heads(op)
         if op.q_norm is not None:
             q = rms_norm(q, op.q_norm, op.eps)
         if op.k_norm is not None:
             k = rms_norm(k, op.k_norm, op.eps)
         rotary = op.rotary[self.position].astype(np.float64)[:, None, :]
-        queries = rotate_halves(q, rotary) * op.scale
-        self.regions[op.q] = as_form(queries.reshape(-1, op.head_dim), op.q.form).reshape(len(q), -1)
         for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
             page, slot = self.tables[sequence][position // self.page_size], position % self.page_size
             self.keys[op.layer, page, slot] = as_key(rotate_halves(k, rotary)[row], self.kv_dtype)
             self.values[op.layer, page, slot] = as_value(v[row], self.kv_dtype)
+        queries = rotate_halves(q, rotary) * op.scale
+        return as_form(queries.reshape(-1, op.head_dim), QUERY_FORMS[self.kv_dtype]).reshape(q.shape)
 
-    def _heads(self, op: RotateStore) -> tuple[Array, Array, Array]:
+    def _heads(self, op: Attention) -> tuple[Array, Array, Array]:
         heads = self.regions[op.qkv].reshape(len(self.token_ids), -1, op.head_dim)
         return (
             heads[:, : op.num_heads],
@@ -176,7 +175,7 @@ class ReferenceProgram:
         )
 
     def _attention(self, op: Attention) -> None:
-        q = self.regions[op.q].reshape(len(self.token_ids), op.num_heads, op.head_dim)
+        q = self._queries(op)
         out = np.zeros_like(q)
         for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
             oldest = max(0, position - op.window + 1) if op.window else 0
@@ -186,4 +185,4 @@ class ReferenceProgram:
             values = np.repeat(self.values[op.layer, pages, slots], op.num_heads // op.num_kv_heads, axis=1)
             weights = softmax(np.einsum("hd,thd->ht", q[row], keys))
             out[row] = np.einsum("ht,thd->hd", weights, values)
-        self.regions[op.out] = out.reshape(len(q), -1)
+        self._write(op.out, out.reshape(len(q), -1))

@@ -13,8 +13,8 @@ cdef struct Step:
     const int32_t *page_start       # [sequences + 1], into page_ids
     const int32_t *page_ids
     const int32_t *sample_rows      # [samples]
-    int64_t *block_start            # [sequences + 1]: page-sized blocks of rows before each sequence
-    int64_t *tile_start             # [sequences + 1]: query tiles before each sequence
+    int64_t *block_start            # [sequences + 1]: pages that chunks of several rows touch, before each sequence
+    int64_t *unit_start             # [sequences + 1]: units of attention before each sequence
     int64_t query_tile              # queries of one attention tile: 64 / (query heads per KV head)
     char *kv                        # [layer][page][kv_head]{K, V}
     int64_t layer_bytes

@@ -263,8 +263,13 @@ void ISA(merge)(int rows, int64_t head_dim, const float *m, const float *l, cons
                 float *total_m, float *total_l, float *total_o) {
   for (int r = 0; r < rows; r++) {
     if (l[r] == 0.f) continue;  // the row saw nothing of this split
+    if (total_l[r] == 0.f) {    // or of any before it
+      for (int64_t j = r * head_dim; j < (r + 1) * head_dim; j += 16) vf_store(total_o + j, vf_load(o + j));
+      total_m[r] = m[r], total_l[r] = l[r];
+      continue;
+    }
     const float now = m[r] > total_m[r] ? m[r] : total_m[r];
-    const float old = total_m[r] == -INFINITY ? 0.f : exp1(total_m[r] - now), add = exp1(m[r] - now);
+    const float old = exp1(total_m[r] - now), add = exp1(m[r] - now);
     for (int64_t j = r * head_dim; j < (r + 1) * head_dim; j += 16)
       vf_store(total_o + j, vf_fma(vf_set1(old), vf_load(total_o + j), vf_mul(vf_set1(add), vf_load(o + j))));
     total_l[r] = total_l[r] * old + l[r] * add;

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...kernels.ops import Form, Linear
+from ...kernels.ops import QUERY_FORMS, Form, Linear
 from ..execution import Machine
 from .roofline import Roofline
 
@@ -76,17 +76,9 @@ def _work(machine: Machine, rows: int, samples: int, steps: Sequence[Contexts], 
             ops[weight.dtype] = ops.get(weight.dtype, 0) + 2 * of * weight.out_features * weight.in_features
             weight_bytes += weight.nbytes * len(steps)
     spec, layout = machine.spec, machine.layout
-    scores, values = _attention_forms(machine)
+    form = QUERY_FORMS[layout.dtype]  # of keys and values as they are multiplied
     kv_bytes = 0
     for window in spec.windows:
-        multiplied = 2 * pairs(window) * spec.num_heads * spec.head_dim
-        ops[scores] = ops.get(scores, 0) + multiplied
-        ops[values] = ops.get(values, 0) + multiplied
+        ops[form] = ops.get(form, 0) + 4 * pairs(window) * spec.num_heads * spec.head_dim
         kv_bytes += _seen(steps, window) * layout.layer_page_bytes // layout.page_size
     return Work(weight_bytes, kv_bytes, ops)
-
-
-def _attention_forms(machine: Machine) -> tuple[Form, Form]:
-    """Of the operands of scores and of the weighted sum of values; int8 values are widened to bf16 first."""
-    dtype = machine.layout.dtype
-    return ("q8", "bf16") if dtype == "int8" else (dtype, dtype)

@@ -65,9 +65,7 @@ class Machine:
     def _op_name(self, op: Op) -> str:
         if isinstance(op, Linear):
             return "lm_head" if self.is_lm_head(op) else "linear"
-        return {"RotateStore": "rope + page write", "Convert": "quantise"}.get(
-            type(op).__name__, type(op).__name__.lower()
-        )
+        return type(op).__name__.lower()
 
     def close(self) -> None:
         """Let go of weights, KV memory and threads now, not when a garbage collector finds them. Idempotent."""
@@ -86,7 +84,6 @@ def assemble(config: EngineConfig) -> Machine:
     model = load_model(folder, config.weights)
     arena = _arena(capacity)
     plan = model.compile(
-        kv_dtype=config.kv_cache_dtype,
         max_positions=capacity.max_model_len,
         max_tokens=config.max_num_batched_tokens,
         max_samples=config.max_num_seqs,

@@ -36,13 +36,14 @@ def _attention_block(
     x: Value,
     rotary: npt.NDArray[np.float32],
 ) -> None:
-    """x += o(attention(rotate(qkv(norm(x)))))"""
+    """x += o(attention(qkv(norm(x))))"""
     heads = Heads(index, spec.num_heads, spec.num_kv_heads, spec.head_dim)
     normed = builder.norm(x, layer.input_norm, spec.norm_eps, weights.dtype)
     qkv = builder.linear(normed, layer.qkv, layer.qkv_bias, "qkv")
-    q = builder.rotate_store(qkv, heads, layer.q_norm, layer.k_norm, spec.norm_eps, rotary)
-    attended = builder.attention(q, heads, spec.windows[index])
-    builder.linear_add(builder.convert(attended, weights.dtype), layer.o, layer.o_bias, x)
+    attended = builder.attention(
+        qkv, heads, layer.q_norm, layer.k_norm, spec.norm_eps, rotary, spec.windows[index], weights.dtype
+    )
+    builder.linear_add(attended, layer.o, layer.o_bias, x)
 
 
 def _mlp_block(

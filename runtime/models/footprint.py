@@ -69,7 +69,7 @@ def plan_memory(
     """The same arguments as loading, compiling and running take."""
     stand_ins, weights_bytes = plan_weights(spec, weights)
     rotary = np.broadcast_to(np.float32(0), (max_positions, spec.head_dim))
-    builder = ProgramBuilder(max_tokens, max_samples, kv_dtype)
+    builder = ProgramBuilder(max_tokens, max_samples)
     program = builder.build(emit_decoder(builder, spec, stand_ins, rotary))
     return MemoryPlan(
         weights_bytes=weights_bytes,

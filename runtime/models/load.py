@@ -33,10 +33,10 @@ class Model:
     spec: DecoderSpec
     weights: DecoderWeights
 
-    def compile(self, *, kv_dtype: KVCacheDtype, max_positions: int, max_tokens: int, max_samples: int) -> ProgramPlan:
+    def compile(self, *, max_positions: int, max_tokens: int, max_samples: int) -> ProgramPlan:
         """The program of a step of up to `max_tokens` rows, `max_samples` of them sampling, below `max_positions`."""
         rotary = rotary_table(self.spec.rope, self.spec.head_dim, max_positions)
-        builder = ProgramBuilder(max_tokens, max_samples, kv_dtype)
+        builder = ProgramBuilder(max_tokens, max_samples)
         return builder.build(emit_decoder(builder, self.spec, self.weights, rotary))
 
 

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from ...kernels.ops import (
     BLOCK,
-    QUERY_FORMS,
     Attention,
     Convert,
     Embed,
@@ -27,12 +26,10 @@ from ...kernels.ops import (
     Normed,
     Op,
     Region,
-    RotateStore,
     padded,
     region_nbytes,
 )
 from ...kernels.pack import PackedMatrix
-from ...pager import KVDtype, KVLayout
 from .memory import ArenaLayout, Lifetime, lay_out
 
 Vector = npt.NDArray[np.float32]
@@ -130,10 +127,9 @@ class ProgramPlan:
 class ProgramBuilder:
     """Collects ops in order of execution for steps of up to `max_tokens` rows, `max_samples` of which sample."""
 
-    def __init__(self, max_tokens: int, max_samples: int, kv_dtype: KVDtype) -> None:
+    def __init__(self, max_tokens: int, max_samples: int) -> None:
         self.max_tokens = max_tokens
         self.max_samples = max_samples
-        self.kv_dtype: KVDtype = kv_dtype
         self._values: list[Value] = []
         self._first: list[int] = []  # per value: the op that writes it
         self._last: list[int] = []  # per value: the last op that touches it
@@ -195,17 +191,29 @@ class ProgramBuilder:
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), "swiglu"))
         return out
 
-    def rotate_store(
-        self, qkv: Value, heads: Heads, q_norm: Vector | None, k_norm: Vector | None, eps: float, rotary: Vector
+    def attention(
+        self,
+        qkv: Value,
+        heads: Heads,
+        q_norm: Vector | None,
+        k_norm: Vector | None,
+        eps: float,
+        rotary: Vector,
+        window: int,
+        form: Form,
     ) -> Value:
-        """K and V to their pages, and the queries, normed, rotated and scaled by head_dim ** -0.5, in the KV dtype."""
-        padded_head_dim = KVLayout(1, heads.num_kv_heads, heads.head_dim, self.kv_dtype).padded_head_dim
-        out = self._value("q", qkv.rows, heads.num_heads * padded_head_dim, QUERY_FORMS[self.kv_dtype])
+        """Causal attention of the rotated heads over the pages, [tokens, num_heads * head_dim].
+
+        K and V go to their pages; queries are scaled by head_dim ** -0.5; `window` 0 sees everything. In `form` where
+        the query heads of a KV head fill whole blocks, else in f32.
+        """
+        whole = heads.num_heads // heads.num_kv_heads * heads.head_dim % BLOCK == 0
+        out = self._value("attended", qkv.rows, heads.num_heads * heads.head_dim, form if whole else "f32")
         self._add(
             [qkv, out],
-            lambda at: RotateStore(
+            lambda at: Attention(
                 qkv=qkv.placed(at),
-                q=out.placed(at),
+                out=out.placed(at),
                 layer=heads.layer,
                 num_heads=heads.num_heads,
                 num_kv_heads=heads.num_kv_heads,
@@ -215,26 +223,10 @@ class ProgramBuilder:
                 eps=eps,
                 rotary=rotary,
                 scale=heads.head_dim**-0.5,
-            ),
-        )
-        return out
-
-    def attention(self, q: Value, heads: Heads, window: int) -> Value:
-        """Causal attention over the pages, f32 [tokens, num_heads * head_dim]; `window` 0 sees everything."""
-        out = self._value("attended", q.rows, heads.num_heads * heads.head_dim, "f32")
-        self._add(
-            [q, out],
-            lambda at: Attention(
-                q=q.placed(at),
-                out=out.placed(at),
-                layer=heads.layer,
-                num_heads=heads.num_heads,
-                num_kv_heads=heads.num_kv_heads,
-                head_dim=heads.head_dim,
                 window=window,
             ),
         )
-        return out
+        return self.convert(out, form)
 
     def gather(self, x: Value) -> Value:
         """The rows of `x` that sample, [samples, columns]."""

@@ -77,7 +77,7 @@ class OneOp:
         self.layout = kv_layout(QWEN3, self.kv, 32)
         end = self.context + self.rows
         pages = self.layout.pages_for(end)
-        builder = ProgramBuilder(self.users * self.rows, self.users, self.kv)
+        builder = ProgramBuilder(self.users * self.rows, self.users)
         rotary = rotary_table(QWEN3.rope, QWEN3.head_dim, end)
         plan = builder.build(emit_decoder(builder, QWEN3, assemble(QWEN3, self.weights, Zeros(self.weights)), rotary))
         self.ops = [op for op in plan.ops if type(op).__name__ == self.kind and self._wanted(op)]

@@ -119,7 +119,7 @@ def prepare(checkpoint: str) -> Callable[[int, int, int], float]:
     from quire.runtime.models import kv_layout, load_model
 
     model = load_model(checkpoint, "q8")
-    plan = model.compile(kv_dtype="int8", max_positions=MAX_POSITIONS, max_tokens=MAX_ROWS, max_samples=32)
+    plan = model.compile(max_positions=MAX_POSITIONS, max_tokens=MAX_ROWS, max_samples=32)
     layout, vocab = kv_layout(model.spec, "int8", PAGE_SIZE), model.spec.vocab_size
     arena, limits = KVArena(layout, PAGES), {"max_rows": MAX_ROWS, "max_samples": 32, "max_sequences": 32}
     pool = Pool(available_cpus().threads)

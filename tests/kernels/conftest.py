@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from quire.kernels import PackedMatrix, Pool, Program, packed_nbytes
 from quire.kernels.ops import (
-    QUERY_FORMS,
+    BLOCK,
     Attention,
     Convert,
     Embed,
@@ -17,7 +17,6 @@ from quire.kernels.ops import (
     Linear,
     Normed,
     Region,
-    RotateStore,
     padded,
     region_nbytes,
 )
@@ -143,8 +142,8 @@ class Toy:
         qkv_width = (heads + 2 * kv_heads) * d
         x, h1, h2 = self._region(MAX_ROWS, hidden, "f32"), self._normed(MAX_ROWS), self._normed(MAX_ROWS)
         qkv = self._region(MAX_ROWS, qkv_width, "f32")
-        q = self._region(MAX_ROWS, heads * self.layout.padded_head_dim, QUERY_FORMS[self.kv])
-        a, a_form = self._region(MAX_ROWS, heads * d, "f32"), self._region(MAX_ROWS, heads * d, w)
+        a_form = self._region(MAX_ROWS, heads * d, w)
+        a = self._region(MAX_ROWS, heads * d, "f32") if heads // kv_heads * d % BLOCK else a_form
         g = self.activated = self._region(MAX_ROWS, intermediate, w)
         s, h3 = self._region(MAX_SAMPLES, hidden, "f32"), self._normed(MAX_SAMPLES)
         self.logits = self._region(MAX_SAMPLES, VOCAB, "f32")
@@ -161,9 +160,8 @@ class Toy:
         return [
             Embed(embedding, x, h1),
             Linear(h1, qkv_weight, self._norm(qkv_width), qkv, "store"),
-            RotateStore(qkv, q, 0, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5),
-            Attention(q, a, 0, heads, kv_heads, d, self.window),
-            Convert(a, a_form),
+            Attention(qkv, a, 0, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, self.window),
+            *([] if a is a_form else [Convert(a, a_form)]),
             Linear(a_form, o_weight, self._bias(hidden), x, "add", h2),
             Linear(h2, gate_up, self._gate_up_bias(), g, "swiglu"),
             Linear(g, down, self._bias(hidden), x, "add"),

@@ -37,7 +37,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.layout = KVLayout(2, 2, 32, self.kv)
-        builder = ProgramBuilder(16, 4, self.kv)
+        builder = ProgramBuilder(16, 4)
         x = builder.embed(Weight(500, 64, "q8", 34000))
         for _ in range(2):
             builder.linear_add(x, Weight(64, 64, "q8", 4352), None, x)

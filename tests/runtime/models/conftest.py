@@ -49,7 +49,7 @@ def compute_logits() -> Callable[..., Logits]:
 
     def compute(model: Model, token_ids: Sequence[int], *, kv_dtype: Any = "f32", chunk: int | None = None) -> Logits:
         chunk = chunk or len(token_ids)
-        plan = model.compile(kv_dtype=kv_dtype, max_positions=len(token_ids), max_tokens=chunk, max_samples=chunk)
+        plan = model.compile(max_positions=len(token_ids), max_tokens=chunk, max_samples=chunk)
         layout = kv_layout(model.spec, kv_dtype, PAGE_SIZE)
         num_pages = layout.pages_for(len(token_ids))
         program = Program(
@@ -76,7 +76,7 @@ def reference_logits() -> Callable[..., Logits]:
 
     def compute(model: Model, token_ids: Sequence[int]) -> Logits:
         count = len(token_ids)
-        plan = model.compile(kv_dtype="f32", max_positions=count, max_tokens=count, max_samples=count)
+        plan = model.compile(max_positions=count, max_tokens=count, max_samples=count)
         program = ReferenceProgram(plan.ops, "f32", PAGE_SIZE, -(-count // PAGE_SIZE))
         return run_in_chunks(program, token_ids, count, lambda rows: program.regions[plan.logits][:rows])
 

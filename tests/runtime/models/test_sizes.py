@@ -43,7 +43,7 @@ def test_the_bundled_model_is_in_the_table_as_it_is() -> None:
 
 def test_a_plan_is_what_loading_and_compiling_give(goldens: Path) -> None:
     model = load_model(goldens / "qwen3", "q8")
-    compiled = model.compile(kv_dtype="bf16", max_positions=200, max_tokens=48, max_samples=8)
+    compiled = model.compile(max_positions=200, max_tokens=48, max_samples=8)
     plan = plan_memory(
         read_spec(goldens / "qwen3"),
         weights="q8",

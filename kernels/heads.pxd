@@ -1,0 +1,22 @@
+from libc.stdint cimport int64_t
+
+from .isa cimport quire_head, quire_rows, quire_tiles
+from .step cimport Step, Value
+
+cdef struct HeadsOp:
+    Value qkv                       # f32 [tokens][num_heads + 2 num_kv_heads][head_dim]
+    int64_t layer
+    int64_t num_heads
+    int64_t num_kv_heads
+    int64_t group                   # query heads per KV head
+    int64_t head_dim
+    int64_t padded_head_dim
+    quire_head query                # norm and scale of each kind of head
+    quire_head key
+    quire_head value
+    const float *rotary             # [positions][head_dim]: cos | sin
+
+cdef void take_queries(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t first_row,
+                       int64_t first_position, int64_t queries, int64_t head, const quire_rows *out) noexcept nogil
+cdef void store_rows(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t sequence, int64_t page,
+                     int64_t head) noexcept nogil

@@ -1,0 +1,60 @@
+# cython: language_level=3
+"""Heads on their way from the QKV projection: queries to attention, keys and values into their page.
+
+A head's numbers depend on its own token alone, so it does not matter who takes or stores it.
+"""
+from libc.stdint cimport uint16_t
+from libc.string cimport memcpy, memset
+
+from .isa cimport QUIRE_BF16, QUIRE_MAX_HEAD, QUIRE_Q8, quire_output, quire_page
+from .step cimport page_at
+
+
+cdef void take_queries(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t first_row,
+                       int64_t first_position, int64_t queries, int64_t head, const quire_rows *out) noexcept nogil:
+    """The query heads of one KV head, normed, rotated and scaled: out[queries * group][padded_head_dim]."""
+    cdef int64_t i, g
+    cdef const float *q
+    cdef float x[QUIRE_MAX_HEAD]
+    for i in range(queries):
+        q = _heads_of(op, first_row + i) + head * op.group * op.head_dim
+        for g in range(op.group):
+            tiles.head(q + g * op.head_dim, &op.query, op.rotary + (first_position + i) * op.head_dim, x)
+            _store_query(tiles, x, step.kv_form, i * op.group + g, out)
+
+
+cdef void _store_query(const quire_tiles *tiles, const float *x, int form, int64_t row,
+                       const quire_rows *rows) noexcept nogil:
+    """One row in the form that goes with the pages; q8 by blocks of 32."""
+    cdef int64_t d = rows.width
+    cdef quire_output out
+    if form == QUIRE_Q8:
+        out.form, out.norm, out.rows = QUIRE_Q8, NULL, rows[0]
+        tiles.convert(x, d, 1, d, &out, row, 0)
+    elif form == QUIRE_BF16:
+        tiles.to_bf16(x, d, <uint16_t *>rows.data + row * d)
+    else:
+        memcpy(<float *>rows.data + row * d, x, d * sizeof(float))
+
+
+cdef void store_rows(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t sequence, int64_t page,
+                     int64_t head) noexcept nogil:
+    """Keys and values of those of a sequence's rows that lie in its page number `page`, for one KV head."""
+    cdef int64_t first = step.first_position[sequence], row = step.row_start[sequence] - first
+    cdef int64_t position = max(first, page * step.page_size)
+    cdef int64_t end = min(step.row_start[sequence + 1] - row, (page + 1) * step.page_size)
+    cdef quire_page kv = page_at(step, op.layer, step.page_ids[step.page_start[sequence] + page], head)
+    cdef const float *key
+    cdef float x[QUIRE_MAX_HEAD]
+    if position % step.page_size == 0:
+        memset(kv.k, 0, step.head_bytes)    # what a masked lane reads must be a number: 0 * NaN is NaN
+    for position in range(position, end):
+        key = _heads_of(op, row + position) + (op.num_heads + head) * op.head_dim
+        tiles.head(key, &op.key, op.rotary + position * op.head_dim, x)
+        tiles.store_key(x, position % step.page_size, &kv)
+        tiles.head(key + op.num_kv_heads * op.head_dim, &op.value, NULL, x)
+        tiles.store_value(x, position % step.page_size, &kv)
+
+
+cdef inline const float *_heads_of(const HeadsOp *op, int64_t row) noexcept nogil:
+    return <const float *>op.qkv.rows.data + row * op.qkv.rows.width
