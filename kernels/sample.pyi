@@ -25,8 +25,8 @@ class Sampler:
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Draw one token per row of `logits` [rows, stride]; `rows` has dtype ROW, `adjustments` ADJUSTMENT.
 
-        `maxima` [rows, at least stride / 32] holds the largest of each 32 logits of the vocabulary, NaN if one is: with
-        it a greedy row reads one block of its logits, not all.
+        `maxima` [rows, at least vocab_size / 32 rounded up] holds the largest of each 32 logits of the vocabulary, NaN
+        if one is: with it a greedy row reads one block of its logits, not all.
 
         Returns views valid until the next call: token ids [rows] (-1: the logits are not finite), natural-log
         probabilities of the raw distribution [rows], and the top alternatives' ids and logprobs [rows, 32].

@@ -107,7 +107,7 @@ cdef class Sampler:
         cdef int64_t n = len(rows)
         if n > self.max_rows or n > logits.shape[0] or logits.shape[1] != self.draw.stride:
             raise ValueError(f"{n} rows do not fit logits of {logits.shape[0]} or a sampler of {self.max_rows}")
-        if n > maxima.shape[0] or maxima.shape[1] < self.draw.stride // 32:
+        if n > maxima.shape[0] or maxima.shape[1] < (self.draw.vocab_size + 31) // 32:
             raise ValueError(f"maxima of {maxima.shape[0]} rows and {maxima.shape[1]} blocks do not fit the logits")
         if rows.dtype != ROW or adjustments.dtype != ADJUSTMENT:
             raise ValueError("rows and adjustments must be arrays of sample.ROW and sample.ADJUSTMENT")

@@ -59,6 +59,7 @@ def steps(model: Toy) -> Iterator[tuple[str, Callable[[], object]]]:
 
 def draws(isa: str, logits: np.ndarray) -> Iterator[tuple[str, Callable[[], object]]]:
     sampler = Sampler(VOCAB, STRIDE, ROWS, Pool(THREADS), isa)
+    maxima = copied(np.maximum.reduceat(logits[:, :VOCAB], np.arange(0, VOCAB, 32), axis=1))
     adjustments = copied(np.array([(0, 2, 1, 0), (8, 0, 1, 0), (VOCAB - 1, 0, 0, 1)], ADJUSTMENT))
     for name, settings in {
         "greedy": {},
@@ -74,7 +75,7 @@ def draws(isa: str, logits: np.ndarray) -> Iterator[tuple[str, Callable[[], obje
         rows["top_p"], rows["repetition"], rows["logprobs"] = 1, 1, -1
         for field, value in settings.items():
             rows[field] = value
-        yield name, lambda rows=rows: sampler.sample(logits, rows, adjustments)
+        yield name, lambda rows=rows: sampler.sample(logits, maxima, rows, adjustments)
 
 
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:

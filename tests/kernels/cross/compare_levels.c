@@ -85,9 +85,10 @@ static quire_rows from_row(quire_rows r, int form, int64_t row) {
 
 static void run_linear(const quire_tiles *level, int form, int per_call, int rows, quire_linear_tile t) {
   const quire_rows a = t.a;
+  const float *factors = t.factors;
   float *c = t.c;
   for (int row = 0; row < rows; row += per_call) {
-    t.a = from_row(a, form, row), t.c = c + row * t.ldc;
+    t.a = from_row(a, form, row), t.c = c + row * t.ldc, t.factors = factors ? factors + row : NULL;
     level->linear[form](per_call, &t);
   }
 }
@@ -95,20 +96,20 @@ static void run_linear(const quire_tiles *level, int form, int per_call, int row
 static void compare_linear(int form, int64_t width, int epilogue) {
   static char panels[2 * 16 * MAX_WIDTH * 4];
   static uint16_t scales[2 * MAX_WIDTH / 32 * 16];
-  static float bias[32], before[MAX_ROWS * 32], want[MAX_ROWS * 32], alone[MAX_ROWS * 32], got[MAX_ROWS * 32];
+  static float bias[32], factors[MAX_ROWS], before[MAX_ROWS * 32], want[MAX_ROWS * 32], alone[MAX_ROWS * 32], got[MAX_ROWS * 32];
   quire_rows a = rows_of(form, width);
   fill_form(panels, form, 2 * 16 * width);
   for (int64_t i = 0; i < 2 * width / 32 * 16; i++) scales[i] = next_scale();
-  fill(bias, 32), fill(before, MAX_ROWS * 32);
+  fill(bias, 32), fill(factors, MAX_ROWS), fill(before, MAX_ROWS * 32);
   for (int rows = 1; rows <= tiles->linear_rows; rows++) {
     quire_linear_tile t = {.w = panels, .scales = scales, .panel_bytes = 16 * width * item_bytes(form), .a = a,
-                           .bias = rows % 2 ? bias : NULL, .next = panels, .next_lines = 1, .ldc = 32,
+                           .bias = rows % 2 ? bias : NULL, .factors = rows % 3 ? factors : NULL, .next = panels, .next_lines = 1, .ldc = 32,
                            .epilogue = epilogue};
     memcpy(want, before, sizeof want), memcpy(alone, before, sizeof alone), memcpy(got, before, sizeof got);
     t.c = want, run_linear(scalar, form, 1, rows, t);
     t.c = alone, run_linear(tiles, form, 1, rows, t);
     t.c = got, run_linear(tiles, form, rows, rows, t);
-    expect_close("linear", form, got, want, rows * 32, 1e-6);
+    expect_close("linear", form, got, want, rows * 32, 2e-6);
     expect_same("linear, a row alone", form, got, alone, rows * 32 * (int64_t)sizeof *got);
   }
   free_rows(&a);
@@ -184,23 +185,25 @@ static void compare_attention(int form, int64_t size, int64_t d, int64_t window,
   free_rows(&q);
 }
 
-static void compare_convert(int form, int64_t columns, int64_t width) {
-  static float x[MAX_WIDTH], weight[MAX_WIDTH];
-  quire_rows got = rows_of(form, width), want = rows_of(form, width);
-  fill(x, MAX_WIDTH), fill(weight, MAX_WIDTH);
-  tiles->convert(x, NULL, 0, columns, form, &got, 1);
-  scalar->convert(x, NULL, 0, columns, form, &want, 1);
-  expect_same("convert", form, from_row(got, form, 1).data, from_row(want, form, 1).data, width * item_bytes(form));
+static void compare_convert(int form, int64_t columns, int64_t width, const float *norm) {
+  static float x[3 * MAX_WIDTH], squares[2][4 * MAX_WIDTH], factors[2][3];
+  quire_output got = {form, rows_of(form, width), norm, squares[0], MAX_WIDTH};
+  quire_output want = {form, rows_of(form, width), norm, squares[1], MAX_WIDTH};
+  fill(x, 3 * MAX_WIDTH);
+  tiles->convert(x, MAX_WIDTH, 3, columns, &got, 1, 0);
+  scalar->convert(x, MAX_WIDTH, 3, columns, &want, 1, 0);
+  const quire_rows a = from_row(got.rows, form, 1), b = from_row(want.rows, form, 1);
+  expect_same("convert", form, a.data, b.data, 3 * width * item_bytes(form));
   if (form == QUIRE_Q8) {
-    expect_same("scales", form, from_row(got, form, 1).scales, from_row(want, form, 1).scales, width / 32 * 4);
-    expect_same("sums", form, from_row(got, form, 1).sums, from_row(want, form, 1).sums, width / 32 * 4);
+    expect_same("scales", form, a.scales, b.scales, 3 * width / 32 * 4);
+    expect_same("sums", form, a.sums, b.sums, 3 * width / 32 * 4);
   }
-  if (form == QUIRE_F32) {  // the others only round what this gives
-    tiles->convert(x, weight, 1e-6f, columns, form, &got, 1);
-    scalar->convert(x, weight, 1e-6f, columns, form, &want, 1);
-    expect_close("norm", form, from_row(got, form, 1).data, from_row(want, form, 1).data, width, 1e-6);
+  if (norm) {
+    tiles->rms_factors(squares[0] + MAX_WIDTH, MAX_WIDTH, 3, columns, 1e-6f, factors[0]);
+    scalar->rms_factors(squares[1] + MAX_WIDTH, MAX_WIDTH, 3, columns, 1e-6f, factors[1]);
+    expect_close("1 / rms", form, factors[0], factors[1], 3, 1e-6);
   }
-  free_rows(&got), free_rows(&want);
+  free_rows(&got.rows), free_rows(&want.rows);
 }
 
 static void compare_heads(int form, int64_t size, int64_t d) {
@@ -243,26 +246,31 @@ static void compare_to_bf16(void) {
 
 static void compare_logits(int64_t n) {
   static float x[1000], y[1000];
-  float top[2];
-  double sums[2];
+  float top[2], maxima[2][2];
   fill(x, n);
   x[n / 2] = x[n - 1] = 2.f;  // a tie
-  const int64_t at = tiles->argmax(x, n, &top[0], &sums[0]);
-  if (at != scalar->argmax(x, n, &top[1], &sums[1]) || at != n / 2 || top[0] != top[1])
+  const int64_t at = tiles->argmax(x, n, &top[0]);
+  if (at != scalar->argmax(x, n, &top[1]) || at != n / 2 || top[0] != top[1])
     verdict("argmax", QUIRE_F32, "elsewhere", 1, 0);
+  const double sums[2] = {tiles->sum_exp(x, n, 2.f), scalar->sum_exp(x, n, 2.f)};
   verdict("sum of exp", QUIRE_F32, "off scalar", fabs(sums[0] / sums[1] - 1), 1e-6);
   tiles->exp_scaled(x, 2.f, 25.f, n / 16 * 16, y);
   for (int64_t i = 0; i < n / 16 * 16; i++)
     verdict("exp", QUIRE_F32, "off libm", fabs((double)y[i] / exp((double)((x[i] - 2.f) * 25.f)) - 1), 3e-7);
   x[n / 3] = NAN;
-  if (tiles->argmax(x, n, &top[0], NULL) != -1) verdict("argmax", QUIRE_F32, "a NaN passed", 1, 0);
+  tiles->block_maxima(x + n / 3 - 1, 3, 2, 21, maxima[0], 1), scalar->block_maxima(x + n / 3 - 1, 3, 2, 21, maxima[1], 1);
+  if (maxima[0][0] == maxima[0][0] || maxima[0][1] != maxima[1][1]) verdict("maxima", QUIRE_F32, "elsewhere", 1, 0);
+  if (tiles->argmax(x, n, &top[0]) != -1) verdict("argmax", QUIRE_F32, "a NaN passed", 1, 0);
 }
 
 static void compare_level(void) {
+  static float weight[MAX_WIDTH];
+  fill(weight, MAX_WIDTH);
   for (int form = 0; form < 3; form++) {
     for (int64_t width = 32; width <= MAX_WIDTH; width *= 4) {
       for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear(form, width, epilogue);
-      compare_convert(form, width - 5, width);
+      compare_convert(form, width - 5, width, NULL);
+      compare_convert(form, width - 5, width, weight);
       compare_unpack(form, width);
     }
     for (int64_t size = 16; size <= 64; size *= 2)
