@@ -114,8 +114,8 @@ class Attention:
     per head over the sequence's pages, with `window` > 0 over the last `window` tokens.
 
     `rotary` is f32 [positions, head_dim]: cos in the first half of the columns, sin in the second. Rotation is by
-    halves (Hugging Face convention). Pages have the KV cache's dtype and queries meet them in the form that goes with it
-    (QUERY_FORMS). `out` may have any form where the query heads of a KV head fill whole blocks of 32 columns, else f32.
+    halves (Hugging Face convention). Pages have the KV cache's dtype, queries meet them in the form that goes with
+    it (QUERY_FORMS). `out` has any form where the query heads of a KV head fill whole blocks of 32 columns, else f32.
     """
 
     qkv: Region  # f32 [tokens, (num_heads + 2 num_kv_heads) * head_dim]

@@ -53,10 +53,8 @@ def test_attention_prefills(measure, one_op, kv, context):
 
 
 @pytest.mark.parametrize("rows", [1, 512])
-@pytest.mark.parametrize("kv", ["bf16", "int8"])
-@pytest.mark.parametrize("kind", ["Convert", "Embed"])
-def test_between(measure, one_op, kind, kv, rows):
-    measure(one_op(kind, rows=rows, kv=kv))
+def test_embedding(measure, one_op, rows):
+    measure(one_op("Embed", rows=rows))
 
 
 @pytest.mark.parametrize("rows", [1, 32])

@@ -41,7 +41,7 @@ class Machine:
         x = builder.embed(Weight(500, 64, "q8", 34000))
         for _ in range(2):
             builder.linear_add(x, Weight(64, 64, "q8", 4352), None, x)
-        logits = builder.linear(builder.gather(x), Weight(500, 64, "q8", 34000), None, "logits")
+        logits = builder.logits(builder.gather(x), Weight(500, 64, "q8", 34000))
         self.ops = builder.build(logits).ops
 
     def is_lm_head(self, op) -> bool:
@@ -67,10 +67,9 @@ def test_prefill_multiplies_the_causal_half_and_the_head_once_per_user():
     assert work.weight_bytes == 2 * (2 * 4352 + 34000)
 
 
-def test_int8_keys_meet_int8_queries_and_values_are_widened():
+def test_int8_keys_and_values_are_multiplied_as_int8():
     work = decode_work(Machine("int8"), [(4,)])
-    assert work.ops["bf16"] == 2 * (4 + 3) * 4 * 32
-    assert work.ops["q8"] == 2 * (2 * 64 * 64 + 500 * 64) + work.ops["bf16"]
+    assert work.ops == {"q8": 2 * (2 * 64 * 64 + 500 * 64) + 2 * 2 * (4 + 3) * 4 * 32}
     assert work.kv_bytes == (4 + 3) * KVLayout(1, 2, 32, "int8").token_bytes
 
 

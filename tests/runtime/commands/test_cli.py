@@ -137,7 +137,7 @@ def test_bench_json(quire: Quire, tmp_path: Path) -> None:
         for phase in (row["prefill"], row["decode"]):
             assert phase["tokens_per_s"] == pytest.approx(phase["tokens"] / phase["seconds"])
             assert 0 < sum(phase["op_seconds"].values()) < phase["seconds"]
-            assert phase["ops"].keys() == {"q8", "bf16"}
+            assert phase["ops"].keys() == {"q8"}
     layout = kv_layout(read_spec(BUNDLED_MODEL), "int8", 32)
     assert report["shapes"][0]["decode"]["kv_bytes"] == (9 + 10 + 11 + 12) * layout.page_bytes // 32
     overhead = report["step_overhead_us_per_sequence"]

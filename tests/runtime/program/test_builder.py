@@ -27,9 +27,7 @@ from quire.runtime.program.memory import Lifetime, live_bytes
 GOLDENS = Path(__file__).parents[2] / "goldens"
 
 
-def compiled(
-    family: str, weights: Any, max_tokens: int = 64, max_samples: int = 4
-) -> ProgramPlan:
+def compiled(family: str, weights: Any, max_tokens: int = 64, max_samples: int = 4) -> ProgramPlan:
     model = load_model(GOLDENS / family, weights)
     return model.compile(max_positions=96, max_tokens=max_tokens, max_samples=max_samples)
 
@@ -67,7 +65,11 @@ def names(ops: list[Op]) -> list[str]:
 def test_one_layer_reads_like_the_paper() -> None:
     block = ["Linear:store", "Attention", "Linear:add, norm", "Linear:swiglu", "Linear:add"]
     first, last = [*block[:-1], "Linear:add, norm"], block
-    assert names(compiled("qwen3", "q8").ops) == ["Embed, norm", *first, *last, "Gather, norm", "Linear:store"]
+    assert names(compiled("llama", "q8").ops) == ["Embed, norm", *first, *last, "Gather, norm", "Linear:store"]
+
+
+def test_heads_that_fill_no_whole_blocks_are_converted_together() -> None:
+    assert names(compiled("qwen3", "q8").ops)[2:5] == ["Attention", "Convert", "Linear:add, norm"]  # 2 heads of 24
 
 
 def test_f32_weights_need_no_conversion() -> None:
@@ -166,7 +168,7 @@ def test_the_arena_is_no_larger_than_the_busiest_moment(weights: Any) -> None:
     plan = compiled("llama", weights, max_tokens=512, max_samples=16)
     values = [Lifetime(value.region.nbytes, value.first_op, value.last_op) for value in plan.values]
     assert plan.arena_bytes <= 1.1 * live_bytes(values)
-    assert plan.arena_bytes < sum(value.nbytes for value in values) / 3
+    assert plan.arena_bytes < sum(value.nbytes for value in values) / 2
 
 
 def test_the_map_shows_every_place_in_order() -> None:
@@ -175,4 +177,4 @@ def test_the_map_shows_every_place_in_order() -> None:
     offsets = [int(line.split()[0].replace(",", "")) for line in lines]
     assert all(low <= high for low, high in pairwise(offsets))
     assert sum(int(line.rsplit("x", 1)[1]) for line in lines) == len(plan.values)
-    assert last.split() == [f"{plan.arena_bytes:,}", "end", "of", "arena,", "17", "ops"]
+    assert last.split() == [f"{plan.arena_bytes:,}", "end", "of", "arena,", "15", "ops"]

@@ -47,9 +47,13 @@ def test_the_arena_is_between_the_busiest_moment_and_the_sum(values: list[Lifeti
         ([], (), 0),
         ([Lifetime(100, 0, 1), Lifetime(100, 2, 3)], (0, 0), 128),
         ([Lifetime(100, 0, 1), Lifetime(100, 1, 2)], (0, 128), 256),  # read and written by op 1: both alive
-        ([Lifetime(64, 0, 9), Lifetime(640, 0, 1), Lifetime(320, 2, 3)], (640, 0, 0), 704),
-        # Between the two long-lived ones there is room for exactly the last.
-        ([Lifetime(256, 0, 9), Lifetime(192, 0, 2), Lifetime(128, 0, 9), Lifetime(64, 3, 9)], (0, 256, 448, 256), 576),
+        ([Lifetime(64, 0, 9), Lifetime(640, 0, 1), Lifetime(320, 2, 3)], (0, 64, 64), 704),
+        # What the second leaves is a gap below the fourth, where the last goes.
+        (
+            [Lifetime(64, 0, 9), Lifetime(128, 0, 6), Lifetime(64, 0, 5), Lifetime(64, 6, 9), Lifetime(64, 7, 9)],
+            (0, 64, 192, 192, 64),
+            256,
+        ),
     ],
 )
 def test_exact_places(values: list[Lifetime], offsets: tuple[int, ...], nbytes: int) -> None:
