@@ -11,7 +11,21 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from .ops import BLOCK, QUERY_FORMS, Attention, Convert, Embed, Form, Gather, Linear, Normed, Op, Region, padded
+from .ops import (
+    BLOCK,
+    QUERY_FORMS,
+    Attention,
+    Convert,
+    Embed,
+    Form,
+    Gather,
+    KVDtype,
+    Linear,
+    Normed,
+    Op,
+    Region,
+    padded,
+)
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int32]
@@ -89,7 +103,7 @@ def softmax(x: Array) -> Array:
 class ReferenceProgram:
     """Runs ops one by one over plain arrays. KV lives as `keys[layer, page, slot, kv_head, d]`, likewise `values`."""
 
-    def __init__(self, ops: Sequence[Op], kv_dtype: str, page_size: int, num_pages: int) -> None:
+    def __init__(self, ops: Sequence[Op], kv_dtype: KVDtype, page_size: int, num_pages: int) -> None:
         self.ops = ops
         self.kv_dtype = kv_dtype
         self.page_size = page_size

@@ -110,6 +110,26 @@ def test_same_bits_on_any_number_of_threads(toy, weights, isa):
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("window", [0, 300])
+def test_same_bits_when_the_splits_of_a_long_sequence_are_dealt_out(toy, window, kv, isa):
+    """Alone on several threads, where each split is merged in its turn; in wide company and on one thread whole."""
+    prompt, table = tokens(602), pages(*range(20))
+
+    def decoded(threads: int, others: int) -> list[bytes]:
+        model = toy(weights="f32", kv=kv, window=window, isa=isa, threads=threads)
+        for first in range(0, 600, 150):
+            model.run((prompt[first : first + 150], first, table))
+        company = [(tokens(1, i), 0, pages(20 + i)) for i in range(others)]
+        steps = [model.run((prompt[at : at + 1], at, table), *company)[0].tobytes() for at in (600, 601)]
+        return [*steps, model.run((prompt[600:], 600, table))[0].tobytes()]
+
+    want = decoded(1, 0)
+    assert want[1] == want[2]
+    assert [decoded(threads, others) == want for threads, others in [(2, 0), (3, 0), (5, 1), (2, 20)]] == [True] * 4
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
 def test_same_bits_at_every_page_size_and_in_any_pages(toy, kv, isa):
     prompt = tokens(150)
     tables = {16: range(40, 30, -1), 32: range(5), 64: (9, 0, 4)}
