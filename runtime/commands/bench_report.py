@@ -51,7 +51,7 @@ class SpeedReport:
         peaks = ", ".join(
             f"{PEAK_NAMES[form]} {_range([roof.peak_ops_per_s[form] / 1e9 for roof in roofs], '.0f')}" for form in FORMS
         )
-        return f"this machine meanwhile reads {reads} GB/s; it computes, GOP/s: {peaks}\n"
+        return f"this machine meanwhile: {reads} GB/s read; GOP/s {peaks}\n"
 
     def _speed_table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, title="speed", title_justify="left", title_style="bold")
