@@ -10,7 +10,6 @@ cdef struct HeadsOp:
     int64_t num_kv_heads
     int64_t group                   # query heads per KV head
     int64_t head_dim
-    int64_t padded_head_dim
     quire_head query                # norm and scale of each kind of head
     quire_head key
     quire_head value

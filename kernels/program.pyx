@@ -100,7 +100,7 @@ cdef class Program:
     cdef object keep_alive, arena, records, scratch, block_start, unit_start, sampled
     cdef char *arena_data
     cdef int64_t arena_bytes, max_rows, max_sequences, max_samples, vocab_size, num_pages, num_layers, max_positions
-    cdef int64_t num_kv_heads, head_dim, padded_head_dim
+    cdef int64_t num_kv_heads, head_dim
     cdef readonly str isa
 
     def __init__(self, ops, arena_bytes, kv_memory, kv_layout, num_pages, Pool pool, *, max_rows, max_samples,
@@ -152,7 +152,6 @@ cdef class Program:
         self.replay.step.padded_head_dim = layout.padded_head_dim
         self.replay.step.page_size = layout.page_size
         self.replay.step.kv_form = _FORMS[QUERY_FORMS[layout.dtype]]
-        self.padded_head_dim = layout.padded_head_dim
         self.replay.step.query_tile = QUIRE_TILE
 
     # Building: one op each, every size checked here.
@@ -237,7 +236,7 @@ cdef class Program:
             linear.eps, source = source.eps, source.data
         linear.input = self._value(source, weight.in_features, weight.dtype, rows)
 
-    cdef _add_heads(self, HeadsOp *heads, op):
+    cdef _add_heads(self, HeadsOp *heads, op, group):
         cdef const float[:, ::1] rotary = op.rotary
         if rotary.shape[1] != op.head_dim:
             raise ValueError(f"rotary table must be [positions, {op.head_dim}], not {list(op.rotary.shape)}")
@@ -245,7 +244,7 @@ cdef class Program:
         self.max_positions = min(self.max_positions, rotary.shape[0])
         heads.qkv = self._value(op.qkv, (op.num_heads + 2 * op.num_kv_heads) * op.head_dim, "f32", self.max_rows)
         heads.layer, heads.num_heads, heads.num_kv_heads = op.layer, op.num_heads, op.num_kv_heads
-        heads.group, heads.head_dim, heads.padded_head_dim = self._group(op), op.head_dim, self.padded_head_dim
+        heads.group, heads.head_dim = group, op.head_dim
         heads.query = self._head(op, op.q_norm, op.scale)
         heads.key = self._head(op, op.k_norm, 1)
         heads.value = self._head(op, None, 1)
@@ -265,7 +264,7 @@ cdef class Program:
         if op.out.form != "f32" and group * op.head_dim % BLOCK:
             raise ValueError(f"{group} heads of {op.head_dim} do not fill blocks of {BLOCK}: out must be f32")
         record.kind = ATTENTION
-        self._add_heads(&attention.heads, op)
+        self._add_heads(&attention.heads, op, group)
         attention.out = self._output(op.out, op.num_heads * op.head_dim, self.max_rows)
         attention.window = op.window
         self.replay.step.query_tile = min(self.replay.step.query_tile, QUIRE_TILE // group)

@@ -2,7 +2,17 @@
 #include <math.h>
 
 #include "level.h"
-#include "rms.h"
+
+// In one fixed order.
+INLINE float inverse_rms(const float *x, float eps, int64_t n) {
+  vf s0 = vf_zero(), s1 = vf_zero();
+  for (int64_t j = 0; j < n; j += 32) {
+    const vf a = columns_of(x, j, n, vf_zero()), b = columns_of(x, j + 16, n, vf_zero());
+    s0 = vf_fma(a, a, s0);
+    s1 = vf_fma(b, b, s1);
+  }
+  return 1.f / sqrtf(vf_sum(vf_add(s0, s1)) / (float)n + eps);
+}
 
 INLINE void norm_head(float *x, const quire_head *h) {
   const vf factor = vf_set1(inverse_rms(x, h->eps, h->head_dim));
@@ -29,7 +39,7 @@ INLINE void rotate_head(float *restrict x, const quire_head *h, const float *res
 
 void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *out) {
   const int64_t padded = (h->head_dim + 31) / 32 * 32;
-  for (int64_t j = 0; j < padded; j += 16) vf_store(out + j, columns_of(x, j, h->head_dim));
+  for (int64_t j = 0; j < padded; j += 16) vf_store(out + j, columns_of(x, j, h->head_dim, vf_zero()));
   if (h->norm) norm_head(out, h);
   if (rotary) rotate_head(out, h, rotary);
 }

@@ -4,7 +4,6 @@
 #include <stddef.h>
 
 #include "level.h"
-#include "rms.h"
 
 // 32 columns of one row in q8: scale from these columns only. What is not finite makes the block's scale NaN, so that
 // it reaches the logits and ends this request only.
@@ -48,14 +47,15 @@ void ISA(convert)(const float *x, int64_t stride, int64_t rows, int64_t columns,
                   int64_t column) {
   for (int64_t i = 0; i < rows; i++, x += stride)
     for (int64_t j = 0; j < columns; j += 32)
-      convert_block(columns_of(x, j, columns), columns_of(x, j + 16, columns), out, row + i, column + j);
+      convert_block(columns_of(x, j, columns, vf_zero()), columns_of(x, j + 16, columns, vf_zero()), out, row + i,
+                    column + j);
 }
 
 void ISA(rms_factors)(const float *squares, int64_t width, int64_t rows, int64_t columns, float eps, float *factors) {
   const int64_t blocks = (columns + 31) / 32;
   for (int64_t i = 0; i < rows; i++, squares += width) {
     vf sums = vf_zero();
-    for (int64_t j = 0; j < blocks; j += 16) sums = vf_add(sums, columns_of(squares, j, blocks));
+    for (int64_t j = 0; j < blocks; j += 16) sums = vf_add(sums, columns_of(squares, j, blocks, vf_zero()));
     const float sum = vf_sum(sums);
     factors[i] = sum < INFINITY ? 1.f / sqrtf(sum / (float)columns + eps) : NAN;
   }
@@ -85,16 +85,10 @@ void ISA(unpack_column)(const void *panel, const uint16_t *scales, int form, int
   }
 }
 
-// 16 columns from j; what lies beyond n can be no maximum.
-INLINE vf candidates_of(const float *x, int64_t j, int64_t n) {
-  const vf v = vf_load(x + j);
-  return j + 16 <= n ? v : vf_pick(v, vf_set1(-INFINITY), 0, n > j ? (int)(n - j) : 0);
-}
-
 void ISA(block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *maxima,
                        int64_t maxima_stride) {
   for (int64_t i = 0; i < rows; i++, x += stride) {
-    const vf a = candidates_of(x, 0, columns), b = candidates_of(x, 16, columns);
+    const vf least = vf_set1(-INFINITY), a = columns_of(x, 0, columns, least), b = columns_of(x, 16, columns, least);
     const int nan = vf_any_nan(a) | vf_any_nan(b);
     maxima[i * maxima_stride] = nan ? NAN : vf_top(vf_max(a, b));
   }

@@ -34,3 +34,9 @@ INLINE vf vf_exp(vf x) {
 }
 
 INLINE float exp1(float x) { return vf_first(vf_exp(vf_set1(x))); }
+
+// 16 columns from j; those beyond n are `beyond`, whatever lies there.
+INLINE vf columns_of(const float *x, int64_t j, int64_t n, vf beyond) {
+  const vf v = vf_load(x + j);
+  return j + 16 <= n ? v : vf_pick(v, beyond, 0, n > j ? (int)(n - j) : 0);
+}

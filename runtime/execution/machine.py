@@ -60,7 +60,7 @@ class Machine:
 
     def is_lm_head(self, op: Linear) -> bool:
         """Whether a linear layer runs over the rows that sample only."""
-        return op.weight.out_features == self.spec.vocab_size
+        return op.maxima is not None
 
     def _op_name(self, op: Op) -> str:
         if isinstance(op, Linear):
