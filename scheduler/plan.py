@@ -12,19 +12,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
-    """One sequence's share of a step: run `token_ids` at `first_position …`; if `samples`, sample from the last row.
+    """One sequence's share of a step: run `token_ids` at `first_position …` and sample after its last `num_samples` rows.
 
-    `page_ids` is the sequence's page table; the first `ceil((first_position + len(token_ids)) / page_size)` entries are
-    valid and owned for the whole step. `context` is every token known so far (prompt + generated), read-only and
-    complete up to the sampled position; penalties are computed from it, and its first `num_prompt_tokens` tokens are
-    the prompt.
+    0 samples: its prefill goes on. 1: the next token. More: the rows before the last one hold guesses of the tokens to
+    come, to be verified. `tables` has the sequence's page table for each layer group; the first
+    `ceil((first_position + len(token_ids)) / page_size)` entries that the group's window reaches are owned for the whole
+    step. `context` is every token up to the last row, guesses included, read-only; sample j of them is drawn with the
+    first `len(context) - num_samples + 1 + j` tokens of it, and its first `num_prompt_tokens` tokens are the prompt.
     """
 
     request_id: int
-    page_ids: Sequence[int]
+    tables: Sequence[Sequence[int]]
     first_position: int
     token_ids: Sequence[int]
-    samples: bool
+    num_samples: int
     sampling: object
     context: Sequence[int]
     num_prompt_tokens: int
@@ -42,7 +43,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """The outcome for one sequence with `samples`: a token, or `error` when its logits could not be sampled (NaN)."""
+    """The outcome of one sample: a token, or `error` when its logits could not be sampled (NaN)."""
 
     request_id: int
     token_id: int
@@ -53,7 +54,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled tokens in the plan's order (sequences without `samples` have none) and the seconds the step took."""
+    """Sampled tokens in the plan's order, a sequence's own one after another, and the seconds the step took."""
 
     step_id: int
     sampled: tuple[SampledToken, ...]

@@ -133,7 +133,7 @@ class Scheduler:
         sampled = iter(result.sampled)
         updates = []
         for row in plan.sequences:
-            update = self._commit_row(row, next(sampled) if row.samples else None, now)
+            update = self._commit_row(row, next(sampled) if row.num_samples else None, now)
             if update is not None:
                 updates.append(update)
         self._finish_step()
@@ -293,10 +293,10 @@ class Scheduler:
             tokens = request.token_ids
             row = ScheduledSequence(
                 request.request_id,
-                table.page_ids,
+                (table.page_ids,),
                 first,
                 tokens[first:end],
-                end == len(tokens),
+                int(end == len(tokens)),
                 request.sampling,
                 tokens,
                 request.num_prompt_tokens,
@@ -349,7 +349,7 @@ class Scheduler:
         plan = self._in_flight
         if plan is None or result.step_id != plan.step_id:
             raise StepMismatch(f"step {result.step_id} is not in flight")
-        expected = [row.request_id for row in plan.sequences if row.samples]
+        expected = [row.request_id for row in plan.sequences if row.num_samples]
         if [token.request_id for token in result.sampled] != expected:
             raise StepMismatch(f"step {result.step_id} must sample for requests {expected}, in this order")
         return plan

@@ -52,7 +52,7 @@ class Executor:
         """Run a step. Sequences whose logits are not finite get an error of their own; the others are untouched."""
         start = time.perf_counter()
         self._forward([_rows_of(sequence) for sequence in plan.sequences])
-        sampling = [sequence for sequence in plan.sequences if sequence.samples]
+        sampling = [sequence for sequence in plan.sequences if sequence.num_samples]
         sampled = self._sample(sampling) if sampling else ()
         return StepResult(plan.step_id, sampled, time.perf_counter() - start)
 
@@ -111,8 +111,9 @@ class Executor:
 
 
 def _rows_of(sequence: ScheduledSequence) -> Rows:
-    last = (len(sequence.token_ids) - 1,) if sequence.samples else ()
-    return Rows(sequence.token_ids, sequence.first_position, sequence.page_ids, last)
+    rows = len(sequence.token_ids)
+    samples = range(rows - sequence.num_samples, rows)
+    return Rows(sequence.token_ids, sequence.first_position, sequence.tables[0], samples)
 
 
 def _starts(counts: Sequence[int]) -> Ints:

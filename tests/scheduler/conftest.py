@@ -104,8 +104,8 @@ class World:
     def execute(self, plan: StepPlan) -> StepResult:
         for row in plan.sequences:
             for position, token in enumerate(row.token_ids, row.first_position):
-                self.pages[row.page_ids[position // PAGE_SIZE]][position % PAGE_SIZE] = token
-        return StepResult(plan.step_id, tuple(self._sample(row) for row in plan.sequences if row.samples), 0.0)
+                self.pages[row.tables[0][position // PAGE_SIZE]][position % PAGE_SIZE] = token
+        return StepResult(plan.step_id, tuple(self._sample(row) for row in plan.sequences if row.num_samples), 0.0)
 
     def note(self, update: RequestUpdate) -> None:
         request_id = update.request.request_id
@@ -117,7 +117,7 @@ class World:
     def _sample(self, row: ScheduledSequence) -> SampledToken:
         if row.request_id in self.failing:
             return SampledToken(row.request_id, -1, error=self.failing[row.request_id])
-        read = [slot for page in row.page_ids for slot in self.pages[page]]
+        read = [slot for page in row.tables[0] for slot in self.pages[page]]
         length = row.first_position + len(row.token_ids)
         assert read[:length] == list(row.context) == self.requests[row.request_id].token_ids
         return SampledToken(row.request_id, next_token(read[:length]))

@@ -62,7 +62,7 @@ def test_a_preempted_request_continues_with_the_same_tokens(make_world: MakeWorl
     request = world.requests[1]
     assert (request.state, request.table, world.scheduler.stats().pages_owned) == (State.PREEMPTED, None, 0)
     (row,) = world.step().sequences
-    assert (row.first_position, len(row.token_ids), row.samples, row.num_prompt_tokens) == (0, 8, True, 6)
+    assert (row.first_position, len(row.token_ids), row.num_samples, row.num_prompt_tokens) == (0, 8, 1, 6)
     world.run()
     assert world.outputs[1] == expected([1] * 6, 6)
     assert (request.preemptions, request.recomputed_tokens, request.cached_tokens) == (1, 7, 0)
@@ -89,7 +89,7 @@ def test_a_recompute_in_chunks_samples_only_from_the_last_known_token(
         world.step()
     assert len(world.outputs[1]) == 3
     world.scheduler.preempt(1)
-    assert [world.step().sequences[0].samples for _ in range(3)] == [False, False, True]
+    assert [world.step().sequences[0].num_samples for _ in range(3)] == [0, 0, 1]
     world.run()
     assert world.outputs[1] == expected([1] * 5, 5)
 

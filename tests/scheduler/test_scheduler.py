@@ -28,15 +28,15 @@ Expected = Callable[..., list[int]]
 def rows(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
     """(request id, first position, tokens, samples) of each row."""
     assert plan is not None
-    return [(row.request_id, row.first_position, len(row.token_ids), row.samples) for row in plan.sequences]
+    return [(row.request_id, row.first_position, len(row.token_ids), row.num_samples) for row in plan.sequences]
 
 
 def test_a_request_from_prompt_to_length(make_world: MakeWorld, expected: Expected) -> None:
     world = make_world()
     world.add(1, [1, 2, 3, 4, 5], max_tokens=3)
-    assert rows(world.step()) == [(1, 0, 5, True)]
-    assert rows(world.step()) == [(1, 5, 1, True)]
-    assert rows(world.step()) == [(1, 6, 1, True)]
+    assert rows(world.step()) == [(1, 0, 5, 1)]
+    assert rows(world.step()) == [(1, 5, 1, 1)]
+    assert rows(world.step()) == [(1, 6, 1, 1)]
     assert world.step() is None
     assert world.outputs == {1: expected([1, 2, 3, 4, 5], 3)}
     assert world.ended == {1: "length"}
@@ -53,7 +53,7 @@ def test_a_plan_carries_what_the_executor_needs(make_world: MakeWorld) -> None:
     assert (second.step_id, second.num_decode_rows, second.num_prefill_tokens) == (2, 1, 0)
     (row,) = second.sequences
     assert row.sampling is sampling
-    assert list(row.page_ids) == [0, 1]
+    assert list(row.tables[0]) == [0, 1]
     assert row.token_ids == [world.outputs[7][0]]
     assert row.context == [1, 2, 3, 4, 5, world.outputs[7][0]]
     assert row.num_prompt_tokens == 5
@@ -65,19 +65,19 @@ def test_decode_rows_come_first_then_prefill_up_to_the_budget(make_world: MakeWo
     world.step()
     world.add(2, [2] * 20)
     world.add(3, [3] * 2)
-    assert rows(world.step()) == [(1, 3, 1, True), (2, 0, 9, False)]
-    assert rows(world.step()) == [(1, 4, 1, True), (2, 9, 9, False)]
+    assert rows(world.step()) == [(1, 3, 1, 1), (2, 0, 9, 0)]
+    assert rows(world.step()) == [(1, 4, 1, 1), (2, 9, 9, 0)]
     plan = world.step()
-    assert rows(plan) == [(1, 5, 1, True), (2, 18, 2, True), (3, 0, 2, True)]
+    assert rows(plan) == [(1, 5, 1, 1), (2, 18, 2, 1), (3, 0, 2, 1)]
     assert (plan.num_decode_rows, plan.num_prefill_tokens) == (1, 4)
-    assert rows(world.step()) == [(2, 20, 1, True), (3, 2, 1, True)]
+    assert rows(world.step()) == [(2, 20, 1, 1), (3, 2, 1, 1)]
 
 
 def test_a_prompt_that_ends_mid_budget_lets_the_next_one_in(make_world: MakeWorld) -> None:
     world = make_world(max_num_batched_tokens=8)
     for request_id in (1, 2, 3):
         world.add(request_id, [request_id] * 3)
-    assert rows(world.step()) == [(1, 0, 3, True), (2, 0, 3, True), (3, 0, 2, False)]
+    assert rows(world.step()) == [(1, 0, 3, 1), (2, 0, 3, 1), (3, 0, 2, 0)]
 
 
 def test_running_sequences_are_bounded(make_world: MakeWorld) -> None:
@@ -94,9 +94,9 @@ def test_the_chunk_limit_is_per_sequence(make_world: MakeWorld) -> None:
     world = make_world(max_prefill_chunk=3)
     world.add(1, [1] * 7)
     world.add(2, [2] * 4)
-    assert rows(world.step()) == [(1, 0, 3, False), (2, 0, 3, False)]
-    assert rows(world.step()) == [(1, 3, 3, False), (2, 3, 1, True)]
-    assert rows(world.step()) == [(2, 4, 1, True), (1, 6, 1, True)]
+    assert rows(world.step()) == [(1, 0, 3, 0), (2, 0, 3, 0)]
+    assert rows(world.step()) == [(1, 3, 3, 0), (2, 3, 1, 1)]
+    assert rows(world.step()) == [(2, 4, 1, 1), (1, 6, 1, 1)]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 5, 7, None])
@@ -200,7 +200,7 @@ class TestPrefixCache:
         world.add(1, self.PROMPT)
         world.step()
         world.add(2, [*self.PROMPT, 10])
-        assert rows(world.step()) == [(1, 9, 1, True), (2, 8, 2, True)]
+        assert rows(world.step()) == [(1, 9, 1, 1), (2, 8, 2, 1)]
         world.run()
         assert (world.requests[1].cached_tokens, world.requests[2].cached_tokens) == (0, 8)
         assert world.outputs[2] == expected([*self.PROMPT, 10], 4)
@@ -212,7 +212,7 @@ class TestPrefixCache:
         world.add(1, self.PROMPT)
         world.step()
         world.add(2, self.PROMPT)
-        assert rows(world.step()) == [(1, 4, 4, False), (2, 4, 4, False)]
+        assert rows(world.step()) == [(1, 4, 4, 0), (2, 4, 4, 0)]
 
     def test_the_same_prompt_in_the_same_step_ends_up_on_the_same_pages(self, make_world: MakeWorld) -> None:
         world = make_world()
@@ -229,7 +229,7 @@ class TestPrefixCache:
         world.run()
         turn = [*self.PROMPT, *world.outputs[1], 20]  # 12 of these 14 were computed
         world.add(2, turn)
-        assert rows(world.step()) == [(2, 12, 2, True)]
+        assert rows(world.step()) == [(2, 12, 2, 1)]
 
     def test_tenants_do_not_share(self, make_world: MakeWorld) -> None:
         world = make_world()
