@@ -1,6 +1,6 @@
 """The memory behind the pages: one anonymous mapping, planned and taken at start, never grown.
 
-It must not know who owns which page. The one invariant: `memory` is `[layer][page][kv_head]{K, V}` bytes exactly as
+It must not know who owns which page. The one invariant: `memory` is `[slot][page][kv_head]{K, V}` bytes exactly as
 `KVLayout` says, starts on a 2 MiB boundary and reads as zero until something is written.
 
 Pages are zeroed by the kernel that writes their first slot, so allocating one costs nothing here.
@@ -23,7 +23,7 @@ class KVArena:
             raise ValueError(f"an arena needs at least 1 page, got {num_pages}")
         self.layout = layout
         self.num_pages = num_pages
-        self.memory = map_memory(layout.page_bytes * num_pages)  # [layers * pages * layer_page_bytes] uint8
+        self.memory = map_memory(layout.page_bytes * num_pages)  # [slots * pages * layer_page_bytes] uint8
 
     def copy_page(self, source: int, destination: int) -> None:
         """All layers of one page."""
@@ -38,5 +38,5 @@ class KVArena:
         """Let go of the memory; the system has it back once no view of `memory` is left. Idempotent."""
         self.memory = np.empty(0, np.uint8)
 
-    def _pages(self) -> npt.NDArray[np.uint8]:  # [layers, pages, layer_page_bytes]
-        return self.memory.reshape(self.layout.num_layers, self.num_pages, self.layout.layer_page_bytes)
+    def _pages(self) -> npt.NDArray[np.uint8]:  # [slots, pages, layer_page_bytes]
+        return self.memory.reshape(self.layout.page_layers, self.num_pages, self.layout.layer_page_bytes)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from quire.pager import KVLayout
+from quire.pager import PAGE_SIZES, KVLayout
+from quire.pager.layout import TILE, first_kept_token, pages_held
 
 
 def test_strides_of_a_page() -> None:
@@ -47,3 +48,76 @@ def test_pages_in_memory_are_whole_pages() -> None:
 )
 def test_published_sizes(layers: int, kv_heads: int, head_dim: int, dtype: str, tokens: int, expected: int) -> None:
     assert KVLayout(layers, kv_heads, head_dim, dtype).sequence_bytes(tokens) == expected  # type: ignore[arg-type]
+
+
+def test_layers_of_one_window_are_one_group() -> None:
+    for windows in ((), (0,) * 28, (4096,) * 28):
+        layout = KVLayout(28, 8, 128, windows=windows)
+        (group,) = layout.groups
+        assert (group.window, group.layers) == (windows[0] if windows else 0, tuple(range(28)))
+        assert layout.page_layers == 28
+        assert layout.place(27) == (0, 27)
+
+
+@pytest.mark.parametrize(
+    ("windows", "page_layers", "groups"),
+    [
+        # Gemma-3-4B: 6 slots for 5 + 29 layers cost 36 slots, 7 would cost 42
+        ([0 if i % 6 == 5 else 1024 for i in range(34)], 6, [(0, 5), *[(1024, 6)] * 4, (1024, 5)]),
+        ([0, 512] * 14, 14, [(0, 14), (512, 14)]),
+        ([0] * 9 + [4096] * 19, 10, [(0, 9), (4096, 10), (4096, 9)]),
+        ([64, 0, 32], 1, [(0, 1), (32, 1), (64, 1)]),
+        ([0, 0, 128], 1, [(0, 1), (0, 1), (128, 1)]),
+    ],
+)
+def test_layers_are_grouped_by_window_in_equal_pages(
+    windows: list[int], page_layers: int, groups: list[tuple[int, int]]
+) -> None:
+    layout = KVLayout(len(windows), 2, 16, windows=tuple(windows))
+    assert layout.page_layers == page_layers
+    assert [(group.window, len(group.layers)) for group in layout.groups] == groups
+    assert layout.group_windows == tuple(window for window, _ in groups)
+    assert layout.page_bytes == page_layers * layout.layer_page_bytes
+    placed = {layout.place(layer) for layer in range(len(windows))}
+    assert len(placed) == len(windows), "no two layers share a place"
+    assert all(slot < page_layers for _, slot in placed)
+    assert all(layout.groups[layout.place(i)[0]].window == window for i, window in enumerate(windows))
+    with pytest.raises(ValueError, match="is not one of"):
+        layout.place(len(windows))
+
+
+def test_every_layer_has_a_window_or_none_has() -> None:
+    with pytest.raises(ValueError, match="3 layers have 2 windows"):
+        KVLayout(3, 2, 16, windows=(0, 128))
+
+
+@pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 100, 128, 4096])
+def test_what_is_kept_is_whole_tiles_and_all_that_the_next_row_sees(window: int) -> None:
+    kept = [first_kept_token(n, window) for n in range(3 * TILE + window)]
+    assert kept == sorted(kept), "what was given back is never needed again"
+    for n, first in enumerate(kept):
+        oldest_seen = max(0, n - window + 1)
+        assert first % TILE == 0
+        assert first <= oldest_seen < first + TILE
+    assert first_kept_token(10**9, 0) == 0
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("windows", [(0,), (1,), (64,), (100,), (0, 100), (0, 37, 37, 130)])
+def test_pages_held_is_the_most_a_growing_sequence_holds(page_size: int, windows: tuple[int, ...]) -> None:
+    def held(n: int, window: int) -> int:
+        """Of a table that has just been given a slot for its n-th token."""
+        return -(-n // page_size) - (first_kept_token(n - 1, window) if n else 0) // page_size
+
+    most = [0] * len(windows)
+    for n in range(500):
+        most = [max(before, held(n, window)) for before, window in zip(most, windows, strict=True)]
+        assert pages_held(n, page_size, windows) == sum(most)
+
+
+def test_a_sliding_layer_holds_its_window_only() -> None:
+    sliding = KVLayout(32, 8, 128, windows=(4096,) * 32)  # Mistral-7B-v0.1
+    assert sliding.sequence_bytes(32_768) == sliding.sequence_bytes(4096) == 512 << 20
+    assert sliding.pages_for(32_768) == (4096 + TILE) // 32
+    gemma = KVLayout(34, 4, 256, windows=tuple(0 if i % 6 == 5 else 1024 for i in range(34)))
+    assert gemma.sequence_bytes(8192) == (5 * 8192 + 29 * 1024) * 4 * 2 * 256 * 2
