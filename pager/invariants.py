@@ -6,9 +6,11 @@ It must not repair anything, nor trust a counter it can recount. The equation:
     references(p) == how many of the tables list p                        for every page p
     p is free   <=>  references(p) == 0 and p has no content
     p is cached <=>  references(p) == 0 and p has content
+    reserved == the sum of what the tables reserved <= free + cached
 
-and besides: no page is twice in a list or in a table; key -> page and page -> key are each other's inverse; a page's
-parent is indexed as long as the page is (leaf-first eviction); a table lists exactly the pages its tokens fill.
+and besides: no page is twice in a list or in a table; each group's index (key -> page) and the contents (page -> key)
+are each other's inverse; in a full group, a page's parent is indexed as long as the page is (leaf-first eviction); a
+table lists exactly the pages its tokens fill, in a sliding group from some page on that no row to come can see behind.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from .errors import InvariantViolated
+from .layout import first_kept_token
 from .pager import Pager
 from .pool import PagePool
-from .table import PageTable
+from .table import GIVEN_BACK, PageTable, listed
 
 
 def check(pager: Pager, tables: Iterable[PageTable]) -> None:
@@ -29,20 +32,31 @@ def check(pager: Pager, tables: Iterable[PageTable]) -> None:
         _check_table(pager, table)
     _check_references(pager.pool, tables)
     _check_places(pager.pool)
-    _check_index(pager.pool)
+    _check_reservations(pager.pool, tables)
+    for group, window in enumerate(pager.windows):
+        _check_index(pager.pool, group, is_full=window == 0)
 
 
 def _check_table(pager: Pager, table: PageTable) -> None:
-    page_ids = table.page_ids
-    _require(len(page_ids) == pager.pages_for(table.num_tokens), f"{table.num_tokens} tokens in {len(page_ids)} pages")
-    _require(len(set(page_ids)) == len(page_ids), f"a table lists a page twice: {list(page_ids)}")
-    _require(table.num_published * pager.page_size <= table.num_tokens, "a table published pages it does not fill")
-    for page in page_ids[: table.num_published]:
-        _require(pager.pool.content(page) is not None, f"published page {page} is not indexed")
+    filled = -(-table.num_tokens // pager.page_size)
+    _require(table.num_settled * pager.page_size <= table.num_tokens, "a table settled pages it does not fill")
+    for pages, window in zip(table.pages, pager.windows, strict=True):
+        _require(len(pages) == filled, f"{table.num_tokens} tokens in {len(pages)} pages")
+        given_back = pages.count(GIVEN_BACK)
+        _require(all(page == GIVEN_BACK for page in pages[:given_back]), f"a hole in a table: {list(pages)}")
+        seen = first_kept_token(table.num_tokens, window) // pager.page_size
+        _require(given_back <= seen, f"page {given_back - 1} was given back within its window of {window} tokens")
+        for page in pages[given_back : table.num_settled]:
+            _require(pager.pool.content(page) is not None, f"settled page {page} is not indexed")
+    page_ids = listed(table.pages)
+    _require(len(set(page_ids)) == len(page_ids), f"a table lists a page twice: {page_ids}")
+    if table._writable > table.num_tokens:
+        for pages in table.pages:
+            _require(pager.pool.is_private(pages[-1]), f"page {pages[-1]} may be written, but is shared or indexed")
 
 
 def _check_references(pool: PagePool, tables: list[PageTable]) -> None:
-    explained = Counter(page for table in tables for page in table.page_ids)
+    explained = Counter(page for table in tables for page in listed(table.pages))
     for page in range(pool.num_pages):
         counted = pool.references(page)
         _require(counted == explained[page], f"page {page} has {counted} references, {explained[page]} are explained")
@@ -58,12 +72,20 @@ def _check_places(pool: PagePool) -> None:
     _require(all(pool.content(page) is not None for page in cached), "a cached page has no content")
 
 
-def _check_index(pool: PagePool) -> None:
-    index = pool.indexed_pages()
+def _check_reservations(pool: PagePool, tables: list[PageTable]) -> None:
+    reserved = sum(table.reserved for table in tables)
+    _require(pool.num_reserved == reserved, f"{pool.num_reserved} pages are reserved, {reserved} are explained")
+    _require(min((table.reserved for table in tables), default=0) >= 0, "a table reserved less than nothing")
+    _require(pool.num_available >= 0, f"{reserved} pages are reserved, only {pool.num_free + pool.num_cached} are left")
+
+
+def _check_index(pool: PagePool, group: int, is_full: bool) -> None:
+    index = pool.indexed_pages(group)
     contents = [(page, pool.content(page)) for page in range(pool.num_pages)]
-    _require(index == {content.key: page for page, content in contents if content}, "index and contents disagree")
-    for page, content in contents:
-        orphan = content is not None and content.parent is not None and content.parent not in index
+    mine = [(page, content) for page, content in contents if content is not None and content.group == group]
+    _require(index == {content.key: page for page, content in mine}, "index and contents disagree")
+    for page, content in mine:
+        orphan = is_full and content.depth > 0 and content.parent not in index
         _require(not orphan, f"page {page} outlived the page before it")
 
 

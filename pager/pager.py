@@ -9,83 +9,108 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .errors import OutOfPages
+from .layout import first_kept_token, pages_held
 from .pool import PagePool
-from .prefix import PrefixCache, root_key
+from .prefix import Hit, PrefixCache, root_key
 from .table import CopyPage, PageTable
 
 
 class Pager:
     """Pages of `page_size` tokens for many sequences.
 
-    `copy_page(source, destination)` copies a page's memory when a shared one is about to be written; None where there
-    is no memory, as in simulation.
+    Each layer group has a page table of its own, all from one pool; `windows` has each group's attention window in
+    tokens, 0 for a full group. `copy_page(source, destination)` copies a page's memory when a shared one is about to be
+    written; None where there is no memory, as in simulation.
     """
 
     def __init__(
         self,
         page_size: int,
         num_pages: int,
+        *,
+        windows: Sequence[int] = (0,),
         copy_page: CopyPage | None = None,
         enable_prefix_caching: bool = True,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"a page holds at least 1 token, got {page_size}")
+        if not windows or min(windows) < 0:
+            raise ValueError(f"every layer group has a window of 0 (full) or more tokens, got {windows}")
         self.page_size = page_size
-        self.pool = PagePool(num_pages)
-        self.prefix = PrefixCache(self.pool, page_size) if enable_prefix_caching else None
+        self.windows = tuple(windows)
+        self.pool = PagePool(num_pages, len(windows))
+        self.prefix = PrefixCache(self.pool, page_size, self.windows) if enable_prefix_caching else None
         self.prefix_queried_tokens = 0  # by every successful `open`
         self.prefix_hit_tokens = 0
         self._copy_page = copy_page
 
     def open(
-        self, token_ids: Sequence[int], tenant_salt: bytes = b"", spare_pages: int | None = None
+        self, token_ids: Sequence[int], tenant_salt: bytes = b"", spare_pages: int | None = None, reserve: int = 0
     ) -> tuple[PageTable, int]:
         """A table for a sequence that starts with `token_ids`, and how many of them the prefix cache already holds.
 
         At least the last token is left to compute. With `spare_pages`, raises OutOfPages, changing nothing, unless all
-        the rest of `token_ids` and `spare_pages` more pages could be allocated now.
+        the rest of `token_ids` could be allocated now and leave `spare_pages` to others. Without, it raises OutOfPages
+        only where the cached pages themselves, or those to `reserve` (see there), are reserved by others.
         """
         root = root_key(tenant_salt)
-        hits = self.prefix.match(root, token_ids) if self.prefix else []
-        if spare_pages is not None:
-            self._require(self._pages_taken(token_ids, hits) + spare_pages)
-        self.pool.retain(hits)
-        table = PageTable(self.pool, self.page_size, self._copy_page, root, hits)
+        hit = self._match(root, token_ids, (len(token_ids) - 1) // self.page_size)
+        cached = sum(1 for page in hit.page_ids() if self.pool.references(page) == 0)
+        growth = 0 if spare_pages is None else self._pages_taken(len(token_ids), hit) - cached
+        self.pool.require(cached + max(growth, reserve) + (spare_pages or 0))
+        self.pool.retain(hit.page_ids())
+        table = self._table(root, hit, len(hit.keys) * self.page_size)
+        table.reserve(reserve)
         if self.prefix:
             self.prefix_queried_tokens += len(token_ids)
             self.prefix_hit_tokens += table.num_tokens
         return table, table.num_tokens
 
     def grow(self, table: PageTable, num_tokens: int) -> None:
-        """Reserve slots for `num_tokens` more tokens. Raises OutOfPages."""
+        """Take slots for `num_tokens` more tokens, from the table's reservation first. Raises OutOfPages."""
         table.append(num_tokens)
 
     def fork(self, table: PageTable) -> PageTable:
         """A second table that continues the same tokens; pages are copied when one of the two writes."""
         return table.fork()
 
+    def can_roll_back(self, table: PageTable, num_tokens: int) -> bool:
+        """Whether `rollback` would accept it."""
+        return table.can_roll_back(num_tokens)
+
     def rollback(self, table: PageTable, num_tokens: int) -> None:
-        """Forget all but the first `num_tokens` tokens."""
+        """Forget all but the first `num_tokens` tokens.
+
+        Raises ValueError if a sliding group has already given back what the shorter sequence needs.
+        """
         table.rollback(num_tokens)
 
     def release(self, table: PageTable) -> None:
-        """Give back every page; published ones stay findable until their memory is needed."""
+        """Give back every page and the reservation; indexed pages stay findable until their memory is needed."""
         table.release()
 
-    def publish(self, table: PageTable, token_ids: Sequence[int]) -> None:
-        """Let later sequences find the table's full pages. All `table.num_tokens` tokens must have been computed;
-        `token_ids` starts with them. Costs nothing unless a page has filled up since the last time.
+    def settle(self, table: PageTable, token_ids: Sequence[int]) -> None:
+        """All `table.num_tokens` tokens have been computed; `token_ids` starts with them. Lets later sequences find
+        the full pages, and gives back those that left their group's window. Costs nothing unless either has changed.
         """
-        if self.prefix is None or table.num_tokens // self.page_size <= table.num_published:
+        if table.num_tokens < table.settle_at:
             return
         if len(token_ids) < table.num_tokens:
             raise ValueError(f"the table holds {table.num_tokens} tokens, only {len(token_ids)} were named")
-        self.prefix.publish(table, token_ids)
+        if self.prefix:
+            self.prefix.index(table, token_ids)
+        table.slide()
+
+    def reserve(self, table: PageTable, num_pages: int) -> None:
+        """Set the table's reservation: pages that nobody else can allocate and that its own growth uses up first.
+
+        Absolute: 0 clears it, nothing but this refills it. Raises OutOfPages, changing nothing.
+        """
+        table.reserve(num_pages)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` tokens fill."""
-        return -(-num_tokens // self.page_size)
+        """The most pages that one sequence of `num_tokens` tokens holds at once, settled after every token."""
+        return pages_held(num_tokens, self.page_size, self.windows)
 
     def pages_needed(self, table: PageTable, num_tokens: int) -> int:
         """Pages that growing by `num_tokens` would allocate."""
@@ -110,15 +135,31 @@ class Pager:
         return self.pool.num_owned
 
     @property
+    def num_reserved(self) -> int:
+        """Free or cached pages that are kept for the tables that reserved them."""
+        return self.pool.num_reserved
+
+    @property
     def num_available(self) -> int:
-        """Pages that could be allocated now: free or cached."""
+        """Pages that could be allocated now without a reservation: free or cached, less those reserved."""
         return self.pool.num_available
 
-    def _pages_taken(self, token_ids: Sequence[int], hits: Sequence[int]) -> int:
-        """Available pages that the whole of `token_ids` would use up: a hit that someone owns costs nothing."""
-        shared = sum(1 for page in hits if self.pool.references(page))
-        return self.pages_for(len(token_ids)) - shared
+    def _match(self, root: bytes, token_ids: Sequence[int], limit: int) -> Hit:
+        return self.prefix.match(root, token_ids, limit) if self.prefix else Hit([], [[] for _ in self.windows])
 
-    def _require(self, pages: int) -> None:
-        if pages > self.pool.num_available:
-            raise OutOfPages(pages, self.pool.num_available)
+    def _table(self, root: bytes, hit: Hit, num_tokens: int) -> PageTable:
+        table = PageTable(
+            self.pool, self.page_size, self.windows, self._copy_page, root, hit.pages, hit.keys, num_tokens
+        )
+        table.slide()
+        return table
+
+    def _pages_taken(self, num_tokens: int, hit: Hit) -> int:
+        """Available pages that a sequence of `num_tokens` uses up at most: a hit that someone owns costs nothing while
+        it is in its group's window.
+        """
+        shared = 0
+        for window, pages in zip(self.windows, hit.pages, strict=True):
+            kept = pages[first_kept_token(num_tokens, window) // self.page_size :]
+            shared += sum(1 for page in kept if page >= 0 and self.pool.references(page))
+        return self.pages_for(num_tokens) - shared

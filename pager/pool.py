@@ -11,6 +11,8 @@ Allocation order is fixed, and the tests spell it out:
 
 `release` gives pages back tail first, so of one sequence the tail is evicted before the head. Whoever owns a page of a
 prefix owns the pages before it too, hence a page is never evicted before the pages that continue it: leaf-first.
+
+Pages without owner may be reserved, by number and not by id: `num_reserved` of them are kept for whoever reserved them.
 """
 
 from __future__ import annotations
@@ -22,25 +24,28 @@ from .errors import OutOfPages, PagerError
 
 
 class Content(NamedTuple):
-    """What a full page holds. `key` identifies it among all pages of all time, as far as sha256 can."""
+    """What a full page holds. With its group, `key` identifies it among all pages of all time, as far as sha256 can."""
 
     key: bytes
-    parent: bytes | None  # key of the page before it; None for a sequence's first page
+    parent: bytes  # what the key continues: key of the page before it, or the root of its chain
+    depth: int  # pages before it
+    group: int  # of layers
     token_ids: bytes  # encoded; compared on a hit, so that a hash collision is a miss
 
 
 class PagePool:
     """Reference counts and two intrusive circular lists over page ids. Every operation is O(pages named in it)."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, num_groups: int = 1) -> None:
         if num_pages < 1:
             raise ValueError(f"a pool needs at least 1 page, got {num_pages}")
         self.num_pages = num_pages
         self.num_free = num_pages
         self.num_cached = 0
+        self.num_reserved = 0
         self._references = [0] * num_pages
         self._contents: list[Content | None] = [None] * num_pages
-        self._page_by_key: dict[bytes, int] = {}
+        self._page_by_key: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_groups))
         self._free = num_pages  # list heads: two ids past the last page
         self._cached = num_pages + 1
         self._next: list[int] = [*range(1, num_pages + 1), 0, self._cached]
@@ -48,18 +53,32 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` could hand out now."""
-        return self.num_free + self.num_cached
+        """Pages that `allocate` could hand out now to somebody without a reservation."""
+        return self.num_free + self.num_cached - self.num_reserved
 
     @property
     def num_owned(self) -> int:
         return self.num_pages - self.num_free - self.num_cached
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` pages in allocation order, with one reference each and no content. Raises OutOfPages."""
-        if count > self.num_available:
-            raise OutOfPages(count, self.num_available)
+    def require(self, count: int, reserved: int = 0) -> None:
+        """Raise OutOfPages unless somebody with this reservation could have `count` pages."""
+        available = self.num_available + reserved
+        if count > available:
+            raise OutOfPages(count, available)
+
+    def allocate(self, count: int, reserved: int = 0) -> list[int]:
+        """`count` pages in allocation order, with one reference each and no content. Raises OutOfPages.
+
+        The caller holds a reservation of `reserved` pages; it is used up first.
+        """
+        self.require(count, reserved)
+        self.num_reserved -= min(count, reserved)
         return [self._take() for _ in range(count)]
+
+    def reserve(self, count: int) -> None:
+        """Keep `count` more pages for the caller, or, if negative, so many fewer. Raises OutOfPages."""
+        self.require(count)
+        self.num_reserved += count
 
     def retain(self, page_ids: Iterable[int]) -> None:
         """One more reference on each. The pages must be owned or cached."""
@@ -82,14 +101,15 @@ class PagePool:
 
     def label(self, page: int, content: Content) -> None:
         """Index an owned page by its content. A page has one content for as long as it is owned, a key one page."""
-        if self._contents[page] is not None or content.key in self._page_by_key:
+        index = self._page_by_key[content.group]
+        if self._contents[page] is not None or content.key in index:
             raise PagerError(f"page {page} or its content is already indexed")
         self._contents[page] = content
-        self._page_by_key[content.key] = page
+        index[content.key] = page
 
-    def find(self, key: bytes) -> int | None:
+    def find(self, key: bytes, group: int = 0) -> int | None:
         """The page indexed by this key. Finding it does not keep it: `retain` does."""
-        return self._page_by_key.get(key)
+        return self._page_by_key[group].get(key)
 
     def content(self, page: int) -> Content | None:
         return self._contents[page]
@@ -105,9 +125,9 @@ class PagePool:
         """In eviction order."""
         return self._walk(self._cached)
 
-    def indexed_pages(self) -> dict[bytes, int]:
-        """A copy of the index: key to page."""
-        return dict(self._page_by_key)
+    def indexed_pages(self, group: int = 0) -> dict[bytes, int]:
+        """A copy of a group's index: key to page."""
+        return dict(self._page_by_key[group])
 
     def _take(self) -> int:
         if self.num_free:
@@ -124,7 +144,7 @@ class PagePool:
     def _forget(self, page: int) -> None:
         content = self._contents[page]
         if content is not None:
-            del self._page_by_key[content.key]
+            del self._page_by_key[content.group][content.key]
             self._contents[page] = None
 
     def _park(self, page: int) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
-from quire.pager import Pager, PageTable
+from quire.pager import Pager, PageTable, layout
+from quire.pager import table as page_table
 
 PAGE_SIZE = 4
+TILE = 8  # in tests of windows, so that short sequences slide
+Slot = tuple[int, int]  # (layer group, token)
 
 
 class Cells:
-    """What a kernel would do: write a token into its slot of its page, and read a sequence back by its table."""
+    """What a kernel would do: write a token into its slot of each group's page, read a sequence back by its table."""
 
     def __init__(self, num_pages: int) -> None:
-        self.pages: list[list[int | None]] = [[None] * PAGE_SIZE for _ in range(num_pages)]
+        self.pages: list[list[Slot | None]] = [[None] * PAGE_SIZE for _ in range(num_pages)]
         self.copies: list[tuple[int, int]] = []
 
     def copy_page(self, source: int, destination: int) -> None:
@@ -22,26 +26,29 @@ class Cells:
         self.pages[destination] = list(self.pages[source])
 
     def write(self, table: PageTable, first: int, token_ids: list[int]) -> None:
-        for position, token in enumerate(token_ids, first):
-            self.pages[table.page_ids[position // PAGE_SIZE]][position % PAGE_SIZE] = token
+        for group, pages in enumerate(table.pages):
+            for position, token in enumerate(token_ids, first):
+                self.pages[pages[position // PAGE_SIZE]][position % PAGE_SIZE] = (group, token)
 
-    def read(self, table: PageTable) -> list[int | None]:
-        slots = [slot for page in table.page_ids for slot in self.pages[page]]
-        return slots[: table.num_tokens]
+    def read(self, table: PageTable, group: int = 0, first: int = 0) -> list[int | None]:
+        """The tokens from `first` on; None where another group wrote, or nobody."""
+        slots = [slot for page in table.pages[group][first // PAGE_SIZE :] for slot in self.pages[page]]
+        tokens = [slot[1] if slot is not None and slot[0] == group else None for slot in slots]
+        return tokens[first % PAGE_SIZE : first % PAGE_SIZE + table.num_tokens - first]
 
 
 class World:
     """A pager over cells, and the operations in the order a scheduler and an executor do them."""
 
-    def __init__(self, num_pages: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(self, num_pages: int, windows: Sequence[int] = (0,), **options: Any) -> None:
         self.cells = Cells(num_pages)
-        self.pager = Pager(PAGE_SIZE, num_pages, self.cells.copy_page, enable_prefix_caching)
+        self.pager = Pager(PAGE_SIZE, num_pages, windows=windows, copy_page=self.cells.copy_page, **options)
 
     def compute(self, token_ids: list[int], salt: bytes = b"") -> tuple[PageTable, int]:
-        """Open, grow, write and publish: a whole prompt in one step."""
+        """Open, grow, write and settle: a whole prompt in one step."""
         table, cached = self.pager.open(token_ids, salt)
         self.extend(table, token_ids[cached:])
-        self.pager.publish(table, token_ids)
+        self.pager.settle(table, token_ids)
         return table, cached
 
     def extend(self, table: PageTable, token_ids: list[int]) -> None:
@@ -53,3 +60,9 @@ class World:
 @pytest.fixture
 def make_world() -> Callable[..., World]:
     return World
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "TILE", TILE)
+    monkeypatch.setattr(page_table, "TILE", TILE)

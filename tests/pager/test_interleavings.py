@@ -1,4 +1,4 @@
-"""Any interleaving of the pager's operations keeps the books balanced and every sequence readable by its table."""
+"""Any interleaving of the pager's operations keeps the books balanced and every sequence readable by its tables."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from quire.pager import OutOfPages, PageTable, check
+from quire.pager.layout import first_kept_token
 
 World = Any
-NUM_PAGES = 9
 tokens_of_few = st.lists(st.integers(0, 1), min_size=1, max_size=14)  # few values: hits and duplicates are common
 salts = st.sampled_from([b"", b"other"])
+few_pages = st.integers(0, 4)
 choice = st.integers(0, 1000)
 
 
@@ -22,34 +24,42 @@ choice = st.integers(0, 1000)
 class Sequence:
     table: PageTable
     salt: bytes
-    tokens: list[int] = field(default_factory=list)  # what its table must read back
+    tokens: list[int] = field(default_factory=list)  # what its tables must read back
 
 
 class PagerMachine(RuleBasedStateMachine):
-    def __init__(self, make_world: Callable[..., World]) -> None:
+    def __init__(self, world: World) -> None:
         super().__init__()
-        self.world = make_world(NUM_PAGES)
-        self.pager = self.world.pager
+        self.world = world
+        self.pager = world.pager
         self.live: list[Sequence] = []
 
     @rule(tokens=tokens_of_few, salt=salts)
     def open(self, tokens: list[int], salt: bytes) -> None:
-        table, cached = self.pager.open(tokens, salt)
+        before = self._counts()
+        try:
+            table, cached = self.pager.open(tokens, salt)
+        except OutOfPages:
+            assert self._counts() == before
+            assert self.pager.num_reserved > 0
+            return
         assert cached < len(tokens)
         self.live.append(Sequence(table, salt, tokens[:cached]))
         self._grow(self.live[-1], tokens[cached:])
 
-    @rule(tokens=tokens_of_few, salt=salts, spare=st.integers(0, 3))
-    def open_with_room_to_finish(self, tokens: list[int], salt: bytes, spare: int) -> None:
+    @rule(tokens=tokens_of_few, salt=salts, spare=few_pages, reserve=few_pages)
+    def open_with_room_to_finish(self, tokens: list[int], salt: bytes, spare: int, reserve: int) -> None:
         before = self._counts()
         try:
-            table, cached = self.pager.open(tokens, salt, spare_pages=spare)
+            table, cached = self.pager.open(tokens, salt, spare, reserve)
         except OutOfPages:
             assert self._counts() == before
             return
         sequence = Sequence(table, salt, tokens[:cached])
         self.live.append(sequence)
-        self.world.extend(table, tokens[cached:])  # promised: never OutOfPages
+        for end in range(cached + 1, len(tokens) + 1):
+            self.world.extend(table, tokens[end - 1 : end])  # promised: never OutOfPages
+            self.pager.settle(table, tokens[:end])
         sequence.tokens = tokens
         assert self.pager.num_available >= spare
 
@@ -71,15 +81,31 @@ class PagerMachine(RuleBasedStateMachine):
     def rollback(self, which: int, share: float) -> None:
         sequence = self._pick(which)
         to = round(share * len(sequence.tokens))
+        if not self.pager.can_roll_back(sequence.table, to):
+            with pytest.raises(ValueError, match="left their window"):
+                self.pager.rollback(sequence.table, to)
+            return
         self.pager.rollback(sequence.table, to)
         del sequence.tokens[to:]
 
     @precondition(lambda self: self.live)
     @rule(which=choice)
-    def publish(self, which: int) -> None:
+    def settle(self, which: int) -> None:
         sequence = self._pick(which)
-        self.pager.publish(sequence.table, sequence.tokens)
-        assert sequence.table.num_published == len(sequence.tokens) // self.pager.page_size
+        self.pager.settle(sequence.table, sequence.tokens)
+        for pages, window in zip(sequence.table.pages, self.pager.windows, strict=True):
+            assert pages.count(-1) >= first_kept_token(len(sequence.tokens), window) // self.pager.page_size
+
+    @precondition(lambda self: self.live)
+    @rule(which=choice, num_pages=few_pages)
+    def reserve(self, which: int, num_pages: int) -> None:
+        table = self._pick(which).table
+        before = (table.reserved, self._counts())
+        try:
+            self.pager.reserve(table, num_pages)
+        except OutOfPages:
+            assert (table.reserved, self._counts()) == before
+            assert num_pages - table.reserved > self.pager.num_available
 
     @precondition(lambda self: self.live)
     @rule(which=choice)
@@ -95,37 +121,44 @@ class PagerMachine(RuleBasedStateMachine):
     @invariant()
     def every_sequence_reads_its_own_tokens(self) -> None:
         for sequence in self.live:
-            assert self.world.cells.read(sequence.table) == sequence.tokens
+            for group, window in enumerate(self.pager.windows):
+                first = first_kept_token(len(sequence.tokens), window)
+                assert self.world.cells.read(sequence.table, group, first) == sequence.tokens[first:]
 
     def teardown(self) -> None:
         for sequence in self.live:
             self.pager.release(sequence.table)
         check(self.pager, [])
         assert self.pager.num_owned == 0
-        assert self.pager.num_available == NUM_PAGES
+        assert self.pager.num_available == self.pager.num_pages
 
     def _pick(self, which: int) -> Sequence:
         return self.live[which % len(self.live)]
 
-    def _counts(self) -> tuple[int, int, int]:
-        return self.pager.num_free, self.pager.num_cached, self.pager.prefix_queried_tokens
+    def _counts(self) -> tuple[int, ...]:
+        pager = self.pager
+        return pager.num_free, pager.num_cached, pager.num_reserved, pager.prefix_queried_tokens
 
     def _grow(self, sequence: Sequence, tokens: list[int]) -> None:
         table = sequence.table
-        before = (table.num_tokens, list(table.page_ids), self._counts())
+        before = (table.num_tokens, [list(pages) for pages in table.pages], self._counts())
         overflows = table.would_overflow(len(tokens))
         try:
             self.world.extend(table, tokens)
         except OutOfPages:
             assert overflows
-            assert (table.num_tokens, list(table.page_ids), self._counts()) == before
+            assert (table.num_tokens, [list(pages) for pages in table.pages], self._counts()) == before
             return
         assert not overflows
         sequence.tokens = sequence.tokens + tokens
 
 
-def test_any_interleaving_conserves_pages_and_tokens(make_world: Callable[..., World]) -> None:
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize(("windows", "num_pages"), [((0,), 9), ((8,), 11), ((0, 8), 19), ((0, 8, 8), 28)])
+def test_any_interleaving_conserves_pages_and_tokens(
+    make_world: Callable[..., World], windows: tuple[int, ...], num_pages: int
+) -> None:
     run_state_machine_as_test(
-        lambda: PagerMachine(make_world),
-        settings=settings(max_examples=150, stateful_step_count=40, deadline=None, database=None),
+        lambda: PagerMachine(make_world(num_pages, windows)),
+        settings=settings(max_examples=60, stateful_step_count=40, deadline=None, database=None),
     )

@@ -55,7 +55,7 @@ def test_a_wrong_counter_is_found(books: tuple[Pager, PageTable]) -> None:
 
 def test_a_stale_index_entry_is_found(books: tuple[Pager, PageTable]) -> None:
     pager, table = books
-    pager.pool._page_by_key[b"stale"] = 2
+    pager.pool._page_by_key[0][b"stale"] = 2
     with pytest.raises(InvariantViolated, match="index and contents disagree"):
         check(pager, [table])
 
@@ -76,20 +76,20 @@ def test_a_cached_page_without_content_is_found(books: tuple[Pager, PageTable]) 
 
 def test_a_child_without_its_parent_is_found(books: tuple[Pager, PageTable]) -> None:
     pager, table = books
-    table.num_published = 0
+    table.keys.clear()
     pager.pool._forget(0)
     with pytest.raises(InvariantViolated, match="page 1 outlived the page before it"):
         check(pager, [table])
 
 
-def test_a_published_page_that_is_not_indexed_is_found(books: tuple[Pager, PageTable]) -> None:
+def test_a_settled_page_that_is_not_indexed_is_found(books: tuple[Pager, PageTable]) -> None:
     pager, table = books
-    table.num_published = 3
-    with pytest.raises(InvariantViolated, match="published pages it does not fill"):
+    table.keys.append(b"another")
+    with pytest.raises(InvariantViolated, match="settled pages it does not fill"):
         check(pager, [table])
-    table.num_published = 2
+    table.keys.pop()
     pager.pool._forget(1)
-    with pytest.raises(InvariantViolated, match="published page 1 is not indexed"):
+    with pytest.raises(InvariantViolated, match="settled page 1 is not indexed"):
         check(pager, [table])
 
 
@@ -99,6 +99,37 @@ def test_a_table_with_a_page_too_many_or_twice_is_found(books: tuple[Pager, Page
     with pytest.raises(InvariantViolated, match="8 tokens in 3 pages"):
         check(pager, [table])
     table.num_tokens += 1
-    table.page_ids[2] = 0
+    table.pages[0][2] = 0
     with pytest.raises(InvariantViolated, match="lists a page twice"):
         check(pager, [table])
+
+
+def test_a_page_given_back_too_early_or_out_of_turn_is_found(make_world: Callable[..., World]) -> None:
+    world = make_world(6, windows=(8,))
+    table, _ = world.compute(PROMPT)
+    table.pages[0][1] = -1
+    with pytest.raises(InvariantViolated, match="a hole in a table"):
+        check(world.pager, [table])
+    table.pages[0][0] = -1
+    with pytest.raises(InvariantViolated, match="page 1 was given back within its window of 8 tokens"):
+        check(world.pager, [table])
+
+
+def test_a_reservation_nobody_has_is_found(books: tuple[Pager, PageTable]) -> None:
+    pager, table = books
+    pager.reserve(table, 2)
+    table.reserved = 1
+    with pytest.raises(InvariantViolated, match="2 pages are reserved, 1 are explained"):
+        check(pager, [table])
+    pager.pool.num_reserved = table.reserved = 4
+    with pytest.raises(InvariantViolated, match="4 pages are reserved, only 3 are left"):
+        check(pager, [table])
+
+
+def test_a_page_that_another_reads_and_a_table_would_write_is_found(books: tuple[Pager, PageTable]) -> None:
+    pager, table = books
+    writable = table._writable
+    twin = pager.fork(table)
+    table._writable = writable
+    with pytest.raises(InvariantViolated, match="page 2 may be written, but is shared or indexed"):
+        check(pager, [table, twin])

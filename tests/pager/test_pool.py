@@ -7,8 +7,8 @@ from quire.pager import OutOfPages, PagerError
 from quire.pager.pool import Content, PagePool
 
 
-def content(name: str, parent: str | None = None) -> Content:
-    return Content(name.encode(), parent.encode() if parent else None, b"tokens of " + name.encode())
+def content(name: str, group: int = 0) -> Content:
+    return Content(name.encode(), b"root", 0, group, b"tokens of " + name.encode())
 
 
 def test_fresh_pages_are_allocated_ascending() -> None:

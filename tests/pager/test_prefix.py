@@ -16,9 +16,9 @@ PROMPT = [11, 12, 13, 14, 21, 22, 23, 24, 31]
 def test_a_later_sequence_finds_the_full_pages_of_an_earlier_one(make_world: Callable[..., World]) -> None:
     world = make_world(8)
     first, cached = world.compute(PROMPT)
-    assert (list(first.page_ids), cached) == ([0, 1, 2], 0)
+    assert (list(first.pages[0]), cached) == ([0, 1, 2], 0)
     second, cached = world.pager.open([*PROMPT, 32])
-    assert (list(second.page_ids), cached, second.num_tokens) == ([0, 1], 8, 8)
+    assert (list(second.pages[0]), cached, second.num_tokens) == ([0, 1], 8, 8)
     assert world.cells.read(second) == PROMPT[:8]
 
 
@@ -28,7 +28,7 @@ def test_pages_are_found_after_their_owner_is_gone(make_world: Callable[..., Wor
     world.pager.release(first)
     assert (world.pager.num_free, world.pager.num_cached, world.pager.num_owned) == (6, 2, 0)
     second, cached = world.pager.open(PROMPT)
-    assert (list(second.page_ids), cached) == ([0, 1], 8)
+    assert (list(second.pages[0]), cached) == ([0, 1], 8)
     assert (world.pager.num_cached, world.pager.num_owned) == (0, 2)
 
 
@@ -62,52 +62,52 @@ def test_tenants_never_share_pages(make_world: Callable[..., World]) -> None:
     world = make_world(12)
     first, _ = world.compute(PROMPT, b"alice")
     second, cached = world.compute(PROMPT, b"bob")
-    assert (list(first.page_ids), list(second.page_ids), cached) == ([0, 1, 2], [3, 4, 5], 0)
+    assert (list(first.pages[0]), list(second.pages[0]), cached) == ([0, 1, 2], [3, 4, 5], 0)
     assert world.pager.open(PROMPT, b"alice")[1] == 8
 
 
-def test_only_full_pages_are_published_and_each_as_it_fills(make_world: Callable[..., World]) -> None:
+def test_only_full_pages_are_indexed_and_each_as_it_fills(make_world: Callable[..., World]) -> None:
     world = make_world(8)
     tokens = PROMPT[:7]
     table, _ = world.compute(tokens)
-    assert table.num_published == 1
+    assert table.num_settled == 1
     world.extend(table, [24])
-    world.pager.publish(table, PROMPT[:8])
-    assert table.num_published == 2
+    world.pager.settle(table, PROMPT[:8])
+    assert table.num_settled == 2
     assert world.pager.open(PROMPT)[1] == 8
 
 
-def test_the_second_publisher_takes_the_first_ones_page_and_frees_its_own(make_world: Callable[..., World]) -> None:
+def test_the_second_to_settle_takes_the_first_ones_page_and_frees_its_own(make_world: Callable[..., World]) -> None:
     world = make_world(8)
     first, _ = world.pager.open(PROMPT)
     second, _ = world.pager.open(PROMPT)
     world.extend(first, PROMPT)
     world.extend(second, PROMPT)
-    assert (list(first.page_ids), list(second.page_ids)) == ([0, 1, 2], [3, 4, 5])
-    world.pager.publish(first, PROMPT)
-    world.pager.publish(second, PROMPT)
-    assert (list(first.page_ids), list(second.page_ids)) == ([0, 1, 2], [0, 1, 5])
+    assert (list(first.pages[0]), list(second.pages[0])) == ([0, 1, 2], [3, 4, 5])
+    world.pager.settle(first, PROMPT)
+    world.pager.settle(second, PROMPT)
+    assert (list(first.pages[0]), list(second.pages[0])) == ([0, 1, 2], [0, 1, 5])
     assert list(world.pager.pool.free_pages()) == [6, 7, 3, 4]
     assert world.cells.read(second) == PROMPT
     check(world.pager, [first, second])
 
 
-def test_forks_publish_their_shared_pages_once(make_world: Callable[..., World]) -> None:
+def test_forks_index_their_shared_pages_once(make_world: Callable[..., World]) -> None:
     world = make_world(8)
     table, _ = world.pager.open(PROMPT)
     world.extend(table, PROMPT)
     twin = world.pager.fork(table)
-    world.pager.publish(table, PROMPT)
-    world.pager.publish(twin, PROMPT)
-    assert list(table.page_ids) == list(twin.page_ids) == [0, 1, 2]
-    assert twin.num_published == 2
+    world.pager.settle(table, PROMPT)
+    world.pager.settle(twin, PROMPT)
+    assert list(table.pages[0]) == list(twin.pages[0]) == [0, 1, 2]
+    assert twin.num_settled == 2
     check(world.pager, [table, twin])
 
 
-def test_a_fork_knows_what_is_published_already(make_world: Callable[..., World]) -> None:
+def test_a_fork_knows_what_is_indexed_already(make_world: Callable[..., World]) -> None:
     world = make_world(8)
     table, _ = world.compute(PROMPT)
-    assert world.pager.fork(table).num_published == 2
+    assert world.pager.fork(table).num_settled == 2
 
 
 def test_eviction_is_leaf_first_and_least_recently_used(make_world: Callable[..., World]) -> None:
@@ -118,8 +118,8 @@ def test_eviction_is_leaf_first_and_least_recently_used(make_world: Callable[...
     world.pager.release(other)
     assert list(world.pager.pool.cached_pages()) == [1, 0, 2]
     newcomer, _ = world.compute([81, 82, 83, 84, 85])
-    assert list(newcomer.page_ids) == [3, 1]  # the free page, then the leaf
-    assert world.pager.prefix.match(prefix.root_key(b""), PROMPT) == [0]
+    assert list(newcomer.pages[0]) == [3, 1]  # the free page, then the leaf
+    assert world.pager.prefix.match(prefix.root_key(b""), PROMPT, 2).pages == [[0]]
 
 
 def test_a_hit_makes_a_prefix_recently_used(make_world: Callable[..., World]) -> None:
@@ -131,7 +131,7 @@ def test_a_hit_makes_a_prefix_recently_used(make_world: Callable[..., World]) ->
     assert list(world.pager.pool.cached_pages()) == [1, 0]
 
 
-def test_a_hash_collision_is_a_miss_and_publishes_nothing(
+def test_a_hash_collision_is_a_miss_and_indexes_nothing(
     make_world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = make_world(8)
@@ -139,7 +139,7 @@ def test_a_hash_collision_is_a_miss_and_publishes_nothing(
     first, _ = world.compute(PROMPT[:4])
     assert world.pager.open([1, 2, 3, 4, 5])[1] == 0
     second, _ = world.compute([1, 2, 3, 4, 5, 6, 7, 8])
-    assert second.num_published == 0
+    assert second.num_settled == 0
     assert world.cells.read(second) == [1, 2, 3, 4, 5, 6, 7, 8]
     check(world.pager, [first, second])
 
@@ -182,16 +182,16 @@ def test_opening_with_spare_pages_counts_what_the_prompt_would_really_take(make_
     world.pager.release(owner)  # now the hits are themselves among the 5 available pages
     with pytest.raises(OutOfPages, match="needs 6 pages, 5 are available"):
         world.pager.open(PROMPT, spare_pages=3)
-    assert list(world.pager.open(PROMPT, spare_pages=2)[0].page_ids) == [0, 1]
+    assert list(world.pager.open(PROMPT, spare_pages=2)[0].pages[0]) == [0, 1]
 
 
-def test_publishing_needs_the_tokens_the_table_holds() -> None:
+def test_settling_needs_the_tokens_the_table_holds() -> None:
     pager = Pager(4, 4)
     table, _ = pager.open([])
     pager.grow(table, 5)
     with pytest.raises(ValueError, match="holds 5 tokens, only 4 were named"):
-        pager.publish(table, [1, 2, 3, 4])
-    assert table.num_published == 0
+        pager.settle(table, [1, 2, 3, 4])
+    assert table.num_settled == 0
 
 
 def test_a_page_size_of_nothing_is_refused() -> None:

@@ -16,19 +16,19 @@ def test_a_table_grows_by_whole_pages(make_world: Callable[..., World]) -> None:
     pager = make_world(4).pager
     table, _ = pager.open([])
     pager.grow(table, 1)
-    assert list(table.page_ids) == [0]
+    assert list(table.pages[0]) == [0]
     pager.grow(table, 3)
-    assert list(table.page_ids) == [0]
+    assert list(table.pages[0]) == [0]
     pager.grow(table, 5)
-    assert (list(table.page_ids), table.num_tokens) == ([0, 1, 2], 9)
+    assert (list(table.pages[0]), table.num_tokens) == ([0, 1, 2], 9)
 
 
 def test_page_ids_are_read_without_a_copy(make_world: Callable[..., World]) -> None:
     pager = make_world(4).pager
     table, _ = pager.open([])
     pager.grow(table, 9)
-    view = np.frombuffer(table.page_ids, np.int32)
-    table.page_ids[0] = 3
+    view = np.frombuffer(table.pages[0], np.int32)
+    table.pages[0][0] = 3
     assert view.tolist() == [3, 1, 2]
 
 
@@ -39,9 +39,9 @@ def test_growing_beyond_the_pool_changes_nothing(make_world: Callable[..., World
     assert (table.room(), table.would_overflow(6), table.would_overflow(7)) == (6, False, True)
     with pytest.raises(OutOfPages):
         pager.grow(table, 7)
-    assert (list(table.page_ids), table.num_tokens, pager.num_free) == ([0, 1], 6, 1)
+    assert (list(table.pages[0]), table.num_tokens, pager.num_free) == ([0, 1], 6, 1)
     pager.grow(table, 6)
-    assert (list(table.page_ids), table.room()) == ([0, 1, 2], 0)
+    assert (list(table.pages[0]), table.room()) == ([0, 1, 2], 0)
 
 
 def test_growing_by_nothing_copies_nothing(make_world: Callable[..., World]) -> None:
@@ -51,7 +51,7 @@ def test_growing_by_nothing_copies_nothing(make_world: Callable[..., World]) -> 
     twin = world.pager.fork(table)
     assert world.pager.pages_needed(twin, 0) == 0
     world.pager.grow(twin, 0)
-    assert (list(twin.page_ids), world.cells.copies) == ([0], [])
+    assert (list(twin.pages[0]), world.cells.copies) == ([0], [])
 
 
 def test_a_negative_growth_is_refused(make_world: Callable[..., World]) -> None:
@@ -66,11 +66,11 @@ def test_a_fork_shares_every_page_until_one_of_the_two_writes(make_world: Callab
     table, _ = world.pager.open([])
     world.extend(table, [1, 2, 3, 4, 5, 6])
     twin = world.pager.fork(table)
-    assert (list(twin.page_ids), world.pager.num_owned) == ([0, 1], 2)
+    assert (list(twin.pages[0]), world.pager.num_owned) == ([0, 1], 2)
     assert world.pager.pages_needed(twin, 1) == 1
 
     world.extend(twin, [70])  # copies the partial page
-    assert (list(table.page_ids), list(twin.page_ids)) == ([0, 1], [0, 2])
+    assert (list(table.pages[0]), list(twin.pages[0])) == ([0, 1], [0, 2])
     assert world.cells.copies == [(1, 2)]
     assert world.pager.pages_needed(table, 1) == 0
 
@@ -88,7 +88,7 @@ def test_a_fork_at_a_page_border_copies_nothing(make_world: Callable[..., World]
     twin = world.pager.fork(table)
     world.extend(table, [5])
     world.extend(twin, [50])
-    assert (list(table.page_ids), list(twin.page_ids), world.cells.copies) == ([0, 1], [0, 2], [])
+    assert (list(table.pages[0]), list(twin.pages[0]), world.cells.copies) == ([0, 1], [0, 2], [])
 
 
 def test_a_copy_and_new_pages_come_together_or_not_at_all(make_world: Callable[..., World]) -> None:
@@ -99,9 +99,9 @@ def test_a_copy_and_new_pages_come_together_or_not_at_all(make_world: Callable[.
     assert twin.room() == 6  # two pages: one for the copy
     with pytest.raises(OutOfPages):
         world.pager.grow(twin, 7)
-    assert (list(twin.page_ids), world.cells.copies) == ([0], [])
+    assert (list(twin.pages[0]), world.cells.copies) == ([0], [])
     world.pager.grow(twin, 6)
-    assert list(twin.page_ids) == [1, 2]
+    assert list(twin.pages[0]) == [1, 2]
     assert table.room() == 2
 
 
@@ -120,12 +120,12 @@ def test_rollback_gives_back_pages_that_held_only_later_tokens(make_world: Calla
     table, _ = pager.open([])
     pager.grow(table, 15)
     pager.rollback(table, 5)
-    assert (list(table.page_ids), table.num_tokens) == ([0, 1], 5)
+    assert (list(table.pages[0]), table.num_tokens) == ([0, 1], 5)
     assert list(pager.pool.free_pages()) == [4, 5, 3, 2]
     pager.rollback(table, 4)
-    assert list(table.page_ids) == [0]
+    assert list(table.pages[0]) == [0]
     pager.rollback(table, 0)
-    assert list(table.page_ids) == []
+    assert list(table.pages[0]) == []
     check(pager, [table])
 
 
@@ -148,12 +148,12 @@ def test_rolling_back_into_a_shared_page_copies_it_before_the_next_write(make_wo
     assert (world.cells.read(table), world.cells.read(twin)) == ([1, 2, 3, 4], [1, 2, 30])
 
 
-def test_rolling_back_into_a_published_page_leaves_what_was_published(make_world: Callable[..., World]) -> None:
+def test_rolling_back_into_an_indexed_page_leaves_what_was_indexed(make_world: Callable[..., World]) -> None:
     world = make_world(4)
     table, _ = world.compute([1, 2, 3, 4, 5, 6])
     world.pager.rollback(table, 3)
     world.extend(table, [40])
-    assert (list(table.page_ids), world.cells.copies) == ([2], [(0, 2)])
+    assert (list(table.pages[0]), world.cells.copies) == ([2], [(0, 2)])
     other, cached = world.pager.open([1, 2, 3, 4, 5])
     assert (cached, world.cells.read(other)) == (4, [1, 2, 3, 4])
     check(world.pager, [table, other])
@@ -163,10 +163,10 @@ def test_releasing_twice_gives_back_once(make_world: Callable[..., World]) -> No
     pager = make_world(3).pager
     table, _ = pager.open([])
     pager.grow(table, 7)
-    pager.publish(table, [1, 2, 3, 4, 5, 6, 7])
+    pager.settle(table, [1, 2, 3, 4, 5, 6, 7])
     pager.release(table)
     pager.release(table)
-    assert (table.num_tokens, table.num_published, list(table.page_ids)) == (0, 0, [])
+    assert (table.num_tokens, table.num_settled, list(table.pages[0])) == (0, 0, [])
     assert (pager.num_free, pager.num_cached) == (2, 1)
     check(pager, [])
 
@@ -175,6 +175,6 @@ def test_a_view_that_outlives_the_release_still_reads_the_old_ids(make_world: Ca
     pager = make_world(3).pager
     table, _ = pager.open([])
     pager.grow(table, 8)
-    view = np.frombuffer(table.page_ids, np.int32)
+    view = np.frombuffer(table.pages[0], np.int32)
     pager.release(table)
     assert view.tolist() == [0, 1]
