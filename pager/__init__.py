@@ -6,6 +6,7 @@ from .invariants import check
 from .layout import PAGE_SIZES, KVDtype, KVLayout
 from .memory import map_memory
 from .pager import Pager
+from .spill import Spilled
 from .table import PageTable
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "PageTable",
     "Pager",
     "PagerError",
+    "Spilled",
     "check",
     "map_memory",
 ]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from .layout import first_kept_token, pages_held
 from .pool import PagePool
 from .prefix import Hit, PrefixCache, root_key
+from .spill import Spilled
 from .table import CopyPage, PageTable
 
 
@@ -107,6 +108,29 @@ class Pager:
         Absolute: 0 clears it, nothing but this refills it. Raises OutOfPages, changing nothing.
         """
         table.reserve(num_pages)
+
+    def spill(self, table: PageTable, num_tokens: int) -> Spilled | None:
+        """Not yet."""
+        return None
+
+    def restore(
+        self, spilled: Spilled, token_ids: Sequence[int], tenant_salt: bytes = b"", spare_pages: int = 0
+    ) -> PageTable | None:
+        """Not yet."""
+        return None
+
+    def discard(self, spilled: Spilled) -> None:
+        """Not yet."""
+
+    def spill_seconds(self, num_pages: int) -> float | None:
+        """Not yet."""
+        return None
+
+    def pin(self, token_ids: Sequence[int], tenant_salt: bytes, until: float) -> int:
+        """Not yet."""
+        return 0
+
+    num_pinned = num_spilled = 0
 
     def pages_for(self, num_tokens: int) -> int:
         """The most pages that one sequence of `num_tokens` tokens holds at once, settled after every token."""

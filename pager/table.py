@@ -72,6 +72,11 @@ class PageTable:
         """Leading pages that the prefix cache indexes."""
         return len(self.keys)
 
+    @property
+    def num_pages(self) -> int:
+        """Pages that it lists, over all groups."""
+        return len(self.pages) * len(self.pages[0]) - sum(self._given_back)
+
     def append(self, num_tokens: int) -> None:
         """Take slots for `num_tokens` more tokens. Raises OutOfPages, changing nothing."""
         end = self.num_tokens + num_tokens

@@ -1,28 +1,59 @@
 """Who runs next. Requests in, an immutable StepPlan out; no tensor, no kernel, no socket."""
 
+from .batch import MAX_PREEMPTIONS
 from .batcher import Batcher, Execute, FinishedStep, Observe, Publish
-from .budget import Budget, TokenBudget
-from .errors import DuplicateRequest, NotAccepting, QueueFull, SchedulerError, StepMismatch, TooLong
+from .beam import BeamSearch, Hypothesis
+from .budget import LEAST_PREFILL, Budget, LatencyBudget, StepBudget, TokenBudget
+from .cost import Coefficients, CostModel, Load
+from .errors import (
+    CannotMeetDeadline,
+    DuplicateRequest,
+    NotAccepting,
+    Outlook,
+    QueueFull,
+    QuotaExceeded,
+    Refused,
+    SchedulerError,
+    StepMismatch,
+    TooLong,
+)
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
-from .policy import FirstComeFirstServed, Policy
+from .policy import Fair, FirstComeFirstServed, Policy, Priority
 from .request import TRANSITIONS, FinishReason, Request, RequestUpdate, State
-from .scheduler import Admission, Scheduler, SchedulerStats
+from .scheduler import DEADLINE_PASSED, Scheduler
+from .stats import SchedulerStats
+from .tenants import Limits
 
 __all__ = [
+    "DEADLINE_PASSED",
+    "LEAST_PREFILL",
+    "MAX_PREEMPTIONS",
     "TRANSITIONS",
-    "Admission",
     "Batcher",
+    "BeamSearch",
     "Budget",
+    "CannotMeetDeadline",
+    "Coefficients",
+    "CostModel",
     "DuplicateRequest",
     "Execute",
+    "Fair",
     "FinishReason",
     "FinishedStep",
     "FirstComeFirstServed",
+    "Hypothesis",
+    "LatencyBudget",
+    "Limits",
+    "Load",
     "NotAccepting",
     "Observe",
+    "Outlook",
     "Policy",
+    "Priority",
     "Publish",
     "QueueFull",
+    "QuotaExceeded",
+    "Refused",
     "Request",
     "RequestUpdate",
     "SampledToken",
@@ -31,6 +62,7 @@ __all__ = [
     "SchedulerError",
     "SchedulerStats",
     "State",
+    "StepBudget",
     "StepMismatch",
     "StepPlan",
     "StepResult",

@@ -14,10 +14,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from .errors import NotAccepting, StepMismatch
+from .errors import NotAccepting, Outlook, StepMismatch
 from .plan import StepPlan, StepResult
 from .request import FinishReason, Request, RequestUpdate
-from .scheduler import Admission, Scheduler
+from .scheduler import Scheduler
 
 Execute = Callable[[StepPlan], Awaitable[StepResult]]  # suspends while it computes; raising fails that step only
 Publish = Callable[[Sequence[RequestUpdate]], None]  # must not raise
@@ -57,6 +57,8 @@ class Batcher:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()  # no request is alive
         self._idle.set()
+        self._timer: asyncio.TimerHandle | None = None  # of the earliest deadline
+        self._timer_at = 0.0
 
     @property
     def num_steps(self) -> int:
@@ -71,14 +73,21 @@ class Batcher:
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="quire-batcher")
 
-    def add(self, request: Request) -> Admission:
-        """Queue a request. Raises NotAccepting, or what `Scheduler.add` raises, before anything has changed."""
-        if not self._accepting:
-            raise NotAccepting("no new requests are accepted: the engine is draining or closed")
-        admission = self._scheduler.add(request)
+    def check_room(self, tenant: str, count: int = 1) -> None:
+        """Raises NotAccepting or QueueFull where `add` would: a cheap look before a prompt is prepared."""
+        self._check_accepting()
+        self._scheduler.check_room(tenant, count)
+
+    def add(self, *requests: Request) -> Outlook:
+        """Queue a request, or the branches of one prompt. Raises NotAccepting, or what `Scheduler.add_branches` raises,
+        before anything has changed.
+        """
+        self._check_accepting()
+        outlook = self._scheduler.add_branches(requests)
         self._idle.clear()
         self._wake.set()
-        return admission
+        self._watch_deadlines()
+        return outlook
 
     def cancel(self, request_id: int) -> None:
         """Legal in every state, idempotent. The ending is published now, or after the step the request is part of."""
@@ -88,9 +97,7 @@ class Batcher:
         """End a request from outside, as `cancel` does, for any reason or with an error."""
         update = self._scheduler.finish(request_id, reason, error)
         if update is not None:
-            self._wake.set()  # its pages may let others in
-            self._publish((update,))
-            self._note_idle()
+            self._publish_ends((update,))
 
     async def drain(self) -> None:
         """Accept nothing more and return once every accepted request has ended."""
@@ -112,6 +119,33 @@ class Batcher:
         if not self._task.cancelled():
             self._task.result()
 
+    def _check_accepting(self) -> None:
+        if not self._accepting:
+            raise NotAccepting("no new requests are accepted: the engine is draining or closed")
+
+    def _publish_ends(self, updates: Sequence[RequestUpdate]) -> None:
+        self._wake.set()  # their pages may let others in
+        self._publish(updates)
+        self._note_idle()
+
+    def _watch_deadlines(self) -> None:
+        """One timer, for the earliest deadline. It goes off for one that has ended before too, and looks again."""
+        deadline = self._scheduler.next_deadline
+        if deadline is None or (self._timer is not None and self._timer_at <= deadline):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = deadline
+        delay = max(0.0, deadline - self._scheduler.now())
+        self._timer = asyncio.get_running_loop().call_later(delay, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        updates = self._scheduler.expire()
+        if updates:
+            self._publish_ends(updates)
+        self._watch_deadlines()
+
     async def _run(self) -> None:
         try:
             while self._closing is None:
@@ -123,6 +157,8 @@ class Batcher:
                     await self._step(plan, time.perf_counter() - start)
         finally:
             self._accepting = False
+            if self._timer is not None:
+                self._timer.cancel()
             self._end_all(self._closing or "the engine stopped unexpectedly")
 
     async def _wait_for_work(self) -> None:

@@ -4,32 +4,55 @@ It must not know users or the errors of the runtime, which translates these once
 invariant: whatever the scheduler refuses, it refuses before it has changed anything.
 
     SchedulerError
-    ├── QueueFull        the waiting queue is at its limit; try again later
-    ├── TooLong          the request could not fit the pool even alone
-    ├── DuplicateRequest a live request already has this id
-    ├── StepMismatch     a result does not belong to the step in flight, or there is none: a bug, never a user's fault
-    └── NotAccepting     the batcher is draining or closed
+    ├── Refused              a request cannot be taken; `outlook` says how things stand
+    │   ├── QueueFull        the waiting queue, or this tenant's part of it, is at its limit; try again later
+    │   ├── CannotMeetDeadline  it would still be waiting for its first token when its deadline passes
+    │   ├── TooLong          the request could not fit the pool even alone
+    │   └── QuotaExceeded    nor its tenant's share of it
+    ├── DuplicateRequest     a live request already has this id
+    ├── StepMismatch         a result does not belong to the step in flight, or there is none: a bug in Quire
+    └── NotAccepting         the batcher is draining or closed
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """How things stand for a request: what is known when it is accepted, or refused."""
+
+    position: int  # requests ahead of it in the queue
+    pages_needed: int  # at its longest
+    pages_free: int  # that could be allocated now, cached ones included
+    predicted_wait_s: float | None = None  # until its first token; None as long as costs are not known
 
 
 class SchedulerError(Exception):
     """Base of the tree."""
 
 
-class QueueFull(SchedulerError):
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"the queue is full: {limit} requests are waiting, which is the limit")
-        self.limit = limit
+class Refused(SchedulerError):
+    def __init__(self, message: str, outlook: Outlook) -> None:
+        super().__init__(message)
+        self.outlook = outlook
 
 
-class TooLong(SchedulerError):
-    def __init__(self, num_tokens: int, pages_needed: int, pages_total: int) -> None:
-        super().__init__(f"prompt and max_tokens, {num_tokens} together, need {pages_needed} pages of {pages_total}")
-        self.num_tokens = num_tokens
-        self.pages_needed = pages_needed
-        self.pages_total = pages_total
+class QueueFull(Refused):
+    """`predicted_wait_s` is then until there is room in the queue."""
+
+
+class CannotMeetDeadline(Refused):
+    pass
+
+
+class TooLong(Refused):
+    pass
+
+
+class QuotaExceeded(Refused):
+    pass
 
 
 class DuplicateRequest(SchedulerError):

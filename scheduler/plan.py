@@ -1,6 +1,7 @@
 """The contract between deciding and computing: a `StepPlan` goes out, a `StepResult` comes back.
 
-Both are frozen; nothing else crosses. A plan knows no tensor: page ids, positions and token ids are all a kernel needs.
+Both are immutable; nothing else crosses. What there is one of per sequence and step is a named tuple, which is cheaper
+to make than a frozen dataclass. A plan knows no tensor: page ids, positions and token ids are all a kernel needs.
 `sampling` is carried for the executor and never looked into here.
 """
 
@@ -8,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
-    """One sequence's share of a step: run `token_ids` at `first_position …` and sample after its last `num_samples` rows.
+class ScheduledSequence(NamedTuple):
+    """One sequence's share of a step: run `token_ids` at `first_position …`, sample after its last `num_samples` rows.
 
-    0 samples: its prefill goes on. 1: the next token. More: the rows before the last one hold guesses of the tokens to
-    come, to be verified. `tables` has the sequence's page table for each layer group; the first
-    `ceil((first_position + len(token_ids)) / page_size)` entries that the group's window reaches are owned for the whole
-    step. `context` is every token up to the last row, guesses included, read-only; sample j of them is drawn with the
-    first `len(context) - num_samples + 1 + j` tokens of it, and its first `num_prompt_tokens` tokens are the prompt.
+    0 samples: its prefill goes on. 1: the next token. More: all rows but the first of them hold guesses of the tokens
+    to come, to be verified. `tables` has the sequence's page table for each layer group; of the first
+    `ceil((first_position + len(token_ids)) / page_size)` entries those that the group's window reaches are owned for
+    the whole step. `context` is every token up to the last row, guesses included, read-only; sample j of them is drawn
+    with the first `len(context) - num_samples + 1 + j` tokens of it, and its first `num_prompt_tokens` are the prompt.
     """
 
     request_id: int
@@ -41,8 +42,7 @@ class StepPlan:
     num_prefill_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """The outcome of one sample: a token, or `error` when its logits could not be sampled (NaN)."""
 
     request_id: int

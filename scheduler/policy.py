@@ -1,15 +1,23 @@
-"""In which order waiting requests are admitted.
+"""In which order waiting requests are admitted: the queue, and the three ways to order it.
 
-A policy is the waiting queue itself. It must not know pages, budgets or running requests. The one invariant: a request
-pushed is in the queue, once, until it is popped or removed, and `head` is stable as long as nothing else changes.
+It must not know pages, budgets or steps. The one invariant: a request that was pushed is in the queue, once, until it
+is removed, and `head` is stable as long as nothing else changes.
+
+Every tenant has a queue of its own, ordered by the request; a policy compares the heads. Requests that were admitted
+once and came back come before those that were not.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from typing import Protocol
+from bisect import bisect_left, insort
+from collections.abc import Collection, Mapping
+from typing import NamedTuple, Protocol
 
 from .request import Request
+
+Rank = tuple[float, ...]  # the smaller is served first
+
+PREFILL_WEIGHT, DECODE_WEIGHT = 1, 2  # service in a fair queue's tokens (Sheng et al., 2024)
 
 
 class Policy(Protocol):
@@ -17,35 +25,163 @@ class Policy(Protocol):
         """A new request."""
 
     def push_front(self, request: Request) -> None:
-        """A preempted request: it was already admitted once, so it comes before all that were not."""
+        """One that comes before all of its tenant that were never admitted: preempted, or a branch of one that runs."""
 
-    def head(self) -> Request | None:
-        """The request to admit next."""
+    def head(self, passed_over: Collection[str] = ()) -> Request | None:
+        """The request to admit next, of all tenants but `passed_over`."""
 
     def remove(self, request: Request) -> None:
         """Take a waiting request out: it was admitted or has ended."""
 
+    def rank(self, request: Request) -> Rank:
+        """In which order running requests get their share of a step's prefill."""
+
+    def served(self, request: Request, prefill_tokens: int, decode_tokens: int) -> None:
+        """A running request got so much service."""
+
+    def may_displace(self, newcomer: Request, running: Request) -> bool:
+        """Whether `running` should give up its place, for now, to a newcomer that finds none."""
+
     def __len__(self) -> int: ...
 
 
-class FirstComeFirstServed:
-    """Admission in order of arrival. Every operation is O(1)."""
+class _Place(NamedTuple):
+    """Where a request stands in its tenant's queue."""
+
+    is_new: bool
+    rank: float
+    number: int  # so that no two are equal
+    request: Request
+
+
+class _TenantQueues:
+    """Waiting requests by tenant, each queue sorted: thousands of places move in microseconds."""
 
     def __init__(self) -> None:
-        self._queue: OrderedDict[int, Request] = OrderedDict()
+        self._places: dict[int, _Place] = {}  # by request id
+        self._queues: dict[str, list[_Place]] = {}
+        self._num_added = 0
 
-    def push(self, request: Request) -> None:
-        self._queue[request.request_id] = request
-
-    def push_front(self, request: Request) -> None:
-        self._queue[request.request_id] = request
-        self._queue.move_to_end(request.request_id, last=False)
-
-    def head(self) -> Request | None:
-        return next(iter(self._queue.values()), None)
+    def add(self, request: Request, rank: float, is_new: bool) -> None:
+        place = self._places[request.request_id] = _Place(is_new, rank, self._num_added, request)
+        self._num_added += 1
+        insort(self._queues.setdefault(request.tenant, []), place)
 
     def remove(self, request: Request) -> None:
-        del self._queue[request.request_id]
+        place = self._places.pop(request.request_id)
+        queue = self._queues[request.tenant]
+        del queue[bisect_left(queue, place)]
+        if not queue:
+            del self._queues[request.tenant]
+
+    def heads(self, passed_over: Collection[str]) -> list[_Place]:
+        """The first of each tenant."""
+        return [queue[0] for tenant, queue in self._queues.items() if tenant not in passed_over]
+
+    def tenants(self) -> Collection[str]:
+        """Those that have requests waiting."""
+        return self._queues.keys()
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._places)
+
+
+class FirstComeFirstServed:
+    """In order of arrival."""
+
+    def __init__(self) -> None:
+        self._queues = _TenantQueues()
+
+    def push(self, request: Request) -> None:
+        self._queues.add(request, self._urgency(request), is_new=True)
+
+    def push_front(self, request: Request) -> None:
+        self._queues.add(request, self._urgency(request), is_new=False)
+
+    def head(self, passed_over: Collection[str] = ()) -> Request | None:
+        heads = self._queues.heads(passed_over)
+        return min(heads).request if heads else None
+
+    def remove(self, request: Request) -> None:
+        self._queues.remove(request)
+
+    def rank(self, request: Request) -> Rank:
+        return self._urgency(request), request.order
+
+    def served(self, request: Request, prefill_tokens: int, decode_tokens: int) -> None:
+        pass
+
+    def may_displace(self, newcomer: Request, running: Request) -> bool:
+        return False
+
+    def _urgency(self, request: Request) -> float:
+        return request.order
+
+    def __len__(self) -> int:
+        return len(self._queues)
+
+
+class Priority(FirstComeFirstServed):
+    """By priority, lower first, with ageing: waiting `ageing_s` seconds makes up for one step of priority.
+
+    All requests age alike, so their order never changes while they wait.
+    """
+
+    def __init__(self, ageing_s: float = 10.0) -> None:
+        if not ageing_s > 0:
+            raise ValueError(f"ageing_s must be above 0, got {ageing_s}")
+        super().__init__()
+        self._ageing_s = ageing_s
+
+    def _urgency(self, request: Request) -> float:
+        return request.arrival_time + self._ageing_s * request.priority
+
+
+class Fair(FirstComeFirstServed):
+    """The tenant that was served least comes first, in tokens over its weight (1 where none is given).
+
+    A tenant that had nothing waiting starts level with the least served of those that had: nobody saves up service
+    (virtual token counters, Sheng et al., 2024). A newcomer may displace a request of a tenant that is ahead of its own
+    by more than either request is long.
+    """
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        super().__init__()
+        self._weights = dict(weights or {})
+        if any(not weight > 0 for weight in self._weights.values()):
+            raise ValueError("a tenant's weight must be above 0")
+        self._served: dict[str, float] = {}
+        self._last = 0.0  # of the tenant whose queue emptied last
+
+    def push(self, request: Request) -> None:
+        waiting = self._queues.tenants()
+        if request.tenant not in waiting:
+            level = min((self._served.get(tenant, 0.0) for tenant in waiting), default=self._last)
+            self._served[request.tenant] = max(self._served.get(request.tenant, 0.0), level)
+        super().push(request)
+
+    def head(self, passed_over: Collection[str] = ()) -> Request | None:
+        heads = self._queues.heads(passed_over)
+        return min(heads, key=lambda place: (self._count(place.request), place)).request if heads else None
+
+    def remove(self, request: Request) -> None:
+        super().remove(request)
+        if not self._queues.tenants():
+            self._last = self._count(request)
+
+    def rank(self, request: Request) -> Rank:
+        return self._count(request), request.order
+
+    def served(self, request: Request, prefill_tokens: int, decode_tokens: int) -> None:
+        tokens = PREFILL_WEIGHT * prefill_tokens + DECODE_WEIGHT * decode_tokens
+        self._served[request.tenant] = self._count(request) + tokens / self._weight(request)
+
+    def may_displace(self, newcomer: Request, running: Request) -> bool:
+        longest = max(len(newcomer.token_ids), len(running.token_ids))
+        return self._count(running) - self._count(newcomer) > longest / self._weight(running)
+
+    def _count(self, request: Request) -> float:
+        return self._served.get(request.tenant, 0.0)
+
+    def _weight(self, request: Request) -> float:
+        return self._weights.get(request.tenant, 1.0)

@@ -11,7 +11,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from typing import Literal, NamedTuple
 
-from ..pager import PageTable
+from ..pager import PageTable, Spilled
+from .beam import BeamSearch, Hypothesis
+from .ngrams import NGramIndex
 from .plan import SampledToken
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -28,7 +30,7 @@ class State(IntEnum):
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.WAITING: frozenset({State.PREFILL, State.ENDED}),
     State.PREFILL: frozenset({State.DECODE, State.PREEMPTED, State.ENDED}),
-    State.DECODE: frozenset({State.PREEMPTED, State.ENDED}),
+    State.DECODE: frozenset({State.PREFILL, State.PREEMPTED, State.ENDED}),  # PREFILL: after a guess gone wrong
     State.PREEMPTED: frozenset({State.PREFILL, State.ENDED}),
     State.ENDED: frozenset(),
 }
@@ -39,8 +41,9 @@ class Request:
     """What was asked for (the arguments) and how far it has come (the rest, set by the scheduler only).
 
     `stop_token_ids` already includes the end-of-sequence tokens unless they are to be ignored; they end the request
-    once it has `min_tokens`. `priority` (lower is earlier) and `deadline` (in seconds of the scheduler's clock) are
-    carried for policies.
+    once it has `min_tokens`. `priority`: lower is earlier. `deadline` is in seconds of the scheduler's clock. `pin_s`:
+    keep the prompt's pages findable so long after the end. `beam`: search instead of sampling; its outcome is in
+    `hypotheses` after the end, and `sampling` must give 2 * width top logprobs.
     """
 
     request_id: int
@@ -53,6 +56,8 @@ class Request:
     tenant: str = ""
     priority: int = 0
     deadline: float | None = None
+    pin_s: float | None = None
+    beam: BeamSearch | None = None
 
     state: State = field(default=State.WAITING, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
@@ -62,7 +67,14 @@ class Request:
     num_computed_tokens: int = field(default=0, init=False)  # leading tokens whose keys and values are in `table`
     table: PageTable | None = field(default=None, init=False, repr=False)  # while running
 
+    spilled: Spilled | None = field(default=None, init=False, repr=False)  # while preempted, if its pages were kept
+    ngrams: NGramIndex | None = field(default=None, init=False, repr=False)  # from its first guess on
+    hypotheses: list[Hypothesis] = field(default_factory=list, init=False, repr=False)
+    lead: Request | None = field(default=None, init=False, repr=False)  # of a beam: the request it belongs to
+    source: Request | None = field(default=None, init=False, repr=False)  # of a branch: whose pages it may fork
+
     order: int = field(default=0, init=False)  # rank by arrival
+    pages_needed: int = field(default=0, init=False)  # at its longest
     arrival_time: float = field(default=0.0, init=False)
     first_token_time: float | None = field(default=None, init=False)
     state_since: float = field(default=0.0, init=False)
@@ -71,6 +83,8 @@ class Request:
     recomputed_tokens: int = field(default=0, init=False)  # computed again after a preemption
     high_water_tokens: int = field(default=0, init=False)  # the most that were ever computed
     preemptions: int = field(default=0, init=False)
+    guessed_tokens: int = field(default=0, init=False)  # verified
+    right_guesses: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -79,6 +93,13 @@ class Request:
             raise ValueError(f"a request needs max_tokens of at least 1, got {self.max_tokens}")
         self.token_ids = list(self.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        if self.beam is not None:
+            self.lead = self
+
+    @property
+    def width(self) -> int:
+        """Sequences it runs at once."""
+        return self.beam.width if self.beam else 1
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -124,13 +145,17 @@ class Request:
             self.first_token_time = now
         self.token_ids.append(token_id)
 
-    def note_computed(self, num_tokens: int) -> None:
-        """The first `num_tokens` tokens are computed now."""
-        again = min(num_tokens, self.high_water_tokens) - self.num_computed_tokens
-        if again > 0:
+    def note_computed(self, num_tokens: int) -> int:
+        """The first `num_tokens` tokens are computed now. How many of them were, once before."""
+        high_water = self.high_water_tokens
+        again = 0
+        if self.num_computed_tokens < high_water:
+            again = max(0, min(num_tokens, high_water) - self.num_computed_tokens)
             self.recomputed_tokens += again
         self.num_computed_tokens = num_tokens
-        self.high_water_tokens = max(self.high_water_tokens, num_tokens)
+        if num_tokens > high_water:
+            self.high_water_tokens = num_tokens
+        return again
 
     def natural_end(self) -> FinishReason | None:
         """Why the last output token ends the request, if it does."""

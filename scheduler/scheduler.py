@@ -1,14 +1,16 @@
 """Who runs next: requests in, an immutable StepPlan out; a StepResult in, what happened to each request out.
 
 Synchronous and pure: clock and pager are injected, there is no I/O; it must not know tensors, kernels or sockets.
-The one invariant: between steps every running request's table holds exactly its computed tokens, and every owned page
-belongs to a running request; so whatever ends a request returns its pages before the next step.
+The one invariant: between steps every running request's table holds exactly its computed tokens; so whatever ends a
+request returns its pages before the next step.
 
 A step is planned by growing page tables: whatever a table holds beyond the computed tokens is what the step computes.
-Decode rows grow first, then prefills from the oldest on, then newly admitted requests, within the budget.
+Decode rows grow first, then prefills in the policy's order, then newly admitted requests, within the budget; last come
+guesses, where nothing else wants the step.
 
-The oldest running request is never preempted and can always make room for itself, so it progresses in every step and
-ends; then the next one is the oldest. That is why nobody starves.
+The oldest running request is preempted by nobody but itself, for want of pages that others have reserved; and those
+end, since they lack nothing. So somebody always progresses, and then the next one is the oldest. That is why nobody
+starves.
 """
 
 from __future__ import annotations
@@ -16,46 +18,33 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from ..pager import OutOfPages, Pager, PageTable, check
-from .budget import Budget
-from .errors import DuplicateRequest, QueueFull, StepMismatch, TooLong
+from ..pager import OutOfPages, Pager, check
+from .batch import Batch, table_of
+from .budget import Budget, StepBudget
+from .cost import CostModel, Load
+from .errors import DuplicateRequest, Outlook, QueueFull, StepMismatch
+from .forecast import Forecast
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
 from .policy import FirstComeFirstServed, Policy
 from .request import FinishReason, Request, RequestUpdate, State
+from .speculation import Speculator
+from .stats import SchedulerStats
+from .tenants import Limits
+from .waiting import WaitingRoom
 
+DEADLINE_PASSED = "the request's deadline passed"  # the error of a request that `expire` ended
+LEARNING_STRIDE = 4  # of steps that only decode, one in so many teaches the cost model
 
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """What was known when a request was accepted."""
-
-    position: int  # requests ahead of it in the queue
-    pages_needed: int  # at its longest
-    pages_free: int  # that could be allocated now, cached ones included
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """A snapshot. `pages_free + pages_cached + pages_owned == pages_total`."""
-
-    step: int  # finished steps
-    running: int
-    waiting: int
-    pages_total: int
-    pages_owned: int
-    pages_cached: int
-    pages_free: int
-    prefix_queries_tokens: int
-    prefix_hits_tokens: int
-    preemptions: int
+Ending = tuple[FinishReason | None, str | None]
 
 
 class Scheduler:
     """Continuous batching over one pager. `schedule` and `commit` alternate; the rest may be called at any time.
 
-    `max_prefill_chunk` limits one sequence's prefill tokens per step. `debug` audits the pager twice per step; by
-    default it is on when QUIRE_DEBUG=1. Raises ValueError if the budget cannot hold `max_num_seqs` sequences.
+    `max_num_samples` limits the rows of a step that sample (default: max_num_seqs), `max_prefill_chunk` one sequence's
+    prefill tokens per step, `num_speculative_tokens` one sequence's guesses. `debug` audits the pager twice per step;
+    by default it is on when QUIRE_DEBUG=1. Raises ValueError if the budget cannot hold `max_num_seqs` sequences.
     """
 
     def __init__(
@@ -64,99 +53,74 @@ class Scheduler:
         *,
         budget: Budget,
         max_num_seqs: int,
-        max_num_waiting: int = 1024,
+        cost: CostModel | None = None,
         policy: Policy | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        limits: Limits | None = None,
+        max_num_samples: int | None = None,
         max_prefill_chunk: int | None = None,
+        num_speculative_tokens: int = 0,
+        clock: Callable[[], float] = time.monotonic,
         debug: bool | None = None,
     ) -> None:
-        if max_num_seqs < 1 or max_num_waiting < 1 or (max_prefill_chunk is not None and max_prefill_chunk < 1):
-            raise ValueError("max_num_seqs, max_num_waiting and max_prefill_chunk must be at least 1")
-        if budget.prefill_tokens(max_num_seqs - 1) < 1:
+        if max_num_seqs < 1 or (max_prefill_chunk is not None and max_prefill_chunk < 1):
+            raise ValueError("max_num_seqs and max_prefill_chunk must be at least 1")
+        if budget.max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"the budget of a step must hold max_num_seqs={max_num_seqs} sequences: raise it to that")
         self._pager = pager
         self._budget = budget
+        self._cost = cost or CostModel()
+        self._policy: Policy = policy or FirstComeFirstServed()
+        self._waiting = WaitingRoom(self._policy, limits or Limits(), pager.num_pages)
+        self._batch = Batch(pager, self._cost)
+        self._forecast = Forecast(self._cost, budget, max_num_seqs)
+        self._speculator = Speculator(
+            pager,
+            self._cost,
+            num_speculative_tokens,
+            min(budget.max_num_batched_tokens, max_num_samples or max_num_seqs),
+        )
         self._max_num_seqs = max_num_seqs
-        self._max_num_waiting = max_num_waiting
-        self._waiting: Policy = policy if policy is not None else FirstComeFirstServed()
-        self._clock = clock
         self._max_prefill_chunk = max_prefill_chunk
+        self._clock = clock
         self._debug = os.environ.get("QUIRE_DEBUG") == "1" if debug is None else debug
 
-        self._requests: dict[int, Request] = {}  # all that are alive
-        self._running: dict[int, Request] = {}  # in admission order
+        self._requests: dict[int, Request] = {}  # all that are alive, in order of arrival
         self._in_flight: StepPlan | None = None
-        self._endings: dict[int, tuple[FinishReason | None, str | None]] = {}  # asked for while in flight
+        self._load = Load()  # of the step in flight
+        self._endings: dict[int, Ending] = {}  # asked for while in flight
         self._num_arrived = 0
         self._num_planned_steps = 0
         self._num_finished_steps = 0
-        self._num_preemptions = 0
+        self._recomputed_tokens = 0
 
-    def add(self, request: Request) -> Admission:
-        """Queue a request. Raises DuplicateRequest, TooLong or QueueFull before anything has changed."""
-        if request.request_id in self._requests:
-            raise DuplicateRequest(request.request_id)
-        num_tokens = request.num_prompt_tokens + request.max_tokens
-        pages_needed = self._pager.pages_for(num_tokens)
-        if pages_needed > self._pager.num_pages:
-            raise TooLong(num_tokens, pages_needed, self._pager.num_pages)
-        if len(self._waiting) >= self._max_num_waiting:
-            raise QueueFull(self._max_num_waiting)
-        admission = Admission(len(self._waiting), pages_needed, self._pager.num_available)
-        request.arrive(self._num_arrived, self._clock())
-        self._num_arrived += 1
-        self._requests[request.request_id] = request
-        self._waiting.push(request)
-        return admission
+    # Coming and going.
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to run. Its pages stay untouched until `commit` or `abandon`."""
-        if self._in_flight is not None:
-            raise StepMismatch(f"step {self._in_flight.step_id} is still in flight")
-        preemptions_before = self._num_preemptions
-        num_decode_rows = self._grow_decodes()
-        budget = self._budget.prefill_tokens(num_decode_rows)
-        budget -= self._grow_prefills(budget)
-        if self._num_preemptions == preemptions_before:
-            self._admit(budget)
-        self._in_flight = self._assemble()
-        self._audit()
-        return self._in_flight
+    def check_room(self, tenant: str = "", count: int = 1) -> None:
+        """Raises QueueFull where `add` would for that reason: a cheap look before a prompt is prepared."""
+        limit = self._waiting.limit_reached(tenant, count)
+        if limit is not None:
+            raise QueueFull(f"the queue is full: {limit}", self._outlook(0, 0))
 
-    def commit(self, result: StepResult) -> list[RequestUpdate]:
-        """Take in what the step in flight computed. Requests that neither gained a token nor ended are not mentioned.
+    def add(self, request: Request) -> Outlook:
+        """Queue a request. Raises DuplicateRequest or one of Refused before anything has changed."""
+        return self.add_branches((request,))
 
-        Raises StepMismatch, changing nothing, if the result is not the step's.
-        """
-        plan = self._match(result)
-        now = self._clock()
-        sampled = iter(result.sampled)
-        updates = []
-        for row in plan.sequences:
-            update = self._commit_row(row, next(sampled) if row.num_samples else None, now)
-            if update is not None:
-                updates.append(update)
-        self._finish_step()
-        return updates
-
-    def abandon(self, error: str) -> list[RequestUpdate]:
-        """The step in flight failed as a whole: each of its requests ends with `error`, or as was asked meanwhile."""
-        if self._in_flight is None:
-            raise StepMismatch("no step is in flight")
-        updates = []
-        for row in self._in_flight.sequences:
-            reason, own_error = self._endings.pop(row.request_id, (None, error))
-            updates.append(self._end(self._running[row.request_id], reason, own_error))
-        self._finish_step()
-        return updates
-
-    def end_all(self, error: str) -> list[RequestUpdate]:
-        """End every request that is alive with `error`. Nothing may be computing any more."""
-        self._in_flight = None
-        return [
-            self._end(request, *self._endings.pop(request.request_id, (None, error)))
-            for request in tuple(self._requests.values())
-        ]
+    def add_branches(self, requests: Sequence[Request]) -> Outlook:
+        """Queue requests that continue one prompt, all or none: the first computes it, the others fork its pages."""
+        first, now = requests[0], self._clock()
+        for request in requests:
+            if request.request_id in self._requests:
+                raise DuplicateRequest(request.request_id)
+            request.pages_needed = self._batch.pages_at_longest(request)
+        self.check_room(first.tenant, len(requests))
+        outlook = self._outlook(first.pages_needed, first.num_prompt_tokens)
+        self._waiting.check_fit(first, outlook, now)
+        for request in requests:
+            request.arrive(self._num_arrived, now)
+            self._num_arrived += 1
+            self._requests[request.request_id] = request
+        self._waiting.accept(requests)
+        return outlook
 
     def finish(
         self, request_id: int, reason: FinishReason | None = None, error: str | None = None
@@ -164,7 +128,7 @@ class Scheduler:
         """End a request in any state, for a reason or with an error. Idempotent; an unknown id is ignored.
 
         Returns its last update; None if it is part of the step in flight, then `commit` reports it without that step's
-        token, and the first ending asked for counts.
+        tokens, and the first ending asked for counts.
         """
         if (reason is None) == (error is None):
             raise ValueError("a request ends for a reason or with an error")
@@ -180,13 +144,101 @@ class Scheduler:
         """`finish` because its user does not want it any more."""
         return self.finish(request_id, "cancelled")
 
+    def expire(self) -> list[RequestUpdate]:
+        """End every request whose deadline has passed; those in flight end with their step."""
+        now, updates = self._clock(), []
+        while (deadline := self.next_deadline) is not None and deadline <= now:
+            update = self.finish(self._waiting.pop_deadline().request_id, error=DEADLINE_PASSED)
+            if update is not None:
+                updates.append(update)
+        return updates
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` has something to do, in seconds of the clock."""
+        return self._waiting.next_deadline(len(self._requests))
+
+    def now(self) -> float:
+        """Seconds of the clock that deadlines are in."""
+        return self._clock()
+
     def preempt(self, request_id: int) -> bool:
-        """Force a running request back to the head of the queue. False if it is not running or a step is in flight."""
-        request = self._running.get(request_id)
-        if request is None or self._in_flight is not None:
+        """Force a running request back to the head of the queue. False if it is not running, has reserved its pages or
+        a step is in flight.
+        """
+        request = self._batch.requests.get(request_id)
+        if request is None or self._in_flight is not None or self._batch.is_protected(request):
             return False
         self._preempt(request)
         return True
+
+    # Stepping.
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when there is nothing to run. Its pages stay untouched until `commit` or `abandon`."""
+        if self._in_flight is not None:
+            raise StepMismatch(f"step {self._in_flight.step_id} is still in flight")
+        preemptions = self._batch.num_preemptions
+        step = self._grow_decodes()
+        self._grow_prefills(step)
+        if self._waiting and self._batch.num_preemptions == preemptions:
+            self._admit(step)
+        self._load = step.load
+        if not self._waiting and not self._load.prefill_tokens:
+            self._load = self._speculator.guess(self._batch.requests.values(), self._load)
+        self._in_flight = self._assemble()
+        self._audit()
+        return self._in_flight
+
+    def commit(self, result: StepResult) -> list[RequestUpdate]:
+        """Take in what the step in flight computed. Requests that neither gained a token nor ended are not mentioned.
+
+        Raises StepMismatch, changing nothing, if the result is not the step's.
+        """
+        plan = self._match(result)
+        now = self._clock()
+        sampled, at = result.sampled, 0
+        updates: list[RequestUpdate] = []
+        beams: dict[int, list[SampledToken]] = {}  # by their lead
+        for row in plan.sequences:
+            samples = sampled[at : at + row.num_samples]
+            at += row.num_samples
+            request = self._batch.requests[row.request_id]
+            if request.lead is not None and samples:
+                beams.setdefault(request.lead.request_id, []).extend(samples)
+                continue
+            update = self._commit_row(request, row, samples, now)
+            if update is not None:
+                updates.append(update)
+        for lead_id, samples_of_beams in beams.items():
+            update = self._commit_beams(self._requests[lead_id], samples_of_beams, now)
+            if update is not None:
+                updates.append(update)
+        self._learn(result.duration_s)
+        self._finish_step()
+        return updates
+
+    def abandon(self, error: str) -> list[RequestUpdate]:
+        """The step in flight failed as a whole: each of its requests ends with `error`, or as was asked meanwhile."""
+        if self._in_flight is None:
+            raise StepMismatch("no step is in flight")
+        updates = []
+        for row in self._in_flight.sequences:
+            request = self._requests.get(row.request_id)
+            if request is not None:  # not a beam, which ends with its lead
+                updates.append(self._end(request, *self._endings.pop(row.request_id, (None, error))))
+        self._finish_step()
+        return updates
+
+    def end_all(self, error: str) -> list[RequestUpdate]:
+        """End every request that is alive with `error`. Nothing may be computing any more."""
+        self._in_flight = None
+        return [
+            self._end(request, *self._endings.pop(request.request_id, (None, error)))
+            for request in tuple(self._requests.values())
+        ]
+
+    # Being watched.
 
     @property
     def has_work(self) -> bool:
@@ -199,117 +251,145 @@ class Scheduler:
         return self._num_finished_steps
 
     def stats(self) -> SchedulerStats:
-        pager = self._pager
+        pager, batch = self._pager, self._batch
         return SchedulerStats(
             step=self.num_steps,
-            running=len(self._running),
+            running=batch.num_requests,
             waiting=len(self._waiting),
+            waiting_by_reason=self._waiting.by_reason(),
             pages_total=pager.num_pages,
             pages_owned=pager.num_owned,
             pages_cached=pager.num_cached,
             pages_free=pager.num_free,
+            pages_reserved=pager.num_reserved,
+            pages_pinned=pager.num_pinned,
+            pages_spilled=pager.num_spilled,
             prefix_queries_tokens=pager.prefix_queried_tokens,
             prefix_hits_tokens=pager.prefix_hit_tokens,
-            preemptions=self._num_preemptions,
+            preemptions=batch.num_preemptions,
+            preemptions_spilled=batch.num_spilled,
+            recomputed_tokens=self._recomputed_tokens,
+            guessed_tokens=self._speculator.num_guessed,
+            right_guesses=self._speculator.num_right,
         )
+
+    def _outlook(self, pages_needed: int, prefill_tokens: int) -> Outlook:
+        """How things stand for a newcomer of so many pages and tokens."""
+        running = self._batch.requests.values()
+        unfinished = sum(len(request.token_ids) - request.num_computed_tokens for request in running)
+        wait_s = self._forecast.wait_s(
+            self._waiting.num_tokens + unfinished + prefill_tokens,
+            len(self._waiting),
+            self._batch.num_seats,
+            sum(request.num_computed_tokens for request in running),
+        )
+        return Outlook(len(self._waiting), pages_needed, self._pager.num_available, wait_s)
 
     # Planning: each phase grows tables.
 
-    def _grow_decodes(self) -> int:
-        """One more token for every decoding request; those that find no page preempt. Returns how many decode."""
-        grow = self._pager.grow
-        for request in tuple(self._running.values()):
-            if request.state is State.DECODE:
+    def _grow_decodes(self) -> StepBudget:
+        """One more token for every decoding request; those that find no page preempt. The budget of the rest."""
+        grow, decoding = self._pager.grow, State.DECODE
+        for request in tuple(self._batch.requests.values()):
+            if request.state is decoding:
                 try:
                     grow(table_of(request), 1)
                 except OutOfPages:
                     self._make_room(request)
-        return sum(1 for request in self._running.values() if request.state is State.DECODE)
+        rows = kv_tokens = 0
+        for request in self._batch.requests.values():
+            if request.state is decoding:
+                rows += 1
+                kv_tokens += request.num_computed_tokens
+        return self._budget.begin(rows, kv_tokens)
 
-    def _grow_prefills(self, budget: int) -> int:
-        """The next chunk of every prefilling request, the oldest first. Returns the tokens taken."""
-        left = budget
-        prefilling = [request for request in self._running.values() if request.state is State.PREFILL]
-        for request in sorted(prefilling, key=arrival_rank):
+    def _grow_prefills(self, step: StepBudget) -> None:
+        """The next chunk of every prefilling request, in the policy's order."""
+        prefilling = [request for request in self._batch.requests.values() if request.state is State.PREFILL]
+        for request in sorted(prefilling, key=self._policy.rank):
             if request.state is State.PREFILL:  # not preempted by the one before it
-                left -= self._grow_prefill(request, left)
-        return budget - left
+                self._grow_prefill(request, step)
 
-    def _grow_prefill(self, request: Request, budget: int) -> int:
-        table = table_of(request)
-        num_tokens = min(budget, len(request.token_ids) - request.num_computed_tokens)
+    def _grow_prefill(self, request: Request, step: StepBudget) -> None:
+        table, context = table_of(request), request.num_computed_tokens
+        num_tokens = min(step.prefill_tokens(context), len(request.token_ids) - context)
         if self._max_prefill_chunk is not None:
             num_tokens = min(num_tokens, self._max_prefill_chunk)
-        if num_tokens and table.would_overflow(1) and request is self._oldest():
+        if num_tokens and table.would_overflow(1) and request is self._batch.oldest():
             self._make_room(request)
-            return 1
-        num_tokens = min(num_tokens, table.room())
-        self._pager.grow(table, num_tokens)
-        return num_tokens
+            num_tokens = table.num_tokens - context
+        else:
+            num_tokens = min(num_tokens, table.room())
+            self._pager.grow(table, num_tokens)
+        if num_tokens > 0:
+            step.spend(num_tokens, context)
 
-    def _admit(self, budget: int) -> None:
-        """Let waiting requests in, in the policy's order, as long as tokens, sequences and pages allow."""
-        promised = sum(self._pages_promised(request) for request in self._running.values())
-        while budget > 0 and len(self._running) < self._max_num_seqs:
-            request = self._waiting.head()
-            if request is None or not self._start(request, promised):
+    def _admit(self, step: StepBudget) -> None:
+        """Let waiting requests in, in the policy's order, as long as sequences, tokens, latency and pages allow."""
+        while (request := self._waiting.head()) is not None:
+            obstacle = self._obstacle(request, step) or self._start(request)
+            if obstacle is None:
+                self._grow_prefill(request, step)
+            elif obstacle not in ("sequences", "pages") or not self._displace_for(request):
+                self._waiting.held_up = obstacle
                 return
-            budget -= self._grow_prefill(request, budget)
-            promised += self._pages_promised(request)
 
-    def _pages_promised(self, request: Request) -> int:
-        """Pages a running request still needs for the tokens it knows, and one for those to come while it may grow.
+    def _obstacle(self, request: Request, step: StepBudget) -> str | None:
+        """What a request is in want of, besides pages."""
+        seats = self._batch.num_seats + request.width
+        if seats > self._max_num_seqs:
+            return "sequences"
+        if not step.prefill_tokens(0):
+            return "tokens"
+        known = sum(len(other.token_ids) for other in self._batch.requests.values()) + len(request.token_ids)
+        return None if self._budget.may_join(seats, known) else "latency"
 
-        Newcomers leave these alone: whoever is admitted too early is preempted soon, and its work is lost.
-        """
-        soon = self._pager.pages_for(len(request.token_ids)) + 1
-        at_most = self._pager.pages_for(request.num_prompt_tokens + request.max_tokens)
-        return min(soon, at_most) - len(table_of(request).page_ids)
-
-    def _start(self, request: Request, spare_pages: int) -> bool:
-        """Admit the head of the queue if all its known tokens fit beside `spare_pages`."""
+    def _start(self, request: Request) -> str | None:
+        """Run a waiting request if its pages allow it; else say so."""
         try:
-            table, cached = self._pager.open(request.token_ids, request.tenant.encode(), spare_pages)
+            self._batch.enter(request, self._clock())
         except OutOfPages:
+            return "pages"
+        self._waiting.admit(request)
+        return None
+
+    def _displace_for(self, newcomer: Request) -> bool:
+        """Preempt for a newcomer, where the policy says so, whoever loses least. Whether there was anybody."""
+        candidates = [each for each in self._batch.victims(newcomer) if self._policy.may_displace(newcomer, each)]
+        if not candidates:
             return False
-        if request.state is State.WAITING:
-            request.cached_tokens = request.high_water_tokens = cached
-        request.table = table
-        request.num_computed_tokens = cached
-        request.enter(State.PREFILL, self._clock())
-        self._waiting.remove(request)
-        self._running[request.request_id] = request
+        self._preempt(min(candidates, key=_work))
         return True
 
     def _assemble(self) -> StepPlan | None:
         decodes: list[ScheduledSequence] = []
         prefills: list[ScheduledSequence] = []
-        num_prefill_tokens = 0
-        for request in self._running.values():
+        guesses, decoding = self._speculator.guesses, State.DECODE
+        for request in self._batch.requests.values():
             table = table_of(request)
             first, end = request.num_computed_tokens, table.num_tokens
             if first == end:
                 continue
             tokens = request.token_ids
+            num_samples = int(end == len(tokens))
+            if end > len(tokens):
+                tokens, num_samples = tokens + guesses[request.request_id], end - first
             row = ScheduledSequence(
                 request.request_id,
-                (table.page_ids,),
+                table.pages,
                 first,
                 tokens[first:end],
-                int(end == len(tokens)),
+                num_samples,
                 request.sampling,
                 tokens,
                 request.num_prompt_tokens,
             )
-            if request.state is State.DECODE:
-                decodes.append(row)
-            else:
-                prefills.append(row)
-                num_prefill_tokens += end - first
+            (decodes if request.state is decoding else prefills).append(row)
         if not decodes and not prefills:
             return None
         self._num_planned_steps += 1
-        return StepPlan(self._num_planned_steps, (*decodes, *prefills), len(decodes), num_prefill_tokens)
+        load = self._load
+        return StepPlan(self._num_planned_steps, (*decodes, *prefills), load.decode_rows, load.prefill_tokens)
 
     # Preemption.
 
@@ -317,31 +397,15 @@ class Scheduler:
         """Grow by one token at the cost of whoever loses least; if nobody else may be preempted, it yields itself."""
         table = table_of(request)
         while table.would_overflow(1):
-            victim = self._victim(request)
+            victim = min(self._batch.victims(request), key=_work, default=request)
             self._preempt(victim)
             if victim is request:
                 return
         self._pager.grow(table, 1)
 
-    def _victim(self, request: Request) -> Request:
-        """The one that loses least work, the youngest of equals; never the oldest, and `request` itself last of all."""
-        protected = (request, self._oldest())
-        candidates = (other for other in self._running.values() if other not in protected)
-        return min(candidates, key=lambda other: (other.num_computed_tokens, -other.order), default=request)
-
-    def _oldest(self) -> Request:
-        return min(self._running.values(), key=arrival_rank)
-
     def _preempt(self, request: Request) -> None:
-        """By recompute: its pages go, its tokens stay, and it is first in the queue."""
-        self._pager.release(table_of(request))
-        request.table = None
-        request.num_computed_tokens = 0
-        request.preemptions += 1
-        request.enter(State.PREEMPTED, self._clock())
-        del self._running[request.request_id]
-        self._waiting.push_front(request)
-        self._num_preemptions += 1
+        self._batch.preempt(request, self._clock())
+        self._waiting.put_back(request)
 
     # Committing and ending.
 
@@ -349,44 +413,97 @@ class Scheduler:
         plan = self._in_flight
         if plan is None or result.step_id != plan.step_id:
             raise StepMismatch(f"step {result.step_id} is not in flight")
-        expected = [row.request_id for row in plan.sequences if row.num_samples]
+        expected = [row.request_id for row in plan.sequences for _ in range(row.num_samples)]
         if [token.request_id for token in result.sampled] != expected:
             raise StepMismatch(f"step {result.step_id} must sample for requests {expected}, in this order")
         return plan
 
-    def _commit_row(self, row: ScheduledSequence, token: SampledToken | None, now: float) -> RequestUpdate | None:
-        request = self._running[row.request_id]
-        if token is not None and token.error is not None:
-            reason, error = self._endings.pop(row.request_id, (None, token.error))
-            return self._end(request, reason, error)
+    def _commit_row(
+        self, request: Request, row: ScheduledSequence, samples: Sequence[SampledToken], now: float
+    ) -> RequestUpdate | None:
+        tokens: Sequence[SampledToken] = ()
+        was_decoding = request.state is State.DECODE
+        ending = self._endings.pop(row.request_id, None)
+        if ending is None:
+            tokens, ending = _take(request, row, samples, now)
+        if len(tokens) < len(samples) and samples[len(tokens)].error is not None and ending is not None:
+            return self._end(request, *ending, tokens)  # what it computed may not be numbers: nobody must find it
         table = table_of(request)
-        request.note_computed(table.num_tokens)
-        self._pager.publish(table, request.token_ids)
-        if row.request_id in self._endings:
-            return self._end(request, *self._endings.pop(row.request_id))
-        if token is None:
-            return None
-        request.append(token.token_id, now)
-        reason = request.natural_end()
-        if reason is not None:
-            return self._end(request, reason, None, (token,))
-        if request.state is State.PREFILL:
-            request.enter(State.DECODE, now)
-        return RequestUpdate(request, (token,))
+        computed = min(table.num_tokens, len(request.token_ids) - bool(tokens))
+        if len(samples) > 1:
+            computed = self._forget_guesses(request, samples, tokens, computed)
+        self._recomputed_tokens += request.note_computed(computed)
+        self._pager.settle(table, request.token_ids)
+        if ending is not None:
+            return self._end(request, *ending, tokens)
+        if was_decoding:
+            self._policy.served(request, 0, len(tokens))
+        else:
+            self._policy.served(request, len(row.token_ids), 0)
+            if tokens:
+                request.enter(State.DECODE, now)
+                self._waiting.release_branches(request)
+        return RequestUpdate(request, tuple(tokens)) if tokens else None
+
+    def _forget_guesses(
+        self, request: Request, samples: Sequence[SampledToken], tokens: Sequence[SampledToken], computed: int
+    ) -> int:
+        """Take back the rows of wrong guesses. How many tokens are computed then."""
+        self._speculator.note(request, len(samples) - 1, max(0, len(tokens) - 1))
+        if any(sample.error is not None for sample in samples[len(tokens) :]):
+            # A wrong guess left what is not a number in the last page, and 0 * NaN is NaN: write that page anew.
+            computed -= computed % self._pager.page_size
+            request.enter(State.PREFILL, self._clock())
+        self._pager.rollback(table_of(request), computed)
+        return computed
+
+    def _commit_beams(self, lead: Request, samples: Sequence[SampledToken], now: float) -> RequestUpdate | None:
+        """All hypotheses of a search took a step; those that live on are forked, the others give back their pages."""
+        search, beams = lead.beam, self._batch.beams_of(lead)
+        assert search is not None, "beams have a lead that searches"
+        ending = self._endings.pop(lead.request_id, None)
+        errors = [sample.error for sample in samples if sample.error is not None]
+        if ending is None and errors:
+            ending = None, errors[0]
+        if ending is not None:
+            return self._end(lead, *ending)
+        for beam in beams:
+            self._recomputed_tokens += beam.note_computed(table_of(beam).num_tokens)
+            self._pager.settle(table_of(beam), beam.token_ids)
+        self._policy.served(lead, 0, len(beams))
+        survivors = search.advance(samples, lead.stop_token_ids, lead.min_tokens, lead.max_tokens)
+        if lead.state is State.PREFILL:
+            lead.first_token_time = now
+            lead.enter(State.DECODE, now)
+        if search.is_done:
+            lead.hypotheses = search.results
+            return self._end(lead, lead.hypotheses[0].finish_reason, None)
+        self._batch.fork_beams(lead, survivors, now)
+        return None
+
+    def _learn(self, seconds: float) -> None:
+        load = self._load
+        if seconds > 0 and (load.prefill_tokens or not self._cost.is_warm or not self.num_steps % LEARNING_STRIDE):
+            self._cost.observe(load, seconds)
 
     def _end(
         self, request: Request, reason: FinishReason | None, error: str | None, tokens: Sequence[SampledToken] = ()
     ) -> RequestUpdate:
+        now = self._clock()
         if request.table is None:
-            self._waiting.remove(request)
+            self._waiting.leave(request)
+            self._batch.forget(request)
         else:
-            del self._running[request.request_id]
-            self._pager.release(request.table)
-            request.table = None
+            self._waiting.left_the_batch(request)
+            self._batch.leave(request)
+            self._forecast.note_output(request.num_output_tokens)
+        self._waiting.release_branches(request)
+        if request.pin_s is not None:
+            self._pager.pin(request.prompt_token_ids, request.tenant.encode(), now + request.pin_s)
         del self._requests[request.request_id]
         request.finish_reason = reason
         request.error = error
-        request.enter(State.ENDED, self._clock())
+        request.enter(State.ENDED, now)
         return RequestUpdate(request, tuple(tokens), reason, error)
 
     def _finish_step(self) -> None:
@@ -400,15 +517,26 @@ class Scheduler:
 
     def _audit(self) -> None:
         if self._debug:
-            check(self._pager, [table_of(request) for request in self._running.values()])
+            check(self._pager, [table_of(request) for request in self._batch.requests.values()])
 
 
-def arrival_rank(request: Request) -> int:
-    return request.order
+def _take(
+    request: Request, row: ScheduledSequence, samples: Sequence[SampledToken], now: float
+) -> tuple[Sequence[SampledToken], Ending | None]:
+    """Append the samples to the request as long as the guess before each was right; its end, if one of them is that."""
+    guesses = row.token_ids[len(row.token_ids) - len(samples) + 1 :]
+    for count, sample in enumerate(samples, 1):
+        if sample.error is not None:
+            return samples[: count - 1], (None, sample.error)
+        request.append(sample.token_id, now)
+        reason = request.natural_end()
+        if reason is not None:
+            return samples[:count], (reason, None)
+        if count < len(samples) and sample.token_id != guesses[count - 1]:
+            return samples[:count], None
+    return samples, None
 
 
-def table_of(request: Request) -> PageTable:
-    """The pages of a running request."""
-    if request.table is None:
-        raise ValueError(f"request {request.request_id} is {request.state.name} and has no pages")
-    return request.table
+def _work(request: Request) -> tuple[int, int]:
+    """What preempting it would lose; the youngest of equals first."""
+    return request.num_computed_tokens, -request.order

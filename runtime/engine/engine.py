@@ -34,6 +34,7 @@ from ...scheduler import (
     TokenBudget,
     TooLong,
 )
+from ...scheduler import Limits as SchedulerLimits
 from ..config import EngineConfig
 from ..errors import (
     ContextLengthExceeded,
@@ -82,13 +83,17 @@ class Engine:
             Limits(machine.spec.vocab_size, machine.max_model_len, machine.max_model_len * longest_token)
         )
         self._pager = Pager(
-            machine.layout.page_size, machine.num_pages, machine.arena.copy_page, config.enable_prefix_caching
+            machine.layout.page_size,
+            machine.num_pages,
+            windows=machine.layout.group_windows,
+            copy_page=machine.arena.copy_page,
+            enable_prefix_caching=config.enable_prefix_caching,
         )
         self.scheduler = Scheduler(
             self._pager,
             budget=TokenBudget(config.max_num_batched_tokens),
             max_num_seqs=config.max_num_seqs,
-            max_num_waiting=config.max_num_waiting,
+            limits=SchedulerLimits(max_num_waiting=config.max_num_waiting),
             max_prefill_chunk=max_prefill_chunk,
         )
         self._batcher = Batcher(self.scheduler, self._execute, self._publish, self._observe_step)
@@ -247,7 +252,7 @@ class Engine:
         try:
             self._pager.grow(table, len(token_ids))
             return await asyncio.get_running_loop().run_in_executor(
-                self._worker, self.machine.executor.score, token_ids, table.page_ids
+                self._worker, self.machine.executor.score, token_ids, table.pages[0]
             )
         except OutOfPages as error:
             raise ContextLengthExceeded(f"{len(token_ids)} tokens do not fit the KV cache: {error}") from error

@@ -53,7 +53,7 @@ class World:
     ) -> None:
         self.now = 0.0
         self.pages = [[-1] * PAGE_SIZE for _ in range(num_pages)]
-        self.pager = Pager(PAGE_SIZE, num_pages, self._copy_page, enable_prefix_caching)
+        self.pager = Pager(PAGE_SIZE, num_pages, copy_page=self._copy_page, enable_prefix_caching=enable_prefix_caching)
         self.scheduler = Scheduler(
             self.pager,
             budget=TokenBudget(max_num_batched_tokens),

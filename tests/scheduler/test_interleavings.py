@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from quire.scheduler import QueueFull, State, StepPlan, TooLong
+from quire.scheduler import Limits, QueueFull, State, StepPlan, TooLong
 
 MakeWorld = Callable[..., Any]
 Expected = Callable[..., list[int]]
@@ -43,7 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, num_pages: int, budget: int, max_num_seqs: int, chunk: int | None, caching: bool) -> None:
         self.world = self.make_world(
-            num_pages, budget, max_num_seqs, caching, max_prefill_chunk=chunk, max_num_waiting=5
+            num_pages, budget, max_num_seqs, caching, max_prefill_chunk=chunk, limits=Limits(max_num_waiting=5)
         )
         self.scheduler = self.world.scheduler
 

@@ -45,8 +45,11 @@ def test_removing_from_the_middle_keeps_the_order() -> None:
 
 
 def test_decode_rows_are_taken_off_the_token_budget() -> None:
-    assert TokenBudget(32).prefill_tokens(0) == 32
-    assert TokenBudget(32).prefill_tokens(5) == 27
+    assert TokenBudget(32).begin(0, 0).prefill_tokens(context=0) == 32
+    step = TokenBudget(32).begin(5, 100)
+    assert step.prefill_tokens(context=0) == 27
+    step.spend(20, context=0)
+    assert step.prefill_tokens(context=1000) == 7
 
 
 def test_an_empty_budget_is_refused() -> None:

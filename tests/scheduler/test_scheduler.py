@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from quire.pager import Pager
 from quire.scheduler import (
-    Admission,
     DuplicateRequest,
+    Limits,
+    Outlook,
     QueueFull,
     SampledToken,
     Scheduler,
@@ -122,10 +123,10 @@ def test_nothing_to_do_is_no_plan(make_world: MakeWorld) -> None:
 class TestAdmission:
     def test_it_tells_position_and_pages(self, make_world: MakeWorld) -> None:
         world = make_world(num_pages=16)
-        assert world.add(1, [1] * 6, max_tokens=4) == Admission(position=0, pages_needed=3, pages_free=16)
-        assert world.add(2, [2] * 6, max_tokens=2) == Admission(position=1, pages_needed=2, pages_free=16)
+        assert world.add(1, [1] * 6, max_tokens=4) == Outlook(position=0, pages_needed=3, pages_free=16)
+        assert world.add(2, [2] * 6, max_tokens=2) == Outlook(position=1, pages_needed=2, pages_free=16)
         world.step()
-        assert world.add(3, [1], max_tokens=1) == Admission(position=0, pages_needed=1, pages_free=12)
+        assert world.add(3, [1], max_tokens=1) == Outlook(position=0, pages_needed=1, pages_free=12)
 
     def test_the_longest_request_that_fits_is_taken_and_a_longer_one_is_not(self, make_world: MakeWorld) -> None:
         world = make_world(num_pages=4)
@@ -137,7 +138,7 @@ class TestAdmission:
         assert world.ended == {1: "length"}
 
     def test_a_full_queue_refuses_and_changes_nothing(self, make_world: MakeWorld) -> None:
-        world = make_world(max_num_waiting=2)
+        world = make_world(limits=Limits(max_num_waiting=2))
         world.add(1, [1])
         world.add(2, [1])
         with pytest.raises(QueueFull, match="2 requests are waiting"):
@@ -184,9 +185,7 @@ class TestAdmission:
         world.run()
         assert list(world.ended) == [1, 3, 2]
 
-    @pytest.mark.parametrize(
-        "options", [{"max_num_seqs": 0}, {"max_num_waiting": 0}, {"max_prefill_chunk": 0}, {"max_num_seqs": 33}]
-    )
+    @pytest.mark.parametrize("options", [{"max_num_seqs": 0}, {"max_prefill_chunk": 0}, {"max_num_seqs": 33}])
     def test_impossible_settings_are_refused(self, make_world: MakeWorld, options: dict[str, int]) -> None:
         with pytest.raises(ValueError, match="max_num_seqs"):
             make_world(max_num_batched_tokens=32, **options)
@@ -219,7 +218,7 @@ class TestPrefixCache:
         world.add(1, self.PROMPT)
         world.add(2, self.PROMPT)
         world.step()
-        tables = [list(world.requests[request_id].table.page_ids) for request_id in (1, 2)]
+        tables = [list(world.requests[request_id].table.pages[0]) for request_id in (1, 2)]
         assert tables == [[0, 1, 2], [0, 1, 5]]
         assert world.scheduler.stats().pages_owned == 4
 

@@ -351,7 +351,7 @@ async def test_a_failing_tokenizer_is_a_typed_error(running: Running, monkeypatc
 async def test_a_full_queue(running: Running) -> None:
     async with running(max_num_seqs=1, max_num_waiting=2) as engine:
         streams = [await engine.submit(asked((5, 6), max_tokens=3)) for _ in range(2)]
-        with pytest.raises(Overloaded, match="2 requests are waiting, which is the limit"):
+        with pytest.raises(Overloaded, match="2 requests are waiting, the limit is 2"):
             await engine.submit(asked((5, 6)))
         assert [stream.admission.position for stream in streams] == [0, 1]
         assert len({ids_of(await collect(stream)) for stream in streams}) == 1

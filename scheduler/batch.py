@@ -1,0 +1,222 @@
+"""The running requests and their pages: who enters, who gives up their place, who forks.
+
+It must not decide whose turn it is, nor know budgets or queues. The one invariant: a request runs exactly as long as it
+has a page table, and every owned page belongs to a running request.
+
+A request that has a reservation is never preempted: it cannot lack a page. Beams have one from the start, others when
+they have been preempted `MAX_PREEMPTIONS` times. Of the rest, the oldest is never preempted for the sake of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..pager import OutOfPages, Pager, PageTable
+from .beam import Survivor
+from .cost import CostModel
+from .request import Request, State
+
+MAX_PREEMPTIONS = 3  # then it comes back only with all the pages it may ever need
+
+
+class Batch:
+    def __init__(self, pager: Pager, cost: CostModel) -> None:
+        self.requests: dict[int, Request] = {}  # in order of admission; a beam is one beside its lead
+        self.num_seats = 0  # sequences, and those that a beam search will come to
+        self.num_spilled = 0  # preemptions that kept their pages
+        self.num_recomputed = 0  # preemptions that did not
+        self._pager = pager
+        self._cost = cost
+        self._num_beams = 0
+        self._last_beam_id = 0  # below 0, where no request of a user is
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.requests) - self._num_beams
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.num_spilled + self.num_recomputed
+
+    def pages_at_longest(self, request: Request) -> int:
+        """What it may come to need, its beams included: each may copy its last pages while it still shares others."""
+        pages = self._pager.pages_for(request.num_prompt_tokens + request.max_tokens)
+        return pages if request.beam is None else request.width * (pages + len(self._pager.windows))
+
+    def enter(self, request: Request, now: float) -> None:
+        """Run a request, with all pages found that it need not compute. Raises OutOfPages, changing nothing, unless all
+        it knows fits beside what others have been promised.
+        """
+        table = self._open(request, self._pages_promised())
+        if request.state is State.WAITING:
+            request.cached_tokens = request.high_water_tokens = table.num_tokens
+        request.table = table
+        request.num_computed_tokens = table.num_tokens
+        request.enter(State.PREFILL, now)
+        self.requests[request.request_id] = request
+        self.num_seats += request.width
+
+    def leave(self, request: Request) -> None:
+        """It does not run any more: its pages go back, its beams' too."""
+        for beam in tuple(self._beams(request)):
+            self._drop_beam(beam)
+        self._pager.release(table_of(request))
+        self._remove(request)
+
+    def preempt(self, request: Request, now: float) -> None:
+        """Its pages go, into the store where that is cheaper than computing them again; its tokens stay."""
+        table, computed = table_of(request), request.num_computed_tokens
+        request.spilled = self._pager.spill(table, computed) if self._spilling_pays(request) else None
+        if request.spilled is None:
+            self._pager.release(table)
+            request.num_computed_tokens = 0
+            self.num_recomputed += 1
+        else:
+            self.num_spilled += 1
+        self._remove(request)
+        request.preemptions += 1
+        request.enter(State.PREEMPTED, now)
+
+    def forget(self, request: Request) -> None:
+        """It ends while it is preempted: what was kept of it goes."""
+        if request.spilled is not None:
+            self._pager.discard(request.spilled)
+            request.spilled = None
+
+    def oldest(self) -> Request:
+        return min(self.requests.values(), key=arrival_rank)
+
+    def victims(self, request: Request) -> Iterator[Request]:
+        """Whom `request` could take pages from."""
+        oldest = self.oldest()
+        return (
+            other
+            for other in self.requests.values()
+            if other is not request and other is not oldest and not self.is_protected(other)
+        )
+
+    def is_protected(self, request: Request) -> bool:
+        """Whether it runs on reserved pages, or will."""
+        return request.lead is not None or request.preemptions >= MAX_PREEMPTIONS
+
+    def fork_beams(self, lead: Request, survivors: Sequence[Survivor], now: float) -> None:
+        """Let the search's hypotheses continue as `survivors`; pages of the others are back when this returns."""
+        beams = self.beams_of(lead)
+        tables, contexts = [table_of(beam) for beam in beams], [beam.token_ids for beam in beams]
+        computed = lead.num_computed_tokens
+        for table in [table for index, table in enumerate(tables) if index not in {each.parent for each in survivors}]:
+            self._pager.release(table)
+        while len(beams) < len(survivors):
+            beams.append(self._new_beam(lead, now))
+        for beam in beams[len(survivors) :]:
+            beam.table = None
+            self._drop_beam(beam)
+        continued: set[int] = set()
+        for beam, survivor in zip(beams, survivors, strict=False):
+            table = tables[survivor.parent]
+            self._pager.reserve(table, 0)
+            beam.table = self._pager.fork(table) if survivor.parent in continued else table
+            beam.token_ids = [*contexts[survivor.parent], survivor.token.token_id]
+            beam.num_computed_tokens = computed
+            continued.add(survivor.parent)
+        for beam in beams[: len(survivors)]:
+            self._pager.reserve(table_of(beam), lead.pages_needed // lead.width - table_of(beam).num_pages)
+
+    def beams_of(self, lead: Request) -> list[Request]:
+        """The sequences of a beam search, its lead first."""
+        return [lead, *self._beams(lead)]
+
+    def _beams(self, lead: Request) -> Iterator[Request]:
+        if lead.beam is None or not self._num_beams:
+            return iter(())
+        return (other for other in self.requests.values() if other.lead is lead and other is not lead)
+
+    def _new_beam(self, lead: Request, now: float) -> Request:
+        self._last_beam_id -= 1
+        beam = Request(
+            self._last_beam_id,
+            lead.prompt_token_ids,
+            max_tokens=lead.max_tokens,
+            sampling=lead.sampling,
+            tenant=lead.tenant,
+        )
+        beam.lead, beam.order = lead, lead.order
+        beam.enter(State.PREFILL, now)
+        beam.enter(State.DECODE, now)
+        self.requests[beam.request_id] = beam
+        self._num_beams += 1
+        return beam
+
+    def _drop_beam(self, beam: Request) -> None:
+        if beam.table is not None:
+            self._pager.release(beam.table)
+        del self.requests[beam.request_id]
+        self._num_beams -= 1
+
+    def _remove(self, request: Request) -> None:
+        request.table = None
+        del self.requests[request.request_id]
+        self.num_seats -= request.width
+
+    def _open(self, request: Request, spare_pages: int) -> PageTable:
+        pager, tokens, salt = self._pager, request.token_ids, request.tenant.encode()
+        reserve = self.is_protected(request)
+        if reserve:
+            spare_pages += max(0, request.pages_needed - pager.pages_for(len(tokens)))
+        table = self._kept_pages(request, spare_pages) or self._fork_source(request, spare_pages)
+        if table is None:
+            table, _ = pager.open(tokens, salt, spare_pages)
+        if reserve:
+            pager.reserve(table, max(0, request.pages_needed - table.num_pages))
+        return table
+
+    def _kept_pages(self, request: Request, spare_pages: int) -> PageTable | None:
+        """The pages it had when it was preempted; None if they were not kept, or did not survive it."""
+        if request.spilled is None:
+            return None
+        table = self._pager.restore(request.spilled, request.token_ids, request.tenant.encode(), spare_pages)
+        request.spilled = None
+        return table
+
+    def _fork_source(self, request: Request, spare_pages: int) -> PageTable | None:
+        """A branch continues its source's prompt, all but the last token, which it computes for itself to sample."""
+        source, num_tokens = request.source, request.num_prompt_tokens - 1
+        if request.state is not State.WAITING or source is None or source.table is None:
+            return None
+        if source.num_computed_tokens < num_tokens or not self._pager.can_roll_back(source.table, num_tokens):
+            return None
+        table = self._pager.fork(source.table)
+        self._pager.rollback(table, num_tokens)
+        needed = table.pages_needed(1) + spare_pages
+        if needed > self._pager.num_available:
+            self._pager.release(table)
+            raise OutOfPages(needed, self._pager.num_available)
+        return table
+
+    def _spilling_pays(self, request: Request) -> bool:
+        table = table_of(request)
+        seconds = self._pager.spill_seconds(table.num_pages)
+        return seconds is not None and seconds < self._cost.predict_prefill(request.num_computed_tokens)
+
+    def _pages_promised(self) -> int:
+        """Pages that running requests still need for the tokens they know, and a little for those to come.
+
+        Newcomers leave these alone: whoever is admitted too early is preempted soon, and its work is lost.
+        """
+        return sum(self._promised(request) for request in self.requests.values() if not self.is_protected(request))
+
+    def _promised(self, request: Request) -> int:
+        table = table_of(request)
+        soon = self._pager.pages_for(len(request.token_ids)) + len(table.pages)
+        return max(0, min(soon, request.pages_needed) - table.num_pages)
+
+
+def arrival_rank(request: Request) -> int:
+    return request.order
+
+
+def table_of(request: Request) -> PageTable:
+    """The pages of a running request."""
+    if request.table is None:
+        raise ValueError(f"request {request.request_id} is {request.state.name} and has no pages")
+    return request.table

@@ -1,0 +1,107 @@
+"""Beam search as bookkeeping: which hypotheses live on, which are complete, and when nothing better can come.
+
+It must not know pages or steps; the scheduler forks and drops tables as it is told here. The one invariant: the outcome
+is a function of the candidates alone. Ties go to the earlier hypothesis, then to the lower token id.
+
+As Hugging Face does it: the 2 * width likeliest continuations of each live hypothesis are candidates; of the best
+`width` of them those that end with a stop token are complete; the best `width` of those that do not live on. A
+hypothesis is scored by its log probability over length ** length_penalty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from .plan import SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One finished continuation of the prompt."""
+
+    tokens: tuple[SampledToken, ...]  # each with its logprob; a stop token is the last
+    cumulative_logprob: float
+    score: float  # by which hypotheses are ordered, higher first
+    finish_reason: Literal["stop", "length"]
+
+
+class Survivor(NamedTuple):
+    """A hypothesis of the next step: the live one it continues, by index, and the token it adds."""
+
+    parent: int
+    token: SampledToken
+    cumulative_logprob: float
+
+
+class _Path(NamedTuple):
+    tokens: tuple[SampledToken, ...]
+    cumulative_logprob: float
+
+
+class BeamSearch:
+    """One request's search. `advance` it with each step's samples until it `is_done`, then read `results`."""
+
+    def __init__(self, width: int, length_penalty: float = 1.0, num_results: int | None = None) -> None:
+        if width < 1 or (num_results is not None and not 1 <= num_results <= width):
+            raise ValueError(f"a search of width {width} cannot give {num_results} results")
+        self.width = width
+        self._length_penalty = length_penalty
+        self._num_results = num_results or width
+        self._live = [_Path((), 0.0)]
+        self._complete: list[Hypothesis] = []
+        self.is_done = False
+
+    def advance(
+        self, samples: Sequence[SampledToken], stop_token_ids: frozenset[int], min_tokens: int, max_tokens: int
+    ) -> list[Survivor]:
+        """One step: a sample with 2 * width top logprobs for each live hypothesis, in order. Who lives on."""
+        length = len(self._live[0].tokens) + 1
+        may_stop = length >= min_tokens
+        survivors: list[Survivor] = []
+        for place, candidate in enumerate(sorted(self._candidates(samples), key=_order)):
+            if not may_stop or candidate.token.token_id not in stop_token_ids:
+                survivors.append(candidate)
+            elif place < self.width:
+                self._finish(self._path(candidate), "stop")
+        del survivors[self.width :]
+        self._live = [self._path(survivor) for survivor in survivors]
+        if length >= max_tokens:
+            for path in self._live:
+                self._finish(path, "length")
+        self.is_done = length >= max_tokens or not survivors or self._nothing_better_can_come()
+        return survivors
+
+    @property
+    def results(self) -> list[Hypothesis]:
+        """The best complete hypotheses, best first; of equal ones the one found first."""
+        return sorted(self._complete, key=lambda found: -found.score)[: self._num_results]
+
+    def _candidates(self, samples: Sequence[SampledToken]) -> list[Survivor]:
+        return [
+            Survivor(parent, SampledToken(sample.request_id, token, logprob), path.cumulative_logprob + logprob)
+            for parent, (path, sample) in enumerate(zip(self._live, samples, strict=True))
+            for token, logprob in sample.top_logprobs[: 2 * self.width]
+        ]
+
+    def _path(self, survivor: Survivor) -> _Path:
+        return _Path((*self._live[survivor.parent].tokens, survivor.token), survivor.cumulative_logprob)
+
+    def _finish(self, path: _Path, reason: Literal["stop", "length"]) -> None:
+        score = self._score(path.cumulative_logprob, len(path.tokens))
+        self._complete.append(Hypothesis(path.tokens, path.cumulative_logprob, score, reason))
+
+    def _score(self, cumulative_logprob: float, length: int) -> float:
+        return cumulative_logprob / float(length**self._length_penalty)
+
+    def _nothing_better_can_come(self) -> bool:
+        """Enough are complete, and no live one beats them as it stands: the usual rule, exact for a penalty of 0."""
+        if len(self._complete) < self.width:
+            return False
+        best_live = max(self._score(path.cumulative_logprob, len(path.tokens)) for path in self._live)
+        return self.results[-1].score >= best_live
+
+
+def _order(survivor: Survivor) -> tuple[float, int, int]:
+    return -survivor.cumulative_logprob, survivor.parent, survivor.token.token_id

@@ -1,0 +1,126 @@
+"""All requests that wait: who may join them, in which order they leave, and what keeps them.
+
+It must not know pages of running requests, steps or budgets. The one invariant: a request that is refused has changed
+nothing, and one that was accepted waits here exactly as long as it is neither running nor ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from heapq import heapify, heappop, heappush
+
+from .errors import CannotMeetDeadline, Outlook, QuotaExceeded, TooLong
+from .policy import Policy
+from .request import Request, State
+from .tenants import Limits, Tenants
+
+
+class WaitingRoom:
+    def __init__(self, policy: Policy, limits: Limits, num_pages: int) -> None:
+        self.policy = policy
+        self.num_tokens = 0  # that those who wait know
+        self.held_up = "tokens"  # why the head of the queue was not admitted
+        self.over_quota: Collection[str] = ()  # tenants that were passed over
+        self._tenants = Tenants(limits)
+        self._num_pages = num_pages
+        self._held: dict[int, list[Request]] = {}  # branches that wait for their source's prompt, by the source's id
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; ended requests are left in it for a while
+
+    def __len__(self) -> int:
+        return self._tenants.num_waiting
+
+    def limit_reached(self, tenant: str, count: int) -> str | None:
+        """Which limit of the queue `count` more of the tenant's requests would break, in words."""
+        return self._tenants.limit_reached(tenant, count)
+
+    def check_fit(self, request: Request, outlook: Outlook, now: float) -> None:
+        """Raises TooLong, QuotaExceeded or CannotMeetDeadline for what could never come to a good end."""
+        num_tokens = request.num_prompt_tokens + request.max_tokens
+        needs = f"prompt and max_tokens, {num_tokens} together, need {request.pages_needed} pages"
+        if request.pages_needed > self._num_pages:
+            raise TooLong(f"{needs} of {self._num_pages}", outlook)
+        quota = self._tenants.limits.max_kv_pages_per_tenant
+        if quota is not None and request.pages_needed > quota:
+            raise QuotaExceeded(f"{needs}, a tenant may have {quota}", outlook)
+        wait_s = outlook.predicted_wait_s
+        if request.deadline is not None and wait_s is not None and now + wait_s > request.deadline:
+            raise CannotMeetDeadline(f"the first token is {wait_s:.3g} s away, after the request's deadline", outlook)
+
+    def accept(self, requests: Sequence[Request]) -> None:
+        """New ones, which have arrived; the first queues, the others wait for its prompt."""
+        first, *branches = requests
+        for request in requests:
+            self._count(request, 1)
+            if request.deadline is not None:
+                heappush(self._deadlines, (request.deadline, request.order, request))
+        self.policy.push(first)
+        if branches:
+            self._held[first.request_id] = branches
+            for branch in branches:
+                branch.source = first
+
+    def put_back(self, request: Request) -> None:
+        """It ran, and was preempted."""
+        self._tenants.hold(request.tenant, -request.pages_needed)
+        self._count(request, 1)
+        self.policy.push_front(request)
+
+    def head(self) -> Request | None:
+        """Who comes next; tenants whose quota has no room for their own next one are passed over."""
+        over_quota: set[str] = set()
+        while (request := self.policy.head(over_quota)) is not None:
+            if self._tenants.has_quota(request.tenant, request.pages_needed):
+                break
+            over_quota.add(request.tenant)
+        self.over_quota = over_quota
+        return request
+
+    def admit(self, request: Request) -> None:
+        """It runs now."""
+        self.policy.remove(request)
+        self._count(request, -1)
+        self._tenants.hold(request.tenant, request.pages_needed)
+
+    def leave(self, request: Request) -> None:
+        """It ends, having waited."""
+        self._count(request, -1)
+        branches = self._held.get(request.source.request_id, []) if request.source else []
+        if request in branches:
+            branches.remove(request)
+        else:
+            self.policy.remove(request)
+
+    def left_the_batch(self, request: Request) -> None:
+        """It ends, having run."""
+        self._tenants.hold(request.tenant, -request.pages_needed)
+
+    def release_branches(self, source: Request) -> None:
+        """The source's prompt is computed, or it ended: its branches queue, before all that are new."""
+        for branch in self._held.pop(source.request_id, ()):
+            self.policy.push_front(branch)
+
+    def next_deadline(self, num_alive: int) -> float | None:
+        """The earliest of a live request; `num_alive` there are, so the rest may be forgotten."""
+        if len(self._deadlines) > 2 * num_alive + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].state is not State.ENDED]
+            heapify(self._deadlines)
+        while self._deadlines and self._deadlines[0][2].state is State.ENDED:
+            heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def pop_deadline(self) -> Request:
+        """The request with the earliest deadline, whose deadline is then forgotten."""
+        return heappop(self._deadlines)[2]
+
+    def by_reason(self) -> dict[str, int]:
+        """How many wait for a sequence's place, pages, latency, tokens of a step, quota, or a branch's source."""
+        held = sum(len(branches) for branches in self._held.values())
+        quota = sum(self._tenants.waiting(tenant) for tenant in self.over_quota)
+        reasons = Counter({"source": held, "quota": quota})
+        reasons[self.held_up] += len(self) - held - quota
+        return {reason: count for reason, count in reasons.items() if count > 0}
+
+    def _count(self, request: Request, count: int) -> None:
+        self._tenants.queue(request.tenant, count)
+        self.num_tokens += count * len(request.token_ids)
