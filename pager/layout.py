@@ -55,7 +55,7 @@ class KVLayout:
     @property
     def groups(self) -> tuple[LayerGroup, ...]:
         """Full ones first, then by window; within a window by layer, `page_layers` at a time."""
-        return _groups(self.windows or (0,) * self.num_layers)
+        return group_layers(self._layer_windows)
 
     @property
     def group_windows(self) -> tuple[int, ...]:
@@ -67,11 +67,12 @@ class KVLayout:
         return max(len(group.layers) for group in self.groups)
 
     def place(self, layer: int) -> tuple[int, int]:
-        """The group of a layer, and its slot in the group's pages."""
-        for index, group in enumerate(self.groups):
-            if layer in group.layers:
-                return index, group.layers.index(layer)
-        raise ValueError(f"layer {layer} is not one of {self.num_layers}")
+        """The index of a layer's group, and its slot in the group's pages."""
+        return place_layers(self._layer_windows)[layer]
+
+    @property
+    def _layer_windows(self) -> tuple[int, ...]:
+        return self.windows or (0,) * self.num_layers
 
     @property
     def itemsize(self) -> int:
@@ -148,8 +149,8 @@ def pages_held(num_tokens: int, page_size: int, windows: Sequence[int]) -> int:
 
 
 @lru_cache
-def _groups(windows: tuple[int, ...]) -> tuple[LayerGroup, ...]:
-    """A page has as many layer slots as can be filled well, because fewer groups mean fewer pages to look after."""
+def group_layers(windows: tuple[int, ...]) -> tuple[LayerGroup, ...]:
+    """Layers with these windows in groups of as many as fill pages well: the fewer groups, the fewer page tables."""
     by_window = {w: [i for i, other in enumerate(windows) if other == w] for w in sorted(set(windows))}
     size = max(
         s
@@ -161,3 +162,14 @@ def _groups(windows: tuple[int, ...]) -> tuple[LayerGroup, ...]:
         for window, layers in by_window.items()
         for first in range(0, len(layers), size)
     )
+
+
+@lru_cache
+def place_layers(windows: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Of each layer: the index of its group, and its slot in the group's pages."""
+    places = {
+        layer: (index, slot)
+        for index, group in enumerate(group_layers(windows))
+        for slot, layer in enumerate(group.layers)
+    }
+    return tuple(places[layer] for layer in range(len(windows)))
