@@ -14,7 +14,7 @@ from libc.string cimport memcpy, memset
 from .heads cimport store_rows, take_queries
 from .isa cimport QUIRE_BF16, QUIRE_F32, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_page, quire_rows
 from .pool cimport quire_pool_barrier, quire_signal, quire_signal_await, quire_signal_set, quire_take
-from .step cimport page_at
+from .step cimport page_at, table_of
 
 cdef enum:
     SPLIT = 256
@@ -254,7 +254,7 @@ cdef void _point_at_pages(const AttentionOp *op, const Step *step, int64_t seque
     can be guessed from addresses. Beyond the sequence's end, masked columns point at its last page."""
     cdef int64_t page = token // step.page_size, last_page = last // step.page_size, slot, j
     cdef int64_t per_tile = QUIRE_TILE // step.page_size, panel = 16 * step.padded_head_dim
-    cdef const int32_t *table = step.page_ids + step.page_start[sequence]
+    cdef const int32_t *table = table_of(step, op.heads.layer_group, sequence)
     cdef quire_page kv
     tile.num_pages = <int>min(per_tile, last_page - page + 1)
     for j in range(4):

@@ -5,7 +5,8 @@ from .step cimport Step, Value
 
 cdef struct HeadsOp:
     Value qkv                       # f32 [tokens][num_heads + 2 num_kv_heads][head_dim]
-    int64_t layer
+    int64_t layer_group             # whose page tables
+    int64_t layer                   # slot in its pages
     int64_t num_heads
     int64_t num_kv_heads
     int64_t group                   # query heads per KV head

@@ -7,7 +7,7 @@ from libc.stdint cimport uint16_t
 from libc.string cimport memcpy, memset
 
 from .isa cimport QUIRE_BF16, QUIRE_MAX_HEAD, QUIRE_Q8, quire_output, quire_page
-from .step cimport page_at
+from .step cimport page_at, table_of
 
 
 cdef void take_queries(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t first_row,
@@ -43,7 +43,7 @@ cdef void store_rows(const HeadsOp *op, const Step *step, const quire_tiles *til
     cdef int64_t first = step.first_position[sequence], row = step.row_start[sequence] - first
     cdef int64_t position = max(first, page * step.page_size)
     cdef int64_t end = min(step.row_start[sequence + 1] - row, (page + 1) * step.page_size)
-    cdef quire_page kv = page_at(step, op.layer, step.page_ids[step.page_start[sequence] + page], head)
+    cdef quire_page kv = page_at(step, op.layer, table_of(step, op.layer_group, sequence)[page], head)
     cdef const float *key
     cdef float x[QUIRE_MAX_HEAD]
     if position % step.page_size == 0:

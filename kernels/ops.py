@@ -111,7 +111,8 @@ class Linear:
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Split qkv into heads; q/k norm where given; rotary embedding; K and V into their pages; causal softmax(q K^T) V
-    per head over the sequence's pages, with `window` > 0 over the last `window` tokens.
+    per head over the sequence's pages, with `window` > 0 over the last `window` tokens. Layers of one window may share
+    pages: they are a layer group, with a page table of its own per sequence and a slot in its pages for each layer.
 
     `rotary` is f32 [positions, head_dim]: cos in the first half of the columns, sin in the second. Rotation is by
     halves (Hugging Face convention). Pages have the KV cache's dtype, queries meet them in the form that goes with
@@ -120,7 +121,8 @@ class Attention:
 
     qkv: Region  # f32 [tokens, (num_heads + 2 num_kv_heads) * head_dim]
     out: Region  # [tokens, num_heads * head_dim]
-    layer: int
+    group: int  # layer group: which of a sequence's page tables
+    layer: int  # slot in the group's pages
     num_heads: int
     num_kv_heads: int
     head_dim: int

@@ -11,7 +11,9 @@ class PageLayout(Protocol):
     """What a program must know of the KV cache; `pager.layout.KVLayout` fits."""
 
     @property
-    def num_layers(self) -> int: ...
+    def page_layers(self) -> int: ...
+    @property
+    def group_windows(self) -> tuple[int, ...]: ...
     @property
     def num_kv_heads(self) -> int: ...
     @property
@@ -60,8 +62,11 @@ class Program:
         page_start: npt.NDArray[np.int32],
         sample_rows: npt.NDArray[np.int32],
     ) -> None:
-        """One step over `token_ids` [rows], all int32: sequence i owns rows row_start[i]..row_start[i+1], its first at
-        first_position[i], and the pages page_ids[page_start[i]..page_start[i+1]]. The GIL is released meanwhile.
+        """One step over `token_ids` [rows], all int32: sequence i of n owns rows row_start[i]..row_start[i+1], first of
+        them at first_position[i], and in layer group g the pages page_ids[page_start[g*n + i]..page_start[g*n + i + 1]].
+
+        A page is -1 where a group with a window has given it back, before the first tile of 64 tokens that the
+        sequence's first row sees. ValueError for any array that would lead outside. The GIL is released meanwhile.
         """
 
     def op_seconds(self) -> list[float]:

@@ -99,16 +99,18 @@ cdef class Program:
     cdef Pool pool
     cdef object keep_alive, arena, records, scratch, block_start, unit_start, sampled
     cdef char *arena_data
-    cdef int64_t arena_bytes, max_rows, max_sequences, max_samples, vocab_size, num_pages, num_layers, max_positions
+    cdef int64_t arena_bytes, max_rows, max_sequences, max_samples, vocab_size, num_pages, page_layers, max_positions
     cdef int64_t num_kv_heads, head_dim
+    cdef int64_t[::1] windows       # of each layer group
     cdef readonly str isa
 
     def __init__(self, ops, arena_bytes, kv_memory, kv_layout, num_pages, Pool pool, *, max_rows, max_samples,
                  max_sequences, vocab_size, isa=None):
         self.pool, self.isa = pool, (<bytes>tiles_of(isa).name).decode()
         self.max_rows, self.max_samples, self.max_sequences = max_rows, max_samples, max_sequences
-        self.vocab_size, self.num_pages, self.num_layers = vocab_size, num_pages, kv_layout.num_layers
+        self.vocab_size, self.num_pages, self.page_layers = vocab_size, num_pages, kv_layout.page_layers
         self.num_kv_heads, self.head_dim = kv_layout.num_kv_heads, kv_layout.head_dim
+        self.windows = np.array(kv_layout.group_windows, np.int64)
         self.max_positions = 2**31 - 1
         self.keep_alive, self.sampled = [kv_memory], set()
         self._allocate(len(ops), arena_bytes)
@@ -243,7 +245,8 @@ cdef class Program:
         self.keep_alive.append(op.rotary)
         self.max_positions = min(self.max_positions, rotary.shape[0])
         heads.qkv = self._value(op.qkv, (op.num_heads + 2 * op.num_kv_heads) * op.head_dim, "f32", self.max_rows)
-        heads.layer, heads.num_heads, heads.num_kv_heads = op.layer, op.num_heads, op.num_kv_heads
+        heads.layer_group, heads.layer = op.group, op.layer
+        heads.num_heads, heads.num_kv_heads = op.num_heads, op.num_kv_heads
         heads.group, heads.head_dim = group, op.head_dim
         heads.query = self._head(op, op.q_norm, op.scale)
         heads.key = self._head(op, op.k_norm, 1)
@@ -258,9 +261,8 @@ cdef class Program:
 
     cdef _add_attention(self, Record *record, op):
         cdef AttentionOp *attention = &record.of.attention
-        group = self._group(op)
-        if op.window < 0:
-            raise ValueError(f"window must be 0 or more, not {op.window}")
+        self._check_place(op)
+        group = self._query_heads(op)
         if op.out.form != "f32" and group * op.head_dim % BLOCK:
             raise ValueError(f"{group} heads of {op.head_dim} do not fill blocks of {BLOCK}: out must be f32")
         record.kind = ATTENTION
@@ -269,11 +271,16 @@ cdef class Program:
         attention.window = op.window
         self.replay.step.query_tile = min(self.replay.step.query_tile, QUIRE_TILE // group)
 
-    def _group(self, op):
-        """Query heads per KV head."""
-        if not 0 <= op.layer < self.num_layers or op.num_kv_heads != self.num_kv_heads or op.head_dim != self.head_dim:
+    def _check_place(self, op):
+        if not 0 <= op.layer < self.page_layers or op.num_kv_heads != self.num_kv_heads or op.head_dim != self.head_dim:
             raise ValueError(f"layer {op.layer} with {op.num_kv_heads} x {op.head_dim} KV heads does not fit a cache "
-                             f"of {self.num_layers} layers with {self.num_kv_heads} x {self.head_dim}")
+                             f"of {self.page_layers} layers with {self.num_kv_heads} x {self.head_dim}")
+        if not 0 <= op.group < self.windows.shape[0] or op.window < 0 or op.window != self.windows[op.group]:
+            raise ValueError(f"a window of {op.window} does not fit layer group {op.group}; "
+                             f"the groups' windows are {list(self.windows)}")
+
+    def _query_heads(self, op):
+        """Per KV head."""
         if op.num_heads < 1 or op.num_heads % op.num_kv_heads:
             raise ValueError(f"{op.num_heads} query heads do not divide among {op.num_kv_heads} KV heads")
         group = op.num_heads // op.num_kv_heads
@@ -358,31 +365,44 @@ cdef class Program:
     cdef _check_step(self, const int32_t[::1] token_ids, const int32_t[::1] row_start,
                      const int32_t[::1] first_position, const int32_t[::1] page_ids, const int32_t[::1] page_start,
                      const int32_t[::1] sample_rows):
-        cdef int64_t rows = token_ids.shape[0], sequences = first_position.shape[0], i, end, pages
+        cdef int64_t rows = token_ids.shape[0], sequences = first_position.shape[0], i
+        cdef int64_t tables = self.windows.shape[0] * sequences
         if not 1 <= rows <= self.max_rows or not 1 <= sequences <= self.max_sequences:
             raise ValueError(f"{rows} rows of {sequences} sequences; this program takes 1..{self.max_rows} of "
                              f"1..{self.max_sequences}")
         if sample_rows.shape[0] > self.max_samples:
             raise ValueError(f"{sample_rows.shape[0]} sampling rows; this program takes {self.max_samples}")
-        if (row_start.shape[0] != sequences + 1 or page_start.shape[0] != sequences + 1 or row_start[0] != 0
-                or page_start[0] != 0 or row_start[sequences] != rows or page_start[sequences] != page_ids.shape[0]):
+        if (row_start.shape[0] != sequences + 1 or page_start.shape[0] != tables + 1 or row_start[0] != 0
+                or page_start[0] != 0 or row_start[sequences] != rows or page_start[tables] != page_ids.shape[0]):
             raise ValueError("row_start and page_start must run from 0 to the number of rows and pages")
         for i in range(rows):
             if not 0 <= token_ids[i] < self.vocab_size:
                 raise ValueError(f"token id {token_ids[i]} is outside the vocabulary of {self.vocab_size}")
         for i in range(sequences):
-            end = <int64_t>first_position[i] + row_start[i + 1] - row_start[i]
-            pages = page_start[i + 1] - page_start[i]
-            if row_start[i + 1] <= row_start[i] or first_position[i] < 0 or end > self.max_positions:
+            if (row_start[i + 1] <= row_start[i] or first_position[i] < 0
+                    or <int64_t>first_position[i] + row_start[i + 1] - row_start[i] > self.max_positions):
                 raise ValueError(f"sequence {i} must run at least one row at positions 0..{self.max_positions - 1}")
-            if pages * self.replay.step.page_size < end:
-                raise ValueError(f"sequence {i} has {pages} pages for {end} tokens")
-        for i in range(page_ids.shape[0]):
-            if not 0 <= page_ids[i] < self.num_pages:
-                raise ValueError(f"page {page_ids[i]} is outside the pool of {self.num_pages}")
+        self._check_tables(row_start, first_position, page_ids, page_start)
         for i in range(sample_rows.shape[0]):
             if not 0 <= sample_rows[i] < rows:
                 raise ValueError(f"sampling row {sample_rows[i]} is outside the step's {rows}")
+
+    cdef _check_tables(self, const int32_t[::1] row_start, const int32_t[::1] first_position,
+                       const int32_t[::1] page_ids, const int32_t[::1] page_start):
+        """Pages for all tokens, and real ones from the first tile on that a sequence's first row sees."""
+        cdef int64_t sequences = first_position.shape[0], size = self.replay.step.page_size
+        cdef int64_t window, group, i, table, page, pages, first, seen, end
+        for group in range(self.windows.shape[0]):
+            window = self.windows[group]
+            for i in range(sequences):
+                first, table = first_position[i], page_start[group * sequences + i]
+                pages, end = page_start[group * sequences + i + 1] - table, first + row_start[i + 1] - row_start[i]
+                if pages * size < end or table + pages > page_ids.shape[0]:
+                    raise ValueError(f"sequence {i} has {pages} pages for {end} tokens")
+                seen = max(<int64_t>0, first - window + 1) // QUIRE_TILE * QUIRE_TILE // size if window else 0
+                for page in range(pages):
+                    if not (0 if page >= seen else -1) <= page_ids[table + page] < self.num_pages:
+                        raise ValueError(f"page {page_ids[table + page]} is outside the pool of {self.num_pages}")
 
     cdef void _deal_out(self, Step *step) noexcept nogil:
         """Number the units that attention deals out: pages to store, then query tiles or splits."""

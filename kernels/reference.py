@@ -7,6 +7,7 @@ region. Arithmetic is float64; what a form rounds away (bf16, q8, the KV dtype) 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -101,14 +102,15 @@ def softmax(x: Array) -> Array:
 
 
 class ReferenceProgram:
-    """Runs ops one by one over plain arrays. KV lives as `keys[layer, page, slot, kv_head, d]`, likewise `values`."""
+    """Runs ops one by one over plain arrays. KV lives as `keys[layer, page, token, kv_head, d]`, likewise `values`."""
 
     def __init__(self, ops: Sequence[Op], kv_dtype: KVDtype, page_size: int, num_pages: int) -> None:
         self.ops = ops
         self.kv_dtype = kv_dtype
         self.page_size = page_size
         layers = [op for op in ops if isinstance(op, Attention)]
-        shape = (len(layers), num_pages, page_size, layers[0].num_kv_heads, layers[0].head_dim) if layers else (0,) * 5
+        slots = 1 + max((op.layer for op in layers), default=-1)
+        shape = (slots, num_pages, page_size, layers[0].num_kv_heads, layers[0].head_dim) if layers else (0,) * 5
         self.keys, self.values = np.zeros(shape), np.zeros(shape)
         self.regions: dict[Region, Array] = {}
 
@@ -126,7 +128,8 @@ class ReferenceProgram:
         self.token_ids, self.sample_rows = token_ids, sample_rows
         self.sequence = np.repeat(np.arange(len(counts)), counts)
         self.position = first_position[self.sequence] + np.arange(len(token_ids)) - row_start[self.sequence]
-        self.tables = [page_ids[page_start[i] : page_start[i + 1]] for i in range(len(counts))]
+        tables = [page_ids[first:end] for first, end in pairwise(page_start)]
+        self.tables = [tables[first : first + len(counts)] for first in range(0, len(tables), len(counts))]  # by group
         for op in self.ops:
             self._run(op)
 
@@ -174,9 +177,9 @@ class ReferenceProgram:
             k = rms_norm(k, op.k_norm, op.eps)
         rotary = op.rotary[self.position].astype(np.float64)[:, None, :]
         for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
-            page, slot = self.tables[sequence][position // self.page_size], position % self.page_size
-            self.keys[op.layer, page, slot] = as_key(rotate_halves(k, rotary)[row], self.kv_dtype)
-            self.values[op.layer, page, slot] = as_value(v[row], self.kv_dtype)
+            page, token = self.tables[op.group][sequence][position // self.page_size], position % self.page_size
+            self.keys[op.layer, page, token] = as_key(rotate_halves(k, rotary)[row], self.kv_dtype)
+            self.values[op.layer, page, token] = as_value(v[row], self.kv_dtype)
         queries = rotate_halves(q, rotary) * op.scale
         return as_form(queries.reshape(-1, op.head_dim), QUERY_FORMS[self.kv_dtype]).reshape(q.shape)
 
@@ -194,9 +197,10 @@ class ReferenceProgram:
         for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
             oldest = max(0, position - op.window + 1) if op.window else 0
             seen = np.arange(oldest, position + 1)
-            pages, slots = self.tables[sequence][seen // self.page_size], seen % self.page_size
-            keys = np.repeat(self.keys[op.layer, pages, slots], op.num_heads // op.num_kv_heads, axis=1)
-            values = np.repeat(self.values[op.layer, pages, slots], op.num_heads // op.num_kv_heads, axis=1)
+            pages, tokens = self.tables[op.group][sequence][seen // self.page_size], seen % self.page_size
+            assert pages.min() >= 0, "what a row sees has not been given back"
+            keys = np.repeat(self.keys[op.layer, pages, tokens], op.num_heads // op.num_kv_heads, axis=1)
+            values = np.repeat(self.values[op.layer, pages, tokens], op.num_heads // op.num_kv_heads, axis=1)
             weights = softmax(np.einsum("hd,thd->ht", q[row], keys))
             out[row] = np.einsum("ht,thd->hd", weights, values)
         self._write(op.out, out.reshape(len(q), -1))

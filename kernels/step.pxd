@@ -10,14 +10,14 @@ cdef struct Step:
     const int32_t *token_ids        # [rows]
     const int32_t *row_start        # [sequences + 1]
     const int32_t *first_position   # [sequences]
-    const int32_t *page_start       # [sequences + 1], into page_ids
+    const int32_t *page_start       # [layer groups * sequences + 1], into page_ids: a group's tables side by side
     const int32_t *page_ids
     const int32_t *sample_rows      # [samples]
     int64_t *block_start            # [sequences + 1]: pages that chunks of several rows touch, before each sequence
     int64_t *unit_start             # [sequences + 1]: units of attention before each sequence
     int64_t query_tile              # queries of one attention tile: 64 / (query heads per KV head)
-    char *kv                        # [layer][page][kv_head]{K, V}
-    int64_t layer_bytes
+    char *kv                        # [slot][page][kv_head]{K, V}
+    int64_t layer_bytes             # all pages of one slot
     int64_t page_bytes              # of one layer
     int64_t head_bytes              # K and V of one head
     int64_t padded_head_dim
@@ -25,6 +25,11 @@ cdef struct Step:
     int kv_form
     char *scratch                   # per worker
     int64_t scratch_bytes
+
+
+cdef inline const int32_t *table_of(const Step *step, int64_t layer_group, int64_t sequence) noexcept nogil:
+    """Page ids by number of page; negative where the pages have been given back, which no row of the step can see."""
+    return step.page_ids + step.page_start[layer_group * step.sequences + sequence]
 
 
 cdef inline quire_page page_at(const Step *step, int64_t layer, int64_t page_id, int64_t head) noexcept nogil:

@@ -1,4 +1,4 @@
-"""A one-layer decoder in miniature, odd in every size, bound to the kernels and to their numpy twin."""
+"""A decoder in miniature, odd in every size, bound to the kernels and to their numpy twin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.kernels.ops import (
     region_nbytes,
 )
 from quire.kernels.reference import ReferenceProgram
-from quire.pager.layout import KVLayout
+from quire.pager.layout import KVLayout, first_kept_token
 
 VOCAB = 333
 MAX_ROWS, MAX_SAMPLES, NUM_PAGES, MAX_POSITIONS = 160, 40, 48, 700
@@ -35,14 +35,14 @@ def aligned_bytes(nbytes: int, fill: int = 0) -> np.ndarray:
 
 @dataclass
 class Toy:
-    """`weights`, `kv`: dtypes. `heads`, `kv_heads`, `head_dim`, `window`: the attention's shape."""
+    """`weights`, `kv`: dtypes. `heads`, `kv_heads`, `head_dim`: the attention's shape. `windows`: one per layer."""
 
     weights: str = "f32"
     kv: str = "f32"
     heads: int = 6
     kv_heads: int = 2
     head_dim: int = 24
-    window: int = 0
+    windows: tuple[int, ...] = (0,)
     hidden: int = 80
     intermediate: int = 176
     bias: bool = False  # on every linear layer, not on qkv alone
@@ -57,7 +57,8 @@ class Toy:
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
         self.offset = 0
-        self.layout = KVLayout(1, self.kv_heads, self.head_dim, self.kv, self.page_size)
+        layers = len(self.windows)
+        self.layout = KVLayout(layers, self.kv_heads, self.head_dim, self.kv, self.page_size, self.windows)
         self.ops = self._ops()
         # Stale memory full of NaN: a kernel that reads what it has not written shows.
         self.kv_memory = self.memory(NUM_PAGES * self.layout.page_bytes, 0xFF)
@@ -80,7 +81,10 @@ class Toy:
         )
 
     def run(self, *sequences, twin: bool = False):
-        """Run (token_ids, first_position, page_ids) sequences; every sequence's last row samples. Returns logits."""
+        """Run (token_ids, first_position, tables) sequences; every sequence's last row samples. Returns logits.
+
+        `tables` are arrays of page ids in a list, one for each layer group, or just that array where there is one.
+        """
         step = self.step(*sequences)
         self.program.run(**step)
         logits = self.program.view(self.logits)[: len(sequences), :VOCAB].copy()
@@ -93,14 +97,24 @@ class Toy:
         """The arrays of `Program.run` for such sequences."""
         counts = [len(s[0]) for s in sequences]
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        by_sequence = [s[2] if isinstance(s[2], list) else [s[2]] for s in sequences]
+        tables = [table for of_group in zip(*by_sequence, strict=True) for table in of_group]
         return {
             "token_ids": np.concatenate([s[0] for s in sequences]).astype(np.int32),
             "row_start": starts,
             "first_position": np.array([s[1] for s in sequences], np.int32),
-            "page_ids": np.concatenate([s[2] for s in sequences]).astype(np.int32),
-            "page_start": np.concatenate([[0], np.cumsum([len(s[2]) for s in sequences])]).astype(np.int32),
+            "page_ids": np.concatenate(tables).astype(np.int32),
+            "page_start": np.concatenate([[0], np.cumsum([len(table) for table in tables])]).astype(np.int32),
             "sample_rows": starts[1:] - 1,
         }
+
+    def give_back(self, tables: list[np.ndarray], num_tokens: int) -> None:
+        """As a pager does once so many tokens are computed; whoever has the pages next fills them with NaN."""
+        memory = self.kv_memory[: NUM_PAGES * self.layout.page_bytes].reshape(self.layout.page_layers, NUM_PAGES, -1)
+        for table, window in zip(tables, self.layout.group_windows, strict=True):
+            gone = table[: first_kept_token(num_tokens, window) // self.page_size]
+            memory[:, gone[gone >= 0]] = 0xFF
+            gone[:] = -1
 
     def _region(self, rows: int, columns: int, form: str) -> Region:
         region = Region(self.offset, rows, columns, form)
@@ -137,36 +151,42 @@ class Toy:
         return matrix
 
     def _ops(self) -> list:
-        w, heads, kv_heads, d = self.weights, self.heads, self.kv_heads, self.head_dim
-        hidden, intermediate = self.hidden, self.intermediate
-        qkv_width = (heads + 2 * kv_heads) * d
-        x, h1, h2 = self._region(MAX_ROWS, hidden, "f32"), self._normed(MAX_ROWS), self._normed(MAX_ROWS)
-        qkv = self._region(MAX_ROWS, qkv_width, "f32")
-        a_form = self._region(MAX_ROWS, heads * d, w)
-        a = self._region(MAX_ROWS, heads * d, "f32") if heads // kv_heads * d % BLOCK else a_form
-        g = self.activated = self._region(MAX_ROWS, intermediate, w)
-        s, h3 = self._region(MAX_SAMPLES, hidden, "f32"), self._normed(MAX_SAMPLES)
+        x, h = self._region(MAX_ROWS, self.hidden, "f32"), self._normed(MAX_ROWS)
+        qkv = self._region(MAX_ROWS, (self.heads + 2 * self.kv_heads) * self.head_dim, "f32")
+        self.activated = self._region(MAX_ROWS, self.intermediate, self.weights)
+        embedding = self._packed(VOCAB, self.hidden, self._random(VOCAB, self.hidden) * 8)
+        rotary = self.memory(MAX_POSITIONS * self.head_dim * 4).view(np.float32).reshape(MAX_POSITIONS, self.head_dim)
+        rotary[:] = self.rng.uniform(-1, 1, rotary.shape)
+        ops: list = [Embed(embedding, x, h)]
+        for layer in range(len(self.windows)):
+            after = self._normed(MAX_ROWS) if layer + 1 < len(self.windows) else None
+            ops += self._layer(layer, x, h, qkv, rotary, after)
+            h = after
+        s, h = self._region(MAX_SAMPLES, self.hidden, "f32"), self._normed(MAX_SAMPLES)
         self.logits = self._region(MAX_SAMPLES, VOCAB, "f32")
         self.maxima = self._region(MAX_SAMPLES, padded(VOCAB) // 32, "f32")
-        embedding = self._packed(VOCAB, hidden, self._random(VOCAB, hidden) * 8)
+        head = Linear(h, embedding, None, self.logits, "store", maxima=self.maxima)
+        return [*ops, Gather(x, s, h), head]
+
+    def _layer(self, layer: int, x: Region, h1: Normed, qkv: Region, rotary: np.ndarray, after: Normed | None) -> list:
+        w, heads, kv_heads, d = self.weights, self.heads, self.kv_heads, self.head_dim
+        hidden, intermediate, g, h2 = self.hidden, self.intermediate, self.activated, self._normed(MAX_ROWS)
+        a_form = self._region(MAX_ROWS, heads * d, w)
+        a = self._region(MAX_ROWS, heads * d, "f32") if heads // kv_heads * d % BLOCK else a_form
         gate, up = self._random(intermediate, hidden), self._random(intermediate, hidden)
-        rotary = self.memory(MAX_POSITIONS * d * 4).view(np.float32).reshape(MAX_POSITIONS, d)
-        rotary[:] = self.rng.uniform(-1, 1, (MAX_POSITIONS, d))
         q_norm, k_norm = (self._norm(d), self._norm(d)) if self.qk_norm else (None, None)
-        qkv_weight = self._packed(qkv_width, hidden, self._random(qkv_width, hidden))
+        qkv_weight = self._packed(qkv.columns, hidden, self._random(qkv.columns, hidden))
         o_weight = self._packed(hidden, heads * d, self._random(hidden, heads * d))
         gate_up = self._packed(2 * padded(intermediate), hidden, gate, up)
         down = self._packed(hidden, intermediate, self._random(hidden, intermediate))
+        place, window = self.layout.place(layer), self.windows[layer]
         return [
-            Embed(embedding, x, h1),
-            Linear(h1, qkv_weight, self._norm(qkv_width), qkv, "store"),
-            Attention(qkv, a, 0, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, self.window),
+            Linear(h1, qkv_weight, self._norm(qkv.columns), qkv, "store"),
+            Attention(qkv, a, *place, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, window),
             *([] if a is a_form else [Convert(a, a_form)]),
             Linear(a_form, o_weight, self._bias(hidden), x, "add", h2),
             Linear(h2, gate_up, self._gate_up_bias(), g, "swiglu"),
-            Linear(g, down, self._bias(hidden), x, "add"),
-            Gather(x, s, h3),
-            Linear(h3, embedding, None, self.logits, "store", maxima=self.maxima),
+            Linear(g, down, self._bias(hidden), x, "add", after),
         ]
 
 

@@ -1,8 +1,11 @@
 """Every op against its numpy twin, and promise 1 for one program: a row's bits never depend on its company."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from quire.kernels import supported_levels
+from quire.kernels.ops import Attention
 
 LEVELS = supported_levels()
 # The reference rounds to bf16 and int8 from float64, the kernels from float32: a tie can fall the other way.
@@ -26,7 +29,7 @@ def pages(*ids: int) -> np.ndarray:
 @pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
 def test_a_program_computes_what_the_numpy_twin_computes(toy, weights, kv, window, isa):
-    model = toy(weights=weights, kv=kv, window=window, isa=isa)
+    model = toy(weights=weights, kv=kv, windows=(window,), isa=isa)
     a, b = tokens(330, 1), tokens(90, 2)
     table_a, table_b = pages(*range(20, 9, -1)), pages(30, 3, 31)
     steps = [
@@ -72,7 +75,7 @@ def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, isa):
     prompt, table = tokens(300), pages(*range(7, 17))
 
     def last_logits(chunk: int) -> bytes:
-        model = toy(weights=weights, kv=kv, window=window, isa=isa)
+        model = toy(weights=weights, kv=kv, windows=(window,), isa=isa)
         for first in range(0, 300, chunk):
             logits = model.run((prompt[first : first + chunk], first, table))
         return logits.tobytes()
@@ -116,7 +119,7 @@ def test_same_bits_when_the_splits_of_a_long_sequence_are_dealt_out(toy, window,
     prompt, table = tokens(602), pages(*range(20))
 
     def decoded(threads: int, others: int) -> list[bytes]:
-        model = toy(weights="f32", kv=kv, window=window, isa=isa, threads=threads)
+        model = toy(weights="f32", kv=kv, windows=(window,), isa=isa, threads=threads)
         for first in range(0, 600, 150):
             model.run((prompt[first : first + 150], first, table))
         company = [(tokens(1, i), 0, pages(20 + i)) for i in range(others)]
@@ -126,6 +129,69 @@ def test_same_bits_when_the_splits_of_a_long_sequence_are_dealt_out(toy, window,
     want = decoded(1, 0)
     assert want[1] == want[2]
     assert [decoded(threads, others) == want for threads, others in [(2, 0), (3, 0), (5, 1), (2, 20)]] == [True] * 4
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
+def test_layer_groups_compute_what_the_twin_computes_while_pages_leave_their_windows(toy, kv, isa):
+    """A step of two sequences that have given back what only some layers still see, in one and in the other order."""
+    model = toy(kv=kv, windows=(37, 0, 100), isa=isa)
+    assert model.layout.group_windows == (0, 37, 100)
+    a, b = tokens(330, 1), tokens(90, 2)
+    tables_a = [pages(*range(g, 33, 3)) for g in range(3)]
+    tables_b = [pages(*range(33 + g, 42, 3)) for g in range(3)]
+    steps = [
+        [(a[:97], 0, tables_a), (b[:40], 0, tables_b)],
+        [(b[40:41], 40, tables_b), (a[97:230], 97, tables_a)],
+        [(a[230:231], 230, tables_a), (b[41:89], 41, tables_b)],
+        [(a[231:330], 231, tables_a), (b[89:90], 89, tables_b)],
+    ]
+    for step in steps:
+        for _, first, tables in step:
+            model.give_back(tables, first)
+        got, want = model.run(*step, twin=True)
+        assert np.abs(got - want).max() <= 2 * tolerance("f32", kv) * np.ptp(want)
+    assert [(table < 0).sum() for table in tables_a] == [0, 6, 4]
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("windows", [(300,), (37, 0), (300, 37)])
+def test_same_bits_whether_pages_that_left_the_window_are_kept_or_overwritten(toy, windows, kv, isa):
+    """At every chunking, thread count and way of dealing out splits."""
+    prompt = tokens(600)
+
+    def decoded(chunk: int, threads: int = 1, others: int = 0, *, keeps: bool = False) -> list[bytes]:
+        model = toy(weights="f32", kv=kv, windows=windows, isa=isa, threads=threads)
+        groups = len(windows)
+        tables = [pages(*range(g, 19 * groups, groups)) for g in range(groups)]
+        page = iter(range(19 * groups, 48))
+        company = [(tokens(1, i), 0, [pages(next(page)) for _ in windows]) for i in range(others)]
+        logits = []
+        for first in [*range(0, 596, chunk), 596, 597, 598, 599]:
+            if not keeps:
+                model.give_back(tables, first)
+            rows = prompt[first : min(first + chunk, 596) if first < 596 else first + 1]
+            logits.append(model.run((rows, first, tables), *company)[0].tobytes())
+        return logits[-5:]
+
+    want = decoded(149, keeps=True)
+    given_back = [decoded(149), decoded(149, 3), decoded(7, 2), decoded(64, 2, 5), decoded(149, 2, 5)]
+    assert [logits == want for logits in given_back] == [True] * 5
+
+
+@pytest.mark.parametrize("page_size", [16, 32, 64])
+def test_a_page_may_be_given_back_before_the_first_tile_that_a_row_sees(toy, page_size):
+    """A row at 200 sees from 101 on, so its tiles begin at 64."""
+    model = toy(windows=(100,), page_size=page_size)
+    table = np.arange(20, 20 + 208 // 16, dtype=np.int32)
+    model.run((tokens(100), 0, table))
+    model.run((tokens(100), 100, table))
+    table[: 64 // page_size] = -1
+    model.run((tokens(2), 200, table))
+    table[64 // page_size] = -1
+    with pytest.raises(ValueError, match="page -1 is outside the pool"):
+        model.run((tokens(2), 200, table))
 
 
 @pytest.mark.parametrize("isa", LEVELS)
@@ -207,6 +273,40 @@ def step_with(**changes):
 def test_a_step_that_would_reach_outside_is_refused(toy, changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         toy().program.run(**step_with(**changes))
+
+
+@pytest.mark.parametrize(
+    ("page_ids", "page_start", "complaint"),
+    [
+        (pages(0), pages(0, 1), "row_start and page_start"),
+        (pages(0), pages(0, 1, 1), "0 pages for 4 tokens"),
+        (pages(0), pages(0, 0, 1), "0 pages for 4 tokens"),
+        (pages(0, 1), pages(0, 3, 2), "3 pages for 4 tokens"),
+        (pages(0, 48), pages(0, 1, 2), "page 48"),
+        (pages(0, -1), pages(0, 1, 2), "page -1"),
+        (pages(0, -2), pages(0, 1, 2), "page -2"),
+    ],
+)
+def test_every_layer_group_needs_its_own_pages(toy, page_ids, page_start, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        toy(windows=(0, 37)).program.run(**step_with(page_ids=page_ids, page_start=page_start))
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"group": 2}, "layer group 2; the groups' windows are"),
+        ({"group": -1}, "layer group -1"),
+        ({"group": 1, "window": 36}, "a window of 36 does not fit layer group 1"),
+        ({"layer": 1}, "layer 1 with .* does not fit a cache of 1 layers"),
+    ],
+)
+def test_attention_must_fit_the_layer_groups(toy, changes, complaint):
+    model = toy(windows=(0, 37))
+    (at, *_) = [i for i, op in enumerate(model.ops) if isinstance(op, Attention)]
+    model.ops[at] = replace(model.ops[at], **changes)
+    with pytest.raises(ValueError, match=complaint):
+        model.bind()
 
 
 def test_a_program_checks_every_region_when_it_is_built(toy):
