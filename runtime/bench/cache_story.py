@@ -12,9 +12,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...pager.layout import TILE
+from ..errors import ConfigError
 from ..execution import Machine, Rows
 
 SEED = 1
+
+Tables = Sequence[Sequence[int]]  # page ids, for each layer group
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +52,48 @@ class CacheStory:
 
 
 def tell_cache_story(machine: Machine, prompt_tokens: int, new_tokens: int) -> CacheStory:
-    """Greedy generation of `new_tokens` (at least 2) after a random prompt. The machine must serve nobody meanwhile."""
+    """Greedy generation of `new_tokens` (at least 2) after a random prompt. The machine must serve nobody meanwhile.
+
+    Raises ConfigError where the pool is too small.
+    """
     vocab = machine.spec.vocab_size
     generator = random.Random(SEED)
     prompt = [generator.randrange(vocab) for _ in range(prompt_tokens)]
-    pages = range(machine.layout.pages_for(prompt_tokens + new_tokens))
-    _generate(machine, prompt, pages, 2, cached=True)  # touches the memory once
-    cached = _generate(machine, prompt, pages, new_tokens, cached=True)
-    return CacheStory(prompt_tokens, cached, _generate(machine, prompt, pages, new_tokens, cached=False))
+    tables = _tables(machine, prompt_tokens + new_tokens)
+    _generate(machine, prompt, tables, 2, cached=True)  # touches the memory once
+    cached = _generate(machine, prompt, tables, new_tokens, cached=True)
+    return CacheStory(prompt_tokens, cached, _generate(machine, prompt, tables, new_tokens, cached=False))
 
 
-def _generate(machine: Machine, prompt: Sequence[int], pages: Sequence[int], new_tokens: int, *, cached: bool) -> Run:
+def _tables(machine: Machine, num_tokens: int) -> Tables:
+    """Pages for each layer group; those that no row of a step can still see come round again. Raises ConfigError."""
+    size, tables, taken = machine.layout.page_size, [], 0
+    for window in machine.layout.group_windows:
+        held = window + TILE - 1 + machine.executor.max_rows if window else num_tokens
+        pages = -(-min(held, num_tokens) // size)
+        tables.append([taken + page % pages for page in range(-(-num_tokens // size))])
+        taken += pages
+    if taken > machine.num_pages:
+        raise ConfigError(f"{num_tokens} tokens take {taken} pages, there are {machine.num_pages}")
+    return tables
+
+
+def _generate(machine: Machine, prompt: Sequence[int], tables: Tables, new_tokens: int, *, cached: bool) -> Run:
     tokens = list(prompt)
     forward_s = []
     for index in range(new_tokens):
         first = len(tokens) - 1 if cached and index else 0
         start = time.perf_counter()
-        tokens.append(_next_token(machine, tokens, first, pages))
+        tokens.append(_next_token(machine, tokens, first, tables))
         forward_s.append(time.perf_counter() - start)
     return Run(tuple(tokens[len(prompt) :]), tuple(forward_s))
 
 
-def _next_token(machine: Machine, tokens: Sequence[int], first: int, pages: Sequence[int]) -> int:
+def _next_token(machine: Machine, tokens: Sequence[int], first: int, tables: Tables) -> int:
     """The most likely token after `tokens`, computing from position `first` on, in as many passes as buffers need."""
     executor = machine.executor
     while len(tokens) - first > executor.max_rows:
-        executor.forward([Rows(tokens[first : first + executor.max_rows], first, pages, ())])
+        executor.forward([Rows(tokens[first : first + executor.max_rows], first, tables, ())])
         first += executor.max_rows
     rest = tokens[first:]
-    return int(executor.forward([Rows(rest, first, pages, (len(rest) - 1,))])[0].argmax())
+    return int(executor.forward([Rows(rest, first, tables, (len(rest) - 1,))])[0].argmax())

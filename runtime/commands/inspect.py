@@ -6,8 +6,9 @@ import platform
 from importlib.metadata import version
 
 from ...kernels import supported_levels
+from ...pager import KVLayout
 from ..config import EngineConfig
-from ..execution import decide_capacity, pick_cpus, pick_isa
+from ..execution import Capacity, decide_capacity, pick_cpus, pick_isa
 from ..models import model_folder, read_spec
 from ..settings import Settings
 
@@ -22,7 +23,8 @@ def plan_text(config: EngineConfig, arena: bool) -> str:
         f"{spec.num_kv_heads} KV heads of {spec.head_dim}, vocabulary {spec.vocab_size}",
         f"weights {config.weights}, KV {layout.dtype}: {layout.token_bytes:,} B per token, "
         f"{layout.page_bytes:,} B per page of {layout.page_size} tokens",
-        f"{capacity.num_pages * layout.page_size:,} tokens in the pool; at most {config.max_num_seqs} sequences, "
+        *_windows(layout),
+        f"{_pool(capacity)}; at most {config.max_num_seqs} sequences, "
         f"{capacity.max_model_len:,} tokens each; {config.max_num_batched_tokens} tokens per step",
         "",
         capacity.memory.describe(),
@@ -30,6 +32,26 @@ def plan_text(config: EngineConfig, arena: bool) -> str:
     if arena:
         lines += ["", "step arena, by offset:", capacity.memory.program.describe()]
     return "\n".join(lines)
+
+
+def _windows(layout: KVLayout) -> list[str]:
+    """One line where any layer slides."""
+    if not any(layout.group_windows):
+        return []
+    groups = [f"{len(g.layers)} {f'of window {g.window}' if g.window else 'full'}" for g in layout.groups]
+    return [f"{_count(len(groups), 'layer group')}: {', '.join(groups)}; {_count(layout.page_layers, 'layer')} per page"]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"
+
+
+def _pool(capacity: Capacity) -> str:
+    layout = capacity.layout
+    if not any(layout.group_windows):
+        return f"{capacity.num_pages * layout.page_size:,} tokens in the pool"
+    most = layout.pages_for(capacity.max_model_len)
+    return f"{capacity.num_pages:,} pages in the pool, a sequence takes up to {most:,} of them"
 
 
 def info_text(settings: Settings) -> str:

@@ -252,7 +252,7 @@ class Engine:
         try:
             self._pager.grow(table, len(token_ids))
             return await asyncio.get_running_loop().run_in_executor(
-                self._worker, self.machine.executor.score, token_ids, table.pages[0]
+                self._worker, self.machine.executor.score, token_ids, table.pages
             )
         except OutOfPages as error:
             raise ContextLengthExceeded(f"{len(token_ids)} tokens do not fit the KV cache: {error}") from error

@@ -5,6 +5,7 @@ It must not load or allocate. One invariant: what is decided here is what `quire
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ class Capacity:
     layout: KVLayout
     num_pages: int
     max_model_len: int  # tokens
+    max_num_samples: int  # rows of a step that sample
     cpus: CpuBudget
     isa: str
     memory: MemoryPlan
@@ -34,6 +36,7 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
     max_model_len = _longest_wanted(config, spec)
     num_pages = _num_pages(config, layout, max_model_len)
     max_model_len = _model_len_in(config, layout, num_pages, max_model_len)
+    max_num_samples = _max_num_samples(config)
     memory = plan_memory(
         spec,
         weights=config.weights,
@@ -42,10 +45,10 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
         num_pages=num_pages,
         max_positions=max_model_len,
         max_tokens=config.max_num_batched_tokens,
-        max_samples=config.max_num_seqs,
+        max_samples=max_num_samples,
         workers=cpus.threads,
     )
-    return Capacity(layout, num_pages, max_model_len, cpus, pick_isa(config), memory)
+    return Capacity(layout, num_pages, max_model_len, max_num_samples, cpus, pick_isa(config), memory)
 
 
 def _layout(config: EngineConfig, spec: DecoderSpec) -> KVLayout:
@@ -85,29 +88,40 @@ def _longest_wanted(config: EngineConfig, spec: DecoderSpec) -> int:
     return config.max_model_len or spec.max_position_embeddings
 
 
+def _max_num_samples(config: EngineConfig) -> int:
+    """One row of every running sequence."""
+    return config.max_num_seqs
+
+
 def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int) -> int:
-    """As many as were asked for; else enough for every sequence at its longest, within a share of free memory."""
+    """As many as were asked for; else enough for every sequence at its longest, within a share of free memory.
+
+    A chunk of prefill needs all its pages before a sliding layer group can give any back, so a step's worth is added.
+    """
+    least = layout.pages_for(1)
     if config.kv_cache_memory is not None:
         pages = layout.pages_in(config.kv_cache_memory)
-        if pages < 1:
+        if pages < least:
+            holds = f"{pages} of the {least} pages that a sequence needs at least" if pages else "no page"
             raise ConfigError(
-                f"--kv-cache-memory {config.kv_cache_memory} holds no page; a page of {layout.page_size} tokens takes "
+                f"--kv-cache-memory {config.kv_cache_memory} holds {holds}; a page of {layout.page_size} tokens takes "
                 f"{layout.page_bytes} bytes"
             )
         return pages
-    wanted = config.max_num_seqs * layout.pages_for(max_model_len)
-    return max(1, min(wanted, layout.pages_in(int(free_memory_bytes() * KV_SHARE))))
+    chunk = -(-config.max_num_batched_tokens // layout.page_size) * sum(map(bool, layout.group_windows))
+    wanted = config.max_num_seqs * layout.pages_for(max_model_len) + chunk
+    return max(least, min(wanted, layout.pages_in(int(free_memory_bytes() * KV_SHARE))))
 
 
 def _model_len_in(config: EngineConfig, layout: KVLayout, num_pages: int, max_model_len: int) -> int:
-    """No request may be longer than the whole pool; asking for that explicitly is an error."""
-    fits = num_pages * layout.page_size
+    """No request may need more than the whole pool; asking for that explicitly is an error."""
+    fits = bisect_right(range(max_model_len + 1), num_pages, key=layout.pages_for) - 1
     if config.max_model_len is not None and fits < max_model_len:
         raise ConfigError(
             f"--max-model-len {max_model_len} needs {layout.pages_for(max_model_len) * layout.page_bytes} bytes of KV "
             f"cache, there are {num_pages * layout.page_bytes}; raise --kv-cache-memory or lower --max-model-len"
         )
-    return min(max_model_len, fits)
+    return fits
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:

@@ -25,14 +25,15 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One sequence's share of a forward pass: `token_ids` from `first_position`, through `page_ids`.
+    """One sequence's share of a forward pass: `token_ids` from `first_position`, through `tables`.
 
-    `samples` lists which of the rows, counted from its first, go on to the head.
+    `tables` are page ids by number of page, one table for each layer group. `samples` lists which of the rows, counted
+    from its first, go on to the head.
     """
 
     token_ids: Sequence[int]
     first_position: int
-    page_ids: Sequence[int]
+    tables: Sequence[Sequence[int]]
     samples: Sequence[int]
 
 
@@ -49,11 +50,10 @@ class Executor:
         self._sampling_s = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run a step. Sequences whose logits are not finite get an error of their own; the others are untouched."""
+        """Run a step. Samples whose logits are not finite get an error of their own; the others are untouched."""
         start = time.perf_counter()
         self._forward([_rows_of(sequence) for sequence in plan.sequences])
-        sampling = [sequence for sequence in plan.sequences if sequence.num_samples]
-        sampled = self._sample(sampling) if sampling else ()
+        sampled = self._sample(plan.sequences)
         return StepResult(plan.step_id, sampled, time.perf_counter() - start)
 
     def forward(self, sequences: Sequence[Rows]) -> Floats:
@@ -61,12 +61,12 @@ class Executor:
         samples = self._forward(sequences)
         return self._logits[:samples, : self._vocab_size]
 
-    def score(self, token_ids: Sequence[int], page_ids: Sequence[int]) -> Floats:
+    def score(self, token_ids: Sequence[int], tables: Sequence[Sequence[int]]) -> Floats:
         """Logits [len(token_ids), vocab] after every token of a sequence, in chunks of as many rows as can sample."""
         out = np.empty((len(token_ids), self._vocab_size), np.float32)
         for first in range(0, len(token_ids), self.max_samples):
             chunk = token_ids[first : first + self.max_samples]
-            out[first : first + len(chunk)] = self.forward([Rows(chunk, first, page_ids, range(len(chunk)))])
+            out[first : first + len(chunk)] = self.forward([Rows(chunk, first, tables, range(len(chunk)))])
         return out
 
     def op_seconds(self) -> tuple[list[float], float]:
@@ -80,7 +80,8 @@ class Executor:
 
     def _forward(self, sequences: Sequence[Rows]) -> int:
         counts = [len(sequence.token_ids) for sequence in sequences]
-        tables = [np.asarray(sequence.page_ids, np.int32) for sequence in sequences]
+        by_group = zip(*(sequence.tables for sequence in sequences), strict=True)
+        tables = [np.asarray(table, np.int32) for group in by_group for table in group]
         row_start = _starts(counts)
         samples = [
             row + int(start) for sequence, start in zip(sequences, row_start, strict=False) for row in sequence.samples
@@ -97,15 +98,18 @@ class Executor:
         return len(samples)
 
     def _sample(self, sequences: Sequence[ScheduledSequence]) -> tuple[SampledToken, ...]:
+        owners = [sequence.request_id for sequence in sequences for _ in range(sequence.num_samples)]
+        if not owners:
+            return ()
         rows, adjustments = sampling_rows(sequences)
         start = time.perf_counter()
         tokens, logprobs, top_ids, top_logprobs = self._sampler.sample(self._logits, self._maxima, rows, adjustments)
         self._sampling_s += time.perf_counter() - start
         wanted: list[int] = rows["logprobs"].tolist()
         return tuple(
-            _sampled(sequence.request_id, token, logprob, n, top_ids[i], top_logprobs[i])
-            for i, (sequence, token, logprob, n) in enumerate(
-                zip(sequences, tokens.tolist(), logprobs.tolist(), wanted, strict=True)
+            _sampled(request_id, token, logprob, n, top_ids[i], top_logprobs[i])
+            for i, (request_id, token, logprob, n) in enumerate(
+                zip(owners, tokens.tolist(), logprobs.tolist(), wanted, strict=True)
             )
         )
 
@@ -113,7 +117,7 @@ class Executor:
 def _rows_of(sequence: ScheduledSequence) -> Rows:
     rows = len(sequence.token_ids)
     samples = range(rows - sequence.num_samples, rows)
-    return Rows(sequence.token_ids, sequence.first_position, sequence.tables[0], samples)
+    return Rows(sequence.token_ids, sequence.first_position, sequence.tables, samples)
 
 
 def _starts(counts: Sequence[int]) -> Ints:

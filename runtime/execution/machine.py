@@ -86,7 +86,7 @@ def assemble(config: EngineConfig) -> Machine:
     plan = model.compile(
         max_positions=capacity.max_model_len,
         max_tokens=config.max_num_batched_tokens,
-        max_samples=config.max_num_seqs,
+        max_samples=capacity.max_num_samples,
     )
     executor = _executor(config, spec, capacity, arena, plan)
     return Machine(spec, capacity, executor, arena, plan.ops, tokenizer, folder)
@@ -105,12 +105,12 @@ def _executor(
             capacity.num_pages,
             pool,
             max_rows=config.max_num_batched_tokens,
-            max_samples=config.max_num_seqs,
+            max_samples=capacity.max_num_samples,
             max_sequences=config.max_num_seqs,
             vocab_size=spec.vocab_size,
             isa=capacity.isa,
         )
-        sampler = Sampler(spec.vocab_size, padded(spec.vocab_size), config.max_num_seqs, pool, capacity.isa)
+        sampler = Sampler(spec.vocab_size, padded(spec.vocab_size), capacity.max_num_samples, pool, capacity.isa)
     except MemoryError as error:
         raise ConfigError(
             f"steps of {config.max_num_batched_tokens} tokens and {config.max_num_seqs} sequences need "

@@ -31,44 +31,50 @@ class SamplingSpec:
 
 
 def sampling_rows(sequences: Sequence[ScheduledSequence]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """The kernels' (rows, adjustments) arrays for the sequences that sample, in order."""
+    """The kernels' (rows, adjustments) arrays for all samples, in order: each after its own part of the context."""
     rows: list[Row] = []
     adjustments: list[Adjustment] = []
     for sequence in sequences:
-        spec = sequence.sampling
-        assert isinstance(spec, SamplingSpec)
-        first = len(adjustments)
-        adjustments.extend(_adjustments(spec, sequence.context, sequence.num_prompt_tokens))
-        p = spec.params
-        rows.append(
-            (
-                spec.seed,
-                len(sequence.context),
-                p.temperature,
-                p.top_p,
-                p.min_p,
-                p.repetition_penalty,
-                p.presence_penalty,
-                p.frequency_penalty,
-                p.top_k,
-                -1 if p.logprobs is None else p.logprobs,
-                first,
-                len(adjustments) - first,
-            )
-        )
+        known = len(sequence.context)
+        for position in range(known - sequence.num_samples + 1, known + 1):
+            rows.append(_row(sequence, position, adjustments))
     return np.array(rows, ROW), np.array(adjustments, ADJUSTMENT)
 
 
-def _adjustments(spec: SamplingSpec, context: Sequence[int], num_prompt_tokens: int) -> Iterator[Adjustment]:
-    """(token id, count in the output, seen at all, bias) of every logit this request changes."""
+def _row(sequence: ScheduledSequence, position: int, adjustments: list[Adjustment]) -> Row:
+    """The row of the token that comes after the first `position` of the context; its adjustments are appended."""
+    spec, first = sequence.sampling, len(adjustments)
+    assert isinstance(spec, SamplingSpec)
+    adjustments.extend(_adjustments(spec, sequence.context, position, sequence.num_prompt_tokens))
+    p = spec.params
+    return (
+        spec.seed,
+        position,
+        p.temperature,
+        p.top_p,
+        p.min_p,
+        p.repetition_penalty,
+        p.presence_penalty,
+        p.frequency_penalty,
+        p.top_k,
+        -1 if p.logprobs is None else p.logprobs,
+        first,
+        len(adjustments) - first,
+    )
+
+
+def _adjustments(
+    spec: SamplingSpec, context: Sequence[int], position: int, num_prompt_tokens: int
+) -> Iterator[Adjustment]:
+    """(token id, count in the output, seen at all, bias) of every logit this request changes at a position."""
     p = spec.params
     bias = dict(p.logit_bias or {})
-    if len(context) - num_prompt_tokens < p.min_tokens:
+    if position - num_prompt_tokens < p.min_tokens:
         bias.update(dict.fromkeys(spec.stop_token_ids, float("-inf")))
     if p.repetition_penalty == 1 and p.presence_penalty == 0 and p.frequency_penalty == 0:
         yield from ((token, 0, 0, value) for token, value in bias.items())
         return
-    counts = Counter(context[num_prompt_tokens:])
-    seen = set(context) if p.repetition_penalty != 1 else set(counts)
+    counts = Counter(context[num_prompt_tokens:position])
+    seen = set(context[:position]) if p.repetition_penalty != 1 else set(counts)
     for token in sorted(seen | bias.keys()):
         yield token, counts[token], int(token in seen), bias.get(token, 0.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ...pager.layout import place_layers
 from ..program import Heads, Logits, ProgramBuilder, Value
 from .packing import DecoderWeights, LayerWeights
 from .spec import DecoderSpec
@@ -37,7 +38,8 @@ def _attention_block(
     rotary: npt.NDArray[np.float32],
 ) -> None:
     """x += o(attention(qkv(norm(x))))"""
-    heads = Heads(index, spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    group, slot = place_layers(spec.windows)[index]
+    heads = Heads(group, slot, spec.num_heads, spec.num_kv_heads, spec.head_dim)
     normed = builder.norm(x, layer.input_norm, spec.norm_eps, weights.dtype)
     qkv = builder.linear(normed, layer.qkv, layer.qkv_bias, "qkv")
     attended = builder.attention(

@@ -62,4 +62,4 @@ def model_folder(model: str | Path | None) -> Path:
 
 def kv_layout(spec: DecoderSpec, kv_dtype: KVCacheDtype, page_size: int) -> KVLayout:
     """The KV cache a spec implies."""
-    return KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype, page_size)
+    return KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype, page_size, spec.windows)

@@ -5,7 +5,7 @@ It must not know files. The one invariant: bytes come from `KVLayout`; only publ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...pager.layout import KVLayout
 from ..config import KVCacheDtype
@@ -15,19 +15,22 @@ DTYPES: tuple[KVCacheDtype, ...] = ("f32", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class KnownShape:
-    """A published model's KV shape, every layer attending to everything, and a context to show it at."""
+    """A published model's KV shape and a context to show it at. `windows` is one per layer; empty: all are full."""
 
     name: str
     num_layers: int
     num_kv_heads: int
     head_dim: int
     num_tokens: int
+    windows: tuple[int, ...] = ()
 
     def kv_bytes(self, dtype: KVCacheDtype) -> int:
-        """Keys and values of one sequence of `num_tokens`."""
-        return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, dtype).sequence_bytes(self.num_tokens)
+        """Keys and values of one sequence of `num_tokens`; a sliding layer holds those in its window."""
+        layout = KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, dtype, windows=self.windows)
+        return layout.sequence_bytes(self.num_tokens)
 
 
+GEMMA_3_4B_WINDOWS = tuple(0 if layer % 6 == 5 else 1_024 for layer in range(34))
 KNOWN_SHAPES = (
     KnownShape("Quire demo (4 M)", 4, 2, 64, 2_048),
     KnownShape("Qwen2.5-0.5B", 24, 2, 64, 4_096),
@@ -36,8 +39,9 @@ KNOWN_SHAPES = (
     KnownShape("Qwen3-1.7B", 28, 8, 128, 8_192),
     KnownShape("Llama-3.2-3B", 28, 8, 128, 8_192),
     KnownShape("Qwen3-4B", 36, 8, 128, 8_192),
-    KnownShape("Gemma-3-4B", 34, 4, 256, 4_096),
+    KnownShape("Gemma-3-4B", 34, 4, 256, 4_096, GEMMA_3_4B_WINDOWS),
     KnownShape("Qwen2.5-7B", 28, 4, 128, 4_096),
+    KnownShape("Mistral-7B-v0.1", 32, 8, 128, 8_192, (4_096,) * 32),
     KnownShape("Mistral-7B-v0.3", 32, 8, 128, 8_192),
     KnownShape("Qwen3-8B", 36, 8, 128, 8_192),
     KnownShape("Llama-3-8B", 32, 8, 128, 8_192),
@@ -47,9 +51,13 @@ KNOWN_SHAPES = (
 
 
 def describe_sizes() -> str:
-    """The table for people: exact bytes, and the same in binary units."""
+    """The table for people: exact bytes, and the same in binary units. What slides is shown without windows too."""
     header = f"{'model':<18}{'tokens':>8}" + "".join(f"{dtype + ', bytes':>20}{'':>11}" for dtype in DTYPES)
-    return "\n".join([header.rstrip(), *(_row(shape) for shape in KNOWN_SHAPES)])
+    return "\n".join([header.rstrip(), *(_row(shape) for known in KNOWN_SHAPES for shape in _shown(known))])
+
+
+def _shown(shape: KnownShape) -> list[KnownShape]:
+    return [shape, replace(shape, name="  were all full", windows=())] if shape.windows else [shape]
 
 
 def _row(shape: KnownShape) -> str:

@@ -84,9 +84,10 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The shape of one attention layer."""
+    """The shape of one attention layer, and where its keys and values lie."""
 
-    layer: int
+    group: int  # of layers that share a page table
+    layer: int  # slot in the group's pages
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -214,6 +215,7 @@ class ProgramBuilder:
             lambda at: Attention(
                 qkv=qkv.placed(at),
                 out=out.placed(at),
+                group=heads.group,
                 layer=heads.layer,
                 num_heads=heads.num_heads,
                 num_kv_heads=heads.num_kv_heads,

@@ -52,7 +52,7 @@ def test_without_a_tokenizer_the_declared_end_still_ends(tmp_path: Path) -> None
 
 def test_time_by_op_is_told_once() -> None:
     machine = assemble(EngineConfig(kv_cache_memory=1 << 20))
-    machine.executor.forward([Rows([1, 2, 3], 0, [0], [2])])
+    machine.executor.forward([Rows([1, 2, 3], 0, [[0]], [2])])
     spent = machine.op_seconds()
     assert {"linear", "attention", "lm_head"} <= spent.keys()
     assert spent.pop("sampling") == 0

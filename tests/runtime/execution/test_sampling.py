@@ -10,10 +10,13 @@ from quire.runtime.generation import SamplingParams
 from quire.scheduler import ScheduledSequence
 
 
-def sequence(prompt: list[int], output: list[int], stops: tuple[int, ...] = (), **params: Any) -> ScheduledSequence:
+def sequence(
+    prompt: list[int], output: list[int], stops: tuple[int, ...] = (), num_samples: int = 1, **params: Any
+) -> ScheduledSequence:
     context = prompt + output
     spec = SamplingSpec(SamplingParams(**params), seed=77, stop_token_ids=frozenset(stops))
-    return ScheduledSequence(1, [0], len(context) - 1, context[-1:], True, spec, context, len(prompt))
+    first = len(context) - max(1, num_samples)
+    return ScheduledSequence(1, [[0]], first, context[first:], num_samples, spec, context, len(prompt))
 
 
 def adjustments(*sequences: ScheduledSequence) -> list[tuple[int, int, int, float]]:
@@ -42,6 +45,20 @@ def test_each_row_points_at_its_own_adjustments() -> None:
     )
     assert [(row["first_adjustment"], row["num_adjustments"]) for row in rows] == [(0, 2), (2, 0), (2, 1)]
     assert changes["token_id"].tolist() == [5, 6, 7]
+
+
+def test_every_sample_is_drawn_as_if_nothing_came_after_it() -> None:
+    """Rows that verify guesses: the penalties, the forbidden tokens and the random number of each one's own prefix."""
+    params: dict[str, Any] = {"presence_penalty": 0.5, "repetition_penalty": 1.5, "min_tokens": 3, "stops": (0,)}
+    rows, changes = sampling_rows(
+        [sequence([1], [], num_samples=0), sequence([1, 2], [3, 3, 4], num_samples=3, **params)]
+    )
+    alone = [sampling_rows([sequence([1, 2], output, **params)]) for output in ([3], [3, 3], [3, 3, 4])]
+    assert rows["position"].tolist() == [3, 4, 5]
+    for row, (expected, expected_changes) in zip(rows, alone, strict=True):
+        own = changes[row["first_adjustment"] : row["first_adjustment"] + row["num_adjustments"]]
+        assert own.tolist() == expected_changes.tolist()
+        assert (row["position"], row["seed"]) == (expected[0]["position"], expected[0]["seed"])
 
 
 def test_bias_alone_counts_nothing() -> None:

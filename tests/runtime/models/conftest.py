@@ -51,7 +51,7 @@ def compute_logits() -> Callable[..., Logits]:
         chunk = chunk or len(token_ids)
         plan = model.compile(max_positions=len(token_ids), max_tokens=chunk, max_samples=chunk)
         layout = kv_layout(model.spec, kv_dtype, PAGE_SIZE)
-        num_pages = layout.pages_for(len(token_ids))
+        num_pages = len(layout.groups) * pages_of(token_ids)
         program = Program(
             plan.ops,
             plan.arena_bytes,
@@ -65,7 +65,9 @@ def compute_logits() -> Callable[..., Logits]:
             vocab_size=model.spec.vocab_size,
         )
         view = program.view(plan.logits)
-        return run_in_chunks(program, token_ids, chunk, lambda rows: view[:rows, : model.spec.vocab_size].copy())
+        return run_in_chunks(
+            program, token_ids, num_pages, chunk, lambda rows: view[:rows, : model.spec.vocab_size].copy()
+        )
 
     return compute
 
@@ -77,23 +79,35 @@ def reference_logits() -> Callable[..., Logits]:
     def compute(model: Model, token_ids: Sequence[int]) -> Logits:
         count = len(token_ids)
         plan = model.compile(max_positions=count, max_tokens=count, max_samples=count)
-        program = ReferenceProgram(plan.ops, "f32", PAGE_SIZE, -(-count // PAGE_SIZE))
-        return run_in_chunks(program, token_ids, count, lambda rows: program.regions[plan.logits][:rows])
+        num_pages = len(kv_layout(model.spec, "f32", PAGE_SIZE).groups) * pages_of(token_ids)
+        program = ReferenceProgram(plan.ops, "f32", PAGE_SIZE, num_pages)
+        return run_in_chunks(program, token_ids, num_pages, count, lambda rows: program.regions[plan.logits][:rows])
 
     return compute
 
 
 def run_in_chunks(
-    program: Program | ReferenceProgram, token_ids: Sequence[int], chunk: int, read: Callable[[int], Any]
+    program: Program | ReferenceProgram,
+    token_ids: Sequence[int],
+    num_pages: int,
+    chunk: int,
+    read: Callable[[int], Any],
 ) -> Logits:
-    pages = np.arange(-(-len(token_ids) // PAGE_SIZE), dtype=np.int32)[::-1].copy()
+    """Each layer group keeps all of its pages."""
+    pages = np.arange(num_pages, dtype=np.int32)[::-1].copy()
+    page_start = np.arange(0, num_pages + 1, pages_of(token_ids), dtype=np.int32)
     out = []
     for first in range(0, len(token_ids), chunk):
         ids = np.asarray(token_ids[first : first + chunk], np.int32)
         rows = np.arange(len(ids), dtype=np.int32)
-        program.run(ids, _ints(0, len(ids)), _ints(first), pages, _ints(0, len(pages)), rows)
+        program.run(ids, _ints(0, len(ids)), _ints(first), pages, page_start, rows)
         out.append(read(len(ids)))
     return np.concatenate(out)
+
+
+def pages_of(token_ids: Sequence[int]) -> int:
+    """Of one layer group."""
+    return -(-len(token_ids) // PAGE_SIZE)
 
 
 def _ints(*values: int) -> npt.NDArray[np.int32]:

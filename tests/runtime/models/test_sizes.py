@@ -19,7 +19,8 @@ SHAPES = {shape.name: shape for shape in KNOWN_SHAPES}
         ("Llama-3-70B", 8_192, 5 * GIB, 5 * GIB // 2),
         ("Llama-3-405B", 131_072, 126 * GIB, 63 * GIB),
         ("Qwen2.5-7B", 4_096, 448 * MIB, 224 * MIB),
-        ("Gemma-3-4B", 4_096, 1_088 * MIB, 544 * MIB),
+        ("Gemma-3-4B", 4_096, 392 * MIB, 196 * MIB),  # 5 full layers, 29 hold 1,024 tokens
+        ("Mistral-7B-v0.1", 8_192, 1 * GIB, 512 * MIB),  # every layer holds 4,096 tokens
     ],
 )
 def test_known_sizes(name: str, tokens: int, f32: int, bf16: int) -> None:
@@ -30,9 +31,13 @@ def test_known_sizes(name: str, tokens: int, f32: int, bf16: int) -> None:
 def test_the_table_prints_every_model_with_exact_bytes() -> None:
     header, *rows = describe_sizes().splitlines()
     assert header.split() == ["model", "tokens", "f32,", "bytes", "bf16,", "bytes"]
-    assert len(rows) == len(KNOWN_SHAPES)
+    assert len(rows) == len(KNOWN_SHAPES) + sum(bool(shape.windows) for shape in KNOWN_SHAPES)
     assert "Qwen3-0.6B           1,024         234,881,024    224 MiB         117,440,512    112 MiB" in rows
     assert any(row.startswith("Llama-3-8B") and "2.0 GiB" in row and "1.0 GiB" in row for row in rows)
+    gemma = next(i for i, row in enumerate(rows) if row.startswith("Gemma-3-4B"))
+    assert rows[gemma].endswith("196 MiB")
+    assert rows[gemma + 1].startswith("  were all full")
+    assert rows[gemma + 1].endswith("1,140,850,688    1.1 GiB         570,425,344    544 MiB")
     assert any(row.startswith("Llama-3-405B") and "126 GiB" in row and "63 GiB" in row for row in rows)
 
 
