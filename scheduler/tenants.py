@@ -21,7 +21,9 @@ class Limits:
     def __post_init__(self) -> None:
         given = (self.max_num_waiting, self.max_num_waiting_per_tenant, self.max_kv_pages_per_tenant)
         if any(limit is not None and limit < 1 for limit in given):
-            raise ValueError("max_num_waiting, max_num_waiting_per_tenant and max_kv_pages_per_tenant must be at least 1")
+            raise ValueError(
+                "max_num_waiting, max_num_waiting_per_tenant and max_kv_pages_per_tenant must be at least 1"
+            )
 
 
 class Tenants:
