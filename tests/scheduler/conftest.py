@@ -1,17 +1,19 @@
-"""A world for the scheduler: pages of 4 tokens, a clock that stands still, and an executor that reads through pages.
+"""A world for the scheduler: pages of 4 tokens, a clock that is set by hand, and an executor that reads through pages.
 
 The executor's memory holds token ids where a model's would hold keys and values. It computes the next token from what
-it reads back through the page table, and from nothing else: a page lost, shared or freed too early changes the output.
+it reads back through the page tables, and from nothing else: a page lost, shared or freed too early changes the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from math import log
 from typing import Any
 from zlib import crc32
 
 import pytest
 from quire.pager import Pager
+from quire.pager.layout import first_kept_token
 from quire.scheduler import (
     Request,
     RequestUpdate,
@@ -27,17 +29,24 @@ PAGE_SIZE = 4
 VOCABULARY = 50
 
 
-def next_token(context: Sequence[int]) -> int:
+def next_token(context: Sequence[int], vocabulary: int = VOCABULARY) -> int:
     """The model: a pure function of the whole context."""
-    return crc32(bytes(context)) % VOCABULARY
+    return crc32(bytes(context)) % vocabulary
 
 
-def continuation(prompt: Sequence[int], length: int) -> list[int]:
+def continuation(prompt: Sequence[int], length: int, vocabulary: int = VOCABULARY) -> list[int]:
     """What any schedule must generate for this prompt."""
     tokens = list(prompt)
     for _ in range(length):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, vocabulary))
     return tokens[len(prompt) :]
+
+
+def top_logprobs(context: Sequence[int], vocabulary: int) -> list[tuple[int, float]]:
+    """The model's whole distribution, likeliest first; next_token is not its maximum, beams do not need that."""
+    weights = [1 + crc32(bytes([*context, token])) % 1000 for token in range(vocabulary)]
+    order = sorted(range(vocabulary), key=lambda token: (-weights[token], token))
+    return [(token, log(weights[token] / sum(weights))) for token in order]
 
 
 class World:
@@ -49,30 +58,39 @@ class World:
         max_num_batched_tokens: int = 32,
         max_num_seqs: int = 8,
         enable_prefix_caching: bool = True,
+        vocabulary: int = VOCABULARY,
+        windows: Sequence[int] = (0,),
         **options: Any,
     ) -> None:
         self.now = 0.0
+        self.step_s = 0.0  # that each step takes, by the clock and by its own account
+        self.vocabulary = vocabulary
+        self.windows = windows
         self.pages = [[-1] * PAGE_SIZE for _ in range(num_pages)]
-        self.pager = Pager(PAGE_SIZE, num_pages, copy_page=self._copy_page, enable_prefix_caching=enable_prefix_caching)
-        self.scheduler = Scheduler(
-            self.pager,
-            budget=TokenBudget(max_num_batched_tokens),
-            max_num_seqs=max_num_seqs,
-            clock=lambda: self.now,
-            debug=True,
-            **options,
+        self.pager = Pager(
+            PAGE_SIZE,
+            num_pages,
+            windows=windows,
+            copy_page=self._copy_page,
+            enable_prefix_caching=enable_prefix_caching,
         )
+        options.setdefault("budget", TokenBudget(max_num_batched_tokens))
+        self.scheduler = Scheduler(self.pager, max_num_seqs=max_num_seqs, clock=lambda: self.now, debug=True, **options)
         self.requests: dict[int, Request] = {}
         self.outputs: dict[int, list[int]] = {}  # as told by updates
         self.ended: dict[int, str] = {}  # finish reason or error, by updates
         self.failing: dict[int, str] = {}  # requests whose logits cannot be sampled
 
     def add(self, request_id: int, prompt: Sequence[int], max_tokens: int = 4, **options: Any) -> Any:
-        request = Request(request_id, prompt, max_tokens=max_tokens, **options)
-        admission = self.scheduler.add(request)
-        self.requests[request_id] = request
-        self.outputs[request_id] = []
-        return admission
+        return self.add_branches((request_id,), prompt, max_tokens, **options)
+
+    def add_branches(self, ids: Sequence[int], prompt: Sequence[int], max_tokens: int = 4, **options: Any) -> Any:
+        requests = [Request(request_id, prompt, max_tokens=max_tokens, **options) for request_id in ids]
+        outlook = self.scheduler.add_branches(requests)
+        for request in requests:
+            self.requests[request.request_id] = request
+            self.outputs[request.request_id] = []
+        return outlook
 
     def step(self) -> StepPlan | None:
         """Schedule, execute, commit."""
@@ -82,10 +100,12 @@ class World:
         return plan
 
     def commit(self, plan: StepPlan) -> list[RequestUpdate]:
-        updates = self.scheduler.commit(self.execute(plan))
-        for update in updates:
-            self.note(update)
-        return updates
+        result = self.execute(plan)
+        self.now += self.step_s
+        return self._noted(self.scheduler.commit(result))
+
+    def expire(self) -> list[RequestUpdate]:
+        return self._noted(self.scheduler.expire())
 
     def cancel(self, request_id: int) -> RequestUpdate | None:
         update = self.scheduler.cancel(request_id)
@@ -104,8 +124,10 @@ class World:
     def execute(self, plan: StepPlan) -> StepResult:
         for row in plan.sequences:
             for position, token in enumerate(row.token_ids, row.first_position):
-                self.pages[row.tables[0][position // PAGE_SIZE]][position % PAGE_SIZE] = token
-        return StepResult(plan.step_id, tuple(self._sample(row) for row in plan.sequences if row.num_samples), 0.0)
+                for table in row.tables:
+                    self.pages[table[position // PAGE_SIZE]][position % PAGE_SIZE] = token
+        sampled = [sample for row in plan.sequences for sample in self._samples(row)]
+        return StepResult(plan.step_id, tuple(sampled), self.step_s)
 
     def note(self, update: RequestUpdate) -> None:
         request_id = update.request.request_id
@@ -114,13 +136,31 @@ class World:
         if update.ended:
             self.ended[request_id] = str(update.finish_reason or update.error)
 
-    def _sample(self, row: ScheduledSequence) -> SampledToken:
-        if row.request_id in self.failing:
-            return SampledToken(row.request_id, -1, error=self.failing[row.request_id])
-        read = [slot for page in row.tables[0] for slot in self.pages[page]]
-        length = row.first_position + len(row.token_ids)
-        assert read[:length] == list(row.context) == self.requests[row.request_id].token_ids
-        return SampledToken(row.request_id, next_token(read[:length]))
+    def _noted(self, updates: list[RequestUpdate]) -> list[RequestUpdate]:
+        for update in updates:
+            self.note(update)
+        return updates
+
+    def _samples(self, row: ScheduledSequence) -> Iterator[SampledToken]:
+        end = row.first_position + len(row.token_ids)
+        context = list(row.context)
+        assert len(context) == end if row.num_samples else len(context) > end
+        for group, window in enumerate(self.windows):
+            first = first_kept_token(row.first_position, window)
+            assert self._read(row.tables[group], first, end) == context[first:end]
+        for length in range(end - row.num_samples + 1, end + 1):
+            if row.request_id in self.failing:
+                yield SampledToken(row.request_id, -1, error=self.failing[row.request_id])
+            else:
+                top = tuple(top_logprobs(context[:length], self.vocabulary)) if self._searches(row) else ()
+                token = next_token(context[:length], self.vocabulary)
+                yield SampledToken(row.request_id, token, None, top)
+
+    def _searches(self, row: ScheduledSequence) -> bool:
+        return row.request_id < 0 or self.requests[row.request_id].beam is not None
+
+    def _read(self, table: Sequence[int], first: int, end: int) -> list[int]:
+        return [self.pages[table[at // PAGE_SIZE]][at % PAGE_SIZE] for at in range(first, end)]
 
     def _copy_page(self, source: int, destination: int) -> None:
         self.pages[destination] = list(self.pages[source])
@@ -132,5 +172,5 @@ def make_world() -> Callable[..., World]:
 
 
 @pytest.fixture
-def expected() -> Callable[[Sequence[int], int], list[int]]:
+def expected() -> Callable[..., list[int]]:
     return continuation

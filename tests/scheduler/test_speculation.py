@@ -1,0 +1,116 @@
+"""Guesses: the same tokens in fewer steps, where verifying them pays, and none where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from quire.scheduler import Coefficients, CostModel, SampledToken, State
+from quire.scheduler.ngrams import NGramIndex
+
+MakeWorld = Callable[..., Any]
+Expected = Callable[..., list[int]]
+CHEAP_ROWS = Coefficients(20e-3, 1e-4, 1e-3, 0.0, 0.0)
+DEAR_ROWS = Coefficients(1e-4, 20e-3, 1e-3, 0.0, 0.0)
+PERIODIC = [1, 0, 0, 1, 1, 0] * 4
+
+
+def speculative(make_world: MakeWorld, coefficients: Coefficients = CHEAP_ROWS, **options: Any) -> Any:
+    options = {"vocabulary": 2, "num_pages": 64, "num_speculative_tokens": 4, **options}
+    return make_world(cost=CostModel(coefficients), **options)
+
+
+@pytest.mark.parametrize("prompt", [PERIODIC, [1, 0] * 9, [1], [0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 0, 1]])
+@pytest.mark.parametrize("max_tokens", [1, 2, 40])
+def test_on_or_off_the_tokens_are_the_same(
+    make_world: MakeWorld, expected: Expected, prompt: list[int], max_tokens: int
+) -> None:
+    world = speculative(make_world)
+    world.add(1, prompt, max_tokens)
+    steps = world.run()
+    assert world.outputs[1] == expected(prompt, max_tokens, 2)
+    assert steps == max_tokens - world.requests[1].right_guesses
+    assert world.scheduler.stats().pages_owned == 0
+
+
+def test_right_guesses_save_steps_and_are_counted(make_world: MakeWorld) -> None:
+    world = speculative(make_world)
+    world.add(1, PERIODIC, max_tokens=60)
+    assert world.run() < 50
+    stats = world.scheduler.stats()
+    assert 0 < stats.right_guesses < stats.guessed_tokens
+    assert stats.right_guesses == world.requests[1].right_guesses
+
+
+def test_a_stop_token_among_right_guesses_ends_the_request_there(make_world: MakeWorld, expected: Expected) -> None:
+    for min_tokens in range(1, 30):
+        world = speculative(make_world)
+        world.add(1, PERIODIC, max_tokens=60, min_tokens=min_tokens, stop_token_ids=frozenset({1}))
+        world.run()
+        tokens = expected(PERIODIC, 60, 2)
+        assert world.outputs[1] == tokens[: tokens.index(1, min_tokens - 1) + 1]
+
+
+def test_guesses_that_cost_more_than_they_save_are_not_verified(make_world: MakeWorld) -> None:
+    world = speculative(make_world, DEAR_ROWS)
+    world.add(1, PERIODIC, max_tokens=60)
+    assert world.run() == 60
+    assert world.scheduler.stats().guessed_tokens == 0
+
+
+def test_the_wider_the_batch_the_fewer_guesses(make_world: MakeWorld) -> None:
+    """A row costs a tenth of a step: alone a guess pays, among many, where a token costs no more than a row, none."""
+    guessed = {}
+    for users in (1, 4, 24):
+        world = speculative(make_world, Coefficients(20e-3, 2e-3, 1e-3, 0.0, 0.0), max_num_seqs=32, num_pages=600)
+        for user in range(users):
+            world.add(user, PERIODIC, max_tokens=30)
+        world.run()
+        guessed[users] = world.scheduler.stats().guessed_tokens / users
+    assert guessed[1] > guessed[4] > guessed[24] == 0
+
+
+def test_nothing_is_guessed_while_anything_prefills_or_waits(make_world: MakeWorld) -> None:
+    world = speculative(make_world, max_num_seqs=2, max_num_batched_tokens=8)
+    world.add(1, PERIODIC, max_tokens=60)
+    for _ in range(10):
+        world.step()
+    world.add(2, PERIODIC * 2, max_tokens=30)
+    while world.requests[2].state is not State.DECODE:
+        assert world.step().num_decode_rows <= 1
+
+
+def test_a_wrong_guess_whose_logits_are_not_numbers_leaves_no_trace(make_world: MakeWorld, expected: Expected) -> None:
+    """Its key and value may not be numbers either: their page is written anew from its first slot."""
+    world = speculative(make_world)
+    world.add(1, PERIODIC, max_tokens=40)
+    poisoned = rewritten = 0
+    while (plan := world.scheduler.schedule()) is not None:
+        row = plan.sequences[0]
+        result = world.execute(plan)
+        samples = list(result.sampled)
+        right = [row.token_ids[i + 1] == samples[i].token_id for i in range(len(samples) - 1)]
+        if False in right and world.requests[1].state is State.DECODE:
+            poisoned += 1
+            wrong = right.index(False) + 1
+            samples[wrong:] = [SampledToken(1, -1, error="not a number")] * (len(samples) - wrong)
+        updates = world.scheduler.commit(type(result)(result.step_id, tuple(samples), 0.0))
+        for update in updates:
+            world.note(update)
+        if world.requests[1].state is State.PREFILL:
+            rewritten += 1
+            assert world.requests[1].num_computed_tokens % 4 == 0
+    assert poisoned == rewritten > 0
+    assert world.outputs[1] == expected(PERIODIC, 40, 2)
+
+
+def test_the_longest_known_run_is_looked_up_first() -> None:
+    ngrams = NGramIndex()
+    tokens = [1, 2, 3, 4, 9, 9, 3, 4, 8, 1, 2, 3, 4]
+    ngrams.extend(tokens)
+    assert ngrams.guess(tokens, 3) == [9, 9, 3]
+    tokens += [7, 7, 3, 4]
+    ngrams.extend(tokens)
+    assert ngrams.guess(tokens, 2) == [7, 7]  # of the two tokens, the last place
+    assert ngrams.guess([5], 2) == []
