@@ -1,12 +1,12 @@
 """Who owns which page. Integers and token ids in, page ids out; no request, no asyncio, no kernel."""
 
 from .arena import KVArena
-from .errors import InvariantViolated, OutOfMemory, OutOfPages, PagerError
+from .errors import InvariantViolated, OutOfMemory, OutOfPages, PagerError, SpillUnavailable
 from .invariants import check
 from .layout import PAGE_SIZES, KVDtype, KVLayout
 from .memory import map_memory
 from .pager import Pager
-from .spill import Spilled
+from .spill import PageStore, Spilled, SpillFile
 from .table import PageTable
 
 __all__ = [
@@ -17,9 +17,12 @@ __all__ = [
     "KVLayout",
     "OutOfMemory",
     "OutOfPages",
+    "PageStore",
     "PageTable",
     "Pager",
     "PagerError",
+    "SpillFile",
+    "SpillUnavailable",
     "Spilled",
     "check",
     "map_memory",

@@ -30,6 +30,14 @@ class KVArena:
         pages = self._pages()
         pages[:, destination] = pages[:, source]
 
+    def read_page(self, page: int, out: npt.NDArray[np.uint8]) -> None:
+        """All layers of one page into `out`  # [page_bytes] uint8."""
+        out.reshape(self.layout.page_layers, -1)[:] = self._pages()[:, page]
+
+    def write_page(self, page: int, data: npt.NDArray[np.uint8]) -> None:
+        """All layers of one page from `data`  # [page_bytes] uint8, as `read_page` gave it."""
+        self._pages()[:, page] = data.reshape(self.layout.page_layers, -1)
+
     def zero_page(self, page: int) -> None:
         """All layers of one page."""
         self._pages()[:, page] = 0

@@ -6,6 +6,7 @@ The one invariant: whatever the pager refuses, it refuses before it has changed 
     PagerError
     ├── OutOfPages        not enough pages are free or evictable
     ├── OutOfMemory       the system did not give the memory asked for
+    ├── SpillUnavailable  no file to spill to could be made
     └── InvariantViolated the books do not balance: a bug in Quire, never a user's fault
 """
 
@@ -27,6 +28,10 @@ class OutOfPages(PagerError):
 
 class OutOfMemory(PagerError):
     """Memory could not be mapped."""
+
+
+class SpillUnavailable(PagerError):
+    """The spill file could not be made."""
 
 
 class InvariantViolated(PagerError):

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from .layout import first_kept_token, pages_held
 from .pool import PagePool
 from .prefix import Hit, PrefixCache, root_key
-from .spill import Spilled
-from .table import CopyPage, PageTable
+from .spill import PageStore, Spilled
+from .table import GIVEN_BACK, CopyPage, PageTable, listed
 
 
 class Pager:
@@ -21,7 +21,7 @@ class Pager:
 
     Each layer group has a page table of its own, all from one pool; `windows` has each group's attention window in
     tokens, 0 for a full group. `copy_page(source, destination)` copies a page's memory when a shared one is about to be
-    written; None where there is no memory, as in simulation.
+    written; None where there is no memory, as in simulation. `store` takes pages that are spilled; None: none can be.
     """
 
     def __init__(
@@ -32,6 +32,7 @@ class Pager:
         windows: Sequence[int] = (0,),
         copy_page: CopyPage | None = None,
         enable_prefix_caching: bool = True,
+        store: PageStore | None = None,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"a page holds at least 1 token, got {page_size}")
@@ -43,7 +44,12 @@ class Pager:
         self.prefix = PrefixCache(self.pool, page_size, self.windows) if enable_prefix_caching else None
         self.prefix_queried_tokens = 0  # by every successful `open`
         self.prefix_hit_tokens = 0
+        self.num_spilled = 0  # pages in the store
+        self.spilled_pages_total = 0
+        self.restored_pages_total = 0  # read back, not those found in the prefix cache
         self._copy_page = copy_page
+        self._store = store
+        self._tickets: set[Spilled] = set()
 
     def open(
         self, token_ids: Sequence[int], tenant_salt: bytes = b"", spare_pages: int | None = None, reserve: int = 0
@@ -56,11 +62,12 @@ class Pager:
         """
         root = root_key(tenant_salt)
         hit = self._match(root, token_ids, (len(token_ids) - 1) // self.page_size)
-        cached = sum(1 for page in hit.page_ids() if self.pool.references(page) == 0)
+        cached = self._num_unowned(hit.page_ids())
         growth = 0 if spare_pages is None else self._pages_taken(len(token_ids), hit) - cached
         self.pool.require(cached + max(growth, reserve) + (spare_pages or 0))
         self.pool.retain(hit.page_ids())
         table = self._table(root, hit, len(hit.keys) * self.page_size)
+        table.slide()
         table.reserve(reserve)
         if self.prefix:
             self.prefix_queried_tokens += len(token_ids)
@@ -109,28 +116,76 @@ class Pager:
         """
         table.reserve(num_pages)
 
+    def spill_seconds(self, num_pages: int) -> float | None:
+        """Predicted time to spill and restore so many pages; None if they cannot be spilled now."""
+        return self._store.seconds(num_pages) if self._store else None
+
     def spill(self, table: PageTable, num_tokens: int) -> Spilled | None:
-        """Not yet."""
-        return None
+        """Write the first `num_tokens` tokens, all computed, to the store, and release the table.
+
+        None if there is no store, no room in it or the disk fails; then nothing has changed. Raises ValueError where
+        `rollback` to `num_tokens` would.
+        """
+        pages = table.pages_kept(num_tokens)
+        slots = self._store.save(listed(pages)) if self._store else None
+        if slots is None:
+            return None
+        left = iter(slots)
+        spilled = Spilled(
+            num_tokens,
+            tuple(
+                tuple(page if page == GIVEN_BACK else next(left) for page in row) for row in zip(*pages, strict=True)
+            ),
+        )
+        self._tickets.add(spilled)
+        self.num_spilled += len(slots)
+        self.spilled_pages_total += len(slots)
+        table.release()
+        return spilled
 
     def restore(
-        self, spilled: Spilled, token_ids: Sequence[int], tenant_salt: bytes = b"", spare_pages: int = 0
+        self,
+        spilled: Spilled,
+        token_ids: Sequence[int],
+        tenant_salt: bytes = b"",
+        spare_pages: int = 0,
+        reserve: int = 0,
     ) -> PageTable | None:
-        """Not yet."""
-        return None
+        """A table that holds what was spilled, settled; the ticket is used up. `token_ids` starts with its tokens.
+
+        Pages found in the prefix cache are taken from there, the others are read back. Raises OutOfPages, changing
+        nothing, unless all could be allocated now, `reserve` more be reserved, and `spare_pages` be left to others.
+        None: what was stored is damaged or unreadable, the ticket is discarded; compute the tokens again.
+        """
+        if spilled not in self._tickets or self._store is None:
+            raise ValueError("this ticket is used up, or another pager's")
+        if len(token_ids) < spilled.num_tokens:
+            raise ValueError(f"{spilled.num_tokens} tokens were spilled, only {len(token_ids)} were named")
+        root = root_key(tenant_salt)
+        pages, missing = self._find_spilled(spilled, root, token_ids)
+        found = listed(pages)
+        self.pool.require(len(missing) + self._num_unowned(found) + reserve + spare_pages)
+        self.pool.retain(found)
+        fresh = self.pool.allocate(len(missing))
+        for (depth, group), page in zip(missing, fresh, strict=True):
+            pages[group][depth] = page
+        intact = self._store.load([spilled.slots[depth][group] for depth, group in missing], fresh)
+        self.discard(spilled)
+        if not intact:
+            self.pool.release(listed(pages))
+            return None
+        self.restored_pages_total += len(missing)
+        table = self._table(root, Hit([], pages), spilled.num_tokens)
+        table.reserve(reserve)
+        self.settle(table, token_ids)
+        return table
 
     def discard(self, spilled: Spilled) -> None:
-        """Not yet."""
-
-    def spill_seconds(self, num_pages: int) -> float | None:
-        """Not yet."""
-        return None
-
-    def pin(self, token_ids: Sequence[int], tenant_salt: bytes, until: float) -> int:
-        """Not yet."""
-        return 0
-
-    num_pinned = num_spilled = 0
+        """Forget what was spilled; its room in the store can be used again. Idempotent."""
+        if spilled in self._tickets and self._store is not None:
+            self._tickets.remove(spilled)
+            self.num_spilled -= spilled.num_pages
+            self._store.free(spilled.used())
 
     def pages_for(self, num_tokens: int) -> int:
         """The most pages that one sequence of `num_tokens` tokens holds at once, settled after every token."""
@@ -171,12 +226,30 @@ class Pager:
     def _match(self, root: bytes, token_ids: Sequence[int], limit: int) -> Hit:
         return self.prefix.match(root, token_ids, limit) if self.prefix else Hit([], [[] for _ in self.windows])
 
+    def _find_spilled(
+        self, spilled: Spilled, root: bytes, token_ids: Sequence[int]
+    ) -> tuple[list[list[int]], list[tuple[int, int]]]:
+        """Page tables with what the prefix cache holds of it, and the (depth, group) of pages it does not hold."""
+        full = spilled.num_tokens // self.page_size
+        hit = self.prefix.find(root, token_ids, full) if self.prefix else Hit([], [])
+        pages = [[GIVEN_BACK] * len(spilled.slots) for _ in self.windows]
+        missing = []
+        for depth, row in enumerate(spilled.slots):
+            for group, slot in enumerate(row):
+                if slot != GIVEN_BACK:
+                    if depth < len(hit.keys):
+                        pages[group][depth] = hit.pages[group][depth]
+                    if pages[group][depth] == GIVEN_BACK:
+                        missing.append((depth, group))
+        return pages, missing
+
+    def _num_unowned(self, page_ids: Sequence[int]) -> int:
+        return sum(1 for page in page_ids if self.pool.references(page) == 0)
+
     def _table(self, root: bytes, hit: Hit, num_tokens: int) -> PageTable:
-        table = PageTable(
+        return PageTable(
             self.pool, self.page_size, self.windows, self._copy_page, root, hit.pages, hit.keys, num_tokens
         )
-        table.slide()
-        return table
 
     def _pages_taken(self, num_tokens: int, hit: Hit) -> int:
         """Available pages that a sequence of `num_tokens` uses up at most: a hit that someone owns costs nothing while

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from .layout import first_kept_token
 from .pool import Content, PagePool
-from .table import GIVEN_BACK, PageTable
+from .table import GIVEN_BACK, PageTable, listed
 
 
 class Hit(NamedTuple):
@@ -33,7 +33,8 @@ class Hit(NamedTuple):
     pages: list[list[int]]  # [groups][pages]; GIVEN_BACK where a window does not reach
 
     def page_ids(self) -> list[int]:
-        return [page for pages in self.pages for page in pages if page != GIVEN_BACK]
+        """All of them, heads first."""
+        return listed(self.pages)
 
 
 def root_key(tenant_salt: bytes) -> bytes:
@@ -65,20 +66,32 @@ class PrefixCache:
         holes = [-1] * len(self._windows)  # last page that a group does not have
         length = 0
         parent = root
-        for index in range(limit):
-            key, encoded = self._key(parent, token_ids, index)
-            found = [self._find(Content(key, parent, index, group, encoded)) for group in range(len(pages))]
-            if any(page is None and not window for page, window in zip(found, self._windows, strict=True)):
-                break
-            keys.append(key)
-            parent = key
-            for group, page in enumerate(found):
-                pages[group].append(GIVEN_BACK if page is None else page)
-                if page is None:
-                    holes[group] = index
-            if all(hole < first for hole, first in zip(holes, self._first_kept(index + 1), strict=True)):
-                length = index + 1
+        for depth in range(limit):
+            contents = self._contents(parent, token_ids, depth)
+            found = [self._find(content) for content in contents]
+            if GIVEN_BACK in found:
+                if any(page == GIVEN_BACK and not window for page, window in zip(found, self._windows, strict=True)):
+                    break
+                holes = [depth if page == GIVEN_BACK else hole for page, hole in zip(found, holes, strict=True)]
+            parent = contents[0].key
+            keys.append(parent)
+            for kept, page in zip(pages, found, strict=True):
+                kept.append(page)
+            if max(holes) < 0 or self._are_behind(holes, depth + 1):
+                length = depth + 1
         return self._cut(keys, pages, length)
+
+    def find(self, root: bytes, token_ids: Sequence[int], num_pages: int) -> Hit:
+        """Whatever is indexed of the first `num_pages` pages, each by itself: GIVEN_BACK where it is not."""
+        hit = Hit([], [[] for _ in self._windows])
+        parent = root
+        for depth in range(num_pages):
+            contents = self._contents(parent, token_ids, depth)
+            for pages, content in zip(hit.pages, contents, strict=True):
+                pages.append(self._find(content))
+            parent = contents[0].key
+            hit.keys.append(parent)
+        return hit
 
     def index(self, table: PageTable, token_ids: Sequence[int]) -> None:
         """Index the table's full pages, all of them computed; `token_ids` starts with the tokens they hold.
@@ -86,20 +99,18 @@ class PrefixCache:
         Where another page was indexed first for the same content, the table takes that one and gives its own back: the
         bytes are the same, and one copy is enough. After a hash collision the rest of the table stays private.
         """
-        for index in range(table.num_settled, table.num_tokens // self._page_size):
-            parent = table.keys[-1] if index else table.root
-            key, encoded = self._key(parent, token_ids, index)
-            contents = [Content(key, parent, index, group, encoded) for group in range(len(self._windows))]
-            if not self._index_page(table, index, contents):
+        for depth in range(table.num_settled, table.num_tokens // self._page_size):
+            contents = self._contents(table.keys[-1] if depth else table.root, token_ids, depth)
+            if not self._index_page(table, depth, contents):
                 return
-            table.keys.append(key)
+            table.keys.append(contents[0].key)
 
-    def _index_page(self, table: PageTable, index: int, contents: Sequence[Content]) -> bool:
-        """Index the pages of all groups at `index`, or none and return False."""
+    def _index_page(self, table: PageTable, depth: int, contents: Sequence[Content]) -> bool:
+        """Index the pages of all groups at `depth`, or none and return False."""
         missing: list[tuple[int, Content]] = []
         duplicates: list[tuple[int, int]] = []  # (group, page to take instead)
         for group, content in enumerate(contents):
-            own, indexed = table.pages[group][index], self._pool.find(content.key, group)
+            own, indexed = table.pages[group][depth], self._pool.find(content.key, group)
             if indexed is not None and self._pool.content(indexed) != content:
                 return False
             if own in (GIVEN_BACK, indexed):
@@ -108,20 +119,24 @@ class PrefixCache:
                 missing.append((own, content))
             else:
                 duplicates.append((group, indexed))
-        if sum(table.cost_of_substitute(group, index, page) for group, page in duplicates) > self._pool.num_available:
+        if sum(table.cost_of_substitute(group, depth, page) for group, page in duplicates) > self._pool.num_available:
             return False
         for own, content in missing:
             self._pool.label(own, content)
         for group, page in duplicates:
-            table.substitute(group, index, page)
+            table.substitute(group, depth, page)
         return True
 
-    def _find(self, content: Content) -> int | None:
+    def _find(self, content: Content) -> int:
         page = self._pool.find(content.key, content.group)
-        return page if page is not None and self._pool.content(page) == content else None
+        return page if page is not None and self._pool.content(page) == content else GIVEN_BACK
+
+    def _are_behind(self, holes: Sequence[int], num_pages: int) -> bool:
+        """Whether a row behind `num_pages` pages sees none of the holes."""
+        return all(hole < first for hole, first in zip(holes, self._first_kept(num_pages), strict=True))
 
     def _first_kept(self, num_pages: int) -> list[int]:
-        """Per group, the first page that a row behind `num_pages` pages sees; a full group has no holes to fear."""
+        """Per group, the first page that a row behind `num_pages` pages may see."""
         num_tokens = num_pages * self._page_size
         return [first_kept_token(num_tokens, window) // self._page_size for window in self._windows]
 
@@ -132,7 +147,9 @@ class PrefixCache:
             [[GIVEN_BACK] * first + kept[first:length] for first, kept in zip(firsts, pages, strict=True)],
         )
 
-    def _key(self, parent: bytes, token_ids: Sequence[int], index: int) -> tuple[bytes, bytes]:
-        start = index * self._page_size
+    def _contents(self, parent: bytes, token_ids: Sequence[int], depth: int) -> list[Content]:
+        """What the page at `depth` holds, for each group."""
+        start = depth * self._page_size
         encoded = self._encoding.pack(*token_ids[start : start + self._page_size])
-        return page_key(parent, encoded), encoded
+        key = page_key(parent, encoded)
+        return [Content(key, parent, depth, group, encoded) for group in range(len(self._windows))]

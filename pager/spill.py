@@ -1,7 +1,171 @@
-"""Pages kept outside the pool while their sequence does not run."""
+"""Where pages go when memory is short: a bounded file without a name, one slot per page, a checksum for each.
+
+It must not know whose pages they are or which tokens. The one invariant: what is loaded is bit for bit what was saved,
+or `load` says no. Whatever the disk does (full, broken, slow), nothing is raised: the answer is no, the caller
+computes again, and the disk is left alone for a while.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from zlib import crc32
 
+import numpy as np
+
+from .arena import KVArena
+from .errors import SpillUnavailable
+from .table import GIVEN_BACK
+
+PAUSE_S = 60.0  # after a failure
+SMOOTHING = 0.25  # weight of the newest measured speed
+WRITE_BYTES_PER_S, READ_BYTES_PER_S = 1e9, 2e9  # until measured
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Spilled:
-    """A sequence's pages in the store."""
+    """A ticket for a sequence's pages in a store: good for one `restore` or `discard`."""
+
+    num_tokens: int
+    slots: tuple[tuple[int, ...], ...]  # [pages][groups]; GIVEN_BACK where the window does not reach
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in the store."""
+        return len(self.used())
+
+    def used(self) -> list[int]:
+        """The slots that hold them."""
+        return [slot for row in self.slots for slot in row if slot != GIVEN_BACK]
+
+
+class PageStore(Protocol):
+    """What a pager needs of a place for pages outside its memory."""
+
+    def save(self, page_ids: Sequence[int]) -> Sequence[int] | None:
+        """Copy these pages out. Returns a slot for each, or None, keeping nothing."""
+
+    def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> bool:
+        """Copy the slots back into these pages; False if any is not what was saved. The slots stay taken."""
+
+    def free(self, slots: Sequence[int]) -> None:
+        """The slots may be used again."""
+
+    def seconds(self, num_pages: int) -> float | None:
+        """Predicted time to save and load so many pages; None if they cannot be saved now."""
+
+
+class SpillFile:
+    """A PageStore of at most `max_bytes` in `directory`. The file has no name: it is gone with the process.
+
+    Raises ValueError if not even one page fits, SpillUnavailable if the file cannot be made.
+    """
+
+    def __init__(
+        self,
+        arena: KVArena,
+        max_bytes: int,
+        directory: str | os.PathLike[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._page_bytes = arena.layout.page_bytes
+        self.num_slots = max_bytes // self._page_bytes
+        if self.num_slots < 1:
+            raise ValueError(f"{max_bytes:,} bytes hold no page of {self._page_bytes:,} bytes")
+        self._arena = arena
+        self._clock = clock
+        self._buffer = np.empty(self._page_bytes, np.uint8)  # the page on its way
+        self._bytes = self._buffer.data
+        self._checksums = array("I", bytes(4 * self.num_slots))
+        self._free = list(range(self.num_slots - 1, -1, -1))  # a stack: the file stays as short as it can
+        self._resume_at = clock()
+        self._write_s = self._page_bytes / WRITE_BYTES_PER_S  # per page
+        self._read_s = self._page_bytes / READ_BYTES_PER_S
+        self._file = _open_nameless(Path(directory))
+
+    @property
+    def num_used(self) -> int:
+        """Slots that hold a page."""
+        return self.num_slots - len(self._free)
+
+    def save(self, page_ids: Sequence[int]) -> list[int] | None:
+        if self.seconds(len(page_ids)) is None:
+            return None
+        slots = [self._free.pop() for _ in page_ids]
+        start = self._clock()
+        try:
+            for slot, page in zip(slots, page_ids, strict=True):
+                self._write(slot, page)
+        except OSError:
+            self.free(slots)
+            self._pause()
+            return None
+        self._write_s = self._smoothed(self._write_s, start, len(slots))
+        return slots
+
+    def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> bool:
+        start = self._clock()
+        try:
+            for slot, page in zip(slots, page_ids, strict=True):
+                self._read(slot, page)
+        except OSError:
+            self._pause()
+            return False
+        self._read_s = self._smoothed(self._read_s, start, len(slots))
+        return True
+
+    def free(self, slots: Sequence[int]) -> None:
+        self._free.extend(reversed(slots))
+
+    def seconds(self, num_pages: int) -> float | None:
+        if num_pages > len(self._free) or self._clock() < self._resume_at:
+            return None
+        return num_pages * (self._write_s + self._read_s)
+
+    def close(self) -> None:
+        """Let go of the file; from then on nothing can be saved or loaded. Idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _write(self, slot: int, page: int) -> None:
+        self._arena.read_page(page, self._buffer)
+        self._checksums[slot] = crc32(self._bytes)
+        if os.pwrite(self._file, self._bytes, slot * self._page_bytes) != self._page_bytes:
+            raise OSError(errno.ENOSPC, "short write")
+
+    def _read(self, slot: int, page: int) -> None:
+        if os.preadv(self._file, [self._bytes], slot * self._page_bytes) != self._page_bytes:
+            raise OSError(errno.EIO, "short read")
+        if crc32(self._bytes) != self._checksums[slot]:
+            raise OSError(errno.EIO, "wrong checksum")
+        self._arena.write_page(page, self._buffer)
+
+    def _pause(self) -> None:
+        self._resume_at = self._clock() + PAUSE_S
+
+    def _smoothed(self, seconds: float, start: float, num_pages: int) -> float:
+        if num_pages == 0:
+            return seconds
+        return seconds + SMOOTHING * ((self._clock() - start) / num_pages - seconds)
+
+
+def _open_nameless(directory: Path) -> int:
+    """A file that has no name, or loses it at once where the file system cannot do better."""
+    if hasattr(os, "O_TMPFILE"):
+        with suppress(OSError):
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        file, name = tempfile.mkstemp(prefix="quire-spill-", dir=directory)
+        os.unlink(name)
+    except OSError as error:
+        raise SpillUnavailable(f"cannot make a file to spill to in {directory} ({error.strerror})") from error
+    return file

@@ -129,16 +129,23 @@ class PageTable:
         self._writable = self.num_tokens
         return twin
 
+    def pages_kept(self, num_tokens: int) -> list[array[int]]:
+        """What it would list had it rolled back to `num_tokens` tokens and settled. Raises ValueError like rollback."""
+        self._check_length(num_tokens)
+        filled = -(-num_tokens // self._page_size)
+        kept = [pages[:filled] for pages in self.pages]
+        for pages, window in zip(kept, self._windows, strict=True):
+            first = first_kept_token(num_tokens, window) // self._page_size
+            pages[:first] = array("i", [GIVEN_BACK]) * first
+        return kept
+
     def can_roll_back(self, num_tokens: int) -> bool:
         """Whether the table has so many tokens, and every sliding group still has what the next row would see."""
         return self._shortest <= num_tokens <= self.num_tokens
 
     def rollback(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens and give back the pages that held only later ones."""
-        if not 0 <= num_tokens <= self.num_tokens:
-            raise ValueError(f"cannot roll back to {num_tokens} tokens, the table holds {self.num_tokens}")
-        if num_tokens < self._shortest:
-            raise ValueError(f"cannot roll back to {num_tokens} tokens, pages before them left their window")
+        self._check_length(num_tokens)
         kept = -(-num_tokens // self._page_size)
         if kept < len(self.pages[0]):
             dropped = listed(pages[kept:] for pages in self.pages)
@@ -185,6 +192,12 @@ class PageTable:
         self._pool.retain((page,))
         self._pool.release((self.pages[group][index],))
         self.pages[group][index] = page
+
+    def _check_length(self, num_tokens: int) -> None:
+        if not 0 <= num_tokens <= self.num_tokens:
+            raise ValueError(f"cannot roll back to {num_tokens} tokens, the table holds {self.num_tokens}")
+        if num_tokens < self._shortest:
+            raise ValueError(f"cannot roll back to {num_tokens} tokens, pages before them left their window")
 
     def _give_back(self, group: int, end: int) -> None:
         pages, begin = self.pages[group], self._given_back[group]

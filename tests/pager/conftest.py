@@ -37,12 +37,52 @@ class Cells:
         return tokens[first % PAGE_SIZE : first % PAGE_SIZE + table.num_tokens - first]
 
 
+class CellStore:
+    """A PageStore of so many pages that knows two tricks: to be full, and to find everything damaged."""
+
+    def __init__(self, cells: Cells, num_slots: int) -> None:
+        self._cells = cells
+        self._slots: dict[int, list[Slot | None]] = {}
+        self._num_slots = num_slots
+        self.damaged = False
+
+    @property
+    def num_used(self) -> int:
+        return len(self._slots)
+
+    def save(self, page_ids: Sequence[int]) -> list[int] | None:
+        if self.seconds(len(page_ids)) is None:
+            return None
+        slots = [slot for slot in range(self._num_slots) if slot not in self._slots][: len(page_ids)]
+        self._slots.update({slot: self._cells.pages[page][:] for slot, page in zip(slots, page_ids, strict=True)})
+        return slots
+
+    def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> bool:
+        if self.damaged:
+            return False
+        for slot, page in zip(slots, page_ids, strict=True):
+            self._cells.pages[page] = self._slots[slot][:]
+        return True
+
+    def free(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            del self._slots[slot]
+
+    def seconds(self, num_pages: int) -> float | None:
+        return float(num_pages) if num_pages <= self._num_slots - len(self._slots) else None
+
+
 class World:
     """A pager over cells, and the operations in the order a scheduler and an executor do them."""
 
-    def __init__(self, num_pages: int, windows: Sequence[int] = (0,), **options: Any) -> None:
+    def __init__(
+        self, num_pages: int, windows: Sequence[int] = (0,), store_pages: int | None = None, **options: Any
+    ) -> None:
         self.cells = Cells(num_pages)
-        self.pager = Pager(PAGE_SIZE, num_pages, windows=windows, copy_page=self.cells.copy_page, **options)
+        self.store = CellStore(self.cells, store_pages) if store_pages is not None else None
+        self.pager = Pager(
+            PAGE_SIZE, num_pages, windows=windows, copy_page=self.cells.copy_page, store=self.store, **options
+        )
 
     def compute(self, token_ids: list[int], salt: bytes = b"") -> tuple[PageTable, int]:
         """Open, grow, write and settle: a whole prompt in one step."""

@@ -1,0 +1,321 @@
+"""Pages that leave memory for a file and come back, or do not. Pages hold 4 tokens, tiles 8."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quire.pager import KVArena, KVLayout, OutOfPages, SpillFile, SpillUnavailable, check
+
+World = Any
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, page_size=16)
+TOKENS = list(range(100, 140))
+
+
+# The file.
+
+
+@pytest.fixture
+def arena() -> KVArena:
+    """Eight pages of noise."""
+    arena = KVArena(LAYOUT, 8)
+    arena.memory[:] = np.random.default_rng(1).integers(0, 256, arena.memory.size, np.uint8)
+    return arena
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def file(arena: KVArena, clock: Clock, tmp_path: Path) -> Iterator[SpillFile]:
+    """Room for four pages, and for no byte of a fifth."""
+    file = SpillFile(arena, 4 * LAYOUT.page_bytes + 5, tmp_path, clock)
+    yield file
+    file.close()
+
+
+def page_of(arena: KVArena, page: int) -> bytes:
+    out = np.empty(LAYOUT.page_bytes, np.uint8)
+    arena.read_page(page, out)
+    return out.tobytes()
+
+
+def test_what_is_saved_comes_back_into_other_pages(arena: KVArena, file: SpillFile) -> None:
+    before = [page_of(arena, page) for page in range(8)]
+    slots = file.save([2, 5, 0])
+    assert (slots, file.num_used) == ([0, 1, 2], 3)
+    arena.memory[:] = 0
+    assert file.load(slots, [7, 1, 3])
+    assert [page_of(arena, page) for page in (7, 1, 3)] == [before[2], before[5], before[0]]
+    assert not any(page_of(arena, page).strip(b"\0") for page in (0, 2, 4, 5, 6))
+
+
+def test_the_file_is_bounded_and_slots_are_used_again(file: SpillFile) -> None:
+    assert file.num_slots == 4
+    slots = file.save([0, 1, 2])
+    assert file.save([3, 4]) is None
+    assert file.num_used == 3
+    file.free(slots[:2])
+    assert file.save([3, 4, 5]) == [0, 1, 3]
+
+
+def test_the_file_has_no_name_and_is_private(file: SpillFile, tmp_path: Path) -> None:
+    file.save([0])
+    assert list(tmp_path.iterdir()) == []
+    status = os.fstat(file._file)
+    assert (status.st_nlink, status.st_mode & 0o777) == (0, 0o600)
+
+
+def test_where_nameless_files_are_unknown_it_loses_its_name(
+    arena: KVArena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "O_TMPFILE")
+    file = SpillFile(arena, LAYOUT.page_bytes, tmp_path)
+    assert file.save([3]) == [0]
+    assert list(tmp_path.iterdir()) == []
+    file.close()
+
+
+@pytest.mark.parametrize("failure", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_disk_that_fails_is_left_alone_for_a_minute(
+    file: SpillFile, clock: Clock, monkeypatch: pytest.MonkeyPatch, failure: int
+) -> None:
+    calls = []
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) == 2:
+            raise OSError(failure, os.strerror(failure))
+        return len(data)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    assert file.save([0, 1, 2]) is None
+    assert (file.num_used, len(calls)) == (0, 2)
+    clock.now += 59
+    assert (file.save([0]), file.seconds(1), len(calls)) == (None, None, 2)
+    clock.now += 1
+    assert file.save([0]) == [0]
+
+
+def test_a_short_write_is_a_failure(file: SpillFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: len(data) - 1)
+    assert file.save([0]) is None
+    assert file.seconds(1) is None
+
+
+@pytest.mark.parametrize("at", [0, LAYOUT.page_bytes - 1])
+def test_a_flipped_bit_is_found(arena: KVArena, file: SpillFile, at: int) -> None:
+    slots = file.save([0, 1])
+    offset = slots[1] * LAYOUT.page_bytes + at
+    byte = os.pread(file._file, 1, offset)[0]
+    os.pwrite(file._file, bytes([byte ^ 4]), offset)
+    assert file.load(slots[:1], [2])
+    assert not file.load(slots, [2, 3])
+
+
+def test_a_short_or_failing_read_is_a_failure(file: SpillFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = file.save([0, 1])
+    os.ftruncate(file._file, 2 * LAYOUT.page_bytes - 1)
+    assert file.load(slots[:1], [2])
+    assert not file.load(slots, [2, 3])
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert not file.load(slots[:1], [2])
+
+
+def test_a_real_full_disk(arena: KVArena, tmp_path: Path) -> None:
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={3 * LAYOUT.page_bytes}", "tmpfs", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mount.returncode:
+        pytest.skip(f"no right to mount a small file system: {mount.stderr.strip()}")
+    try:
+        file = SpillFile(arena, 100 * LAYOUT.page_bytes, tmp_path)
+        kept = file.save([0, 1])
+        assert file.save([2, 3, 4, 5]) is None
+        before = page_of(arena, 1)
+        assert file.load(kept, [6, 7])
+        assert page_of(arena, 7) == before
+        file.close()
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_speeds_are_measured_as_it_goes(
+    arena: KVArena, file: SpillFile, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert file.seconds(2) == pytest.approx(2 * LAYOUT.page_bytes * (1 / 1e9 + 1 / 2e9))
+    read_page, write_page = arena.read_page, arena.write_page
+
+    def slowly(move: Callable[..., None], seconds: float) -> Callable[..., None]:
+        def moved(*arguments: Any) -> None:
+            move(*arguments)
+            clock.now += seconds
+
+        return moved
+
+    monkeypatch.setattr(arena, "read_page", slowly(read_page, 0.2))
+    monkeypatch.setattr(arena, "write_page", slowly(write_page, 0.1))
+    for _ in range(40):
+        slots = file.save([0, 1])
+        file.load(slots, [0, 1])
+        file.free(slots)
+    assert file.seconds(2) == pytest.approx(0.6, rel=1e-3)
+    assert file.seconds(0) == 0
+    assert file.seconds(5) is None
+
+
+def test_a_closed_file_takes_nothing(file: SpillFile) -> None:
+    slots = file.save([0])
+    file.close()
+    file.close()
+    assert not file.load(slots, [1])
+    assert file.save([0]) is None
+
+
+def test_a_file_that_cannot_be_made_is_a_typed_error(arena: KVArena, tmp_path: Path) -> None:
+    with pytest.raises(SpillUnavailable, match=r"cannot make a file to spill to in .*missing \(No such file"):
+        SpillFile(arena, LAYOUT.page_bytes, tmp_path / "missing")
+    with pytest.raises(ValueError, match="hold no page of"):
+        SpillFile(arena, LAYOUT.page_bytes - 1, tmp_path)
+
+
+# The pager's side, with a store of cells.
+
+
+def test_a_spilled_sequence_comes_back(make_world: Callable[..., World]) -> None:
+    world = make_world(4, enable_prefix_caching=False, store_pages=4)
+    pager = world.pager
+    table, _ = world.compute(TOKENS[:10])
+    pager.reserve(table, 1)
+    spilled = pager.spill(table, 10)
+    assert (spilled.num_tokens, spilled.num_pages, pager.num_spilled) == (10, 3, 3)
+    assert (pager.num_free, pager.num_reserved, table.num_tokens) == (4, 0, 0)
+    other, _ = world.compute(TOKENS[20:36])
+    with pytest.raises(OutOfPages, match="needs 3 pages, 0 are available"):
+        pager.restore(spilled, TOKENS)
+    world.pager.release(other)
+    table = pager.restore(spilled, TOKENS)
+    assert world.cells.read(table) == TOKENS[:10]
+    assert (pager.num_spilled, pager.spilled_pages_total, pager.restored_pages_total) == (0, 3, 3)
+    assert world.store.num_used == 0
+    world.extend(table, TOKENS[10:13])
+    assert world.cells.read(table) == TOKENS[:13]
+    check(pager, [table])
+
+
+def test_pages_still_cached_are_not_read_back(make_world: Callable[..., World]) -> None:
+    world = make_world(4, store_pages=4)
+    pager = world.pager
+    table, _ = world.compute(TOKENS[:14])
+    spilled = pager.spill(table, 14)
+    world.pager.release(world.compute([1, 2, 3, 4, 5])[0])  # takes the free page and evicts the leaf
+    table = pager.restore(spilled, TOKENS)
+    assert world.cells.read(table) == TOKENS[:14]
+    assert (pager.restored_pages_total, table.num_settled) == (2, 3)
+    check(pager, [table])
+
+
+def test_only_computed_tokens_are_spilled(make_world: Callable[..., World]) -> None:
+    world = make_world(8, store_pages=4)
+    table, _ = world.compute(TOKENS[:6])
+    world.pager.grow(table, 6)
+    spilled = world.pager.spill(table, 6)
+    assert (spilled.num_tokens, spilled.num_pages) == (6, 2)
+    with pytest.raises(ValueError, match="cannot roll back to 1 tokens, the table holds 0"):
+        world.pager.spill(table, 1)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_sliding_group_spills_what_its_window_reaches(make_world: Callable[..., World]) -> None:
+    world = make_world(20, windows=(0, 8), store_pages=20)
+    table, _ = world.compute(TOKENS[:18])
+    spilled = world.pager.spill(table, 18)
+    assert spilled.num_pages == 5 + 3
+    blocker, _ = world.pager.open([])
+    world.pager.grow(blocker, 40)
+    world.pager.release(blocker)
+    table = world.pager.restore(spilled, TOKENS)
+    assert [pages.count(-1) for pages in table.pages] == [0, 2]
+    assert world.cells.read(table, 0) == TOKENS[:18]
+    assert world.cells.read(table, 1, 8) == TOKENS[8:18]
+    assert [world.pager.can_roll_back(table, to) for to in (14, 15)] == [False, True]
+    check(world.pager, [table])
+
+
+def test_without_a_store_or_room_nothing_is_spilled_and_nothing_changes(make_world: Callable[..., World]) -> None:
+    for options in ({}, {"store_pages": 2}):
+        world = make_world(8, **options)
+        table, _ = world.compute(TOKENS[:10])
+        assert world.pager.spill(table, 10) is None
+        assert (table.num_tokens, world.pager.num_spilled) == (10, 0)
+        assert world.pager.spill_seconds(3) is None
+        check(world.pager, [table])
+    assert world.pager.spill_seconds(2) == 2.0
+
+
+def test_damaged_pages_are_not_restored(make_world: Callable[..., World]) -> None:
+    world = make_world(6, store_pages=4)
+    table, _ = world.compute(TOKENS[:10])
+    twin = world.pager.fork(table)
+    spilled = world.pager.spill(table, 10)
+    world.store.damaged = True
+    assert world.pager.restore(spilled, TOKENS) is None
+    assert (world.pager.num_spilled, world.store.num_used, world.pager.restored_pages_total) == (0, 0, 0)
+    check(world.pager, [twin])
+    with pytest.raises(ValueError, match="this ticket is used up"):
+        world.pager.restore(spilled, TOKENS)
+
+
+def test_discarding_frees_the_store_once(make_world: Callable[..., World]) -> None:
+    world = make_world(6, store_pages=4)
+    spilled = world.pager.spill(world.compute(TOKENS[:10])[0], 10)
+    world.pager.discard(spilled)
+    world.pager.discard(spilled)
+    assert (world.pager.num_spilled, world.store.num_used) == (0, 0)
+
+
+def test_restoring_reserves_and_leaves_pages_to_others(make_world: Callable[..., World]) -> None:
+    world = make_world(6, enable_prefix_caching=False, store_pages=4)
+    pager = world.pager
+    spilled = pager.spill(world.compute(TOKENS[:10])[0], 10)
+    with pytest.raises(OutOfPages, match="needs 7 pages, 6 are available"):
+        pager.restore(spilled, TOKENS, spare_pages=2, reserve=2)
+    table = pager.restore(spilled, TOKENS, spare_pages=1, reserve=2)
+    assert (table.reserved, pager.num_available) == (2, 1)
+    check(pager, [table])
+
+
+def test_an_empty_sequence_spills_nothing(make_world: Callable[..., World]) -> None:
+    world = make_world(6, store_pages=4)
+    spilled = world.pager.spill(world.pager.open([])[0], 0)
+    assert spilled.num_pages == 0
+    assert world.pager.restore(spilled, []).num_tokens == 0
+
+
+def test_a_ticket_needs_the_tokens_it_holds(make_world: Callable[..., World]) -> None:
+    world = make_world(6, store_pages=4)
+    spilled = world.pager.spill(world.compute(TOKENS[:10])[0], 10)
+    with pytest.raises(ValueError, match="10 tokens were spilled, only 9 were named"):
+        world.pager.restore(spilled, TOKENS[:9])
