@@ -9,8 +9,9 @@ It must not repair anything, nor trust a counter it can recount. The equation:
     reserved == the sum of what the tables reserved <= free + cached
 
 and besides: no page is twice in a list or in a table; each group's index (key -> page) and the contents (page -> key)
-are each other's inverse; in a full group, a page's parent is indexed as long as the page is (leaf-first eviction); a
-table lists exactly the pages its tokens fill, in a sliding group from some page on that no row to come can see behind.
+are each other's inverse; in a full group, a page's parent is indexed as long as the page is, and evicted after it
+(leaf-first); a cached page is among the pinned if and only if it has a pin; a table lists exactly the pages its tokens
+fill, in a sliding group from some page on that no row to come can see behind.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def check(pager: Pager, tables: Iterable[PageTable]) -> None:
         _check_table(pager, table)
     _check_references(pager.pool, tables)
     _check_places(pager.pool)
+    _check_pins(pager.pool)
     _check_reservations(pager.pool, tables)
     for group, window in enumerate(pager.windows):
         _check_index(pager.pool, group, is_full=window == 0)
@@ -72,6 +74,13 @@ def _check_places(pool: PagePool) -> None:
     _require(all(pool.content(page) is not None for page in cached), "a cached page has no content")
 
 
+def _check_pins(pool: PagePool) -> None:
+    pinned, pins = set(pool.pinned_pages()), pool.pins()
+    cached = set(pool.cached_pages())
+    _require(pinned == cached & pins.keys(), "a cached page has a pin and is not among the pinned, or the reverse")
+    _require(all(pool.content(page) is not None for page in pins), "a page without content is pinned")
+
+
 def _check_reservations(pool: PagePool, tables: list[PageTable]) -> None:
     reserved = sum(table.reserved for table in tables)
     _require(pool.num_reserved == reserved, f"{pool.num_reserved} pages are reserved, {reserved} are explained")
@@ -84,9 +93,13 @@ def _check_index(pool: PagePool, group: int, is_full: bool) -> None:
     contents = [(page, pool.content(page)) for page in range(pool.num_pages)]
     mine = [(page, content) for page, content in contents if content is not None and content.group == group]
     _require(index == {content.key: page for page, content in mine}, "index and contents disagree")
+    turns = {page: turn for turn, page in enumerate(pool.cached_pages())}
     for page, content in mine:
-        orphan = is_full and content.depth > 0 and content.parent not in index
-        _require(not orphan, f"page {page} outlived the page before it")
+        if is_full and content.depth > 0:
+            _require(content.parent in index, f"page {page} outlived the page before it")
+            parent = index[content.parent]
+            in_turn = parent not in turns or turns.get(page, len(turns)) < turns[parent]
+            _require(in_turn, f"page {parent} would be evicted before page {page}")
 
 
 def _require(condition: bool, message: str) -> None:

@@ -7,7 +7,8 @@ any two.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from .layout import first_kept_token, pages_held
 from .pool import PagePool
@@ -33,6 +34,7 @@ class Pager:
         copy_page: CopyPage | None = None,
         enable_prefix_caching: bool = True,
         store: PageStore | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"a page holds at least 1 token, got {page_size}")
@@ -40,7 +42,7 @@ class Pager:
             raise ValueError(f"every layer group has a window of 0 (full) or more tokens, got {windows}")
         self.page_size = page_size
         self.windows = tuple(windows)
-        self.pool = PagePool(num_pages, len(windows))
+        self.pool = PagePool(num_pages, len(windows), clock)
         self.prefix = PrefixCache(self.pool, page_size, self.windows) if enable_prefix_caching else None
         self.prefix_queried_tokens = 0  # by every successful `open`
         self.prefix_hit_tokens = 0
@@ -187,6 +189,15 @@ class Pager:
             self.num_spilled -= spilled.num_pages
             self._store.free(spilled.used())
 
+    def pin(self, token_ids: Sequence[int], tenant_salt: bytes, until: float) -> int:
+        """Keep what the prefix cache holds of this prefix until then, in seconds of the clock. Returns the tokens kept.
+
+        Pinned pages without owner are evicted only when no others are left, so a pin is a wish and not a reservation.
+        """
+        hit = self._match(root_key(tenant_salt), token_ids, len(token_ids) // self.page_size)
+        self.pool.pin(hit.page_ids(), until)
+        return len(hit.keys) * self.page_size
+
     def pages_for(self, num_tokens: int) -> int:
         """The most pages that one sequence of `num_tokens` tokens holds at once, settled after every token."""
         return pages_held(num_tokens, self.page_size, self.windows)
@@ -217,6 +228,11 @@ class Pager:
     def num_reserved(self) -> int:
         """Free or cached pages that are kept for the tables that reserved them."""
         return self.pool.num_reserved
+
+    @property
+    def num_pinned(self) -> int:
+        """Indexed pages, owned or cached, that a pin keeps now."""
+        return self.pool.num_pinned
 
     @property
     def num_available(self) -> int:

@@ -78,10 +78,17 @@ class World:
     def __init__(
         self, num_pages: int, windows: Sequence[int] = (0,), store_pages: int | None = None, **options: Any
     ) -> None:
+        self.now = 0.0
         self.cells = Cells(num_pages)
         self.store = CellStore(self.cells, store_pages) if store_pages is not None else None
         self.pager = Pager(
-            PAGE_SIZE, num_pages, windows=windows, copy_page=self.cells.copy_page, store=self.store, **options
+            PAGE_SIZE,
+            num_pages,
+            windows=windows,
+            copy_page=self.cells.copy_page,
+            store=self.store,
+            clock=lambda: self.now,
+            **options,
         )
 
     def compute(self, token_ids: list[int], salt: bytes = b"") -> tuple[PageTable, int]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from quire.pager import OutOfPages, PageTable, check
+from quire.pager import OutOfPages, PageTable, Spilled, check
 from quire.pager.layout import first_kept_token
 
 World = Any
@@ -33,6 +33,7 @@ class PagerMachine(RuleBasedStateMachine):
         self.world = world
         self.pager = world.pager
         self.live: list[Sequence] = []
+        self.spilled: list[tuple[Spilled, bytes, list[int]]] = []
 
     @rule(tokens=tokens_of_few, salt=salts)
     def open(self, tokens: list[int], salt: bytes) -> None:
@@ -108,6 +109,64 @@ class PagerMachine(RuleBasedStateMachine):
             assert num_pages - table.reserved > self.pager.num_available
 
     @precondition(lambda self: self.live)
+    @rule(which=choice, drafted=st.integers(0, 3))
+    def spill(self, which: int, drafted: int) -> None:
+        sequence = self._pick(which)
+        num_computed = max(0, len(sequence.tokens) - drafted)
+        if not self.pager.can_roll_back(sequence.table, num_computed):
+            return
+        before = self._counts()
+        spilled = self.pager.spill(sequence.table, num_computed)
+        if spilled is None:
+            assert self._counts() == before
+            return
+        assert sequence.table.num_tokens == 0
+        self.live.remove(sequence)
+        self.spilled.append((spilled, sequence.salt, sequence.tokens))
+
+    @precondition(lambda self: self.spilled)
+    @rule(which=choice, spare=few_pages, reserve=few_pages, damaged=st.booleans())
+    def restore(self, which: int, spare: int, reserve: int, damaged: bool) -> None:
+        spilled, salt, tokens = self.spilled[which % len(self.spilled)]
+        before = self._counts()
+        self.world.store.damaged = damaged
+        try:
+            table = self.pager.restore(spilled, tokens, salt, spare, reserve)
+        except OutOfPages:
+            assert self._counts() == before
+            return
+        self.spilled.remove((spilled, salt, tokens))
+        if table is None:
+            assert damaged
+            return
+        assert table.num_tokens == spilled.num_tokens
+        assert table.reserved == reserve
+        assert self.pager.num_available >= spare
+        self.live.append(Sequence(table, salt, tokens[: table.num_tokens]))
+
+    @precondition(lambda self: self.spilled)
+    @rule(which=choice)
+    def discard(self, which: int) -> None:
+        self.pager.discard(self.spilled.pop(which % len(self.spilled))[0])
+
+    @rule(tokens=tokens_of_few, salt=salts, seconds=st.integers(0, 5))
+    def pin(self, tokens: list[int], salt: bytes, seconds: int) -> None:
+        before = self._counts()
+        kept = self.pager.pin(tokens, salt, self.world.now + seconds)
+        assert kept <= len(tokens)
+        assert self._counts() == before
+
+    @precondition(lambda self: self.live)
+    @rule(which=choice, seconds=st.integers(0, 5))
+    def pin_a_live_one(self, which: int, seconds: int) -> None:
+        sequence = self._pick(which)
+        self.pager.pin(sequence.tokens, sequence.salt, self.world.now + seconds)
+
+    @rule(seconds=st.integers(1, 3))
+    def expire(self, seconds: int) -> None:
+        self.world.now += seconds
+
+    @precondition(lambda self: self.live)
     @rule(which=choice)
     def release(self, which: int) -> None:
         sequence = self._pick(which)
@@ -119,6 +178,11 @@ class PagerMachine(RuleBasedStateMachine):
         check(self.pager, [sequence.table for sequence in self.live])
 
     @invariant()
+    def the_store_holds_what_was_spilled(self) -> None:
+        held = sum(spilled.num_pages for spilled, _, _ in self.spilled)
+        assert self.pager.num_spilled == self.world.store.num_used == held
+
+    @invariant()
     def every_sequence_reads_its_own_tokens(self) -> None:
         for sequence in self.live:
             for group, window in enumerate(self.pager.windows):
@@ -128,8 +192,10 @@ class PagerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for sequence in self.live:
             self.pager.release(sequence.table)
+        for spilled, _, _ in self.spilled:
+            self.pager.discard(spilled)
         check(self.pager, [])
-        assert self.pager.num_owned == 0
+        assert self.pager.num_owned == self.pager.num_spilled == self.world.store.num_used == 0
         assert self.pager.num_available == self.pager.num_pages
 
     def _pick(self, which: int) -> Sequence:
@@ -137,7 +203,7 @@ class PagerMachine(RuleBasedStateMachine):
 
     def _counts(self) -> tuple[int, ...]:
         pager = self.pager
-        return pager.num_free, pager.num_cached, pager.num_reserved, pager.prefix_queried_tokens
+        return pager.num_free, pager.num_cached, pager.num_reserved, pager.num_spilled, pager.prefix_queried_tokens
 
     def _grow(self, sequence: Sequence, tokens: list[int]) -> None:
         table = sequence.table
@@ -159,6 +225,6 @@ def test_any_interleaving_conserves_pages_and_tokens(
     make_world: Callable[..., World], windows: tuple[int, ...], num_pages: int
 ) -> None:
     run_state_machine_as_test(
-        lambda: PagerMachine(make_world(num_pages, windows)),
+        lambda: PagerMachine(make_world(num_pages, windows, store_pages=8)),
         settings=settings(max_examples=60, stateful_step_count=40, deadline=None, database=None),
     )
