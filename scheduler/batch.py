@@ -174,7 +174,9 @@ class Batch:
         """The pages it had when it was preempted; None if they were not kept, or did not survive it."""
         if request.spilled is None:
             return None
-        table = self._pager.restore(request.spilled, request.token_ids, request.tenant.encode(), spare_pages)
+        pager, tokens, spilled = self._pager, request.token_ids, request.spilled
+        spare_pages += pager.pages_for(len(tokens)) - pager.pages_for(spilled.num_tokens)  # for what it knows besides
+        table = pager.restore(spilled, tokens, request.tenant.encode(), spare_pages)
         request.spilled = None
         return table
 

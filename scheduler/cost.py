@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 NOISE = 0.15  # of a step's duration, relative
 PRIOR_SPREAD = 3.0  # standard deviation of a coefficient before anything is known, relative
-DRIFT = 0.02  # by how much of that a coefficient may wander per observation
+DRIFT = 0.05  # by how much of itself a coefficient may wander per observation
+LEAST_DRIFT = 1e-4  # and by how much of its prior at least
 SURPRISE = 2.0  # a known load that took more than so many times what was predicted, or less than 1 / so many
 WARM = 8  # observations
 
@@ -52,6 +53,7 @@ class CostModel:
 
     def __init__(self, prior: Coefficients = GENERIC) -> None:
         self._theta = list(prior)
+        self._prior = prior
         self._most = [(PRIOR_SPREAD * value) ** 2 for value in prior]  # variances never exceed these
         size = len(prior)
         self._covariance = [[self._most[i] if i == j else 0.0 for j in range(size)] for i in range(size)]
@@ -101,7 +103,7 @@ class CostModel:
         """Uncertainty grows a little, up to the prior's."""
         covariance = self._covariance
         for i, most in enumerate(self._most):
-            covariance[i][i] += DRIFT**2 * most
+            covariance[i][i] += (DRIFT * self._theta[i] + LEAST_DRIFT * self._prior[i]) ** 2
             if covariance[i][i] > most:
                 shrink = (most / covariance[i][i]) ** 0.5
                 for j in range(len(covariance)):

@@ -10,7 +10,8 @@ once and came back come before those that were not.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from math import inf, nextafter
 from typing import NamedTuple, Protocol
 
 from .request import Request
@@ -39,8 +40,11 @@ class Policy(Protocol):
     def served(self, request: Request, prefill_tokens: int, decode_tokens: int) -> None:
         """A running request got so much service."""
 
-    def may_displace(self, newcomer: Request, running: Request) -> bool:
-        """Whether `running` should give up its place, for now, to a newcomer that finds none."""
+    def may_displace(self, newcomer: Request, running: Request, seats: Callable[[str], int]) -> bool:
+        """Whether `running` should give up its place, for now, to a newcomer that finds none.
+
+        `seats` tells how many sequences of a tenant run.
+        """
 
     def __len__(self) -> int: ...
 
@@ -111,7 +115,7 @@ class FirstComeFirstServed:
     def served(self, request: Request, prefill_tokens: int, decode_tokens: int) -> None:
         pass
 
-    def may_displace(self, newcomer: Request, running: Request) -> bool:
+    def may_displace(self, newcomer: Request, running: Request, seats: Callable[[str], int]) -> bool:
         return False
 
     def _urgency(self, request: Request) -> float:
@@ -140,9 +144,9 @@ class Priority(FirstComeFirstServed):
 class Fair(FirstComeFirstServed):
     """The tenant that was served least comes first, in tokens over its weight (1 where none is given).
 
-    A tenant that had nothing waiting starts level with the least served of those that had: nobody saves up service
-    (virtual token counters, Sheng et al., 2024). A newcomer may displace a request of a tenant that is ahead of its own
-    by more than either request is long.
+    A tenant that had nothing waiting starts just before the least served of those that had: nobody saves up service
+    (virtual token counters, Sheng et al., 2024). And nobody holds all places: a newcomer may displace a request of a
+    tenant that still has as many as the newcomer's then, by weight.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
@@ -157,7 +161,7 @@ class Fair(FirstComeFirstServed):
         waiting = self._queues.tenants()
         if request.tenant not in waiting:
             level = min((self._served.get(tenant, 0.0) for tenant in waiting), default=self._last)
-            self._served[request.tenant] = max(self._served.get(request.tenant, 0.0), level)
+            self._served[request.tenant] = max(self._served.get(request.tenant, 0.0), nextafter(level, -inf))
         super().push(request)
 
     def head(self, passed_over: Collection[str] = ()) -> Request | None:
@@ -176,9 +180,9 @@ class Fair(FirstComeFirstServed):
         tokens = PREFILL_WEIGHT * prefill_tokens + DECODE_WEIGHT * decode_tokens
         self._served[request.tenant] = self._count(request) + tokens / self._weight(request)
 
-    def may_displace(self, newcomer: Request, running: Request) -> bool:
-        longest = max(len(newcomer.token_ids), len(running.token_ids))
-        return self._count(running) - self._count(newcomer) > longest / self._weight(running)
+    def may_displace(self, newcomer: Request, running: Request, seats: Callable[[str], int]) -> bool:
+        theirs = (seats(running.tenant) - running.width) / self._weight(running)
+        return theirs >= (seats(newcomer.tenant) + newcomer.width) / self._weight(newcomer)
 
     def _count(self, request: Request) -> float:
         return self._served.get(request.tenant, 0.0)

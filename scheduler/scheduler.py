@@ -69,7 +69,7 @@ class Scheduler:
         self._pager = pager
         self._budget = budget
         self._cost = cost or CostModel()
-        self._policy: Policy = policy or FirstComeFirstServed()
+        self._policy: Policy = FirstComeFirstServed() if policy is None else policy  # an empty one is falsy
         self._waiting = WaitingRoom(self._policy, limits or Limits(), pager.num_pages)
         self._batch = Batch(pager, self._cost)
         self._forecast = Forecast(self._cost, budget, max_num_seqs)
@@ -85,6 +85,7 @@ class Scheduler:
         self._debug = os.environ.get("QUIRE_DEBUG") == "1" if debug is None else debug
 
         self._requests: dict[int, Request] = {}  # all that are alive, in order of arrival
+        self._is_short = False  # of pages: in the step being planned, somebody was preempted to make room
         self._in_flight: StepPlan | None = None
         self._load = Load()  # of the step in flight
         self._endings: dict[int, Ending] = {}  # asked for while in flight
@@ -178,11 +179,9 @@ class Scheduler:
         """The next step, or None when there is nothing to run. Its pages stay untouched until `commit` or `abandon`."""
         if self._in_flight is not None:
             raise StepMismatch(f"step {self._in_flight.step_id} is still in flight")
-        preemptions = self._batch.num_preemptions
+        self._is_short = False
         step = self._grow_decodes()
-        self._grow_prefills(step)
-        if self._waiting and self._batch.num_preemptions == preemptions:
-            self._admit(step)
+        self._fill(step)
         self._load = step.load
         if not self._waiting and not self._load.prefill_tokens:
             self._load = self._speculator.guess(self._batch.requests.values(), self._load)
@@ -303,12 +302,17 @@ class Scheduler:
                 kv_tokens += request.num_computed_tokens
         return self._budget.begin(rows, kv_tokens)
 
-    def _grow_prefills(self, step: StepBudget) -> None:
-        """The next chunk of every prefilling request, in the policy's order."""
+    def _fill(self, step: StepBudget) -> None:
+        """Prefill in the policy's order: the next chunk of those that run, the first of those that are let in."""
         prefilling = [request for request in self._batch.requests.values() if request.state is State.PREFILL]
-        for request in sorted(prefilling, key=self._policy.rank):
-            if request.state is State.PREFILL:  # not preempted by the one before it
+        rank = self._policy.rank
+        for request in sorted(prefilling, key=rank):
+            while (head := self._waiting.head()) is not None and rank(head) < rank(request) and self._admit(head, step):
+                pass
+            if request.state is State.PREFILL:  # not preempted meanwhile
                 self._grow_prefill(request, step)
+        while (head := self._waiting.head()) is not None and self._admit(head, step):
+            pass
 
     def _grow_prefill(self, request: Request, step: StepBudget) -> None:
         table, context = table_of(request), request.num_computed_tokens
@@ -324,18 +328,19 @@ class Scheduler:
         if num_tokens > 0:
             step.spend(num_tokens, context)
 
-    def _admit(self, step: StepBudget) -> None:
-        """Let waiting requests in, in the policy's order, as long as sequences, tokens, latency and pages allow."""
-        while (request := self._waiting.head()) is not None:
-            obstacle = self._obstacle(request, step) or self._start(request)
-            if obstacle is None:
-                self._grow_prefill(request, step)
-            elif obstacle not in ("sequences", "pages") or not self._displace_for(request):
+    def _admit(self, request: Request, step: StepBudget) -> bool:
+        """Let the head of the queue in, if sequences, tokens, latency and pages allow, and compute its first chunk."""
+        while (obstacle := self._obstacle(request, step) or self._start(request)) is not None:
+            if obstacle not in ("sequences", "pages") or self._is_short or not self._displace_for(request):
                 self._waiting.held_up = obstacle
-                return
+                return False
+        self._grow_prefill(request, step)
+        return True
 
     def _obstacle(self, request: Request, step: StepBudget) -> str | None:
-        """What a request is in want of, besides pages."""
+        """What a request is in want of, before it is seen whether there are pages."""
+        if self._is_short:
+            return "pages"
         seats = self._batch.num_seats + request.width
         if seats > self._max_num_seqs:
             return "sequences"
@@ -355,7 +360,10 @@ class Scheduler:
 
     def _displace_for(self, newcomer: Request) -> bool:
         """Preempt for a newcomer, where the policy says so, whoever loses least. Whether there was anybody."""
-        candidates = [each for each in self._batch.victims(newcomer) if self._policy.may_displace(newcomer, each)]
+        seats = self._waiting.seats
+        candidates = [
+            each for each in self._batch.victims(newcomer) if self._policy.may_displace(newcomer, each, seats)
+        ]
         if not candidates:
             return False
         self._preempt(min(candidates, key=_work))
@@ -399,6 +407,7 @@ class Scheduler:
         while table.would_overflow(1):
             victim = min(self._batch.victims(request), key=_work, default=request)
             self._preempt(victim)
+            self._is_short = True
             if victim is request:
                 return
         self._pager.grow(table, 1)

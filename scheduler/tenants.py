@@ -34,17 +34,23 @@ class Tenants:
         self.num_waiting = 0
         self._waiting: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
+        self._seats: Counter[str] = Counter()
 
     def waiting(self, tenant: str) -> int:
         return self._waiting[tenant]
+
+    def seats(self, tenant: str) -> int:
+        """Sequences that run."""
+        return self._seats[tenant]
 
     def queue(self, tenant: str, count: int) -> None:
         """So many more of its requests wait; fewer where negative."""
         self.num_waiting += count
         _add(self._waiting, tenant, count)
 
-    def hold(self, tenant: str, pages: int) -> None:
-        """Its running requests may come to hold so many more pages; fewer where negative."""
+    def run(self, tenant: str, seats: int, pages: int) -> None:
+        """So many more of its sequences run, which may come to hold so many pages; fewer where negative."""
+        _add(self._seats, tenant, seats)
         _add(self._pages, tenant, pages)
 
     def limit_reached(self, tenant: str, count: int) -> str | None:

@@ -47,6 +47,10 @@ class WaitingRoom:
         if request.deadline is not None and wait_s is not None and now + wait_s > request.deadline:
             raise CannotMeetDeadline(f"the first token is {wait_s:.3g} s away, after the request's deadline", outlook)
 
+    def seats(self, tenant: str) -> int:
+        """Sequences of a tenant that run."""
+        return self._tenants.seats(tenant)
+
     def accept(self, requests: Sequence[Request]) -> None:
         """New ones, which have arrived; the first queues, the others wait for its prompt."""
         first, *branches = requests
@@ -62,7 +66,7 @@ class WaitingRoom:
 
     def put_back(self, request: Request) -> None:
         """It ran, and was preempted."""
-        self._tenants.hold(request.tenant, -request.pages_needed)
+        self._tenants.run(request.tenant, -request.width, -request.pages_needed)
         self._count(request, 1)
         self.policy.push_front(request)
 
@@ -80,7 +84,7 @@ class WaitingRoom:
         """It runs now."""
         self.policy.remove(request)
         self._count(request, -1)
-        self._tenants.hold(request.tenant, request.pages_needed)
+        self._tenants.run(request.tenant, request.width, request.pages_needed)
 
     def leave(self, request: Request) -> None:
         """It ends, having waited."""
@@ -93,7 +97,7 @@ class WaitingRoom:
 
     def left_the_batch(self, request: Request) -> None:
         """It ends, having run."""
-        self._tenants.hold(request.tenant, -request.pages_needed)
+        self._tenants.run(request.tenant, -request.width, -request.pages_needed)
 
     def release_branches(self, source: Request) -> None:
         """The source's prompt is computed, or it ended: its branches queue, before all that are new."""

@@ -49,6 +49,38 @@ def top_logprobs(context: Sequence[int], vocabulary: int) -> list[tuple[int, flo
     return [(token, log(weights[token] / sum(weights))) for token in order]
 
 
+class Store:
+    """Room for some pages outside the world's memory; implements the pager's PageStore."""
+
+    def __init__(self, pages: list[list[int]], num_slots: int) -> None:
+        self.pages = pages
+        self.slots: list[list[int] | None] = [None] * num_slots
+        self.seconds_per_page = 1e-9
+        self.is_damaged = False
+
+    def save(self, page_ids: Sequence[int]) -> list[int] | None:
+        free = [slot for slot, content in enumerate(self.slots) if content is None][: len(page_ids)]
+        if len(free) < len(page_ids):
+            return None
+        for slot, page in zip(free, page_ids, strict=True):
+            self.slots[slot] = list(self.pages[page])
+        return free
+
+    def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> bool:
+        if self.is_damaged:
+            return False
+        for slot, page in zip(slots, page_ids, strict=True):
+            self.pages[page] = list(self.slots[slot] or ())
+        return True
+
+    def free(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.slots[slot] = None
+
+    def seconds(self, num_pages: int) -> float | None:
+        return num_pages * self.seconds_per_page
+
+
 class World:
     """A scheduler, its pager and an executor, stepped by hand."""
 
@@ -60,6 +92,7 @@ class World:
         enable_prefix_caching: bool = True,
         vocabulary: int = VOCABULARY,
         windows: Sequence[int] = (0,),
+        store_slots: int = 0,
         **options: Any,
     ) -> None:
         self.now = 0.0
@@ -67,12 +100,15 @@ class World:
         self.vocabulary = vocabulary
         self.windows = windows
         self.pages = [[-1] * PAGE_SIZE for _ in range(num_pages)]
+        self.store = Store(self.pages, store_slots)
         self.pager = Pager(
             PAGE_SIZE,
             num_pages,
             windows=windows,
             copy_page=self._copy_page,
             enable_prefix_caching=enable_prefix_caching,
+            store=self.store if store_slots else None,
+            clock=lambda: self.now,
         )
         options.setdefault("budget", TokenBudget(max_num_batched_tokens))
         self.scheduler = Scheduler(self.pager, max_num_seqs=max_num_seqs, clock=lambda: self.now, debug=True, **options)

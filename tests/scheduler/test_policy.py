@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import pytest
-from quire.scheduler import FirstComeFirstServed, Request, TokenBudget
+from quire.scheduler import Fair, FirstComeFirstServed, Policy, Priority, Request, TokenBudget
 
 
-def request(request_id: int) -> Request:
-    return Request(request_id, [1], max_tokens=1)
+def request(request_id: int, tenant: str = "", priority: int = 0, now: float = 0.0, length: int = 1) -> Request:
+    made = Request(request_id, [1] * length, max_tokens=1, tenant=tenant, priority=priority)
+    made.arrive(request_id, now)
+    return made
 
 
-def drain(queue: FirstComeFirstServed) -> list[int]:
+def drain(queue: Policy, prefill_tokens: int = 0) -> list[int]:
     order = []
     while (head := queue.head()) is not None:
         order.append(head.request_id)
         queue.remove(head)
+        queue.served(head, prefill_tokens, 0)
     return order
 
 
 def test_first_come_first_served() -> None:
     queue = FirstComeFirstServed()
-    for request_id in (3, 1, 2):
-        queue.push(request(request_id))
+    for request_id in (1, 2, 3):
+        queue.push(request(request_id, tenant="ab"[request_id % 2]))
     assert len(queue) == 3
-    assert drain(queue) == [3, 1, 2]
+    assert drain(queue) == [1, 2, 3]
     assert len(queue) == 0
 
 
@@ -42,6 +45,86 @@ def test_removing_from_the_middle_keeps_the_order() -> None:
         queue.push(each)
     queue.remove(requests[1])
     assert drain(queue) == [1, 3]
+
+
+def test_tenants_can_be_passed_over() -> None:
+    for queue in (FirstComeFirstServed(), Priority(), Fair()):
+        queue.push(request(1, "a"))
+        queue.push(request(2, "b"))
+        assert [queue.head(passed).request_id for passed in ((), {"b"}, {"a"})] == [1, 1, 2]
+        assert queue.head({"a", "b"}) is None
+
+
+def test_priority_goes_first_but_waiting_makes_up_for_it() -> None:
+    queue = Priority(ageing_s=10)
+    queue.push(request(1, priority=5, now=0))
+    queue.push(request(2, priority=0, now=49))
+    queue.push(request(3, priority=0, now=51))
+    queue.push(request(4, priority=-1, now=51))
+    assert drain(queue) == [4, 2, 1, 3]
+
+
+def test_no_priority_waits_for_ever() -> None:
+    """Against a stream of more urgent requests, one a second, the least urgent runs after its ageing."""
+    queue = Priority(ageing_s=2)
+    queue.push(request(0, priority=10))
+    for second in range(1, 100):
+        queue.push(request(second, priority=0, now=second))
+        head = queue.head()
+        assert head is not None
+        queue.remove(head)
+        if head.request_id == 0:
+            assert second == 20
+            return
+    raise AssertionError("it starved")
+
+
+def test_the_least_served_tenant_goes_first() -> None:
+    queue = Fair()
+    for request_id in range(6):
+        queue.push(request(request_id, "flood"))
+    queue.push(request(6, "other"))
+    queue.push(request(7, "other"))
+    assert drain(queue, prefill_tokens=10) == [0, 6, 1, 7, 2, 3, 4, 5]
+
+
+def test_service_is_shared_by_weight() -> None:
+    queue = Fair({"gold": 3})
+    for request_id in range(8):
+        queue.push(request(request_id, "gold" if request_id < 4 else "free"))
+    assert drain(queue, prefill_tokens=30)[:5] == [0, 4, 1, 2, 3]
+
+
+def test_nobody_saves_up_service_while_away() -> None:
+    queue = Fair()
+    for request_id in range(10):
+        queue.push(request(request_id, "busy"))
+        queue.push(request(100 + request_id, "also"))
+    for _ in range(6):
+        head = queue.head()
+        assert head is not None
+        queue.remove(head)
+        queue.served(head, 100, 0)
+    for request_id in range(3):
+        queue.push(request(200 + request_id, "late"))
+    first = drain(queue, prefill_tokens=100)[:6]
+    assert sorted(first) == [3, 4, 103, 104, 200, 201]
+
+
+@pytest.mark.parametrize(
+    ("seats", "gives_way"), [((8, 0), True), ((5, 3), True), ((4, 3), False), ((4, 4), False), ((1, 0), False)]
+)
+def test_who_holds_more_places_gives_way(seats: tuple[int, int], gives_way: bool) -> None:
+    running, newcomer = request(1, "flood"), request(2, "other")
+    held = {"flood": seats[0], "other": seats[1]}.__getitem__
+    assert Fair().may_displace(newcomer, running, held) == gives_way
+    assert not FirstComeFirstServed().may_displace(newcomer, running, held)
+
+
+def test_places_are_shared_by_weight() -> None:
+    running, newcomer = request(1, "gold"), request(2, "free")
+    assert not Fair({"gold": 3}).may_displace(newcomer, running, {"gold": 6, "free": 1}.__getitem__)
+    assert Fair({"gold": 3}).may_displace(newcomer, running, {"gold": 7, "free": 1}.__getitem__)
 
 
 def test_decode_rows_are_taken_off_the_token_budget() -> None:

@@ -1,0 +1,113 @@
+"""The cost model learns what steps cost, and the latency budget keeps steps within a target by it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from quire.scheduler import LEAST_PREFILL, Coefficients, CostModel, LatencyBudget, Load
+from quire.scheduler.cost import chunk_pairs
+
+TRUE = Coefficients(18e-3, 2.4e-3, 1.4e-3, 1.2e-6, 2.5e-7)
+
+
+def true_seconds(load: Load) -> float:
+    return CostModel(TRUE).predict(load)
+
+
+def some_load(generator: random.Random) -> Load:
+    rows, tokens = generator.randrange(33), generator.choice([0, 0, 16, 64, 300])
+    context = generator.randrange(4000)
+    return Load(rows, tokens, rows * generator.randrange(50, 3000), chunk_pairs(context, tokens))
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1.0, 30.0])
+def test_it_learns_costs_far_from_its_prior(scale: float) -> None:
+    generator, model = random.Random(1), CostModel()
+    for _ in range(400):
+        load = some_load(generator)
+        noise = generator.lognormvariate(0, 0.05) * (2.5 if generator.random() < 0.03 else 1)
+        model.observe(load, scale * true_seconds(load) * noise)
+    for _ in range(100):
+        load = some_load(generator)
+        assert model.predict(load) == pytest.approx(scale * true_seconds(load), rel=0.25)
+
+
+def test_what_is_not_exercised_is_not_forgotten() -> None:
+    generator, model = random.Random(1), CostModel()
+    for _ in range(300):
+        load = some_load(generator)
+        model.observe(load, true_seconds(load))
+    prefill = Load(8, 256, 8000, chunk_pairs(500, 256))
+    for _ in range(2000):
+        load = Load(8, 0, 8 * 1000)
+        model.observe(load, true_seconds(load) * generator.lognormvariate(0, 0.1))
+    assert model.predict(prefill) == pytest.approx(true_seconds(prefill), rel=0.3)
+
+
+def test_no_coefficient_is_ever_negative() -> None:
+    generator, model = random.Random(2), CostModel()
+    for _ in range(2000):
+        model.observe(some_load(generator), generator.choice([0.0, 1e-4, 1.0, 100.0]))
+        assert min(model.coefficients) >= 0
+
+
+def test_one_slow_step_is_somebody_elses_doing() -> None:
+    generator, model = random.Random(3), CostModel()
+    for _ in range(200):
+        load = some_load(generator)
+        model.observe(load, true_seconds(load))
+    model.observe(Load(8, 0, 8000), 50.0)
+    assert model.predict(Load(8, 0, 8000)) < 2.5 * true_seconds(Load(8, 0, 8000))
+
+
+def test_pairs_of_a_chunk() -> None:
+    assert chunk_pairs(0, 4) == 1 + 2 + 3 + 4
+    assert chunk_pairs(10, 3) == 11 + 12 + 13
+
+
+@pytest.mark.parametrize("context", [0, 100, 3000])
+@pytest.mark.parametrize("target_s", [0.1, 0.2, 0.5])
+def test_prefill_fills_a_step_up_to_the_target(context: int, target_s: float) -> None:
+    budget = LatencyBudget(CostModel(TRUE), target_s, 512)
+    step = budget.begin(8, 8 * 500)
+    tokens = step.prefill_tokens(context)
+    step.spend(tokens, context)
+    assert true_seconds(step.load) <= 0.9 * target_s
+    assert (
+        LEAST_PREFILL <= tokens == 504
+        or true_seconds(Load(8, tokens + 1, 4000, chunk_pairs(context, tokens + 1))) > 0.9 * target_s
+    )
+    assert step.prefill_tokens(context) <= 1
+
+
+def test_several_prefills_share_what_is_left() -> None:
+    step = LatencyBudget(CostModel(TRUE), 0.2, 512).begin(4, 400)
+    first = step.prefill_tokens(0)
+    step.spend(first // 2, 0)
+    assert step.prefill_tokens(0) == pytest.approx(first // 2, abs=2)
+
+
+def test_prefill_never_starves() -> None:
+    """However far decoding alone is above the target, some prefill joins, but not twice."""
+    step = LatencyBudget(CostModel(TRUE), 0.01, 512).begin(64, 64 * 4000)
+    assert step.prefill_tokens(0) == LEAST_PREFILL
+    step.spend(LEAST_PREFILL, 0)
+    assert step.prefill_tokens(0) == 0
+
+
+def test_with_nobody_decoding_there_is_nobody_to_wait() -> None:
+    assert LatencyBudget(CostModel(TRUE), 0.01, 512).begin(0, 0).prefill_tokens(0) == 512
+
+
+def test_sequences_that_would_break_the_target_do_not_join() -> None:
+    budget = LatencyBudget(CostModel(TRUE), 0.05, 512)
+    assert budget.may_join(8, 8 * 500)
+    assert not budget.may_join(16, 16 * 500)
+    assert LatencyBudget(CostModel(TRUE), 1e-3, 512).may_join(1, 500)
+
+
+@pytest.mark.parametrize("target_s", [0.0, -1.0, float("nan")])
+def test_impossible_targets_are_refused(target_s: float) -> None:
+    with pytest.raises(ValueError, match="itl_target_s"):
+        LatencyBudget(CostModel(), target_s, 512)
