@@ -62,8 +62,8 @@ class Program:
         page_start: npt.NDArray[np.int32],
         sample_rows: npt.NDArray[np.int32],
     ) -> None:
-        """One step over `token_ids` [rows], all int32: sequence i of n owns rows row_start[i]..row_start[i+1], first of
-        them at first_position[i], and in layer group g the pages page_ids[page_start[g*n + i]..page_start[g*n + i + 1]].
+        """One step over `token_ids` [rows], all int32. Sequence i of n owns rows row_start[i]..row_start[i+1], from
+        position first_position[i] on, and in layer group g the pages page_ids[page_start[g*n+i]..page_start[g*n+i+1]].
 
         A page is -1 where a group with a window has given it back, before the first tile of 64 tokens that the
         sequence's first row sees. ValueError for any array that would lead outside. The GIL is released meanwhile.
