@@ -39,7 +39,8 @@ def _windows(layout: KVLayout) -> list[str]:
     if not any(layout.group_windows):
         return []
     groups = [f"{len(g.layers)} {f'of window {g.window}' if g.window else 'full'}" for g in layout.groups]
-    return [f"{_count(len(groups), 'layer group')}: {', '.join(groups)}; {_count(layout.page_layers, 'layer')} per page"]
+    counts = _count(len(groups), "layer group"), _count(layout.page_layers, "layer")
+    return [f"{counts[0]}: {', '.join(groups)}; {counts[1]} per page"]
 
 
 def _count(number: int, what: str) -> str:

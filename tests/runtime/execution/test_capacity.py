@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from quire.runtime.errors import ConfigError
 from quire.runtime.execution import capacity as capacity_module
 from quire.runtime.execution import decide_capacity
 from quire.runtime.execution.capacity import free_memory_bytes
-from quire.runtime.models import BUNDLED_MODEL, read_spec
+from quire.runtime.models import BUNDLED_MODEL, kv_layout, read_spec
 
 SPEC = read_spec(BUNDLED_MODEL)  # 4 layers, 2 KV heads of 64, 2,048 positions
 TOKEN_BYTES = 2 * 4 * 2 * 64 * 2  # keys and values, bf16
@@ -65,6 +66,44 @@ def test_by_default_the_pool_takes_a_share_of_free_memory_only(monkeypatch: pyte
     assert decided().max_model_len == 40 * 32
     monkeypatch.setattr(capacity_module, "free_memory_bytes", lambda: 0)
     assert (decided().num_pages, decided().max_model_len) == (1, 32)
+
+
+HYBRID = replace(SPEC, windows=(0, 100, 0, 100))
+SLIDING = replace(SPEC, windows=(100,) * 4)
+SLIDING_PAGES = -(-(100 + 63) // 32)  # of a sequence in one layer group, at most
+
+
+def test_half_the_layers_make_half_a_page() -> None:
+    capacity = decide_capacity(EngineConfig(kv_cache_memory=64 * PAGE), HYBRID)
+    assert (capacity.num_pages, capacity.layout.page_bytes) == (128, PAGE // 2)
+    assert capacity.memory.kv_bytes == 64 * PAGE
+
+
+def test_with_windows_a_request_may_be_longer_than_the_pool() -> None:
+    """As long as its most pages at once fit: of a full layer group those of all tokens, of a sliding one six."""
+
+    def longest(spec: Any, pages: int) -> int:
+        return decide_capacity(
+            EngineConfig(kv_cache_memory=pages * kv_layout(spec, "bf16", 32).page_bytes), spec
+        ).max_model_len
+
+    assert longest(SLIDING, SLIDING_PAGES) == 2048
+    assert longest(SLIDING, SLIDING_PAGES - 1) == (SLIDING_PAGES - 1) * 32
+    assert longest(HYBRID, 10 + SLIDING_PAGES) == 10 * 32
+    assert longest(HYBRID, 3) == 32
+    with pytest.raises(ConfigError, match=rf"--max-model-len 321 needs {17 * PAGE // 2} bytes"):
+        decide_capacity(EngineConfig(kv_cache_memory=8 * PAGE, max_model_len=321), HYBRID)
+    with pytest.raises(ConfigError, match="holds 1 of the 2 pages that a sequence needs at least"):
+        decide_capacity(EngineConfig(kv_cache_memory=PAGE - 1), HYBRID)
+
+
+def test_by_default_sliding_layers_have_room_for_every_window_and_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity_module, "free_memory_bytes", lambda: 1 << 40)
+    config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=128)
+    assert decide_capacity(config, SLIDING).num_pages == 3 * SLIDING_PAGES + 4
+    assert decide_capacity(config, HYBRID).num_pages == 3 * (64 + SLIDING_PAGES) + 4
+    monkeypatch.setattr(capacity_module, "free_memory_bytes", lambda: 0)
+    assert decide_capacity(config, HYBRID).num_pages == 2
 
 
 @pytest.mark.parametrize(

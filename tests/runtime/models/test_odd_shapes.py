@@ -32,6 +32,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
+    "layers that slide, two to a page, and layers that do not": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 60,
+        "hidden_size": 32,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "intermediate_size": 40,
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full", "sliding")],
+    },
     "many queries on one KV head": {
         "vocab_size": 64,
         "hidden_size": 34,

@@ -1,0 +1,27 @@
+"""The story of the KV cache where pages come round again, because a window has left them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from quire.runtime.bench import tell_cache_story
+from quire.runtime.config import EngineConfig
+from quire.runtime.errors import ConfigError
+from quire.runtime.execution import assemble
+
+
+@pytest.mark.parametrize("layers", ["s.s.ss", "ss", ".."])
+def test_with_or_without_the_cache_the_tokens_are_the_same(hybrid_folder: Callable[[str], Path], layers: str) -> None:
+    machine = assemble(EngineConfig(model=str(hybrid_folder(layers)), max_num_seqs=1, max_num_batched_tokens=32))
+    story = tell_cache_story(machine, 500, 3)
+    assert story.cached.token_ids == story.uncached.token_ids
+    machine.close()
+
+
+def test_a_pool_too_small_for_the_story(hybrid_folder: Callable[[str], Path]) -> None:
+    machine = assemble(EngineConfig(model=str(hybrid_folder("..")), max_num_seqs=1, max_model_len=64))
+    with pytest.raises(ConfigError, match="65 tokens take 3 pages, there are 2"):
+        tell_cache_story(machine, 60, 5)
+    machine.close()

@@ -1,0 +1,39 @@
+"""`quire plan` of models whose layers slide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from quire.runtime.commands.inspect import plan_text
+from quire.runtime.config import EngineConfig
+
+MEMORY = 1 << 20
+PAGE = 2 * 32 * 16 * 2 * 2  # keys and values of 32 tokens, two heads of 16 in bf16, one layer
+
+
+@pytest.mark.parametrize(
+    ("layers", "groups", "pool"),
+    [
+        (
+            "s.s.ss",
+            ["3 layer groups: 2 full, 2 of window 100, 2 of window 100; 2 layers per page"],
+            "128 pages in the pool, a sequence takes up to 128 of them; at most 64 sequences, 3,712 tokens each",
+        ),
+        (
+            "s",
+            ["1 layer group: 1 of window 100; 1 layer per page"],
+            "256 pages in the pool, a sequence takes up to 6 of them; at most 64 sequences, 4,096 tokens each",
+        ),
+        ("....", [], "2,048 tokens in the pool; at most 64 sequences, 2,048 tokens each"),
+    ],
+)
+def test_layer_groups_are_shown_where_a_layer_slides(
+    hybrid_folder: Callable[[str], Path], layers: str, groups: list[str], pool: str
+) -> None:
+    per_page = {"s.s.ss": 2, "s": 1, "....": 4}[layers]
+    lines = plan_text(EngineConfig(model=str(hybrid_folder(layers)), kv_cache_memory=MEMORY), False).splitlines()
+    assert lines[1].endswith(f"{per_page * PAGE:,} B per page of 32 tokens")
+    assert lines[2 : lines.index("")] == [*groups, f"{pool}; 512 tokens per step"]
+    assert f"KV pages{MEMORY:>28,} B  {MEMORY // PAGE // per_page:,} pages" in lines

@@ -1,0 +1,50 @@
+"""A checkpoint of layers that slide and layers that do not, with random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quire.runtime.models import read_spec
+from quire.runtime.models.tensors import expected_tensors
+from safetensors.numpy import save_file
+
+WINDOW = 100
+HYBRID: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 307,
+    "hidden_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 4096,
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+}
+
+
+@pytest.fixture
+def hybrid_folder(tmp_path: Path) -> Callable[[str], Path]:
+    """`hybrid_folder("s.s.ss")`: layers that slide, and full ones."""
+
+    def write(layers: str) -> Path:
+        types = ["sliding_attention" if kind == "s" else "full_attention" for kind in layers]
+        folder = tmp_path / "hybrid"
+        folder.mkdir()
+        (folder / "config.json").write_text(
+            json.dumps({**HYBRID, "num_hidden_layers": len(types), "layer_types": types})
+        )
+        rng = np.random.default_rng(5)
+        tensors = {
+            name: rng.standard_normal(shape, np.float32) * np.float32(2 / shape[-1] ** 0.5)
+            for name, shape in expected_tensors(read_spec(folder))
+        }
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return write
