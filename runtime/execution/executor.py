@@ -7,6 +7,7 @@ engine calls it from its own thread, one step at a time.
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,10 @@ class Executor:
     def _forward(self, sequences: Sequence[Rows]) -> int:
         counts = [len(sequence.token_ids) for sequence in sequences]
         by_group = zip(*(sequence.tables for sequence in sequences), strict=True)
-        tables = [np.asarray(table, np.int32) for group in by_group for table in group]
+        tables = [table for group in by_group for table in group]
+        page_ids = array("i")
+        for table in tables:
+            page_ids.extend(table)
         row_start = _starts(counts)
         samples = [
             row + int(start) for sequence, start in zip(sequences, row_start, strict=False) for row in sequence.samples
@@ -91,7 +95,7 @@ class Executor:
             np.fromiter(token_ids, np.int32, int(row_start[-1])),
             row_start,
             np.array([sequence.first_position for sequence in sequences], np.int32),
-            np.concatenate(tables),
+            np.frombuffer(page_ids, np.int32),
             _starts([len(table) for table in tables]),
             np.array(samples, np.int32),
         )
