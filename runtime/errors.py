@@ -9,6 +9,7 @@ The one invariant: whatever crosses the Engine facade towards a user is a `Quire
     ├── ProtocolError             INVALID_ARGUMENT     the connection broke the protocol and is closed
     ├── Unauthenticated           UNAUTHENTICATED      missing or unknown token
     ├── Overloaded                RESOURCE_EXHAUSTED   queue or pool is full; retry later
+    ├── QuotaExceeded             RESOURCE_EXHAUSTED   more than its tenant may ever hold: a retry cannot help
     ├── DeadlineExceeded          DEADLINE_EXCEEDED    the request's own deadline passed
     ├── Cancelled                 CANCELLED            the client cancelled or went away
     ├── Unavailable               UNAVAILABLE          server is starting, draining or gone; retry
@@ -61,6 +62,10 @@ class Overloaded(QuireError):
     def __init__(self, message: str, retry_after_ms: int | None = None) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
+
+
+class QuotaExceeded(QuireError):
+    code = "RESOURCE_EXHAUSTED"
 
 
 class DeadlineExceeded(QuireError):

@@ -1,7 +1,7 @@
 """Errors across the wire: a QuireError to its ERROR frame and back to the same class.
 
-It must not know who raised. One invariant: a code maps to one class per scope (request or connection), and an unknown
-code still arrives as a QuireError with its message.
+It must not know who raised. One invariant: a code, with whether a retry can help, maps to one class per scope (request
+or connection), and an unknown code still arrives as a QuireError with its message.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..errors import (
     Overloaded,
     ProtocolError,
     QuireError,
+    QuotaExceeded,
     Unauthenticated,
     Unavailable,
     UnsupportedModel,
@@ -30,6 +31,7 @@ _CLASSES: tuple[type[QuireError], ...] = (
     ContextLengthExceeded,
     Unauthenticated,
     Overloaded,
+    QuotaExceeded,
     DeadlineExceeded,
     Cancelled,
     Unavailable,
@@ -38,7 +40,7 @@ _CLASSES: tuple[type[QuireError], ...] = (
     ModelNotFound,
     UnsupportedModel,
 )
-_CLASS_BY_CODE = {error_class.code: error_class for error_class in _CLASSES}
+_CLASS_BY_CODE = {(error_class.code, error_class.retryable): error_class for error_class in _CLASSES}
 
 
 def error_frame(request_id: int | None, error: QuireError) -> Error:
@@ -48,7 +50,7 @@ def error_frame(request_id: int | None, error: QuireError) -> Error:
 
 def error_from_frame(frame: Error) -> QuireError:
     """The error a client raises for `frame`."""
-    error_class = _CLASS_BY_CODE.get(frame.code, QuireError)
+    error_class = _CLASS_BY_CODE.get((frame.code, frame.retryable), QuireError)
     if frame.request_id is None and error_class is InvalidRequest:
         error_class = ProtocolError
     if error_class is QuireError:

@@ -13,6 +13,7 @@ from quire.runtime.errors import (
     Overloaded,
     ProtocolError,
     QuireError,
+    QuotaExceeded,
     Unauthenticated,
     Unavailable,
 )
@@ -27,6 +28,7 @@ from quire.runtime.wire.frames import Error
         ContextLengthExceeded,
         Unauthenticated,
         Overloaded,
+        QuotaExceeded,
         DeadlineExceeded,
         Cancelled,
         Unavailable,
