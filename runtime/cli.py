@@ -93,6 +93,14 @@ class SamplingFlags:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    n: int = 1
+    "Choices. Several are printed one after another once they have ended."
+    best_of: int | None = None
+    "Draw so many and print the n likeliest."
+    beam_width: int = 0
+    "Search so many beams and print the n best; needs temperature 0."
+    length_penalty: float = 1.0
+    "Of beams: above 1 favours longer ones."
 
 
 def _settings(model: str | None, *flags: EngineFlags | ServerFlags | None) -> Settings:

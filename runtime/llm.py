@@ -20,7 +20,7 @@ from .config import EngineConfig, KVCacheDtype, WeightDtype
 from .engine import Engine, GenerateRequest
 from .engine.stream import Stream
 from .errors import InvalidRequest, Unavailable, UnsupportedModel
-from .generation import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, Usage
+from .generation import RequestOutput, SamplingParams, join_choices
 from .loop_thread import LoopThread
 from .settings import resolve_settings
 from .text import ChatTemplate
@@ -188,25 +188,7 @@ async def _generate(
 
 
 async def _collect(stream: Stream) -> RequestOutput:
-    token_ids: list[int] = []
-    text: list[str] = []
-    logprobs: list[TokenLogprobs] = []
-    has_logprobs = False
-    reason: FinishReason = "cancelled"
-    usage: Usage | None = None
-    async for chunk in stream:
-        token_ids += chunk.token_ids
-        text.append(chunk.text)
-        if chunk.logprobs is not None:
-            has_logprobs = True
-            logprobs += chunk.logprobs
-        reason, usage = chunk.finish_reason or reason, chunk.usage
+    chunks = [chunk async for chunk in stream]
+    usage = chunks[-1].usage
     assert usage is not None, "a stream's last chunk has its usage"
-    return RequestOutput(
-        prompt_token_ids=stream.prompt_token_ids,
-        token_ids=tuple(token_ids),
-        text="".join(text),
-        logprobs=tuple(logprobs) if has_logprobs else None,
-        finish_reason=reason,
-        usage=usage,
-    )
+    return RequestOutput(prompt_token_ids=stream.prompt_token_ids, choices=join_choices(chunks), usage=usage)

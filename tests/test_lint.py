@@ -19,7 +19,9 @@ VIEW = ROOT / ".mypy_cache" / "view"  # at a fixed place, so that mypy's cache h
 FACE = {
     "LLM",
     "AsyncClient",
+    "Choice",
     "Client",
+    "Completion",
     "OutputChunk",
     "QuireError",
     "RequestOutput",

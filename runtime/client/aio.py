@@ -15,10 +15,8 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any
 
-import msgspec
-
 from ..errors import GenerationFailed, ProtocolError, QuireError, Unavailable
-from ..generation import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
+from ..generation import Completion, OutputChunk, SamplingParams, join_choices
 from ..wire.address import Address, UnixAddress, parse_address
 from ..wire.codec import Decoder, Malformed, encode
 from ..wire.errors import error_from_frame
@@ -42,16 +40,6 @@ from ..wire.frames import (
 
 CONNECT_TIMEOUT_S = 10.0
 READ_BYTES = 64 << 10
-
-
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole stream, joined."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[TokenLogprobs, ...] | None
-    finish_reason: FinishReason
-    usage: Usage
 
 
 class AsyncClient:
@@ -87,11 +75,14 @@ class AsyncClient:
         *,
         deadline_ms: int | None = None,
         priority: int = 0,
+        pin_ms: int | None = None,
     ) -> AsyncGenerator[OutputChunk, None]:
-        """Stream the continuation of a text or of token ids; the last chunk has `finish_reason` and `usage`.
+        """Stream the continuation of a text or of token ids; the last chunk has `usage`.
 
         Leaving the loop early cancels the request. Raises the server's typed error, or Unavailable when the connection
-        is lost. Lower `priority` runs earlier; `deadline_ms` counts from arrival at the server.
+        is lost. Lower `priority` runs earlier; `deadline_ms` counts from arrival at the server; `pin_ms`: keep the
+        prompt in the prefix cache so long after the end. With several choices, chunks of all of them come mixed, each
+        with its `choice`; the last of each has its `finish_reason`.
         """
         link = self._connected()
         frame = Generate(
@@ -100,26 +91,12 @@ class AsyncClient:
             params or SamplingParams(),
             deadline_ms,
             priority,
+            pin_ms,
         )
-        received = 0
+        choices = _Choices(frame.params.n)
         async with contextlib.aclosing(link.stream(frame)) as answers:
             async for answer in answers:
-                if isinstance(answer, Done):
-                    yield OutputChunk(
-                        first_index=received,
-                        token_ids=(),
-                        text="",
-                        finish_reason=answer.finish_reason,
-                        usage=answer.usage,
-                    )
-                else:
-                    received = answer.first_index + len(answer.token_ids)
-                    yield OutputChunk(
-                        first_index=answer.first_index,
-                        token_ids=answer.token_ids,
-                        text=answer.text,
-                        logprobs=answer.logprobs,
-                    )
+                yield choices.chunk(answer)
 
     async def complete(
         self,
@@ -128,11 +105,16 @@ class AsyncClient:
         *,
         deadline_ms: int | None = None,
         priority: int = 0,
+        pin_ms: int | None = None,
     ) -> Completion:
         """`generate` to its end. Raises as it does."""
-        stream = self.generate(prompt, params, deadline_ms=deadline_ms, priority=priority)
+        stream = self.generate(prompt, params, deadline_ms=deadline_ms, priority=priority, pin_ms=pin_ms)
         async with contextlib.aclosing(stream) as chunks:
-            return join([chunk async for chunk in chunks])
+            received = [chunk async for chunk in chunks]
+        usage = received[-1].usage
+        if usage is None:
+            raise GenerationFailed("the stream ended without its usage")
+        return Completion(choices=join_choices(received), usage=usage)
 
     async def ping(self) -> float:
         """Seconds for a round trip to the server's event loop."""
@@ -144,19 +126,36 @@ class AsyncClient:
         return self._link
 
 
-def join(chunks: Sequence[OutputChunk]) -> Completion:
-    """All chunks of one finished stream as one value."""
-    last = chunks[-1]
-    if last.finish_reason is None or last.usage is None:
-        raise GenerationFailed("the stream ended without a finish reason")
-    logprobs = [entry for chunk in chunks for entry in chunk.logprobs or ()]
-    return Completion(
-        token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
-        text="".join(chunk.text for chunk in chunks),
-        logprobs=tuple(logprobs) if any(chunk.logprobs is not None for chunk in chunks) else None,
-        finish_reason=last.finish_reason,
-        usage=last.usage,
-    )
+class _Choices:
+    """What TOKENS leave to be known of one stream's choices: which one DONE ends, and at which token."""
+
+    def __init__(self, count: int) -> None:
+        self._received = dict.fromkeys(range(count), 0)  # tokens of each choice that has not ended
+
+    def chunk(self, answer: Tokens | Done) -> OutputChunk:
+        if isinstance(answer, Done):
+            choice, received = next(iter(self._received.items()), (0, 0))
+            return OutputChunk(
+                first_index=received,
+                token_ids=(),
+                text="",
+                finish_reason=answer.finish_reason,
+                usage=answer.usage,
+                choice=choice,
+            )
+        if answer.finish_reason is None:
+            self._received[answer.choice] = answer.first_index + len(answer.token_ids)
+        else:
+            self._received.pop(answer.choice, None)
+        return OutputChunk(
+            first_index=answer.first_index,
+            token_ids=answer.token_ids,
+            text=answer.text,
+            logprobs=answer.logprobs,
+            finish_reason=answer.finish_reason,
+            choice=answer.choice,
+            cumulative_logprob=answer.cumulative_logprob,
+        )
 
 
 class _Link:

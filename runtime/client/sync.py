@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ..errors import Unavailable
-from ..generation import OutputChunk, SamplingParams
+from ..generation import Completion, OutputChunk, SamplingParams
 from ..loop_thread import LoopThread
-from .aio import AsyncClient, Completion
+from .aio import AsyncClient
 
 T = TypeVar("T")
 
@@ -55,9 +55,10 @@ class Client:
         *,
         deadline_ms: int | None = None,
         priority: int = 0,
+        pin_ms: int | None = None,
     ) -> Iterator[OutputChunk]:
         """As `AsyncClient.generate`; leaving the loop early, or closing the generator, cancels the request."""
-        chunks = self._client.generate(prompt, params, deadline_ms=deadline_ms, priority=priority)
+        chunks = self._client.generate(prompt, params, deadline_ms=deadline_ms, priority=priority, pin_ms=pin_ms)
         try:
             while (chunk := self._await(_next(chunks))) is not None:
                 yield chunk
@@ -72,9 +73,12 @@ class Client:
         *,
         deadline_ms: int | None = None,
         priority: int = 0,
+        pin_ms: int | None = None,
     ) -> Completion:
         """`generate` to its end. Raises as it does."""
-        return self._await(self._client.complete(prompt, params, deadline_ms=deadline_ms, priority=priority))
+        return self._await(
+            self._client.complete(prompt, params, deadline_ms=deadline_ms, priority=priority, pin_ms=pin_ms)
+        )
 
     def ping(self) -> float:
         """Seconds for a round trip to the server's event loop."""

@@ -1,13 +1,17 @@
-"""`quire generate`: one prompt through an engine in this process, the text printed as it comes."""
+"""`quire generate`: one prompt through an engine in this process, the text printed as it comes.
+
+Several choices would come mixed: they are printed one after another, each under its number, once all have ended.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 
 from ..config import EngineConfig
 from ..engine import Engine, GenerateRequest
-from ..generation import SamplingParams, Usage
+from ..generation import Choice, SamplingParams, Usage, join_choices
 
 
 def generate(config: EngineConfig, prompt: str, params: SamplingParams) -> None:
@@ -24,11 +28,21 @@ async def _generate(config: EngineConfig, prompt: str, params: SamplingParams) -
     engine = await Engine.start(config)
     try:
         stream = await engine.submit(GenerateRequest(prompt=prompt, params=params))
-        usage = None
+        chunks = []
         async for chunk in stream:
-            print(chunk.text, end="", flush=True)
-            usage = chunk.usage
+            chunks.append(chunk)
+            if params.n == 1:
+                print(chunk.text, end="", flush=True)
+        if params.n > 1:
+            _print_choices(join_choices(chunks))
+        usage = chunks[-1].usage
         assert usage is not None, "a stream's last chunk has its usage"
         return usage
     finally:
         await engine.close()
+
+
+def _print_choices(choices: Sequence[Choice]) -> None:
+    for number, choice in enumerate(choices, 1):
+        score = "" if choice.cumulative_logprob is None else f", logprob {choice.cumulative_logprob:.3f}"
+        print(f"[choice {number}: {choice.finish_reason}{score}]\n{choice.text}\n")

@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -27,7 +26,6 @@ from ...scheduler import (
     QueueFull,
     Request,
     RequestUpdate,
-    SampledToken,
     Scheduler,
     StepPlan,
     StepResult,
@@ -45,31 +43,17 @@ from ..errors import (
     QuireError,
     Unavailable,
 )
-from ..execution import Machine, SamplingSpec, assemble
-from ..generation import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
+from ..execution import Machine, assemble
+from ..generation import FinishReason, SamplingParams
 from ..text import IncrementalDetokenizer, Tokenizer
+from .choices import Branch, Live, Piece, delivery
 from .facade import Admission, EngineObserver, EngineStats, GenerateRequest, RequestStats, StepStats
+from .intake import scheduled_requests
 from .observer import SilentObserver
 from .stream import Stream
 from .validator import Limits, Validator
 
 _log = structlog.get_logger("quire.engine")
-
-
-@dataclass(slots=True)
-class Live:
-    """A request between acceptance and its end."""
-
-    stream: Stream
-    request: Request
-    params: SamplingParams
-    seed: int
-    detokenizer: IncrementalDetokenizer | None  # None: the model has no tokenizer
-    submitted: float
-    published: int = 0  # tokens
-    last_publish: float | None = None
-    deadline: asyncio.TimerHandle | None = None
-    error: QuireError | None = None  # what a failure of ours should be called
 
 
 class Engine:
@@ -80,7 +64,12 @@ class Engine:
         self.config = config
         longest_token = machine.tokenizer.longest_token if machine.tokenizer else 0
         self._validator = Validator(
-            Limits(machine.spec.vocab_size, machine.max_model_len, machine.max_model_len * longest_token)
+            Limits(
+                machine.spec.vocab_size,
+                machine.max_model_len,
+                machine.max_model_len * longest_token,
+                config.max_num_seqs,
+            )
         )
         self._pager = Pager(
             machine.layout.page_size,
@@ -99,7 +88,7 @@ class Engine:
         self._batcher = Batcher(self.scheduler, self._execute, self._publish, self._observe_step)
         self._worker = ThreadPoolExecutor(1, "quire-step")
         self._observer: EngineObserver = SilentObserver()
-        self._live: dict[int, Live] = {}
+        self._branches: dict[int, Branch] = {}  # of live requests, by the scheduler's id
         self._next_id = 0
         self._scoring = False
         self._closed = False
@@ -141,8 +130,9 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        for live in self._live.values():
-            live.error = live.error or Unavailable("the engine was closed before this request ended; try again")
+        for branch in self._branches.values():
+            closed = Unavailable("the engine was closed before this request ended; try again")
+            branch.live.error = branch.live.error or closed
         try:
             await self._batcher.close()
         finally:  # whatever broke the loop, and also when nobody waits for the end any more
@@ -154,7 +144,7 @@ class Engine:
     async def _check(self, request: GenerateRequest) -> tuple[int, ...]:
         """Validate, tokenize where needed (in a thread, a long text takes its time), and give the prompt's ids."""
         self._validator.check_params(request.params)
-        self._validator.check_schedule(request.priority, request.deadline_ms)
+        self._validator.check_schedule(request.priority, request.deadline_ms, request.pin_ms)
         prompt = request.prompt
         if isinstance(prompt, str):
             self._validator.check_text(prompt)
@@ -170,39 +160,35 @@ class Engine:
         if self._scoring:
             raise Unavailable("this engine computes logits for somebody now; try again")
         params = request.params
-        seed = secrets.randbits(64) if params.seed is None else params.seed
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.machine.eos_token_ids)
-        request_id = self._next_id
-        scheduled = Request(
-            request_id,
+        seed = secrets.randbits(64) if params.seed is None else int(params.seed)
+        requests = scheduled_requests(
+            request,
             prompt,
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
-            stop_token_ids=stop_ids,
-            sampling=SamplingSpec(params, seed, stop_ids),
-            tenant=request.tenant,
-            priority=request.priority,
+            first_id=self._next_id,
+            seed=seed,
+            eos_token_ids=self.machine.eos_token_ids,
+            submitted=submitted,
         )
-        detokenizer = self._detokenizer(params)
+        admission = self._queue(requests)
+        self._next_id += len(requests)
+        stream = Stream(admission, prompt, lambda: self._cancel(live))
+        live = delivery(params)(stream, params, seed, submitted, requests, lambda: self._detokenizer(params))
+        self._branches.update((branch.request.request_id, branch) for branch in live.branches)
+        if request.deadline_ms is not None:
+            left_s = submitted + request.deadline_ms / 1000 - time.monotonic()
+            asyncio.get_running_loop().call_later(left_s, self._expire, live, request.deadline_ms)
+        return stream
+
+    def _queue(self, requests: Sequence[Request]) -> Admission:
         try:
-            admission = self._batcher.add(scheduled)
+            first, *_ = [self._batcher.add(request) for request in requests]
         except QueueFull as error:
             raise Overloaded(str(error)) from error
         except TooLong as error:
             raise ContextLengthExceeded(str(error)) from error
         except NotAccepting as error:
             raise Unavailable(str(error)) from error
-        self._next_id += 1
-        told = Admission(
-            position=admission.position, pages_needed=admission.pages_needed, pages_free=admission.pages_free
-        )
-        stream = Stream(told, prompt, lambda: self._batcher.cancel(request_id))
-        live = Live(stream, scheduled, params, seed, detokenizer, submitted)
-        if request.deadline_ms is not None:
-            left_s = submitted + request.deadline_ms / 1000 - time.monotonic()
-            live.deadline = asyncio.get_running_loop().call_later(left_s, self._expire, request_id, request.deadline_ms)
-        self._live[request_id] = live
-        return stream
+        return Admission(position=first.position, pages_needed=first.pages_needed, pages_free=first.pages_free)
 
     def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
         if self.machine.tokenizer is None:
@@ -211,11 +197,14 @@ class Engine:
             self.machine.tokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens
         )
 
-    def _expire(self, request_id: int, deadline_ms: int) -> None:
-        live = self._live.get(request_id)
-        if live is not None:
-            live.error = DeadlineExceeded(f"the request's deadline of {deadline_ms} ms passed")
-            self._batcher.finish(request_id, error=str(live.error))
+    def _cancel(self, live: Live) -> None:
+        for branch in live.branches:
+            self._batcher.cancel(branch.request.request_id)
+
+    def _expire(self, live: Live, deadline_ms: int) -> None:
+        live.error = DeadlineExceeded(f"the request's deadline of {deadline_ms} ms passed")
+        for branch in live.branches:
+            self._batcher.finish(branch.request.request_id, error=str(live.error))
 
     # Stepping.
 
@@ -245,7 +234,7 @@ class Engine:
         meanwhile.
         """
         self._validator.check_token_ids(token_ids)
-        if self._closed or self._live or self._scoring:
+        if self._closed or self._branches or self._scoring:
             raise Unavailable("logits are computed between requests; wait until the running ones have ended")
         self._scoring = True
         table, _ = self._pager.open(())
@@ -265,56 +254,57 @@ class Engine:
     def _publish(self, updates: Sequence[RequestUpdate]) -> None:
         now = time.monotonic()
         for update in updates:
-            self._publish_one(self._live[update.request.request_id], update, now)
+            branch = self._branches.get(update.request.request_id)
+            if branch is not None:  # else its request has failed with another branch
+                self._publish_one(branch, update, now)
 
-    def _publish_one(self, live: Live, update: RequestUpdate, now: float) -> None:
+    def _publish_one(self, branch: Branch, update: RequestUpdate, now: float) -> None:
+        live = branch.live
         try:
-            text, stopped = self._decode(live, update)
+            piece = branch.read(update)
+            chunks = live.chunks(branch, piece)
         except Exception as error:  # a detokenizer's failure is this request's alone
-            live.error = GenerationFailed(f"the generated tokens could not be turned into text: {error}")
-            self._end(live, None, None, "", now)
+            self._fail(live, GenerationFailed(f"the generated tokens could not be turned into text: {error}"), now)
             return
-        reason = "stop" if stopped and update.error is None else update.finish_reason
-        if update.tokens:
-            self._observer.on_tokens(len(update.tokens), now - live.last_publish if live.last_publish else None)
-            live.last_publish = now
-        if reason is not None or update.error is not None:
-            self._end(live, reason, update, text, now)
-        else:
-            live.stream.put(_chunk(live, update.tokens, text))
-        live.published += len(update.tokens)
+        self._count(branch, piece, now)
+        self._drop(branch, piece.finish_reason)
+        if not live.num_open:
+            chunks[-1] = msgspec.structs.replace(chunks[-1], usage=live.usage())
+        for chunk in chunks:
+            live.stream.put(chunk)
+        if not live.num_open:
+            self._report(live, chunks[-1].finish_reason, None, now)
+        elif piece.finish_reason is None and update.error is not None:
+            self._fail(live, live.error or GenerationFailed(update.error), now)
 
-    def _decode(self, live: Live, update: RequestUpdate) -> tuple[str, bool]:
-        """Text that this update finished, and whether it completed a stop string."""
-        if live.detokenizer is None:
-            return "", False
-        text = live.detokenizer.push(token.token_id for token in update.tokens)
-        if update.finish_reason is not None and not live.detokenizer.stopped:
-            text += live.detokenizer.finish()
-        return text, live.detokenizer.stopped
+    def _count(self, branch: Branch, piece: Piece, now: float) -> None:
+        if piece.tokens:
+            since_last_s = None if branch.last_tokens_s is None else now - branch.last_tokens_s
+            self._observer.on_tokens(len(piece.tokens), since_last_s)
+            branch.last_tokens_s = now
 
-    def _end(
-        self, live: Live, reason: FinishReason | None, update: RequestUpdate | None, text: str, now: float
-    ) -> None:
-        """The request's last word: a chunk with its usage, or one typed error. Its pages are back when this returns."""
-        request = live.request
-        self.scheduler.finish(request.request_id, reason, None if reason else "ended")  # no effect if it has ended
-        del self._live[request.request_id]
-        if live.deadline is not None:
-            live.deadline.cancel()
-        usage = _usage(live)
-        error = None
-        if reason is not None and update is not None:
-            live.stream.put(_chunk(live, update.tokens, text, reason, usage))
-        else:
-            error = live.error or GenerationFailed(update.error if update and update.error else "the request failed")
-            live.stream.put(error)
-        first = request.first_token_time
+    def _drop(self, branch: Branch, reason: FinishReason | None) -> None:
+        """An ended branch is the scheduler's no more; no effect on one that goes on."""
+        if reason is not None:
+            self.scheduler.finish(branch.request.request_id, reason)  # unless it ended there
+            del self._branches[branch.request.request_id]
+
+    def _fail(self, live: Live, error: QuireError, now: float) -> None:
+        """One typed error ends the request and all its branches. Their pages are back when this returns."""
+        for branch in live.branches:
+            self.scheduler.finish(branch.request.request_id, error=str(error))
+            self._branches.pop(branch.request.request_id, None)
+        live.stream.put(error)
+        self._report(live, None, error, now)
+
+    def _report(self, live: Live, reason: FinishReason | None, error: QuireError | None, now: float) -> None:
+        first = live.first_token_time()
+        usage = live.usage()
         self._observer.on_finished(
             RequestStats(
                 finish_reason=reason,
                 error=error,
-                prompt_tokens=request.num_prompt_tokens,
+                prompt_tokens=usage.prompt_tokens,
                 usage=usage,
                 e2e_s=now - live.submitted,
                 time_to_first_token_s=None if first is None else first - live.submitted,
@@ -327,38 +317,3 @@ async def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
         return tuple(await asyncio.to_thread(tokenizer.encode, text))
     except Exception as error:  # the library raises bare Exception
         raise GenerationFailed(f"the prompt could not be tokenized: {error}") from error
-
-
-def _chunk(
-    live: Live,
-    tokens: Sequence[SampledToken],
-    text: str,
-    reason: FinishReason | None = None,
-    usage: Usage | None = None,
-) -> OutputChunk:
-    logprobs = None
-    if live.params.logprobs is not None:
-        logprobs = tuple(TokenLogprobs(t.token_id, t.logprob or 0.0, t.top_logprobs) for t in tokens)
-    return OutputChunk(
-        first_index=live.published,
-        token_ids=tuple(token.token_id for token in tokens),
-        text=text,
-        logprobs=logprobs,
-        finish_reason=reason,
-        usage=usage,
-    )
-
-
-def _usage(live: Live) -> Usage:
-    request = live.request
-    return Usage(
-        prompt_tokens=request.num_prompt_tokens,
-        completion_tokens=request.num_output_tokens,
-        cached_tokens=request.cached_tokens,
-        recomputed_tokens=request.recomputed_tokens,
-        seed=live.seed,
-        queue_ms=request.queue_s * 1000,
-        prefill_ms=request.prefill_s * 1000,
-        decode_ms=request.decode_s * 1000,
-        stall_ms=request.stall_s * 1000,
-    )

@@ -1,7 +1,7 @@
 """The Engine facade: all that the server, the offline `LLM` and the tests know of an engine.
 
 It must not know sockets, frames or metrics libraries. One invariant: a submitted request ends in exactly one way, its
-last chunk with `finish_reason`, or a `QuireError` raised from its iterator.
+last chunk with `usage`, or a `QuireError` raised from its iterator.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     priority: int = 0  # lower runs earlier
     deadline_ms: int | None = None  # from submission
+    pin_ms: int | None = None  # keep the prompt's pages in the prefix cache so long after the request ends
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):

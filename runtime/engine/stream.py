@@ -15,7 +15,7 @@ from .facade import Admission
 
 
 class Stream:
-    """Implements `facade.Generation`. Holds at most the request's own `max_tokens` chunks."""
+    """Implements `facade.Generation`. Holds at most the request's own `n * max_tokens` chunks."""
 
     def __init__(self, admission: Admission, prompt_token_ids: tuple[int, ...], cancel: Callable[[], None]) -> None:
         self.admission = admission
@@ -27,7 +27,7 @@ class Stream:
 
     def put(self, item: OutputChunk | QuireError) -> None:
         if not self._ended:
-            self._ended = isinstance(item, QuireError) or item.finish_reason is not None
+            self._ended = isinstance(item, QuireError) or item.usage is not None
             self._items.put_nowait(item)
 
     def cancel(self) -> None:
@@ -44,7 +44,7 @@ class Stream:
                 if isinstance(item, QuireError):
                     raise item
                 yield item
-                if item.finish_reason is not None:
+                if item.usage is not None:
                     return
         finally:
             self.cancel()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from ...kernels.sample import MAX_TOP_LOGPROBS
 from ..errors import ContextLengthExceeded, InvalidRequest
 from ..generation import SamplingParams
 
@@ -18,8 +19,20 @@ MAX_STOP_CHARACTERS = 256
 MAX_BIASED_TOKENS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
+MAX_PIN_MS = 24 * 3600 * 1000
 MAX_PRIORITY = 1_000_000
+MAX_CHOICES = 128  # samples or beams of one request, if that many may run at once
+MAX_BEAM_WIDTH = MAX_TOP_LOGPROBS // 2  # a beam looks at twice as many continuations
 SEED_LIMIT = 1 << 64
+NEUTRAL_FOR_BEAMS: dict[str, object] = {
+    "temperature": 0,
+    "best_of": None,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": None,
+    "stop": (),
+}
 SMALLEST = 1e-6  # of what must be above 0: kernels compute in f32, where a smaller number may be 0
 
 
@@ -30,6 +43,7 @@ class Limits:
     vocab_size: int
     max_model_len: int  # prompt + generated tokens of one request
     max_prompt_characters: int  # no tokenizer makes fewer tokens than allowed out of more text
+    max_num_seqs: int  # sequences that run at once
 
 
 class Validator:
@@ -53,11 +67,14 @@ class Validator:
             _integer("logprobs", params.logprobs, 0, MAX_LOGPROBS)
         self._check_bias(params)
         self._check_stops(params)
+        self._check_choices(params)
 
-    def check_schedule(self, priority: int, deadline_ms: int | None) -> None:
+    def check_schedule(self, priority: int, deadline_ms: int | None, pin_ms: int | None) -> None:
         _integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         if deadline_ms is not None:
             _integer("deadline_ms", deadline_ms, 1, MAX_DEADLINE_MS)
+        if pin_ms is not None:
+            _integer("pin_ms", pin_ms, 0, MAX_PIN_MS)
 
     def check_text(self, prompt: str) -> None:
         """Before tokenizing, so that an absurd text costs nothing."""
@@ -110,9 +127,31 @@ class Validator:
         for token in params.stop_token_ids:
             self._check_token("stop_token_ids", token)
 
+    def _check_choices(self, params: SamplingParams) -> None:
+        most = min(MAX_CHOICES, self._limits.max_num_seqs)
+        _integer("n", params.n, 1, most)
+        _integer("beam_width", params.beam_width, 0, min(MAX_BEAM_WIDTH, most))
+        _number("length_penalty", params.length_penalty, -10, 10)
+        if params.best_of is not None:
+            _integer("best_of", params.best_of, params.n, most)
+        if params.beam_width:
+            _check_beam(params)
+
     def _check_token(self, name: str, token: int) -> None:
         if not 0 <= token < self._limits.vocab_size:
             raise InvalidRequest(f"{name}: token id {token} is outside the vocabulary 0..{self._limits.vocab_size - 1}")
+
+
+def _check_beam(params: SamplingParams) -> None:
+    """A search follows the model's own probabilities: what changes or draws from them has no meaning there."""
+    if params.n > params.beam_width:
+        raise InvalidRequest(f"n must be at most beam_width {params.beam_width}, not {params.n}")
+    if params.logprobs:
+        raise InvalidRequest(f"logprobs must be None or 0 with beam_width, not {params.logprobs}")
+    for name, neutral in NEUTRAL_FOR_BEAMS.items():
+        value = getattr(params, name)
+        if value != neutral:
+            raise InvalidRequest(f"{name} cannot be used with beam_width: leave it at {neutral!r}, not {value!r}")
 
 
 def _check_types(params: SamplingParams) -> None:

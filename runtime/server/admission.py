@@ -31,6 +31,7 @@ def engine_request(frame: Generate, tenant: str) -> GenerateRequest:
         tenant=tenant,
         priority=frame.priority,
         deadline_ms=frame.deadline_ms,
+        pin_ms=frame.pin_ms,
     )
 
 
@@ -47,9 +48,19 @@ def accepted_frame(request_id: int, generation: Generation) -> Accepted:
 
 def tokens_frame(request_id: int, chunk: OutputChunk) -> Tokens | None:
     """None when the chunk only ends the stream."""
-    if not chunk.token_ids and not chunk.text:
+    ends_choice = None if chunk.usage is not None else chunk.finish_reason  # the last one's end is DONE's to tell
+    if not chunk.token_ids and not chunk.text and ends_choice is None:
         return None
-    return Tokens(request_id, chunk.first_index, chunk.token_ids, chunk.text, chunk.logprobs)
+    return Tokens(
+        request_id,
+        chunk.first_index,
+        chunk.token_ids,
+        chunk.text,
+        chunk.logprobs,
+        chunk.choice,
+        ends_choice,
+        chunk.cumulative_logprob,
+    )
 
 
 def done_frame(request_id: int, chunk: OutputChunk) -> Done | None:

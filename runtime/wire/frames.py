@@ -50,6 +50,7 @@ class Generate(_Frame, tag="GENERATE", frozen=True):
     params: SamplingParams = SamplingParams()
     deadline_ms: Annotated[int, msgspec.Meta(ge=0)] | None = None  # from arrival
     priority: int = 0  # lower runs earlier
+    pin_ms: Annotated[int, msgspec.Meta(ge=0)] | None = None  # keep the prompt's pages cached so long after the end
 
 
 class Cancel(_Frame, tag="CANCEL", frozen=True):
@@ -80,13 +81,18 @@ class Accepted(_Frame, tag="ACCEPTED", frozen=True):
 
 class Tokens(_Frame, tag="TOKENS", frozen=True):
     request_id: RequestId
-    first_index: int  # of token_ids[0] among the request's generated tokens
+    first_index: int  # of token_ids[0] among its choice's generated tokens
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    choice: int = 0
+    finish_reason: FinishReason | None = None  # where this choice ends and others go on
+    cumulative_logprob: float | None = None  # of the whole choice; where choices were ranked by it
 
 
 class Done(_Frame, tag="DONE", frozen=True):
+    """`finish_reason` is that of the one choice that had not ended."""
+
     request_id: RequestId
     finish_reason: FinishReason
     usage: Usage

@@ -125,7 +125,19 @@ def test_many_threads_share_one(llm: LLM) -> None:
     assert seen == wanted
 
 
-# Logits
+def test_several_choices(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0, seed=4, n=3, logprobs=0)
+    one, two = llm.generate([[5, 6], [7]], params)
+    assert [len(choice.token_ids) for choice in one.choices] == [6] * 3
+    assert (one.token_ids, one.text, one.logprobs, one.finish_reason) == (
+        one.choices[0].token_ids,
+        one.choices[0].text,
+        one.choices[0].logprobs,
+        "length",
+    )
+    assert one.usage.completion_tokens == 18
+    assert one.choices[0].cumulative_logprob == sum(entry.logprob for entry in one.logprobs or ())
+    assert two.prompt_token_ids == (7,)
 
 
 # Conversations
@@ -145,6 +157,9 @@ def test_a_conversation_is_rendered_by_the_models_own_template(tmp_path: Path) -
 def test_a_model_without_a_template_says_so(llm: LLM) -> None:
     with pytest.raises(UnsupportedModel, match="has no chat template"):
         llm.chat([{"role": "user", "content": "Hello"}])
+
+
+# Logits
 
 
 def test_logits_are_those_that_generation_samples_from(llm: LLM) -> None:

@@ -29,7 +29,10 @@ CHUNK_TOKENS = 2
 
 
 class FakeGeneration:
-    """max_tokens tokens with text made of the prompt; `hold` never ends by itself, `fail` and `crash` break."""
+    """max_tokens tokens with text made of the prompt; `hold` never ends by itself, `fail` and `crash` break.
+
+    Several choices take turns, the first ends first; all but choice 0 end with one chunk.
+    """
 
     def __init__(self, engine: FakeEngine, request: GenerateRequest) -> None:
         self.engine, self.request = engine, request
@@ -65,13 +68,19 @@ class FakeGeneration:
             count = min(CHUNK_TOKENS, params.max_tokens - sent)
             yield self._chunk(sent, count)
             sent += count
-        yield OutputChunk(
-            first_index=sent,
-            token_ids=(),
-            text="",
-            finish_reason="cancelled" if self.cancelled.is_set() else "length",
-            usage=Usage(prompt_tokens=3, completion_tokens=sent),
-        )
+        reason: Any = "cancelled" if self.cancelled.is_set() else "length"
+        usage = Usage(prompt_tokens=3, completion_tokens=sent * params.n)
+        for choice in range(params.n):
+            is_last = choice == params.n - 1
+            yield OutputChunk(
+                first_index=sent if choice == 0 else 0,
+                token_ids=() if choice == 0 else tuple(range(sent)),
+                text="" if choice == 0 else f"choice {choice}",
+                finish_reason=reason,
+                usage=usage if is_last else None,
+                choice=choice,
+                cumulative_logprob=-1.5 if choice else None,
+            )
 
     def _chunk(self, first: int, count: int) -> OutputChunk:
         text = "x" * self.engine.text_bytes or f" {self.request.prompt}:{first}é日"

@@ -98,6 +98,37 @@ async def test_over_ipv6(serve: Serve) -> None:
         await client.ping()
 
 
+async def test_several_choices_are_told_apart(client: AsyncClient) -> None:
+    params = SamplingParams(max_tokens=3, n=3)
+    chunks = [chunk async for chunk in client.generate("hi", params)]
+    assert [(chunk.choice, chunk.token_ids, chunk.finish_reason) for chunk in chunks] == [
+        (0, (0, 1), None),
+        (0, (2,), None),
+        (0, (), "length"),
+        (1, (0, 1, 2), "length"),
+        (2, (0, 1, 2), None),
+        (2, (), "length"),
+    ]
+    assert [chunk.first_index for chunk in chunks] == [0, 2, 3, 0, 0, 3]
+    assert [chunk.usage is not None for chunk in chunks] == [False] * 5 + [True]
+    whole = await client.complete("hi", params)
+    assert [choice.text for choice in whole.choices] == [" hi:0é日 hi:2é日", "choice 1", "choice 2"]
+    assert [choice.token_ids for choice in whole.choices] == [(0, 1, 2)] * 3
+    assert [choice.finish_reason for choice in whole.choices] == ["length"] * 3
+    assert [choice.cumulative_logprob for choice in whole.choices] == [None, -1.5, -1.5]
+    assert (whole.text, whole.token_ids, whole.usage.completion_tokens) == (whole.choices[0].text, (0, 1, 2), 9)
+
+
+async def test_a_cumulative_logprob_is_the_sum_where_nothing_was_ranked(client: AsyncClient) -> None:
+    whole = await client.complete("hi", SamplingParams(max_tokens=3, logprobs=0))
+    assert whole.choices[0].cumulative_logprob == -1.5
+
+
+async def test_pinning_is_asked_for(system: Any, client: AsyncClient) -> None:
+    await client.complete("hi", THREE, pin_ms=5000)
+    assert [request.pin_ms for request in system.engine.requests] == [5000]
+
+
 # Leaving early
 
 

@@ -29,17 +29,17 @@ async def test_a_request_from_hello_to_done(serve: Serve) -> None:
     client = await system.raw(hello=False)
     client.send("HELLO", [1, 9], None, [], 100_000)
     assert await client.receive() == ["WELCOME", 1, [], 100_000, "demo"]
-    client.send("GENERATE", 7, "hi", {"max_tokens": 3}, 5000, -1)
+    client.send("GENERATE", 7, "hi", {"max_tokens": 3}, 5000, -1, 9000)
     frames = await client.until("DONE")
     assert frames[:-1] == [
         ["ACCEPTED", 7, 1, 2, 3, 4.5],
-        ["TOKENS", 7, 0, [0, 1], " hi:0é日", None],
-        ["TOKENS", 7, 2, [2], " hi:2é日", None],
+        ["TOKENS", 7, 0, [0, 1], " hi:0é日", None, 0, None, None],
+        ["TOKENS", 7, 2, [2], " hi:2é日", None, 0, None, None],
     ]
     assert frames[-1][:3] == ["DONE", 7, "length"]
     assert frames[-1][3]["completion_tokens"] == 3
     (request,) = system.engine.requests
-    assert (request.prompt, request.deadline_ms, request.priority, request.tenant) == ("hi", 5000, -1, "")
+    assert (request.prompt, request.deadline_ms, request.priority, request.pin_ms) == ("hi", 5000, -1, 9000)
 
 
 async def test_ping_is_answered(system: Any) -> None:
@@ -109,6 +109,35 @@ async def test_too_many_requests_on_one_connection_are_refused(serve: Serve) -> 
     await client.until("TOKENS")
     client.send("GENERATE", 2, "hi")
     assert (await client.receive())[:3] == ["ERROR", 2, "RESOURCE_EXHAUSTED"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        ["hi", {}, None, 0, None, "tenant"],
+        ["hi", {"tenant": "somebody"}],
+        [{"prompt": "hi", "tenant": "somebody"}],
+    ],
+    ids=["one field more", "among the params", "a map"],
+)
+async def test_no_body_says_whose_a_request_is(system: Any, body: list[object]) -> None:
+    """The prefix cache is salted with the tenant: it comes from the connection's identity alone."""
+    client = await system.raw()
+    client.send("GENERATE", 1, *body)
+    assert (await client.receive())[:3] == ["ERROR", 1, "INVALID_ARGUMENT"]
+    client.send("GENERATE", 2, "hi", {"max_tokens": 1})
+    await client.until("DONE")
+    assert [request.tenant for request in system.engine.requests] == [""]
+
+
+async def test_choices_end_one_by_one(system: Any) -> None:
+    client = await system.raw()
+    client.send("GENERATE", 1, "hi", {"max_tokens": 2, "n": 2})
+    assert (await client.until("DONE"))[1:-1] == [
+        ["TOKENS", 1, 0, [0, 1], " hi:0é日", None, 0, None, None],
+        ["TOKENS", 1, 2, [], "", None, 0, "length", None],
+        ["TOKENS", 1, 0, [0, 1], "choice 1", None, 1, None, -1.5],
+    ]
 
 
 # Cancelling

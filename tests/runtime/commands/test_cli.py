@@ -96,6 +96,23 @@ def test_generate_prints_what_llm_generates(quire: Quire) -> None:
     assert "seed 5" in done.stderr
 
 
+def test_generate_prints_choices_one_after_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--max-tokens", "8", "--temperature", "0.8", "--seed", "5", "--n", "2", "--ignore-eos"]
+    monkeypatch.setattr(sys, "argv", ["quire", "generate", "This module provides", *flags, *QUICK])
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    out, _ = capsys.readouterr()
+    with LLM(kv_cache_memory=4 << 20) as llm:
+        (output,) = llm.generate(
+            "This module provides", SamplingParams(max_tokens=8, temperature=0.8, seed=5, n=2, ignore_eos=True)
+        )
+    assert out == "".join(
+        f"[choice {number}: length]\n{choice.text}\n\n" for number, choice in enumerate(output.choices, 1)
+    )
+
+
 def test_output_that_nobody_reads(hostile_folder: Path) -> None:
     """`quire generate … | head -c 1`: no traceback when the pipe breaks."""
     process = subprocess.Popen(
@@ -201,6 +218,7 @@ def test_refusals(quire: Quire, arguments: list[str], message: str) -> None:
         (["generate"], "requires an argument"),
         (["generate", "", *QUICK], "the prompt is empty"),
         (["generate", "hi", "--max-tokens", "0", *QUICK], "max_tokens must be between"),
+        (["generate", "hi", "--n", "65", *QUICK], "n must be between 1 and 64, not 65"),
         (["generate", "hi", "--temperature", "nan", *QUICK], "temperature must be between 0 and 100, not nan"),
         (["bench", "--shapes", "8"], "'8' is not a shape"),
         (["bench", "--shapes", "1x4096"], "2048 positions"),

@@ -24,7 +24,7 @@ from quire.runtime.errors import (
     QuireError,
     Unavailable,
 )
-from quire.runtime.generation import OutputChunk, SamplingParams
+from quire.runtime.generation import OutputChunk, SamplingParams, join_choices
 from quire.runtime.text import Tokenizer
 
 PROMPT = "This module provides"
@@ -247,6 +247,82 @@ async def test_a_drawn_seed_is_told_and_repeats(running: Running) -> None:
         assert drawn[-1].usage is not None
         again = await chunks_of(engine, asked(temperature=1.0, seed=drawn[-1].usage.seed))
         assert ids_of(again) == ids_of(drawn)
+
+
+# Several choices
+
+
+async def test_choice_i_is_what_seed_plus_i_yields_alone(running: Running) -> None:
+    """To the last bit, also where the seed wraps around, and with one sequence running at a time."""
+    sampling = {"temperature": 1.0, "logprobs": 2, "max_tokens": 20}
+    last = 2**64 - 1
+    async with running() as engine:
+        alone = [
+            join_choices(await chunks_of(engine, asked(seed=seed, **sampling)))[0] for seed in (last - 1, last, 0, 1)
+        ]
+        chunks = await chunks_of(engine, asked(seed=last - 1, n=4, **sampling))
+    assert join_choices(chunks) == tuple(alone)
+    assert len({choice.token_ids for choice in alone}) == 4
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert (usage.completion_tokens, usage.seed) == (80, last - 1)
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert sum(chunk.finish_reason is not None for chunk in chunks) == 4
+
+
+async def test_choices_stop_each_by_themselves(running: Running) -> None:
+    async with running() as engine:
+        sampling = {"temperature": 1.0, "stop": (" the", "e "), "max_tokens": 30}
+        alone = [join_choices(await chunks_of(engine, asked(seed=seed, **sampling)))[0] for seed in range(5)]
+        chunks = await chunks_of(engine, asked(seed=0, n=5, **sampling))
+    assert join_choices(chunks) == tuple(alone)
+    assert len({len(choice.token_ids) for choice in alone}) > 1
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.completion_tokens == sum(len(choice.token_ids) for choice in alone)
+
+
+async def test_best_of_draws_more_than_it_returns(running: Running) -> None:
+    sampling = {"temperature": 1.0, "max_tokens": 12}
+    async with running() as engine:
+        drawn = join_choices(await chunks_of(engine, asked(seed=5, n=6, logprobs=0, **sampling)))
+        chunks = await chunks_of(engine, asked(seed=5, n=2, best_of=6, **sampling))
+    best = sorted(drawn, key=lambda choice: -(choice.cumulative_logprob or 0))[:2]
+    assert [choice.token_ids for choice in join_choices(chunks)] == [choice.token_ids for choice in best]
+    assert [chunk.cumulative_logprob for chunk in chunks] == [choice.cumulative_logprob for choice in best]
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 72
+
+
+async def test_cancelling_ends_every_choice(running: Running) -> None:
+    for params in ({"n": 3}, {"n": 2, "best_of": 3}):
+        async with running(max_num_seqs=3) as engine:
+            stream = await engine.submit(asked(max_tokens=2000, temperature=1.0, **params))
+            asyncio.get_running_loop().call_later(0.05, stream.cancel)
+            chunks = [chunk async for chunk in stream]
+            await engine.drain()
+        choices = join_choices(chunks)
+        assert [choice.finish_reason for choice in choices] == ["cancelled"] * params["n"]
+
+
+async def test_one_choice_that_fails_fails_its_request(running: Running) -> None:
+    async with running(enable_prefix_caching=False) as engine:
+        wanted = await chunks_of(engine, asked())
+        executor = engine.machine.executor
+        sample, calls = executor._sampler.sample, []
+
+        class Poisoned:
+            def sample(self, logits: Any, maxima: Any, rows: Any, adjustments: Any) -> Any:
+                calls.append(len(rows))
+                if len(calls) == 9:
+                    logits[2] = maxima[2] = np.nan
+                return sample(logits, maxima, rows, adjustments)
+
+        executor._sampler = Poisoned()  # type: ignore[assignment]
+        good, bad = await engine.submit(asked()), await engine.submit(asked(n=3, temperature=1.0))
+        results = await asyncio.gather(collect(good), collect(bad), return_exceptions=True)
+        assert ids_of(results[0]) == ids_of(wanted)  # type: ignore[arg-type]
+        assert isinstance(results[1], GenerationFailed)
 
 
 # Deadlines, limits, failures

@@ -10,7 +10,7 @@ from quire.runtime.engine.validator import Limits, Validator
 from quire.runtime.errors import ContextLengthExceeded, InvalidRequest
 from quire.runtime.generation import SamplingParams
 
-VALIDATOR = Validator(Limits(vocab_size=100, max_model_len=50, max_prompt_characters=200))
+VALIDATOR = Validator(Limits(vocab_size=100, max_model_len=50, max_prompt_characters=200, max_num_seqs=16))
 
 EDGES: list[tuple[str, Any, Any]] = [  # parameter, the last allowed value, the first that is not
     ("max_tokens", 1, 0),
@@ -41,6 +41,14 @@ EDGES: list[tuple[str, Any, Any]] = [  # parameter, the last allowed value, the 
     ("stop", ["a"], "a"),
     ("stop_token_ids", (99,) * 1024, (99,) * 1025),
     ("stop_token_ids", (0,), (100,)),
+    ("n", 1, 0),
+    ("n", 16, 17),
+    ("best_of", 1, 0),
+    ("best_of", 16, 17),
+    ("beam_width", 0, -1),
+    ("beam_width", 16, 17),
+    ("length_penalty", 10, 10.1),
+    ("length_penalty", -10, float("nan")),
 ]
 
 
@@ -50,6 +58,32 @@ def test_edges(name: str, allowed: Any, refused: Any) -> None:
     VALIDATOR.check_params(msgspec.structs.replace(base, **{name: allowed}))
     with pytest.raises(InvalidRequest, match=name.split("_")[0]):
         VALIDATOR.check_params(msgspec.structs.replace(base, **{name: refused}))
+
+
+def test_many_run_at_once_but_a_request_has_128_choices_at_most() -> None:
+    roomy = Validator(Limits(vocab_size=100, max_model_len=50, max_prompt_characters=200, max_num_seqs=100_000))
+    roomy.check_params(SamplingParams(max_tokens=1, n=128))
+    for name in ("n", "best_of", "beam_width"):
+        with pytest.raises(InvalidRequest, match=name):
+            roomy.check_params(SamplingParams(max_tokens=1, **{name: 10**9}))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"n": 3, "best_of": 2, "beam_width": 0}, "best_of must be between 3 and 16, not 2"),
+        ({"n": 3, "beam_width": 2}, "n must be at most beam_width 2, not 3"),
+        ({"temperature": 0.5}, "temperature cannot be used with beam_width: leave it at 0, not 0.5"),
+        ({"best_of": 2}, "best_of cannot be used with beam_width"),
+        ({"stop": ("a",)}, "stop cannot be used with beam_width"),
+        ({"logit_bias": {1: 1.0}}, "logit_bias cannot be used with beam_width"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty cannot be used with beam_width"),
+        ({"logprobs": 1}, "logprobs must be None or 0 with beam_width, not 1"),
+    ],
+)
+def test_what_does_not_go_together(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        VALIDATOR.check_params(SamplingParams(**{"max_tokens": 4, "beam_width": 2, **params}))
 
 
 def test_the_message_names_parameter_value_and_what_is_allowed() -> None:
@@ -72,8 +106,17 @@ def test_texts_are_refused_before_they_are_tokenized() -> None:
             VALIDATOR.check_text(text)
 
 
-@pytest.mark.parametrize(("priority", "deadline_ms"), [(10**6 + 1, None), (0, 0), (0, 7 * 24 * 3600 * 1000 + 1)])
-def test_schedules(priority: int, deadline_ms: int | None) -> None:
-    VALIDATOR.check_schedule(-(10**6), 7 * 24 * 3600 * 1000)
+@pytest.mark.parametrize(
+    ("priority", "deadline_ms", "pin_ms"),
+    [
+        (10**6 + 1, None, None),
+        (0, 0, None),
+        (0, 7 * 24 * 3600 * 1000 + 1, None),
+        (0, None, -1),
+        (0, None, 24 * 3600 * 1000 + 1),
+    ],
+)
+def test_schedules(priority: int, deadline_ms: int | None, pin_ms: int | None) -> None:
+    VALIDATOR.check_schedule(-(10**6), 7 * 24 * 3600 * 1000, 24 * 3600 * 1000)
     with pytest.raises(InvalidRequest):
-        VALIDATOR.check_schedule(priority, deadline_ms)
+        VALIDATOR.check_schedule(priority, deadline_ms, pin_ms)

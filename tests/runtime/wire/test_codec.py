@@ -27,6 +27,9 @@ PARAMS = st.builds(
     logit_bias=st.none() | st.dictionaries(st.integers(0, 5000), st.floats(allow_nan=False), max_size=4),
     seed=st.none() | U64,
     stop=st.lists(TEXT, max_size=3).map(tuple),
+    n=st.integers(-(2**63), 2**63),
+    best_of=st.none() | st.integers(-(2**63), 2**63),
+    length_penalty=st.floats(allow_nan=False),
 )
 CLIENT_FRAME = st.one_of(
     st.builds(frames.Hello, st.just((1, 2)), st.none() | TEXT, st.just(("x",))),
@@ -37,6 +40,7 @@ CLIENT_FRAME = st.one_of(
         PARAMS,
         st.none() | st.integers(0, 2**63),
         st.integers(-(2**63), 2**63),
+        st.none() | st.integers(0, 2**63),
     ),
     st.builds(frames.Cancel, U64),
     st.builds(frames.Ping, U64),
@@ -48,6 +52,7 @@ SERVER_FRAME = st.sampled_from(
         frames.Accepted(7, 2, 10, 90, 12.5),
         frames.Tokens(7, 0, (3, 4), "日本", LOGPROBS),
         frames.Tokens(7, 0, (3,), ""),
+        frames.Tokens(7, 0, (3,), "", None, 2, "stop", -1.25),
         frames.Done(7, "length", Usage(prompt_tokens=3, completion_tokens=2, seed=2**64 - 1)),
         frames.Error(None, "UNAVAILABLE", "gone", True, 100),
         frames.Pong(2**64 - 1),
@@ -227,7 +232,7 @@ MALFORMED: dict[str, list[Any]] = {
     "text key in logit_bias": ["x", {"logit_bias": {"5": 1.0}}],
     "parameters not a map": ["x", [1]],
     "negative deadline": ["x", {}, -1],
-    "priority too many": ["x", {}, None, 0, 0],
+    "a field too many": ["x", {}, None, 0, None, 0],
 }
 
 

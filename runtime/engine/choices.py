@@ -1,0 +1,168 @@
+"""One accepted request until its end: what the scheduler reports of its sequences, as the chunks its user sees.
+
+It must not know the scheduler's door, sockets or metrics. One invariant: a chunk depends on the tokens alone, never on
+how many of them came in one update; what comes after a stop string was never there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...scheduler import Request, RequestUpdate, SampledToken
+from ..errors import QuireError
+from ..generation import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
+from ..text import IncrementalDetokenizer
+from .stream import Stream
+
+NewDetokenizer = Callable[[], IncrementalDetokenizer | None]  # None: the model has no tokenizer
+
+
+class Piece(NamedTuple):
+    """What one update brings its user."""
+
+    tokens: Sequence[SampledToken]
+    text: str
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True)
+class Branch:
+    """One scheduled sequence of a live request."""
+
+    live: Live
+    index: int
+    request: Request
+    detokenizer: IncrementalDetokenizer | None
+    num_tokens: int = 0  # generated and kept
+    last_tokens_s: float | None = None  # when the latest of them came
+    finish_reason: FinishReason | None = None
+
+    def read(self, update: RequestUpdate) -> Piece:
+        """The update's tokens up to a stop string, their text, and how the sequence ended if it did."""
+        tokens, text, reason = update.tokens, "", update.finish_reason
+        detokenizer = self.detokenizer
+        if detokenizer is not None:
+            text = detokenizer.push([token.token_id for token in tokens])
+            if detokenizer.stopped:
+                assert detokenizer.stop_token_index is not None, "set together"
+                tokens, reason = tokens[: detokenizer.stop_token_index + 1 - self.num_tokens], "stop"
+            elif reason is not None:
+                text += detokenizer.finish()
+        self.num_tokens += len(tokens)
+        if reason is not None:
+            self.finish_reason = reason
+            self.live.num_open -= 1
+        return Piece(tokens, text, reason)
+
+
+class Live:
+    """A request whose choices are streamed as they come, one for each of `requests`."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        params: SamplingParams,
+        seed: int,
+        submitted: float,
+        requests: Sequence[Request],
+        new_detokenizer: NewDetokenizer,
+    ) -> None:
+        self.stream = stream
+        self.params = params
+        self.seed = seed
+        self.submitted = submitted
+        self.error: QuireError | None = None  # what a failure of ours should be called
+        self.branches = [Branch(self, i, request, new_detokenizer()) for i, request in enumerate(requests)]
+        self.num_open = len(self.branches)  # that have not ended
+        self._new_detokenizer = new_detokenizer
+
+    def chunks(self, branch: Branch, piece: Piece) -> list[OutputChunk]:
+        """What may go out now that `piece` of `branch` is known; the usage is still to be added to the last of all."""
+        if not piece.tokens and piece.finish_reason is None:
+            return []
+        return [self._chunk(branch.index, branch.num_tokens - len(piece.tokens), piece)]
+
+    def usage(self) -> Usage:
+        """Of a request that has ended."""
+        requests = [branch.request for branch in self.branches]
+        first = requests[0]
+        return Usage(
+            prompt_tokens=first.num_prompt_tokens,
+            completion_tokens=self._completion_tokens(),
+            cached_tokens=first.cached_tokens,
+            recomputed_tokens=sum(request.recomputed_tokens for request in requests),
+            seed=self.seed,
+            queue_ms=first.queue_s * 1000,
+            prefill_ms=first.prefill_s * 1000,
+            decode_ms=max(request.decode_s for request in requests) * 1000,
+            stall_ms=max(request.stall_s for request in requests) * 1000,
+        )
+
+    def first_token_time(self) -> float | None:
+        times = [branch.request.first_token_time for branch in self.branches]
+        return min((time for time in times if time is not None), default=None)
+
+    def _completion_tokens(self) -> int:
+        return sum(branch.num_tokens for branch in self.branches)
+
+    def _chunk(
+        self, choice: int, first_index: int, piece: Piece, cumulative_logprob: float | None = None
+    ) -> OutputChunk:
+        logprobs = None
+        if self.params.logprobs is not None:
+            logprobs = tuple([TokenLogprobs(t.token_id, t.logprob or 0.0, t.top_logprobs) for t in piece.tokens])
+        return OutputChunk(
+            first_index=first_index,
+            token_ids=tuple([token.token_id for token in piece.tokens]),
+            text=piece.text,
+            logprobs=logprobs,
+            finish_reason=piece.finish_reason,
+            choice=choice,
+            cumulative_logprob=cumulative_logprob,
+        )
+
+    def _cancelled(self) -> list[OutputChunk]:
+        """The choices of a request that nobody waits for any more, where none was told before the end."""
+        return [self._chunk(choice, 0, Piece((), "", "cancelled")) for choice in range(self.params.n)]
+
+
+class Ranked(Live):
+    """`best_of`: all sequences are drawn to their end, the likeliest are told, the earlier of equals first."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        params: SamplingParams,
+        seed: int,
+        submitted: float,
+        requests: Sequence[Request],
+        new_detokenizer: NewDetokenizer,
+    ) -> None:
+        super().__init__(stream, params, seed, submitted, requests, new_detokenizer)
+        self._held: list[list[Piece]] = [[] for _ in requests]
+
+    def chunks(self, branch: Branch, piece: Piece) -> list[OutputChunk]:
+        self._held[branch.index].append(piece)
+        if self.num_open:
+            return []
+        if any(branch.finish_reason == "cancelled" for branch in self.branches):
+            return self._cancelled()
+        found = [(_cumulative_logprob(whole.tokens), whole) for whole in map(_join, self._held)]
+        found.sort(key=lambda ranked: -ranked[0])
+        return [self._chunk(i, 0, whole, logprob) for i, (logprob, whole) in enumerate(found[: self.params.n])]
+
+
+def delivery(params: SamplingParams) -> type[Live]:
+    """How the choices of such a request reach their user."""
+    return Live if params.best_of is None else Ranked
+
+
+def _join(pieces: Sequence[Piece]) -> Piece:
+    tokens = [token for piece in pieces for token in piece.tokens]
+    return Piece(tokens, "".join(piece.text for piece in pieces), pieces[-1].finish_reason)
+
+
+def _cumulative_logprob(tokens: Sequence[SampledToken]) -> float:
+    return sum(token.logprob or 0.0 for token in tokens)

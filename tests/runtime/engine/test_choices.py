@@ -1,0 +1,144 @@
+"""From updates to chunks: in whatever pieces tokens come, what is published is what one token at a time publishes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from quire.runtime.engine.choices import Live, delivery
+from quire.runtime.engine.facade import Admission
+from quire.runtime.engine.stream import Stream
+from quire.runtime.generation import Choice, OutputChunk, SamplingParams, join_choices
+from quire.runtime.models import BUNDLED_MODEL
+from quire.runtime.text import IncrementalDetokenizer, Tokenizer
+from quire.scheduler import Request, RequestUpdate, SampledToken
+
+TOKENIZER = Tokenizer(BUNDLED_MODEL)
+TEXT = "This module provides a queue. Changed in version 3.11: added «日本» and a lock."
+IDS = TOKENIZER.encode(TEXT)
+
+
+def live_with(sequences: int = 1, **params: Any) -> Live:
+    wanted = SamplingParams(max_tokens=len(IDS), **params)
+    admission = Admission(position=0, pages_needed=1, pages_free=1)
+    requests = [Request(i, (1, 2, 3), max_tokens=len(IDS)) for i in range(sequences)]
+
+    def new_detokenizer() -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(TOKENIZER, wanted.stop, wanted.include_stop_str_in_output, wanted.min_tokens)
+
+    stream = Stream(admission, (1, 2, 3), lambda: None)
+    return delivery(wanted)(stream, wanted, 7, 0.0, requests, new_detokenizer)
+
+
+def sampled(index: int) -> SampledToken:
+    return SampledToken(0, IDS[index], -0.5 - index, ((IDS[index], -0.5 - index),))
+
+
+def published(live: Live, sizes: list[int], reason: Any = "length", branch: int = 0) -> list[OutputChunk]:
+    """The chunks of updates of so many tokens each, the last with `reason`; nothing is read after an end."""
+    chunks: list[OutputChunk] = []
+    first = 0
+    for count, size in enumerate(sizes, 1):
+        tokens = tuple(sampled(index) for index in range(first, first + size))
+        first += size
+        update = RequestUpdate(live.branches[branch].request, tokens, reason if count == len(sizes) else None)
+        piece = live.branches[branch].read(update)
+        chunks += live.chunks(live.branches[branch], piece)
+        if piece.finish_reason is not None:
+            break
+    return chunks
+
+
+def outcome(live: Live, chunks: list[OutputChunk]) -> tuple[Choice, int]:
+    (choice,) = join_choices(chunks)
+    return choice, live.usage().completion_tokens
+
+
+def random_sizes(seed: int) -> list[int]:
+    chance, sizes = random.Random(seed), []
+    while sum(sizes) < len(IDS):
+        sizes.append(min(chance.randrange(1, 9), len(IDS) - sum(sizes)))
+    return sizes
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stop", ["queue", "e", "3.1", "日本", "lock.", "never", "s a q"])
+def test_tokens_behind_a_stop_string_were_never_there(stop: str, include: bool, seed: int) -> None:
+    params = {"stop": (stop,), "include_stop_str_in_output": include, "logprobs": 1}
+    live = live_with(**params)
+    wanted = outcome(live, published(live, [1] * len(IDS)))
+    assert (wanted[0].finish_reason == "stop") == (stop in TEXT)
+    live = live_with(**params)
+    chunks = published(live, random_sizes(seed))
+    assert outcome(live, chunks) == wanted
+    assert [chunk.first_index for chunk in chunks] == [
+        sum(len(before.token_ids) for before in chunks[:count]) for count in range(len(chunks))
+    ]
+    assert all(len(chunk.token_ids) == len(chunk.logprobs or ()) for chunk in chunks)
+
+
+def test_a_stop_string_counts_from_min_tokens_on_in_one_update_too() -> None:
+    one, all_at_once = (live_with(stop=("e",), min_tokens=12) for _ in range(2))
+    wanted = outcome(one, published(one, [1] * len(IDS)))
+    assert wanted[1] >= 12
+    assert outcome(all_at_once, published(all_at_once, [len(IDS)])) == wanted
+
+
+def test_an_error_behind_a_stop_string_was_never_there_either() -> None:
+    live = live_with(stop=("module",))
+    (branch,) = live.branches
+    piece = branch.read(RequestUpdate(branch.request, tuple(map(sampled, range(len(IDS)))), None, "NaN"))
+    assert piece.finish_reason == "stop"
+    assert len(piece.tokens) < len(IDS)
+
+
+def test_an_error_brings_the_tokens_before_it() -> None:
+    live = live_with()
+    (branch,) = live.branches
+    piece = branch.read(RequestUpdate(branch.request, (sampled(0), sampled(1)), None, "NaN"))
+    assert [chunk.token_ids for chunk in live.chunks(branch, piece)] == [tuple(IDS[:2])]
+    assert live.chunks(branch, branch.read(RequestUpdate(branch.request, (), None, "NaN"))) == []
+    assert live.num_open == 1
+
+
+def test_choices_are_streamed_beside_each_other() -> None:
+    live = live_with(2, n=2)
+    second = published(live, [1, 2], branch=1)
+    assert [(chunk.choice, chunk.first_index, chunk.finish_reason) for chunk in second] == [
+        (1, 0, None),
+        (1, 1, "length"),
+    ]
+    assert live.num_open == 1
+    first = published(live, [4])
+    assert [(chunk.choice, chunk.finish_reason) for chunk in first] == [(0, "length")]
+    assert (live.num_open, live.usage().completion_tokens, live.usage().prompt_tokens) == (0, 7, 3)
+
+
+def test_best_of_returns_the_likeliest_best_first_and_the_earlier_of_equals() -> None:
+    live = live_with(4, n=3, best_of=4)
+    assert published(live, [5], branch=3) == []
+    assert published(live, [3], branch=1) == []
+    assert published(live, [1, 1], branch=2) == []
+    chunks = published(live, [2], branch=0)
+    assert [len(chunk.token_ids) for chunk in chunks] == [2, 2, 3]
+    assert [chunk.cumulative_logprob for chunk in chunks] == [-2.0, -2.0, -4.5]
+    assert [(chunk.choice, chunk.first_index, chunk.finish_reason) for chunk in chunks] == [
+        (0, 0, "length"),
+        (1, 0, "length"),
+        (2, 0, "length"),
+    ]
+    assert all(chunk.logprobs is None for chunk in chunks), "they were needed, not asked for"
+    assert live.usage().completion_tokens == 12, "what is not returned was computed all the same"
+
+
+def test_a_cancelled_ranking_tells_only_that() -> None:
+    live = live_with(3, n=2, best_of=3)
+    assert published(live, [5], branch=0) == []
+    assert published(live, [3], "cancelled", branch=1) == []
+    chunks = published(live, [3], "cancelled", branch=2)
+    assert [(chunk.choice, chunk.token_ids, chunk.finish_reason) for chunk in chunks] == [
+        (0, (), "cancelled"),
+        (1, (), "cancelled"),
+    ]
