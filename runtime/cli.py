@@ -31,7 +31,7 @@ app = App(
 )
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Model and memory")
 @dataclass
 class EngineFlags:
     """Flags win over QUIRE_* environment variables, those over --config, that over defaults."""
@@ -54,15 +54,36 @@ class EngineFlags:
     "Default: what affinity and cgroup quota allow."
     enable_prefix_caching: bool | None = None
     "Share pages of equal prompt beginnings. Default on."
-    max_num_waiting: int | None = None
-    "Queue limit. Default 1024."
     isa: str | None = None
     "Force an ISA level; see `quire info`."
     config: Path | None = None
     "TOML file with any of these settings."
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Scheduling")
+@dataclass
+class SchedulingFlags:
+    max_num_waiting: int | None = None
+    "Queue limit. Default 1024."
+    max_num_waiting_per_tenant: int | None = None
+    "Queue limit of one tenant. Default: none."
+    scheduling_policy: str | None = None
+    "Who is admitted next: fcfs, priority (with ageing) or fair (least served tenant first). Default fcfs."
+    tenant_weights: str | None = None
+    "Shares of tenants under fair, such as a=2,b=0.5; 1 for those not named."
+    max_kv_share_per_tenant: float | None = None
+    "Most of the KV pages that one tenant's requests may hold, 0 to 1. Default: all."
+    itl_target_ms: float | None = None
+    "Keep the time between a stream's tokens below this by limiting prefill per step. Default: most throughput."
+    num_speculative_tokens: int | None = None
+    "Guess up to so many tokens per step from earlier text; never changes the output. Default 0: off."
+    kv_spill_size: str | None = None
+    "Disk space for the pages of preempted requests, such as 8GiB. Default 0: their pages are recomputed."
+    kv_spill_dir: str | None = None
+    "Where that file is. Default: the folder for temporary files."
+
+
+@Parameter(name="*", group="Server")
 @dataclass
 class ServerFlags:
     host: str | None = None
@@ -79,9 +100,11 @@ class ServerFlags:
     "Clients must present it. Better set QUIRE_TOKEN: flags show in process lists."
     served_model_name: str | None = None
     "Name that clients are told."
+    prefix_snapshot: str | None = None
+    "File that keeps the prefix cache over a restart: read at start, written at the end."
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Sampling")
 @dataclass
 class SamplingFlags:
     max_tokens: int = 128
@@ -103,7 +126,7 @@ class SamplingFlags:
     "Of beams: above 1 favours longer ones."
 
 
-def _settings(model: str | None, *flags: EngineFlags | ServerFlags | None) -> Settings:
+def _settings(model: str | None, *flags: EngineFlags | SchedulingFlags | ServerFlags | None) -> Settings:
     given: dict[str, Any] = {"model": model}
     for group in flags:
         given |= asdict(group) if group is not None else {}
@@ -112,9 +135,16 @@ def _settings(model: str | None, *flags: EngineFlags | ServerFlags | None) -> Se
 
 
 @app.command
-def serve(model: str | None = None, /, *, engine: EngineFlags | None = None, server: ServerFlags | None = None) -> None:
+def serve(
+    model: str | None = None,
+    /,
+    *,
+    engine: EngineFlags | None = None,
+    scheduling: SchedulingFlags | None = None,
+    server: ServerFlags | None = None,
+) -> None:
     """Serve MODEL, a Hugging Face folder (default: the bundled model), until interrupted."""
-    run_serve(_settings(model, engine, server))
+    run_serve(_settings(model, engine, scheduling, server))
 
 
 @app.command
@@ -125,10 +155,11 @@ def generate(
     model: str | None = None,
     sampling: SamplingFlags | None = None,
     engine: EngineFlags | None = None,
+    scheduling: SchedulingFlags | None = None,
 ) -> None:
     """Continue PROMPT in this process and print the text as it comes."""
     params = SamplingParams(**asdict(sampling or SamplingFlags()))
-    run_generate(_settings(model, engine).engine, prompt, params)
+    run_generate(_settings(model, engine, scheduling).engine, prompt, params)
 
 
 @app.command
@@ -149,13 +180,14 @@ def bench(
     kv_cache: Annotated[bool, Parameter(negative="--no-kv-cache")] = True,
     plot: Path | None = None,
     engine: EngineFlags | None = None,
+    scheduling: SchedulingFlags | None = None,
 ) -> None:
     """Measure prefill and decode of MODEL (default: the bundled one) by users x prompt tokens, beside what the machine
     can do at most; --plot FILE draws that as a roofline.
 
     With --no-kv-cache: generate by recomputing everything, beside the cached run; --plot FILE draws both.
     """
-    config = _settings(model, engine).engine
+    config = _settings(model, engine, scheduling).engine
     if kv_cache:
         bench_speed(config, shapes, new_tokens, repeats, json, plot)
     else:

@@ -12,9 +12,15 @@ import msgspec
 
 WeightDtype = Literal["bf16", "q8", "f32"]
 KVCacheDtype = Literal["bf16", "f32", "int8"]
+SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Guesses = Annotated[int, msgspec.Meta(ge=0, le=16)]
+Milliseconds = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Weight = Annotated[float, msgspec.Meta(gt=0)]
+SpillBytes = Annotated[int, msgspec.Meta(ge=0, description="bytes")]
 Bytes = Annotated[int, msgspec.Meta(ge=1, description="bytes")]  # written 4294967296 or 4GiB
 Secret = Annotated[str, msgspec.Meta(description="secret")]  # never quoted in a message
 FrameBytes = Annotated[int, msgspec.Meta(ge=64 << 10, le=1 << 30, description="bytes")]
@@ -34,6 +40,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: Count | None = None
     enable_prefix_caching: bool = True
     max_num_waiting: Count = 1024  # queue limit
+    max_num_waiting_per_tenant: Count | None = None
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    tenant_weights: dict[str, Weight] = {}  # of the fair policy; 1 for tenants not named. Written a=2,b=0.5
+    max_kv_share_per_tenant: Share | None = None  # of all pages
+    itl_target_ms: Milliseconds | None = None  # None: as much prefill per step as max_num_batched_tokens allows
+    num_speculative_tokens: Guesses = 0  # guessed per sequence and step, 0: none
+    kv_spill_size: SpillBytes = 0  # file for the pages of preempted sequences; 0: they are recomputed
+    kv_spill_dir: str | None = None  # None: the system's folder for temporary files
     isa: str | None = None  # None: QUIRE_ISA or the best this machine has
 
 
@@ -47,6 +61,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     http_port: Port = 7071
     token: Secret | None = None  # required of clients when set; must be set off loopback
     served_model_name: str | None = None
+    prefix_snapshot: str | None = None  # file that keeps the prefix cache from one run to the next
     max_frame_bytes: FrameBytes = 4 << 20
     max_connections: Count = 4096
     max_requests_per_connection: Count = 1024

@@ -33,7 +33,8 @@ class LLM:
     """Load a model and generate. Use as a context manager, or `close` it.
 
     model: Hugging Face folder; None: the bundled model. weights: "bf16", "q8" (quantised at load) or "f32".
-    kv_cache_dtype: "bf16" or "f32". kv_cache_memory: bytes. threads: None means all this process may use.
+    kv_cache_dtype: "bf16", "f32" or "int8". kv_cache_memory: bytes. threads: None means all this process may use.
+    num_speculative_tokens: guessed per step from earlier text, which never changes the output; 0: none.
     Raises ModelError or ConfigError.
     """
 
@@ -50,6 +51,7 @@ class LLM:
         threads: int | None = None,
         enable_prefix_caching: bool = True,
         block_size: int = 32,
+        num_speculative_tokens: int = 0,
         isa: str | None = None,
     ) -> None:
         settings = {
@@ -63,6 +65,7 @@ class LLM:
             "kv_cache_memory": kv_cache_memory,
             "threads": threads,
             "enable_prefix_caching": enable_prefix_caching,
+            "num_speculative_tokens": num_speculative_tokens,
             "max_num_waiting": OFFLINE_QUEUE,
             "isa": isa,
         }

@@ -7,6 +7,7 @@ the setting, where it was set and what is allowed.
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -93,6 +94,12 @@ def _convert(value: object, kind: inspect.Type, source: str) -> object:
             converted: object = _integer(value, is_bytes)
             if isinstance(converted, int) and not _within(converted, kind):
                 converted = None
+        case inspect.FloatType():
+            converted = _number(value)
+            if converted is not None and not _within(converted, kind):
+                converted = None
+        case inspect.DictType():
+            converted = _mapping(value, kind, source)
         case inspect.BoolType():
             converted = _BOOLEANS.get(value.lower()) if isinstance(value, str) else value
             converted = converted if isinstance(converted, bool) else None
@@ -125,25 +132,60 @@ def _integer(value: object, is_bytes: bool) -> int | None:
     return int(value) if re.fullmatch(r"[+-]?[0-9]{1,18}", value.strip()) else None
 
 
+def _number(value: object) -> float | None:
+    """A finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _mapping(value: object, kind: inspect.DictType, source: str) -> dict[str, object] | None:
+    """A table of a file, or `a=2,b=0.5`; no key twice."""
+    if isinstance(value, str):
+        pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+        entries: dict[str, object] = {key.strip(): item.strip() for key, equals, item in pairs if equals}
+        if len(entries) < len(pairs):
+            return None
+        value = entries
+    if not isinstance(value, dict):
+        return None
+    return {key: _convert(item, kind.value_type, f"{source}, {key}") for key, item in value.items()}
+
+
 def _parse_size(text: str) -> int | None:
     """`4GiB`, `1.5 GB`, `512M`, `4096`; with i powers of 1024, without powers of 1000."""
     found = _SIZE.fullmatch(text.strip())
     return round(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found and len(found[1]) <= 18 else None
 
 
-def _within(value: int, kind: inspect.IntType) -> bool:
-    return (kind.ge is None or value >= kind.ge) and (kind.le is None or value <= kind.le)
+def _within(value: float, kind: inspect.IntType | inspect.FloatType) -> bool:
+    return (
+        (kind.ge is None or value >= kind.ge)
+        and (kind.gt is None or value > kind.gt)
+        and (kind.le is None or value <= kind.le)
+    )
 
 
 def _allowed(kind: inspect.Type, is_bytes: bool) -> str:
     match kind:
         case inspect.IntType():
-            what = "a size in bytes, such as 4294967296 or 4GiB" if is_bytes else "a whole number"
-            limits = [f"at least {kind.ge}"] * (kind.ge is not None) + [f"at most {kind.le}"] * (kind.le is not None)
-            return ", ".join([what, *limits])
+            return _bounded("a size in bytes, such as 4294967296 or 4GiB" if is_bytes else "a whole number", kind)
+        case inspect.FloatType():
+            return _bounded("a number", kind)
+        case inspect.DictType():
+            return "names with a number each, such as a=2,b=0.5"
         case inspect.BoolType():
             return "true or false"
         case inspect.LiteralType():
             return ", ".join(str(choice) for choice in kind.values)
         case _:
             return "text"
+
+
+def _bounded(what: str, kind: inspect.IntType | inspect.FloatType) -> str:
+    limits = (("at least", kind.ge), ("above", kind.gt), ("at most", kind.le))
+    return ", ".join([what, *(f"{word} {limit:g}" for word, limit in limits if limit is not None)])

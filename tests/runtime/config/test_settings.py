@@ -29,6 +29,19 @@ def test_the_stronger_source_wins(file: Path) -> None:
     assert (settings.engine.max_num_seqs, settings.engine.threads, settings.server.port) == (3, 2, 1)
 
 
+@pytest.mark.parametrize(("value", "number"), [("0.25", 0.25), (1, 1.0), (0.5, 0.5), (" 1e-3 ", 1e-3)])
+def test_numbers(value: object, number: float) -> None:
+    assert resolve_settings({"max_kv_share_per_tenant": value}, {}).engine.max_kv_share_per_tenant == number
+
+
+def test_weights_of_tenants(file: Path) -> None:
+    wanted = {"a": 2.0, "b c": 0.5}
+    file.write_text('tenant_weights = { a = 2, "b c" = 0.5 }')
+    assert resolve_settings({}, {}, file).engine.tenant_weights == wanted
+    assert resolve_settings({"tenant_weights": "a=2, b c = 0.5,"}, {}).engine.tenant_weights == wanted
+    assert resolve_settings({"tenant_weights": ""}, {}, file).engine.tenant_weights == {}
+
+
 def test_an_empty_variable_is_not_set() -> None:
     assert resolve_settings({}, {"QUIRE_TOKEN": "", "QUIRE_PORT": ""}).server == ServerConfig()
 
@@ -69,6 +82,17 @@ BAD_FLAGS = [
     ({"weights": "int4"}, r"--weights: 'int4' is not allowed; allowed: bf16, f32, q8"),
     ({"enable_prefix_caching": "maybe"}, r"--enable-prefix-caching: 'maybe' is not allowed; allowed: true or false"),
     ({"enable_prefix_caching": 1}, r"--enable-prefix-caching: 1 "),
+    ({"itl_target_ms": "0"}, r"--itl-target-ms: '0' is not allowed; allowed: a number, above 0"),
+    ({"itl_target_ms": "nan"}, r"--itl-target-ms: 'nan' is not allowed"),
+    ({"itl_target_ms": True}, r"--itl-target-ms: True is not allowed"),
+    ({"itl_target_ms": 10**400}, r"--itl-target-ms"),
+    ({"max_kv_share_per_tenant": 1.1}, r"--max-kv-share-per-tenant: 1.1 .* a number, above 0, at most 1"),
+    ({"tenant_weights": "a=2,a=3"}, r"--tenant-weights: 'a=2,a=3' is not allowed; allowed: names with a number each"),
+    ({"tenant_weights": "a"}, r"--tenant-weights: 'a' is not allowed"),
+    ({"tenant_weights": "a=0"}, r"--tenant-weights, a: '0' is not allowed; allowed: a number, above 0"),
+    ({"scheduling_policy": "lifo"}, r"--scheduling-policy: 'lifo' is not allowed; allowed: fair, fcfs, priority"),
+    ({"num_speculative_tokens": 17}, r"--num-speculative-tokens: 17 is not allowed; .* at least 0, at most 16"),
+    ({"kv_spill_size": "-1"}, r"--kv-spill-size: '-1' is not allowed; allowed: a size in bytes"),
     ({"model": 3}, r"--model: 3 is not allowed; allowed: text"),
     ({"modle": "x"}, r"--modle: there is no such setting; known are .*model"),
 ]
