@@ -48,18 +48,26 @@ class Generation(Protocol):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot for metrics, health and tests."""
+    """A snapshot for metrics, health and tests. Counters count from the start."""
 
     step: int  # counter of finished steps; readiness is that it advances while work exists
     running: int
     waiting: int
-    pages_total: int
+    pages_total: int  # = owned + cached + free
     pages_owned: int  # referenced by live requests
     pages_cached: int  # free to evict, content still indexed
     pages_free: int
     prefix_queries_tokens: int
     prefix_hits_tokens: int
     preemptions: int
+    waiting_by_reason: dict[str, int] = {}
+    pages_reserved: int = 0  # of the cached and free: kept for certain running requests
+    pages_pinned: int = 0  # of the cached: evicted last
+    pages_spilled: int = 0  # outside the pool, in the spill file
+    preemptions_spilled: int = 0  # their pages were kept in the spill file
+    recomputed_tokens: int = 0  # lost to preemption and computed again
+    guessed_tokens: int = 0  # by speculation, and verified
+    right_guesses: int = 0
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,8 +106,8 @@ class EngineObserver(Protocol):
 
 class EngineFacade(Protocol):
     async def submit(self, request: GenerateRequest) -> Generation:
-        """Validate, tokenize and queue. Raises InvalidRequest, ContextLengthExceeded, Overloaded or Unavailable before
-        any work; nothing of a rejected request remains."""
+        """Validate, tokenize and queue. Raises InvalidRequest, ContextLengthExceeded, Overloaded, QuotaExceeded,
+        DeadlineExceeded or Unavailable before any work; nothing of a rejected request remains."""
 
     def stats(self) -> EngineStats: ...
     def set_observer(self, observer: EngineObserver) -> None: ...

@@ -6,7 +6,7 @@ dashboards port, and every label has a small fixed set of values; those of the i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, disable_created_metrics
@@ -31,6 +31,7 @@ REQUEST_TIME_BUCKETS = (
 )  # fmt: skip
 STEP_DURATION_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
 TOKEN_COUNT_BUCKETS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
+WAITING_REASONS = ("sequences", "pages", "latency", "tokens", "quota", "source")
 BATCH_SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
@@ -149,15 +150,36 @@ class _EngineCollector(Collector):
             return
         yield GaugeMetricFamily("quire_num_requests_running", "In the batch.", stats.running)
         yield GaugeMetricFamily("quire_num_requests_waiting", "In the queue.", stats.waiting)
+        yield _by("reason", "requests_waiting_by_reason", "What the queue waits for.", _waiting(stats))
         yield GaugeMetricFamily("quire_kv_cache_usage_perc", "Share of pages live requests own, 0 to 1.", _share(stats))
-        pages = GaugeMetricFamily("quire_kv_pages", "KV pages by state.", labels=["state"])
-        for state, count in (("owned", stats.pages_owned), ("cached", stats.pages_cached), ("free", stats.pages_free)):
-            pages.add_metric([state], count)
-        yield pages
+        pages = {"owned": stats.pages_owned, "cached": stats.pages_cached, "free": stats.pages_free}
+        yield _by("state", "kv_pages", "KV pages by state; together they are all there are.", pages)
+        yield GaugeMetricFamily("quire_kv_pages_reserved", "Cached or free, kept for somebody.", stats.pages_reserved)
+        yield GaugeMetricFamily("quire_kv_pages_pinned", "Cached and evicted last.", stats.pages_pinned)
+        yield GaugeMetricFamily("quire_kv_pages_spilled", "In the spill file.", stats.pages_spilled)
         yield CounterMetricFamily("quire_prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries_tokens)
         yield CounterMetricFamily("quire_prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits_tokens)
         yield CounterMetricFamily("quire_num_preemptions", "Requests put back to the queue.", stats.preemptions)
+        kinds = CounterMetricFamily("quire_preemptions_by_kind", "What became of their pages.", labels=["kind"])
+        kinds.add_metric(["recompute"], stats.preemptions - stats.preemptions_spilled)
+        kinds.add_metric(["spill"], stats.preemptions_spilled)
+        yield kinds
+        yield CounterMetricFamily("quire_recomputed_tokens", "Lost to preemption.", stats.recomputed_tokens)
+        yield CounterMetricFamily("quire_spec_decode_num_draft_tokens", "Guessed and verified.", stats.guessed_tokens)
+        yield CounterMetricFamily("quire_spec_decode_num_accepted_tokens", "Of those, right.", stats.right_guesses)
         yield CounterMetricFamily("quire_steps", "Finished steps.", stats.step)
+
+
+def _by(label: str, name: str, text: str, counts: Mapping[str, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"quire_{name}", text, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([value], count)
+    return family
+
+
+def _waiting(stats: EngineStats) -> dict[str, int]:
+    """Every reason there is, so that a series does not vanish with its last request."""
+    return dict.fromkeys(WAITING_REASONS, 0) | stats.waiting_by_reason
 
 
 def _share(stats: EngineStats) -> float:

@@ -22,6 +22,14 @@ STATS = EngineStats(
     prefix_queries_tokens=100,
     prefix_hits_tokens=30,
     preemptions=2,
+    waiting_by_reason={"pages": 1},
+    pages_reserved=3,
+    pages_pinned=1,
+    pages_spilled=8,
+    preemptions_spilled=1,
+    recomputed_tokens=50,
+    guessed_tokens=40,
+    right_guesses=30,
 )
 USAGE = Usage(prompt_tokens=10, completion_tokens=5, cached_tokens=4, queue_ms=20, prefill_ms=30, decode_ms=400)
 
@@ -50,10 +58,18 @@ def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
         "quire_num_requests_running": "gauge",
         "quire_num_requests_waiting": "gauge",
         "quire_kv_cache_usage_perc": "gauge",
+        "quire_requests_waiting_by_reason": "gauge",
         "quire_kv_pages": "gauge",
+        "quire_kv_pages_reserved": "gauge",
+        "quire_kv_pages_pinned": "gauge",
+        "quire_kv_pages_spilled": "gauge",
         "quire_prefix_cache_queries_total": "counter",
         "quire_prefix_cache_hits_total": "counter",
         "quire_num_preemptions_total": "counter",
+        "quire_preemptions_by_kind_total": "counter",
+        "quire_recomputed_tokens_total": "counter",
+        "quire_spec_decode_num_draft_tokens_total": "counter",
+        "quire_spec_decode_num_accepted_tokens_total": "counter",
         "quire_steps_total": "counter",
         "quire_prompt_tokens_total": "counter",
         "quire_prompt_tokens_cached_total": "counter",
@@ -86,6 +102,24 @@ def test_the_engine_is_read_when_scraped(observer: PrometheusObserver) -> None:
     assert samples["quire_prefix_cache_queries_total"] == 100
     assert samples["quire_prefix_cache_hits_total"] == 30
     assert samples["quire_num_preemptions_total"] == 2
+    assert [samples[f'quire_preemptions_by_kind_total{{kind="{kind}"}}'] for kind in ("recompute", "spill")] == [1, 1]
+    assert samples["quire_recomputed_tokens_total"] == 50
+    assert samples["quire_spec_decode_num_draft_tokens_total"] == 40
+    assert samples["quire_spec_decode_num_accepted_tokens_total"] == 30
+
+
+def test_pages_of_all_states_are_all_pages(observer: PrometheusObserver) -> None:
+    samples = exposed(observer)
+    assert sum(value for name, value in samples.items() if name.startswith("quire_kv_pages{")) == STATS.pages_total
+    assert [samples[f"quire_kv_pages_{name}"] for name in ("reserved", "pinned", "spilled")] == [3, 1, 8]
+
+
+def test_every_reason_to_wait_has_its_series(observer: PrometheusObserver) -> None:
+    samples = exposed(observer)
+    assert {
+        reason: samples[f'quire_requests_waiting_by_reason{{reason="{reason}"}}']
+        for reason in ("sequences", "pages", "latency", "tokens", "quota", "source")
+    } == {"sequences": 0, "pages": 1, "latency": 0, "tokens": 0, "quota": 0, "source": 0}
 
 
 def test_steps_and_tokens(observer: PrometheusObserver) -> None:
