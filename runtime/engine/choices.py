@@ -73,7 +73,8 @@ class Live:
         self.params = params
         self.seed = seed
         self.submitted = submitted
-        self.error: QuireError | None = None  # what a failure of ours should be called
+        self.deadline_ms: int | None = None
+        self.error: QuireError | None = None  # what a failure should be called, where the scheduler cannot know
         self.branches = [Branch(self, i, request, new_detokenizer()) for i, request in enumerate(requests)]
         self.num_open = len(self.branches)  # that have not ended
         self._new_detokenizer = new_detokenizer
@@ -154,8 +155,35 @@ class Ranked(Live):
         return [self._chunk(i, 0, whole, logprob) for i, (logprob, whole) in enumerate(found[: self.params.n])]
 
 
+class Searched(Live):
+    """`beam_width`: one scheduled request, whose hypotheses are the choices."""
+
+    def chunks(self, branch: Branch, piece: Piece) -> list[OutputChunk]:
+        if piece.finish_reason is None:
+            return []
+        if piece.finish_reason == "cancelled":
+            return self._cancelled()
+        return [
+            self._chunk(i, 0, self._piece(found.tokens, found.finish_reason), found.cumulative_logprob)
+            for i, found in enumerate(branch.request.hypotheses)
+        ]
+
+    def _piece(self, tokens: Sequence[SampledToken], reason: FinishReason) -> Piece:
+        detokenizer = self._new_detokenizer()
+        text = ""
+        if detokenizer is not None:
+            text = detokenizer.push([token.token_id for token in tokens]) + detokenizer.finish()
+        return Piece(tokens, text, reason)
+
+    def _completion_tokens(self) -> int:
+        (branch,) = self.branches
+        return sum(len(found.tokens) for found in branch.request.hypotheses)
+
+
 def delivery(params: SamplingParams) -> type[Live]:
     """How the choices of such a request reach their user."""
+    if params.beam_width:
+        return Searched
     return Live if params.best_of is None else Ranked
 
 

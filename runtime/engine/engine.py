@@ -18,38 +18,34 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from ...pager import OutOfPages, Pager
+from ...pager import OutOfPages
 from ...scheduler import (
+    DEADLINE_PASSED,
     Batcher,
     FinishedStep,
-    NotAccepting,
-    QueueFull,
-    Request,
     RequestUpdate,
-    Scheduler,
+    SchedulerError,
     StepPlan,
     StepResult,
-    TokenBudget,
-    TooLong,
 )
-from ...scheduler import Limits as SchedulerLimits
 from ..config import EngineConfig
 from ..errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     GenerationFailed,
     InvalidRequest,
-    Overloaded,
     QuireError,
     Unavailable,
 )
 from ..execution import Machine, assemble
 from ..generation import FinishReason, SamplingParams
 from ..text import IncrementalDetokenizer, Tokenizer
+from .build import build_pager, build_scheduler
 from .choices import Branch, Live, Piece, delivery
-from .facade import Admission, EngineObserver, EngineStats, GenerateRequest, RequestStats, StepStats
-from .intake import scheduled_requests
+from .facade import EngineObserver, EngineStats, GenerateRequest, RequestStats, StepStats
+from .intake import num_sequences, scheduled_requests
 from .observer import SilentObserver
+from .refusals import admission, translate
 from .stream import Stream
 from .validator import Limits, Validator
 
@@ -71,20 +67,8 @@ class Engine:
                 config.max_num_seqs,
             )
         )
-        self._pager = Pager(
-            machine.layout.page_size,
-            machine.num_pages,
-            windows=machine.layout.group_windows,
-            copy_page=machine.arena.copy_page,
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
-        self.scheduler = Scheduler(
-            self._pager,
-            budget=TokenBudget(config.max_num_batched_tokens),
-            max_num_seqs=config.max_num_seqs,
-            limits=SchedulerLimits(max_num_waiting=config.max_num_waiting),
-            max_prefill_chunk=max_prefill_chunk,
-        )
+        self._pager = build_pager(config, machine)
+        self.scheduler = build_scheduler(config, machine, self._pager, max_prefill_chunk)
         self._batcher = Batcher(self.scheduler, self._execute, self._publish, self._observe_step)
         self._worker = ThreadPoolExecutor(1, "quire-step")
         self._observer: EngineObserver = SilentObserver()
@@ -110,6 +94,10 @@ class Engine:
         try:
             prompt = await self._check(request)
             return self._accept(request, prompt, submitted)
+        except SchedulerError as refusal:
+            error = translate(refusal)
+            self._observer.on_rejected(error)
+            raise error from refusal
         except QuireError as error:
             self._observer.on_rejected(error)
             raise
@@ -142,9 +130,13 @@ class Engine:
     # Accepting.
 
     async def _check(self, request: GenerateRequest) -> tuple[int, ...]:
-        """Validate, tokenize where needed (in a thread, a long text takes its time), and give the prompt's ids."""
+        """Validate, tokenize where needed (in a thread, a long text takes its time), and give the prompt's ids.
+
+        A full queue costs no more than finding out.
+        """
         self._validator.check_params(request.params)
         self._validator.check_schedule(request.priority, request.deadline_ms, request.pin_ms)
+        self._batcher.check_room(request.tenant, num_sequences(request.params))
         prompt = request.prompt
         if isinstance(prompt, str):
             self._validator.check_text(prompt)
@@ -169,26 +161,13 @@ class Engine:
             eos_token_ids=self.machine.eos_token_ids,
             submitted=submitted,
         )
-        admission = self._queue(requests)
+        outlook = self._batcher.add(*requests)
         self._next_id += len(requests)
-        stream = Stream(admission, prompt, lambda: self._cancel(live))
+        stream = Stream(admission(outlook), prompt, lambda: self._cancel(live))
         live = delivery(params)(stream, params, seed, submitted, requests, lambda: self._detokenizer(params))
+        live.deadline_ms = request.deadline_ms
         self._branches.update((branch.request.request_id, branch) for branch in live.branches)
-        if request.deadline_ms is not None:
-            left_s = submitted + request.deadline_ms / 1000 - time.monotonic()
-            asyncio.get_running_loop().call_later(left_s, self._expire, live, request.deadline_ms)
         return stream
-
-    def _queue(self, requests: Sequence[Request]) -> Admission:
-        try:
-            first, *_ = [self._batcher.add(request) for request in requests]
-        except QueueFull as error:
-            raise Overloaded(str(error)) from error
-        except TooLong as error:
-            raise ContextLengthExceeded(str(error)) from error
-        except NotAccepting as error:
-            raise Unavailable(str(error)) from error
-        return Admission(position=first.position, pages_needed=first.pages_needed, pages_free=first.pages_free)
 
     def _detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
         if self.machine.tokenizer is None:
@@ -200,11 +179,6 @@ class Engine:
     def _cancel(self, live: Live) -> None:
         for branch in live.branches:
             self._batcher.cancel(branch.request.request_id)
-
-    def _expire(self, live: Live, deadline_ms: int) -> None:
-        live.error = DeadlineExceeded(f"the request's deadline of {deadline_ms} ms passed")
-        for branch in live.branches:
-            self._batcher.finish(branch.request.request_id, error=str(live.error))
 
     # Stepping.
 
@@ -275,7 +249,7 @@ class Engine:
         if not live.num_open:
             self._report(live, chunks[-1].finish_reason, None, now)
         elif piece.finish_reason is None and update.error is not None:
-            self._fail(live, live.error or GenerationFailed(update.error), now)
+            self._fail(live, live.error or _failure(live, update.error), now)
 
     def _count(self, branch: Branch, piece: Piece, now: float) -> None:
         if piece.tokens:
@@ -310,6 +284,13 @@ class Engine:
                 time_to_first_token_s=None if first is None else first - live.submitted,
             )
         )
+
+
+def _failure(live: Live, error: str) -> QuireError:
+    """What the scheduler ended a request with, as its user should see it."""
+    if error == DEADLINE_PASSED:
+        return DeadlineExceeded(f"the request's deadline of {live.deadline_ms} ms passed")
+    return GenerationFailed(error)
 
 
 async def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:

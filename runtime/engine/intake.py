@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ...scheduler import Request
+from ...scheduler import BeamSearch, Request
 from ..execution import SamplingSpec
 from ..generation import SamplingParams
 from .facade import GenerateRequest
@@ -38,13 +38,28 @@ def scheduled_requests(
             tenant=request.tenant,
             priority=request.priority,
             deadline=None if request.deadline_ms is None else submitted + request.deadline_ms / 1000,
+            pin_s=None if request.pin_ms is None else request.pin_ms / 1000,
+            beam=_beam_search(params),
         )
-        for i in range(params.best_of or params.n)
+        for i in range(num_sequences(params))
     ]
+
+
+def num_sequences(params: SamplingParams) -> int:
+    """How many requests the scheduler gets for one of a user's."""
+    return 1 if params.beam_width else params.best_of or params.n
 
 
 def _as_sampled(params: SamplingParams) -> SamplingParams:
     """With the logprobs that ranking and searching need, which may be more than were asked for."""
+    if params.beam_width:
+        return msgspec.structs.replace(params, logprobs=2 * params.beam_width)
     if params.best_of is not None and params.logprobs is None:
         return msgspec.structs.replace(params, logprobs=0)
     return params
+
+
+def _beam_search(params: SamplingParams) -> BeamSearch | None:
+    if not params.beam_width:
+        return None
+    return BeamSearch(params.beam_width, params.length_penalty, params.n)

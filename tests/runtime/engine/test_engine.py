@@ -22,6 +22,7 @@ from quire.runtime.errors import (
     InvalidRequest,
     Overloaded,
     QuireError,
+    QuotaExceeded,
     Unavailable,
 )
 from quire.runtime.generation import OutputChunk, SamplingParams, join_choices
@@ -249,6 +250,29 @@ async def test_a_drawn_seed_is_told_and_repeats(running: Running) -> None:
         assert ids_of(again) == ids_of(drawn)
 
 
+@pytest.mark.parametrize("count", [1, 4])
+async def test_guessing_changes_nothing_but_the_work(running: Running, count: int) -> None:
+    """Text that repeats itself is guessed right; what is published is the same, stop strings and usage included."""
+    requests = [
+        asked("a, b, c, d, a, b, c, d, a, b,", max_tokens=60, logprobs=2),
+        asked("x = x + 1\nx = x + 1\nx =", max_tokens=60, stop=("x + 1\n",)),
+        asked((7, 8, 9) * 12, temperature=1.0, seed=2, n=2, max_tokens=30, logit_bias={7: 20.0, 8: 20.0, 9: 20.0}),
+    ]
+    async with running() as engine:
+        wanted = [await chunks_of(engine, request) for request in requests]
+        steps = engine.stats().step
+    async with running(num_speculative_tokens=count) as engine:
+        seen = [await chunks_of(engine, request) for request in requests]
+        stats = engine.stats()
+    assert [join_choices(chunks) for chunks in seen] == [join_choices(chunks) for chunks in wanted]
+    for one, other in zip(seen, wanted, strict=True):
+        assert one[-1].usage is not None
+        assert other[-1].usage is not None
+        assert one[-1].usage.completion_tokens == other[-1].usage.completion_tokens
+    assert 0 < stats.right_guesses <= stats.guessed_tokens
+    assert stats.step < steps
+
+
 # Several choices
 
 
@@ -294,10 +318,48 @@ async def test_best_of_draws_more_than_it_returns(running: Running) -> None:
     assert chunks[-1].usage.completion_tokens == 72
 
 
+async def test_beams_are_those_of_a_search_over_the_models_logits(running: Running) -> None:
+    width, prompt = 3, (5, 6, 7)
+    async with running() as engine:
+        chunks = await chunks_of(engine, asked(prompt, max_tokens=5, beam_width=width, n=3, logprobs=0))
+        beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+        for _ in range(5):
+            grown = []
+            for total, ids in beams:
+                wide = (await engine.logits((*prompt, *ids)))[-1].astype(np.float64)
+                logprobs = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
+                best = np.argsort(-logprobs)[: 2 * width].tolist()
+                grown += [(total + logprobs[token], (*ids, token)) for token in best]
+            beams = sorted(grown, key=lambda beam: -beam[0])[:width]
+        company = await asyncio.gather(
+            *(chunks_of(engine, asked(prompt, max_tokens=5, beam_width=width, n=count)) for count in (1, 2, 3)),
+            chunks_of(engine, asked(max_tokens=9)),
+        )
+    choices = join_choices(chunks)
+    assert [choice.token_ids for choice in choices] == [ids for _, ids in beams]
+    assert [choice.cumulative_logprob for choice in choices] == pytest.approx([total for total, _ in beams], abs=1e-4)
+    for choice in choices:
+        assert choice.cumulative_logprob == sum(entry.logprob for entry in choice.logprobs or ())
+        assert choice.text == engine.machine.tokenizer.decode(choice.token_ids)  # type: ignore[union-attr]
+    for count, seen in enumerate(company[:3], 1):
+        assert ids_of(seen[:1]) == choices[0].token_ids
+        assert len(join_choices(seen)) == count
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 15
+
+
+async def test_one_beam_is_greedy(running: Running) -> None:
+    async with running() as engine:
+        greedy, beam = [await chunks_of(engine, asked(beam_width=width)) for width in (0, 1)]
+    assert join_choices(beam)[0].token_ids == ids_of(greedy)
+    assert join_choices(beam)[0].text == text_of(greedy)
+
+
 async def test_cancelling_ends_every_choice(running: Running) -> None:
-    for params in ({"n": 3}, {"n": 2, "best_of": 3}):
+    sampling: dict[str, Any] = {"temperature": 1.0}
+    for params in ({"n": 3, **sampling}, {"n": 2, "best_of": 3, **sampling}, {"n": 2, "beam_width": 3}):
         async with running(max_num_seqs=3) as engine:
-            stream = await engine.submit(asked(max_tokens=2000, temperature=1.0, **params))
+            stream = await engine.submit(asked(max_tokens=1000, **params))
             asyncio.get_running_loop().call_later(0.05, stream.cancel)
             chunks = [chunk async for chunk in stream]
             await engine.drain()
@@ -427,10 +489,47 @@ async def test_a_failing_tokenizer_is_a_typed_error(running: Running, monkeypatc
 async def test_a_full_queue(running: Running) -> None:
     async with running(max_num_seqs=1, max_num_waiting=2) as engine:
         streams = [await engine.submit(asked((5, 6), max_tokens=3)) for _ in range(2)]
-        with pytest.raises(Overloaded, match="2 requests are waiting, the limit is 2"):
+        with pytest.raises(
+            Overloaded, match="2 requests are waiting, the limit is 2; position 2 in the queue; pages: free 128"
+        ):
             await engine.submit(asked((5, 6)))
         assert [stream.admission.position for stream in streams] == [0, 1]
         assert len({ids_of(await collect(stream)) for stream in streams}) == 1
+
+
+async def test_a_full_queue_costs_no_tokenizing(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(max_num_seqs=4, max_num_waiting=4) as engine:
+        (stream,) = [await engine.submit(asked(max_tokens=3))]
+        tokenized: list[str] = []
+        monkeypatch.setattr(Tokenizer, "encode", lambda self, text: tokenized.append(text) or [1])
+        with pytest.raises(Overloaded):
+            await engine.submit(asked(n=4))
+        assert tokenized == []
+        await collect(await engine.submit(asked(n=3, max_tokens=1)))
+        assert tokenized == [PROMPT]
+        await collect(stream)
+
+
+async def test_a_tenants_share_of_the_pages(running: Running) -> None:
+    """What can never fit its tenant's share is refused, and a retry would not help; the rest waits its turn."""
+    async with running(max_kv_share_per_tenant=0.04) as engine:  # 5 of 128 pages
+        with pytest.raises(QuotaExceeded, match="a tenant may have 5; position 0 in the queue; pages: needed 6"):
+            await engine.submit(asked((5, 6), max_tokens=170))
+        outputs = await asyncio.gather(*(chunks_of(engine, asked((5, 6), max_tokens=100)) for _ in range(3)))
+        assert len({ids_of(output) for output in outputs}) == 1
+
+
+async def test_a_wait_is_predicted_once_steps_have_been_measured(running: Running) -> None:
+    async with running(max_num_seqs=1) as engine:
+        stream = await engine.submit(asked())
+        assert stream.admission.predicted_wait_ms is None
+        await collect(stream)
+        running_one, waiting = [await engine.submit(asked()) for _ in range(2)]
+        waits = [stream.admission.predicted_wait_ms for stream in (running_one, waiting)]
+        assert 0 < waits[0] < waits[1]  # type: ignore[operator]
+        with pytest.raises(DeadlineExceeded, match="after the request's deadline; position 1 in the queue"):
+            await engine.submit(asked(deadline_ms=1))
+        await asyncio.gather(collect(running_one), collect(waiting))
 
 
 # The end
@@ -493,7 +592,7 @@ async def test_closing_frees_threads_at_once() -> None:
 
 async def test_an_engine_that_cannot_start_leaves_no_thread() -> None:
     before = len(os.listdir("/proc/self/task"))
-    with pytest.raises(ValueError, match="max_num_waiting"):
+    with pytest.raises(ValueError, match="at least 1"):
         await Engine.start(EngineConfig(kv_cache_memory=1 << 20, threads=6, max_num_waiting=0))
     assert len(os.listdir("/proc/self/task")) < before + 5
 

@@ -1,0 +1,71 @@
+"""From configuration and machine to pager and scheduler: pure composition, the one place that knows all their parts."""
+
+from __future__ import annotations
+
+from ...pager import Pager
+from ...scheduler import (
+    Budget,
+    CostModel,
+    Fair,
+    FirstComeFirstServed,
+    LatencyBudget,
+    Limits,
+    Policy,
+    Priority,
+    Scheduler,
+    TokenBudget,
+)
+from ..config import EngineConfig
+from ..execution import Machine
+
+
+def build_pager(config: EngineConfig, machine: Machine) -> Pager:
+    return Pager(
+        machine.layout.page_size,
+        machine.num_pages,
+        windows=machine.layout.group_windows,
+        copy_page=machine.arena.copy_page,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def build_scheduler(
+    config: EngineConfig, machine: Machine, pager: Pager, max_prefill_chunk: int | None = None
+) -> Scheduler:
+    cost = CostModel()
+    return Scheduler(
+        pager,
+        budget=_budget(config, cost),
+        cost=cost,
+        policy=_policy(config),
+        limits=_limits(config, machine.num_pages),
+        max_num_seqs=config.max_num_seqs,
+        max_num_samples=machine.executor.max_samples,
+        max_prefill_chunk=max_prefill_chunk,
+        num_speculative_tokens=config.num_speculative_tokens,
+    )
+
+
+def _budget(config: EngineConfig, cost: CostModel) -> Budget:
+    if config.itl_target_ms is None:
+        return TokenBudget(config.max_num_batched_tokens)
+    return LatencyBudget(cost, config.itl_target_ms / 1000, config.max_num_batched_tokens)
+
+
+def _policy(config: EngineConfig) -> Policy:
+    match config.scheduling_policy:
+        case "fcfs":
+            return FirstComeFirstServed()
+        case "priority":
+            return Priority()
+        case "fair":
+            return Fair(config.tenant_weights)
+
+
+def _limits(config: EngineConfig, num_pages: int) -> Limits:
+    share = config.max_kv_share_per_tenant
+    return Limits(
+        max_num_waiting=config.max_num_waiting,
+        max_num_waiting_per_tenant=config.max_num_waiting_per_tenant,
+        max_kv_pages_per_tenant=None if share is None else max(1, int(share * num_pages)),
+    )
