@@ -19,10 +19,12 @@ from .commands.demo import demo as run_demo
 from .commands.generate import generate as run_generate
 from .commands.inspect import info_text, plan_text
 from .commands.serve import serve as run_serve
+from .commands.simulate import simulate as run_simulate
 from .errors import QuireError
 from .generation import SamplingParams
 from .models import describe_sizes
 from .settings import Settings, resolve_settings
+from .simulation import Process, Workload
 
 app = App(
     name="quire",
@@ -126,6 +128,30 @@ class SamplingFlags:
     "Of beams: above 1 favours longer ones."
 
 
+@Parameter(name="*")
+@dataclass
+class WorkloadFlags:
+    arrivals: Process = "poisson"
+    "poisson, bursty, constant, or a recorded trace: mooncake (JSONL), azure (CSV)."
+    trace: Path | None = None
+    "The file of a recorded trace."
+    rate: float | None = None
+    "Requests per second. Default 1, or as recorded."
+    requests: int | None = None
+    "How many. Default 500, or all recorded."
+    burstiness: float = 0.25
+    "Of bursty arrivals: the gamma distribution's shape; 1 is Poisson, less comes in bursts."
+    prompt_tokens: str = "512"
+    "512, a range 64-1024, or lognormal:MEDIAN,SIGMA."
+    output_tokens: str = "128"
+    "Likewise."
+    shared_prefix_tokens: int = 0
+    "Tokens before each prompt that are the same for all requests of a tenant."
+    tenants: str | None = None
+    "Relative rates, such as a=20,b=1."
+    seed: int = 1
+
+
 def _settings(model: str | None, *flags: EngineFlags | SchedulingFlags | ServerFlags | None) -> Settings:
     given: dict[str, Any] = {"model": model}
     for group in flags:
@@ -192,6 +218,37 @@ def bench(
         bench_speed(config, shapes, new_tokens, repeats, json, plot)
     else:
         bench_cache(config, shapes, new_tokens, json, plot)
+
+
+@app.command
+def simulate(
+    model: str | None = None,
+    /,
+    *,
+    workload: WorkloadFlags | None = None,
+    goodput: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
+    bandwidth: float | None = None,
+    peak: float | None = None,
+    noise: float = 0.0,
+    json: bool = False,
+    engine: EngineFlags | None = None,
+) -> None:
+    """Tell what to expect of serving MODEL (default: the bundled one) to a stream of users: the real scheduler and
+    pager in virtual time. Nothing is loaded, config.json is enough.
+
+    --goodput ttft:2000 itl:200: milliseconds that a good request keeps to (ttft, tpot, itl, e2el). --bandwidth in GB/s
+    and --peak in int8 GOP/s: the machine's, measured in a second where not given. --noise: sigma of a lognormal factor
+    on every step's time.
+    """
+    run_simulate(
+        _settings(model, engine).engine,
+        Workload(**asdict(workload or WorkloadFlags())),
+        goodput,
+        bandwidth=bandwidth,
+        peak=peak,
+        noise=noise,
+        as_json=json,
+    )
 
 
 @app.command

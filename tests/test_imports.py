@@ -28,6 +28,7 @@ FLOORS = (  # of runtime, top to bottom; each imports only what lies below it, o
     ("public",),
     ("cli",),
     ("commands",),
+    ("simulation",),
     ("bench",),
     ("server", "llm", "loadtest"),
     ("engine", "client"),

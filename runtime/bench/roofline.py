@@ -43,8 +43,8 @@ class RooflineMeter:
     def measure(self) -> Roofline:
         """Takes about half a second."""
         return Roofline(
-            read_bytes_per_s(self._memory, self._pool, self._isa),
-            {form: peak_ops_per_s(form, self._pool, self._isa) for form in FORMS},
+            float(read_bytes_per_s(self._memory, self._pool, self._isa)),
+            {form: float(peak_ops_per_s(form, self._pool, self._isa)) for form in FORMS},
         )
 
 

@@ -1,0 +1,102 @@
+"""What a simulation has shown, for people (tables that fit 100 columns) and for programs (one dict).
+
+It must not simulate. One invariant: both say the same; a figure that is shown is in the dict.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..simulation import Distribution, Report
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationReport:
+    about: dict[str, Any]  # model, weights, kv_cache_dtype, pool, limits and roofs
+    report: Report
+
+    def as_dict(self) -> dict[str, Any]:
+        """Milliseconds where a name says so, else seconds, rates per second, and shares from 0 to 1."""
+        return {**self.about, **self.report.as_dict()}
+
+    def print(self) -> None:
+        console = Console(width=100, highlight=False)
+        console.print(self._about_text())
+        console.print(self._latency_table())
+        if len(self.report.tenants) > 1:
+            console.print(self._tenant_table())
+        console.print("\n".join(self._sentences()))
+
+    def _about_text(self) -> str:
+        about = self.about
+        return (
+            f"{about['model']}: weights {about['weights']}, KV {about['kv_cache_dtype']}, "
+            f"{about['pages']:,} pages of {about['page_size']} tokens, {about['memory_bytes']:,} B in all\n"
+            f"on a machine that reads {about['read_bytes_per_s'] / 1e9:.1f} GB/s and computes "
+            f"{about['peak_ops_per_s']['q8'] / 1e9:.0f} int8 GOP/s\n"
+        )
+
+    def _latency_table(self) -> Table:
+        report = self.report
+        table = _table("milliseconds", ("", "mean", "p50", "p90", "p95", "p99", "max"))
+        for name, values in (
+            ("queue", report.queue_ms),
+            ("time to first token", report.ttft_ms),
+            ("inter-token latency", report.itl_ms),
+            ("time per output token", report.tpot_ms),
+            ("end to end", report.e2e_ms),
+        ):
+            table.add_row(name, *_cells(values))
+        return table
+
+    def _tenant_table(self) -> Table:
+        columns = ("tenant", "offered", "finished", "tokens served", "TTFT p50", "TTFT p99")
+        table = _table("tenants", columns)
+        for name, tenant in self.report.tenants.items():
+            ttft = tenant.ttft_ms
+            table.add_row(
+                name,
+                f"{tenant.offered:,}",
+                f"{tenant.finished:,}",
+                f"{tenant.served_tokens:,}",
+                "–" if ttft is None else f"{ttft.p50:,.0f}",
+                "–" if ttft is None else f"{ttft.p99:,.0f}",
+            )
+        return table
+
+    def _sentences(self) -> list[str]:
+        report = self.report
+        refused = ", ".join(f"{count:,} {reason}" for reason, count in report.refused.items()) or "none"
+        lines = [
+            f"requests    {report.offered:,} in {report.duration_s:,.1f} s, {report.finished:,} finished; "
+            f"refused: {refused}",
+            f"throughput  {report.request_throughput:.2f} requests/s, {report.output_throughput:,.1f} output tokens/s, "
+            f"{report.total_throughput:,.1f} with prompts",
+            f"KV pool     mean {report.pool_mean:.0%}, max {report.pool_max:.0%} in use; "
+            f"{report.cached_share:.0%} of prompt tokens cached; at most {report.most_waiting:,} waiting",
+            f"preemption  {report.preemptions:,} times, {report.wasted_share:.1%} of the tokens computed again",
+        ]
+        if report.objectives:
+            limits = ", ".join(f"{name} {limit:g} ms" for name, limit in report.objectives.items())
+            lines.insert(2, f"goodput     {report.goodput:.2f} requests/s, {report.goodput_share:.1%} within {limits}")
+        if len(report.tenants) > 1:
+            lines.append(f"fairness    {report.fairness:.3f} (Jain's index of service relative to fair shares)")
+        return lines
+
+
+def _table(title: str, columns: tuple[str, ...]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table
+
+
+def _cells(values: Distribution | None) -> list[str]:
+    if values is None:
+        return ["–"] * 6
+    return [f"{value:,.1f}" for value in (values.mean, values.p50, values.p90, values.p95, values.p99, values.max)]

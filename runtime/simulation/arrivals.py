@@ -1,0 +1,126 @@
+"""Who comes when, and with how much: streams of requests drawn from distributions.
+
+It must not know the scheduler. One invariant: the same seed gives the same stream, on every machine; nothing but one
+`random.Random` decides.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Literal
+
+from ..errors import ConfigError
+
+MAX_LENGTH = 10_000_000  # tokens; more than any model takes, and a typing error
+MAX_SIGMA = 4.0
+
+Process = Literal["poisson", "bursty", "constant", "mooncake", "azure"]
+Lengths = Callable[[Random], int]  # draws a number of tokens, at least 1
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request. Its prompt begins with `blocks`, each of `block_tokens` tokens; whose ids are equal, their content
+    is. What the blocks do not cover is nobody else's.
+    """
+
+    time_s: float
+    prompt_tokens: int
+    output_tokens: int
+    tenant: str = ""
+    priority: int = 0
+    blocks: tuple[int, ...] = ()
+    block_tokens: int = 512
+
+
+def draw_arrivals(
+    count: int,
+    intervals: Iterator[float],
+    prompt_tokens: Lengths,
+    output_tokens: Lengths,
+    random: Random,
+    *,
+    tenants: Mapping[str, float] | None = None,
+    shared_prefix_tokens: int = 0,
+) -> list[Arrival]:
+    """`count` requests, `intervals` seconds apart. `tenants` are relative rates; every prompt begins with the tenant's
+    own `shared_prefix_tokens`, which come on top of `prompt_tokens`.
+    """
+    names, weights = list(tenants or {"": 1.0}), list((tenants or {"": 1.0}).values())
+    blocks = (0,) if shared_prefix_tokens else ()
+    return [
+        Arrival(
+            time_s,
+            shared_prefix_tokens + prompt_tokens(random),
+            output_tokens(random),
+            random.choices(names, weights)[0],
+            blocks=blocks,
+            block_tokens=shared_prefix_tokens or 512,
+        )
+        for time_s in itertools.islice(itertools.accumulate(intervals), count)
+    ]
+
+
+def constant(rate: float) -> Iterator[float]:
+    """Seconds between requests that come like clockwork, `rate` per second."""
+    return itertools.repeat(1 / rate)
+
+
+def poisson(rate: float, random: Random) -> Iterator[float]:
+    """Seconds between requests of many users who do not know of each other."""
+    while True:
+        yield random.expovariate(rate)
+
+
+def bursty(rate: float, burstiness: float, random: Random) -> Iterator[float]:
+    """Gamma-distributed seconds of shape `burstiness`, as vLLM defines it: 1 is Poisson, less comes in bursts."""
+    while True:
+        yield random.gammavariate(burstiness, 1 / (rate * burstiness))
+
+
+def rescale(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
+    """The same pattern from time 0 on, stretched or squeezed to `rate` requests per second on the whole.
+
+    Raises ConfigError if the requests all come at once.
+    """
+    span = arrivals[-1].time_s - arrivals[0].time_s
+    if span <= 0:
+        raise ConfigError(f"--rate: {len(arrivals)} requests that come at once have no rate that could be changed")
+    factor = (len(arrivals) - 1) / rate / span
+    return [replace(arrival, time_s=(arrival.time_s - arrivals[0].time_s) * factor) for arrival in arrivals]
+
+
+def parse_lengths(flag: str, text: str) -> Lengths:
+    """`512`, uniform `64-1024`, or `lognormal:512,0.8` with its median and sigma. Raises ConfigError naming `flag`."""
+    if found := re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text):
+        low, high = int(found[1]), int(found[2] or found[1])
+        if 1 <= low <= high <= MAX_LENGTH:
+            return lambda random: random.randint(low, high)
+    elif found := re.fullmatch(r"lognormal:(\d{1,9}),(\d{1,3}(?:\.\d{1,9})?)", text):
+        median, sigma = int(found[1]), float(found[2])
+        if 1 <= median <= MAX_LENGTH and sigma <= MAX_SIGMA:
+            mu = math.log(median)
+            return lambda random: min(MAX_LENGTH, max(1, round(random.lognormvariate(mu, sigma))))
+    raise ConfigError(
+        f"{flag}: {text!r} is not allowed; allowed: tokens from 1 to {MAX_LENGTH} such as 512, a range such as "
+        f"64-1024, or lognormal:MEDIAN,SIGMA with a sigma of at most {MAX_SIGMA:g}"
+    )
+
+
+def parse_tenants(text: str) -> dict[str, float]:
+    """`a=20,b=1`: relative rates. Raises ConfigError."""
+    tenants: dict[str, float] = {}
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*([^=\s]+)\s*=\s*(\d{1,9}(?:\.\d{1,9})?)\s*", part)
+        if not found or float(found[2]) <= 0 or found[1] in tenants:
+            raise ConfigError(
+                f"--tenants: {part!r} is not allowed; write each tenant once with its relative rate above 0, as in "
+                "a=20,b=1"
+            )
+        tenants[found[1]] = float(found[2])
+    return tenants

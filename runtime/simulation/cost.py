@@ -1,0 +1,112 @@
+"""How long a step takes on a machine: from a model's shape and the machine's roofs, without running either.
+
+It must not know requests, only the rows of a plan. One invariant: the same plan takes the same time, except under
+`Noisy`, whose seed decides.
+
+A linear layer reads its weights while it computes, so a step takes the longer of the two; attention comes on top. What
+share of each roof the kernels reach was measured (tests/bench/LOG.md: two vCPUs, avx512-vnni-bf16, Qwen3-0.6B's shape).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from ...kernels.ops import QUERY_FORMS, Form, Linear
+from ...kernels.pack import packed_nbytes
+from ...scheduler import StepPlan
+from ..bench import Roofline
+from ..execution import Capacity
+from ..models import DecoderSpec
+
+Cost = Callable[[StepPlan], float]  # seconds that executing a step takes
+
+WEIGHTS_READ = 0.88  # of the read bandwidth: one user decodes
+KV_READ = 0.73  # eight users at 2,048 tokens: 25 of 34 GB/s
+LINEAR_PEAK: dict[Form, float] = {"q8": 0.65, "bf16": 0.80, "f32": 0.80}  # of the form's peak: prefill of 8 x 128
+ATTENTION_PEAK: dict[Form, float] = {"q8": 0.40, "bf16": 0.74, "f32": 0.74}  # 512 rows after 3,584 tokens
+HEAD_S = 1.3e-6  # of attention, per sequence, layer and KV head, whatever the context
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineCost:
+    """Seconds of what a step does, all threads together. A `Cost`."""
+
+    weights_s: float  # read once per step
+    row_s: float  # linear layers, per token
+    sample_s: float  # lm_head, per row that samples
+    sequence_s: float  # attention, per sequence
+    layers: tuple[LayerCost, ...]
+
+    def __call__(self, plan: StepPlan) -> float:
+        rows = samples = 0
+        attention_s = len(plan.sequences) * self.sequence_s
+        for sequence in plan.sequences:
+            count = len(sequence.token_ids)
+            rows += count
+            samples += sequence.num_samples
+            for layer in self.layers:
+                attention_s += layer.seconds(count, sequence.first_position)
+        return max(self.weights_s, rows * self.row_s + samples * self.sample_s) + attention_s
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Attention of all layers that share a window (0: they see everything)."""
+
+    window: int
+    read_s: float  # per token in the KV cache that is seen
+    pair_s: float  # per query and key
+
+    def seconds(self, rows: int, first: int) -> float:
+        """Of `rows` tokens after `first` others: reading, or computing where that takes longer."""
+        window, end = self.window, first + rows
+        if not window or end <= window:
+            seen, pairs = end, rows * first + rows * (rows + 1) // 2
+        else:
+            growing = max(0, window - first)  # rows that still see everything before them
+            seen = min(end, rows + window - 1)
+            pairs = growing * first + growing * (growing + 1) // 2 + (rows - growing) * window
+        return max(seen * self.read_s, pairs * self.pair_s)
+
+
+def roofline_cost(spec: DecoderSpec, capacity: Capacity, roof: Roofline) -> RooflineCost:
+    """The step's cost on a machine with these roofs, from the program that would run."""
+    linears = [op for op in capacity.memory.program.ops if isinstance(op, Linear)]
+    layout = capacity.layout
+    read_s = layout.layer_page_bytes / layout.page_size / (KV_READ * roof.read_bytes_per_s)
+    form = QUERY_FORMS[layout.dtype]
+    pair_s = 4 * spec.num_heads * spec.head_dim / (ATTENTION_PEAK[form] * roof.peak_ops_per_s[form])
+    return RooflineCost(
+        weights_s=sum(_weight_bytes(op) for op in linears) / (WEIGHTS_READ * roof.read_bytes_per_s),
+        row_s=sum(_row_seconds(op, roof) for op in linears if op.maxima is None),
+        sample_s=sum(_row_seconds(op, roof) for op in linears if op.maxima is not None),
+        sequence_s=HEAD_S * spec.num_layers * spec.num_kv_heads,
+        layers=tuple(
+            LayerCost(window, count * read_s, count * pair_s) for window, count in sorted(Counter(spec.windows).items())
+        ),
+    )
+
+
+def _weight_bytes(op: Linear) -> int:
+    return packed_nbytes(op.weight.out_features, op.weight.in_features, op.weight.dtype)
+
+
+def _row_seconds(op: Linear, roof: Roofline) -> float:
+    weight = op.weight
+    ops = 2 * weight.out_features * weight.in_features
+    return ops / (LINEAR_PEAK[weight.dtype] * roof.peak_ops_per_s[weight.dtype])
+
+
+class Noisy:
+    """A `Cost` that scatters around another: lognormal factors of mean 1 and this sigma."""
+
+    def __init__(self, cost: Cost, sigma: float, seed: int) -> None:
+        self._cost = cost
+        self._sigma = sigma
+        self._random = Random(seed)
+
+    def __call__(self, plan: StepPlan) -> float:
+        return self._cost(plan) * self._random.lognormvariate(-self._sigma * self._sigma / 2, self._sigma)

@@ -1,0 +1,99 @@
+"""A workload as a command line describes it, and the requests it stands for.
+
+It must not know the machine. One invariant: what cannot be meant is refused with a ConfigError that names the flag.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from ..errors import ConfigError
+from .arrivals import (
+    MAX_LENGTH,
+    Arrival,
+    Process,
+    bursty,
+    constant,
+    draw_arrivals,
+    parse_lengths,
+    parse_tenants,
+    poisson,
+    rescale,
+)
+from .traces import read_azure, read_mooncake
+
+MAX_REQUESTS = 1_000_000
+DEFAULT_REQUESTS = 500
+DEFAULT_RATE = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Lengths and tenants as text (`parse_lengths`, `parse_tenants`). A trace has its own lengths, times and number of
+    requests, unless `rate` or `requests` are given.
+    """
+
+    arrivals: Process = "poisson"
+    trace: Path | None = None
+    rate: float | None = None  # requests per second
+    requests: int | None = None
+    burstiness: float = 0.25
+    prompt_tokens: str = "512"
+    output_tokens: str = "128"
+    shared_prefix_tokens: int = 0
+    tenants: str | None = None
+    seed: int = 1
+
+
+def make_arrivals(workload: Workload) -> list[Arrival]:
+    """Raises ConfigError."""
+    _check_number("--rate", workload.rate, 1e-6, 1e6)
+    _check_number("--requests", workload.requests, 1, MAX_REQUESTS)
+    _check_number("--burstiness", workload.burstiness, 1e-3, 1e3)
+    _check_number("--shared-prefix-tokens", workload.shared_prefix_tokens, 0, MAX_LENGTH)
+    if workload.arrivals in ("mooncake", "azure"):
+        return _recorded(workload)
+    if workload.trace is not None:
+        raise ConfigError("--trace: say how the file is written, with --arrivals mooncake or azure")
+    return _drawn(workload)
+
+
+def _recorded(workload: Workload) -> list[Arrival]:
+    if workload.trace is None:
+        raise ConfigError(f"--arrivals {workload.arrivals} needs --trace FILE")
+    if workload.tenants is not None or workload.shared_prefix_tokens:
+        raise ConfigError("--tenants and --shared-prefix-tokens are for drawn requests, not for those of a trace")
+    read = read_mooncake if workload.arrivals == "mooncake" else read_azure
+    arrivals = read(workload.trace, workload.requests or MAX_REQUESTS)
+    return arrivals if workload.rate is None else rescale(arrivals, workload.rate)
+
+
+def _drawn(workload: Workload) -> list[Arrival]:
+    random = Random(workload.seed)
+    return draw_arrivals(
+        workload.requests or DEFAULT_REQUESTS,
+        _intervals(workload, random),
+        parse_lengths("--prompt-tokens", workload.prompt_tokens),
+        parse_lengths("--output-tokens", workload.output_tokens),
+        random,
+        tenants=None if workload.tenants is None else parse_tenants(workload.tenants),
+        shared_prefix_tokens=workload.shared_prefix_tokens,
+    )
+
+
+def _intervals(workload: Workload, random: Random) -> Iterator[float]:
+    rate = DEFAULT_RATE if workload.rate is None else workload.rate
+    if workload.arrivals == "constant":
+        return constant(rate)
+    if workload.arrivals == "bursty":
+        return bursty(rate, workload.burstiness, random)
+    return poisson(rate, random)
+
+
+def _check_number(flag: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not (math.isfinite(value) and low <= value <= high):
+        raise ConfigError(f"{flag} must be between {low:g} and {high:g}, not {value:g}")

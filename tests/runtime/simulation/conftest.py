@@ -1,0 +1,44 @@
+"""A simulated server of pages of 32 tokens whose steps cost what a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from quire.pager import Pager
+from quire.runtime.simulation import Arrival, Simulator, VirtualClock
+from quire.scheduler import Scheduler, StepPlan, TokenBudget
+
+
+def millisecond_per_row(plan: StepPlan) -> float:
+    return 0.001 * (plan.num_decode_rows + plan.num_prefill_tokens)
+
+
+def make_simulator(
+    arrivals: Iterable[Arrival],
+    cost: Callable[[StepPlan], float] = millisecond_per_row,
+    *,
+    num_pages: int = 100,
+    max_num_batched_tokens: int = 2048,
+    max_num_seqs: int = 8,
+    max_model_len: int | None = None,
+    debug: bool = True,
+    **options: Any,
+) -> Simulator:
+    clock = VirtualClock()
+    pager = Pager(32, num_pages)
+    scheduler = Scheduler(
+        pager,
+        budget=TokenBudget(max_num_batched_tokens),
+        max_num_seqs=max_num_seqs,
+        clock=clock,
+        debug=debug,
+        **options,
+    )
+    return Simulator(scheduler, pager, clock, cost, arrivals, max_model_len=max_model_len, sequence_s=0.0)
+
+
+@pytest.fixture(name="make_simulator")
+def fixture() -> Callable[..., Simulator]:
+    return make_simulator

@@ -1,0 +1,100 @@
+"""The cost of a step: what was measured on the machine in the README, and how it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, pstdev
+
+import pytest
+from quire.runtime.config import EngineConfig
+from quire.runtime.execution import decide_capacity
+from quire.runtime.models import DecoderSpec, read_spec
+from quire.runtime.simulation import Noisy, RooflineCost, given_roofline, roofline_cost
+from quire.runtime.simulation.cost import LayerCost
+from quire.scheduler import ScheduledSequence, StepPlan
+
+SHAPE = Path(__file__).parents[2] / "data" / "qwen3-0.6b"
+MACHINE = given_roofline(34.5e9, 920e9)  # as in the README: 32-37 GB/s, 926-939 GOP/s
+
+Share = tuple[int, int, int]  # of a sequence: first position, rows, samples
+
+
+def plan(*shares: Share) -> StepPlan:
+    sequences = (
+        ScheduledSequence(index, ((),), first, [0] * rows, samples, None, (), 0)
+        for index, (first, rows, samples) in enumerate(shares)
+    )
+    return StepPlan(1, tuple(sequences), 0, 0)
+
+
+def cost_of(spec: DecoderSpec) -> RooflineCost:
+    config = EngineConfig(weights="q8", kv_cache_dtype="int8", kv_cache_memory=1 << 30, threads=2)
+    return roofline_cost(spec, decide_capacity(config, spec), MACHINE)
+
+
+@pytest.fixture(scope="module")
+def cost() -> RooflineCost:
+    return cost_of(read_spec(SHAPE))
+
+
+@pytest.mark.parametrize(
+    ("users", "context", "tokens_per_s"),
+    [(1, 128, 47.1), (8, 128, 292), (32, 128, 398), (1, 4096, 33.9), (8, 2048, 135)],
+)
+def test_decode_is_as_fast_as_measured(users: int, context: int, tokens_per_s: float, cost: RooflineCost) -> None:
+    """README, Speed. Qwen3-0.6B's shape at q8, int8 KV, avx512-vnni-bf16; 47.1 is `quire bench`'s for one user."""
+    assert users / cost(plan(*[(context + 16, 1, 1)] * users)) == pytest.approx(tokens_per_s, rel=0.1)
+
+
+@pytest.mark.parametrize(("prompt", "tokens_per_s"), [(512, 640), (4096, 364), (2048, 470)])
+def test_prefill_is_as_fast_as_measured(prompt: int, tokens_per_s: float, cost: RooflineCost) -> None:
+    seconds = sum(cost(plan((first, 512, int(first + 512 == prompt)))) for first in range(0, prompt, 512))
+    assert prompt / seconds == pytest.approx(tokens_per_s, rel=0.1)
+
+
+def test_reading_the_weights_hides_the_arithmetic_of_few_rows(cost: RooflineCost) -> None:
+    one, four = cost(plan((0, 1, 1))), cost(plan(*[(0, 1, 1)] * 4))
+    assert four < 1.1 * one
+
+
+def test_more_of_anything_takes_longer(cost: RooflineCost) -> None:
+    least = cost(plan((64, 100, 1)))
+    for more in (plan((65, 100, 1)), plan((64, 101, 1)), plan((64, 100, 2)), plan((64, 100, 1), (0, 1, 0))):
+        assert cost(more) > least
+
+
+def test_a_prompt_costs_the_same_attention_in_any_chunks_that_compute() -> None:
+    layer = LayerCost(window=0, read_s=0.0, pair_s=1.0)
+    assert layer.seconds(100, 0) == 100 * 101 / 2
+    assert sum(layer.seconds(rows, first) for first, rows in ((0, 30), (30, 60), (90, 10))) == layer.seconds(100, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "first"), [(1, 0), (1, 9), (1, 10), (1, 500), (7, 0), (7, 5), (30, 0), (30, 8), (5, 80)]
+)
+def test_a_window_sees_what_it_sees(rows: int, first: int) -> None:
+    window = 10
+    visible = [range(max(0, position - window + 1), position + 1) for position in range(first, first + rows)]
+    seen = len(set().union(*visible))
+    assert LayerCost(window, read_s=1.0, pair_s=0.0).seconds(rows, first) == seen
+    assert LayerCost(window, read_s=0.0, pair_s=1.0).seconds(rows, first) == sum(map(len, visible))
+
+
+def test_layers_with_a_window_cost_less(cost: RooflineCost) -> None:
+    spec = read_spec(SHAPE)
+    hybrid = cost_of(replace(spec, windows=(0, 512) * (spec.num_layers // 2)))
+    assert hybrid(plan((200, 1, 1))) == pytest.approx(cost(plan((200, 1, 1))))
+    assert hybrid(plan((4096, 1, 1))) < cost(plan((4096, 1, 1)))
+
+
+def test_noise_scatters_around_the_cost_and_its_seed_decides() -> None:
+    def draw(seed: int) -> list[float]:
+        noisy: Callable[[StepPlan], float] = Noisy(lambda plan: 2.0, 0.1, seed)
+        return [noisy(plan((0, 1, 1))) for _ in range(5_000)]
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+    assert mean(draw(1)) == pytest.approx(2.0, rel=0.01)
+    assert pstdev(draw(1)) == pytest.approx(0.2, rel=0.05)

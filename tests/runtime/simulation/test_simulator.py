@@ -1,0 +1,141 @@
+"""Virtual time with known answers: a trace worked out by hand, a queue whose waiting time is in the textbooks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from quire.runtime.simulation import (
+    Arrival,
+    Simulator,
+    Stalled,
+    Workload,
+    make_arrivals,
+    read_mooncake,
+    summarize,
+)
+from quire.scheduler import StepPlan
+
+DATA = Path(__file__).parents[2] / "data"
+Make = Callable[..., Simulator]
+
+
+def test_a_trace_by_hand(make_simulator: Make) -> None:
+    """A millisecond per row. Step 1: the first prompt, 1,024 rows. Step 2: its second token, of the second prompt the
+    76 tokens that are not the first's, 600 of the third. Steps 3 and 4: the third's other two tokens.
+    """
+    simulator = make_simulator(read_mooncake(DATA / "mooncake.jsonl"))
+    simulator.run()
+    first, second, third = simulator.outcomes
+    assert first.token_times == pytest.approx([1.024, 1.701])
+    assert second.token_times == pytest.approx([1.701])
+    assert third.token_times == pytest.approx([1.701, 1.702, 1.703])
+    assert (first.cached_tokens, second.cached_tokens, third.cached_tokens) == (0, 1024, 0)
+    report = summarize(simulator)
+    assert (report.steps, simulator.computed_tokens, report.output_tokens) == (4, 1703, 6)
+    assert report.ttft_ms is not None
+    assert (report.ttft_ms.p50, report.ttft_ms.max) == pytest.approx((1201.0, 1201.0))
+    assert report.queue_ms is not None
+    assert (report.queue_ms.mean, report.queue_ms.max) == pytest.approx((2 * 524 / 3, 524.0))
+    assert report.itl_ms is not None
+    assert (report.itl_ms.p50, report.itl_ms.max) == pytest.approx((1.0, 677.0))
+    assert report.cached_share == pytest.approx(1024 / 2724)
+    assert report.pool_max == pytest.approx(0.55)  # 33 pages, 3 of the second's own, 19
+    assert report.pool_mean == pytest.approx((32 * 1.024 + 55 * 0.677 + 19 * 0.002) / 1.703 / 100)
+    assert report.output_throughput == pytest.approx(6 / 1.703)
+
+
+@pytest.mark.parametrize("load", [0.5, 0.8])
+def test_waiting_in_line_is_as_long_as_the_textbook_says(make_simulator: Make, load: float) -> None:
+    """M/D/1 (Pollaczek-Khinchine): requests of one step each, one at a time, wait load / (2 (1 - load)) steps."""
+    step_s = 0.01
+    workload = Workload(rate=load / step_s, requests=30_000, prompt_tokens="1", output_tokens="1")
+    simulator = make_simulator(
+        make_arrivals(workload), lambda plan: step_s, max_num_seqs=1, max_num_waiting=30_000, num_pages=2
+    )
+    simulator.run()
+    queue_ms = summarize(simulator).queue_ms
+    assert queue_ms is not None
+    assert queue_ms.mean == pytest.approx(1000 * step_s * load / (2 * (1 - load)), rel=0.06)
+
+
+def test_a_request_that_arrives_during_a_step_waits_for_its_end(make_simulator: Make) -> None:
+    simulator = make_simulator([Arrival(0.0, 100, 1), Arrival(0.03, 10, 1)])
+    simulator.run()
+    assert simulator.outcomes[1].queue_s == pytest.approx(0.07)
+    assert simulator.outcomes[1].ttft_s == pytest.approx(0.08)
+
+
+def test_while_nobody_is_there_time_passes(make_simulator: Make) -> None:
+    simulator = make_simulator([Arrival(5.0, 10, 1), Arrival(9.0, 10, 1)])
+    simulator.run()
+    assert [outcome.token_times for outcome in simulator.outcomes] == [[pytest.approx(5.01)], [pytest.approx(9.01)]]
+
+
+def test_it_can_be_stopped_between_steps_and_interfered_with(make_simulator: Make) -> None:
+    simulator = make_simulator([Arrival(0.0, 10, 50), Arrival(0.0, 10, 50)])
+    simulator.run(until=0.030)
+    simulator.cancel(0)
+    simulator.run()
+    cancelled, other = simulator.outcomes
+    assert (cancelled.finish_reason, len(cancelled.token_times)) == ("cancelled", 6)
+    assert (other.finish_reason, len(other.token_times)) == ("length", 50)
+    assert simulator.pager.num_owned == 0
+
+
+def test_refusals_are_outcomes(make_simulator: Make) -> None:
+    arrivals = [Arrival(0.0, 10**7, 1), Arrival(0.0, 320, 32), Arrival(0.0, 10, 4), *[Arrival(0.001, 10, 1)] * 3]
+    simulator = make_simulator(arrivals, num_pages=10, max_model_len=2_000, max_num_seqs=1, max_num_waiting=1)
+    simulator.run()
+    reasons = ["ContextLengthExceeded", "TooLong", None, None, "QueueFull", "QueueFull"]
+    assert [outcome.refused for outcome in simulator.outcomes] == reasons
+    report = summarize(simulator)
+    assert (report.offered, report.finished) == (6, 2)
+    assert report.refused == {"ContextLengthExceeded": 1, "QueueFull": 2, "TooLong": 1}
+
+
+def test_recomputed_tokens_are_waste(make_simulator: Make) -> None:
+    """Four pages, two requests of 32 tokens that grow to three pages each: the younger one is preempted."""
+    simulator = make_simulator([Arrival(0.0, 32, 64), Arrival(0.0, 31, 64)], num_pages=4)
+    simulator.run()
+    report = summarize(simulator)
+    assert report.finished == 2
+    assert report.preemptions == 1
+    assert report.wasted_share > 0
+    assert report.pool_max == 1.0
+
+
+def test_whoever_would_wait_forever_is_found_out(make_simulator: Make) -> None:
+    simulator = make_simulator([Arrival(0.0, 100, 1)], num_pages=4, debug=False)
+    (table, _) = simulator.pager.open([1] * 32)  # somebody else's, never given back
+    simulator.pager.grow(table, 32)
+    with pytest.raises(Stalled, match="1 requests are alive"):
+        simulator.run()
+
+
+def test_the_same_seed_gives_the_same_report(make_simulator: Make) -> None:
+    def report(seed: int) -> str:
+        workload = Workload(
+            rate=4, requests=50, prompt_tokens="8-64", output_tokens="1-40", tenants="a=3,b=1", seed=seed
+        )
+        simulator = make_simulator(make_arrivals(workload))
+        simulator.run()
+        return json.dumps(summarize(simulator).as_dict())
+
+    assert report(1) == report(1)
+    assert report(1) != report(2)
+
+
+def test_the_scheduler_is_told_the_time_of_execution_only(make_simulator: Make) -> None:
+    plans: list[StepPlan] = []
+
+    def cost(plan: StepPlan) -> float:
+        plans.append(plan)
+        return 0.01
+
+    simulator = make_simulator([Arrival(0.0, 10, 2)], cost)
+    simulator.run()
+    assert [(plan.num_prefill_tokens, plan.num_decode_rows) for plan in plans] == [(10, 0), (0, 1)]
+    assert simulator.clock.now == pytest.approx(0.02)

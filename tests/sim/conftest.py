@@ -1,0 +1,93 @@
+"""A simulated server of Qwen3-0.6B's shape (q8, int8 KV) on the README's machine: reads 34.5 GB/s, computes 920 GOP/s.
+
+Budget, policy and every other option of the scheduler are plugged in by the scenario.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quire.pager import Pager, check
+from quire.runtime.config import EngineConfig
+from quire.runtime.execution import decide_capacity
+from quire.runtime.models import read_spec
+from quire.runtime.simulation import (
+    Arrival,
+    Outcome,
+    RooflineCost,
+    Simulator,
+    VirtualClock,
+    given_roofline,
+    roofline_cost,
+    summarize,
+)
+from quire.scheduler import Scheduler, TokenBudget
+
+SHAPE = Path(__file__).parents[1] / "data" / "qwen3-0.6b"
+PAGE_SIZE = 32
+
+
+class Served:
+    """A simulation that has ended: everybody did, and no page was lost."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        assert not simulator.scheduler.has_work
+        assert all(outcome.finished or outcome.refused for outcome in simulator.outcomes)
+        assert simulator.pager.num_owned == 0
+        check(simulator.pager, [])
+        self.simulator = simulator
+        self.outcomes = simulator.outcomes
+        self.report = summarize(simulator)
+
+    def of(self, tenant: str | None = None) -> list[Outcome]:
+        """Who was served, of all or of one tenant."""
+        return [each for each in self.outcomes if each.finished and tenant in (None, each.arrival.tenant)]
+
+    def ttft(self, tenant: str | None = None, percent: float = 50) -> float:
+        """Seconds."""
+        return float(np.percentile([outcome.ttft_s for outcome in self.of(tenant)], percent))
+
+    def itl(self, tenant: str | None = None, percent: float = 99, during: tuple[float, float] = (0, math.inf)) -> float:
+        """Seconds; of the gaps that overlap a stretch of time."""
+        start, end = during
+        gaps = [
+            after - before
+            for outcome in self.of(tenant)
+            for before, after in pairwise(outcome.token_times)
+            if after > start and before < end
+        ]
+        return float(np.percentile(gaps, percent))
+
+
+@pytest.fixture(scope="session")
+def cost() -> RooflineCost:
+    spec = read_spec(SHAPE)
+    config = EngineConfig(weights="q8", kv_cache_dtype="int8", kv_cache_memory=1 << 30, threads=2)
+    return roofline_cost(spec, decide_capacity(config, spec), given_roofline(34.5e9, 920e9))
+
+
+@pytest.fixture
+def serve(cost: RooflineCost) -> Callable[..., Served]:
+    def serve(
+        arrivals: Iterable[Arrival],
+        *,
+        num_tokens: int = 65_536,
+        max_num_batched_tokens: int = 512,
+        max_num_seqs: int = 64,
+        **options: Any,
+    ) -> Served:
+        clock = VirtualClock()
+        pager = Pager(PAGE_SIZE, num_tokens // PAGE_SIZE)
+        options.setdefault("budget", TokenBudget(max_num_batched_tokens))
+        scheduler = Scheduler(pager, max_num_seqs=max_num_seqs, clock=clock, **options)
+        simulator = Simulator(scheduler, pager, clock, cost, arrivals)
+        simulator.run()
+        return Served(simulator)
+
+    return serve

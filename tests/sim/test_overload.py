@@ -1,0 +1,52 @@
+"""Ten times as many requests as can be served: who is let in is served as well as ever, the others are told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from quire.runtime.simulation import Workload, make_arrivals
+
+CAPACITY = 1.2  # requests per second of 256 prompt and 128 output tokens
+QUEUE = 32
+
+
+def overload(serve: Callable[..., Any], factor: float, requests: int, **options: Any) -> Any:
+    workload = Workload(rate=factor * CAPACITY, requests=requests, prompt_tokens="256", output_tokens="128")
+    return serve(make_arrivals(workload), max_num_seqs=16, max_num_waiting=QUEUE, **options)
+
+
+def test_the_queue_is_bounded_and_the_others_are_refused(serve: Callable[..., Any]) -> None:
+    report = overload(serve, 10, 1000).report
+    assert set(report.refused) == {"QueueFull"}
+    assert report.refused["QueueFull"] > 0.8 * report.offered
+    assert report.most_waiting <= QUEUE
+
+
+def test_throughput_does_not_suffer(serve: Callable[..., Any]) -> None:
+    busy, overloaded = overload(serve, 1, 200), overload(serve, 10, 1000)
+    assert overloaded.report.request_throughput > 0.95 * busy.report.request_throughput
+
+
+def test_the_latency_of_running_streams_stays_flat(serve: Callable[..., Any]) -> None:
+    """As flat as at a third of this load, and at the end as at the beginning."""
+    full, overloaded = overload(serve, 3, 500), overload(serve, 10, 1000)
+    half = overloaded.simulator.clock.now / 2
+    for percent in (50, 99):
+        assert overloaded.itl(percent=percent) < 1.1 * full.itl(percent=percent)
+        assert overloaded.itl(percent=percent, during=(half, 2 * half)) < 1.1 * overloaded.itl(
+            percent=percent, during=(0, half)
+        )
+
+
+def test_waiting_is_bounded_by_the_queue(serve: Callable[..., Any]) -> None:
+    """No longer than the service of all who can be ahead."""
+    overloaded = overload(serve, 10, 1000)
+    assert overloaded.ttft(percent=100) < 1.2 * (QUEUE + 16) / CAPACITY
+
+
+def test_a_pool_that_is_too_small_for_all_costs_work_but_loses_nobody(serve: Callable[..., Any]) -> None:
+    served = overload(serve, 10, 300, num_tokens=2048)
+    assert served.report.preemptions > 0
+    assert 0 < served.report.wasted_share < 0.25
+    assert served.report.pool_max == 1.0
