@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...pager import Pager
-from ...scheduler import Scheduler, TokenBudget
+from ...scheduler import Limits, Scheduler, TokenBudget
 from ..bench import Roofline
 from ..config import EngineConfig
 from ..execution import Capacity
@@ -36,12 +36,17 @@ def build_simulator(
     """`noise` is the sigma of the lognormal factor on every step's time."""
     cost: Cost = roofline_cost(spec, capacity, roof)
     clock = VirtualClock()
-    pager = Pager(capacity.layout.page_size, capacity.num_pages, enable_prefix_caching=config.enable_prefix_caching)
+    pager = Pager(
+        capacity.layout.page_size,
+        capacity.num_pages,
+        windows=capacity.layout.group_windows,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
     scheduler = Scheduler(
         pager,
         budget=TokenBudget(config.max_num_batched_tokens),
         max_num_seqs=config.max_num_seqs,
-        max_num_waiting=config.max_num_waiting,
+        limits=Limits(max_num_waiting=config.max_num_waiting),
         clock=clock,
     )
     return Simulator(

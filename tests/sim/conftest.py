@@ -19,6 +19,7 @@ from quire.runtime.execution import decide_capacity
 from quire.runtime.models import read_spec
 from quire.runtime.simulation import (
     Arrival,
+    Noisy,
     Outcome,
     RooflineCost,
     Simulator,
@@ -27,7 +28,7 @@ from quire.runtime.simulation import (
     roofline_cost,
     summarize,
 )
-from quire.scheduler import Scheduler, TokenBudget
+from quire.scheduler import CostModel, LatencyBudget, Scheduler, TokenBudget
 
 SHAPE = Path(__file__).parents[1] / "data" / "qwen3-0.6b"
 PAGE_SIZE = 32
@@ -80,13 +81,20 @@ def serve(cost: RooflineCost) -> Callable[..., Served]:
         num_tokens: int = 65_536,
         max_num_batched_tokens: int = 512,
         max_num_seqs: int = 64,
+        noise: float = 0.0,
+        itl_target_s: float | None = None,
         **options: Any,
     ) -> Served:
         clock = VirtualClock()
         pager = Pager(PAGE_SIZE, num_tokens // PAGE_SIZE)
-        options.setdefault("budget", TokenBudget(max_num_batched_tokens))
-        scheduler = Scheduler(pager, max_num_seqs=max_num_seqs, clock=clock, **options)
-        simulator = Simulator(scheduler, pager, clock, cost, arrivals)
+        learned = CostModel()
+        budget = (
+            TokenBudget(max_num_batched_tokens)
+            if itl_target_s is None
+            else LatencyBudget(learned, itl_target_s, max_num_batched_tokens)
+        )
+        scheduler = Scheduler(pager, budget=budget, cost=learned, max_num_seqs=max_num_seqs, clock=clock, **options)
+        simulator = Simulator(scheduler, pager, clock, Noisy(cost, noise, seed=1) if noise else cost, arrivals)
         simulator.run()
         return Served(simulator)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.runtime.simulation import Workload, make_arrivals
+from quire.scheduler import Limits
 
 CAPACITY = 1.2  # requests per second of 256 prompt and 128 output tokens
 QUEUE = 32
@@ -14,7 +15,7 @@ QUEUE = 32
 def overload(serve: Callable[..., Any], factor: float, requests: int, **options: Any) -> Any:
     workload = Workload(rate=factor * CAPACITY, requests=requests, prompt_tokens="256", output_tokens="128")
     arrivals = make_arrivals(workload)
-    return serve(arrivals, max_num_batched_tokens=128, max_num_seqs=16, max_num_waiting=QUEUE, **options)
+    return serve(arrivals, max_num_batched_tokens=128, max_num_seqs=16, limits=Limits(QUEUE), **options)
 
 
 def test_the_queue_is_bounded_and_the_others_are_refused(serve: Callable[..., Any]) -> None:

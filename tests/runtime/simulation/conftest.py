@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from quire.pager import Pager
 from quire.runtime.simulation import Arrival, Simulator, VirtualClock
-from quire.scheduler import Scheduler, StepPlan, TokenBudget
+from quire.scheduler import Limits, Scheduler, StepPlan, TokenBudget
 
 
 def millisecond_per_row(plan: StepPlan) -> float:
@@ -23,6 +23,7 @@ def make_simulator(
     max_num_batched_tokens: int = 2048,
     max_num_seqs: int = 8,
     max_model_len: int | None = None,
+    max_num_waiting: int = 1024,
     debug: bool = True,
     **options: Any,
 ) -> Simulator:
@@ -32,6 +33,7 @@ def make_simulator(
         pager,
         budget=TokenBudget(max_num_batched_tokens),
         max_num_seqs=max_num_seqs,
+        limits=Limits(max_num_waiting=max_num_waiting),
         clock=clock,
         debug=debug,
         **options,

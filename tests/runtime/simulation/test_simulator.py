@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from quire.runtime.simulation import (
     read_mooncake,
     summarize,
 )
-from quire.scheduler import StepPlan
+from quire.scheduler import FirstComeFirstServed, StepPlan
 
 DATA = Path(__file__).parents[2] / "data"
 Make = Callable[..., Simulator]
@@ -51,9 +51,9 @@ def test_a_trace_by_hand(make_simulator: Make) -> None:
 def test_waiting_in_line_is_as_long_as_the_textbook_says(make_simulator: Make, load: float) -> None:
     """M/D/1 (Pollaczek-Khinchine): requests of one step each, one at a time, wait load / (2 (1 - load)) steps."""
     step_s = 0.01
-    workload = Workload(rate=load / step_s, requests=30_000, prompt_tokens="1", output_tokens="1")
+    workload = Workload(rate=load / step_s, requests=20_000, prompt_tokens="1", output_tokens="1")
     simulator = make_simulator(
-        make_arrivals(workload), lambda plan: step_s, max_num_seqs=1, max_num_waiting=30_000, num_pages=2
+        make_arrivals(workload), lambda plan: step_s, max_num_seqs=1, max_num_waiting=20_000, num_pages=2, debug=False
     )
     simulator.run()
     queue_ms = summarize(simulator).queue_ms
@@ -108,9 +108,11 @@ def test_recomputed_tokens_are_waste(make_simulator: Make) -> None:
 
 
 def test_whoever_would_wait_forever_is_found_out(make_simulator: Make) -> None:
-    simulator = make_simulator([Arrival(0.0, 100, 1)], num_pages=4, debug=False)
-    (table, _) = simulator.pager.open([1] * 32)  # somebody else's, never given back
-    simulator.pager.grow(table, 32)
+    class Nobody(FirstComeFirstServed):
+        def head(self, passed_over: Collection[str] = ()) -> None:
+            return None
+
+    simulator = make_simulator([Arrival(0.0, 100, 1)], policy=Nobody())
     with pytest.raises(Stalled, match="1 requests are alive"):
         simulator.run()
 
