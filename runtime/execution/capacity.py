@@ -89,8 +89,8 @@ def _longest_wanted(config: EngineConfig, spec: DecoderSpec) -> int:
 
 
 def _max_num_samples(config: EngineConfig) -> int:
-    """One row of every running sequence."""
-    return config.max_num_seqs
+    """One row of every running sequence, or all guesses of one of them and the row after them."""
+    return min(config.max_num_batched_tokens, max(config.max_num_seqs, 1 + config.num_speculative_tokens))
 
 
 def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int) -> int:

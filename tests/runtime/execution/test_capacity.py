@@ -127,6 +127,21 @@ def test_the_plan_is_made_for_these_pages_and_threads() -> None:
     assert three.total_bytes > one.total_bytes
 
 
+@pytest.mark.parametrize(
+    ("settings", "samples"),
+    [
+        ({"max_num_seqs": 4}, 4),
+        ({"max_num_seqs": 4, "num_speculative_tokens": 3}, 4),
+        ({"max_num_seqs": 4, "num_speculative_tokens": 7}, 8),
+        ({"max_num_seqs": 4, "num_speculative_tokens": 7, "max_num_batched_tokens": 6}, 6),
+    ],
+)
+def test_rows_that_sample(settings: dict[str, Any], samples: int) -> None:
+    capacity = decided(kv_cache_memory=10 * PAGE, **settings)
+    assert capacity.max_num_samples == samples
+    assert capacity.memory.program.logits.rows == samples
+
+
 # Free memory, as the system tells it
 
 
