@@ -3,8 +3,10 @@
 It must not decide whose turn it is, nor know budgets or queues. The one invariant: a request runs exactly as long as it
 has a page table, and every owned page belongs to a running request.
 
-A request that has a reservation is never preempted: it cannot lack a page. Beams have one from the start, others when
-they have been preempted `MAX_PREEMPTIONS` times. Of the rest, the oldest is never preempted for the sake of others.
+A protected request is never preempted. It enters only when all pages it may ever need could be its own, shares with
+nobody on that account, keeps what it does not hold yet reserved, and takes what is lacking from anybody unprotected; so
+all protected ones together fit. Beams are protected from the start, others when they have been preempted
+`MAX_PREEMPTIONS` times. Of the rest, the oldest is preempted only for a protected one.
 """
 
 from __future__ import annotations
@@ -55,6 +57,8 @@ class Batch:
         request.enter(State.PREFILL, now)
         self.requests[request.request_id] = request
         self.num_seats += request.width
+        if self.is_protected(request):
+            self.secure(request)
 
     def leave(self, request: Request) -> None:
         """It does not run any more: its pages go back, its beams' too."""
@@ -88,16 +92,27 @@ class Batch:
 
     def victims(self, request: Request) -> Iterator[Request]:
         """Whom `request` could take pages from."""
-        oldest = self.oldest()
+        spared = request if self.is_protected(request) else self.oldest()
         return (
             other
             for other in self.requests.values()
-            if other is not request and other is not oldest and not self.is_protected(other)
+            if other is not request and other is not spared and not self.is_protected(other)
         )
 
     def is_protected(self, request: Request) -> bool:
-        """Whether it runs on reserved pages, or will."""
         return request.lead is not None or request.preemptions >= MAX_PREEMPTIONS
+
+    def secure(self, request: Request) -> None:
+        """Reserve for a protected request, whose tables have changed, what it does not hold of all it may need."""
+        pager, tables = self._pager, [table_of(beam) for beam in self.beams_of(request)]
+        for table in tables:
+            pager.reserve(table, 0)
+        held = {page for table in tables for pages in table.pages for page in pages if page >= 0}
+        lacking = request.pages_needed - len(held)
+        for table in reversed(tables):  # one more token for every beam, the rest for the first
+            wanted = table.pages_needed(1) if table is not tables[0] else lacking
+            pager.reserve(table, max(0, min(wanted, pager.num_available)))
+            lacking -= table.reserved
 
     def fork_beams(self, lead: Request, survivors: Sequence[Survivor], now: float) -> None:
         """Let the search's hypotheses continue as `survivors`; pages of the others are back when this returns."""
@@ -114,13 +129,11 @@ class Batch:
         continued: set[int] = set()
         for beam, survivor in zip(beams, survivors, strict=False):
             table = tables[survivor.parent]
-            self._pager.reserve(table, 0)
             beam.table = self._pager.fork(table) if survivor.parent in continued else table
             beam.token_ids = [*contexts[survivor.parent], survivor.token.token_id]
             beam.num_computed_tokens = computed
             continued.add(survivor.parent)
-        for beam in beams[: len(survivors)]:
-            self._pager.reserve(table_of(beam), lead.pages_needed // lead.width - table_of(beam).num_pages)
+        self.secure(lead)
 
     def beams_of(self, lead: Request) -> list[Request]:
         """The sequences of a beam search, its lead first."""
@@ -159,15 +172,11 @@ class Batch:
         self.num_seats -= request.width
 
     def _open(self, request: Request, spare_pages: int) -> PageTable:
-        pager, tokens, salt = self._pager, request.token_ids, request.tenant.encode()
-        reserve = self.is_protected(request)
-        if reserve:
-            spare_pages += max(0, request.pages_needed - pager.pages_for(len(tokens)))
+        if self.is_protected(request) and request.pages_needed + spare_pages > self._pager.num_available:
+            raise OutOfPages(request.pages_needed + spare_pages, self._pager.num_available)
         table = self._kept_pages(request, spare_pages) or self._fork_source(request, spare_pages)
         if table is None:
-            table, _ = pager.open(tokens, salt, spare_pages)
-        if reserve:
-            pager.reserve(table, max(0, request.pages_needed - table.num_pages))
+            table, _ = self._pager.open(request.token_ids, request.tenant.encode(), spare_pages)
         return table
 
     def _kept_pages(self, request: Request, spare_pages: int) -> PageTable | None:

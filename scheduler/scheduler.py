@@ -8,9 +8,9 @@ A step is planned by growing page tables: whatever a table holds beyond the comp
 Decode rows grow first, then prefills in the policy's order, then newly admitted requests, within the budget; last come
 guesses, where nothing else wants the step.
 
-The oldest running request is preempted by nobody but itself, for want of pages that others have reserved; and those
-end, since they lack nothing. So somebody always progresses, and then the next one is the oldest. That is why nobody
-starves.
+Protected requests (batch.py) never lack a page, so they end; where there are none, the oldest running request is
+preempted by nobody, can always make room for itself, and ends too. So somebody always progresses, and nobody is
+preempted more often than it takes to be protected. That is why nobody starves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from ..pager import OutOfPages, Pager, check
 from .batch import Batch, table_of
 from .budget import Budget, StepBudget
-from .cost import CostModel, Load
+from .cost import CostModel, Load, chunk_pairs
 from .errors import DuplicateRequest, Outlook, QueueFull, StepMismatch
 from .forecast import Forecast
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
@@ -182,9 +182,8 @@ class Scheduler:
         self._is_short = False
         step = self._grow_decodes()
         self._fill(step)
-        self._load = step.load
-        if not self._waiting and not self._load.prefill_tokens:
-            self._load = self._speculator.guess(self._batch.requests.values(), self._load)
+        if not self._waiting and not step.load.prefill_tokens:
+            self._speculator.guess(self._batch.requests.values(), step.load)
         self._in_flight = self._assemble()
         self._audit()
         return self._in_flight
@@ -370,8 +369,10 @@ class Scheduler:
         return True
 
     def _assemble(self) -> StepPlan | None:
+        """What the tables grew by, and its load: whoever was preempted while the step was planned is in neither."""
         decodes: list[ScheduledSequence] = []
         prefills: list[ScheduledSequence] = []
+        decode_rows = prefill_tokens = kv_tokens = pairs = 0
         guesses, decoding = self._speculator.guesses, State.DECODE
         for request in self._batch.requests.values():
             table = table_of(request)
@@ -392,12 +393,19 @@ class Scheduler:
                 tokens,
                 request.num_prompt_tokens,
             )
-            (decodes if request.state is decoding else prefills).append(row)
+            if request.state is decoding:
+                decodes.append(row)
+                decode_rows += end - first
+                kv_tokens += first
+            else:
+                prefills.append(row)
+                prefill_tokens += end - first
+                pairs += chunk_pairs(first, end - first)
         if not decodes and not prefills:
             return None
+        self._load = Load(decode_rows, prefill_tokens, kv_tokens, pairs)
         self._num_planned_steps += 1
-        load = self._load
-        return StepPlan(self._num_planned_steps, (*decodes, *prefills), load.decode_rows, load.prefill_tokens)
+        return StepPlan(self._num_planned_steps, (*decodes, *prefills), decode_rows, prefill_tokens)
 
     # Preemption.
 
@@ -445,6 +453,8 @@ class Scheduler:
         self._pager.settle(table, request.token_ids)
         if ending is not None:
             return self._end(request, *ending, tokens)
+        if self._batch.is_protected(request):
+            self._batch.secure(request)
         if was_decoding:
             self._policy.served(request, 0, len(tokens))
         else:

@@ -31,11 +31,11 @@ class Speculator:
         self._num_tokens = num_tokens
         self._max_rows = max_rows
 
-    def guess(self, requests: Iterable[Request], load: Load) -> Load:
-        """Grow the tables of decoding requests by their guesses. The step's load with them."""
+    def guess(self, requests: Iterable[Request], load: Load) -> None:
+        """Grow the tables of decoding requests by their guesses, in a step with this load."""
         self.guesses = {}
         if not self._num_tokens or not self._guesses_that_pay(1.0, 1, load):
-            return load
+            return
         rows = load.decode_rows
         for request in requests:
             if request.state is State.DECODE and request.lead is None and request.table is not None:
@@ -46,7 +46,6 @@ class Speculator:
                     self._pager.grow(request.table, len(guess))
                     self.guesses[request.request_id] = guess
                     rows += len(guess)
-        return load._replace(decode_rows=rows)
 
     def note(self, request: Request, guessed: int, right: int) -> None:
         """What verifying a request's guesses has shown."""

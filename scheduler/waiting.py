@@ -119,10 +119,10 @@ class WaitingRoom:
 
     def by_reason(self) -> dict[str, int]:
         """How many wait for a sequence's place, pages, latency, tokens of a step, quota, or a branch's source."""
-        held = sum(len(branches) for branches in self._held.values())
-        quota = sum(self._tenants.waiting(tenant) for tenant in self.over_quota)
-        reasons = Counter({"source": held, "quota": quota})
-        reasons[self.held_up] += len(self) - held - quota
+        held = [branch.tenant for branches in self._held.values() for branch in branches]
+        quota = sum(self._tenants.waiting(tenant) - held.count(tenant) for tenant in self.over_quota)
+        reasons = Counter({"source": len(held), "quota": quota})
+        reasons[self.held_up] += len(self) - len(held) - quota
         return {reason: count for reason, count in reasons.items() if count > 0}
 
     def _count(self, request: Request, count: int) -> None:

@@ -1,4 +1,8 @@
-"""Any interleaving of adding, stepping, cancelling and preempting gives every request the tokens it would get alone."""
+"""Any interleaving of all there is gives every request the tokens it would get alone, and every page back.
+
+Adding (also branches and beams), stepping, failing, cancelling, preempting, spilling, guessing, pinning, deadlines: in
+any order, under any policy, budget and quota, with full and sliding layer groups.
+"""
 
 from __future__ import annotations
 
@@ -15,49 +19,129 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from quire.scheduler import Limits, QueueFull, State, StepPlan, TooLong
+from quire.scheduler import (
+    DEADLINE_PASSED,
+    MAX_PREEMPTIONS,
+    BeamSearch,
+    Coefficients,
+    CostModel,
+    Fair,
+    FirstComeFirstServed,
+    LatencyBudget,
+    Limits,
+    Priority,
+    Refused,
+    State,
+    StepPlan,
+    TokenBudget,
+)
 
-MakeWorld = Callable[..., Any]
-Expected = Callable[..., list[int]]
-prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)  # few values: shared prefixes are common
+from tests.scheduler.conftest import World, continuation
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)  # few values: shared prefixes and right guesses abound
+tenants = st.sampled_from(["a", "b", "c"])
 choice = st.integers(0, 1000)
+COSTS = Coefficients(20e-3, 1e-3, 1e-3, 1e-5, 1e-5)
+ENDINGS = ("cancelled", "failed", "not numbers", DEADLINE_PASSED)
 COUNTED_STATES = {"running": (State.PREFILL, State.DECODE), "waiting": (State.WAITING, State.PREEMPTED)}
+POLICIES = (FirstComeFirstServed, Priority, Fair, lambda: Fair({"a": 3.0, "b": 0.5}))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     """Steps are split in two, so that everything can also happen while one is in flight."""
 
-    def __init__(self, make_world: MakeWorld, expected: Expected) -> None:
-        super().__init__()
-        self.make_world = make_world
-        self.expected = expected
-        self.plan: StepPlan | None = None
-        self.next_id = 0
+    longest_prompt = 14
+    pools = st.integers(4, 14)
+    windows: st.SearchStrategy[tuple[int, ...]] = st.just((0,))
 
     @initialize(
-        num_pages=st.integers(4, 12),
+        data=st.data(),
         budget=st.integers(4, 20),
         max_num_seqs=st.integers(1, 4),
         chunk=st.none() | st.integers(1, 5),
+        policy=st.sampled_from(POLICIES),
+        has_target=st.booleans(),
+        vocabulary=st.sampled_from([2, 50]),
+        num_guesses=st.sampled_from([0, 3]),
+        store_slots=st.sampled_from([0, 3, 30]),
+        quota=st.none() | st.integers(3, 9),
         caching=st.booleans(),
     )
-    def start(self, num_pages: int, budget: int, max_num_seqs: int, chunk: int | None, caching: bool) -> None:
-        self.world = self.make_world(
-            num_pages, budget, max_num_seqs, caching, max_prefill_chunk=chunk, limits=Limits(max_num_waiting=5)
+    def start(
+        self,
+        data: st.DataObject,
+        budget: int,
+        max_num_seqs: int,
+        chunk: int | None,
+        policy: Callable[[], Any],
+        has_target: bool,
+        vocabulary: int,
+        num_guesses: int,
+        store_slots: int,
+        quota: int | None,
+        caching: bool,
+    ) -> None:
+        cost = CostModel(COSTS)
+        windows = data.draw(self.windows)
+        self.vocabulary = vocabulary
+        self.max_num_seqs = max_num_seqs
+        self.plan: StepPlan | None = None
+        self.next_id = 0
+        self.world = World(
+            data.draw(self.pools) * len(windows),
+            max_num_seqs=max_num_seqs,
+            enable_prefix_caching=caching,
+            vocabulary=vocabulary,
+            windows=windows,
+            store_slots=store_slots,
+            budget=LatencyBudget(cost, 0.03, budget) if has_target else TokenBudget(budget),
+            cost=cost,
+            policy=policy(),
+            limits=Limits(6, 4, quota and quota * len(windows)),
+            max_prefill_chunk=chunk,
+            max_num_samples=max_num_seqs + 3,
+            num_speculative_tokens=num_guesses,
         )
+        self.world.step_s = 0.02
         self.scheduler = self.world.scheduler
 
-    @rule(prompt=prompts, max_tokens=st.integers(1, 9), stop=st.integers(0, 49), tenant=st.sampled_from(["a", "b"]))
-    def add(self, prompt: list[int], max_tokens: int, stop: int, tenant: str) -> None:
-        before = self.scheduler.stats()
-        try:
-            self.world.add(
-                self.next_id, prompt, max_tokens, stop_token_ids=frozenset({stop}), min_tokens=2, tenant=tenant
-            )
-        except (QueueFull, TooLong):
-            assert self.scheduler.stats() == before
-            return
-        self.next_id += 1
+    @rule(
+        data=st.data(),
+        max_tokens=st.integers(1, 9),
+        stop=st.integers(0, 49),
+        tenant=tenants,
+        priority=st.integers(-2, 2),
+        count=st.sampled_from([1, 1, 1, 2, 3]),
+        lifetime=st.none() | st.floats(0, 0.5),
+        pin_s=st.sampled_from([None, None, 0.1, 5.0]),
+    )
+    def add(
+        self,
+        data: st.DataObject,
+        max_tokens: int,
+        stop: int,
+        tenant: str,
+        priority: int,
+        count: int,
+        lifetime: float | None,
+        pin_s: float | None,
+    ) -> None:
+        self._add(
+            range(self.next_id, self.next_id + count),
+            data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=self.longest_prompt)),
+            max_tokens,
+            stop_token_ids=frozenset({stop}),
+            min_tokens=min(2, max_tokens),
+            tenant=tenant,
+            priority=priority,
+            deadline=None if lifetime is None else self.world.now + lifetime,
+            pin_s=pin_s,
+        )
+
+    @rule(prompt=prompts, max_tokens=st.integers(1, 6), width=st.integers(1, 3), tenant=tenants)
+    def search(self, prompt: list[int], max_tokens: int, width: int, tenant: str) -> None:
+        beam = BeamSearch(min(width, self.max_num_seqs))
+        self._add((self.next_id,), prompt, max_tokens, tenant=tenant, beam=beam, stop_token_ids=frozenset({7}))
 
     @precondition(lambda self: self.plan is None)
     @rule()
@@ -73,6 +157,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.commit(self.plan)
         self.plan = None
 
+    @precondition(lambda self: self.plan is None)
+    @rule(count=st.integers(1, 6))
+    def several_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.world.step()
+
     @precondition(lambda self: self.plan is not None)
     @rule()
     def fail_the_step(self) -> None:
@@ -87,13 +177,30 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.next_id)
     @rule(which=choice)
+    def give_bad_logits(self, which: int) -> None:
+        self.world.failing[which % self.next_id] = "not numbers"
+
+    @precondition(lambda self: self.next_id)
+    @rule(which=choice)
     def preempt(self, which: int) -> None:
         self.scheduler.preempt(which % self.next_id)
+
+    @rule(seconds=st.floats(0, 0.3))
+    def expire(self, seconds: float) -> None:
+        self.world.now += seconds
+        self.world.expire()
+
+    @rule(is_damaged=st.booleans(), seconds_per_page=st.sampled_from([1e-9, 1e-3, 1e9]))
+    def change_the_store(self, is_damaged: bool, seconds_per_page: float) -> None:
+        self.world.store.is_damaged, self.world.store.seconds_per_page = is_damaged, seconds_per_page
 
     @invariant()
     def counters_agree_with_states(self) -> None:
         stats = self.scheduler.stats()
         assert stats.pages_free + stats.pages_cached + stats.pages_owned == stats.pages_total
+        assert stats.pages_reserved <= stats.pages_free + stats.pages_cached
+        assert sum(stats.waiting_by_reason.values()) == stats.waiting
+        assert stats.pages_spilled == len(self.world.store.slots) - self.world.store.slots.count(None)
         for name, states in COUNTED_STATES.items():
             counted = sum(request.state in states for request in self.world.requests.values())
             assert getattr(stats, name) == counted
@@ -101,13 +208,17 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_owned_when_nothing_runs(self) -> None:
         stats = self.scheduler.stats()
-        assert stats.running or not stats.pages_owned
+        assert stats.running or not stats.pages_owned + stats.pages_reserved
 
     @invariant()
     def streams_are_prefixes_of_what_they_would_be_alone(self) -> None:
         for request_id, request in self.world.requests.items():
             output = self.world.outputs[request_id]
-            assert output == self.expected(request.prompt_token_ids, len(output))
+            assert output == continuation(request.prompt_token_ids, len(output), self.vocabulary)
+
+    @invariant()
+    def nobody_is_preempted_for_ever(self) -> None:
+        assert all(request.preemptions <= MAX_PREEMPTIONS for request in self.world.requests.values())
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -121,30 +232,53 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.counters_agree_with_states()
         self.nothing_is_owned_when_nothing_runs()
 
+    def _add(self, ids: Any, prompt: list[int], max_tokens: int, **options: Any) -> None:
+        before = self.scheduler.stats()
+        try:
+            self.world.add_branches(ids, prompt, max_tokens, **options)
+        except Refused:
+            assert self.scheduler.stats() == before
+            return
+        self.next_id += len(ids)
+
     def _check_plan(self, plan: StepPlan) -> None:
         tokens = [len(row.token_ids) for row in plan.sequences]
         assert all(tokens)
         assert sum(tokens) == plan.num_decode_rows + plan.num_prefill_tokens
-        assert tokens[: plan.num_decode_rows] == [1] * plan.num_decode_rows
-        running = [request for request in self.world.requests.values() if request.state in COUNTED_STATES["running"]]
-        oldest = min(running, key=lambda request: request.order)
-        assert oldest.request_id in {row.request_id for row in plan.sequences}
+        assert len(plan.sequences) <= self.max_num_seqs
+        assert sum(row.num_samples for row in plan.sequences) <= self.max_num_seqs + 3
 
     def _check_end(self, request_id: int, request: Any) -> None:
         output, end = self.world.outputs[request_id], self.world.ended[request_id]
         stopped = len(output) >= request.min_tokens and output[-1] in request.stop_token_ids if output else False
-        if end == "stop":
+        if end in ENDINGS:
+            assert len(output) < request.max_tokens
+        elif request.beam is not None:
+            assert end == request.hypotheses[0].finish_reason
+            assert not output
+        elif end == "stop":
             assert stopped
-        elif end == "length":
+        else:
+            assert end == "length"
             assert len(output) == request.max_tokens
             assert not stopped
-        else:
-            assert end in ("cancelled", "failed")
-            assert len(output) < request.max_tokens
 
 
-def test_any_interleaving_ends_every_request_with_its_own_tokens(make_world: MakeWorld, expected: Expected) -> None:
+class SlidingMachine(SchedulerMachine):
+    """Sequences that are longer than a tile and a window, so that pages are given back as they go."""
+
+    longest_prompt = 90
+    pools = st.integers(30, 60)
+    windows = st.sampled_from([(0, 3), (5,), (0, 2, 2)])
+
+
+def test_any_interleaving_ends_every_request_with_its_own_tokens() -> None:
     run_state_machine_as_test(
-        lambda: SchedulerMachine(make_world, expected),
-        settings=settings(max_examples=150, stateful_step_count=40, deadline=None, database=None),
+        SchedulerMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None, database=None)
+    )
+
+
+def test_any_interleaving_with_sliding_layers() -> None:
+    run_state_machine_as_test(
+        SlidingMachine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None, database=None)
     )
