@@ -84,7 +84,7 @@ def test_beams_count_as_places_and_their_pages_are_reserved(make_world: MakeWorl
     world.step()
     stats = world.scheduler.stats()
     assert (stats.running, stats.waiting, stats.waiting_by_reason) == (2, 1, {"sequences": 1})
-    assert stats.pages_reserved == 3 * (4 - 2)  # each has 2 pages, shared with the others
+    assert stats.pages_reserved == 3 * 4 - 2  # they have 2 pages, and share them
     assert not world.scheduler.preempt(1)
     world.run()
     assert world.scheduler.stats().preemptions == 0
