@@ -1,11 +1,23 @@
 """Who owns which page. Integers and token ids in, page ids out; no request, no asyncio, no kernel."""
 
 from .arena import KVArena
-from .errors import InvariantViolated, OutOfMemory, OutOfPages, PagerError, SpillUnavailable
+from .errors import (
+    InvariantViolated,
+    OutOfMemory,
+    OutOfPages,
+    PagerError,
+    SnapshotDamaged,
+    SnapshotError,
+    SnapshotForeign,
+    SnapshotMismatch,
+    SnapshotTruncated,
+    SpillUnavailable,
+)
 from .invariants import check
 from .layout import PAGE_SIZES, KVDtype, KVLayout
 from .memory import map_memory
 from .pager import Pager
+from .snapshot import load_snapshot, save_snapshot
 from .spill import PageStore, Spilled, SpillFile
 from .table import PageTable
 
@@ -21,9 +33,16 @@ __all__ = [
     "PageTable",
     "Pager",
     "PagerError",
+    "SnapshotDamaged",
+    "SnapshotError",
+    "SnapshotForeign",
+    "SnapshotMismatch",
+    "SnapshotTruncated",
     "SpillFile",
     "SpillUnavailable",
     "Spilled",
     "check",
+    "load_snapshot",
     "map_memory",
+    "save_snapshot",
 ]

@@ -7,6 +7,11 @@ The one invariant: whatever the pager refuses, it refuses before it has changed 
     ├── OutOfPages        not enough pages are free or evictable
     ├── OutOfMemory       the system did not give the memory asked for
     ├── SpillUnavailable  no file to spill to could be made
+    ├── SnapshotError     a snapshot cannot be written or read
+    │   ├── SnapshotForeign    the file is something else
+    │   ├── SnapshotMismatch   of another model or layout
+    │   ├── SnapshotTruncated  its end is missing
+    │   └── SnapshotDamaged    its bytes are not those written
     └── InvariantViolated the books do not balance: a bug in Quire, never a user's fault
 """
 
@@ -32,6 +37,26 @@ class OutOfMemory(PagerError):
 
 class SpillUnavailable(PagerError):
     """The spill file could not be made."""
+
+
+class SnapshotError(PagerError):
+    """A snapshot cannot be written, or must not be used."""
+
+
+class SnapshotForeign(SnapshotError):
+    """The file is no snapshot, or one of a version that is not known here."""
+
+
+class SnapshotMismatch(SnapshotError):
+    """The snapshot is of another model or another layout of the KV cache."""
+
+
+class SnapshotTruncated(SnapshotError):
+    """The end of the snapshot is missing."""
+
+
+class SnapshotDamaged(SnapshotError):
+    """The snapshot's bytes are not those that were written."""
 
 
 class InvariantViolated(PagerError):

@@ -1,0 +1,233 @@
+"""The prefix cache on disk: written at drain, read at start, so that a restart is warm.
+
+It must not know models or requests: whose snapshot it is, `identity` says, any bytes that the caller chooses. The one
+invariant: nothing live changes before everything that will be used has been checked. The format, little-endian:
+
+    header   magic "QUIREKV\\0" · version u32 · page_size u32 · groups u32 · page_bytes u64 · pages u64
+             · sha256 of the identity · sha256 of the layout · crc32 of all this
+    page     key · parent (32 bytes each) · depth u32 · group u32 · token ids u32 … · crc32 of the memory
+             · crc32 of all this, then `page_bytes` of memory
+
+Pages come in the reverse of their order of eviction, so whoever has less memory reads the first so many, and a page
+comes after the one it continues. The checksums are against accidents. Whoever can write the file can forge it, and
+then gets wrong tokens, but no page in the wrong place, and no memory that was not there before.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from stat import S_ISREG
+from struct import Struct
+from typing import BinaryIO
+from zlib import crc32
+
+import numpy as np
+
+from .arena import KVArena
+from .errors import SnapshotDamaged, SnapshotError, SnapshotForeign, SnapshotMismatch, SnapshotTruncated
+from .pager import Pager
+from .pool import Content
+from .prefix import page_key
+
+MAGIC = b"QUIREKV\0"
+VERSION = 1
+HEADER = Struct("<8s3I2Q32s32s")
+CHECKSUM = Struct("<I")
+HEADER_BYTES = HEADER.size + CHECKSUM.size
+
+
+def save_snapshot(path: str | os.PathLike[str], pager: Pager, arena: KVArena, identity: bytes) -> int:
+    """Write every indexed page, owned or cached, and replace `path` by it, all or nothing. Returns their number.
+
+    No step may be computing. Raises SnapshotError if it cannot be written; `path` is then as it was.
+    """
+    path = Path(path)
+    pages = _by_recency(pager)
+    page = np.empty(arena.layout.page_bytes, np.uint8)
+    record = _record(pager.page_size)
+    try:
+        with _replacing(path) as file:
+            file.write(_checked(_header(pager, arena, identity, len(pages))))
+            for page_id, content in pages:
+                arena.read_page(page_id, page)
+                file.write(_checked(record.pack(*_fields(content), crc32(page.data))))
+                file.write(page.data)
+    except OSError as error:
+        raise SnapshotError(f"cannot write the snapshot {path} ({error.strerror})") from error
+    return len(pages)
+
+
+def load_snapshot(path: str | os.PathLike[str], pager: Pager, arena: KVArena, identity: bytes) -> int:
+    """Make the pages of a snapshot cached pages, in the same order of eviction: as many as fit. Returns their number.
+
+    The pager must be new. Raises a SnapshotError, changing nothing, if the file cannot be read, is no snapshot, is of
+    another model or layout, is truncated or damaged.
+    """
+    if pager.prefix is None or pager.num_free != pager.num_pages:
+        raise ValueError("a snapshot is loaded into a pager that caches prefixes and holds none yet")
+    try:
+        with _opened(Path(path)) as file:
+            reader = _Reader(file, pager, arena, identity)
+            contents = reader.check()
+            page_ids = list(pager.pool.free_pages())[: len(contents)]
+            reader.load(page_ids)
+    except OSError as error:
+        raise SnapshotError(f"cannot read the snapshot {path} ({error.strerror})") from error
+    owned = pager.pool.allocate(len(page_ids))
+    for page, content in zip(owned, contents, strict=True):
+        pager.pool.label(page, content)
+    pager.pool.release(owned)
+    return len(owned)
+
+
+class _Reader:
+    """An open snapshot: first `check`, then `load`. Holds one page of memory at a time."""
+
+    def __init__(self, file: int, pager: Pager, arena: KVArena, identity: bytes) -> None:
+        self._file = file
+        self._pager = pager
+        self._arena = arena
+        self._identity = identity
+        self._record = _record(pager.page_size)
+        self._page = np.empty(arena.layout.page_bytes, np.uint8)
+        self._stride = self._record.size + CHECKSUM.size + self._page.size
+        self._checksums: list[int] = []
+
+    def check(self) -> list[Content]:
+        """What the first pages hold, as many as fit, each checked: record, memory, key and its place in the chain."""
+        count = min(self._check_header(), self._pager.num_free)
+        contents: list[Content] = []
+        seen: list[dict[bytes, int]] = [{} for _ in self._pager.windows]  # key -> depth, per group
+        for index in range(count):
+            content, checksum = self._read_record(index)
+            self._check_content(index, content, seen)
+            self._read_memory(index, checksum)
+            contents.append(content)
+            self._checksums.append(checksum)
+        return contents
+
+    def load(self, page_ids: Sequence[int]) -> None:
+        """Copy the memory of the checked pages into these, which nobody owns and nobody finds."""
+        for index, page in enumerate(page_ids):
+            self._read_memory(index, self._checksums[index])  # checked again: the file may have changed meanwhile
+            self._arena.write_page(page, self._page)
+
+    def _check_header(self) -> int:
+        """How many pages the file has, of our model and layout and exactly as long as it says."""
+        data = os.pread(self._file, HEADER_BYTES, 0)
+        if not MAGIC.startswith(data[: len(MAGIC)]):
+            raise SnapshotForeign("the file is no snapshot of a prefix cache")
+        if len(data) < HEADER_BYTES:
+            raise SnapshotTruncated("the snapshot ends within its header")
+        _, version, _, _, _, num_pages, _, _ = HEADER.unpack_from(data)
+        if version != VERSION:
+            raise SnapshotForeign(f"the snapshot has version {version}, only {VERSION} can be read")
+        self._unchecked(data, "header")
+        expected = _header(self._pager, self._arena, self._identity, num_pages)
+        if data[: HEADER.size] != expected:
+            raise SnapshotMismatch("the snapshot is of another model, build or layout of the KV cache")
+        missing = HEADER_BYTES + num_pages * self._stride - os.fstat(self._file).st_size
+        if missing > 0:
+            raise SnapshotTruncated(f"the snapshot of {num_pages} pages is {missing} bytes too short")
+        if missing < 0:
+            raise SnapshotDamaged(f"the snapshot of {num_pages} pages is {-missing} bytes too long")
+        return int(num_pages)
+
+    def _read_record(self, index: int) -> tuple[Content, int]:
+        data = os.pread(self._file, self._record.size + CHECKSUM.size, HEADER_BYTES + index * self._stride)
+        fields = self._record.unpack(self._unchecked(data, f"record of page {index}"))
+        key, parent, depth, group, token_ids, checksum = fields
+        return Content(key, parent, depth, group, token_ids), checksum
+
+    def _read_memory(self, index: int, checksum: int) -> None:
+        offset = HEADER_BYTES + (index + 1) * self._stride - self._page.size
+        if os.preadv(self._file, [self._page.data], offset) != self._page.size:
+            raise SnapshotTruncated(f"the snapshot ends within page {index}")
+        if crc32(self._page.data) != checksum:
+            raise SnapshotDamaged(f"page {index} of the snapshot has the wrong checksum")
+
+    def _check_content(self, index: int, content: Content, seen: list[dict[bytes, int]]) -> None:
+        """Its key is what its tokens say, it is there once, and in a full group the page before it has been seen."""
+        sound = content.group < len(seen) and content.key == page_key(content.parent, content.token_ids)
+        if sound:
+            known = seen[content.group]
+            is_chained = content.depth == 0 or known.get(content.parent) == content.depth - 1
+            sound = content.key not in known and (is_chained or self._pager.windows[content.group] > 0)
+            known[content.key] = content.depth
+        if not sound:
+            raise SnapshotDamaged(f"page {index} of the snapshot does not continue the pages before it")
+
+    def _unchecked(self, data: bytes, what: str) -> bytes:
+        """`data` without the checksum behind it."""
+        body, checksum = data[: -CHECKSUM.size], data[-CHECKSUM.size :]
+        if CHECKSUM.pack(crc32(body)) != checksum:
+            raise SnapshotDamaged(f"the {what} of the snapshot has the wrong checksum")
+        return body
+
+
+def _by_recency(pager: Pager) -> list[tuple[int, Content]]:
+    """Indexed pages in the reverse of their order of eviction; owned ones would go last, the heads last of all."""
+    pool = pager.pool
+    owned = [page for page in range(pool.num_pages) if pool.references(page)]
+    contents = [(page, content) for page in owned if (content := pool.content(page))]
+    contents.sort(key=lambda each: each[1].depth)
+    cached = [(page, content) for page in pool.cached_pages() if (content := pool.content(page))]
+    return contents + cached[::-1]
+
+
+def _header(pager: Pager, arena: KVArena, identity: bytes, num_pages: int) -> bytes:
+    layout = sha256(repr((arena.layout, pager.windows)).encode()).digest()
+    page_bytes = arena.layout.page_bytes
+    num_groups = len(pager.windows)
+    fields = (VERSION, pager.page_size, num_groups, page_bytes, num_pages, sha256(identity).digest(), layout)
+    return HEADER.pack(MAGIC, *fields)
+
+
+def _record(page_size: int) -> Struct:
+    return Struct(f"<32s32s2I{4 * page_size}sI")
+
+
+def _fields(content: Content) -> tuple[bytes, bytes, int, int, bytes]:
+    return content.key, content.parent, content.depth, content.group, content.token_ids
+
+
+def _checked(data: bytes) -> bytes:
+    return data + CHECKSUM.pack(crc32(data))
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A private file that takes the place of `path` once it is written and on disk, or vanishes."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with open(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """A regular file to read; anything else is not waited for."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not S_ISREG(os.fstat(file).st_mode):
+            raise SnapshotForeign(f"{path} is not a regular file")
+        yield file
+    finally:
+        os.close(file)

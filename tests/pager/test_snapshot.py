@@ -1,0 +1,320 @@
+"""A prefix cache that outlives its process. Pages hold 16 tokens of two layers, tiles 64."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from quire.pager import (
+    KVArena,
+    KVLayout,
+    Pager,
+    PageTable,
+    SnapshotDamaged,
+    SnapshotError,
+    SnapshotForeign,
+    SnapshotMismatch,
+    SnapshotTruncated,
+    check,
+    load_snapshot,
+    save_snapshot,
+    snapshot,
+)
+
+MODEL = b"a model"
+FULL = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, page_size=16)
+HYBRID = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, page_size=16, windows=(0, 40))
+PROMPT = list(range(1000, 1100))
+
+
+class Machine:
+    """A pager and its memory; computing a page writes bytes that only its tokens and group determine."""
+
+    def __init__(self, num_pages: int = 16, layout: KVLayout = FULL) -> None:
+        self.arena = KVArena(layout, num_pages)
+        self.pager = Pager(layout.page_size, num_pages, windows=layout.group_windows)
+
+    def compute(self, token_ids: list[int], salt: bytes = b"") -> PageTable:
+        table, cached = self.pager.open(token_ids, salt)
+        self.pager.grow(table, len(token_ids) - cached)
+        for group, pages in enumerate(table.pages):
+            for depth in range(cached // 16, len(pages)):
+                self.arena.write_page(pages[depth], self.memory(token_ids, depth, group))
+        self.pager.settle(table, token_ids)
+        return table
+
+    def memory(self, token_ids: list[int], depth: int, group: int) -> Any:
+        seed = [*token_ids[: 16 * (depth + 1)], group]
+        return np.random.default_rng(seed).integers(0, 256, self.arena.layout.page_bytes, np.uint8)
+
+    def holds(self, table: PageTable, token_ids: list[int]) -> bool:
+        """Whether each page listed has the bytes of its tokens."""
+        out = np.empty(self.arena.layout.page_bytes, np.uint8)
+        for group, pages in enumerate(table.pages):
+            for depth, page in enumerate(pages):
+                if page >= 0:
+                    self.arena.read_page(page, out)
+                    if not np.array_equal(out, self.memory(token_ids, depth, group)):
+                        return False
+        return True
+
+    def state(self) -> Any:
+        """Everything that loading could change."""
+        pool = self.pager.pool
+        return (
+            list(pool.free_pages()),
+            list(pool.cached_pages()),
+            [pool.indexed_pages(group) for group in range(len(self.pager.windows))],
+            self.arena.memory.tobytes(),
+        )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "prefix.snapshot"
+
+
+def saved(path: Path, layout: KVLayout = FULL) -> Machine:
+    """Two prompts that share a page, one of another tenant; the first is still running."""
+    machine = Machine(layout=layout)
+    machine.compute(PROMPT[:50])
+    machine.pager.release(machine.compute([*PROMPT[:20], *range(30)]))
+    machine.pager.release(machine.compute(PROMPT[:40], b"other"))
+    assert save_snapshot(path, machine.pager, machine.arena, MODEL) == 3 + 2 + 2
+    return machine
+
+
+def test_a_restart_is_warm(path: Path) -> None:
+    saved(path)
+    machine = Machine()
+    assert load_snapshot(path, machine.pager, machine.arena, MODEL) == 7
+    assert (machine.pager.num_cached, machine.pager.num_owned, machine.pager.num_free) == (7, 0, 9)
+    check(machine.pager, [])
+    tables = []
+    for tokens, salt, expected in (
+        (PROMPT[:50], b"", 48),
+        ([*PROMPT[:20], *range(30)], b"", 48),
+        (PROMPT[:40], b"other", 32),
+        (PROMPT[:40], b"third", 0),
+    ):
+        table, cached = machine.pager.open(tokens, salt)
+        assert cached == expected
+        assert machine.holds(table, tokens)
+        tables.append(table)
+    check(machine.pager, tables)
+
+
+def test_pages_come_back_in_their_order_of_eviction(path: Path) -> None:
+    before = Machine()
+    for prompt in (PROMPT[:33], PROMPT[50:83]):
+        before.pager.release(before.compute(prompt))
+    before.pager.release(before.pager.open(PROMPT[:33])[0])
+    save_snapshot(path, before.pager, before.arena, MODEL)
+    after = Machine()
+    load_snapshot(path, after.pager, after.arena, MODEL)
+    orders = [
+        [machine.pager.pool.content(page) for page in machine.pager.pool.cached_pages()] for machine in (before, after)
+    ]
+    assert orders[0] == orders[1]
+    assert [content.depth for content in orders[1]] == [1, 0, 1, 0]
+
+
+def test_a_smaller_pool_takes_what_would_be_evicted_last(path: Path) -> None:
+    saved(path)
+    machine = Machine(num_pages=4)
+    assert load_snapshot(path, machine.pager, machine.arena, MODEL) == 4
+    check(machine.pager, [])
+    table, cached = machine.pager.open(PROMPT[:50])
+    assert cached == 48
+    assert machine.holds(table, PROMPT[:50])
+
+
+def test_windows_survive(path: Path) -> None:
+    before = Machine(26, HYBRID)
+    before.pager.release(before.compute(PROMPT * 2))
+    save_snapshot(path, before.pager, before.arena, MODEL)
+    after = Machine(26, HYBRID)
+    load_snapshot(path, after.pager, after.arena, MODEL)
+    check(after.pager, [])
+    table, cached = after.pager.open([*PROMPT, *PROMPT])
+    assert cached == 192
+    assert after.holds(table, PROMPT * 2)
+
+
+def test_an_empty_cache_makes_a_snapshot_too(path: Path) -> None:
+    machine = Machine()
+    assert save_snapshot(path, machine.pager, machine.arena, MODEL) == 0
+    assert load_snapshot(path, machine.pager, machine.arena, MODEL) == 0
+
+
+def test_the_file_is_private_and_nothing_is_left_beside_it(path: Path) -> None:
+    path.write_bytes(b"an older one")
+    saved(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_bytes(b"an older one")
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(SnapshotError, match=r"cannot write the snapshot .* \(No space left on device\)"):
+        saved(path)
+    assert path.read_bytes() == b"an older one"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def refused(path: Path, error: type[SnapshotError], match: str, identity: bytes = MODEL, **options: Any) -> None:
+    machine = Machine(**options)
+    before = machine.state()
+    with pytest.raises(error, match=match) as caught:
+        load_snapshot(path, machine.pager, machine.arena, identity)
+    assert caught.type is error
+    assert machine.state() == before
+
+
+def test_each_kind_of_wrong_file_is_told_apart(path: Path) -> None:
+    saved(path)
+    data = path.read_bytes()
+    refused(path, SnapshotMismatch, "another model", identity=b"another model")
+    refused(path, SnapshotMismatch, "layout", layout=HYBRID)
+    other = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, page_size=16, dtype="f32")
+    refused(path, SnapshotMismatch, "layout", layout=other)
+    path.write_bytes(data[:-1])
+    refused(path, SnapshotTruncated, "7 pages is 1 bytes too short")
+    path.write_bytes(data[:50])
+    refused(path, SnapshotTruncated, "ends within its header")
+    path.write_bytes(b"")
+    refused(path, SnapshotTruncated, "ends within its header")
+    path.write_bytes(data + b"\0")
+    refused(path, SnapshotDamaged, "1 bytes too long")
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    refused(path, SnapshotDamaged, "page 6 of the snapshot has the wrong checksum")
+    path.write_bytes(b"\x7fELF" + data)
+    refused(path, SnapshotForeign, "no snapshot")
+    path.write_bytes(data[:8] + struct.pack("<I", 2) + data[12:])
+    refused(path, SnapshotForeign, "version 2, only 1 can be read")
+    refused(path.parent, SnapshotForeign, "not a regular file")
+    os.unlink(path)
+    refused(path, SnapshotError, "No such file")
+    os.mkfifo(path)
+    refused(path, SnapshotForeign, "not a regular file")
+
+
+@pytest.mark.parametrize("num_pages", [8, 1 << 20, (1 << 64) - 1])
+def test_a_length_that_lies_takes_no_memory(path: Path, num_pages: int) -> None:
+    saved(path)
+    machine = Machine()
+    header = snapshot._header(machine.pager, machine.arena, MODEL, num_pages)
+    data = header + struct.pack("<I", crc32(header))
+    path.write_bytes(data)
+    refused(path, SnapshotTruncated, "bytes too short")
+    stride = snapshot._record(16).size + 4 + FULL.page_bytes
+    if num_pages * stride < 1 << 40:
+        os.truncate(path, len(data) + num_pages * stride)  # as long as it says, and empty
+        refused(path, SnapshotDamaged, "record of page 0")
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda key, parent, depth, group, tokens: (key, parent, depth, 1, tokens),
+        lambda key, parent, depth, group, tokens: (key, parent, depth + 1, group, tokens),
+        lambda key, parent, depth, group, tokens: (key, parent, depth, group, tokens[::-1]),
+        lambda key, parent, depth, group, tokens: (key, bytes(32), depth, group, tokens),
+        lambda key, parent, depth, group, tokens: (bytes(32), parent, depth, group, tokens),
+    ],
+)
+def test_a_chain_that_lies_is_found_whatever_the_checksums_say(path: Path, forge: Callable[..., Any]) -> None:
+    saved(path)
+    data = bytearray(path.read_bytes())
+    start = snapshot.HEADER_BYTES
+    record = snapshot._record(16)
+    *fields, checksum = record.unpack_from(data, start)
+    forged = record.pack(*forge(*fields), checksum)
+    data[start : start + len(forged) + 4] = forged + struct.pack("<I", crc32(forged))
+    path.write_bytes(data)
+    refused(path, SnapshotDamaged, "page 0 of the snapshot does not continue")
+
+
+def test_the_same_page_twice_is_found(path: Path) -> None:
+    saved(path)
+    data = path.read_bytes()
+    start = snapshot.HEADER_BYTES
+    stride = (len(data) - start) // 7
+    path.write_bytes(data[: start + stride] + data[start : start + stride] + data[start + 2 * stride :])
+    refused(path, SnapshotDamaged, "page 1 of the snapshot does not continue")
+
+
+def test_a_file_that_changes_while_it_is_read_indexes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(path)
+    machine = Machine()
+    passed = snapshot._Reader.check
+
+    def check_then_change(reader: Any) -> Any:
+        contents = passed(reader)
+        os.truncate(path, path.stat().st_size - 1)
+        return contents
+
+    monkeypatch.setattr(snapshot._Reader, "check", check_then_change)
+    with pytest.raises(SnapshotTruncated, match="ends within page 6"):
+        load_snapshot(path, machine.pager, machine.arena, MODEL)
+    assert (machine.pager.num_free, machine.pager.pool.indexed_pages()) == (16, {})
+
+
+def test_only_a_new_pager_is_warmed(path: Path) -> None:
+    machine = saved(path)
+    with pytest.raises(ValueError, match="holds none yet"):
+        load_snapshot(path, machine.pager, machine.arena, MODEL)
+
+
+@pytest.mark.parametrize("layout", [FULL, HYBRID])
+def test_any_flipped_or_missing_bytes_change_nothing(path: Path, layout: KVLayout) -> None:
+    machine = Machine(layout=layout)
+    machine.pager.release(machine.compute(PROMPT[:50]))
+    save_snapshot(path, machine.pager, machine.arena, MODEL)
+    data = path.read_bytes()
+    fresh = Machine(layout=layout)
+    before = fresh.state()
+    within = st.integers(0, len(data) - 1)
+    heads = st.integers(0, 400)  # header and first record, oftener than by chance
+
+    @settings(max_examples=150, deadline=None, database=None)
+    @given(
+        flips=st.lists(st.tuples(within | heads, st.integers(1, 255)), max_size=4), length=st.none() | within | heads
+    )
+    def damaged(flips: list[tuple[int, int]], length: int | None) -> None:
+        other = bytearray(data)
+        for at, bits in flips:
+            other[at] ^= bits
+        del other[length:]
+        if other == data:
+            return
+        path.write_bytes(other)
+        with pytest.raises(SnapshotError):
+            load_snapshot(path, fresh.pager, fresh.arena, MODEL)
+        assert fresh.state() == before
+
+    damaged()
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(data=st.binary(max_size=400), headed=st.booleans())
+def test_any_other_file_is_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes, headed: bool) -> None:
+    path = tmp_path_factory.getbasetemp() / "any"
+    path.write_bytes(snapshot.MAGIC + data if headed else data)
+    machine = Machine(2)
+    with pytest.raises(SnapshotError):
+        load_snapshot(path, machine.pager, machine.arena, MODEL)
