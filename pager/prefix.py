@@ -97,7 +97,9 @@ class PrefixCache:
         """Index the table's full pages, all of them computed; `token_ids` starts with the tokens they hold.
 
         Where another page was indexed first for the same content, the table takes that one and gives its own back: the
-        bytes are the same, and one copy is enough. After a hash collision the rest of the table stays private.
+        bytes are the same, and one copy is enough. Not while a fork shares its own: the fork would go on owning the
+        pages behind, but not the one they continue, and that might then be evicted before them. There, as after a hash
+        collision, the rest of the table stays private.
         """
         for depth in range(table.num_settled, table.num_tokens // self._page_size):
             contents = self._contents(table.keys[-1] if depth else table.root, token_ids, depth)
@@ -117,10 +119,10 @@ class PrefixCache:
                 continue
             if indexed is None:
                 missing.append((own, content))
+            elif self._pool.references(own) > 1:
+                return False
             else:
                 duplicates.append((group, indexed))
-        if sum(table.cost_of_substitute(group, depth, page) for group, page in duplicates) > self._pool.num_available:
-            return False
         for own, content in missing:
             self._pool.label(own, content)
         for group, page in duplicates:

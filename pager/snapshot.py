@@ -181,7 +181,7 @@ def _by_recency(pager: Pager) -> list[tuple[int, Content]]:
 
 
 def _header(pager: Pager, arena: KVArena, identity: bytes, num_pages: int) -> bytes:
-    layout = sha256(repr((arena.layout, pager.windows)).encode()).digest()
+    layout = sha256(repr((arena.layout, arena.layout.groups, pager.windows)).encode()).digest()
     page_bytes = arena.layout.page_bytes
     num_groups = len(pager.windows)
     fields = (VERSION, pager.page_size, num_groups, page_bytes, num_pages, sha256(identity).digest(), layout)

@@ -182,13 +182,8 @@ class PageTable:
                 if kept:
                     self._shortest = max(self._shortest, kept + window - 1)
 
-    def cost_of_substitute(self, group: int, index: int, page: int) -> int:
-        """Available pages that `substitute` uses up: a fork keeps the page given back, and nobody has the other yet."""
-        own = self.pages[group][index]
-        return int(self._pool.references(page) == 0 and self._pool.references(own) > 1)
-
     def substitute(self, group: int, index: int, page: int) -> None:
-        """List `page`, which holds the same content, in place of the page at `index`."""
+        """List `page`, which holds the same content, in place of the page at `index`, which nobody shares."""
         self._pool.retain((page,))
         self._pool.release((self.pages[group][index],))
         self.pages[group][index] = page

@@ -104,6 +104,23 @@ def test_forks_index_their_shared_pages_once(make_world: Callable[..., World]) -
     check(world.pager, [table, twin])
 
 
+def test_a_page_that_a_fork_shares_is_not_swapped(make_world: Callable[..., World]) -> None:
+    world = make_world(4)
+    table, _ = world.pager.open(PROMPT[:8])
+    world.extend(table, PROMPT[:8])
+    twin = world.pager.fork(table)
+    world.pager.release(world.compute(PROMPT[:4])[0])  # page 2: what page 0 holds
+    world.pager.settle(table, PROMPT[:8])
+    assert (list(table.pages[0]), table.num_settled) == ([0, 1], 0)
+    world.pager.release(twin)
+    world.pager.settle(table, PROMPT[:8])
+    assert (list(table.pages[0]), table.num_settled) == ([0, 1], 0)  # looks again when the next page is full
+    world.extend(table, [*PROMPT[8:], 32, 33, 34])
+    world.pager.settle(table, [*PROMPT, 32, 33, 34])
+    assert (list(table.pages[0]), table.num_settled) == ([2, 1, 3], 3)
+    check(world.pager, [table])
+
+
 def test_a_fork_knows_what_is_indexed_already(make_world: Callable[..., World]) -> None:
     world = make_world(8)
     table, _ = world.compute(PROMPT)

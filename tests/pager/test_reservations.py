@@ -108,21 +108,3 @@ def test_cached_pages_that_are_reserved_cannot_be_taken_as_a_hit(make_world: Cal
         world.pager.open([1, 2, 3, 4, 5])
     assert (world.pager.prefix_queried_tokens, world.pager.num_cached) == (5, 1)
     check(world.pager, [table])
-
-
-def test_a_page_is_not_swapped_for_a_cached_one_that_is_reserved(make_world: Callable[..., World]) -> None:
-    world = make_world(3)
-    table, _ = world.pager.open([1, 2, 3, 4])
-    world.extend(table, [1, 2, 3, 4])
-    twin = world.pager.fork(table)
-    world.pager.release(world.compute([1, 2, 3, 4])[0])
-    holder, _ = world.pager.open([])
-    world.pager.reserve(holder, 2)
-    world.pager.settle(table, [1, 2, 3, 4])  # its own page stays with the fork, so taking the cached one costs a page
-    assert (list(table.pages[0]), table.num_settled) == ([0], 0)
-    check(world.pager, [table, twin, holder])
-    world.pager.reserve(holder, 0)
-    world.extend(table, [5, 6, 7, 8])
-    world.pager.settle(table, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert (list(table.pages[0]), table.num_settled) == ([1, 2], 2)
-    check(world.pager, [table, twin, holder])
