@@ -237,6 +237,17 @@ def test_pages_still_cached_are_not_read_back(make_world: Callable[..., World]) 
     check(pager, [table])
 
 
+def test_cached_pages_taken_back_count_as_taken(make_world: Callable[..., World]) -> None:
+    world = make_world(4, store_pages=4)
+    table, _ = world.compute(TOKENS[:14])
+    spilled = world.pager.spill(table, 14)
+    other, _ = world.compute([1])  # on the one page that was not cached
+    with pytest.raises(OutOfPages, match="needs 4 pages, 3 are available"):
+        world.pager.restore(spilled, TOKENS)
+    assert (world.pager.num_cached, world.pager.num_spilled) == (3, 4)
+    check(world.pager, [other])
+
+
 def test_only_computed_tokens_are_spilled(make_world: Callable[..., World]) -> None:
     world = make_world(8, store_pages=4)
     table, _ = world.compute(TOKENS[:6])

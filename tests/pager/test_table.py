@@ -159,6 +159,17 @@ def test_rolling_back_into_an_indexed_page_leaves_what_was_indexed(make_world: C
     check(world.pager, [table, other])
 
 
+def test_a_page_filled_again_after_a_rollback_is_indexed_again(make_world: Callable[..., World]) -> None:
+    world = make_world(4)
+    table, _ = world.compute([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    world.pager.rollback(table, 4)
+    assert table.num_settled == 1
+    world.extend(table, [50, 60, 70, 80])
+    world.pager.settle(table, [1, 2, 3, 4, 50, 60, 70, 80])
+    assert table.num_settled == 2
+    check(world.pager, [table])
+
+
 def test_releasing_twice_gives_back_once(make_world: Callable[..., World]) -> None:
     pager = make_world(3).pager
     table, _ = pager.open([])
