@@ -14,7 +14,7 @@ from .layout import first_kept_token, pages_held
 from .pool import PagePool
 from .prefix import Hit, PrefixCache, root_key
 from .spill import PageStore, Spilled
-from .table import GIVEN_BACK, CopyPage, PageTable, listed
+from .table import GIVEN_BACK, CopyPage, PageTable, check_reservation, listed
 
 
 class Pager:
@@ -62,6 +62,7 @@ class Pager:
         the rest of `token_ids` could be allocated now and leave `spare_pages` to others. Without, it raises OutOfPages
         only where the cached pages themselves, or those to `reserve` (see there), are reserved by others.
         """
+        check_reservation(reserve)
         root = root_key(tenant_salt)
         hit = self._match(root, token_ids, (len(token_ids) - 1) // self.page_size)
         cached = self._num_unowned(hit.page_ids())
@@ -159,6 +160,7 @@ class Pager:
         nothing, unless all could be allocated now, `reserve` more be reserved, and `spare_pages` be left to others.
         None: what was stored is damaged or unreadable, the ticket is discarded; compute the tokens again.
         """
+        check_reservation(reserve)
         if spilled not in self._tickets or self._store is None:
             raise ValueError("this ticket is used up, or another pager's")
         if len(token_ids) < spilled.num_tokens:

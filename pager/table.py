@@ -105,8 +105,7 @@ class PageTable:
 
     def reserve(self, num_pages: int) -> None:
         """Have `num_pages` pages kept for this table's growth. Raises OutOfPages, changing nothing."""
-        if num_pages < 0:
-            raise ValueError(f"cannot reserve {num_pages} pages")
+        check_reservation(num_pages)
         self._pool.reserve(num_pages - self.reserved)
         self.reserved = num_pages
 
@@ -228,6 +227,11 @@ class PageTable:
             self._copy_page(shared, page)
         self.pages[group][-1] = page
         self._pool.release((shared,))
+
+
+def check_reservation(num_pages: int) -> None:
+    if num_pages < 0:
+        raise ValueError(f"cannot reserve {num_pages} pages")
 
 
 def listed(tables: Iterable[Sequence[int]]) -> list[int]:

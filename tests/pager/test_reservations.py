@@ -99,6 +99,16 @@ def test_opening_reserves_together_with_the_rest_or_not_at_all(make_world: Calla
     check(world.pager, [table])
 
 
+def test_reserving_less_than_nothing_is_refused_before_anything_is_taken(make_world: Callable[..., World]) -> None:
+    world = make_world(4, store_pages=2)
+    spilled = world.pager.spill(world.compute([1, 2, 3, 4, 5])[0], 5)
+    with pytest.raises(ValueError, match="cannot reserve -1 pages"):
+        world.pager.open([1, 2, 3, 4, 5], reserve=-1)
+    with pytest.raises(ValueError, match="cannot reserve -1 pages"):
+        world.pager.restore(spilled, [1, 2, 3, 4, 5], reserve=-1)
+    check(world.pager, [])
+
+
 def test_cached_pages_that_are_reserved_cannot_be_taken_as_a_hit(make_world: Callable[..., World]) -> None:
     world = make_world(2)
     world.pager.release(world.compute([1, 2, 3, 4, 5])[0])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire.pager import KVArena, KVLayout, OutOfPages, SpillFile, SpillUnavailable, check
+from quire.pager import KVArena, KVLayout, OutOfPages, Pager, SpillFile, SpillUnavailable, check
 
 World = Any
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, page_size=16)
@@ -199,6 +199,26 @@ def test_a_file_that_cannot_be_made_is_a_typed_error(arena: KVArena, tmp_path: P
         SpillFile(arena, LAYOUT.page_bytes, tmp_path / "missing")
     with pytest.raises(ValueError, match="hold no page of"):
         SpillFile(arena, LAYOUT.page_bytes - 1, tmp_path)
+
+
+# The pager over a real file.
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_sequence_survives_the_file_unless_its_bytes_changed(arena: KVArena, file: SpillFile, damaged: bool) -> None:
+    pager = Pager(16, 8, copy_page=arena.copy_page, store=file, enable_prefix_caching=False)
+    table, _ = pager.open([])
+    pager.grow(table, 40)
+    before = [page_of(arena, page) for page in table.pages[0]]
+    spilled = pager.spill(table, 40)
+    arena.memory[:] = 0
+    if damaged:
+        os.pwrite(file._file, bytes(9), LAYOUT.page_bytes + 100)
+    table = pager.restore(spilled, TOKENS[:40])
+    assert (table is None, file.num_used, pager.num_spilled) == (damaged, 0, 0)
+    check(pager, [table] if table else [])
+    if table:
+        assert [page_of(arena, page) for page in table.pages[0]] == before
 
 
 # The pager's side, with a store of cells.
