@@ -20,7 +20,7 @@ NewDetokenizer = Callable[[], IncrementalDetokenizer | None]  # None: the model 
 
 
 class Piece(NamedTuple):
-    """What one update brings its user."""
+    """What is known of a choice that is not streamed."""
 
     tokens: Sequence[SampledToken]
     text: str
@@ -39,13 +39,13 @@ class Branch:
     last_tokens_s: float | None = None  # when the latest of them came
     finish_reason: FinishReason | None = None
 
-    def read(self, update: RequestUpdate) -> Piece:
-        """The update's tokens up to a stop string, their text, and how the sequence ended if it did."""
+    def read(self, update: RequestUpdate) -> tuple[Sequence[SampledToken], str]:
+        """The update's tokens up to a stop string, and their text. Notes how the sequence ended, if it did."""
         tokens, text, reason = update.tokens, "", update.finish_reason
         detokenizer = self.detokenizer
         if detokenizer is not None:
-            text = detokenizer.push([token.token_id for token in tokens])
-            if detokenizer.stopped:
+            text = detokenizer.push(_ids(tokens))
+            if detokenizer.stop_string is not None:
                 assert detokenizer.stop_token_index is not None, "set together"
                 tokens, reason = tokens[: detokenizer.stop_token_index + 1 - self.num_tokens], "stop"
             elif reason is not None:
@@ -54,7 +54,7 @@ class Branch:
         if reason is not None:
             self.finish_reason = reason
             self.live.num_open -= 1
-        return Piece(tokens, text, reason)
+        return tokens, text
 
 
 class Live:
@@ -79,11 +79,15 @@ class Live:
         self.num_open = len(self.branches)  # that have not ended
         self._new_detokenizer = new_detokenizer
 
-    def chunks(self, branch: Branch, piece: Piece) -> list[OutputChunk]:
-        """What may go out now that `piece` of `branch` is known; the usage is still to be added to the last of all."""
-        if not piece.tokens and piece.finish_reason is None:
-            return []
-        return [self._chunk(branch.index, branch.num_tokens - len(piece.tokens), piece)]
+    def take(self, branch: Branch, update: RequestUpdate) -> Sequence[OutputChunk]:
+        """What may go out now that this is known. The usage is still to be added to the last chunk of all.
+
+        Raises whatever a detokenizer raises.
+        """
+        tokens, text = branch.read(update)
+        if not tokens and branch.finish_reason is None:
+            return ()
+        return (self._chunk(branch.index, branch.num_tokens - len(tokens), tokens, text, branch.finish_reason),)
 
     def usage(self) -> Usage:
         """Of a request that has ended."""
@@ -109,24 +113,30 @@ class Live:
         return sum(branch.num_tokens for branch in self.branches)
 
     def _chunk(
-        self, choice: int, first_index: int, piece: Piece, cumulative_logprob: float | None = None
+        self,
+        choice: int,
+        first_index: int,
+        tokens: Sequence[SampledToken],
+        text: str,
+        reason: FinishReason | None,
+        cumulative_logprob: float | None = None,
     ) -> OutputChunk:
         logprobs = None
         if self.params.logprobs is not None:
-            logprobs = tuple([TokenLogprobs(t.token_id, t.logprob or 0.0, t.top_logprobs) for t in piece.tokens])
+            logprobs = tuple([TokenLogprobs(t.token_id, t.logprob or 0.0, t.top_logprobs) for t in tokens])
         return OutputChunk(
             first_index=first_index,
-            token_ids=tuple([token.token_id for token in piece.tokens]),
-            text=piece.text,
+            token_ids=_ids(tokens),
+            text=text,
             logprobs=logprobs,
-            finish_reason=piece.finish_reason,
+            finish_reason=reason,
             choice=choice,
             cumulative_logprob=cumulative_logprob,
         )
 
     def _cancelled(self) -> list[OutputChunk]:
         """The choices of a request that nobody waits for any more, where none was told before the end."""
-        return [self._chunk(choice, 0, Piece((), "", "cancelled")) for choice in range(self.params.n)]
+        return [self._chunk(choice, 0, (), "", "cancelled") for choice in range(self.params.n)]
 
 
 class Ranked(Live):
@@ -144,36 +154,34 @@ class Ranked(Live):
         super().__init__(stream, params, seed, submitted, requests, new_detokenizer)
         self._held: list[list[Piece]] = [[] for _ in requests]
 
-    def chunks(self, branch: Branch, piece: Piece) -> list[OutputChunk]:
-        self._held[branch.index].append(piece)
+    def take(self, branch: Branch, update: RequestUpdate) -> Sequence[OutputChunk]:
+        self._held[branch.index].append(Piece(*branch.read(update), branch.finish_reason))
         if self.num_open:
-            return []
+            return ()
         if any(branch.finish_reason == "cancelled" for branch in self.branches):
             return self._cancelled()
         found = [(_cumulative_logprob(whole.tokens), whole) for whole in map(_join, self._held)]
         found.sort(key=lambda ranked: -ranked[0])
-        return [self._chunk(i, 0, whole, logprob) for i, (logprob, whole) in enumerate(found[: self.params.n])]
+        return [self._chunk(i, 0, *whole, logprob) for i, (logprob, whole) in enumerate(found[: self.params.n])]
 
 
 class Searched(Live):
     """`beam_width`: one scheduled request, whose hypotheses are the choices."""
 
-    def chunks(self, branch: Branch, piece: Piece) -> list[OutputChunk]:
-        if piece.finish_reason is None:
-            return []
-        if piece.finish_reason == "cancelled":
+    def take(self, branch: Branch, update: RequestUpdate) -> Sequence[OutputChunk]:
+        branch.read(update)
+        if branch.finish_reason is None:
+            return ()
+        if branch.finish_reason == "cancelled":
             return self._cancelled()
         return [
-            self._chunk(i, 0, self._piece(found.tokens, found.finish_reason), found.cumulative_logprob)
+            self._chunk(i, 0, found.tokens, self._text(found.tokens), found.finish_reason, found.cumulative_logprob)
             for i, found in enumerate(branch.request.hypotheses)
         ]
 
-    def _piece(self, tokens: Sequence[SampledToken], reason: FinishReason) -> Piece:
+    def _text(self, tokens: Sequence[SampledToken]) -> str:
         detokenizer = self._new_detokenizer()
-        text = ""
-        if detokenizer is not None:
-            text = detokenizer.push([token.token_id for token in tokens]) + detokenizer.finish()
-        return Piece(tokens, text, reason)
+        return "" if detokenizer is None else detokenizer.push(_ids(tokens)) + detokenizer.finish()
 
     def _completion_tokens(self) -> int:
         (branch,) = self.branches
@@ -185,6 +193,12 @@ def delivery(params: SamplingParams) -> type[Live]:
     if params.beam_width:
         return Searched
     return Live if params.best_of is None else Ranked
+
+
+def _ids(tokens: Sequence[SampledToken]) -> tuple[int, ...]:
+    if len(tokens) == 1:  # by far the most frequent
+        return (tokens[0].token_id,)
+    return tuple([token.token_id for token in tokens])
 
 
 def _join(pieces: Sequence[Piece]) -> Piece:

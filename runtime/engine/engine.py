@@ -38,10 +38,10 @@ from ..errors import (
     Unavailable,
 )
 from ..execution import Machine, assemble
-from ..generation import FinishReason, SamplingParams
+from ..generation import FinishReason, OutputChunk, SamplingParams
 from ..text import IncrementalDetokenizer, Tokenizer
 from .build import build_pager, build_scheduler
-from .choices import Branch, Live, Piece, delivery
+from .choices import Branch, Live, delivery
 from .facade import EngineObserver, EngineStats, GenerateRequest, RequestStats, StepStats
 from .intake import num_sequences, scheduled_requests
 from .observer import SilentObserver
@@ -67,8 +67,8 @@ class Engine:
                 config.max_num_seqs,
             )
         )
-        self._pager = build_pager(config, machine)
-        self.scheduler = build_scheduler(config, machine, self._pager, max_prefill_chunk)
+        self.pager = build_pager(config, machine)
+        self.scheduler = build_scheduler(config, machine, self.pager, max_prefill_chunk)
         self._batcher = Batcher(self.scheduler, self._execute, self._publish, self._observe_step)
         self._worker = ThreadPoolExecutor(1, "quire-step")
         self._observer: EngineObserver = SilentObserver()
@@ -114,15 +114,19 @@ class Engine:
     async def drain(self) -> None:
         await self._batcher.drain()
 
+    async def stop(self) -> None:
+        """End everything now and compute nothing more; pages stay as they are until `close`. Idempotent."""
+        for branch in self._branches.values():
+            closed = Unavailable("the engine was closed before this request ended; try again")
+            branch.live.error = branch.live.error or closed
+        await self._batcher.close()
+
     async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        for branch in self._branches.values():
-            closed = Unavailable("the engine was closed before this request ended; try again")
-            branch.live.error = branch.live.error or closed
         try:
-            await self._batcher.close()
+            await self.stop()
         finally:  # whatever broke the loop, and also when nobody waits for the end any more
             self._worker.shutdown()
             self.machine.close()
@@ -211,16 +215,16 @@ class Engine:
         if self._closed or self._branches or self._scoring:
             raise Unavailable("logits are computed between requests; wait until the running ones have ended")
         self._scoring = True
-        table, _ = self._pager.open(())
+        table, _ = self.pager.open(())
         try:
-            self._pager.grow(table, len(token_ids))
+            self.pager.grow(table, len(token_ids))
             return await asyncio.get_running_loop().run_in_executor(
                 self._worker, self.machine.executor.score, token_ids, table.pages
             )
         except OutOfPages as error:
             raise ContextLengthExceeded(f"{len(token_ids)} tokens do not fit the KV cache: {error}") from error
         finally:
-            self._pager.release(table)
+            self.pager.release(table)
             self._scoring = False
 
     # Publishing.
@@ -233,35 +237,33 @@ class Engine:
                 self._publish_one(branch, update, now)
 
     def _publish_one(self, branch: Branch, update: RequestUpdate, now: float) -> None:
-        live = branch.live
+        live, num_tokens = branch.live, branch.num_tokens
         try:
-            piece = branch.read(update)
-            chunks = live.chunks(branch, piece)
+            chunks = live.take(branch, update)
         except Exception as error:  # a detokenizer's failure is this request's alone
             self._fail(live, GenerationFailed(f"the generated tokens could not be turned into text: {error}"), now)
             return
-        self._count(branch, piece, now)
-        self._drop(branch, piece.finish_reason)
-        if not live.num_open:
-            chunks[-1] = msgspec.structs.replace(chunks[-1], usage=live.usage())
+        num_tokens = branch.num_tokens - num_tokens
+        if num_tokens:
+            last_s, branch.last_tokens_s = branch.last_tokens_s, now
+            self._observer.on_tokens(num_tokens, None if last_s is None else now - last_s)
+        if branch.finish_reason is not None:
+            chunks = self._ended(branch, chunks)
         for chunk in chunks:
             live.stream.put(chunk)
         if not live.num_open:
             self._report(live, chunks[-1].finish_reason, None, now)
-        elif piece.finish_reason is None and update.error is not None:
+        elif branch.finish_reason is None and update.error is not None:
             self._fail(live, live.error or _failure(live, update.error), now)
 
-    def _count(self, branch: Branch, piece: Piece, now: float) -> None:
-        if piece.tokens:
-            since_last_s = None if branch.last_tokens_s is None else now - branch.last_tokens_s
-            self._observer.on_tokens(len(piece.tokens), since_last_s)
-            branch.last_tokens_s = now
-
-    def _drop(self, branch: Branch, reason: FinishReason | None) -> None:
-        """An ended branch is the scheduler's no more; no effect on one that goes on."""
-        if reason is not None:
-            self.scheduler.finish(branch.request.request_id, reason)  # unless it ended there
-            del self._branches[branch.request.request_id]
+    def _ended(self, branch: Branch, chunks: Sequence[OutputChunk]) -> Sequence[OutputChunk]:
+        """The branch is the scheduler's no more; with the last one, the chunks tell the usage."""
+        request_id = branch.request.request_id
+        self.scheduler.finish(request_id, branch.finish_reason)  # no effect if it ended there
+        del self._branches[request_id]
+        if branch.live.num_open:
+            return chunks
+        return [*chunks[:-1], msgspec.structs.replace(chunks[-1], usage=branch.live.usage())]
 
     def _fail(self, live: Live, error: QuireError, now: float) -> None:
         """One typed error ends the request and all its branches. Their pages are back when this returns."""

@@ -272,7 +272,7 @@ class Real:
         stats = self.engine.stats()
         assert stats.pages_owned == 0
         assert stats.pages_free + stats.pages_cached + stats.pages_owned == stats.pages_total
-        check(self.engine._pager, [])
+        check(self.engine.pager, [])
 
     def drop_connections(self) -> None:
         for writer in self._writers:

@@ -43,9 +43,8 @@ def published(live: Live, sizes: list[int], reason: Any = "length", branch: int 
         tokens = tuple(sampled(index) for index in range(first, first + size))
         first += size
         update = RequestUpdate(live.branches[branch].request, tokens, reason if count == len(sizes) else None)
-        piece = live.branches[branch].read(update)
-        chunks += live.chunks(live.branches[branch], piece)
-        if piece.finish_reason is not None:
+        chunks += live.take(live.branches[branch], update)
+        if live.branches[branch].finish_reason is not None:
             break
     return chunks
 
@@ -89,17 +88,17 @@ def test_a_stop_string_counts_from_min_tokens_on_in_one_update_too() -> None:
 def test_an_error_behind_a_stop_string_was_never_there_either() -> None:
     live = live_with(stop=("module",))
     (branch,) = live.branches
-    piece = branch.read(RequestUpdate(branch.request, tuple(map(sampled, range(len(IDS)))), None, "NaN"))
-    assert piece.finish_reason == "stop"
-    assert len(piece.tokens) < len(IDS)
+    (chunk,) = live.take(branch, RequestUpdate(branch.request, tuple(map(sampled, range(len(IDS)))), None, "NaN"))
+    assert branch.finish_reason == chunk.finish_reason == "stop"
+    assert len(chunk.token_ids) < len(IDS)
 
 
 def test_an_error_brings_the_tokens_before_it() -> None:
     live = live_with()
     (branch,) = live.branches
-    piece = branch.read(RequestUpdate(branch.request, (sampled(0), sampled(1)), None, "NaN"))
-    assert [chunk.token_ids for chunk in live.chunks(branch, piece)] == [tuple(IDS[:2])]
-    assert live.chunks(branch, branch.read(RequestUpdate(branch.request, (), None, "NaN"))) == []
+    (chunk,) = live.take(branch, RequestUpdate(branch.request, (sampled(0), sampled(1)), None, "NaN"))
+    assert chunk.token_ids == tuple(IDS[:2])
+    assert live.take(branch, RequestUpdate(branch.request, (), None, "NaN")) == ()
     assert live.num_open == 1
 
 

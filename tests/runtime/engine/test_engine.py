@@ -45,7 +45,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Running:
             yield engine
             stats = engine.stats()
             assert (stats.running, stats.waiting, stats.pages_owned) == (0, 0, 0)
-            check(engine._pager, [])
+            check(engine.pager, [])
         finally:
             await engine.close()
 
