@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ...pager import Pager
+import tempfile
+
+from ...pager import Pager, SpillFile, SpillUnavailable
 from ...scheduler import (
     Budget,
     CostModel,
@@ -16,16 +18,30 @@ from ...scheduler import (
     TokenBudget,
 )
 from ..config import EngineConfig
+from ..errors import ConfigError
 from ..execution import Machine
 
 
-def build_pager(config: EngineConfig, machine: Machine) -> Pager:
+def build_spill_file(config: EngineConfig, machine: Machine) -> SpillFile | None:
+    """None where pages are not to be spilled. Raises ConfigError."""
+    if not config.kv_spill_size:
+        return None
+    try:
+        return SpillFile(machine.arena, config.kv_spill_size, config.kv_spill_dir or tempfile.gettempdir())
+    except ValueError as error:
+        raise ConfigError(f"--kv-spill-size: {error}") from error
+    except SpillUnavailable as error:
+        raise ConfigError(f"--kv-spill-dir: {error}") from error
+
+
+def build_pager(config: EngineConfig, machine: Machine, spill_file: SpillFile | None) -> Pager:
     return Pager(
         machine.layout.page_size,
         machine.num_pages,
         windows=machine.layout.group_windows,
         copy_page=machine.arena.copy_page,
         enable_prefix_caching=config.enable_prefix_caching,
+        store=spill_file,
     )
 
 

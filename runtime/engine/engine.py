@@ -40,7 +40,7 @@ from ..errors import (
 from ..execution import Machine, assemble
 from ..generation import FinishReason, OutputChunk, SamplingParams
 from ..text import IncrementalDetokenizer, Tokenizer
-from .build import build_pager, build_scheduler
+from .build import build_pager, build_scheduler, build_spill_file
 from .choices import Branch, Live, delivery
 from .facade import EngineObserver, EngineStats, GenerateRequest, RequestStats, StepStats
 from .intake import num_sequences, scheduled_requests
@@ -67,7 +67,8 @@ class Engine:
                 config.max_num_seqs,
             )
         )
-        self.pager = build_pager(config, machine)
+        self._spill_file = build_spill_file(config, machine)
+        self.pager = build_pager(config, machine, self._spill_file)
         self.scheduler = build_scheduler(config, machine, self.pager, max_prefill_chunk)
         self._batcher = Batcher(self.scheduler, self._execute, self._publish, self._observe_step)
         self._worker = ThreadPoolExecutor(1, "quire-step")
@@ -129,6 +130,8 @@ class Engine:
             await self.stop()
         finally:  # whatever broke the loop, and also when nobody waits for the end any more
             self._worker.shutdown()
+            if self._spill_file is not None:
+                self._spill_file.close()
             self.machine.close()
 
     # Accepting.

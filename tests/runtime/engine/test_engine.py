@@ -52,9 +52,11 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Running:
     return start
 
 
-def asked(prompt: str | tuple[int, ...] = PROMPT, deadline_ms: int | None = None, **params: Any) -> GenerateRequest:
+def asked(
+    prompt: str | tuple[int, ...] = PROMPT, deadline_ms: int | None = None, pin_ms: int | None = None, **params: Any
+) -> GenerateRequest:
     params = {"max_tokens": 40, "ignore_eos": True, **params}
-    return GenerateRequest(prompt=prompt, params=SamplingParams(**params), deadline_ms=deadline_ms)
+    return GenerateRequest(prompt=prompt, params=SamplingParams(**params), deadline_ms=deadline_ms, pin_ms=pin_ms)
 
 
 async def chunks_of(engine: Engine, request: GenerateRequest) -> list[OutputChunk]:
@@ -530,6 +532,41 @@ async def test_a_wait_is_predicted_once_steps_have_been_measured(running: Runnin
         with pytest.raises(DeadlineExceeded, match="after the request's deadline; position 1 in the queue"):
             await engine.submit(asked(deadline_ms=1))
         await asyncio.gather(collect(running_one), collect(waiting))
+
+
+# Pages that outlast their request
+
+
+async def test_preempted_pages_come_back_from_the_file(running: Running) -> None:
+    """Spilled or computed again: the same tokens and logprobs."""
+    requests = [asked(tuple(range(first, first + 60)), max_tokens=90, logprobs=1) for first in (1, 100, 200)]
+    page_bytes = 32 * 4 * 2 * 2 * 64 * 2  # tokens, layers, K and V, heads, dims, bf16
+    async with running() as engine:
+        wanted = [await chunks_of(engine, request) for request in requests]
+    async with running(kv_cache_memory=8 * page_bytes, kv_spill_size=64 << 20) as engine:
+        engine.pager.spill_seconds = lambda num_pages: 0.0  # type: ignore[method-assign]  # whatever this disk is like
+        engine.scheduler._batch._cost.predict_prefill = lambda num_tokens: 1.0  # type: ignore[method-assign]
+        seen = await asyncio.gather(*(chunks_of(engine, request) for request in requests))
+        stats = engine.stats()
+        assert (stats.preemptions, stats.preemptions_spilled > 0, stats.pages_spilled) == (
+            stats.preemptions_spilled,
+            True,
+            0,
+        )
+    assert [join_choices(chunks) for chunks in seen] == [join_choices(chunks) for chunks in wanted]
+    assert all(chunks[-1].usage.recomputed_tokens == 0 for chunks in seen if chunks[-1].usage)
+
+
+async def test_pinned_prompts_are_evicted_last(running: Running) -> None:
+    pinned, others = tuple(range(1, 129)), [tuple(range(first, first + 128)) for first in range(200, 2000, 200)]
+    async with running(kv_cache_memory=1 << 20) as engine:  # 16 pages
+        for pin_ms, cached in ((None, 0), (60_000, 0), (None, 96)):
+            usage = (await chunks_of(engine, asked(pinned, max_tokens=1, pin_ms=pin_ms)))[-1].usage
+            assert usage is not None
+            assert usage.cached_tokens == cached
+            for other in others:
+                await chunks_of(engine, asked(other, max_tokens=1))
+            assert engine.stats().pages_pinned == (0 if pin_ms is None and not cached else 4)
 
 
 # The end
