@@ -9,13 +9,15 @@ import asyncio
 import logging
 import signal
 import sys
+from contextlib import nullcontext
 from importlib.metadata import version
+from pathlib import Path
 
 import structlog
 import uvloop
 
 from ..config import EngineConfig
-from ..engine import Engine
+from ..engine import Engine, check_snapshot_path, kept_prefixes
 from ..server import PrometheusObserver, Server
 from ..settings import Settings
 
@@ -28,19 +30,27 @@ def serve(settings: Settings) -> None:
 
 async def _serve(settings: Settings) -> None:
     stop = _stop_signal()
+    snapshot = settings.server.prefix_snapshot
+    if snapshot is not None:
+        check_snapshot_path(Path(snapshot))
     engine = await Engine.start(settings.engine)
     try:
-        capacity = engine.machine.capacity
-        cpus = capacity.cpus
-        server = Server(PrometheusObserver(version("quire"), capacity.isa, cpus.threads, cpus.reason))
-        await server.start(engine, settings.server)
-        try:
-            print(_ready_line(settings.engine, engine, server), flush=True)
-            await stop.wait()
-        finally:
-            await server.close()
+        async with nullcontext() if snapshot is None else kept_prefixes(engine, Path(snapshot)):
+            await _serve_until(stop, engine, settings)
     finally:
         await engine.close()
+
+
+async def _serve_until(stop: asyncio.Event, engine: Engine, settings: Settings) -> None:
+    capacity = engine.machine.capacity
+    cpus = capacity.cpus
+    server = Server(PrometheusObserver(version("quire"), capacity.isa, cpus.threads, cpus.reason))
+    await server.start(engine, settings.server)
+    try:
+        print(_ready_line(settings.engine, engine, server), flush=True)
+        await stop.wait()
+    finally:
+        await server.close()
 
 
 def _ready_line(config: EngineConfig, engine: Engine, server: Server) -> str:

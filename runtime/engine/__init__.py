@@ -11,6 +11,7 @@ from .facade import (
     RequestStats,
     StepStats,
 )
+from .snapshot import check_snapshot_path, kept_prefixes
 
 __all__ = [
     "Admission",
@@ -22,4 +23,6 @@ __all__ = [
     "Generation",
     "RequestStats",
     "StepStats",
+    "check_snapshot_path",
+    "kept_prefixes",
 ]

@@ -1,5 +1,6 @@
 """Models: from a Hugging Face folder to a program, and what it will take."""
 
+from .fingerprint import fingerprint
 from .footprint import MemoryPlan, plan_memory
 from .load import BUNDLED_MODEL, Model, kv_layout, load_model, model_folder
 from .registry import ARCHITECTURES, read_spec
@@ -15,6 +16,7 @@ __all__ = [
     "MemoryPlan",
     "Model",
     "describe_sizes",
+    "fingerprint",
     "kv_layout",
     "load_model",
     "model_folder",

@@ -198,6 +198,8 @@ def test_bench_without_the_cache(quire: Quire, tmp_path: Path) -> None:
         (["serve", "--host", "0.0.0.0", *QUICK], "requires --token"),
         (["serve", "--max-num-waiting", "0"], "--max-num-waiting: 0 is not allowed"),
         (["serve", "/nowhere"], "/nowhere is not a folder"),
+        (["serve", "--kv-spill-size", "1KiB", *QUICK], "--kv-spill-size: 1,024 bytes hold no page"),
+        (["serve", "--kv-spill-size", "1MiB", "--kv-spill-dir", "/nowhere", *QUICK], "--kv-spill-dir: cannot make"),
         (["serve", __file__], "is not a folder"),
     ],
 )
@@ -311,6 +313,63 @@ def test_a_port_in_use(quire: Quire) -> None:
         port = str(taken.getsockname()[1])
         refused(quire("serve", "--port", port, "--http-port", "0", *QUICK), f"cannot listen on 127.0.0.1:{port}")
         refused(quire("serve", "--port", "0", "--http-port", port, *QUICK), f"cannot listen on 127.0.0.1:{port}")
+
+
+# serve --prefix-snapshot
+
+WARM = "This module provides access to the functions that are defined by the C standard. " * 6
+
+
+def served(folder: Path, snapshot: Path, *flags: str) -> tuple[Any, str]:
+    """One prompt through a server that is then terminated: what came of it, and what the server logged."""
+    with server(folder, "--port", "0", "--prefix-snapshot", str(snapshot), *flags) as (process, ready):
+        with Client(address_in(ready)) as client:
+            done = client.complete(WARM, SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2))
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    return done, errors
+
+
+def test_a_restart_is_warm_and_damage_only_makes_it_cold(hostile_folder: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "prefixes.quire"
+    cold, errors = served(hostile_folder, snapshot)
+    assert cold.usage.cached_tokens == 0
+    assert "prefix snapshot saved" in errors
+    assert snapshot.stat().st_mode & 0o777 == 0o600
+
+    warm, errors = served(hostile_folder, snapshot)
+    assert warm.usage.cached_tokens == 64
+    assert "prefix snapshot loaded" in errors
+    assert warm.choices == cold.choices, "the same bits, logprobs included"
+
+    whole = snapshot.read_bytes()
+    snapshot.write_bytes(whole[:-1000])
+    again, errors = served(hostile_folder, snapshot)
+    assert (again.usage.cached_tokens, again.choices) == (0, cold.choices)
+    assert "starting cold" in errors
+    assert "too short" in errors
+
+    other, errors = served(hostile_folder, snapshot, "--weights", "q8")
+    assert other.usage.cached_tokens == 0
+    assert "of another model" in errors
+
+
+def test_a_file_that_is_no_snapshot_is_not_touched(quire: Quire, tmp_path: Path) -> None:
+    path = tmp_path / "thesis.txt"
+    path.write_text("four years of work")
+    done = quire("serve", "--port", "0", "--http-port", "0", *QUICK, "--prefix-snapshot", str(path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"quire: --prefix-snapshot {path} would be replaced at the end: the file is no snapshot" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert path.read_text() == "four years of work"
+
+
+def test_where_no_snapshot_can_be_kept(quire: Quire, tmp_path: Path) -> None:
+    serve = ("serve", "--port", "0", "--http-port", "0", *QUICK, "--prefix-snapshot")
+    refused(quire(*serve, str(tmp_path)), "is a folder; name a file")
+    refused(quire(*serve, "/nowhere/at/all"), "no file can be made in /nowhere/at")
 
 
 # demo

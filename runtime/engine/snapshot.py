@@ -1,0 +1,93 @@
+"""The prefix cache over a restart: read from a file before an engine serves, written back after it has stopped.
+
+It must not know the file's format. One invariant: a file that is not ours is never written over, and pages are used
+only by the very build, settings and model contents that computed them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+import structlog
+
+from ...pager import (
+    SnapshotDamaged,
+    SnapshotError,
+    SnapshotMismatch,
+    SnapshotTruncated,
+    load_snapshot,
+    save_snapshot,
+)
+from ..errors import ConfigError
+from ..models import fingerprint
+from .engine import Engine
+
+_log = structlog.get_logger("quire.engine")
+
+
+def check_snapshot_path(path: Path) -> None:
+    """Whether a snapshot can be kept there, before anything is loaded. Raises ConfigError."""
+    if path.is_dir():
+        raise ConfigError(f"--prefix-snapshot: {path} is a folder; name a file")
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"--prefix-snapshot: no file can be made in {path.parent}")
+
+
+@asynccontextmanager
+async def kept_prefixes(engine: Engine, path: Path) -> AsyncIterator[None]:
+    """Inside, `engine` serves with the cached pages that `path` held; afterwards it is stopped and they are kept there.
+
+    A snapshot of another model or build, a truncated or a damaged one, is logged and replaced in the end. Raises
+    ConfigError for a file that is none, and without a prefix cache. What failed inside leaves the file as it was.
+    """
+    if engine.pager.prefix is None:
+        raise ConfigError("--prefix-snapshot keeps the prefix cache, which --no-enable-prefix-caching switches off")
+    start = time.perf_counter()
+    identity = await asyncio.to_thread(_identity, engine)
+    _log.info("model fingerprint taken", seconds=_since(start))
+    _load(engine, path, identity)
+    yield
+    await engine.stop()
+    _save(engine, path, identity)
+
+
+def _identity(engine: Engine) -> bytes:
+    """Everything that decides the bits of a page."""
+    machine, config = engine.machine, engine.config
+    build = (version("quire"), machine.capacity.isa, config.weights, config.kv_cache_dtype, machine.layout)
+    return hashlib.sha256(repr(build).encode() + fingerprint(machine.folder)).digest()
+
+
+def _load(engine: Engine, path: Path, identity: bytes) -> None:
+    if not path.exists():
+        return
+    start = time.perf_counter()
+    try:
+        pages = load_snapshot(path, engine.pager, engine.machine.arena, identity)
+    except (SnapshotMismatch, SnapshotTruncated, SnapshotDamaged) as error:
+        _log.warning("prefix snapshot not used, starting cold", path=str(path), reason=str(error))
+    except SnapshotError as error:
+        raise ConfigError(f"--prefix-snapshot {path} would be replaced at the end: {error}") from error
+    else:
+        _log.info("prefix snapshot loaded", path=str(path), pages=pages, seconds=_since(start))
+
+
+def _save(engine: Engine, path: Path, identity: bytes) -> None:
+    start = time.perf_counter()
+    try:
+        pages = save_snapshot(path, engine.pager, engine.machine.arena, identity)
+    except SnapshotError as error:
+        _log.error("prefix snapshot not saved", path=str(path), reason=str(error))
+    else:
+        _log.info("prefix snapshot saved", path=str(path), pages=pages, seconds=_since(start))
+
+
+def _since(start: float) -> float:
+    return round(time.perf_counter() - start, 3)
