@@ -128,7 +128,7 @@ class SamplingFlags:
     "Of beams: above 1 favours longer ones."
 
 
-@Parameter(name="*")
+@Parameter(name="*", group="Workload")
 @dataclass
 class WorkloadFlags:
     arrivals: Process = "poisson"
@@ -149,7 +149,20 @@ class WorkloadFlags:
     "Tokens before each prompt that are the same for all requests of a tenant."
     tenants: str | None = None
     "Relative rates, such as a=20,b=1."
+    deadline_ms: float | None = None
+    "Of every request, for all of it. Default: none."
     seed: int = 1
+
+
+@Parameter(name="*", group="Machine")
+@dataclass
+class MachineFlags:
+    bandwidth: float | None = None
+    "GB/s read from memory. Default: this machine's, measured now."
+    peak: float | None = None
+    "int8 GOP/s. Default: this machine's, measured now."
+    noise: float = 0.0
+    "Sigma of a lognormal factor on every step's time."
 
 
 def _settings(model: str | None, *flags: EngineFlags | SchedulingFlags | ServerFlags | None) -> Settings:
@@ -226,28 +239,23 @@ def simulate(
     /,
     *,
     workload: WorkloadFlags | None = None,
-    goodput: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = (),
-    bandwidth: float | None = None,
-    peak: float | None = None,
-    noise: float = 0.0,
+    goodput: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = (),
     json: bool = False,
+    machine: MachineFlags | None = None,
     engine: EngineFlags | None = None,
+    scheduling: SchedulingFlags | None = None,
 ) -> None:
     """Tell what to expect of serving MODEL (default: the bundled one) to a stream of users: the real scheduler and
     pager in virtual time. Nothing is loaded, config.json is enough.
 
-    --goodput ttft:2000 itl:200: milliseconds that a good request keeps to (ttft, tpot, itl, e2el). --bandwidth in GB/s
-    and --peak in int8 GOP/s: the machine's, measured in a second where not given. --noise: sigma of a lognormal factor
-    on every step's time.
+    --goodput ttft:2000 itl:200: milliseconds that a good request keeps to; of ttft, tpot, itl and e2el.
     """
     run_simulate(
-        _settings(model, engine).engine,
+        _settings(model, engine, scheduling).engine,
         Workload(**asdict(workload or WorkloadFlags())),
         goodput,
-        bandwidth=bandwidth,
-        peak=peak,
-        noise=noise,
-        as_json=json,
+        json,
+        **asdict(machine or MachineFlags()),
     )
 
 

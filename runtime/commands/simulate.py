@@ -24,11 +24,11 @@ def simulate(
     config: EngineConfig,
     workload: Workload,
     goodput: Sequence[str],
+    as_json: bool,
     *,
     bandwidth: float | None,
     peak: float | None,
     noise: float,
-    as_json: bool,
 ) -> None:
     """`bandwidth` in GB/s, `peak` in int8 GOP/s; measured where not given. Raises ConfigError or ModelError."""
     for flag, value in (("--bandwidth", bandwidth), ("--peak", peak)):
@@ -45,7 +45,9 @@ def simulate(
     start = time.process_time()
     simulator.run()
     spent_s = time.process_time() - start
-    report = SimulationReport(_circumstances(config, capacity, roof), summarize(simulator, objectives))
+    report = SimulationReport(
+        _circumstances(config, capacity, roof), summarize(simulator, objectives, config.tenant_weights)
+    )
     if as_json:
         print(json.dumps(report.as_dict(), indent=1))
     else:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+import time
+from collections.abc import Callable
 
 from ...pager import Pager, SpillFile, SpillUnavailable
 from ...scheduler import (
@@ -46,7 +48,12 @@ def build_pager(config: EngineConfig, machine: Machine, spill_file: SpillFile | 
 
 
 def build_scheduler(
-    config: EngineConfig, machine: Machine, pager: Pager, max_prefill_chunk: int | None = None
+    config: EngineConfig,
+    pager: Pager,
+    max_num_samples: int,
+    *,
+    max_prefill_chunk: int | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     cost = CostModel()
     return Scheduler(
@@ -54,11 +61,12 @@ def build_scheduler(
         budget=_budget(config, cost),
         cost=cost,
         policy=_policy(config),
-        limits=_limits(config, machine.num_pages),
+        limits=_limits(config, pager.num_pages),
         max_num_seqs=config.max_num_seqs,
-        max_num_samples=machine.executor.max_samples,
+        max_num_samples=max_num_samples,
         max_prefill_chunk=max_prefill_chunk,
         num_speculative_tokens=config.num_speculative_tokens,
+        clock=clock,
     )
 
 

@@ -69,7 +69,9 @@ class Engine:
         )
         self._spill_file = build_spill_file(config, machine)
         self.pager = build_pager(config, machine, self._spill_file)
-        self.scheduler = build_scheduler(config, machine, self.pager, max_prefill_chunk)
+        self.scheduler = build_scheduler(
+            config, self.pager, machine.executor.max_samples, max_prefill_chunk=max_prefill_chunk
+        )
         self._batcher = Batcher(self.scheduler, self._execute, self._publish, self._observe_step)
         self._worker = ThreadPoolExecutor(1, "quire-step")
         self._observer: EngineObserver = SilentObserver()

@@ -25,8 +25,8 @@ Lengths = Callable[[Random], int]  # draws a number of tokens, at least 1
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request. Its prompt begins with `blocks`, each of `block_tokens` tokens; whose ids are equal, their content
-    is. What the blocks do not cover is nobody else's.
+    """One request. Its prompt begins with `blocks` of `block_tokens` tokens: where ids are equal, so is what they hold.
+    What the blocks do not cover is nobody else's.
     """
 
     time_s: float
@@ -36,6 +36,7 @@ class Arrival:
     priority: int = 0
     blocks: tuple[int, ...] = ()
     block_tokens: int = 512
+    deadline_s: float | None = None  # for all of it, from its arrival
 
 
 def draw_arrivals(
@@ -47,6 +48,7 @@ def draw_arrivals(
     *,
     tenants: Mapping[str, float] | None = None,
     shared_prefix_tokens: int = 0,
+    deadline_s: float | None = None,
 ) -> list[Arrival]:
     """`count` requests, `intervals` seconds apart. `tenants` are relative rates; every prompt begins with the tenant's
     own `shared_prefix_tokens`, which come on top of `prompt_tokens`.
@@ -61,6 +63,7 @@ def draw_arrivals(
             random.choices(names, weights)[0],
             blocks=blocks,
             block_tokens=shared_prefix_tokens or 512,
+            deadline_s=deadline_s,
         )
         for time_s in itertools.islice(itertools.accumulate(intervals), count)
     ]

@@ -1,4 +1,4 @@
-"""A simulated server: capacity, scheduler and pager as the engine would have them, on a machine of given roofs.
+"""A simulated server: capacity, pager and scheduler as the engine has them, on a machine of given roofs.
 
 It must not measure the machine. One invariant: the same configuration decides what it decides for serving.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...pager import Pager
-from ...scheduler import Limits, Scheduler, TokenBudget
 from ..bench import Roofline
 from ..config import EngineConfig
+from ..engine.build import build_scheduler
+from ..errors import ConfigError
 from ..execution import Capacity
 from ..models import DecoderSpec
 from .arrivals import Arrival
@@ -33,7 +34,15 @@ def build_simulator(
     noise: float = 0.0,
     seed: int = 1,
 ) -> Simulator:
-    """`noise` is the sigma of the lognormal factor on every step's time."""
+    """`noise` is the sigma of the lognormal factor on every step's time. Raises ConfigError for what depends on text or
+    disks, and so cannot be told in advance.
+    """
+    if config.num_speculative_tokens:
+        raise ConfigError(
+            "--num-speculative-tokens cannot be simulated: how many guesses are right depends on the text"
+        )
+    if config.kv_spill_size:
+        raise ConfigError("--kv-spill-size cannot be simulated: what spilling costs depends on the disk")
     cost: Cost = roofline_cost(spec, capacity, roof)
     clock = VirtualClock()
     pager = Pager(
@@ -41,16 +50,10 @@ def build_simulator(
         capacity.num_pages,
         windows=capacity.layout.group_windows,
         enable_prefix_caching=config.enable_prefix_caching,
-    )
-    scheduler = Scheduler(
-        pager,
-        budget=TokenBudget(config.max_num_batched_tokens),
-        max_num_seqs=config.max_num_seqs,
-        limits=Limits(max_num_waiting=config.max_num_waiting),
         clock=clock,
     )
     return Simulator(
-        scheduler,
+        build_scheduler(config, pager, capacity.max_num_samples, clock=clock),
         pager,
         clock,
         Noisy(cost, noise, seed) if noise else cost,

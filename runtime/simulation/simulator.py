@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from ...pager import Pager
 from ...scheduler import (
+    DEADLINE_PASSED,
     Request,
     RequestUpdate,
     SampledToken,
@@ -32,7 +33,7 @@ SEQUENCE_S = (
 
 
 class Stalled(Exception):
-    """Requests are alive, nothing is runnable and nobody will arrive: they would wait forever."""
+    """Requests are alive, nothing is runnable and nothing will happen: they would wait forever."""
 
 
 class VirtualClock:
@@ -123,7 +124,7 @@ class Simulator:
             pass
 
     def step(self) -> bool:
-        """One step, or, where nothing is runnable, the time until somebody arrives. False once all is over.
+        """One step, or, where nothing is runnable, the time until something happens. False once all is over.
 
         Raises Stalled.
         """
@@ -131,12 +132,24 @@ class Simulator:
         if plan is not None:
             self._execute(plan)
             return True
-        if self._next is not None:
-            self._admit_until(max(self.clock.now, self._next.time_s))
+        soonest = self._next_event()
+        if soonest is not None:
+            self._admit_until(max(self.clock.now, soonest))
+            self._expire()
             return True
         if self._num_alive:
             raise Stalled(f"{self._num_alive} requests are alive at {self.clock.now:.3f} s and none can run")
         return False
+
+    def _next_event(self) -> float | None:
+        """When somebody arrives or a deadline passes."""
+        events = [self.scheduler.next_deadline, None if self._next is None else self._next.time_s]
+        return min((time for time in events if time is not None), default=None)
+
+    def _expire(self) -> None:
+        if self.scheduler.next_deadline is not None:
+            for update in self.scheduler.expire():
+                self._note(update)
 
     def cancel(self, request_id: int) -> None:
         """Its user leaves, between two steps."""
@@ -156,6 +169,7 @@ class Simulator:
         )
         for update in self.scheduler.commit(StepResult(plan.step_id, sampled, duration_s)):
             self._note(update)
+        self._expire()
         self.num_steps += 1
         self.computed_tokens += plan.num_decode_rows + plan.num_prefill_tokens
         self.owned_page_seconds += owned * (end - start)
@@ -182,6 +196,7 @@ class Simulator:
             max_tokens=arrival.output_tokens,
             tenant=arrival.tenant,
             priority=arrival.priority,
+            deadline=None if arrival.deadline_s is None else self.clock.now + arrival.deadline_s,
         )
         try:
             self.scheduler.add(request)
@@ -200,7 +215,7 @@ class Simulator:
         self._num_alive -= 1
         outcome.end = self.clock.now
         outcome.finish_reason = update.finish_reason
-        outcome.refused = update.error
+        outcome.refused = "DeadlineExceeded" if update.error == DEADLINE_PASSED else update.error
         outcome.queue_s = request.queue_s
         outcome.cached_tokens = request.cached_tokens
         outcome.recomputed_tokens = request.recomputed_tokens

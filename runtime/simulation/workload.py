@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -46,6 +46,7 @@ class Workload:
     output_tokens: str = "128"
     shared_prefix_tokens: int = 0
     tenants: str | None = None
+    deadline_ms: float | None = None  # of every request
     seed: int = 1
 
 
@@ -55,6 +56,7 @@ def make_arrivals(workload: Workload) -> list[Arrival]:
     _check_number("--requests", workload.requests, 1, MAX_REQUESTS)
     _check_number("--burstiness", workload.burstiness, 1e-3, 1e3)
     _check_number("--shared-prefix-tokens", workload.shared_prefix_tokens, 0, MAX_LENGTH)
+    _check_number("--deadline-ms", workload.deadline_ms, 1, 1e9)
     if workload.arrivals in ("mooncake", "azure"):
         return _recorded(workload)
     if workload.trace is not None:
@@ -69,7 +71,9 @@ def _recorded(workload: Workload) -> list[Arrival]:
         raise ConfigError("--tenants and --shared-prefix-tokens are for drawn requests, not for those of a trace")
     read = read_mooncake if workload.arrivals == "mooncake" else read_azure
     arrivals = read(workload.trace, workload.requests or MAX_REQUESTS)
-    return arrivals if workload.rate is None else rescale(arrivals, workload.rate)
+    if workload.rate is not None:
+        arrivals = rescale(arrivals, workload.rate)
+    return [replace(arrival, deadline_s=_deadline_s(workload)) for arrival in arrivals]
 
 
 def _drawn(workload: Workload) -> list[Arrival]:
@@ -82,6 +86,7 @@ def _drawn(workload: Workload) -> list[Arrival]:
         random,
         tenants=None if workload.tenants is None else parse_tenants(workload.tenants),
         shared_prefix_tokens=workload.shared_prefix_tokens,
+        deadline_s=_deadline_s(workload),
     )
 
 
@@ -92,6 +97,10 @@ def _intervals(workload: Workload, random: Random) -> Iterator[float]:
     if workload.arrivals == "bursty":
         return bursty(rate, workload.burstiness, random)
     return poisson(rate, random)
+
+
+def _deadline_s(workload: Workload) -> float | None:
+    return None if workload.deadline_ms is None else workload.deadline_ms / 1000
 
 
 def _check_number(flag: str, value: float | None, low: float, high: float) -> None:

@@ -57,6 +57,14 @@ def test_json_is_the_same_for_the_same_seed(run: Any) -> None:
     assert run(*flags, "--seed", "2")[1] != first
 
 
+def test_the_schedulers_flags_count(run: Any) -> None:
+    flags = (*MACHINE, *POOL, "--requests", "60", "--rate", "40", "--max-num-seqs", "4", "--json")
+    plain = json.loads(run(*flags)[1])
+    bounded = json.loads(run(*flags, "--itl-target-ms", "10", "--max-num-waiting", "20")[1])
+    assert bounded["itl_ms"]["p99"] < plain["itl_ms"]["p99"]
+    assert set(bounded["refused"]) == {"QueueFull"}
+
+
 def test_a_models_shape_and_a_trace_are_enough(run: Any) -> None:
     model = str(DATA / "qwen3-0.6b")
     trace = ("--arrivals", "mooncake", "--trace", str(DATA / "mooncake.jsonl"))
@@ -88,6 +96,9 @@ def test_the_machine_is_measured_where_it_is_not_given(run: Any) -> None:
         (["--noise", "-1"], "--noise must be between"),
         (["/nowhere"], "/nowhere"),
         (["--max-num-seqs", "0"], "--max-num-seqs"),
+        (["--deadline-ms", "0"], "--deadline-ms must be between"),
+        (["--num-speculative-tokens", "3"], "--num-speculative-tokens cannot be simulated"),
+        (["--kv-spill-size", "1GiB"], "--kv-spill-size cannot be simulated"),
     ],
 )
 def test_refusals(arguments: list[str], message: str, run: Any) -> None:

@@ -85,6 +85,21 @@ def test_it_can_be_stopped_between_steps_and_interfered_with(make_simulator: Mak
     assert simulator.pager.num_owned == 0
 
 
+def test_deadlines_pass(make_simulator: Make) -> None:
+    """Of two that decode, of one that never ran, and of one that nobody else keeps waiting any more."""
+    arrivals = [
+        Arrival(0.0, 100, 50, deadline_s=0.1295),
+        Arrival(0.0, 10, 50, deadline_s=0.1495),
+        Arrival(0.0, 10, 1, deadline_s=0.05),
+        Arrival(0.0, 10, 1, deadline_s=0.2),
+    ]
+    simulator = make_simulator(arrivals, max_num_seqs=2)
+    simulator.run()
+    assert [outcome.refused for outcome in simulator.outcomes] == ["DeadlineExceeded"] * 3 + [None]
+    assert [outcome.end for outcome in simulator.outcomes] == pytest.approx([0.130, 0.150, 0.110, 0.141])
+    assert simulator.pager.num_owned == 0
+
+
 def test_refusals_are_outcomes(make_simulator: Make) -> None:
     arrivals = [Arrival(0.0, 10**7, 1), Arrival(0.0, 320, 32), Arrival(0.0, 10, 4), *[Arrival(0.001, 10, 1)] * 3]
     simulator = make_simulator(arrivals, num_pages=10, max_model_len=2_000, max_num_seqs=1, max_num_waiting=1)
