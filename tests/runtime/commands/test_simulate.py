@@ -58,7 +58,7 @@ def test_json_is_the_same_for_the_same_seed(run: Any) -> None:
 
 
 def test_the_schedulers_flags_count(run: Any) -> None:
-    flags = (*MACHINE, *POOL, "--requests", "60", "--rate", "40", "--max-num-seqs", "4", "--json")
+    flags = (*MACHINE, *POOL, "--requests", "60", "--rate", "200", "--max-num-seqs", "4", "--json")
     plain = json.loads(run(*flags)[1])
     bounded = json.loads(run(*flags, "--itl-target-ms", "10", "--max-num-waiting", "20")[1])
     assert bounded["itl_ms"]["p99"] < plain["itl_ms"]["p99"]
