@@ -18,6 +18,7 @@ from .request import Request
 
 Rank = tuple[float, ...]  # the smaller is served first
 
+CREDIT_TOKENS = 8192  # that a tenant back from a pause may have before the others: a long prompt
 PREFILL_WEIGHT, DECODE_WEIGHT = 1, 2  # service in a fair queue's tokens (Sheng et al., 2024)
 
 
@@ -144,13 +145,15 @@ class Priority(FirstComeFirstServed):
 class Fair(FirstComeFirstServed):
     """The tenant that was served least comes first, in tokens over its weight (1 where none is given).
 
-    A tenant that had nothing waiting starts just before the least served of those that had: nobody saves up service
-    (virtual token counters, Sheng et al., 2024). And nobody holds all places: a newcomer may displace a request of a
-    tenant that still has as many as the newcomer's then, by weight.
+    A tenant that had nothing waiting starts before the least served of those that had, but at most `credit_tokens`
+    before: nobody saves up more service (virtual token counters, Sheng et al., 2024). Without credit, who asks for
+    little shares every step with who asks for everything, and waits twice as long as alone. And nobody holds all
+    places: a newcomer may displace a request of a tenant that still has as many as the newcomer's then, by weight.
     """
 
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+    def __init__(self, weights: Mapping[str, float] | None = None, credit_tokens: int = CREDIT_TOKENS) -> None:
         super().__init__()
+        self._credit_tokens = credit_tokens
         self._weights = dict(weights or {})
         if any(not weight > 0 for weight in self._weights.values()):
             raise ValueError("a tenant's weight must be above 0")
@@ -161,7 +164,8 @@ class Fair(FirstComeFirstServed):
         waiting = self._queues.tenants()
         if request.tenant not in waiting:
             level = min((self._served.get(tenant, 0.0) for tenant in waiting), default=self._last)
-            self._served[request.tenant] = max(self._served.get(request.tenant, 0.0), nextafter(level, -inf))
+            level = nextafter(level - self._credit_tokens / self._weight(request), -inf)
+            self._served[request.tenant] = max(self._served.get(request.tenant, 0.0), level)
         super().push(request)
 
     def head(self, passed_over: Collection[str] = ()) -> Request | None:

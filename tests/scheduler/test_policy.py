@@ -95,8 +95,11 @@ def test_service_is_shared_by_weight() -> None:
     assert drain(queue, prefill_tokens=30)[:5] == [0, 4, 1, 2, 3]
 
 
-def test_nobody_saves_up_service_while_away() -> None:
-    queue = Fair()
+@pytest.mark.parametrize(
+    ("credit_tokens", "expected"), [(0, [3, 4, 103, 104, 200, 201]), (200, [3, 103, 200, 201, 202, 203])]
+)
+def test_nobody_saves_up_more_service_than_the_credit_while_away(credit_tokens: int, expected: list[int]) -> None:
+    queue = Fair(credit_tokens=credit_tokens)
     for request_id in range(10):
         queue.push(request(request_id, "busy"))
         queue.push(request(100 + request_id, "also"))
@@ -105,10 +108,10 @@ def test_nobody_saves_up_service_while_away() -> None:
         assert head is not None
         queue.remove(head)
         queue.served(head, 100, 0)
-    for request_id in range(3):
+    for request_id in range(6):
         queue.push(request(200 + request_id, "late"))
     first = drain(queue, prefill_tokens=100)[:6]
-    assert sorted(first) == [3, 4, 103, 104, 200, 201]
+    assert sorted(first) == expected
 
 
 @pytest.mark.parametrize(
