@@ -174,7 +174,6 @@ class Simulator:
         self.computed_tokens += plan.num_decode_rows + plan.num_prefill_tokens
         self.owned_page_seconds += owned * (end - start)
         self.most_pages_owned = max(self.most_pages_owned, owned)
-        self.most_waiting = max(self.most_waiting, self._num_alive - len(plan.sequences))
 
     def _admit_until(self, time: float) -> None:
         """Everyone who arrives up to `time`, which it is then."""
@@ -199,11 +198,12 @@ class Simulator:
             deadline=None if arrival.deadline_s is None else self.clock.now + arrival.deadline_s,
         )
         try:
-            self.scheduler.add(request)
+            outlook = self.scheduler.add(request)
         except SchedulerError as error:
             outcome.refused = type(error).__name__
         else:
             self._num_alive += 1
+            self.most_waiting = max(self.most_waiting, outlook.position + 1)
 
     def _note(self, update: RequestUpdate) -> None:
         request = update.request

@@ -10,12 +10,13 @@ from quire.scheduler import Limits
 
 CAPACITY = 1.2  # requests per second of 256 prompt and 128 output tokens
 QUEUE = 32
+TARGET_S = 0.15
 
 
 def overload(serve: Callable[..., Any], factor: float, requests: int, **options: Any) -> Any:
     workload = Workload(rate=factor * CAPACITY, requests=requests, prompt_tokens="256", output_tokens="128")
     arrivals = make_arrivals(workload)
-    return serve(arrivals, max_num_batched_tokens=128, max_num_seqs=16, limits=Limits(QUEUE), **options)
+    return serve(arrivals, itl_target_s=TARGET_S, max_num_seqs=16, limits=Limits(QUEUE), **options)
 
 
 def test_the_queue_is_bounded_and_the_others_are_refused(serve: Callable[..., Any]) -> None:
@@ -33,6 +34,7 @@ def test_throughput_does_not_suffer(serve: Callable[..., Any]) -> None:
 def test_the_latency_of_running_streams_stays_flat(serve: Callable[..., Any]) -> None:
     """As flat as on a server that is just full, and at the end as at the beginning."""
     full, overloaded = overload(serve, 1.5, 300), overload(serve, 10, 1000)
+    assert overloaded.itl() < TARGET_S
     half = overloaded.simulator.clock.now / 2
     for percent in (50, 99):
         assert overloaded.itl(percent=percent) < 1.1 * full.itl(percent=percent)
