@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Mapping
-from math import inf, nextafter
 from typing import NamedTuple, Protocol
 
 from .request import Request
@@ -157,15 +156,17 @@ class Fair(FirstComeFirstServed):
         self._weights = dict(weights or {})
         if any(not weight > 0 for weight in self._weights.values()):
             raise ValueError("a tenant's weight must be above 0")
-        self._served: dict[str, float] = {}
-        self._last = 0.0  # of the tenant whose queue emptied last
+        self._counts: dict[str, float] = {}  # service by tenant
+        self._starts: dict[str, float] = {}  # where each would have started last without credit
+        self._last = 0.0  # the level when the queue emptied last
 
     def push(self, request: Request) -> None:
         waiting = self._queues.tenants()
         if request.tenant not in waiting:
-            level = min((self._served.get(tenant, 0.0) for tenant in waiting), default=self._last)
-            level = nextafter(level - self._credit_tokens / self._weight(request), -inf)
-            self._served[request.tenant] = max(self._served.get(request.tenant, 0.0), level)
+            level = min((self._level(tenant) for tenant in waiting), default=self._last)
+            start = level - self._credit_tokens / self._weight(request)
+            self._starts[request.tenant] = level
+            self._counts[request.tenant] = max(self._count(request), start)
         super().push(request)
 
     def head(self, passed_over: Collection[str] = ()) -> Request | None:
@@ -175,21 +176,25 @@ class Fair(FirstComeFirstServed):
     def remove(self, request: Request) -> None:
         super().remove(request)
         if not self._queues.tenants():
-            self._last = self._count(request)
+            self._last = self._level(request.tenant)
 
     def rank(self, request: Request) -> Rank:
         return self._count(request), request.order
 
     def served(self, request: Request, prefill_tokens: int, decode_tokens: int) -> None:
         tokens = PREFILL_WEIGHT * prefill_tokens + DECODE_WEIGHT * decode_tokens
-        self._served[request.tenant] = self._count(request) + tokens / self._weight(request)
+        self._counts[request.tenant] = self._count(request) + tokens / self._weight(request)
 
     def may_displace(self, newcomer: Request, running: Request, seats: Callable[[str], int]) -> bool:
         theirs = (seats(running.tenant) - running.width) / self._weight(running)
         return theirs >= (seats(newcomer.tenant) + newcomer.width) / self._weight(newcomer)
 
     def _count(self, request: Request) -> float:
-        return self._served.get(request.tenant, 0.0)
+        return self._counts.get(request.tenant, 0.0)
+
+    def _level(self, tenant: str) -> float:
+        """How much a tenant was served, as if it had spent its credit: whoever comes next must not start lower yet."""
+        return max(self._counts.get(tenant, 0.0), self._starts.get(tenant, 0.0))
 
     def _weight(self, request: Request) -> float:
         return self._weights.get(request.tenant, 1.0)

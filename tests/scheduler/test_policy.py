@@ -96,7 +96,7 @@ def test_service_is_shared_by_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("credit_tokens", "expected"), [(0, [3, 4, 103, 104, 200, 201]), (200, [3, 103, 200, 201, 202, 203])]
+    ("credit_tokens", "expected"), [(0, [3, 4, 103, 104, 200, 201]), (200, [3, 4, 103, 200, 201, 202])]
 )
 def test_nobody_saves_up_more_service_than_the_credit_while_away(credit_tokens: int, expected: list[int]) -> None:
     queue = Fair(credit_tokens=credit_tokens)
@@ -112,6 +112,16 @@ def test_nobody_saves_up_more_service_than_the_credit_while_away(credit_tokens: 
         queue.push(request(200 + request_id, "late"))
     first = drain(queue, prefill_tokens=100)[:6]
     assert sorted(first) == expected
+
+
+def test_credit_is_not_handed_on() -> None:
+    """A tenant that comes while another has credit left starts no lower than that one did."""
+    queue = Fair(credit_tokens=100)
+    queue.push(request(1, "busy"))
+    queue.served(request(2, "busy"), 1000, 0)
+    for number in range(3, 8):
+        queue.push(request(number, f"tenant {number}"))
+    assert [queue.rank(request(9, f"tenant {number}"))[0] for number in range(3, 8)] == [900.0] * 5
 
 
 @pytest.mark.parametrize(
