@@ -58,12 +58,12 @@ class Speculator:
 
     def _guess(self, request: Request, most: int, load: Load) -> list[int]:
         ngrams = request.ngrams = request.ngrams or NGramIndex()
-        ngrams.extend(request.token_ids)
-        guess = ngrams.guess(request.token_ids, most)
-        count = self._guesses_that_pay(ngrams.luck, len(guess), load)
-        if guess and not count:
+        count = self._guesses_that_pay(ngrams.luck, most, load)
+        if not count:
             ngrams.recover()
-        return guess[:count]
+            return []
+        ngrams.extend(request.token_ids)
+        return ngrams.guess(request.token_ids, count)
 
     def _guesses_that_pay(self, luck: float, most: int, load: Load) -> int:
         """How many guesses one sequence of a decoding step should verify.
