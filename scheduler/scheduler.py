@@ -345,6 +345,8 @@ class Scheduler:
             return "sequences"
         if not step.prefill_tokens(0):
             return "tokens"
+        if not self._batch.requests:  # also a search wider than the target allows runs, alone
+            return None
         known = sum(len(other.token_ids) for other in self._batch.requests.values()) + len(request.token_ids)
         return None if self._budget.may_join(seats, known) else "latency"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from quire.scheduler import BeamSearch, SampledToken, TooLong
+from quire.scheduler import BeamSearch, CostModel, LatencyBudget, SampledToken, TooLong
 
 from tests.scheduler.conftest import top_logprobs
 
@@ -131,3 +131,12 @@ def test_ties_go_to_the_earlier_hypothesis_then_to_the_lower_token() -> None:
     assert [(each.parent, each.token.token_id) for each in first] == [(0, 0), (0, 1)]
     second = beam.advance([SampledToken(1, 0, None, equal)] * 2, frozenset(), 0, 5)
     assert [(each.parent, each.token.token_id) for each in second] == [(0, 0), (0, 1)]
+
+
+def test_a_search_wider_than_the_latency_target_allows_runs_alone(make_world: MakeWorld) -> None:
+    world = make_world(num_pages=64, vocabulary=VOCABULARY, budget=LatencyBudget(CostModel(), 1e-3, 64))
+    world.add(1, [2, 3], max_tokens=6)
+    world.add(2, PROMPT, max_tokens=6, beam=BeamSearch(4))
+    world.add(3, [4, 5], max_tokens=6)
+    world.run()
+    assert set(world.ended.values()) == {"length"}
