@@ -95,7 +95,7 @@ class Live:
         first = requests[0]
         return Usage(
             prompt_tokens=first.num_prompt_tokens,
-            completion_tokens=self._completion_tokens(),
+            completion_tokens=sum(branch.num_tokens for branch in self.branches),
             cached_tokens=first.cached_tokens,
             recomputed_tokens=sum(request.recomputed_tokens for request in requests),
             seed=self.seed,
@@ -109,8 +109,10 @@ class Live:
         times = [branch.request.first_token_time for branch in self.branches]
         return min((time for time in times if time is not None), default=None)
 
-    def _completion_tokens(self) -> int:
-        return sum(branch.num_tokens for branch in self.branches)
+    def time_per_output_token_s(self) -> float | None:
+        """Mean seconds per token after the first, of the sequence that decoded longest."""
+        slowest = max(self.branches, key=lambda branch: branch.request.decode_s)
+        return slowest.request.decode_s / (slowest.num_tokens - 1) if slowest.num_tokens > 1 else None
 
     def _chunk(
         self,
@@ -174,18 +176,20 @@ class Searched(Live):
             return ()
         if branch.finish_reason == "cancelled":
             return self._cancelled()
+        found = branch.request.hypotheses
+        branch.num_tokens = sum(len(each.tokens) for each in found)
         return [
-            self._chunk(i, 0, found.tokens, self._text(found.tokens), found.finish_reason, found.cumulative_logprob)
-            for i, found in enumerate(branch.request.hypotheses)
+            self._chunk(i, 0, each.tokens, self._text(each.tokens), each.finish_reason, each.cumulative_logprob)
+            for i, each in enumerate(found)
         ]
 
     def _text(self, tokens: Sequence[SampledToken]) -> str:
         detokenizer = self._new_detokenizer()
         return "" if detokenizer is None else detokenizer.push(_ids(tokens)) + detokenizer.finish()
 
-    def _completion_tokens(self) -> int:
-        (branch,) = self.branches
-        return sum(len(found.tokens) for found in branch.request.hypotheses)
+    def time_per_output_token_s(self) -> float | None:
+        """Steps of a search are no tokens."""
+        return None
 
 
 def delivery(params: SamplingParams) -> type[Live]:

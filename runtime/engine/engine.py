@@ -289,6 +289,7 @@ class Engine:
                 usage=usage,
                 e2e_s=now - live.submitted,
                 time_to_first_token_s=None if first is None else first - live.submitted,
+                time_per_output_token_s=live.time_per_output_token_s(),
             )
         )
 

@@ -91,6 +91,7 @@ class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | None
     e2e_s: float
     time_to_first_token_s: float | None
+    time_per_output_token_s: float | None = None  # mean after the first, of the sequence that decoded longest
 
 
 class EngineObserver(Protocol):

@@ -71,6 +71,8 @@ class PrometheusObserver:
         self._e2e_latency.observe(stats.e2e_s)
         if stats.time_to_first_token_s is not None:
             self._time_to_first_token.observe(stats.time_to_first_token_s)
+        if stats.time_per_output_token_s is not None:
+            self._time_per_output_token.observe(stats.time_per_output_token_s)
         if stats.finish_reason is not None:
             self._success.labels(stats.finish_reason).inc()
         if stats.usage is not None:
@@ -87,8 +89,6 @@ class PrometheusObserver:
         self._queue_time.observe(usage.queue_ms / 1000)
         self._prefill_time.observe(usage.prefill_ms / 1000)
         self._decode_time.observe(usage.decode_ms / 1000)
-        if usage.completion_tokens > 1:
-            self._time_per_output_token.observe(usage.decode_ms / 1000 / (usage.completion_tokens - 1))
 
     def _make_info(self, version: str, isa: str, threads: int, threads_reason: str) -> None:
         Info("quire_build", "What is running.", registry=self.registry).info({"version": version})

@@ -148,7 +148,13 @@ def test_steps_and_tokens(observer: PrometheusObserver) -> None:
 def test_a_finished_request(observer: PrometheusObserver) -> None:
     observer.on_finished(
         RequestStats(
-            finish_reason="stop", error=None, prompt_tokens=10, usage=USAGE, e2e_s=0.45, time_to_first_token_s=0.05
+            finish_reason="stop",
+            error=None,
+            prompt_tokens=10,
+            usage=USAGE,
+            e2e_s=0.45,
+            time_to_first_token_s=0.05,
+            time_per_output_token_s=0.1,
         )
     )
     samples = exposed(observer)
