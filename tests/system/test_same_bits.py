@@ -16,7 +16,7 @@ from quire.runtime.config import EngineConfig
 from quire.runtime.engine import Engine, GenerateRequest
 from quire.runtime.engine.observer import SilentObserver
 from quire.runtime.execution import assemble
-from quire.runtime.generation import SamplingParams
+from quire.runtime.generation import SamplingParams, join_choices
 
 LEVELS = supported_levels()
 DTYPES = [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8")]
@@ -154,3 +154,52 @@ async def test_preempted_at_any_token(dtypes, after):
         chunks = [chunk async for chunk in await engine.submit(REQUESTS[2])]
     assert chunks[-1].usage.recomputed_tokens > 0
     assert bits(chunks) == (await alone(LEVELS[-1], dtypes))[2]
+
+
+# Choices, guesses, policies
+
+REPEATED = (11, 12, 13, 14) * 12
+KINDS = [
+    GenerateRequest(prompt=request_prompt, params=msgspec.structs.replace(params, **more))
+    for request_prompt, params, more in [
+        (REPEATED, GREEDY, {"max_tokens": 40}),
+        (prompt(70, 70), SEEDED, {"n": 3}),
+        (prompt(40, 40), SEEDED, {"n": 2, "best_of": 4, "max_tokens": 30}),
+        (prompt(50, 50), GREEDY, {"n": 3, "beam_width": 3, "logprobs": 0, "max_tokens": 20}),
+        (REPEATED, PENALISED, {"max_tokens": 30, "logit_bias": {11: 8.0, 12: 8.0, 13: 8.0, 14: 8.0}}),
+        (REPEATED[1:], SEEDED, {"n": 2, "temperature": 0.3, "logit_bias": {11: 9.0, 12: 9.0}, "stop_token_ids": (14,)}),
+    ]
+]
+SETTINGS = {
+    "guessing": {"num_speculative_tokens": 4},
+    "guessing in a small pool": {"num_speculative_tokens": 3, "kv_cache_memory": 24 * PAGE_BYTES},
+    "spilling from a small pool": {"kv_spill_size": 8 << 20, "kv_cache_memory": 24 * PAGE_BYTES},
+    "few at once": {"max_num_seqs": 4, "scheduling_policy": "priority", "num_speculative_tokens": 2},
+    "a latency target": {"itl_target_ms": 0.5, "scheduling_policy": "fair", "max_num_batched_tokens": 64},
+}
+
+
+async def choices_of(engine, request):
+    chunks = [chunk async for chunk in await engine.submit(request)]
+    usage = chunks[-1].usage
+    return usage.completion_tokens, tuple(
+        (
+            choice.text,
+            choice.finish_reason,
+            choice.cumulative_logprob.hex(),
+            tuple((token.token_id, token.logprob.hex(), token.top) for token in choice.logprobs),
+        )
+        for choice in join_choices(chunks)
+    )
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+async def test_choices_guesses_and_policies(isa, settings):
+    """However requests are drawn, guessed, ordered, forked, thrown out and kept: what they yield alone."""
+    dtypes = ("q8", "int8")
+    async with running(isa, dtypes, enable_prefix_caching=False) as engine:
+        wanted = [await choices_of(engine, request) for request in KINDS]
+    async with running(isa, dtypes, **settings) as engine:
+        for _ in range(2):  # the second time with the prefix cache warm
+            assert await asyncio.gather(*(choices_of(engine, request) for request in KINDS)) == wanted

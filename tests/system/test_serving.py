@@ -13,7 +13,7 @@ import pytest
 from quire import LLM
 from quire.runtime.client import AsyncClient
 from quire.runtime.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
-from quire.runtime.generation import SamplingParams
+from quire.runtime.generation import SamplingParams, join_choices
 
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -57,17 +57,41 @@ async def test_text_arrives_while_it_is_made(serving: Serving) -> None:
         assert [chunk.first_index for chunk in chunks] == sorted(chunk.first_index for chunk in chunks)
 
 
+async def test_choices_over_the_wire_are_those_of_the_model_in_this_process(serving: Serving) -> None:
+    several = [
+        SamplingParams(max_tokens=30, temperature=0.9, seed=3, n=3, logprobs=1, ignore_eos=True, stop=("e ",)),
+        SamplingParams(max_tokens=20, temperature=0.9, seed=3, n=2, best_of=4, ignore_eos=True),
+        SamplingParams(max_tokens=12, beam_width=3, n=2, ignore_eos=True),
+    ]
+    with LLM(kv_cache_memory=8 << 20) as llm:
+        wanted = llm.generate([PROMPTS[0]] * 3, several)
+    async with serving(num_speculative_tokens=3) as real, AsyncClient(real.address) as client:
+        seen = await asyncio.gather(*(client.complete(PROMPTS[0], params) for params in several))
+        streamed = [chunk async for chunk in client.generate(PROMPTS[0], several[0])]
+    assert [one.choices for one in seen] == [one.choices for one in wanted]
+    assert [one.usage.completion_tokens for one in seen] == [one.usage.completion_tokens for one in wanted]
+    assert join_choices(streamed) == wanted[0].choices
+    assert {chunk.choice for chunk in streamed} == {0, 1, 2}
+    assert all(choice.cumulative_logprob is not None for one in seen for choice in one.choices)
+
+
 # The storm
 
 SEEDS = [1, 2]
+STORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "guessing and spilling": {"num_speculative_tokens": 4, "kv_spill_size": 1 << 20, "scheduling_policy": "priority"},
+    "a latency target and quotas": {"itl_target_ms": 2, "scheduling_policy": "fair", "max_kv_share_per_tenant": 0.6},
+}
 CONNECTIONS = 5
 REQUESTS_PER_CONNECTION = 20
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-async def test_nothing_is_left_after_a_storm(serving: Serving, seed: int) -> None:
+@pytest.mark.parametrize("settings", STORMS.values(), ids=STORMS)
+async def test_nothing_is_left_after_a_storm(serving: Serving, settings: dict[str, Any], seed: int) -> None:
     """Users who finish, cancel, leave with live requests and come back, on a pool too small for all of them."""
-    async with serving(kv_cache_memory=40 * PAGE_BYTES, max_num_seqs=12, max_num_waiting=24) as real:
+    async with serving(kv_cache_memory=40 * PAGE_BYTES, max_num_seqs=12, max_num_waiting=24, **settings) as real:
         async with AsyncClient(real.address) as client:
             before = await client.complete(PROMPTS[0], PARAMS[0])
             await asyncio.gather(*(storm(real, random.Random(f"{seed} {index}")) for index in range(CONNECTIONS)))
@@ -76,6 +100,16 @@ async def test_nothing_is_left_after_a_storm(serving: Serving, seed: int) -> Non
             after = await client.complete(PROMPTS[0], PARAMS[0])
         assert (after.token_ids, after.text, after.logprobs) == (before.token_ids, before.text, before.logprobs)
         assert real.engine.stats().step > 0
+
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.8},
+    {},
+    {"temperature": 0.8, "n": 3},
+    {"temperature": 0.8, "n": 2, "best_of": 5},
+    {"beam_width": 3, "n": 2},
+    {"stop": ["e "], "logprobs": 1},
+]
 
 
 async def storm(real: Any, chance: random.Random) -> None:
@@ -89,8 +123,11 @@ async def storm(real: Any, chance: random.Random) -> None:
             prompt: Any = PROMPTS[chance.randrange(len(PROMPTS))]
             if chance.random() < 0.5:
                 prompt = [chance.randrange(4096) for _ in range(chance.randrange(1, 200))]
-            params = {"max_tokens": chance.randrange(1, 60), "temperature": chance.random(), "ignore_eos": True}
-            peer.send("GENERATE", request_id, prompt, params)
+            params = {"max_tokens": chance.randrange(1, 60), "ignore_eos": True, **chance.choice(KINDS)}
+            deadline_ms = chance.choice([None, None, 5, 50, 5000])
+            peer.send(
+                "GENERATE", request_id, prompt, params, deadline_ms, chance.randrange(-3, 4), chance.choice([None, 99])
+            )
         for _ in range(chance.randrange(30)):
             frame = await peer.receive()
             if frame[0] == "TOKENS" and chance.random() < 0.2:
