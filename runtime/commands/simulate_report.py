@@ -79,7 +79,8 @@ class SimulationReport:
             f"{report.total_throughput:,.1f} with prompts",
             f"KV pool     mean {report.pool_mean:.0%}, max {report.pool_max:.0%} in use; "
             f"{report.cached_share:.0%} of prompt tokens cached; at most {report.most_waiting:,} waiting",
-            f"preemption  {report.preemptions:,} times, {report.wasted_share:.1%} of the tokens computed again",
+            f"preemption  {report.preemptions:,} times, {report.spilled:,} of them spilled; "
+            f"{report.wasted_share:.1%} of the tokens computed again",
         ]
         if report.objectives:
             limits = ", ".join(f"{name} {limit:g} ms" for name, limit in report.objectives.items())

@@ -5,6 +5,7 @@ from .cost import Cost, Noisy, RooflineCost, roofline_cost
 from .report import Distribution, Objective, Report, parse_goodput, summarize
 from .serving import build_simulator, given_roofline
 from .simulator import Outcome, Simulator, Stalled, VirtualClock
+from .spill import SimulatedSpill
 from .traces import read_azure, read_mooncake
 from .workload import Workload, make_arrivals
 
@@ -18,6 +19,7 @@ __all__ = [
     "Process",
     "Report",
     "RooflineCost",
+    "SimulatedSpill",
     "Simulator",
     "Stalled",
     "VirtualClock",

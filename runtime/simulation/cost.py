@@ -25,8 +25,12 @@ Cost = Callable[[StepPlan], float]  # seconds that executing a step takes
 
 WEIGHTS_READ = 0.88  # of the read bandwidth: one user decodes
 KV_READ = 0.73  # eight users at 2,048 tokens: 25 of 34 GB/s
-LINEAR_PEAK: dict[Form, float] = {"q8": 0.65, "bf16": 0.80, "f32": 0.80}  # of the form's peak: prefill of 8 x 128
-ATTENTION_PEAK: dict[Form, float] = {"q8": 0.40, "bf16": 0.74, "f32": 0.74}  # 512 rows after 3,584 tokens
+LINEAR_PEAK: dict[Form, float] = {"q8": 0.65, "bf16": 0.80, "f32": 0.83}  # of the form's peak: prefill of 8 x 128
+ATTENTION_PEAK: dict[Form, float] = {
+    "q8": 0.40,
+    "bf16": 0.74,
+    "f32": 0.60,
+}  # 512 rows after 3,584 tokens; f32: 1 x 1,024
 HEAD_S = 1.3e-6  # of attention, per sequence, layer and KV head, whatever the context
 
 

@@ -77,6 +77,7 @@ class Report:
     fairness: float  # Jain's index, see `fairness_index`
     steps: int
     preemptions: int
+    spilled: int  # of them: the pages were kept, not computed again
     wasted_share: float  # of the tokens computed: those computed before, and lost in a preemption
     cached_share: float  # of the prompt tokens: found in the prefix cache
     pool_mean: float  # share of the pages in use, over time
@@ -123,6 +124,7 @@ def summarize(
         fairness=fairness_index(served, {tenant: _tokens_asked(each) for tenant, each in tenants.items()}, weights),
         steps=simulator.num_steps,
         preemptions=sum(outcome.preemptions for outcome in outcomes),
+        spilled=simulator.scheduler.stats().preemptions_spilled,
         wasted_share=_ratio(sum(outcome.recomputed_tokens for outcome in outcomes), simulator.computed_tokens),
         cached_share=_ratio(sum(outcome.cached_tokens for outcome in finished), prompt_tokens),
         pool_mean=_ratio(simulator.owned_page_seconds, busy_s * pages),

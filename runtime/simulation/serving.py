@@ -17,6 +17,7 @@ from ..models import DecoderSpec
 from .arrivals import Arrival
 from .cost import Cost, Noisy, roofline_cost
 from .simulator import Simulator, VirtualClock
+from .spill import SimulatedSpill
 
 
 def given_roofline(read_bytes_per_s: float, int8_ops_per_s: float) -> Roofline:
@@ -34,22 +35,20 @@ def build_simulator(
     noise: float = 0.0,
     seed: int = 1,
 ) -> Simulator:
-    """`noise` is the sigma of the lognormal factor on every step's time. Raises ConfigError for what depends on text or
-    disks, and so cannot be told in advance.
-    """
+    """`noise` is the sigma of a lognormal factor on every step's time. Raises ConfigError for what depends on text."""
     if config.num_speculative_tokens:
         raise ConfigError(
             "--num-speculative-tokens cannot be simulated: how many guesses are right depends on the text"
         )
-    if config.kv_spill_size:
-        raise ConfigError("--kv-spill-size cannot be simulated: what spilling costs depends on the disk")
     cost: Cost = roofline_cost(spec, capacity, roof)
     clock = VirtualClock()
+    spill = SimulatedSpill(capacity.layout.page_bytes, config.kv_spill_size) if config.kv_spill_size else None
     pager = Pager(
         capacity.layout.page_size,
         capacity.num_pages,
         windows=capacity.layout.group_windows,
         enable_prefix_caching=config.enable_prefix_caching,
+        store=spill,
         clock=clock,
     )
     return Simulator(
@@ -59,4 +58,5 @@ def build_simulator(
         Noisy(cost, noise, seed) if noise else cost,
         arrivals,
         max_model_len=capacity.max_model_len,
+        spill=spill,
     )

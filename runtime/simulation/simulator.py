@@ -26,6 +26,7 @@ from ...scheduler import (
 )
 from .arrivals import Arrival
 from .cost import Cost
+from .spill import SimulatedSpill
 
 SEQUENCE_S = (
     30e-6  # between steps, per sequence of the step: schedule, commit, publish, arrays (`quire bench` measures it)
@@ -88,7 +89,8 @@ class Outcome:
 class Simulator:
     """Drives `scheduler`, whose clock is `clock`. `arrivals` come in order of time.
 
-    Request ids are the indices of `outcomes`. `max_model_len` refuses longer requests as the engine does.
+    Request ids are the indices of `outcomes`. `max_model_len` refuses longer requests as the engine does. `spill` is
+    the pager's store.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Simulator:
         arrivals: Iterable[Arrival],
         *,
         max_model_len: int | None = None,
+        spill: SimulatedSpill | None = None,
         sequence_s: float = SEQUENCE_S,
     ) -> None:
         self.scheduler = scheduler
@@ -113,6 +116,7 @@ class Simulator:
         self.most_waiting = 0
         self._cost = cost
         self._max_model_len = math.inf if max_model_len is None else max_model_len
+        self._spill = spill
         self._sequence_s = sequence_s
         self._arrivals = iter(arrivals)
         self._next: Arrival | None = next(self._arrivals, None)
@@ -161,6 +165,8 @@ class Simulator:
         start, owned = self.clock.now, self.pager.num_owned
         duration_s = self._cost(plan)
         end = start + duration_s + len(plan.sequences) * self._sequence_s
+        if self._spill is not None:
+            end += self._spill.take_spent_s()
         self._admit_until(end)
         sampled = tuple(
             SampledToken(sequence.request_id, _own_token(sequence.request_id))

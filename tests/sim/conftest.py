@@ -22,6 +22,7 @@ from quire.runtime.simulation import (
     Noisy,
     Outcome,
     RooflineCost,
+    SimulatedSpill,
     Simulator,
     VirtualClock,
     given_roofline,
@@ -32,6 +33,7 @@ from quire.scheduler import CostModel, LatencyBudget, Scheduler, TokenBudget
 
 SHAPE = Path(__file__).parents[1] / "data" / "qwen3-0.6b"
 PAGE_SIZE = 32
+PAGE_BYTES = PAGE_SIZE * 60_032  # int8 keys and values of 28 layers with 8 KV heads
 
 
 class Served:
@@ -40,7 +42,7 @@ class Served:
     def __init__(self, simulator: Simulator) -> None:
         assert not simulator.scheduler.has_work
         assert all(outcome.finished or outcome.refused for outcome in simulator.outcomes)
-        assert simulator.pager.num_owned == 0
+        assert simulator.pager.num_owned == simulator.pager.num_spilled == 0
         check(simulator.pager, [])
         self.simulator = simulator
         self.outcomes = simulator.outcomes
@@ -82,11 +84,13 @@ def serve(cost: RooflineCost) -> Callable[..., Served]:
         max_num_batched_tokens: int = 512,
         max_num_seqs: int = 64,
         noise: float = 0.0,
+        spill_bytes: int = 0,
         itl_target_s: float | None = None,
         **options: Any,
     ) -> Served:
         clock = VirtualClock()
-        pager = Pager(PAGE_SIZE, num_tokens // PAGE_SIZE)
+        spill = SimulatedSpill(PAGE_BYTES, spill_bytes) if spill_bytes else None
+        pager = Pager(PAGE_SIZE, num_tokens // PAGE_SIZE, store=spill, clock=clock)
         learned = CostModel()
         budget = (
             TokenBudget(max_num_batched_tokens)
@@ -94,7 +98,8 @@ def serve(cost: RooflineCost) -> Callable[..., Served]:
             else LatencyBudget(learned, itl_target_s, max_num_batched_tokens)
         )
         scheduler = Scheduler(pager, budget=budget, cost=learned, max_num_seqs=max_num_seqs, clock=clock, **options)
-        simulator = Simulator(scheduler, pager, clock, Noisy(cost, noise, seed=1) if noise else cost, arrivals)
+        true_cost = Noisy(cost, noise, seed=1) if noise else cost
+        simulator = Simulator(scheduler, pager, clock, true_cost, arrivals, spill=spill)
         simulator.run()
         return Served(simulator)
 

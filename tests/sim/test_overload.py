@@ -47,10 +47,3 @@ def test_waiting_is_bounded_by_the_queue(serve: Callable[..., Any]) -> None:
     """No longer than the service of all who can be ahead."""
     overloaded = overload(serve, 10, 1000)
     assert overloaded.ttft(percent=100) < 1.2 * (QUEUE + 16) / CAPACITY
-
-
-def test_a_pool_that_is_too_small_for_all_costs_work_but_loses_nobody(serve: Callable[..., Any]) -> None:
-    served = overload(serve, 10, 300, num_tokens=2048)
-    assert served.report.preemptions > 0
-    assert 0 < served.report.wasted_share < 0.25
-    assert served.report.pool_max == 1.0

@@ -98,7 +98,6 @@ def test_the_machine_is_measured_where_it_is_not_given(run: Any) -> None:
         (["--max-num-seqs", "0"], "--max-num-seqs"),
         (["--deadline-ms", "0"], "--deadline-ms must be between"),
         (["--num-speculative-tokens", "3"], "--num-speculative-tokens cannot be simulated"),
-        (["--kv-spill-size", "1GiB"], "--kv-spill-size cannot be simulated"),
     ],
 )
 def test_refusals(arguments: list[str], message: str, run: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from quire.runtime.simulation import (
     Arrival,
+    SimulatedSpill,
     Simulator,
     Stalled,
     Workload,
@@ -120,6 +121,21 @@ def test_recomputed_tokens_are_waste(make_simulator: Make) -> None:
     assert report.preemptions == 1
     assert report.wasted_share > 0
     assert report.pool_max == 1.0
+
+
+def test_spilling_takes_slots_and_time() -> None:
+    spill = SimulatedSpill(page_bytes=1_000_000, max_bytes=3_500_000)
+    assert spill.seconds(3) == pytest.approx(0.0045)  # out at 1 GB/s, back at 2
+    assert spill.seconds(4) is None
+    slots = spill.save([7, 8])
+    assert slots is not None
+    assert len(set(slots)) == 2
+    assert spill.save([7, 8]) is None
+    assert spill.load(slots, [1, 2])
+    assert spill.take_spent_s() == pytest.approx(0.003)
+    assert spill.take_spent_s() == 0.0
+    spill.free(slots)
+    assert spill.seconds(3) is not None
 
 
 def test_whoever_would_wait_forever_is_found_out(make_simulator: Make) -> None:
