@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import statistics
 import time
@@ -54,7 +55,7 @@ async def decode(engine: Engine, tokens: tuple[int, ...], times: list[float]) ->
 
 def gaps(times: list[list[float]], begin: float, end: float) -> list[float]:
     """Inter-token latencies of tokens that came between."""
-    return [b - a for each in times for a, b in zip(each, each[1:], strict=False) if begin <= b <= end]
+    return [b - a for each in times for a, b in itertools.pairwise(each) if begin <= b <= end]
 
 
 async def run(engine: Engine, generator: random.Random, users: int, length: int, calm_s: float) -> Result:
