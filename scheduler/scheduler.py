@@ -4,9 +4,8 @@ Synchronous and pure: clock and pager are injected, there is no I/O; it must not
 The one invariant: between steps every running request's table holds exactly its computed tokens; so whatever ends a
 request returns its pages before the next step.
 
-A step is planned by growing page tables: whatever a table holds beyond the computed tokens is what the step computes.
-Decode rows grow first, then prefills in the policy's order, then newly admitted requests, within the budget; last come
-guesses, where nothing else wants the step.
+A step is planned (planner.py) by growing page tables: what a table holds beyond the computed tokens is what the step
+computes. Committing takes in what it computed, and ends what has come to its end.
 
 Protected requests (batch.py) never lack a page, so they end; where there are none, the oldest running request is
 preempted by nobody, can always make room for itself, and ends too. So somebody always progresses, and nobody is
@@ -19,13 +18,14 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from ..pager import OutOfPages, Pager, check
+from ..pager import Pager, check
 from .batch import Batch, table_of
-from .budget import Budget, StepBudget
-from .cost import CostModel, Load, chunk_pairs
+from .budget import Budget
+from .cost import CostModel
 from .errors import DuplicateRequest, Outlook, QueueFull, StepMismatch
 from .forecast import Forecast
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
+from .planner import Planner
 from .policy import FirstComeFirstServed, Policy
 from .request import FinishReason, Request, RequestUpdate, State
 from .speculation import Speculator
@@ -67,7 +67,6 @@ class Scheduler:
         if budget.max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"the budget of a step must hold max_num_seqs={max_num_seqs} sequences: raise it to that")
         self._pager = pager
-        self._budget = budget
         self._cost = cost or CostModel()
         self._policy: Policy = FirstComeFirstServed() if policy is None else policy  # an empty one is falsy
         self._waiting = WaitingRoom(self._policy, limits or Limits(), pager.num_pages)
@@ -79,18 +78,23 @@ class Scheduler:
             num_speculative_tokens,
             min(budget.max_num_batched_tokens, max_num_samples or max_num_seqs),
         )
-        self._max_num_seqs = max_num_seqs
-        self._max_prefill_chunk = max_prefill_chunk
+        self._planner = Planner(
+            pager,
+            self._batch,
+            self._waiting,
+            budget,
+            self._speculator,
+            max_num_seqs=max_num_seqs,
+            max_prefill_chunk=max_prefill_chunk,
+            clock=clock,
+        )
         self._clock = clock
         self._debug = os.environ.get("QUIRE_DEBUG") == "1" if debug is None else debug
 
         self._requests: dict[int, Request] = {}  # all that are alive, in order of arrival
-        self._is_short = False  # of pages: in the step being planned, somebody was preempted to make room
         self._in_flight: StepPlan | None = None
-        self._load = Load()  # of the step in flight
         self._endings: dict[int, Ending] = {}  # asked for while in flight
         self._num_arrived = 0
-        self._num_planned_steps = 0
         self._num_finished_steps = 0
         self._recomputed_tokens = 0
 
@@ -170,7 +174,7 @@ class Scheduler:
         request = self._batch.requests.get(request_id)
         if request is None or self._in_flight is not None or self._batch.is_protected(request):
             return False
-        self._preempt(request)
+        self._planner.preempt(request)
         return True
 
     # Stepping.
@@ -179,12 +183,7 @@ class Scheduler:
         """The next step, or None when there is nothing to run. Its pages stay untouched until `commit` or `abandon`."""
         if self._in_flight is not None:
             raise StepMismatch(f"step {self._in_flight.step_id} is still in flight")
-        self._is_short = False
-        step = self._grow_decodes()
-        self._fill(step)
-        if not self._waiting and not step.load.prefill_tokens:
-            self._speculator.guess(self._batch.requests.values(), step.load)
-        self._in_flight = self._assemble()
+        self._in_flight = self._planner.plan()
         self._audit()
         return self._in_flight
 
@@ -283,149 +282,6 @@ class Scheduler:
         )
         return Outlook(len(self._waiting), pages_needed, self._pager.num_available, wait_s)
 
-    # Planning: each phase grows tables.
-
-    def _grow_decodes(self) -> StepBudget:
-        """One more token for every decoding request; those that find no page preempt. The budget of the rest."""
-        grow, decoding = self._pager.grow, State.DECODE
-        for request in tuple(self._batch.requests.values()):
-            if request.state is decoding:
-                try:
-                    grow(table_of(request), 1)
-                except OutOfPages:
-                    self._make_room(request)
-        rows = kv_tokens = 0
-        for request in self._batch.requests.values():
-            if request.state is decoding:
-                rows += 1
-                kv_tokens += request.num_computed_tokens
-        return self._budget.begin(rows, kv_tokens)
-
-    def _fill(self, step: StepBudget) -> None:
-        """Prefill in the policy's order: the next chunk of those that run, the first of those that are let in."""
-        prefilling = [request for request in self._batch.requests.values() if request.state is State.PREFILL]
-        rank = self._policy.rank
-        for request in sorted(prefilling, key=rank):
-            while (head := self._waiting.head()) is not None and rank(head) < rank(request) and self._admit(head, step):
-                pass
-            if request.state is State.PREFILL:  # not preempted meanwhile
-                self._grow_prefill(request, step)
-        while (head := self._waiting.head()) is not None and self._admit(head, step):
-            pass
-
-    def _grow_prefill(self, request: Request, step: StepBudget) -> None:
-        table, context = table_of(request), request.num_computed_tokens
-        num_tokens = min(step.prefill_tokens(context), len(request.token_ids) - context)
-        if self._max_prefill_chunk is not None:
-            num_tokens = min(num_tokens, self._max_prefill_chunk)
-        if num_tokens and table.would_overflow(1) and request is self._batch.oldest():
-            self._make_room(request)
-            num_tokens = table.num_tokens - context
-        else:
-            num_tokens = min(num_tokens, table.room())
-            self._pager.grow(table, num_tokens)
-        if num_tokens > 0:
-            step.spend(num_tokens, context)
-
-    def _admit(self, request: Request, step: StepBudget) -> bool:
-        """Let the head of the queue in, if sequences, tokens, latency and pages allow, and compute its first chunk."""
-        while (obstacle := self._obstacle(request, step) or self._start(request)) is not None:
-            if obstacle not in ("sequences", "pages") or self._is_short or not self._displace_for(request):
-                self._waiting.held_up = obstacle
-                return False
-        self._grow_prefill(request, step)
-        return True
-
-    def _obstacle(self, request: Request, step: StepBudget) -> str | None:
-        """What a request is in want of, before it is seen whether there are pages."""
-        if self._is_short:
-            return "pages"
-        seats = self._batch.num_seats + request.width
-        if seats > self._max_num_seqs:
-            return "sequences"
-        if not step.prefill_tokens(0):
-            return "tokens"
-        if not self._batch.requests:  # also a search wider than the target allows runs, alone
-            return None
-        known = sum(len(other.token_ids) for other in self._batch.requests.values()) + len(request.token_ids)
-        return None if self._budget.may_join(seats, known) else "latency"
-
-    def _start(self, request: Request) -> str | None:
-        """Run a waiting request if its pages allow it; else say so."""
-        try:
-            self._batch.enter(request, self._clock())
-        except OutOfPages:
-            return "pages"
-        self._waiting.admit(request)
-        return None
-
-    def _displace_for(self, newcomer: Request) -> bool:
-        """Preempt for a newcomer, where the policy says so, whoever loses least. Whether there was anybody."""
-        seats = self._waiting.seats
-        candidates = [
-            each for each in self._batch.victims(newcomer) if self._policy.may_displace(newcomer, each, seats)
-        ]
-        if not candidates:
-            return False
-        self._preempt(min(candidates, key=_work))
-        return True
-
-    def _assemble(self) -> StepPlan | None:
-        """What the tables grew by, and its load: whoever was preempted while the step was planned is in neither."""
-        decodes: list[ScheduledSequence] = []
-        prefills: list[ScheduledSequence] = []
-        decode_rows = prefill_tokens = kv_tokens = pairs = 0
-        guesses, decoding = self._speculator.guesses, State.DECODE
-        for request in self._batch.requests.values():
-            table = table_of(request)
-            first, end = request.num_computed_tokens, table.num_tokens
-            if first == end:
-                continue
-            tokens = request.token_ids
-            num_samples = int(end == len(tokens))
-            if end > len(tokens):
-                tokens, num_samples = tokens + guesses[request.request_id], end - first
-            row = ScheduledSequence(
-                request.request_id,
-                table.pages,
-                first,
-                tokens[first:end],
-                num_samples,
-                request.sampling,
-                tokens,
-                request.num_prompt_tokens,
-            )
-            if request.state is decoding:
-                decodes.append(row)
-                decode_rows += end - first
-                kv_tokens += first
-            else:
-                prefills.append(row)
-                prefill_tokens += end - first
-                pairs += chunk_pairs(first, end - first)
-        if not decodes and not prefills:
-            return None
-        self._load = Load(decode_rows, prefill_tokens, kv_tokens, pairs)
-        self._num_planned_steps += 1
-        return StepPlan(self._num_planned_steps, (*decodes, *prefills), decode_rows, prefill_tokens)
-
-    # Preemption.
-
-    def _make_room(self, request: Request) -> None:
-        """Grow by one token at the cost of whoever loses least; if nobody else may be preempted, it yields itself."""
-        table = table_of(request)
-        while table.would_overflow(1):
-            victim = min(self._batch.victims(request), key=_work, default=request)
-            self._preempt(victim)
-            self._is_short = True
-            if victim is request:
-                return
-        self._pager.grow(table, 1)
-
-    def _preempt(self, request: Request) -> None:
-        self._batch.preempt(request, self._clock())
-        self._waiting.put_back(request)
-
     # Committing and ending.
 
     def _match(self, result: StepResult) -> StepPlan:
@@ -503,7 +359,7 @@ class Scheduler:
         return None
 
     def _learn(self, seconds: float) -> None:
-        load = self._load
+        load = self._planner.load
         if seconds > 0 and (load.prefill_tokens or not self._cost.is_warm or not self.num_steps % LEARNING_STRIDE):
             self._cost.observe(load, seconds)
 
@@ -556,8 +412,3 @@ def _take(
         if count < len(samples) and sample.token_id != guesses[count - 1]:
             return samples[:count], None
     return samples, None
-
-
-def _work(request: Request) -> tuple[int, int]:
-    """What preempting it would lose; the youngest of equals first."""
-    return request.num_computed_tokens, -request.order
