@@ -30,8 +30,8 @@ def flood(request: pytest.FixtureRequest, serve: Callable[..., Any]) -> Callable
     """
     prompt_tokens: int = request.param
     options: dict[str, Any] = {"max_num_seqs": 16, "itl_target_s": 0.2, "limits": UNLIMITED}
-    modest = stream("modest", RATE, 25, prompt_tokens, seed=2)
-    flooding = stream("flooding", 20 * RATE, 500, prompt_tokens, seed=3)
+    modest = stream("modest", RATE, 20, prompt_tokens, seed=2)
+    flooding = stream("flooding", 20 * RATE, 400, prompt_tokens, seed=3)
     alone_s = serve(modest, **options).ttft()
 
     def flood(policy: Policy) -> tuple[float, float]:
