@@ -52,8 +52,10 @@ class Tokenizer:
         return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, as transformers gives them. Releases the GIL."""
-        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of `text`, as transformers gives them. Releases the GIL, which the library's `encode` of one text
+        does not.
+        """
+        ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
