@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -39,7 +42,7 @@ from ..errors import (
 )
 from ..execution import Machine, assemble
 from ..generation import FinishReason, OutputChunk, SamplingParams
-from ..text import IncrementalDetokenizer, Tokenizer
+from ..text import IncrementalDetokenizer
 from .build import build_pager, build_scheduler, build_spill_file
 from .choices import Branch, Live, delivery
 from .facade import EngineObserver, EngineStats, GenerateRequest, RequestStats, StepStats
@@ -76,6 +79,7 @@ class Engine:
         self._worker = ThreadPoolExecutor(1, "quire-step")
         self._observer: EngineObserver = SilentObserver()
         self._branches: dict[int, Branch] = {}  # of live requests, by the scheduler's id
+        self._tokenizing: Counter[str] = Counter()  # sequences whose text is being tokenized, by tenant
         self._next_id = 0
         self._scoring = False
         self._closed = False
@@ -91,19 +95,12 @@ class Engine:
             machine.close()
             raise
 
-    async def submit(self, request: GenerateRequest) -> Stream:
+    def submit(self, request: GenerateRequest) -> Coroutine[Any, Any, Stream]:
         """See `facade.EngineFacade.submit`."""
         submitted = time.monotonic()
-        try:
-            prompt = await self._check(request)
-            return self._accept(request, prompt, submitted)
-        except SchedulerError as refusal:
-            error = translate(refusal)
-            self._observer.on_rejected(error)
-            raise error from refusal
-        except QuireError as error:
-            self._observer.on_rejected(error)
-            raise
+        with self._refusing():
+            self._check(request)
+        return self._take(request, submitted)
 
     def stats(self) -> EngineStats:
         """Raises Unavailable when the engine's loop has broken, so that readiness and metrics do not look idle."""
@@ -138,24 +135,58 @@ class Engine:
 
     # Accepting.
 
-    async def _check(self, request: GenerateRequest) -> tuple[int, ...]:
-        """Validate, tokenize where needed (in a thread, a long text takes its time), and give the prompt's ids.
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """What is raised inside leaves in our words, and counts as a rejection."""
+        try:
+            yield
+        except SchedulerError as refusal:
+            error = translate(refusal)
+            self._observer.on_rejected(error)
+            raise error from refusal
+        except QuireError as error:
+            self._observer.on_rejected(error)
+            raise
 
-        A full queue costs no more than finding out.
-        """
-        self._validator.check_params(request.params)
+    def _check(self, request: GenerateRequest) -> None:
+        """All that can be told without the prompt's ids; a full queue costs no more than finding out."""
+        params, prompt = request.params, request.prompt
+        self._validator.check_params(params)
         self._validator.check_schedule(request.priority, request.deadline_ms, request.pin_ms)
-        self._batcher.check_room(request.tenant, num_sequences(request.params))
-        prompt = request.prompt
+        self._check_room(request)
         if isinstance(prompt, str):
             self._validator.check_text(prompt)
             if self.machine.tokenizer is None:
                 raise InvalidRequest("this model has no tokenizer.json; give the prompt as token ids")
-            prompt = await _encode(self.machine.tokenizer, prompt)
-        elif request.params.stop and self.machine.tokenizer is None:
+        elif params.stop and self.machine.tokenizer is None:
             raise InvalidRequest("stop strings cannot be found without a tokenizer.json; use stop_token_ids")
-        self._validator.check_prompt(prompt, request.params)
-        return prompt
+
+    def _check_room(self, request: GenerateRequest) -> None:
+        """Those whose text is being tokenized count as waiting, else more would be tokenized than can be taken."""
+        count = num_sequences(request.params) + self._tokenizing[request.tenant]
+        self._batcher.check_room(request.tenant, count)
+
+    async def _take(self, request: GenerateRequest, submitted: float) -> Stream:
+        with self._refusing():
+            prompt = request.prompt
+            if isinstance(prompt, str):
+                self._check_room(request)  # again: others were let in since the request was submitted
+                prompt = await self._encode(prompt, request.tenant, num_sequences(request.params))
+            self._validator.check_prompt(prompt, request.params)
+            return self._accept(request, prompt, submitted)
+
+    async def _encode(self, text: str, tenant: str, count: int) -> tuple[int, ...]:
+        """In a thread: a long text takes its time. Meanwhile the request holds its places in the queue."""
+        assert self.machine.tokenizer is not None
+        self._tokenizing[tenant] += count
+        try:
+            return tuple(await asyncio.to_thread(self.machine.tokenizer.encode, text))
+        except Exception as error:  # the library raises bare Exception
+            raise GenerationFailed(f"the prompt could not be tokenized: {error}") from error
+        finally:
+            self._tokenizing[tenant] -= count
+            if not self._tokenizing[tenant]:
+                del self._tokenizing[tenant]
 
     def _accept(self, request: GenerateRequest, prompt: tuple[int, ...], submitted: float) -> Stream:
         if self._scoring:
@@ -299,10 +330,3 @@ def _failure(live: Live, error: str) -> QuireError:
     if error == DEADLINE_PASSED:
         return DeadlineExceeded(f"the request's deadline of {live.deadline_ms} ms passed")
     return GenerationFailed(error)
-
-
-async def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(await asyncio.to_thread(tokenizer.encode, text))
-    except Exception as error:  # the library raises bare Exception
-        raise GenerationFailed(f"the prompt could not be tokenized: {error}") from error

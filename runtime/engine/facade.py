@@ -6,7 +6,7 @@ last chunk with `usage`, or a `QuireError` raised from its iterator.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Protocol
 
 import msgspec
@@ -106,9 +106,10 @@ class EngineObserver(Protocol):
 
 
 class EngineFacade(Protocol):
-    async def submit(self, request: GenerateRequest) -> Generation:
-        """Validate, tokenize and queue. Raises InvalidRequest, ContextLengthExceeded, Overloaded, QuotaExceeded,
-        DeadlineExceeded or Unavailable before any work; nothing of a rejected request remains."""
+    def submit(self, request: GenerateRequest) -> Awaitable[Generation]:
+        """Validate, then tokenize and queue when awaited. The call itself refuses what needs no tokens to be refused,
+        so that a full queue costs its server no task. Raises InvalidRequest, ContextLengthExceeded, Overloaded,
+        QuotaExceeded, DeadlineExceeded or Unavailable before any work; nothing of a rejected request remains."""
 
     def stats(self) -> EngineStats: ...
     def set_observer(self, observer: EngineObserver) -> None: ...

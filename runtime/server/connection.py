@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 
 import structlog
 
@@ -159,10 +159,19 @@ class Connection:
         elif frame.request_id in self._live:
             self._outbox.send(duplicate_frame(frame.request_id))
         else:
-            request = self._live[frame.request_id] = _LiveRequest()
-            task = asyncio.create_task(self._serve(frame, request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._submit(frame)
+
+    def _submit(self, frame: Generate) -> None:
+        """A request that the engine refuses at once never becomes a task: under overload most are refused."""
+        try:
+            submission = self._engine.submit(engine_request(frame, tenant=""))
+        except Exception as error:
+            self._outbox.send(self._failure(frame.request_id, error))
+            return
+        request = self._live[frame.request_id] = _LiveRequest()
+        task = asyncio.create_task(self._serve(frame.request_id, request, submission))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _refuse(self, request_id: int, error: InvalidRequest | Overloaded) -> None:
         """End a request that never reached the engine; a live one of the same id is not touched."""
@@ -172,20 +181,19 @@ class Connection:
         self._observer.on_rejected(error)
         self._outbox.send(error_frame(request_id, error))
 
-    async def _serve(self, frame: Generate, request: _LiveRequest) -> None:
+    async def _serve(self, request_id: int, request: _LiveRequest, submission: Awaitable[Generation]) -> None:
         """The id is free again before the peer can know that its request ended."""
         try:
-            last = await self._stream(frame, request)
+            last = await self._stream(request_id, request, submission)
         finally:
-            del self._live[frame.request_id]
+            del self._live[request_id]
         self._outbox.send(last)
 
-    async def _stream(self, frame: Generate, request: _LiveRequest) -> Done | Error:
+    async def _stream(self, request_id: int, request: _LiveRequest, submission: Awaitable[Generation]) -> Done | Error:
         """Forward the request's chunks as they come; the frame that ends it is returned."""
-        request_id = frame.request_id
         done: Done | None = None
         try:
-            generation = await self._engine.submit(engine_request(frame, tenant=""))
+            generation = await submission
             request.attach(generation)
             self._outbox.send(accepted_frame(request_id, generation))
             async for chunk in generation:
@@ -194,14 +202,16 @@ class Connection:
                 done = done_frame(request_id, chunk)
             if done is None:
                 raise GenerationFailed("the engine ended this stream without a finish reason")
-        except QuireError as error:
-            return error_frame(request_id, error)
-        except Exception:
-            _log.exception("request failed", request_id=request_id, peer=self._peer)
-            return error_frame(
-                request_id, GenerationFailed("an internal error ended this request; see the server's log")
-            )
+        except Exception as error:
+            return self._failure(request_id, error)
         return done
+
+    def _failure(self, request_id: int, error: Exception) -> Error:
+        """The frame that ends a request with `error`; what is no QuireError is a bug, and the log's to tell."""
+        if not isinstance(error, QuireError):
+            _log.error("request failed", request_id=request_id, peer=self._peer, exc_info=error)
+            error = GenerationFailed("an internal error ended this request; see the server's log")
+        return error_frame(request_id, error)
 
     def _cancel(self, request: _LiveRequest, cause: CancelCause) -> None:
         if request.cancel():
