@@ -11,6 +11,7 @@ The rules that the types alone do not say:
   live and says nothing about the request that owns the id.
 * ERROR without a request id is the last frame of its connection. A frame type that was not negotiated is such a
   breach: a peer can know from WELCOME what is understood.
+* A request has as many choices as its `n` says, each ends once: in TOKENS with a finish reason, the last one in DONE.
 * CANCEL of an id that is not live is ignored: it may have crossed that request's DONE.
 """
 
