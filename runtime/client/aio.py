@@ -93,7 +93,7 @@ class AsyncClient:
             priority,
             pin_ms,
         )
-        choices = _Choices(frame.params.n)
+        choices = _Choices()
         async with contextlib.aclosing(link.stream(frame)) as answers:
             async for answer in answers:
                 yield choices.chunk(answer)
@@ -129,24 +129,24 @@ class AsyncClient:
 class _Choices:
     """What TOKENS leave to be known of one stream's choices: which one DONE ends, and at which token."""
 
-    def __init__(self, count: int) -> None:
-        self._received = dict.fromkeys(range(count), 0)  # tokens of each choice that has not ended
+    def __init__(self) -> None:
+        self._received: dict[int, int] = {}  # tokens of each choice
+        self._ended: set[int] = set()
 
     def chunk(self, answer: Tokens | Done) -> OutputChunk:
         if isinstance(answer, Done):
-            choice, received = next(iter(self._received.items()), (0, 0))
+            choice = next(choice for choice in itertools.count() if choice not in self._ended)
             return OutputChunk(
-                first_index=received,
+                first_index=self._received.get(choice, 0),
                 token_ids=(),
                 text="",
                 finish_reason=answer.finish_reason,
                 usage=answer.usage,
                 choice=choice,
             )
-        if answer.finish_reason is None:
-            self._received[answer.choice] = answer.first_index + len(answer.token_ids)
-        else:
-            self._received.pop(answer.choice, None)
+        self._received[answer.choice] = answer.first_index + len(answer.token_ids)
+        if answer.finish_reason is not None:
+            self._ended.add(answer.choice)
         return OutputChunk(
             first_index=answer.first_index,
             token_ids=answer.token_ids,

@@ -124,6 +124,11 @@ async def test_a_cumulative_logprob_is_the_sum_where_nothing_was_ranked(client: 
     assert whole.choices[0].cumulative_logprob == -1.5
 
 
+async def test_an_absurd_number_of_choices_is_the_servers_to_refuse(client: AsyncClient) -> None:
+    with pytest.raises(Overloaded):
+        await client.complete("full", SamplingParams(n=2**40))
+
+
 async def test_pinning_is_asked_for(system: Any, client: AsyncClient) -> None:
     await client.complete("hi", THREE, pin_ms=5000)
     assert [request.pin_ms for request in system.engine.requests] == [5000]
