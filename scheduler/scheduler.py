@@ -327,11 +327,16 @@ class Scheduler:
     ) -> int:
         """Take back the rows of wrong guesses. How many tokens are computed then."""
         self._speculator.note(request, len(samples) - 1, max(0, len(tokens) - 1))
+        table = table_of(request)
         if any(sample.error is not None for sample in samples[len(tokens) :]):
             # A wrong guess left what is not a number in the last page, and 0 * NaN is NaN: write that page anew.
+            computed = min(computed, len(request.token_ids) - 1)  # with no sample to be had, the last token's too
             computed -= computed % self._pager.page_size
             request.enter(State.PREFILL, self._clock())
-        self._pager.rollback(table_of(request), computed)
+            if not self._pager.can_roll_back(table, computed):  # what that page's rows see has left a window
+                self._pager.release(table)
+                return 0
+        self._pager.rollback(table, computed)
         return computed
 
     def _commit_beams(self, lead: Request, samples: Sequence[SampledToken], now: float) -> RequestUpdate | None:
@@ -400,11 +405,15 @@ class Scheduler:
 def _take(
     request: Request, row: ScheduledSequence, samples: Sequence[SampledToken], now: float
 ) -> tuple[Sequence[SampledToken], Ending | None]:
-    """Append the samples to the request as long as the guess before each was right; its end, if one of them is that."""
+    """Append the samples to the request as long as the guess before each was right; its end, if one of them is that.
+
+    Without guesses, an error is its end. With them, a wrong one's key and value may be to blame, which all rows of the
+    step read, masked (0 * NaN is NaN): the row is to be computed again without.
+    """
     guesses = row.token_ids[len(row.token_ids) - len(samples) + 1 :]
     for count, sample in enumerate(samples, 1):
         if sample.error is not None:
-            return samples[: count - 1], (None, sample.error)
+            return samples[: count - 1], (None, sample.error) if len(samples) == 1 else None
         request.append(sample.token_id, now)
         reason = request.natural_end()
         if reason is not None:

@@ -81,28 +81,49 @@ def test_nothing_is_guessed_while_anything_prefills_or_waits(make_world: MakeWor
         assert world.step().num_decode_rows <= 1
 
 
-def test_a_wrong_guess_whose_logits_are_not_numbers_leaves_no_trace(make_world: MakeWorld, expected: Expected) -> None:
-    """Its key and value may not be numbers either: their page is written anew from its first slot."""
+@pytest.mark.parametrize("windows", [(0,), (3,), (0, 2)])
+@pytest.mark.parametrize("spoils", ["its own row", "all rows"])
+def test_a_wrong_guess_that_is_not_a_number_leaves_no_trace(
+    make_world: MakeWorld, expected: Expected, windows: tuple[int, ...], spoils: str
+) -> None:
+    """Its key and value may not be numbers either. The others of the step may have read them: their samples are lost.
+    Their page is written anew from its first slot, where a window has left what that needs, everything is.
+    """
+    spoilt = rewritten = from_the_start = 0
+    for length in range(56, 68):  # in one of them, a guess is wrong just behind the end of the first tile
+        world = speculative(make_world, windows=windows)
+        prompt = (PERIODIC * 3)[:length]
+        world.add(1, prompt, max_tokens=20)
+        while (plan := world.scheduler.schedule()) is not None:
+            row = plan.sequences[0]
+            result = world.execute(plan)
+            samples = list(result.sampled)
+            right = [row.token_ids[i + 1] == samples[i].token_id for i in range(len(samples) - 1)]
+            if len(samples) > 1 and False in right:
+                spoilt += 1
+                first = right.index(False) + 1 if spoils == "its own row" else 0
+                samples[first:] = [SampledToken(1, -1, error="not a number")] * (len(samples) - first)
+            for update in world.scheduler.commit(type(result)(result.step_id, tuple(samples), 0.0)):
+                world.note(update)
+            request = world.requests[1]
+            if len(samples) > 1 and request.state is State.PREFILL:
+                rewritten += 1
+                from_the_start += request.num_computed_tokens == 0
+                assert request.num_computed_tokens % 4 == 0
+        assert world.outputs[1] == expected(prompt, 20, 2)
+    assert 0 < rewritten <= spoilt
+    assert (from_the_start > 0) == (windows != (0,))
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5, 6])
+def test_what_is_not_a_number_without_guesses_either_ends_the_request(make_world: MakeWorld, num_steps: int) -> None:
     world = speculative(make_world)
     world.add(1, PERIODIC, max_tokens=40)
-    poisoned = rewritten = 0
-    while (plan := world.scheduler.schedule()) is not None:
-        row = plan.sequences[0]
-        result = world.execute(plan)
-        samples = list(result.sampled)
-        right = [row.token_ids[i + 1] == samples[i].token_id for i in range(len(samples) - 1)]
-        if False in right and world.requests[1].state is State.DECODE:
-            poisoned += 1
-            wrong = right.index(False) + 1
-            samples[wrong:] = [SampledToken(1, -1, error="not a number")] * (len(samples) - wrong)
-        updates = world.scheduler.commit(type(result)(result.step_id, tuple(samples), 0.0))
-        for update in updates:
-            world.note(update)
-        if world.requests[1].state is State.PREFILL:
-            rewritten += 1
-            assert world.requests[1].num_computed_tokens % 4 == 0
-    assert poisoned == rewritten > 0
-    assert world.outputs[1] == expected(PERIODIC, 40, 2)
+    for _ in range(num_steps):
+        world.step()
+    world.failing[1] = "not a number"
+    world.run(3)
+    assert world.ended[1] == "not a number"
 
 
 def test_the_longest_known_run_is_looked_up_first() -> None:
