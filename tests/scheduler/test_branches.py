@@ -87,3 +87,15 @@ def test_a_source_that_went_on_past_a_window_is_not_forked(make_world: MakeWorld
     world.run()
     assert world.outputs[1] == world.outputs[2] == expected(prompt, 20)
     assert world.requests[2].state is State.ENDED
+
+
+def test_a_branch_waits_for_pages(make_world: MakeWorld, expected: Expected) -> None:
+    """The one page left is promised to its source; the audit finds nothing of the fork that was tried."""
+    world = make_world(num_pages=4, enable_prefix_caching=False)
+    world.add_branches((1, 2), PROMPT)
+    world.step()
+    world.step()
+    assert world.scheduler.stats().waiting_by_reason == {"pages": 1}
+    assert world.scheduler.stats().pages_owned == 3
+    world.run()
+    assert world.outputs[1] == world.outputs[2] == expected(PROMPT, 4)
