@@ -75,7 +75,7 @@ def cost() -> RooflineCost:
     return roofline_cost(spec, decide_capacity(config, spec), given_roofline(34.5e9, 920e9))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def serve(cost: RooflineCost) -> Callable[..., Served]:
     def serve(
         arrivals: Iterable[Arrival],

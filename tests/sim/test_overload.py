@@ -13,10 +13,10 @@ QUEUE = 32
 TARGET_S = 0.15
 
 
-def overload(serve: Callable[..., Any], factor: float, requests: int, **options: Any) -> Any:
+def overload(serve: Callable[..., Any], factor: float, requests: int) -> Any:
     workload = Workload(rate=factor * CAPACITY, requests=requests, prompt_tokens="256", output_tokens="128")
     arrivals = make_arrivals(workload)
-    return serve(arrivals, itl_target_s=TARGET_S, max_num_seqs=16, limits=Limits(QUEUE), **options)
+    return serve(arrivals, itl_target_s=TARGET_S, max_num_seqs=16, limits=Limits(QUEUE))
 
 
 def test_the_queue_is_bounded_and_the_others_are_refused(serve: Callable[..., Any]) -> None:
