@@ -6,6 +6,7 @@ One invariant: the ready line is printed once, after both ports answer, and is t
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -46,6 +47,7 @@ async def _serve_until(stop: asyncio.Event, engine: Engine, settings: Settings) 
     cpus = capacity.cpus
     server = Server(PrometheusObserver(version("quire"), capacity.isa, cpus.threads, cpus.reason))
     await server.start(engine, settings.server)
+    gc.freeze()  # what was loaded stays: to look through it again and again would stall all streams each time
     try:
         print(_ready_line(settings.engine, engine, server), flush=True)
         await stop.wait()
