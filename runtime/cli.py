@@ -76,7 +76,8 @@ class SchedulingFlags:
     max_kv_share_per_tenant: float | None = None
     "Most of the KV pages that one tenant's requests may hold, 0 to 1. Default: all."
     itl_target_ms: float | None = None
-    "Keep the time between a stream's tokens below this by limiting prefill per step. Default: most throughput."
+    """Keep the time between a stream's tokens below this: less prefill per step, and only as many at once as can decode
+    in that time. Default: most throughput."""
     num_speculative_tokens: int | None = None
     "Guess up to so many tokens per step from earlier text; never changes the output. Default 0: off."
     kv_spill_size: str | None = None

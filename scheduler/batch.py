@@ -29,6 +29,7 @@ class Batch:
         self.num_recomputed = 0  # preemptions that did not
         self._pager = pager
         self._cost = cost
+        self._promised: int | None = None  # pages, as long as it is known
         self._num_beams = 0
         self._last_beam_id = 0  # below 0, where no request of a user is
 
@@ -49,7 +50,8 @@ class Batch:
         """Run a request, with all pages found that it need not compute. Raises OutOfPages, changing nothing, unless all
         it knows fits beside what others have been promised.
         """
-        table = self._open(request, self._pages_promised())
+        promised = self._pages_promised()
+        table = self._open(request, promised)
         if request.state is State.WAITING:
             request.cached_tokens = request.high_water_tokens = table.num_tokens
         request.table = table
@@ -57,6 +59,7 @@ class Batch:
         request.enter(State.PREFILL, now)
         self.requests[request.request_id] = request
         self.num_seats += request.width
+        self._promised = promised + self._promised_to(request)
         if self.is_protected(request):
             self.secure(request)
 
@@ -81,14 +84,25 @@ class Batch:
         request.preemptions += 1
         request.enter(State.PREEMPTED, now)
 
+    def grow_prefill(self, request: Request, num_tokens: int) -> None:
+        """Take slots for so many more of the tokens that it knows. Raises OutOfPages."""
+        promised = self._promised_to(request)
+        self._pager.grow(table_of(request), num_tokens)
+        if self._promised is not None:
+            self._promised += self._promised_to(request) - promised
+
+    def begin_step(self) -> None:
+        """What is promised is counted once per step, when it is first asked, and kept in step from there."""
+        self._promised = None
+
     def forget(self, request: Request) -> None:
         """It ends while it is preempted: what was kept of it goes."""
         if request.spilled is not None:
             self._pager.discard(request.spilled)
             request.spilled = None
 
-    def oldest(self) -> Request:
-        return min(self.requests.values(), key=arrival_rank)
+    def oldest(self) -> Request | None:
+        return min(self.requests.values(), key=arrival_rank, default=None)
 
     def victims(self, request: Request) -> Iterator[Request]:
         """Whom `request` could take pages from."""
@@ -167,6 +181,7 @@ class Batch:
         self._num_beams -= 1
 
     def _remove(self, request: Request) -> None:
+        self._promised = None
         request.table = None
         del self.requests[request.request_id]
         self.num_seats -= request.width
@@ -214,9 +229,13 @@ class Batch:
 
         Newcomers leave these alone: whoever is admitted too early is preempted soon, and its work is lost.
         """
-        return sum(self._promised(request) for request in self.requests.values() if not self.is_protected(request))
+        if self._promised is None:
+            self._promised = sum(map(self._promised_to, self.requests.values()))
+        return self._promised
 
-    def _promised(self, request: Request) -> int:
+    def _promised_to(self, request: Request) -> int:
+        if self.is_protected(request):
+            return 0  # it has reserved them
         table = table_of(request)
         soon = self._pager.pages_for(len(request.token_ids)) + len(table.pages)
         return max(0, min(soon, request.pages_needed) - table.num_pages)

@@ -53,6 +53,7 @@ class Planner:
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to run."""
         self._is_short = False
+        self._batch.begin_step()
         step = self._grow_decodes()
         self._fill(step)
         if not self._waiting and not step.load.prefill_tokens:
@@ -102,7 +103,7 @@ class Planner:
             num_tokens = table.num_tokens - context
         else:
             num_tokens = min(num_tokens, table.room())
-            self._pager.grow(table, num_tokens)
+            self._batch.grow_prefill(request, num_tokens)
         if num_tokens > 0:
             step.spend(num_tokens, context)
 
