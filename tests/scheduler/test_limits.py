@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from quire.scheduler import (
     DEADLINE_PASSED,
+    BeamSearch,
     CannotMeetDeadline,
     Coefficients,
     CostModel,
@@ -164,3 +165,13 @@ def test_a_pinned_prompt_is_found_again_after_others_have_passed(make_world: Mak
     assert cached_after_others(None, 1.0) == 0
     assert cached_after_others(60.0, 1.0) == 8
     assert cached_after_others(60.0, 61.0) == 0
+
+
+def test_alone_a_search_runs_whatever_the_latency_target(make_world: MakeWorld) -> None:
+    """Its beams together make steps too long, and nobody's end would change that."""
+    cost = CostModel(Coefficients(20e-3, 1e-3, 1e-3, 0.0, 0.0))
+    world = make_world(cost=cost, budget=LatencyBudget(cost, 0.001, 32))
+    world.add(1, [1, 2, 3], max_tokens=4, beam=BeamSearch(3))
+    world.add(2, [4], max_tokens=4)
+    world.run()
+    assert set(world.ended.values()) == {"length"}
