@@ -1,0 +1,83 @@
+"""For tests of promise 1: an engine that leaves nothing behind, and all of an outcome that a user can compare."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from quire.pager import check
+from quire.runtime.config import EngineConfig
+from quire.runtime.engine import Engine, GenerateRequest
+from quire.runtime.execution import assemble
+from quire.runtime.generation import OutputChunk, SamplingParams, join_choices
+
+EVERYTHING: dict[str, dict[str, Any]] = {  # one for each thing that changes what is drawn, when it ends or what is told
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "seed": 3},
+    "min_p": {"temperature": 1.1, "min_p": 0.02, "seed": 2**64 - 1},
+    "repetition": {"repetition_penalty": 1.3},
+    "presence": {"presence_penalty": 1.5, "temperature": 0.6, "seed": 5},
+    "frequency": {"frequency_penalty": 0.7, "repetition_penalty": 0.9, "temperature": 0.5, "seed": 6},
+    "bias": {"logit_bias": {13: 4.0, 200: 3.5, 7: -100.0}, "temperature": 1.0, "seed": 7},
+    "min_tokens": {"ignore_eos": False, "logit_bias": {0: 100.0}, "min_tokens": 9},
+    "min_tokens of the seeded": {
+        "ignore_eos": False,
+        "logit_bias": {0: 4.0},
+        "min_tokens": 3,
+        "temperature": 1.0,
+        "seed": 9,
+    },
+    "one token": {"max_tokens": 1},
+    "two tokens": {"max_tokens": 2, "temperature": 1.0, "seed": 1},
+    "no logprobs": {"logprobs": None, "temperature": 0.8, "seed": 4},
+}
+
+
+def asked(prompt: str | tuple[int, ...], tenant: str = "", priority: int = 0, **params: Any) -> GenerateRequest:
+    params = {"max_tokens": 24, "ignore_eos": True, "logprobs": 2, **params}
+    return GenerateRequest(prompt=prompt, params=SamplingParams(**params), tenant=tenant, priority=priority)
+
+
+def prompt(length: int, seed: int = 0, vocabulary: int = 300) -> tuple[int, ...]:
+    return tuple(random.Random(seed * 10_000 + length).randrange(4, vocabulary) for _ in range(length))
+
+
+@asynccontextmanager
+async def running(chunk: int | None = None, **settings: Any) -> AsyncIterator[Engine]:
+    """An engine; afterwards every page is back."""
+    config = EngineConfig(**{"kv_cache_memory": 8 << 20, "threads": 2, **settings})
+    engine = Engine(await asyncio.to_thread(assemble, config), config, max_prefill_chunk=chunk)
+    try:
+        yield engine
+        stats = engine.stats()
+        assert (stats.running, stats.waiting, stats.pages_owned, stats.pages_spilled) == (0, 0, 0, 0)
+        check(engine.pager, [])
+    finally:
+        await engine.close()
+
+
+async def chunks_of(engine: Engine, request: GenerateRequest) -> list[OutputChunk]:
+    return [chunk async for chunk in await engine.submit(request)]
+
+
+def bits(chunks: list[OutputChunk]) -> list[str]:
+    """Tokens, text, logprobs and reasons of every choice, each number to its last bit, and how many were generated."""
+    assert chunks[-1].usage is not None
+    choices = [msgspec.json.encode(choice).decode() for choice in join_choices(chunks)]
+    return [*choices, f"{chunks[-1].usage.completion_tokens} tokens"]
+
+
+async def outcome(engine: Engine, request: GenerateRequest) -> list[str]:
+    return bits(await chunks_of(engine, request))
+
+
+async def one_by_one(engine: Engine, requests: Iterable[GenerateRequest]) -> list[list[str]]:
+    return [await outcome(engine, request) for request in requests]
+
+
+async def together(engine: Engine, requests: Iterable[GenerateRequest]) -> list[list[str]]:
+    return await asyncio.gather(*(outcome(engine, request) for request in requests))

@@ -1,0 +1,139 @@
+"""n and best_of: choice i is, bit for bit, what a request with seed + i yields, whoever shares its prompt's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from quire.kernels import supported_levels
+from quire.runtime.engine import Engine
+from quire.runtime.engine.facade import StepStats
+from quire.runtime.engine.observer import SilentObserver
+from quire.runtime.models import kv_layout, read_spec
+from quire.scheduler import speculation
+
+from tests.system.bits import asked, one_by_one, outcome, prompt, running, together
+
+LEVELS = supported_levels()
+LENGTHS = (1, 31, 32, 33, 40, 64, 100)  # at and around the ends of pages
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "max_tokens": 12}
+N, SEED = 4, 2**64 - 2  # it wraps around
+
+
+class Recorder(SilentObserver):
+    """What the steps computed, and how many pages were owned at most."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.prefill_tokens, self.most_pages = engine, 0, 0
+        engine.set_observer(self)
+
+    def on_step(self, step: StepStats) -> None:
+        self.prefill_tokens += step.prefill_tokens
+        self.most_pages = max(self.most_pages, self.engine.stats().pages_owned)
+
+    def on_tokens(self, count: int, since_last_s: float | None) -> None:
+        self.most_pages = max(self.most_pages, self.engine.stats().pages_owned)
+
+
+async def choices_alone(engine: Engine, length: int, count: int = N, **params: Any) -> list[str]:
+    """Each choice as a request of its own."""
+    seeds = [(SEED + i) % 2**64 for i in range(count)]
+    return [each[0] for each in await one_by_one(engine, [asked(prompt(length), seed=s, **params) for s in seeds])]
+
+
+def branching(length: int, n: int = N, **params: Any) -> Any:
+    return asked(prompt(length), seed=SEED, n=n, **params)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"isa": isa, "weights": "f32", "kv_cache_dtype": "f32"} for isa in LEVELS if isa != "scalar"]
+    + [{}, {"weights": "q8"}, {"weights": "q8", "kv_cache_dtype": "int8"}, {"enable_prefix_caching": False}],
+    ids=str,
+)
+async def test_alone_in_company_and_after_a_prefix_hit(settings: dict[str, Any]) -> None:
+    async with running(**{**settings, "enable_prefix_caching": False, "threads": 1}) as engine:
+        wanted = [await choices_alone(engine, length, **SAMPLING) for length in LENGTHS]
+    async with running(**settings) as engine:
+        for _ in range(2):
+            seen = await together(engine, [branching(length, **SAMPLING) for length in LENGTHS])
+            assert [each[:-1] for each in seen] == wanted
+            assert [each[-1] for each in seen] == [f"{N * 12} tokens"] * len(LENGTHS)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+async def test_the_prompt_is_computed_and_held_once(caching: bool) -> None:
+    """But for its last token, after which each choice samples for itself, and the page that it goes on in."""
+    async with running(enable_prefix_caching=caching) as engine:
+        for length in LENGTHS:
+            recorder = Recorder(engine)
+            await outcome(engine, branching(length, **SAMPLING))
+            shared = (length - 1) // 32
+            assert recorder.prefill_tokens == length + N - 1
+            assert recorder.most_pages <= shared + N * (-(-(length + 11) // 32) - shared)
+
+
+async def test_preempted_for_want_of_pages() -> None:
+    params = {"temperature": 1.0, "max_tokens": 60}
+    async with running() as engine:
+        wanted = [await choices_alone(engine, length, **params) for length in (40, 64, 1)]
+        page_bytes = engine.machine.layout.page_bytes
+    async with running(kv_cache_memory=7 * page_bytes) as engine:
+        seen = await together(engine, [branching(length, **params) for length in (40, 64, 1)])
+        assert engine.stats().preemptions > 0
+    assert [each[:-1] for each in seen] == wanted
+
+
+async def test_with_hardly_enough_seats() -> None:
+    """Choices wait for each other, and for other requests: some begin when the first have ended."""
+    async with running() as engine:
+        wanted = [await choices_alone(engine, length, **SAMPLING) for length in LENGTHS]
+        single = await outcome(engine, asked(prompt(50), max_tokens=40))
+    async with running(max_num_seqs=N, max_num_batched_tokens=33) as engine:
+        requests = [branching(length, **SAMPLING) for length in LENGTHS]
+        seen = await together(engine, [asked(prompt(50), max_tokens=40), *requests])
+    assert seen[0] == single
+    assert [each[:-1] for each in seen[1:]] == wanted
+
+
+async def test_with_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    params = {"temperature": 0.4, "max_tokens": 40, "frequency_penalty": -0.5}  # which repeats itself
+    async with running() as engine:
+        wanted = [await choices_alone(engine, length, **params) for length in (1, 33, 100)]
+    async with running(num_speculative_tokens=4) as engine:
+        seen = await together(engine, [branching(length, **params) for length in (1, 33, 100)])
+        assert 0 < engine.stats().right_guesses < engine.stats().guessed_tokens
+    assert [each[:-1] for each in seen] == wanted
+
+
+async def test_where_layers_slide(hybrid_folder: Callable[[str], Path]) -> None:
+    """The first choice may have left the prompt's window when another is let in."""
+    folder, params = hybrid_folder("s.s.ss"), {"temperature": 0.9, "max_tokens": 90}
+    lengths = (30, 150, 163)
+    async with running(model=str(folder)) as engine:
+        wanted = [await choices_alone(engine, length, 3, **params) for length in lengths]
+    layout = kv_layout(read_spec(folder), "bf16", 32)
+    small = {"kv_cache_memory": 2 * layout.pages_for(253) * layout.page_bytes}
+    for settings in ({}, {"max_num_seqs": 3, "enable_prefix_caching": False}, small):
+        async with running(model=str(folder), **settings) as engine:
+            seen = await together(engine, [branching(length, 3, **params) for length in lengths])
+            assert (engine.stats().preemptions > 0) == (settings is small)
+        assert [each[:-1] for each in seen] == wanted
+
+
+async def test_the_best_are_those_of_the_drawn() -> None:
+    """Also where they were preempted meanwhile."""
+    params = {"temperature": 1.0, "max_tokens": 70}
+    async with running() as engine:
+        drawn = [await choices_alone(engine, length, 5, **params) for length in (33, 40)]
+        page_bytes = engine.machine.layout.page_bytes
+    async with running(kv_cache_memory=9 * page_bytes) as engine:
+        seen = await together(engine, [branching(length, 2, best_of=5, **params) for length in (33, 40)])
+        assert engine.stats().preemptions > 0
+    for choices, best in zip(drawn, seen, strict=True):
+        ranked = sorted(choices, key=lambda choice: -msgspec.json.decode(choice)["cumulative_logprob"])
+        assert best == [*ranked[:2], "350 tokens"]

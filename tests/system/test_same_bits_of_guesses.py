@@ -1,0 +1,188 @@
+"""Speculation is invisible: with guesses, right or wrong, of whatever number, a request's outcome is the same bits.
+
+Prompt lookup guesses where a text repeats itself. A prophet, who knows what comes and errs now and then, makes guesses
+right for every text, so that all that sampling depends on is verified in rows of guesses.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quire.kernels import supported_levels
+from quire.runtime.engine import Engine, GenerateRequest
+from quire.runtime.generation import join_choices
+from quire.runtime.models import kv_layout, read_spec
+from quire.scheduler import speculation
+from quire.scheduler.ngrams import NGramIndex
+from safetensors.numpy import load_file, save_file
+
+from tests.system.bits import EVERYTHING, asked, bits, chunks_of, one_by_one, prompt, running, together
+
+LEVELS = supported_levels()
+DTYPES = [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8")]
+COMBINATIONS = [(isa, DTYPES[0]) for isa in LEVELS[1:-1]] + [(LEVELS[-1], dtypes) for dtypes in DTYPES]
+NAMES = ("greedy", "sampled", "repetition", "presence", "frequency", "bias", "min_p")
+REPEATING = "x = x + 1\nx = x + 1\nx ="
+REQUESTS = [asked(prompt(20 + 9 * i), **params) for i, params in enumerate(EVERYTHING.values())]
+STOPS: list[dict[str, Any]] = [
+    {"stop": ("x + 1\n",)},
+    {"stop": ("1\nx =", "never"), "include_stop_str_in_output": True},
+    {"stop": ("= x",), "min_tokens": 7},
+    {"stop": (" ",), "temperature": 0.7, "seed": 2},
+]
+
+
+class Prophet:
+    """Guesses what is going to come, except that every so often it errs."""
+
+    def __init__(self, error_rate: float) -> None:
+        self.futures: list[tuple[int, ...]] = []
+        self._chance = random.Random(1)
+        self._error_rate = error_rate
+
+    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+        known = tuple(tokens)
+        for future in self.futures:
+            if future[: len(known)] == known:
+                coming = [*future[len(known) :], *known][:most]  # and something beyond the end
+                return [t ^ 1 if self._chance.random() < self._error_rate else t for t in coming]
+        return list(known[-most:])
+
+    async def learn(self, engine: Engine, requests: Sequence[GenerateRequest]) -> list[list[str]]:
+        """Every request alone, without guesses: what is to be foretold, and what is to be seen."""
+        outcomes = []
+        for request in requests:
+            assert isinstance(request.prompt, tuple)
+            chunks = await chunks_of(engine, request)
+            outcomes.append(bits(chunks))
+            self.futures += [(*request.prompt, *choice.token_ids) for choice in join_choices(chunks)]
+        return outcomes
+
+
+@pytest.fixture(autouse=True)
+def every_guess_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that would not pay."""
+    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+
+
+@pytest.fixture
+def prophet(monkeypatch: pytest.MonkeyPatch) -> Prophet:
+    prophet = Prophet(error_rate=0.15)
+    monkeypatch.setattr(NGramIndex, "guess", lambda index, tokens, most: prophet.guess(tokens, most))
+    return prophet
+
+
+def check_luck(engine: Engine, least: int) -> None:
+    """Some guesses were right, and some were not."""
+    stats = engine.stats()
+    assert least <= stats.right_guesses < stats.guessed_tokens
+
+
+@pytest.mark.parametrize(("isa", "dtypes"), COMBINATIONS)
+async def test_alone_together_and_after_a_prefix_hit(prophet: Prophet, isa: str, dtypes: tuple[str, str]) -> None:
+    weights, kv = dtypes
+    settings: dict[str, Any] = {"weights": weights, "kv_cache_dtype": kv, "isa": isa}
+    async with running(**settings, enable_prefix_caching=False, threads=1) as engine:
+        wanted = await prophet.learn(engine, REQUESTS)
+    async with running(**settings, num_speculative_tokens=5) as engine:
+        assert await together(engine, REQUESTS) == wanted
+        check_luck(engine, least=40)
+        hits = engine.stats().prefix_hits_tokens
+        assert await one_by_one(engine, REQUESTS) == wanted
+        assert engine.stats().prefix_hits_tokens > hits
+
+
+@pytest.mark.parametrize("count", [1, 16])
+async def test_any_number_of_guesses(prophet: Prophet, count: int) -> None:
+    async with running() as engine:
+        wanted = await prophet.learn(engine, REQUESTS)
+    async with running(num_speculative_tokens=count, max_num_seqs=8, max_num_batched_tokens=16) as engine:
+        assert await together(engine, REQUESTS) == wanted
+        check_luck(engine, least=10)
+
+
+async def test_no_token_too_many_however_many_are_guessed(prophet: Prophet) -> None:
+    def requests(max_tokens: int) -> list[GenerateRequest]:
+        drawn: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "seed": 1})
+        return [asked(prompt(30), max_tokens=max_tokens, **params) for params in drawn]
+
+    short = [request for max_tokens in range(1, 9) for request in requests(max_tokens)]
+    async with running() as engine:
+        await prophet.learn(engine, requests(12))
+        wanted = await one_by_one(engine, short)
+    async with running(num_speculative_tokens=4) as engine:
+        assert await one_by_one(engine, short) == wanted
+        check_luck(engine, least=10)
+
+
+async def test_text_that_repeats_itself_and_stops() -> None:
+    """With the n-grams as they are: stop strings that end, or begin, inside what one step yields."""
+    requests = [asked(REPEATING, **params) for params in (*map(EVERYTHING.__getitem__, NAMES), *STOPS)]
+    async with running() as engine:
+        wanted = await one_by_one(engine, requests)
+        ids = join_choices(await chunks_of(engine, requests[0]))[0].token_ids
+        stopping = [asked(REPEATING, stop_token_ids=(token,), min_tokens=4) for token in set(ids)]
+        wanted += await one_by_one(engine, stopping)
+    assert sum('"stop"' in each[0] for each in wanted) >= 5
+    async with running(num_speculative_tokens=6) as engine:
+        assert await one_by_one(engine, [*requests, *stopping]) == wanted
+        check_luck(engine, least=30)
+        assert await together(engine, [*requests, *stopping]) == wanted
+
+
+async def test_preempted_for_want_of_pages(prophet: Prophet) -> None:
+    requests = [asked(prompt(n), **{**EVERYTHING[name], "max_tokens": 80}) for n, name in enumerate(NAMES, 28)]
+    async with running() as engine:
+        wanted = await prophet.learn(engine, requests)
+        page_bytes = engine.machine.layout.page_bytes
+    async with running(num_speculative_tokens=4, kv_cache_memory=9 * page_bytes) as engine:
+        assert await together(engine, requests) == wanted
+        assert engine.stats().preemptions > 0
+        check_luck(engine, least=20)
+
+
+async def test_where_layers_slide(prophet: Prophet, hybrid_folder: Callable[[str], Path]) -> None:
+    folder = hybrid_folder("s.s.ss")
+    requests = [asked(prompt(n), **{**EVERYTHING[name], "max_tokens": 110}) for n, name in enumerate(NAMES, 60)]
+    async with running(model=str(folder)) as engine:
+        wanted = await prophet.learn(engine, requests)
+    layout = kv_layout(read_spec(folder), "bf16", 32)
+    small = 2 * layout.pages_for(200) * layout.page_bytes
+    for memory in (16 << 20, small):
+        async with running(model=str(folder), num_speculative_tokens=6, kv_cache_memory=memory) as engine:
+            assert await together(engine, requests) == wanted
+            assert (engine.stats().preemptions > 0) == (memory == small)
+            check_luck(engine, least=20)
+
+
+@pytest.mark.parametrize("layers", ["...", "s.s.ss"])
+async def test_a_wrong_guess_that_is_not_a_number(
+    prophet: Prophet, hybrid_folder: Callable[[str], Path], layers: str
+) -> None:
+    """A token whose embedding is broken, which the model never chooses, but which is guessed."""
+    folder, broken = hybrid_folder(layers), 305
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][broken] = np.nan
+    save_file(tensors, folder / "model.safetensors")
+    requests = [
+        asked(prompt(n), max_tokens=140, logit_bias={broken: -100.0, broken ^ 1: -100.0}, **params)
+        for n, params in ((64, {}), (90, {"temperature": 1.0, "seed": 1}), (1, {"temperature": 1.0, "seed": 2}))
+    ]
+    async with running(model=str(folder)) as engine:
+        wanted = await prophet.learn(engine, requests)
+    sound = prophet.guess
+
+    def poisoned(tokens: Sequence[int], most: int) -> list[int]:
+        guess = sound(tokens, most)
+        return [*guess[: len(tokens) % 5], broken][:most] if len(tokens) % 3 == 0 else guess
+
+    prophet.guess = poisoned  # type: ignore[method-assign]
+    async with running(model=str(folder), num_speculative_tokens=5) as engine:
+        assert await one_by_one(engine, requests) == wanted
+        check_luck(engine, least=20)
+        assert await together(engine, requests) == wanted
