@@ -50,7 +50,7 @@ class Prophet:
         for future in self.futures:
             if future[: len(known)] == known:
                 coming = [*future[len(known) :], *known][:most]  # and something beyond the end
-                return [t ^ 1 if self._chance.random() < self._error_rate else t for t in coming]
+                return [max(t, 1) - 1 if self._chance.random() < self._error_rate else t for t in coming]
         return list(known[-most:])
 
     async def learn(self, engine: Engine, requests: Sequence[GenerateRequest]) -> list[list[str]]:
@@ -170,7 +170,7 @@ async def test_a_wrong_guess_that_is_not_a_number(
     tensors["model.embed_tokens.weight"][broken] = np.nan
     save_file(tensors, folder / "model.safetensors")
     requests = [
-        asked(prompt(n), max_tokens=140, logit_bias={broken: -100.0, broken ^ 1: -100.0}, **params)
+        asked(prompt(n), max_tokens=140, logit_bias={broken: -100.0, broken + 1: -100.0}, **params)
         for n, params in ((64, {}), (90, {"temperature": 1.0, "seed": 1}), (1, {"temperature": 1.0, "seed": 2}))
     ]
     async with running(model=str(folder)) as engine:
