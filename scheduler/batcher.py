@@ -70,8 +70,11 @@ class Batcher:
         """The loop has ended without being asked to: nothing will be computed any more."""
         return self._task is not None and self._task.done() and self._closing is None
 
-    def start(self) -> None:
+    def start(self, ended: Callable[[], None] | None = None) -> None:
+        """`ended` is called when the loop is over, asked for or not, and nothing will be published any more."""
         self._task = asyncio.get_running_loop().create_task(self._run(), name="quire-batcher")
+        if ended is not None:
+            self._task.add_done_callback(lambda _: ended())
 
     def check_room(self, tenant: str, count: int = 1) -> None:
         """Raises NotAccepting or QueueFull where `add` would: a cheap look before a prompt is prepared."""

@@ -83,7 +83,7 @@ class Engine:
         self._next_id = 0
         self._scoring = False
         self._closed = False
-        self._batcher.start()
+        self._batcher.start(self._end_leftovers)
 
     @classmethod
     async def start(cls, config: EngineConfig) -> Engine:
@@ -308,6 +308,15 @@ class Engine:
             self._branches.pop(branch.request.request_id, None)
         live.stream.put(error)
         self._report(live, None, error, now)
+
+    def _end_leftovers(self) -> None:
+        """A step that broke the loop may have taken endings with it: nobody waits for them for ever."""
+        now = time.monotonic()
+        for live in {id(branch.live): branch.live for branch in self._branches.values()}.values():
+            error = live.error or GenerationFailed("the engine stopped unexpectedly")
+            live.stream.put(error)
+            self._report(live, None, error, now)
+        self._branches.clear()
 
     def _report(self, live: Live, reason: FinishReason | None, error: QuireError | None, now: float) -> None:
         first = live.first_token_time()
