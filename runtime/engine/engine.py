@@ -243,7 +243,7 @@ class Engine:
         )
 
     async def logits(self, token_ids: tuple[int, ...]) -> npt.NDArray[np.float32]:
-        """Raw logits [len(token_ids), vocab] after each token, past the prefix cache and the scheduler. For evaluation,
+        """Raw logits [len(token_ids), vocab] after each token, all computed, past the scheduler. For evaluation,
         on an engine that serves nobody: raises Unavailable while a request is alive, and no request is accepted
         meanwhile.
         """
@@ -251,12 +251,18 @@ class Engine:
         if self._closed or self._branches or self._scoring:
             raise Unavailable("logits are computed between requests; wait until the running ones have ended")
         self._scoring = True
+        executor, loop = self.machine.executor, asyncio.get_running_loop()
+        out = np.empty((len(token_ids), self.machine.spec.vocab_size), np.float32)
         table, _ = self.pager.open(())
         try:
-            self.pager.grow(table, len(token_ids))
-            return await asyncio.get_running_loop().run_in_executor(
-                self._worker, self.machine.executor.score, token_ids, table.pages
-            )
+            for first in range(0, len(token_ids), executor.max_samples):
+                chunk = token_ids[first : first + executor.max_samples]
+                self.pager.grow(table, len(chunk))
+                out[first : first + len(chunk)] = await loop.run_in_executor(
+                    self._worker, executor.score, chunk, first, table.pages
+                )
+                self.pager.settle(table, token_ids)
+            return out
         except OutOfPages as error:
             raise ContextLengthExceeded(f"{len(token_ids)} tokens do not fit the KV cache: {error}") from error
         finally:

@@ -62,13 +62,9 @@ class Executor:
         samples = self._forward(sequences)
         return self._logits[:samples, : self._vocab_size]
 
-    def score(self, token_ids: Sequence[int], tables: Sequence[Sequence[int]]) -> Floats:
-        """Logits [len(token_ids), vocab] after every token of a sequence, in chunks of as many rows as can sample."""
-        out = np.empty((len(token_ids), self._vocab_size), np.float32)
-        for first in range(0, len(token_ids), self.max_samples):
-            chunk = token_ids[first : first + self.max_samples]
-            out[first : first + len(chunk)] = self.forward([Rows(chunk, first, tables, range(len(chunk)))])
-        return out
+    def score(self, token_ids: Sequence[int], first_position: int, tables: Sequence[Sequence[int]]) -> Floats:
+        """Logits [len(token_ids), vocab] after each of at most `max_samples` tokens of a sequence: as `forward`'s."""
+        return self.forward([Rows(token_ids, first_position, tables, range(len(token_ids)))])
 
     def op_seconds(self) -> tuple[list[float], float]:
         """Seconds in each op of the program, and in sampling, since this was last asked."""

@@ -57,3 +57,17 @@ async def test_same_bits_where_layers_slide(hybrid_folder, layers):
             assert small or engine.stats().prefix_hits_tokens > before
             preemptions += engine.stats().preemptions
     assert preemptions > 0
+
+
+async def test_logits_of_a_sequence_longer_than_the_pool(hybrid_folder):
+    """Sliding layers give back pages between chunks; whatever the chunk, the logits are the same."""
+    folder = hybrid_folder("ssss")
+    tokens = REQUESTS[3].prompt
+    async with running(folder) as engine:
+        wanted = await engine.logits(tokens)
+    layout = kv_layout(read_spec(folder), "bf16", 32)
+    pages = layout.pages_for(len(tokens)) + 1
+    assert pages * layout.page_size < len(tokens)
+    memory = pages * layout.page_bytes
+    async with running(folder, kv_cache_memory=memory, max_model_len=len(tokens), max_num_seqs=16) as engine:
+        assert (await engine.logits(tokens)).tobytes() == wanted.tobytes()
