@@ -112,6 +112,17 @@ def test_the_wait_is_predicted_from_what_is_ahead(make_world: MakeWorld) -> None
     assert waits == pytest.approx([0.1, 0.2, 0.3, 0.4], rel=0.05)
 
 
+def test_the_wait_for_a_place_is_part_of_it(make_world: MakeWorld) -> None:
+    """From how long outputs have been of late: 8 tokens, a step each."""
+    world = learned(make_world, max_num_seqs=1)
+    world.add(1, PROMPT, max_tokens=8)
+    world.run()
+    world.add(2, PROMPT, max_tokens=8)
+    world.step()
+    waits = [world.add(request_id, PROMPT).predicted_wait_s for request_id in (3, 4)]
+    assert waits == pytest.approx([0.8 + 0.1, 2 * 0.8 + 0.1], rel=0.2)
+
+
 def test_a_deadline_before_the_first_token_is_refused_at_once(make_world: MakeWorld) -> None:
     world = learned(make_world, max_num_batched_tokens=10)
     for request_id in range(5):

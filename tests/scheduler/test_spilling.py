@@ -105,3 +105,17 @@ def test_after_the_bound_all_its_pages_are_its_own(make_world: MakeWorld) -> Non
     while world.requests[1].state is not State.ENDED:
         world.step()
     assert world.requests[1].preemptions == MAX_PREEMPTIONS
+
+
+@pytest.mark.parametrize("windows", [(0,), (3,), (0, 3)])
+def test_what_left_a_window_is_reserved_again(make_world: MakeWorld, windows: tuple[int, ...]) -> None:
+    """Of a protected request: what it holds and what it has reserved are always what it may come to need."""
+    world = make_world(num_pages=100, windows=windows, enable_prefix_caching=False)
+    world.add(1, PROMPT, max_tokens=130)
+    for _ in range(MAX_PREEMPTIONS):
+        world.step()
+        world.scheduler.preempt(1)
+    request = world.requests[1]
+    while world.step() is not None and request.table is not None:
+        assert request.table.num_pages + request.table.reserved == request.pages_needed
+    assert world.ended == {1: "length"}
