@@ -188,4 +188,4 @@ def _allowed(kind: inspect.Type, is_bytes: bool) -> str:
 
 def _bounded(what: str, kind: inspect.IntType | inspect.FloatType) -> str:
     limits = (("at least", kind.ge), ("above", kind.gt), ("at most", kind.le))
-    return ", ".join([what, *(f"{word} {limit:g}" for word, limit in limits if limit is not None)])
+    return ", ".join([what, *(f"{word} {limit:.15g}" for word, limit in limits if limit is not None)])

@@ -76,6 +76,7 @@ BAD_FLAGS = [
     ({"max_num_seqs": "4GiB"}, r"--max-num-seqs: '4GiB' is not allowed"),
     ({"max_num_seqs": "9" * 5000}, r"--max-num-seqs"),
     ({"port": 65536}, r"--port: 65536 is not allowed; allowed: a whole number, at least 0, at most 65535"),
+    ({"max_frame_bytes": 1}, r"--max-frame-bytes: 1 is not allowed; .* at least 65536, at most 1073741824$"),
     ({"kv_cache_memory": "4 gallons"}, r"--kv-cache-memory: '4 gallons' .* such as 4294967296 or 4GiB, at least 1"),
     ({"kv_cache_memory": "-1GiB"}, r"--kv-cache-memory"),
     ({"kv_cache_memory": "0.1B"}, r"--kv-cache-memory"),
