@@ -121,8 +121,7 @@ class Batch:
         pager, tables = self._pager, [table_of(beam) for beam in self.beams_of(request)]
         for table in tables:
             pager.reserve(table, 0)
-        held = {page for table in tables for pages in table.pages for page in pages if page >= 0}
-        lacking = request.pages_needed - len(held)
+        lacking = request.pages_needed - _num_distinct(tables)
         for table in reversed(tables):  # one more token for every beam, the rest for the first
             wanted = table.pages_needed(1) if table is not tables[0] else lacking
             pager.reserve(table, max(0, min(wanted, pager.num_available)))
@@ -239,6 +238,13 @@ class Batch:
         table = table_of(request)
         soon = self._pager.pages_for(len(request.token_ids)) + len(table.pages)
         return max(0, min(soon, request.pages_needed) - table.num_pages)
+
+
+def _num_distinct(tables: Sequence[PageTable]) -> int:
+    """Pages that any of the tables lists. Of one table, which is nearly always all, it is known."""
+    if len(tables) == 1:
+        return tables[0].num_pages
+    return len({page for table in tables for pages in table.pages for page in pages if page >= 0})
 
 
 def arrival_rank(request: Request) -> int:
