@@ -4,7 +4,7 @@ from .batch import MAX_PREEMPTIONS
 from .batcher import Batcher, Execute, FinishedStep, Observe, Publish
 from .beam import BeamSearch, Hypothesis
 from .budget import LEAST_PREFILL, Budget, LatencyBudget, StepBudget, TokenBudget
-from .cost import Coefficients, CostModel, Load
+from .cost import Coefficients, CostModel, Load, chunk_pairs
 from .errors import (
     CannotMeetDeadline,
     DuplicateRequest,
@@ -68,4 +68,5 @@ __all__ = [
     "StepResult",
     "TokenBudget",
     "TooLong",
+    "chunk_pairs",
 ]

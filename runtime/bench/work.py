@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...kernels.ops import QUERY_FORMS, Form, Linear
+from ...scheduler import chunk_pairs
 from ..execution import Machine
 from .roofline import Roofline
 
@@ -48,8 +49,7 @@ def prefill_work(machine: Machine, users: int, prompt_tokens: int, steps: Sequen
     """Prompts of `users` from their first token on, computed in `steps`; each user samples one token."""
 
     def pairs(window: int) -> int:
-        full = min(window or prompt_tokens, prompt_tokens)
-        return users * (full * (full + 1) // 2 + (prompt_tokens - full) * full)
+        return users * visible_pairs(0, prompt_tokens, window)
 
     return _work(machine, users * prompt_tokens, users, steps, pairs)
 
@@ -58,6 +58,12 @@ def decode_work(machine: Machine, steps: Sequence[Contexts]) -> Work:
     """One token for each sequence of each step, all of which sample."""
     rows = sum(len(contexts) for contexts in steps)
     return _work(machine, rows, rows, steps, lambda window: _seen(steps, window))
+
+
+def visible_pairs(first: int, rows: int, window: int) -> int:
+    """Pairs of a query and a key that it sees: `rows` tokens after `first` others, in a window (0: all before it)."""
+    growing = min(rows, max(0, window - first)) if window else rows  # they see everything before them
+    return chunk_pairs(first, growing) + (rows - growing) * window
 
 
 def _seen(steps: Sequence[Contexts], window: int) -> int:

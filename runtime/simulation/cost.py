@@ -18,6 +18,7 @@ from ...kernels.ops import QUERY_FORMS, Form, Linear
 from ...kernels.pack import packed_nbytes
 from ...scheduler import StepPlan
 from ..bench import Roofline
+from ..bench.work import visible_pairs
 from ..execution import Capacity
 from ..models import DecoderSpec
 
@@ -67,13 +68,8 @@ class LayerCost:
     def seconds(self, rows: int, first: int) -> float:
         """Of `rows` tokens after `first` others: reading, or computing where that takes longer."""
         window, end = self.window, first + rows
-        if not window or end <= window:
-            seen, pairs = end, rows * first + rows * (rows + 1) // 2
-        else:
-            growing = max(0, window - first)  # rows that still see everything before them
-            seen = min(end, rows + window - 1)
-            pairs = growing * first + growing * (growing + 1) // 2 + (rows - growing) * window
-        return max(seen * self.read_s, pairs * self.pair_s)
+        seen = min(end, rows + window - 1) if window else end
+        return max(seen * self.read_s, visible_pairs(first, rows, window) * self.pair_s)
 
 
 def roofline_cost(spec: DecoderSpec, capacity: Capacity, roof: Roofline) -> RooflineCost:
