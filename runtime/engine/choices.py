@@ -7,7 +7,7 @@ how many of them came in one update; what comes after a stop string was never th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...scheduler import Request, RequestUpdate, SampledToken
@@ -38,6 +38,7 @@ class Branch:
     num_tokens: int = 0  # generated and kept
     last_tokens_s: float | None = None  # when the latest of them came
     finish_reason: FinishReason | None = None
+    held: list[Piece] = field(default_factory=list)  # where nothing is told before all have ended
 
     def read(self, update: RequestUpdate) -> tuple[Sequence[SampledToken], str]:
         """The update's tokens up to a stop string, and their text. Notes how the sequence ended, if it did."""
@@ -144,25 +145,14 @@ class Live:
 class Ranked(Live):
     """`best_of`: all sequences are drawn to their end, the likeliest are told, the earlier of equals first."""
 
-    def __init__(
-        self,
-        stream: Stream,
-        params: SamplingParams,
-        seed: int,
-        submitted: float,
-        requests: Sequence[Request],
-        new_detokenizer: NewDetokenizer,
-    ) -> None:
-        super().__init__(stream, params, seed, submitted, requests, new_detokenizer)
-        self._held: list[list[Piece]] = [[] for _ in requests]
-
     def take(self, branch: Branch, update: RequestUpdate) -> Sequence[OutputChunk]:
-        self._held[branch.index].append(Piece(*branch.read(update), branch.finish_reason))
+        branch.held.append(Piece(*branch.read(update), branch.finish_reason))
         if self.num_open:
             return ()
         if any(branch.finish_reason == "cancelled" for branch in self.branches):
             return self._cancelled()
-        found = [(_cumulative_logprob(whole.tokens), whole) for whole in map(_join, self._held)]
+        joined = [_join(branch.held) for branch in self.branches]
+        found = [(_cumulative_logprob(whole.tokens), whole) for whole in joined]
         found.sort(key=lambda ranked: -ranked[0])
         return [self._chunk(i, 0, *whole, logprob) for i, (logprob, whole) in enumerate(found[: self.params.n])]
 
