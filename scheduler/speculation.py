@@ -49,7 +49,6 @@ class Speculator:
 
     def note(self, request: Request, guessed: int, right: int) -> None:
         """What verifying a request's guesses has shown."""
-        request.guessed_tokens += guessed
         request.right_guesses += right
         self.num_guessed += guessed
         self.num_right += right

@@ -151,9 +151,8 @@ class Simulator:
         return min((time for time in events if time is not None), default=None)
 
     def _expire(self) -> None:
-        if self.scheduler.next_deadline is not None:
-            for update in self.scheduler.expire():
-                self._note(update)
+        for update in self.scheduler.expire():
+            self._note(update)
 
     def cancel(self, request_id: int) -> None:
         """Its user leaves, between two steps."""
