@@ -4,16 +4,15 @@ which left a window are soon somebody else's and requests are preempted.
 
 from __future__ import annotations
 
-import asyncio
 import random
-from contextlib import asynccontextmanager
 
 import pytest
-from quire.runtime.config import EngineConfig
-from quire.runtime.engine import Engine, GenerateRequest
-from quire.runtime.execution import assemble
+from quire.runtime.engine import GenerateRequest
 from quire.runtime.generation import SamplingParams
 from quire.runtime.models import kv_layout, read_spec
+
+from tests.system import bits
+from tests.system.bits import one_by_one, together
 
 PARAMS = SamplingParams(max_tokens=150, ignore_eos=True, logprobs=2, temperature=0.9, seed=3)
 LENGTHS = (300, 50, 120, 400, 1)
@@ -23,37 +22,24 @@ REQUESTS = [
 ]
 
 
-@asynccontextmanager
-async def running(folder, **settings):
-    settings = {"kv_cache_memory": 16 << 20, "max_num_batched_tokens": 64, "threads": 2, **settings}
-    config = EngineConfig(model=str(folder), **settings)
-    engine = Engine(await asyncio.to_thread(assemble, config), config)
-    try:
-        yield engine
-        assert engine.stats().pages_owned == 0
-    finally:
-        await engine.close()
-
-
-async def outcome(engine, request):
-    chunks = [chunk async for chunk in await engine.submit(request)]
-    return tuple((token.token_id, token.logprob.hex(), token.top) for chunk in chunks for token in chunk.logprobs)
+def running(folder, **settings):
+    return bits.running(**{"model": str(folder), "kv_cache_memory": 16 << 20, "max_num_batched_tokens": 64, **settings})
 
 
 @pytest.mark.parametrize("layers", ["s.s.ss", "ssss"])
 async def test_same_bits_where_layers_slide(hybrid_folder, layers):
     folder = hybrid_folder(layers)
     async with running(folder, enable_prefix_caching=False, threads=1) as engine:
-        alone = [await outcome(engine, request) for request in REQUESTS]
+        alone = await one_by_one(engine, REQUESTS)
     layout = kv_layout(read_spec(folder), "bf16", 32)
     preemptions = 0
     for spare_pages in (None, 0, 3):
         pages = layout.pages_for(LONGEST) + (spare_pages or 0)
         small = {} if spare_pages is None else {"kv_cache_memory": pages * layout.page_bytes, "max_model_len": LONGEST}
         async with running(folder, **small) as engine:
-            assert await asyncio.gather(*(outcome(engine, request) for request in REQUESTS)) == alone
+            assert await together(engine, REQUESTS) == alone
             before = engine.stats().prefix_hits_tokens
-            assert [await outcome(engine, request) for request in REQUESTS] == alone
+            assert await one_by_one(engine, REQUESTS) == alone
             assert small or engine.stats().prefix_hits_tokens > before
             preemptions += engine.stats().preemptions
     assert preemptions > 0
