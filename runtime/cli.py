@@ -101,8 +101,26 @@ class ServerFlags:
     "Default 7071; 0 takes a free one."
     token: str | None = None
     "Clients must present it. Better set QUIRE_TOKEN: flags show in process lists."
+    auth_tokens: Path | None = None
+    "TOML file of tenants, the hashes of their keys and their limits; `quire token` makes keys."
+    tls_cert: Path | None = None
+    "PEM certificate chain; with it clients speak TLS."
+    tls_key: Path | None = None
+    "Its private key."
     served_model_name: str | None = None
     "Name that clients are told."
+    shutdown_timeout: float | None = None
+    "Seconds that accepted requests have to end after SIGTERM. Default 30."
+    in_process: bool | None = None
+    "Run the engine in the server's own process. Default off: nothing survives its crash then."
+    engine_processes: int | None = None
+    "Engine processes, each with a copy of the model. Default 0: one per NUMA node."
+    metrics_compat: str | None = None
+    "vllm: serve the metrics under vLLM's names too."
+    log_format: str | None = None
+    "console or json. Default console."
+    log_level: str | None = None
+    "debug, info, warning or error. Default info."
     prefix_snapshot: str | None = None
     "File that keeps the prefix cache over a restart: read at start, written at the end."
 
@@ -170,6 +188,7 @@ def _settings(model: str | None, *flags: EngineFlags | SchedulingFlags | ServerF
     given: dict[str, Any] = {"model": model}
     for group in flags:
         given |= asdict(group) if group is not None else {}
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in given.items()}
     config_file = given.pop("config", None)
     return resolve_settings(given, os.environ, config_file)
 

@@ -23,6 +23,8 @@ Weight = Annotated[float, msgspec.Meta(gt=0)]
 SpillBytes = Annotated[int, msgspec.Meta(ge=0, description="bytes")]
 Bytes = Annotated[int, msgspec.Meta(ge=1, description="bytes")]  # written 4294967296 or 4GiB
 Secret = Annotated[str, msgspec.Meta(description="secret")]  # never quoted in a message
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Processes = Annotated[int, msgspec.Meta(ge=0, le=64)]
 FrameBytes = Annotated[int, msgspec.Meta(ge=64 << 10, le=1 << 30, description="bytes")]
 
 
@@ -60,12 +62,31 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     http_host: str = "127.0.0.1"
     http_port: Port = 7071
     token: Secret | None = None  # required of clients when set; must be set off loopback
+    auth_tokens: str | None = None  # TOML file of tenants, the hashes of their keys and their limits
+    tls_cert: str | None = None  # PEM files; clients then speak TLS
+    tls_key: str | None = None
     served_model_name: str | None = None
     prefix_snapshot: str | None = None  # file that keeps the prefix cache from one run to the next
-    max_frame_bytes: FrameBytes = 4 << 20
+    max_frame_bytes: Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Processes = Annotated[int, msgspec.Meta(ge=0, le=64)]
+FrameBytes = 4 << 20
     max_connections: Count = 4096
     max_requests_per_connection: Count = 1024
     max_outgoing_bytes: Bytes = 8 << 20  # unsent per connection before its reader counts as stuck
     write_timeout_ms: Count = 30_000  # without progress before its reader counts as stuck
     handshake_timeout_ms: Count = 10_000
-    stall_timeout_ms: Count = 30_000  # work without a finished step before /readyz says no
+    frame_timeout_ms: Count = 30_000  # from a frame's first byte to its last
+    idle_timeout_ms: Count = 600_000  # of a connection without live requests
+    heartbeat_ms: Count = 15_000  # for clients that want it
+    credit_timeout_ms: Count = 30_000  # with tokens to send and no credit, before a request's reader counts as stuck
+    resume_timeout_ms: Count = 60_000  # how long a resumable request waits for its client
+    idempotency_window_ms: Count = 600_000  # how long the outcome of a request with an idempotency key is kept
+    max_kept_bytes: Bytes = 64 << 20  # of kept outcomes; the oldest that nobody needs go first
+    stall_timeout_ms: Count = 30_000  # work without a finished step before /readyz says no and the engine is restarted
+    shutdown_timeout: Seconds = 30.0  # that accepted requests have to end after SIGTERM
+    in_process: bool = False  # the engine in the server's own process: nothing survives its crash
+    engine_processes: Processes = 0  # 0: one per NUMA node
+    engine_heartbeat_timeout_ms: Count = 1_500  # without a sign of life before an engine process is restarted
+    metrics_compat: Literal["vllm"] | None = None  # mirror the names that routers and dashboards hard-code
+    log_format: Literal["console", "json"] = "console"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"

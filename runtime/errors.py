@@ -13,6 +13,8 @@ The one invariant: whatever crosses the Engine facade towards a user is a `Quire
     ├── DeadlineExceeded          DEADLINE_EXCEEDED    the request's own deadline passed
     ├── Cancelled                 CANCELLED            the client cancelled or went away
     ├── Unavailable               UNAVAILABLE          server is starting, draining or gone; retry
+    ├── RequestNotFound           NOT_FOUND            nothing to resume: unknown, over for too long, or somebody else's
+    ├── Quarantined               ABORTED              two engine crashes in a row had only this request in common
     ├── GenerationFailed          INTERNAL             this request's computation failed (NaN logits, detokenizer)
     ├── ConfigError               INVALID_ARGUMENT     a flag, environment variable or file setting is not allowed
     ├── MissingDependency         FAILED_PRECONDITION  an optional package is not installed
@@ -79,6 +81,14 @@ class Cancelled(QuireError):
 class Unavailable(QuireError):
     code = "UNAVAILABLE"
     retryable = True
+
+
+class RequestNotFound(QuireError):
+    code = "NOT_FOUND"
+
+
+class Quarantined(QuireError):
+    code = "ABORTED"
 
 
 class GenerationFailed(QuireError):

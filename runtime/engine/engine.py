@@ -329,6 +329,7 @@ class Engine:
         usage = live.usage()
         self._observer.on_finished(
             RequestStats(
+                tenant=live.tenant,
                 finish_reason=reason,
                 error=error,
                 prompt_tokens=usage.prompt_tokens,

@@ -6,8 +6,8 @@ last chunk with `usage`, or a `QuireError` raised from its iterator.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
 
 import msgspec
 
@@ -18,8 +18,9 @@ from ..generation import FinishReason, OutputChunk, SamplingParams, Usage
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request: text or token ids, and how to sample. `tenant` comes from authentication, never from its body."""
 
-    prompt: str | tuple[int, ...]
+    prompt: str | tuple[int, ...] | None
     params: SamplingParams = SamplingParams()
+    messages: tuple[dict[str, Any], ...] | None = None  # instead of a prompt; rendered by the model's chat template
     tenant: str = ""
     priority: int = 0  # lower runs earlier
     deadline_ms: int | None = None  # from submission
@@ -46,6 +47,26 @@ class Generation(Protocol):
     def cancel(self) -> None:
         """Legal in every state, idempotent; every page is returned before the next step."""
 
+    def watch_prefill(self, callback: Callable[[int], None]) -> None:
+        """Call back from the event loop, at every step that leaves prefill unfinished, with the prompt tokens whose keys
+        and values are there by now. Must not raise."""
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What never changes while an engine runs."""
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    num_pages: int  # of all engine processes together
+    page_size: int  # tokens
+    isa: str
+    threads: int
+    threads_reason: str
+    has_tokenizer: bool
+    has_chat_template: bool
+    num_processes: int = 0  # 0: it runs in this one
+
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot for metrics, health and tests. Counters count from the start."""
@@ -68,6 +89,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     recomputed_tokens: int = 0  # lost to preemption and computed again
     guessed_tokens: int = 0  # by speculation, and verified
     right_guesses: int = 0
+    restarts: int = 0  # of engine processes
+    replayed_requests: int = 0  # that went on in a new engine process
+    quarantined_requests: int = 0
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +109,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
     """One ended request, for an observer. Times in seconds; None where it never got that far."""
 
+    tenant: str
     finish_reason: FinishReason | None  # None: it ended in `error`
     error: QuireError | None
     prompt_tokens: int
@@ -110,6 +135,11 @@ class EngineFacade(Protocol):
         """Validate, then tokenize and queue when awaited. The call itself refuses what needs no tokens to be refused,
         so that a full queue costs its server no task. Raises InvalidRequest, ContextLengthExceeded, Overloaded,
         QuotaExceeded, DeadlineExceeded or Unavailable before any work; nothing of a rejected request remains."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Raises InvalidRequest without a tokenizer or for a text that cannot be a prompt."""
 
     def stats(self) -> EngineStats: ...
     def set_observer(self, observer: EngineObserver) -> None: ...
