@@ -67,9 +67,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tls_key: str | None = None
     served_model_name: str | None = None
     prefix_snapshot: str | None = None  # file that keeps the prefix cache from one run to the next
-    max_frame_bytes: Seconds = Annotated[float, msgspec.Meta(ge=0)]
-Processes = Annotated[int, msgspec.Meta(ge=0, le=64)]
-FrameBytes = 4 << 20
+    max_frame_bytes: FrameBytes = 4 << 20
     max_connections: Count = 4096
     max_requests_per_connection: Count = 1024
     max_outgoing_bytes: Bytes = 8 << 20  # unsent per connection before its reader counts as stuck
