@@ -17,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from .config import EngineConfig, KVCacheDtype, WeightDtype
-from .engine import Engine, GenerateRequest
+from .engine import Engine, GenerateRequest, LocalEngine
 from .engine.stream import Stream
-from .errors import InvalidRequest, Unavailable, UnsupportedModel
+from .errors import InvalidRequest, Unavailable
 from .generation import RequestOutput, SamplingParams, join_choices
 from .loop_thread import LoopThread
 from .settings import resolve_settings
-from .text import ChatTemplate
 
 Prompt = str | Sequence[int]
 OFFLINE_QUEUE = 1 << 20  # requests; whoever calls `generate` waits for all of them anyway
@@ -81,7 +80,7 @@ class LLM:
     def _start(self, config: EngineConfig) -> None:
         self._thread = LoopThread("this LLM")
         try:
-            self._engine: Engine | None = self._thread.run(Engine.start(config))
+            self._engine: LocalEngine | None = self._thread.run(Engine.start(config))
         except BaseException:
             self._thread.close()
             raise
@@ -94,25 +93,27 @@ class LLM:
         Raises InvalidRequest, ContextLengthExceeded or GenerationFailed if any of them is refused or fails.
         """
         each = _prompt_list(prompts)
-        return self._thread.run(_generate(self._open_engine(), each, _params_list(params, len(each))))
+        settings = _params_list(params, len(each))
+        requests = [
+            GenerateRequest(prompt=prompt, params=params) for prompt, params in zip(each, settings, strict=True)
+        ]
+        return self._thread.run(_generate(self._open_engine(), requests))
 
     def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation, `[{"role": "user", "content": …}, …]`, by the model's own chat template.
 
-        Raises UnsupportedModel if the model has none, InvalidRequest if it refuses the messages; else as `generate`.
+        Raises InvalidRequest if the model has none or it refuses the messages; else as `generate`.
         """
-        machine = self._open_engine().machine
-        if machine.tokenizer is None:
-            raise UnsupportedModel(f"{machine.folder} has no tokenizer.json; send token ids to generate instead")
-        prompt = ChatTemplate.load(machine.folder).render(messages)
-        return self.generate([machine.tokenizer.encode(prompt, add_special_tokens=False)], params)[0]
+        engine = self._open_engine()
+        request = GenerateRequest(prompt=None, messages=tuple(map(dict, messages)), params=params or SamplingParams())
+        return self._thread.run(_generate(engine, [request]))[0]
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Raw logits [len(token_ids), vocab] after each token, for evaluation. Bypasses the prefix cache."""
         return self._thread.run(self._open_engine().logits(_token_ids(token_ids)))
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> LocalEngine:
         """The engine itself, for tools and tests; it lives on another thread."""
         return self._open_engine()
 
@@ -130,7 +131,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _open_engine(self) -> Engine:
+    def _open_engine(self) -> LocalEngine:
         if self._engine is None:
             raise Unavailable("this LLM was closed")
         return self._engine
@@ -172,14 +173,12 @@ def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count
     return list(params)
 
 
-async def _generate(
-    engine: Engine, prompts: Sequence[str | tuple[int, ...]], params: Sequence[SamplingParams]
-) -> list[RequestOutput]:
+async def _generate(engine: LocalEngine, requests: Sequence[GenerateRequest]) -> list[RequestOutput]:
     streams: list[Stream] = []
     outputs: list[asyncio.Task[RequestOutput]] = []
     try:
-        for prompt, settings in zip(prompts, params, strict=True):
-            streams.append(await engine.submit(GenerateRequest(prompt=prompt, params=settings)))
+        for request in requests:
+            streams.append(await engine.submit(request))
             outputs.append(asyncio.create_task(_collect(streams[-1])))
         if outputs:
             await asyncio.wait(outputs, return_when=asyncio.FIRST_EXCEPTION)

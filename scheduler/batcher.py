@@ -87,10 +87,13 @@ class Batcher:
         """
         self._check_accepting()
         outlook = self._scheduler.add_branches(requests)
-        self._idle.clear()
-        self._wake.set()
-        self._watch_deadlines()
+        self._begin_work()
         return outlook
+
+    def readmit(self, request: Request) -> None:
+        """Queue a request that was accepted elsewhere. Raises what `Scheduler.readmit` raises."""
+        self._scheduler.readmit(request)
+        self._begin_work()
 
     def cancel(self, request_id: int) -> None:
         """Legal in every state, idempotent. The ending is published now, or after the step the request is part of."""
@@ -121,6 +124,11 @@ class Batcher:
         await asyncio.wait([self._task])
         if not self._task.cancelled():
             self._task.result()
+
+    def _begin_work(self) -> None:
+        self._idle.clear()
+        self._wake.set()
+        self._watch_deadlines()
 
     def _check_accepting(self) -> None:
         if not self._accepting:

@@ -43,7 +43,8 @@ class Request:
     `stop_token_ids` already includes the end-of-sequence tokens unless they are to be ignored; they end the request
     once it has `min_tokens`. `priority`: lower is earlier. `deadline` is in seconds of the scheduler's clock. `pin_s`:
     keep the prompt's pages findable so long after the end. `beam`: search instead of sampling; its outcome is in
-    `hypotheses` after the end, and `sampling` must give 2 * width top logprobs.
+    `hypotheses` after the end, and `sampling` must give 2 * width top logprobs. `generated`: the output it had already,
+    where another scheduler ran it; it goes on behind that.
     """
 
     request_id: int
@@ -58,6 +59,7 @@ class Request:
     deadline: float | None = None
     pin_s: float | None = None
     beam: BeamSearch | None = None
+    generated: Sequence[int] = field(default=(), repr=False)
 
     state: State = field(default=State.WAITING, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
@@ -90,8 +92,12 @@ class Request:
             raise ValueError("a request needs at least 1 prompt token")
         if self.max_tokens < 1:
             raise ValueError(f"a request needs max_tokens of at least 1, got {self.max_tokens}")
-        self.token_ids = list(self.prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+        if len(self.generated) >= self.max_tokens:
+            raise ValueError(
+                f"a request that has generated {len(self.generated)} of {self.max_tokens} tokens has ended"
+            )
+        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.token_ids = [*self.prompt_token_ids, *self.generated]
         if self.beam is not None:
             self.lead = self
 

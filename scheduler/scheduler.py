@@ -113,19 +113,33 @@ class Scheduler:
     def add_branches(self, requests: Sequence[Request]) -> Outlook:
         """Queue requests that continue one prompt, all or none: the first computes it, the others fork its pages."""
         first, now = requests[0], self._clock()
+        self._prepare(requests)
+        self.check_room(first.tenant, len(requests))
+        outlook = self._outlook(first.pages_needed, first.num_prompt_tokens)
+        self._waiting.check_fit(first, outlook, now)
+        self._accept(requests, now)
+        return outlook
+
+    def readmit(self, request: Request) -> None:
+        """Queue a request that another scheduler of the same limits had accepted: none of them refuses it again.
+
+        Raises DuplicateRequest.
+        """
+        self._prepare((request,))
+        self._accept((request,), self._clock())
+
+    def _prepare(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.request_id in self._requests:
                 raise DuplicateRequest(request.request_id)
             request.pages_needed = self._batch.pages_at_longest(request)
-        self.check_room(first.tenant, len(requests))
-        outlook = self._outlook(first.pages_needed, first.num_prompt_tokens)
-        self._waiting.check_fit(first, outlook, now)
+
+    def _accept(self, requests: Sequence[Request], now: float) -> None:
         for request in requests:
             request.arrive(self._num_arrived, now)
             self._num_arrived += 1
             self._requests[request.request_id] = request
         self._waiting.accept(requests)
-        return outlook
 
     def finish(
         self, request_id: int, reason: FinishReason | None = None, error: str | None = None

@@ -15,7 +15,7 @@ import msgspec
 import uvloop
 
 from ..config import EngineConfig
-from ..engine import Engine, GenerateRequest, StepStats
+from ..engine import Engine, GenerateRequest, LocalEngine, StepStats
 from ..generation import SamplingParams
 from ..server.admission import tokens_frame
 from ..server.metrics import PrometheusObserver
@@ -63,14 +63,14 @@ async def _measure(config: EngineConfig) -> StepOverhead:
     return spent.per_sequence()
 
 
-async def _serve_users(engine: Engine, spent: _Spent) -> None:
+async def _serve_users(engine: LocalEngine, spent: _Spent) -> None:
     engine.set_observer(spent)
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     request = GenerateRequest(prompt=PROMPT, params=params)
     await asyncio.gather(*(_serve_user(engine, request, user, spent) for user in range(USERS)))
 
 
-async def _serve_user(engine: Engine, request: GenerateRequest, user: int, spent: _Spent) -> None:
+async def _serve_user(engine: LocalEngine, request: GenerateRequest, user: int, spent: _Spent) -> None:
     async for chunk in await engine.submit(request):
         start = time.perf_counter()
         frame = tokens_frame(user, chunk)
@@ -82,9 +82,9 @@ async def _serve_user(engine: Engine, request: GenerateRequest, user: int, spent
 class _Spent(PrometheusObserver):
     """Adds up the seconds of steps in which all users decode."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: LocalEngine) -> None:
         super().__init__()
-        self._machine = engine.machine
+        self._machine = engine.core.machine
         self.frames_s = 0.0
         self._begin()
 

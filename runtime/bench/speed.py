@@ -109,7 +109,7 @@ def measure_shapes(
     llm: LLM, shapes: list[Shape], new_tokens: int, repeats: int, report: Callable[[str], None]
 ) -> Iterator[ShapeResult]:
     """One result per shape, as it is ready. `report` is told what runs now. Raises ConfigError."""
-    capacity = llm.engine.machine.capacity
+    capacity = llm.engine.core.machine.capacity
     meter = RooflineMeter(capacity.cpus.threads, capacity.isa)
     generator = random.Random(SEED)
     time_generation(llm, generator, Shape(1, shapes[0].prompt_tokens), 1)
@@ -167,7 +167,7 @@ class _StepCollector(SilentObserver):
 
 def time_prefill(llm: LLM, generator: random.Random, shape: Shape) -> Phase:
     """A run of one new token for each user."""
-    machine, steps = llm.engine.machine, _StepCollector()
+    machine, steps = llm.engine.core.machine, _StepCollector()
     machine.op_seconds()
     llm.engine.set_observer(steps)
     seconds = time_generation(llm, generator, shape, 1)
@@ -178,10 +178,10 @@ def time_prefill(llm: LLM, generator: random.Random, shape: Shape) -> Phase:
 
 def time_decode(llm: LLM, generator: random.Random, shape: Shape, new_tokens: int) -> Phase:
     """A run in which the first user still decodes for `new_tokens` steps when the last has been prefilled."""
-    machine = llm.engine.machine
+    machine = llm.engine.core.machine
     clock = StepClock(machine, shape.batch, new_tokens)
     llm.engine.set_observer(clock)
-    time_generation(llm, generator, shape, new_tokens + _prefill_steps(llm.engine.config, shape))
+    time_generation(llm, generator, shape, new_tokens + _prefill_steps(llm.engine.core.config, shape))
     llm.engine.set_observer(SilentObserver())
     work = decode_work(machine, clock.contexts)
     return Phase(shape.batch * new_tokens, clock.seconds, new_tokens, clock.op_seconds, work)
@@ -194,7 +194,7 @@ def _prefill_steps(config: EngineConfig, shape: Shape) -> int:
 
 def time_generation(llm: LLM, generator: random.Random, shape: Shape, new_tokens: int) -> float:
     """Seconds to generate exactly `new_tokens` for each user."""
-    vocab = llm.engine.machine.spec.vocab_size
+    vocab = llm.engine.core.machine.spec.vocab_size
     low, high = (10, min(8000, vocab)) if vocab > 20 else (0, vocab)
     prompts = [[generator.randrange(low, high) for _ in range(shape.prompt_tokens)] for _ in range(shape.batch)]
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)

@@ -27,7 +27,7 @@ def bench_speed(
     if plot is not None:
         check_plot(plot)
     with LLM.from_config(bench_config(config, shapes, new_tokens)) as llm:
-        about = _circumstances(config, llm.engine.machine)
+        about = _circumstances(config, llm.engine.core.machine)
         results = list(measure_shapes(llm, shapes, new_tokens, repeats, _progress))
     report = SpeedReport(about, results, measure_overhead(config))
     _progress("")
@@ -47,11 +47,11 @@ def bench_cache(config: EngineConfig, shapes_text: str, new_tokens: int, as_json
     if plot is not None:
         check_plot(plot)
     with LLM.from_config(bench_config(config, [Shape(1, shape.prompt_tokens)], new_tokens)) as llm:
-        story = tell_cache_story(llm.engine.machine, shape.prompt_tokens, new_tokens)
+        story = tell_cache_story(llm.engine.core.machine, shape.prompt_tokens, new_tokens)
         if plot is not None:
             plot_cache_story(story, plot)
         if as_json:
-            print(json.dumps({**_circumstances(config, llm.engine.machine), **_story_as_dict(story)}, indent=1))
+            print(json.dumps({**_circumstances(config, llm.engine.core.machine), **_story_as_dict(story)}, indent=1))
         else:
             _print_story(story, new_tokens)
 

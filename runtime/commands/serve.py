@@ -18,7 +18,7 @@ import structlog
 import uvloop
 
 from ..config import EngineConfig
-from ..engine import Engine, check_snapshot_path, kept_prefixes
+from ..engine import Engine, LocalEngine, check_snapshot_path, kept_prefixes
 from ..server import PrometheusObserver, Server
 from ..settings import Settings
 
@@ -36,14 +36,14 @@ async def _serve(settings: Settings) -> None:
         check_snapshot_path(Path(snapshot))
     engine = await Engine.start(settings.engine)
     try:
-        async with nullcontext() if snapshot is None else kept_prefixes(engine, Path(snapshot)):
+        async with nullcontext() if snapshot is None else kept_prefixes(engine.core, Path(snapshot)):
             await _serve_until(stop, engine, settings)
     finally:
         await engine.close()
 
 
-async def _serve_until(stop: asyncio.Event, engine: Engine, settings: Settings) -> None:
-    capacity = engine.machine.capacity
+async def _serve_until(stop: asyncio.Event, engine: LocalEngine, settings: Settings) -> None:
+    capacity = engine.core.machine.capacity
     cpus = capacity.cpus
     server = Server(PrometheusObserver(version("quire"), capacity.isa, cpus.threads, cpus.reason))
     await server.start(engine, settings.server)
@@ -55,8 +55,8 @@ async def _serve_until(stop: asyncio.Event, engine: Engine, settings: Settings) 
         await server.close()
 
 
-def _ready_line(config: EngineConfig, engine: Engine, server: Server) -> str:
-    machine = engine.machine
+def _ready_line(config: EngineConfig, engine: LocalEngine, server: Server) -> str:
+    machine = engine.core.machine
     return (
         f"quire ready: clients {server.address}  metrics http://{server.http_address}/metrics  "
         f"model {config.model or 'bundled demo'} ({config.weights}, KV {config.kv_cache_dtype})  "

@@ -1,9 +1,11 @@
 """One engine: requests in, streams of text out. `facade` is all that the rooms above may rely on."""
 
-from .engine import Engine
+from .core import Core, CoreInfo, CoreListener, LocalCore, Prefilled
+from .engine import Engine, LocalEngine
 from .facade import (
     Admission,
     EngineFacade,
+    EngineInfo,
     EngineObserver,
     EngineStats,
     GenerateRequest,
@@ -12,17 +14,26 @@ from .facade import (
     StepStats,
 )
 from .snapshot import check_snapshot_path, kept_prefixes
+from .vocabulary import Vocabulary
 
 __all__ = [
     "Admission",
+    "Core",
+    "CoreInfo",
+    "CoreListener",
     "Engine",
     "EngineFacade",
+    "EngineInfo",
     "EngineObserver",
     "EngineStats",
     "GenerateRequest",
     "Generation",
+    "LocalCore",
+    "LocalEngine",
+    "Prefilled",
     "RequestStats",
     "StepStats",
+    "Vocabulary",
     "check_snapshot_path",
     "kept_prefixes",
 ]

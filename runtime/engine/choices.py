@@ -14,6 +14,7 @@ from ...scheduler import Request, RequestUpdate, SampledToken
 from ..errors import QuireError
 from ..generation import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
 from ..text import IncrementalDetokenizer
+from .facade import GenerateRequest
 from .stream import Stream
 
 NewDetokenizer = Callable[[], IncrementalDetokenizer | None]  # None: the model has no tokenizer
@@ -64,17 +65,17 @@ class Live:
     def __init__(
         self,
         stream: Stream,
-        params: SamplingParams,
+        request: GenerateRequest,
         seed: int,
         submitted: float,
         requests: Sequence[Request],
         new_detokenizer: NewDetokenizer,
     ) -> None:
         self.stream = stream
-        self.params = params
+        self.request = request
+        self.params = request.params
         self.seed = seed
         self.submitted = submitted
-        self.deadline_ms: int | None = None
         self.error: QuireError | None = None  # what a failure should be called, where the scheduler cannot know
         self.branches = [Branch(self, i, request, new_detokenizer()) for i, request in enumerate(requests)]
         self.num_open = len(self.branches)  # that have not ended
@@ -89,6 +90,11 @@ class Live:
         if not tokens and branch.finish_reason is None:
             return ()
         return (self._chunk(branch.index, branch.num_tokens - len(tokens), tokens, text, branch.finish_reason),)
+
+    def note_prefill(self, branch: Branch, num_tokens: int) -> None:
+        """So many tokens of its prompt are computed, and the rest is not. Branches compute one prompt, the first's."""
+        if branch.index == 0 and branch.num_tokens == 0:
+            self.stream.note_prefill(num_tokens)
 
     def usage(self) -> Usage:
         """Of a request that has ended."""

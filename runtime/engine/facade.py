@@ -48,8 +48,8 @@ class Generation(Protocol):
         """Legal in every state, idempotent; every page is returned before the next step."""
 
     def watch_prefill(self, callback: Callable[[int], None]) -> None:
-        """Call back from the event loop, at every step that leaves prefill unfinished, with the prompt tokens whose keys
-        and values are there by now. Must not raise."""
+        """Call back from the event loop, at every step that leaves prefill unfinished, with the number of prompt tokens
+        that are computed by now. Must not raise."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

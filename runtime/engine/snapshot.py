@@ -27,7 +27,7 @@ from ...pager import (
 )
 from ..errors import ConfigError
 from ..models import fingerprint
-from .engine import Engine
+from .core import LocalCore
 
 _log = structlog.get_logger("quire.engine")
 
@@ -41,36 +41,36 @@ def check_snapshot_path(path: Path) -> None:
 
 
 @asynccontextmanager
-async def kept_prefixes(engine: Engine, path: Path) -> AsyncIterator[None]:
-    """Inside, `engine` serves with the cached pages that `path` held; afterwards it is stopped and they are kept there.
+async def kept_prefixes(core: LocalCore, path: Path) -> AsyncIterator[None]:
+    """Inside, `core` serves with the cached pages that `path` held; afterwards it is stopped and they are kept there.
 
     A snapshot of another model or build, a truncated or a damaged one, is logged and replaced in the end. Raises
     ConfigError for a file that is none, and without a prefix cache. What failed inside leaves the file as it was.
     """
-    if engine.pager.prefix is None:
+    if core.pager.prefix is None:
         raise ConfigError("--prefix-snapshot keeps the prefix cache, which --no-enable-prefix-caching switches off")
     start = time.perf_counter()
-    identity = await asyncio.to_thread(_identity, engine)
+    identity = await asyncio.to_thread(_identity, core)
     _log.info("model fingerprint taken", seconds=_since(start))
-    _load(engine, path, identity)
+    _load(core, path, identity)
     yield
-    await engine.stop()
-    _save(engine, path, identity)
+    await core.stop()
+    _save(core, path, identity)
 
 
-def _identity(engine: Engine) -> bytes:
+def _identity(core: LocalCore) -> bytes:
     """Everything that decides the bits of a page."""
-    machine, config = engine.machine, engine.config
+    machine, config = core.machine, core.config
     build = (version("quire"), machine.capacity.isa, config.weights, config.kv_cache_dtype, machine.layout)
     return hashlib.sha256(repr(build).encode() + fingerprint(machine.folder)).digest()
 
 
-def _load(engine: Engine, path: Path, identity: bytes) -> None:
+def _load(core: LocalCore, path: Path, identity: bytes) -> None:
     if not path.exists():
         return
     start = time.perf_counter()
     try:
-        pages = load_snapshot(path, engine.pager, engine.machine.arena, identity)
+        pages = load_snapshot(path, core.pager, core.machine.arena, identity)
     except (SnapshotMismatch, SnapshotTruncated, SnapshotDamaged) as error:
         _log.warning("prefix snapshot not used, starting cold", path=str(path), reason=str(error))
     except SnapshotError as error:
@@ -79,10 +79,10 @@ def _load(engine: Engine, path: Path, identity: bytes) -> None:
         _log.info("prefix snapshot loaded", path=str(path), pages=pages, seconds=_since(start))
 
 
-def _save(engine: Engine, path: Path, identity: bytes) -> None:
+def _save(core: LocalCore, path: Path, identity: bytes) -> None:
     start = time.perf_counter()
     try:
-        pages = save_snapshot(path, engine.pager, engine.machine.arena, identity)
+        pages = save_snapshot(path, core.pager, core.machine.arena, identity)
     except SnapshotError as error:
         _log.error("prefix snapshot not saved", path=str(path), reason=str(error))
     else:

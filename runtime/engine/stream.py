@@ -17,9 +17,11 @@ from .facade import Admission
 class Stream:
     """Implements `facade.Generation`. Holds at most the request's own `n * max_tokens` chunks."""
 
-    def __init__(self, admission: Admission, prompt_token_ids: tuple[int, ...], cancel: Callable[[], None]) -> None:
-        self.admission = admission
+    admission: Admission  # set before anybody but the engine sees the stream
+
+    def __init__(self, prompt_token_ids: tuple[int, ...], cancel: Callable[[], None]) -> None:
         self.prompt_token_ids = prompt_token_ids
+        self._prefill_watcher: Callable[[int], None] | None = None
         self._cancel = cancel
         self._items: asyncio.Queue[OutputChunk | QuireError] = asyncio.Queue()
         self._ended = False
@@ -29,6 +31,13 @@ class Stream:
         if not self._ended:
             self._ended = isinstance(item, QuireError) or item.usage is not None
             self._items.put_nowait(item)
+
+    def watch_prefill(self, callback: Callable[[int], None]) -> None:
+        self._prefill_watcher = callback
+
+    def note_prefill(self, num_tokens: int) -> None:
+        if self._prefill_watcher is not None:
+            self._prefill_watcher(min(num_tokens, len(self.prompt_token_ids)))
 
     def cancel(self) -> None:
         if not self._ended:

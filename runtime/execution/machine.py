@@ -16,7 +16,6 @@ from ..config import EngineConfig
 from ..errors import ConfigError
 from ..models import DecoderSpec, load_model, model_folder, read_spec
 from ..program import ProgramPlan
-from ..text import Tokenizer
 from .capacity import Capacity, decide_capacity
 from .executor import Executor
 
@@ -28,7 +27,6 @@ class Machine:
     executor: Executor
     arena: KVArena
     ops: list[Op]
-    tokenizer: Tokenizer | None  # None: the folder has no tokenizer.json; prompts are token ids then
     folder: Path
 
     @property
@@ -42,12 +40,6 @@ class Machine:
     @property
     def max_model_len(self) -> int:
         return self.capacity.max_model_len
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        declared = frozenset(self.spec.eos_token_ids)
-        known = declared if self.tokenizer is None else declared | self.tokenizer.eos_token_ids
-        return frozenset(token for token in known if token < self.spec.vocab_size)
 
     def op_seconds(self) -> dict[str, float]:
         """Seconds of steps by kind of op since this was last asked, linear layers apart by their purpose."""
@@ -80,7 +72,6 @@ def assemble(config: EngineConfig) -> Machine:
     folder = model_folder(config.model)
     spec = read_spec(folder)
     capacity = decide_capacity(config, spec)
-    tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
     model = load_model(folder, config.weights)
     arena = _arena(capacity)
     plan = model.compile(
@@ -89,7 +80,7 @@ def assemble(config: EngineConfig) -> Machine:
         max_samples=capacity.max_num_samples,
     )
     executor = _executor(config, spec, capacity, arena, plan)
-    return Machine(spec, capacity, executor, arena, plan.ops, tokenizer, folder)
+    return Machine(spec, capacity, executor, arena, plan.ops, folder)
 
 
 def _executor(

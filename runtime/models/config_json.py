@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from os.path import isdir, isfile
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,6 @@ class ConfigTable:
 
 def read_config(folder: str | Path) -> ConfigTable:
     """The folder's config.json. Raises ModelNotFound without one, CorruptCheckpoint when it is not a JSON object."""
-    if not isdir(folder):
-        raise ModelNotFound(f"{folder} is not a folder")
     path = Path(folder) / CONFIG_FILE
     if not isfile(path):
         raise ModelNotFound(f"{folder} has no {CONFIG_FILE}; a Hugging Face model folder is needed")

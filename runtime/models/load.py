@@ -7,12 +7,13 @@ before the first large allocation.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os.path import isdir
 from pathlib import Path
 from typing import get_args
 
 from ...pager.layout import KVLayout
 from ..config import KVCacheDtype, WeightDtype
-from ..errors import ConfigError
+from ..errors import ConfigError, ModelNotFound
 from ..program import ProgramBuilder, ProgramPlan
 from ..weights import Checkpoint
 from .decoder import emit_decoder
@@ -56,8 +57,12 @@ def load_model(folder: str | Path | None, weights: WeightDtype) -> Model:
 
 
 def model_folder(model: str | Path | None) -> Path:
-    """What a setting names: a folder, or None for the bundled model."""
-    return BUNDLED_MODEL if model is None else Path(model)
+    """What a setting names: a folder, or None for the bundled model. Raises ModelNotFound."""
+    if model is None:
+        return BUNDLED_MODEL
+    if not isdir(model):
+        raise ModelNotFound(f"{model} is not a folder")
+    return Path(model)
 
 
 def kv_layout(spec: DecoderSpec, kv_dtype: KVCacheDtype, page_size: int) -> KVLayout:

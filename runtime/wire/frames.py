@@ -212,6 +212,4 @@ def _by_tag(*frames: type[Frame]) -> dict[str, type[Frame]]:
 
 
 CLIENT_FRAMES = _by_tag(Hello, Generate, Cancel, Credit, Resume, Tokenize, ListModels, AskStats, Ping, Pong)
-SERVER_FRAMES = _by_tag(
-    Welcome, Accepted, Progress, Tokens, Done, Error, Goaway, Tokenized, Models, Stats, Ping, Pong
-)
+SERVER_FRAMES = _by_tag(Welcome, Accepted, Progress, Tokens, Done, Error, Goaway, Tokenized, Models, Stats, Ping, Pong)

@@ -18,12 +18,12 @@ import msgspec
 import uvloop
 from quire import SamplingParams
 from quire.runtime.config import EngineConfig
-from quire.runtime.engine import Engine, GenerateRequest
+from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
 
 FLOOD = 20  # times the modest tenant's rate
 
 
-async def ask(engine: Engine, tenant: str, arguments: argparse.Namespace, generator: random.Random) -> float:
+async def ask(engine: LocalEngine, tenant: str, arguments: argparse.Namespace, generator: random.Random) -> float:
     """Seconds to the first token."""
     prompt = tuple(generator.randrange(10, 2000) for _ in range(arguments.prompt))
     params = SamplingParams(max_tokens=arguments.new_tokens, ignore_eos=True)
@@ -34,7 +34,7 @@ async def ask(engine: Engine, tenant: str, arguments: argparse.Namespace, genera
     return first_s
 
 
-async def flood(engine: Engine, arguments: argparse.Namespace, generator: random.Random) -> None:
+async def flood(engine: LocalEngine, arguments: argparse.Namespace, generator: random.Random) -> None:
     async with asyncio.TaskGroup() as group:
         while True:
             group.create_task(ask(engine, "flood", arguments, generator))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import uvloop
 from quire import SamplingParams
 from quire.runtime.config import EngineConfig
-from quire.runtime.engine import Engine, GenerateRequest
+from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
 
 
 @dataclass
@@ -39,7 +39,7 @@ def prompt(generator: random.Random, length: int) -> tuple[int, ...]:
     return tuple(generator.randrange(10, 8000) for _ in range(length))
 
 
-async def first_token_s(engine: Engine, tokens: tuple[int, ...]) -> float:
+async def first_token_s(engine: LocalEngine, tokens: tuple[int, ...]) -> float:
     start = time.perf_counter()
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     async for _ in await engine.submit(GenerateRequest(prompt=tokens, params=params)):
@@ -47,7 +47,7 @@ async def first_token_s(engine: Engine, tokens: tuple[int, ...]) -> float:
     return time.perf_counter() - start
 
 
-async def decode(engine: Engine, tokens: tuple[int, ...], times: list[float]) -> None:
+async def decode(engine: LocalEngine, tokens: tuple[int, ...], times: list[float]) -> None:
     params = SamplingParams(max_tokens=4000, ignore_eos=True)
     async for _ in await engine.submit(GenerateRequest(prompt=tokens, params=params)):
         times.append(time.perf_counter())
@@ -58,7 +58,7 @@ def gaps(times: list[list[float]], begin: float, end: float) -> list[float]:
     return [b - a for each in times for a, b in itertools.pairwise(each) if begin <= b <= end]
 
 
-async def run(engine: Engine, generator: random.Random, users: int, length: int, calm_s: float) -> Result:
+async def run(engine: LocalEngine, generator: random.Random, users: int, length: int, calm_s: float) -> Result:
     alone_s = await first_token_s(engine, prompt(generator, length))
     times: list[list[float]] = [[] for _ in range(users)]
     tasks = [asyncio.create_task(decode(engine, prompt(generator, 128), each)) for each in times]

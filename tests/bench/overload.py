@@ -32,7 +32,7 @@ import numpy as np
 import uvloop
 from quire import SamplingParams
 from quire.runtime.config import EngineConfig
-from quire.runtime.engine import Engine, GenerateRequest
+from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
 from quire.runtime.errors import Overloaded
 from quire.runtime.wire.frames import (
     MAX_FRAME_BYTES,
@@ -90,14 +90,14 @@ async def measure_submit() -> None:
             micros = 1e6 * np.array([await time_rejection(engine, prompt) for _ in range(2000)])
             print(f"Engine.submit of a full queue, {what}: p50 {np.median(micros):.0f} us, p99 {p99(micros):.0f} us")
         start = time.perf_counter()
-        assert engine.machine.tokenizer is not None
-        engine.machine.tokenizer.encode("x" * 2000)
+        assert engine.vocabulary.tokenizer is not None
+        engine.vocabulary.tokenizer.encode("x" * 2000)
         print(f"for comparison, to tokenize 2,000 characters: {1e6 * (time.perf_counter() - start):.0f} us")
     finally:
         await engine.close()
 
 
-async def time_rejection(engine: Engine, prompt: str | tuple[int, ...]) -> float:
+async def time_rejection(engine: LocalEngine, prompt: str | tuple[int, ...]) -> float:
     request = GenerateRequest(prompt=prompt, params=SamplingParams(max_tokens=100))
     start = time.perf_counter()
     try:

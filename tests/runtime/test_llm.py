@@ -19,7 +19,6 @@ from quire.runtime.errors import (
     InvalidRequest,
     ModelNotFound,
     Unavailable,
-    UnsupportedModel,
 )
 from quire.runtime.models import BUNDLED_MODEL
 
@@ -155,7 +154,7 @@ def test_a_conversation_is_rendered_by_the_models_own_template(tmp_path: Path) -
 
 
 def test_a_model_without_a_template_says_so(llm: LLM) -> None:
-    with pytest.raises(UnsupportedModel, match="has no chat template"):
+    with pytest.raises(InvalidRequest, match="has no chat template"):
         llm.chat([{"role": "user", "content": "Hello"}])
 
 
@@ -227,7 +226,7 @@ def test_a_path_is_a_model_too() -> None:
 def test_environment_variables_are_for_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "none")
     with LLM(kv_cache_memory=1 << 20) as llm:
-        assert llm.engine.config.max_num_seqs == 64
+        assert llm.engine.core.config.max_num_seqs == 64
 
 
 # The end

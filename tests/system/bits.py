@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 from quire.pager import check
 from quire.runtime.config import EngineConfig
-from quire.runtime.engine import Engine, GenerateRequest
-from quire.runtime.execution import assemble
+from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
 from quire.runtime.generation import OutputChunk, SamplingParams, join_choices
 
 EVERYTHING: dict[str, dict[str, Any]] = {  # one for each thing that changes what is drawn, when it ends or what is told
@@ -47,20 +46,20 @@ def prompt(length: int, seed: int = 0, vocabulary: int = 300) -> tuple[int, ...]
 
 
 @asynccontextmanager
-async def running(chunk: int | None = None, **settings: Any) -> AsyncIterator[Engine]:
+async def running(chunk: int | None = None, **settings: Any) -> AsyncIterator[LocalEngine]:
     """An engine; afterwards every page is back."""
     config = EngineConfig(**{"kv_cache_memory": 8 << 20, "threads": 2, **settings})
-    engine = Engine(await asyncio.to_thread(assemble, config), config, max_prefill_chunk=chunk)
+    engine = await Engine.start(config, max_prefill_chunk=chunk)
     try:
         yield engine
         stats = engine.stats()
         assert (stats.running, stats.waiting, stats.pages_owned, stats.pages_spilled) == (0, 0, 0, 0)
-        check(engine.pager, [])
+        check(engine.core.pager, [])
     finally:
         await engine.close()
 
 
-async def chunks_of(engine: Engine, request: GenerateRequest) -> list[OutputChunk]:
+async def chunks_of(engine: LocalEngine, request: GenerateRequest) -> list[OutputChunk]:
     return [chunk async for chunk in await engine.submit(request)]
 
 
@@ -71,13 +70,13 @@ def bits(chunks: list[OutputChunk]) -> list[str]:
     return [*choices, f"{chunks[-1].usage.completion_tokens} tokens"]
 
 
-async def outcome(engine: Engine, request: GenerateRequest) -> list[str]:
+async def outcome(engine: LocalEngine, request: GenerateRequest) -> list[str]:
     return bits(await chunks_of(engine, request))
 
 
-async def one_by_one(engine: Engine, requests: Iterable[GenerateRequest]) -> list[list[str]]:
+async def one_by_one(engine: LocalEngine, requests: Iterable[GenerateRequest]) -> list[list[str]]:
     return [await outcome(engine, request) for request in requests]
 
 
-async def together(engine: Engine, requests: Iterable[GenerateRequest]) -> list[list[str]]:
+async def together(engine: LocalEngine, requests: Iterable[GenerateRequest]) -> list[list[str]]:
     return await asyncio.gather(*(outcome(engine, request) for request in requests))

@@ -14,7 +14,7 @@ import msgpack
 import pytest
 from quire.pager import check
 from quire.runtime.config import EngineConfig, ServerConfig
-from quire.runtime.engine import Engine
+from quire.runtime.engine import Engine, LocalEngine
 from quire.runtime.engine.facade import (
     Admission,
     EngineObserver,
@@ -248,7 +248,7 @@ def socket_path(tmp_path: Path) -> Path:
 
 @dataclass
 class Real:
-    engine: Engine
+    engine: LocalEngine
     server: Server
     _writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
@@ -264,7 +264,7 @@ class Real:
     async def idle(self) -> None:
         """Wait until no request is alive."""
         async with asyncio.timeout(20):
-            while self.engine.scheduler.has_work:
+            while self.engine.core.scheduler.has_work:
                 await asyncio.sleep(0.002)
 
     def check_books(self) -> None:
@@ -272,7 +272,7 @@ class Real:
         stats = self.engine.stats()
         assert stats.pages_owned == 0
         assert stats.pages_free + stats.pages_cached + stats.pages_owned == stats.pages_total
-        check(self.engine.pager, [])
+        check(self.engine.core.pager, [])
 
     def drop_connections(self) -> None:
         for writer in self._writers:

@@ -15,7 +15,6 @@ from quire.pager import KVLayout
 from quire.runtime.config import EngineConfig
 from quire.runtime.engine import Engine, GenerateRequest
 from quire.runtime.engine.observer import SilentObserver
-from quire.runtime.execution import assemble
 from quire.runtime.generation import SamplingParams, join_choices
 
 LEVELS = supported_levels()
@@ -44,7 +43,7 @@ async def running(isa, dtypes, *, chunk=None, **settings):
     weights, kv = dtypes
     settings = {"kv_cache_memory": 32 << 20, **settings}
     config = EngineConfig(weights=weights, kv_cache_dtype=kv, isa=isa, **settings)
-    engine = Engine(await asyncio.to_thread(assemble, config), config, max_prefill_chunk=chunk)
+    engine = await Engine.start(config, max_prefill_chunk=chunk)
     try:
         yield engine
         stats = engine.stats()
@@ -143,7 +142,7 @@ class Preemptor(SilentObserver):
     def on_tokens(self, count, since_last_s):
         self.seen += count
         if self.seen == self.after:
-            assert self.engine.scheduler.preempt(0)
+            assert self.engine.core.scheduler.preempt(0)
 
 
 @pytest.mark.parametrize("after", [1, 4, 11])

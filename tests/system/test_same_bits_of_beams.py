@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from quire.kernels import supported_levels
-from quire.runtime.engine import Engine, GenerateRequest
+from quire.runtime.engine import GenerateRequest, LocalEngine
 from quire.runtime.engine.facade import StepStats
 from quire.runtime.engine.observer import SilentObserver
 from quire.runtime.generation import join_choices
@@ -21,13 +21,13 @@ LEVELS = supported_levels()
 Found = tuple[tuple[int, ...], tuple[str, ...], str, str]  # tokens, their logprobs and the sum in hex, reason
 
 
-async def top_logprobs(engine: Engine, ids: tuple[int, ...], count: int) -> tuple[tuple[int, float], ...]:
+async def top_logprobs(engine: LocalEngine, ids: tuple[int, ...], count: int) -> tuple[tuple[int, float], ...]:
     (chunk,) = await chunks_of(engine, asked(ids, max_tokens=1, logprobs=count))
     assert chunk.logprobs is not None
     return chunk.logprobs[0].top
 
 
-async def search(engine: Engine, request: GenerateRequest) -> list[Found]:
+async def search(engine: LocalEngine, request: GenerateRequest) -> list[Found]:
     """All there is to know of the hypotheses, best first."""
     start, params = request.prompt, request.params
     assert isinstance(start, tuple)
@@ -68,7 +68,7 @@ async def search(engine: Engine, request: GenerateRequest) -> list[Found]:
     return [found for _, found in complete[: params.n]]
 
 
-async def found(engine: Engine, request: GenerateRequest) -> list[Found]:
+async def found(engine: LocalEngine, request: GenerateRequest) -> list[Found]:
     choices = join_choices(await chunks_of(engine, request))
     assert all(choice.logprobs is not None and choice.cumulative_logprob is not None for choice in choices)
     return [
@@ -86,7 +86,7 @@ def searching(length: int, width: int, n: int | None = None, **params: Any) -> G
     return asked(prompt(length), **{"max_tokens": 8, "logprobs": 0, **params}, beam_width=width, n=n or width)
 
 
-async def requests_with_stops(engine: Engine) -> list[GenerateRequest]:
+async def requests_with_stops(engine: LocalEngine) -> list[GenerateRequest]:
     """Searches of several widths, to the full length and with stop tokens that are on their way."""
     requests = [searching(33, 1), searching(64, 3), searching(1, 4, n=2), searching(95, 2, max_tokens=6)]
     for length, width in ((33, 3), (20, 4)):
@@ -121,7 +121,7 @@ async def test_in_want_of_pages() -> None:
     async with running(enable_prefix_caching=False) as engine:
         wanted = [await found(engine, request) for request in requests]
         others = [await outcome(engine, request) for request in greedy]
-        page_bytes = engine.machine.layout.page_bytes
+        page_bytes = engine.core.machine.layout.page_bytes
     async with running(kv_cache_memory=18 * page_bytes, max_num_seqs=5) as engine:
         company = together(engine, greedy)
         seen = asyncio.gather(*(found(engine, request) for request in requests))

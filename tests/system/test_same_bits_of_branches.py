@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from quire.kernels import supported_levels
-from quire.runtime.engine import Engine
+from quire.runtime.engine import LocalEngine
 from quire.runtime.engine.facade import StepStats
 from quire.runtime.engine.observer import SilentObserver
 from quire.runtime.models import kv_layout, read_spec
@@ -26,7 +26,7 @@ N, SEED = 4, 2**64 - 2  # it wraps around
 class Recorder(SilentObserver):
     """What the steps computed, and how many pages were owned at most."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: LocalEngine) -> None:
         self.engine, self.prefill_tokens, self.most_pages = engine, 0, 0
         engine.set_observer(self)
 
@@ -38,7 +38,7 @@ class Recorder(SilentObserver):
         self.most_pages = max(self.most_pages, self.engine.stats().pages_owned)
 
 
-async def choices_alone(engine: Engine, length: int, count: int = N, **params: Any) -> list[str]:
+async def choices_alone(engine: LocalEngine, length: int, count: int = N, **params: Any) -> list[str]:
     """Each choice as a request of its own."""
     seeds = [(SEED + i) % 2**64 for i in range(count)]
     return [each[0] for each in await one_by_one(engine, [asked(prompt(length), seed=s, **params) for s in seeds])]
@@ -80,7 +80,7 @@ async def test_preempted_for_want_of_pages() -> None:
     params = {"temperature": 1.0, "max_tokens": 60}
     async with running() as engine:
         wanted = [await choices_alone(engine, length, **params) for length in (40, 64, 1)]
-        page_bytes = engine.machine.layout.page_bytes
+        page_bytes = engine.core.machine.layout.page_bytes
     async with running(kv_cache_memory=7 * page_bytes) as engine:
         seen = await together(engine, [branching(length, **params) for length in (40, 64, 1)])
         assert engine.stats().preemptions > 0
@@ -130,7 +130,7 @@ async def test_the_best_are_those_of_the_drawn() -> None:
     params = {"temperature": 1.0, "max_tokens": 70}
     async with running() as engine:
         drawn = [await choices_alone(engine, length, 5, **params) for length in (33, 40)]
-        page_bytes = engine.machine.layout.page_bytes
+        page_bytes = engine.core.machine.layout.page_bytes
     async with running(kv_cache_memory=9 * page_bytes) as engine:
         seen = await together(engine, [branching(length, 2, best_of=5, **params) for length in (33, 40)])
         assert engine.stats().preemptions > 0

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.kernels import supported_levels
-from quire.runtime.engine import Engine, GenerateRequest
+from quire.runtime.engine import GenerateRequest, LocalEngine
 from quire.runtime.generation import join_choices
 from quire.runtime.models import kv_layout, read_spec
 from quire.scheduler import speculation
@@ -53,7 +53,7 @@ class Prophet:
                 return [max(t, 1) - 1 if self._chance.random() < self._error_rate else t for t in coming]
         return list(known[-most:])
 
-    async def learn(self, engine: Engine, requests: Sequence[GenerateRequest]) -> list[list[str]]:
+    async def learn(self, engine: LocalEngine, requests: Sequence[GenerateRequest]) -> list[list[str]]:
         """Every request alone, without guesses: what is to be foretold, and what is to be seen."""
         outcomes = []
         for request in requests:
@@ -77,7 +77,7 @@ def prophet(monkeypatch: pytest.MonkeyPatch) -> Prophet:
     return prophet
 
 
-def check_luck(engine: Engine, least: int) -> None:
+def check_luck(engine: LocalEngine, least: int) -> None:
     """Some guesses were right, and some were not."""
     stats = engine.stats()
     assert least <= stats.right_guesses < stats.guessed_tokens
@@ -139,7 +139,7 @@ async def test_preempted_for_want_of_pages(prophet: Prophet) -> None:
     requests = [asked(prompt(n), **{**EVERYTHING[name], "max_tokens": 80}) for n, name in enumerate(NAMES, 28)]
     async with running() as engine:
         wanted = await prophet.learn(engine, requests)
-        page_bytes = engine.machine.layout.page_bytes
+        page_bytes = engine.core.machine.layout.page_bytes
     async with running(num_speculative_tokens=4, kv_cache_memory=9 * page_bytes) as engine:
         assert await together(engine, requests) == wanted
         assert engine.stats().preemptions > 0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from quire.pager import SpillFile, spill
-from quire.runtime.engine import Engine
+from quire.runtime.engine import LocalEngine
 from quire.runtime.engine.facade import StepStats
 from quire.runtime.engine.observer import SilentObserver
 from quire.runtime.models import kv_layout, read_spec
@@ -38,7 +38,7 @@ async def alone(weights: str = "bf16", kv: str = "bf16") -> tuple[list[list[str]
     """What is wanted, and the bytes of a page; computed once."""
     if (weights, kv) not in _alone:
         async with running(enable_prefix_caching=False, weights=weights, kv_cache_dtype=kv) as engine:
-            _alone[weights, kv] = await one_by_one(engine, REQUESTS), engine.machine.layout.page_bytes
+            _alone[weights, kv] = await one_by_one(engine, REQUESTS), engine.core.machine.layout.page_bytes
     return _alone[weights, kv]
 
 
@@ -134,12 +134,12 @@ async def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, fits: int) -> None:
 class Preemptor(SilentObserver):
     """Throws request 0 out between two steps, once it decodes, and has it cancelled."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: LocalEngine) -> None:
         self.engine, self.spilled, self.stream = engine, 0, None
 
     def on_step(self, step: StepStats) -> None:
         if step.decode_tokens and not self.spilled:
-            assert self.engine.scheduler.preempt(0)
+            assert self.engine.core.scheduler.preempt(0)
             self.spilled = self.engine.stats().pages_spilled
             self.stream.cancel()  # type: ignore[attr-defined]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from quire.runtime.engine.choices import Live, delivery
-from quire.runtime.engine.facade import Admission
+from quire.runtime.engine.facade import GenerateRequest
 from quire.runtime.engine.stream import Stream
 from quire.runtime.generation import Choice, OutputChunk, SamplingParams, join_choices
 from quire.runtime.models import BUNDLED_MODEL
@@ -21,14 +21,13 @@ IDS = TOKENIZER.encode(TEXT)
 
 def live_with(sequences: int = 1, **params: Any) -> Live:
     wanted = SamplingParams(max_tokens=len(IDS), **params)
-    admission = Admission(position=0, pages_needed=1, pages_free=1)
     requests = [Request(i, (1, 2, 3), max_tokens=len(IDS)) for i in range(sequences)]
 
     def new_detokenizer() -> IncrementalDetokenizer:
         return IncrementalDetokenizer(TOKENIZER, wanted.stop, wanted.include_stop_str_in_output, wanted.min_tokens)
 
-    stream = Stream(admission, (1, 2, 3), lambda: None)
-    return delivery(wanted)(stream, wanted, 7, 0.0, requests, new_detokenizer)
+    stream = Stream((1, 2, 3), lambda: None)
+    return delivery(wanted)(stream, GenerateRequest(prompt=(1, 2, 3), params=wanted), 7, 0.0, requests, new_detokenizer)
 
 
 def sampled(index: int) -> SampledToken:

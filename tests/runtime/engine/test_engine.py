@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from quire.pager import check
 from quire.runtime.config import EngineConfig
-from quire.runtime.engine import Engine, GenerateRequest
+from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
 from quire.runtime.errors import (
     DeadlineExceeded,
     GenerationFailed,
@@ -30,7 +30,7 @@ from quire.runtime.text import Tokenizer
 
 PROMPT = "This module provides"
 EOS = 0
-Running = Callable[..., AbstractAsyncContextManager[Engine]]
+Running = Callable[..., AbstractAsyncContextManager[LocalEngine]]
 
 
 @pytest.fixture
@@ -39,13 +39,13 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Running:
     monkeypatch.setenv("QUIRE_DEBUG", "1")
 
     @asynccontextmanager
-    async def start(**settings: Any) -> AsyncIterator[Engine]:
+    async def start(**settings: Any) -> AsyncIterator[LocalEngine]:
         engine = await Engine.start(EngineConfig(**{"kv_cache_memory": 8 << 20, **settings}))
         try:
             yield engine
             stats = engine.stats()
             assert (stats.running, stats.waiting, stats.pages_owned) == (0, 0, 0)
-            check(engine.pager, [])
+            check(engine.core.pager, [])
         finally:
             await engine.close()
 
@@ -59,7 +59,7 @@ def asked(
     return GenerateRequest(prompt=prompt, params=SamplingParams(**params), deadline_ms=deadline_ms, pin_ms=pin_ms)
 
 
-async def chunks_of(engine: Engine, request: GenerateRequest) -> list[OutputChunk]:
+async def chunks_of(engine: LocalEngine, request: GenerateRequest) -> list[OutputChunk]:
     return [chunk async for chunk in await engine.submit(request)]
 
 
@@ -85,8 +85,8 @@ async def test_only_the_last_chunk_ends_the_stream(running: Running) -> None:
 async def test_text_is_the_decode_of_the_tokens(running: Running) -> None:
     async with running() as engine:
         chunks = await chunks_of(engine, asked(temperature=1.0, seed=3))
-        assert engine.machine.tokenizer is not None
-        assert text_of(chunks) == engine.machine.tokenizer.decode(ids_of(chunks))
+        assert engine.vocabulary.tokenizer is not None
+        assert text_of(chunks) == engine.vocabulary.tokenizer.decode(ids_of(chunks))
 
 
 async def test_a_stream_is_iterated_once(running: Running) -> None:
@@ -342,7 +342,7 @@ async def test_beams_are_those_of_a_search_over_the_models_logits(running: Runni
     assert [choice.cumulative_logprob for choice in choices] == pytest.approx([total for total, _ in beams], abs=1e-4)
     for choice in choices:
         assert choice.cumulative_logprob == sum(entry.logprob for entry in choice.logprobs or ())
-        assert choice.text == engine.machine.tokenizer.decode(choice.token_ids)  # type: ignore[union-attr]
+        assert choice.text == engine.vocabulary.tokenizer.decode(choice.token_ids)  # type: ignore[union-attr]
     for count, seen in enumerate(company[:3], 1):
         assert ids_of(seen[:1]) == choices[0].token_ids
         assert len(join_choices(seen)) == count
@@ -372,7 +372,7 @@ async def test_cancelling_ends_every_choice(running: Running) -> None:
 async def test_one_choice_that_fails_fails_its_request(running: Running) -> None:
     async with running(enable_prefix_caching=False) as engine:
         wanted = await chunks_of(engine, asked())
-        executor = engine.machine.executor
+        executor = engine.core.machine.executor
         sample, calls = executor._sampler.sample, []
 
         class Poisoned:
@@ -396,9 +396,9 @@ async def test_a_deadline_counts_from_submission(running: Running, monkeypatch: 
     """Tokenizing is part of it: a deadline that passes meanwhile ends the request before its first step."""
     encode = Tokenizer.encode
 
-    def slow(self: Tokenizer, text: str) -> list[int]:
+    def slow(self: Tokenizer, text: str, **options: bool) -> list[int]:
         time.sleep(0.05)
-        return encode(self, text)
+        return encode(self, text, **options)
 
     async with running() as engine:
         monkeypatch.setattr(Tokenizer, "encode", slow)
@@ -421,7 +421,7 @@ async def test_a_deadline_in_the_middle_keeps_what_was_sent(running: Running) ->
 async def test_a_failing_step_fails_its_requests_only(running: Running) -> None:
     async with running(max_num_seqs=2) as engine:
         wanted = await chunks_of(engine, asked())
-        executor = engine.machine.executor
+        executor = engine.core.machine.executor
         execute, calls = executor.execute, []
 
         def flaky(plan: Any) -> Any:
@@ -445,7 +445,7 @@ async def collect(stream: Any) -> list[OutputChunk]:
 async def test_logits_that_are_not_finite_fail_their_request_only(running: Running) -> None:
     async with running(enable_prefix_caching=False) as engine:
         wanted = await chunks_of(engine, asked())
-        executor = engine.machine.executor
+        executor = engine.core.machine.executor
         sample = executor._sampler.sample
 
         class Poisoned:
@@ -465,8 +465,8 @@ async def test_logits_that_are_not_finite_fail_their_request_only(running: Runni
 async def test_a_failing_detokenizer_fails_its_request_only(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as engine:
         wanted = await chunks_of(engine, asked())
-        assert engine.machine.tokenizer is not None
-        monkeypatch.setitem(engine.machine.tokenizer._bytes_by_id, 4095, 5)  # not bytes
+        assert engine.vocabulary.tokenizer is not None
+        monkeypatch.setitem(engine.vocabulary.tokenizer._bytes_by_id, 4095, 5)  # not bytes
         bad, good = await asyncio.gather(
             collect(await engine.submit(asked(logit_bias={4095: 100.0}))),
             collect(await engine.submit(asked())),
@@ -503,7 +503,7 @@ async def test_a_full_queue_costs_no_tokenizing(running: Running, monkeypatch: p
     async with running(max_num_seqs=4, max_num_waiting=4) as engine:
         (stream,) = [await engine.submit(asked(max_tokens=3))]
         tokenized: list[str] = []
-        monkeypatch.setattr(Tokenizer, "encode", lambda self, text: tokenized.append(text) or [1])
+        monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **_: tokenized.append(text) or [1])
         with pytest.raises(Overloaded):
             await engine.submit(asked(n=4))
         assert tokenized == []
@@ -544,8 +544,8 @@ async def test_preempted_pages_come_back_from_the_file(running: Running) -> None
     async with running() as engine:
         wanted = [await chunks_of(engine, request) for request in requests]
     async with running(kv_cache_memory=8 * page_bytes, kv_spill_size=64 << 20) as engine:
-        engine.pager.spill_seconds = lambda num_pages: 0.0  # type: ignore[method-assign]  # whatever this disk is like
-        engine.scheduler._batch._cost.predict_prefill = lambda num_tokens: 1.0  # type: ignore[method-assign]
+        engine.core.pager.spill_seconds = lambda num_pages: 0.0  # type: ignore[method-assign]  # whatever this disk is like
+        engine.core.scheduler._batch._cost.predict_prefill = lambda num_tokens: 1.0  # type: ignore[method-assign]
         seen = await asyncio.gather(*(chunks_of(engine, request) for request in requests))
         stats = engine.stats()
         assert (stats.preemptions, stats.preemptions_spilled > 0, stats.pages_spilled) == (
@@ -575,7 +575,7 @@ async def test_pinned_prompts_are_evicted_last(running: Running) -> None:
 async def test_endings_that_an_internal_error_takes_with_it_are_errors() -> None:
     """The step in which one request ended is committed, then the loop breaks before anything of it is published."""
     engine = await Engine.start(EngineConfig(kv_cache_memory=8 << 20))
-    commit = engine.scheduler.commit
+    commit = engine.core.scheduler.commit
 
     def broken(result: Any) -> Any:
         updates = commit(result)
@@ -583,7 +583,7 @@ async def test_endings_that_an_internal_error_takes_with_it_are_errors() -> None
             raise KeyError("a bug")
         return updates
 
-    engine.scheduler.commit = broken  # type: ignore[method-assign]
+    engine.core.scheduler.commit = broken  # type: ignore[method-assign]
     streams = [await engine.submit(asked(max_tokens=count)) for count in (3, 30)]
     async with asyncio.timeout(10):
         results = await asyncio.gather(*map(collect, streams), return_exceptions=True)
@@ -622,7 +622,7 @@ async def test_a_broken_engine_does_not_look_idle(monkeypatch: pytest.MonkeyPatc
     def fail() -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(engine.scheduler, "schedule", fail)
+    monkeypatch.setattr(engine.core.scheduler, "schedule", fail)
     with pytest.raises(QuireError, match="stopped unexpectedly"):
         await chunks_of(engine, asked())
     with pytest.raises(Unavailable, match="internal error"):

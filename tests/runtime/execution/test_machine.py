@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import pytest
 from quire.runtime.config import EngineConfig
-from quire.runtime.errors import ConfigError, CorruptCheckpoint, ModelNotFound
+from quire.runtime.errors import ConfigError, ModelNotFound
 from quire.runtime.execution import Rows, assemble
-from quire.runtime.models import BUNDLED_MODEL
 
 
 def test_what_was_planned_is_what_is_taken() -> None:
@@ -32,22 +28,6 @@ def test_a_pool_too_big_for_the_system() -> None:
 def test_a_model_that_is_no_folder(model: str) -> None:
     with pytest.raises(ModelNotFound, match="is not a folder"):
         assemble(EngineConfig(model=model))
-
-
-def test_a_broken_tokenizer(tmp_path: Path) -> None:
-    folder = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
-    (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(CorruptCheckpoint, match="tokenizer"):
-        assemble(EngineConfig(model=str(folder), kv_cache_memory=1 << 20))
-
-
-def test_without_a_tokenizer_the_declared_end_still_ends(tmp_path: Path) -> None:
-    folder = shutil.copytree(BUNDLED_MODEL, tmp_path / "model")
-    (folder / "tokenizer.json").unlink()
-    machine = assemble(EngineConfig(model=str(folder), kv_cache_memory=1 << 20))
-    assert machine.tokenizer is None
-    assert machine.eos_token_ids == {0}
-    machine.close()
 
 
 def test_time_by_op_is_told_once() -> None:

@@ -1,0 +1,45 @@
+"""A model's words: what its folder must have, and what it may lack."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from quire.runtime.config import EngineConfig
+from quire.runtime.engine import Engine, GenerateRequest, Vocabulary
+from quire.runtime.errors import CorruptCheckpoint, InvalidRequest
+from quire.runtime.generation import SamplingParams
+from quire.runtime.models import BUNDLED_MODEL
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
+
+
+def test_a_broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(CorruptCheckpoint, match="tokenizer"):
+        Vocabulary.load(folder)
+
+
+async def test_without_a_tokenizer_token_ids_are_taken_and_the_declared_end_still_ends(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    engine = await Engine.start(EngineConfig(model=str(folder), kv_cache_memory=1 << 20))
+    try:
+        assert engine.core.info.eos_token_ids == {0}
+        assert not engine.info.has_tokenizer
+        for prompt, params in (("text", SamplingParams()), ((5,), SamplingParams(stop=("x",)))):
+            with pytest.raises(InvalidRequest, match=r"no tokenizer\.json|without a tokenizer\.json"):
+                engine.submit(GenerateRequest(prompt=prompt, params=params))
+        with pytest.raises(InvalidRequest, match="no tokenizer"):
+            await engine.tokenize("text")
+        stream = await engine.submit(
+            GenerateRequest(prompt=(5,), params=SamplingParams(max_tokens=3, logit_bias={0: 100.0}))
+        )
+        chunks = [chunk async for chunk in stream]
+        assert [chunk.token_ids for chunk in chunks] == [(0,)]
+        assert chunks[-1].finish_reason == "stop"
+    finally:
+        await engine.close()
