@@ -17,6 +17,7 @@ from .invariants import check
 from .layout import PAGE_SIZES, KVDtype, KVLayout
 from .memory import map_memory
 from .pager import Pager
+from .prefix import page_key, root_key
 from .snapshot import load_snapshot, save_snapshot
 from .spill import PageStore, Spilled, SpillFile
 from .table import PageTable
@@ -44,5 +45,7 @@ __all__ = [
     "check",
     "load_snapshot",
     "map_memory",
+    "page_key",
+    "root_key",
     "save_snapshot",
 ]

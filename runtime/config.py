@@ -84,7 +84,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     shutdown_timeout: Seconds = 30.0  # that accepted requests have to end after SIGTERM
     in_process: bool = False  # the engine in the server's own process: nothing survives its crash
     engine_processes: Processes = 0  # 0: one per NUMA node
-    engine_heartbeat_timeout_ms: Count = 1_500  # without a sign of life before an engine process is restarted
+    engine_pulse_timeout_ms: Count = 1_000  # without a pulse before an engine process is replaced
     metrics_compat: Literal["vllm"] | None = None  # mirror the names that routers and dashboards hard-code
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"

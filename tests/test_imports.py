@@ -30,7 +30,7 @@ FLOORS = (  # of runtime, top to bottom; each imports only what lies below it, o
     ("commands",),
     ("simulation",),
     ("bench",),
-    ("server", "llm", "loadtest"),
+    ("server", "llm", "loadtest", "supervision"),
     ("engine", "client"),
     ("execution",),
     ("models",),

@@ -58,6 +58,7 @@ class CoreListener:
     fail: Callable[[int, QuireError], None]  # a request ended with an error that the scheduler knows nothing of
     observe: Callable[[StepStats, Sequence[Prefilled]], None]  # after what the step brought was published
     ended: Callable[[], None]  # nothing will be published any more
+    begin: Callable[[StepPlan], None] = lambda plan: None  # a step is about to be computed, in this process
 
 
 class Core(Protocol):
@@ -141,6 +142,10 @@ class LocalCore:
         self._batcher.check_room(tenant, count)
 
     async def add(self, requests: Sequence[Request]) -> Outlook:
+        return self.queue(requests)
+
+    def queue(self, requests: Sequence[Request]) -> Outlook:
+        """`add`, for who cannot wait: there is nothing to wait for."""
         if self._scoring:
             raise Unavailable("this engine computes logits for somebody now; try again")
         return self._batcher.add(*requests)
@@ -207,6 +212,8 @@ class LocalCore:
     # Stepping.
 
     async def _execute(self, plan: StepPlan) -> StepResult:
+        assert self._listener is not None, "steps come after `start`"
+        self._listener.begin(plan)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._worker, self.machine.executor.execute, plan)
         except Exception:

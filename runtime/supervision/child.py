@@ -1,0 +1,202 @@
+"""The engine process: a `LocalCore` at the other end of the link.
+
+It must not know users, text or sockets other than the link's. One invariant: it does not outlive its server; signals to
+end are the server's to handle, which then says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import structlog
+import uvloop
+
+from ...scheduler import Refused, RequestUpdate, SchedulerError, StepPlan
+from ..engine import CoreListener, LocalCore, Prefilled, StepStats, kept_prefixes
+from ..errors import QuireError, Unavailable
+from .link import (
+    BEAT_INTERVAL_S,
+    TO_ENGINE,
+    Account,
+    Add,
+    Answer,
+    Beat,
+    Begun,
+    Cancel,
+    Channel,
+    Drop,
+    Failed,
+    FromEngine,
+    Readmit,
+    Ready,
+    Report,
+    Start,
+    Stop,
+    ToEngine,
+    Update,
+    request_of,
+)
+
+PR_SET_PDEATHSIG = 1
+
+_log = structlog.get_logger("quire.engine")
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    link, pulse = map(int, sys.argv[1:])
+    threading.Thread(target=_beat, args=(pulse,), name="quire-pulse", daemon=True).start()
+    uvloop.run(_run(socket.socket(fileno=link)))
+
+
+def _beat(pulse: int) -> None:
+    """In a thread of its own: whatever the event loop does, the process lives."""
+    while True:
+        os.write(pulse, b".")
+        time.sleep(BEAT_INTERVAL_S)
+
+
+async def _run(end: socket.socket) -> None:
+    messages: asyncio.Queue[ToEngine | None] = asyncio.Queue()  # None: the server is gone
+    channel = await Channel.open(end, TO_ENGINE, messages.put_nowait, lambda: messages.put_nowait(None))
+    start = await messages.get()
+    if not isinstance(start, Start):
+        return
+    if start.cpus is not None:
+        os.sched_setaffinity(0, start.cpus)  # before there are threads, and before memory is touched
+    telling: asyncio.Task[None] | None = None
+    try:
+        core = await LocalCore.load(start.config)
+        try:
+            async with nullcontext() if start.snapshot is None else kept_prefixes(core, Path(start.snapshot)):
+                telling = asyncio.create_task(_tell_stats(core, channel))
+                await _Served(core, channel).run(messages)
+        finally:
+            await core.close()
+    except QuireError as error:
+        channel.send(Failed(type(error).__name__, str(error)))
+    finally:
+        if telling is not None:
+            telling.cancel()
+        channel.close()
+        await asyncio.sleep(0)  # so that what was written leaves
+
+
+async def _tell_stats(core: LocalCore, channel: Channel) -> None:
+    while True:
+        try:
+            channel.send(Beat(core.stats()))
+        except Unavailable:
+            channel.send(Beat(None))
+        await asyncio.sleep(BEAT_INTERVAL_S)
+
+
+class _Served:
+    """A core, told what to do and asked what happened over the link."""
+
+    def __init__(self, core: LocalCore, channel: Channel) -> None:
+        self._core = core
+        self._channel = channel
+        self._begun: set[int] = set()  # of live requests
+        self._updates: list[Update] = []  # to be reported
+        self._flushing: asyncio.Handle | None = None
+
+    async def run(self, messages: asyncio.Queue[ToEngine | None]) -> None:
+        """Until the server says Stop, or is gone."""
+        self._core.start(CoreListener(self._publish, _never_fails, self._observe, _nothing, self._begin))
+        gc.freeze()
+        self._send(Ready(self._core.info, self._core.machine.capacity.memory.kv_bytes))
+        try:
+            while (message := await messages.get()) is not None and not isinstance(message, Stop):
+                self._handle(message)
+        finally:
+            await self._core.stop()
+            self._flush()
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Add():
+                self._send(self._add(message))
+            case Readmit(sequence):
+                self._core.readmit(request_of(sequence))
+            case Cancel(request_id):
+                self._core.cancel(request_id)
+            case Drop(request_id, reason, error):
+                self._core.drop(request_id, reason, error)
+                self._begun.discard(request_id)
+
+    def _add(self, message: Add) -> Answer:
+        requests = [request_of(sequence) for sequence in message.sequences]
+        first, stats = requests[0].request_id, self._core.scheduler
+        try:
+            return Answer(first, self._core.queue(requests), stats.num_waiting)
+        except SchedulerError as refusal:
+            outlook = refusal.outlook if isinstance(refusal, Refused) else None
+            return Answer(first, outlook, stats.num_waiting, type(refusal).__name__, str(refusal))
+
+    # What the core tells.
+
+    def _begin(self, plan: StepPlan) -> None:
+        """Said before the step, for the case that the process dies of it."""
+        new = [row for row in plan.sequences if row.request_id not in self._begun and row.request_id >= 0]
+        if new:
+            self._begun.update(row.request_id for row in new)
+            self._send(Begun(tuple([Prefilled(row.request_id, row.first_position) for row in new])))
+
+    def _publish(self, updates: Sequence[RequestUpdate]) -> None:
+        """Held until the step that brought them is observed, or this turn of the loop is over."""
+        self._updates += map(self._update, updates)
+        if self._flushing is None:
+            self._flushing = asyncio.get_running_loop().call_soon(self._flush)
+
+    def _observe(self, step: StepStats, prefilled: Sequence[Prefilled]) -> None:
+        self._report(step, tuple(prefilled))
+
+    def _flush(self) -> None:
+        if self._updates:
+            self._report()
+
+    def _report(self, step: StepStats | None = None, prefilled: tuple[Prefilled, ...] = ()) -> None:
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        updates, self._updates = tuple(self._updates), []
+        scheduler = self._core.scheduler
+        self._send(Report(updates, scheduler.num_waiting, scheduler.num_steps, step, prefilled))
+
+    def _update(self, update: RequestUpdate) -> Update:
+        request, account = update.request, None
+        if update.ended:
+            self._begun.discard(request.request_id)
+            account = Account(
+                tuple(request.seconds_in), request.cached_tokens, request.recomputed_tokens, tuple(request.hypotheses)
+            )
+        return Update(request.request_id, tuple(update.tokens), update.finish_reason, update.error, account)
+
+    def _send(self, message: FromEngine) -> None:
+        self._channel.send(message)
+
+
+def _never_fails(request_id: int, error: QuireError) -> None:
+    raise AssertionError("a local core ends requests by updates")
+
+
+def _nothing() -> None:
+    pass
+
+
+if __name__ == "__main__":
+    main()

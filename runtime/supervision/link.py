@@ -1,0 +1,252 @@
+"""The engine link: what passes between the server and an engine process, and how.
+
+Frames on a unix socketpair: u32 big-endian length, then one msgpack array `[type, field, …]` per struct below. Both
+ends are the same build, so this is no protocol for others; a child may die in the middle of a frame, and nothing more.
+It must not know why somebody sends. One invariant: what crosses is the same on both sides, to the last bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from typing import cast
+
+import msgspec
+
+from ...scheduler import BeamSearch, FinishReason, Hypothesis, Outlook, Request, SampledToken
+from ..config import EngineConfig
+from ..engine import CoreInfo, EngineStats, Prefilled, StepStats
+from ..execution import SamplingSpec
+
+_LENGTH = struct.Struct(">I")
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    pass
+
+
+class Sequence(_Message, frozen=True):
+    """A `scheduler.Request`, with what it has generated so far."""
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    generated: tuple[int, ...]
+    max_tokens: int
+    min_tokens: int
+    stop_token_ids: frozenset[int]
+    sampling: SamplingSpec
+    tenant: str
+    priority: int
+    deadline: float | None  # CLOCK_MONOTONIC, which processes of a machine share
+    pin_s: float | None
+    beam: tuple[int, float, int] | None  # width, length penalty, results
+
+
+def sequence_of(request: Request) -> Sequence:
+    beam = request.beam
+    assert isinstance(request.sampling, SamplingSpec), "engines sample by nothing else"
+    return Sequence(
+        request.request_id,
+        tuple(request.prompt_token_ids),
+        tuple(request.output_token_ids),
+        request.max_tokens,
+        request.min_tokens,
+        request.stop_token_ids,
+        request.sampling,
+        request.tenant,
+        request.priority,
+        request.deadline,
+        request.pin_s,
+        None if beam is None else (beam.width, beam.length_penalty, beam.num_results),
+    )
+
+
+def request_of(sequence: Sequence) -> Request:
+    return Request(
+        sequence.request_id,
+        sequence.prompt_token_ids,
+        max_tokens=sequence.max_tokens,
+        min_tokens=sequence.min_tokens,
+        stop_token_ids=sequence.stop_token_ids,
+        sampling=sequence.sampling,
+        tenant=sequence.tenant,
+        priority=sequence.priority,
+        deadline=sequence.deadline,
+        pin_s=sequence.pin_s,
+        beam=None if sequence.beam is None else BeamSearch(*sequence.beam),
+        generated=sequence.generated,
+    )
+
+
+# Server to engine
+
+
+class Start(_Message, tag="START", frozen=True):
+    config: EngineConfig
+    cpus: frozenset[int] | None  # to run on; None: all that are allowed
+    snapshot: str | None  # file that keeps the prefix cache
+
+
+class Add(_Message, tag="ADD", frozen=True):
+    """Answered by Answer under the id of the first."""
+
+    sequences: tuple[Sequence, ...]
+
+
+class Readmit(_Message, tag="READMIT", frozen=True):
+    """Not answered: it had been accepted."""
+
+    sequence: Sequence
+
+
+class Cancel(_Message, tag="CANCEL", frozen=True):
+    request_id: int
+
+
+class Drop(_Message, tag="DROP", frozen=True):
+    request_id: int
+    finish_reason: FinishReason | None
+    error: str | None
+
+
+class Stop(_Message, tag="STOP", frozen=True):
+    """End what is alive, keep the prefix cache if asked to, and exit."""
+
+
+# Engine to server
+
+
+class Ready(_Message, tag="READY", frozen=True):
+    info: CoreInfo
+    kv_bytes: int
+
+
+class Failed(_Message, tag="FAILED", frozen=True):
+    """It could not start."""
+
+    error: str  # class name in `errors`
+    message: str
+
+
+class Answer(_Message, tag="ANSWER", frozen=True):
+    """Accepted with an outlook, or refused, then with the name of a class in `scheduler.errors`."""
+
+    request_id: int
+    outlook: Outlook | None
+    num_waiting: int
+    refusal: str | None = None
+    message: str = ""
+
+
+class Begun(_Message, tag="BEGUN", frozen=True):
+    """These will be computed for the first time now: if the process dies of it, they were there."""
+
+    requests: tuple[Prefilled, ...]  # with the tokens that the prefix cache had
+
+
+class Account(_Message, frozen=True):
+    """What is known of a request at its end."""
+
+    seconds_in: tuple[float, ...]  # by scheduler.State
+    cached_tokens: int
+    recomputed_tokens: int
+    hypotheses: tuple[Hypothesis, ...]
+
+
+class Update(_Message, frozen=True):
+    """A `scheduler.RequestUpdate`; with the account, it is the request's last."""
+
+    request_id: int
+    tokens: tuple[SampledToken, ...]
+    finish_reason: FinishReason | None
+    error: str | None
+    account: Account | None
+
+
+class Report(_Message, tag="REPORT", frozen=True):
+    """What a step brought, or what happened between steps."""
+
+    updates: tuple[Update, ...]
+    num_waiting: int
+    num_steps: int
+    step: StepStats | None = None
+    prefilled: tuple[Prefilled, ...] = ()
+
+
+class Beat(_Message, tag="BEAT", frozen=True):
+    """How it does, every BEAT_INTERVAL_S."""
+
+    stats: EngineStats | None  # None: its loop has broken
+
+
+BEAT_INTERVAL_S = 0.1
+
+ToEngine = Start | Add | Readmit | Cancel | Drop | Stop
+FromEngine = Ready | Failed | Answer | Begun | Report | Beat
+TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+class Channel(asyncio.Protocol):
+    """One end. `take` gets each message in order, `lost` is called once when the other end is gone."""
+
+    def __init__(
+        self,
+        decoder: msgspec.msgpack.Decoder[ToEngine] | msgspec.msgpack.Decoder[FromEngine],
+        take: Callable[..., None],
+        lost: Callable[[], None],
+    ) -> None:
+        self._decode = decoder.decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._take = take
+        self._lost = lost
+        self._received = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        end: socket.socket,
+        decoder: msgspec.msgpack.Decoder[ToEngine] | msgspec.msgpack.Decoder[FromEngine],
+        take: Callable[..., None],
+        lost: Callable[[], None],
+    ) -> Channel:
+        end.setblocking(False)
+        loop = asyncio.get_running_loop()
+        _, channel = await loop.create_unix_connection(lambda: cls(decoder, take, lost), sock=end)
+        return channel
+
+    def send(self, message: ToEngine | FromEngine) -> None:
+        """Never waits. Dropped when the other end is gone."""
+        if self._transport is not None and not self._transport.is_closing():
+            payload = self._encode(message)
+            self._transport.write(_LENGTH.pack(len(payload)) + payload)
+
+    def close(self) -> None:
+        """What was sent before still leaves."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # a stream socket's; uvloop's has no such base class
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received
+        received += data
+        start = 0
+        while len(received) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(received, start)
+            end = start + _LENGTH.size + length
+            if len(received) < end:
+                break
+            message = self._decode(memoryview(received)[start + _LENGTH.size : end].tobytes())
+            start = end
+            self._take(message)
+        del received[:start]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lost()

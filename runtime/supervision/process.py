@@ -1,0 +1,128 @@
+"""One life of an engine process: its start, its end of the link, its death.
+
+It must not know requests or whether another life follows. One invariant: after `end` the process is gone and reaped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+from .. import errors
+from .link import FROM_ENGINE, Channel, Failed, FromEngine, Ready, Start, Stop, ToEngine
+
+STOP_TIMEOUT_S = 20.0  # for what it does at the end, such as writing a snapshot
+COMMAND = (sys.executable, "-P", "-m", "quire.runtime.supervision.child")
+
+
+class EngineProcess:
+    """`take` gets what it says, `feel_pulse` is called as long as it lives, `ended` is set when the link is gone."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        take: Callable[[FromEngine], None],
+        feel_pulse: Callable[[], None],
+        pulse: int,
+    ) -> None:
+        self.ended = asyncio.Event()
+        self._process = process
+        self._take = take
+        self._feel_pulse = feel_pulse
+        self._pulse = pulse  # file descriptor
+        self._channel: Channel | None = None
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def spawn(
+        cls, start: Start, take: Callable[[FromEngine], None], feel_pulse: Callable[[], None]
+    ) -> EngineProcess:
+        """Raises OSError when the system gives no process."""
+        ours, theirs = socket.socketpair()
+        pulse, beating = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *COMMAND,
+                *(str(theirs.fileno()), str(beating)),
+                pass_fds=(theirs.fileno(), beating),
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        except BaseException:
+            ours.close()
+            os.close(pulse)
+            raise
+        finally:
+            theirs.close()
+            os.close(beating)
+        life = cls(process, take, feel_pulse, pulse)
+        asyncio.get_running_loop().add_reader(pulse, life._read_pulse)
+        life._channel = await Channel.open(ours, FROM_ENGINE, life._hear, life._lose)
+        life._channel.send(start)
+        return life
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ready(self) -> Ready:
+        """When the model is loaded. Raises the typed error that kept it from it, or Unavailable if it died."""
+        return await asyncio.shield(self._ready)
+
+    def send(self, message: ToEngine) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    async def stop(self) -> None:
+        """Let it end what it does and exit by itself, if it does so in time."""
+        self.send(Stop())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self._process.wait()
+        await self.end()
+
+    async def end(self) -> int:
+        """Make sure that it is gone, and forget it. Its exit status, negative for a signal."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)  # also ends a stopped one
+        status = await self._process.wait()
+        if self._channel is not None:
+            self._channel.close()
+        self._stop_reading_pulse()
+        self._lose()
+        return status
+
+    def _read_pulse(self) -> None:
+        if os.read(self._pulse, 4096):
+            self._feel_pulse()
+        else:
+            self._stop_reading_pulse()
+
+    def _stop_reading_pulse(self) -> None:
+        """Idempotent."""
+        if self._pulse >= 0:
+            asyncio.get_running_loop().remove_reader(self._pulse)
+            os.close(self._pulse)
+            self._pulse = -1
+
+    def _hear(self, message: FromEngine) -> None:
+        if isinstance(message, Ready):
+            self._ready.set_result(message)
+        elif isinstance(message, Failed):
+            self._fail(getattr(errors, message.error, errors.Unavailable)(message.message))
+        else:
+            self._take(message)
+
+    def _lose(self) -> None:
+        self.ended.set()
+        self._fail(errors.Unavailable("the engine process ended before it was ready"))
+
+    def _fail(self, error: errors.QuireError) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # retrieved: nobody may wait for it

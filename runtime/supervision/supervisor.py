@@ -1,0 +1,411 @@
+"""The supervisor: one engine process as a core that does not die. It starts it, watches it, and when it is gone starts
+another and replays the token log.
+
+It must not know text or sockets other than the link's. One invariant: every request it accepted ends exactly once,
+however many processes it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+
+from ...scheduler import (
+    CannotMeetDeadline,
+    FinishReason,
+    NotAccepting,
+    Outlook,
+    QueueFull,
+    QuotaExceeded,
+    Request,
+    RequestUpdate,
+    TooLong,
+)
+from ..config import EngineConfig
+from ..engine import CoreInfo, CoreListener, EngineStats
+from ..errors import Quarantined, QuireError, Unavailable
+from .link import Add, Answer, Beat, Begun, Cancel, Drop, FromEngine, Readmit, Ready, Report, Start, sequence_of
+from .process import EngineProcess
+from .token_log import TokenLog
+from .vitals import TICK_S, Vitals
+
+PATIENCE = 3  # starts that may fail in a row before those who wait are told
+LONGEST_PAUSE_S = 10.0  # between two attempts
+LOADING_TIMEOUT_S = 15.0  # without a sign of life while it loads
+REFUSALS = {refusal.__name__: refusal for refusal in (QueueFull, CannotMeetDeadline, TooLong, QuotaExceeded)}
+COUNTERS = (  # of EngineStats: a new process counts from 0
+    "step",
+    "prefix_queries_tokens",
+    "prefix_hits_tokens",
+    "preemptions",
+    "preemptions_spilled",
+    "recomputed_tokens",
+    "guessed_tokens",
+    "right_guesses",
+)
+
+_log = structlog.get_logger("quire.supervisor")
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """How long an engine process may go without a pulse, and how long a step may take it."""
+
+    pulse_timeout_s: float = 1.0
+    stall_timeout_s: float = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Asked:
+    """A request, or the samples of one, that the engine has not answered for yet."""
+
+    requests: Sequence[Request]
+    answer: asyncio.Future[Answer]
+
+
+class SupervisedCore:
+    """Implements `engine.Core`. Make one with `launch`."""
+
+    def __init__(self, start: Start, max_num_waiting: int, watch: Watch, name: str = "engine") -> None:
+        self._start = start
+        self._max_num_waiting = max_num_waiting
+        self._watch = watch
+        self._log = _log.bind(engine=name)
+        self._listener: CoreListener | None = None
+        self._life: EngineProcess | None = None  # that is ready
+        self._info: CoreInfo | None = None
+        self._vitals = Vitals(watch.pulse_timeout_s, watch.stall_timeout_s)
+        self._broken = False  # its loop ended, while the process lives
+        self._tokens = TokenLog()
+        self._unasked: deque[_Asked] = deque()  # while there is no engine, or it replays
+        self._asked: dict[int, _Asked] = {}  # by the id of the first
+        self._num_waiting = 0
+        self._stats: EngineStats | None = None  # of this life, None before its first beat
+        self._before = dict.fromkeys(COUNTERS, 0)  # counted in former lives
+        self._counts = {"restarts": 0, "replayed_requests": 0, "quarantined_requests": 0}
+        self._refusal: str | None = None  # why nothing is accepted
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._supervising: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def launch(
+        cls,
+        config: EngineConfig,
+        watch: Watch | None = None,
+        *,
+        cpus: frozenset[int] | None = None,
+        snapshot: str | None = None,
+        name: str = "engine",
+    ) -> SupervisedCore:
+        """With the first process ready. Raises what keeps it from starting: ModelError, ConfigError or Unavailable."""
+        core = cls(Start(config, cpus, snapshot), config.max_num_waiting, watch or Watch(), name)
+        life, ready = await core._spawn()
+        core._keep_shape(ready)
+        core._begin_life(life)
+        core._supervising = asyncio.create_task(core._supervise(life), name=f"quire-supervisor-{name}")
+        return core
+
+    # engine.Core
+
+    @property
+    def info(self) -> CoreInfo:
+        assert self._info is not None, "launched with a process that was ready"
+        return self._info
+
+    @property
+    def num_requests(self) -> int:
+        """That are alive, those on their way included."""
+        return len(self._tokens) + len(self._asked) + len(self._unasked)
+
+    @property
+    def num_restarts(self) -> int:
+        return self._counts["restarts"]
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process; None while there is none that is ready."""
+        return None if self._life is None else self._life.pid
+
+    def start(self, listener: CoreListener) -> None:
+        self._listener = listener
+
+    def check_room(self, tenant: str, count: int) -> None:
+        """By the last that was heard; what a tenant may have, only the engine knows."""
+        if self._refusal is not None:
+            raise NotAccepting(self._refusal)
+        waiting = self._num_waiting + sum(len(asked.requests) for asked in (*self._asked.values(), *self._unasked))
+        if waiting + count > self._max_num_waiting:
+            raise QueueFull(
+                f"the queue is full: {waiting} of {self._max_num_waiting} requests wait", self._outlook(waiting)
+            )
+
+    async def add(self, requests: Sequence[Request]) -> Outlook:
+        if self._refusal is not None:
+            raise NotAccepting(self._refusal)
+        asked = _Asked(requests, asyncio.get_running_loop().create_future())
+        self._idle.clear()
+        self._unasked.append(asked)
+        self._send_what_may_be()
+        try:
+            answer = await asked.answer
+        finally:
+            self._take_back(asked)
+        return self._accept(requests, answer)
+
+    def cancel(self, request_id: int) -> None:
+        match self._tokens.cancel(request_id):
+            case Request() as request:
+                self._publish([RequestUpdate(request, finish_reason="cancelled")])
+                self._note_idle()
+            case True:
+                assert self._life is not None, "what was sent to a dead process counts as not sent"
+                self._life.send(Cancel(request_id))
+
+    def drop(self, request_id: int, reason: FinishReason | None = None, error: str | None = None) -> None:
+        if self._tokens.forget(request_id) and self._life is not None:
+            self._life.send(Drop(request_id, reason, error))
+        self._send_what_may_be()
+        self._note_idle()
+
+    def stats(self) -> EngineStats:
+        if self._life is None or self._stats is None:
+            raise Unavailable(self._refusal or "the engine is being restarted")
+        counted = {name: getattr(self._stats, name) + before for name, before in self._before.items()}
+        return msgspec.structs.replace(self._stats, **counted, **self._counts)
+
+    async def drain(self) -> None:
+        self._refusal = self._refusal or "no new requests are accepted: the engine is draining or closed"
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        self._refusal = self._refusal or "no new requests are accepted: the engine is draining or closed"
+        if self._supervising is None:
+            return
+        supervising, self._supervising = self._supervising, None
+        supervising.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await supervising
+        if self._life is not None:
+            await self._life.stop()
+            self._life = None
+        self._end_all("the engine was closed")
+        if self._listener is not None:
+            self._listener.ended()
+
+    async def close(self) -> None:
+        await self.stop()
+
+    # Lives.
+
+    async def _supervise(self, life: EngineProcess) -> None:
+        try:
+            while True:
+                await self._watch_over(life)
+                life = await self._next_life()
+        finally:
+            if self._life is not life:  # cancelled between two lives
+                await life.end()
+
+    async def _watch_over(self, life: EngineProcess) -> None:
+        """Until it is dead, by itself or as not worth waiting for."""
+        why = None
+        while why is None and not life.ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await life.ended.wait()
+            why = "its event loop is broken" if self._broken else self._vitals.tick()
+        self._life = None
+        status = await life.end()
+        self._log.error("engine process lost", pid=life.pid, status=status, reason=why or "it ended")
+        self._bury()
+
+    def _bury(self) -> None:
+        """What the dead process had is the log's to remember."""
+        if self._stats is not None:
+            for name in COUNTERS:
+                self._before[name] += getattr(self._stats, name)
+        self._stats = None
+        self._num_waiting = 0
+        self._unasked.extendleft(reversed(self._asked.values()))
+        self._asked.clear()
+        buried = self._tokens.crash()
+        self._publish([RequestUpdate(request, finish_reason="cancelled") for request in buried.cancelled])
+        for request in buried.quarantined:
+            self._counts["quarantined_requests"] += 1
+            self._fail(
+                request.request_id,
+                Quarantined(
+                    "the engine crashed twice while it computed this request, the second time with no other that could "
+                    "have been the cause; it is not tried again"
+                ),
+            )
+        self._note_idle()
+
+    async def _next_life(self) -> EngineProcess:
+        """Try until a process is ready; whoever waits is told when that takes too long."""
+        failures = 0
+        while True:
+            try:
+                life, _ = await self._spawn()
+            except (QuireError, OSError) as error:
+                failures += 1
+                self._log.error("engine process did not start", attempt=failures, reason=str(error))
+                if failures == PATIENCE:
+                    self._give_up(f"the engine cannot be restarted: {error}")
+                await asyncio.sleep(min(LONGEST_PAUSE_S, 0.25 * 2**failures))
+            else:
+                if failures >= PATIENCE:
+                    self._refusal = None
+                self._counts["restarts"] += 1
+                self._begin_life(life)
+                return life
+
+    async def _spawn(self) -> tuple[EngineProcess, Ready]:
+        """A process that is ready. Raises what keeps it from that; it is gone then."""
+        life = await EngineProcess.spawn(self._start, self._hear, lambda: self._vitals.feel_pulse())
+        self._vitals = Vitals(LOADING_TIMEOUT_S, float("inf"))
+        try:
+            ready = asyncio.ensure_future(life.ready())
+            while not ready.done():
+                await asyncio.wait([ready], timeout=TICK_S)
+                if (why := self._vitals.tick()) is not None:
+                    raise Unavailable(f"the engine process hangs while it starts: {why}")
+            return life, ready.result()
+        except BaseException:
+            await life.end()
+            raise
+
+    def _begin_life(self, life: EngineProcess) -> None:
+        self._life = life
+        self._vitals = Vitals(self._watch.pulse_timeout_s, self._watch.stall_timeout_s)
+        self._broken = False
+        self._log.info("engine process ready", pid=life.pid, replays=len(self._tokens))
+        self._send_what_may_be()
+
+    def _keep_shape(self, ready: Ready) -> None:
+        """What the first process chose by the machine's state holds for all that follow."""
+        info = self._info = ready.info
+        chosen = msgspec.structs.replace(
+            self._start.config,
+            kv_cache_memory=ready.kv_bytes,
+            max_model_len=info.max_model_len,
+            threads=info.threads,
+            isa=info.isa,
+        )
+        self._start = msgspec.structs.replace(self._start, config=chosen)
+        self._info = msgspec.structs.replace(info, num_processes=1)
+
+    def _give_up(self, why: str) -> None:
+        self._refusal = why
+        for request in self._tokens.requests():
+            self._tokens.forget(request.request_id)
+            self._fail(request.request_id, Unavailable(why))
+        self._refuse_asked(why)
+        self._note_idle()
+
+    def _end_all(self, error: str) -> None:
+        """Nothing will be computed any more."""
+        for request in self._tokens.requests():
+            self._tokens.forget(request.request_id)
+            self._publish([RequestUpdate(request, error=error)])
+        self._refuse_asked(error)
+        self._note_idle()
+
+    def _refuse_asked(self, why: str) -> None:
+        for asked in (*self._asked.values(), *self._unasked):
+            if not asked.answer.done():
+                asked.answer.set_exception(NotAccepting(why))
+        self._asked.clear()
+        self._unasked.clear()
+
+    # Talking.
+
+    def _send_what_may_be(self) -> None:
+        """Replays first, as the log allows them, then newcomers."""
+        if self._life is None:
+            return
+        for request in self._tokens.next_to_send():
+            self._counts["replayed_requests"] += 1
+            self._life.send(Readmit(sequence_of(request)))
+        if self._tokens.is_replaying:
+            return
+        while self._unasked:
+            asked = self._unasked.popleft()
+            self._asked[asked.requests[0].request_id] = asked
+            self._life.send(Add(tuple(map(sequence_of, asked.requests))))
+
+    def _take_back(self, asked: _Asked) -> None:
+        """It is answered, or its asker has left."""
+        if asked in self._unasked:
+            self._unasked.remove(asked)
+        elif self._asked.pop(asked.requests[0].request_id, None) is not None and self._life is not None:
+            for request in asked.requests:
+                self._life.send(Drop(request.request_id, None, "its asker has left"))
+        self._note_idle()
+
+    def _accept(self, requests: Sequence[Request], answer: Answer) -> Outlook:
+        if answer.refusal is None:
+            assert answer.outlook is not None, "an accepted request has one"
+            return answer.outlook
+        if answer.outlook is None:
+            raise NotAccepting(answer.message)
+        raise REFUSALS[answer.refusal](answer.message, answer.outlook)
+
+    def _hear(self, message: FromEngine) -> None:
+        match message:
+            case Report():
+                self._take_report(message)
+            case Beat(None):
+                self._broken = True
+            case Beat(EngineStats() as stats):
+                self._vitals.note_step(stats.step, stats.running + stats.waiting > 0)
+                self._stats, self._num_waiting = stats, stats.waiting
+            case Begun(requests):
+                self._tokens.note_begun(requests)
+            case Answer(request_id):
+                self._take_answer(request_id, message)
+
+    def _take_answer(self, request_id: int, answer: Answer) -> None:
+        self._num_waiting = answer.num_waiting
+        asked = self._asked.pop(request_id, None)
+        if asked is None or asked.answer.done():
+            return
+        if answer.refusal is None:  # before its asker can know: what happens next is already ours to remember
+            for request in asked.requests:
+                self._tokens.add(request)
+        asked.answer.set_result(answer)
+
+    def _take_report(self, report: Report) -> None:
+        self._num_waiting = report.num_waiting
+        self._vitals.note_step(report.num_steps, has_work=True)
+        updates = [taken for update in report.updates if (taken := self._tokens.take(update)) is not None]
+        if updates:
+            self._publish(updates)
+        if report.step is not None and self._listener is not None:
+            self._listener.observe(report.step, report.prefilled)
+        if self._tokens.is_replaying:
+            self._send_what_may_be()
+        self._note_idle()
+
+    def _publish(self, updates: Sequence[RequestUpdate]) -> None:
+        if self._listener is not None:
+            self._listener.publish(updates)
+
+    def _fail(self, request_id: int, error: QuireError) -> None:
+        if self._listener is not None:
+            self._listener.fail(request_id, error)
+
+    def _note_idle(self) -> None:
+        if not self.num_requests:
+            self._idle.set()
+
+    def _outlook(self, position: int) -> Outlook:
+        stats = self._stats
+        return Outlook(position, 0, 0 if stats is None else stats.pages_free + stats.pages_cached)
