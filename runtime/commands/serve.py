@@ -1,4 +1,7 @@
-"""`quire serve`: one engine and one server until a signal ends them.
+"""`quire serve`: one server over its engine processes until a signal ends them.
+
+The first SIGTERM or SIGINT drains: nothing new is accepted, what runs may end within --shutdown-timeout. The second ends
+at once, and engine processes do not outlive their server.
 
 One invariant: the ready line is printed once, after both ports answer, and is the only thing on standard output.
 """
@@ -10,7 +13,8 @@ import gc
 import logging
 import signal
 import sys
-from contextlib import nullcontext
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,9 +22,11 @@ import structlog
 import uvloop
 
 from ..config import EngineConfig
-from ..engine import Engine, LocalEngine, check_snapshot_path, kept_prefixes
+from ..engine import Core, Engine, LocalCore, Vocabulary, check_snapshot_path, kept_prefixes
+from ..models import model_folder
 from ..server import PrometheusObserver, Server
 from ..settings import Settings
+from ..supervision import Fleet, Watch
 
 
 def serve(settings: Settings) -> None:
@@ -31,21 +37,41 @@ def serve(settings: Settings) -> None:
 
 async def _serve(settings: Settings) -> None:
     stop = _stop_signal()
-    snapshot = settings.server.prefix_snapshot
-    if snapshot is not None:
-        check_snapshot_path(Path(snapshot))
-    engine = await Engine.start(settings.engine)
+    if settings.server.prefix_snapshot is not None:
+        check_snapshot_path(Path(settings.server.prefix_snapshot))
+    vocabulary = await asyncio.to_thread(Vocabulary.load, model_folder(settings.engine.model))
+    async with _core(settings) as core:
+        await _serve_until(stop, Engine(core, vocabulary), settings)
+
+
+@asynccontextmanager
+async def _core(settings: Settings) -> AsyncIterator[Core]:
+    """In this process or in others, with the prefixes of the last run where those are kept."""
+    server = settings.server
+    if not server.in_process:
+        fleet = await Fleet.launch(
+            settings.engine,
+            Watch(server.engine_pulse_timeout_ms / 1000, server.stall_timeout_ms / 1000),
+            num_processes=server.engine_processes,
+            snapshot=server.prefix_snapshot,
+        )
+        try:
+            yield fleet
+        finally:
+            await fleet.close()
+        return
+    core = await LocalCore.load(settings.engine)
     try:
-        async with nullcontext() if snapshot is None else kept_prefixes(engine.core, Path(snapshot)):
-            await _serve_until(stop, engine, settings)
+        snapshot = server.prefix_snapshot
+        async with nullcontext() if snapshot is None else kept_prefixes(core, Path(snapshot)):
+            yield core
     finally:
-        await engine.close()
+        await core.close()
 
 
-async def _serve_until(stop: asyncio.Event, engine: LocalEngine, settings: Settings) -> None:
-    capacity = engine.core.machine.capacity
-    cpus = capacity.cpus
-    server = Server(PrometheusObserver(version("quire"), capacity.isa, cpus.threads, cpus.reason))
+async def _serve_until(stop: asyncio.Event, engine: Engine[Core], settings: Settings) -> None:
+    info = engine.info
+    server = Server(PrometheusObserver(version("quire"), info.isa, info.threads, info.threads_reason))
     await server.start(engine, settings.server)
     gc.freeze()  # what was loaded stays: to look through it again and again would stall all streams each time
     try:
@@ -55,20 +81,29 @@ async def _serve_until(stop: asyncio.Event, engine: LocalEngine, settings: Setti
         await server.close()
 
 
-def _ready_line(config: EngineConfig, engine: LocalEngine, server: Server) -> str:
-    machine = engine.core.machine
+def _ready_line(config: EngineConfig, engine: Engine[Core], server: Server) -> str:
+    info = engine.info
+    processes = f"  {info.num_processes} engine processes" if info.num_processes > 1 else ""
     return (
         f"quire ready: clients {server.address}  metrics http://{server.http_address}/metrics  "
         f"model {config.model or 'bundled demo'} ({config.weights}, KV {config.kv_cache_dtype})  "
-        f"{machine.num_pages} pages of {machine.layout.page_size} tokens  "
-        f"{machine.capacity.cpus.threads} threads ({machine.capacity.cpus.reason})  {machine.capacity.isa}"
+        f"{info.num_pages} pages of {info.page_size} tokens  "
+        f"{info.threads} threads ({info.threads_reason})  {info.isa}{processes}"
     )
 
 
 def _stop_signal() -> asyncio.Event:
-    stop = asyncio.Event()
+    """Set by the first signal, which also gives back the system's own way with a second."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def begin_to_stop() -> None:
+        stop.set()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, begin_to_stop)
     return stop
 
 

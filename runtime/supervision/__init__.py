@@ -1,5 +1,6 @@
-"""Engine processes: started, watched, restarted, and what they had taken on replayed, bit for bit."""
+"""Engine processes: started, watched, replaced when they die, and what they had taken on replayed, bit for bit."""
 
 from .fleet import Fleet
+from .supervisor import Watch
 
-__all__ = ["Fleet"]
+__all__ = ["Fleet", "Watch"]

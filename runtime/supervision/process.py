@@ -21,7 +21,10 @@ COMMAND = (sys.executable, "-P", "-m", "quire.runtime.supervision.child")
 
 
 class EngineProcess:
-    """`take` gets what it says, `feel_pulse` is called as long as it lives, `ended` is set when the link is gone."""
+    """`take` gets what it says, `feel_pulse` is called as long as it lives, `ended` is set when the link is gone.
+
+    `ready` comes when the model is loaded; or the typed error that kept it from that, Unavailable if it died.
+    """
 
     def __init__(
         self,
@@ -31,12 +34,13 @@ class EngineProcess:
         pulse: int,
     ) -> None:
         self.ended = asyncio.Event()
+        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._process = process
         self._take = take
         self._feel_pulse = feel_pulse
         self._pulse = pulse  # file descriptor
         self._channel: Channel | None = None
-        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._is_heard = True
 
     @classmethod
     async def spawn(
@@ -69,10 +73,6 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    async def ready(self) -> Ready:
-        """When the model is loaded. Raises the typed error that kept it from it, or Unavailable if it died."""
-        return await asyncio.shield(self._ready)
-
     def send(self, message: ToEngine) -> None:
         if self._channel is not None:
             self._channel.send(message)
@@ -86,16 +86,20 @@ class EngineProcess:
         await self.end()
 
     async def end(self) -> int:
-        """Make sure that it is gone, and forget it. Its exit status, negative for a signal."""
+        """`kill`, and wait until it is gone. Its exit status, negative for a signal."""
+        self.kill()
+        return await self._process.wait()
+
+    def kill(self) -> None:
+        """Whatever state it is in; nothing of it is heard any more. Idempotent."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGKILL)  # also ends a stopped one
-        status = await self._process.wait()
+        self._is_heard = False
         if self._channel is not None:
             self._channel.close()
         self._stop_reading_pulse()
         self._lose()
-        return status
 
     def _read_pulse(self) -> None:
         if os.read(self._pulse, 4096):
@@ -111,8 +115,10 @@ class EngineProcess:
             self._pulse = -1
 
     def _hear(self, message: FromEngine) -> None:
+        if not self._is_heard:
+            return
         if isinstance(message, Ready):
-            self._ready.set_result(message)
+            self.ready.set_result(message)
         elif isinstance(message, Failed):
             self._fail(getattr(errors, message.error, errors.Unavailable)(message.message))
         else:
@@ -123,6 +129,6 @@ class EngineProcess:
         self._fail(errors.Unavailable("the engine process ended before it was ready"))
 
     def _fail(self, error: errors.QuireError) -> None:
-        if not self._ready.done():
-            self._ready.set_exception(error)
-            self._ready.exception()  # retrieved: nobody may wait for it
+        if not self.ready.done():
+            self.ready.set_exception(error)
+            self.ready.exception()  # retrieved: nobody may wait for it

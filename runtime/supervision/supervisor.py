@@ -163,6 +163,7 @@ class SupervisedCore:
         match self._tokens.cancel(request_id):
             case Request() as request:
                 self._publish([RequestUpdate(request, finish_reason="cancelled")])
+                self._send_what_may_be()
                 self._note_idle()
             case True:
                 assert self._life is not None, "what was sent to a dead process counts as not sent"
@@ -222,9 +223,10 @@ class SupervisedCore:
                     await life.ended.wait()
             why = "its event loop is broken" if self._broken else self._vitals.tick()
         self._life = None
+        life.kill()
+        self._bury()
         status = await life.end()
         self._log.error("engine process lost", pid=life.pid, status=status, reason=why or "it ended")
-        self._bury()
 
     def _bury(self) -> None:
         """What the dead process had is the log's to remember."""
@@ -259,7 +261,7 @@ class SupervisedCore:
                 self._log.error("engine process did not start", attempt=failures, reason=str(error))
                 if failures == PATIENCE:
                     self._give_up(f"the engine cannot be restarted: {error}")
-                await asyncio.sleep(min(LONGEST_PAUSE_S, 0.25 * 2**failures))
+                await asyncio.sleep(min(LONGEST_PAUSE_S, 0.1 * 2**failures))
             else:
                 if failures >= PATIENCE:
                     self._refusal = None
@@ -272,12 +274,11 @@ class SupervisedCore:
         life = await EngineProcess.spawn(self._start, self._hear, lambda: self._vitals.feel_pulse())
         self._vitals = Vitals(LOADING_TIMEOUT_S, float("inf"))
         try:
-            ready = asyncio.ensure_future(life.ready())
-            while not ready.done():
-                await asyncio.wait([ready], timeout=TICK_S)
+            while not life.ready.done():
+                await asyncio.wait([life.ready], timeout=TICK_S)
                 if (why := self._vitals.tick()) is not None:
                     raise Unavailable(f"the engine process hangs while it starts: {why}")
-            return life, ready.result()
+            return life, life.ready.result()
         except BaseException:
             await life.end()
             raise
@@ -390,8 +391,7 @@ class SupervisedCore:
             self._publish(updates)
         if report.step is not None and self._listener is not None:
             self._listener.observe(report.step, report.prefilled)
-        if self._tokens.is_replaying:
-            self._send_what_may_be()
+        self._send_what_may_be()
         self._note_idle()
 
     def _publish(self, updates: Sequence[RequestUpdate]) -> None:

@@ -1,0 +1,104 @@
+"""What crosses the engine link is the same on both sides, to the last bit."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import struct
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+from quire.runtime.execution import SamplingSpec
+from quire.runtime.generation import SamplingParams
+from quire.runtime.supervision.link import (
+    FROM_ENGINE,
+    TO_ENGINE,
+    Account,
+    Add,
+    Channel,
+    Report,
+    Update,
+    request_of,
+    sequence_of,
+)
+from quire.scheduler import BeamSearch, Hypothesis, Request, SampledToken
+
+ENCODE = msgspec.msgpack.Encoder().encode
+
+
+@given(
+    prompt=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=50),
+    generated=st.lists(st.integers(0, 2**31 - 1), max_size=9),
+    seed=st.integers(0, 2**64 - 1),
+    temperature=st.floats(allow_nan=False),
+    bias=st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=4),
+    tenant=st.text(max_size=5),
+    deadline=st.none() | st.floats(0, 1e9),
+)
+def test_a_request(
+    prompt: list[int],
+    generated: list[int],
+    seed: int,
+    temperature: float,
+    bias: dict[int, float],
+    tenant: str,
+    deadline: float | None,
+) -> None:
+    params = SamplingParams(temperature=temperature, logit_bias=bias, max_tokens=10)
+    request = Request(
+        2**40,
+        prompt,
+        max_tokens=10,
+        stop_token_ids=frozenset({1, 2}),
+        sampling=SamplingSpec(params, seed, frozenset({1})),
+        tenant=tenant,
+        deadline=deadline,
+        beam=BeamSearch(4, 0.7, 2),
+        generated=generated,
+    )
+    sequence = sequence_of(request)
+    (received,) = TO_ENGINE.decode(ENCODE(Add((sequence,)))).sequences  # type: ignore[union-attr]
+    assert received == sequence
+    again = request_of(received)
+    assert again.token_ids == request.token_ids
+    assert again.output_token_ids == generated
+    assert again.sampling == request.sampling
+    assert again.beam is not None
+    assert (again.beam.width, again.beam.length_penalty, again.beam.num_results) == (4, 0.7, 2)
+
+
+@given(st.floats())
+def test_logprobs_to_the_last_bit(logprob: float) -> None:
+    token = SampledToken(1, 5, logprob, ((5, logprob), (6, -math.inf)))
+    account = Account((0.5, logprob), 1, 2, (Hypothesis((token,), logprob, logprob, "stop"),))
+    report = Report((Update(1, (token,), "stop", None, account),), 3, 4)
+    received = FROM_ENGINE.decode(ENCODE(report))
+    assert isinstance(received, Report)
+    (update,) = received.updates
+    assert isinstance(update.tokens[0], SampledToken)
+    assert update.tokens[0].logprob is not None
+    assert struct.pack("<d", update.tokens[0].logprob) == struct.pack("<d", logprob)
+    assert update.account is not None
+    assert isinstance(update.account.hypotheses[0].tokens[0], SampledToken)
+    assert ENCODE(received) == ENCODE(report)
+
+
+async def test_frames_arrive_whole_and_in_order_and_the_end_is_told() -> None:
+    ours, theirs = socket.socketpair()
+    received: list[object] = []
+    lost = asyncio.Event()
+    channel = await Channel.open(ours, FROM_ENGINE, received.append, lost.set)
+    reports = [Report((), step, step, None) for step in range(100)]
+    payloads = [ENCODE(report) for report in reports]
+    data = b"".join(struct.pack(">I", len(payload)) + payload for payload in payloads)
+    theirs.setblocking(False)
+    loop = asyncio.get_running_loop()
+    for start in range(0, len(data), 7):
+        await loop.sock_sendall(theirs, data[start : start + 7])
+    await loop.sock_sendall(theirs, struct.pack(">I", 1000) + b"half of a frame")
+    theirs.close()
+    await lost.wait()
+    assert received == reports
+    channel.close()

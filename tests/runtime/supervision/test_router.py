@@ -1,0 +1,43 @@
+"""Requests go where their beginning was computed, unless that engine is too busy."""
+
+from __future__ import annotations
+
+from quire.runtime.supervision.router import SLACK, Router
+
+PAGE = 16
+SYSTEM_PROMPT = tuple(range(100, 100 + 4 * PAGE))
+
+
+def test_a_known_beginning_draws_to_it() -> None:
+    router = Router(3, PAGE)
+    assert router.choose("", SYSTEM_PROMPT + (1, 2), [5, 0, 3]) == 1
+    assert router.choose("", SYSTEM_PROMPT + (7, 8), [0, 5, 3]) == 1
+
+
+def test_strangers_go_to_the_idlest() -> None:
+    router = Router(3, PAGE)
+    router.choose("", SYSTEM_PROMPT, [0, 0, 0])
+    assert router.choose("", tuple(range(64)), [2, 1, 3]) == 1
+    assert router.choose("somebody else", SYSTEM_PROMPT, [2, 3, 1]) == 2, "tenants share no pages"
+    assert router.choose("", (5,) * (PAGE - 1), [4, 1, 1]) == 1, "less than a page"
+
+
+def test_not_where_too_much_waits() -> None:
+    router = Router(2, PAGE)
+    assert router.choose("", SYSTEM_PROMPT, [0, 1]) == 0
+    assert router.choose("", SYSTEM_PROMPT, [SLACK, 0]) == 0
+    assert router.choose("", SYSTEM_PROMPT, [SLACK + 1, 0]) == 1
+
+
+def test_a_restarted_engine_knows_nothing() -> None:
+    router = Router(2, PAGE)
+    router.choose("", SYSTEM_PROMPT, [0, 1])
+    router.forget(0)
+    assert router.choose("", SYSTEM_PROMPT, [1, 0]) == 1
+
+
+def test_the_longest_known_part_wins() -> None:
+    router = Router(2, PAGE)
+    router.choose("", SYSTEM_PROMPT[:PAGE], [0, 1])
+    router.choose("", SYSTEM_PROMPT, [9 + SLACK, 1])
+    assert router.choose("", SYSTEM_PROMPT, [0, 2]) == 1

@@ -1,0 +1,160 @@
+"""The token log after a crash: who goes back, in which order, and who must not."""
+
+from __future__ import annotations
+
+import pytest
+from quire.runtime.engine import Prefilled
+from quire.runtime.supervision.link import Account, Update
+from quire.runtime.supervision.token_log import TokenLog
+from quire.scheduler import BeamSearch, Request, SampledToken, State
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def log(clock: Clock) -> TokenLog:
+    return TokenLog(clock)
+
+
+def add(log: TokenLog, *ids: int, begun: bool = True) -> list[Request]:
+    requests = [Request(request_id, (1, 2, 3), max_tokens=10) for request_id in ids]
+    for request in requests:
+        log.add(request)
+    if begun:
+        log.note_begun(Prefilled(request_id, 0) for request_id in ids)
+    return requests
+
+
+def token(log: TokenLog, request_id: int, token_id: int = 7) -> None:
+    log.take(Update(request_id, (SampledToken(request_id, token_id),), None, None, None))
+
+
+def end(log: TokenLog, request_id: int, account: Account = Account((0.0,) * len(State), 0, 0, ())) -> None:  # noqa: B008
+    log.take(Update(request_id, (), "length", None, account))
+
+
+def sent(log: TokenLog) -> list[int]:
+    """Sent and, the engine being quick, begun."""
+    ids = [request.request_id for request in log.next_to_send()]
+    log.note_begun(Prefilled(request_id, 0) for request_id in ids)
+    return ids
+
+
+def test_tokens_are_written_down(log: TokenLog) -> None:
+    (request,) = add(log, 1)
+    token(log, 1, 8)
+    token(log, 1, 9)
+    assert request.output_token_ids == [8, 9]
+    end(log, 1)
+    assert len(log) == 0
+
+
+def test_suspects_go_back_one_at_a_time_each_after_the_one_before_has_gained_a_token(log: TokenLog) -> None:
+    add(log, 1, 2, 3)
+    add(log, 4, begun=False)  # waited: it cannot have been the cause
+    assert log.crash() == ([], [])
+    assert log.is_replaying
+    assert sent(log) == [1]
+    assert sent(log) == []
+    token(log, 1)
+    assert sent(log) == [2]
+    token(log, 1)
+    assert sent(log) == [], "the second has gained nothing yet"
+    end(log, 2)
+    assert sent(log) == [3]
+    token(log, 3)
+    assert sent(log) == [4]
+    assert not log.is_replaying
+
+
+def test_who_kills_it_twice_is_quarantined_alone(log: TokenLog) -> None:
+    add(log, 1, 2, 3)
+    log.crash()
+    sent(log)
+    token(log, 1)
+    assert sent(log) == [2]
+    buried = log.crash()
+    assert [request.request_id for request in buried.quarantined] == [2]
+    assert sent(log) == [1], "it had gained a token, so it is on trial anew"
+    token(log, 1)
+    assert sent(log) == [3]
+    token(log, 3)
+    assert not log.is_replaying
+
+
+def test_who_survives_its_trial_may_meet_another_crash(log: TokenLog) -> None:
+    add(log, 1)
+    for _ in range(20):
+        assert log.crash() == ([], [])
+        assert sent(log) == [1]
+        token(log, 1)
+
+
+def test_a_process_that_dies_before_it_computed_anything_accuses_nobody(log: TokenLog) -> None:
+    add(log, 1, 2)
+    log.crash()
+    assert [request.request_id for request in log.next_to_send()] == [1]  # sent, but never begun
+    assert log.crash() == ([], [])
+    assert sent(log) == [1]
+
+
+def test_what_is_given_up_does_not_come_back(log: TokenLog) -> None:
+    first, second, _ = add(log, 1, 2, 3)
+    assert log.cancel(1) is True, "the engine has to be told"
+    log.crash()
+    assert len(log) == 2
+    assert log.cancel(2) is second, "nobody has to be told"
+    assert sent(log) == [3]
+    assert log.forget(3) is True
+    assert not log.is_replaying
+    assert log.forget(9) is False
+    assert log.cancel(first.request_id) is False
+
+
+def test_a_cancelled_one_is_returned_by_the_crash_that_swallowed_its_end(log: TokenLog) -> None:
+    (request,) = add(log, 1)
+    log.cancel(1)
+    assert log.crash() == ([], [request])
+    assert len(log) == 0
+
+
+def test_a_search_goes_last_since_it_gains_no_token_before_its_end(log: TokenLog) -> None:
+    log.add(Request(1, (1, 2), max_tokens=4, beam=BeamSearch(2)))
+    log.note_begun([Prefilled(1, 0)])
+    add(log, 2)
+    log.crash()
+    assert sent(log) == [2]
+    token(log, 2)
+    assert sent(log) == [1]
+    end(log, 1)
+    assert not log.is_replaying
+
+
+def test_every_second_is_counted_once_over_all_lives(log: TokenLog, clock: Clock) -> None:
+    (request,) = add(log, 1, begun=False)
+    clock.now = 101.0  # waited 1 s
+    log.note_begun([Prefilled(1, 2)])
+    clock.now = 103.0  # prefilled 2 s
+    token(log, 1)
+    token(log, 1)
+    clock.now = 106.0  # decoded 3 s
+    log.crash()
+    clock.now = 110.0  # no process for 4 s
+    sent(log)
+    clock.now = 125.0
+    end(log, 1, Account((5.0, 6.0, 4.0, 0.0, 0.0), 1, 0, ()))
+    assert (request.queue_s, request.prefill_s, request.decode_s, request.stall_s) == (1.0, 8.0, 7.0, 9.0)
+    assert sum(request.seconds_in) == 25.0
+    assert request.cached_tokens == 2, "of its first life"
+    assert request.recomputed_tokens == 3 + 2 - 1 - 1, "all that it knew, but for the last and what was cached"
