@@ -1,7 +1,7 @@
 """`quire serve`: one server over its engine processes until a signal ends them.
 
-The first SIGTERM or SIGINT drains: nothing new is accepted, what runs may end within --shutdown-timeout. The second ends
-at once, and engine processes do not outlive their server.
+The first SIGTERM or SIGINT drains: nothing new is accepted, what runs may end within --shutdown-timeout. The second
+ends at once, and engine processes do not outlive their server.
 
 One invariant: the ready line is printed once, after both ports answer, and is the only thing on standard output.
 """

@@ -41,7 +41,11 @@ async def fleet(watch: Watch | None = None, num_processes: int = 1, **settings: 
         pids = [member.pid for member in core.members]
     finally:
         await engine.close()
-    assert not any(pid and Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(pid and is_there(pid) for pid in pids)
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 async def settled(engine: Engine[Fleet]) -> None:

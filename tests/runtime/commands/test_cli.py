@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -376,24 +377,22 @@ def test_where_no_snapshot_can_be_kept(quire: Quire, tmp_path: Path) -> None:
 
 
 def test_demo_shows_its_users_and_leaves_no_process(quire: Quire) -> None:
-    before = processes_of_ours()
-    done = quire("demo", "--users", "3", "--max-tokens", "20", COLUMNS="120")
+    mark = secrets.token_hex()
+    done = quire("demo", "--users", "3", "--max-tokens", "20", COLUMNS="120", MARK=mark)
     assert done.returncode == 0, done.stderr
     for shown in ("user 1", "user 2", "user 3", "TTFT ms", "cached", "120 tokens for 3 concurrent users"):
         assert shown in done.stdout
-    assert processes_of_ours() <= before
+    assert not processes_with(mark)
 
 
-def processes_of_ours() -> set[int]:
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and b"quire.runtime.cli" in _command_line(entry):
-            found.add(int(entry.name))
-    return found
+def processes_with(mark: str) -> list[int]:
+    """That have `mark` in their environment."""
+    entries = (entry for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    return [int(entry.name) for entry in entries if mark.encode() in _environment_of(entry)]
 
 
-def _command_line(entry: Path) -> Any:
+def _environment_of(entry: Path) -> bytes:
     try:
-        return (entry / "cmdline").read_bytes()
+        return (entry / "environ").read_bytes()
     except OSError:
         return b""

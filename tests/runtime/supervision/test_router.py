@@ -10,8 +10,8 @@ SYSTEM_PROMPT = tuple(range(100, 100 + 4 * PAGE))
 
 def test_a_known_beginning_draws_to_it() -> None:
     router = Router(3, PAGE)
-    assert router.choose("", SYSTEM_PROMPT + (1, 2), [5, 0, 3]) == 1
-    assert router.choose("", SYSTEM_PROMPT + (7, 8), [0, 5, 3]) == 1
+    assert router.choose("", (*SYSTEM_PROMPT, 1, 2), [5, 0, 3]) == 1
+    assert router.choose("", (*SYSTEM_PROMPT, 7, 8), [0, 5, 3]) == 1
 
 
 def test_strangers_go_to_the_idlest() -> None:
