@@ -181,7 +181,7 @@ class Beat(_Message, tag="BEAT", frozen=True):
     stats: EngineStats | None  # None: its loop has broken
 
 
-BEAT_INTERVAL_S = 0.1
+BEAT_INTERVAL_S = 0.25  # each wakes a process whose CPUs compute
 
 ToEngine = Start | Add | Readmit | Cancel | Drop | Stop
 FromEngine = Ready | Failed | Answer | Begun | Report | Beat

@@ -10,7 +10,7 @@ itself, of the whole machine for instance, is nobody's stall.
 
 from __future__ import annotations
 
-TICK_S = 0.1
+TICK_S = 0.25
 
 
 class Vitals:

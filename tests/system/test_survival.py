@@ -49,7 +49,7 @@ def is_there(pid: int) -> bool:
 
 
 async def settled(engine: Engine[Fleet]) -> None:
-    """Until there is an engine, and it has told that it owns nothing: it says so ten times a second."""
+    """Until there is an engine, and it has told that it owns nothing: it says so four times a second."""
     async with asyncio.timeout(10):
         while True:
             with contextlib.suppress(Unavailable):
@@ -90,7 +90,7 @@ async def test_every_stream_goes_on_with_the_same_bytes(number: signal.Signals) 
     requests = mixed_requests()
     async with running(**SETTINGS) as undisturbed:
         wanted = await together(undisturbed, requests)
-    async with fleet(Watch(pulse_timeout_s=0.4)) as engine:
+    async with fleet(Watch(pulse_timeout_s=0.5)) as engine:
         for moment in (0.0, 0.03) if number is signal.SIGKILL else (0.02,):
             restarts = engine.core.members[0].num_restarts
             streams = asyncio.create_task(together(engine, requests))  # type: ignore[arg-type]

@@ -17,14 +17,14 @@ def ticks(vitals: Vitals, seconds: float, *, pulse: bool = True) -> str | None:
 def test_without_a_pulse() -> None:
     vitals = Vitals(1.0, 30.0)
     assert ticks(vitals, 1.0, pulse=False) is None
-    assert ticks(vitals, 0.1, pulse=False) == "no sign of life for 1.0 s"
+    assert ticks(vitals, TICK_S, pulse=False) == "no sign of life for 1.0 s"
 
 
 def test_with_a_pulse_a_step_may_take_long_but_not_for_ever() -> None:
     vitals = Vitals(1.0, 30.0)
     vitals.note_step(5, has_work=True)
     assert ticks(vitals, 30.0) is None
-    assert ticks(vitals, 0.2) == "no step finished for 30.0 s while requests wait or run"
+    assert ticks(vitals, 2 * TICK_S) == "no step finished for 30.0 s while requests wait or run"
 
 
 def test_the_idle_and_the_advancing_live() -> None:
