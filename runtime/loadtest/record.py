@@ -27,6 +27,8 @@ class RequestRecord(msgspec.Struct):
     stall_ms: float | None = None
     cached_tokens: float | None = None
     text: str = ""
+    error_code: str | None = None  # what to count errors by: a gRPC code name, or HTTP_503
+    slow_reader: bool = False  # by --slow-reader-rate: its times say when it read, not when the server wrote
 
     @property
     def output_tokens(self) -> int:
