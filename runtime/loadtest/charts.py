@@ -1,0 +1,350 @@
+"""The pictures of a load test: numbers in, inline SVG out. Drawn by matplotlib, the optional extra `plot`.
+
+It must not know requests, runs or HTML. One invariant: no text of a user's gets into a picture, so nothing in it can be
+markup; series are told apart by colour and dash, and the page around a picture says whose they are.
+
+Percentiles stand on a probit axis (percentiles of a normal distribution lie at equal distances), so that p99 can be
+read as well as p50.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import StringIO
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import MissingDependency
+
+Values = NDArray[np.float64]
+
+INK, QUIET, GRID, ALARM = "#1f2933", "#5f6b7a", "#e4e7eb", "#c0392b"
+PARTS = {  # of a request's time, in the order in which they pass; Okabe and Ito's colours
+    "queue": "#e69f00",
+    "prefill": "#56b4e9",
+    "decode": "#0072b2",
+    "stall": "#d55e00",
+    "elsewhere": "#b8bfc8",
+}
+SINGLE = "#0b6fa4"
+DASHES = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2)))
+PERCENTILES = (0.1, 1, 10, 25, 50, 75, 90, 99, 99.9, 99.99)
+MAX_CDF_POINTS = 400
+STYLE = {
+    "axes.edgecolor": QUIET,
+    "axes.grid": True,
+    "axes.labelcolor": QUIET,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlecolor": INK,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "font.family": ["DejaVu Sans", "Verdana", "sans-serif"],
+    "font.size": 9,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 1.8,
+    "svg.fonttype": "none",  # text stays text: small, selectable, read aloud
+    "text.color": INK,
+    "text.parse_math": False,
+    "xtick.color": QUIET,
+    "xtick.labelsize": 8.5,
+    "ytick.color": QUIET,
+    "ytick.labelsize": 8.5,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """One run of a sweep. Latencies in ms, NaN where there are none."""
+
+    label: str  # its load
+    tokens_per_s: float
+    ttft_ms: tuple[float, float]  # p50, p99
+    tpot_ms: tuple[float, float]
+    request_rate: float | None = None
+    goodput: float | None = None  # requests per second
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """One run over time. Bins are a width of seconds from 0 on; server samples have times of their own."""
+
+    bin_s: float
+    arrivals: Values  # [bins], requests sent
+    errors: Values  # [bins], requests that ended in one
+    tokens: Values  # [bins], output tokens
+    in_flight: tuple[Values, Values]  # times, requests at and after them
+    sampled_s: Values = field(default_factory=lambda: np.empty(0))
+    running: Values = field(default_factory=lambda: np.empty(0))  # NaN: not told
+    waiting: Values = field(default_factory=lambda: np.empty(0))
+    kv_usage: Values = field(default_factory=lambda: np.empty(0))
+
+
+def check_charts() -> None:
+    """Raises MissingDependency."""
+    _pyplot()
+
+
+def series_colours(count: int) -> list[str]:
+    """Of runs at rising load: dark to light, the same to a colour-blind eye, dark enough on white."""
+    if count == 1:
+        return [SINGLE]
+    pyplot = _pyplot()
+    shades = pyplot.get_cmap("plasma")(np.linspace(0.0, 0.68, count))
+    return [f"#{round(255 * r):02x}{round(255 * g):02x}{round(255 * b):02x}" for r, g, b, _ in shades]
+
+
+def series_dash(index: int) -> Any:
+    return DASHES[index % len(DASHES)]
+
+
+def draw_distribution(title: str, series: Sequence[Values]) -> str:
+    """Cumulative distributions, milliseconds on a log axis, one line per run; a run without values has none."""
+    with _figure(title, (5.2, 3.3)) as (figure, svg):
+        axes = figure.subplots()
+        colours = series_colours(len(series))
+        for index, values in enumerate(series):
+            if values.size:
+                axes.plot(*_cumulative(values), color=colours[index], linestyle=series_dash(index))
+        _percentile_axis(axes, max(values.size for values in series))
+        _milliseconds(axes, "x", [values for values in series if values.size])
+        axes.set_title(title)
+        svg.finish()
+    return svg.text
+
+
+def draw_curve(points: Sequence[CurvePoint]) -> str:
+    """Latency against output tokens per second; with objectives, also goodput against the request rate."""
+    with_goodput = [point for point in points if point.goodput is not None and point.request_rate is not None]
+    panels = 3 if with_goodput else 2
+    with _figure("curve", (10.6, 3.6)) as (figure, svg):
+        axes = figure.subplots(1, panels)
+        _latency_curve(axes[0], "Time to first token", points, [point.ttft_ms for point in points])
+        _latency_curve(axes[1], "Time per output token", points, [point.tpot_ms for point in points])
+        if with_goodput:
+            _goodput_curve(axes[2], with_goodput)
+        svg.finish()
+    return svg.text
+
+
+def draw_history(history: History) -> str:
+    """Arrivals and errors, tokens, requests and the KV pool over one run's seconds, one above the other."""
+    sampled = history.sampled_s.size > 0
+    with _figure("history", (10.6, 6.6 if sampled else 5.0)) as (figure, svg):
+        rows = figure.subplots(4 if sampled else 3, 1, sharex=True)
+        _arrivals(rows[0], history)
+        _steps(rows[1], history, history.tokens / history.bin_s, SINGLE)
+        rows[1].set_title("Output tokens per second")
+        _in_flight(rows[2], history)
+        if sampled:
+            rows[3].plot(history.sampled_s, 100 * history.kv_usage, color=SINGLE)
+            rows[3].fill_between(history.sampled_s, 100 * history.kv_usage, color=SINGLE, alpha=0.12, linewidth=0)
+            rows[3].set(title="KV pool in use, %", ylim=(0, 104))
+        for axes in rows:
+            axes.set_ylim(bottom=0)
+            axes.grid(axis="x", visible=False)
+        rows[-1].set(xlabel="seconds since the start", xlim=(0, history.bin_s * history.tokens.size))
+        svg.finish()
+    return svg.text
+
+
+def draw_parts(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
+    """Where time went: per row, the mean milliseconds of each of PARTS, beside each other. Labels are the caller's."""
+    with _figure("parts", (10.6, 0.75 + 0.36 * len(rows))) as (figure, svg):
+        axes = figure.subplots()
+        left = np.zeros(len(rows))
+        places = np.arange(len(rows))
+        for part, colour in PARTS.items():
+            widths = np.array([parts.get(part, 0.0) for _, parts in rows])
+            axes.barh(places, widths, left=left, color=colour, height=0.62, edgecolor="white", linewidth=0.6)
+            left += widths
+        for place, total in zip(places, left, strict=True):
+            axes.annotate(
+                f"{total:,.0f}" if total >= 10 else f"{total:.1f}",
+                (total, place),
+                (5, 0),
+                textcoords="offset points",
+                va="center",
+                color=QUIET,
+            )
+        axes.set_yticks(places, [label for label, _ in rows], color=INK)
+        axes.set(xlabel="milliseconds, mean", xlim=(0, 1.08 * max(left.max(), 1e-3)))
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.tick_params(axis="y", length=0)
+        svg.finish()
+    return svg.text
+
+
+# Axes
+
+
+def _cumulative(values: Values) -> tuple[Values, Values]:
+    """Values and their places on the probit axis, as many as a picture can show."""
+    ordered = np.sort(values)
+    normal = NormalDist()
+    lowest = normal.inv_cdf(0.5 / ordered.size)
+    places = np.linspace(lowest, -lowest, min(MAX_CDF_POINTS, ordered.size)) if ordered.size > 1 else np.zeros(1)
+    shares = np.array([normal.cdf(place) for place in places])
+    ranks = np.clip(np.ceil(shares * ordered.size - 1e-9).astype(int) - 1, 0, ordered.size - 1)
+    return ordered[ranks], places
+
+
+def _percentile_axis(axes: Any, count: int) -> None:
+    normal = NormalDist()
+    farthest = 100 - 50 / max(count, 2)  # what so many values can tell
+    shown = [p for p in PERCENTILES if 100 - farthest <= p <= farthest] or [50]
+    axes.set_yticks([normal.inv_cdf(p / 100) for p in shown], [f"p{p:g}" for p in shown])
+    limit = max(normal.inv_cdf(farthest / 100), 1.4) + 0.15
+    axes.set_ylim(-limit, limit)
+    axes.axhline(0, color=GRID, linewidth=1.6, zorder=0)
+
+
+def _milliseconds(axes: Any, which: str, values: Sequence[Values]) -> None:
+    """A log axis with plain numbers at 1, 2, 5 times powers of ten; at least a factor of four wide."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    every = np.concatenate(values) if values else np.ones(1)
+    every = np.maximum(every[np.isfinite(every)], 1e-3)
+    low, high = (float(every.min()), float(every.max())) if every.size else (1.0, 10.0)
+    middle, half = (low * high) ** 0.5, max((high / low) ** 0.5 * 1.12, 2.0)
+    low, high = middle / half, middle * half
+    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    steps = (1, 2, 5) if high / low < 2e3 else (1,)
+    axis = getattr(axes, f"{which}axis")
+    getattr(axes, f"set_{which}scale")("log")
+    getattr(axes, f"set_{which}lim")(low, high)
+    axis.set_major_locator(FixedLocator([step * 10.0**decade for decade in decades for step in steps]))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    getattr(axes, f"set_{which}label")("milliseconds")
+
+
+def _latency_curve(
+    axes: Any, title: str, points: Sequence[CurvePoint], latencies: Sequence[tuple[float, float]]
+) -> None:
+    speed = np.array([point.tokens_per_s for point in points])
+    p50, p99 = (np.array([pair[index] for pair in latencies]) for index in (0, 1))
+    axes.fill_between(speed, p50, p99, color=SINGLE, alpha=0.08, linewidth=0)
+    axes.plot(speed, p99, "o", color=SINGLE, linestyle=DASHES[1], markerfacecolor="white", markersize=5)
+    axes.plot(speed, p50, "o", color=SINGLE, linestyle="solid", markersize=5)
+    _milliseconds(axes, "y", [p50, p99])
+    last = -1
+    for name, line in (("p99", p99), ("p50", p50)):
+        axes.annotate(
+            name, (speed[last], line[last]), (7, 0), textcoords="offset points", va="center", weight="bold", color=INK
+        )
+    for point, height in zip(points, p99, strict=True):
+        axes.annotate(
+            point.label,
+            (point.tokens_per_s, height),
+            (0, 7),
+            textcoords="offset points",
+            ha="center",
+            color=QUIET,
+            size=8,
+        )
+    axes.set(title=title, xlabel="output tokens per second", xlim=(0, 1.14 * max(speed.max(), 1e-3)))
+
+
+def _goodput_curve(axes: Any, points: Sequence[CurvePoint]) -> None:
+    rates = np.array([point.request_rate for point in points], np.float64)
+    goodput = np.array([point.goodput for point in points], np.float64)
+    finite = rates[np.isfinite(rates)]
+    top = max(finite.max() if finite.size else 0.0, goodput.max())
+    axes.plot([0, top], [0, top], color=QUIET, linewidth=1, linestyle=DASHES[2])
+    axes.annotate("all that is asked", (top, top), (-4, 2), textcoords="offset points", ha="right", color=QUIET, size=8)
+    axes.plot(rates, goodput, "o", color=SINGLE, linestyle="solid", markersize=5)
+    axes.set(title="Goodput", xlabel="requests per second asked", ylabel="requests per second within limits")
+    axes.set_xlim(0, 1.08 * top or 1)
+    axes.set_ylim(0, 1.08 * top or 1)
+
+
+def _arrivals(axes: Any, history: History) -> None:
+    _steps(axes, history, history.arrivals / history.bin_s, SINGLE)
+    axes.set_title("Requests sent per second")
+    if history.errors.any():
+        _steps(axes, history, history.errors / history.bin_s, ALARM)
+        axes.set_title("Requests sent per second, and errors (red, hatched)")
+        axes.patches[-1].set(hatch="////", alpha=0.6, facecolor="none", edgecolor=ALARM)
+
+
+def _steps(axes: Any, history: History, heights: Values, colour: str) -> None:
+    edges = history.bin_s * np.arange(heights.size + 1)
+    axes.stairs(heights, edges, color=colour, fill=True, alpha=0.14)
+    axes.stairs(heights, edges, color=colour, linewidth=1.4)
+
+
+def _in_flight(axes: Any, history: History) -> None:
+    times, counts = history.in_flight
+    axes.step(times, counts, where="post", color=INK, linewidth=1.4)
+    named = ["at the client"]
+    for values, colour, dash, name in (
+        (history.running, PARTS["decode"], DASHES[1], "running"),
+        (history.waiting, PARTS["queue"], DASHES[2], "waiting"),
+    ):
+        if np.isfinite(values).any():
+            axes.plot(history.sampled_s, values, color=colour, linestyle=dash)
+            named.append(name)
+    axes.set_title("Requests in flight")
+    if len(named) > 1:
+        axes.legend(
+            axes.lines, named, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 0.98), fontsize=8.5
+        )
+
+
+# SVG
+
+
+class _Svg:
+    def __init__(self, figure: Any) -> None:
+        self._figure = figure
+        self.text = ""
+
+    def finish(self) -> None:
+        written = StringIO()
+        self._figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"), None))
+        self.text = _inline(written.getvalue())
+
+
+@contextmanager
+def _figure(name: str, inches: tuple[float, float]) -> Iterator[tuple[Any, _Svg]]:
+    """A figure in our style. `name` makes the ids in it stable and unlike those of other pictures of the page."""
+    pyplot = _pyplot()
+    with pyplot.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure = pyplot.figure(figsize=inches, layout="constrained")
+        try:
+            yield figure, _Svg(figure)
+        finally:
+            pyplot.close(figure)
+
+
+def _inline(text: str) -> str:
+    """Without what only a file of its own needs: prolog, size, page-wide style, ids that nothing refers to."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    return re.sub(r'<g id="[^"]*"', "<g", text).strip()
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise MissingDependency("--report needs matplotlib: pip install 'quire[plot]'") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
