@@ -37,7 +37,7 @@ FLOORS = (  # of runtime, top to bottom; each imports only what lies below it, o
     ("program", "weights"),
     ("wire", "text"),
     ("generation", "loop_thread"),
-    ("settings",),
+    ("settings", "traffic"),
     ("config",),
     ("errors",),
 )

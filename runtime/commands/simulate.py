@@ -13,7 +13,7 @@ from ..config import EngineConfig
 from ..errors import ConfigError
 from ..execution import Capacity, decide_capacity
 from ..models import model_folder, read_spec
-from ..simulation import Workload, build_simulator, given_roofline, make_arrivals, parse_goodput, summarize
+from ..simulation import Workload, build_simulator, given_roofline, make_arrivals, parse_objectives, summarize
 from .simulate_report import SimulationReport
 
 MAX_GIGA = 1e6
@@ -36,7 +36,7 @@ def simulate(
             raise ConfigError(f"{flag} must be above 0 and at most {MAX_GIGA:g}, not {value:g}")
     if not 0 <= noise <= MAX_NOISE:
         raise ConfigError(f"--noise must be between 0 and {MAX_NOISE:g}, not {noise:g}")
-    objectives = parse_goodput(goodput)
+    objectives = parse_objectives(goodput)
     arrivals = make_arrivals(workload)
     spec = read_spec(model_folder(config.model))
     capacity = decide_capacity(config, spec)

@@ -1,12 +1,11 @@
 """What to expect of a model, memory and a stream of users: the real scheduler and pager in virtual time."""
 
-from .arrivals import Arrival, Process
+from ..traffic import Arrival, Process
 from .cost import Cost, Noisy, RooflineCost, roofline_cost
-from .report import Distribution, Objective, Report, parse_goodput, summarize
+from .report import Distribution, Objective, Report, parse_objectives, summarize
 from .serving import build_simulator, given_roofline
 from .simulator import Outcome, Simulator, Stalled, VirtualClock
 from .spill import SimulatedSpill
-from .traces import read_azure, read_mooncake
 from .workload import Workload, make_arrivals
 
 __all__ = [
@@ -27,9 +26,7 @@ __all__ = [
     "build_simulator",
     "given_roofline",
     "make_arrivals",
-    "parse_goodput",
-    "read_azure",
-    "read_mooncake",
+    "parse_objectives",
     "roofline_cost",
     "summarize",
 ]

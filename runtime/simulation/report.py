@@ -8,7 +8,6 @@ Names are vLLM's: TTFT, time to first token; ITL, between two tokens; TPOT, a re
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..traffic import parse_goodput
 from .simulator import Outcome, Simulator
 
 ITL_PERCENTILE = 99  # of a request's own inter-token latencies, held against its objective
@@ -165,18 +164,9 @@ def fairness_index(
     return sum(ratios) ** 2 / (len(ratios) * squares) if squares else 1.0
 
 
-def parse_goodput(texts: Sequence[str]) -> tuple[Objective, ...]:
+def parse_objectives(texts: Sequence[str]) -> tuple[Objective, ...]:
     """`ttft:2000 itl:200`, milliseconds. Raises ConfigError."""
-    objectives: dict[str, Objective] = {}
-    for text in texts:
-        found = re.fullmatch(r"([a-z0-9]+):(\d{1,9}(?:\.\d{1,9})?)", text)
-        if not found or found[1] not in _METRICS or found[1] in objectives:
-            raise ConfigError(
-                f"--goodput: {text!r} is not allowed; write each of {', '.join(_METRICS)} at most once with its "
-                "milliseconds, as in ttft:2000 itl:200"
-            )
-        objectives[found[1]] = Objective(found[1], float(found[2]))
-    return tuple(objectives.values())
+    return tuple(Objective(metric, limit_ms) for metric, limit_ms in parse_goodput(texts, _METRICS).items())
 
 
 def _itl_s(outcome: Outcome) -> float:

@@ -14,7 +14,7 @@ from ..engine.build import build_scheduler
 from ..errors import ConfigError
 from ..execution import Capacity
 from ..models import DecoderSpec
-from .arrivals import Arrival
+from ..traffic import Arrival
 from .cost import Cost, Noisy, roofline_cost
 from .simulator import Simulator, VirtualClock
 from .spill import SimulatedSpill

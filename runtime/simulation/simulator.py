@@ -24,7 +24,7 @@ from ...scheduler import (
     StepPlan,
     StepResult,
 )
-from .arrivals import Arrival
+from ..traffic import Arrival
 from .cost import Cost
 from .spill import SimulatedSpill
 

@@ -5,26 +5,27 @@ It must not know the machine. One invariant: what cannot be meant is refused wit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
 from ..errors import ConfigError
-from .arrivals import (
+from ..traffic import (
     MAX_LENGTH,
     Arrival,
     Process,
     bursty,
+    check_number,
     constant,
     draw_arrivals,
     parse_lengths,
     parse_tenants,
     poisson,
+    read_azure,
+    read_mooncake,
     rescale,
 )
-from .traces import read_azure, read_mooncake
 
 MAX_REQUESTS = 1_000_000
 DEFAULT_REQUESTS = 500
@@ -52,11 +53,11 @@ class Workload:
 
 def make_arrivals(workload: Workload) -> list[Arrival]:
     """Raises ConfigError."""
-    _check_number("--rate", workload.rate, 1e-6, 1e6)
-    _check_number("--requests", workload.requests, 1, MAX_REQUESTS)
-    _check_number("--burstiness", workload.burstiness, 1e-3, 1e3)
-    _check_number("--shared-prefix-tokens", workload.shared_prefix_tokens, 0, MAX_LENGTH)
-    _check_number("--deadline-ms", workload.deadline_ms, 1, 1e9)
+    check_number("--rate", workload.rate, 1e-6, 1e6)
+    check_number("--requests", workload.requests, 1, MAX_REQUESTS)
+    check_number("--burstiness", workload.burstiness, 1e-3, 1e3)
+    check_number("--shared-prefix-tokens", workload.shared_prefix_tokens, 0, MAX_LENGTH)
+    check_number("--deadline-ms", workload.deadline_ms, 1, 1e9)
     if workload.arrivals in ("mooncake", "azure"):
         return _recorded(workload)
     if workload.trace is not None:
@@ -72,7 +73,7 @@ def _recorded(workload: Workload) -> list[Arrival]:
     read = read_mooncake if workload.arrivals == "mooncake" else read_azure
     arrivals = read(workload.trace, workload.requests or MAX_REQUESTS)
     if workload.rate is not None:
-        arrivals = rescale(arrivals, workload.rate)
+        arrivals = rescale(arrivals, workload.rate, "--rate")
     return [replace(arrival, deadline_s=_deadline_s(workload)) for arrival in arrivals]
 
 
@@ -101,8 +102,3 @@ def _intervals(workload: Workload, random: Random) -> Iterator[float]:
 
 def _deadline_s(workload: Workload) -> float | None:
     return None if workload.deadline_ms is None else workload.deadline_ms / 1000
-
-
-def _check_number(flag: str, value: float | None, low: float, high: float) -> None:
-    if value is not None and not (math.isfinite(value) and low <= value <= high):
-        raise ConfigError(f"{flag} must be between {low:g} and {high:g}, not {value:g}")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from quire.runtime.errors import ConfigError
-from quire.runtime.simulation import Arrival, Outcome, Simulator, parse_goodput, summarize
+from quire.runtime.simulation import Arrival, Outcome, Simulator, parse_objectives, summarize
 from quire.runtime.simulation.report import distribution, fairness_index
 
 
@@ -42,14 +42,14 @@ def test_percentiles_are_linear_between_neighbours() -> None:
 )
 def test_a_good_request_meets_all_objectives(objectives: tuple[str, ...], good: float) -> None:
     request = outcome(1.0, 1.5, 1.7, 2.5)
-    assert all(objective.is_met(request) for objective in parse_goodput(objectives)) == bool(good)
+    assert all(objective.is_met(request) for objective in parse_objectives(objectives)) == bool(good)
 
 
 def test_goodput_is_of_what_was_offered(make_simulator: Callable[..., Simulator]) -> None:
     arrivals = [Arrival(0.0, 100, 1), Arrival(0.0, 1000, 1), Arrival(0.0, 10**6, 1), Arrival(2.0, 100, 1)]
     simulator = make_simulator(arrivals, max_num_seqs=1, max_model_len=2000)
     simulator.run()
-    report = summarize(simulator, parse_goodput(["ttft:150"]))
+    report = summarize(simulator, parse_objectives(["ttft:150"]))
     assert (report.offered, report.finished, report.goodput_share) == (4, 3, 0.5)
     assert report.goodput == pytest.approx(2 / 2.1)
 
@@ -57,12 +57,12 @@ def test_goodput_is_of_what_was_offered(make_simulator: Callable[..., Simulator]
 @pytest.mark.parametrize("text", ["", "ttft", "ttft:", "ttft:x", "ttft:-1", "latency:5", "ttft:nan"])
 def test_objectives_that_cannot_be_meant(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--goodput: .* is not allowed"):
-        parse_goodput([text])
+        parse_objectives([text])
 
 
 def test_an_objective_is_named_once() -> None:
     with pytest.raises(ConfigError, match="at most once"):
-        parse_goodput(["ttft:1", "ttft:2"])
+        parse_objectives(["ttft:1", "ttft:2"])
 
 
 @pytest.mark.parametrize(

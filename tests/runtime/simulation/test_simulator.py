@@ -14,9 +14,9 @@ from quire.runtime.simulation import (
     Stalled,
     Workload,
     make_arrivals,
-    read_mooncake,
     summarize,
 )
+from quire.runtime.traffic import read_mooncake
 from quire.scheduler import FirstComeFirstServed, StepPlan
 
 DATA = Path(__file__).parents[2] / "data"

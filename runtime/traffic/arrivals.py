@@ -1,6 +1,6 @@
 """Who comes when, and with how much: streams of requests drawn from distributions.
 
-It must not know the scheduler. One invariant: the same seed gives the same stream, on every machine; nothing but one
+It must not know who serves them. One invariant: the same seed gives the same stream, on every machine; nothing but one
 `random.Random` decides.
 """
 
@@ -81,19 +81,26 @@ def poisson(rate: float, random: Random) -> Iterator[float]:
 
 
 def bursty(rate: float, burstiness: float, random: Random) -> Iterator[float]:
-    """Gamma-distributed seconds of shape `burstiness`, as vLLM defines it: 1 is Poisson, less comes in bursts."""
+    """Seconds between requests that come in bursts, see `draw_interval`."""
     while True:
-        yield random.gammavariate(burstiness, 1 / (rate * burstiness))
+        yield draw_interval(rate, burstiness, random)
 
 
-def rescale(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
+def draw_interval(rate: float, burstiness: float, random: Random) -> float:
+    """Gamma-distributed seconds of shape `burstiness`, as vLLM defines it: 1 is Poisson, less comes in bursts, inf like
+    clockwork.
+    """
+    return 1 / rate if math.isinf(burstiness) else random.gammavariate(burstiness, 1 / (rate * burstiness))
+
+
+def rescale(arrivals: Sequence[Arrival], rate: float, flag: str) -> list[Arrival]:
     """The same pattern from time 0 on, stretched or squeezed to `rate` requests per second on the whole.
 
-    Raises ConfigError if the requests all come at once.
+    Raises ConfigError naming `flag` if the requests all come at once.
     """
     span = arrivals[-1].time_s - arrivals[0].time_s
     if span <= 0:
-        raise ConfigError(f"--rate: {len(arrivals)} requests that come at once have no rate that could be changed")
+        raise ConfigError(f"{flag}: {len(arrivals)} requests that come at once have no rate that could be changed")
     factor = (len(arrivals) - 1) / rate / span
     return [replace(arrival, time_s=(arrival.time_s - arrivals[0].time_s) * factor) for arrival in arrivals]
 

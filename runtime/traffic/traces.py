@@ -1,6 +1,6 @@
-"""Recorded streams of requests: Mooncake's JSONL and Azure's CSV, as their projects publish them.
+"""Recorded streams of requests: Mooncake's JSONL, Azure's and BurstGPT's CSV, as their projects publish them.
 
-It must not know the scheduler. One invariant: a file is either read as it is meant or refused with a ConfigError that
+It must not know who serves them. One invariant: a file is either read as it is meant or refused with a ConfigError that
 names file, line and field.
 
 Mooncake (Qin et al., FAST 2025), a line each: `{"timestamp": ms, "input_length": …, "output_length": …, "hash_ids":
@@ -9,15 +9,16 @@ no part of its ids: a next turn that repeats it shares only its prompt.
 
 Azure's LLM inference traces of 2023 and 2024: `TIMESTAMP,ContextTokens,GeneratedTokens` in the first line, then e.g.
 `2023-11-16 18:15:46.6805900,374,44`.
+
+BurstGPT (Wang et al., 2024): the first line names at least `Timestamp` (seconds), `Request tokens` and `Response
+tokens`, in any order. Rows of 0 tokens are requests that failed, and are left out.
 """
 
 from __future__ import annotations
 
-import csv
 import re
-from collections.abc import Iterator
 from datetime import UTC, datetime
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -25,10 +26,11 @@ import msgspec
 
 from ..errors import ConfigError
 from .arrivals import MAX_LENGTH, Arrival
+from .files import csv_rows, text_lines
 
 MOONCAKE_BLOCK = 512  # tokens
-MAX_LINE = 16 << 20  # characters
 AZURE_FIELDS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
+BURSTGPT_FIELDS = ("Timestamp", "Request tokens", "Response tokens")
 
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 PromptTokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_LENGTH)]
@@ -47,7 +49,7 @@ def read_mooncake(path: Path, limit: int | None = None) -> list[Arrival]:
     decode = msgspec.json.Decoder(_MooncakeLine).decode
     numbers: dict[int | str, int] = {}  # hash id -> a small number
     arrivals = []
-    for number, text in islice(((number, text) for number, text in _lines(path) if text.strip()), limit):
+    for number, text in islice(text_lines(path), limit):
         try:
             line = decode(text)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -66,7 +68,7 @@ def read_mooncake(path: Path, limit: int | None = None) -> list[Arrival]:
 
 def read_azure(path: Path, limit: int | None = None) -> list[Arrival]:
     """The first `limit` requests, the first of them at time 0. Raises ConfigError."""
-    rows = _csv_rows(path)
+    rows = csv_rows(path)
     _, header = next(rows, (1, []))
     if header != AZURE_FIELDS:
         raise ConfigError(f"{path}, line 1: must be {','.join(AZURE_FIELDS)}, is {','.join(header)[:100]!r}")
@@ -88,6 +90,28 @@ def _azure_arrival(where: str, row: list[str]) -> Arrival:
     return Arrival(seconds, prompt_tokens, max(1, output_tokens))
 
 
+def read_burstgpt(path: Path, limit: int | None = None) -> list[Arrival]:
+    """The first `limit` requests that did not fail, the first of them at time 0. Raises ConfigError."""
+    rows = csv_rows(path)
+    _, header = next(rows, (1, []))
+    if missing := [field for field in BURSTGPT_FIELDS if field not in header]:
+        raise ConfigError(f"{path}, line 1: must name the field {missing[0]!r}, is {','.join(header)[:100]!r}")
+    columns = [header.index(field) for field in BURSTGPT_FIELDS]
+    arrivals = (_burstgpt_arrival(f"{path}, line {number}", row, len(header), columns) for number, row in rows)
+    return _from_zero(path, list(islice(filter(None, arrivals), limit)))
+
+
+def _burstgpt_arrival(where: str, row: list[str], num_fields: int, columns: list[int]) -> Arrival | None:
+    if len(row) != num_fields:
+        raise ConfigError(f"{where}: has {len(row)} fields, must have {num_fields} as line 1")
+    timestamp, request, response = (row[column] for column in columns)
+    if not re.fullmatch(r"\s*[0-9]{1,12}(\.[0-9]{1,9})?\s*", timestamp):
+        raise ConfigError(f"{where}: Timestamp must be seconds such as 45 or 45.5, is {timestamp[:40]!r}")
+    prompt_tokens = _count(where, "Request tokens", request, 0)
+    output_tokens = _count(where, "Response tokens", response, 0)
+    return Arrival(float(timestamp), prompt_tokens, output_tokens) if prompt_tokens and output_tokens else None
+
+
 def _count(where: str, field: str, text: str, least: int) -> int:
     value = int(text) if re.fullmatch(r"\s*[0-9]{1,9}\s*", text) else -1
     if not least <= value <= MAX_LENGTH:
@@ -95,34 +119,10 @@ def _count(where: str, field: str, text: str, least: int) -> int:
     return value
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Line numbers and fields of all lines that are not empty."""
-    reader = csv.reader(text for _, text in _lines(path))
-    try:
-        yield from ((reader.line_num, row) for row in reader if row)
-    except csv.Error as error:
-        raise ConfigError(f"{path}, line {reader.line_num}: {error}") from error
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered from 1; none longer than MAX_LINE."""
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number in count(1):
-                text = file.readline(MAX_LINE)
-                if not text:
-                    return
-                if len(text) == MAX_LINE:
-                    raise ConfigError(f"{path}, line {number}: longer than {MAX_LINE} characters")
-                yield number, text
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--trace {path} cannot be read: {error}") from error
-
-
 def _from_zero(path: Path, arrivals: list[Arrival]) -> list[Arrival]:
     """In order of time, which recorded files nearly are, counted from the earliest."""
     if not arrivals:
-        raise ConfigError(f"--trace {path} has no requests")
+        raise ConfigError(f"{path} has no requests")
     arrivals.sort(key=lambda arrival: arrival.time_s)
     first = arrivals[0].time_s
     return [

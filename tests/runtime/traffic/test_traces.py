@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 from quire.runtime.errors import ConfigError
-from quire.runtime.simulation import Arrival, Workload, make_arrivals, read_azure, read_mooncake
+from quire.runtime.traffic import Arrival, read_azure, read_burstgpt, read_mooncake
 
 DATA = Path(__file__).parents[2] / "data"
 MOONCAKE = '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}\n'
+BURSTGPT = (
+    "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,Conversation log\n"
+)
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
 
 
@@ -35,6 +38,15 @@ def test_azures_later_traces_name_their_time_zone(tmp_path: Path) -> None:
     assert read_azure(path) == [Arrival(0.0, 2162, 5)]
 
 
+def test_burstgpt_leaves_out_what_failed() -> None:
+    assert read_burstgpt(DATA / "burstgpt.csv") == [
+        Arrival(0.0, 472, 18),
+        Arrival(40.0, 1087, 230),
+        Arrival(113.5, 417, 276),
+    ]
+    assert len(read_burstgpt(DATA / "burstgpt.csv", 2)) == 2
+
+
 def test_the_first_few_are_read_and_the_rest_not_even_checked(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_text(MOONCAKE + "nonsense\n")
@@ -51,11 +63,6 @@ def test_hash_ids_may_be_text(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_text(MOONCAKE.replace("[1, 2]", '["c0ffee", "f00"]') + MOONCAKE.replace("[1, 2]", '["c0ffee"]'))
     assert [each.blocks for each in read_mooncake(path)] == [(0, 1), (0,)]
-
-
-def test_a_rate_changes_the_times_of_a_trace() -> None:
-    arrivals = make_arrivals(Workload(arrivals="azure", trace=DATA / "azure.csv", rate=2))
-    assert [round(each.time_s, 3) for each in arrivals] == [0.0, 0.95, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +114,26 @@ def test_azure_files_that_are_refused(text: str, message: str, tmp_path: Path) -
         read_azure(path)
 
 
-@pytest.mark.parametrize("read", [read_mooncake, read_azure])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "line 1: must name the field 'Timestamp'"),
+        ("Timestamp,Request tokens\n", "line 1: must name the field 'Response tokens'"),
+        (BURSTGPT.splitlines()[0], "has no requests"),
+        (BURSTGPT + "5,ChatGPT,472\n", "line 3: has 3 fields, must have 6"),
+        (BURSTGPT.replace("5,C", "soon,C"), "line 2: Timestamp must be seconds"),
+        (BURSTGPT.replace("472", "many"), "line 2: Request tokens must be a whole number from 0"),
+        (BURSTGPT.replace("18,", "-1,"), "line 2: Response tokens must be a whole number from 0"),
+    ],
+)
+def test_burstgpt_files_that_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"bad.csv.*{message}"):
+        read_burstgpt(path)
+
+
+@pytest.mark.parametrize("read", [read_mooncake, read_azure, read_burstgpt])
 def test_what_is_no_text_file_is_refused(read: object, tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path / "binary", tmp_path / "missing", tmp_path):

@@ -1,0 +1,33 @@
+"""What command lines say of traffic in figures, checked.
+
+It must not know which command asks. One invariant: what cannot be meant is refused with a ConfigError that names the
+flag.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Sequence
+
+from ..errors import ConfigError
+
+
+def check_number(flag: str, value: float | None, low: float, high: float) -> None:
+    """None is fine: it was not given. Raises ConfigError."""
+    if value is not None and not (math.isfinite(value) and low <= value <= high):
+        raise ConfigError(f"{flag} must be between {low:g} and {high:g}, not {value:g}")
+
+
+def parse_goodput(texts: Sequence[str], metrics: Collection[str]) -> dict[str, float]:
+    """`ttft:2000 e2el:9000`: the milliseconds that a good request keeps to, each metric once. Raises ConfigError."""
+    objectives: dict[str, float] = {}
+    for text in texts:
+        found = re.fullmatch(r"([a-z0-9]+):(\d{1,9}(?:\.\d{1,9})?)", text)
+        if not found or found[1] not in metrics or found[1] in objectives:
+            raise ConfigError(
+                f"--goodput: {text!r} is not allowed; write each of {', '.join(metrics)} at most once with its "
+                "milliseconds, as in ttft:2000 tpot:200"
+            )
+        objectives[found[1]] = float(found[2])
+    return objectives

@@ -1,0 +1,59 @@
+"""Workloads as a command line describes them: their seeds, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from quire.runtime.errors import ConfigError
+from quire.runtime.simulation import Arrival, Workload, make_arrivals
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+def test_constant_arrivals_come_like_clockwork() -> None:
+    arrivals = make_arrivals(Workload(arrivals="constant", rate=4, requests=3, prompt_tokens="7", output_tokens="2"))
+    assert arrivals == [Arrival(0.25, 7, 2), Arrival(0.5, 7, 2), Arrival(0.75, 7, 2)]
+
+
+def test_the_seed_decides_everything() -> None:
+    def draw(seed: int) -> list[Arrival]:
+        return make_arrivals(Workload(arrivals="bursty", prompt_tokens="1-900", tenants="a=2,b=1", seed=seed))
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_tenants_come_at_their_relative_rates() -> None:
+    counts = Counter(each.tenant for each in make_arrivals(Workload(requests=10_000, tenants="a=20, b=1")))
+    assert set(counts) == {"a", "b"}
+    assert counts["a"] / counts["b"] == pytest.approx(20, rel=0.15)
+
+
+def test_a_shared_prefix_comes_before_each_prompt() -> None:
+    (arrival,) = make_arrivals(Workload(requests=1, prompt_tokens="10", shared_prefix_tokens=64))
+    assert (arrival.prompt_tokens, arrival.blocks, arrival.block_tokens) == (74, (0,), 64)
+
+
+@pytest.mark.parametrize(
+    ("workload", "message"),
+    [
+        (Workload(rate=0), "--rate must be between"),
+        (Workload(rate=float("nan")), "--rate must be between"),
+        (Workload(requests=0), "--requests must be between"),
+        (Workload(burstiness=0), "--burstiness must be between"),
+        (Workload(shared_prefix_tokens=-1), "--shared-prefix-tokens must be between"),
+        (Workload(trace=Path("x")), "with --arrivals mooncake or azure"),
+        (Workload(arrivals="azure"), "needs --trace FILE"),
+        (Workload(arrivals="azure", trace=Path("x"), tenants="a=1"), "are for drawn requests"),
+    ],
+)
+def test_workloads_that_cannot_be_meant(workload: Workload, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_arrivals(workload)
+
+
+def test_a_rate_changes_the_times_of_a_trace() -> None:
+    arrivals = make_arrivals(Workload(arrivals="azure", trace=DATA / "azure.csv", rate=2))
+    assert [round(each.time_s, 3) for each in arrivals] == [0.0, 0.95, 1.0]
