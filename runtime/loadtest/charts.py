@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from io import StringIO
 from statistics import NormalDist
 from typing import Any
@@ -33,10 +34,13 @@ PARTS = {  # of a request's time, in the order in which they pass; Okabe and Ito
     "elsewhere": "#b8bfc8",
 }
 SINGLE = "#0b6fa4"
-DASHES = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (6, 2, 1.5, 2)))
-PERCENTILES = (0.1, 1, 10, 25, 50, 75, 90, 99, 99.9, 99.99)
+DASHES = ((), (6, 2), (2, 1.5), (6, 2, 1.5, 2))  # on and off, in line widths
+PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 99.9, 99.99)
 MAX_CDF_POINTS = 400
+NORMAL = NormalDist()
+LOWEST_PLACE = NORMAL.inv_cdf(0.01)
 STYLE = {
+    "axes.axisbelow": True,
     "axes.edgecolor": QUIET,
     "axes.grid": True,
     "axes.labelcolor": QUIET,
@@ -49,11 +53,13 @@ STYLE = {
     "axes.titlecolor": INK,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
-    "font.family": ["DejaVu Sans", "Verdana", "sans-serif"],
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9,
     "grid.color": GRID,
     "grid.linewidth": 0.8,
     "lines.linewidth": 1.8,
+    "svg.hashsalt": "quire",  # the same picture has the same bytes
     "svg.fonttype": "none",  # text stays text: small, selectable, read aloud
     "text.color": INK,
     "text.parse_math": False,
@@ -105,18 +111,19 @@ def series_colours(count: int) -> list[str]:
     return [f"#{round(255 * r):02x}{round(255 * g):02x}{round(255 * b):02x}" for r, g, b, _ in shades]
 
 
-def series_dash(index: int) -> Any:
+def series_dash(index: int) -> tuple[float, ...]:
+    """Of the run at `index`; empty: solid."""
     return DASHES[index % len(DASHES)]
 
 
 def draw_distribution(title: str, series: Sequence[Values]) -> str:
     """Cumulative distributions, milliseconds on a log axis, one line per run; a run without values has none."""
-    with _figure(title, (5.2, 3.3)) as (figure, svg):
+    with _figure((5.2, 3.3)) as (figure, svg):
         axes = figure.subplots()
         colours = series_colours(len(series))
         for index, values in enumerate(series):
             if values.size:
-                axes.plot(*_cumulative(values), color=colours[index], linestyle=series_dash(index))
+                axes.plot(*_cumulative(values), color=colours[index], dashes=series_dash(index))
         _percentile_axis(axes, max(values.size for values in series))
         _milliseconds(axes, "x", [values for values in series if values.size])
         axes.set_title(title)
@@ -128,7 +135,7 @@ def draw_curve(points: Sequence[CurvePoint]) -> str:
     """Latency against output tokens per second; with objectives, also goodput against the request rate."""
     with_goodput = [point for point in points if point.goodput is not None and point.request_rate is not None]
     panels = 3 if with_goodput else 2
-    with _figure("curve", (10.6, 3.6)) as (figure, svg):
+    with _figure((10.6, 3.6)) as (figure, svg):
         axes = figure.subplots(1, panels)
         _latency_curve(axes[0], "Time to first token", points, [point.ttft_ms for point in points])
         _latency_curve(axes[1], "Time per output token", points, [point.tpot_ms for point in points])
@@ -141,7 +148,7 @@ def draw_curve(points: Sequence[CurvePoint]) -> str:
 def draw_history(history: History) -> str:
     """Arrivals and errors, tokens, requests and the KV pool over one run's seconds, one above the other."""
     sampled = history.sampled_s.size > 0
-    with _figure("history", (10.6, 6.6 if sampled else 5.0)) as (figure, svg):
+    with _figure((10.6, 6.6 if sampled else 5.0)) as (figure, svg):
         rows = figure.subplots(4 if sampled else 3, 1, sharex=True)
         _arrivals(rows[0], history)
         _steps(rows[1], history, history.tokens / history.bin_s, SINGLE)
@@ -160,8 +167,8 @@ def draw_history(history: History) -> str:
 
 
 def draw_parts(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """Where time went: per row, the mean milliseconds of each of PARTS, beside each other. Labels are the caller's."""
-    with _figure("parts", (10.6, 0.75 + 0.36 * len(rows))) as (figure, svg):
+    """Where time went: per row, the mean milliseconds of each of PARTS, beside each other."""
+    with _figure((10.6, 0.75 + 0.36 * len(rows))) as (figure, svg):
         axes = figure.subplots()
         left = np.zeros(len(rows))
         places = np.arange(len(rows))
@@ -179,6 +186,7 @@ def draw_parts(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
                 color=QUIET,
             )
         axes.set_yticks(places, [label for label, _ in rows], color=INK)
+        axes.xaxis.set_major_formatter("{x:,.10g}")
         axes.set(xlabel="milliseconds, mean", xlim=(0, 1.08 * max(left.max(), 1e-3)))
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
@@ -191,28 +199,28 @@ def draw_parts(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
 
 
 def _cumulative(values: Values) -> tuple[Values, Values]:
-    """Values and their places on the probit axis, as many as a picture can show."""
+    """Values from p1 on, as far as so many can tell, and their places on the probit axis."""
     ordered = np.sort(values)
-    normal = NormalDist()
-    lowest = normal.inv_cdf(0.5 / ordered.size)
-    places = np.linspace(lowest, -lowest, min(MAX_CDF_POINTS, ordered.size)) if ordered.size > 1 else np.zeros(1)
-    shares = np.array([normal.cdf(place) for place in places])
-    ranks = np.clip(np.ceil(shares * ordered.size - 1e-9).astype(int) - 1, 0, ordered.size - 1)
-    return ordered[ranks], places
+    places = np.linspace(LOWEST_PLACE, _highest_place(ordered.size), MAX_CDF_POINTS)
+    shares = np.array([NORMAL.cdf(place) for place in places])
+    return ordered[np.minimum((shares * ordered.size).astype(int), ordered.size - 1)], places
+
+
+def _highest_place(count: int) -> float:
+    return max(NORMAL.inv_cdf(1 - 0.5 / max(count, 2)), NORMAL.inv_cdf(0.9))
 
 
 def _percentile_axis(axes: Any, count: int) -> None:
-    normal = NormalDist()
-    farthest = 100 - 50 / max(count, 2)  # what so many values can tell
-    shown = [p for p in PERCENTILES if 100 - farthest <= p <= farthest] or [50]
-    axes.set_yticks([normal.inv_cdf(p / 100) for p in shown], [f"p{p:g}" for p in shown])
-    limit = max(normal.inv_cdf(farthest / 100), 1.4) + 0.15
-    axes.set_ylim(-limit, limit)
-    axes.axhline(0, color=GRID, linewidth=1.6, zorder=0)
+    highest = _highest_place(count)
+    places = {percent: NORMAL.inv_cdf(percent / 100) for percent in PERCENTILES}
+    shown = {percent: place for percent, place in places.items() if place <= highest}
+    axes.set_yticks(list(shown.values()), [f"p{percent:g}" for percent in shown])
+    axes.set_ylim(LOWEST_PLACE, highest + 0.1)
+    axes.axhline(0, color=GRID, linewidth=1.8, zorder=0)  # p50
 
 
 def _milliseconds(axes: Any, which: str, values: Sequence[Values]) -> None:
-    """A log axis with plain numbers at 1, 2, 5 times powers of ten; at least a factor of four wide."""
+    """A log axis with plain numbers at round steps; at least a factor of four wide."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     every = np.concatenate(values) if values else np.ones(1)
@@ -221,7 +229,7 @@ def _milliseconds(axes: Any, which: str, values: Sequence[Values]) -> None:
     middle, half = (low * high) ** 0.5, max((high / low) ** 0.5 * 1.12, 2.0)
     low, high = middle / half, middle * half
     decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    steps = (1, 2, 5) if high / low < 2e3 else (1,)
+    steps = (1, 1.5, 2, 3, 4, 5, 7) if high / low < 8 else (1, 2, 5) if high / low < 2e3 else (1,)
     axis = getattr(axes, f"{which}axis")
     getattr(axes, f"set_{which}scale")("log")
     getattr(axes, f"set_{which}lim")(low, high)
@@ -237,23 +245,23 @@ def _latency_curve(
     speed = np.array([point.tokens_per_s for point in points])
     p50, p99 = (np.array([pair[index] for pair in latencies]) for index in (0, 1))
     axes.fill_between(speed, p50, p99, color=SINGLE, alpha=0.08, linewidth=0)
-    axes.plot(speed, p99, "o", color=SINGLE, linestyle=DASHES[1], markerfacecolor="white", markersize=5)
+    axes.plot(speed, p99, "o", color=SINGLE, dashes=DASHES[1], markerfacecolor="white", markersize=5)
     axes.plot(speed, p50, "o", color=SINGLE, linestyle="solid", markersize=5)
     _milliseconds(axes, "y", [p50, p99])
-    last = -1
-    for name, line in (("p99", p99), ("p50", p50)):
+    for name, height in (("p99", p99[0]), ("p50", p50[0])):
         axes.annotate(
-            name, (speed[last], line[last]), (7, 0), textcoords="offset points", va="center", weight="bold", color=INK
+            name, (speed[0], height), (-7, 0), textcoords="offset points", ha="right", va="center", weight="bold"
         )
     for point, height in zip(points, p99, strict=True):
         axes.annotate(
             point.label,
             (point.tokens_per_s, height),
-            (0, 7),
+            (0, 6),
             textcoords="offset points",
             ha="center",
             color=QUIET,
             size=8,
+            bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.5},
         )
     axes.set(title=title, xlabel="output tokens per second", xlim=(0, 1.14 * max(speed.max(), 1e-3)))
 
@@ -263,7 +271,7 @@ def _goodput_curve(axes: Any, points: Sequence[CurvePoint]) -> None:
     goodput = np.array([point.goodput for point in points], np.float64)
     finite = rates[np.isfinite(rates)]
     top = max(finite.max() if finite.size else 0.0, goodput.max())
-    axes.plot([0, top], [0, top], color=QUIET, linewidth=1, linestyle=DASHES[2])
+    axes.plot([0, top], [0, top], color=QUIET, linewidth=1, dashes=DASHES[2])
     axes.annotate("all that is asked", (top, top), (-4, 2), textcoords="offset points", ha="right", color=QUIET, size=8)
     axes.plot(rates, goodput, "o", color=SINGLE, linestyle="solid", markersize=5)
     axes.set(title="Goodput", xlabel="requests per second asked", ylabel="requests per second within limits")
@@ -295,7 +303,7 @@ def _in_flight(axes: Any, history: History) -> None:
         (history.waiting, PARTS["queue"], DASHES[2], "waiting"),
     ):
         if np.isfinite(values).any():
-            axes.plot(history.sampled_s, values, color=colour, linestyle=dash)
+            axes.plot(history.sampled_s, values, color=colour, dashes=dash)
             named.append(name)
     axes.set_title("Requests in flight")
     if len(named) > 1:
@@ -319,10 +327,9 @@ class _Svg:
 
 
 @contextmanager
-def _figure(name: str, inches: tuple[float, float]) -> Iterator[tuple[Any, _Svg]]:
-    """A figure in our style. `name` makes the ids in it stable and unlike those of other pictures of the page."""
+def _figure(inches: tuple[float, float]) -> Iterator[tuple[Any, _Svg]]:
     pyplot = _pyplot()
-    with pyplot.rc_context({**STYLE, "svg.hashsalt": name}):
+    with pyplot.rc_context(STYLE):
         figure = pyplot.figure(figsize=inches, layout="constrained")
         try:
             yield figure, _Svg(figure)
@@ -331,12 +338,14 @@ def _figure(name: str, inches: tuple[float, float]) -> Iterator[tuple[Any, _Svg]
 
 
 def _inline(text: str) -> str:
-    """Without what only a file of its own needs: prolog, size, page-wide style, ids that nothing refers to."""
-    text = text[text.index("<svg") :]
+    """As a part of a page: no prolog, size or page-wide style, and no id that another picture of the page has."""
+    text = text[text.index("<svg") :].strip()
     text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    return re.sub(r'<g id="[^"]*"', "<g", text).strip()
+    text = re.sub(r'<svg([^>]*?) width="[^"]*"', r"<svg\1", text, count=1)
+    text = re.sub(r'<svg([^>]*?) height="[^"]*"', r"<svg\1", text, count=1)
+    text = re.sub(r'<g id="[^"]*"', "<g", text)  # nothing refers to them
+    own = sha256(text.encode()).hexdigest()[:8]
+    return re.sub(r'(\sid="|url\(#|href="#)', rf"\g<1>{own}", text)
 
 
 def _pyplot() -> Any:
