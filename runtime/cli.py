@@ -18,10 +18,13 @@ from .commands.bench import bench_cache, bench_speed
 from .commands.demo import demo as run_demo
 from .commands.generate import generate as run_generate
 from .commands.inspect import info_text, plan_text
+from .commands.loadtest import LoadTest, OutputOptions
+from .commands.loadtest import loadtest as run_loadtest
 from .commands.serve import serve as run_serve
 from .commands.simulate import simulate as run_simulate
 from .errors import QuireError
 from .generation import SamplingParams
+from .loadtest import Behaviour, DatasetOptions, LoadOptions, Pacing, SamplingOptions, TargetOptions
 from .models import describe_sizes
 from .settings import Settings, resolve_settings
 from .simulation import Process, Workload
@@ -276,6 +279,38 @@ def simulate(
         goodput,
         json,
         **asdict(machine or MachineFlags()),
+    )
+
+
+@app.command
+def loadtest(
+    *,
+    target: Annotated[TargetOptions | None, Parameter(name="*", group="Server under load")] = None,
+    dataset: Annotated[DatasetOptions | None, Parameter(name="*", group="Requests")] = None,
+    pacing: Annotated[Pacing | None, Parameter(name="*", group="When they are sent")] = None,
+    behaviour: Annotated[Behaviour | None, Parameter(name="*", group="How clients behave")] = None,
+    sampling: Annotated[SamplingOptions | None, Parameter(name="*", group="Sampling")] = None,
+    output: Annotated[OutputOptions | None, Parameter(name="*", group="Results")] = None,
+    goodput: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = (),
+    metadata: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = (),
+) -> None:
+    """Put a server under load and tell what its users saw, with the flags and result keys of `vllm bench serve`.
+
+    Without an address a server on the bundled model is started for the duration. --goodput ttft:2000 tpot:200:
+    milliseconds that a good request keeps to; of ttft, tpot and e2el. --metadata KEY=VALUE: goes into the result.
+    """
+    load = LoadOptions(
+        dataset=dataset or DatasetOptions(), pacing=pacing or Pacing(), behaviour=behaviour or Behaviour()
+    )
+    run_loadtest(
+        LoadTest(
+            target=target or TargetOptions(),
+            sampling=sampling or SamplingOptions(),
+            load=load,
+            output=output or OutputOptions(),
+            goodput=goodput,
+            metadata=metadata,
+        )
     )
 
 

@@ -2,18 +2,13 @@
 
 Every user asks twice: the second time for more of what it has got, so that the prefix cache shows.
 
-One invariant: the server process is gone when this returns, however it returns.
+One invariant: what the table says is what the users saw; nothing is asked of the server but through the client.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import re
-import sys
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from rich.columns import Columns
@@ -24,11 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..client import AsyncClient
-from ..errors import ConfigError, Unavailable
+from ..errors import ConfigError
 from ..generation import SamplingParams, Usage
+from .local_server import local_server
 
-START_TIMEOUT_S = 60
-STOP_TIMEOUT_S = 10
 TURNS = 2
 OPENING = "This module provides access to "
 PROMPTS = (
@@ -70,9 +64,9 @@ def demo(users: int, max_tokens: int) -> None:
 
 async def _demo(users: list[User], max_tokens: int) -> None:
     console = Console()
-    async with _server() as (address, ready_line):
-        console.print(Text(ready_line, style="dim"))
-        async with AsyncClient(address) as client:
+    async with local_server() as server:
+        console.print(Text(server.ready_line, style="dim"))
+        async with AsyncClient(server.address) as client:
             start = time.monotonic()
             streams = asyncio.gather(*(_converse(client, user, seed, max_tokens) for seed, user in enumerate(users)))
             try:
@@ -85,46 +79,6 @@ async def _demo(users: list[User], max_tokens: int) -> None:
     total = sum(turn.tokens for user in users for turn in user.turns)
     rate = total / seconds
     console.print(f"{total} tokens for {len(users)} concurrent users in {seconds:.2f} s: {rate:.0f} tokens/s")
-
-
-@contextlib.asynccontextmanager
-async def _server() -> AsyncIterator[tuple[str, str]]:
-    """A `quire serve` process on free ports: its address and its ready line."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "quire.runtime.cli", "serve", "--port", "0", "--http-port", "0"),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env={name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")},
-    )
-    try:
-        line = await _ready_line(process)
-        found = re.search(r"clients (\S+)", line)
-        if found is None:
-            raise Unavailable("the server did not start; run `quire serve` to see why")
-        yield found[1], line
-    finally:
-        await _stop(process)
-
-
-async def _ready_line(process: asyncio.subprocess.Process) -> str:
-    """Empty if it ended, or said nothing in time."""
-    assert process.stdout is not None, "asked for a pipe"
-    try:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            return (await process.stdout.readline()).decode().strip()
-    except TimeoutError:
-        return ""
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.terminate()
-    try:
-        async with asyncio.timeout(STOP_TIMEOUT_S):
-            await process.wait()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
 
 
 async def _converse(client: AsyncClient, user: User, seed: int, max_tokens: int) -> None:

@@ -43,7 +43,10 @@ LATENCIES = {
     "tpot": ("Time per output token", "a request's mean after its first token"),
     "itl": ("Inter-token latency", "between one piece of the answer and the next"),
     "e2el": ("End-to-end latency", "from sending a request to its last token"),
-    "schedule_delay": ("Schedule delay", "from when a request was due until it was sent, waiting for a place among the most at a time included"),
+    "schedule_delay": (
+        "Schedule delay",
+        "from when a request was due until it was sent, waiting for a place among the most at a time included",
+    ),
 }
 RUN_COLUMNS = (
     "finished",

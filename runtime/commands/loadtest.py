@@ -1,0 +1,260 @@
+"""`quire loadtest`: a server and a load in, what its users saw out; as a table, as vLLM's JSON, as a report.
+
+One invariant: whatever can be refused is refused before the first request is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from ..errors import ConfigError, Unavailable
+from ..loadtest.datasets import PRESCRIBED
+from ..loadtest.driver import Driven, Tally, drive_closed, drive_open
+from ..loadtest.load import Load, LoadOptions, check_load, make_load
+from ..loadtest.report import check_report, write_report
+from ..loadtest.results import GOODPUT_METRICS, METRICS, QUEUE_METRICS, RunOptions, summarize, without_details
+from ..loadtest.run import Run
+from ..loadtest.sweep import Point, SweepFolder, parse_sweep, run_sweep
+from ..loadtest.target import OpenTarget, SamplingOptions, TargetOptions, check_target, given_address, open_target
+from ..loadtest.timeline import sample_metrics
+from ..models import BUNDLED_MODEL
+from ..traffic import parse_goodput
+from .loadtest_progress import shown
+from .loadtest_report import print_result
+from .local_server import local_server
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    percentile_metrics: str = ",".join(METRICS)
+    "Of ttft, tpot, itl, e2el, client_queue_time, e2el_including_client_queue."
+    metric_percentiles: str = "50,90,99"
+    "Of those metrics."
+    disable_tqdm: bool = False
+    "Show no progress."
+    label: str | None = None
+    "Of the result. Default: the backend."
+    save_result: bool = False
+    "Write a JSON file with the keys of `vllm bench serve`, ours under x_quire."
+    save_detailed: bool = False
+    "With all requests in it."
+    result_dir: Path | None = None
+    "Its folder. Default: this one."
+    result_filename: str | None = None
+    "Its name. Default: made of label, rate, model and time."
+    report: Path | None = None
+    "Write a page of charts to this .html file."
+    sweep: str | None = None
+    "Several runs: request rates such as 1,2,4,inf, or concurrency:1,8,32."
+    sweep_dir: Path | None = None
+    "Keep each run there, so that an interrupted sweep goes on where it was."
+    metrics_url: str | None = None
+    "The server's /metrics, sampled during the run. Default: our own server's."
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadTest:
+    target: TargetOptions = field(default_factory=TargetOptions)
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    load: LoadOptions = field(default_factory=LoadOptions)
+    output: OutputOptions = field(default_factory=OutputOptions)
+    goodput: tuple[str, ...] = ()  # ttft:2000 tpot:200
+    metadata: tuple[str, ...] = ()  # KEY=VALUE
+
+
+def loadtest(test: LoadTest) -> None:
+    """Raises ConfigError before anything is sent, and Unavailable if no request succeeded."""
+    wanted = _Wanted.of(test)
+    runs = uvloop.run(_loadtest(test, wanted))
+    if test.output.report is not None:
+        write_report(test.output.report, runs)
+    if not any(run.summary["completed"] for run in runs):
+        errors = [record.error for run in runs for record in run.records if record.error]
+        raise Unavailable(f"no request succeeded; the first failed with: {errors[0]}" if errors else "nothing was sent")
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What flags say in text, understood."""
+
+    metrics: tuple[str, ...]
+    percentiles: tuple[float, ...]
+    goodput: dict[str, float]
+    metadata: dict[str, str]
+    points: tuple[Point, ...]
+
+    @classmethod
+    def of(cls, test: LoadTest) -> _Wanted:
+        check_target(test.target)
+        check_load(test.load)
+        if test.output.report is not None:
+            check_report(test.output.report)
+        if test.output.sweep is None and test.output.sweep_dir is not None:
+            raise ConfigError("--sweep-dir is where a --sweep keeps its runs")
+        return cls(
+            _metrics(test.output.percentile_metrics),
+            _percentiles(test.output.metric_percentiles),
+            parse_goodput(test.goodput, GOODPUT_METRICS),
+            _metadata(test.metadata),
+            () if test.output.sweep is None else parse_sweep(test.output.sweep),
+        )
+
+
+async def _loadtest(test: LoadTest, wanted: _Wanted) -> list[Run]:
+    async with _reachable(test) as (test, address):
+        ignore_eos = test.load.dataset.dataset_name in PRESCRIBED
+        async with open_target(test.target, test.sampling, address, ignore_eos=ignore_eos) as target:
+            if not wanted.points:
+                return [await _run(test, wanted, target, test.output.label or test.target.backend)]
+
+            async def run_point(point: Point) -> Run:
+                return await _run(_at_load(test, point), wanted, target, point.label)
+
+            return await run_sweep(wanted.points, run_point, _folder(test))
+
+
+@contextlib.asynccontextmanager
+async def _reachable(test: LoadTest) -> AsyncIterator[tuple[LoadTest, str]]:
+    """The test as it is, or of a server of our own with all that is known of that."""
+    address = given_address(test.target)
+    if address is not None:
+        yield test, address
+        return
+    async with local_server() as server:
+        target = replace(test.target, tokenizer=test.target.tokenizer or BUNDLED_MODEL)
+        output = replace(test.output, metrics_url=test.output.metrics_url or server.metrics_url)
+        yield replace(test, target=target, output=output), server.address
+
+
+def _at_load(test: LoadTest, point: Point) -> LoadTest:
+    pacing = test.load.pacing
+    if point.kind == "rate":
+        pacing = replace(pacing, request_rate=point.load)
+    else:
+        pacing = replace(pacing, max_concurrency=int(point.load))
+    return replace(test, load=replace(test.load, pacing=pacing))
+
+
+def _folder(test: LoadTest) -> SweepFolder | None:
+    """Runs are the same if all but where they are written is; who may send them is nobody's business."""
+    if test.output.sweep_dir is None:
+        return None
+    settings = {"load": asdict(test.load), "sampling": asdict(test.sampling), "target": asdict(test.target)}
+    del settings["target"]["token"]
+    return SweepFolder(test.output.sweep_dir, settings)
+
+
+async def _run(test: LoadTest, wanted: _Wanted, target: OpenTarget, label: str) -> Run:
+    """One load from its warm-up to its printed and saved result."""
+    load = make_load(test.load, target.vocabulary)
+    await _warm_up(target, load)
+    tally = Tally()
+    async with sample_metrics(test.output.metrics_url) as timeline:
+        with shown(tally, quiet=test.output.disable_tqdm):
+            driven = await _drive(test, target, load, tally)
+    summary = summarize(driven.records, _run_options(test, wanted, target, driven, timeline.server))
+    print_result(summary, wanted.metrics, wanted.percentiles)
+    _save(test, summary)
+    return Run(label=label, started_s=driven.started_s, summary=summary, records=driven.records, timeline=timeline)
+
+
+async def _warm_up(target: OpenTarget, load: Load) -> None:
+    if not load.warmups:
+        return
+    warmed = await drive_closed(target.backend, load.warmups, Tally(), max_concurrency=1)
+    for record in warmed.records:
+        if record.error is not None:
+            raise Unavailable(f"a warm-up request failed with {record.error_code}: {record.error}")
+
+
+async def _drive(test: LoadTest, target: OpenTarget, load: Load, tally: Tally) -> Driven:
+    pacing = test.load.pacing
+    if load.times is not None:
+        tally.total = len(load.times)
+        requests = list(load.requests)
+        return await drive_open(target.backend, requests, load.times, tally, max_concurrency=pacing.max_concurrency)
+    assert pacing.max_concurrency is not None, "a closed loop"
+    tally.total = test.load.dataset.num_prompts
+    return await drive_closed(
+        target.backend, load.requests, tally, max_concurrency=pacing.max_concurrency, duration_s=pacing.duration
+    )
+
+
+def _run_options(
+    test: LoadTest, wanted: _Wanted, target: OpenTarget, driven: Driven, server: dict[str, str]
+) -> RunOptions:
+    tokenizer = test.target.tokenizer
+    return RunOptions(
+        backend=test.target.backend,
+        duration_s=driven.duration_s,
+        model_id=target.model_id,
+        num_prompts=test.load.dataset.num_prompts or len(driven.records),
+        label=test.output.label,
+        tokenizer_id=None if tokenizer is None else str(tokenizer),
+        pacing=test.load.pacing,
+        percentile_metrics=wanted.metrics,
+        metric_percentiles=wanted.percentiles,
+        goodput=wanted.goodput,
+        metadata=wanted.metadata,
+        generator_delays_s=driven.generator_delays_s,
+        extra={"dataset": test.load.dataset.dataset_name, "seed": test.load.dataset.seed, "server": server},
+    )
+
+
+def _save(test: LoadTest, summary: dict[str, Any]) -> None:
+    """Raises ConfigError where it cannot be written."""
+    if not test.output.save_result:
+        return
+    folder = test.output.result_dir or Path()
+    path = folder / (test.output.result_filename or _file_name(test, summary))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(summary if test.output.save_detailed else without_details(summary)))
+    except OSError as error:
+        raise ConfigError(f"--save-result: {path} cannot be written: {error.strerror or error}") from error
+    print(f"saved {path}")
+
+
+def _file_name(test: LoadTest, summary: dict[str, Any]) -> str:
+    """As vLLM names it."""
+    pacing = test.load.pacing
+    rate = f"{pacing.request_rate}qps"
+    if pacing.ramp_up_strategy is not None:
+        rate = f"ramp-up-{pacing.ramp_up_strategy}-{pacing.ramp_up_start_rps}qps-{pacing.ramp_up_end_rps}qps"
+    concurrency = "" if pacing.max_concurrency is None else f"-concurrency{pacing.max_concurrency}"
+    model = str(summary["model_id"]).rsplit("/", 1)[-1]
+    return f"{test.output.label or test.target.backend}-{rate}{concurrency}-{model}-{summary['date']}.json"
+
+
+def _metrics(text: str) -> tuple[str, ...]:
+    allowed = (*METRICS, *QUEUE_METRICS)
+    metrics = tuple(name.strip() for name in text.split(","))
+    if unknown := [name for name in metrics if name not in allowed]:
+        raise ConfigError(f"--percentile-metrics: {unknown[0]!r} is not allowed; allowed: {', '.join(allowed)}")
+    return metrics
+
+
+def _percentiles(text: str) -> tuple[float, ...]:
+    try:
+        percentiles = tuple(float(each) for each in text.split(","))
+    except ValueError:
+        percentiles = (-1.0,)
+    if not all(0 <= percent <= 100 for percent in percentiles):
+        raise ConfigError(
+            f"--metric-percentiles: {text!r} is not allowed; write numbers from 0 to 100 as in 50,90,99.9"
+        )
+    return percentiles
+
+
+def _metadata(pairs: Sequence[str]) -> dict[str, str]:
+    for pair in pairs:
+        if "=" not in pair:
+            raise ConfigError(f"--metadata: {pair!r} is not allowed; write KEY=VALUE")
+    return {key.strip(): value.strip() for key, _, value in (pair.partition("=") for pair in pairs)}

@@ -1,0 +1,66 @@
+"""A `quire serve` process on free ports, for commands that bring their own server.
+
+One invariant: the process is gone when the context is left, however it is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from ..errors import Unavailable
+
+START_TIMEOUT_S = 60
+STOP_TIMEOUT_S = 10
+
+
+@dataclass(frozen=True, slots=True)
+class LocalServer:
+    address: str  # for clients
+    metrics_url: str
+    ready_line: str
+
+
+@contextlib.asynccontextmanager
+async def local_server() -> AsyncIterator[LocalServer]:
+    """On the bundled model, whatever QUIRE_* variables say. Raises Unavailable if it does not start."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "quire.runtime.cli", "serve", "--port", "0", "--http-port", "0"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env={name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")},
+    )
+    try:
+        line = await _ready_line(process)
+        found = re.search(r"clients (\S+)\s+metrics (\S+)", line)
+        if found is None:
+            raise Unavailable("the server did not start; run `quire serve` to see why")
+        yield LocalServer(found[1], found[2], line)
+    finally:
+        await _stop(process)
+
+
+async def _ready_line(process: asyncio.subprocess.Process) -> str:
+    """Empty if it ended, or said nothing in time."""
+    assert process.stdout is not None, "asked for a pipe"
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            return (await process.stdout.readline()).decode().strip()
+    except TimeoutError:
+        return ""
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,80 @@
+"""A Quire server under load, spoken to as its users do: through AsyncClient.
+
+It must not know the protocol. One invariant: what a client would see is what is timed; nothing looks past the client.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from itertools import cycle
+
+import msgspec
+
+from ..client import AsyncClient
+from ..errors import GenerationFailed, QuireError
+from ..generation import OutputChunk, SamplingParams
+from .request import Chunk, End, Request, RequestFailed
+
+
+@dataclass(frozen=True, slots=True)
+class QuireTarget:
+    address: str
+    token: str | None = None
+    num_connections: int = 1
+    params: SamplingParams = field(default_factory=SamplingParams)  # of every request, but for its length
+    deadline_ms: int | None = None
+
+
+class QuireBackend:
+    """Requests take turns on the connections."""
+
+    def __init__(self, target: QuireTarget, clients: list[AsyncClient]) -> None:
+        self._target = target
+        self._clients = clients
+        self._turns = cycle(clients)
+
+    @classmethod
+    async def open(cls, target: QuireTarget) -> QuireBackend:
+        """Raises ConfigError, Unavailable or Unauthenticated."""
+        async with contextlib.AsyncExitStack() as opened:
+            clients = [
+                await opened.enter_async_context(AsyncClient(target.address, target.token))
+                for _ in range(target.num_connections)
+            ]
+            opened.pop_all()
+        return cls(target, clients)
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        params = msgspec.structs.replace(self._target.params, max_tokens=request.max_tokens)
+        generating = next(self._turns).generate(request.prompt, params, deadline_ms=self._target.deadline_ms)
+        try:
+            async with contextlib.aclosing(generating) as chunks:
+                async for chunk in chunks:
+                    yield Chunk(time.perf_counter(), len(chunk.token_ids), chunk.text, _end(chunk))
+        except QuireError as error:
+            raise RequestFailed(error.code, str(error)) from error
+
+
+def _end(chunk: OutputChunk) -> End | None:
+    usage = chunk.usage
+    if usage is None:
+        return None
+    if chunk.finish_reason is None:
+        raise GenerationFailed("the stream ended without a finish reason")
+    return End(
+        chunk.finish_reason,
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.cached_tokens,
+        usage.queue_ms,
+        usage.prefill_ms,
+        usage.decode_ms,
+        usage.stall_ms,
+    )
