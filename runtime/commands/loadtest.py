@@ -139,7 +139,10 @@ def _at_load(test: LoadTest, point: Point) -> LoadTest:
         pacing = replace(pacing, request_rate=point.load)
     else:
         pacing = replace(pacing, max_concurrency=int(point.load))
-    return replace(test, load=replace(test.load, pacing=pacing))
+    output, name = test.output, test.output.result_filename
+    if name is not None:  # each run has its own
+        output = replace(output, result_filename=f"{Path(name).stem}-{point.file_name}")
+    return replace(test, load=replace(test.load, pacing=pacing), output=output)
 
 
 def _folder(test: LoadTest) -> SweepFolder | None:

@@ -70,7 +70,7 @@ def _sentences(result: Mapping[str, Any], percentiles: Sequence[float]) -> list[
     """What the figures above do not say by themselves."""
     ours = result["x_quire"]
     highest = f"p{max(percentiles):g}" if percentiles else "mean"
-    delay, late = ours["schedule_delay_ms"][highest], (ours["generator_delay_ms"] or {}).get(highest, 0.0)
+    delay, late = ours["schedule_delay_ms"][highest], ours.get("generator_delay_ms", {}).get(highest, 0.0)
     lines = [
         f"Schedule delay (ms): {highest} {delay:.2f}; counted from the schedule, E2EL {highest} "
         f"{ours['e2el_from_schedule_ms'][highest]:.2f}, TTFT {highest} {ours['ttft_from_schedule_ms'][highest]:.2f}"

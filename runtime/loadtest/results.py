@@ -219,10 +219,11 @@ def _ours(
     def distribution(seconds: Iterable[float | None]) -> dict[str, float]:
         return _distribution(seconds, options.metric_percentiles)
 
+    generator = {"generator_delay_ms": distribution(options.generator_delays_s)} if options.generator_delays_s else {}
     told = [record for record in completed if record.queue_ms is not None]
     return {
         "schedule_delay_ms": distribution(map(schedule_delay_s, records)),
-        "generator_delay_ms": distribution(options.generator_delays_s) if options.generator_delays_s else None,
+        **generator,
         "ttft_from_schedule_ms": distribution(map(_since_scheduled, map(ttft_s, measured), measured)),
         "e2el_from_schedule_ms": distribution(map(_since_scheduled, map(e2el_s, measured), measured)),
         "cancelled": sum(record.cancelled for record in records),

@@ -1,0 +1,234 @@
+"""Datasets, and the loads made of them: the same seed gives the same requests, files are read as they are meant."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire.runtime.errors import ConfigError
+from quire.runtime.loadtest.datasets import DatasetOptions
+from quire.runtime.loadtest.load import Behaviour, Load, LoadOptions, Vocabulary, make_load
+from quire.runtime.loadtest.request import Request
+from quire.runtime.loadtest.schedule import Pacing
+from quire.runtime.models import BUNDLED_MODEL
+from quire.runtime.text.tokenizer import Tokenizer
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+def load(
+    pacing: Pacing | None = None,
+    behaviour: Behaviour | None = None,
+    vocabulary: Vocabulary | None = None,
+    **dataset: Any,
+) -> Load:
+    options = LoadOptions(
+        dataset=DatasetOptions(**dataset), pacing=pacing or Pacing(), behaviour=behaviour or Behaviour()
+    )
+    return make_load(options, vocabulary or Vocabulary(100))
+
+
+def requests(*arguments: Any, **options: Any) -> list[Request]:
+    return list(load(*arguments, **options).requests)
+
+
+@pytest.fixture(scope="module")
+def words() -> Vocabulary:
+    tokenizer = Tokenizer(BUNDLED_MODEL)
+    return Vocabulary(tokenizer.vocab_size, tokenizer)
+
+
+# Drawn ones
+
+
+def test_random_prompts_are_drawn_within_lengths_and_vocabulary() -> None:
+    drawn = requests(
+        num_prompts=200, random_input_len=10, random_output_len=20, random_range_ratio=0.25, random_prefix_len=3
+    )
+    assert len({request.prompt[:3] for request in drawn}) == 1
+    assert len({request.prompt for request in drawn}) == 200
+    assert (
+        {len(request.prompt) for request in drawn} == {request.prompt_tokens for request in drawn} == set(range(10, 17))
+    )
+    assert {request.max_tokens for request in drawn} == set(range(15, 26))
+    counts = Counter(token for request in drawn for token in request.prompt[3:])
+    assert set(counts) == set(range(100))
+
+
+def test_the_seed_decides_and_taking_more_changes_nothing() -> None:
+    few, more = requests(num_prompts=3), requests(num_prompts=9)
+    assert few == more[:3]
+    assert few != requests(num_prompts=3, seed=1)
+
+
+def test_prefixes_are_repeated_equally_often() -> None:
+    drawn = requests(
+        dataset_name="prefix_repetition",
+        num_prompts=12,
+        prefix_repetition_prefix_len=8,
+        prefix_repetition_suffix_len=4,
+        prefix_repetition_num_prefixes=3,
+        prefix_repetition_output_len=5,
+    )
+    assert sorted(Counter(request.prompt[:8] for request in drawn).values()) == [4, 4, 4]
+    assert len({request.prompt[8:] for request in drawn}) == 12
+    assert {(len(request.prompt), request.max_tokens) for request in drawn} == {(12, 5)}
+
+
+# Text
+
+
+def test_sharegpt(words: Vocabulary) -> None:
+    found = requests(
+        None, None, words, dataset_name="sharegpt", dataset_path=DATA / "sharegpt.json", num_prompts=9,
+        disable_shuffle=True, no_oversample=True,
+    )  # fmt: skip
+    assert [request.prompt for request in found] == [
+        "How do I sort a list in Python?",
+        "Explain what a thread-safe queue is for.",  # `Hi` is too short, as in vLLM
+    ]
+    assert words.tokenizer is not None
+    assert found[0].max_tokens == len(words.tokenizer.encode("Call its sort method, or sorted() for a new list."))
+    assert found[0].prompt_tokens == len(words.tokenizer.encode("How do I sort a list in Python?"))
+
+
+def test_sharegpt_without_a_tokenizer_needs_a_length() -> None:
+    with pytest.raises(ConfigError, match="--tokenizer FOLDER"):
+        load(dataset_name="sharegpt", dataset_path=DATA / "sharegpt.json")
+    found = requests(dataset_name="sharegpt", dataset_path=DATA / "sharegpt.json", sharegpt_output_len=7, num_prompts=6)
+    assert len(found) == 6  # three conversations, twice
+    assert {(request.prompt_tokens, request.max_tokens) for request in found} == {(0, 7)}
+
+
+def test_custom_prompts() -> None:
+    path = DATA / "custom.jsonl"
+    found = requests(dataset_name="custom", dataset_path=path, num_prompts=3, disable_shuffle=True)
+    assert [(request.prompt, request.max_tokens) for request in found] == [
+        ("What is the capital of India?", 256),
+        ("Name three rivers.", 12),
+        ("Why is the sky blue?", 256),
+    ]
+    shuffled = requests(dataset_name="custom", dataset_path=path, num_prompts=3, custom_output_len=4, seed=3)
+    assert {request.prompt for request in shuffled} == {request.prompt for request in found}
+    assert {request.max_tokens for request in shuffled} == {4}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("custom", "", "has no requests that can be used"),
+        ("custom", '{"prompt": "a"}\nnonsense\n', "line 2: JSON is malformed"),
+        ("custom", '\n{"text": "a"}\n', "line 2: Object missing required field `prompt`"),
+        ("custom", '{"prompt": ""}\n', r"line 1: Expected `str` of length >= 1 - at `\$.prompt`"),
+        ("custom", '{"prompt": "a", "output_tokens": 0}\n', r"line 1: Expected `int` >= 1 - at `\$.output_tokens`"),
+        ("sharegpt", "[]", "has no requests that can be used"),
+        ("sharegpt", '[{"conversations": [{"value": "only"}]}]', "has no requests that can be used"),
+        ("sharegpt", '{"conversations": []}', "is not ShareGPT's JSON: Expected `array`, got `object`"),
+        ("sharegpt", '[{"conversations": [{"value": 5}]}]', r"Expected `str`, got `int` - at `\$\[0\].conversations"),
+        ("sharegpt", "[" * 100_000, "is not ShareGPT's JSON"),
+        ("sharegpt", '[{"conversations"', "is not ShareGPT's JSON: Input data was truncated"),
+    ],
+)
+def test_files_that_are_refused(name: Any, text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"bad.json.*{message}"):
+        load(dataset_name=name, dataset_path=path, sharegpt_output_len=4)
+
+
+def test_a_file_that_is_not_there() -> None:
+    for name in ("custom", "sharegpt", "mooncake", "azure", "burstgpt"):
+        with pytest.raises(ConfigError, match="missing cannot be read"):
+            load(dataset_name=name, dataset_path=Path("missing"), sharegpt_output_len=4)
+
+
+def test_a_chat_is_given_the_text_of_drawn_tokens(words: Vocabulary) -> None:
+    (request,) = requests(
+        None, None, Vocabulary(words.size, words.tokenizer, only_text=True), num_prompts=1, random_input_len=5
+    )
+    assert isinstance(request.prompt, str)
+    with pytest.raises(ConfigError, match="--tokenizer FOLDER"):
+        load(None, None, Vocabulary(100, only_text=True), num_prompts=1)
+
+
+# Traces
+
+
+def test_a_trace_is_sent_as_recorded() -> None:
+    found = load(dataset_name="mooncake", dataset_path=DATA / "mooncake.jsonl")
+    first, second, third = found.requests
+    assert found.times == [0.0, 0.5, 0.5]
+    assert [len(request.prompt) for request in (first, second, third)] == [1024, 1100, 600]
+    assert second.prompt[:1024] == first.prompt  # equal hash ids
+    assert third.prompt[:512] != first.prompt[:512]
+    assert [request.max_tokens for request in (first, second, third)] == [2, 1, 3]
+
+
+def test_a_trace_at_another_rate_in_another_order_or_for_a_while() -> None:
+    burstgpt = {"dataset_name": "burstgpt", "dataset_path": DATA / "burstgpt.csv"}
+    assert load(**burstgpt).times == [0.0, 40.0, 113.5]
+    assert load(Pacing(request_rate=2), **burstgpt).times == pytest.approx([0.0, 0.352, 1.0], abs=1e-3)
+    assert load(Pacing(duration=100), **burstgpt).times == [0.0, 40.0]
+    drawn = load(Pacing(request_rate=2, self_timed=False), **burstgpt)
+    assert drawn.times is not None
+    assert drawn.times[-1] == pytest.approx(3 / 2)
+    assert len(requests(Pacing(self_timed=False), dataset_name="azure", dataset_path=DATA / "azure.csv")) == 3
+
+
+# Closed loops, behaviour, warm-up
+
+
+def test_a_closed_loop_has_no_times_and_a_duration_no_end() -> None:
+    counted = load(Pacing(max_concurrency=2), num_prompts=5)
+    assert (counted.times, len(list(counted.requests))) == (None, 5)
+    endless = load(Pacing(max_concurrency=2, duration=1), random_input_len=4)
+    assert len(list(islice(endless.requests, 3000))) == 3000
+
+
+def test_without_a_number_or_a_duration_there_are_a_thousand() -> None:
+    assert len(requests(random_input_len=1)) == 1000
+
+
+def test_clients_leave_and_dawdle_at_their_rates() -> None:
+    drawn = requests(None, Behaviour(cancel_rate=0.3, slow_reader_rate=0.1, slow_reader_ms=50), random_input_len=1)
+    leaving = [request.cancel_after for request in drawn if request.cancel_after is not None]
+    assert len(leaving) / 1000 == pytest.approx(0.3, abs=0.05)
+    assert min(leaving) >= 1
+    assert max(leaving) < 128
+    assert sum(request.pause_s == 0.05 for request in drawn) / 1000 == pytest.approx(0.1, abs=0.03)
+
+
+def test_warm_ups_are_no_part_of_the_load() -> None:
+    found = load(Pacing(num_warmups=3), num_prompts=5)
+    sent = list(found.requests)
+    prompts = {request.prompt for request in found.warmups}
+    assert len(prompts) == 3
+    assert prompts.isdisjoint(request.prompt for request in sent)
+    assert sent == requests(num_prompts=5)
+
+
+@pytest.mark.parametrize(
+    ("pacing", "behaviour", "dataset", "message"),
+    [
+        ({}, {"cancel_rate": 1.5}, {}, "--cancel-rate must be between"),
+        ({}, {"slow_reader_rate": -1}, {}, "--slow-reader-rate must be between"),
+        ({}, {"slow_reader_ms": 0}, {}, "--slow-reader-ms must be between"),
+        ({"self_timed": True}, {}, {}, "--self-timed is for recorded traces"),
+        ({}, {}, {"num_prompts": 0}, "--num-prompts must be between"),
+        ({}, {}, {"seed": -1}, "--seed must be between"),
+        ({}, {}, {"dataset_path": Path("x")}, "is drawn and reads no file"),
+        ({}, {}, {"dataset_name": "custom"}, "needs --dataset-path FILE"),
+        ({}, {}, {"random_range_ratio": 1}, "--random-range-ratio must be from 0 to below 1"),
+        ({}, {}, {"random_input_len": 0}, "allow for empty prompts"),
+        ({}, {}, {"random_output_len": 0}, "--random-output-len must be between"),
+        ({"request_rate": 1e-6, "duration": 1}, {}, {}, "is over before the first request"),
+    ],
+)
+def test_loads_that_cannot_be_meant(
+    pacing: dict[str, Any], behaviour: dict[str, Any], dataset: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(Pacing(**pacing), Behaviour(**behaviour), **dataset)

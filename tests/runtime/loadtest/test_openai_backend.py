@@ -1,0 +1,190 @@
+"""OpenAI's API as servers speak it, right and wrong: a scripted server on a real socket, driven by the real backend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from quire.runtime.errors import ConfigError, Unauthenticated, Unavailable
+from quire.runtime.loadtest.driver import Tally, drive_closed
+from quire.runtime.loadtest.openai_backend import CHAT_COMPLETIONS, COMPLETIONS, OpenAIBackend, OpenAITarget
+from quire.runtime.loadtest.record import RequestRecord
+from quire.runtime.loadtest.request import Request
+
+DONE = "[DONE]"
+USAGE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
+
+
+def text(piece: str, finish_reason: str | None = None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": piece, "finish_reason": finish_reason}]}
+
+
+def delta(finish_reason: str | None = None, **fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish_reason}]}
+
+
+class Scripted:
+    """Answers every request with `events`, as they are or cut into single bytes."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.status, self.models, self.cut = 200, 200, False
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[Any] = []
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.json())
+        self.headers.append(request.headers)
+        if self.status != 200:
+            return web.Response(status=self.status, text="the queue is full")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in self.events:
+            line = event if isinstance(event, str) else json.dumps(event, ensure_ascii=False)
+            data = f"{line if line.startswith(':') else f'data: {line}'}\r\n\r\n".encode()
+            for piece in [data[at : at + 1] for at in range(len(data))] if self.cut else [data]:
+                await response.write(piece)
+        return response
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        body = {"object": "list", "data": [{"id": "tiny", "object": "model"}] if self.models == 200 else []}
+        return web.json_response(body, status=self.models if self.models > 0 else 200)
+
+
+Serve = Callable[..., Any]
+
+
+@pytest.fixture
+async def script() -> AsyncIterator[tuple[Scripted, Serve]]:
+    scripted = Scripted()
+    app = web.Application()
+    app.router.add_post("/v1/{rest:.*}", scripted.complete)
+    app.router.add_get("/v1/models", scripted.list_models)
+    async with TestServer(app) as server:
+
+        @asynccontextmanager
+        async def backend(**options: Any) -> AsyncIterator[OpenAIBackend]:
+            opened = await OpenAIBackend.open(OpenAITarget(str(server.make_url("/")), **options))
+            try:
+                yield opened
+            finally:
+                await opened.close()
+
+        yield scripted, backend
+
+
+async def send(backend: OpenAIBackend, prompt: Any = "Hello", **fields: Any) -> RequestRecord:
+    driven = await drive_closed(backend, [Request(prompt, 1, 3, **fields)], Tally(), max_concurrency=1)
+    return driven.records[0]
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "byte by byte"])
+async def test_completions(script: tuple[Scripted, Serve], cut: bool) -> None:
+    scripted, backend = script
+    scripted.cut = cut
+    scripted.events = [": ping", text("é"), text(""), text("日", "length"), USAGE, DONE]
+    async with backend(model="m", api_key="secret", body={"temperature": 0.5}) as opened:
+        record = await send(opened, (1, 2))
+    assert scripted.bodies == [
+        {
+            "model": "m",
+            "prompt": [1, 2],
+            "max_tokens": 3,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0.5,
+        }
+    ]
+    assert scripted.headers[0]["Authorization"] == "Bearer secret"
+    assert (record.text, record.token_counts, record.prompt_tokens) == ("é日", [1, 1, 1], 5)
+    assert (record.finish_reason, record.error, record.queue_ms) == ("length", None, None)
+    assert record.sent_s < record.token_times[0] <= record.token_times[-1] <= record.ended_s
+
+
+async def test_chat_completions(script: tuple[Scripted, Serve]) -> None:
+    scripted, backend = script
+    usage = {"usage": {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}}
+    scripted.events = [delta(role="assistant", content=""), delta(content="a"), delta("stop", content="b"), usage, DONE]
+    async with backend(endpoint=CHAT_COMPLETIONS) as opened:
+        assert opened.model == "tiny"
+        record = await send(opened)
+    (body,) = scripted.bodies
+    assert body["messages"] == [{"role": "user", "content": "Hello"}]
+    assert body["max_completion_tokens"] == 3
+    assert (record.text, record.token_counts) == ("ab", [1, 1])  # who speaks is no token
+    assert (record.prompt_tokens, record.cached_tokens, record.finish_reason) == (9, 4, "stop")
+
+
+async def test_the_servers_count_of_tokens_is_believed(script: tuple[Scripted, Serve]) -> None:
+    scripted, backend = script
+    scripted.events = [text("a b"), text(" c", "stop"), USAGE, DONE]
+    async with backend(model="m") as opened:
+        assert (await send(opened)).token_counts == [2, 1]
+
+
+async def test_who_cancels_leaves_the_stream(script: tuple[Scripted, Serve]) -> None:
+    scripted, backend = script
+    scripted.events = [text("a"), text("b"), text("c", "stop"), DONE]
+    async with backend(model="m") as opened:
+        record = await send(opened, cancel_after=1)
+        assert (record.cancelled, record.text, record.error) == (True, "a", None)
+        assert (await send(opened)).text == "abc"
+
+
+@pytest.mark.parametrize(
+    ("events", "code", "message"),
+    [
+        ([text("a")], "INCOMPLETE", "ended before its end"),
+        ([], "INCOMPLETE", "ended before its end"),
+        ([USAGE, DONE], "NO_TOKENS", "without a token"),
+        (["nonsense"], "MALFORMED", "not an event of this API"),
+        ([text("a"), {"error": {"message": "out of memory"}}], "SERVER_ERROR", "out of memory"),
+        ([{"choices": "many"}], "MALFORMED", r"at `\$.choices`"),
+    ],
+)
+async def test_streams_that_fail(script: tuple[Scripted, Serve], events: list[Any], code: str, message: str) -> None:
+    scripted, backend = script
+    scripted.events = events
+    async with backend(model="m") as opened:
+        record = await send(opened)
+    assert (record.error_code, record.finish_reason) == (code, None)
+    assert record.error is not None
+    assert message.replace("\\", "") in record.error
+
+
+async def test_a_refusal_is_counted_by_its_status(script: tuple[Scripted, Serve]) -> None:
+    scripted, backend = script
+    scripted.status = 503
+    async with backend(model="m") as opened:
+        record = await send(opened)
+    assert (record.error_code, record.error) == ("HTTP_503", "the queue is full")
+
+
+async def test_nobody_listens(script: tuple[Scripted, Serve]) -> None:
+    _, backend = script
+    async with backend(model="m") as opened:
+        opened._url = "http://127.0.0.1:9/v1/completions"
+        assert (await send(opened)).error_code == "UNAVAILABLE"
+    with pytest.raises(Unavailable, match="does not answer"):
+        await OpenAIBackend.open(OpenAITarget("http://127.0.0.1:9"))
+
+
+async def test_servers_that_cannot_be_used(script: tuple[Scripted, Serve]) -> None:
+    scripted, backend = script
+    for status, error, message in (
+        (401, Unauthenticated, "OPENAI_API_KEY"),
+        (0, Unavailable, "lists no models"),
+    ):
+        scripted.models = status
+        with pytest.raises(error, match=message):
+            async with backend():
+                pass
+    with pytest.raises(ConfigError, match="--base-url"):
+        await OpenAIBackend.open(OpenAITarget("127.0.0.1:8000", COMPLETIONS, "m"))
+    with pytest.raises(ConfigError, match="--endpoint"):
+        await OpenAIBackend.open(OpenAITarget("http://127.0.0.1:8000", "/v1/embeddings", "m"))

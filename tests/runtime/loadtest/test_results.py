@@ -1,0 +1,173 @@
+"""Records in, vLLM's result out: every figure of a few requests worked out by hand, and every key."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from quire.runtime.loadtest.record import RequestRecord
+from quire.runtime.loadtest.results import RunOptions, summarize, without_details
+from quire.runtime.loadtest.schedule import Pacing
+
+SETUP = [
+    *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts"),
+    *("request_rate", "burstiness", "max_concurrency"),
+]
+TOTALS = [
+    *("duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput"),
+    *("request_goodput", "output_throughput", "total_token_throughput"),
+    *("max_output_tokens_per_s", "max_concurrent_requests", "rtfx"),
+]
+KEPT = ["latencies", "queue_times"]  # one value a request, without --save-detailed too
+DETAILS = ["input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors"]
+
+
+def served(
+    index: int, sent_s: float, *token_times: float, scheduled_s: float | None = None, **fields: Any
+) -> RequestRecord:
+    record = RequestRecord(
+        index, 10, len(token_times), sent_s if scheduled_s is None else scheduled_s, sent_s, list(token_times)
+    )
+    record.token_counts = [1] * len(token_times)
+    record.ended_s, record.finish_reason = token_times[-1], "length"
+    for name, value in fields.items():
+        setattr(record, name, value)
+    return record
+
+
+def failed(index: int, sent_s: float) -> RequestRecord:
+    return RequestRecord(index, 10, 4, sent_s, sent_s, ended_s=sent_s, error="full", error_code="RESOURCE_EXHAUSTED")
+
+
+def options(**fields: Any) -> RunOptions:
+    return RunOptions(**{"backend": "quire", "duration_s": 10.0, "num_prompts": 3, **fields})
+
+
+TWO = [served(0, 100.0, 100.1, 100.2, 100.4), served(1, 100.0, 100.3, 100.5)]
+
+
+def test_the_keys_are_vllms_and_one_of_ours() -> None:
+    measured = [
+        f"{name}_{metric}_ms"
+        for metric in ("ttft", "tpot", "itl", "e2el")
+        for name in ("mean", "median", "std", "p50", "p90", "p99")
+    ]
+    result = summarize(TWO, options())
+    assert sorted(result) == sorted([*SETUP, *TOTALS, *KEPT, *DETAILS, *measured, "x_quire"])
+    assert sorted(without_details(result)) == sorted([*SETUP, *TOTALS, *KEPT, *measured, "x_quire"])
+
+
+def test_more_keys_come_with_a_limit_a_ramp_and_metadata() -> None:
+    pacing = Pacing(
+        max_concurrency=2, ramp_up_strategy="linear", ramp_up_start_rps=1, ramp_up_end_rps=3, request_rate=math.inf
+    )
+    result = summarize(TWO, options(pacing=pacing, metadata={"tp": "1"}, percentile_metrics=("client_queue_time",)))
+    assert result["tp"] == "1"
+    assert (result["ramp_up_strategy"], result["ramp_up_start_rps"], result["ramp_up_end_rps"]) == ("linear", 1, 3)
+    assert [event["rps"] for event in result["rps_change_events"]] == [1, 2, 3]
+    assert result["p99_client_queue_time_ms"] == 0
+    with_rate = options(
+        pacing=Pacing(max_concurrency=2, request_rate=5.0), percentile_metrics=("e2el_including_client_queue",)
+    )
+    assert "mean_e2el_including_client_queue_ms" in summarize(TWO, with_rate)
+
+
+def test_every_latency_by_hand() -> None:
+    result = summarize(TWO, options(metric_percentiles=(50, 99.5)))
+    expected = {
+        "mean_ttft_ms": 200,
+        "median_ttft_ms": 200,
+        "std_ttft_ms": 100,
+        "p50_ttft_ms": 200,
+        "p99.5_ttft_ms": 299,
+        "mean_tpot_ms": (150 + 200) / 2,
+        "mean_itl_ms": (100 + 200 + 200) / 3,
+        "median_itl_ms": 200,
+        "p99.5_e2el_ms": 499.5,
+        "mean_e2el_ms": 450,
+    }
+    assert {name: result[name] for name in expected} == pytest.approx(expected)
+    assert result["itls"] == [pytest.approx([0.1, 0.2]), pytest.approx([0.2])]
+    assert result["ttfts"] == pytest.approx([0.1, 0.3])
+
+
+def test_totals_are_of_what_finished() -> None:
+    result = summarize([*TWO, failed(2, 100.0)], options())
+    assert (result["completed"], result["failed"]) == (2, 1)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (20, 5)
+    assert (result["request_throughput"], result["output_throughput"], result["total_token_throughput"]) == (
+        0.2,
+        0.5,
+        2.5,
+    )
+    assert (result["output_lens"], result["errors"]) == ([3, 2, 0], ["", "", "full"])
+    assert result["x_quire"]["errors"] == {"RESOURCE_EXHAUSTED": 1}
+
+
+def test_the_busiest_second_and_the_most_at_once() -> None:
+    records = [served(0, 0.0, 0.2, 0.4), served(1, 0.4, 1.1, 1.2, 1.3), served(2, 0.5, 2.5)]
+    result = summarize(records, options())
+    assert result["max_output_tokens_per_s"] == 3
+    assert result["max_concurrent_requests"] == 2  # 0 ends when 1 begins
+
+
+def test_tokens_that_came_together_are_all_counted() -> None:
+    record = served(0, 0.0, 0.1, 0.5)
+    record.token_counts = [1, 4]
+    result = summarize([record], options())
+    assert result["total_output_tokens"] == 5
+    assert result["mean_tpot_ms"] == pytest.approx(100)
+    assert result["mean_itl_ms"] == pytest.approx(400)  # between chunks, as in vLLM
+
+
+def test_a_single_token_has_no_tpot_and_keeps_to_every_limit_of_it() -> None:
+    one = served(2, 100.0, 100.1)
+    result = summarize([*TWO, one], options(goodput={"tpot": 160, "ttft": 500}))
+    assert result["mean_tpot_ms"] == pytest.approx(175)
+    assert result["request_goodput"] == pytest.approx(2 / 10)
+
+
+def test_goodput_is_told_only_where_it_was_asked_for() -> None:
+    assert summarize(TWO, options())["request_goodput"] is None
+    assert summarize(TWO, options(goodput={"e2el": 450}))["request_goodput"] == pytest.approx(0.1)
+
+
+def test_what_was_sent_late_shows_in_what_is_counted_from_the_schedule() -> None:
+    late = served(0, 100.0, 100.1, 100.2, scheduled_s=99.0)
+    result = summarize([late], options(generator_delays_s=[0.25]))
+    ours = result["x_quire"]
+    assert result["mean_ttft_ms"] == pytest.approx(100)
+    assert result["queue_times"] == pytest.approx([1.0])
+    assert ours["schedule_delay_ms"]["p99"] == pytest.approx(1000)
+    assert ours["generator_delay_ms"]["mean"] == pytest.approx(250)
+    assert ours["ttft_from_schedule_ms"]["mean"] == pytest.approx(1100)
+    assert ours["e2el_from_schedule_ms"]["mean"] == pytest.approx(1200)
+
+
+def test_who_leaves_or_reads_slowly_on_purpose_spoils_no_latency() -> None:
+    slow = served(2, 100.0, 105.0, 109.0, slow_reader=True)
+    left = RequestRecord(3, 10, 8, 100.0, 100.0, [100.2], [1], 100.2, cancelled=True)
+    result = summarize([*TWO, slow, left], options(goodput={"ttft": 10_000}))
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (3, 0, 7)
+    assert result["mean_ttft_ms"] == pytest.approx(200)
+    assert result["request_goodput"] == pytest.approx(0.2)
+    ours = result["x_quire"]
+    assert (ours["cancelled"], ours["cancelled_output_tokens"], ours["slow_readers"]) == (1, 1, 1)
+
+
+def test_where_the_servers_time_went_is_summed() -> None:
+    records = [
+        served(0, 0.0, 0.1, queue_ms=5.0, prefill_ms=20.0, decode_ms=1.0, stall_ms=0.0, cached_tokens=8),
+        served(1, 0.0, 0.1, queue_ms=2.0, prefill_ms=10.0, decode_ms=4.0, stall_ms=3.0, cached_tokens=0),
+        served(2, 0.0, 0.1),
+    ]
+    ours = summarize(records, options())["x_quire"]
+    assert ours["server_ms"] == {"queue": 7.0, "prefill": 30.0, "decode": 5.0, "stall": 3.0}
+    assert ours["cached_tokens"] == 8
+
+
+def test_nothing_that_finished_gives_zeros() -> None:
+    result = summarize([failed(0, 1.0)], options())
+    assert (result["completed"], result["failed"], result["p99_e2el_ms"]) == (0, 1, 0.0)
+    assert (result["max_output_tokens_per_s"], result["max_concurrent_requests"]) == (0.0, 0)

@@ -1,0 +1,130 @@
+"""`quire loadtest` against a real server in this process: the command line in, table, result and report out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire.runtime.cli import app
+from quire.runtime.errors import ConfigError, Unavailable
+from quire.runtime.models import BUNDLED_MODEL
+
+DATA = Path(__file__).parents[1] / "data"
+SMALL = ("--num-prompts", "8", "--random-input-len", "12", "--random-output-len", "6")
+
+Run = Callable[..., Awaitable[dict[str, Any]]]
+
+
+def call(*arguments: str) -> None:
+    app(["loadtest", *arguments], exit_on_error=False, print_error=False, result_action="return_value")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """In a thread, for its loop is another than the server's; gives the detailed result of a single run."""
+
+    async def run(*arguments: str) -> dict[str, Any]:
+        saving = ("--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json")
+        await asyncio.to_thread(call, *saving, *arguments)
+        found: dict[str, Any] = json.loads((tmp_path / "r.json").read_text())
+        return found
+
+    return run
+
+
+async def test_an_open_loop(serving: Callable[..., Any], run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    async with serving() as real:
+        result = await run(
+            "--base-url", real.address, *SMALL, "--request-rate", "200", "--num-warmups", "2", "--goodput", "e2el:60000"
+        )
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (8, 0, 48)
+    assert (result["input_lens"], result["output_lens"]) == ([12] * 8, [6] * 8)
+    assert result["request_goodput"] == result["request_throughput"]
+    assert all(ttft > 0 for ttft in result["ttfts"])
+    assert result["x_quire"]["server_ms"]["prefill"] > 0
+    printed = capsys.readouterr().out
+    for words in ("Successful requests:", "Median TTFT (ms):", "P99 E2EL (ms):", "Schedule delay (ms):"):
+        assert words in printed
+
+
+async def test_a_closed_loop_with_clients_that_leave_and_dawdle(serving: Callable[..., Any], run: Run) -> None:
+    behaviour = ("--cancel-rate", "0.5", "--slow-reader-rate", "0.3", "--slow-reader-ms", "1", "--num-connections", "2")
+    async with serving() as real:
+        result = await run("--base-url", real.address, *SMALL, "--max-concurrency", "3", *behaviour)
+    ours = result["x_quire"]
+    assert result["failed"] == 0
+    assert ours["cancelled"] > 0
+    assert result["completed"] == 8 - ours["cancelled"]
+    assert "generator_delay_ms" not in ours
+
+
+async def test_text_and_traces(serving: Callable[..., Any], run: Run) -> None:
+    sharegpt = ("--dataset-name", "sharegpt", "--dataset-path", str(DATA / "sharegpt.json"))
+    async with serving() as real:
+        result = await run(
+            "--base-url", real.address, *sharegpt, "--tokenizer", str(BUNDLED_MODEL), "--num-prompts", "2"
+        )
+        assert result["completed"] == 2
+        assert all(result["generated_texts"])
+        mooncake = (
+            "--dataset-name",
+            "mooncake",
+            "--dataset-path",
+            str(DATA / "mooncake.jsonl"),
+            "--request-rate",
+            "50",
+        )
+        result = await run("--base-url", real.address, *mooncake)
+    assert result["output_lens"] == [2, 1, 3]
+    assert result["x_quire"]["cached_tokens"] > 0 or result["max_concurrent_requests"] > 1
+
+
+async def test_a_sweep_with_a_report(serving: Callable[..., Any], tmp_path: Path) -> None:
+    report, runs = tmp_path / "report.html", tmp_path / "runs"
+    async with serving() as real:
+        metrics = f"http://{real.server.http_address}/metrics"
+        await asyncio.to_thread(
+            call,
+            *("--base-url", real.address, *SMALL, "--sweep", "concurrency:1,2", "--sweep-dir", str(runs)),
+            *("--report", str(report), "--metrics-url", metrics),
+            *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"),
+        )
+    assert report.read_text().lower().startswith("<!doctype html>")
+    assert sorted(path.name for path in runs.glob("concurrency-*")) == ["concurrency-1.json", "concurrency-2.json"]
+    results = [json.loads((tmp_path / f"r-concurrency-{load}.json").read_text()) for load in (1, 2)]
+    assert [result["max_concurrency"] for result in results] == [1, 2]
+    assert results[0]["x_quire"]["server"]["isa"]
+    assert "ttfts" not in results[0]
+
+
+async def test_every_request_fails(serving: Callable[..., Any], run: Run) -> None:
+    async with serving() as real:
+        with pytest.raises(Unavailable, match="no request succeeded; the first failed with: "):
+            await run("--base-url", real.address, "--num-prompts", "2", "--random-input-len", "1000000")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--base-url", "x:1", "--port", "5"), "leave out --host and --port"),
+        (("--backend", "openai", "--deadline-ms", "5"), "--deadline-ms is for --backend quire"),
+        (("--percentile-metrics", "ttft,speed"), "--percentile-metrics: 'speed' is not allowed"),
+        (("--metric-percentiles", "50,101"), "--metric-percentiles: '50,101' is not allowed"),
+        (("--metric-percentiles", "high"), "--metric-percentiles: 'high' is not allowed"),
+        (("--goodput", "itl:5"), "--goodput: 'itl:5' is not allowed"),
+        (("--metadata", "tp"), "write KEY=VALUE"),
+        (("--sweep", "fast"), "--sweep: 'fast' is not allowed"),
+        (("--sweep-dir", "x"), "--sweep-dir is where a --sweep keeps its runs"),
+        (("--vocab-size", "0"), "--vocab-size must be between"),
+        (("--num-connections", "0"), "--num-connections must be between"),
+        (("--request-rate", "0"), "--request-rate must be between"),
+        (("--report", "nowhere/report.html"), "--report"),
+    ],
+)
+def test_command_lines_that_are_refused_before_anything_is_started(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call(*arguments)
