@@ -37,6 +37,7 @@ SINGLE = "#0b6fa4"
 DASHES = ((), (6, 2), (2, 1.5), (6, 2, 1.5, 2))  # on and off, in line widths
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 99.9, 99.99)
 MAX_CDF_POINTS = 400
+SHORTEST_MS = 1e-3  # on an axis
 NORMAL = NormalDist()
 LOWEST_PLACE = NORMAL.inv_cdf(0.01)
 STYLE = {
@@ -125,7 +126,7 @@ def draw_distribution(title: str, series: Sequence[Values]) -> str:
             if values.size:
                 axes.plot(*_cumulative(values), color=colours[index], dashes=series_dash(index))
         _percentile_axis(axes, max(values.size for values in series))
-        _milliseconds(axes, "x", [values for values in series if values.size])
+        _milliseconds(axes, "x", np.concatenate(series))
         axes.set_title(title)
         svg.finish()
     return svg.text
@@ -200,7 +201,7 @@ def draw_parts(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
 
 def _cumulative(values: Values) -> tuple[Values, Values]:
     """Values from p1 on, as far as so many can tell, and their places on the probit axis."""
-    ordered = np.sort(values)
+    ordered = np.sort(np.maximum(values, SHORTEST_MS))
     places = np.linspace(LOWEST_PLACE, _highest_place(ordered.size), MAX_CDF_POINTS)
     shares = np.array([NORMAL.cdf(place) for place in places])
     return ordered[np.minimum((shares * ordered.size).astype(int), ordered.size - 1)], places
@@ -219,13 +220,15 @@ def _percentile_axis(axes: Any, count: int) -> None:
     axes.axhline(0, color=GRID, linewidth=1.8, zorder=0)  # p50
 
 
-def _milliseconds(axes: Any, which: str, values: Sequence[Values]) -> None:
+def _milliseconds(axes: Any, which: str, values: Values) -> None:
     """A log axis with plain numbers at round steps; at least a factor of four wide."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    every = np.concatenate(values) if values else np.ones(1)
-    every = np.maximum(every[np.isfinite(every)], 1e-3)
-    low, high = (float(every.min()), float(every.max())) if every.size else (1.0, 10.0)
+    known = np.maximum(values[np.isfinite(values)], SHORTEST_MS)
+    if not known.size:
+        getattr(axes, f"{which}axis").set_major_locator(NullLocator())
+        return
+    low, high = float(known.min()), float(known.max())
     middle, half = (low * high) ** 0.5, max((high / low) ** 0.5 * 1.12, 2.0)
     low, high = middle / half, middle * half
     decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
@@ -247,7 +250,7 @@ def _latency_curve(
     axes.fill_between(speed, p50, p99, color=SINGLE, alpha=0.08, linewidth=0)
     axes.plot(speed, p99, "o", color=SINGLE, dashes=DASHES[1], markerfacecolor="white", markersize=5)
     axes.plot(speed, p50, "o", color=SINGLE, linestyle="solid", markersize=5)
-    _milliseconds(axes, "y", [p50, p99])
+    _milliseconds(axes, "y", np.concatenate([p50, p99]))
     for name, height in (("p99", p99[0]), ("p50", p50[0])):
         axes.annotate(
             name, (speed[0], height), (-7, 0), textcoords="offset points", ha="right", va="center", weight="bold"

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
@@ -132,29 +131,33 @@ def render_report(runs: Sequence[Run]) -> str:
 
 
 def _model(run: Run) -> str:
-    return str(run.summary.get("model_id") or _settings(run).get("model") or "a server")
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    """What was run, in words; `summarize` puts it there."""
-    own = run.summary.get("x_quire", {})
-    about: dict[str, Any] = own.get("about", {})
-    return about
+    return str(run.summary.get("model_id") or "a server")
 
 
 def _about(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """What all runs have in common, and what their server said of itself."""
-    first = _settings(runs[0])
-    common = {name: value for name, value in first.items() if all(_settings(run).get(name) == value for run in runs)}
-    server = next((run.timeline.server for run in runs if run.timeline and run.timeline.server), {})
-    told = {
-        "date": runs[0].summary.get("date"),
-        **common,
+    """What was run, as far as all runs have it in common, and what their server said of itself."""
+    told = [_settings(run) for run in runs]
+    return [(name, value) for name, value in told[0].items() if all(each.get(name) == value for each in told)]
+
+
+def _settings(run: Run) -> dict[str, str]:
+    summary, own = run.summary, run.summary.get("x_quire", {})
+    server = run.timeline.server if run.timeline else {}
+    settings = {
+        "date": summary.get("date"),
+        "server": own.get("address"),
+        "backend": summary.get("backend"),
+        "data set": own.get("dataset"),
+        "requests": summary.get("num_prompts"),
+        "requests per second": "all at once" if summary.get("request_rate") == "inf" else summary.get("request_rate"),
+        "burstiness": summary.get("burstiness"),
+        "at most at a time": summary.get("max_concurrency"),
+        "seed": own.get("seed"),
         "server version": server.get("version"),
         "ISA level": server.get("isa"),
         "threads": server.get("threads"),
     }
-    return [(name, str(value)) for name, value in told.items() if value not in (None, "")]
+    return {name: str(value) for name, value in settings.items() if value not in (None, "")}
 
 
 def _tiles(run: Run, latencies: dict[str, Values]) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ where its fate lets it: in latencies if it is measured, in arrivals if it was se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,7 +109,7 @@ def _known(records: Sequence[RequestRecord], latency: Callable[[RequestRecord], 
     return _milliseconds(value for record in records if (value := latency(record)) is not None)
 
 
-def _milliseconds(seconds) -> Values:
+def _milliseconds(seconds: Iterable[float]) -> Values:
     return 1000 * np.fromiter(seconds, np.float64)
 
 

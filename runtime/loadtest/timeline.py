@@ -13,12 +13,13 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import AsyncIterator, Iterable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
 from http.client import HTTPException
 
 import msgspec
-from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample as Series
 
 from ..errors import ConfigError
 
@@ -78,29 +79,29 @@ async def sample_metrics(url: str | None, interval_s: float = 1.0) -> AsyncItera
 def read_scrape(timeline: Timeline, time_s: float, text: str) -> None:
     """Add the sample that one scrape holds; a text that is no exposition counts as a failure."""
     try:
-        families = {family.name: family for family in text_string_to_metric_families(text)}
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except ValueError:
-        timeline.failures += 1
-        return
-    prefix = next((each for each in PREFIXES if any(name.startswith(each) for name in families)), None)
+        samples = []
+    prefix = next((each for each in PREFIXES if any(sample.name.startswith(each) for sample in samples)), None)
     if prefix is None:
         timeline.failures += 1
         return
-    own = {name.removeprefix(prefix): family for name, family in families.items() if name.startswith(prefix)}
-    usage = next((own[name] for name in KV_USAGE if name in own), None)
+    own: defaultdict[str, list[Series]] = defaultdict(list)
+    for sample in samples:
+        if sample.name.startswith(prefix):
+            own[sample.name.removeprefix(prefix)].append(sample)
     timeline.samples.append(
         Sample(
             time_s=time_s,
-            running=_sum(own.get("num_requests_running")),
-            waiting=_sum(own.get("num_requests_waiting")),
-            kv_usage=_mean(usage),
-            preemptions=_sum(own.get("num_preemptions_total", own.get("num_preemptions"))),
-            kv_pages=_by_label(own.get("kv_pages"), "state"),
+            running=_sum(own["num_requests_running"]),
+            waiting=_sum(own["num_requests_waiting"]),
+            kv_usage=_mean(own[KV_USAGE[0]] or own[KV_USAGE[1]]),
+            preemptions=_sum(own["num_preemptions_total"]),
+            kv_pages={series.labels["state"]: series.value for series in own["kv_pages"]},
         )
     )
-    for name in ("build_info", "cpu_info"):
-        for sample in own[name].samples if name in own else ():
-            timeline.server.update(sample.labels)
+    for series in own["build_info"] + own["cpu_info"]:
+        timeline.server.update(series.labels)
 
 
 class _Sampler:
@@ -144,21 +145,10 @@ def _checked(url: str) -> str:
     return url
 
 
-def _values(family: Metric | None) -> list[float]:
-    return [] if family is None else [sample.value for sample in family.samples]
-
-
-def _sum(family: Metric | None) -> float | None:
+def _sum(series: Sequence[Series]) -> float | None:
     """Over engines and models: vLLM labels each."""
-    values = _values(family)
-    return sum(values) if values else None
+    return sum(each.value for each in series) if series else None
 
 
-def _mean(family: Metric | None) -> float | None:
-    values = _values(family)
-    return sum(values) / len(values) if values else None
-
-
-def _by_label(family: Metric | None, label: str) -> dict[str, float]:
-    samples: Iterable = () if family is None else family.samples
-    return {sample.labels[label]: sample.value for sample in samples if label in sample.labels}
+def _mean(series: Sequence[Series]) -> float | None:
+    return sum(each.value for each in series) / len(series) if series else None

@@ -1,0 +1,209 @@
+"""The report: everything in one file, nothing of a stranger's as markup, and each run's figures in it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire.runtime.errors import ConfigError, MissingDependency
+from quire.runtime.loadtest.record import RequestRecord
+from quire.runtime.loadtest.report import check_report, render_report, write_report
+from quire.runtime.loadtest.run import Run
+from quire.runtime.loadtest.series import history, latencies_ms, parts_by_band, parts_ms
+from quire.runtime.loadtest.timeline import Sample, Timeline
+
+START_S = 100.0  # a perf_counter does not begin at 0
+HOSTILE = "<script>alert('$x^2$')</script>"
+
+
+def finished(index: int, told: bool = True) -> RequestRecord:
+    """Sent at its second, first token after 125 ms, four more 31.25 ms apart: all of them exact in binary."""
+    sent = START_S + index
+    record = RequestRecord(index, 10, 5, sent - 0.0625, sent, [sent + 0.125 + 0.03125 * i for i in range(5)], [1] * 5)
+    record.ended_s, record.finish_reason = record.token_times[-1], "length"
+    if told:
+        record.queue_ms, record.prefill_ms, record.decode_ms, record.stall_ms = 40.0, 50.0, 130.0, 20.0
+    return record
+
+
+def failed(index: int, code: str, message: str) -> RequestRecord:
+    sent = START_S + index
+    return RequestRecord(index, 10, 5, sent, sent, ended_s=sent + 0.01, error=message, error_code=code)
+
+
+def made(records: list[RequestRecord], label: str = "2 requests/s", **summary: Any) -> Run:
+    done = sum(record.finish_reason is not None for record in records)
+    duration = 5.0
+    tokens = sum(record.output_tokens for record in records)
+    sample = Sample(time_s=START_S + 1, running=1.0, waiting=2.0, kv_usage=0.5)
+    return Run(
+        label=label,
+        started_s=START_S,
+        records=records,
+        timeline=Timeline(samples=[sample], server={"isa": "avx512-vnni", "threads": "2"}),
+        summary={
+            "model_id": "a model",
+            "completed": done,
+            "failed": len(records) - done,
+            "duration": duration,
+            "request_throughput": done / duration,
+            "output_throughput": tokens / duration,
+            "request_goodput": None,
+            "request_rate": 2.0,
+            "max_concurrency": None,
+            "x_quire": {"dataset": "random", "seed": 7, "generator_delay_ms": {"mean": 0.1}},
+            **summary,
+        },
+    )
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text += f" {data}"
+
+    def values(self, name: str) -> list[str]:
+        return [value for each, value in self.attributes if each == name]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    records = [finished(index) for index in range(4)] + [failed(4, "RESOURCE_EXHAUSTED", HOSTILE)]
+    check_report(path)
+    write_report(path, [made(records, HOSTILE, model_id=HOSTILE, request_goodput=0.5)])
+    return Page(path.read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def sweep() -> Page:
+    runs = [
+        made([finished(index) for index in range(4)], "1 requests/s", request_rate=1.0, request_goodput=0.9),
+        made([finished(index, told=False) for index in range(3)], "2 requests/s"),
+        made([failed(0, "UNAVAILABLE", "gone")], "inf requests/s", request_rate="inf"),
+    ]
+    return Page(render_report(runs))
+
+
+def test_nothing_is_loaded_from_anywhere(single: Page) -> None:
+    assert not {"script", "link", "img", "iframe", "object", "image", "base"} & set(single.tags)
+    assert not single.values("src")
+    assert all(target.startswith("#") for target in single.values("href") + single.values("xlink:href"))
+    assert not any("url(" in style.replace("url(#", "") for style in single.values("style"))
+    assert any("default-src 'none'" in content for content in single.values("content"))
+
+
+def test_what_strangers_say_is_text(single: Page) -> None:
+    assert single.text.count(HOSTILE) >= 4  # title, heading, table, run, error
+
+
+def test_every_picture_is_told_in_words(single: Page) -> None:
+    told = single.values("aria-label")
+    assert single.values("role").count("img") == len(told) == 7
+    assert any("Time to first token" in text and "p50 125, p99 125 ms" in text for text in told)
+    assert any("at most 2 requests waiting" in text and "50% of the KV pool" in text for text in told)
+
+
+def test_no_id_is_there_twice(sweep: Page) -> None:
+    ids = sweep.values("id")
+    assert len(ids) == len(set(ids))
+    used = {target[1:] for target in sweep.values("xlink:href")}
+    used |= {name for style in sweep.values("clip-path") for name in re.findall(r"url\(#(\w+)\)", style)}
+    assert used <= set(ids)
+
+
+def test_the_header_says_what_was_run(single: Page) -> None:
+    for said in ("random", "avx512-vnni", "7"):
+        assert re.search(rf"\b{said}\b", single.text)
+
+
+def test_errors_are_counted_by_code(single: Page) -> None:
+    assert "RESOURCE_EXHAUSTED" in single.text
+
+
+def test_a_sweep_has_a_curve_and_what_its_runs_have_in_common(sweep: Page) -> None:
+    assert "Latency against throughput" in sweep.text
+    assert "random" in sweep.text
+    assert any("at 1/s: 4.0 output tokens per second" in text for text in sweep.values("aria-label"))
+    assert any("at all at once" in text for text in sweep.values("aria-label"))
+
+
+def test_a_single_run_has_no_curve(single: Page) -> None:
+    assert "Latency against throughput" not in single.text
+
+
+def test_a_run_in_which_all_failed_is_told_too(sweep: Page) -> None:
+    assert "UNAVAILABLE" in sweep.text
+    assert any("inf requests/s: p50 –, p99 – ms" in text for text in sweep.values("aria-label"))
+
+
+@pytest.mark.parametrize("name", ["report.pdf", "report", "missing/report.html"])
+def test_a_report_that_cannot_be_written_is_told_before_the_run(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="--report"):
+        check_report(tmp_path / name)
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependency, match=r"pip install 'quire\[plot\]'"):
+        check_report(tmp_path / "report.html")
+
+
+# What the pictures are drawn from
+
+
+def test_latencies_are_of_requests_that_were_measured() -> None:
+    slow = finished(1)
+    slow.slow_reader = True
+    found = latencies_ms([finished(0), slow, failed(2, "INTERNAL", "")])
+    assert {name: values.size for name, values in found.items()} == {
+        "ttft": 1,
+        "tpot": 1,
+        "itl": 4,
+        "e2el": 1,
+        "schedule_delay": 3,
+    }
+    assert found["ttft"] == pytest.approx([125.0])
+    assert found["tpot"] == pytest.approx([31.25])
+    assert found["e2el"] == pytest.approx([250.0])
+    assert found["schedule_delay"] == pytest.approx([62.5, 62.5, 0.0])
+
+
+def test_a_history_counts_everything_once() -> None:
+    seen = history(made([finished(0), finished(1), failed(2, "INTERNAL", "")]))
+    assert (seen.arrivals.sum(), seen.errors.sum(), seen.tokens.sum()) == (3, 1, 10)
+    times, counts = seen.in_flight
+    assert times[0] == pytest.approx(0.0)
+    assert (counts.max(), counts[-1]) == (1, 0)
+    assert (seen.sampled_s[0], seen.running[0], seen.waiting[0], seen.kv_usage[0]) == (1.0, 1.0, 2.0, 0.5)
+
+
+def test_time_that_the_server_does_not_account_for_passed_elsewhere() -> None:
+    assert parts_ms([finished(0)]) == pytest.approx(
+        {"queue": 40.0, "prefill": 50.0, "decode": 130.0, "stall": 20.0, "elsewhere": 10.0}
+    )
+    assert parts_ms([finished(0, told=False), failed(1, "INTERNAL", "")]) is None
+
+
+def test_slow_requests_are_told_apart_as_far_as_there_are_so_many() -> None:
+    assert len(parts_by_band([finished(0)])) == 1
+    assert [name for name, _ in parts_by_band([finished(index) for index in range(200)])] == [
+        "fastest half",
+        "p50 to p90",
+        "p90 to p99",
+        "slowest 1 %",
+    ]

@@ -1,0 +1,115 @@
+"""What is read of a server's /metrics during a run: our names, vLLM's, and what becomes of scrapes that fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from prometheus_client import generate_latest
+from quire.runtime.errors import ConfigError
+from quire.runtime.loadtest.timeline import Sample, Timeline, read_scrape, sample_metrics
+from quire.runtime.server.metrics import PrometheusObserver
+
+QUIRE = """\
+# TYPE quire_cpu_info gauge
+quire_cpu_info{isa="avx2",threads="2",threads_reason="--threads"} 1.0
+# TYPE quire_num_requests_running gauge
+quire_num_requests_running 3.0
+quire_num_requests_waiting 2.0
+quire_kv_cache_usage_perc 0.25
+quire_kv_pages{state="owned"} 10.0
+quire_kv_pages{state="free"} 30.0
+quire_num_preemptions_total 4.0
+vllm:num_requests_running{model_name="m"} 99.0
+"""
+VLLM = """\
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 1.0
+vllm:gpu_cache_usage_perc{engine="0",model_name="m"} 0.5
+vllm:gpu_cache_usage_perc{engine="1",model_name="m"} 0.7
+"""
+
+
+def read(text: str) -> Timeline:
+    timeline = Timeline()
+    read_scrape(timeline, 1.0, text)
+    return timeline
+
+
+@asynccontextmanager
+async def serving(body: str, status: str = "200 OK") -> AsyncIterator[str]:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode())
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        yield "http://{}:{}/metrics".format(*server.sockets[0].getsockname())
+
+
+def test_our_names_come_first() -> None:
+    timeline = read(QUIRE)
+    assert timeline.samples == [
+        Sample(
+            time_s=1.0,
+            running=3.0,
+            waiting=2.0,
+            kv_usage=0.25,
+            preemptions=4.0,
+            kv_pages={"owned": 10.0, "free": 30.0},
+        )
+    ]
+    assert timeline.server["isa"] == "avx2"
+
+
+def test_vllms_engines_are_taken_together() -> None:
+    (sample,) = read(VLLM).samples
+    assert (sample.running, sample.waiting, sample.kv_usage, sample.preemptions) == (7.0, 1.0, pytest.approx(0.6), None)
+
+
+@pytest.mark.parametrize("text", ["", "up 1.0\n", "quire_num_requests_running three\n"])
+def test_what_says_nothing_counts_as_a_failure(text: str) -> None:
+    timeline = read(text)
+    assert (timeline.samples, timeline.failures) == ([], 1)
+
+
+async def test_a_run_is_sampled_at_its_start_at_intervals_and_at_its_end() -> None:
+    async with serving(QUIRE) as url:
+        async with sample_metrics(url, interval_s=0.01) as timeline:
+            await asyncio.sleep(0.05)
+        assert len(timeline.samples) >= 2
+        assert timeline.failures == 0
+        times = [sample.time_s for sample in timeline.samples]
+        assert times == sorted(times)
+
+
+async def test_the_servers_own_exposition_is_understood() -> None:
+    observer = PrometheusObserver(version="1.2.3", isa="avx512", threads=4)
+    async with serving(generate_latest(observer.registry).decode()) as url, sample_metrics(url) as timeline:
+        pass
+    assert timeline.failures == 0
+    assert timeline.server | {"version": "1.2.3", "isa": "avx512", "threads": "4"} == timeline.server
+
+
+async def test_a_run_outlives_a_server_that_does_not_answer() -> None:
+    async with serving("no", status="503 Service Unavailable") as url, sample_metrics(url) as timeline:
+        pass
+    assert timeline.samples == []
+    assert timeline.failures >= 1
+
+
+async def test_without_an_address_nothing_is_sampled() -> None:
+    async with sample_metrics(None) as timeline:
+        pass
+    assert timeline == Timeline()
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:7071", "file:///etc/passwd", "http:///metrics"])
+async def test_other_addresses_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--metrics-url: .* is not allowed"):
+        async with sample_metrics(url):
+            pass

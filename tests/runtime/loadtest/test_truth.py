@@ -1,0 +1,172 @@
+"""What a load test reports is what happened: the whole harness against answers whose delays are known beforehand.
+
+Exactly, in virtual time (an event loop whose clock jumps to the next timer), and once for real against servers in
+processes of their own, where only what does not depend on the machine is held to; tests/bench/harness_truth.py does
+the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from quire.runtime.loadtest import driver
+from quire.runtime.loadtest.driver import Driven, Tally, drive_closed, drive_open
+from quire.runtime.loadtest.openai_backend import CHAT_COMPLETIONS, COMPLETIONS, OpenAIBackend, OpenAITarget
+from quire.runtime.loadtest.quire_backend import QuireBackend, QuireTarget
+from quire.runtime.loadtest.request import Backend, Chunk, End, Request
+from quire.runtime.loadtest.results import RunOptions, summarize
+
+from .fake_server import PROMPT_TOKENS, Range, Script, fake_server, known_ms, scripts
+
+PERCENTILES = (50, 90, 99)
+NUM_REQUESTS = 60
+USERS = 7
+T = TypeVar("T")
+
+
+class VirtualSelector(selectors.DefaultSelector):
+    """Nothing ever arrives; waiting takes no time and all of it."""
+
+    now_s = 1000.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        assert timeout is not None, "everybody waits, and for nothing"
+        self.now_s += timeout
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._clock = VirtualSelector()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now_s
+
+
+class ScriptedBackend:
+    """Answers in the loop's own time."""
+
+    def __init__(self, answers: Sequence[Script]) -> None:
+        self._answers = answers
+
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        for due_s in self._answers[int(str(request.prompt))].token_times:
+            await asyncio.sleep(start_s + due_s - loop.time())
+            yield Chunk(loop.time(), 1, "x ")
+        yield Chunk(loop.time(), 0, "", End("length"))
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Awaitable[T]]], T]:
+    def run(work: Callable[[], Awaitable[T]]) -> T:
+        loop = VirtualLoop()
+        monkeypatch.setattr(driver.time, "perf_counter", loop.time)
+        try:
+            return loop.run_until_complete(work())
+        finally:
+            loop.close()
+            monkeypatch.undo()
+
+    return run
+
+
+def asked(answers: Sequence[Script]) -> list[Request]:
+    return [Request(f"{index}", PROMPT_TOKENS, answer.num_tokens) for index, answer in enumerate(answers)]
+
+
+def result_of(driven: Driven) -> dict[str, Any]:
+    options = RunOptions(backend="fake", duration_s=driven.duration_s, metric_percentiles=PERCENTILES)
+    return summarize(driven.records, options)
+
+
+def check_figures(result: dict[str, Any], answers: Sequence[Script]) -> None:
+    for metric, values in known_ms(answers).items():
+        assert result[f"mean_{metric}_ms"] == pytest.approx(np.mean(values), abs=1e-6)
+        assert result[f"std_{metric}_ms"] == pytest.approx(np.std(values), abs=1e-6)
+        assert result[f"median_{metric}_ms"] == pytest.approx(np.median(values), abs=1e-6)
+        for percent in PERCENTILES:
+            assert result[f"p{percent}_{metric}_ms"] == pytest.approx(np.percentile(values, percent), abs=1e-6)
+
+
+def test_an_open_loop_reports_exactly_what_was_promised(in_virtual_time: Callable[..., Driven]) -> None:
+    answers = scripts(NUM_REQUESTS, seed=1)
+    times = [0.03 * index for index in range(NUM_REQUESTS)]
+    driven = in_virtual_time(lambda: drive_open(ScriptedBackend(answers), asked(answers), times, Tally()))
+    result = result_of(driven)
+    check_figures(result, answers)
+    last_s = max(at + answer.e2el_s for at, answer in zip(times, answers, strict=True))
+    assert result["duration"] == pytest.approx(last_s)
+    assert result["total_output_tokens"] == sum(answer.num_tokens for answer in answers)
+    assert result["x_quire"]["schedule_delay_ms"]["p99"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_places_that_requests_wait_for_do_not_hide_in_latencies(in_virtual_time: Callable[..., Driven]) -> None:
+    """Coordinated omission: one place, three requests at once. Each latency is the server's; the wait is told apart."""
+    answers = [Script(0.1, (0.1,))] * 3
+    driven = in_virtual_time(
+        lambda: drive_open(ScriptedBackend(answers), asked(answers), [0.0] * 3, Tally(), max_concurrency=1)
+    )
+    result = result_of(driven)
+    check_figures(result, answers)
+    delays_ms = [1000 * (record.sent_s - record.scheduled_s) for record in driven.records]
+    assert delays_ms == pytest.approx([0, 200, 400])
+    assert result["x_quire"]["e2el_from_schedule_ms"]["mean"] == pytest.approx(400)
+
+
+def test_a_closed_loop_reports_exactly_what_was_promised(in_virtual_time: Callable[..., Driven]) -> None:
+    answers = scripts(NUM_REQUESTS, seed=2)
+    driven = in_virtual_time(
+        lambda: drive_closed(ScriptedBackend(answers), asked(answers), Tally(), max_concurrency=USERS)
+    )
+    result = result_of(driven)
+    check_figures(result, answers)
+    free_s = [0.0] * USERS  # each user takes the next request when the one before is answered
+    for answer in answers:
+        free_s[free_s.index(min(free_s))] += answer.e2el_s
+    assert result["duration"] == pytest.approx(max(free_s))
+
+
+async def connect(protocol: str, address: str, endpoint: str) -> Backend:
+    if protocol == "quire":
+        return await QuireBackend.open(QuireTarget(address))
+    return await OpenAIBackend.open(OpenAITarget(f"http://{address}", endpoint))
+
+
+@pytest.mark.parametrize("protocol", ["quire", "openai"])
+async def test_real_servers_tokens_are_found_in_their_order(protocol: str) -> None:
+    """Half of them in an open loop, half in a closed one, which of OpenAI's is by the other endpoint."""
+    with fake_server(protocol, 12, 3, Range(ttft_ms=(5, 20), itl_ms=(1, 5), tokens=(1, 12))) as server:
+        requests, records = asked(server.promised), []
+        backend = await connect(protocol, server.address, COMPLETIONS)
+        try:
+            records += (await drive_open(backend, requests[:6], [0.005 * i for i in range(6)], Tally())).records
+        finally:
+            await backend.close()
+        backend = await connect(protocol, server.address, CHAT_COMPLETIONS)
+        try:
+            records += (await drive_closed(backend, requests[6:], Tally(), max_concurrency=3)).records
+        finally:
+            await backend.close()
+    for record, promised, kept in zip(records, server.promised, server.kept, strict=True):
+        assert record.error is None
+        assert record.finish_reason == "length"
+        assert record.output_tokens == promised.num_tokens == kept.num_tokens
+        assert record.prompt_tokens == PROMPT_TOKENS
+        assert record.text.split() == [str(index) for index in range(promised.num_tokens)]
+        assert record.scheduled_s <= record.sent_s < record.token_times[0]
+        assert record.token_times == sorted(record.token_times)
+        assert record.token_times[-1] <= record.ended_s
+        assert record.token_times[0] - record.sent_s >= kept.ttft_s  # nothing is seen before it was sent
+        assert record.token_times[-1] - record.sent_s >= kept.e2el_s
+        assert kept.ttft_s >= promised.ttft_s
