@@ -45,7 +45,7 @@ def history(run: Run) -> History:
     ends = np.array([_end_s(record) - start for record in sent])
     span_s = max(float(ends.max(initial=0.0)), 0.01)
     bin_s = next(width for width in ROUND_WIDTHS_S if span_s / width <= NUM_BINS or width == ROUND_WIDTHS_S[-1])
-    edges = bin_s * np.arange(int(span_s / bin_s) + 2)
+    edges = bin_s * np.arange(int(span_s / bin_s) + 2, dtype=np.float64)
     failed = np.array([_end_s(record) - start for record in sent if record.error is not None])
     arrived, counts = np.array(chunks).reshape(-1, 2).T
     samples = run.timeline.samples if run.timeline else []

@@ -88,15 +88,15 @@ def is_saturated(points: Sequence[Point], runs: Sequence[Run]) -> bool:
         return True
     if len(runs) < 2:
         return False
-    before = runs[-2].summary["output_throughput"]
+    before, after = (float(run.summary["output_throughput"]) for run in runs[-2:])
     if before <= 0 or math.isinf(points[-1].load):
         return before > 0
     load_growth = points[-1].load / points[-2].load - 1
-    return bool(last["output_throughput"] / before - 1 < SATURATED_SHARE * load_growth)
+    return after / before - 1 < SATURATED_SHARE * load_growth
 
 
 class SweepFolder:
-    """Where a sweep keeps its runs. `settings` are all that they have in common, as JSON knows it.
+    """Where a sweep keeps its runs. `settings` are all that they have in common.
 
     Raises ConfigError when it cannot be written or holds the runs of other settings.
     """
@@ -104,7 +104,7 @@ class SweepFolder:
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
         self._path = path
         named = path / SETTINGS_FILE
-        wanted = msgspec.json.format(msgspec.json.encode(settings, order="sorted")) + b"\n"
+        wanted = msgspec.json.format(msgspec.json.encode(settings, order="sorted", enc_hook=str)) + b"\n"
         try:
             path.mkdir(parents=True, exist_ok=True)
             if not named.exists():

@@ -13,7 +13,7 @@ from quire.runtime.loadtest.run import Run
 from quire.runtime.loadtest.sweep import Point, SweepFolder, is_saturated, parse_sweep, run_sweep
 from quire.runtime.loadtest.timeline import Sample, Timeline
 
-SETTINGS = {"dataset": "random", "seed": 0}
+SETTINGS = {"dataset": "custom", "dataset_path": Path("prompts.jsonl"), "seed": 0}
 
 
 def made(tokens_per_s: float, failed: int = 0) -> Run:
