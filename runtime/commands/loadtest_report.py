@@ -6,6 +6,7 @@ It must not compute. One invariant: a figure that is shown is in the result, but
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from rich import box
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 LATE_MS = 10.0  # above it, arrivals were not those that were asked for
+MOST_MESSAGES = 3
 METRIC_NAMES = {
     "ttft": ("Time to First Token", "TTFT"),
     "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
@@ -29,7 +31,7 @@ def print_result(result: Mapping[str, Any], metrics: Sequence[str], percentiles:
     for metric in metrics:
         if f"mean_{metric}_ms" in result:
             console.print(_latencies(result, metric, percentiles))
-    console.print("\n".join(_sentences(result, percentiles)), soft_wrap=True)
+    console.print("\n".join(_sentences(result, percentiles)), soft_wrap=True, markup=False)
 
 
 def _totals(result: Mapping[str, Any]) -> Table:
@@ -81,6 +83,8 @@ def _sentences(result: Mapping[str, Any], percentiles: Sequence[float]) -> list[
             "the arrivals were not those that were asked for."
         )
     lines += [f"Errors: {count} x {code}" for code, count in ours["errors"].items()]
+    messages = dict.fromkeys(message for message in result["errors"] if message)
+    lines += [f"  {message}" for message in islice(messages, MOST_MESSAGES)]
     return lines
 
 

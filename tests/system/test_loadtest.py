@@ -101,6 +101,12 @@ async def test_a_sweep_with_a_report(serving: Callable[..., Any], tmp_path: Path
     assert "ttfts" not in results[0]
 
 
+async def test_without_an_address_a_server_is_started_and_gone_afterwards(run: Run) -> None:
+    result = await run(*SMALL, "--request-rate", "inf", "--max-concurrency", "4")
+    assert (result["completed"], result["tokenizer_id"]) == (8, str(BUNDLED_MODEL))
+    assert result["x_quire"]["server"]["isa"]
+
+
 async def test_every_request_fails(serving: Callable[..., Any], run: Run) -> None:
     async with serving() as real:
         with pytest.raises(Unavailable, match="no request succeeded; the first failed with: "):

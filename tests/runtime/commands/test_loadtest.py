@@ -1,0 +1,74 @@
+"""What `quire loadtest` shows while it runs and when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from quire.runtime.commands.loadtest_progress import progress_line, shown
+from quire.runtime.commands.loadtest_report import print_result
+from quire.runtime.loadtest.driver import Tally
+from quire.runtime.loadtest.record import RequestRecord
+from quire.runtime.loadtest.results import RunOptions, summarize
+
+
+def printed(capsys: pytest.CaptureFixture[str], *records: RequestRecord, **options: Any) -> list[str]:
+    result = summarize(records, RunOptions(backend="quire", duration_s=2.0, **options))
+    print_result(result, ("ttft", "tpot", "itl", "e2el"), (50, 99))
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
+
+
+def served(delay_s: float = 0.0) -> RequestRecord:
+    return RequestRecord(0, 10, 2, 1.0, 1.0 + delay_s, [1.5, 1.75], [1, 1], 1.75, "length")
+
+
+def test_the_table_has_vllms_words(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, served(), goodput={"ttft": 600})
+    for line in (
+        "Successful requests: 1",
+        "Benchmark duration (s): 2.00",
+        "Request goodput (req/s): 0.50",
+        "Median TTFT (ms): 500.00",
+        "P99 E2EL (ms): 750.00",
+    ):
+        assert line in lines
+    assert not any("late" in line or "Cancelled" in line or "Error" in line for line in lines)
+
+
+def test_the_table_says_when_the_generator_itself_was_late(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, served(delay_s=0.25), generator_delays_s=[0.25])
+    assert any(
+        line.startswith("Schedule delay (ms): p99 250.00; counted from the schedule, E2EL p99") for line in lines
+    )
+    assert any(line.startswith("The load generator itself was late (p99 250.00 ms)") for line in lines)
+
+
+def test_the_table_says_why_requests_failed(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = [
+        RequestRecord(index, 10, 2, 1.0, 1.0, ended_s=1.0, error="the [bold] queue is full", error_code="HTTP_503")
+        for index in range(3)
+    ]
+    lines = printed(capsys, served(), *failed)
+    assert lines[-2:] == ["Errors: 3 x HTTP_503", "the [bold] queue is full"]
+
+
+def test_the_progress_line() -> None:
+    tally = Tally(total=2000, sent=1500, done=1200, failed=3, tokens=5)
+    assert progress_line(tally, 1234.5) == (
+        "sent 1,500 of 2,000   done 1,200   running 300   failed 3   1,234 tokens/s"
+    )
+    assert progress_line(Tally(sent=1), 0).startswith("sent 1   done 0")
+
+
+async def test_progress_is_drawn_on_a_terminal_and_gone_afterwards(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr("quire.runtime.commands.loadtest_progress.INTERVAL_S", 0.001)
+    for quiet in (True, False):
+        with shown(Tally(sent=7), quiet=quiet):
+            await asyncio.sleep(0.02)
+        assert ("sent 7" in capsys.readouterr().err) != quiet
+    await asyncio.sleep(0.005)
+    assert capsys.readouterr().err == ""
