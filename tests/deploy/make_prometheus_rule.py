@@ -1,0 +1,36 @@
+"""Writes the rules of deploy/prometheus as the Prometheus operator takes them: run it after a change to them.
+
+One invariant: the groups are the same text, so what promtool checked is what a cluster gets.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+RULE_FILES = ("records.yml", "alerts.yml")
+TARGET = DEPLOY / "kubernetes" / "monitoring" / "prometheus-rule.yaml"
+HEAD = """\
+# Made of deploy/prometheus/{records,alerts}.yml by tests/deploy/make_prometheus_rule.py: change those.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: quire
+spec:
+  groups:
+"""
+
+
+def prometheus_rule() -> str:
+    return HEAD + "".join(_groups(DEPLOY / "prometheus" / name) for name in RULE_FILES)
+
+
+def _groups(path: Path) -> str:
+    """The list below `groups:`, indented to stand in `spec`."""
+    _, _, groups = path.read_text("utf-8").partition("groups:\n")
+    return re.sub(r"^(?=.)", "  ", groups, flags=re.MULTILINE)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(prometheus_rule(), "utf-8")
