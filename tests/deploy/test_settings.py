@@ -1,0 +1,193 @@
+"""What deploy/ passes to `quire` exists, and the times of an end add up everywhere: drained before killed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from cyclopts import CycloptsError
+from quire.runtime.cli import app
+from quire.runtime.config import ServerConfig
+from quire.runtime.execution.capacity import decide_capacity
+from quire.runtime.models import BUNDLED_MODEL, read_spec
+from quire.runtime.server.auth import Keyring
+from quire.runtime.settings import Settings, resolve_settings
+
+from tests.deploy.queries import DEPLOY
+from tests.test_docs import QWEN3_06B
+
+MARGIN_S = 10.0  # beyond --shutdown-timeout: to end connections and engines and to write the prefix snapshot
+PYTHON_BYTES = 1 << 30  # beyond what `quire plan` prints
+KUBERNETES = DEPLOY / "kubernetes"
+UNIT = (DEPLOY / "quire.service").read_text("utf-8")
+CONTAINERFILE = (DEPLOY / "Containerfile").read_text("utf-8")
+BYTES = {"Mi": 1 << 20, "Gi": 1 << 30}
+Tool = Callable[..., str]
+
+
+def load(path: str) -> Any:
+    return yaml.safe_load((DEPLOY / path).read_text("utf-8"))
+
+
+def seconds(text: str) -> float:
+    """`45s`, `45` or `1min`."""
+    found = re.fullmatch(r"(\d+)(s|min)?", text)
+    assert found, text
+    return int(found[1]) * (60 if found[2] == "min" else 1)
+
+
+def settings_in(folder: str) -> Settings:
+    return resolve_settings({}, {}, KUBERNETES / folder / "quire.toml")
+
+
+def pod() -> Any:
+    return load("kubernetes/base/deployment.yaml")["spec"]["template"]["spec"]
+
+
+# What is passed
+
+
+def commands() -> Iterator[list[str]]:
+    """Arguments of every `quire` that deploy/ starts, with something in place of what is filled in later."""
+    yield shlex.split(re.findall(r"^ExecStart=/opt/quire/bin/quire (.*)$", UNIT, re.MULTILINE)[0])
+    yield json.loads(re.findall(r"^CMD (\[.*\])$", CONTAINERFILE, re.MULTILINE)[0])
+    yield pod()["containers"][0]["args"]
+    yield load("compose.demo.yaml")["services"]["loadtest"]["command"]
+    script = (DEPLOY / "local.sh").read_text("utf-8").replace("\\\n", " ")
+    for command in re.findall(r"^ *(?:start )?quire (.*?)(?: >.*)?$", script, re.MULTILINE):
+        yield shlex.split(command.replace('"$@"', ""))
+
+
+@pytest.mark.parametrize("arguments", list(commands()), ids=" ".join)
+def test_every_command_line_is_understood(arguments: list[str]) -> None:
+    try:
+        app.parse_args(arguments, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+def test_every_environment_variable_is_a_setting() -> None:
+    environment = dict(re.findall(r"^Environment=(QUIRE_\w+)=(.*)$", UNIT, re.MULTILINE))
+    environment |= dict(re.findall(r"\b(QUIRE_(?:HOST|HTTP_HOST|LOG_FORMAT))=(\S+)", CONTAINERFILE))
+    environment |= load("compose.yaml")["services"]["quire"]["environment"]
+    assert len(environment) >= 6
+    known = {"QUIRE_" + name.upper() for part in Settings.__struct_fields__ for name in fields_of(part)}
+    assert set(environment) <= known
+    resolve_settings({}, environment)
+
+
+def test_the_demo_key_is_the_one_that_the_demo_lets_in() -> None:
+    key = load("compose.demo.yaml")["services"]["loadtest"]["environment"]["QUIRE_TOKEN"]
+    assert Keyring.load(DEPLOY / load("compose.demo.yaml")["secrets"]["tokens.toml"]["file"]).authenticate(key).name
+
+
+def fields_of(part: str) -> tuple[str, ...]:
+    fields: tuple[str, ...] = getattr(resolve_settings({}, {}), part).__struct_fields__
+    return fields
+
+
+# What adds up
+
+
+def test_systemd_waits_for_the_drain_and_leaves_engines_to_the_front() -> None:
+    settings = dict(re.findall(r"^(\w+)=(\S+)$", UNIT, re.MULTILINE))
+    timeout = float(re.findall(r"QUIRE_SHUTDOWN_TIMEOUT=(\d+)", UNIT)[0])
+    assert seconds(settings["TimeoutStopSec"]) >= timeout + MARGIN_S
+    assert settings["KillMode"] == "mixed"
+    assert settings["OOMPolicy"] == "continue"
+
+
+def test_compose_waits_for_the_drain() -> None:
+    service = load("compose.yaml")["services"]["quire"]
+    assert seconds(service["stop_grace_period"]) >= float(service["environment"]["QUIRE_SHUTDOWN_TIMEOUT"]) + MARGIN_S
+
+
+def test_a_container_is_told_to_stop_by_what_drains() -> None:
+    assert "STOPSIGNAL SIGTERM" in CONTAINERFILE
+    advised = float(re.findall(r"docker stop --time (\d+)", CONTAINERFILE)[0])
+    assert advised >= ServerConfig().shutdown_timeout + MARGIN_S
+
+
+@pytest.mark.parametrize("folder", ["base", "model"])
+def test_kubernetes_waits_for_endpoints_and_the_drain(folder: str) -> None:
+    sleep, before = pod()["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert sleep == "sleep"
+    needed = seconds(before) + settings_in(folder).server.shutdown_timeout + MARGIN_S
+    assert pod()["terminationGracePeriodSeconds"] >= needed
+
+
+def test_the_readme_tells_the_same_times() -> None:
+    told = dict(re.findall(r"`(\w+)` \| (\d+) s \|$", (DEPLOY / "README.md").read_text("utf-8"), re.MULTILINE))
+    assert told == {
+        "TimeoutStopSec": re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)[0],
+        "stop_grace_period": load("compose.yaml")["services"]["quire"]["stop_grace_period"].removesuffix("s"),
+        "terminationGracePeriodSeconds": str(pod()["terminationGracePeriodSeconds"]),
+    }
+
+
+def test_no_probe_kills_what_the_supervisor_would_mend() -> None:
+    container = pod()["containers"][0]
+    liveness = container["livenessProbe"]
+    assert liveness["httpGet"]["path"] == "/healthz"
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] >= ServerConfig().stall_timeout_ms / 1000
+    assert container["readinessProbe"]["httpGet"]["path"] == container["startupProbe"]["httpGet"]["path"] == "/readyz"
+    assert pod()["enableServiceLinks"] is False  # QUIRE_PORT=tcp://… of a Service named quire is no port
+
+
+@pytest.mark.parametrize(
+    ("folder", "resources"),
+    [
+        ("base", pod()["containers"][0]["resources"]),
+        (
+            "model",
+            load("kubernetes/model/deployment-patch.yaml")["spec"]["template"]["spec"]["containers"][0]["resources"],
+        ),
+    ],
+)
+def test_pods_are_guaranteed_whole_cpus_and_the_memory_of_the_plan(folder: str, resources: Any, tmp_path: Path) -> None:
+    assert resources["requests"] == resources["limits"]
+    assert resources["limits"]["cpu"].isdigit()
+    number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", resources["limits"]["memory"]).groups()  # type: ignore[union-attr]
+    config = settings_in(folder).engine
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
+    spec = read_spec(BUNDLED_MODEL if config.model is None else tmp_path)
+    assert int(number) * BYTES[unit] >= decide_capacity(config, spec).memory.total_bytes + PYTHON_BYTES
+
+
+# What tools say
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.y*ml")), ids=lambda path: str(path.relative_to(DEPLOY)))
+def test_every_file_is_yaml(path: Path) -> None:
+    assert list(yaml.safe_load_all(path.read_text("utf-8")))
+
+
+def test_systemd_likes_the_unit(tool: Tool, tmp_path: Path) -> None:
+    """With a command that is there: verify looks for it."""
+    unit = tmp_path / "quire.service"
+    unit.write_text(UNIT.replace("/opt/quire/bin/quire", "/bin/true"))
+    tool("systemd-analyze", "verify", unit)
+    tool("systemd-analyze", "security", "--offline=true", "--threshold=20", unit)
+
+
+@pytest.mark.parametrize("folder", ["base", "production"])
+def test_kustomize_builds_what_refers_to_itself(folder: str, tool: Tool) -> None:
+    objects = {(each["kind"], each["metadata"]["name"]): each for each in built(tool, folder)}
+    deployment = objects["Deployment", "quire"]
+    for volume in deployment["spec"]["template"]["spec"]["volumes"]:
+        if "configMap" in volume:
+            assert ("ConfigMap", volume["configMap"]["name"]) in objects
+        if "persistentVolumeClaim" in volume:
+            assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in objects
+    assert ("replicas" in deployment["spec"]) == (("ScaledObject", "quire") not in objects)
+    assert {each["metadata"]["namespace"] for each in objects.values()} == {"quire"}
+
+
+def built(tool: Tool, folder: str) -> list[Any]:
+    return list(yaml.safe_load_all(tool("kubectl", "kustomize", KUBERNETES / folder)))
