@@ -47,8 +47,8 @@ class BeamSearch:
         if width < 1 or (num_results is not None and not 1 <= num_results <= width):
             raise ValueError(f"a search of width {width} cannot give {num_results} results")
         self.width = width
-        self._length_penalty = length_penalty
-        self._num_results = num_results or width
+        self.length_penalty = length_penalty
+        self.num_results = num_results or width
         self._live = [_Path((), 0.0)]
         self._complete: list[Hypothesis] = []
         self.is_done = False
@@ -76,7 +76,7 @@ class BeamSearch:
     @property
     def results(self) -> list[Hypothesis]:
         """The best complete hypotheses, best first; of equal ones the one found first."""
-        return sorted(self._complete, key=lambda found: -found.score)[: self._num_results]
+        return sorted(self._complete, key=lambda found: -found.score)[: self.num_results]
 
     def _candidates(self, samples: Sequence[SampledToken]) -> list[Survivor]:
         return [
@@ -93,7 +93,7 @@ class BeamSearch:
         self._complete.append(Hypothesis(path.tokens, path.cumulative_logprob, score, reason))
 
     def _score(self, cumulative_logprob: float, length: int) -> float:
-        return cumulative_logprob / float(length**self._length_penalty)
+        return cumulative_logprob / float(length**self.length_penalty)
 
     def _nothing_better_can_come(self) -> bool:
         """Enough are complete, and no live one beats them as it stands: the usual rule, exact for a penalty of 0."""

@@ -257,6 +257,11 @@ class Scheduler:
         return bool(self._requests)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
     def num_steps(self) -> int:
         """Finished steps, failed ones included: while there is work and the engine is alive, it advances."""
         return self._num_finished_steps
