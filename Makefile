@@ -8,7 +8,7 @@ demo: $(BIN)/quire
 	$(BIN)/quire demo
 
 test: $(BIN)/quire
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 check-kernels: $(BIN)/quire
 	tests/kernels/check.sh
