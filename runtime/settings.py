@@ -46,19 +46,21 @@ def resolve_settings(
     fields = _fields(EngineConfig) | _fields(ServerConfig)
     given: dict[str, tuple[object, str]] = {}  # setting -> value, where it was set; the stronger source comes later
     if config_file is not None:
-        given |= {name: (value, f"{name} in {config_file}") for name, value in _read_toml(Path(config_file)).items()}
+        given |= {name: (value, f"{name} in {config_file}") for name, value in read_toml(Path(config_file)).items()}
     for name in fields:
         variable = ENVIRONMENT_PREFIX + name.upper()
         if environ.get(variable):
             given[name] = environ[variable], f"{variable} in the environment"
     given |= {name: (value, flag_name(name)) for name, value in flags.items() if value is not None}
 
-    values: dict[str, object] = {}
-    for name, (value, source) in given.items():
-        if name not in fields:
-            raise ConfigError(f"{source}: there is no such setting; known are {', '.join(sorted(fields))}")
-        values[name] = _convert(value, fields[name], source)
+    values = _convert_all(given, fields)
     return Settings(engine=_build(EngineConfig, values), server=_build(ServerConfig, values))
+
+
+def convert_table(struct: type[S], table: Mapping[str, object], where: str) -> S:
+    """One table of a TOML file as `struct`, whose fields have defaults. Raises ConfigError that says `where`."""
+    given = {name: (value, f"{name} of {where}") for name, value in table.items()}
+    return _build(struct, _convert_all(given, _fields(struct)))
 
 
 def flag_name(setting: str) -> str:
@@ -66,11 +68,22 @@ def flag_name(setting: str) -> str:
     return "--" + setting.replace("_", "-")
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """Raises ConfigError."""
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"config file {path} cannot be read: {error}") from error
+
+
+def _convert_all(given: Mapping[str, tuple[object, str]], fields: Mapping[str, inspect.Type]) -> dict[str, object]:
+    """`given`: setting -> value, where it was set."""
+    values: dict[str, object] = {}
+    for name, (value, source) in given.items():
+        if name not in fields:
+            raise ConfigError(f"{source}: there is no such setting; known are {', '.join(sorted(fields))}")
+        values[name] = _convert(value, fields[name], source)
+    return values
 
 
 def _fields(struct: type[msgspec.Struct]) -> dict[str, inspect.Type]:

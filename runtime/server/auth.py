@@ -1,0 +1,148 @@
+"""`Keyring`: from the token in a HELLO to the tenant it stands for.
+
+It must not know connections, and holds only hashes. Keys are random (`quire token` makes them), so that one sha256 is
+as good as a slow hash. One invariant: how long `authenticate` takes tells nothing about any key.
+
+A file of `--auth-tokens` has one table per tenant; only `keys` must be there:
+
+    [acme]
+    keys = ["<sha256 of a key, 64 hex digits>"]
+    max_concurrent_requests = 32
+    requests_per_minute = 600
+    burst = 60
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+import structlog
+
+from ..config import ServerConfig
+from ..errors import ConfigError, Unauthenticated
+from ..settings import convert_table, read_toml
+from .tenants import Limits, Tenant
+
+_TENANT_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+_log = structlog.get_logger("quire.server")
+
+
+def hash_key(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+class Keyring:
+    """Who may connect. Made by `of`, `load`, `single` or `none`; one per server."""
+
+    def __init__(self, keys: Mapping[bytes, Tenant], anyone: Tenant | None = None, path: Path | None = None) -> None:
+        self._keys = dict(keys)  # sha256 -> its tenant
+        self._anyone = anyone
+        self._path = path
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> Keyring:
+        """As the settings say. Raises ConfigError."""
+        if config.token is not None and config.auth_tokens is not None:
+            raise ConfigError("--token and --auth-tokens exclude each other; put the token's hash in the file")
+        if config.auth_tokens is not None:
+            return cls.load(Path(config.auth_tokens))
+        return cls.none() if config.token is None else cls.single(config.token)
+
+    @classmethod
+    def load(cls, path: Path) -> Keyring:
+        """From a file of tenants. Raises ConfigError that names the file, the tenant and what is allowed."""
+        return cls(_read_keys(path, {}), path=path)
+
+    @classmethod
+    def single(cls, token: str) -> Keyring:
+        """One key, one tenant without name or limits. Raises ConfigError for an empty one."""
+        if not token:
+            raise ConfigError("--token is empty; allowed: any other text, better a long random one")
+        return cls({hash_key(token): Tenant("")})
+
+    @classmethod
+    def none(cls) -> Keyring:
+        """Whoever reaches the socket may use it, with or without a token."""
+        return cls({}, anyone=Tenant(""))
+
+    def authenticate(self, token: str | None) -> Tenant:
+        """Raises Unauthenticated."""
+        if self._anyone is not None:
+            return self._anyone
+        if token is None:
+            raise Unauthenticated("a valid token is required")
+        presented = hash_key(token)
+        found = None
+        for key_hash, tenant in self._keys.items():  # all of them, whichever fits
+            if hmac.compare_digest(key_hash, presented):
+                found = tenant
+        if found is None:
+            raise Unauthenticated("the token is not valid")
+        return found
+
+    def reload(self) -> None:
+        """Read the file again; without one, nothing. A broken file changes nothing and the log says why.
+
+        Tenants keep their connections and counts; new limits hold from the next request. One that is gone from the file
+        is refused every further request, a key that is gone every further connection.
+        """
+        if self._path is None:
+            return
+        before = {tenant.name: tenant for tenant in self._keys.values()}
+        try:
+            self._keys = _read_keys(self._path, before)
+        except ConfigError as error:
+            _log.error("auth tokens not reloaded", reason=str(error))
+            return
+        present = {tenant.name for tenant in self._keys.values()}
+        for name, tenant in before.items():
+            tenant.revoked = name not in present
+        _log.info("auth tokens reloaded", tenants=len(present), keys=len(self._keys))
+
+
+def _read_keys(path: Path, known: Mapping[str, Tenant]) -> dict[bytes, Tenant]:
+    """The keys of every tenant. Nothing changes before all of the file is right; a known tenant stays the same object."""
+    tables = {name: _tenant_table(name, table, path) for name, table in read_toml(path).items()}
+    owners = _owners(path, tables)
+    _warn_of_permissions(path)
+    tenants = {name: known.get(name) or Tenant(name) for name in tables}
+    for name, (_, limits) in tables.items():
+        tenants[name].limits = limits
+    return {key_hash: tenants[name] for key_hash, name in owners.items()}
+
+
+def _tenant_table(name: str, table: object, path: Path) -> tuple[list[str], Limits]:
+    where = f"tenant {name!r} in {path}"
+    if not _TENANT_NAME.fullmatch(name):
+        raise ConfigError(f"{where}: names have 1 to 64 letters, digits, dots, dashes or underscores, no dot first")
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} must be a table: [{name}] and below it its keys and limits")
+    keys = table.get("keys")
+    if not (isinstance(keys, list) and keys and all(isinstance(key, str) and _HASH.fullmatch(key) for key in keys)):
+        raise ConfigError(f"keys of {where}: allowed is a list of sha256 hashes, 64 hex digits each; see `quire token`")
+    return keys, convert_table(Limits, {key: value for key, value in table.items() if key != "keys"}, where)
+
+
+def _owners(path: Path, tables: Mapping[str, tuple[list[str], Limits]]) -> dict[bytes, str]:
+    """Key hash -> tenant."""
+    owners: dict[bytes, str] = {}
+    for name, (keys, _) in tables.items():
+        for key in keys:
+            if (owner := owners.setdefault(bytes.fromhex(key), name)) != name:
+                raise ConfigError(f"{path}: tenants {owner!r} and {name!r} share a key; one key stands for one tenant")
+    if not owners:
+        raise ConfigError(f"{path} names no tenant; `quire token NAME` makes a key and the lines for the file")
+    return owners
+
+
+def _warn_of_permissions(path: Path) -> None:
+    mode = path.stat().st_mode
+    if mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
+        _log.warning("auth tokens can be read or changed by other users", path=str(path), mode=stat.filemode(mode))
