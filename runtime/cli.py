@@ -22,6 +22,7 @@ from .commands.loadtest import LoadTest, OutputOptions
 from .commands.loadtest import loadtest as run_loadtest
 from .commands.serve import serve as run_serve
 from .commands.simulate import simulate as run_simulate
+from .commands.token import token_text
 from .errors import QuireError
 from .generation import SamplingParams
 from .loadtest import Behaviour, DatasetOptions, LoadOptions, Pacing, SamplingOptions, TargetOptions
@@ -93,7 +94,7 @@ class SchedulingFlags:
 @dataclass
 class ServerFlags:
     host: str | None = None
-    "Address for clients. Default 127.0.0.1; another one needs --token."
+    "Address for clients. Default 127.0.0.1; another one needs --token or --auth-tokens."
     port: int | None = None
     "Default 7070; 0 takes a free one."
     uds: str | None = None
@@ -323,6 +324,12 @@ def plan(
     --sizes: KV bytes of known models instead. --arena: also the map of the step arena.
     """
     print(describe_sizes() if sizes else plan_text(_settings(model, engine).engine, arena))
+
+
+@app.command
+def token(tenant: str, /) -> None:
+    """Make a key for TENANT and print it, with the lines that admit it for `quire serve --auth-tokens FILE`."""
+    print(token_text(tenant))
 
 
 @app.command

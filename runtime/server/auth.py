@@ -28,14 +28,20 @@ from ..errors import ConfigError, Unauthenticated
 from ..settings import convert_table, read_toml
 from .tenants import Limits, Tenant
 
-_TENANT_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
+_TENANT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 _log = structlog.get_logger("quire.server")
 
 
 def hash_key(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+
+
+def check_tenant_name(name: str, where: str = "") -> None:
+    """Raises ConfigError. A name goes into logs and metrics, and is a bare key of TOML."""
+    if not _TENANT_NAME.fullmatch(name):
+        raise ConfigError(f"tenant {name!r}{where}: a name is 1 to 64 of A-Z a-z 0-9 _ -")
 
 
 class Keyring:
@@ -108,26 +114,28 @@ class Keyring:
 
 
 def _read_keys(path: Path, known: Mapping[str, Tenant]) -> dict[bytes, Tenant]:
-    """The keys of every tenant. Nothing changes before all of the file is right; a known tenant stays the same object."""
+    """Key hash -> tenant. Nothing changes before all of the file is right; a known tenant stays the same object."""
     tables = {name: _tenant_table(name, table, path) for name, table in read_toml(path).items()}
     owners = _owners(path, tables)
     _warn_of_permissions(path)
     tenants = {name: known.get(name) or Tenant(name) for name in tables}
     for name, (_, limits) in tables.items():
-        tenants[name].limits = limits
+        tenants[name].change_limits(limits)
     return {key_hash: tenants[name] for key_hash, name in owners.items()}
 
 
 def _tenant_table(name: str, table: object, path: Path) -> tuple[list[str], Limits]:
     where = f"tenant {name!r} in {path}"
-    if not _TENANT_NAME.fullmatch(name):
-        raise ConfigError(f"{where}: names have 1 to 64 letters, digits, dots, dashes or underscores, no dot first")
+    check_tenant_name(name, f" in {path}")
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table: [{name}] and below it its keys and limits")
     keys = table.get("keys")
     if not (isinstance(keys, list) and keys and all(isinstance(key, str) and _HASH.fullmatch(key) for key in keys)):
         raise ConfigError(f"keys of {where}: allowed is a list of sha256 hashes, 64 hex digits each; see `quire token`")
-    return keys, convert_table(Limits, {key: value for key, value in table.items() if key != "keys"}, where)
+    limits = convert_table(Limits, {key: value for key, value in table.items() if key != "keys"}, where)
+    if limits.burst is not None and limits.requests_per_minute is None:
+        raise ConfigError(f"burst of {where} needs requests_per_minute")
+    return keys, limits
 
 
 def _owners(path: Path, tables: Mapping[str, tuple[list[str], Limits]]) -> dict[bytes, str]:

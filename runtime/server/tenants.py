@@ -37,37 +37,51 @@ class Tenant:
         self, name: str, limits: Limits | None = None, clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self.name = name
-        self.limits = limits or Limits()
         self.revoked = False  # its keys are gone, its connections may not be
+        self._limits = limits or Limits()
         self._clock_ns = clock_ns
         self._num_live = 0
-        self._debt_until_ns = 0  # when all that was let in would be paid for at the steady rate
+        self._full_at_ns = 0  # when the bucket is full again: the whole state of a token bucket, without refilling it
+
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    def change_limits(self, limits: Limits) -> None:
+        """From the next request on. What the old limits had let in never costs more than the new ones' whole burst."""
+        self._limits = limits
+        self._full_at_ns = min(self._full_at_ns, self._clock_ns() + _price_ns(limits) * _burst(limits))
 
     def enter(self) -> None:
         """Count a request in. Raises Overloaded, with the wait where one is known, or Unauthenticated once revoked."""
         if self.revoked:
             raise Unauthenticated("this tenant's keys were revoked")
-        limit = self.limits.max_concurrent_requests
+        limit = self._limits.max_concurrent_requests
         if limit is not None and self._num_live >= limit:
             raise Overloaded(f"{self._num_live} requests of this tenant are live, as many as it may have at a time")
-        self._spend()
+        if self._limits.requests_per_minute is not None:
+            self._spend()
         self._num_live += 1
 
     def leave(self) -> None:
         self._num_live -= 1
 
     def _spend(self) -> None:
-        """A token bucket, kept as the time at which it is full again (GCRA): no refilling, integers only."""
-        rate = self.limits.requests_per_minute
-        if rate is None:
-            return
-        price_ns = -(-NS_PER_MINUTE // rate)
-        full_ns = price_ns * (self.limits.burst or rate)
-        now = self._clock_ns()
-        debt_ns = min(max(self._debt_until_ns - now, 0), full_ns)  # limits may have changed since
-        missing_ns = debt_ns + price_ns - full_ns
+        """Take a request's price out of the bucket, or say when there is enough in it."""
+        now_ns, price_ns = self._clock_ns(), _price_ns(self._limits)
+        full_at_ns = max(self._full_at_ns, now_ns) + price_ns
+        missing_ns = full_at_ns - now_ns - price_ns * _burst(self._limits)
         if missing_ns > 0:
-            raise Overloaded(
-                f"this tenant may send {rate} requests per minute", retry_after_ms=-(-missing_ns // NS_PER_MS)
-            )
-        self._debt_until_ns = now + debt_ns + price_ns
+            rate = self._limits.requests_per_minute
+            wait_ms = -(-missing_ns // NS_PER_MS)
+            raise Overloaded(f"this tenant may send {rate} requests per minute", retry_after_ms=wait_ms)
+        self._full_at_ns = full_at_ns
+
+
+def _price_ns(limits: Limits) -> int:
+    """Of one request: the time in which the bucket gains it. Rounded up, so that the rate is never exceeded."""
+    return -(-NS_PER_MINUTE // limits.requests_per_minute) if limits.requests_per_minute else 0
+
+
+def _burst(limits: Limits) -> int:
+    return limits.burst or limits.requests_per_minute or 0

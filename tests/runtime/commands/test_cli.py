@@ -212,6 +212,7 @@ def test_refusals(quire: Quire, arguments: list[str], message: str) -> None:
     ("arguments", "message"),
     [
         (["info", "--bogus"], "--bogus"),
+        (["token", "a b"], "tenant 'a b': a name is 1 to 64"),
         (["info", "--isa", "mmx"], "unknown ISA level 'mmx'"),
         (["plan", "/"], "has no config.json"),
         (["plan", "--weights", "int3"], "--weights: 'int3' is not allowed; allowed: bf16, f32, q8"),

@@ -1,0 +1,181 @@
+"""Tokens to tenants: the file, its errors, its reload; that a comparison is of all keys, whichever fits."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from quire.runtime.commands.token import token_text
+from quire.runtime.config import ServerConfig
+from quire.runtime.errors import ConfigError, Overloaded, Unauthenticated
+from quire.runtime.server.auth import Keyring, hash_key
+from structlog.testing import capture_logs
+
+A, B = hash_key("key a").hex(), hash_key("key b").hex()
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(text: str) -> Path:
+        path = tmp_path / "tokens.toml"
+        path.write_text(text)
+        path.chmod(0o600)
+        return path
+
+    return write
+
+
+def test_each_key_stands_for_its_tenant(write: Write) -> None:
+    keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]\nrequests_per_minute = 60\n[lab]\nkeys = ["{B}"]\n'))
+    acme, lab = keyring.authenticate("key a"), keyring.authenticate("key b")
+    assert (acme.name, lab.name) == ("acme", "lab")
+    assert acme.limits.requests_per_minute == 60
+    assert keyring.authenticate("key a") is acme
+
+
+@pytest.mark.parametrize("token", [None, "", "key", "key A", "key a ", A, "\ud800", "x" * 100_000])
+def test_anything_else_is_nobody(write: Write, token: str | None) -> None:
+    for keyring in (Keyring.load(write(f'[acme]\nkeys = ["{A}"]')), Keyring.single("key a")):
+        with pytest.raises(Unauthenticated):
+            keyring.authenticate(token)
+
+
+def test_one_token_is_one_tenant_without_a_name() -> None:
+    assert Keyring.single("t").authenticate("t").name == ""
+
+
+def test_without_keys_whoever_comes_is_let_in() -> None:
+    assert Keyring.none().authenticate(None).name == ""
+    assert Keyring.none().authenticate("t").name == ""
+
+
+def test_every_key_is_compared_whichever_fits(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    keyring = Keyring.load(write(f'[a]\nkeys = ["{A}"]\n[b]\nkeys = ["{B}"]'))
+    compared: list[bytes] = []
+    compare = hmac.compare_digest
+
+    def compare_digest(key_hash: bytes, presented: bytes) -> bool:
+        compared.append(key_hash)
+        return compare(key_hash, presented)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare_digest)
+    keyring.authenticate("key a")
+    assert [key_hash.hex() for key_hash in compared] == [A, B]
+
+
+def test_which_keyring_the_settings_mean(write: Write) -> None:
+    path = str(write(f'[acme]\nkeys = ["{A}"]'))
+    assert Keyring.of(ServerConfig()).authenticate(None).name == ""
+    assert Keyring.of(ServerConfig(auth_tokens=path)).authenticate("key a").name == "acme"
+    with pytest.raises(Unauthenticated):
+        Keyring.of(ServerConfig(token="t")).authenticate(None)
+    with pytest.raises(ConfigError, match="exclude each other"):
+        Keyring.of(ServerConfig(token="t", auth_tokens=path))
+    with pytest.raises(ConfigError, match="--token is empty"):
+        Keyring.of(ServerConfig(token=""))
+
+
+BAD_FILES = {
+    "": "names no tenant",
+    "[acme": "cannot be read: ",
+    f'keys = ["{A}"]': "tenant 'keys' in .* must be a table",
+    "[acme]": "keys of tenant 'acme' in .*: allowed is a list of sha256 hashes, 64 hex digits each",
+    "[acme]\nkeys = []": "64 hex digits",
+    f'[acme]\nkeys = "{A}"': "64 hex digits",
+    '[acme]\nkeys = ["the key itself"]': "64 hex digits",
+    f'[acme]\nkeys = ["{A}", 3]': "64 hex digits",
+    f'["a b"]\nkeys = ["{A}"]': "tenant 'a b' in .*: a name is 1 to 64 of",
+    f'["{"x" * 65}"]\nkeys = ["{A}"]': "a name is 1 to 64 of",
+    f'[a]\nkeys = ["{A}"]\n[b]\nkeys = ["{A}"]': "tenants 'a' and 'b' share a key",
+    f'[acme]\nkeys = ["{A}"]\nmax_concurrent_requests = 0': (
+        "max_concurrent_requests of tenant 'acme' in .*: 0 is not allowed; allowed: a whole number, at least 1"
+    ),
+    f'[acme]\nkeys = ["{A}"]\nrequests_per_minute = 1.5': "requests_per_minute of tenant 'acme' in .*: 1.5 is not",
+    f'[acme]\nkeys = ["{A}"]\nrequests_per_minute = true': "True is not allowed",
+    f'[acme]\nkeys = ["{A}"]\nburst = 3': "burst of tenant 'acme' in .* needs requests_per_minute",
+    f'[acme]\nkeys = ["{A}"]\nrequests_per_second = 3': (
+        "requests_per_second of tenant 'acme' in .*: there is no such setting; known are burst, max_concurrent_requests"
+    ),
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_a_bad_file_says_what_is_allowed(write: Write, text: str) -> None:
+    with pytest.raises(ConfigError, match=BAD_FILES[text]) as error:
+        Keyring.load(write(text))
+    assert "tokens.toml" in str(error.value)
+    assert "the key itself" not in str(error.value)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
+        Keyring.load(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, False), (0o644, True), (0o620, True)])
+def test_a_file_that_others_can_read_or_write_is_warned_of(write: Write, mode: int, warned: bool) -> None:
+    path = write(f'[acme]\nkeys = ["{A}"]')
+    path.chmod(mode)
+    with capture_logs() as logs:
+        Keyring.load(path)
+    assert [entry["log_level"] for entry in logs] == ["warning"] * warned
+
+
+def test_a_made_key_is_let_in_by_its_lines(write: Write) -> None:
+    text = token_text("lab-1")
+    key, lines = text.splitlines()[2], text[text.index("[lab-1]") :]
+    assert len(key) == len("quire_") + 43
+    assert Keyring.load(write(lines)).authenticate(key).name == "lab-1"
+    assert token_text("lab-1") != text
+
+
+def test_a_key_for_a_name_that_a_file_could_not_have() -> None:
+    with pytest.raises(ConfigError, match="a name is 1 to 64"):
+        token_text("lab 1")
+
+
+# Reload
+
+
+def test_a_reload_takes_new_keys_and_limits_and_keeps_tenants_and_their_counts(write: Write) -> None:
+    keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]\nmax_concurrent_requests = 2'))
+    acme = keyring.authenticate("key a")
+    acme.enter()
+    write(f'[acme]\nkeys = ["{B}"]\nmax_concurrent_requests = 1')
+    keyring.reload()
+    assert keyring.authenticate("key b") is acme
+    with pytest.raises(Unauthenticated):
+        keyring.authenticate("key a")
+    with pytest.raises(Overloaded):
+        acme.enter()
+
+
+def test_a_tenant_that_is_gone_is_refused_further_requests(write: Write) -> None:
+    keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]\n[lab]\nkeys = ["{B}"]'))
+    acme, lab = keyring.authenticate("key a"), keyring.authenticate("key b")
+    write(f'[lab]\nkeys = ["{B}"]')
+    keyring.reload()
+    with pytest.raises(Unauthenticated):
+        acme.enter()
+    lab.enter()
+
+
+@pytest.mark.parametrize("text", ["[acme", "", f'[lab]\nkeys = ["{B}"]\n[acme]\nkeys = ["{A}"]\nburst = 0'])
+def test_a_broken_file_changes_nothing_and_the_log_says_why(write: Write, text: str) -> None:
+    keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]\nrequests_per_minute = 60'))
+    acme = keyring.authenticate("key a")
+    write(text)
+    with capture_logs() as logs:
+        keyring.reload()
+    assert [entry["event"] for entry in logs] == ["auth tokens not reloaded"]
+    assert "tokens.toml" in logs[0]["reason"]
+    assert keyring.authenticate("key a") is acme
+    assert acme.limits.requests_per_minute == 60
+    acme.enter()
+
+
+def test_reload_without_a_file_is_nothing() -> None:
+    Keyring.single("t").reload()

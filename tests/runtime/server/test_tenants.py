@@ -1,0 +1,131 @@
+"""What a tenant may ask at a time and per minute, on a clock that the test moves: exact counts, exact waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire.runtime.errors import Overloaded, Unauthenticated
+from quire.runtime.server.tenants import NS_PER_MINUTE, NS_PER_MS, Limits, Tenant
+
+NS_PER_S = 10**9
+
+
+@dataclass
+class Clock:
+    now_ns: int = 10**15
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+def admitted(tenant: Tenant, attempts: int) -> int:
+    """How many of so many requests, each ended at once, are let in."""
+    count = 0
+    for _ in range(attempts):
+        try:
+            tenant.enter()
+        except Overloaded:
+            continue
+        tenant.leave()
+        count += 1
+    return count
+
+
+def wait_ms(tenant: Tenant) -> int | None:
+    with pytest.raises(Overloaded) as refusal:
+        tenant.enter()
+    return refusal.value.retry_after_ms
+
+
+def test_without_limits_everything_is_let_in() -> None:
+    assert admitted(Tenant("a"), 1000) == 1000
+
+
+def test_as_many_at_a_time_as_allowed() -> None:
+    tenant = Tenant("a", Limits(max_concurrent_requests=2))
+    tenant.enter()
+    tenant.enter()
+    assert wait_ms(tenant) is None  # who knows when one ends
+    tenant.leave()
+    tenant.enter()
+    assert wait_ms(tenant) is None
+
+
+def test_a_minutes_worth_at_once_then_the_steady_rate() -> None:
+    clock = Clock()
+    tenant = Tenant("a", Limits(requests_per_minute=60), clock)
+    assert admitted(tenant, 100) == 60
+    assert wait_ms(tenant) == 1000
+    clock.now_ns += NS_PER_S // 4
+    assert wait_ms(tenant) == 750
+    clock.now_ns += 10 * NS_PER_S
+    assert admitted(tenant, 100) == 10
+
+
+def test_a_burst_smaller_than_a_minutes_worth() -> None:
+    clock = Clock()
+    tenant = Tenant("a", Limits(requests_per_minute=600, burst=3), clock)
+    assert admitted(tenant, 10) == 3
+    assert wait_ms(tenant) == 100
+    clock.now_ns += NS_PER_MINUTE
+    assert admitted(tenant, 10) == 3
+
+
+def test_what_concurrency_refuses_costs_nothing_of_the_rate() -> None:
+    tenant = Tenant("a", Limits(max_concurrent_requests=1, requests_per_minute=60, burst=2), Clock())
+    tenant.enter()
+    assert [wait_ms(tenant) for _ in range(5)] == [None] * 5
+    tenant.leave()
+    assert admitted(tenant, 5) == 1
+
+
+def test_what_the_rate_refuses_holds_no_place() -> None:
+    clock = Clock()
+    tenant = Tenant("a", Limits(max_concurrent_requests=1, requests_per_minute=60, burst=1), clock)
+    assert admitted(tenant, 3) == 1
+    clock.now_ns += NS_PER_S
+    assert admitted(tenant, 3) == 1
+
+
+def test_new_limits_hold_from_the_next_request_on_and_old_debt_is_no_larger_than_they_allow() -> None:
+    clock = Clock()
+    tenant = Tenant("a", Limits(requests_per_minute=1, burst=60), clock)
+    assert admitted(tenant, 60) == 60  # an hour's worth
+    tenant.change_limits(Limits(requests_per_minute=60, burst=2))
+    assert wait_ms(tenant) == 1000
+    clock.now_ns += 2 * NS_PER_S
+    assert admitted(tenant, 5) == 2
+
+
+def test_a_revoked_tenant_is_refused_but_its_live_requests_end() -> None:
+    tenant = Tenant("a")
+    tenant.enter()
+    tenant.revoked = True
+    with pytest.raises(Unauthenticated, match="revoked"):
+        tenant.enter()
+    tenant.leave()
+
+
+@given(
+    rate=st.integers(1, 10_000),
+    burst=st.none() | st.integers(1, 50),
+    pauses=st.lists(st.integers(0, 3 * NS_PER_S), min_size=1, max_size=60),
+)
+def test_never_more_than_burst_and_rate_and_every_wait_is_exact(rate: int, burst: int | None, pauses: list[int]) -> None:
+    clock = Clock()
+    tenant = Tenant("a", Limits(requests_per_minute=rate, burst=burst), clock)
+    started, let_in = clock.now_ns, 0
+    for pause in pauses:
+        clock.now_ns += pause
+        if admitted(tenant, 1) == 0:
+            wait = wait_ms(tenant) or 0
+            assert wait >= 1
+            clock.now_ns += (wait - 1) * NS_PER_MS
+            assert wait == 1 or wait_ms(tenant) == 1
+            clock.now_ns += NS_PER_MS
+            tenant.enter()
+        let_in += 1
+        assert let_in <= (burst or rate) + (clock.now_ns - started) * rate // NS_PER_MINUTE
