@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from quire.runtime.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
+from quire.runtime.text import chat, sandbox
 from quire.runtime.text.chat import ChatTemplate
+from structlog.testing import capture_logs
 
 CHATML = """{% for message in messages %}
     {{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' }}
@@ -28,22 +32,22 @@ def test_special_tokens_and_variables_are_visible() -> None:
 
 
 def test_json_keeps_unicode() -> None:
-    assert ChatTemplate("{{ tools | tojson }}").render([], tools=[{"名": "<é>"}]) == '[{"名": "<é>"}]'
+    assert ChatTemplate("{{ tools | tojson }}").render(MESSAGES, tools=[{"名": "<é>"}]) == '[{"名": "<é>"}]'
 
 
 def test_the_jinja_file_wins_over_the_config(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"chat_template": "config", "eos_token": {"content": "</s>"}})
     )
-    assert ChatTemplate.load(tmp_path).render([]) == "config"
+    assert ChatTemplate.load(tmp_path).render(MESSAGES) == "config"
     (tmp_path / "chat_template.jinja").write_text("file{{ eos_token }}")
-    assert ChatTemplate.load(tmp_path).render([]) == "file</s>"
+    assert ChatTemplate.load(tmp_path).render(MESSAGES) == "file</s>"
 
 
 def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert ChatTemplate.load(tmp_path).render([]) == "yes"
+    assert ChatTemplate.load(tmp_path).render(MESSAGES) == "yes"
 
 
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
@@ -56,6 +60,9 @@ def test_a_broken_template_names_its_line() -> None:
         ChatTemplate("\n{% if %}")
 
 
+# What a template may not do
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -63,10 +70,163 @@ def test_a_broken_template_names_its_line() -> None:
         "{{ messages[0].content.missing.deeper }}",
         "{{ 1 / 0 }}",
         "{{ ''.__class__.__mro__[1].__subclasses__()[0] }}",
+        "{{ (''|attr('__class__')).__mro__ }}",
+        "{{ ('{0.__class__.__mro__}').format('')[0].x.y }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ self._TemplateReference__context.environment.from_string('x') }}",
         "{{ messages.append(1) }}",
-        "{{ range(10 ** 9) | list }}",
+        "{{ messages[0].update(role='system') }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     ],
 )
-def test_what_a_template_may_not_do_is_an_invalid_request(source: str) -> None:
+def test_what_is_not_its_own_is_refused(source: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template refused"):
         ChatTemplate(source).render(MESSAGES)
+
+
+GROW = "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(60) %}{% set ns.s = MORE %}{% endfor %}{{ ns.s }}"
+NEST = "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = [ns.s, ns.s] %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ range(10 ** 9) | list }}",
+        "{{ 'x' * 10 ** 9 }}",
+        "{{ 10 ** 9 * 'x' }}",
+        "{{ [1] * 10 ** 9 }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ '%1000000000d' % 1 }}",
+        "{{ '%*d' % (1000000000, 1) }}",
+        "{{ '%.1000000000f' | format(1.0) }}",
+        "{{ '{:1000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 1000000000) }}",
+        "{{ 'x'.ljust(10 ** 9) }}",
+        "{{ ('x' | safe).ljust(10 ** 9) }}",
+        "{{ 'x'.zfill(width) }}",
+        "{{ 'x' | center(10 ** 9) }}",
+        "{{ ['x'] | map('center', 10 ** 9) | list }}",
+        "{{ [1] | batch(10 ** 9, 0) | list }}",
+        "{{ messages | tojson(indent=10 ** 9) }}",
+        "{{ (1).to_bytes(10 ** 9, 'big') }}",
+        "{{ ('a' * 10 ** 6).translate({97: 'b' * 10 ** 6}) }}",
+        "{{ ('a' * 10 ** 6).replace('a', 'b' * 10 ** 6) }}",
+        "{{ ('a' * 10 ** 6) | replace('a', 'b' * 10 ** 6) }}",
+        "{{ ('a' * 10 ** 6).join(range(99999) | map('string') | list) }}",
+        "{{ range(99999) | join('a' * 10 ** 6) }}",
+        GROW.replace("MORE", "ns.s + ns.s"),
+        GROW.replace("MORE", "ns.s ~ ns.s"),
+        GROW.replace("MORE", "ns.s.replace('x', 'xx')"),
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% else %}{{ text }}{% endif %}{% endmacro %}{{ m(40) }}",
+        "{% set ns = namespace(s='x' * 10 ** 6) %}{% for i in range(99) %}{{ ns.s }}{% endfor %}",
+        NEST + "{{ ns.s }}",
+        NEST + "{{ ns.s ~ '' }}",
+        NEST + "{{ ns.s | tojson }}",
+        NEST + "{{ '%s' % (ns.s,) }}",
+        NEST + "{{ '{}'.format(ns.s) }}",
+    ],
+)
+def test_too_much_is_refused_before_it_is_made(source: str) -> None:
+    with pytest.raises(InvalidRequest, match="chat template refused"):
+        ChatTemplate(source).render(MESSAGES, width=10**9, text="x" * 10**5)
+
+
+def test_usual_widths_formats_and_sums_are_fine() -> None:
+    source = """{{ '%05.1f|%s' % (2.5, 'a') }}|{{ '{:>4}'.format('b') }}|{{ 'c' | center(3) }}|{{ 'in 2024: %s' % 1 }}|
+{{- 'x' * 3 + 'y' }}|{{ 2 ** 10 * 3 }}|{{ [1] + [2] }}|{{ 'a\nb' | indent(4) }}|{{ 'a-b'.replace('-', '+') }}|
+{{- ['a', 'b'] | join(', ') }}|{{ 1 ~ none ~ [2] }}|{{ 7 % 4 }}|{{ 2.5 * 2 }}|{{ none | default(1700000000, true) }}"""
+    expected = "002.5|a|   b| c |in 2024: 1|xxxy|3072|[1, 2]|a\n    b|a+b|a, b|1None[2]|3|5.0|1700000000"
+    assert ChatTemplate(source).render(MESSAGES) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% if i in [j] %}{% endif %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_an_endless_template_is_interrupted(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "RENDER_TIMEOUT_S", 0.05)
+    before = threading.active_count()
+    with capture_logs() as logs, pytest.raises(InvalidRequest, match=r"longer than 0\.05 s"):
+        ChatTemplate(source).render(MESSAGES)
+    assert threading.active_count() == before
+    assert logs == []
+
+
+def test_who_waits_for_a_template_is_answered_though_it_does_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "RENDER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(sandbox, "INTERRUPTS", 1)
+    released = threading.Event()
+    template = ChatTemplate("{{ wait() }}")
+    with capture_logs() as logs, pytest.raises(InvalidRequest, match="longer than"):
+        template.render(MESSAGES, wait=released.wait)
+    released.set()
+    assert [entry["event"] for entry in logs] == ["a chat template does not stop; it holds a thread until it does"]
+
+
+def test_one_templates_runs_are_charged_apart() -> None:
+    template = ChatTemplate("{{ 'x' * 10 ** 7 }}")
+    for _ in range(30):
+        assert len(template.render(MESSAGES)) == 10**7
+
+
+def test_an_error_says_at_most_500_characters() -> None:
+    with pytest.raises(InvalidRequest) as error:
+        ChatTemplate("{{ raise_exception('x' * 10000) }}").render(MESSAGES)
+    assert len(str(error.value)) == 500
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ " + "(" * 10_000 + "1" + ")" * 10_000 + " }}", "{% if 1 %}" * 500 + "{% endif %}" * 500]
+)
+def test_a_template_that_nests_too_deeply_cannot_be_compiled(source: str) -> None:
+    with pytest.raises(CorruptCheckpoint, match="cannot be compiled"):
+        ChatTemplate(source)
+
+
+def test_a_template_that_is_too_long() -> None:
+    with pytest.raises(CorruptCheckpoint, match="1048577 characters; at most 1048576"):
+        ChatTemplate("x" * (chat.MAX_SOURCE_CHARACTERS + 1))
+
+
+# What messages may be
+
+
+def nested(levels: int) -> Any:
+    value: Any = "x"
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "at least one map"),
+        ("hi", "at least one map"),
+        ([["role", "user"]], "at least one map"),
+        ([{1: "x"}], "a key that is not text"),
+        ([{"content": {2: "x"}}], "a key that is not text"),
+        ([{"content": b"x"}], "holds a bytes; texts, numbers"),
+        ([{"content": nested(9)}], "nests deeper than 8 levels"),
+        ([{"content": nested(10_000)}], "nests deeper than 8 levels"),
+        ([{"role": "user"}] * 4097, "4097 messages; at most 4096"),
+        ([{"content": ["x"] * 70_000}], "more than 65536 values"),
+    ],
+)
+def test_messages_that_are_not_a_chat(messages: Any, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason):
+        ChatTemplate(CHATML).render(messages)
+
+
+def test_arrays_are_lists_to_a_template_whatever_brought_them() -> None:
+    messages = [{"content": ({"type": "text", "text": "a"},)}]
+    assert ChatTemplate("{{ messages[0].content + [] }}").render(messages) == "[{'type': 'text', 'text': 'a'}]"
+
+
+def test_a_template_cannot_change_its_callers_messages() -> None:
+    messages = [{"role": "user", "content": "x"}]
+    ChatTemplate("{% set m = messages[0] %}{{ m.content }}").render(messages)
+    assert messages == [{"role": "user", "content": "x"}]

@@ -1,0 +1,206 @@
+"""The environment of chat templates: jinja2's immutable sandbox with a limit on time and on what a template makes.
+
+It must not know what a chat is. jinja2 keeps a template away from Python's insides, but lets it fill the memory with
+`"x" * 10**9`: so what makes text or a list larger is charged before it happens. One invariant: `run` answers within its
+time, and no text that it returns is longer than MAX_SIZE.
+
+The charges are a fence, no wall: they go by name, and a computation inside one call of C is not interrupted; its
+thread then goes on, alone, until that call returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+import types
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any, TypeVar
+
+import structlog
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_SIZE = 16 << 20  # characters of a text, items of a list
+MAX_WORK = 256 << 20  # of all that one run makes, whether it keeps it or not
+MAX_NUMBER_BITS = 4096
+INTERRUPTS, INTERRUPT_INTERVAL_S = 10, 0.02
+
+T = TypeVar("T")
+
+# A width or precision of four digits, or one that is an argument.
+_WIDE_PERCENT = re.compile(r"%(\([^)]*\))?[-#0 +]*\d*\.?(\d{4}|\*)")
+_WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(\d{4}|\{)")
+_FORMATS = frozenset({"%", "format", "format_map"})
+_MAKES_TEXT = frozenset({"tojson", "string", "pprint", "urlencode", "xmlattr", "escape", "e", "forceescape", "join"})
+_TAKES_ANY_NUMBER = frozenset({"default", "d", "int", "float", "sum", *_FORMATS})
+_REFUSED = frozenset({"translate", "expandtabs"})  # what they make cannot be told beforehand
+
+_log = structlog.get_logger("quire.text")
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """With transformers' whitespace rules and loop controls. Templates are rendered within `run` only."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def __init__(self, filters: Mapping[str, Callable[..., Any]]) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols"],
+            optimized=False,  # nothing is computed while compiling
+            finalize=self._charged,
+        )
+        self.code_generator_class = _CodeGenerator
+        self.concat = self.joined  # of blocks, macros and the whole
+        self.filters = {name: self._guarded(name, function) for name, function in {**self.filters, **filters}.items()}
+        del self.globals["lipsum"]
+        self._run = threading.local()
+
+    def run(self, work: Callable[[], T], timeout_s: float) -> T:
+        """What `work` returns or raises, from a thread of its own. Raises TimeoutError and interrupts the thread."""
+        outcome: list[T] = []
+        failure: list[Exception] = []
+
+        def target() -> None:
+            self._run.made = 0
+            try:
+                outcome.append(work())
+            except Exception as error:
+                failure.append(error)
+            except SystemExit:  # interrupted
+                pass
+
+        thread = threading.Thread(target=target, daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if thread.is_alive():
+            _interrupt(thread)
+            raise TimeoutError
+        if failure:
+            raise failure[0]
+        return outcome[0]
+
+    # Charges
+
+    def charge(self, size: int) -> None:
+        """For a text or list of `size` to be made. Raises SecurityError."""
+        self._run.made += size
+        if size > MAX_SIZE or self._run.made > MAX_WORK:
+            raise SecurityError("it makes more out of them than is allowed")
+
+    def joined(self, pieces: Iterable[Any]) -> str:
+        size, texts = 0, []
+        for piece in pieces:
+            texts.append(str(self._charged(piece)))
+            size += len(texts[-1])
+            if size > MAX_SIZE:
+                break
+        self.charge(size)
+        return "".join(texts)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "%":
+            self._charge_call("%", left, (right,))
+        elif operator == "+" and _is_sequence(left) and _is_sequence(right):
+            self.charge(len(left) + len(right))
+        elif operator == "*" and _is_sequence(left) and isinstance(right, int):
+            self.charge(len(left) * right)
+        elif operator == "*" and _is_sequence(right) and isinstance(left, int):
+            self.charge(len(right) * left)
+        elif isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > MAX_NUMBER_BITS:
+                raise SecurityError(f"it computes a number of more than {MAX_NUMBER_BITS} bits")
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps str.format
+        value = getattr(method, "__self__", None)
+        if isinstance(method, types.BuiltinMethodType | types.MethodType) and isinstance(value, str | bytes | int):
+            __self._charge_call(method.__name__, value, (*args, *kwargs.values()))
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter that is charged for first. Some get a context before their value."""
+        first = int(hasattr(function, "jinja_pass_arg"))
+
+        @wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            value, rest = args[first], args[first + 1 :]
+            if name == "join" and not isinstance(value, str | list | tuple | dict):
+                value = list(value)
+            self._charge_call(name, value, (*rest, *kwargs.values()))
+            return function(*args[:first], value, *rest, **kwargs)
+
+        return guarded
+
+    def _charge_call(self, name: str, value: Any, args: tuple[Any, ...]) -> None:
+        """For a filter, or a method of a text or number: what it is applied to and the widths that it is given."""
+        if name in _REFUSED:
+            raise SecurityError(f"it calls {name}")
+        if name not in _TAKES_ANY_NUMBER:
+            lines = value.count("\n") + 1 if isinstance(value, str) else 1
+            self.charge(lines * sum(arg for arg in args if isinstance(arg, int) and arg > 0))
+        if name in _FORMATS and isinstance(value, str):
+            if _WIDE_PERCENT.search(value) or (name != "%" and _WIDE_BRACES.search(value)):
+                raise SecurityError("it formats with a width that is too large or not written out")
+            self.charge(_weight((value, args)))
+        elif name == "join" and args:
+            texts, separator = (args[0], value) if isinstance(value, str) else (value, args[0])
+            self.charge(_weight(texts) + len(texts) * len(separator))
+        elif name == "replace" and len(args) > 1:
+            old, new = str(args[0]), str(args[1])
+            self.charge(_weight(value) + (str(value).count(old) + 1) * len(new))
+        elif name in _MAKES_TEXT:
+            self.charge(_weight(value))
+
+    def _charged(self, value: T) -> T:
+        """`value`, which is about to become text."""
+        self.charge(_weight(value))
+        return value
+
+
+class _CodeGenerator(CodeGenerator):
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
+        """`a ~ b`, which is no operator to `call_binop`."""
+        self.write("environment.joined((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, str | bytes | list | tuple)
+
+
+def _weight(value: object) -> int:
+    """Characters of all that is within and something for each item, counted as often as it is there, up to MAX_SIZE."""
+    weight, unseen = 0, [value]
+    while unseen and weight <= MAX_SIZE:
+        each = unseen.pop()
+        weight += 64  # about what Python keeps for one
+        if isinstance(each, str | bytes):
+            weight += len(each)
+        elif isinstance(each, list | tuple):
+            unseen.extend(each)
+        elif isinstance(each, dict):
+            unseen.extend(each.keys())
+            unseen.extend(each.values())
+    return weight
+
+
+def _interrupt(thread: threading.Thread) -> None:
+    """By an exception that Python raises in it at its next instruction; more than once, should something catch it."""
+    for _ in range(INTERRUPTS):
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        thread.join(INTERRUPT_INTERVAL_S)
+        if not thread.is_alive():
+            return
+    _log.error("a chat template does not stop; it holds a thread until it does")
