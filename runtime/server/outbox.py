@@ -26,8 +26,9 @@ class Outbox:
         self._changed = asyncio.Event()
         self._closed = False
         self.stuck = False
-        # drain() then waits until the system has taken everything, so a time limit on it measures progress.
-        writer.transport.set_write_buffer_limits(high=0)
+        # drain() then waits until the system has taken everything, so a time limit on it measures progress. All but one
+        # byte: TLS transports call a buffer that is as large as its limit full, with 0 they would never write again.
+        writer.transport.set_write_buffer_limits(high=1)
 
     def send(self, frame: Frame) -> None:
         """Queue `frame`; dropped when the connection is already lost or closing."""

@@ -22,6 +22,7 @@ from .http import OperatorServer, operator_app
 from .listen import ListeningSocket, is_loopback, listen_tcp, listen_unix
 from .metrics import PrometheusObserver
 from .progress import Progress
+from .tls import TLS
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -40,6 +41,7 @@ class Server:
         self._open = contextlib.AsyncExitStack()
         self._address = ""
         self._http_address = ""
+        self._tls: TLS | None = None
 
     @property
     def address(self) -> str:
@@ -52,6 +54,7 @@ class Server:
 
     async def start(self, engine: EngineFacade, config: ServerConfig) -> None:
         """Bind both sockets and serve. Raises ConfigError for an address that cannot or must not be used."""
+        self._tls = TLS.of(config)
         async with contextlib.AsyncExitStack() as opening:
             listening = await _listen(config)
             opening.callback(listening.close)
@@ -86,9 +89,14 @@ class Server:
             self._run(connection, refuse=len(self._connections) >= config.max_connections)
 
         start: Any = asyncio.start_unix_server if isinstance(listening.address, UnixAddress) else asyncio.start_server
-        server: asyncio.Server = await start(accept, sock=listening.socket)
+        server: asyncio.Server = await start(accept, sock=listening.socket, **self._tls_options(config))
         opening.push_async_callback(self._close_connections)
         opening.callback(server.close)
+
+    def _tls_options(self, config: ServerConfig) -> dict[str, Any]:
+        if self._tls is None:
+            return {}
+        return {"ssl": self._tls.context, "ssl_handshake_timeout": config.handshake_timeout_ms / 1000}
 
     def _run(self, connection: Connection, refuse: bool) -> None:
         full = Overloaded("the server has as many connections as it allows; retry later") if refuse else None
@@ -109,9 +117,9 @@ class Server:
 async def _listen(config: ServerConfig) -> ListeningSocket:
     if config.uds is not None:
         return listen_unix(Path(config.uds))
-    if config.token is None and not await is_loopback(config.host):
+    if config.token is None and config.auth_tokens is None and not await is_loopback(config.host):
         raise ConfigError(
-            f"--host {config.host} is reachable from other machines, which requires --token; "
+            f"--host {config.host} is reachable from other machines, which requires --token or --auth-tokens; "
             "set one, or listen on 127.0.0.1 or a unix socket (--uds)"
         )
     return await listen_tcp(config.host, config.port)

@@ -1,0 +1,85 @@
+"""How log lines leave a process: `log_to_stderr` once at its start, in a server's front and in each engine process.
+
+It must not know who logs what. One invariant: a line never holds a secret that it was given under that secret's name,
+nor the variables of a failing function; what others log with `logging` takes the same way.
+
+Whoever logs binds what a line is about: `connection`, `tenant`, and `request`, a `new_id` of this server's own, because
+ids of clients are unique on one connection only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import sys
+from typing import Any, Literal, TextIO
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+SECRETS = frozenset(
+    {"token", "key", "keys", "api_key", "authorization", "password", "secret", "session", "prompt", "messages", "text"}
+)
+_START = secrets.token_hex(2)
+_numbers = itertools.count(1)
+
+
+def new_id() -> str:
+    """Short, and unlike any other of this process and, most likely, of the one before it."""
+    return f"{_START}-{next(_numbers)}"
+
+
+def log_to_stderr(
+    form: Literal["console", "json"] = "console", level: str = "info", stream: TextIO | None = None
+) -> None:
+    """Everything of `level` and above as one line each; of other libraries only warnings and above.
+
+    `structlog.contextvars.bind_contextvars(engine=1)` adds to every line of a process.
+    """
+    stream = stream or sys.stderr
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso"),
+        structlog.processors.format_exc_info,
+        redact,
+    ]
+    render = _json() if form == "json" else _console(stream)
+    structlog.configure(
+        processors=[*shared, render],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=structlog.PrintLoggerFactory(stream),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(stream)
+    remove_meta = structlog.stdlib.ProcessorFormatter.remove_processors_meta
+    handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[*shared, remove_meta, render]))
+    logging.basicConfig(handlers=[handler], level=max(threshold, logging.WARNING), force=True)
+
+
+def redact(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """A structlog processor: the values of names in SECRETS are gone, also in maps within."""
+    return {name: _without_secrets(name, value) for name, value in event.items()}
+
+
+def _without_secrets(name: object, value: Any) -> Any:
+    if isinstance(name, str) and name.lower() in SECRETS and value is not None:
+        return "[redacted]"
+    if isinstance(value, dict):
+        return {inner: _without_secrets(inner, item) for inner, item in value.items()}
+    return value
+
+
+def _json() -> Processor:
+    return structlog.processors.JSONRenderer(ensure_ascii=False)
+
+
+def _console(stream: TextIO) -> Processor:
+    """Text is quoted, so that what a peer sent can neither begin a line nor talk to a terminal."""
+    return structlog.dev.ConsoleRenderer(
+        colors=stream.isatty(),
+        repr_native_str=True,
+        exception_formatter=structlog.dev.plain_traceback,  # the default prints local variables: prompts, tokens
+    )

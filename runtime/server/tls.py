@@ -1,0 +1,80 @@
+"""TLS for the clients' TCP port: a context from two PEM files.
+
+It must not know sockets or tokens: who a client is, its token says, not a certificate. One invariant: no context is
+handed out, and none is changed, before its certificate and key were seen to fit.
+"""
+
+from __future__ import annotations
+
+import ssl
+from typing import NoReturn
+
+import structlog
+
+from ..config import ServerConfig
+from ..errors import ConfigError
+
+_log = structlog.get_logger("quire.server")
+
+
+class TLS:
+    """What `ServerConfig.tls_cert` and `tls_key` say. TLS 1.2 or later. Raises ConfigError."""
+
+    def __init__(self, cert: str, key: str) -> None:
+        self._files = cert, key
+        self.context = _context(cert, key)
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> TLS | None:
+        """None: clients speak plainly."""
+        match config.tls_cert, config.tls_key:
+            case None, None:
+                return None
+            case None, _:
+                raise ConfigError("--tls-key is set without --tls-cert; set both, or none")
+            case _, None:
+                raise ConfigError("--tls-cert is set without --tls-key; set both, or none")
+        if config.uds is not None:
+            raise ConfigError("--tls-cert has no use for a unix socket (--uds); leave one of them out")
+        return cls(str(config.tls_cert), str(config.tls_key))
+
+    def reload(self) -> None:
+        """Read the files again, for connections to come. Broken files change nothing and the log says why."""
+        try:
+            _context(*self._files)
+        except ConfigError as error:
+            _log.error("certificate not reloaded", reason=str(error))
+            return
+        self.context.load_cert_chain(*self._files, password=_refuse_encrypted)
+        _log.info("certificate reloaded", path=self._files[0])
+
+
+def _context(cert: str, key: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    for flag, path in (("--tls-cert", cert), ("--tls-key", key)):
+        try:
+            with open(path, "rb"):
+                pass
+        except OSError as error:
+            raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}") from error
+    try:
+        context.load_cert_chain(cert, key, password=_refuse_encrypted)
+    except ssl.SSLError as error:
+        raise ConfigError(_diagnosis(cert, key, error)) from error
+    return context
+
+
+def _diagnosis(cert: str, key: str, error: ssl.SSLError) -> str:
+    if error.reason == "KEY_VALUES_MISMATCH":
+        return f"--tls-key {key} is not the key of the certificate in --tls-cert {cert}"
+    return (
+        f"--tls-cert {cert} and --tls-key {key} are not a PEM certificate and its key: {error.reason or error}; "
+        "allowed: a certificate, then those it is signed by, and an unencrypted private key"
+    )
+
+
+def _refuse_encrypted() -> NoReturn:
+    """Instead of OpenSSL's question on the terminal, which nobody answers."""
+    raise ConfigError("--tls-key is encrypted; allowed: an unencrypted private key, readable by the server only")

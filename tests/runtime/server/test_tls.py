@@ -1,0 +1,56 @@
+"""Certificates that do not fit are said so before anything listens. The files in tests/data/tls are for tests only."""
+
+from __future__ import annotations
+
+import shutil
+import ssl
+from pathlib import Path
+
+import pytest
+from quire.runtime.config import ServerConfig
+from quire.runtime.errors import ConfigError
+from quire.runtime.server.tls import TLS
+from structlog.testing import capture_logs
+
+FILES = Path(__file__).resolve().parents[2] / "data" / "tls"
+CERT, KEY = str(FILES / "cert.pem"), str(FILES / "key.pem")
+
+
+def test_only_what_is_still_held_to_be_safe() -> None:
+    context = TLS(CERT, KEY).context
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+    assert context.options & ssl.OP_NO_COMPRESSION
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tls_cert": CERT}, "--tls-cert is set without --tls-key"),
+        ({"tls_key": KEY}, "--tls-key is set without --tls-cert"),
+        ({"tls_cert": CERT, "tls_key": KEY, "uds": "/tmp/x"}, "no use for a unix socket"),
+        ({"tls_cert": "/nowhere", "tls_key": KEY}, "--tls-cert /nowhere cannot be read: No such file"),
+        ({"tls_cert": CERT, "tls_key": "/"}, "--tls-key / cannot be read: Is a directory"),
+        ({"tls_cert": KEY, "tls_key": KEY}, "are not a PEM certificate and its key"),
+        ({"tls_cert": CERT, "tls_key": CERT}, "are not a PEM certificate and its key"),
+        ({"tls_cert": CERT, "tls_key": str(FILES / "other_key.pem")}, "is not the key of the certificate"),
+        ({"tls_cert": CERT, "tls_key": str(FILES / "encrypted_key.pem")}, "is encrypted"),
+    ],
+)
+def test_what_is_not_a_certificate_and_its_key(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TLS.of(ServerConfig(**settings))  # type: ignore[arg-type]
+
+
+def test_without_settings_there_is_no_tls() -> None:
+    assert TLS.of(ServerConfig()) is None
+
+
+def test_broken_files_are_not_reloaded(tmp_path: Path) -> None:
+    cert, key = (Path(shutil.copy(path, tmp_path)) for path in (CERT, KEY))
+    tls = TLS(str(cert), str(key))
+    with capture_logs() as logs:
+        tls.reload()
+        shutil.copy(FILES / "other_key.pem", key)
+        tls.reload()
+    assert [entry["event"] for entry in logs] == ["certificate reloaded", "certificate not reloaded"]
+    assert "is not the key" in logs[1]["reason"]
