@@ -39,7 +39,7 @@ FLOORS = (  # of runtime, top to bottom; each imports only what lies below it, o
     ("generation", "loop_thread"),
     ("settings", "traffic"),
     ("config",),
-    ("errors",),
+    ("errors", "logs"),
 )
 
 THIRD_PARTY = {  # what the lower packages may use besides the standard library

@@ -1,7 +1,7 @@
 """`quire serve`: one server over its engine processes until a signal ends them.
 
 The first SIGTERM or SIGINT drains: nothing new is accepted, what runs may end within --shutdown-timeout. The second
-ends at once, and engine processes do not outlive their server.
+ends at once, and engine processes do not outlive their server. SIGHUP reads keys and certificate anew.
 
 One invariant: the ready line is printed once, after both ports answer, and is the only thing on standard output.
 """
@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
-import structlog
 import uvloop
 
 from ..config import EngineConfig
 from ..engine import Core, Engine, LocalCore, Vocabulary, check_snapshot_path, kept_prefixes
+from ..logs import log_to_stderr
 from ..models import model_folder
 from ..server import PrometheusObserver, Server
 from ..settings import Settings
@@ -31,7 +29,7 @@ from ..supervision import Fleet, Watch
 
 def serve(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM. Raises ModelError or ConfigError if it cannot start."""
-    _log_to_stderr()
+    log_to_stderr(settings.server.log_format, settings.server.log_level)
     uvloop.run(_serve(settings))
 
 
@@ -73,6 +71,7 @@ async def _serve_until(stop: asyncio.Event, engine: Engine[Core], settings: Sett
     info = engine.info
     server = Server(PrometheusObserver(version("quire"), info.isa, info.threads, info.threads_reason))
     await server.start(engine, settings.server)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
     gc.freeze()  # what was loaded stays: to look through it again and again would stall all streams each time
     try:
         print(_ready_line(settings.engine, engine, server), flush=True)
@@ -105,16 +104,3 @@ def _stop_signal() -> asyncio.Event:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, begin_to_stop)
     return stop
-
-
-def _log_to_stderr() -> None:
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"]),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )

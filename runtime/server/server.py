@@ -73,6 +73,11 @@ class Server:
         self._http_address = str(http_listening.address)
         _log.info("listening", address=self._address, http_address=self._http_address)
 
+    def reload(self) -> None:
+        """Read the certificate anew, where there is one. A broken file changes nothing."""
+        if self._tls is not None:
+            self._tls.reload()
+
     async def close(self) -> None:
         """Stop accepting, end every connection with UNAVAILABLE, then the HTTP port. Idempotent."""
         await self._open.aclose()

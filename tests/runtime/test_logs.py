@@ -1,0 +1,92 @@
+"""One line per event, in either form; nothing secret and no local variables in it, whoever logs."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+from quire.runtime.generation import Usage
+from quire.runtime.logs import log_to_stderr, new_id
+from quire.runtime.server.request_log import log_end
+from quire.runtime.wire.frames import Done, Error
+
+
+@pytest.fixture
+def stream() -> Iterator[io.StringIO]:
+    """Logging is a process's own: put back what the test changed."""
+    root, before = logging.getLogger(), (logging.getLogger().handlers[:], logging.getLogger().level)
+    yield io.StringIO()
+    structlog.contextvars.clear_contextvars()
+    structlog.reset_defaults()
+    root.handlers[:], root.level = before
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_line_is_one_json_object_with_what_was_bound(stream: io.StringIO) -> None:
+    log_to_stderr("json", stream=stream)
+    structlog.contextvars.bind_contextvars(connection="c")
+    structlog.get_logger("quire.server").bind(tenant="é").info("request ended", tokens=3)
+    (line,) = lines(stream)
+    assert line.pop("timestamp").endswith("Z")
+    assert line == {"event": "request ended", "level": "info", "connection": "c", "tenant": "é", "tokens": 3}
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_secrets_and_local_variables_stay_out(stream: io.StringIO, form: Any) -> None:
+    log_to_stderr(form, stream=stream)
+    log = structlog.get_logger("quire.server")
+    password_of_a_caller = "hunter2"
+    log.info("hello", token="hunter2", Authorization="hunter2", frame={"key": "hunter2", "session": "hunter2"})
+    log.info("asked", prompt="hunter2", messages=["hunter2"], text="hunter2")
+    try:
+        raise ValueError(len(password_of_a_caller))
+    except ValueError as error:
+        log.error("failed", exc_info=error)
+        logging.getLogger("asyncio").error("failed", exc_info=error)
+    assert "hunter2" not in stream.getvalue()
+    assert stream.getvalue().count("[redacted]") == 7
+    assert stream.getvalue().count("ValueError: 7") == 2
+
+
+@pytest.mark.parametrize("form", ["console", "json"])
+def test_what_a_peer_sent_neither_begins_a_line_nor_talks_to_a_terminal(stream: io.StringIO, form: Any) -> None:
+    log_to_stderr(form, stream=stream)
+    structlog.get_logger("quire.server").warning("refused", reason="a\nquire ready \x1b[31m")
+    assert len(stream.getvalue().splitlines()) == 1
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_levels_are_ours_and_of_other_libraries_only_warnings(stream: io.StringIO) -> None:
+    log_to_stderr("json", "debug", stream)
+    structlog.get_logger("quire.server").debug("ours")
+    logging.getLogger("uvicorn").info("theirs")
+    logging.getLogger("uvicorn").warning("%s", "worse")
+    log_to_stderr("json", "warning", stream)
+    structlog.get_logger("quire.server").info("too much")
+    assert [(line["event"], line["level"]) for line in lines(stream)] == [("ours", "debug"), ("worse", "warning")]
+
+
+def test_ids_are_short_and_unlike() -> None:
+    ids = [new_id() for _ in range(1000)]
+    assert len(set(ids)) == 1000
+    assert max(map(len, ids)) <= 12
+
+
+def test_the_end_of_a_request_is_one_line_that_quotes_nothing(stream: io.StringIO) -> None:
+    log_to_stderr("json", stream=stream)
+    structlog.contextvars.bind_contextvars(request="r", connection="c", tenant="acme")
+    log_end(Done(7, "stop", Usage(prompt_tokens=3, completion_tokens=2, queue_ms=1.26)))
+    log_end(Error(8, "INTERNAL", "hunter2"))
+    log_end(Error(9, "INVALID_ARGUMENT", "hunter2"))  # of debug level
+    ended, failed = lines(stream)
+    assert (ended["event"], ended["request"], ended["tenant"], ended["queue_ms"]) == ("request ended", "r", "acme", 1.3)
+    assert (failed["event"], failed["code"]) == ("request failed", "INTERNAL")
+    assert "hunter2" not in stream.getvalue()
