@@ -19,8 +19,7 @@ from .frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Frame, Generate
 
 MAX_DEPTH = 8  # TOKENS needs 5: frame, logprobs, token, alternatives, pair
 MAX_ARRAY_LENGTH = 1 << 20
-MAX_MAP_LENGTH = 1 << 16
-MAX_MAPS = 16  # per frame; GENERATE needs 2: a frame of a million empty maps costs a second of parsing
+MAX_MAP_ENTRIES = 1 << 15  # of all maps in a frame, each map counting as one more: 15 ms of reading
 MAX_ERROR_CHARACTERS = 500  # messages may quote what was sent
 
 _LENGTH = struct.Struct(">I")
@@ -113,7 +112,7 @@ def _unpack(payload: bytes) -> tuple[Any, ...]:
             max_str_len=len(payload),
             max_bin_len=0,
             max_array_len=MAX_ARRAY_LENGTH,
-            max_map_len=MAX_MAP_LENGTH,
+            max_map_len=MAX_MAP_ENTRIES,
             max_ext_len=0,
         )
     except ProtocolError:
@@ -130,15 +129,15 @@ def _unpack(payload: bytes) -> tuple[Any, ...]:
 
 
 class _MapReader:
-    """Builds the maps of one frame: a bounded number, keys strings or integers, none twice."""
+    """Builds the maps of one frame: not too much of them together, keys strings or integers, none twice."""
 
     def __init__(self) -> None:
-        self._maps = 0
+        self._entries = 0
 
     def __call__(self, pairs: list[tuple[Any, Any]]) -> dict[str | int, Any]:
-        self._maps += 1
-        if self._maps > MAX_MAPS:
-            raise ProtocolError(f"a frame holds more than {MAX_MAPS} maps")
+        self._entries += 1 + len(pairs)
+        if self._entries > MAX_MAP_ENTRIES:
+            raise ProtocolError(f"the maps of a frame hold more than {MAX_MAP_ENTRIES} entries")
         entries: dict[str | int, Any] = {}
         for key, value in pairs:
             if type(key) is not str and type(key) is not int:

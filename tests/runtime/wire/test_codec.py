@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quire.runtime.errors import InvalidRequest, ProtocolError
 from quire.runtime.generation import SamplingParams, TokenLogprobs, Usage
 from quire.runtime.wire import frames
-from quire.runtime.wire.codec import MAX_DEPTH, MAX_MAPS, Decoder, Malformed, encode
+from quire.runtime.wire.codec import MAX_DEPTH, MAX_MAP_ENTRIES, Decoder, Malformed, encode
 from quire.runtime.wire.frames import CLIENT_FRAMES, MIN_FRAME_BYTES, SERVER_FRAMES, Frame
 
 U64 = st.integers(0, 2**64 - 1)
@@ -165,7 +165,11 @@ BREACHES: dict[str, tuple[bytes, str]] = {
     "type not text": (packed([["PING"], 1]), "unknown frame type"),
     "10k levels": (framed(nested(10_000)), "within limits"),
     "one level too many": (framed(nested(MAX_DEPTH + 1)), "nests deeper"),
-    "too many maps": (packed(["PING", *[{}] * (MAX_MAPS + 1)]), "more than 16 maps"),
+    "too many maps": (packed(["PING", *[{}] * (MAX_MAP_ENTRIES + 1)]), "maps of a frame hold more than 32768 entries"),
+    "too many entries": (
+        packed(["PING", *[{1: 1, 2: 2, 3: 3}] * (MAX_MAP_ENTRIES // 4 + 1)]),
+        "more than 32768 entries",
+    ),
     "duplicate key": (framed(b"\x92\xa4PING\x82\xa1a\x01\xa1a\x02"), "key 'a' twice"),
     "map key nil": (packed(["PING", {None: 1}]), "key is a NoneType"),
     "map key float": (packed(["PING", {1.0: 1}]), "key is a float"),
@@ -217,6 +221,13 @@ def test_the_limit_may_grow_between_two_frames_of_one_read() -> None:
         received.append(frame)
         decoder.max_frame_bytes = 1 << 20
     assert received == [frames.Hello((1,)), large]
+
+
+def test_a_chat_of_thousands_of_messages_is_within_the_limits() -> None:
+    messages = tuple({"role": "user", "content": "x", "name": "y"} for _ in range(4096))
+    (frame,) = decode_all(encode(frames.Generate(1, None, messages=messages)))
+    assert isinstance(frame, frames.Generate)
+    assert frame.messages == messages
 
 
 # A well-framed GENERATE that asks for nonsense
