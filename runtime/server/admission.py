@@ -5,28 +5,41 @@ Pure functions: no socket, no task, no state. One invariant: the tenant comes fr
 
 from __future__ import annotations
 
-import hmac
+import msgspec
 
-from ..engine.facade import GenerateRequest, Generation
-from ..errors import ProtocolError, Unauthenticated
+from ..engine.facade import Admission, EngineInfo, EngineStats, GenerateRequest
+from ..errors import ProtocolError
 from ..generation import OutputChunk
-from ..wire.frames import ALREADY_EXISTS, PROTOCOL_VERSION, Accepted, Done, Error, Frame, Generate, Hello, Tokens
+from ..wire.codec import Malformed
+from ..wire.frames import (
+    ALREADY_EXISTS,
+    PROTOCOL_VERSION,
+    Accepted,
+    Done,
+    Error,
+    Frame,
+    Generate,
+    Hello,
+    Model,
+    Models,
+    Stats,
+    Tokens,
+)
 
 
-def check_hello(frame: Frame, token: str | None) -> Hello:
-    """The greeting, if it is one, speaks our version and holds `token`. Raises ProtocolError or Unauthenticated."""
+def check_hello(frame: Frame | Malformed) -> Hello:
+    """The greeting, if it is one and speaks our version. Raises ProtocolError."""
     if not isinstance(frame, Hello):
         raise ProtocolError("the first frame must be HELLO")
     if PROTOCOL_VERSION not in frame.versions:
         raise ProtocolError(f"this server speaks protocol version {PROTOCOL_VERSION}, not {list(frame.versions)[:8]}")
-    if token is not None and not hmac.compare_digest((frame.token or "").encode(), token.encode()):
-        raise Unauthenticated("a valid token is required" if frame.token is None else "the token is not valid")
     return frame
 
 
 def engine_request(frame: Generate, tenant: str) -> GenerateRequest:
     return GenerateRequest(
         prompt=frame.prompt,
+        messages=frame.messages,
         params=frame.params,
         tenant=tenant,
         priority=frame.priority,
@@ -35,8 +48,7 @@ def engine_request(frame: Generate, tenant: str) -> GenerateRequest:
     )
 
 
-def accepted_frame(request_id: int, generation: Generation) -> Accepted:
-    admission = generation.admission
+def accepted_frame(request_id: int, admission: Admission) -> Accepted:
     return Accepted(
         request_id,
         admission.position,
@@ -73,3 +85,20 @@ def done_frame(request_id: int, chunk: OutputChunk) -> Done | None:
 def duplicate_frame(request_id: int) -> Error:
     """Refuses the newcomer; by its code it says nothing about the live request of that id."""
     return Error(request_id, ALREADY_EXISTS, f"request id {request_id} is live on this connection; use a fresh one")
+
+
+def models_frame(request_id: int, name: str, info: EngineInfo) -> Models:
+    model = Model(
+        name=name,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        has_tokenizer=info.has_tokenizer,
+        has_chat_template=info.has_chat_template,
+    )
+    return Models(request_id, (model,))
+
+
+def stats_frame(request_id: int, stats: EngineStats) -> Stats:
+    """Those that are numbers."""
+    values = msgspec.structs.asdict(stats)
+    return Stats(request_id, {name: value for name, value in values.items() if type(value) is int})

@@ -1,38 +1,27 @@
-"""One client's connection: its handshake, its live requests, its end.
+"""One client's connection: its greeting, its reading and its end.
 
-It must not know listeners or other connections. One invariant: each request id that was accepted gets exactly one DONE
-or ERROR while the connection lives, and when it ends, however it ends, all its requests are cancelled.
+It must not know listeners, other connections or what its frames ask for. One invariant: however it ends, its requests
+are told, its last frame says why where there is a reason, and no task of it remains.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import structlog
 
-from ..config import ServerConfig
-from ..engine.facade import EngineFacade, Generation
-from ..errors import GenerationFailed, InvalidRequest, Overloaded, ProtocolError, QuireError
+from ..errors import ProtocolError, QuireError
 from ..wire.codec import Decoder, Malformed
 from ..wire.errors import error_frame
-from ..wire.frames import (
-    CLIENT_FRAMES,
-    PROTOCOL_VERSION,
-    Cancel,
-    Done,
-    Error,
-    Frame,
-    Generate,
-    Hello,
-    Ping,
-    Pong,
-    Welcome,
-)
-from .admission import accepted_frame, check_hello, done_frame, duplicate_frame, engine_request, tokens_frame
-from .metrics import CancelCause, PrometheusObserver
+from ..wire.frames import CLIENT_FRAMES, FEATURES, PROTOCOL_VERSION, Frame, Hello, Ping, Welcome
+from .admission import check_hello
+from .exchange import Exchange
+from .metrics import CancelCause
 from .outbox import Outbox
+from .service import Service
+from .watchdog import Watchdog
 
 READ_BYTES = 64 << 10
 LINGER_S = 1.0
@@ -43,27 +32,26 @@ _log = structlog.get_logger("quire.server")
 class Connection:
     """`run` serves the peer until either side ends it. One task reads, one writes, one more per live request."""
 
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        engine: EngineFacade,
-        config: ServerConfig,
-        observer: PrometheusObserver,
-    ) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, service: Service) -> None:
         self._reader = reader
         self._writer = writer
-        self._engine = engine
-        self._config = config
-        self._observer = observer
+        self._service = service
+        self._config = service.config
         self._decoder = Decoder(CLIENT_FRAMES)
         self._outbox = Outbox(
-            writer, max_bytes=config.max_outgoing_bytes, write_timeout_s=config.write_timeout_ms / 1000
+            writer,
+            max_bytes=self._config.max_outgoing_bytes,
+            write_timeout_s=self._config.write_timeout_ms / 1000,
         )
-        self._live: dict[int, _LiveRequest] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._exchange: Exchange | None = None  # from WELCOME on
+        self._watchdog: Watchdog | None = None
         self._reading: asyncio.Task[None] | None = None
         self._end_cause: CancelCause = "disconnect"
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """One per live request."""
+        return [] if self._exchange is None else self._exchange.tasks
 
     async def run(self, refusal: QuireError | None = None) -> None:
         """Serve, or only say `refusal`, then close. Never raises."""
@@ -73,26 +61,44 @@ class Connection:
             await asyncio.wait({self._reading, sending}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._reading.cancel()
-            self._cancel_requests("slow_reader" if self._outbox.stuck else self._end_cause)
+            self._leave("slow_reader" if self._outbox.stuck else self._end_cause)
             self._outbox.close()
+            tasks = [self._reading, sending, *self.tasks]
             try:
-                await asyncio.wait({self._reading, sending, *self._tasks})
+                await asyncio.wait(tasks)
                 await self._linger()
             finally:
-                for task in (self._reading, sending, *self._tasks):
+                for task in tasks:
                     task.cancel()
                 self._writer.transport.abort()
 
-    def shut_down(self, error: QuireError) -> None:
-        """End the connection from the server's side: `error` is its last frame."""
-        self._end(error, "shutdown")
-        if self._reading is not None:
-            self._reading.cancel()
+    def go_away(self) -> None:
+        """The server leaves soon: say so."""
+        if self._exchange is not None:
+            self._exchange.go_away()
 
-    def _end(self, error: QuireError, cause: CancelCause) -> None:
+    def fail_requests(self, error: QuireError) -> None:
+        """End every live request with `error` now."""
+        if self._exchange is not None:
+            self._exchange.fail(error)
+
+    def shut_down(self, error: QuireError) -> None:
+        """End the connection from the server's side: `error` is the last frame of its requests and its own."""
+        self.fail_requests(error)
+        self._end(error, "shutdown")
+
+    def _end(self, error: QuireError, cause: CancelCause = "disconnect") -> None:
         self._end_cause = cause
         self._outbox.send(error_frame(None, error))
         self._outbox.close()
+        if self._reading is not None:
+            self._reading.cancel()
+
+    def _leave(self, cause: CancelCause) -> None:
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        if self._exchange is not None:
+            self._exchange.leave(cause)
 
     # Reading
 
@@ -102,124 +108,69 @@ class Connection:
             if refusal is not None:
                 raise refusal
             async with contextlib.aclosing(self._frames()) as frames:
-                if await self._shake_hands(frames):
+                if (hello := await self._greeting(frames)) is not None:
+                    exchange = self._welcome(hello)
                     async for frame in frames:
-                        self._handle(frame)
+                        exchange.handle(frame)
         except ConnectionError:
             pass
         except QuireError as error:
-            _log.warning("connection refused", code=error.code, reason=str(error), peer=self._peer)
-            self._end(error, "disconnect")
+            self._refuse(error)
+
+    def _refuse(self, error: QuireError) -> None:
+        _log.warning("connection refused", code=error.code, reason=str(error), peer=self._peer)
+        self._end(error)
 
     async def _frames(self) -> AsyncGenerator[Frame | Malformed, None]:
         while data := await self._reader.read(READ_BYTES):
+            num_frames = 0
             for frame in self._decoder.feed(data):
+                num_frames += 1
                 yield frame
+            if self._watchdog is not None:
+                self._watchdog.received(num_frames, self._decoder.is_inside_frame)
 
-    async def _shake_hands(self, frames: AsyncIterator[Frame | Malformed]) -> bool:
-        """False when the peer left without a word."""
+    async def _greeting(self, frames: AsyncIterator[Frame | Malformed]) -> Hello | None:
+        """None when the peer left without a word."""
         try:
             async with asyncio.timeout(self._config.handshake_timeout_ms / 1000):
                 first = await anext(frames, None)
         except TimeoutError:
             raise ProtocolError(f"no HELLO within {self._config.handshake_timeout_ms} ms") from None
-        if first is None:
-            return False
-        if isinstance(first, Malformed):
-            raise ProtocolError("the first frame must be HELLO")
-        hello = check_hello(first, self._config.token)
-        self._decoder.max_frame_bytes = min(hello.max_frame_bytes, self._config.max_frame_bytes)
-        model = self._config.served_model_name or ""
-        self._outbox.send(Welcome(PROTOCOL_VERSION, (), self._decoder.max_frame_bytes, model))
-        return True
+        return None if first is None else check_hello(first)
 
-    def _handle(self, frame: Frame | Malformed) -> None:
-        match frame:
-            case Generate():
-                self._begin(frame)
-            case Malformed(request_id, error):
-                self._refuse(request_id, error)
-            case Cancel(request_id):
-                if (request := self._live.get(request_id)) is not None:
-                    self._cancel(request, "client")
-            case Ping(nonce):
-                self._outbox.send(Pong(nonce))
-            case Hello():
-                raise ProtocolError("HELLO came twice")
+    def _welcome(self, hello: Hello) -> Exchange:
+        """Raises Unauthenticated."""
+        tenant = self._service.keyring.authenticate(hello.token)
+        session = self._service.kept.session(tenant.name, hello.session)
+        features = tuple(feature for feature in FEATURES if feature in hello.features)
+        heartbeat = "heartbeat" in features
+        self._decoder.max_frame_bytes = min(hello.max_frame_bytes, self._config.max_frame_bytes)
+        self._outbox.send(
+            Welcome(
+                PROTOCOL_VERSION,
+                features,
+                self._decoder.max_frame_bytes,
+                self._config.served_model_name or "",
+                session,
+                self._config.heartbeat_ms if heartbeat else None,
+            )
+        )
+        exchange = self._exchange = Exchange(
+            self._service, self._outbox, tenant, session, progress="progress" in features, peer=self._peer
+        )
+        self._watchdog = Watchdog(
+            self._config,
+            heartbeat=heartbeat,
+            idle_since=lambda: exchange.idle_since,
+            ping=lambda: self._outbox.send(Ping()),
+            bite=self._refuse,
+        )
+        return exchange
 
     @property
     def _peer(self) -> str:
         return str(self._writer.get_extra_info("peername") or "unix")
-
-    # Requests
-
-    def _begin(self, frame: Generate) -> None:
-        if len(self._live) >= self._config.max_requests_per_connection and frame.request_id not in self._live:
-            self._refuse(frame.request_id, Overloaded(f"{len(self._live)} requests are live on this connection"))
-        elif frame.request_id in self._live:
-            self._outbox.send(duplicate_frame(frame.request_id))
-        else:
-            self._submit(frame)
-
-    def _submit(self, frame: Generate) -> None:
-        """A request that the engine refuses at once never becomes a task: under overload most are refused."""
-        try:
-            submission = self._engine.submit(engine_request(frame, tenant=""))
-        except Exception as error:
-            self._outbox.send(self._failure(frame.request_id, error))
-            return
-        request = self._live[frame.request_id] = _LiveRequest()
-        task = asyncio.create_task(self._serve(frame.request_id, request, submission))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _refuse(self, request_id: int, error: InvalidRequest | Overloaded) -> None:
-        """End a request that never reached the engine; a live one of the same id is not touched."""
-        if request_id in self._live:
-            self._outbox.send(duplicate_frame(request_id))
-            return
-        self._observer.on_rejected(error)
-        self._outbox.send(error_frame(request_id, error))
-
-    async def _serve(self, request_id: int, request: _LiveRequest, submission: Awaitable[Generation]) -> None:
-        """The id is free again before the peer can know that its request ended."""
-        try:
-            last = await self._stream(request_id, request, submission)
-        finally:
-            del self._live[request_id]
-        self._outbox.send(last)
-
-    async def _stream(self, request_id: int, request: _LiveRequest, submission: Awaitable[Generation]) -> Done | Error:
-        """Forward the request's chunks as they come; the frame that ends it is returned."""
-        done: Done | None = None
-        try:
-            generation = await submission
-            request.attach(generation)
-            self._outbox.send(accepted_frame(request_id, generation))
-            async for chunk in generation:
-                if (tokens := tokens_frame(request_id, chunk)) is not None:
-                    self._outbox.send(tokens)
-                done = done_frame(request_id, chunk)
-            if done is None:
-                raise GenerationFailed("the engine ended this stream without a finish reason")
-        except Exception as error:
-            return self._failure(request_id, error)
-        return done
-
-    def _failure(self, request_id: int, error: Exception) -> Error:
-        """The frame that ends a request with `error`; what is no QuireError is a bug, and the log's to tell."""
-        if not isinstance(error, QuireError):
-            _log.error("request failed", request_id=request_id, peer=self._peer, exc_info=error)
-            error = GenerationFailed("an internal error ended this request; see the server's log")
-        return error_frame(request_id, error)
-
-    def _cancel(self, request: _LiveRequest, cause: CancelCause) -> None:
-        if request.cancel():
-            self._observer.on_cancelled(cause)
-
-    def _cancel_requests(self, cause: CancelCause) -> None:
-        for request in self._live.values():
-            self._cancel(request, cause)
 
     # The end
 
@@ -228,27 +179,8 @@ class Connection:
         if self._writer.is_closing():
             return
         with contextlib.suppress(OSError, TimeoutError):
-            self._writer.write_eof()
+            if self._writer.can_write_eof():  # TLS cannot
+                self._writer.write_eof()
             async with asyncio.timeout(LINGER_S):
                 while await self._reader.read(READ_BYTES):
                     pass
-
-
-class _LiveRequest:
-    """A request from its GENERATE on; it can be cancelled before the engine has answered."""
-
-    def __init__(self) -> None:
-        self._generation: Generation | None = None
-        self._cancelled = False
-
-    def attach(self, generation: Generation) -> None:
-        self._generation = generation
-        if self._cancelled:
-            generation.cancel()
-
-    def cancel(self) -> bool:
-        """True the first time."""
-        first, self._cancelled = not self._cancelled, True
-        if first and self._generation is not None:
-            self._generation.cancel()
-        return first

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ipaddress
 import os
+import resource
 import socket
 import stat
 from dataclasses import dataclass
@@ -67,6 +68,14 @@ def listen_unix(path: Path) -> ListeningSocket:
         raise ConfigError(f"cannot listen on unix socket {path}: {error.strerror or error}") from error
     listening.setblocking(False)
     return ListeningSocket(listening, UnixAddress(str(path)), path.lstat().st_ino)
+
+
+def allow_open_files(count: int) -> None:
+    """Raise the soft limit of this process to `count`, or as far as the hard limit lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def is_loopback(host: str) -> bool:

@@ -13,6 +13,7 @@ from ..wire.codec import encode
 from ..wire.frames import Frame
 
 WRITE_BYTES = 64 << 10  # written at once; each such piece has `write_timeout_s` to leave
+ROOM_BYTES = 4 * WRITE_BYTES  # with so much unsent, or half the limit, who can wait should
 
 
 class Outbox:
@@ -21,9 +22,11 @@ class Outbox:
     def __init__(self, writer: asyncio.StreamWriter, *, max_bytes: int, write_timeout_s: float) -> None:
         self._writer = writer
         self._max_bytes = max_bytes
+        self._room_bytes = min(ROOM_BYTES, max_bytes // 2)
         self._write_timeout_s = write_timeout_s
         self._unsent = bytearray()
         self._changed = asyncio.Event()
+        self._has_room = asyncio.Event()
         self._closed = False
         self.stuck = False
         # drain() then waits until the system has taken everything, so a time limit on it measures progress. All but one
@@ -39,10 +42,17 @@ class Outbox:
             self._give_up()
         self._changed.set()
 
+    async def room(self) -> None:
+        """Wait while much is unsent: for whoever has a long stream at hand. Returns at once on a lost connection."""
+        while len(self._unsent) > self._room_bytes and not self._closed:
+            self._has_room.clear()
+            await self._has_room.wait()
+
     def close(self) -> None:
         """Nothing more will be sent; `run` ends once the rest has left."""
         self._closed = True
         self._changed.set()
+        self._has_room.set()
 
     async def run(self) -> None:
         """Write until closed or lost. Never raises."""
@@ -52,11 +62,12 @@ class Outbox:
                 self._changed.clear()
                 while self._unsent:
                     await self._write()
-        self._closed = True
+        self.close()
 
     async def _write(self) -> None:
         piece = bytes(self._unsent[:WRITE_BYTES])
         del self._unsent[: len(piece)]
+        self._has_room.set()
         self._writer.write(piece)
         try:
             async with asyncio.timeout(self._write_timeout_s):
@@ -66,6 +77,6 @@ class Outbox:
 
     def _give_up(self) -> None:
         self.stuck = True
-        self._closed = True
+        self.close()
         self._unsent.clear()
         self._writer.transport.abort()

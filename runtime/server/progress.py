@@ -1,7 +1,7 @@
 """Readiness as progress: the step counter advances while work exists, not merely that the port answers.
 
 It must not know HTTP. One invariant: an engine that is idle or finished a step within the limit is ready, any other
-is not.
+is not, and none is behind a server that leaves.
 """
 
 from __future__ import annotations
@@ -25,11 +25,18 @@ class Progress:
         self._stats = stats
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock
+        self._leaving = False
         self._step = -1
         self._advanced_at = clock()
 
+    def leave(self) -> None:
+        """The server drains: requests should go elsewhere from now on."""
+        self._leaving = True
+
     def problem(self) -> str | None:
         """Why requests should go elsewhere now, or None."""
+        if self._leaving:
+            return "the server is shutting down"
         try:
             stats = self._stats()
         except QuireError as error:

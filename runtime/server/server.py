@@ -15,16 +15,23 @@ import structlog
 
 from ..config import ServerConfig
 from ..engine.facade import EngineFacade
-from ..errors import ConfigError, Overloaded, Unavailable
+from ..errors import ConfigError, Overloaded, QuireError, Unavailable
 from ..wire.address import UnixAddress
+from .auth import Keyring
 from .connection import Connection
 from .http import OperatorServer, operator_app
-from .listen import ListeningSocket, is_loopback, listen_tcp, listen_unix
+from .kept import Kept
+from .listen import ListeningSocket, allow_open_files, is_loopback, listen_tcp, listen_unix
+from .live import LiveRequests, RequestStatus
 from .metrics import PrometheusObserver
 from .progress import Progress
+from .service import Service
 from .tls import TLS
 
 CLOSE_TIMEOUT_S = 5.0
+MAX_REFUSALS = 256  # connections beyond max_connections that are told so; the rest are closed without a word
+OTHER_FILES = 256  # that a process has open besides its connections
+MAX_STATUSES = 200
 
 _log = structlog.get_logger("quire.server")
 
@@ -38,6 +45,8 @@ class Server:
     def __init__(self, observer: PrometheusObserver | None = None) -> None:
         self.observer = observer or PrometheusObserver()
         self._connections: dict[Connection, asyncio.Task[None]] = {}
+        self._service: Service | None = None  # while started
+        self._progress: Progress | None = None
         self._open = contextlib.AsyncExitStack()
         self._address = ""
         self._http_address = ""
@@ -52,10 +61,19 @@ class Server:
     def http_address(self) -> str:
         return self._http_address
 
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    def live_requests(self) -> list[RequestStatus]:
+        """The oldest of those that have not ended, at most 200."""
+        return [] if self._service is None else self._service.requests.oldest(MAX_STATUSES)
+
     async def start(self, engine: EngineFacade, config: ServerConfig) -> None:
         """Bind both sockets and serve. Raises ConfigError for an address that cannot or must not be used."""
         self._tls = TLS.of(config)
         async with contextlib.AsyncExitStack() as opening:
+            keyring = Keyring.of(config)
             listening = await _listen(config)
             opening.callback(listening.close)
             http_listening = await listen_tcp(config.http_host, config.http_port)
@@ -63,15 +81,36 @@ class Server:
 
             self.observer.watch(engine.stats)
             engine.set_observer(self.observer)
+            requests = LiveRequests(engine, self.observer)
+            service = Service(engine, config, self.observer, keyring, requests, Kept(requests, config))
             progress = Progress(engine.stats, config.stall_timeout_ms / 1000)
             opening.push_async_callback(_stop, asyncio.create_task(progress.watch()))
             operator = OperatorServer(operator_app(self.observer.registry, progress), http_listening.socket)
             opening.push_async_callback(operator.close)
-            await self._serve(engine, config, listening, opening)
+            allow_open_files(config.max_connections + MAX_REFUSALS + OTHER_FILES)
+            await self._serve(service, listening, opening)
             self._open = opening.pop_all()
+        self._service, self._progress = service, progress
         self._address = str(listening.address)
         self._http_address = str(http_listening.address)
         _log.info("listening", address=self._address, http_address=self._http_address)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Accept no request any more, say so to everybody, and wait until the accepted ones have ended; those that have
+        not after `timeout_s` end in Unavailable. Connections stay until `close`, also new ones: they may resume.
+        """
+        if self._service is None or self._progress is None:
+            return
+        self._progress.leave()
+        self._service.leaves_at = asyncio.get_running_loop().time() + timeout_s
+        for connection in self._connections:
+            connection.go_away()
+        _log.info("draining", timeout_s=timeout_s, requests=len(self._service.requests))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while tasks := self._request_tasks(self._service):
+                    await asyncio.wait(tasks)
+        self._fail_requests(Unavailable("the server shut down before this request ended; try again"))
 
     def reload(self) -> None:
         """Read the certificate anew, where there is one. A broken file changes nothing."""
@@ -79,22 +118,21 @@ class Server:
             self._tls.reload()
 
     async def close(self) -> None:
-        """Stop accepting, end every connection with UNAVAILABLE, then the HTTP port. Idempotent."""
+        """Stop accepting, end every request and every connection with UNAVAILABLE, then the HTTP port. Idempotent."""
         await self._open.aclose()
+        self._service = None
 
-    async def _serve(
-        self,
-        engine: EngineFacade,
-        config: ServerConfig,
-        listening: ListeningSocket,
-        opening: contextlib.AsyncExitStack,
-    ) -> None:
+    async def _serve(self, service: Service, listening: ListeningSocket, opening: contextlib.AsyncExitStack) -> None:
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connection = Connection(reader, writer, engine, config, self.observer)
-            self._run(connection, refuse=len(self._connections) >= config.max_connections)
+            excess = len(self._connections) - service.config.max_connections
+            if excess >= MAX_REFUSALS:
+                writer.transport.abort()
+            else:
+                self._run(Connection(reader, writer, service), refuse=excess >= 0)
 
         start: Any = asyncio.start_unix_server if isinstance(listening.address, UnixAddress) else asyncio.start_server
-        server: asyncio.Server = await start(accept, sock=listening.socket, **self._tls_options(config))
+        server: asyncio.Server = await start(accept, sock=listening.socket, **self._tls_options(service.config))
+        opening.push_async_callback(service.kept.close)
         opening.push_async_callback(self._close_connections)
         opening.callback(server.close)
 
@@ -109,10 +147,21 @@ class Server:
         self._connections[connection] = task
         task.add_done_callback(lambda _: self._connections.pop(connection))
 
+    def _request_tasks(self, service: Service) -> set[asyncio.Task[None]]:
+        return service.kept.tasks.union(*(connection.tasks for connection in self._connections))
+
+    def _fail_requests(self, error: QuireError) -> None:
+        if self._service is not None:
+            self._service.kept.fail(error)
+        for connection in self._connections:
+            connection.fail_requests(error)
+
     async def _close_connections(self) -> None:
+        leaving = Unavailable("the server is shutting down")
+        self._fail_requests(leaving)
         tasks = list(self._connections.values())
         for connection in list(self._connections):
-            connection.shut_down(Unavailable("the server is shutting down"))
+            connection.shut_down(leaving)
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
             for task in late:

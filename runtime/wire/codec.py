@@ -57,6 +57,11 @@ class Decoder:
         self._schema = schema
         self._buffer = bytearray()
 
+    @property
+    def is_inside_frame(self) -> bool:
+        """Whether the bytes fed so far end inside a frame."""
+        return bool(self._buffer)
+
     def feed(self, data: bytes) -> Iterator[Frame | Malformed]:
         """Take `data`, iterate the frames it completes. Raises ProtocolError at the breach, after the good frames."""
         self._buffer += data

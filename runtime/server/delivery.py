@@ -1,0 +1,134 @@
+"""One request as one connection sees it: its source's chunks as frames, as fast as its credit allows.
+
+It must not know where the chunks come from, the engine or what was kept of it. One invariant: the engine never waits
+for a reader; with `credit`, TOKENS leave while it is above zero, so that it is overdrawn by less than one chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+import msgspec
+
+from ..engine.facade import Admission
+from ..errors import DeadlineExceeded, GenerationFailed
+from ..generation import OutputChunk
+from ..wire.frames import Done, Progress
+from .admission import accepted_frame, done_frame, tokens_frame
+from .metrics import CancelCause
+from .outbox import Outbox
+
+
+class Chunks(Protocol):
+    @property
+    def admission(self) -> Admission: ...
+    def __aiter__(self) -> AsyncIterator[OutputChunk]: ...
+
+
+class Source(Protocol):
+    """A request in the engine (`LiveRequest`), or a follower of a kept one (`Follower`)."""
+
+    generated: int  # tokens of all choices, counted by whoever iterates
+    on_prefill: Callable[[int, int], None] | None  # gets computed and prompt tokens
+
+    async def accepted(self) -> Chunks: ...
+    def cancel(self, cause: CancelCause) -> None:
+        """The client wants no more of it. Its iteration ends soon."""
+
+    def leave(self, cause: CancelCause) -> None:
+        """The client's connection is lost. Its iteration ends soon."""
+
+    def end(self) -> None:
+        """Nobody iterates any more. Idempotent."""
+
+
+class Delivery:
+    """`run` it in a task. `paced`: its chunks may come faster than the peer can read, so it waits for the outbox."""
+
+    def __init__(
+        self,
+        request_id: int,
+        source: Source,
+        outbox: Outbox,
+        *,
+        credit: int | None,
+        credit_timeout_ms: int,
+        paced: bool,
+        progress: bool,
+    ) -> None:
+        self.source = source
+        self._request_id = request_id
+        self._outbox = outbox
+        self._credit = credit
+        self._credit_timeout_ms = credit_timeout_ms
+        self._gated = paced or credit is not None
+        self._credited = asyncio.Event()
+        self._unwanted = False
+        if progress:
+            source.on_prefill = self._send_progress
+
+    async def run(self) -> Done:
+        """Send all but the last frame, and return that one. Raises what ended the request otherwise."""
+        done: Done | None = None
+        chunks = await self.source.accepted()
+        self._outbox.send(accepted_frame(self._request_id, chunks.admission))
+        async for chunk in chunks:
+            if self._gated:
+                chunk = await self._through_gate(chunk)
+            self.source.generated += len(chunk.token_ids)
+            if (tokens := tokens_frame(self._request_id, chunk)) is not None:
+                self._outbox.send(tokens)
+            done = done_frame(self._request_id, chunk)
+        if done is None:
+            raise GenerationFailed("the engine ended this stream without a finish reason")
+        return done
+
+    def grant(self, tokens: int) -> None:
+        """Without a limit to begin with there is none to raise."""
+        if self._credit is not None:
+            self._credit += tokens
+            self._credited.set()
+
+    def cancel(self, cause: CancelCause) -> None:
+        self._forgo()
+        self.source.cancel(cause)
+
+    def leave(self, cause: CancelCause) -> None:
+        self._forgo()
+        self.source.leave(cause)
+
+    def _forgo(self) -> None:
+        """What waits for credit is wanted no more."""
+        self._unwanted = True
+        self._credited.set()
+
+    def _send_progress(self, computed_tokens: int, prompt_tokens: int) -> None:
+        if not self.source.generated:
+            self._outbox.send(Progress(self._request_id, computed_tokens, prompt_tokens))
+
+    # Waiting
+
+    async def _through_gate(self, chunk: OutputChunk) -> OutputChunk:
+        """`chunk` when it may go out. Nothing but the end of its choice if the client will not have it any more."""
+        await self._outbox.room()
+        if self._credit is None or not chunk.token_ids:
+            return chunk
+        while self._credit <= 0:
+            if self._unwanted:
+                return msgspec.structs.replace(chunk, token_ids=(), text="", logprobs=None)
+            await self._credit_comes()
+        self._credit -= len(chunk.token_ids)
+        return chunk
+
+    async def _credit_comes(self) -> None:
+        self._credited.clear()
+        try:
+            async with asyncio.timeout(self._credit_timeout_ms / 1000):
+                await self._credited.wait()
+        except TimeoutError:
+            self.source.cancel("slow_reader")
+            raise DeadlineExceeded(
+                f"{self._credit_timeout_ms} ms passed with tokens to send and no credit; grant CREDIT as you read"
+            ) from None

@@ -1,0 +1,249 @@
+"""What one welcomed peer asks and is answered: its live requests by id, and the frames that concern them.
+
+It must not know sockets, the greeting or why a connection ends. One invariant: each id that was taken gets exactly one
+last frame while the connection lives, and is free again before that frame can be seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, NamedTuple
+
+import structlog
+
+from ..errors import GenerationFailed, Overloaded, ProtocolError, QuireError, Unavailable
+from ..wire.codec import Malformed
+from ..wire.errors import error_frame
+from ..wire.frames import (
+    AskStats,
+    Cancel,
+    Credit,
+    Error,
+    Frame,
+    Generate,
+    Goaway,
+    Hello,
+    ListModels,
+    Ping,
+    Pong,
+    Resume,
+    Tokenize,
+    Tokenized,
+)
+from .admission import duplicate_frame, engine_request, models_frame, stats_frame
+from .delivery import Delivery, Source
+from .metrics import CancelCause
+from .outbox import Outbox
+from .service import Service
+from .tenants import Tenant
+
+_log = structlog.get_logger("quire.server")
+
+
+class _Live(NamedTuple):
+    task: asyncio.Task[None]
+    delivery: Delivery | None  # None: a question that is being answered
+
+
+class Exchange:
+    """Of one connection, from WELCOME on."""
+
+    def __init__(
+        self,
+        service: Service,
+        outbox: Outbox,
+        tenant: Tenant,
+        session: str,
+        *,
+        progress: bool,
+        peer: str,
+    ) -> None:
+        self._service = service
+        self._outbox = outbox
+        self._tenant = tenant
+        self._session = session
+        self._progress = progress
+        self._peer = peer
+        self._live: dict[int, _Live] = {}
+        self._last_accepted_id: int | None = None
+        self._last_ended_at = asyncio.get_running_loop().time()
+        if service.leaves_at is not None:
+            self.go_away()
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """One per live request."""
+        return [live.task for live in self._live.values()]
+
+    @property
+    def idle_since(self) -> float | None:
+        """The loop's time at which the last live request ended; None while there are some."""
+        return None if self._live else self._last_ended_at
+
+    def handle(self, frame: Frame | Malformed) -> None:
+        """Raises ProtocolError for what must end the connection."""
+        match frame:
+            case Generate():
+                self._begin(frame)
+            case Resume():
+                self._resume(frame)
+            case Malformed(request_id, error):
+                if self._takes(request_id):
+                    self._refuse(request_id, error)
+            case Cancel(request_id):
+                if (delivery := self._delivery(request_id)) is not None:
+                    delivery.cancel("client")
+            case Credit(request_id, tokens):
+                if (delivery := self._delivery(request_id)) is not None:
+                    delivery.grant(tokens)
+            case Tokenize(request_id):
+                if self._takes(request_id):
+                    self._start(request_id, partial(self._tokenize, frame))
+            case ListModels(request_id):
+                if self._takes(request_id):
+                    name = self._service.config.served_model_name or ""
+                    self._answer(request_id, lambda: models_frame(request_id, name, self._service.engine.info))
+            case AskStats(request_id):
+                if self._takes(request_id):
+                    self._answer(request_id, lambda: stats_frame(request_id, self._service.engine.stats()))
+            case Ping(nonce):
+                self._outbox.send(Pong(nonce))
+            case Pong():
+                pass
+            case Hello():
+                raise ProtocolError("HELLO came twice")
+
+    def go_away(self) -> None:
+        """Say when the server leaves."""
+        assert self._service.leaves_at is not None, "the server stays"
+        left_s = max(self._service.leaves_at - asyncio.get_running_loop().time(), 0)
+        reason = "the server is shutting down; send new requests elsewhere"
+        self._outbox.send(Goaway(self._last_accepted_id, round(left_s * 1000), reason))
+
+    def leave(self, cause: CancelCause) -> None:
+        """The connection is lost; what is resumable stays for a while, the rest is cancelled."""
+        for live in self._live.values():
+            if live.delivery is not None:
+                live.delivery.leave(cause)
+
+    def fail(self, error: QuireError) -> None:
+        """End every live request with `error` now, whatever the engine does."""
+        for request_id, live in self._live.items():
+            live.task.cancel()
+            if live.delivery is not None:
+                live.delivery.cancel("shutdown")
+            self._outbox.send(error_frame(request_id, error))
+        self._live.clear()
+
+    # Taking requests
+
+    def _begin(self, frame: Generate) -> None:
+        """A request that the engine refuses at once never becomes a task: under overload most are refused."""
+        if not self._takes(frame.request_id):
+            return
+        if self._service.leaves_at is not None:
+            self._refuse(frame.request_id, Unavailable("the server is shutting down; send this request elsewhere"))
+            return
+        try:
+            source, is_kept = self._source(frame)
+        except Exception as error:
+            self._outbox.send(self._failure(frame.request_id, error))
+            return
+        self._last_accepted_id = frame.request_id
+        self._deliver(frame.request_id, source, frame.credit, paced=is_kept)
+
+    def _resume(self, frame: Resume) -> None:
+        if not self._takes(frame.request_id):
+            return
+        try:
+            source = self._service.kept.resume(self._tenant.name, self._session, frame.request_id, frame.next_index)
+        except QuireError as error:
+            self._outbox.send(error_frame(frame.request_id, error))
+            return
+        self._deliver(frame.request_id, source, frame.credit, paced=True)
+
+    def _source(self, frame: Generate) -> tuple[Source, bool]:
+        """Where its chunks come from, and whether that keeps them."""
+        request = engine_request(frame, self._tenant.name)
+        if not frame.resumable and frame.idempotency_key is None:
+            return self._service.requests.submit(self._tenant, frame.request_id, request), False
+        follower = self._service.kept.begin(
+            self._tenant,
+            frame.request_id,
+            request,
+            session=self._session if frame.resumable else None,
+            idempotency_key=frame.idempotency_key,
+        )
+        return follower, True
+
+    def _takes(self, request_id: int) -> bool:
+        """Whether the id is free and there is room; the refusal is sent otherwise. A live request is not touched."""
+        if request_id in self._live:
+            self._outbox.send(duplicate_frame(request_id))
+            return False
+        if len(self._live) >= self._service.config.max_requests_per_connection:
+            self._refuse(request_id, Overloaded(f"{len(self._live)} requests are live on this connection"))
+            return False
+        return True
+
+    def _refuse(self, request_id: int, error: QuireError) -> None:
+        """End a request that never reached the engine."""
+        self._service.observer.on_rejected(error)
+        self._outbox.send(error_frame(request_id, error))
+
+    # Answering
+
+    def _deliver(self, request_id: int, source: Source, credit: int | None, *, paced: bool) -> None:
+        delivery = Delivery(
+            request_id,
+            source,
+            self._outbox,
+            credit=credit,
+            credit_timeout_ms=self._service.config.credit_timeout_ms,
+            paced=paced,
+            progress=self._progress,
+        )
+        task = self._start(request_id, delivery.run, delivery)
+        task.add_done_callback(lambda _: source.end())
+
+    async def _tokenize(self, frame: Tokenize) -> Tokenized:
+        token_ids = await self._service.engine.tokenize(frame.text, frame.add_special_tokens)
+        return Tokenized(frame.request_id, token_ids)
+
+    def _answer(self, request_id: int, answer: Callable[[], Frame]) -> None:
+        """At once."""
+        try:
+            frame = answer()
+        except Exception as error:
+            frame = self._failure(request_id, error)
+        self._outbox.send(frame)
+
+    def _start(
+        self, request_id: int, answer: Callable[[], Coroutine[Any, Any, Frame]], delivery: Delivery | None = None
+    ) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._finish(request_id, answer))
+        self._live[request_id] = _Live(task, delivery)
+        return task
+
+    async def _finish(self, request_id: int, answer: Callable[[], Coroutine[Any, Any, Frame]]) -> None:
+        """The id is free again before the peer can know that its request ended."""
+        try:
+            last = await answer()
+        except Exception as error:
+            last = self._failure(request_id, error)
+        del self._live[request_id]
+        self._outbox.send(last)
+        self._last_ended_at = asyncio.get_running_loop().time()
+
+    def _delivery(self, request_id: int) -> Delivery | None:
+        live = self._live.get(request_id)
+        return None if live is None else live.delivery
+
+    def _failure(self, request_id: int, error: Exception) -> Error:
+        """The frame that ends a request with `error`; what is no QuireError is a bug, and the log's to tell."""
+        if not isinstance(error, QuireError):
+            _log.error("request failed", request_id=request_id, peer=self._peer, exc_info=error)
+            error = GenerationFailed("an internal error ended this request; see the server's log")
+        return error_frame(request_id, error)

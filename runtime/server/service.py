@@ -1,0 +1,23 @@
+"""What all connections of one server share. Made once by `Server.start`; it has no behaviour of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import ServerConfig
+from ..engine.facade import EngineFacade
+from .auth import Keyring
+from .kept import Kept
+from .live import LiveRequests
+from .metrics import PrometheusObserver
+
+
+@dataclass(slots=True)
+class Service:
+    engine: EngineFacade
+    config: ServerConfig
+    observer: PrometheusObserver
+    keyring: Keyring
+    requests: LiveRequests
+    kept: Kept
+    leaves_at: float | None = None  # the loop's time at which what has not ended will be; None: it stays
