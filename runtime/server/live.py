@@ -27,7 +27,7 @@ class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
     state: Literal["queued", "prefill", "decode"]
     prompt_tokens: int | None  # None: not yet tokenized
-    prefilled: int | None  # None: unknown, or all in one step
+    prefilled: int | None  # of them, so far; None: no step was seen yet
     generated: int
 
 
@@ -131,7 +131,7 @@ class LiveRequest:
             age_s=time.monotonic() - self._started,
             state=state,
             prompt_tokens=self._prompt_tokens,
-            prefilled=self._prefilled,
+            prefilled=self._prompt_tokens if self.generated else self._prefilled,
             generated=self.generated,
         )
 

@@ -17,11 +17,12 @@ from quire.runtime.config import EngineConfig, ServerConfig
 from quire.runtime.engine import Engine, LocalEngine
 from quire.runtime.engine.facade import (
     Admission,
+    EngineInfo,
     EngineObserver,
     EngineStats,
     GenerateRequest,
 )
-from quire.runtime.errors import GenerationFailed, Overloaded
+from quire.runtime.errors import GenerationFailed, InvalidRequest, Overloaded
 from quire.runtime.generation import OutputChunk, TokenLogprobs, Usage
 from quire.runtime.server import Server
 
@@ -29,7 +30,8 @@ CHUNK_TOKENS = 2
 
 
 class FakeGeneration:
-    """max_tokens tokens with text made of the prompt; `hold` never ends by itself, `fail` and `crash` break.
+    """max_tokens tokens with text made of the prompt; `hold` never ends by itself, `fail` and `crash` break, `prefill`
+    takes several steps for its prompt of three tokens.
 
     Several choices take turns, the first ends first; all but choice 0 end with one chunk.
     """
@@ -39,9 +41,13 @@ class FakeGeneration:
         self.cancelled = asyncio.Event()
         self.admission = Admission(position=1, pages_needed=2, pages_free=3, predicted_wait_ms=4.5)
         self.prompt_token_ids = (1, 2, 3)
+        self.on_prefill: Callable[[int], None] = lambda _: None
 
     def cancel(self) -> None:
         self.cancelled.set()
+
+    def watch_prefill(self, callback: Callable[[int], None]) -> None:
+        self.on_prefill = callback
 
     async def __aiter__(self) -> AsyncIterator[OutputChunk]:
         self.engine.live.append(self)
@@ -55,6 +61,9 @@ class FakeGeneration:
         kind, params = self.request.prompt, self.request.params
         if kind == "silent":
             return
+        if kind == "prefill":
+            self.on_prefill(1)
+            self.on_prefill(2)
         sent = 0
         while sent < params.max_tokens and not self.cancelled.is_set():
             await self.engine.step()
@@ -114,6 +123,27 @@ class FakeEngine:
         if request.prompt == "bug":
             raise KeyError("a bug in submit")
         return FakeGeneration(self, request)
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        await self.submitting.wait()
+        if not text:
+            raise InvalidRequest("the text is empty")
+        return (0,) * add_special_tokens + tuple(text.encode())
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            vocab_size=256,
+            max_model_len=100,
+            max_num_seqs=8,
+            num_pages=10,
+            page_size=10,
+            isa="fake",
+            threads=1,
+            threads_reason="it is a fake",
+            has_tokenizer=True,
+            has_chat_template=False,
+        )
 
     async def step(self) -> None:
         self.steps += 1

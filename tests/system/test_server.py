@@ -28,7 +28,8 @@ async def test_a_request_from_hello_to_done(serve: Serve) -> None:
     system = await serve(served_model_name="demo")
     client = await system.raw(hello=False)
     client.send("HELLO", [1, 9], None, [], 100_000)
-    assert await client.receive() == ["WELCOME", 1, [], 100_000, "demo"]
+    welcome = await client.receive()
+    assert (welcome[:5], welcome[6]) == (["WELCOME", 1, [], 100_000, "demo"], None)
     client.send("GENERATE", 7, "hi", {"max_tokens": 3}, 5000, -1, 9000)
     frames = await client.until("DONE")
     assert frames[:-1] == [
@@ -391,7 +392,9 @@ async def test_closing_the_server_ends_every_connection(system: Any) -> None:
     client.send("GENERATE", 1, "hold", LONG)
     await client.until("TOKENS")
     closing = asyncio.create_task(system.server.close())
-    assert (await client.receive())[:4] == ["ERROR", None, "UNAVAILABLE", "the server is shutting down"]
+    leaving = ["UNAVAILABLE", "the server is shutting down", True, None]
+    assert await client.receive() == ["ERROR", 1, *leaving]
+    assert await client.receive() == ["ERROR", None, *leaving]
     assert await client.receive() == []
     client.writer.close()
     await closing

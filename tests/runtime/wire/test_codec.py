@@ -32,7 +32,7 @@ PARAMS = st.builds(
     length_penalty=st.floats(allow_nan=False),
 )
 CLIENT_FRAME = st.one_of(
-    st.builds(frames.Hello, st.just((1, 2)), st.none() | TEXT, st.just(("x",))),
+    st.builds(frames.Hello, st.just((1, 2)), st.none() | TEXT, st.just(("x",)), session=st.none() | TEXT),
     st.builds(
         frames.Generate,
         U64,
@@ -42,13 +42,35 @@ CLIENT_FRAME = st.one_of(
         st.integers(-(2**63), 2**63),
         st.none() | st.integers(0, 2**63),
     ),
+    st.builds(
+        frames.Generate,
+        U64,
+        st.none(),
+        messages=st.lists(st.fixed_dictionaries({"role": TEXT, "content": TEXT}), max_size=20).map(tuple),
+        credit=st.none() | U64,
+        idempotency_key=st.none() | st.text(min_size=1, max_size=256),
+        resumable=st.booleans(),
+    ),
     st.builds(frames.Cancel, U64),
+    st.builds(frames.Credit, U64, st.integers(1, 2**63)),
+    st.builds(frames.Resume, U64, U64, st.none() | U64),
+    st.builds(frames.Tokenize, U64, TEXT, st.booleans()),
+    st.builds(frames.ListModels, U64),
+    st.builds(frames.AskStats, U64),
     st.builds(frames.Ping, U64),
+    st.builds(frames.Pong, U64),
 )
 LOGPROBS = (TokenLogprobs(3, -0.5, ((3, -0.5), (4, -1.5))), TokenLogprobs(4, -math.inf))
+MODEL = frames.Model(name="m", max_model_len=100, vocab_size=50, has_tokenizer=True, has_chat_template=False)
 SERVER_FRAME = st.sampled_from(
     [
         frames.Welcome(1, (), 1 << 20, "model"),
+        frames.Welcome(1, ("heartbeat",), 1 << 20, "model", "session", 15_000),
+        frames.Progress(7, 512, 4000),
+        frames.Goaway(None, 30_000),
+        frames.Tokenized(7, (1, 2)),
+        frames.Models(7, (MODEL,)),
+        frames.Stats(7, {"running": 3}),
         frames.Accepted(7, 2, 10, 90, 12.5),
         frames.Tokens(7, 0, (3, 4), "日本", LOGPROBS),
         frames.Tokens(7, 0, (3,), ""),
@@ -117,7 +139,7 @@ def test_any_split_gives_the_same_frames(sent: list[Frame]) -> None:
 def decodes_or_refuses(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         for frame in decode_all(data):
-            assert isinstance(frame, frames.Hello | frames.Generate | frames.Cancel | frames.Ping | Malformed)
+            assert isinstance(frame, frames.ClientFrame | Malformed)
 
 
 @given(data=st.binary(max_size=200))
@@ -160,8 +182,8 @@ BREACHES: dict[str, tuple[bytes, str]] = {
     "trailing bytes": (framed(b"\x92\xa4PING\x01\x00"), "not one msgpack value"),
     "not an array": (packed({"a": 1}), "must be a msgpack array"),
     "empty array": (packed([]), "unknown frame type"),
-    "unknown type": (packed(["FROB", 1]), "unknown frame type 'FROB'; known here: HELLO, GENERATE, CANCEL, PING"),
-    "server's type": (packed(["PONG", 1]), "unknown frame type"),
+    "unknown type": (packed(["FROB", 1]), "unknown frame type 'FROB'; known here: HELLO, GENERATE, CANCEL"),
+    "server's type": (packed(["WELCOME", 1]), "unknown frame type"),
     "type not text": (packed([["PING"], 1]), "unknown frame type"),
     "10k levels": (framed(nested(10_000)), "within limits"),
     "one level too many": (framed(nested(MAX_DEPTH + 1)), "nests deeper"),
@@ -243,7 +265,10 @@ MALFORMED: dict[str, list[Any]] = {
     "text key in logit_bias": ["x", {"logit_bias": {"5": 1.0}}],
     "parameters not a map": ["x", [1]],
     "negative deadline": ["x", {}, -1],
-    "a field too many": ["x", {}, None, 0, None, 0],
+    "a field too many": ["x", {}, None, 0, None, None, None, None, False, 0],
+    "messages that are no maps": [None, {}, None, 0, None, ["hi"]],
+    "an empty key": ["x", {}, None, 0, None, None, None, ""],
+    "a key too long": ["x", {}, None, 0, None, None, None, "k" * 257],
 }
 
 
