@@ -7,14 +7,16 @@ from many threads at once.
 from __future__ import annotations
 
 import contextlib
+import ssl
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from ..errors import Unavailable
 from ..generation import Completion, OutputChunk, SamplingParams
 from ..loop_thread import LoopThread
-from .aio import AsyncClient
+from ..wire.frames import Model
+from .aio import AsyncClient, RequestOptions
 
 T = TypeVar("T")
 
@@ -25,8 +27,8 @@ class Client:
     Arguments and errors are those of AsyncClient.
     """
 
-    def __init__(self, address: str, token: str | None = None) -> None:
-        self._client = AsyncClient(address, token)
+    def __init__(self, address: str, token: str | None = None, tls: bool | ssl.SSLContext = False) -> None:
+        self._client = AsyncClient(address, token, tls)
         self._thread: LoopThread | None = None
 
     def __enter__(self) -> Client:
@@ -50,15 +52,13 @@ class Client:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | None = None,
         params: SamplingParams | None = None,
-        *,
-        deadline_ms: int | None = None,
-        priority: int = 0,
-        pin_ms: int | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Iterator[OutputChunk]:
-        """As `AsyncClient.generate`; leaving the loop early, or closing the generator, cancels the request."""
-        chunks = self._client.generate(prompt, params, deadline_ms=deadline_ms, priority=priority, pin_ms=pin_ms)
+        """As `AsyncClient.generate`; leaving the loop early, or closing the generator, cancels the request. Callbacks
+        run on this client's thread."""
+        chunks = self._client.generate(prompt, params, **options)
         try:
             while (chunk := self._await(_next(chunks))) is not None:
                 yield chunk
@@ -68,17 +68,24 @@ class Client:
 
     def complete(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | None = None,
         params: SamplingParams | None = None,
-        *,
-        deadline_ms: int | None = None,
-        priority: int = 0,
-        pin_ms: int | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Completion:
         """`generate` to its end. Raises as it does."""
-        return self._await(
-            self._client.complete(prompt, params, deadline_ms=deadline_ms, priority=priority, pin_ms=pin_ms)
-        )
+        return self._await(self._client.complete(prompt, params, **options))
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """As `AsyncClient.tokenize`."""
+        return self._await(self._client.tokenize(text, add_special_tokens))
+
+    def models(self) -> tuple[Model, ...]:
+        """As `AsyncClient.models`."""
+        return self._await(self._client.models())
+
+    def stats(self) -> dict[str, int]:
+        """As `AsyncClient.stats`."""
+        return self._await(self._client.stats())
 
     def ping(self) -> float:
         """Seconds for a round trip to the server's event loop."""

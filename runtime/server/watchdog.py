@@ -37,7 +37,8 @@ class Watchdog:
         self._idle_since = idle_since
         self._ping = ping
         self._bite = bite
-        self._received_at = self._pinged_at = self._loop.time()
+        self._received_at = self._pinged_at = self._next_check_at = self._loop.time()
+        self._silent_intervals = 0  # of heartbeat_ms, since something came
         self._frame_timer: asyncio.TimerHandle | None = None
         self._silence_timer: asyncio.TimerHandle | None = None
         self._check_silence()
@@ -45,6 +46,7 @@ class Watchdog:
     def received(self, num_frames: int, inside_frame: bool) -> None:
         """Bytes came that completed so many frames; `inside_frame`: another one has begun."""
         self._received_at = self._loop.time()
+        self._silent_intervals = 0
         if self._frame_timer is not None and (num_frames or not inside_frame):
             self._frame_timer.cancel()
             self._frame_timer = None
@@ -67,21 +69,22 @@ class Watchdog:
         if now >= idle_at:
             self._end(Unavailable(f"this connection was idle for {self._idle_timeout_ms} ms; open another one"))
             return
-        due = [idle_at]
-        if self._heartbeat_ms is not None:
-            dead_at = self._received_at + HEARTBEATS_MISSED * self._heartbeat_ms / 1000
-            if now >= dead_at:
-                self._end(Unavailable(f"nothing came for {HEARTBEATS_MISSED * self._heartbeat_ms} ms, not even PONG"))
-                return
-            due += [dead_at, self._next_ping(now, self._heartbeat_ms / 1000)]
-        self._silence_timer = self._loop.call_at(min(due), self._check_silence)
+        self._next_check_at = idle_at
+        if self._heartbeat_ms is not None and not self._hears_a_heart(now, self._heartbeat_ms / 1000):
+            self._end(Unavailable(f"nothing came for {HEARTBEATS_MISSED * self._heartbeat_ms} ms, not even PONG"))
+            return
+        self._silence_timer = self._loop.call_at(self._next_check_at, self._check_silence)
 
-    def _next_ping(self, now: float, heartbeat_s: float) -> float:
-        """When it is due, after one that is due now."""
+    def _hears_a_heart(self, now: float, heartbeat_s: float) -> bool:
+        """Ping when it is time. Intervals are counted, not seconds: this process may have been the one that slept."""
         if now >= max(self._received_at, self._pinged_at) + heartbeat_s:
+            self._silent_intervals += 1
+            if self._silent_intervals == HEARTBEATS_MISSED:
+                return False
             self._pinged_at = now
             self._ping()
-        return max(self._received_at, self._pinged_at) + heartbeat_s
+        self._next_check_at = min(self._next_check_at, max(self._received_at, self._pinged_at) + heartbeat_s)
+        return True
 
     def _end(self, reason: QuireError) -> None:
         self.stop()

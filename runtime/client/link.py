@@ -1,0 +1,250 @@
+"""One connection of a client: its greeting, frames out, answers in by request id, its end.
+
+It must not know choices, credit or resuming. One invariant: whoever has an inbox gets its request's last answer, or
+`Lost` with the reason, and nothing after that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import ssl
+import time
+from typing import Any, NamedTuple
+
+from ..errors import ProtocolError, QuireError, Unavailable
+from ..wire.address import Address, UnixAddress
+from ..wire.codec import Decoder, Malformed, encode
+from ..wire.errors import error_from_frame
+from ..wire.frames import (
+    FEATURES,
+    MAX_FRAME_BYTES,
+    MIN_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    SERVER_FRAMES,
+    Accepted,
+    AskStats,
+    Cancel,
+    Done,
+    Error,
+    Frame,
+    Generate,
+    Goaway,
+    Hello,
+    ListModels,
+    Models,
+    Ping,
+    Pong,
+    Progress,
+    Resume,
+    Stats,
+    Tokenize,
+    Tokenized,
+    Tokens,
+    Welcome,
+)
+
+CONNECT_TIMEOUT_S = 10.0
+READ_BYTES = 64 << 10
+HEARTBEATS_MISSED = 3
+
+
+class Lost(NamedTuple):
+    """The link is over, and the request may not be."""
+
+    reason: QuireError
+
+
+LastAnswer = Done | Tokenized | Models | Stats | QuireError
+Answer = Accepted | Progress | Tokens | LastAnswer | Lost
+Inbox = asyncio.Queue[Answer]
+
+
+class Link:
+    """Made by `open`; one task reads. Ids are its user's."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.lost: QuireError | None = None  # why it is over
+        self.is_leaving = False  # its server has said GOAWAY
+        self._reader = reader
+        self._writer = writer
+        self._decoder = Decoder(SERVER_FRAMES, MAX_FRAME_BYTES)
+        self._max_frame_bytes = MIN_FRAME_BYTES
+        self._inboxes: dict[int, Inbox] = {}
+        self._pings: dict[int, asyncio.Future[None]] = {}
+        self._next_nonce = 1
+        self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
+        self._closes_when_idle = False
+        self._heartbeat_s = 0.0
+        self._silent_intervals = 0
+        self._heartbeat: asyncio.TimerHandle | None = None
+        self._reading = asyncio.create_task(self._read())
+
+    @classmethod
+    async def open(
+        cls, address: Address, token: str | None, tls: ssl.SSLContext | None, session: str | None = None
+    ) -> Link:
+        """Connect and shake hands. Raises Unavailable, Unauthenticated or ProtocolError."""
+        link: Link | None = None
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                link = cls(*await _connect(address, tls))
+                await link._shake_hands(token, session)
+        except BaseException as error:
+            if link is not None:
+                await link.close()
+            if isinstance(error, TimeoutError):
+                raise Unavailable(f"{address} did not answer within {CONNECT_TIMEOUT_S:.0f} s") from None
+            if isinstance(error, OSError):
+                raise Unavailable(f"cannot connect to {address}: {error.strerror or error}") from error
+            raise
+        return link
+
+    @property
+    def session(self) -> str:
+        return self._welcome.result().session
+
+    def ask(self, frame: Generate | Resume | Tokenize | ListModels | AskStats) -> Inbox:
+        """Send `frame`; its answers will come there, or already have when the link is lost. Raises InvalidRequest for
+        what has no wire form."""
+        inbox: Inbox = asyncio.Queue()
+        if self.lost is not None:
+            inbox.put_nowait(Lost(copy.copy(self.lost)))
+        else:
+            self.send(frame)
+            self._inboxes[frame.request_id] = inbox
+        return inbox
+
+    def leave(self, request_id: int) -> None:
+        """No more answers are wanted. The server is told if the last one has not come."""
+        if self._inboxes.pop(request_id, None) is not None:
+            self.send(Cancel(request_id))
+        if self._closes_when_idle and not self._inboxes:
+            self._writer.close()
+
+    def send(self, frame: Frame) -> None:
+        """Raises InvalidRequest for what has no wire form. What is sent on a lost link is not."""
+        data = encode(frame, self._max_frame_bytes)
+        if self.lost is None:
+            self._writer.write(data)
+
+    async def flush(self) -> None:
+        """Wait until what was sent has left. A lost link is not reported here: the server may have said why."""
+        with contextlib.suppress(OSError):
+            await self._writer.drain()
+
+    async def ping(self) -> float:
+        """Seconds until the answer. Raises the reason when the link is lost."""
+        if self.lost is not None:
+            raise copy.copy(self.lost)
+        self._next_nonce += 1
+        nonce = self._next_nonce
+        answered = self._pings[nonce] = asyncio.get_running_loop().create_future()
+        try:
+            started = time.perf_counter()  # uvloop's own clock counts whole milliseconds
+            self.send(Ping(nonce))
+            await self.flush()
+            await answered
+            return time.perf_counter() - started
+        finally:
+            del self._pings[nonce]
+
+    def close_when_idle(self) -> None:
+        """Let what is under way end first."""
+        self._closes_when_idle = True
+        if not self._inboxes:
+            self._writer.close()
+
+    async def close(self) -> None:
+        self._lose(Unavailable("this client is closed"))
+        self._reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reading
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    async def _shake_hands(self, token: str | None, session: str | None) -> None:
+        self.send(Hello((PROTOCOL_VERSION,), token, FEATURES, MAX_FRAME_BYTES, session))
+        await self.flush()
+        welcome = await self._welcome
+        self._max_frame_bytes = welcome.max_frame_bytes
+        if welcome.heartbeat_ms is not None:
+            self._heartbeat_s = welcome.heartbeat_ms / 1000
+            self._await_heartbeat()
+
+    # Reading
+
+    async def _read(self) -> None:
+        try:
+            while data := await self._reader.read(READ_BYTES):
+                self._silent_intervals = 0
+                for frame in self._decoder.feed(data):
+                    self._dispatch(frame)
+            self._lose(Unavailable("the server closed the connection"))
+        except OSError as error:
+            self._lose(Unavailable(f"the connection to the server was lost: {error.strerror or error}"))
+        except QuireError as error:
+            self._lose(error)
+        self._writer.close()
+
+    def _dispatch(self, frame: Frame | Malformed) -> None:
+        match frame:
+            case Accepted(request_id) | Progress(request_id) | Tokens(request_id):
+                if (inbox := self._inboxes.get(request_id)) is not None:  # else its reader left
+                    inbox.put_nowait(frame)
+            case Done(request_id) | Tokenized(request_id) | Models(request_id) | Stats(request_id):
+                self._end(request_id, frame)
+            case Error(None):
+                raise error_from_frame(frame)
+            case Error(int(request_id)):
+                self._end(request_id, error_from_frame(frame))
+            case Ping(nonce):
+                self.send(Pong(nonce))
+            case Pong(nonce):
+                if (answered := self._pings.get(nonce)) is not None and not answered.done():
+                    answered.set_result(None)
+            case Goaway():
+                self.is_leaving = True
+            case Welcome():
+                if self._welcome.done():
+                    raise ProtocolError("WELCOME came twice")
+                self._welcome.set_result(frame)
+
+    def _end(self, request_id: int, answer: LastAnswer) -> None:
+        if (inbox := self._inboxes.pop(request_id, None)) is not None:
+            inbox.put_nowait(answer)
+
+    def _await_heartbeat(self) -> None:
+        """Intervals are counted, not seconds: this process may have been the one that slept."""
+        if self._silent_intervals == HEARTBEATS_MISSED:
+            self._lose(Unavailable(f"nothing came from the server for {HEARTBEATS_MISSED * self._heartbeat_s:.3g} s"))
+            self._writer.transport.abort()
+            return
+        if self._silent_intervals:
+            self.send(Ping())
+        self._silent_intervals += 1
+        self._heartbeat = asyncio.get_running_loop().call_later(self._heartbeat_s, self._await_heartbeat)
+
+    def _lose(self, reason: QuireError) -> None:
+        """The link is over: tell everybody who waits on it. The first reason stays."""
+        if self.lost is not None:
+            return
+        self.lost = reason
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(Lost(copy.copy(reason)))
+        self._inboxes.clear()
+        futures: list[asyncio.Future[Any]] = [self._welcome, *self._pings.values()]
+        for waiting in futures:
+            if not waiting.done():
+                waiting.set_exception(copy.copy(reason))
+                waiting.exception()  # retrieved: nobody may be left to await it
+
+
+async def _connect(address: Address, tls: ssl.SSLContext | None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if isinstance(address, UnixAddress):
+        return await asyncio.open_unix_connection(address.path)
+    return await asyncio.open_connection(address.host, address.port, ssl=tls)
