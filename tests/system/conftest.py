@@ -12,6 +12,7 @@ from typing import Any
 
 import msgpack
 import pytest
+from prometheus_client import generate_latest
 from quire.pager import check
 from quire.runtime.config import EngineConfig, ServerConfig
 from quire.runtime.engine import Engine, LocalEngine
@@ -219,6 +220,9 @@ class System:
     @property
     def address(self) -> str:
         return self.server.address
+
+    def metrics(self) -> str:
+        return generate_latest(self.server.observer.registry).decode()
 
 
 @pytest.fixture
