@@ -28,6 +28,7 @@ from quire.runtime.generation import OutputChunk, TokenLogprobs, Usage
 from quire.runtime.server import Server
 
 CHUNK_TOKENS = 2
+RECEIVE_TIMEOUT_S = 20
 
 
 class FakeGeneration:
@@ -182,10 +183,11 @@ class RawClient:
         self.writer.write(struct.pack(">I", len(payload)) + payload)
 
     async def receive(self) -> list[Any]:
-        """The next frame; empty when the connection is closed."""
+        """The next frame; empty when the connection is closed. Fails rather than hangs."""
         try:
-            (length,) = struct.unpack(">I", await self.reader.readexactly(4))
-            message: list[Any] = msgpack.unpackb(await self.reader.readexactly(length), strict_map_key=False)
+            async with asyncio.timeout(RECEIVE_TIMEOUT_S):
+                (length,) = struct.unpack(">I", await self.reader.readexactly(4))
+                message: list[Any] = msgpack.unpackb(await self.reader.readexactly(length), strict_map_key=False)
         except (asyncio.IncompleteReadError, ConnectionError):
             return []
         return message

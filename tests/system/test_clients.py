@@ -16,6 +16,7 @@ import uvloop
 from quire.runtime.client import AsyncClient, Client
 from quire.runtime.errors import (
     ConfigError,
+    DeadlineExceeded,
     GenerationFailed,
     InvalidRequest,
     Overloaded,
@@ -132,6 +133,54 @@ async def test_an_absurd_number_of_choices_is_the_servers_to_refuse(client: Asyn
 async def test_pinning_is_asked_for(system: Any, client: AsyncClient) -> None:
     await client.complete("hi", THREE, pin_ms=5000)
     assert [request.pin_ms for request in system.engine.requests] == [5000]
+
+
+async def test_messages_instead_of_a_prompt(system: Any, client: AsyncClient) -> None:
+    await client.complete(params=THREE, messages=[{"role": "user", "content": "hi"}])
+    (request,) = system.engine.requests
+    assert (request.prompt, request.messages) == (None, ({"role": "user", "content": "hi"},))
+
+
+async def test_what_happens_before_the_first_token_is_told(client: AsyncClient) -> None:
+    told: list[tuple[Any, ...]] = []
+    await client.complete(
+        "prefill",
+        THREE,
+        on_accepted=lambda accepted: told.append((accepted.position, accepted.pages_needed)),
+        on_progress=lambda progress: told.append((progress.computed_tokens, progress.prompt_tokens)),
+    )
+    assert told == [(1, 2), (1, 3), (2, 3)]
+
+
+async def test_a_reader_that_pauses_is_sent_no_more_than_it_takes(
+    serve: Serve, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.runtime.client.stream.CREDIT_TOKENS", 10)
+    system = await serve()
+    async with AsyncClient(system.address) as client:
+        stream = client.generate("hi", SamplingParams(max_tokens=100))
+        chunks = [await anext(stream)]
+        await eventually(lambda: system.server.live_requests()[0].generated == 10)
+        await client.ping()
+        assert system.server.live_requests()[0].generated == 10
+        chunks += [chunk async for chunk in stream]
+    assert [token for chunk in chunks for token in chunk.token_ids] == list(range(100))
+
+
+async def test_a_reader_that_pauses_too_long_is_told(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.runtime.client.stream.CREDIT_TOKENS", 4)
+    system = await serve(credit_timeout_ms=20)
+    async with AsyncClient(system.address) as client:
+        with pytest.raises(DeadlineExceeded, match="no credit"):
+            async for _ in client.generate("endless", ENDLESS):
+                await asyncio.sleep(0.2)
+        assert (await client.complete("hi", THREE)).token_ids == (0, 1, 2)
+
+
+async def test_a_retry_with_the_same_key_is_the_same_request(system: Any, client: AsyncClient) -> None:
+    first = await client.complete("hi", THREE, idempotency_key="k")
+    assert await client.complete("hi", THREE, idempotency_key="k") == first
+    assert len(system.engine.requests) == 1
 
 
 # Leaving early
@@ -327,6 +376,13 @@ def test_the_blocking_client_streams(address: tuple[str, Any]) -> None:
         assert [chunk.token_ids for chunk in client.generate("hi", THREE)] == [(0, 1), (2,), ()]
         assert client.complete("hi", THREE).text == " hi:0é日 hi:2é日"
         assert client.ping() > 0
+
+
+def test_the_blocking_client_asks(address: tuple[str, Any]) -> None:
+    with Client(address[0]) as client:
+        assert client.tokenize("h") == (0, 104)
+        assert [model.vocab_size for model in client.models()] == [256]
+        assert client.stats()["pages_total"] == 10
 
 
 def test_leaving_a_blocking_loop_cancels(address: tuple[str, Any]) -> None:

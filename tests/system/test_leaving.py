@@ -1,0 +1,232 @@
+"""How connections end by themselves: a server that drains, peers that are silent, dead or never done with a frame."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import urllib.error
+import urllib.request
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from quire.runtime.client import AsyncClient
+from quire.runtime.errors import Unavailable
+from quire.runtime.generation import SamplingParams
+
+Serve = Callable[..., Awaitable[Any]]
+Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
+
+LONG = {"max_tokens": 1_000_000}
+HEARTBEAT = ["heartbeat"]
+
+
+async def greet(system: Any, features: list[str], session: str | None = None) -> tuple[Any, list[Any]]:
+    client = await system.raw(hello=False)
+    client.send("HELLO", [1], None, features, 1 << 20, session)
+    return client, await client.receive()
+
+
+# Draining
+
+
+async def test_draining_accepts_nothing_and_lets_what_runs_end(system: Any) -> None:
+    client, _ = await greet(system, [])
+    client.send("GENERATE", 4, "hold", LONG)
+    await client.until("TOKENS")
+    draining = asyncio.create_task(system.server.drain(30))
+    goaway = await client.receive()
+    assert goaway[:2] == ["GOAWAY", 4]
+    assert 29_000 < goaway[2] <= 30_000
+    client.send("GENERATE", 5, "hi")
+    refusal = await client.receive()
+    assert (refusal[:3], refusal[4]) == (["ERROR", 5, "UNAVAILABLE"], True)
+    assert 'quire_admission_rejections_total{reason="unavailable"} 1.0' in system.metrics()
+    assert not draining.done()
+    client.send("CANCEL", 4)
+    assert (await client.receive())[:3] == ["DONE", 4, "cancelled"]
+    await draining
+    client.send("PING", 1)
+    assert await client.receive() == ["PONG", 1], "connections stay until close"
+
+
+async def test_what_has_not_ended_in_time_is_to_be_tried_again(system: Any, eventually: Eventually) -> None:
+    client, welcome = await greet(system, [])
+    client.send("GENERATE", 1, "hold", LONG)
+    client.send("GENERATE", 2, "hold", LONG, None, 0, None, None, None, None, True)
+    client.send("GENERATE", 3, "endless", LONG, None, 0, None, None, 0)
+    system.engine.submitting.clear()
+    client.send("GENERATE", 4, "hi")
+    await eventually(lambda: len(system.engine.requests) == 4)
+    await system.server.drain(0.02)
+    errors: dict[int, list[Any]] = {}
+    while len(errors) < 4:
+        frame = await client.receive()
+        if frame[0] == "ERROR":
+            errors[frame[1]] = frame[2:]
+    wanted = ["UNAVAILABLE", "the server shut down before this request ended; try again", True, None]
+    assert errors == dict.fromkeys((1, 2, 3, 4), wanted)
+    await eventually(lambda: not system.engine.live and not system.server.live_requests())
+    assert 'quire_cancelled_total{cause="shutdown"} 4.0' in system.metrics()
+    again, _ = await greet(system, [], welcome[5])
+    again.send("RESUME", 2, 0)
+    assert (await again.until("ERROR"))[-1][2] in ("UNAVAILABLE", "NOT_FOUND")
+
+
+async def test_a_lost_connection_may_resume_while_draining(system: Any, eventually: Eventually) -> None:
+    client, welcome = await greet(system, [])
+    client.send("GENERATE", 1, "hold", LONG, None, 0, None, None, None, None, True)
+    await client.until("TOKENS")
+    draining = asyncio.create_task(system.server.drain(30))
+    await client.receive()
+    client.writer.transport.abort()
+    await eventually(lambda: system.server.num_connections == 0)
+    again, _ = await greet(system, [], welcome[5])
+    assert (await again.receive())[0] == "GOAWAY"
+    again.send("RESUME", 1, 2)
+    assert (await again.receive())[0] == "ACCEPTED"
+    assert not draining.done()
+    again.send("CANCEL", 1)
+    await again.until("DONE")
+    await draining
+
+
+async def test_a_draining_server_is_not_ready(system: Any) -> None:
+    await system.server.drain(0)
+
+    def status() -> int:
+        with pytest.raises(urllib.error.HTTPError) as refusal, urllib.request.urlopen(
+            f"http://{system.server.http_address}/readyz"
+        ):
+            pass
+        refusal.value.close()
+        return refusal.value.code
+
+    assert await asyncio.to_thread(status) == 503
+
+
+async def test_a_client_that_was_sent_away_asks_elsewhere(system: Any) -> None:
+    """Here that is the same server, which refuses; what runs goes on."""
+    async with AsyncClient(system.address) as client:
+        running = client.generate("hi", SamplingParams(max_tokens=4))
+        first = await anext(running)
+        draining = asyncio.create_task(system.server.drain(30))
+        await client.ping()
+        with pytest.raises(Unavailable, match="shutting down"):
+            await client.complete("ho")
+        rest = [chunk async for chunk in running]
+        assert first.token_ids + tuple(token for chunk in rest for token in chunk.token_ids) == (0, 1, 2, 3)
+        await draining
+
+
+# Silence
+
+
+async def test_an_idle_connection_is_closed(serve: Serve) -> None:
+    system = await serve(idle_timeout_ms=50)
+    client, _ = await greet(system, [])
+    assert await client.receive() == [
+        *["ERROR", None, "UNAVAILABLE", "this connection was idle for 50 ms; open another one", True, None]
+    ]
+    assert await client.receive() == []
+
+
+async def test_a_connection_with_a_live_request_is_not_idle(serve: Serve) -> None:
+    system = await serve(idle_timeout_ms=50)
+    client, _ = await greet(system, [])
+    client.send("GENERATE", 1, "hold", LONG)
+    await client.until("TOKENS")
+    await asyncio.sleep(0.15)
+    client.send("CANCEL", 1)
+    assert (await client.receive())[:3] == ["DONE", 1, "cancelled"]
+    assert "idle" in (await client.receive())[3]
+
+
+async def test_a_frame_that_does_not_end_ends_the_connection(serve: Serve, eventually: Eventually) -> None:
+    """However slowly it goes on."""
+    system = await serve(frame_timeout_ms=60)
+    client, _ = await greet(system, [])
+    client.send("GENERATE", 1, "hold", LONG)
+    await client.until("TOKENS")
+    client.writer.write(struct.pack(">I", 1000))
+    ticks = asyncio.create_task(drip(client))
+    error = await client.receive()
+    assert error[:3] == ["ERROR", None, "INVALID_ARGUMENT"]
+    assert "complete within 60 ms" in error[3]
+    await eventually(lambda: not system.engine.live)
+    ticks.cancel()
+
+
+async def drip(client: Any) -> None:
+    while True:
+        client.writer.write(b"x")
+        await asyncio.sleep(0.01)
+
+
+async def test_frames_that_do_end_may_follow_each_other_for_long(serve: Serve) -> None:
+    """Every read ends inside a frame, none of which takes long."""
+    system = await serve(frame_timeout_ms=150)
+    client, _ = await greet(system, [])
+    ping = b"\x00\x00\x00\x07\x92\xa4PING\x01"
+    client.writer.write(ping[:4])
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+        client.writer.write(ping[4:] + ping[:4])
+        assert await client.receive() == ["PONG", 1]
+
+
+async def test_a_heartbeat_closes_a_dead_peer(serve: Serve, eventually: Eventually) -> None:
+    system = await serve(heartbeat_ms=20)
+    client, welcome = await greet(system, HEARTBEAT)
+    assert (welcome[2], welcome[6]) == (["heartbeat"], 20)
+    client.send("GENERATE", 1, "hold", LONG)
+    frames = await client.until("ERROR")
+    assert [frame[0] for frame in frames].count("PING") == 2
+    assert frames[-1][1:4] == [None, "UNAVAILABLE", "nothing came for 60 ms, not even PONG"]
+    assert await client.receive() == []
+    await eventually(lambda: not system.engine.live)
+
+
+async def test_a_peer_that_answers_lives(serve: Serve) -> None:
+    system = await serve(heartbeat_ms=20)
+    client, _ = await greet(system, HEARTBEAT)
+    for _ in range(10):
+        assert await client.receive() == ["PING", 0]
+        client.send("PONG", 0)
+
+
+async def test_a_heartbeat_is_for_those_who_want_it(serve: Serve) -> None:
+    system = await serve(heartbeat_ms=10)
+    client, welcome = await greet(system, [])
+    assert welcome[6] is None
+    await asyncio.sleep(0.06)
+    client.send("PING", 5)
+    assert await client.receive() == ["PONG", 5]
+
+
+async def test_the_clients_heart_beats_while_it_waits(serve: Serve) -> None:
+    system = await serve(heartbeat_ms=20)
+    async with AsyncClient(system.address) as client:
+        running = client.generate("hold", SamplingParams(max_tokens=9))
+        await anext(running)
+        await asyncio.sleep(0.15)
+        assert system.server.num_connections == 1
+        await client.ping()
+        await running.aclose()
+
+
+# The many
+
+
+async def test_far_beyond_the_limit_connections_are_closed_without_a_word(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.runtime.server.server.MAX_REFUSALS", 1)
+    system = await serve(max_connections=1)
+    first = await system.raw()
+    second = await system.raw(hello=False)
+    third = await system.raw(hello=False)
+    assert await third.receive() == []
+    assert (await second.receive())[:3] == ["ERROR", None, "RESOURCE_EXHAUSTED"]
+    first.send("PING", 1)
+    assert await first.receive() == ["PONG", 1]

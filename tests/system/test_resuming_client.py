@@ -1,0 +1,230 @@
+"""Resumable streams of the client: cut off anywhere, they go on without losing or repeating a token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import pytest
+from quire.runtime.client import AsyncClient
+from quire.runtime.errors import GenerationFailed, RequestNotFound, Unavailable
+from quire.runtime.generation import OutputChunk, SamplingParams, join_choices
+
+Serve = Callable[..., Awaitable[Any]]
+Serving = Callable[..., AbstractAsyncContextManager[Any]]
+Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
+
+ENDLESS = SamplingParams(max_tokens=1_000_000)
+
+
+class Wire:
+    """A TCP relay that can be cut; what the server says passes after `lag_s` in pieces of `piece` bytes."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.target = host, port
+        self.address = ""
+        self.num_connections = 0
+        self.is_down = False  # new connections are closed at once
+        self.cut_after = -1  # bytes from the server per connection; negative: never
+        self._writers: list[asyncio.StreamWriter] = []
+        self._relays: set[asyncio.Task[None]] = set()
+
+    async def connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        self._writers.append(writer)
+        if self.is_down:
+            writer.transport.abort()
+            return
+        server_reader, server_writer = await asyncio.open_connection(*self.target)
+        self._writers.append(server_writer)
+        for source, sink, limit in ((reader, server_writer, -1), (server_reader, writer, self.cut_after)):
+            relay = asyncio.create_task(self._relay(source, sink, limit))
+            self._relays.add(relay)
+            relay.add_done_callback(self._relays.discard)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit: int) -> None:
+        with contextlib.suppress(OSError):
+            while limit and (data := await reader.read(limit if limit > 0 else 65536)):
+                writer.write(data)
+                limit -= len(data)
+                await writer.drain()
+            if not limit:
+                await asyncio.sleep(0)
+                writer.close()  # what was let through arrives
+        if not limit:
+            self.cut()
+
+    def cut(self) -> None:
+        for writer in self._writers:
+            if not writer.is_closing():
+                writer.transport.abort()
+        self._writers.clear()
+
+
+@asynccontextmanager
+async def wire_to(address: str) -> AsyncIterator[Wire]:
+    host, _, port = address.rpartition(":")
+    wire = Wire(host, int(port))
+    server = await asyncio.start_server(wire.connect, "127.0.0.1", 0)
+    wire.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield wire
+    finally:
+        server.close()
+        wire.cut()
+        await server.wait_closed()
+
+
+PROMPT = "This module provides"
+KINDS = {
+    "plain": SamplingParams(max_tokens=60, temperature=0.8, seed=3, ignore_eos=True, logprobs=1),
+    "choices that stop": SamplingParams(max_tokens=60, temperature=0.9, seed=7, n=3, stop=("e ",)),
+}
+
+
+@pytest.mark.parametrize("params", KINDS.values(), ids=KINDS)
+async def test_cut_after_every_so_many_bytes_the_stream_is_whole(serving: Serving, params: SamplingParams) -> None:
+    async with serving() as real:
+        async with AsyncClient(real.address) as client:
+            wanted = await client.complete(PROMPT, params)
+        async with wire_to(real.address) as wire:
+            for cut_after in (300, 1001, 1702):
+                wire.cut_after = cut_after  # WELCOME and ACCEPTED need about 120
+                before = wire.num_connections
+                async with AsyncClient(wire.address) as client:
+                    chunks = [chunk async for chunk in client.generate(PROMPT, params, resumable=True)]
+                assert join_choices(chunks) == wanted.choices
+                assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+                assert wire.num_connections > before + 1
+
+
+async def collect(client: AsyncClient, prompt: str, **options: Any) -> list[OutputChunk]:
+    return [chunk async for chunk in client.generate(prompt, SamplingParams(max_tokens=8), resumable=True, **options)]
+
+
+async def test_many_streams_share_the_new_connection(system: Any, eventually: Eventually) -> None:
+    async with wire_to(system.address) as wire, AsyncClient(wire.address) as client:
+        accepted: list[Any] = []
+        system.engine.submitting.clear()
+        streams = [
+            asyncio.create_task(collect(client, f"p{index}", on_accepted=accepted.append)) for index in range(20)
+        ]
+        await eventually(lambda: len(system.engine.requests) == 20)
+        wire.cut()
+        await eventually(lambda: wire.num_connections == 2)
+        system.engine.submitting.set()
+        for index, chunks in enumerate(await asyncio.gather(*streams)):
+            assert "".join(chunk.text for chunk in chunks) == "".join(f" p{index}:{first}é日" for first in (0, 2, 4, 6))
+        assert wire.num_connections == 2
+        assert len(accepted) == len(system.engine.requests) == 20
+
+
+async def test_a_server_out_of_reach_for_a_while(system: Any, eventually: Eventually) -> None:
+    async with wire_to(system.address) as wire, AsyncClient(wire.address) as client:
+        stream = client.generate("hold", ENDLESS, resumable=True)
+        first = await anext(stream)
+        wire.is_down = True
+        wire.cut()
+        rest = asyncio.create_task(anext(stream))
+        await eventually(lambda: wire.num_connections >= 3)
+        wire.is_down = False
+        await eventually(lambda: system.server.num_connections == 1)
+        assert first.token_ids == (0, 1)
+        assert len(system.engine.live) == 1
+        rest.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rest
+        await eventually(lambda: not system.engine.live)
+
+
+async def test_a_request_that_never_arrived_is_sent_again(system: Any, eventually: Eventually) -> None:
+    """The server knows nothing of its id, and nothing of it was received."""
+    async with wire_to(system.address) as wire, AsyncClient(wire.address) as client:
+        await client.ping()
+        wire.cut()
+        wire.is_down = True
+        collecting = asyncio.create_task(collect(client, "hi"))
+        await asyncio.sleep(0)
+        wire.is_down = False
+        assert [chunk.token_ids for chunk in await collecting] == [(0, 1), (2, 3), (4, 5), (6, 7), ()]
+
+
+async def test_what_the_server_forgot_is_not_found(serve: Serve, eventually: Eventually) -> None:
+    system = await serve(resume_timeout_ms=1)
+    async with wire_to(system.address) as wire, AsyncClient(wire.address) as client:
+        stream = client.generate("hold", ENDLESS, resumable=True)
+        await anext(stream)
+        wire.is_down = True
+        wire.cut()
+        rest = asyncio.create_task(anext(stream))
+        await eventually(lambda: not system.engine.live)
+        wire.is_down = False
+        with pytest.raises(RequestNotFound):
+            await rest
+
+
+async def test_what_is_not_resumable_ends_with_its_connection(system: Any) -> None:
+    async with wire_to(system.address) as wire, AsyncClient(wire.address) as client:
+        stream = client.generate("hold", ENDLESS)
+        await anext(stream)
+        wire.cut()
+        with pytest.raises(Unavailable):
+            await anext(stream)
+        assert (await client.complete("hi", SamplingParams(max_tokens=1))).token_ids == (0,), "a new connection"
+
+
+async def test_an_error_that_came_meanwhile_is_the_streams_end(system: Any, eventually: Eventually) -> None:
+    async with wire_to(system.address) as wire, AsyncClient(wire.address) as client:
+        system.engine.submitting.clear()
+        failing = asyncio.create_task(collect(client, "fail"))
+        await eventually(lambda: bool(system.engine.requests))
+        wire.cut()
+        system.engine.submitting.set()
+        with pytest.raises(GenerationFailed):
+            await failing
+
+
+async def test_giving_up_after_a_while(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.runtime.client.stream.RESUME_FOR_S", 0.05)
+    async with wire_to(system.address) as wire, AsyncClient(wire.address) as client:
+        stream = client.generate("hold", ENDLESS, resumable=True)
+        await anext(stream)
+        wire.is_down = True
+        wire.cut()
+        with pytest.raises(Unavailable):
+            await anext(stream)
+
+
+async def test_closing_the_client_ends_a_stream_that_is_reconnecting(system: Any, eventually: Eventually) -> None:
+    async with wire_to(system.address) as wire:
+        async with AsyncClient(wire.address) as client:
+            stream = client.generate("hold", ENDLESS, resumable=True)
+            await anext(stream)
+            wire.is_down = True
+            wire.cut()
+            waiting = asyncio.create_task(anext(stream))
+            await eventually(lambda: wire.num_connections >= 3)
+        with pytest.raises(Unavailable, match="closed"):
+            await waiting
+
+
+async def test_a_server_that_falls_silent_is_left(serve: Serve) -> None:
+    """It accepts, greets and says nothing more, PONG neither."""
+    silent: list[asyncio.StreamWriter] = []
+
+    async def greet_only(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        silent.append(writer)
+        await reader.read(1024)
+        writer.write(bytes.fromhex("0000001e97") + b"\xa7WELCOME\x01\x91\xa9heartbeat\xce\x00\x10\x00\x00\xa1m\xa1s\x14")
+
+    server = await asyncio.start_server(greet_only, "127.0.0.1", 0)
+    async with AsyncClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+        with pytest.raises(Unavailable, match="nothing came from the server"):
+            await client.complete("hi")
+    for writer in silent:
+        writer.transport.abort()
+    server.close()
+    await server.wait_closed()
