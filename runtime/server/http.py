@@ -1,6 +1,7 @@
-"""The operator's HTTP port: `/metrics`, `/healthz`, `/readyz`, in the server's own event loop.
+"""The operator's HTTP port: `/metrics`, `/healthz`, `/readyz` and a status page at `/`, in the server's own event loop.
 
-It must not know the protocol or requests. One invariant: it only reads; nothing here can change what is served.
+It must not know the protocol or requests. One invariant: it only reads; nothing here can change what is served, and a
+browser runs and loads nothing but the page's own two files.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from importlib.resources import files
 
+import msgspec
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
@@ -18,9 +21,26 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from .progress import Progress
+from .status import Status
+
+PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+PAGE = {  # path -> file beside this one, its type
+    "/": ("status.html", "text/html"),
+    "/status.css": ("status.css", "text/css"),
+    "/status.js": ("status.js", "text/javascript"),
+}
 
 
-def operator_app(registry: CollectorRegistry, progress: Progress) -> Starlette:
+def operator_app(registry: CollectorRegistry, progress: Progress, status: Callable[[], Status]) -> Starlette:
     async def metrics(request: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -32,7 +52,24 @@ def operator_app(registry: CollectorRegistry, progress: Progress) -> Starlette:
         problem = progress.problem()
         return PlainTextResponse(f"{problem or 'ready'}\n", status_code=503 if problem else 200)
 
-    return Starlette(routes=[Route("/metrics", metrics), Route("/healthz", healthz), Route("/readyz", readyz)])
+    async def status_json(request: Request) -> Response:
+        return Response(msgspec.json.encode(status()), media_type="application/json", headers=PAGE_HEADERS)
+
+    answers = {"/metrics": metrics, "/healthz": healthz, "/readyz": readyz, "/status.json": status_json}
+    return Starlette(routes=[*(Route(path, answer) for path, answer in answers.items()), *_page_routes()])
+
+
+def _page_routes() -> Iterator[Route]:
+    for path, (name, media_type) in PAGE.items():
+        content = (files(__package__) / name).read_bytes()
+        yield Route(path, _file(content, media_type))
+
+
+def _file(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        return Response(content, media_type=media_type, headers=PAGE_HEADERS)
+
+    return answer
 
 
 class OperatorServer:

@@ -26,9 +26,12 @@ from .live import LiveRequests, RequestStatus
 from .metrics import PrometheusObserver
 from .progress import Progress
 from .service import Service
+from .status import StatusCollector
 from .tls import TLS
+from .vllm_names import VllmNames
 
 CLOSE_TIMEOUT_S = 5.0
+DEFAULT_MODEL_NAME = "quire"
 MAX_REFUSALS = 256  # connections beyond max_connections that are told so; the rest are closed without a word
 OTHER_FILES = 256  # that a process has open besides its connections
 MAX_STATUSES = 200
@@ -79,13 +82,25 @@ class Server:
             http_listening = await listen_tcp(config.http_host, config.http_port)
             opening.callback(http_listening.close)
 
-            self.observer.watch(engine.stats)
+            model = config.served_model_name or DEFAULT_MODEL_NAME
+            mirror = VllmNames(model, lambda: engine.info) if config.metrics_compat == "vllm" else None
+            self.observer.watch(engine.stats, lambda: len(self._connections), mirror)
             engine.set_observer(self.observer)
             requests = LiveRequests(engine, self.observer)
             service = Service(engine, config, self.observer, keyring, requests, Kept(requests, config))
             progress = Progress(engine.stats, config.stall_timeout_ms / 1000)
             opening.push_async_callback(_stop, asyncio.create_task(progress.watch()))
-            operator = OperatorServer(operator_app(self.observer.registry, progress), http_listening.socket)
+            status = StatusCollector(
+                engine,
+                self.observer,
+                model=model,
+                problem=progress.problem,
+                num_connections=lambda: len(self._connections),
+                live_requests=lambda: requests.oldest(MAX_STATUSES),
+            )
+            opening.push_async_callback(_stop, asyncio.create_task(status.history.watch()))
+            app = operator_app(self.observer.registry, progress, status.collect)
+            operator = OperatorServer(app, http_listening.socket)
             opening.push_async_callback(operator.close)
             allow_open_files(config.max_connections + MAX_REFUSALS + OTHER_FILES)
             await self._serve(service, listening, opening)

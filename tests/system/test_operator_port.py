@@ -8,6 +8,10 @@ from contextlib import closing
 from http.client import HTTPConnection
 from typing import Any, NamedTuple
 
+import msgspec
+from quire import AsyncClient, SamplingParams
+from quire.runtime.server.status import Status
+
 Serve = Callable[..., Awaitable[Any]]
 
 
@@ -63,3 +67,21 @@ async def test_metrics_are_prometheus_text(system: Any) -> None:
     answer = await get(system, "/metrics")
     assert answer.content_type.startswith("text/plain")
     assert 'quire_kv_pages{state="owned"} 4.0' in answer.text
+
+
+async def test_the_status_page_tells_of_real_requests(serving: Callable[..., Any]) -> None:
+    async with serving() as real:
+        async with AsyncClient(real.address) as client:
+            params = SamplingParams(max_tokens=9, ignore_eos=True)
+            chunks = [chunk async for chunk in client.generate("This module provides", params)]
+            status = msgspec.json.decode((await get(real, "/status.json")).text, type=Status)
+        (ended,) = status.recent
+        usage = chunks[-1].usage
+        assert usage is not None
+        assert (ended.outcome, ended.generated, ended.prompt_tokens) == ("length", 9, usage.prompt_tokens)
+        assert (ended.prefill_ms, ended.decode_ms) == (usage.prefill_ms, usage.decode_ms)
+        assert status.info == real.engine.info
+        assert status.latencies.time_to_first_token.count == status.latencies.e2e.count == 1
+        assert status.latencies.inter_token.count == 8
+        assert status.connections == 1
+        assert "status.js" in (await get(real, "/")).text

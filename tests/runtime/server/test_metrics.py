@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import generate_latest
 from quire.runtime.engine.facade import EngineStats, RequestStats, StepStats
-from quire.runtime.errors import Overloaded, Unavailable
+from quire.runtime.errors import Overloaded, QuireError, Unavailable
 from quire.runtime.generation import Usage
-from quire.runtime.server.metrics import PrometheusObserver
+from quire.runtime.server.metrics import PrometheusObserver, error_codes
 
 STATS = EngineStats(
     step=7,
@@ -30,6 +32,9 @@ STATS = EngineStats(
     recomputed_tokens=50,
     guessed_tokens=40,
     right_guesses=30,
+    restarts=3,
+    replayed_requests=5,
+    quarantined_requests=1,
 )
 USAGE = Usage(prompt_tokens=10, completion_tokens=5, cached_tokens=4, queue_ms=20, prefill_ms=30, decode_ms=400)
 
@@ -37,7 +42,7 @@ USAGE = Usage(prompt_tokens=10, completion_tokens=5, cached_tokens=4, queue_ms=2
 @pytest.fixture
 def observer() -> PrometheusObserver:
     observer = PrometheusObserver(version="0.1.0", isa="avx2", threads=2, threads_reason="--threads")
-    observer.watch(lambda: STATS)
+    observer.watch(lambda: STATS, lambda: 6)
     return observer
 
 
@@ -71,10 +76,16 @@ def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
         "quire_spec_decode_num_draft_tokens_total": "counter",
         "quire_spec_decode_num_accepted_tokens_total": "counter",
         "quire_steps_total": "counter",
+        "quire_engine_restarts_total": "counter",
+        "quire_replayed_requests_total": "counter",
+        "quire_quarantined_requests_total": "counter",
+        "quire_connections": "gauge",
         "quire_prompt_tokens_total": "counter",
         "quire_prompt_tokens_cached_total": "counter",
         "quire_generation_tokens_total": "counter",
+        "quire_prefill_tokens_total": "counter",
         "quire_request_success_total": "counter",
+        "quire_request_failures_total": "counter",
         "quire_admission_rejections_total": "counter",
         "quire_cancelled_total": "counter",
         "quire_time_to_first_token_seconds": "histogram",
@@ -106,6 +117,10 @@ def test_the_engine_is_read_when_scraped(observer: PrometheusObserver) -> None:
     assert samples["quire_recomputed_tokens_total"] == 50
     assert samples["quire_spec_decode_num_draft_tokens_total"] == 40
     assert samples["quire_spec_decode_num_accepted_tokens_total"] == 30
+    assert samples["quire_engine_restarts_total"] == 3
+    assert samples["quire_replayed_requests_total"] == 5
+    assert samples["quire_quarantined_requests_total"] == 1
+    assert samples["quire_connections"] == 6
 
 
 def test_pages_of_all_states_are_all_pages(observer: PrometheusObserver) -> None:
@@ -120,6 +135,45 @@ def test_every_reason_to_wait_has_its_series(observer: PrometheusObserver) -> No
         reason: samples[f'quire_requests_waiting_by_reason{{reason="{reason}"}}']
         for reason in ("sequences", "pages", "latency", "tokens", "quota", "source")
     } == {"sequences": 0, "pages": 1, "latency": 0, "tokens": 0, "quota": 0, "source": 0}
+
+
+class Hostile(QuireError):
+    """With a code that was made for this very request."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__("x" * 1000)
+        self.code = code  # type: ignore[misc]
+
+
+def test_series_do_not_grow_whatever_comes(observer: PrometheusObserver) -> None:
+    before = set(exposed(observer))
+    for i in range(100):
+        name: Any = f'"}}\n# {i} <script>\u202e'
+        error = Hostile(name)
+        ended = RequestStats(
+            tenant=name,
+            finish_reason=None if i % 2 else name,
+            error=error if i % 2 else None,
+            prompt_tokens=10**i,
+            usage=USAGE,
+            e2e_s=10.0**i,
+            time_to_first_token_s=10.0**-i,
+        )
+        observer.on_rejected(error)
+        observer.on_cancelled(name)
+        observer.on_finished(ended)
+    observer.watch(lambda: msgspec.structs.replace(STATS, waiting_by_reason=dict.fromkeys("abc", 1)), lambda: 6)
+    samples = exposed(observer)
+    assert set(samples) == before
+    assert samples['quire_admission_rejections_total{reason="other"}'] == 100
+    assert samples['quire_request_failures_total{code="other"}'] == 50
+    assert samples['quire_request_success_total{finished_reason="other"}'] == 50
+    assert samples['quire_cancelled_total{cause="other"}'] == 100
+    assert samples['quire_requests_waiting_by_reason{reason="other"}'] == 3
+
+
+def test_every_code_of_the_error_tree_is_a_label() -> None:
+    assert {"resource_exhausted", "aborted", "not_found", "internal", "unimplemented"} <= error_codes()
 
 
 def test_steps_and_tokens(observer: PrometheusObserver) -> None:
@@ -140,6 +194,7 @@ def test_steps_and_tokens(observer: PrometheusObserver) -> None:
     assert samples['quire_step_duration_seconds_bucket{le="0.01"}'] == 0
     assert samples['quire_step_duration_seconds_bucket{le="0.025"}'] == 1
     assert samples["quire_batch_size_sum"] == 3
+    assert samples["quire_prefill_tokens_total"] == 6
     assert samples["quire_generation_tokens_total"] == 3
     assert samples["quire_inter_token_latency_seconds_count"] == 1
     assert samples['quire_inter_token_latency_seconds_bucket{le="0.05"}'] == 1
@@ -148,6 +203,7 @@ def test_steps_and_tokens(observer: PrometheusObserver) -> None:
 def test_a_finished_request(observer: PrometheusObserver) -> None:
     observer.on_finished(
         RequestStats(
+            tenant="acme",
             finish_reason="stop",
             error=None,
             prompt_tokens=10,
@@ -174,6 +230,7 @@ def test_a_finished_request(observer: PrometheusObserver) -> None:
 def test_a_failed_request_is_no_success(observer: PrometheusObserver) -> None:
     observer.on_finished(
         RequestStats(
+            tenant="acme",
             finish_reason=None,
             error=Unavailable("closed"),
             prompt_tokens=10,
@@ -183,7 +240,8 @@ def test_a_failed_request_is_no_success(observer: PrometheusObserver) -> None:
         )
     )
     samples = exposed(observer)
-    assert not [name for name in samples if name.startswith("quire_request_success")]
+    assert not [name for name in samples if name.startswith("quire_request_success") and samples[name]]
+    assert samples['quire_request_failures_total{code="unavailable"}'] == 1
     assert samples["quire_time_to_first_token_seconds_count"] == 0
     assert samples["quire_e2e_request_latency_seconds_count"] == 1
 

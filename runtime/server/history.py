@@ -1,0 +1,144 @@
+"""What a person wants to see of the last minutes: rates second by second, and quantiles of latencies.
+
+It must not know Prometheus or HTTP; it reads the instruments that are counted anyway. One invariant: its memory is
+fixed at start, whatever the traffic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import msgspec
+
+from ..engine.facade import EngineStats
+from ..errors import QuireError
+from .instruments import Counter, Histogram
+
+TICK_S = 1.0
+TICKS = 120  # that rates are remembered for
+TICKS_PER_SLICE = 10
+SLICES = 30  # that quantiles look back over: 5 minutes
+
+FINE_BOUNDS_S = tuple(1e-4 * 10 ** (step / 24) for step in range(24 * 7))  # 10 % apart, from 0.1 ms to 1,000 s
+
+
+class Quantiles(msgspec.Struct, frozen=True):
+    """Seconds, within 10 %, the distance of two bounds; None when there was nothing."""
+
+    count: int
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+
+class Tick(msgspec.Struct, frozen=True, kw_only=True):
+    """One second. While the engine does not answer, its gauges are 0."""
+
+    generation_tokens_per_s: float
+    prefill_tokens_per_s: float
+    running: int
+    waiting: int
+    kv_cache_usage: float  # 0 to 1
+
+
+class Window:
+    """The last `SLICES` slices of a histogram: how it stands now, without how it stood when the first of them began."""
+
+    def __init__(self, histogram: Histogram) -> None:
+        self._histogram = histogram
+        self._earlier: deque[tuple[tuple[int, ...], float]] = deque(maxlen=SLICES)
+        self.turn()
+
+    def turn(self) -> None:
+        self._earlier.append((tuple(self._histogram.counts), self._histogram.total))
+
+    def quantiles(self) -> Quantiles:
+        counts, bounds = self._counts(), self._histogram.bounds
+        return Quantiles(sum(counts), *(quantile(bounds, counts, share) for share in (0.5, 0.9, 0.99)))
+
+    def mean(self) -> float | None:
+        count = sum(self._counts())
+        return (self._histogram.total - self._earlier[0][1]) / count if count else None
+
+    def _counts(self) -> list[int]:
+        return [now - before for now, before in zip(self._histogram.counts, self._earlier[0][0], strict=True)]
+
+
+class History:
+    """Call `tick` once a second, or let `watch` do so."""
+
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        generation_tokens: Counter,
+        prefill_tokens: Counter,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stats = stats
+        self._counters = (generation_tokens, prefill_tokens)
+        self._clock = clock
+        self._counted = (0, 0)
+        self._ticked_at = clock()
+        self._num_ticks = 0
+        self._windows: list[Window] = []
+        self.ticks: deque[Tick] = deque(maxlen=TICKS)
+
+    def window(self, histogram: Histogram) -> Window:
+        window = Window(histogram)
+        self._windows.append(window)
+        return window
+
+    async def watch(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick()
+
+    def tick(self) -> None:
+        now = self._clock()
+        elapsed_s, self._ticked_at = now - self._ticked_at, now
+        generated, prefilled = (counter.value for counter in self._counters)
+        generated_before, prefilled_before = self._counted
+        self._counted = generated, prefilled
+        running, waiting, usage = self._gauges()
+        self.ticks.append(
+            Tick(
+                generation_tokens_per_s=(generated - generated_before) / elapsed_s,
+                prefill_tokens_per_s=(prefilled - prefilled_before) / elapsed_s,
+                running=running,
+                waiting=waiting,
+                kv_cache_usage=usage,
+            )
+        )
+        self._num_ticks += 1
+        if self._num_ticks % TICKS_PER_SLICE == 0:
+            for window in self._windows:
+                window.turn()
+
+    def _gauges(self) -> tuple[int, int, float]:
+        try:
+            stats = self._stats()
+        except QuireError:
+            return 0, 0, 0.0
+        return stats.running, stats.waiting, kv_cache_usage(stats)
+
+
+def kv_cache_usage(stats: EngineStats) -> float:
+    """The share of pages that live requests own, 0 to 1."""
+    return stats.pages_owned / stats.pages_total if stats.pages_total else 0.0
+
+
+def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+    """Where `share` of the values lie below, linear between the bounds around it; beyond all bounds it is the last."""
+    up_to = list(accumulate(counts))
+    rank = share * up_to[-1]
+    if not rank:
+        return None
+    bucket = next(index for index, count in enumerate(up_to) if count >= rank)
+    if bucket == len(bounds):
+        return bounds[-1]
+    below = bounds[bucket - 1] if bucket else 0.0
+    return below + (bounds[bucket] - below) * (1 - (up_to[bucket] - rank) / counts[bucket])

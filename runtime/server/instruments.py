@@ -1,0 +1,81 @@
+"""Counters and histograms of one server, cheap enough to be touched for every stream and step.
+
+They must not know what is counted, nor who reads it. One invariant: only the event loop touches them, so nothing here
+locks, and a label has the values it was made with for ever: whatever else comes counts as `OTHER`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from itertools import accumulate
+
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.utils import floatToGoString
+
+PREFIX = "quire_"
+OTHER = "other"
+
+
+class Counter:
+    """Exposed as `quire_{name}_total`."""
+
+    __slots__ = ("_name", "_text", "value")
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name = name
+        self._text = text
+        self.value = 0
+
+    def family(self) -> CounterMetricFamily:
+        return CounterMetricFamily(PREFIX + self._name, self._text, self.value)
+
+
+class LabelledCounter:
+    """A counter for each of `values`, exposed as `quire_{name}_total{label="value"}`, zeros included."""
+
+    __slots__ = ("_label", "_name", "_text", "counts")
+
+    def __init__(self, name: str, text: str, label: str, values: Iterable[str]) -> None:
+        self._name = name
+        self._text = text
+        self._label = label
+        self.counts = dict.fromkeys((*values, OTHER), 0)
+
+    def add(self, value: str) -> None:
+        self.counts[value if value in self.counts else OTHER] += 1
+
+    def family(self) -> CounterMetricFamily:
+        family = CounterMetricFamily(PREFIX + self._name, self._text, labels=[self._label])
+        for value, count in self.counts.items():
+            family.add_metric([value], count)
+        return family
+
+
+class Histogram:
+    """Exposed as `quire_{name}` with the bounds `exposed`; `finer` ones are counted beside them, for quantiles."""
+
+    __slots__ = ("_exposed", "_name", "_text", "bounds", "counts", "total")
+
+    def __init__(self, name: str, text: str, exposed: Iterable[float], finer: Iterable[float] = ()) -> None:
+        self._name = name
+        self._text = text
+        self._exposed = frozenset(exposed)
+        self.bounds = tuple(sorted({*self._exposed, *finer}))
+        self.counts = [0] * (len(self.bounds) + 1)  # of values up to each bound, the last beyond all
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def family(self) -> HistogramMetricFamily:
+        up_to = list(accumulate(self.counts))
+        buckets = [
+            (floatToGoString(bound), count)  # type: ignore[no-untyped-call]
+            for bound, count in zip(self.bounds, up_to, strict=False)
+            if bound in self._exposed
+        ]
+        family = HistogramMetricFamily(PREFIX + self._name, self._text)
+        family.add_metric([], [*buckets, ("+Inf", up_to[-1])], self.total)
+        return family

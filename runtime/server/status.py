@@ -1,0 +1,215 @@
+"""What the status page shows, as one frozen struct: `/status.json`.
+
+It must not know HTTP, and it counts nothing itself. One invariant: its size is bounded, whatever the traffic: so many
+live requests, so many ended ones, so many seconds; and a user's strings are cut to a length.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, TypeVar
+
+import msgspec
+
+from ..engine.facade import EngineFacade, EngineInfo, EngineStats
+from ..errors import QuireError
+from .history import History, Quantiles, Tick
+from .metrics import Ended, PrometheusObserver
+
+MAX_LIVE = 200
+MAX_NAME_CHARACTERS = 80
+
+T = TypeVar("T")
+
+
+RequestState = Literal["queued", "prefill", "decode"]
+
+
+class Live(Protocol):
+    """What whoever serves them tells of a request that has not ended."""
+
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def request_id(self) -> int: ...
+    @property
+    def age_s(self) -> float: ...
+    @property
+    def state(self) -> RequestState: ...
+    @property
+    def prompt_tokens(self) -> int | None: ...
+    @property
+    def prefilled(self) -> int | None: ...
+    @property
+    def generated(self) -> int: ...
+
+
+class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that has not ended."""
+
+    tenant: str
+    request_id: str  # its client's number, unique within one connection; JavaScript's numbers end at 2**53
+    age_s: float
+    state: RequestState
+    prompt_tokens: int | None  # None: not tokenized yet
+    prefilled: int | None  # of them; None: no step was seen yet
+    generated: int
+
+
+class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a request went. Milliseconds; None and 0 where it never got that far."""
+
+    tenant: str
+    ended_s_ago: float
+    outcome: str  # a finish reason, or the code of the error it ended in
+    ok: bool  # it finished
+    prompt_tokens: int
+    cached_tokens: int  # of the prompt
+    generated: int
+    time_to_first_token_ms: float | None
+    queue_ms: float
+    prefill_ms: float
+    decode_ms: float
+    stall_ms: float
+    e2e_ms: float
+
+
+class Latencies(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the last five minutes."""
+
+    time_to_first_token: Quantiles
+    inter_token: Quantiles
+    e2e: Quantiles
+    step: Quantiles
+
+
+class Outcomes(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests since the start by how they ended; the names are those of the metrics, what never happened is absent."""
+
+    finished: dict[str, int]
+    failed: dict[str, int]
+    rejected: dict[str, int]
+    cancelled: dict[str, int]
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """All there is to see, at one moment."""
+
+    model: str
+    version: str
+    uptime_s: float
+    problem: str | None  # why requests should go elsewhere now, as /readyz tells
+    info: EngineInfo | None
+    engine: EngineStats | None  # None: it does not answer
+    connections: int
+    batch_size: float | None  # mean of the steps in the last minutes
+    requests: list[LiveRequest]  # the oldest, oldest first
+    recent: list[EndedRequest]  # the latest, latest first
+    latencies: Latencies
+    outcomes: Outcomes
+    ticks: list[Tick]  # second by second, oldest first
+
+
+class StatusCollector:
+    """`watch` keeps the history while the server runs; `collect` tells how things stand now."""
+
+    def __init__(
+        self,
+        engine: EngineFacade,
+        observer: PrometheusObserver,
+        *,
+        model: str,
+        problem: Callable[[], str | None],
+        num_connections: Callable[[], int],
+        live_requests: Callable[[], Sequence[Live]],
+    ) -> None:
+        self._engine = engine
+        self._observer = observer
+        self._model = model
+        self._problem = problem
+        self._num_connections = num_connections
+        self._live_requests = live_requests
+        self._started = time.monotonic()
+        self.history = History(engine.stats, observer.generation_tokens, observer.prefill_tokens)
+        self._windows = {
+            "time_to_first_token": self.history.window(observer.time_to_first_token),
+            "inter_token": self.history.window(observer.inter_token_latency),
+            "e2e": self.history.window(observer.e2e_latency),
+            "step": self.history.window(observer.step_duration),
+        }
+        self._batch_size = self.history.window(observer.batch_size)
+
+    def collect(self) -> Status:
+        now_s = time.time()
+        return Status(
+            model=_cut(self._model),
+            version=self._observer.version,
+            uptime_s=time.monotonic() - self._started,
+            problem=self._problem(),
+            info=_answer(lambda: self._engine.info),
+            engine=_answer(self._engine.stats),
+            connections=self._num_connections(),
+            batch_size=self._batch_size.mean(),
+            requests=[_live(each) for each in self._live_requests()[:MAX_LIVE]],
+            recent=[_ended(each, now_s) for each in reversed(self._observer.recent)],
+            latencies=Latencies(**{name: window.quantiles() for name, window in self._windows.items()}),
+            outcomes=self._outcomes(),
+            ticks=list(self.history.ticks),
+        )
+
+    def _outcomes(self) -> Outcomes:
+        observer = self._observer
+        return Outcomes(
+            finished=_happened(observer.success.counts),
+            failed=_happened(observer.failures.counts),
+            rejected=_happened(observer.rejections.counts),
+            cancelled=_happened(observer.cancelled.counts),
+        )
+
+
+def _answer(ask: Callable[[], T]) -> T | None:
+    try:
+        return ask()
+    except QuireError:
+        return None
+
+
+def _happened(counts: dict[str, int]) -> dict[str, int]:
+    return {name: count for name, count in counts.items() if count}
+
+
+def _live(request: Live) -> LiveRequest:
+    return LiveRequest(
+        tenant=_cut(request.tenant),
+        request_id=str(request.request_id),
+        age_s=request.age_s,
+        state=request.state,
+        prompt_tokens=request.prompt_tokens,
+        prefilled=request.prefilled,
+        generated=request.generated,
+    )
+
+
+def _ended(ended: Ended, now_s: float) -> EndedRequest:
+    stats, usage = ended.stats, ended.stats.usage
+    first_token_s = stats.time_to_first_token_s
+    return EndedRequest(
+        tenant=_cut(stats.tenant),
+        ended_s_ago=max(0.0, now_s - ended.at_s),
+        outcome=stats.finish_reason or (stats.error.code.lower() if stats.error else "unknown"),
+        ok=stats.finish_reason is not None,
+        prompt_tokens=stats.prompt_tokens,
+        cached_tokens=usage.cached_tokens if usage else 0,
+        generated=usage.completion_tokens if usage else 0,
+        time_to_first_token_ms=None if first_token_s is None else first_token_s * 1000,
+        queue_ms=usage.queue_ms if usage else 0.0,
+        prefill_ms=usage.prefill_ms if usage else 0.0,
+        decode_ms=usage.decode_ms if usage else 0.0,
+        stall_ms=usage.stall_ms if usage else 0.0,
+        e2e_ms=stats.e2e_s * 1000,
+    )
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= MAX_NAME_CHARACTERS else f"{name[:MAX_NAME_CHARACTERS]}…"

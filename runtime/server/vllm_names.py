@@ -1,0 +1,82 @@
+"""`--metrics-compat vllm`: what a scrape says, once more under the names that routers and dashboards hard-code.
+
+It must not count anything. One invariant: a mirrored sample has the value of ours; only its name differs, a finish
+reason's word, and the labels `model_name` and `engine` that vLLM puts on every series.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.samples import Sample
+
+from ..engine.facade import EngineInfo
+from ..errors import QuireError
+
+# Ours without `quire_` -> theirs without `vllm:`. Where several are given, later ones are older spellings that are
+# still asked for: gpu_* by vLLM's production stack and early Gateway API endpoint pickers, time_per_output_token by
+# dashboards from before it was called inter-token latency.
+NAMES = {
+    "num_requests_running": ("num_requests_running",),
+    "num_requests_waiting": ("num_requests_waiting",),
+    "kv_cache_usage_perc": ("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+    "prefix_cache_queries": ("prefix_cache_queries", "gpu_prefix_cache_queries"),
+    "prefix_cache_hits": ("prefix_cache_hits", "gpu_prefix_cache_hits"),
+    "num_preemptions": ("num_preemptions",),
+    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens",),
+    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens",),
+    "prompt_tokens": ("prompt_tokens",),
+    "prompt_tokens_cached": ("prompt_tokens_cached",),
+    "generation_tokens": ("generation_tokens",),
+    "request_success": ("request_success",),
+    "time_to_first_token_seconds": ("time_to_first_token_seconds",),
+    "inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+    "request_time_per_output_token_seconds": ("request_time_per_output_token_seconds",),
+    "e2e_request_latency_seconds": ("e2e_request_latency_seconds",),
+    "request_queue_time_seconds": ("request_queue_time_seconds",),
+    "request_prefill_time_seconds": ("request_prefill_time_seconds",),
+    "request_decode_time_seconds": ("request_decode_time_seconds",),
+    "request_prompt_tokens": ("request_prompt_tokens",),
+    "request_generation_tokens": ("request_generation_tokens",),
+}
+FINISHED_REASONS = {"cancelled": "abort"}
+ENGINE = "0"  # the server as a whole: its processes are not told apart
+
+
+class VllmNames:
+    """Called with our families; yields the mirrored ones, and what vLLM tells of its cache."""
+
+    def __init__(self, model_name: str, info: Callable[[], EngineInfo]) -> None:
+        self._labels = {"model_name": model_name, "engine": ENGINE}
+        self._info = info
+
+    def __call__(self, families: Iterable[Metric]) -> Iterator[Metric]:
+        for family in families:
+            for name in NAMES.get(family.name.removeprefix("quire_"), ()):
+                yield self._renamed(family, f"vllm:{name}")
+        yield from self._cache_config()
+
+    def _renamed(self, family: Metric, name: str) -> Metric:
+        mirrored = Metric(name, family.documentation, family.type)
+        mirrored.samples = [
+            sample._replace(name=name + sample.name.removeprefix(family.name), labels=self._relabelled(sample))
+            for sample in family.samples
+        ]
+        return mirrored
+
+    def _relabelled(self, sample: Sample) -> dict[str, str]:
+        labels = {**self._labels, **sample.labels}
+        if "finished_reason" in labels:
+            labels["finished_reason"] = FINISHED_REASONS.get(labels["finished_reason"], labels["finished_reason"])
+        return labels
+
+    def _cache_config(self) -> Iterator[Metric]:
+        try:
+            info = self._info()
+        except QuireError:
+            return
+        labels = {"block_size": str(info.page_size), "num_gpu_blocks": str(info.num_pages), "engine": ENGINE}
+        family = GaugeMetricFamily("vllm:cache_config_info", "Pages there are and tokens in one.", labels=list(labels))
+        family.add_metric(list(labels.values()), 1)
+        yield family

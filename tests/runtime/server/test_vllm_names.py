@@ -1,0 +1,144 @@
+"""`--metrics-compat vllm`: the same numbers under the names that routers and dashboards look for."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from quire.runtime.engine.facade import EngineInfo, EngineStats, RequestStats
+from quire.runtime.errors import Unavailable
+from quire.runtime.generation import Usage
+from quire.runtime.server.metrics import PrometheusObserver
+from quire.runtime.server.vllm_names import NAMES, VllmNames
+
+STATS = EngineStats(
+    step=7,
+    running=2,
+    waiting=1,
+    pages_total=10,
+    pages_owned=4,
+    pages_cached=1,
+    pages_free=5,
+    prefix_queries_tokens=100,
+    prefix_hits_tokens=30,
+    preemptions=2,
+)
+INFO = EngineInfo(
+    vocab_size=100,
+    max_model_len=2048,
+    max_num_seqs=8,
+    num_pages=10,
+    page_size=32,
+    isa="avx2",
+    threads=2,
+    threads_reason="--threads",
+    has_tokenizer=True,
+    has_chat_template=False,
+)
+Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]  # name -> labels -> value
+
+
+@pytest.fixture
+def observer() -> PrometheusObserver:
+    observer = PrometheusObserver()
+    observer.watch(lambda: STATS, mirror=VllmNames('meta/"llama"', lambda: INFO))
+    observer.on_tokens(1, None)
+    observer.on_tokens(1, 0.03)
+    observer.on_finished(
+        RequestStats(
+            tenant="acme",
+            finish_reason="cancelled",
+            error=None,
+            prompt_tokens=10,
+            usage=Usage(prompt_tokens=10, completion_tokens=2, queue_ms=20, prefill_ms=30, decode_ms=400),
+            e2e_s=0.45,
+            time_to_first_token_s=0.05,
+            time_per_output_token_s=0.1,
+        )
+    )
+    return observer
+
+
+def scrape(observer: PrometheusObserver) -> Samples:
+    found: Samples = {}
+    for family in text_string_to_metric_families(generate_latest(observer.registry).decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+# What they look for: the endpoint picker of the Gateway API inference extension, the router of vLLM's production stack,
+# vLLM's own Grafana dashboard.
+ASKED_FOR = (
+    "vllm:num_requests_waiting",
+    "vllm:num_requests_running",
+    "vllm:kv_cache_usage_perc",
+    "vllm:cache_config_info",
+    "vllm:gpu_cache_usage_perc",
+    "vllm:gpu_prefix_cache_hits_total",
+    "vllm:gpu_prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:num_preemptions_total",
+    "vllm:e2e_request_latency_seconds_bucket",
+    "vllm:e2e_request_latency_seconds_sum",
+    "vllm:e2e_request_latency_seconds_count",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:time_per_output_token_seconds_bucket",
+    "vllm:inter_token_latency_seconds_bucket",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:request_prompt_tokens_bucket",
+    "vllm:request_generation_tokens_bucket",
+    "vllm:request_success_total",
+    "vllm:request_queue_time_seconds_sum",
+    "vllm:request_prefill_time_seconds_sum",
+    "vllm:request_decode_time_seconds_sum",
+)
+
+
+@pytest.mark.parametrize("name", ASKED_FOR)
+def test_what_others_hard_code_is_there(observer: PrometheusObserver, name: str) -> None:
+    assert name in scrape(observer)
+
+
+def test_values_are_ours_with_their_labels(observer: PrometheusObserver) -> None:
+    samples = scrape(observer)
+    labels = {"model_name": 'meta/"llama"', "engine": "0"}
+    mirrored = {name.removeprefix("vllm:"): series for name, series in samples.items() if name.startswith("vllm:")}
+    del mirrored["cache_config_info"]
+    for name, series in mirrored.items():
+        assert all(labels.items() <= dict(each).items() for each in series), name
+    for ours, theirs in NAMES.items():
+        for name in theirs:
+            for suffix in ("", "_total", "_bucket", "_sum", "_count"):
+                expected = samples.get(f"quire_{ours}{suffix}", {})
+                assert list(mirrored.get(name + suffix, {}).values()) == list(expected.values()), name + suffix
+
+
+def test_a_cancelled_request_is_aborted_in_their_words(observer: PrometheusObserver) -> None:
+    by_reason = {dict(each)["finished_reason"]: n for each, n in scrape(observer)["vllm:request_success_total"].items()}
+    assert by_reason == {"stop": 0, "length": 0, "abort": 1, "other": 0}
+
+
+def test_the_cache_is_told_as_labels(observer: PrometheusObserver) -> None:
+    assert scrape(observer)["vllm:cache_config_info"] == {
+        (("block_size", "32"), ("engine", "0"), ("num_gpu_blocks", "10")): 1
+    }
+
+
+def test_an_engine_that_cannot_answer_leaves_the_rest_readable() -> None:
+    def gone() -> EngineInfo:
+        raise Unavailable("gone")
+
+    observer = PrometheusObserver()
+    observer.watch(lambda: STATS, mirror=VllmNames("m", gone))
+    samples = scrape(observer)
+    assert "vllm:num_requests_running" in samples
+    assert "vllm:cache_config_info" not in samples
+
+
+def test_without_the_flag_nothing_is_mirrored() -> None:
+    observer = PrometheusObserver()
+    observer.watch(lambda: STATS)
+    assert not [name for name in scrape(observer) if name.startswith("vllm:")]
