@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import struct
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from quire.runtime.errors import InvalidRequest, ProtocolError
 from quire.runtime.generation import SamplingParams, TokenLogprobs, Usage
 from quire.runtime.wire import frames
-from quire.runtime.wire.codec import MAX_DEPTH, MAX_MAP_ENTRIES, Decoder, Malformed, encode
+from quire.runtime.wire.codec import MAX_ARRAYS, MAX_DEPTH, MAX_MAP_ENTRIES, Decoder, Malformed, encode
 from quire.runtime.wire.frames import CLIENT_FRAMES, MIN_FRAME_BYTES, SERVER_FRAMES, Frame
 
 U64 = st.integers(0, 2**64 - 1)
@@ -192,6 +193,7 @@ BREACHES: dict[str, tuple[bytes, str]] = {
         packed(["PING", *[{1: 1, 2: 2, 3: 3}] * (MAX_MAP_ENTRIES // 4 + 1)]),
         "more than 32768 entries",
     ),
+    "maps in maps": (framed(b"\x92\xa4PING" + b"\x81\xa1a" * 10_000 + b"\xc0"), "within limits"),
     "duplicate key": (framed(b"\x92\xa4PING\x82\xa1a\x01\xa1a\x02"), "key 'a' twice"),
     "map key nil": (packed(["PING", {None: 1}]), "key is a NoneType"),
     "map key float": (packed(["PING", {1.0: 1}]), "key is a float"),
@@ -201,11 +203,17 @@ BREACHES: dict[str, tuple[bytes, str]] = {
     "empty extension": (framed(b"\x92\xa4PING\xc7\x00\x05"), "extension type 5"),
     "timestamp": (framed(b"\x92\xa4PING\xd6\xff\x00\x00\x00\x00"), "within limits"),
     "binary": (packed(["PING", b"x"]), "within limits"),
+    "empty binary": (packed(["PING", b""]), "binary type is not part"),
+    "empty binary in a message": (packed(["GENERATE", 1, None, {}, None, 0, None, [{"role": b""}]]), "binary type"),
+    "map key binary": (framed(b"\x92\xa4PING\x81\xc4\x00\x01"), "key is a bytes"),
     "never-used byte": (framed(b"\xc1"), "not one msgpack value"),
     "text not UTF-8": (framed(b"\x92\xa4PING\xa1\xff"), "not one msgpack value"),
     "array longer than its bytes": (framed(b"\xdd\xff\xff\xff\xff"), "within limits"),
     "map longer than its bytes": (framed(b"\xdf\xff\xff\xff\xff"), "within limits"),
     "text longer than its bytes": (framed(b"\xdb\xff\xff\xff\xff"), "within limits"),
+    "binary longer than its bytes": (framed(b"\xc6\xff\xff\xff\xff"), "within limits"),
+    "extension longer than its bytes": (framed(b"\xc9\xff\xff\xff\xff\x01"), "within limits"),
+    "half a surrogate pair": (framed(b"\x92\xa4PING\xa3\xed\xa0\x80"), "not one msgpack value"),
     "wrong field": (packed(["PING", "x"]), "PING does not fit its schema"),
     "too many fields": (packed(["CANCEL", 1, 2]), "CANCEL does not fit its schema"),
     "small max_frame_bytes": (packed(["HELLO", [1], None, [], 100]), "HELLO does not fit its schema"),
@@ -222,6 +230,24 @@ def test_a_breach_is_a_protocol_error_after_the_good_frames(data: bytes, message
     assert next(arriving) == frames.Ping(1)
     with pytest.raises(ProtocolError, match=message):
         next(arriving)
+
+
+def test_too_many_arrays_in_a_large_frame() -> None:
+    with pytest.raises(ProtocolError, match=f"more than {MAX_ARRAYS} arrays"):
+        decode_all(packed([[], *[[[[]]]] * (MAX_ARRAYS // 3)]))
+
+
+@pytest.mark.parametrize("header", [b"\xdc\xff\xff", b"\xdd\x00\x10\x00\x00", b"\xde\xff\xff\x01"])
+@pytest.mark.parametrize("levels", [300, 1000, 12_000])
+def test_arrays_that_only_claim_to_be_long_cost_nothing(header: bytes, levels: int) -> None:
+    data = framed(header * levels)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="not one msgpack value"):
+            decode_all(data)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_the_deepest_level_allowed_is_read() -> None:
