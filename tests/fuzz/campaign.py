@@ -1,0 +1,138 @@
+"""Hostility beside bystanders: run it, then say what it did to the server and to them.
+
+It must not know what the hostility is. One invariant: a campaign that saw a breach of the promises (a crash, a leak, a
+changed byte, a lost connection of who did nothing wrong, a traceback in the log) ends with exit status 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import uvloop
+from quire import AsyncClient, Completion, SamplingParams
+from quire.runtime.errors import Overloaded, QuireError
+from served import MIB, Served, Vitals, served
+
+WANTED = (  # by the bystanders
+    ("This module provides", SamplingParams(max_tokens=120, temperature=0.8, seed=4, ignore_eos=True, logprobs=2)),
+    ("If *timeout* is not ``None``, then", SamplingParams(max_tokens=60, ignore_eos=True, logprobs=0)),
+)
+RETRY_S = 0.1
+GROWTH_ALLOWED = 0.05  # of resident memory, from a third of the run to its end, or:
+GROWTH_ALLOWED_BYTES = 16 * MIB  # caches of the allocators
+
+
+@dataclass
+class Report:
+    cases: Counter[str] = field(default_factory=Counter)  # by what became of them
+    breaches: list[str] = field(default_factory=list)
+    rounds: Counter[str] = field(default_factory=Counter)  # of the bystanders
+
+    def breach(self, text: str) -> None:
+        self.breaches.append(text)
+
+    def print(self) -> int:
+        """The exit status."""
+        for title, counts in (("cases", self.cases), ("bystanders", self.rounds)):
+            told = ", ".join(f"{name} {count}" for name, count in counts.most_common())
+            print(f"{title:<12} {counts.total()}: {told}")
+        print(f"{'equal':<12} {'yes' if self.rounds['equal'] and not self.rounds['changed'] else 'NO'}")
+        print(f"{'breaches':<12} {len(self.breaches)}")
+        for text in self.breaches[:20]:
+            print(f"  {text}")
+        return 1 if self.breaches else 0
+
+
+Hostility = Callable[[Served, Report, argparse.Namespace], Awaitable[None]]
+
+
+def run(hostility: Hostility, parser: argparse.ArgumentParser) -> int:
+    """Start a server, let `hostility` run for `--seconds` beside bystanders, print the figures. The exit status."""
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of quire serve, after --")
+    options = parser.parse_args()
+    report = Report()
+    with served(*options.flags) as server:
+        uvloop.run(_campaign(server, hostility, report, options))
+        if "Traceback" in (log := server.log()):
+            report.breach(f"a traceback in the server's log: {log[log.index('Traceback') :][:2000]}")
+    return report.print()
+
+
+async def _campaign(server: Served, hostility: Hostility, report: Report, options: argparse.Namespace) -> None:
+    async with bystanders(server, report):
+        before = await server.settled()
+        looks: list[Vitals] = []
+        hostile = asyncio.ensure_future(hostility(server, report, options))
+        for _ in range(3):
+            await asyncio.wait([hostile], timeout=options.seconds / 3)
+            looks.append(await asyncio.to_thread(server.vitals))
+        hostile.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await hostile
+    if not server.is_alive:
+        report.breach("the server died")
+        return
+    after = await server.settled(before.descriptors)
+    for moment, vitals in (
+        ("before", before),
+        *zip(("at 1/3", "at 2/3", "at 3/3"), looks, strict=True),
+        ("after", after),
+    ):
+        print(f"{moment:<12} {vitals}")
+    _compare(before, looks[0], after, report)
+
+
+def _compare(before: Vitals, at_a_third: Vitals, after: Vitals, report: Report) -> None:
+    if after.descriptors > before.descriptors:
+        report.breach(f"{before.descriptors} descriptors before, {after.descriptors} after")
+    if after.live or after.pages["owned"]:
+        report.breach(f"{after.live} requests are live and {after.pages['owned']} pages owned with nobody there")
+    if not after.books_balance:
+        report.breach(f"pages {after.pages} are not the {after.pages_total} there were")
+    growth = after.rss - at_a_third.rss
+    if growth > max(GROWTH_ALLOWED_BYTES, GROWTH_ALLOWED * at_a_third.rss):
+        report.breach(f"resident memory grew by {growth / MIB:.1f} MiB from a third of the run to its end")
+
+
+@asynccontextmanager
+async def bystanders(server: Served, report: Report) -> AsyncIterator[None]:
+    """Users who ask the same again and again, each on a connection; entered after their first answers."""
+    async with contextlib.AsyncExitStack() as stack:
+        tasks = []
+        for prompt, params in WANTED:
+            client = await stack.enter_async_context(AsyncClient(server.address))
+            first = await client.complete(prompt, params)
+            tasks.append(asyncio.create_task(_ask_again(client, prompt, params, first, report)))
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _ask_again(
+    client: AsyncClient, prompt: str, params: SamplingParams, first: Completion, report: Report
+) -> None:
+    while True:
+        started = time.perf_counter()
+        try:
+            answer = await client.complete(prompt, params)
+        except Overloaded:
+            report.rounds["told to come back"] += 1
+            await asyncio.sleep(RETRY_S)
+            continue
+        except QuireError as error:
+            report.breach(f"a bystander's request ended in {error!r} after {time.perf_counter() - started:.1f} s")
+            return
+        equal = answer.choices == first.choices
+        report.rounds["equal" if equal else "changed"] += 1
+        if not equal:
+            report.breach(f"a bystander got {answer.text!r}, not {first.text!r}")
