@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
@@ -52,6 +53,7 @@ async def _core(settings: Settings) -> AsyncIterator[Core]:
             Watch(server.engine_pulse_timeout_ms / 1000, server.stall_timeout_ms / 1000),
             num_processes=server.engine_processes,
             snapshot=server.prefix_snapshot,
+            log=(server.log_format, server.log_level),
         )
         try:
             yield fleet
@@ -76,6 +78,7 @@ async def _serve_until(stop: asyncio.Event, engine: Engine[Core], settings: Sett
     try:
         print(_ready_line(settings.engine, engine, server), flush=True)
         await stop.wait()
+        await server.drain(settings.server.shutdown_timeout)
     finally:
         await server.close()
 
@@ -92,15 +95,14 @@ def _ready_line(config: EngineConfig, engine: Engine[Core], server: Server) -> s
 
 
 def _stop_signal() -> asyncio.Event:
-    """Set by the first signal, which also gives back the system's own way with a second."""
+    """Set by the first signal; the second ends this process on the spot, also where it is process 1 of a container."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def begin_to_stop() -> None:
+    def hear(number: signal.Signals) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
         stop.set()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, begin_to_stop)
+        loop.add_signal_handler(number, hear, number)
     return stop

@@ -128,7 +128,9 @@ class Server:
         self._fail_requests(Unavailable("the server shut down before this request ended; try again"))
 
     def reload(self) -> None:
-        """Read the certificate anew, where there is one. A broken file changes nothing."""
+        """Read keys and certificate anew, where there are files of them. A broken file changes nothing."""
+        if self._service is not None:
+            self._service.keyring.reload()
         if self._tls is not None:
             self._tls.reload()
 

@@ -25,6 +25,7 @@ import uvloop
 from ...scheduler import Refused, RequestUpdate, SchedulerError, StepPlan
 from ..engine import CoreListener, LocalCore, Prefilled, StepStats, kept_prefixes
 from ..errors import QuireError, Unavailable
+from ..logs import log_to_stderr
 from .link import (
     BEAT_INTERVAL_S,
     TO_ENGINE,
@@ -50,8 +51,6 @@ from .link import (
 
 PR_SET_PDEATHSIG = 1
 
-_log = structlog.get_logger("quire.engine")
-
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -75,6 +74,7 @@ async def _run(end: socket.socket) -> None:
     start = await messages.get()
     if not isinstance(start, Start):
         return
+    _log_as(start)
     if start.cpus is not None:
         os.sched_setaffinity(0, start.cpus)  # before there are threads, and before memory is touched
     telling: asyncio.Task[None] | None = None
@@ -93,6 +93,14 @@ async def _run(end: socket.socket) -> None:
             telling.cancel()
         channel.close()
         await asyncio.sleep(0)  # so that what was written leaves
+
+
+def _log_as(start: Start) -> None:
+    if start.log is None:
+        structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
+    else:
+        log_to_stderr(*start.log)
+        structlog.contextvars.bind_contextvars(engine=start.name)
 
 
 async def _tell_stats(core: LocalCore, channel: Channel) -> None:

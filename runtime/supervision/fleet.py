@@ -18,6 +18,7 @@ from ..config import EngineConfig
 from ..engine import CoreInfo, CoreListener, EngineStats
 from ..errors import QuireError, Unavailable
 from ..execution import pick_cpus
+from .link import LogForm
 from .placement import place
 from .router import Router
 from .supervisor import SupervisedCore, Watch
@@ -43,7 +44,13 @@ class Fleet:
 
     @classmethod
     async def launch(
-        cls, config: EngineConfig, watch: Watch | None = None, *, num_processes: int = 0, snapshot: str | None = None
+        cls,
+        config: EngineConfig,
+        watch: Watch | None = None,
+        *,
+        num_processes: int = 0,
+        snapshot: str | None = None,
+        log: LogForm | None = None,
     ) -> Fleet:
         """All processes ready. Memory and threads that are given are for all of them together. Raises as one does."""
         places = place(num_processes)
@@ -55,6 +62,7 @@ class Fleet:
                     cpus=cpus if len(places) > 1 else None,
                     snapshot=snapshot if snapshot is None or len(places) == 1 else f"{snapshot}.{index}",
                     name=f"engine-{index}",
+                    log=log,
                 )
             )
             for index, cpus in enumerate(places)

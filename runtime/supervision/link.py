@@ -11,7 +11,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable
-from typing import cast
+from typing import Literal, cast
 
 import msgspec
 
@@ -20,6 +20,7 @@ from ..config import EngineConfig
 from ..engine import CoreInfo, EngineStats, Prefilled, StepStats
 from ..execution import SamplingSpec
 
+LogForm = tuple[Literal["console", "json"], str]  # form and level
 _LENGTH = struct.Struct(">I")
 
 
@@ -87,6 +88,8 @@ class Start(_Message, tag="START", frozen=True):
     config: EngineConfig
     cpus: frozenset[int] | None  # to run on; None: all that are allowed
     snapshot: str | None  # file that keeps the prefix cache
+    name: str  # for its log lines
+    log: LogForm | None  # None: it does not log
 
 
 class Add(_Message, tag="ADD", frozen=True):

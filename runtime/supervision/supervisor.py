@@ -30,7 +30,21 @@ from ...scheduler import (
 from ..config import EngineConfig
 from ..engine import CoreInfo, CoreListener, EngineStats
 from ..errors import Quarantined, QuireError, Unavailable
-from .link import Add, Answer, Beat, Begun, Cancel, Drop, FromEngine, Readmit, Ready, Report, Start, sequence_of
+from .link import (
+    Add,
+    Answer,
+    Beat,
+    Begun,
+    Cancel,
+    Drop,
+    FromEngine,
+    LogForm,
+    Readmit,
+    Ready,
+    Report,
+    Start,
+    sequence_of,
+)
 from .process import EngineProcess
 from .token_log import TokenLog
 from .vitals import TICK_S, Vitals
@@ -72,11 +86,11 @@ class _Asked:
 class SupervisedCore:
     """Implements `engine.Core`. Make one with `launch`."""
 
-    def __init__(self, start: Start, max_num_waiting: int, watch: Watch, name: str = "engine") -> None:
+    def __init__(self, start: Start, max_num_waiting: int, watch: Watch) -> None:
         self._start = start
         self._max_num_waiting = max_num_waiting
         self._watch = watch
-        self._log = _log.bind(engine=name)
+        self._log = _log.bind(engine=start.name)
         self._listener: CoreListener | None = None
         self._life: EngineProcess | None = None  # that is ready
         self._info: CoreInfo | None = None
@@ -103,9 +117,10 @@ class SupervisedCore:
         cpus: frozenset[int] | None = None,
         snapshot: str | None = None,
         name: str = "engine",
+        log: LogForm | None = None,
     ) -> SupervisedCore:
         """With the first process ready. Raises what keeps it from starting: ModelError, ConfigError or Unavailable."""
-        core = cls(Start(config, cpus, snapshot), config.max_num_waiting, watch or Watch(), name)
+        core = cls(Start(config, cpus, snapshot, name, log), config.max_num_waiting, watch or Watch())
         life, ready = await core._spawn()
         core._keep_shape(ready)
         core._begin_life(life)
@@ -287,7 +302,8 @@ class SupervisedCore:
         self._life = life
         self._vitals = Vitals(self._watch.pulse_timeout_s, self._watch.stall_timeout_s)
         self._broken = False
-        self._log.info("engine process ready", pid=life.pid, replays=len(self._tokens))
+        tell = self._log.info if self.num_restarts else self._log.debug
+        tell("engine process ready", pid=life.pid, replays=len(self._tokens))
         self._send_what_may_be()
 
     def _keep_shape(self, ready: Ready) -> None:

@@ -57,7 +57,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             finalize=self._charged,
         )
         self.code_generator_class = _CodeGenerator
-        self.concat = self.joined  # of blocks, macros and the whole
+        self.concat = self.joined  # type: ignore[method-assign]  # of blocks, macros and the whole
         self.filters = {name: self._guarded(name, function) for name, function in {**self.filters, **filters}.items()}
         del self.globals["lipsum"]
         self._run = threading.local()

@@ -148,7 +148,7 @@ def _check_complete(payload: bytes) -> None:
 
 
 class _ArrayCounter:
-    """Passes the arrays of one frame on: a bounded number. Four million would cost a second, and 200 MB for a moment."""
+    """Passes the arrays of one frame on: a bounded number. Four million would cost a second, and 200 MB."""
 
     def __init__(self) -> None:
         self._arrays = 0

@@ -171,9 +171,13 @@ async def test_a_reader_that_pauses_too_long_is_told(serve: Serve, monkeypatch: 
     monkeypatch.setattr("quire.runtime.client.stream.CREDIT_TOKENS", 4)
     system = await serve(credit_timeout_ms=20)
     async with AsyncClient(system.address) as client:
-        with pytest.raises(DeadlineExceeded, match="no credit"):
+
+        async def read_slowly() -> None:
             async for _ in client.generate("endless", ENDLESS):
                 await asyncio.sleep(0.2)
+
+        with pytest.raises(DeadlineExceeded, match="no credit"):
+            await read_slowly()
         assert (await client.complete("hi", THREE)).token_ids == (0, 1, 2)
 
 

@@ -95,8 +95,9 @@ async def test_a_draining_server_is_not_ready(system: Any) -> None:
     await system.server.drain(0)
 
     def status() -> int:
-        with pytest.raises(urllib.error.HTTPError) as refusal, urllib.request.urlopen(
-            f"http://{system.server.http_address}/readyz"
+        with (
+            pytest.raises(urllib.error.HTTPError) as refusal,
+            urllib.request.urlopen(f"http://{system.server.http_address}/readyz"),
         ):
             pass
         refusal.value.close()

@@ -15,7 +15,7 @@ Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
 @pytest.fixture
 async def client(serve: Serve) -> AsyncIterator[Any]:
-    yield await (await serve(served_model_name="demo")).raw()
+    return await (await serve(served_model_name="demo")).raw()
 
 
 async def test_tokenize(client: Any) -> None:

@@ -16,7 +16,12 @@ Serving = Callable[..., AbstractAsyncContextManager[Any]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
 LONG = {"max_tokens": 1_000_000}
-NOT_FOUND = ["NOT_FOUND", "nothing to resume under this id: unknown, over for too long, or somebody else's", False, None]
+NOT_FOUND = [
+    "NOT_FOUND",
+    "nothing to resume under this id: unknown, over for too long, or somebody else's",
+    False,
+    None,
+]
 
 
 def generate(
@@ -237,7 +242,7 @@ def tenants(tmp_path: Path) -> Path:
 @pytest.fixture
 async def shared(serve: Serve, tenants: Path) -> AsyncIterator[Any]:
     """A server of two tenants, whose keys are their names."""
-    yield await serve(auth_tokens=str(tenants))
+    return await serve(auth_tokens=str(tenants))
 
 
 async def test_another_tenant_finds_nothing(shared: Any) -> None:
@@ -434,7 +439,7 @@ async def test_over_the_limit_the_oldest_that_nobody_needs_goes_first(serve: Ser
 async def test_what_alone_is_over_the_limit_goes_on_and_is_not_kept(serve: Serve) -> None:
     system = await serve(max_kept_bytes=50_000)
     system.engine.text_bytes = 10_000
-    client, session = await greet(system)
+    client, _session = await greet(system)
     generate(client, 1, "hi", {"max_tokens": 40}, key="k", resumable=True)
     frames = await client.until("DONE")
     assert [token for frame in tokens_of(frames) for token in frame[3]] == list(range(40))

@@ -218,7 +218,9 @@ async def test_a_server_that_falls_silent_is_left(serve: Serve) -> None:
     async def greet_only(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         silent.append(writer)
         await reader.read(1024)
-        writer.write(bytes.fromhex("0000001e97") + b"\xa7WELCOME\x01\x91\xa9heartbeat\xce\x00\x10\x00\x00\xa1m\xa1s\x14")
+        writer.write(
+            bytes.fromhex("0000001e97") + b"\xa7WELCOME\x01\x91\xa9heartbeat\xce\x00\x10\x00\x00\xa1m\xa1s\x14"
+        )
 
     server = await asyncio.start_server(greet_only, "127.0.0.1", 0)
     async with AsyncClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
