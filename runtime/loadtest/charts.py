@@ -36,6 +36,8 @@ PARTS = {  # of a request's time, in the order in which they pass; Okabe and Ito
 SINGLE = "#0b6fa4"
 DASHES = ((), (6, 2), (2, 1.5), (6, 2, 1.5, 2))  # on and off, in line widths
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 99.9, 99.99)
+PLAIN = "{x:,.10g}"  # ticks, as a str.format
+MAX_SAMPLES_MARKED = 90
 MAX_CDF_POINTS = 400
 SHORTEST_MS = 1e-3  # on an axis
 NORMAL = NormalDist()
@@ -156,11 +158,12 @@ def draw_history(history: History) -> str:
         rows[1].set_title("Output tokens per second")
         _in_flight(rows[2], history)
         if sampled:
-            rows[3].plot(history.sampled_s, 100 * history.kv_usage, color=SINGLE)
+            rows[3].plot(history.sampled_s, 100 * history.kv_usage, color=SINGLE, **_marks(history))
             rows[3].fill_between(history.sampled_s, 100 * history.kv_usage, color=SINGLE, alpha=0.12, linewidth=0)
             rows[3].set(title="KV pool in use, %", ylim=(0, 104))
         for axes in rows:
             axes.set_ylim(bottom=0)
+            axes.yaxis.set_major_formatter(PLAIN)
             axes.grid(axis="x", visible=False)
         rows[-1].set(xlabel="seconds since the start", xlim=(0, history.bin_s * history.tokens.size))
         svg.finish()
@@ -187,7 +190,7 @@ def draw_parts(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
                 color=QUIET,
             )
         axes.set_yticks(places, [label for label, _ in rows], color=INK)
-        axes.xaxis.set_major_formatter("{x:,.10g}")
+        axes.xaxis.set_major_formatter(PLAIN)
         axes.set(xlabel="milliseconds, mean", xlim=(0, 1.08 * max(left.max(), 1e-3)))
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
@@ -251,10 +254,9 @@ def _latency_curve(
     axes.plot(speed, p99, "o", color=SINGLE, dashes=DASHES[1], markerfacecolor="white", markersize=5)
     axes.plot(speed, p50, "o", color=SINGLE, linestyle="solid", markersize=5)
     _milliseconds(axes, "y", np.concatenate([p50, p99]))
-    for name, height in (("p99", p99[0]), ("p50", p50[0])):
-        axes.annotate(
-            name, (speed[0], height), (-7, 0), textcoords="offset points", ha="right", va="center", weight="bold"
-        )
+    fastest = int(speed.argmax())  # nothing is right of it
+    for name, height in (("p99", p99[fastest]), ("p50", p50[fastest])):
+        axes.annotate(name, (speed[fastest], height), (7, 0), textcoords="offset points", va="center", weight="bold")
     for point, height in zip(points, p99, strict=True):
         axes.annotate(
             point.label,
@@ -266,7 +268,8 @@ def _latency_curve(
             size=8,
             bbox={"facecolor": "white", "alpha": 0.75, "linewidth": 0, "pad": 0.5},
         )
-    axes.set(title=title, xlabel="output tokens per second", xlim=(0, 1.14 * max(speed.max(), 1e-3)))
+    axes.set(title=title, xlabel="output tokens per second", xlim=(0, 1.16 * max(speed.max(), 1e-3)))
+    axes.xaxis.set_major_formatter(PLAIN)
 
 
 def _goodput_curve(axes: Any, points: Sequence[CurvePoint]) -> None:
@@ -306,13 +309,18 @@ def _in_flight(axes: Any, history: History) -> None:
         (history.waiting, PARTS["queue"], DASHES[2], "waiting"),
     ):
         if np.isfinite(values).any():
-            axes.plot(history.sampled_s, values, color=colour, dashes=dash)
+            axes.plot(history.sampled_s, values, color=colour, dashes=dash, **_marks(history))
             named.append(name)
     axes.set_title("Requests in flight")
     if len(named) > 1:
         axes.legend(
             axes.lines, named, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 0.98), fontsize=8.5
         )
+
+
+def _marks(history: History) -> dict[str, Any]:
+    """Few samples are shown as such: what lies between them nobody knows."""
+    return {"marker": "o", "markersize": 3.5} if history.sampled_s.size <= MAX_SAMPLES_MARKED else {}
 
 
 # SVG

@@ -47,21 +47,6 @@ LATENCIES = {
         "from when a request was due until it was sent, waiting for a place among the most at a time included",
     ),
 }
-RUN_COLUMNS = (
-    "finished",
-    "failed",
-    "cancelled",
-    "seconds",
-    "requests/s",
-    "output tokens/s",
-    "TTFT p50",
-    "TTFT p99",
-    "TPOT p50",
-    "TPOT p99",
-    "ITL p99",
-    "E2EL p50",
-    "E2EL p99",
-)
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
@@ -79,7 +64,7 @@ class RunView:
     colour: str
     dash: str  # of its line, as SVG writes it
     headline: str
-    figures: list[str]  # cells under RUN_COLUMNS
+    figures: dict[str, str]  # its row of the table, by column
     latencies: list[tuple[str, list[str]]]  # cells under STATISTICS
     history: Chart
     parts: Chart | None
@@ -113,7 +98,6 @@ def render_report(runs: Sequence[Run]) -> str:
     return environment.from_string(TEMPLATE.read_text("utf-8")).render(
         title=f"Load test of {_model(runs[0])}",
         about=_about(runs),
-        columns=RUN_COLUMNS,
         statistics=STATISTICS,
         runs=[_view(run, index, colours[index], latencies[index]) for index, run in enumerate(runs)],
         curve=_curve(runs, latencies) if len(runs) > 1 else None,
@@ -192,19 +176,29 @@ def _view(run: Run, index: int, colour: str, latencies: dict[str, Values]) -> Ru
     )
 
 
-def _figures(run: Run, latencies: dict[str, Values]) -> list[str]:
-    summary = run.summary
-    cancelled = sum(record.cancelled for record in run.records)
-    wanted = (("ttft", 50), ("ttft", 99), ("tpot", 50), ("tpot", 99), ("itl", 99), ("e2el", 50), ("e2el", 99))
-    return [
-        f"{summary['completed']:,}",
-        f"{summary['failed']:,}",
-        f"{cancelled:,}",
-        f"{summary['duration']:,.1f}",
-        f"{summary['request_throughput']:,.2f}",
-        f"{summary['output_throughput']:,.1f}",
-        *(_ms(_percentile(latencies[name], percent)) for name, percent in wanted),
-    ]
+def _figures(run: Run, latencies: dict[str, Values]) -> dict[str, str]:
+    summary, goodput = run.summary, _goodput(run)
+    figures = {
+        "finished": f"{summary['completed']:,}",
+        "failed": f"{summary['failed']:,}",
+        "cancelled": f"{sum(record.cancelled for record in run.records):,}",
+        "seconds": f"{summary['duration']:,.1f}",
+        "requests/s": f"{summary['request_throughput']:,.2f}",
+    }
+    if goodput is not None:
+        figures["within limits"] = f"{goodput:,.2f}"
+    figures["output tokens/s"] = f"{summary['output_throughput']:,.1f}"
+    for name, percent in (
+        ("ttft", 50),
+        ("ttft", 99),
+        ("tpot", 50),
+        ("tpot", 99),
+        ("itl", 99),
+        ("e2el", 50),
+        ("e2el", 99),
+    ):
+        figures[f"{name.upper()} p{percent}"] = _ms(_percentile(latencies[name], percent))
+    return figures
 
 
 def _statistics(values: Values) -> list[str]:

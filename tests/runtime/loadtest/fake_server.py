@@ -42,6 +42,9 @@ from quire.runtime.wire.frames import (
     Frame,
     Generate,
     Hello,
+    ListModels,
+    Model,
+    Models,
     Ping,
     Pong,
     Tokens,
@@ -52,6 +55,7 @@ Piece = Callable[[int, bool], bytes]  # of a token's index and whether it is the
 
 SPIN_S = 0.002  # before a token is due: longer than the system may oversleep
 PROMPT_TOKENS = 10
+MODEL = Model(name="fake", max_model_len=4096, vocab_size=1000, has_tokenizer=False, has_chat_template=False)
 
 
 @dataclass(frozen=True)
@@ -247,6 +251,8 @@ class QuireConnection(Answering):
                     self._gone.add(request_id)
                     usage = Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=0)
                     self._write(Done(request_id, "cancelled", usage))
+                case ListModels(request_id):
+                    self._write(Models(request_id, (MODEL,)))
                 case Ping(nonce):
                     self._write(Pong(nonce))
 

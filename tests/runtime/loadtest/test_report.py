@@ -142,6 +142,10 @@ def test_a_sweep_has_a_curve_and_what_its_runs_have_in_common(sweep: Page) -> No
     assert any("at all at once" in text for text in sweep.values("aria-label"))
 
 
+def test_goodput_is_shown_where_it_was_asked_for(single: Page, sweep: Page) -> None:
+    assert all("within limits" in page.text for page in (single, sweep))
+
+
 def test_a_single_run_has_no_curve(single: Page) -> None:
     assert "Latency against throughput" not in single.text
 
