@@ -36,7 +36,7 @@ FLOORS = (  # of runtime, top to bottom; each imports only what lies below it, o
     ("models",),
     ("program", "weights"),
     ("wire", "text"),
-    ("generation", "loop_thread"),
+    ("generation", "loop_thread", "plotting"),
     ("settings", "traffic"),
     ("config",),
     ("errors", "logs"),

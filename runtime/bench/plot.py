@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, MissingDependency
+from ..errors import ConfigError
+from ..plotting import load_pyplot
 from .cache_story import CacheStory
 from .roofline import FORMS, PEAK_NAMES, Roofline, mean_roofline
 from .speed import ShapeResult
@@ -21,7 +22,7 @@ Line = tuple[tuple[float, float], tuple[float, float]]
 
 def check_plot(path: Path) -> None:
     """Before anything is measured. Raises MissingDependency, or ConfigError where `path` cannot be written."""
-    formats = _pyplot().FigureCanvasBase.get_supported_filetypes()
+    formats = load_pyplot("--plot").FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:] not in formats:
         raise ConfigError(f"--plot {path}: the name must end in one of {', '.join(f'.{name}' for name in formats)}")
     if not path.absolute().parent.is_dir():
@@ -30,7 +31,7 @@ def check_plot(path: Path) -> None:
 
 def plot_cache_story(story: CacheStory, path: Path) -> None:
     """Milliseconds per forward pass against the number of tokens before it. Raises ConfigError."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot("--plot")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for run, label, colour in (
         (story.uncached, "everything recomputed", PREFILL),
@@ -50,7 +51,7 @@ def plot_roofline(results: Sequence[ShapeResult], title: str, path: Path) -> Non
 
     Raises ConfigError.
     """
-    pyplot = _pyplot()
+    pyplot = load_pyplot("--plot")
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
     points = [
         (str(result.shape), phase.work.intensity, phase.ops_per_s / 1e9, colour)
@@ -131,14 +132,3 @@ def _save(pyplot: Any, figure: Any, path: Path) -> None:
         raise ConfigError(f"--plot {path} cannot be written: {error}") from error
     finally:
         pyplot.close(figure)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise MissingDependency("--plot needs matplotlib: pip install 'quire[plot]'") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot

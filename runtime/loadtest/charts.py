@@ -9,23 +9,20 @@ read as well as p50.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import sha256
-from io import StringIO
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import MissingDependency
+from ..plotting import load_pyplot
+from .svg import GRID, INK, QUIET, drawing
 
 Values = NDArray[np.float64]
 
-INK, QUIET, GRID, ALARM = "#1f2933", "#5f6b7a", "#e4e7eb", "#c0392b"
+ALARM = "#c0392b"
 PARTS = {  # of a request's time, in the order in which they pass; Okabe and Ito's colours
     "queue": "#e69f00",
     "prefill": "#56b4e9",
@@ -42,35 +39,6 @@ MAX_CDF_POINTS = 400
 SHORTEST_MS = 1e-3  # on an axis
 NORMAL = NormalDist()
 LOWEST_PLACE = NORMAL.inv_cdf(0.01)
-STYLE = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": QUIET,
-    "axes.grid": True,
-    "axes.labelcolor": QUIET,
-    "axes.linewidth": 0.8,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlecolor": INK,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "lines.linewidth": 1.8,
-    "svg.hashsalt": "quire",  # the same picture has the same bytes
-    "svg.fonttype": "none",  # text stays text: small, selectable, read aloud
-    "text.color": INK,
-    "text.parse_math": False,
-    "xtick.color": QUIET,
-    "xtick.labelsize": 8.5,
-    "ytick.color": QUIET,
-    "ytick.labelsize": 8.5,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +68,11 @@ class History:
     kv_usage: Values = field(default_factory=lambda: np.empty(0))
 
 
-def check_charts() -> None:
-    """Raises MissingDependency."""
-    _pyplot()
-
-
 def series_colours(count: int) -> list[str]:
     """Of runs at rising load: dark to light, the same to a colour-blind eye, dark enough on white."""
     if count == 1:
         return [SINGLE]
-    pyplot = _pyplot()
-    shades = pyplot.get_cmap("plasma")(np.linspace(0.0, 0.68, count))
+    shades = load_pyplot("--report").get_cmap("plasma")(np.linspace(0.0, 0.68, count))
     return [f"#{round(255 * r):02x}{round(255 * g):02x}{round(255 * b):02x}" for r, g, b, _ in shades]
 
 
@@ -121,8 +83,8 @@ def series_dash(index: int) -> tuple[float, ...]:
 
 def draw_distribution(title: str, series: Sequence[Values]) -> str:
     """Cumulative distributions, milliseconds on a log axis, one line per run; a run without values has none."""
-    with _figure((5.2, 3.3)) as (figure, svg):
-        axes = figure.subplots()
+    with drawing(5.2, 3.3) as picture:
+        axes = picture.figure.subplots()
         colours = series_colours(len(series))
         for index, values in enumerate(series):
             if values.size:
@@ -130,29 +92,27 @@ def draw_distribution(title: str, series: Sequence[Values]) -> str:
         _percentile_axis(axes, max(values.size for values in series))
         _milliseconds(axes, "x", np.concatenate(series))
         axes.set_title(title)
-        svg.finish()
-    return svg.text
+    return picture.svg
 
 
 def draw_curve(points: Sequence[CurvePoint]) -> str:
     """Latency against output tokens per second; with objectives, also goodput against the request rate."""
     with_goodput = [point for point in points if point.goodput is not None and point.request_rate is not None]
     panels = 3 if with_goodput else 2
-    with _figure((10.6, 3.6)) as (figure, svg):
-        axes = figure.subplots(1, panels)
+    with drawing(10.6, 3.6) as picture:
+        axes = picture.figure.subplots(1, panels)
         _latency_curve(axes[0], "Time to first token", points, [point.ttft_ms for point in points])
         _latency_curve(axes[1], "Time per output token", points, [point.tpot_ms for point in points])
         if with_goodput:
             _goodput_curve(axes[2], with_goodput)
-        svg.finish()
-    return svg.text
+    return picture.svg
 
 
 def draw_history(history: History) -> str:
     """Arrivals and errors, tokens, requests and the KV pool over one run's seconds, one above the other."""
     sampled = history.sampled_s.size > 0
-    with _figure((10.6, 6.6 if sampled else 5.0)) as (figure, svg):
-        rows = figure.subplots(4 if sampled else 3, 1, sharex=True)
+    with drawing(10.6, 6.6 if sampled else 5.0) as picture:
+        rows = picture.figure.subplots(4 if sampled else 3, 1, sharex=True)
         _arrivals(rows[0], history)
         _steps(rows[1], history, history.tokens / history.bin_s, SINGLE)
         rows[1].set_title("Output tokens per second")
@@ -166,14 +126,13 @@ def draw_history(history: History) -> str:
             axes.yaxis.set_major_formatter(PLAIN)
             axes.grid(axis="x", visible=False)
         rows[-1].set(xlabel="seconds since the start", xlim=(0, history.bin_s * history.tokens.size))
-        svg.finish()
-    return svg.text
+    return picture.svg
 
 
 def draw_parts(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     """Where time went: per row, the mean milliseconds of each of PARTS, beside each other."""
-    with _figure((10.6, 0.75 + 0.36 * len(rows))) as (figure, svg):
-        axes = figure.subplots()
+    with drawing(10.6, 0.75 + 0.36 * len(rows)) as picture:
+        axes = picture.figure.subplots()
         left = np.zeros(len(rows))
         places = np.arange(len(rows))
         for part, colour in PARTS.items():
@@ -195,8 +154,7 @@ def draw_parts(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
         axes.tick_params(axis="y", length=0)
-        svg.finish()
-    return svg.text
+    return picture.svg
 
 
 # Axes
@@ -321,50 +279,3 @@ def _in_flight(axes: Any, history: History) -> None:
 def _marks(history: History) -> dict[str, Any]:
     """Few samples are shown as such: what lies between them nobody knows."""
     return {"marker": "o", "markersize": 3.5} if history.sampled_s.size <= MAX_SAMPLES_MARKED else {}
-
-
-# SVG
-
-
-class _Svg:
-    def __init__(self, figure: Any) -> None:
-        self._figure = figure
-        self.text = ""
-
-    def finish(self) -> None:
-        written = StringIO()
-        self._figure.savefig(written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"), None))
-        self.text = _inline(written.getvalue())
-
-
-@contextmanager
-def _figure(inches: tuple[float, float]) -> Iterator[tuple[Any, _Svg]]:
-    pyplot = _pyplot()
-    with pyplot.rc_context(STYLE):
-        figure = pyplot.figure(figsize=inches, layout="constrained")
-        try:
-            yield figure, _Svg(figure)
-        finally:
-            pyplot.close(figure)
-
-
-def _inline(text: str) -> str:
-    """As a part of a page: no prolog, size or page-wide style, and no id that another picture of the page has."""
-    text = text[text.index("<svg") :].strip()
-    text = re.sub(r"<style.*?</style>", "", text, flags=re.DOTALL)
-    text = re.sub(r'<svg([^>]*?) width="[^"]*"', r"<svg\1", text, count=1)
-    text = re.sub(r'<svg([^>]*?) height="[^"]*"', r"<svg\1", text, count=1)
-    text = re.sub(r'<g id="[^"]*"', "<g", text)  # nothing refers to them
-    own = sha256(text.encode()).hexdigest()[:8]
-    return re.sub(r'(\sid="|url\(#|href="#)', rf"\g<1>{own}", text)
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise MissingDependency("--report needs matplotlib: pip install 'quire[plot]'") from error
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot

@@ -17,11 +17,11 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from ..errors import ConfigError
+from ..plotting import load_pyplot
 from .charts import (
     PARTS,
     CurvePoint,
     Values,
-    check_charts,
     draw_curve,
     draw_distribution,
     draw_history,
@@ -74,7 +74,7 @@ class RunView:
 
 def check_report(path: Path) -> None:
     """Before anything is run. Raises MissingDependency, or ConfigError where `path` cannot be written."""
-    check_charts()
+    load_pyplot("--report")
     if path.suffix not in (".html", ".htm"):
         raise ConfigError(f"--report {path}: the name must end in .html")
     if not path.absolute().parent.is_dir():
