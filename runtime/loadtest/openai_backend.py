@@ -8,6 +8,7 @@ which a chat only says who speaks.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from .request import Chunk, End, Request, RequestFailed
 if TYPE_CHECKING:
     import aiohttp
 
-COMPLETIONS, CHAT_COMPLETIONS = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT_COMPLETIONS, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
 CONNECT_TIMEOUT_S = 10.0
 MAX_MESSAGE = 300  # characters of a refusal's body
 UNFINISHED = "the stream ended before its end"
@@ -34,6 +35,7 @@ class OpenAITarget:
     model: str | None = None  # None: the first that the server names
     api_key: str | None = None
     body: Mapping[str, Any] = field(default_factory=dict)  # of every request: sampling, ignore_eos
+    num_connections: int = 1  # opened beforehand, and more as they are needed
 
     @property
     def is_chat(self) -> bool:
@@ -56,7 +58,9 @@ class OpenAIBackend:
             raise ConfigError(f"--endpoint: {target.endpoint!r} is not allowed; it must end in /completions")
         session = _session(target)
         try:
-            return cls(target, target.model or await _first_model(target.base_url, session), session)
+            model = target.model or await _first_model(target.base_url, session)
+            await _connect(target, session)
+            return cls(target, model, session)
         except BaseException:
             await session.close()
             raise
@@ -178,7 +182,7 @@ async def _refusal(response: aiohttp.ClientResponse) -> RequestFailed:
 
 
 async def _first_model(base_url: str, session: aiohttp.ClientSession) -> str:
-    url = base_url.rstrip("/") + "/v1/models"
+    url = base_url.rstrip("/") + MODELS
     try:
         async with session.get(url) as response:
             if response.status in (401, 403):
@@ -191,6 +195,20 @@ async def _first_model(base_url: str, session: aiohttp.ClientSession) -> str:
     if not found:
         raise Unavailable(f"{url} lists no models; name one with --model")
     return found[0].id
+
+
+async def _connect(target: OpenAITarget, session: aiohttp.ClientSession) -> None:
+    """At once, each with a request: opened in the middle of a burst, they would be taken for time of the server's."""
+    url = target.base_url.rstrip("/") + MODELS
+
+    async def ask() -> None:
+        async with session.get(url) as response:
+            await response.read()
+
+    try:
+        await asyncio.gather(*(ask() for _ in range(target.num_connections)))
+    except (OSError, _aiohttp().ClientError) as error:
+        raise Unavailable(f"{url} does not answer: {error}") from error
 
 
 class _Model(msgspec.Struct):

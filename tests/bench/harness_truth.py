@@ -62,7 +62,7 @@ async def measure(
     if protocol == "quire":
         backend = await QuireBackend.open(QuireTarget(server.address))
     else:
-        backend = await OpenAIBackend.open(OpenAITarget(f"http://{server.address}"))
+        backend = await OpenAIBackend.open(OpenAITarget(f"http://{server.address}", num_connections=concurrency))
     requests = [Request(f"{index}", PROMPT_TOKENS, answer.num_tokens) for index, answer in enumerate(server.promised)]
     try:
         if is_open:

@@ -36,6 +36,7 @@ class Scripted:
         self.status, self.models, self.cut = 200, 200, False
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[Any] = []
+        self.peers: set[Any] = set()  # of those who asked for models
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.json())
@@ -52,6 +53,8 @@ class Scripted:
         return response
 
     async def list_models(self, request: web.Request) -> web.Response:
+        assert request.transport is not None
+        self.peers.add(request.transport.get_extra_info("peername"))
         body = {"object": "list", "data": [{"id": "tiny", "object": "model"}] if self.models == 200 else []}
         return web.json_response(body, status=self.models if self.models > 0 else 200)
 
@@ -163,6 +166,12 @@ async def test_a_refusal_is_counted_by_its_status(script: tuple[Scripted, Serve]
     async with backend(model="m") as opened:
         record = await send(opened)
     assert (record.error_code, record.error) == ("HTTP_503", "the queue is full")
+
+
+async def test_connections_are_opened_before_a_burst_needs_them(script: tuple[Scripted, Serve]) -> None:
+    scripted, backend = script
+    async with backend(num_connections=4):
+        assert len(scripted.peers) == 4
 
 
 async def test_nobody_listens(script: tuple[Scripted, Serve]) -> None:
