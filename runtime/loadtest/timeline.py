@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import re
 import time
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections import defaultdict
@@ -28,6 +27,7 @@ MAX_SCRAPE_BYTES = 4 << 20
 
 PREFIXES = ("quire_", "vllm:")  # the first that a server has
 KV_USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc")  # the latter in vLLM before 0.10
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the requests of the load go
 _KEPT = re.compile(
     rf"^(?:{'|'.join(PREFIXES)})(?:num_requests_running|num_requests_waiting|num_preemptions_total"
     rf"|{'|'.join(KV_USAGE)}|kv_pages|cpu_info|build_info)[ {{].*$",
@@ -133,7 +133,7 @@ class _Sampler:
 
 
 def _fetch(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=TIMEOUT_S) as answer:
+    with _DIRECT.open(url, timeout=TIMEOUT_S) as answer:
         text = answer.read(MAX_SCRAPE_BYTES).decode()
     return "\n".join(_KEPT.findall(text)) + "\n"
 
