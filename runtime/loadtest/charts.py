@@ -213,8 +213,8 @@ def _latency_curve(
     axes.plot(speed, p50, "o", color=SINGLE, linestyle="solid", markersize=5)
     _milliseconds(axes, "y", np.concatenate([p50, p99]))
     fastest = int(speed.argmax())  # nothing is right of it
-    for name, height in (("p99", p99[fastest]), ("p50", p50[fastest])):
-        axes.annotate(name, (speed[fastest], height), (7, 0), textcoords="offset points", va="center", weight="bold")
+    for name, line, side in (("p99", p99, "bottom"), ("p50", p50, "top")):
+        axes.annotate(name, (speed[fastest], line[fastest]), (7, 0), textcoords="offset points", va=side, weight="bold")
     for point, height in zip(points, p99, strict=True):
         axes.annotate(
             point.label,

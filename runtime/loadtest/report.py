@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
@@ -133,8 +134,7 @@ def _settings(run: Run) -> dict[str, str]:
         "backend": summary.get("backend"),
         "data set": own.get("dataset"),
         "requests": summary.get("num_prompts"),
-        "requests per second": "all at once" if summary.get("request_rate") == "inf" else summary.get("request_rate"),
-        "burstiness": summary.get("burstiness"),
+        "sent": _sent(summary),
         "at most at a time": summary.get("max_concurrency"),
         "seed": own.get("seed"),
         "server version": server.get("version"),
@@ -142,6 +142,16 @@ def _settings(run: Run) -> dict[str, str]:
         "threads": server.get("threads"),
     }
     return {name: str(value) for name, value in settings.items() if value not in (None, "")}
+
+
+def _sent(summary: dict[str, Any]) -> str | None:
+    """When requests were sent, in words."""
+    rate = summary.get("request_rate")
+    if rate is None:
+        return None
+    if math.isinf(float(rate)):
+        return "all at once" if summary.get("max_concurrency") is None else "each when another ends"
+    return f"{float(rate):g} per second, burstiness {summary.get('burstiness', 1.0):g}"
 
 
 def _tiles(run: Run, latencies: dict[str, Values]) -> list[tuple[str, str]]:

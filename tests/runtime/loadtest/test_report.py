@@ -127,7 +127,7 @@ def test_no_id_is_there_twice(sweep: Page) -> None:
 
 
 def test_the_header_says_what_was_run(single: Page) -> None:
-    for said in ("random", "avx512-vnni", "7"):
+    for said in ("random", "avx512-vnni", "7", "2 per second, burstiness 1"):
         assert re.search(rf"\b{said}\b", single.text)
 
 
