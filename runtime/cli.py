@@ -286,14 +286,14 @@ def simulate(
 @app.command
 def loadtest(
     *,
-    target: Annotated[TargetOptions | None, Parameter(name="*", group="Server under load")] = None,
-    dataset: Annotated[DatasetOptions | None, Parameter(name="*", group="Requests")] = None,
+    target: Annotated[TargetOptions | None, Parameter(name="*", group="Server under load", negative="")] = None,
+    dataset: Annotated[DatasetOptions | None, Parameter(name="*", group="Requests", negative="")] = None,
     pacing: Annotated[Pacing | None, Parameter(name="*", group="When they are sent")] = None,
     behaviour: Annotated[Behaviour | None, Parameter(name="*", group="How clients behave")] = None,
-    sampling: Annotated[SamplingOptions | None, Parameter(name="*", group="Sampling")] = None,
-    output: Annotated[OutputOptions | None, Parameter(name="*", group="Results")] = None,
-    goodput: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = (),
-    metadata: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = (),
+    sampling: Annotated[SamplingOptions | None, Parameter(name="*", group="Sampling", negative="")] = None,
+    output: Annotated[OutputOptions | None, Parameter(name="*", group="Results", negative="")] = None,
+    goodput: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", group="Results")] = (),
+    metadata: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", group="Results")] = (),
 ) -> None:
     """Put a server under load and tell what its users saw, with the flags and result keys of `vllm bench serve`.
 

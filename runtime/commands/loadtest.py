@@ -5,6 +5,7 @@ One invariant: whatever can be refused is refused before the first request is se
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -24,7 +25,6 @@ from ..loadtest.run import Run
 from ..loadtest.sweep import Point, SweepFolder, parse_sweep, run_sweep
 from ..loadtest.target import OpenTarget, SamplingOptions, TargetOptions, check_target, given_address, open_target
 from ..loadtest.timeline import sample_metrics
-from ..models import BUNDLED_MODEL
 from ..traffic import parse_goodput
 from .loadtest_progress import shown
 from .loadtest_report import print_result
@@ -128,9 +128,8 @@ async def _reachable(test: LoadTest) -> AsyncIterator[tuple[LoadTest, str]]:
         yield test, address
         return
     async with local_server() as server:
-        target = replace(test.target, tokenizer=test.target.tokenizer or BUNDLED_MODEL)
         output = replace(test.output, metrics_url=test.output.metrics_url or server.metrics_url)
-        yield replace(test, target=target, output=output), server.address
+        yield replace(test, output=output), server.address
 
 
 def _at_load(test: LoadTest, point: Point) -> LoadTest:
@@ -156,7 +155,7 @@ def _folder(test: LoadTest) -> SweepFolder | None:
 
 async def _run(test: LoadTest, wanted: _Wanted, target: OpenTarget, label: str) -> Run:
     """One load from its warm-up to its printed and saved result."""
-    load = make_load(test.load, target.vocabulary)
+    load = await asyncio.to_thread(make_load, test.load, target.vocabulary)  # long: it reads files and draws prompts
     await _warm_up(target, load)
     tally = Tally()
     async with sample_metrics(test.output.metrics_url) as timeline:

@@ -6,13 +6,12 @@ It must not send anything. One invariant: the same options give the same load, p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from random import Random
 
 from ..errors import ConfigError
-from ..text.tokenizer import Tokenizer
 from ..traffic import check_number, rescale
 from .datasets import TRACES, DatasetOptions, check_dataset, dataset_requests, read_trace
 from .drawn import RandomTokens, trace_requests, warmup_requests
@@ -44,11 +43,12 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What prompts are made of. A server that takes only text is given that of drawn tokens."""
+    """What prompts are made of. None: there is nothing to do it with."""
 
     size: int
-    tokenizer: Tokenizer | None = None
-    only_text: bool = False
+    count_tokens: CountTokens | None = None
+    to_text: Callable[[tuple[int, ...]], str] | None = None
+    only_text: bool = False  # drawn tokens are sent as their text
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def make_load(options: LoadOptions, vocabulary: Vocabulary) -> Load:
     if options.dataset.dataset_name in TRACES:
         times, drawn = _recorded(options, tokens, count)
     else:
-        times, drawn = _unrecorded(options, tokens, vocabulary.tokenizer, count)
+        times, drawn = _unrecorded(options, tokens, vocabulary.count_tokens, count)
     first = next(drawn, None)
     if first is None:
         raise ConfigError("--duration is over before the first request is due")
@@ -94,10 +94,11 @@ def make_load(options: LoadOptions, vocabulary: Vocabulary) -> Load:
 Drawn = tuple[list[float] | None, Iterator[Request]]
 
 
-def _unrecorded(options: LoadOptions, tokens: RandomTokens, tokenizer: Tokenizer | None, count: int | None) -> Drawn:
+def _unrecorded(
+    options: LoadOptions, tokens: RandomTokens, count_tokens: CountTokens | None, count: int | None
+) -> Drawn:
     times = None if options.pacing.closed_loop else draw_times(options.pacing, count, options.dataset.seed)
     num_requests = count if times is None else len(times)
-    count_tokens = None if tokenizer is None else _counter(tokenizer)
     requests = dataset_requests(options.dataset, tokens, count_tokens, num_requests)
     return times, islice(requests, num_requests)
 
@@ -139,10 +140,6 @@ def _as_text(request: Request, vocabulary: Vocabulary) -> Request:
     """Text of drawn tokens is seldom as many tokens again: the server's count is what is reported."""
     if isinstance(request.prompt, str) or not vocabulary.only_text:
         return request
-    if vocabulary.tokenizer is None:
+    if vocabulary.to_text is None:
         raise ConfigError("this endpoint takes text: give --tokenizer FOLDER to make text of drawn tokens")
-    return replace(request, prompt=vocabulary.tokenizer.decode(request.prompt))
-
-
-def _counter(tokenizer: Tokenizer) -> CountTokens:
-    return lambda text: len(tokenizer.encode(text))
+    return replace(request, prompt=vocabulary.to_text(request.prompt))

@@ -16,6 +16,7 @@ import msgspec
 from ..client import AsyncClient
 from ..errors import GenerationFailed, QuireError
 from ..generation import OutputChunk, SamplingParams
+from ..wire.frames import Model
 from .request import Chunk, End, Request, RequestFailed
 
 
@@ -23,6 +24,7 @@ from .request import Chunk, End, Request, RequestFailed
 class QuireTarget:
     address: str
     token: str | None = None
+    tls: bool = False
     num_connections: int = 1
     params: SamplingParams = field(default_factory=SamplingParams)  # of every request, but for its length
     deadline_ms: int | None = None
@@ -31,7 +33,8 @@ class QuireTarget:
 class QuireBackend:
     """Requests take turns on the connections."""
 
-    def __init__(self, target: QuireTarget, clients: list[AsyncClient]) -> None:
+    def __init__(self, target: QuireTarget, clients: list[AsyncClient], model: Model) -> None:
+        self.model = model
         self._target = target
         self._clients = clients
         self._turns = cycle(clients)
@@ -41,15 +44,20 @@ class QuireBackend:
         """Raises ConfigError, Unavailable or Unauthenticated."""
         async with contextlib.AsyncExitStack() as opened:
             clients = [
-                await opened.enter_async_context(AsyncClient(target.address, target.token))
+                await opened.enter_async_context(AsyncClient(target.address, target.token, target.tls))
                 for _ in range(target.num_connections)
             ]
+            model, *_ = await clients[0].models()
             opened.pop_all()
-        return cls(target, clients)
+        return cls(target, clients, model)
 
     async def close(self) -> None:
         for client in self._clients:
             await client.close()
+
+    async def count_tokens(self, text: str) -> int:
+        """By the server's tokenizer."""
+        return len(await self._clients[0].tokenize(text))
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         params = msgspec.structs.replace(self._target.params, max_tokens=request.max_tokens)

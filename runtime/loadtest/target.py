@@ -5,10 +5,11 @@ It must not know a load. One invariant: what is opened is closed again, however 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from .request import Backend
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORTS = {"quire": 7070, "openai": 8000}
 TOKEN_VARIABLES = {"quire": "QUIRE_TOKEN", "openai": "OPENAI_API_KEY"}
+DEFAULT_NAME = "quire"  # of a model that its server has no name for
 DEFAULT_VOCAB_SIZE = 1000  # every model's vocabulary is larger, and drawn ids must lie within it
 MAX_VOCAB_SIZE = 10_000_000
 
@@ -45,12 +47,15 @@ class TargetOptions:
     "Name of the model. Default: the first that the server names."
     token: str | None = None
     "Default: QUIRE_TOKEN, for openai OPENAI_API_KEY, which do not show in process lists."
+    tls: bool = False
+    "For quire: speak TLS."
     tokenizer: Path | None = None
-    "Folder with the model's tokenizer.json, to count the tokens of text and to make text of drawn tokens."
+    """Folder with the model's tokenizer.json, to count the tokens of text and to make text of drawn tokens. A Quire
+    server is asked instead."""
     vocab_size: int | None = None
     "Drawn token ids lie below it. Default: what server or tokenizer say, or 1000."
     num_connections: int = 1
-    "For quire: connections on which requests take turns."
+    "For quire: on which requests take turns. For openai: opened beforehand, one a request under way is best."
     deadline_ms: int | None = None
     "For quire: of every request, from its arrival at the server."
 
@@ -87,6 +92,8 @@ def check_target(options: TargetOptions) -> None:
         raise ConfigError("--base-url names the whole address: leave out --host and --port")
     if options.backend != "quire" and options.deadline_ms is not None:
         raise ConfigError("--deadline-ms is for --backend quire: OpenAI's API has no deadlines")
+    if options.backend != "quire" and options.tls:
+        raise ConfigError("--tls is for --backend quire: write https:// before the address of another")
     check_number("--port", options.port, 1, 65535)
     check_number("--deadline-ms", options.deadline_ms, 1, 1e9)
     check_number("--num-connections", options.num_connections, 1, 4096)
@@ -112,19 +119,44 @@ async def open_target(
     tokenizer = None if options.tokenizer is None else Tokenizer(options.tokenizer)
     token = options.token or os.environ.get(TOKEN_VARIABLES[options.backend]) or None
     params = sampling.given() | ({"ignore_eos": True} if ignore_eos else {})
-    backend: QuireBackend | OpenAIBackend
     if options.backend == "quire":
         target = QuireTarget(
-            address, token, options.num_connections, SamplingParams(**params), deadline_ms=options.deadline_ms
+            address, token, options.tls, options.num_connections, SamplingParams(**params), options.deadline_ms
         )
-        backend, only_text = await QuireBackend.open(target), False
-        model_id = options.model or "quire"
+        quire = await QuireBackend.open(target)
+        opened = OpenTarget(
+            quire, options.model or quire.model.name or DEFAULT_NAME, _quire_vocabulary(options, tokenizer, quire)
+        )
     else:
-        api = OpenAITarget(address, options.endpoint, options.model, token, params)
-        backend, only_text = await OpenAIBackend.open(api), api.is_chat
-        model_id = backend.model
+        api = OpenAITarget(
+            address, options.endpoint, options.model, token, body=params, num_connections=options.num_connections
+        )
+        openai = await OpenAIBackend.open(api)
+        opened = OpenTarget(openai, openai.model, _vocabulary(options, tokenizer, only_text=api.is_chat))
     try:
-        size = options.vocab_size or (tokenizer.vocab_size if tokenizer else DEFAULT_VOCAB_SIZE)
-        yield OpenTarget(backend, model_id, Vocabulary(size, tokenizer, only_text))
+        yield opened
     finally:
-        await backend.close()
+        await opened.backend.close()
+
+
+def _vocabulary(options: TargetOptions, tokenizer: Tokenizer | None, *, only_text: bool) -> Vocabulary:
+    if tokenizer is None:
+        return Vocabulary(options.vocab_size or DEFAULT_VOCAB_SIZE, only_text=only_text)
+    return Vocabulary(
+        options.vocab_size or tokenizer.vocab_size,
+        lambda text: len(tokenizer.encode(text)),
+        tokenizer.decode,
+        only_text,
+    )
+
+
+def _quire_vocabulary(options: TargetOptions, tokenizer: Tokenizer | None, backend: QuireBackend) -> Vocabulary:
+    """Loads are made in a thread, which may ask the server and wait."""
+    model, loop = backend.model, asyncio.get_running_loop()
+
+    def ask_server(text: str) -> int:
+        return asyncio.run_coroutine_threadsafe(backend.count_tokens(text), loop).result()
+
+    local = _vocabulary(options, tokenizer, only_text=False)
+    counter = local.count_tokens or (ask_server if model.has_tokenizer else None)
+    return replace(local, size=options.vocab_size or model.vocab_size, count_tokens=counter)
