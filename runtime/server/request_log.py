@@ -5,7 +5,7 @@ of errors may quote.
 
 What a line is about comes from `structlog.contextvars`, which tasks inherit from the task that makes them, so that
 other rooms' lines about a request carry it too: a connection's task binds `connection=new_id()` at its start and
-`tenant` when it knows it, a request's task `request=new_id()` and `client_id`, the id that its client gave it.
+`tenant` when it knows it, a request's task `request=new_id()`. `client_id` is the id that its client gave it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ _log = structlog.get_logger("quire.server")
 
 
 def log_end(last: Done | Error) -> None:
-    """`last` is the frame that ended the request of this task."""
+    """`last` is the frame that ended the request of this task, or that refused one of this connection."""
     if isinstance(last, Error):
         refused = last.code in _REFUSALS
         log = _log.debug if refused else _log.info
-        log("request refused" if refused else "request failed", code=last.code, retry_after_ms=last.retry_after_ms)
+        log(
+            "request refused" if refused else "request failed",
+            client_id=last.request_id,
+            code=last.code,
+            retry_after_ms=last.retry_after_ms,
+        )
         return
     usage = last.usage
     _log.info(
         "request ended",
+        client_id=last.request_id,
         finish_reason=last.finish_reason,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=usage.cached_tokens,

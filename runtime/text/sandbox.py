@@ -57,7 +57,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
             finalize=self._charged,
         )
         self.code_generator_class = _CodeGenerator
-        self.concat = self.joined  # type: ignore[method-assign]  # of blocks, macros and the whole
         self.filters = {name: self._guarded(name, function) for name, function in {**self.filters, **filters}.items()}
         del self.globals["lipsum"]
         self._run = threading.local()
@@ -94,7 +93,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if size > MAX_SIZE or self._run.made > MAX_WORK:
             raise SecurityError("it makes more out of them than is allowed")
 
-    def joined(self, pieces: Iterable[Any]) -> str:
+    def concat(self, pieces: Iterable[Any], /) -> str:
+        """Of blocks, macros, `~` and the whole."""
         size, texts = 0, []
         for piece in pieces:
             texts.append(str(self._charged(piece)))
@@ -169,7 +169,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 class _CodeGenerator(CodeGenerator):
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
         """`a ~ b`, which is no operator to `call_binop`."""
-        self.write("environment.joined((")
+        self.write("environment.concat((")
         for part in node.nodes:
             self.visit(part, frame)
             self.write(", ")

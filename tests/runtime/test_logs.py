@@ -88,5 +88,5 @@ def test_the_end_of_a_request_is_one_line_that_quotes_nothing(stream: io.StringI
     log_end(Error(9, "INVALID_ARGUMENT", "hunter2"))  # of debug level
     ended, failed = lines(stream)
     assert (ended["event"], ended["request"], ended["tenant"], ended["queue_ms"]) == ("request ended", "r", "acme", 1.3)
-    assert (failed["event"], failed["code"]) == ("request failed", "INTERNAL")
+    assert (failed["event"], failed["client_id"], failed["code"]) == ("request failed", 8, "INTERNAL")
     assert "hunter2" not in stream.getvalue()
