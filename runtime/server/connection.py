@@ -11,8 +11,10 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import structlog
+from structlog.contextvars import bind_contextvars
 
 from ..errors import ProtocolError, QuireError
+from ..logs import new_id
 from ..wire.codec import Decoder, Malformed
 from ..wire.errors import error_frame
 from ..wire.frames import CLIENT_FRAMES, FEATURES, PROTOCOL_VERSION, Frame, Hello, Ping, Welcome
@@ -55,6 +57,7 @@ class Connection:
 
     async def run(self, refusal: QuireError | None = None) -> None:
         """Serve, or only say `refusal`, then close. Never raises."""
+        bind_contextvars(connection=new_id(), peer=self._peer)
         self._reading = asyncio.create_task(self._converse(refusal))
         sending = asyncio.create_task(self._outbox.run())
         try:
@@ -118,7 +121,7 @@ class Connection:
             self._refuse(error)
 
     def _refuse(self, error: QuireError) -> None:
-        _log.warning("connection refused", code=error.code, reason=str(error), peer=self._peer)
+        _log.warning("connection refused", code=error.code, reason=str(error))
         self._end(error)
 
     async def _frames(self) -> AsyncGenerator[Frame | Malformed, None]:
@@ -142,6 +145,7 @@ class Connection:
     def _welcome(self, hello: Hello) -> Exchange:
         """Raises Unauthenticated."""
         tenant = self._service.keyring.authenticate(hello.token)
+        bind_contextvars(tenant=tenant.name)
         session = self._service.kept.session(tenant.name, hello.session)
         features = tuple(feature for feature in FEATURES if feature in hello.features)
         heartbeat = "heartbeat" in features
@@ -157,7 +161,7 @@ class Connection:
             )
         )
         exchange = self._exchange = Exchange(
-            self._service, self._outbox, tenant, session, progress="progress" in features, peer=self._peer
+            self._service, self._outbox, tenant, session, progress="progress" in features
         )
         self._watchdog = Watchdog(
             self._config,

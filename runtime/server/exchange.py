@@ -12,14 +12,17 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import structlog
+from structlog.contextvars import bind_contextvars
 
 from ..errors import GenerationFailed, Overloaded, ProtocolError, QuireError, Unavailable
+from ..logs import new_id
 from ..wire.codec import Malformed
 from ..wire.errors import error_frame
 from ..wire.frames import (
     AskStats,
     Cancel,
     Credit,
+    Done,
     Error,
     Frame,
     Generate,
@@ -36,6 +39,7 @@ from .admission import duplicate_frame, engine_request, models_frame, stats_fram
 from .delivery import Delivery, Source
 from .metrics import CancelCause
 from .outbox import Outbox
+from .request_log import log_end
 from .service import Service
 from .tenants import Tenant
 
@@ -58,14 +62,12 @@ class Exchange:
         session: str,
         *,
         progress: bool,
-        peer: str,
     ) -> None:
         self._service = service
         self._outbox = outbox
         self._tenant = tenant
         self._session = session
         self._progress = progress
-        self._peer = peer
         self._live: dict[int, _Live] = {}
         self._last_accepted_id: int | None = None
         self._last_ended_at = asyncio.get_running_loop().time()
@@ -149,7 +151,7 @@ class Exchange:
         try:
             source, is_kept = self._source(frame)
         except Exception as error:
-            self._outbox.send(self._failure(frame.request_id, error))
+            self._send_last(self._failure(frame.request_id, error))
             return
         self._last_accepted_id = frame.request_id
         self._deliver(frame.request_id, source, frame.credit, paced=is_kept)
@@ -191,7 +193,7 @@ class Exchange:
     def _refuse(self, request_id: int, error: QuireError) -> None:
         """End a request that never reached the engine."""
         self._service.observer.on_rejected(error)
-        self._outbox.send(error_frame(request_id, error))
+        self._send_last(error_frame(request_id, error))
 
     # Answering
 
@@ -229,13 +231,20 @@ class Exchange:
 
     async def _finish(self, request_id: int, answer: Callable[[], Coroutine[Any, Any, Frame]]) -> None:
         """The id is free again before the peer can know that its request ended."""
+        bind_contextvars(request=new_id())
         try:
             last = await answer()
         except Exception as error:
             last = self._failure(request_id, error)
         del self._live[request_id]
-        self._outbox.send(last)
+        self._send_last(last)
         self._last_ended_at = asyncio.get_running_loop().time()
+
+    def _send_last(self, frame: Frame) -> None:
+        """Of a request."""
+        self._outbox.send(frame)
+        if isinstance(frame, Done | Error):
+            log_end(frame)
 
     def _delivery(self, request_id: int) -> Delivery | None:
         live = self._live.get(request_id)
@@ -244,6 +253,6 @@ class Exchange:
     def _failure(self, request_id: int, error: Exception) -> Error:
         """The frame that ends a request with `error`; what is no QuireError is a bug, and the log's to tell."""
         if not isinstance(error, QuireError):
-            _log.error("request failed", request_id=request_id, peer=self._peer, exc_info=error)
+            _log.error("request failed", client_id=request_id, exc_info=error)
             error = GenerationFailed("an internal error ended this request; see the server's log")
         return error_frame(request_id, error)

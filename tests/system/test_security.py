@@ -1,14 +1,22 @@
-"""TLS over real sockets."""
+"""TLS over real sockets, and the log of a real server with rightful and other clients: no key and no prompt in it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import signal
 import ssl
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from quire import AsyncClient, SamplingParams
+from quire.runtime.commands.token import token_text
+from quire.runtime.errors import InvalidRequest, Unauthenticated
+from quire.runtime.server import connection
 
 TLS = Path(__file__).resolve().parents[1] / "data" / "tls"
 SETTINGS = {"tls_cert": str(TLS / "cert.pem"), "tls_key": str(TLS / "key.pem")}
@@ -44,3 +52,64 @@ async def test_who_does_not_shake_hands_is_cut(serve: Serve, sent: bytes) -> Non
     plain.writer.write(sent)
     async with asyncio.timeout(5):
         assert await plain.receive() == []
+
+
+async def test_a_breach_over_tls_is_told(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TLS has no half-close, and still the last frame arrives."""
+    monkeypatch.setattr(connection, "LINGER_S", 0.05)
+    system = await serve(**SETTINGS)
+    client = await system.raw(ssl=trusting())
+    client.send("FROB")
+    assert (await client.receive())[:3] == ["ERROR", None, "INVALID_ARGUMENT"]
+    assert await client.receive() == []
+
+
+SECRET_WORDS = "A prompt of secret words"
+SERVE = (sys.executable, "-m", "quire.runtime.cli", "serve", "--port", "0", "--http-port", "0", "--in-process")
+LOGGED = ("--kv-cache-memory", "8MiB", "--log-format", "json", "--log-level", "debug")
+
+
+async def test_the_log_of_a_real_session_holds_no_key_and_no_prompt(tmp_path: Path) -> None:
+    """Keys in a file, a client of each kind, a new key by SIGHUP, a broken file by another."""
+    tokens, log = tmp_path / "tokens.toml", tmp_path / "log"
+    first, second = (token_text("acme") for _ in range(2))
+    keys = [text.splitlines()[2] for text in (first, second)]
+    tokens.write_text(first[first.index("[acme]") :])
+    tokens.chmod(0o600)
+    with log.open("wb") as stderr:
+        command = (*SERVE, *LOGGED, "--auth-tokens", str(tokens))
+        server = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=stderr)
+    try:
+        assert server.stdout is not None
+        ready = (await server.stdout.readline()).decode()
+        address = ready.partition("clients ")[2].split()[0]
+        await generate(address, keys[0])
+        for wrong in (keys[1], "another key", None):
+            with pytest.raises(Unauthenticated):
+                await generate(address, wrong)
+        for text, outcome in ((second[second.index("[acme]") :], "tokens reloaded"), ("[acme", "not reloaded")):
+            tokens.write_text(text)
+            server.send_signal(signal.SIGHUP)
+            async with asyncio.timeout(10):
+                while outcome not in log.read_text():
+                    await asyncio.sleep(0.01)
+        with pytest.raises(InvalidRequest):
+            await generate(address, keys[1], temperature=-1.0)
+        await generate(address, keys[1])
+    finally:
+        server.terminate()
+        await server.wait()
+    text = log.read_text()
+    assert not [secret for secret in (*keys, "another key", "secret words") if secret in text]
+    lines = [json.loads(line) for line in text.splitlines()]
+    requests = [line for line in lines if line["event"].startswith("request ")]
+    assert [line["event"] for line in requests] == ["request ended", "request refused", "request ended"]
+    assert all(line["tenant"] == "acme" and line["client_id"] >= 0 for line in requests)
+    assert len({line["connection"] for line in requests}) == 3
+    assert [line["code"] for line in lines if line["event"] == "connection refused"] == ["UNAUTHENTICATED"] * 3
+
+
+async def generate(address: str, token: str | None, temperature: float = 0.0) -> None:
+    async with AsyncClient(address, token=token) as client:
+        async for chunk in client.generate(SECRET_WORDS, SamplingParams(max_tokens=4, temperature=temperature)):
+            assert chunk.first_index >= 0
