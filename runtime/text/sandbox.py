@@ -97,8 +97,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Of blocks, macros, `~` and the whole."""
         size, texts = 0, []
         for piece in pieces:
-            texts.append(str(self._charged(piece)))
-            size += len(texts[-1])
+            texts.append(piece if isinstance(piece, str) else str(self._charged(piece)))
+            size += len(texts[-1]) + 16  # a million empty ones take memory, too
             if size > MAX_SIZE:
                 break
         self.charge(size)
@@ -182,6 +182,8 @@ def _is_sequence(value: object) -> bool:
 
 def _weight(value: object) -> int:
     """Characters of all that is within and something for each item, counted as often as it is there, up to MAX_SIZE."""
+    if isinstance(value, str):  # nearly always
+        return len(value)
     weight, unseen = 0, [value]
     while unseen and weight <= MAX_SIZE:
         each = unseen.pop()

@@ -119,6 +119,7 @@ NEST = "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = [ns
         GROW.replace("MORE", "ns.s.replace('x', 'xx')"),
         "{% macro m(n) %}{% if n %}{{ m(n - 1) ~ m(n - 1) }}{% else %}{{ text }}{% endif %}{% endmacro %}{{ m(40) }}",
         "{% set ns = namespace(s='x' * 10 ** 6) %}{% for i in range(99) %}{{ ns.s }}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}",
         NEST + "{{ ns.s }}",
         NEST + "{{ ns.s ~ '' }}",
         NEST + "{{ ns.s | tojson }}",
