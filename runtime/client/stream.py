@@ -21,7 +21,7 @@ from .links import Links
 
 CREDIT_TOKENS = 1024  # at most so many are under way or unread
 RESUME_FOR_S = 60.0  # what servers keep a resumable request by default
-FIRST_RETRY_S, LAST_RETRY_S = 0.02, 2.0
+FIRST_RETRY_S, LAST_RETRY_S = 0.01, 2.0
 
 OnAccepted = Callable[[Accepted], None]
 OnProgress = Callable[[Progress], None]
@@ -44,7 +44,9 @@ class TokenStream:
         self._on_progress = on_progress
         self._choices = _Choices()
         self._received = 0  # tokens, of all choices
-        self._credited = 0  # of them, those that the server may have sent again by now
+        self._credited = 0  # of them, those that the reader is done with and the server knows
+        self._attempts = 0  # to get another link, since something came
+        self._give_up_at = 0.0  # the loop's time, while there are attempts
 
     async def chunks(self) -> AsyncGenerator[OutputChunk, None]:
         link = await self._links.for_new_requests()
@@ -75,6 +77,7 @@ class TokenStream:
             case Tokens() if self._choices.has_seen(answer):
                 return None
             case Tokens() | Done():
+                self._attempts = 0
                 self._received += len(answer.token_ids) if isinstance(answer, Tokens) else 0
                 return self._choices.chunk(answer)
             case Accepted():
@@ -96,20 +99,22 @@ class TokenStream:
             link.send(Credit(self._id, due))
 
     async def _reconnect(self, lost: Link, reason: QuireError) -> Link:
-        """Raises `reason` if the request cannot be resumed."""
-        if not (self._frame.resumable and reason.retryable):
-            raise reason
-        give_up_at = asyncio.get_running_loop().time() + RESUME_FOR_S
-        retry_s = FIRST_RETRY_S
-        while True:
+        """Another link, after longer and longer waits while none brings anything. Raises `reason`, or why there is no
+        other, once it is too late or trying again cannot help."""
+        while self._frame.resumable and reason.retryable and not self._links.is_closed:
+            if not self._attempts:
+                self._give_up_at = asyncio.get_running_loop().time() + RESUME_FOR_S
+            elif asyncio.get_running_loop().time() > self._give_up_at:
+                break
+            else:
+                wait_s = min(FIRST_RETRY_S * 2**self._attempts, LAST_RETRY_S)
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1))
+            self._attempts += 1
             try:
                 return await self._links.for_session(lost.session)
             except QuireError as error:
-                late = asyncio.get_running_loop().time() > give_up_at
-                if self._links.is_closed or late or not error.retryable:
-                    raise
-            await asyncio.sleep(retry_s * random.uniform(0.5, 1))
-            retry_s = min(2 * retry_s, LAST_RETRY_S)
+                reason = error
+        raise reason
 
 
 class _Choices:

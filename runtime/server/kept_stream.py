@@ -65,9 +65,13 @@ class KeptStream:
         return follower
 
     def chunk(self, position: int) -> OutputChunk | None:
-        """None: not yet there."""
+        """None: not yet there. After the last one comes its end alone, for whoever has its tokens."""
         index = position - self._first
-        return _decode(self._chunks[index][1]) if index < len(self._chunks) else None
+        if index < len(self._chunks):
+            return _decode(self._chunks[index][1])
+        if self.finish_reason is None:
+            return None
+        return msgspec.structs.replace(_decode(self._chunks[-1][1]), token_ids=(), text="", logprobs=None)
 
     def fail(self, error: Exception) -> None:
         """End it with `error` now, whatever the engine does."""

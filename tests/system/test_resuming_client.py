@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 from quire.runtime.client import AsyncClient
 from quire.runtime.errors import GenerationFailed, RequestNotFound, Unavailable
 from quire.runtime.generation import OutputChunk, SamplingParams, join_choices
+from quire.runtime.wire.codec import encode
+from quire.runtime.wire.frames import Welcome
 
 Serve = Callable[..., Awaitable[Any]]
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
@@ -21,7 +24,7 @@ ENDLESS = SamplingParams(max_tokens=1_000_000)
 
 
 class Wire:
-    """A TCP relay that can be cut; what the server says passes after `lag_s` in pieces of `piece` bytes."""
+    """A TCP relay that can be cut."""
 
     def __init__(self, host: str, port: int) -> None:
         self.target = host, port
@@ -91,7 +94,7 @@ async def test_cut_after_every_so_many_bytes_the_stream_is_whole(serving: Servin
         async with AsyncClient(real.address) as client:
             wanted = await client.complete(PROMPT, params)
         async with wire_to(real.address) as wire:
-            for cut_after in (300, 1001, 1702):
+            for cut_after in (300, 500, 701):
                 wire.cut_after = cut_after  # WELCOME and ACCEPTED need about 120
                 before = wire.num_connections
                 async with AsyncClient(wire.address) as client:
@@ -198,6 +201,19 @@ async def test_giving_up_after_a_while(system: Any, monkeypatch: pytest.MonkeyPa
             await anext(stream)
 
 
+async def test_giving_up_though_every_connection_opens(system: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It greets, then breaks."""
+    monkeypatch.setattr("quire.runtime.client.stream.RESUME_FOR_S", 0.05)
+    async with wire_to(system.address) as wire, AsyncClient(wire.address) as client:
+        stream = client.generate("hold", ENDLESS, resumable=True)
+        await anext(stream)
+        wire.cut_after = 80
+        wire.cut()
+        with pytest.raises(Unavailable):
+            await anext(stream)
+        assert 3 < wire.num_connections < 30
+
+
 async def test_closing_the_client_ends_a_stream_that_is_reconnecting(system: Any, eventually: Eventually) -> None:
     async with wire_to(system.address) as wire:
         async with AsyncClient(wire.address) as client:
@@ -218,13 +234,11 @@ async def test_a_server_that_falls_silent_is_left(serve: Serve) -> None:
     async def greet_only(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         silent.append(writer)
         await reader.read(1024)
-        writer.write(
-            bytes.fromhex("0000001e97") + b"\xa7WELCOME\x01\x91\xa9heartbeat\xce\x00\x10\x00\x00\xa1m\xa1s\x14"
-        )
+        writer.write(encode(Welcome(1, ("heartbeat",), 1 << 20, "m", "s", 10)))
 
     server = await asyncio.start_server(greet_only, "127.0.0.1", 0)
     async with AsyncClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
-        with pytest.raises(Unavailable, match="nothing came from the server"):
+        with pytest.raises(Unavailable, match=re.escape("nothing came from the server for 0.03 s")):
             await client.complete("hi")
     for writer in silent:
         writer.transport.abort()
