@@ -15,11 +15,15 @@ The rules that the types alone do not say:
   breach: a peer can know from WELCOME what is understood.
 * A request has as many choices as its `n` says, each ends once: in TOKENS with a finish reason, the last one in DONE.
 * CANCEL and CREDIT of an id that is not live are ignored: they may have crossed that request's DONE.
-* A request with `credit` is sent at most so many tokens until CREDIT adds to it. DONE and ERROR need none.
+* A request with `credit` is sent TOKENS while that is above zero. They are not divided, so the last may overdraw it, by
+  less than its own tokens; CREDIT adds to it. What has no tokens needs none.
 * A resumable request outlives its connection for a while. RESUME under its id, on a connection whose HELLO named the
-  session that its WELCOME had told, goes on with what followed the `next_index` tokens received, of all its choices.
-* GENERATE with the idempotency key of a request that this tenant sent before is answered with that one's stream.
-* After GOAWAY no GENERATE is accepted; what was accepted goes on until the deadline.
+  session that its WELCOME had told, is answered as GENERATE is, with what followed the `next_index` tokens received, of
+  all its choices. TOKENS without tokens only ever end a choice; they may come again then, and are to be ignored.
+* WELCOME tells the session that HELLO named while that has something to resume, else a new one.
+* GENERATE with the idempotency key of a request that this tenant sent before is answered with that one's stream, if its
+  prompt, messages and params are the same. Only what finished stays known; after an error, a retry is a new attempt.
+* After GOAWAY no GENERATE is accepted; what was accepted goes on until the deadline, and may be resumed.
 * PROGRESS is sent to whoever negotiated `progress`. Who negotiated `heartbeat` is sent PING after `heartbeat_ms` of
   silence, and closed when nothing came from it for three times as long. PING is answered by PONG, both ways.
 

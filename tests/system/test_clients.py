@@ -167,17 +167,17 @@ async def test_a_reader_that_pauses_is_sent_no_more_than_it_takes(
     assert [token for chunk in chunks for token in chunk.token_ids] == list(range(100))
 
 
-async def test_a_reader_that_pauses_too_long_is_told(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_that_pauses_too_long_is_told(
+    serve: Serve, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quire.runtime.client.stream.CREDIT_TOKENS", 4)
     system = await serve(credit_timeout_ms=20)
     async with AsyncClient(system.address) as client:
-
-        async def read_slowly() -> None:
-            async for _ in client.generate("endless", ENDLESS):
-                await asyncio.sleep(0.2)
-
+        stream = client.generate("endless", ENDLESS)
+        chunks = [await anext(stream)]
+        await eventually(lambda: not system.engine.live)
         with pytest.raises(DeadlineExceeded, match="no credit"):
-            await read_slowly()
+            chunks += [chunk async for chunk in stream]
         assert (await client.complete("hi", THREE)).token_ids == (0, 1, 2)
 
 

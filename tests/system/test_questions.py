@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
 
 @pytest.fixture
-async def client(serve: Serve) -> AsyncIterator[Any]:
+async def client(serve: Serve) -> Any:
     return await (await serve(served_model_name="demo")).raw()
 
 

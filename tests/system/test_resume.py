@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -240,7 +240,7 @@ def tenants(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def shared(serve: Serve, tenants: Path) -> AsyncIterator[Any]:
+async def shared(serve: Serve, tenants: Path) -> Any:
     """A server of two tenants, whose keys are their names."""
     return await serve(auth_tokens=str(tenants))
 
@@ -439,7 +439,7 @@ async def test_over_the_limit_the_oldest_that_nobody_needs_goes_first(serve: Ser
 async def test_what_alone_is_over_the_limit_goes_on_and_is_not_kept(serve: Serve) -> None:
     system = await serve(max_kept_bytes=50_000)
     system.engine.text_bytes = 10_000
-    client, _session = await greet(system)
+    client = await system.raw()
     generate(client, 1, "hi", {"max_tokens": 40}, key="k", resumable=True)
     frames = await client.until("DONE")
     assert [token for frame in tokens_of(frames) for token in frame[3]] == list(range(40))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 
 import pytest
 from quire.runtime.errors import ConfigError
-from quire.runtime.server.listen import is_loopback, listen_tcp
+from quire.runtime.server.listen import allow_open_files, is_loopback, listen_tcp
 
 
 async def test_small_frames_leave_at_once() -> None:
@@ -34,3 +35,23 @@ async def test_no_host_means_every_address() -> None:
 async def test_an_unknown_host() -> None:
     with pytest.raises(ConfigError, match="cannot be resolved"):
         await is_loopback("no such host")
+
+
+@pytest.mark.parametrize(
+    ("limits", "wanted", "set_to"),
+    [
+        ((1024, 4096), 2000, (2000, 4096)),
+        ((1024, 4096), 9000, (4096, 4096)),
+        ((1024, resource.RLIM_INFINITY), 9000, (9000, resource.RLIM_INFINITY)),
+        ((2048, 4096), 2000, None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 2000, None),
+    ],
+)
+def test_as_many_open_files_as_the_system_allows(
+    limits: tuple[int, int], wanted: int, set_to: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_limits.append(limits))
+    allow_open_files(wanted)
+    assert set_limits == ([] if set_to is None else [set_to])
