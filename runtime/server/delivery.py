@@ -7,6 +7,7 @@ for a reader; with `credit`, TOKENS leave while it is above zero, so that it is 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
@@ -61,9 +62,9 @@ class Delivery:
         self.source = source
         self._request_id = request_id
         self._outbox = outbox
-        self._credit = credit
+        self._credit = math.inf if credit is None else credit
         self._credit_timeout_ms = credit_timeout_ms
-        self._gated = paced or credit is not None
+        self._paced = paced
         self._credited = asyncio.Event()
         self._unwanted = False
         if progress:
@@ -72,24 +73,25 @@ class Delivery:
     async def run(self) -> Done:
         """Send all but the last frame, and return that one. Raises what ended the request otherwise."""
         done: Done | None = None
-        chunks = await self.source.accepted()
-        self._outbox.send(accepted_frame(self._request_id, chunks.admission))
+        request_id, source, send = self._request_id, self.source, self._outbox.send
+        chunks = await source.accepted()
+        send(accepted_frame(request_id, chunks.admission))
         async for chunk in chunks:
-            if self._gated:
+            if self._credit <= 0 or self._paced:
                 chunk = await self._through_gate(chunk)
-            self.source.generated += len(chunk.token_ids)
-            if (tokens := tokens_frame(self._request_id, chunk)) is not None:
-                self._outbox.send(tokens)
-            done = done_frame(self._request_id, chunk)
+            num_tokens = len(chunk.token_ids)
+            self._credit -= num_tokens
+            source.generated += num_tokens
+            if (tokens := tokens_frame(request_id, chunk)) is not None:
+                send(tokens)
+            done = done_frame(request_id, chunk)
         if done is None:
             raise GenerationFailed("the engine ended this stream without a finish reason")
         return done
 
     def grant(self, tokens: int) -> None:
-        """Without a limit to begin with there is none to raise."""
-        if self._credit is not None:
-            self._credit += tokens
-            self._credited.set()
+        self._credit += tokens
+        self._credited.set()
 
     def cancel(self, cause: CancelCause) -> None:
         self._forgo()
@@ -112,14 +114,12 @@ class Delivery:
 
     async def _through_gate(self, chunk: OutputChunk) -> OutputChunk:
         """`chunk` when it may go out. Nothing but the end of its choice if the client will not have it any more."""
-        await self._outbox.room()
-        if self._credit is None or not chunk.token_ids:
-            return chunk
-        while self._credit <= 0:
+        if self._paced:
+            await self._outbox.room()
+        while self._credit <= 0 and chunk.token_ids:
             if self._unwanted:
                 return msgspec.structs.replace(chunk, token_ids=(), text="", logprobs=None)
             await self._credit_comes()
-        self._credit -= len(chunk.token_ids)
         return chunk
 
     async def _credit_comes(self) -> None:

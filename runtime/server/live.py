@@ -79,7 +79,7 @@ class LiveRequest:
         self.generated = 0
         self.on_prefill: Callable[[int, int], None] | None = None  # gets computed and prompt tokens
         self.is_cancelled = False
-        self._submission = submission
+        self._submission: Awaitable[Generation] | None = submission
         self._tenant = tenant
         self._request_id = request_id
         self._observer = observer
@@ -92,6 +92,7 @@ class LiveRequest:
 
     async def accepted(self) -> Generation:
         """The engine's stream. Await it once; raises what the engine refuses with."""
+        assert self._submission is not None, "awaited once, before the end"
         generation = await self._submission
         self._generation = generation
         self._prompt_tokens = len(generation.prompt_token_ids)
@@ -114,8 +115,10 @@ class LiveRequest:
         self.cancel(cause)
 
     def end(self) -> None:
+        """Also lets go of the engine's stream, which holds the prompt."""
         if not self._ended:
             self._ended = True
+            self._generation = self._submission = None
             self._tenant.leave()
             self._on_end(self)
 
