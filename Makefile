@@ -17,10 +17,15 @@ bench: $(BIN)/quire
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[bench]'
 	$(BIN)/python -m pytest -q tests/bench/bench_ops.py $(BENCH)
 
+conformance: $(BIN)/quire
+	cd deploy/clients/node && npm install --no-audit --no-fund --omit=optional --ignore-scripts
+	$(BIN)/python tests/conformance/run.py python
+	$(BIN)/python tests/conformance/run.py node
+
 $(BIN)/quire: pyproject.toml
 	python3 -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check 'meson-python>=0.22,<0.23' 'meson>=1.12,<2' 'cython>=3.3,<3.4' 'ninja>=1.13,<2'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-.PHONY: demo test bench check-kernels
+.PHONY: demo test bench check-kernels conformance

@@ -1,0 +1,149 @@
+// A minimal client of the Quire protocol, version 1 (runtime/PROTOCOL.md): many streams over one connection.
+// Leaving a stream's loop cancels its request. Integers above 2^53 are BigInt; `logit_bias` is a Map with integer keys.
+import net from "node:net";
+import tls from "node:tls";
+import { Packr } from "msgpackr";
+
+const VERSION = 1, MAX_FRAME_BYTES = 4 << 20, RESUME_FOR_MS = 60_000, MAX_RETRY_MS = 2_000;
+const CREDIT = 256; // tokens of a stream that may be under way or unread
+const msgpack = new Packr({ useRecords: false, encodeUndefinedAsNil: true, int64AsType: "auto" });
+
+export class QuireError extends Error {
+  constructor(code, message, retryable = false, retryAfterMs = null) {
+    Object.assign(super(message), { name: "QuireError", code, retryable, retryAfterMs });
+  }
+}
+
+export class Client {
+  #address; #options; #nextId;
+  #socket = null; #opening = null; // welcomed, or about to be
+  #session = null; // names the requests that can be resumed
+  #leaving = false; #closed = false; // GOAWAY came; `close` was called
+  #inboxes = new Map(); // by request id, as BigInt
+
+  static async connect(address, options = {}) {
+    const client = new Client();
+    [client.#address, client.#options, client.#nextId] = [address, options, BigInt(options.firstId ?? 1)];
+    await client.#connected();
+    return client;
+  }
+
+  close() { this.#closed = true; this.#socket?.destroy(); }
+
+  // Chunks { choice, firstIndex, tokenIds, text, logprobs, finishReason, usage }; the last one has `usage`.
+  async *generate(prompt, params = {}, options = {}) {
+    const { messages, deadlineMs, priority = 0, pinMs, idempotencyKey, resumable = false } = options;
+    const id = this.#nextId++, how = [deadlineMs, priority, pinMs, messages, CREDIT, idempotencyKey, resumable];
+    const ask = ["GENERATE", id, prompt, exact(params), ...how];
+    if (this.#leaving && this.#socket) throw unavailable("the server is shutting down; send new requests elsewhere");
+    await this.#connected();
+    let inbox = this.#ask(id, ask), received = 0, credited = 0; // tokens, of all choices
+    const ended = new Set(), bare = new Set(); // choices; those that had a frame without tokens, which may come twice
+    try {
+      for (;;) {
+        const [type, ...fields] = await inbox.get();
+        if (type === "TOKENS") {
+          const [, firstIndex, tokenIds, text, logprobs = null, choice = 0, finishReason = null] = fields;
+          if (tokenIds.length === 0 && bare.size === bare.add(choice).size) continue;
+          received += tokenIds.length;
+          if (finishReason) ended.add(choice);
+          yield { choice, firstIndex, tokenIds, text, logprobs, finishReason, usage: null };
+          const read = received - credited;
+          if (2 * read >= CREDIT && this.#send(["CREDIT", id, read])) credited = received;
+        } else if (type === "DONE") {
+          let choice = 0; // the one that has not ended
+          while (ended.has(choice)) choice++;
+          return yield { choice, tokenIds: [], text: "", logprobs: null, finishReason: fields[1], usage: fields[2] };
+        } else if (type === "LOST") {
+          if (!resumable || !fields[0].retryable) throw fields[0];
+          await this.#connected(Date.now() + RESUME_FOR_MS);
+          [inbox, credited] = [this.#ask(id, ["RESUME", id, received, CREDIT]), received];
+        } else if (type === "ERROR") {
+          if (fields[1] !== "NOT_FOUND" || !resumable || received) throw new QuireError(...fields.slice(1));
+          inbox = this.#ask(id, ask); // the connection was lost before it arrived
+        }
+      }
+    } finally {
+      if (this.#inboxes.delete(id)) this.#send(["CANCEL", id]);
+    }
+  }
+
+  #ask(id, message) {
+    const inbox = new Inbox();
+    this.#inboxes.set(id, inbox);
+    if (!this.#send(message)) this.#answer(id, ["LOST", unavailable("the connection was lost")], true);
+    return inbox;
+  }
+
+  #send(message, socket = this.#socket) {
+    const payload = msgpack.pack(message), length = Buffer.alloc(4);
+    length.writeUInt32BE(payload.length);
+    return socket?.write(Buffer.concat([length, payload])) !== undefined;
+  }
+
+  #answer(id, message, isLast) {
+    this.#inboxes.get(BigInt(id))?.put(message);
+    if (isLast) this.#inboxes.delete(BigInt(id));
+  }
+
+  async #connected(giveUpAt = 0) {
+    for (let waitMs = 20; !this.#socket; waitMs = Math.min(2 * waitMs, MAX_RETRY_MS)) {
+      if (this.#closed) throw unavailable("this client is closed");
+      try {
+        await (this.#opening ??= this.#open().finally(() => { this.#opening = null; }));
+      } catch (error) {
+        if (!error.retryable || Date.now() > giveUpAt) throw error;
+        await new Promise((wake) => setTimeout(wake, waitMs * (0.5 + Math.random() / 2)));
+      }
+    }
+  }
+
+  #open() {
+    return new Promise((resolve, reject) => {
+      const { tls: secure, token = null } = this.#options, where = parse(this.#address);
+      const socket = secure ? tls.connect({ ...where, ...(secure === true ? {} : secure) }) : net.connect(where);
+      let buffer = Buffer.alloc(0), reason = unavailable("the server closed the connection");
+      socket.setNoDelay(true).on("error", (error) => { reason = unavailable(error.message); });
+      socket.on("timeout", () => socket.destroy(new Error("nothing came from the server, not even PING")));
+      socket.on("close", () => {
+        if (this.#socket === socket) this.#socket = null;
+        for (const id of [...this.#inboxes.keys()]) this.#answer(id, ["LOST", reason], true);
+        reject(reason);
+      });
+      const handle = ([type, ...fields]) => {
+        if (type === "WELCOME") {
+          [this.#session, this.#leaving, this.#socket] = [fields[4], false, socket];
+          resolve(socket.setTimeout(3 * (fields[5] ?? 0)));
+        } else if (type === "ERROR" && fields[0] === null) reason = new QuireError(...fields.slice(1));
+        else if (type === "PING") this.#send(["PONG", fields[0]], socket);
+        else if (type === "GOAWAY") this.#leaving = true;
+        else this.#answer(fields[0], [type, ...fields], !["ACCEPTED", "PROGRESS", "TOKENS"].includes(type));
+      };
+      socket.on("data", (data) => {
+        buffer = Buffer.concat([buffer, data]);
+        while (buffer.length >= 4 && buffer.length >= 4 + buffer.readUInt32BE()) {
+          const end = 4 + buffer.readUInt32BE();
+          handle(msgpack.unpack(buffer.subarray(4, end)));
+          buffer = buffer.subarray(end);
+        }
+      });
+      this.#send(["HELLO", [VERSION], token, ["heartbeat"], MAX_FRAME_BYTES, this.#session], socket);
+    });
+  }
+}
+
+class Inbox {
+  #items = []; #wake = () => {};
+  put = (item) => this.#wake(this.#items.push(item));
+  get = async () => (this.#items.length || await new Promise((wake) => { this.#wake = wake; }), this.#items.shift());
+}
+
+const unavailable = (message) => new QuireError("UNAVAILABLE", message, true);
+// msgpackr writes numbers beyond 32 bits as floats; as BigInt they stay integers.
+const exact = (params) => Object.fromEntries(Object.entries(params).map(([name, value]) =>
+  [name, Number.isSafeInteger(value) && Math.abs(value) > 0x7fffffff ? BigInt(value) : value]));
+
+function parse(address) {
+  const [, path, host, port] = address.match(/^(?:unix:(.+)|\[?(.+?)\]?:(\d+))$/) ?? [];
+  return path ? { path } : { host, port };
+}

@@ -1,0 +1,97 @@
+"""Our `AsyncClient`'s driver for run.py, whose head says what commands and answers are."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import ssl
+import sys
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from quire import AsyncClient, OutputChunk, QuireError, SamplingParams
+
+
+class Stream:
+    def __init__(self, chunks: AsyncGenerator[OutputChunk, None]) -> None:
+        self.chunks = chunks
+        self._tokens = 0
+        self._choices: dict[int, dict[str, Any]] = {}
+        self._usage: dict[str, Any] | None = None
+
+    async def read(self, tokens: float) -> dict[str, Any]:
+        """On to so many tokens, or to the end: all there is of it by then."""
+        while self._tokens < tokens and (chunk := await anext(self.chunks, None)) is not None:
+            self._add(chunk)
+        return {"choices": [self._choices[index] for index in sorted(self._choices)], "usage": self._usage}
+
+    def _add(self, chunk: OutputChunk) -> None:
+        nothing = {"token_ids": [], "text": "", "logprobs": None, "finish_reason": None}
+        choice = self._choices.setdefault(chunk.choice, nothing)
+        choice["token_ids"] += chunk.token_ids
+        choice["text"] += chunk.text
+        if chunk.logprobs is not None:
+            choice["logprobs"] = (choice["logprobs"] or []) + list(msgspec.to_builtins(chunk.logprobs))
+        choice["finish_reason"] = chunk.finish_reason
+        if chunk.usage is not None:
+            self._usage = msgspec.to_builtins(chunk.usage) | {"seed": str(chunk.usage.seed)}
+        self._tokens += len(chunk.token_ids)
+
+
+class Driver:
+    def __init__(self) -> None:
+        self._client: AsyncClient | None = None
+        self._streams: dict[str, Stream] = {}
+
+    async def obey(self, command: dict[str, Any]) -> Any:
+        match command:
+            case {"do": "connect"}:
+                await self._connect(**{name: value for name, value in command.items() if name != "do"})
+            case {"do": "start", "stream": name, "request": request}:
+                self._streams[name] = self._begin(**request)
+            case {"do": "read", "stream": name, "tokens": tokens}:
+                return await self._streams[name].read(tokens)
+            case {"do": "finish", "stream": name}:
+                return await self._streams[name].read(float("inf"))
+            case {"do": "leave", "stream": name}:
+                await self._streams[name].chunks.aclose()
+            case {"do": "run", "requests": requests}:
+                return await asyncio.gather(*(self._begin(**request).read(float("inf")) for request in requests))
+        return None
+
+    async def _connect(
+        self, address: str, token: str | None = None, ca: str | None = None, first_id: str | None = None
+    ) -> None:
+        if self._client is not None:
+            await self._client.close()
+        self._streams = {}
+        client = AsyncClient(address, token, tls=ssl.create_default_context(cafile=ca) if ca else False)
+        if first_id is not None:
+            client._ids = itertools.count(int(first_id))  # a user has no use for it
+        self._client = await client.__aenter__()
+
+    def _begin(self, *, prompt: Any = None, params: dict[str, Any], **options: Any) -> Stream:
+        params = dict(params)
+        if "seed" in params:
+            params["seed"] = int(params["seed"])
+        if "logit_bias" in params:
+            params["logit_bias"] = {int(token): value for token, value in params["logit_bias"].items()}
+        for name in ("stop", "stop_token_ids"):
+            params[name] = tuple(params.get(name, ()))
+        assert self._client is not None, "connect first"
+        return Stream(self._client.generate(prompt, SamplingParams(**params), **options))
+
+
+async def main() -> None:
+    driver = Driver()
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        try:
+            answer = {"ok": await driver.obey(json.loads(line))}
+        except QuireError as error:
+            answer = {"error": {"code": error.code, "retryable": error.retryable, "message": str(error)}}
+        print(json.dumps(answer), flush=True)
+
+
+asyncio.run(main())

@@ -1,0 +1,171 @@
+"""Between a client and the server: counts what passes, gets in the way when told to.
+
+It must not know clients. One invariant: what passes, passes unchanged, but for the versions of a HELLO if others are
+to be offered. It listens on TCP and on a unix socket; the server is reached over TCP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+from quire.runtime.wire.codec import Decoder, Malformed, encode
+from quire.runtime.wire.frames import (
+    CLIENT_FRAMES,
+    MAX_FRAME_BYTES,
+    SERVER_FRAMES,
+    Cancel,
+    Credit,
+    Done,
+    Error,
+    Frame,
+    Generate,
+    Goaway,
+    Hello,
+    Resume,
+    Tokens,
+)
+
+WAIT_S = 30.0
+
+
+class Overdrawn(Exception):
+    """The server sent tokens to a stream without credit."""
+
+
+class Proxy:
+    """What has passed since `reset`, and what is to be done about what comes."""
+
+    def __init__(self) -> None:
+        self.server = ""  # host:port
+        self.address = ""
+        self.unix_address = ""
+        self.reset()
+
+    def reset(self, versions: tuple[int, ...] | None = None) -> None:
+        self.connections = 0
+        self.ids: list[int] = []  # of GENERATE
+        self.breach: Exception | None = None
+        self._versions = versions  # to offer instead of the client's
+        self._cuts: list[int] = []  # numbers of tokens after which the connection is lost
+        self._tokens = 0
+        self._credit: dict[int, int] = {}  # left, by id
+        self._seen: defaultdict[str, set[int]] = defaultdict(set)
+        self._changed = asyncio.Event()
+
+    def cut(self, after_tokens: int) -> None:
+        """Lose the connection, inside a frame, once so many tokens have passed since `reset`."""
+        self._cuts.append(after_tokens)
+
+    async def wait_for(self, what: str) -> None:
+        """`cancelled`: CANCEL and that request's end have passed; `paused`: a stream has no credit left; `goaway`."""
+        async with asyncio.timeout(WAIT_S):
+            while not self._has_happened(what):
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _has_happened(self, what: str) -> bool:
+        match what:
+            case "cancelled":
+                return bool(self._seen["cancel"] & self._seen["end"])
+            case "paused":
+                return any(credit <= 0 for credit in self._credit.values())
+        return bool(self._seen[what])
+
+    def _from_client(self, frame: Frame | Malformed) -> bytes:
+        match frame:
+            case Hello() if self._versions is not None:
+                return encode(msgspec.structs.replace(frame, versions=self._versions))
+            case Generate(request_id=request_id, credit=credit) | Resume(request_id=request_id, credit=credit):
+                if isinstance(frame, Generate):
+                    self.ids.append(request_id)
+                if credit is not None:
+                    self._credit[request_id] = credit
+            case Credit(request_id, tokens) if request_id in self._credit:
+                self._credit[request_id] += tokens
+            case Cancel(request_id):
+                self._seen["cancel"].add(request_id)
+        return b""
+
+    def _from_server(self, frame: Frame | Malformed) -> bool:
+        """Whether the connection is to be lost here."""
+        match frame:
+            case Tokens(request_id, _, token_ids) if token_ids:
+                if self._credit.get(request_id, 1) <= 0:
+                    self.breach = Overdrawn(f"{len(token_ids)} tokens of request {request_id} came without credit")
+                if request_id in self._credit:
+                    self._credit[request_id] -= len(token_ids)
+                self._tokens += len(token_ids)
+                if self._cuts and self._tokens >= self._cuts[0]:
+                    del self._cuts[0]
+                    return True
+            case Done(request_id) | Error(int(request_id)):
+                self._credit.pop(request_id, None)
+                self._seen["end"].add(request_id)
+            case Goaway():
+                self._seen["goaway"].add(0)
+        return False
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One client, until either side leaves."""
+        self.connections += 1
+        host, _, port = self.server.rpartition(":")
+        try:
+            up_reader, up_writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            writer.transport.abort()
+            return
+        ways = [
+            asyncio.ensure_future(self._upwards(reader, up_writer)),
+            asyncio.ensure_future(self._downwards(up_reader, writer)),
+        ]
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        for way in ways:
+            way.cancel()
+        for end in (writer, up_writer):
+            with contextlib.suppress(OSError):
+                end.close()
+
+    async def _upwards(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        decoder = Decoder(CLIENT_FRAMES, MAX_FRAME_BYTES)
+        async for data in _pieces(reader):
+            instead = b"".join([self._from_client(frame) for frame in decoder.feed(data)])
+            self._changed.set()
+            writer.write(instead or data)
+
+    async def _downwards(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        decoder = Decoder(SERVER_FRAMES, MAX_FRAME_BYTES)
+        async for data in _pieces(reader):
+            lost = True in [self._from_server(frame) for frame in decoder.feed(data)]  # all are counted
+            self._changed.set()
+            writer.write(data[: len(data) // 2] if lost else data)
+            if lost:
+                return
+
+
+async def _pieces(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1 << 16):
+            yield data
+
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def proxying(folder: Path) -> AsyncIterator[Proxy]:
+    """With its unix socket in `folder`."""
+    proxy = Proxy()
+    path = str(folder / "proxy.sock")
+    async with (
+        await asyncio.start_server(proxy.serve, "127.0.0.1", 0) as tcp,
+        await asyncio.start_unix_server(proxy.serve, path),
+    ):
+        host, port = tcp.sockets[0].getsockname()
+        proxy.address, proxy.unix_address = f"{host}:{port}", f"unix:{path}"
+        yield proxy

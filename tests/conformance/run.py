@@ -1,0 +1,284 @@
+"""Any language's client against a real server, by script.json: the same cases, the same bytes.
+
+usage: run.py [--case WORDS] python | node | COMMAND ARGUMENTS…
+
+A client is tried through a driver: a program that reads commands from standard input, one JSON object a line, and
+answers each with one on standard output, {"ok": …} or {"error": {"code", "retryable", "message"}}. Seeds and other
+64-bit integers are decimal strings. Commands:
+
+    {"do": "connect", "address", "token"?, "ca"?, "first_id"?}   a fresh client; ca: PEM file to trust, TLS then
+    {"do": "start", "stream", "request"}   name a stream; request: prompt | messages, params, resumable?,
+                                           idempotency_key?, deadline_ms?
+    {"do": "read", "stream", "tokens"}     on until so many tokens came, of all choices; answers with all there is
+    {"do": "finish", "stream"}             on to the end; likewise
+    {"do": "leave", "stream"}              stop reading: the client cancels the request
+    {"do": "run", "requests"}              all at once, each to its end; answers with a list
+
+All there is: {"choices": [{"token_ids", "text", "logprobs", "finish_reason"}], "usage"}. What must come is what the
+model in this process says to the same request. A proxy between the two counts tokens and credit, and cuts connections.
+Exit status 1 if a case failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from proxy import Proxy, proxying
+from quire import LLM, RequestOutput, SamplingParams
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+DRIVERS = {
+    "python": [sys.executable, "-W", "error", str(HERE / "driver_python.py")],
+    "node": ["node", str(ROOT / "deploy" / "clients" / "node" / "conformance.mjs")],
+}
+TOKEN = "a token for this run"
+CERTIFICATE, KEY = ROOT / "tests" / "data" / "tls" / "cert.pem", ROOT / "tests" / "data" / "tls" / "key.pem"
+SMALL = ("--port", "0", "--http-port", "0", "--threads", "1", "--kv-cache-memory", "16MiB")
+GUARDED = ("--in-process", "--token", TOKEN, "--tls-cert", str(CERTIFICATE), "--tls-key", str(KEY))
+ANSWER_S = 15.0
+MAX_REASON_CHARACTERS = 2000
+
+
+class Failed(Exception):
+    """What came is not what must come."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", default="", help="only those whose name has these words")
+    parser.add_argument("driver", nargs="+", help="python, node, or a command")
+    options = parser.parse_args()
+    command = DRIVERS.get(options.driver[0], options.driver)
+    failures = asyncio.run(conform(command, json.loads((HERE / "script.json").read_text("utf-8")), options.case))
+    return 1 if failures else 0
+
+
+async def conform(command: list[str], script: dict[str, Any], only: str = "") -> list[str]:
+    """Names of the cases that failed; every case is printed as it ends."""
+    failures = []
+    async with AsyncExitStack() as stack:
+        plain, guarded, wanted = await asyncio.gather(
+            stack.enter_async_context(_serving(*SMALL)),
+            stack.enter_async_context(_serving(*SMALL, *GUARDED)),
+            asyncio.to_thread(_references, script["requests"]),
+        )
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        run = _Run(
+            plain=plain,
+            guarded=guarded,
+            proxy=await stack.enter_async_context(proxying(Path(folder))),
+            driver=await stack.enter_async_context(_driving(command)),
+            requests=script["requests"],
+            wanted=wanted,
+        )
+        for case in script["cases"]:
+            if only not in case["name"]:
+                continue
+            try:
+                async with asyncio.timeout(ANSWER_S):
+                    await run.try_case(case)
+            except (Failed, TimeoutError) as error:
+                failures.append(case["name"])
+                print(f"FAILED  {case['name']}: {error!r}"[:MAX_REASON_CHARACTERS], flush=True)
+            else:
+                print(f"passed  {case['name']}", flush=True)
+    return failures
+
+
+class _Server:
+    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
+        self.process, self.address = process, address
+
+
+class _Driver:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def ask(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps(command).encode() + b"\n")
+        if not (line := await stdout.readline()):
+            raise Failed(f"the driver died at {command}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class _Run:
+    """The servers, the driver and what lies between them."""
+
+    def __init__(
+        self,
+        plain: _Server,
+        guarded: _Server,
+        proxy: Proxy,
+        driver: _Driver,
+        requests: dict[str, Any],
+        wanted: dict[str, Any],
+    ) -> None:
+        self._plain, self._guarded, self._proxy, self._driver = plain, guarded, proxy, driver
+        self._requests, self._wanted = requests, wanted
+        self._streams: dict[str, str] = {}  # names of their requests
+        self._remembered: dict[str, Any] = {}
+
+    async def try_case(self, case: dict[str, Any]) -> None:
+        versions = case.get("versions")
+        self._proxy.reset(None if versions is None else tuple(versions))
+        self._proxy.server = self._plain.address
+        connect = dict(case.get("connect", {}))
+        expected = connect.pop("expect", {})
+        answer = await self._driver.ask(
+            {"do": "connect", **connect, **self._target(case.get("server", "plain"), connect)}
+        )
+        _compare_error(answer, expected)
+        for step in case["steps"]:
+            await self._try_step(step)
+        if self._proxy.breach is not None:
+            raise Failed(self._proxy.breach)
+
+    def _target(self, server: str, connect: dict[str, Any]) -> dict[str, str]:
+        match server:
+            case "guarded":
+                token = {"token": TOKEN} if connect.get("token") == "TOKEN" else {}
+                return {"address": self._guarded.address, "ca": str(CERTIFICATE), **token}
+            case "unix":
+                return {"address": self._proxy.unix_address}
+            case "none":
+                self._proxy.server = "127.0.0.1:1"
+        return {"address": self._proxy.address}
+
+    async def _try_step(self, step: dict[str, Any]) -> None:
+        expected = step.get("expect", {})
+        match step["do"]:
+            case "await":
+                await self._proxy.wait_for(step["what"])
+            case "cut":
+                self._proxy.cut(step["after_tokens"])
+            case "drain":
+                self._plain.process.send_signal(signal.SIGTERM)
+            case "start":
+                self._streams[step["stream"]] = step["request"]
+                _compare_error(await self._driver.ask({**step, "request": self._requests[step["request"]]}), expected)
+            case "read" | "finish" | "leave":
+                answer = await self._driver.ask(step)
+                self._compare(answer, [self._streams[step["stream"]]], expected, lambda outcome: [outcome])
+            case "run":
+                named = step["requests"]
+                requests = [request if isinstance(request, dict) else self._requests[request] for request in named]
+                answer = await self._driver.ask({"do": "run", "requests": requests})
+                self._compare(answer, named, expected, lambda outcomes: outcomes)
+                if "remember" in step:
+                    self._remembered[step["remember"]] = answer["ok"]
+
+    def _compare(self, answer: dict[str, Any], named: list[Any], expected: dict[str, Any], outcomes_of: Any) -> None:
+        _compare_error(answer, expected)
+        if "same_as" in expected and answer["ok"] != self._remembered[expected["same_as"]]:
+            raise Failed(f"{answer['ok']} is not {self._remembered[expected['same_as']]}")
+        if expected.get("reference") or expected.get("prefix"):
+            for name, outcome in zip(named, outcomes_of(answer["ok"]), strict=True):
+                compare = _compare_whole if expected.get("reference") else _compare_prefix
+                compare(name, outcome, self._wanted[name])
+        if "connections" in expected and self._proxy.connections != expected["connections"]:
+            raise Failed(f"{self._proxy.connections} connections, not {expected['connections']}")
+        if "ids_from" in expected:
+            first = int(expected["ids_from"])
+            if sorted(self._proxy.ids) != list(range(first, first + len(named))):
+                raise Failed(f"ids {self._proxy.ids} do not count from {first}")
+
+
+def _compare_error(answer: dict[str, Any], expected: dict[str, Any]) -> None:
+    error = answer.get("error")
+    if error is None and "error" in expected:
+        raise Failed(f"no error, but {expected['error']} must come")
+    if error is not None and (error["code"], error["retryable"]) != (expected.get("error"), expected.get("retryable")):
+        raise Failed(f"{error}, where {expected.get('error', 'no error')} must come")
+
+
+def _compare_whole(name: str, outcome: dict[str, Any], wanted: dict[str, Any]) -> None:
+    if outcome["choices"] != wanted["choices"]:
+        raise Failed(f"{name}: {outcome['choices']}, not {wanted['choices']}")
+    for what, value in wanted["usage"].items():
+        if (outcome["usage"] or {}).get(what) != value:
+            raise Failed(f"{name}: usage {outcome['usage']}, {what} must be {value}")
+
+
+def _compare_prefix(name: str, outcome: dict[str, Any], wanted: dict[str, Any]) -> None:
+    (came,), whole = outcome["choices"], wanted["choices"][0]
+    if not came["token_ids"] or came["token_ids"] != whole["token_ids"][: len(came["token_ids"])]:
+        raise Failed(f"{name}: {came['token_ids']} does not begin {whole['token_ids']}")
+    if not whole["text"].startswith(came["text"]):
+        raise Failed(f"{name}: {came['text']!r} does not begin {whole['text']!r}")
+
+
+def _references(requests: dict[str, Any]) -> dict[str, Any]:
+    """What the model in this process says. Without a seed there is nothing to compare with."""
+    with LLM(kv_cache_memory=16 << 20, threads=1) as llm:
+        return {
+            name: _plain(llm.generate(request["prompt"], _params(request["params"]))[0], request["params"])
+            for name, request in requests.items()
+            if "seed" in request["params"] or not request["params"].get("temperature")
+        }
+
+
+def _params(params: dict[str, Any]) -> SamplingParams:
+    return msgspec.convert(params, SamplingParams, strict=False, str_keys=True)
+
+
+def _plain(output: RequestOutput, params: dict[str, Any]) -> dict[str, Any]:
+    """As a driver puts it. A seed is told, too, where one was given."""
+    fields = ("token_ids", "text", "logprobs", "finish_reason")
+    choices = [{field: msgspec.to_builtins(getattr(choice, field)) for field in fields} for choice in output.choices]
+    usage = {"completion_tokens": output.usage.completion_tokens, "prompt_tokens": output.usage.prompt_tokens}
+    if "seed" in params:
+        usage["seed"] = params["seed"]
+    wanted: dict[str, Any] = json.loads(json.dumps({"choices": choices, "usage": usage}))
+    return wanted
+
+
+@asynccontextmanager
+async def _serving(*flags: str) -> AsyncIterator[_Server]:
+    command = [str(Path(sys.executable).with_name("quire")), "serve", *flags]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(ANSWER_S):
+            ready = re.search(r"clients (\S+)", (await process.stdout.readline()).decode())
+        if ready is None:
+            raise Failed("the server did not start")
+        yield _Server(process, ready[1])
+    finally:
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
+
+
+@asynccontextmanager
+async def _driving(command: list[str]) -> AsyncIterator[_Driver]:
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24
+    )
+    try:
+        yield _Driver(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
