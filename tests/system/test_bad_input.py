@@ -9,9 +9,9 @@ import asyncio
 import math
 import random
 import struct
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any, get_type_hints
 
 import msgpack
 import pytest
@@ -19,15 +19,17 @@ from quire.runtime.client import AsyncClient
 from quire.runtime.errors import InvalidRequest
 from quire.runtime.generation import SamplingParams
 
+from tests.system.bystanders import framed, only, others_unharmed, refusals
+
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
 
 MODEL_LEN = 2048  # of the bundled model
-LONG = SamplingParams(max_tokens=200, temperature=0.8, seed=4, ignore_eos=True)
 NAN, INF = math.nan, math.inf
 
 NOT_NUMBERS = [NAN, INF, -INF, -1e30, 1e30, -(2**63), 2**64 - 1, "1", [], {}, True]
-FLOATS = ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
-INTEGERS = ["max_tokens", "min_tokens", "top_k", "seed", "logprobs"]
+TYPES = get_type_hints(SamplingParams)
+FLOATS = [name for name, kind in TYPES.items() if kind is float]
+INTEGERS = [name for name, kind in TYPES.items() if kind in (int, int | None)]
 ALLOWED = [("seed", 2**64 - 1)]
 
 BAD_PARAMS: list[dict[str, Any]] = [
@@ -42,6 +44,8 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"repetition_penalty": 1e-300},
     {"max_tokens": 0},
     {"max_tokens": 2, "min_tokens": 3},
+    {"min_tokens": 129},  # of 128 by default
+    {"min_tokens": 2047},
     {"top_k": -2},
     {"logprobs": 21},
     {"seed": -1},
@@ -67,8 +71,15 @@ BAD_PARAMS: list[dict[str, Any]] = [
     {"logit_bias": dict.fromkeys(range(1025), 1.0)},
     {"ignore_eos": 1},
     {"include_stop_str_in_output": "yes"},
-    {"n": 1_000_000},
-    {"cache_salt": "another tenant"},
+    *({name: 10**power} for name in ("n", "best_of", "beam_width") for power in (3, 6, 18)),
+    {"n": 0},
+    {"n": 3, "best_of": 2},
+    {"n": 2, "beam_width": 1},
+    {"beam_width": -1},
+    {"beam_width": 17},
+    {"beam_width": 2, "logit_bias": {1: 1.0}},
+    *({name: "another tenant"} for name in ("tenant", "salt", "cache_salt", "user", "__class__")),
+    {"priority": -1},
 ]
 
 BAD_PROMPTS: list[Any] = [
@@ -88,37 +99,6 @@ BAD_PROMPTS: list[Any] = [
 BAD_PROMPTS += [None, 5, 1.5, {}, {1: 2}, True]
 
 TOO_LONG: list[Any] = [[1] * MODEL_LEN, [1] * 100_000, "word " * MODEL_LEN, "x" * 1_000_000]
-
-
-@asynccontextmanager
-async def others_unharmed(real: Any) -> AsyncIterator[None]:
-    """A long stream on another connection, begun before the block and not yet ended inside it, keeps its bytes."""
-    async with AsyncClient(real.address) as client:
-        wanted = await client.complete("This module provides", LONG)
-        stream = client.generate("This module provides", LONG)
-        chunks = [await anext(stream)]
-        yield
-        chunks += [chunk async for chunk in stream]
-    assert "".join(chunk.text for chunk in chunks) == wanted.text
-    assert tuple(token for chunk in chunks for token in chunk.token_ids) == wanted.token_ids
-
-
-async def refusals(peer: Any, requests: list[tuple[Any, dict[str, Any]]]) -> list[list[Any]]:
-    """The one answer to each request, in the order asked."""
-    answers = {}
-    for request_id, (prompt, params) in enumerate(requests):
-        peer.send("GENERATE", request_id, prompt, params)
-    for _ in requests:
-        frame = await peer.receive()
-        assert frame, "the connection was closed"
-        answers[frame[1]] = frame
-    return [answers[request_id] for request_id in range(len(requests))]
-
-
-def only(answers: list[list[Any]], cases: list[Any], code: str) -> None:
-    wrong = [(case, answer) for case, answer in zip(cases, answers, strict=True) if answer[::2][:2] != ["ERROR", code]]
-    assert wrong == []
-    assert all(answer[3] and answer[4] is False for answer in answers), "a reason, and no retry"
 
 
 async def test_bad_sampling_parameters(serving: Serving) -> None:
@@ -164,10 +144,6 @@ async def test_text_with_a_lone_surrogate_never_leaves_the_client(serving: Servi
     async with serving() as real, AsyncClient(real.address) as client:
         with pytest.raises(InvalidRequest):
             await client.complete("a\ud800b")
-
-
-def framed(payload: bytes) -> bytes:
-    return struct.pack(">I", len(payload)) + payload
 
 
 SURROGATE = b"\x94" + b"".join(map(msgpack.packb, ("GENERATE", 1))) + b"\xa3\xed\xa0\x80" + b"\x80"
