@@ -28,7 +28,9 @@ OnProgress = Callable[[Progress], None]
 
 
 class TokenStream:
-    """`frame` has everything but its credit. Iterate `chunks` once; leaving it early cancels the request."""
+    """`frame` has everything but its credit. Iterate `chunks` once; leaving it early cancels the request. One that is left
+    between two links its server cancels, when nobody has resumed it in time.
+    """
 
     def __init__(
         self,
