@@ -28,8 +28,8 @@ OnProgress = Callable[[Progress], None]
 
 
 class TokenStream:
-    """`frame` has everything but its credit. Iterate `chunks` once; leaving it early cancels the request. One that is left
-    between two links its server cancels, when nobody has resumed it in time.
+    """`frame` has everything but its credit. Iterate `chunks` once; leaving it early cancels the request. Left between
+    two links, it is its server that cancels it, when nobody has resumed it in time.
     """
 
     def __init__(
