@@ -292,6 +292,8 @@ async def test_nobody_there(address: str) -> None:
 def test_a_bad_address() -> None:
     with pytest.raises(ConfigError, match="host:port"):
         AsyncClient("localhost")
+    with pytest.raises(ConfigError, match="does not speak TLS"):
+        AsyncClient("unix:/run/quire.sock", tls=True)
 
 
 async def test_a_client_must_be_entered(system: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -123,6 +124,41 @@ async def test_many_streams_share_the_new_connection(system: Any, eventually: Ev
             assert "".join(chunk.text for chunk in chunks) == "".join(f" p{index}:{first}é日" for first in (0, 2, 4, 6))
         assert wire.num_connections == 2
         assert len(accepted) == len(system.engine.requests) == 20
+
+
+async def test_a_storm_of_cuts_changes_no_byte_and_leaves_nothing(serving: Serving) -> None:
+    """Streams of all kinds, some keyed, some left early, over a wire that is cut again and again."""
+    chance = random.Random(11)
+    several = [*KINDS.values(), SamplingParams(max_tokens=40, ignore_eos=True)]
+    async with serving(max_num_seqs=8) as real, wire_to(real.address) as wire:
+        async with AsyncClient(real.address) as client:
+            wanted = [await client.complete(PROMPT, params) for params in several]
+
+        async def user(client: AsyncClient, index: int) -> None:
+            kind = index % len(several)
+            options: dict[str, Any] = {"idempotency_key": f"key {kind}"} if chance.random() < 0.3 else {}
+            leave_after = chance.randrange(1, 10) if chance.random() < 0.2 else None
+            chunks = []
+            async with contextlib.aclosing(client.generate(PROMPT, several[kind], resumable=True, **options)) as stream:
+                async for chunk in stream:
+                    chunks.append(chunk)
+                    if len(chunks) == leave_after:
+                        return
+            assert join_choices(chunks) == wanted[kind].choices
+
+        async def weather() -> None:
+            while True:
+                await asyncio.sleep(chance.uniform(0.01, 0.05))
+                wire.cut()
+
+        async with AsyncClient(wire.address) as client:
+            storm = asyncio.create_task(weather())
+            await asyncio.gather(*(user(client, index) for index in range(40)))
+            storm.cancel()
+        assert wire.num_connections > 3
+        wire.cut()
+        await real.idle()
+        assert real.server.live_requests() == []
 
 
 async def test_a_server_out_of_reach_for_a_while(
