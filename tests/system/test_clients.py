@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import struct
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -29,6 +30,7 @@ from quire.runtime.generation import SamplingParams
 Serve = Callable[..., Awaitable[Any]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
+TLS = Path(__file__).parent.parent / "data" / "tls"
 THREE = SamplingParams(max_tokens=3)
 ENDLESS = SamplingParams(max_tokens=1_000_000)
 
@@ -90,6 +92,16 @@ async def test_over_a_unix_socket(serve: Serve, socket_path: Path) -> None:
     await serve(uds=str(socket_path))
     async with AsyncClient(f"unix:{socket_path}") as client:
         assert (await client.complete("hi", THREE)).token_ids == (0, 1, 2)
+
+
+async def test_over_tls(serve: Serve) -> None:
+    system = await serve(tls_cert=str(TLS / "cert.pem"), tls_key=str(TLS / "key.pem"))
+    trusting = ssl.create_default_context(cafile=TLS / "cert.pem")
+    async with AsyncClient(system.address, tls=trusting) as client:
+        assert (await client.complete("hi", THREE)).token_ids == (0, 1, 2)
+    with pytest.raises(Unavailable, match="certificate"):
+        async with AsyncClient(system.address, tls=True):
+            pass
 
 
 async def test_over_ipv6(serve: Serve) -> None:
