@@ -221,8 +221,9 @@ class LocalCore:
             raise
 
     def _publish(self, updates: Sequence[RequestUpdate]) -> None:
-        assert self._listener is not None, "requests come after `start`"
-        self._listener.publish(updates)
+        if updates:  # the end of a core that was never started has none
+            assert self._listener is not None, "requests come after `start`"
+            self._listener.publish(updates)
 
     def _observe(self, step: FinishedStep) -> None:
         assert self._listener is not None, "steps come after `start`"

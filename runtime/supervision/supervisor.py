@@ -81,6 +81,7 @@ class _Asked:
 
     requests: Sequence[Request]
     answer: asyncio.Future[Answer]
+    was_lost: bool = False  # with a process that it was sent to
 
 
 class SupervisedCore:
@@ -250,8 +251,7 @@ class SupervisedCore:
                 self._before[name] += getattr(self._stats, name)
         self._stats = None
         self._num_waiting = 0
-        self._unasked.extendleft(reversed(self._asked.values()))
-        self._asked.clear()
+        self._ask_again()
         buried = self._tokens.crash()
         self._publish([RequestUpdate(request, finish_reason="cancelled") for request in buried.cancelled])
         for request in buried.quarantined:
@@ -264,6 +264,18 @@ class SupervisedCore:
                 ),
             )
         self._note_idle()
+
+    def _ask_again(self) -> None:
+        """Who got no answer asks anew, one at a time; who was alone in that when it died again, does not."""
+        for asked in reversed(self._asked.values()):
+            if asked.answer.done():
+                continue
+            if asked.was_lost:
+                asked.answer.set_exception(Unavailable("the engine crashed twice over taking this request on"))
+            else:
+                asked.was_lost = True
+                self._unasked.appendleft(asked)
+        self._asked.clear()
 
     async def _next_life(self) -> EngineProcess:
         """Try until a process is ready; whoever waits is told when that takes too long."""
@@ -353,7 +365,7 @@ class SupervisedCore:
             self._life.send(Readmit(sequence_of(request)))
         if self._tokens.is_replaying:
             return
-        while self._unasked:
+        while self._unasked and not any(asked.was_lost for asked in self._asked.values()):
             asked = self._unasked.popleft()
             self._asked[asked.requests[0].request_id] = asked
             self._life.send(Add(tuple(map(sequence_of, asked.requests))))
@@ -398,6 +410,7 @@ class SupervisedCore:
             for request in asked.requests:
                 self._tokens.add(request)
         asked.answer.set_result(answer)
+        self._send_what_may_be()
 
     def _take_report(self, report: Report) -> None:
         self._num_waiting = report.num_waiting

@@ -1,4 +1,4 @@
-"""An engine process that dies of computing a certain token: `quire.runtime.supervision.child` with one thing added."""
+"""An engine process that dies of computing one token and of taking on another: the real one with one thing added."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 
 from quire.runtime.execution import Executor
 from quire.runtime.supervision import child
-from quire.scheduler import StepPlan, StepResult
+from quire.runtime.supervision.link import Sequence
+from quire.scheduler import Request, StepPlan, StepResult
 
 POISON = 3999
-_execute = Executor.execute
+INDIGESTIBLE = 3998
+_execute, _request_of = Executor.execute, child.request_of
 
 
 def execute(self: Executor, plan: StepPlan) -> StepResult:
@@ -18,6 +20,13 @@ def execute(self: Executor, plan: StepPlan) -> StepResult:
     return _execute(self, plan)
 
 
+def request_of(sequence: Sequence) -> Request:
+    if INDIGESTIBLE in sequence.prompt_token_ids:
+        os.abort()
+    return _request_of(sequence)
+
+
 if __name__ == "__main__":
     Executor.execute = execute  # type: ignore[method-assign]
+    child.request_of = request_of  # type: ignore[attr-defined]
     child.main()

@@ -23,7 +23,7 @@ from quire.runtime.supervision import Fleet, Watch
 from quire.runtime.supervision import process as process_module
 
 from .bits import asked, bits, prompt, running, together
-from .poisoned_engine import POISON
+from .poisoned_engine import INDIGESTIBLE, POISON
 
 SETTINGS: dict[str, Any] = {"kv_cache_memory": 8 << 20}
 VOCABULARY = Vocabulary.load(model_folder(None))
@@ -135,9 +135,28 @@ async def tokens_flow(engine: Engine[Fleet], death: int) -> None:
             known = known or [len(request.token_ids) for request in log.requests()]
 
 
-async def test_who_kills_it_twice_is_quarantined_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def can_be_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Path(__file__).with_name("poisoned_engine.py")
     monkeypatch.setattr(process_module, "COMMAND", (sys.executable, "-P", str(script)))
+
+
+@pytest.mark.usefixtures("can_be_poisoned")
+async def test_who_kills_it_by_being_taken_on_is_told_and_nobody_else() -> None:
+    async with fleet() as engine:
+        stream = await engine.submit(asked(prompt(9), max_tokens=60))
+        bad, good = [
+            asyncio.create_task(collect(engine, asked((7, token), max_tokens=4))) for token in (INDIGESTIBLE, 8)
+        ]
+        with pytest.raises(Unavailable, match="crashed twice over taking this request on"):
+            await bad
+        assert (await good)[-1].finish_reason == "length"
+        assert (await drained(stream))[-1].finish_reason == "length"
+        assert engine.stats().restarts == 2
+
+
+@pytest.mark.usefixtures("can_be_poisoned")
+async def test_who_kills_it_twice_is_quarantined_and_nobody_else() -> None:
     others = [asked(prompt(25, i), max_tokens=80, seed=i, temperature=0.5) for i in range(5)]
     async with running(**SETTINGS) as undisturbed:
         wanted = await together(undisturbed, others)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from quire.runtime.errors import InvalidRequest, ProtocolError
 from quire.runtime.generation import SamplingParams, TokenLogprobs, Usage
@@ -124,6 +124,7 @@ def test_nan_and_infinity_reach_the_validator(value: float) -> None:
         assert math.isnan(arrived) if math.isnan(value) else arrived == value
 
 
+@settings(deadline=None, max_examples=40)  # every boundary of every example
 @given(sent=st.lists(CLIENT_FRAME, min_size=1, max_size=3))
 def test_any_split_gives_the_same_frames(sent: list[Frame]) -> None:
     data = b"".join(encode(frame) for frame in sent)
