@@ -31,6 +31,7 @@ FLOORS = (  # of runtime, top to bottom; each imports only what lies below it, o
     ("simulation",),
     ("bench",),
     ("server", "llm", "loadtest", "supervision"),
+    ("monitoring",),
     ("engine", "client"),
     ("execution",),
     ("models",),

@@ -17,8 +17,8 @@ import uvloop
 from ..config import EngineConfig
 from ..engine import Engine, GenerateRequest, LocalEngine, StepStats
 from ..generation import SamplingParams
+from ..monitoring import PrometheusObserver
 from ..server.admission import tokens_frame
-from ..server.metrics import PrometheusObserver
 from ..wire.codec import encode
 
 USERS = 32

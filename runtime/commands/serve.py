@@ -23,7 +23,8 @@ from ..config import EngineConfig
 from ..engine import Core, Engine, LocalCore, Vocabulary, check_snapshot_path, kept_prefixes
 from ..logs import log_to_stderr
 from ..models import model_folder
-from ..server import PrometheusObserver, Server
+from ..monitoring import PrometheusObserver
+from ..server import Server
 from ..settings import Settings
 from ..supervision import Fleet, Watch
 

@@ -15,12 +15,12 @@ from structlog.contextvars import bind_contextvars
 
 from ..errors import ProtocolError, QuireError
 from ..logs import new_id
+from ..monitoring import CancelCause
 from ..wire.codec import Decoder, Malformed
 from ..wire.errors import error_frame
 from ..wire.frames import CLIENT_FRAMES, FEATURES, PROTOCOL_VERSION, Frame, Hello, Ping, Welcome
 from .admission import check_hello
 from .exchange import Exchange
-from .metrics import CancelCause
 from .outbox import Outbox
 from .service import Service
 from .watchdog import Watchdog

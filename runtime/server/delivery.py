@@ -16,9 +16,9 @@ import msgspec
 from ..engine.facade import Admission
 from ..errors import DeadlineExceeded, GenerationFailed
 from ..generation import OutputChunk
+from ..monitoring import CancelCause
 from ..wire.frames import Done, Progress
 from .admission import accepted_frame, done_frame, tokens_frame
-from .metrics import CancelCause
 from .outbox import Outbox
 
 

@@ -16,6 +16,7 @@ from structlog.contextvars import bind_contextvars
 
 from ..errors import GenerationFailed, Overloaded, ProtocolError, QuireError, Unavailable
 from ..logs import new_id
+from ..monitoring import CancelCause
 from ..wire.codec import Malformed
 from ..wire.errors import error_frame
 from ..wire.frames import (
@@ -37,7 +38,6 @@ from ..wire.frames import (
 )
 from .admission import duplicate_frame, engine_request, models_frame, stats_frame
 from .delivery import Delivery, Source
-from .metrics import CancelCause
 from .outbox import Outbox
 from .request_log import log_end
 from .service import Service

@@ -20,9 +20,9 @@ import msgspec
 from ..config import ServerConfig
 from ..engine.facade import GenerateRequest
 from ..errors import InvalidRequest, QuireError, RequestNotFound
+from ..monitoring import CancelCause
 from .kept_stream import Follower, KeptStream
 from .live import LiveRequest, LiveRequests
-from .metrics import CancelCause
 from .tenants import Tenant
 
 SESSION_BYTES = 18  # of randomness: its name is all that RESUME needs to know

@@ -17,8 +17,8 @@ import msgspec
 from ..engine.facade import Admission
 from ..errors import Cancelled, GenerationFailed, InvalidRequest
 from ..generation import FinishReason, OutputChunk
+from ..monitoring import CancelCause
 from .live import LiveRequest
-from .metrics import CancelCause
 
 STREAM_BYTES = 4096  # of a kept stream without chunks: measured, with a session and a key of its own
 CHUNK_BYTES = 120  # of a kept chunk besides its encoded self

@@ -15,7 +15,7 @@ import msgspec
 
 from ..engine.facade import EngineFacade, GenerateRequest, Generation
 from ..errors import QuireError
-from .metrics import CancelCause, PrometheusObserver
+from ..monitoring import CancelCause, PrometheusObserver
 from .tenants import Tenant
 
 

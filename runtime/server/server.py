@@ -16,19 +16,22 @@ import structlog
 from ..config import ServerConfig
 from ..engine.facade import EngineFacade
 from ..errors import ConfigError, Overloaded, QuireError, Unavailable
+from ..monitoring import (
+    OperatorServer,
+    Progress,
+    PrometheusObserver,
+    StatusCollector,
+    VllmNames,
+    operator_app,
+)
 from ..wire.address import UnixAddress
 from .auth import Keyring
 from .connection import Connection
-from .http import OperatorServer, operator_app
 from .kept import Kept
 from .listen import ListeningSocket, allow_open_files, is_loopback, listen_tcp, listen_unix
 from .live import LiveRequests, RequestStatus
-from .metrics import PrometheusObserver
-from .progress import Progress
 from .service import Service
-from .status import StatusCollector
 from .tls import TLS
-from .vllm_names import VllmNames
 
 CLOSE_TIMEOUT_S = 5.0
 DEFAULT_MODEL_NAME = "quire"

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from ..config import ServerConfig
 from ..engine.facade import EngineFacade
+from ..monitoring import PrometheusObserver
 from .auth import Keyring
 from .kept import Kept
 from .live import LiveRequests
-from .metrics import PrometheusObserver
 
 
 @dataclass(slots=True)

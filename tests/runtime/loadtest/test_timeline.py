@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import generate_latest
 from quire.runtime.errors import ConfigError
 from quire.runtime.loadtest.timeline import Sample, Timeline, read_scrape, sample_metrics
-from quire.runtime.server.metrics import PrometheusObserver
+from quire.runtime.monitoring.metrics import PrometheusObserver
 
 QUIRE = """\
 # TYPE quire_cpu_info gauge

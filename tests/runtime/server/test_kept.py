@@ -11,7 +11,7 @@ from quire.runtime.config import ServerConfig
 from quire.runtime.engine.facade import Admission, GenerateRequest
 from quire.runtime.errors import Cancelled, InvalidRequest, RequestNotFound, Unavailable
 from quire.runtime.generation import OutputChunk, TokenLogprobs, Usage
-from quire.runtime.server import PrometheusObserver
+from quire.runtime.monitoring import PrometheusObserver
 from quire.runtime.server.kept import Kept
 from quire.runtime.server.live import LiveRequests
 from quire.runtime.server.tenants import Tenant

@@ -8,8 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.runtime.engine.facade import EngineInfo, EngineStats, RequestStats
 from quire.runtime.errors import Unavailable
 from quire.runtime.generation import Usage
-from quire.runtime.server.metrics import PrometheusObserver
-from quire.runtime.server.vllm_names import NAMES, VllmNames
+from quire.runtime.monitoring.metrics import PrometheusObserver
+from quire.runtime.monitoring.vllm_names import NAMES, VllmNames
 
 STATS = EngineStats(
     step=7,

@@ -7,8 +7,8 @@ import random
 import pytest
 from quire.runtime.engine.facade import EngineStats
 from quire.runtime.errors import Unavailable
-from quire.runtime.server.history import FINE_BOUNDS_S, SLICES, TICKS, TICKS_PER_SLICE, History, Tick, quantile
-from quire.runtime.server.instruments import Counter, Histogram
+from quire.runtime.monitoring.history import FINE_BOUNDS_S, SLICES, TICKS, TICKS_PER_SLICE, History, Tick, quantile
+from quire.runtime.monitoring.instruments import Counter, Histogram
 
 STATS = EngineStats(
     step=7,

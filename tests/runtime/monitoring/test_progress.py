@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from quire.runtime.engine.facade import EngineStats
 from quire.runtime.errors import Unavailable
-from quire.runtime.server.progress import Progress
+from quire.runtime.monitoring.progress import Progress
 
 IDLE = EngineStats(
     step=0,

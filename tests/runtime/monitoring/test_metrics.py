@@ -11,7 +11,7 @@ from prometheus_client import generate_latest
 from quire.runtime.engine.facade import EngineStats, RequestStats, StepStats
 from quire.runtime.errors import Overloaded, QuireError, Unavailable
 from quire.runtime.generation import Usage
-from quire.runtime.server.metrics import PrometheusObserver, error_codes
+from quire.runtime.monitoring.metrics import PrometheusObserver, error_codes
 
 STATS = EngineStats(
     step=7,

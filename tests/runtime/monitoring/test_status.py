@@ -18,17 +18,17 @@ import pytest
 from quire.runtime.engine.facade import EngineInfo, EngineStats, RequestStats, StepStats
 from quire.runtime.errors import Quarantined, Unavailable
 from quire.runtime.generation import Usage
-from quire.runtime.server.http import OperatorServer, operator_app
-from quire.runtime.server.listen import listen_tcp
-from quire.runtime.server.metrics import NUM_RECENT, PrometheusObserver
-from quire.runtime.server.progress import Progress
-from quire.runtime.server.status import (
+from quire.runtime.monitoring.http import OperatorServer, operator_app
+from quire.runtime.monitoring.metrics import NUM_RECENT, PrometheusObserver
+from quire.runtime.monitoring.progress import Progress
+from quire.runtime.monitoring.status import (
     MAX_LIVE,
     MAX_NAME_CHARACTERS,
     LiveRequest,
     Status,
     StatusCollector,
 )
+from quire.runtime.server.listen import listen_tcp
 
 HOSTILE = '<img src=x onerror="alert(1)">&lt;</td><script>alert(2)</script>'
 

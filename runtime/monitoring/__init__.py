@@ -1,0 +1,17 @@
+"""What operators see of a server: metrics, probes and the status page, on an HTTP port that only reads."""
+
+from .http import OperatorServer, operator_app
+from .metrics import CancelCause, PrometheusObserver
+from .progress import Progress
+from .status import StatusCollector
+from .vllm_names import VllmNames
+
+__all__ = [
+    "CancelCause",
+    "OperatorServer",
+    "Progress",
+    "PrometheusObserver",
+    "StatusCollector",
+    "VllmNames",
+    "operator_app",
+]
