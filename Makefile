@@ -7,6 +7,12 @@ export CYTHON := $(CURDIR)/$(BIN)/cython
 demo: $(BIN)/quire
 	$(BIN)/quire demo
 
+loadtest: $(BIN)/quire
+	$(BIN)/quire loadtest --num-prompts 200 --random-input-len 128 --random-output-len 64 --request-rate 20 --report loadtest.html
+
+dashboard: $(BIN)/quire
+	deploy/local.sh
+
 test: $(BIN)/quire
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
@@ -28,4 +34,4 @@ $(BIN)/quire: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-.PHONY: demo test bench check-kernels conformance
+.PHONY: demo loadtest dashboard test bench check-kernels conformance

@@ -76,13 +76,17 @@ class Served:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
+    def engines(self) -> list[int]:
+        """Process ids."""
+        return _descendants(self._process.pid)
+
     def log(self) -> str:
         self._log.seek(0)
         return self._log.read()
 
     def vitals(self) -> Vitals:
         front = self._process.pid
-        engines = _descendants(front)
+        engines = self.engines()
         metrics = self._metrics()
         pages = {state: int(metrics[f'quire_kv_pages{{state="{state}"}}']) for state in ("owned", "cached", "free")}
         return Vitals(
