@@ -1,4 +1,4 @@
-"""Engine processes killed, and stopped, under streams over real sockets: all of them end with the bytes they would have.
+"""Engine processes killed, and stopped, under streams over real sockets: all end with the bytes they would have.
 
 usage: kill_engine.py [--times 20] [--streams 32] [--tokens 300] [--seed 1] [-- FLAGS OF quire serve]
 
