@@ -25,8 +25,11 @@ WANTED = (  # by the bystanders
     ("If *timeout* is not ``None``, then", SamplingParams(max_tokens=60, ignore_eos=True, logprobs=0)),
 )
 RETRY_S = 0.1
-GROWTH_ALLOWED = 0.05  # of resident memory, from a third of the run to its end, or:
-GROWTH_ALLOWED_BYTES = 16 * MIB  # caches of the allocators
+PING_EVERY_S = 0.05
+LOOKS = 12  # at the server, in equal times
+JUDGED_S = 120  # shorter runs say nothing about memory: allocators and caches are still filling
+GROWTH_ALLOWED = 0.05  # of the peak of resident memory, from the first half of the run to the second, or:
+GROWTH_ALLOWED_BYTES = 16 * MIB
 
 
 @dataclass
@@ -34,6 +37,8 @@ class Report:
     cases: Counter[str] = field(default_factory=Counter)  # by what became of them
     breaches: list[str] = field(default_factory=list)
     rounds: Counter[str] = field(default_factory=Counter)  # of the bystanders
+    slowest_ping_s: float = 0.0
+    slowest_self_s: float = 0.0  # this process, which shares the machine with the server, woke up so much too late
 
     def breach(self, text: str) -> None:
         self.breaches.append(text)
@@ -44,6 +49,7 @@ class Report:
             told = ", ".join(f"{name} {count}" for name, count in counts.most_common())
             print(f"{title:<12} {counts.total()}: {told}")
         print(f"{'equal':<12} {'yes' if self.rounds['equal'] and not self.rounds['changed'] else 'NO'}")
+        print(f"{'slowest PING':<12} {self.slowest_ping_s:.2f} s; this process was late by {self.slowest_self_s:.2f} s")
         print(f"{'breaches':<12} {len(self.breaches)}")
         for text in self.breaches[:20]:
             print(f"  {text}")
@@ -68,39 +74,42 @@ def run(hostility: Hostility, parser: argparse.ArgumentParser) -> int:
 
 
 async def _campaign(server: Served, hostility: Hostility, report: Report, options: argparse.Namespace) -> None:
+    before = await server.settled()
+    print(f"{'before':<9} {before}")
+    looks: list[Vitals] = []
     async with bystanders(server, report):
-        before = await server.settled()
-        looks: list[Vitals] = []
         hostile = asyncio.ensure_future(hostility(server, report, options))
-        for _ in range(3):
-            await asyncio.wait([hostile], timeout=options.seconds / 3)
+        for number in range(1, LOOKS + 1):
+            await asyncio.wait([hostile], timeout=options.seconds / LOOKS)
+            if not server.is_alive:
+                report.breach("the server died")
+                return
             looks.append(await asyncio.to_thread(server.vitals))
+            print(f"{options.seconds * number / LOOKS:7.0f} s {looks[-1]}", flush=True)
         hostile.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await hostile
-    if not server.is_alive:
-        report.breach("the server died")
-        return
     after = await server.settled(before.descriptors)
-    for moment, vitals in (
-        ("before", before),
-        *zip(("at 1/3", "at 2/3", "at 3/3"), looks, strict=True),
-        ("after", after),
-    ):
-        print(f"{moment:<12} {vitals}")
-    _compare(before, looks[0], after, report)
+    print(f"{'after':<9} {after}")
+    _compare(before, after, report)
+    if options.seconds >= JUDGED_S:
+        _compare_memory(looks, report)
 
 
-def _compare(before: Vitals, at_a_third: Vitals, after: Vitals, report: Report) -> None:
+def _compare(before: Vitals, after: Vitals, report: Report) -> None:
     if after.descriptors > before.descriptors:
         report.breach(f"{before.descriptors} descriptors before, {after.descriptors} after")
     if after.live or after.pages["owned"]:
         report.breach(f"{after.live} requests are live and {after.pages['owned']} pages owned with nobody there")
     if not after.books_balance:
         report.breach(f"pages {after.pages} are not the {after.pages_total} there were")
-    growth = after.rss - at_a_third.rss
-    if growth > max(GROWTH_ALLOWED_BYTES, GROWTH_ALLOWED * at_a_third.rss):
-        report.breach(f"resident memory grew by {growth / MIB:.1f} MiB from a third of the run to its end")
+
+
+def _compare_memory(looks: list[Vitals], report: Report) -> None:
+    """The peaks of both halves: what grows with every case is higher in the second."""
+    first, second = (max(look.rss for look in half) for half in (looks[: LOOKS // 2], looks[LOOKS // 2 :]))
+    if second - first > max(GROWTH_ALLOWED_BYTES, GROWTH_ALLOWED * first):
+        report.breach(f"resident memory was at most {first / MIB:.1f} MiB, then {second / MIB:.1f} MiB")
 
 
 @asynccontextmanager
@@ -112,6 +121,7 @@ async def bystanders(server: Served, report: Report) -> AsyncIterator[None]:
             client = await stack.enter_async_context(AsyncClient(server.address))
             first = await client.complete(prompt, params)
             tasks.append(asyncio.create_task(_ask_again(client, prompt, params, first, report)))
+        tasks.append(asyncio.create_task(_ping_again(client, report)))
         yield
         for task in tasks:
             task.cancel()
@@ -136,3 +146,11 @@ async def _ask_again(
         report.rounds["equal" if equal else "changed"] += 1
         if not equal:
             report.breach(f"a bystander got {answer.text!r}, not {first.text!r}")
+
+
+async def _ping_again(client: AsyncClient, report: Report) -> None:
+    while True:
+        report.slowest_ping_s = max(report.slowest_ping_s, await client.ping())
+        asleep_since = time.perf_counter()
+        await asyncio.sleep(PING_EVERY_S)
+        report.slowest_self_s = max(report.slowest_self_s, time.perf_counter() - asleep_since - PING_EVERY_S)

@@ -23,7 +23,15 @@ from typing import IO
 
 from quire.runtime.wire.address import UnixAddress, parse_address
 from quire.runtime.wire.codec import Decoder, encode
-from quire.runtime.wire.frames import MAX_FRAME_BYTES, PROTOCOL_VERSION, SERVER_FRAMES, Frame, Hello, ServerFrame
+from quire.runtime.wire.frames import (
+    MAX_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    SERVER_FRAMES,
+    Frame,
+    Hello,
+    ServerFrame,
+    Welcome,
+)
 
 MIB = 1 << 20
 PATIENCE = {  # settings without a flag: an abandoned request is kept for less long than a short run lasts
@@ -160,6 +168,7 @@ class Peer:
         self._reader = reader
         self._decoder = Decoder(SERVER_FRAMES, MAX_FRAME_BYTES)
         self._arrived: list[ServerFrame] = []
+        self.is_welcome = False
 
     @classmethod
     async def open(cls, address: str, hello: bool = True) -> Peer:
@@ -170,11 +179,12 @@ class Peer:
             peer = cls(*await asyncio.open_connection(where.host, where.port))
         if hello:
             peer.send(Hello((PROTOCOL_VERSION,)))
-            await peer.receive()
+            peer.is_welcome = isinstance(await peer.receive(), Welcome)
         return peer
 
     def send(self, *frames: Frame) -> None:
-        self.writer.write(b"".join(map(encode, frames)))
+        if not self.writer.transport.is_closing():
+            self.writer.write(b"".join(map(encode, frames)))
 
     async def receive(self) -> ServerFrame | None:
         """The next frame; None when the connection is closed."""

@@ -47,11 +47,11 @@ def main() -> int:
 
 
 async def _soak(server: Served, options: argparse.Namespace, report: Report, samples: list[Vitals]) -> None:
-    started = time.monotonic()
+    before = await server.settled()
+    started, over = time.monotonic(), asyncio.Event()
     async with bystanders(server, report):
-        before = await server.settled()
         users = [
-            asyncio.create_task(_user(server, report, Random(f"{options.seed}:{index}")))
+            asyncio.create_task(_user(server, report, Random(f"{options.seed}:{index}"), over))
             for index in range(options.users)
         ]
         while (elapsed := time.monotonic() - started) < options.minutes * 60:
@@ -60,8 +60,7 @@ async def _soak(server: Served, options: argparse.Namespace, report: Report, sam
             print(f"{(time.monotonic() - started) / 60:6.1f} min  {samples[-1]}", flush=True)
             if not samples[-1].books_balance:
                 report.breach(f"pages {samples[-1].pages} are not the {samples[-1].pages_total} there were")
-        for user in users:
-            user.cancel()
+        over.set()
         await asyncio.wait(users)
     after = await server.settled(before.descriptors)
     print(f"{'after':>10}  {after}")
@@ -71,13 +70,14 @@ async def _soak(server: Served, options: argparse.Namespace, report: Report, sam
         report.breach(f"{after.live} requests are live and {after.pages['owned']} pages owned with nobody there")
 
 
-async def _user(server: Served, report: Report, chance: Random) -> None:
+async def _user(server: Served, report: Report, chance: Random, over: asyncio.Event) -> None:
     """One user after another, each with a connection for some requests."""
-    while True:
+    while not over.is_set():
         try:
             async with AsyncClient(server.address) as client:
                 for _ in range(chance.randrange(1, 20)):
-                    report.cases[await _ask(client, chance)] += 1
+                    if not over.is_set():
+                        report.cases[await _ask(client, chance)] += 1
         except QuireError as error:
             report.breach(f"a connection that did nothing wrong ended in {error!r}")
             return
