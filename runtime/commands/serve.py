@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
 import uvloop
 
 from ..config import EngineConfig
@@ -32,7 +33,9 @@ from ..supervision import Fleet, Watch
 def serve(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM. Raises ModelError or ConfigError if it cannot start."""
     log_to_stderr(settings.server.log_format, settings.server.log_level)
-    uvloop.run(_serve(settings))
+    name = settings.server.served_model_name or model_folder(settings.engine.model).resolve().name
+    server = msgspec.structs.replace(settings.server, served_model_name=name)
+    uvloop.run(_serve(msgspec.structs.replace(settings, server=server)))
 
 
 async def _serve(settings: Settings) -> None:
