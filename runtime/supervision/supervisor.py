@@ -104,7 +104,8 @@ class SupervisedCore:
         self._stats: EngineStats | None = None  # of this life, None before its first beat
         self._before = dict.fromkeys(COUNTERS, 0)  # counted in former lives
         self._counts = {"restarts": 0, "replayed_requests": 0, "quarantined_requests": 0}
-        self._refusal: str | None = None  # why nothing is accepted
+        self._down: str | None = None  # why nothing is accepted until a process is ready again
+        self._leaving = False  # nothing is accepted any more
         self._idle = asyncio.Event()
         self._idle.set()
         self._supervising: asyncio.Task[None] | None = None
@@ -154,8 +155,7 @@ class SupervisedCore:
 
     def check_room(self, tenant: str, count: int) -> None:
         """By the last that was heard; what a tenant may have, only the engine knows."""
-        if self._refusal is not None:
-            raise NotAccepting(self._refusal)
+        self._check_accepting()
         waiting = self._num_waiting + sum(len(asked.requests) for asked in (*self._asked.values(), *self._unasked))
         if waiting + count > self._max_num_waiting:
             raise QueueFull(
@@ -163,8 +163,7 @@ class SupervisedCore:
             )
 
     async def add(self, requests: Sequence[Request]) -> Outlook:
-        if self._refusal is not None:
-            raise NotAccepting(self._refusal)
+        self._check_accepting()
         asked = _Asked(requests, asyncio.get_running_loop().create_future())
         self._idle.clear()
         self._unasked.append(asked)
@@ -193,16 +192,16 @@ class SupervisedCore:
 
     def stats(self) -> EngineStats:
         if self._life is None or self._stats is None:
-            raise Unavailable(self._refusal or "the engine is being restarted")
+            raise Unavailable(self._down or "the engine is being restarted")
         counted = {name: getattr(self._stats, name) + before for name, before in self._before.items()}
         return msgspec.structs.replace(self._stats, **counted, **self._counts)
 
     async def drain(self) -> None:
-        self._refusal = self._refusal or "no new requests are accepted: the engine is draining or closed"
+        self._leaving = True
         await self._idle.wait()
 
     async def stop(self) -> None:
-        self._refusal = self._refusal or "no new requests are accepted: the engine is draining or closed"
+        self._leaving = True
         if self._supervising is None:
             return
         supervising, self._supervising = self._supervising, None
@@ -290,8 +289,7 @@ class SupervisedCore:
                     self._give_up(f"the engine cannot be restarted: {error}")
                 await asyncio.sleep(min(LONGEST_PAUSE_S, 0.1 * 2**failures))
             else:
-                if failures >= PATIENCE:
-                    self._refusal = None
+                self._down = None
                 self._counts["restarts"] += 1
                 self._begin_life(life)
                 return life
@@ -332,7 +330,7 @@ class SupervisedCore:
         self._info = msgspec.structs.replace(info, num_processes=1)
 
     def _give_up(self, why: str) -> None:
-        self._refusal = why
+        self._down = why
         for request in self._tokens.requests():
             self._tokens.forget(request.request_id)
             self._fail(request.request_id, Unavailable(why))
@@ -434,6 +432,12 @@ class SupervisedCore:
     def _note_idle(self) -> None:
         if not self.num_requests:
             self._idle.set()
+
+    def _check_accepting(self) -> None:
+        if self._leaving:
+            raise NotAccepting("no new requests are accepted: the engine is draining or closed")
+        if self._down is not None:
+            raise NotAccepting(self._down)
 
     def _outlook(self, position: int) -> Outlook:
         stats = self._stats
