@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from .. import errors
 from .link import FROM_ENGINE, Channel, Failed, FromEngine, Ready, Start, Stop, ToEngine
@@ -76,6 +77,14 @@ class EngineProcess:
     def send(self, message: ToEngine) -> None:
         if self._channel is not None:
             self._channel.send(message)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped it (SIGSTOP, a debugger): it has not got stuck."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        except OSError:
+            return False
 
     async def stop(self) -> None:
         """Let it end what it does and exit by itself, if it does so in time."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -237,21 +238,24 @@ class SupervisedCore:
                 async with asyncio.timeout(TICK_S):
                     await life.ended.wait()
             why = "its event loop is broken" if self._broken else self._vitals.tick()
-        self._life = None
-        life.kill()
-        self._bury()
+        by_others = life.is_stopped
         status = await life.end()
+        by_others = by_others or (why is None and status == -signal.SIGKILL)
+        self._life = None
         self._log.error("engine process lost", pid=life.pid, status=status, reason=why or "it ended")
+        self._bury(by_others)
 
-    def _bury(self) -> None:
-        """What the dead process had is the log's to remember."""
+    def _bury(self, by_others: bool) -> None:
+        """What the dead process had is the log's to remember. `by_others`: killed or stopped from outside, which nothing
+        that it computed can have done.
+        """
         if self._stats is not None:
             for name in COUNTERS:
                 self._before[name] += getattr(self._stats, name)
         self._stats = None
         self._num_waiting = 0
-        self._ask_again()
-        buried = self._tokens.crash()
+        self._ask_again(by_others)
+        buried = self._tokens.bury(by_others)
         self._publish([RequestUpdate(request, finish_reason="cancelled") for request in buried.cancelled])
         for request in buried.quarantined:
             self._counts["quarantined_requests"] += 1
@@ -264,15 +268,15 @@ class SupervisedCore:
             )
         self._note_idle()
 
-    def _ask_again(self) -> None:
+    def _ask_again(self, by_others: bool) -> None:
         """Who got no answer asks anew, one at a time; who was alone in that when it died again, does not."""
         for asked in reversed(self._asked.values()):
             if asked.answer.done():
                 continue
-            if asked.was_lost:
+            if asked.was_lost and not by_others:
                 asked.answer.set_exception(Unavailable("the engine crashed twice over taking this request on"))
             else:
-                asked.was_lost = True
+                asked.was_lost = asked.was_lost or not by_others
                 self._unasked.appendleft(asked)
         self._asked.clear()
 

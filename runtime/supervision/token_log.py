@@ -5,8 +5,9 @@ engine, or will be sent to it, and leaves the log with its end.
 
 **After a crash** those that were being computed are suspects: promise 1 makes whatever killed the process happen again
 at the same token. So they go back one at a time, each only after the one before it has gained a token or ended; the
-rest waits until all are through. If the process dies again, the one on trial was the only one to be computed that had
-not gained a token since it died last: it is quarantined, and nobody else is harmed.
+rest waits until all are through. If the process crashes again, one request only was computed that had not gained a token
+since it crashed last, the one on trial: it is quarantined, and nobody else is harmed. Where the process was killed from
+outside, nobody is suspected, and all go back at once.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Entry:
     request: Request
     sent: bool = False  # to the engine process that lives now
     begun: float | None = None  # when its computation began in this life
-    suspect: bool = False  # it was being computed when a process died, and has not gained a token since
+    suspect: bool = False  # it was being computed when a process crashed, and has not gained a token since
     lives: int = 0  # that have ended
     seconds_in: list[float] = field(default_factory=lambda: [0.0] * len(State))  # of those lives
     life_began: float = 0.0
@@ -110,20 +111,23 @@ class TokenLog:
             _settle(entry, update.account)
         return RequestUpdate(request, update.tokens, update.finish_reason, update.error)
 
-    def crash(self) -> Buried:
-        """The process died: everybody is to be sent again, but for those that are returned."""
+    def bury(self, by_others: bool = False) -> Buried:
+        """The process died: everybody is to be sent again, but for those that are returned.
+
+        `by_others`: none of them can have been the cause.
+        """
         now = self._clock()
         self._on_trial = None
         self._unsent.clear()
         self._suspects.clear()
         buried = Buried([], [])
         for request_id, entry in list(self._entries.items()):
-            was_computed = entry.begun is not None
-            if entry.cancelled or (entry.suspect and was_computed):
+            is_accused = entry.begun is not None and not by_others
+            if entry.cancelled or (entry.suspect and is_accused):
                 (buried.cancelled if entry.cancelled else buried.quarantined).append(entry.request)
                 del self._entries[request_id]
                 continue
-            entry.suspect = entry.suspect or was_computed
+            entry.suspect = entry.suspect or is_accused
             _end_life(entry, now)
             (self._suspects if entry.suspect else self._unsent).append(entry)
         # A beam search gains no token before its end: nobody shall wait for that behind it.

@@ -63,7 +63,7 @@ def test_tokens_are_written_down(log: TokenLog) -> None:
 def test_suspects_go_back_one_at_a_time_each_after_the_one_before_has_gained_a_token(log: TokenLog) -> None:
     add(log, 1, 2, 3)
     add(log, 4, begun=False)  # waited: it cannot have been the cause
-    assert log.crash() == ([], [])
+    assert log.bury() == ([], [])
     assert log.is_replaying
     assert sent(log) == [1]
     assert sent(log) == []
@@ -80,11 +80,11 @@ def test_suspects_go_back_one_at_a_time_each_after_the_one_before_has_gained_a_t
 
 def test_who_kills_it_twice_is_quarantined_alone(log: TokenLog) -> None:
     add(log, 1, 2, 3)
-    log.crash()
+    log.bury()
     sent(log)
     token(log, 1)
     assert sent(log) == [2]
-    buried = log.crash()
+    buried = log.bury()
     assert [request.request_id for request in buried.quarantined] == [2]
     assert sent(log) == [1], "it had gained a token, so it is on trial anew"
     token(log, 1)
@@ -96,23 +96,35 @@ def test_who_kills_it_twice_is_quarantined_alone(log: TokenLog) -> None:
 def test_who_survives_its_trial_may_meet_another_crash(log: TokenLog) -> None:
     add(log, 1)
     for _ in range(20):
-        assert log.crash() == ([], [])
+        assert log.bury() == ([], [])
         assert sent(log) == [1]
         token(log, 1)
 
 
+def test_a_process_that_others_killed_accuses_nobody(log: TokenLog) -> None:
+    add(log, 1, 2)
+    for _ in range(3):
+        assert log.bury(by_others=True) == ([], [])
+        assert sent(log) == [1, 2], "all at once, whether they gained a token or not"
+    assert not log.is_replaying
+    log.bury()
+    assert sent(log) == [1]
+    assert log.bury(by_others=True) == ([], [])
+    assert sent(log) == [1], "still on trial"
+
+
 def test_a_process_that_dies_before_it_computed_anything_accuses_nobody(log: TokenLog) -> None:
     add(log, 1, 2)
-    log.crash()
+    log.bury()
     assert [request.request_id for request in log.next_to_send()] == [1]  # sent, but never begun
-    assert log.crash() == ([], [])
+    assert log.bury() == ([], [])
     assert sent(log) == [1]
 
 
 def test_what_is_given_up_does_not_come_back(log: TokenLog) -> None:
     first, second, _ = add(log, 1, 2, 3)
     assert log.cancel(1) is True, "the engine has to be told"
-    log.crash()
+    log.bury()
     assert len(log) == 2
     assert log.cancel(2) is second, "nobody has to be told"
     assert sent(log) == [3]
@@ -125,7 +137,7 @@ def test_what_is_given_up_does_not_come_back(log: TokenLog) -> None:
 def test_a_cancelled_one_is_returned_by_the_crash_that_swallowed_its_end(log: TokenLog) -> None:
     (request,) = add(log, 1)
     log.cancel(1)
-    assert log.crash() == ([], [request])
+    assert log.bury() == ([], [request])
     assert len(log) == 0
 
 
@@ -133,7 +145,7 @@ def test_a_search_goes_last_since_it_gains_no_token_before_its_end(log: TokenLog
     log.add(Request(1, (1, 2), max_tokens=4, beam=BeamSearch(2)))
     log.note_begun([Prefilled(1, 0)])
     add(log, 2)
-    log.crash()
+    log.bury()
     assert sent(log) == [2]
     token(log, 2)
     assert sent(log) == [1]
@@ -149,7 +161,7 @@ def test_every_second_is_counted_once_over_all_lives(log: TokenLog, clock: Clock
     token(log, 1)
     token(log, 1)
     clock.now = 106.0  # decoded 3 s
-    log.crash()
+    log.bury()
     clock.now = 110.0  # no process for 4 s
     sent(log)
     clock.now = 125.0
