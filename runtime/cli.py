@@ -1,7 +1,7 @@
 """The `quire` command: flags in, one function call out. Every refusal is one line that says what is allowed.
 
-It must not know how anything works. Exit status: 0, or 2 when the command line, a setting, the model or a
-request is wrong.
+It must not know how anything works. Exit status: 0; 2 when the command line, a setting, the model or a request is
+wrong, 1 when trying again may help; 130 when interrupted, 141 when nobody reads the output.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ def main() -> None:
         sys.stdout.flush()
     except (QuireError, CycloptsError) as error:
         print(f"quire: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(1 if isinstance(error, QuireError) and error.retryable else 2) from None
     except BrokenPipeError:  # whoever read our output has left; nobody is there to be told
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None

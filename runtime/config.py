@@ -54,7 +54,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sockets of `quire serve`. Port 0 asks the system for a free one."""
+    """All of `quire serve` but its engine: sockets, who may connect, limits, processes, logs. Port 0: a free one."""
 
     host: str = "127.0.0.1"
     port: Port = 7070

@@ -19,6 +19,7 @@ from ..wire.codec import Decoder, Malformed, encode
 from ..wire.errors import error_from_frame
 from ..wire.frames import (
     FEATURES,
+    HEARTBEATS_MISSED,
     MAX_FRAME_BYTES,
     MIN_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -47,7 +48,6 @@ from ..wire.frames import (
 
 CONNECT_TIMEOUT_S = 10.0
 READ_BYTES = 64 << 10
-HEARTBEATS_MISSED = 3
 
 
 class Lost(NamedTuple):

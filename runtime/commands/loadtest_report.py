@@ -13,6 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..loadtest.results import percentile_key
+
 LATE_MS = 10.0  # above it, arrivals were not those that were asked for
 MOST_MESSAGES = 3
 METRIC_NAMES = {
@@ -63,7 +65,8 @@ def _totals(result: Mapping[str, Any]) -> Table:
 def _latencies(result: Mapping[str, Any], metric: str, percentiles: Sequence[float]) -> Table:
     title, name = METRIC_NAMES[metric]
     table = _table(title)
-    for word, key in (("Mean", "mean"), ("Median", "median"), *((f"P{each:g}", f"p{each:g}") for each in percentiles)):
+    named = [(percentile_key(each).upper(), percentile_key(each)) for each in percentiles]
+    for word, key in (("Mean", "mean"), ("Median", "median"), *named):
         table.add_row(f"{word} {name} (ms):", f"{result[f'{key}_{metric}_ms']:.2f}")
     return table
 
@@ -71,7 +74,7 @@ def _latencies(result: Mapping[str, Any], metric: str, percentiles: Sequence[flo
 def _sentences(result: Mapping[str, Any], percentiles: Sequence[float]) -> list[str]:
     """What the figures above do not say by themselves."""
     ours = result["x_quire"]
-    highest = f"p{max(percentiles):g}" if percentiles else "mean"
+    highest = percentile_key(max(percentiles)) if percentiles else "mean"
     delay, late = ours["schedule_delay_ms"][highest], ours.get("generator_delay_ms", {}).get(highest, 0.0)
     lines = [
         f"Schedule delay (ms): {highest} {delay:.2f}; counted from the schedule, E2EL {highest} "

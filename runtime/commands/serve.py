@@ -25,7 +25,7 @@ from ..engine import Core, Engine, LocalCore, Vocabulary, check_snapshot_path, k
 from ..logs import log_to_stderr
 from ..models import model_folder
 from ..monitoring import PrometheusObserver
-from ..server import Server
+from ..server import Server, check_config
 from ..settings import Settings
 from ..supervision import Fleet, Watch
 
@@ -40,10 +40,13 @@ def serve(settings: Settings) -> None:
 
 async def _serve(settings: Settings) -> None:
     stop = _stop_signal()
+    await check_config(settings.server)
     if settings.server.prefix_snapshot is not None:
         check_snapshot_path(Path(settings.server.prefix_snapshot))
     vocabulary = await asyncio.to_thread(Vocabulary.load, model_folder(settings.engine.model))
     async with _core(settings) as core:
+        if stop.is_set():  # while it was loading
+            return
         await _serve_until(stop, Engine(core, vocabulary), settings)
 
 
@@ -109,4 +112,5 @@ def _stop_signal() -> asyncio.Event:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, hear, number)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read anew
     return stop

@@ -171,8 +171,13 @@ def _distribution(seconds: Iterable[float | None], percentiles: Sequence[float])
         values = np.zeros(1)
     found = {"mean": float(values.mean()), "median": float(np.median(values)), "std": float(values.std())}
     for percent, value in zip(percentiles, np.percentile(values, percentiles), strict=True):
-        found[f"p{percent:g}"] = float(value)
+        found[percentile_key(percent)] = float(value)
     return found
+
+
+def percentile_key(percent: float) -> str:
+    """As vLLM writes it: p99, p99.9."""
+    return f"p{int(percent) if percent == int(percent) else percent}"
 
 
 def _num_good(records: Sequence[RequestRecord], limits_ms: Mapping[str, float]) -> int:

@@ -3,7 +3,7 @@
 from .http import OperatorServer, operator_app
 from .metrics import CancelCause, PrometheusObserver
 from .progress import Progress
-from .status import StatusCollector
+from .status import RequestState, RequestStatus, StatusCollector
 from .vllm_names import VllmNames
 
 __all__ = [
@@ -11,6 +11,8 @@ __all__ = [
     "OperatorServer",
     "Progress",
     "PrometheusObserver",
+    "RequestState",
+    "RequestStatus",
     "StatusCollector",
     "VllmNames",
     "operator_app",

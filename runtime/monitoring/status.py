@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
+from msgspec import structs
 
 from ..engine.facade import EngineFacade, EngineInfo, EngineStats
 from ..errors import QuireError
@@ -26,26 +27,7 @@ T = TypeVar("T")
 RequestState = Literal["queued", "prefill", "decode"]
 
 
-class Live(Protocol):
-    """What whoever serves them tells of a request that has not ended."""
-
-    @property
-    def tenant(self) -> str: ...
-    @property
-    def request_id(self) -> int: ...
-    @property
-    def age_s(self) -> float: ...
-    @property
-    def state(self) -> RequestState: ...
-    @property
-    def prompt_tokens(self) -> int | None: ...
-    @property
-    def prefilled(self) -> int | None: ...
-    @property
-    def generated(self) -> int: ...
-
-
-class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
+class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A request that has not ended."""
 
     tenant: str
@@ -104,7 +86,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineStats | None  # None: it does not answer
     connections: int
     batch_size: float | None  # mean of the steps in the last minutes
-    requests: list[LiveRequest]  # the oldest, oldest first
+    requests: list[RequestStatus]  # the oldest, oldest first
     recent: list[EndedRequest]  # the latest, latest first
     latencies: Latencies
     outcomes: Outcomes
@@ -112,7 +94,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusCollector:
-    """`watch` keeps the history while the server runs; `collect` tells how things stand now."""
+    """`watch` keeps the history while the server runs; `collect` tells how things stand now. `live_requests` gives the
+    oldest, at most so many.
+    """
 
     def __init__(
         self,
@@ -122,7 +106,7 @@ class StatusCollector:
         model: str,
         problem: Callable[[], str | None],
         num_connections: Callable[[], int],
-        live_requests: Callable[[], Sequence[Live]],
+        live_requests: Callable[[int], Sequence[RequestStatus]],
     ) -> None:
         self._engine = engine
         self._observer = observer
@@ -151,7 +135,7 @@ class StatusCollector:
             engine=_answer(self._engine.stats),
             connections=self._num_connections(),
             batch_size=self._batch_size.mean(),
-            requests=[_live(each) for each in self._live_requests()[:MAX_LIVE]],
+            requests=[structs.replace(each, tenant=_cut(each.tenant)) for each in self._live_requests(MAX_LIVE)],
             recent=[_ended(each, now_s) for each in reversed(self._observer.recent)],
             latencies=Latencies(**{name: window.quantiles() for name, window in self._windows.items()}),
             outcomes=self._outcomes(),
@@ -177,18 +161,6 @@ def _answer(ask: Callable[[], T]) -> T | None:
 
 def _happened(counts: dict[str, int]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
-
-
-def _live(request: Live) -> LiveRequest:
-    return LiveRequest(
-        tenant=_cut(request.tenant),
-        request_id=str(request.request_id),
-        age_s=request.age_s,
-        state=request.state,
-        prompt_tokens=request.prompt_tokens,
-        prefilled=request.prefilled,
-        generated=request.generated,
-    )
 
 
 def _ended(ended: Ended, now_s: float) -> EndedRequest:

@@ -160,6 +160,7 @@ class Connection:
                 self._config.heartbeat_ms if heartbeat else None,
             )
         )
+        self._outbox.max_frame_bytes = self._decoder.max_frame_bytes
         exchange = self._exchange = Exchange(
             self._service, self._outbox, tenant, session, progress="progress" in features
         )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import structlog
 from structlog.contextvars import bind_contextvars
 
-from ..errors import GenerationFailed, Overloaded, ProtocolError, QuireError, Unavailable
+from ..errors import GenerationFailed, InvalidRequest, Overloaded, ProtocolError, QuireError, Unavailable
 from ..logs import new_id
 from ..monitoring import CancelCause
 from ..wire.codec import Malformed
@@ -151,7 +151,7 @@ class Exchange:
         try:
             source, is_kept = self._source(frame)
         except Exception as error:
-            self._send_last(self._failure(frame.request_id, error))
+            self._send_last(frame.request_id, self._failure(frame.request_id, error))
             return
         self._last_accepted_id = frame.request_id
         self._deliver(frame.request_id, source, frame.credit, paced=is_kept)
@@ -193,7 +193,7 @@ class Exchange:
     def _refuse(self, request_id: int, error: QuireError) -> None:
         """End a request that never reached the engine."""
         self._service.observer.on_rejected(error)
-        self._send_last(error_frame(request_id, error))
+        self._send_last(request_id, error_frame(request_id, error))
 
     # Answering
 
@@ -237,12 +237,16 @@ class Exchange:
         except Exception as error:
             last = self._failure(request_id, error)
         del self._live[request_id]
-        self._send_last(last)
+        self._send_last(request_id, last)
         self._last_ended_at = asyncio.get_running_loop().time()
 
-    def _send_last(self, frame: Frame) -> None:
+    def _send_last(self, request_id: int, frame: Frame) -> None:
         """Of a request."""
-        self._outbox.send(frame)
+        try:
+            self._outbox.send(frame)
+        except InvalidRequest as error:  # longer than this peer takes
+            frame = error_frame(request_id, error)
+            self._outbox.send(frame)
         if isinstance(frame, Done | Error):
             log_end(frame)
 

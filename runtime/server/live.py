@@ -9,26 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from itertools import islice
-from typing import Literal
-
-import msgspec
 
 from ..engine.facade import EngineFacade, GenerateRequest, Generation
 from ..errors import QuireError
-from ..monitoring import CancelCause, PrometheusObserver
+from ..monitoring import CancelCause, PrometheusObserver, RequestState, RequestStatus
 from .tenants import Tenant
-
-
-class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One live request, for the status page."""
-
-    tenant: str
-    request_id: int  # its connection's name for it
-    age_s: float
-    state: Literal["queued", "prefill", "decode"]
-    prompt_tokens: int | None  # None: not yet tokenized
-    prefilled: int | None  # of them, so far; None: no step was seen yet
-    generated: int
 
 
 class LiveRequests:
@@ -123,14 +108,14 @@ class LiveRequest:
             self._on_end(self)
 
     def status(self) -> RequestStatus:
-        state: Literal["queued", "prefill", "decode"] = "queued"
+        state: RequestState = "queued"
         if self.generated:
             state = "decode"
         elif self._prefilled is not None:
             state = "prefill"
         return RequestStatus(
             tenant=self._tenant.name,
-            request_id=self._request_id,
+            request_id=str(self._request_id),
             age_s=time.monotonic() - self._started,
             state=state,
             prompt_tokens=self._prompt_tokens,

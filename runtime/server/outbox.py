@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 
 from ..wire.codec import encode
-from ..wire.frames import Frame
+from ..wire.frames import MAX_FRAME_BYTES, Frame
 
 WRITE_BYTES = 64 << 10  # written at once; each such piece has `write_timeout_s` to leave
 ROOM_BYTES = 4 * WRITE_BYTES  # with so much unsent, or half the limit, who can wait should
@@ -29,15 +29,18 @@ class Outbox:
         self._has_room = asyncio.Event()
         self._closed = False
         self.stuck = False
+        self.max_frame_bytes = MAX_FRAME_BYTES  # what the peer takes; raised or lowered by WELCOME
         # drain() then waits until the system has taken everything, so a time limit on it measures progress. All but one
         # byte: TLS transports call a buffer that is as large as its limit full, with 0 they would never write again.
         writer.transport.set_write_buffer_limits(high=1)
 
     def send(self, frame: Frame) -> None:
-        """Queue `frame`; dropped when the connection is already lost or closing."""
+        """Queue `frame`; dropped when the connection is already lost or closing. Raises InvalidRequest, having queued
+        nothing, for one that is longer than the peer takes.
+        """
         if self._closed:
             return
-        self._unsent += encode(frame)
+        self._unsent += encode(frame, self.max_frame_bytes)
         if len(self._unsent) > self._max_bytes:
             self._give_up()
         self._changed.set()

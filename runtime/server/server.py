@@ -20,6 +20,7 @@ from ..monitoring import (
     OperatorServer,
     Progress,
     PrometheusObserver,
+    RequestStatus,
     StatusCollector,
     VllmNames,
     operator_app,
@@ -29,7 +30,7 @@ from .auth import Keyring
 from .connection import Connection
 from .kept import Kept
 from .listen import ListeningSocket, allow_open_files, is_loopback, listen_tcp, listen_unix
-from .live import LiveRequests, RequestStatus
+from .live import LiveRequests
 from .service import Service
 from .tls import TLS
 
@@ -37,7 +38,6 @@ CLOSE_TIMEOUT_S = 5.0
 DEFAULT_MODEL_NAME = "quire"
 MAX_REFUSALS = 256  # connections beyond max_connections that are told so; the rest are closed without a word
 OTHER_FILES = 256  # that a process has open besides its connections
-MAX_STATUSES = 200
 
 _log = structlog.get_logger("quire.server")
 
@@ -71,12 +71,13 @@ class Server:
     def num_connections(self) -> int:
         return len(self._connections)
 
-    def live_requests(self) -> list[RequestStatus]:
-        """The oldest of those that have not ended, at most 200."""
-        return [] if self._service is None else self._service.requests.oldest(MAX_STATUSES)
+    def live_requests(self, limit: int = 200) -> list[RequestStatus]:
+        """The oldest of those that have not ended, those that go on without a connection included."""
+        return [] if self._service is None else self._service.requests.oldest(limit)
 
     async def start(self, engine: EngineFacade, config: ServerConfig) -> None:
         """Bind both sockets and serve. Raises ConfigError for an address that cannot or must not be used."""
+        await check_config(config)
         self._tls = TLS.of(config)
         async with contextlib.AsyncExitStack() as opening:
             keyring = Keyring.of(config)
@@ -98,8 +99,8 @@ class Server:
                 self.observer,
                 model=model,
                 problem=progress.problem,
-                num_connections=lambda: len(self._connections),
-                live_requests=lambda: requests.oldest(MAX_STATUSES),
+                num_connections=lambda: self.num_connections,
+                live_requests=self.live_requests,
             )
             opening.push_async_callback(_stop, asyncio.create_task(status.history.watch()))
             app = operator_app(self.observer.registry, progress, status.collect)
@@ -188,14 +189,21 @@ class Server:
                 await _stop(task)
 
 
-async def _listen(config: ServerConfig) -> ListeningSocket:
-    if config.uds is not None:
-        return listen_unix(Path(config.uds))
-    if config.token is None and config.auth_tokens is None and not await is_loopback(config.host):
+async def check_config(config: ServerConfig) -> None:
+    """What can be told of it without an engine: keys, certificate, who may connect. Raises ConfigError."""
+    Keyring.of(config)
+    TLS.of(config)
+    has_keys = config.token is not None or config.auth_tokens is not None
+    if config.uds is None and not has_keys and not await is_loopback(config.host):
         raise ConfigError(
             f"--host {config.host} is reachable from other machines, which requires --token or --auth-tokens; "
             "set one, or listen on 127.0.0.1 or a unix socket (--uds)"
         )
+
+
+async def _listen(config: ServerConfig) -> ListeningSocket:
+    if config.uds is not None:
+        return listen_unix(Path(config.uds))
     return await listen_tcp(config.host, config.port)
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from ..config import ServerConfig
 from ..errors import ProtocolError, QuireError, Unavailable
-
-HEARTBEATS_MISSED = 3
+from ..wire.frames import HEARTBEATS_MISSED
 
 
 class Watchdog:

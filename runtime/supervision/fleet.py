@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -116,17 +116,21 @@ class Fleet:
             self.members[index].drop(request_id, reason, error)
 
     def stats(self) -> EngineStats:
-        """Of all members that compute now. Raises Unavailable if none does."""
+        """Of all members that compute now, with what the others counted: a counter never falls. Raises Unavailable if
+        none computes.
+        """
         found: list[EngineStats] = []
+        away: list[dict[str, int]] = []
         problem: Unavailable | None = None
         for member in self.members:
             try:
                 found.append(member.stats())
             except Unavailable as error:
                 problem = error
+                away.append(member.counters())
         if not found:
             raise problem or Unavailable("there is no engine process")
-        return _sum(found)
+        return _sum(found, away)
 
     async def drain(self) -> None:
         await asyncio.gather(*(member.drain() for member in self.members))
@@ -181,14 +185,15 @@ def _share(config: EngineConfig, count: int, num_cpus: int) -> EngineConfig:
     return msgspec.structs.replace(config, threads=threads, **divided)
 
 
-def _sum(all_stats: Sequence[EngineStats]) -> EngineStats:
-    if len(all_stats) == 1:
+def _sum(all_stats: Sequence[EngineStats], counters: Sequence[Mapping[str, int]]) -> EngineStats:
+    if len(all_stats) == 1 and not counters:
         return all_stats[0]
     reasons: Counter[str] = Counter()
     for stats in all_stats:
         reasons.update(stats.waiting_by_reason)
     numbers = [name for name in EngineStats.__struct_fields__ if name != "waiting_by_reason"]
-    return EngineStats(
-        waiting_by_reason=dict(reasons),
-        **{name: sum(getattr(stats, name) for stats in all_stats) for name in numbers},
-    )
+    sums = {name: sum(getattr(stats, name) for stats in all_stats) for name in numbers}
+    for counted in counters:
+        for name, count in counted.items():
+            sums[name] += count
+    return EngineStats(waiting_by_reason=dict(reasons), **sums)

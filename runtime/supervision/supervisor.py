@@ -194,8 +194,12 @@ class SupervisedCore:
     def stats(self) -> EngineStats:
         if self._life is None or self._stats is None:
             raise Unavailable(self._down or "the engine is being restarted")
-        counted = {name: getattr(self._stats, name) + before for name, before in self._before.items()}
-        return msgspec.structs.replace(self._stats, **counted, **self._counts)
+        return msgspec.structs.replace(self._stats, **self.counters())
+
+    def counters(self) -> dict[str, int]:
+        """Of all lives, by their names in EngineStats, whether there is a process now or not."""
+        now = {name: 0 if self._stats is None else getattr(self._stats, name) for name in COUNTERS}
+        return {name: before + now[name] for name, before in self._before.items()} | self._counts
 
     async def drain(self) -> None:
         self._leaving = True
@@ -246,8 +250,9 @@ class SupervisedCore:
         self._bury(by_others)
 
     def _bury(self, by_others: bool) -> None:
-        """What the dead process had is the log's to remember. `by_others`: killed or stopped from outside, which nothing
-        that it computed can have done.
+        """What the dead process had is the log's to remember.
+
+        `by_others`: it was killed or stopped from outside, which nothing that it computed can have done.
         """
         if self._stats is not None:
             for name in COUNTERS:
@@ -274,7 +279,9 @@ class SupervisedCore:
             if asked.answer.done():
                 continue
             if asked.was_lost and not by_others:
-                asked.answer.set_exception(Unavailable("the engine crashed twice over taking this request on"))
+                self._counts["quarantined_requests"] += 1
+                why = "the engine crashed twice over taking this request on; it is not tried again"
+                asked.answer.set_exception(Quarantined(why))
             else:
                 asked.was_lost = asked.was_lost or not by_others
                 self._unasked.appendleft(asked)
@@ -322,7 +329,7 @@ class SupervisedCore:
 
     def _keep_shape(self, ready: Ready) -> None:
         """What the first process chose by the machine's state holds for all that follow."""
-        info = self._info = ready.info
+        info = ready.info
         chosen = msgspec.structs.replace(
             self._start.config,
             kv_cache_memory=ready.kv_bytes,

@@ -5,9 +5,9 @@ engine, or will be sent to it, and leaves the log with its end.
 
 **After a crash** those that were being computed are suspects: promise 1 makes whatever killed the process happen again
 at the same token. So they go back one at a time, each only after the one before it has gained a token or ended; the
-rest waits until all are through. If the process crashes again, one request only was computed that had not gained a token
-since it crashed last, the one on trial: it is quarantined, and nobody else is harmed. Where the process was killed from
-outside, nobody is suspected, and all go back at once.
+rest waits until all are through. If the process crashes again, only one request was computed that had not gained a
+token since it crashed last, the one on trial: it is quarantined, and nobody else is harmed. Where the process was
+killed from outside, nobody is suspected, and all go back at once.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ from ..generation import FinishReason, SamplingParams, TokenLogprobs, Usage
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 4 << 20  # default of what each side offers; the smaller offer holds
 MIN_FRAME_BYTES = 64 << 10  # holds until WELCOME, and the least a peer may offer
+HEARTBEATS_MISSED = 3  # then the other side counts as gone
 FEATURES = ("heartbeat", "progress")  # that HELLO may want and WELCOME grant
 ALREADY_EXISTS = "ALREADY_EXISTS"
 

@@ -17,12 +17,14 @@ from quire.runtime.config import ServerConfig
 from quire.runtime.execution.capacity import decide_capacity
 from quire.runtime.models import BUNDLED_MODEL, read_spec
 from quire.runtime.server.auth import Keyring
+from quire.runtime.server.server import CLOSE_TIMEOUT_S
 from quire.runtime.settings import Settings, resolve_settings
+from quire.runtime.supervision.process import STOP_TIMEOUT_S
 
 from tests.deploy.queries import DEPLOY
 from tests.test_docs import QWEN3_06B
 
-MARGIN_S = 10.0  # beyond --shutdown-timeout: to end connections and engines and to write the prefix snapshot
+MARGIN_S = CLOSE_TIMEOUT_S + STOP_TIMEOUT_S  # beyond --shutdown-timeout: to end connections, then engines
 PYTHON_BYTES = 1 << 30  # beyond what `quire plan` prints
 KUBERNETES = DEPLOY / "kubernetes"
 UNIT = (DEPLOY / "quire.service").read_text("utf-8")

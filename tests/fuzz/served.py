@@ -110,7 +110,11 @@ class Served:
     async def settled(self, descriptors: float = math.inf) -> Vitals:
         """Once nothing is live, no page owned and no more descriptors open, or as it is after waiting in vain."""
         for _ in range(int(SETTLE_TIMEOUT_S / 0.1)):
-            vitals = await asyncio.to_thread(self.vitals)
+            try:
+                vitals = await asyncio.to_thread(self.vitals)
+            except KeyError:  # while an engine is being replaced, nobody can tell
+                await asyncio.sleep(0.1)
+                continue
             if vitals.live == 0 and vitals.pages["owned"] == 0 and vitals.descriptors <= descriptors:
                 break
             await asyncio.sleep(0.1)

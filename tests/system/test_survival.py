@@ -148,7 +148,7 @@ async def test_who_kills_it_by_being_taken_on_is_told_and_nobody_else() -> None:
         bad, good = [
             asyncio.create_task(collect(engine, asked((7, token), max_tokens=4))) for token in (INDIGESTIBLE, 8)
         ]
-        with pytest.raises(Unavailable, match="crashed twice over taking this request on"):
+        with pytest.raises(Quarantined, match="crashed twice over taking this request on"):
             await bad
         assert (await good)[-1].finish_reason == "length"
         assert (await drained(stream))[-1].finish_reason == "length"

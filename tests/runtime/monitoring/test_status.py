@@ -24,7 +24,7 @@ from quire.runtime.monitoring.progress import Progress
 from quire.runtime.monitoring.status import (
     MAX_LIVE,
     MAX_NAME_CHARACTERS,
-    LiveRequest,
+    RequestStatus,
     Status,
     StatusCollector,
 )
@@ -90,7 +90,7 @@ ENDED = RequestStats(
     e2e_s=0.46,
     time_to_first_token_s=0.055,
 )
-LIVE = LiveRequest(
+LIVE = RequestStatus(
     tenant=HOSTILE,
     request_id="18446744073709551615",
     age_s=1.5,
@@ -133,7 +133,7 @@ class Page:
             model=HOSTILE,
             problem=self.progress.problem,
             num_connections=lambda: 5,
-            live_requests=lambda: self.live,
+            live_requests=lambda limit: self.live[:limit],
         )
         self.observer.on_step(STEP)
         for _ in range(30):
