@@ -160,7 +160,7 @@ async def test_live_requests_tell_what_is_known_of_them(system: Any, eventually:
     client.send("GENERATE", 7, "hold", LONG)
     await eventually(lambda: len(system.server.live_requests()) == 1)
     (queued,) = system.server.live_requests()
-    assert (queued.request_id, queued.tenant, queued.state, queued.prompt_tokens) == (7, "", "queued", None)
+    assert (queued.request_id, queued.tenant, queued.state, queued.prompt_tokens) == ("7", "", "queued", None)
     system.engine.submitting.set()
     await client.until("TOKENS")
     (decoding,) = system.server.live_requests()
