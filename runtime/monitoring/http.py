@@ -19,10 +19,12 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .progress import Progress
 from .status import Status
 
+MAX_CONNECTIONS = 64
 PAGE_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -81,7 +83,7 @@ class OperatorServer:
             log_config=None,
             access_log=False,
             lifespan="off",
-            http="h11",
+            http=_Protocol,
             ws="none",
             date_header=False,
             server_header=False,
@@ -93,6 +95,19 @@ class OperatorServer:
     async def close(self) -> None:
         self._server.leave.set()
         await self._task
+
+
+class _Protocol(H11Protocol):
+    """Few at a time, and who asks nothing is not waited for: operators share the process's files with clients."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            transport.abort()
+        else:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
 
 class _Uvicorn(uvicorn.Server):

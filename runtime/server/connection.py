@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import structlog
 from structlog.contextvars import bind_contextvars
 
-from ..errors import ProtocolError, QuireError
+from ..errors import GenerationFailed, ProtocolError, QuireError
 from ..logs import new_id
 from ..monitoring import CancelCause
 from ..wire.codec import Decoder, Malformed
@@ -27,6 +27,7 @@ from .watchdog import Watchdog
 
 READ_BYTES = 64 << 10
 LINGER_S = 1.0
+FRAMES_AT_ONCE = 64  # of one connection, before others have their turn
 
 _log = structlog.get_logger("quire.server")
 
@@ -115,10 +116,13 @@ class Connection:
                     exchange = self._welcome(hello)
                     async for frame in frames:
                         exchange.handle(frame)
-        except ConnectionError:
+        except OSError:
             pass
         except QuireError as error:
             self._refuse(error)
+        except Exception as error:
+            _log.error("connection failed", exc_info=error)
+            self._end(GenerationFailed("an internal error ended this connection; see the server's log"))
 
     def _refuse(self, error: QuireError) -> None:
         _log.warning("connection refused", code=error.code, reason=str(error))
@@ -130,6 +134,8 @@ class Connection:
             for frame in self._decoder.feed(data):
                 num_frames += 1
                 yield frame
+                if num_frames % FRAMES_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # the others' turn: reading what is buffered does not wait
             if self._watchdog is not None:
                 self._watchdog.received(num_frames, self._decoder.is_inside_frame)
 

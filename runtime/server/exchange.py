@@ -14,10 +14,18 @@ from typing import Any, NamedTuple
 import structlog
 from structlog.contextvars import bind_contextvars
 
-from ..errors import GenerationFailed, InvalidRequest, Overloaded, ProtocolError, QuireError, Unavailable
+from ..errors import (
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    ProtocolError,
+    QuireError,
+    Unauthenticated,
+    Unavailable,
+)
 from ..logs import new_id
 from ..monitoring import CancelCause
-from ..wire.codec import Malformed
+from ..wire.codec import MAX_ARRAY_LENGTH, Malformed
 from ..wire.errors import error_frame
 from ..wire.frames import (
     AskStats,
@@ -42,6 +50,8 @@ from .outbox import Outbox
 from .request_log import log_end
 from .service import Service
 from .tenants import Tenant
+
+MAX_QUESTIONS = 32  # of one connection, that are being answered
 
 _log = structlog.get_logger("quire.server")
 
@@ -102,7 +112,7 @@ class Exchange:
                     delivery.grant(tokens)
             case Tokenize(request_id):
                 if self._takes(request_id):
-                    self._start(request_id, partial(self._tokenize, frame))
+                    self._ask(frame)
             case ListModels(request_id):
                 if self._takes(request_id):
                     name = self._service.config.served_model_name or ""
@@ -129,6 +139,8 @@ class Exchange:
         for live in self._live.values():
             if live.delivery is not None:
                 live.delivery.leave(cause)
+            else:
+                live.task.cancel()  # a question whose answer nobody reads
 
     def fail(self, error: QuireError) -> None:
         """End every live request with `error` now, whatever the engine does."""
@@ -185,6 +197,9 @@ class Exchange:
         if request_id in self._live:
             self._outbox.send(duplicate_frame(request_id))
             return False
+        if self._tenant.revoked:
+            self._refuse(request_id, Unauthenticated("this tenant's keys were revoked"))
+            return False
         if len(self._live) >= self._service.config.max_requests_per_connection:
             self._refuse(request_id, Overloaded(f"{len(self._live)} requests are live on this connection"))
             return False
@@ -210,8 +225,19 @@ class Exchange:
         task = self._start(request_id, delivery.run, delivery)
         task.add_done_callback(lambda _: source.end())
 
+    def _ask(self, frame: Tokenize) -> None:
+        """Texts wait here in memory, so few may."""
+        num_questions = sum(live.delivery is None for live in self._live.values())
+        if num_questions >= MAX_QUESTIONS:
+            self._refuse(frame.request_id, Overloaded(f"{num_questions} texts are being tokenized on this connection"))
+        else:
+            self._start(frame.request_id, partial(self._tokenize, frame))
+
     async def _tokenize(self, frame: Tokenize) -> Tokenized:
-        token_ids = await self._service.engine.tokenize(frame.text, frame.add_special_tokens)
+        async with self._service.tokenizing:
+            token_ids = await self._service.engine.tokenize(frame.text, frame.add_special_tokens)
+        if len(token_ids) > MAX_ARRAY_LENGTH:
+            raise InvalidRequest(f"the text has {len(token_ids)} tokens; a frame holds at most {MAX_ARRAY_LENGTH}")
         return Tokenized(frame.request_id, token_ids)
 
     def _answer(self, request_id: int, answer: Callable[[], Frame]) -> None:

@@ -29,7 +29,7 @@ from ..wire.address import UnixAddress
 from .auth import Keyring
 from .connection import Connection
 from .kept import Kept
-from .listen import ListeningSocket, allow_open_files, is_loopback, listen_tcp, listen_unix
+from .listen import BACKLOG, ListeningSocket, allow_open_files, is_loopback, listen_tcp, listen_unix
 from .live import LiveRequests
 from .service import Service
 from .tls import TLS
@@ -51,6 +51,7 @@ class Server:
     def __init__(self, observer: PrometheusObserver | None = None) -> None:
         self.observer = observer or PrometheusObserver()
         self._connections: dict[Connection, asyncio.Task[None]] = {}
+        self._closing = False
         self._service: Service | None = None  # while started
         self._progress: Progress | None = None
         self._open = contextlib.AsyncExitStack()
@@ -146,13 +147,15 @@ class Server:
     async def _serve(self, service: Service, listening: ListeningSocket, opening: contextlib.AsyncExitStack) -> None:
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             excess = len(self._connections) - service.config.max_connections
-            if excess >= MAX_REFUSALS:
+            if excess >= MAX_REFUSALS or self._closing:  # TLS may have shaken hands a moment too long
                 writer.transport.abort()
             else:
                 self._run(Connection(reader, writer, service), refuse=excess >= 0)
 
         start: Any = asyncio.start_unix_server if isinstance(listening.address, UnixAddress) else asyncio.start_server
-        server: asyncio.Server = await start(accept, sock=listening.socket, **self._tls_options(service.config))
+        server: asyncio.Server = await start(
+            accept, sock=listening.socket, backlog=BACKLOG, **self._tls_options(service.config)
+        )
         opening.push_async_callback(service.kept.close)
         opening.push_async_callback(self._close_connections)
         opening.callback(server.close)
@@ -178,6 +181,7 @@ class Server:
             connection.fail_requests(error)
 
     async def _close_connections(self) -> None:
+        self._closing = True
         leaving = Unavailable("the server is shutting down")
         self._fail_requests(leaving)
         tasks = list(self._connections.values())

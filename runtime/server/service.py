@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
 from ..config import ServerConfig
 from ..engine.facade import EngineFacade
@@ -20,4 +21,5 @@ class Service:
     keyring: Keyring
     requests: LiveRequests
     kept: Kept
+    tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # of the threads for prompts
     leaves_at: float | None = None  # the loop's time at which what has not ended will be; None: it stays
