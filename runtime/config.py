@@ -39,6 +39,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: Count = 64
     max_num_batched_tokens: Count = 512
     kv_cache_memory: Bytes | None = None
+    kv_cache_share: Share = 0.4  # of the memory that is free at start: the most for the pool if its size is not given
     threads: Count | None = None
     enable_prefix_caching: bool = True
     max_num_waiting: Count = 1024  # queue limit

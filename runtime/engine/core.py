@@ -134,6 +134,11 @@ class LocalCore:
             threads_reason=cpus.reason,
         )
 
+    @property
+    def is_broken(self) -> bool:
+        """Nothing will be computed any more, though nobody asked for the end."""
+        return self._batcher.is_broken
+
     def start(self, listener: CoreListener) -> None:
         self._listener = listener
         self._batcher.start(listener.ended)
@@ -161,7 +166,7 @@ class LocalCore:
         self.scheduler.finish(request_id, reason, error)
 
     def stats(self) -> EngineStats:
-        if self._batcher.is_broken:
+        if self.is_broken:
             raise Unavailable("the engine has stopped after an internal error; restart it")
         return msgspec.convert(self.scheduler.stats(), EngineStats, from_attributes=True)
 

@@ -15,8 +15,6 @@ from ..config import EngineConfig
 from ..errors import ConfigError
 from ..models import DecoderSpec, MemoryPlan, kv_layout, plan_memory
 
-KV_SHARE = 0.4  # of the memory that is free at start, unless --kv-cache-memory says otherwise
-
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
@@ -110,7 +108,7 @@ def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int) -> in
         return pages
     chunk = -(-config.max_num_batched_tokens // layout.page_size) * sum(map(bool, layout.group_windows))
     wanted = config.max_num_seqs * layout.pages_for(max_model_len) + chunk
-    return max(least, min(wanted, layout.pages_in(int(free_memory_bytes() * KV_SHARE))))
+    return max(least, min(wanted, layout.pages_in(int(free_memory_bytes() * config.kv_cache_share))))
 
 
 def _model_len_in(config: EngineConfig, layout: KVLayout, num_pages: int, max_model_len: int) -> int:

@@ -15,9 +15,11 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NoReturn
 
 import structlog
 import uvloop
@@ -127,12 +129,13 @@ class _Served:
         self._core.start(CoreListener(self._publish, _never_fails, self._observe, _nothing, self._begin))
         gc.freeze()
         self._send(Ready(self._core.info, self._core.machine.capacity.memory.kv_bytes))
-        try:
-            while (message := await messages.get()) is not None and not isinstance(message, Stop):
+        while (message := await messages.get()) is not None and not isinstance(message, Stop):
+            try:
                 self._handle(message)
-        finally:
-            await self._core.stop()
-            self._flush()
+            except Exception:
+                _die()
+        await self._core.stop()
+        self._flush()
 
     def _handle(self, message: ToEngine) -> None:
         match message:
@@ -174,6 +177,8 @@ class _Served:
         self._report(step, tuple(prefilled))
 
     def _flush(self) -> None:
+        if self._core.is_broken:  # what it reports are the endings of those that can go on elsewhere
+            _die()
         if self._updates:
             self._report()
 
@@ -196,6 +201,12 @@ class _Served:
 
     def _send(self, message: FromEngine) -> None:
         self._channel.send(message)
+
+
+def _die() -> NoReturn:
+    """At once, with nothing more said: the server has the log, and goes on where this process was."""
+    traceback.print_exc()
+    os._exit(os.EX_SOFTWARE)
 
 
 def _never_fails(request_id: int, error: QuireError) -> None:

@@ -32,6 +32,7 @@ class Fleet:
         info = members[0].info
         self._info = msgspec.structs.replace(
             info,
+            max_model_len=min(member.info.max_model_len for member in members),
             num_pages=sum(member.info.num_pages for member in members),
             threads=sum(member.info.threads for member in members),
             num_processes=len(members),
@@ -70,6 +71,8 @@ class Fleet:
         try:
             return cls(await asyncio.gather(*launching))
         except BaseException:
+            for task in launching:
+                task.cancel()
             for member in await asyncio.gather(*launching, return_exceptions=True):
                 if isinstance(member, SupervisedCore):
                     await member.close()
@@ -102,9 +105,9 @@ class Fleet:
         self._owners.update((request.request_id, index) for request in requests)
         try:
             return await self.members[index].add(requests)
-        except BaseException:
+        except BaseException:  # also of a caller that leaves when it has just been accepted
             for request in requests:
-                self._owners.pop(request.request_id, None)
+                self.drop(request.request_id, error="it was refused")
             raise
 
     def cancel(self, request_id: int) -> None:
@@ -142,7 +145,7 @@ class Fleet:
         await asyncio.gather(*(member.close() for member in self.members))
 
     def _choose(self, request: Request, count: int) -> int:
-        """Of the members with room, if any has it: which then says itself why not."""
+        """Of the members with room, if any has it: which then says itself why not. Rather not one that restarts."""
         open_to = []
         for index, member in enumerate(self.members):
             with suppress(NotAccepting, QueueFull):
@@ -150,6 +153,7 @@ class Fleet:
                 open_to.append(index)
         if len(self.members) == 1 or not open_to:
             return 0
+        open_to = [index for index in open_to if self.members[index].pid is not None] or open_to
         for index, member in enumerate(self.members):
             if member.num_restarts != self._restarts[index]:
                 self._restarts[index] = member.num_restarts
@@ -182,7 +186,7 @@ def _share(config: EngineConfig, count: int, num_cpus: int) -> EngineConfig:
     sizes = {name: getattr(config, name) for name in ("kv_cache_memory", "kv_spill_size")}
     divided = {name: size // count for name, size in sizes.items() if size}
     threads = max(1, min(num_cpus, pick_cpus(config).threads // count))  # a quota is for all of them
-    return msgspec.structs.replace(config, threads=threads, **divided)
+    return msgspec.structs.replace(config, threads=threads, kv_cache_share=config.kv_cache_share / count, **divided)
 
 
 def _sum(all_stats: Sequence[EngineStats], counters: Sequence[Mapping[str, int]]) -> EngineStats:

@@ -8,6 +8,7 @@ It must not know why somebody sends. One invariant: what crosses is the same on 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 from collections.abc import Callable
@@ -197,10 +198,12 @@ class Channel(asyncio.Protocol):
 
     def __init__(
         self,
+        end: socket.socket,
         decoder: msgspec.msgpack.Decoder[ToEngine] | msgspec.msgpack.Decoder[FromEngine],
         take: Callable[..., None],
         lost: Callable[[], None],
     ) -> None:
+        self._end = end
         self._decode = decoder.decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._take = take
@@ -218,7 +221,7 @@ class Channel(asyncio.Protocol):
     ) -> Channel:
         end.setblocking(False)
         loop = asyncio.get_running_loop()
-        _, channel = await loop.create_unix_connection(lambda: cls(decoder, take, lost), sock=end)
+        _, channel = await loop.create_unix_connection(lambda: cls(end.dup(), decoder, take, lost), sock=end)
         return channel
 
     def send(self, message: ToEngine | FromEngine) -> None:
@@ -252,4 +255,8 @@ class Channel(asyncio.Protocol):
         del received[:start]
 
     def connection_lost(self, error: Exception | None) -> None:
+        with contextlib.suppress(OSError):  # a write to one that is gone fails before its last words are read
+            while data := self._end.recv(1 << 16):
+                self.data_received(data)
+        self._end.close()
         self._lost()

@@ -18,6 +18,7 @@ from .. import errors
 from .link import FROM_ENGINE, Channel, Failed, FromEngine, Ready, Start, Stop, ToEngine
 
 STOP_TIMEOUT_S = 20.0  # for what it does at the end, such as writing a snapshot
+FALL_TIMEOUT_S = 1.0  # from the end of its link to its exit
 COMMAND = (sys.executable, "-P", "-m", "quire.runtime.supervision.child")
 
 
@@ -93,6 +94,12 @@ class EngineProcess:
             async with asyncio.timeout(STOP_TIMEOUT_S):
                 await self._process.wait()
         await self.end()
+
+    async def fall(self) -> None:
+        """Its link went first: let it end as it does, so that the status is its own."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FALL_TIMEOUT_S):
+                await self._process.wait()
 
     async def end(self) -> int:
         """`kill`, and wait until it is gone. Its exit status, negative for a signal."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import msgspec
 import structlog
 
 from ...scheduler import (
+    DEADLINE_PASSED,
     CannotMeetDeadline,
     FinishReason,
     NotAccepting,
@@ -30,7 +32,7 @@ from ...scheduler import (
 )
 from ..config import EngineConfig
 from ..engine import CoreInfo, CoreListener, EngineStats
-from ..errors import Quarantined, QuireError, Unavailable
+from ..errors import DeadlineExceeded, Quarantined, QuireError, Unavailable
 from .link import (
     Add,
     Answer,
@@ -170,7 +172,11 @@ class SupervisedCore:
         self._unasked.append(asked)
         self._send_what_may_be()
         try:
-            answer = await asked.answer
+            deadline = requests[0].deadline
+            async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                answer = await asked.answer
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline passed while it waited for an engine") from None
         finally:
             self._take_back(asked)
         return self._accept(requests, answer)
@@ -181,8 +187,7 @@ class SupervisedCore:
                 self._publish([RequestUpdate(request, finish_reason="cancelled")])
                 self._send_what_may_be()
                 self._note_idle()
-            case True:
-                assert self._life is not None, "what was sent to a dead process counts as not sent"
+            case True if self._life is not None:  # else it goes with the process that dies now
                 self._life.send(Cancel(request_id))
 
     def drop(self, request_id: int, reason: FinishReason | None = None, error: str | None = None) -> None:
@@ -241,11 +246,14 @@ class SupervisedCore:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
                     await life.ended.wait()
+            self._expire()
             why = "its event loop is broken" if self._broken else self._vitals.tick()
         by_others = life.is_stopped
+        self._life = None  # nobody asks it any more while it goes
+        if why is None:
+            await life.fall()
         status = await life.end()
         by_others = by_others or (why is None and status == -signal.SIGKILL)
-        self._life = None
         self._log.error("engine process lost", pid=life.pid, status=status, reason=why or "it ended")
         self._bury(by_others)
 
@@ -312,6 +320,7 @@ class SupervisedCore:
         try:
             while not life.ready.done():
                 await asyncio.wait([life.ready], timeout=TICK_S)
+                self._expire()
                 if (why := self._vitals.tick()) is not None:
                     raise Unavailable(f"the engine process hangs while it starts: {why}")
             return life, life.ready.result()
@@ -326,6 +335,12 @@ class SupervisedCore:
         tell = self._log.info if self.num_restarts else self._log.debug
         tell("engine process ready", pid=life.pid, replays=len(self._tokens))
         self._send_what_may_be()
+
+    def _expire(self) -> None:
+        """Deadlines of those that no engine has; of the others it sees to that itself."""
+        if late := self._tokens.expire():
+            self._publish([RequestUpdate(request, error=DEADLINE_PASSED) for request in late])
+            self._note_idle()
 
     def _keep_shape(self, ready: Ready) -> None:
         """What the first process chose by the machine's state holds for all that follow."""
@@ -383,10 +398,15 @@ class SupervisedCore:
         """It is answered, or its asker has left."""
         if asked in self._unasked:
             self._unasked.remove(asked)
-        elif self._asked.pop(asked.requests[0].request_id, None) is not None and self._life is not None:
+        elif self._asked.pop(asked.requests[0].request_id, None) is not None:
+            self._disown(asked)
+        self._send_what_may_be()
+        self._note_idle()
+
+    def _disown(self, asked: _Asked) -> None:
+        if self._life is not None:
             for request in asked.requests:
                 self._life.send(Drop(request.request_id, None, "its asker has left"))
-        self._note_idle()
 
     def _accept(self, requests: Sequence[Request], answer: Answer) -> Outlook:
         if answer.refusal is None:
@@ -413,7 +433,10 @@ class SupervisedCore:
     def _take_answer(self, request_id: int, answer: Answer) -> None:
         self._num_waiting = answer.num_waiting
         asked = self._asked.pop(request_id, None)
-        if asked is None or asked.answer.done():
+        if asked is None:
+            return
+        if asked.answer.done():  # its asker leaves in this very turn
+            self._disown(asked)
             return
         if answer.refusal is None:  # before its asker can know: what happens next is already ours to remember
             for request in asked.requests:

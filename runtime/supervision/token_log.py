@@ -4,10 +4,11 @@ Pure: it must not know processes, sockets or clocks other than its own. One inva
 engine, or will be sent to it, and leaves the log with its end.
 
 **After a crash** those that were being computed are suspects: promise 1 makes whatever killed the process happen again
-at the same token. So they go back one at a time, each only after the one before it has gained a token or ended; the
-rest waits until all are through. If the process crashes again, only one request was computed that had not gained a
-token since it crashed last, the one on trial: it is quarantined, and nobody else is harmed. Where the process was
-killed from outside, nobody is suspected, and all go back at once.
+at the same token. So they go back one at a time, each only after the one before it has proved itself: it gained the
+tokens of a prefill and of a decoding step, or ended. The rest waits until all are through. If the process crashes
+again, only one request was computed that had not proved itself since, the one on trial: it is quarantined, and nobody
+else is harmed. Where the process was killed from outside, nobody is suspected, and all go back at once; unless that
+happens again and again before anybody gained anything.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from ...scheduler import Request, RequestUpdate, State
 from ..engine import Prefilled
 from .link import Account, Update
 
+FRUITLESS_LIVES = 3  # ended from outside before anybody gained a token: then memory may run out of what they compute
+MOST_UNBEGUN_LIVES = 2  # more in a row, and being taken on may be what kills
+PROOF_TOKENS = 2  # that a suspect must gain: a replay's first comes of a prefill, only the second of a decoding step
+
 
 @dataclass(slots=True, eq=False)
 class Entry:
@@ -30,7 +35,9 @@ class Entry:
     request: Request
     sent: bool = False  # to the engine process that lives now
     begun: float | None = None  # when its computation began in this life
-    suspect: bool = False  # it was being computed when a process crashed, and has not gained a token since
+    suspect: bool = False  # it was being computed when a process crashed, and has not proved itself since
+    num_gained: int = 0  # tokens in this life
+    unbegun_lives: int = 0  # in a row, that it was sent to and that ended before its computation began
     lives: int = 0  # that have ended
     seconds_in: list[float] = field(default_factory=lambda: [0.0] * len(State))  # of those lives
     life_began: float = 0.0
@@ -52,6 +59,8 @@ class TokenLog:
         self._unsent: deque[Entry] = deque()
         self._suspects: deque[Entry] = deque()
         self._on_trial: Entry | None = None
+        self._has_gained = False  # anybody, a token or an end, in this life
+        self._num_fruitless = 0  # lives in a row
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -72,7 +81,9 @@ class TokenLog:
         if not entry.sent:
             (self._suspects if entry.suspect else self._unsent).remove(entry)
         self._pass_trial(entry)
-        return entry.sent
+        sent = entry.sent
+        self._leave(entry)
+        return sent
 
     def cancel(self, request_id: int) -> Request | bool:
         """Its user gave it up and waits for its end: the request, if that is now; else whether to tell the engine."""
@@ -84,6 +95,15 @@ class TokenLog:
             return True
         self.forget(request_id)
         return entry.request
+
+    def expire(self) -> list[Request]:
+        """Those whose deadline passed while no engine has them, gone from the log."""
+        now = self._clock()
+        waiting = [entry.request for entry in self._entries.values() if not entry.sent]
+        late = [request for request in waiting if request.deadline is not None and request.deadline <= now]
+        for request in late:
+            self.forget(request.request_id)
+        return late
 
     def note_begun(self, begun: Iterable[Prefilled]) -> None:
         now = self._clock()
@@ -104,8 +124,12 @@ class TokenLog:
             if request.first_token_time is None:
                 request.first_token_time = self._clock()
             request.token_ids.extend([token.token_id for token in update.tokens])
-            self._pass_trial(entry)
+            self._has_gained = True
+            entry.num_gained += len(update.tokens)
+            if entry.num_gained >= PROOF_TOKENS:
+                self._pass_trial(entry)
         if update.account is not None:
+            self._has_gained = True
             del self._entries[update.request_id]
             self._pass_trial(entry)
             _settle(entry, update.account)
@@ -117,15 +141,21 @@ class TokenLog:
         `by_others`: none of them can have been the cause.
         """
         now = self._clock()
+        self._num_fruitless = 0 if self._has_gained or not by_others else self._num_fruitless + 1
+        self._has_gained = False
+        by_others = by_others and self._num_fruitless <= FRUITLESS_LIVES
         self._on_trial = None
         self._unsent.clear()
         self._suspects.clear()
         buried = Buried([], [])
         for request_id, entry in list(self._entries.items()):
-            is_accused = entry.begun is not None and not by_others
+            entry.unbegun_lives = entry.unbegun_lives + entry.sent if entry.begun is None else 0
+            is_there = entry.begun is not None or (entry.sent and entry.unbegun_lives >= MOST_UNBEGUN_LIVES)
+            is_accused = is_there and not by_others
             if entry.cancelled or (entry.suspect and is_accused):
                 (buried.cancelled if entry.cancelled else buried.quarantined).append(entry.request)
                 del self._entries[request_id]
+                self._leave(entry)
                 continue
             entry.suspect = entry.suspect or is_accused
             _end_life(entry, now)
@@ -155,6 +185,12 @@ class TokenLog:
         entry.sent = True
         return entry.request
 
+    def _leave(self, entry: Entry) -> None:
+        """It ends without an account: where its time went, as far as we know."""
+        entry.request.recomputed_tokens = entry.lost_tokens
+        _end_life(entry, self._clock())
+        entry.request.seconds_in = entry.seconds_in
+
     def _pass_trial(self, entry: Entry) -> None:
         entry.suspect = False
         if entry is self._on_trial:
@@ -179,6 +215,7 @@ def _end_life(entry: Entry, now: float) -> None:
     entry.life_began = now
     entry.sent = False
     entry.begun = None
+    entry.num_gained = 0
 
 
 def _settle(entry: Entry, account: Account) -> None:

@@ -124,12 +124,12 @@ async def collect(engine: Engine[Any], request: GenerateRequest) -> list[OutputC
 
 
 async def tokens_flow(engine: Engine[Fleet]) -> None:
-    """Everybody has gained a token in this life, so nobody is on trial any more."""
+    """Everybody has gained two tokens in this life, so nobody is on trial any more."""
     async with asyncio.timeout(20):
         log = engine.core.members[0]._tokens
         known = [len(request.token_ids) for request in log.requests()]
         while not known or any(
-            len(request.token_ids) <= before for request, before in zip(log.requests(), known, strict=False)
+            len(request.token_ids) < before + 2 for request, before in zip(log.requests(), known, strict=False)
         ):
             await asyncio.sleep(0.005)
             known = known or [len(request.token_ids) for request in log.requests()]

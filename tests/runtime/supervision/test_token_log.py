@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from quire.runtime.engine import Prefilled
 from quire.runtime.supervision.link import Account, Update
-from quire.runtime.supervision.token_log import TokenLog
+from quire.runtime.supervision.token_log import FRUITLESS_LIVES, MOST_UNBEGUN_LIVES, TokenLog
 from quire.scheduler import BeamSearch, Request, SampledToken, State
 
 
@@ -40,6 +40,12 @@ def token(log: TokenLog, request_id: int, token_id: int = 7) -> None:
     log.take(Update(request_id, (SampledToken(request_id, token_id),), None, None, None))
 
 
+def prove(log: TokenLog, request_id: int) -> None:
+    """One token of prefill, one of decoding."""
+    token(log, request_id)
+    token(log, request_id)
+
+
 def end(log: TokenLog, request_id: int, account: Account = Account((0.0,) * len(State), 0, 0, ())) -> None:  # noqa: B008
     log.take(Update(request_id, (), "length", None, account))
 
@@ -60,7 +66,7 @@ def test_tokens_are_written_down(log: TokenLog) -> None:
     assert len(log) == 0
 
 
-def test_suspects_go_back_one_at_a_time_each_after_the_one_before_has_gained_a_token(log: TokenLog) -> None:
+def test_suspects_go_back_one_at_a_time_each_after_the_one_before_has_proved_itself(log: TokenLog) -> None:
     add(log, 1, 2, 3)
     add(log, 4, begun=False)  # waited: it cannot have been the cause
     assert log.bury() == ([], [])
@@ -68,12 +74,14 @@ def test_suspects_go_back_one_at_a_time_each_after_the_one_before_has_gained_a_t
     assert sent(log) == [1]
     assert sent(log) == []
     token(log, 1)
-    assert sent(log) == [2]
+    assert sent(log) == [], "the token of its prefill proves nothing about decoding"
     token(log, 1)
+    assert sent(log) == [2]
+    prove(log, 1)
     assert sent(log) == [], "the second has gained nothing yet"
     end(log, 2)
     assert sent(log) == [3]
-    token(log, 3)
+    prove(log, 3)
     assert sent(log) == [4]
     assert not log.is_replaying
 
@@ -82,14 +90,14 @@ def test_who_kills_it_twice_is_quarantined_alone(log: TokenLog) -> None:
     add(log, 1, 2, 3)
     log.bury()
     sent(log)
-    token(log, 1)
+    prove(log, 1)
     assert sent(log) == [2]
     buried = log.bury()
     assert [request.request_id for request in buried.quarantined] == [2]
-    assert sent(log) == [1], "it had gained a token, so it is on trial anew"
-    token(log, 1)
+    assert sent(log) == [1], "it had proved itself, so it is on trial anew"
+    prove(log, 1)
     assert sent(log) == [3]
-    token(log, 3)
+    prove(log, 3)
     assert not log.is_replaying
 
 
@@ -98,7 +106,7 @@ def test_who_survives_its_trial_may_meet_another_crash(log: TokenLog) -> None:
     for _ in range(20):
         assert log.bury() == ([], [])
         assert sent(log) == [1]
-        token(log, 1)
+        prove(log, 1)
 
 
 def test_a_process_that_others_killed_accuses_nobody(log: TokenLog) -> None:
@@ -111,6 +119,49 @@ def test_a_process_that_others_killed_accuses_nobody(log: TokenLog) -> None:
     assert sent(log) == [1]
     assert log.bury(by_others=True) == ([], [])
     assert sent(log) == [1], "still on trial"
+
+
+def test_who_kills_it_in_decoding_is_found_too(log: TokenLog) -> None:
+    add(log, 1, 2)
+    token(log, 1)
+    log.bury()
+    sent(log)
+    token(log, 1)  # of the replay's prefill; its next step kills
+    buried = log.bury()
+    assert [request.request_id for request in buried.quarantined] == [1]
+    assert sent(log) == [2]
+
+
+def test_others_are_not_believed_for_ever(log: TokenLog) -> None:
+    """The system's own killer comes from outside too, for whatever takes its memory."""
+    add(log, 1, 2)
+    for _ in range(FRUITLESS_LIVES):
+        assert log.bury(by_others=True) == ([], [])
+        assert sent(log) == [1, 2]
+    log.bury(by_others=True)
+    assert sent(log) == [1], "one at a time now"
+    prove(log, 1)
+    assert sent(log) == [2]
+    assert log.bury(by_others=True) == ([], []), "somebody gained something, so others are believed again"
+
+
+def test_who_kills_it_by_being_taken_on_again_is_found(log: TokenLog) -> None:
+    add(log, 1, begun=False)
+    for _ in range(MOST_UNBEGUN_LIVES):
+        assert log.bury() == ([], [])
+        log.next_to_send()
+    assert [request.request_id for request in log.bury().quarantined] == [1]
+
+
+def test_deadlines_pass_while_nobody_computes(log: TokenLog, clock: Clock) -> None:
+    late = Request(1, (1, 2), max_tokens=4, deadline=105.0)
+    log.add(late)
+    add(log, 2)
+    clock.now = 106.0
+    assert log.expire() == [], "the engine sees to that"
+    log.bury()
+    assert log.expire() == [late]
+    assert len(log) == 1
 
 
 def test_a_process_that_dies_before_it_computed_anything_accuses_nobody(log: TokenLog) -> None:
@@ -147,7 +198,7 @@ def test_a_search_goes_last_since_it_gains_no_token_before_its_end(log: TokenLog
     add(log, 2)
     log.bury()
     assert sent(log) == [2]
-    token(log, 2)
+    prove(log, 2)
     assert sent(log) == [1]
     end(log, 1)
     assert not log.is_replaying
