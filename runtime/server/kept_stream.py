@@ -13,9 +13,10 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 import msgspec
+import structlog
 
 from ..engine.facade import Admission
-from ..errors import Cancelled, GenerationFailed, InvalidRequest
+from ..errors import Cancelled, GenerationFailed, InvalidRequest, QuireError
 from ..generation import FinishReason, OutputChunk
 from ..monitoring import CancelCause
 from .live import LiveRequest
@@ -25,6 +26,7 @@ CHUNK_BYTES = 120  # of a kept chunk besides its encoded self
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(OutputChunk).decode
+_log = structlog.get_logger("quire.server")
 
 
 class Keeper(Protocol):
@@ -45,7 +47,7 @@ class KeptStream:
         self.followers: set[Follower] = set()
         self.num_bytes = STREAM_BYTES
         self.finish_reason: FinishReason | None = None  # of the last chunk
-        self.error: Exception | None = None
+        self.error: QuireError | None = None
         self.admission: Admission | None = None
         self._chunks: deque[tuple[int, bytes]] = deque()  # tokens in it, msgpack
         self._first = 0  # position of _chunks[0]
@@ -73,7 +75,7 @@ class KeptStream:
             return None
         return msgspec.structs.replace(_decode(self._chunks[-1][1]), token_ids=(), text="", logprobs=None)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: QuireError) -> None:
         """End it with `error` now, whatever the engine does."""
         self.task.cancel()
         self._end(error)
@@ -99,8 +101,11 @@ class KeptStream:
                 self._append(chunk)
             if not self.has_ended:
                 raise GenerationFailed("the engine ended this stream without a finish reason")
+        except QuireError as error:
+            self._end(copy.copy(error))  # without its traceback, whose frames hold the prompt
         except Exception as error:
-            self._end(error)
+            _log.error("request failed", exc_info=error)
+            self._end(GenerationFailed("an internal error ended this request; see the server's log"))
 
     def _append(self, chunk: OutputChunk) -> None:
         data = _encode(chunk)
@@ -114,7 +119,7 @@ class KeptStream:
             self.finish_reason = chunk.finish_reason
             self.keeper.on_end(self)
 
-    def _end(self, error: Exception) -> None:
+    def _end(self, error: QuireError) -> None:
         if not self.has_ended:
             self.error = error
             self._wake()
@@ -149,7 +154,7 @@ class Follower:
         self.position = position  # of the next chunk
         self.generated = generated
         self.on_prefill: Callable[[int, int], None] | None = None
-        self._error: Exception | None = None
+        self._error: QuireError | None = None
         self._cause: CancelCause = "disconnect"
         self._ended = False
         self._awake = asyncio.Event()

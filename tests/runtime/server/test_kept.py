@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from quire.runtime.config import ServerConfig
 from quire.runtime.engine.facade import Admission, GenerateRequest
-from quire.runtime.errors import Cancelled, InvalidRequest, RequestNotFound, Unavailable
+from quire.runtime.errors import Cancelled, GenerationFailed, InvalidRequest, RequestNotFound, Unavailable
 from quire.runtime.generation import OutputChunk, TokenLogprobs, Usage
 from quire.runtime.monitoring import PrometheusObserver
 from quire.runtime.server.kept import Kept
 from quire.runtime.server.live import LiveRequests
 from quire.runtime.server.tenants import Tenant
+from structlog.testing import capture_logs
 
 REQUEST = GenerateRequest(prompt="hi")
 ANN = Tenant("ann")
@@ -180,6 +181,27 @@ async def test_the_books_balance_when_everything_is_gone() -> None:
             await asyncio.sleep(0.002)
     kept = house.kept
     assert (kept._num_bytes, kept._unused, kept._sessions, kept._outcomes, kept.tasks) == (0, {}, {}, {}, set())
+
+
+async def test_what_ended_in_an_error_does_not_hold_its_prompt() -> None:
+    house = House()
+    follower = house.begin(session="s")
+    await settle()
+    await house.engine.scripts[0].put(Unavailable("gone"))
+    assert follower.stream.error.__traceback__ is None
+    with pytest.raises(Unavailable, match="gone"):
+        await read(follower)
+
+
+async def test_a_bug_is_logged_once_and_told_as_one() -> None:
+    house = House()
+    follower = house.begin(session="s")
+    await settle()
+    with capture_logs() as logs:
+        await house.engine.scripts[0].put(UnicodeDecodeError("utf-8", b"", 0, 1, "a bug"))
+        with pytest.raises(GenerationFailed, match="internal error"):
+            await read(follower)
+    assert [log["event"] for log in logs] == ["request failed"]
 
 
 async def test_closing_lets_go_of_everything() -> None:
