@@ -25,6 +25,7 @@ from .kept_stream import Follower, KeptStream
 from .live import LiveRequest, LiveRequests
 from .tenants import Tenant
 
+CLAIM_BYTES = 1024  # of a request's id that may be resumed: measured, with a session of its own
 SESSION_BYTES = 18  # of randomness: its name is all that RESUME needs to know
 
 _Session = tuple[str, str]  # tenant, name
@@ -97,11 +98,14 @@ class Kept:
     ) -> Follower:
         """Follow a new request, or the one that had this key before. `session`: where it may be resumed.
 
-        Raises InvalidRequest when the key's request was another one, and what `LiveRequests.submit` raises.
+        Raises InvalidRequest when the key's request was another one, and what `LiveRequests.submit` raises, or
+        `LiveRequests.count_replay`.
         """
         stream = None
         if idempotency_key is not None:
             stream = self._known((tenant.name, idempotency_key), request)
+            if stream is not None:
+                self._requests.count_replay(tenant)
         if stream is None:
             stream = self._keep(self._requests.submit(tenant, request_id, request))
             if idempotency_key is not None:
@@ -110,6 +114,7 @@ class Kept:
         self._unused.pop(stream, None)
         if session is not None:
             self._claim((tenant.name, session), request_id, follower)
+        self._limit(follower.stream)
         return follower
 
     def resume(self, tenant: str, session: str, request_id: int, next_index: int) -> Follower:
@@ -161,6 +166,7 @@ class Kept:
             self._expire(earlier)
         claim = _Claim(session, request_id, follower.stream, follower)
         self._streams[follower.stream].claims.add(claim)
+        self._count(follower.stream, CLAIM_BYTES)
         self._sessions.setdefault(session, {})[request_id] = claim
 
     def _known(self, key: _Key, request: GenerateRequest) -> KeptStream | None:
@@ -180,13 +186,9 @@ class Kept:
     # What streams tell their keeper
 
     def on_growth(self, stream: KeptStream, num_bytes: int) -> None:
-        if stream not in self._streams:
-            return
-        self._num_bytes += num_bytes
-        while self._num_bytes > self._max_bytes and self._unused:
-            self._give_up(next(iter(self._unused)))
-        if self._num_bytes > self._max_bytes:
-            self._give_up(stream)
+        if stream in self._streams:
+            self._count(stream, num_bytes)
+            self._limit(stream)
 
     def on_end(self, stream: KeptStream) -> None:
         """Only what finished is an outcome; after anything else, a retry is a new attempt."""
@@ -215,6 +217,12 @@ class Kept:
         self._settle(stream, cause)
 
     # Letting go
+
+    def _limit(self, grown: KeptStream) -> None:
+        while self._num_bytes > self._max_bytes and self._unused:
+            self._give_up(next(iter(self._unused)))
+        if self._num_bytes > self._max_bytes:
+            self._give_up(grown)
 
     def _settle(self, stream: KeptStream, cause: CancelCause = "disconnect") -> None:
         """Cancel what nobody waits for, and let go of what nobody can ask for."""
@@ -253,6 +261,7 @@ class Kept:
         if claim.expiry is not None:
             claim.expiry.cancel()
         self._streams[claim.stream].claims.discard(claim)
+        self._count(claim.stream, -CLAIM_BYTES)
         claims = self._sessions[claim.session]
         del claims[claim.request_id]
         if not claims:
@@ -264,6 +273,10 @@ class Kept:
         del self._outcomes[outcome.key]
         self._streams[outcome.stream].outcome = None
         self._settle(outcome.stream)
+
+    def _count(self, stream: KeptStream, num_bytes: int) -> None:
+        stream.num_bytes += num_bytes
+        self._num_bytes += num_bytes
 
     def _claims(self, stream: KeptStream) -> set[_Claim]:
         reasons = self._streams.get(stream)

@@ -45,7 +45,7 @@ class KeptStream:
         self.live = live
         self.keeper = keeper
         self.followers: set[Follower] = set()
-        self.num_bytes = STREAM_BYTES
+        self.num_bytes = STREAM_BYTES  # kept on its account, by its keeper's count
         self.finish_reason: FinishReason | None = None  # of the last chunk
         self.error: QuireError | None = None
         self.admission: Admission | None = None
@@ -111,7 +111,6 @@ class KeptStream:
         data = _encode(chunk)
         num_bytes = len(data) + CHUNK_BYTES
         self.live.generated += len(chunk.token_ids)
-        self.num_bytes += num_bytes
         self._chunks.append((len(chunk.token_ids), data))
         self._wake()
         self.keeper.on_growth(self, num_bytes)

@@ -29,11 +29,7 @@ class LiveRequests:
 
     def submit(self, tenant: Tenant, request_id: int, request: GenerateRequest) -> LiveRequest:
         """Raises what `Tenant.enter` and the engine refuse with; nothing is counted then."""
-        try:
-            tenant.enter()
-        except QuireError as error:
-            self._observer.on_rejected(error)
-            raise
+        self._admit(tenant.enter)
         try:
             submission = self._engine.submit(request)
         except BaseException:
@@ -43,8 +39,19 @@ class LiveRequests:
         self._all[live] = None
         return live
 
+    def count_replay(self, tenant: Tenant) -> None:
+        """A request that an earlier one answers. Raises what `Tenant.replay` refuses with."""
+        self._admit(tenant.replay)
+
     def oldest(self, limit: int) -> list[RequestStatus]:
         return [live.status() for live in islice(self._all, limit)]
+
+    def _admit(self, enter: Callable[[], None]) -> None:
+        try:
+            enter()
+        except QuireError as error:
+            self._observer.on_rejected(error)
+            raise
 
 
 class LiveRequest:

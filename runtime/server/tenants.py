@@ -54,20 +54,29 @@ class Tenant:
 
     def enter(self) -> None:
         """Count a request in. Raises Overloaded, with the wait where one is known, or Unauthenticated once revoked."""
-        if self.revoked:
-            raise Unauthenticated("this tenant's keys were revoked")
+        self._check_revoked()
         limit = self._limits.max_concurrent_requests
         if limit is not None and self._num_live >= limit:
             raise Overloaded(f"{self._num_live} requests of this tenant are live, as many as it may have at a time")
-        if self._limits.requests_per_minute is not None:
-            self._spend()
+        self._spend()
         self._num_live += 1
+
+    def replay(self) -> None:
+        """Count a request that an earlier one answers: for the rate alone. Raises what `enter` raises."""
+        self._check_revoked()
+        self._spend()
 
     def leave(self) -> None:
         self._num_live -= 1
 
+    def _check_revoked(self) -> None:
+        if self.revoked:
+            raise Unauthenticated("this tenant's keys were revoked")
+
     def _spend(self) -> None:
-        """Take a request's price out of the bucket, or say when there is enough in it."""
+        """Take a request's price out of the bucket, if there is one, or say when there is enough in it."""
+        if self._limits.requests_per_minute is None:
+            return
         now_ns, price_ns = self._clock_ns(), _price_ns(self._limits)
         full_at_ns = max(self._full_at_ns, now_ns) + price_ns
         missing_ns = full_at_ns - now_ns - price_ns * _burst(self._limits)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from quire.runtime.config import ServerConfig
 from quire.runtime.engine.facade import Admission, GenerateRequest
-from quire.runtime.errors import Cancelled, GenerationFailed, InvalidRequest, RequestNotFound, Unavailable
+from quire.runtime.errors import Cancelled, GenerationFailed, InvalidRequest, Overloaded, RequestNotFound, Unavailable
 from quire.runtime.generation import OutputChunk, TokenLogprobs, Usage
 from quire.runtime.monitoring import PrometheusObserver
 from quire.runtime.server.kept import Kept
 from quire.runtime.server.live import LiveRequests
-from quire.runtime.server.tenants import Tenant
+from quire.runtime.server.tenants import Limits, Tenant
 from structlog.testing import capture_logs
 
 REQUEST = GenerateRequest(prompt="hi")
@@ -81,8 +81,10 @@ class House:
         self.requests = LiveRequests(self.engine, PrometheusObserver())  # type: ignore[arg-type]
         self.kept = Kept(self.requests, ServerConfig(**settings))
 
-    def begin(self, request_id: int = 1, session: str | None = None, key: str | None = None) -> Any:
-        return self.kept.begin(ANN, request_id, REQUEST, session=session, idempotency_key=key)
+    def begin(
+        self, request_id: int = 1, session: str | None = None, key: str | None = None, tenant: Tenant = ANN
+    ) -> Any:
+        return self.kept.begin(tenant, request_id, REQUEST, session=session, idempotency_key=key)
 
 
 async def settle() -> None:
@@ -163,6 +165,48 @@ async def test_a_stream_over_the_limit_that_nobody_follows_is_cancelled() -> Non
     assert not script.is_cancelled
     await script.put(*(chunk(index, text="x" * 1000) for index in range(20)))
     assert script.is_cancelled
+
+
+async def test_what_is_kept_without_a_chunk_counts_too() -> None:
+    house = House(max_kept_bytes=20_000)
+    for index in range(10):
+        follower = house.begin(index, session="s")
+        await settle()
+        await house.engine.scripts[-1].put(Unavailable("gone"))
+        with pytest.raises(Unavailable):
+            await read(follower)
+        assert 0 < house.kept._num_bytes <= 20_000
+    house.kept.resume("ann", "s", 9, 0).end()
+    with pytest.raises(RequestNotFound):
+        house.kept.resume("ann", "s", 0, 0)
+
+
+@pytest.mark.parametrize("ended", [True, False])
+async def test_each_id_that_may_be_resumed_counts(ended: bool) -> None:
+    house = House(max_kept_bytes=20_000)
+    first = house.begin(0, session="s", key="k")
+    await settle()
+    await house.engine.scripts[0].put(chunk(0, last=ended))
+    for index in range(1, 40):
+        follower = house.begin(index, session="s", key="k")
+        await settle()
+        follower.leave("disconnect")
+        follower.end()
+        assert house.kept._num_bytes <= 20_000
+    assert len(house.engine.scripts) > 1, "the first was not kept for ever"
+    first.end()
+    await house.kept.close()
+
+
+async def test_a_replay_counts_for_the_rate_and_not_as_a_live_request() -> None:
+    house, tenant = House(), Tenant("ann", Limits(max_concurrent_requests=1, requests_per_minute=2))
+    for _ in range(2):
+        house.begin(key="k", tenant=tenant)
+        await settle()
+    with pytest.raises(Overloaded, match="2 requests per minute"):
+        house.begin(key="k", tenant=tenant)
+    assert len(house.requests) == 1
+    await house.kept.close()
 
 
 async def test_the_books_balance_when_everything_is_gone() -> None:
