@@ -56,6 +56,10 @@ class Connection:
         """One per live request."""
         return [] if self._exchange is None else self._exchange.tasks
 
+    @property
+    def has_unsent(self) -> bool:
+        return self._outbox.has_unsent
+
     async def run(self, refusal: QuireError | None = None) -> None:
         """Serve, or only say `refusal`, then close. Never raises."""
         bind_contextvars(connection=new_id(), peer=self._peer)

@@ -41,6 +41,7 @@ class _Claim:
     stream: KeptStream
     follower: Follower | None
     expiry: asyncio.TimerHandle | None = None  # while nobody follows
+    was_cut: bool = False  # its client was lost before the end
 
 
 @dataclass(eq=False, slots=True)
@@ -80,6 +81,12 @@ class Kept:
     def tasks(self) -> set[asyncio.Task[None]]:
         """Of the streams that still run."""
         return set(self._tasks)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody who has not seen the end may yet come back for it."""
+        claims = (claim for reasons in self._streams.values() for claim in reasons.claims)
+        return any(claim.was_cut and claim.follower is None for claim in claims)
 
     def session(self, tenant: str, wanted: str | None) -> str:
         """The name of a connection's session: the one wanted, if this tenant has something to resume there."""
@@ -212,7 +219,7 @@ class Kept:
     def on_left(self, follower: Follower, cause: CancelCause) -> None:
         stream = follower.stream
         if (claim := self._claim_of(follower)) is not None:
-            claim.follower = None
+            claim.follower, claim.was_cut = None, follower.was_cut
             claim.expiry = _later(self._resume_timeout_s, self._expire, claim)
         self._settle(stream, cause)
 

@@ -154,6 +154,7 @@ class Follower:
         self.generated = generated
         self.on_prefill: Callable[[int, int], None] | None = None
         self._error: QuireError | None = None
+        self.was_cut = False  # its client was lost before the end
         self._cause: CancelCause = "disconnect"
         self._ended = False
         self._awake = asyncio.Event()
@@ -192,6 +193,7 @@ class Follower:
 
     def leave(self, cause: CancelCause) -> None:
         self._cause = cause
+        self.was_cut = True
         self.stop("the connection was lost")
 
     def end(self) -> None:

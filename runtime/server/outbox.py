@@ -34,6 +34,11 @@ class Outbox:
         # byte: TLS transports call a buffer that is as large as its limit full, with 0 they would never write again.
         writer.transport.set_write_buffer_limits(high=1)
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the system has yet to take some of it."""
+        return bool(self._unsent) or self._writer.transport.get_write_buffer_size() > 0
+
     def send(self, frame: Frame) -> None:
         """Queue `frame`; dropped when the connection is already lost or closing. Raises InvalidRequest, having queued
         nothing, for one that is longer than the peer takes.

@@ -35,6 +35,7 @@ from .service import Service
 from .tls import TLS
 
 CLOSE_TIMEOUT_S = 5.0
+DRAIN_POLL_S = 0.05
 DEFAULT_MODEL_NAME = "quire"
 MAX_REFUSALS = 256  # connections beyond max_connections that are told so; the rest are closed without a word
 OTHER_FILES = 256  # that a process has open besides its connections
@@ -116,8 +117,9 @@ class Server:
         _log.info("listening", address=self._address, http_address=self._http_address)
 
     async def drain(self, timeout_s: float) -> None:
-        """Accept no request any more, say so to everybody, and wait until the accepted ones have ended; those that have
-        not after `timeout_s` end in Unavailable. Connections stay until `close`, also new ones: they may resume.
+        """Accept no request any more, say so to everybody, and wait until the accepted ones have ended, all frames have
+        left, and whoever lost its connection before the end has resumed. What has not ended after `timeout_s` ends in
+        Unavailable. Connections stay until `close`, also new ones: they may resume.
         """
         if self._service is None or self._progress is None:
             return
@@ -128,8 +130,8 @@ class Server:
         _log.info("draining", timeout_s=timeout_s, requests=len(self._service.requests))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while tasks := self._request_tasks(self._service):
-                    await asyncio.wait(tasks)
+                while self._is_busy(self._service):  # noqa: ASYNC110 - sockets tell nobody when they are empty
+                    await asyncio.sleep(DRAIN_POLL_S)
         self._fail_requests(Unavailable("the server shut down before this request ended; try again"))
 
     def reload(self) -> None:
@@ -171,8 +173,13 @@ class Server:
         self._connections[connection] = task
         task.add_done_callback(lambda _: self._connections.pop(connection))
 
-    def _request_tasks(self, service: Service) -> set[asyncio.Task[None]]:
-        return service.kept.tasks.union(*(connection.tasks for connection in self._connections))
+    def _is_busy(self, service: Service) -> bool:
+        connections = self._connections
+        return (
+            bool(service.kept.tasks)
+            or service.kept.is_awaited
+            or any(connection.tasks or connection.has_unsent for connection in connections)
+        )
 
     def _fail_requests(self, error: QuireError) -> None:
         if self._service is not None:

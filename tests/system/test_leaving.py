@@ -91,6 +91,47 @@ async def test_a_lost_connection_may_resume_while_draining(system: Any, eventual
     await draining
 
 
+async def test_draining_waits_for_whoever_has_not_seen_the_end(system: Any, eventually: Eventually) -> None:
+    """The stream ends while its client is away."""
+    client, welcome = await greet(system, [])
+    client.send("GENERATE", 1, "hi", {"max_tokens": 4}, None, 0, None, None, 2, None, True)
+    await client.until("TOKENS")
+    client.writer.transport.abort()
+    await eventually(lambda: system.server.num_connections == 0 and not system.server.live_requests())
+    draining = asyncio.create_task(system.server.drain(30))
+    again, _ = await greet(system, [], welcome[5])
+    assert (await again.receive())[0] == "GOAWAY"
+    assert not draining.done()
+    again.send("RESUME", 1, 2)
+    assert [frame[0] for frame in await again.until("DONE")] == ["ACCEPTED", "TOKENS", "DONE"]
+    await draining
+
+
+async def test_draining_waits_until_everything_has_left(serve: Serve, eventually: Eventually) -> None:
+    """Much more than sockets hold, for a peer that reads nothing until the requests have ended."""
+    system = await serve(max_outgoing_bytes=64 << 20)
+    system.engine.text_bytes = 1_000_000
+    client, _ = await greet(system, [])
+    client.send("GENERATE", 1, "hi", {"max_tokens": 32})
+    await eventually(lambda: len(system.engine.requests) == 1 and not system.server.live_requests())
+    draining = asyncio.create_task(system.server.drain(30))
+    await asyncio.sleep(0)
+    await system.raw()
+    assert not draining.done()
+    frames = await client.until("DONE")
+    assert sum(len(frame[4]) for frame in frames if frame[0] == "TOKENS") == 16_000_000
+    await draining
+
+
+async def test_draining_does_not_wait_for_who_saw_the_end(system: Any) -> None:
+    client, _ = await greet(system, [])
+    client.send("GENERATE", 1, "hi", {"max_tokens": 4}, None, 0, None, None, None, None, True)
+    await client.until("DONE")
+    client.writer.transport.abort()
+    async with asyncio.timeout(10):
+        await system.server.drain(30)
+
+
 async def test_a_draining_server_is_not_ready(system: Any) -> None:
     await system.server.drain(0)
 
