@@ -211,9 +211,9 @@ class Kept:
         stream = follower.stream
         if (claim := self._claim_of(follower)) is not None:
             self._drop(claim)
-        if stream.has_ended or len(stream.followers) > 1 or self._claims(stream):
+        if len(stream.followers) > 1 or self._claims(stream):
             follower.stop("the client cancelled; others go on with this stream")
-        else:
+        elif not stream.has_ended:
             stream.live.cancel(cause)
 
     def on_left(self, follower: Follower, cause: CancelCause) -> None:

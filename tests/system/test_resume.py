@@ -220,6 +220,16 @@ async def test_a_cancelled_one_cannot_be_resumed(system: Any) -> None:
     assert (await resumed(system, session, 0))[1] == [["ERROR", 1, *NOT_FOUND]]
 
 
+async def test_cancelled_after_the_model_has_finished_it_is_done(system: Any, eventually: Eventually) -> None:
+    client, session = await greet(system)
+    generate(client, 1, "hi", {"max_tokens": 6}, resumable=True, credit=2)
+    await client.until("TOKENS")
+    await eventually(lambda: not system.server.live_requests())
+    client.send("CANCEL", 1)
+    assert (await client.until("DONE", "ERROR"))[-1][:3] == ["DONE", 1, "length"]
+    assert (await resumed(system, session, 0))[1] == [["ERROR", 1, *NOT_FOUND]]
+
+
 # Whose it is
 
 
