@@ -67,15 +67,22 @@ class Delivery:
         self._paced = paced
         self._credited = asyncio.Event()
         self._unwanted = False
-        if progress:
-            source.on_prefill = self._send_progress
+        self._progress = progress
 
     async def run(self) -> Done:
         """Send all but the last frame, and return that one. Raises what ended the request otherwise."""
+        chunks = await self.source.accepted()
+        self._outbox.send(accepted_frame(self._request_id, chunks.admission))
+        if self._progress:
+            self.source.on_prefill = self._send_progress
+        try:
+            return await self._send_chunks(chunks)
+        finally:
+            self.source.on_prefill = None  # nothing comes after the last frame
+
+    async def _send_chunks(self, chunks: Chunks) -> Done:
         done: Done | None = None
         request_id, source, send = self._request_id, self.source, self._outbox.send
-        chunks = await source.accepted()
-        send(accepted_frame(request_id, chunks.admission))
         async for chunk in chunks:
             if self._credit <= 0 or self._paced:
                 chunk = await self._through_gate(chunk)
@@ -107,7 +114,7 @@ class Delivery:
         self._credited.set()
 
     def _send_progress(self, computed_tokens: int, prompt_tokens: int) -> None:
-        if not self.source.generated:
+        if not (self.source.generated or self._unwanted):
             self._outbox.send(Progress(self._request_id, computed_tokens, prompt_tokens))
 
     # Waiting

@@ -131,6 +131,14 @@ async def test_progress_is_told_to_whoever_wants_it(system: Any) -> None:
     assert frames[1:3] == [["PROGRESS", 1, 1, 3], ["PROGRESS", 1, 2, 3]]
 
 
+async def test_progress_of_a_kept_stream_comes_after_its_acceptance(system: Any) -> None:
+    client = await system.raw(hello=False)
+    client.send("HELLO", [1], None, ["progress"])
+    await client.receive()
+    client.send("GENERATE", 1, "prefill", {"max_tokens": 2}, None, 0, None, None, None, "k", True)
+    assert (await client.receive())[0] == "ACCEPTED"
+
+
 async def test_progress_is_not_told_to_whoever_did_not_ask(system: Any) -> None:
     client = await system.raw()
     client.send("GENERATE", 1, "prefill", {"max_tokens": 2})
