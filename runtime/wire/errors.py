@@ -1,7 +1,7 @@
 """Errors across the wire: a QuireError to its ERROR frame and back to the same class.
 
 It must not know who raised. One invariant: a code, with whether a retry can help, maps to one class per scope (request
-or connection), and an unknown code still arrives as a QuireError with its message.
+or connection), and an unknown code still arrives as a QuireError with its message and retry advice.
 """
 
 from __future__ import annotations
@@ -26,6 +26,13 @@ from ..errors import (
 from .frames import Error
 
 MAX_MESSAGE_CHARACTERS = 2000  # a message may quote the request; a frame must stay small
+
+
+class RetryableError(QuireError):
+    """Of a code that is not known here, whose sender says that trying again can help."""
+
+    retryable = True
+
 
 _CLASSES: tuple[type[QuireError], ...] = (
     InvalidRequest,
@@ -52,11 +59,13 @@ def error_frame(request_id: int | None, error: QuireError) -> Error:
 
 def error_from_frame(frame: Error) -> QuireError:
     """The error a client raises for `frame`."""
-    error_class = _CLASS_BY_CODE.get((frame.code, frame.retryable), QuireError)
-    if frame.request_id is None and error_class is InvalidRequest:
-        error_class = ProtocolError
-    if error_class is QuireError:
-        return QuireError(f"{frame.code}: {frame.message}")
-    error = error_class(frame.message)
+    error_class = _CLASS_BY_CODE.get((frame.code, frame.retryable))
+    if error_class is None:
+        unknown_class = RetryableError if frame.retryable else QuireError
+        error = unknown_class(f"{frame.code}: {frame.message}")
+    elif frame.request_id is None and error_class is InvalidRequest:
+        error = ProtocolError(frame.message)
+    else:
+        error = error_class(frame.message)
     error.retry_after_ms = frame.retry_after_ms
     return error

@@ -58,5 +58,11 @@ def test_an_unknown_code_is_still_a_quire_error() -> None:
     assert str(arrived) == "FROM_THE_FUTURE: why"
 
 
+def test_an_unknown_code_keeps_its_retry_advice() -> None:
+    arrived = error_from_frame(Error(1, "FROM_THE_FUTURE", "why", True, 250))
+    assert isinstance(arrived, QuireError)
+    assert (str(arrived), arrived.retryable, arrived.retry_after_ms) == ("FROM_THE_FUTURE: why", True, 250)
+
+
 def test_messages_are_bounded() -> None:
     assert len(error_frame(1, InvalidRequest("x" * 100_000)).message) == 2000
