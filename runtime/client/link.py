@@ -47,6 +47,7 @@ from ..wire.frames import (
 )
 
 CONNECT_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 1.0  # for what was sent to leave; the server cancels everything anyway
 READ_BYTES = 64 << 10
 
 
@@ -157,13 +158,16 @@ class Link:
             self._writer.close()
 
     async def close(self) -> None:
+        """Takes a second at most, also when the server reads nothing. Idempotent, also after a cancelled one."""
         self._lose(Unavailable("this client is closed"))
         self._reading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._reading
         self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+        closed = asyncio.ensure_future(self._writer.wait_closed())
+        closed.add_done_callback(lambda task: task.cancelled() or task.exception())  # retrieved: it is over either way
+        try:
+            await asyncio.wait([self._reading, closed], timeout=CLOSE_TIMEOUT_S)
+        finally:
+            self._writer.transport.abort()
 
     async def _shake_hands(self, token: str | None, session: str | None) -> None:
         self.send(Hello((PROTOCOL_VERSION,), token, FEATURES, MAX_FRAME_BYTES, session))

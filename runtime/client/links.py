@@ -44,11 +44,12 @@ class Links:
 
     async def close(self) -> None:
         self.is_closed = True
-        if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.wait([self._opening])
-        for link in self._links:
-            await link.close()
+        try:
+            if self._opening is not None:
+                self._opening.cancel()
+                await asyncio.wait([self._opening])
+        finally:
+            await asyncio.gather(*(link.close() for link in self._links))
 
     async def _open(self, session: str | None) -> Link:
         if self.is_closed:

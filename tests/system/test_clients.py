@@ -232,6 +232,42 @@ async def test_closing_the_client_cancels_everything(system: Any, eventually: Ev
         await client.complete("hi")
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["waits", "is cancelled"])
+async def test_closing_while_the_server_reads_nothing(
+    eventually: Eventually, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    """Megabytes are unsent then: neither `close` nor who waits for them to leave may hang."""
+    monkeypatch.setattr("quire.runtime.client.link.CLOSE_TIMEOUT_S", 60.0 if is_cancelled else 0.05)
+    frozen: list[asyncio.StreamWriter] = []
+
+    async def freeze(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1024)
+        writer.write(framed("WELCOME", 1, [], 4 << 20, "m"))
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        frozen.append(writer)
+
+    server = await asyncio.start_server(freeze, "127.0.0.1", 0)
+    client = await AsyncClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}").__aenter__()
+    await eventually(lambda: bool(frozen))
+    streams = [asyncio.create_task(client.complete("x" * (3 << 20))) for _ in range(5)]
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(client.close())
+    if is_cancelled:
+        await asyncio.sleep(0.01)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+    else:
+        await closing
+    await client.close()
+    for stream in streams:
+        with pytest.raises(Unavailable, match="closed"):
+            await stream
+    frozen[0].transport.abort()
+    server.close()
+    await server.wait_closed()
+
+
 def test_the_same_on_uvloop(serve: Serve, eventually: Eventually) -> None:
     """The loop `quire serve` installs."""
 
