@@ -10,7 +10,7 @@ import asyncio
 import copy
 import ssl
 
-from ..errors import Unavailable
+from ..errors import Unauthenticated, Unavailable
 from ..wire.address import Address
 from .link import Link
 
@@ -26,10 +26,10 @@ class Links:
         self._opening: asyncio.Task[Link] | None = None
 
     async def for_new_requests(self) -> Link:
-        """The latest, or another one if that is lost or its server leaves. Raises as `Link.open`, or what a lost link
-        was told if trying again cannot help."""
+        """The latest, or another one if that is lost or its server leaves. Raises as `Link.open`, and Unauthenticated
+        again if that ended the latest."""
         latest = self._links[-1] if self._links else None
-        if latest is not None and latest.lost is not None and not latest.lost.retryable:
+        if latest is not None and isinstance(latest.lost, Unauthenticated):
             raise copy.copy(latest.lost)
         if latest is not None and latest.lost is None and not latest.is_leaving:
             return latest

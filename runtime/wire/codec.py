@@ -48,6 +48,15 @@ def encode(frame: Frame, max_frame_bytes: int = MAX_FRAME_BYTES) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
+def check_limits(data: bytes) -> None:
+    """Of one frame as `encode` gives it. Raises InvalidRequest for what a `Decoder` calls a breach of the protocol: a
+    user's values may nest deeper, or be more, than a connection may carry."""
+    try:
+        _unpack(data[_LENGTH.size :])
+    except ProtocolError as error:
+        raise InvalidRequest(f"cannot be sent: {error}") from error
+
+
 class Decoder:
     """An incremental decoder of one direction of one connection.
 

@@ -313,6 +313,64 @@ async def test_what_cannot_be_sent_fails_before_sending(client: AsyncClient, pro
     await client.ping()
 
 
+def nested(depth: int) -> list[Any]:
+    return [] if depth == 1 else [nested(depth - 1)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [
+        (None, {"messages": [{"role": "user", "content": nested(6)}]}),
+        (None, {"messages": [{"role": "user", 1.5: "hi"}]}),
+        ("hi", {"params": SamplingParams(logit_bias=dict.fromkeys(range(40_000), 1.0))}),
+        ([1] * ((1 << 20) + 1), {}),
+    ],
+    ids=["nested too deep", "a float as key", "too many entries", "too many ids"],
+)
+async def test_what_the_protocol_does_not_allow_harms_no_other_stream(
+    client: AsyncClient, prompt: Any, options: dict[str, Any]
+) -> None:
+    stream = client.generate("hold", ENDLESS)
+    await anext(stream)
+    with pytest.raises(InvalidRequest, match="cannot be sent"):
+        await client.complete(prompt, **options)
+    await client.ping()
+    following = asyncio.create_task(anext(stream))
+    assert (await client.complete("hi", THREE)).token_ids == (0, 1, 2)
+    assert not following.done()
+    following.cancel()
+
+
+async def test_what_the_protocol_just_allows_is_sent(system: Any, client: AsyncClient) -> None:
+    await client.complete(params=THREE, messages=[{"role": "user", "content": nested(5)}])
+    assert len(system.engine.requests) == 1
+
+
+async def test_a_connection_lost_to_a_breach_is_replaced() -> None:
+    """The server's, here: what it says is no protocol the first time."""
+    num_connections = 0
+
+    async def breach_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        await reader.read(1024)
+        writer.write(WELCOME)
+        await reader.read(1024)
+        writer.write(
+            framed("PONG", 2) if num_connections > 1 else framed("ERROR", None, "INVALID_ARGUMENT", "a breach")
+        )
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(breach_once, "127.0.0.1", 0)
+    async with AsyncClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+        with pytest.raises(ProtocolError, match="a breach"):
+            await client.ping()
+        await client.ping()
+    server.close()
+    await server.wait_closed()
+
+
 async def test_the_servers_frame_limit_is_respected(serve: Serve) -> None:
     system = await serve(max_frame_bytes=100_000)
     async with AsyncClient(system.address) as client:
