@@ -47,8 +47,8 @@ class TokenStream:
         self._choices = _Choices()
         self._received = 0  # tokens, of all choices
         self._credited = 0  # of them, those that the reader is done with and the server knows
-        self._attempts = 0  # to get another link, since something came
-        self._give_up_at = 0.0  # the loop's time, while there are attempts
+        self._attempts = 0  # to get another link, since tokens came
+        self._give_up_at: float | None = None  # the loop's time; None while a server has it
 
     async def chunks(self) -> AsyncGenerator[OutputChunk, None]:
         link = await self._links.for_new_requests()
@@ -80,9 +80,11 @@ class TokenStream:
                 return None
             case Tokens() | Done():
                 self._attempts = 0
+                self._give_up_at = None
                 self._received += len(answer.token_ids) if isinstance(answer, Tokens) else 0
                 return self._choices.chunk(answer)
             case Accepted():
+                self._give_up_at = None  # its tokens may take long; what breaks again and again is still waited for
                 if self._on_accepted is not None:
                     self._on_accepted(answer)
                     self._on_accepted = None  # RESUME is answered with another one
@@ -104,11 +106,12 @@ class TokenStream:
         """Another link, after longer and longer waits while none brings anything. Raises `reason`, or why there is no
         other, once it is too late or trying again cannot help."""
         while self._frame.resumable and reason.retryable and not self._links.is_closed:
-            if not self._attempts:
-                self._give_up_at = asyncio.get_running_loop().time() + RESUME_FOR_S
-            elif asyncio.get_running_loop().time() > self._give_up_at:
+            now = asyncio.get_running_loop().time()
+            if self._give_up_at is None:
+                self._give_up_at = now + RESUME_FOR_S
+            elif now > self._give_up_at:
                 break
-            else:
+            if self._attempts:
                 wait_s = min(FIRST_RETRY_S * 2**self._attempts, LAST_RETRY_S)
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1))
             self._attempts += 1

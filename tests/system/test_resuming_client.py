@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from quire.runtime.client import AsyncClient
 from quire.runtime.errors import GenerationFailed, RequestNotFound, Unavailable
-from quire.runtime.generation import OutputChunk, SamplingParams, join_choices
+from quire.runtime.generation import OutputChunk, SamplingParams, Usage, join_choices
 from quire.runtime.wire.codec import encode
-from quire.runtime.wire.frames import Welcome
+from quire.runtime.wire.frames import Accepted, Done, Welcome
 
 Serve = Callable[..., Awaitable[Any]]
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
@@ -260,6 +260,30 @@ async def test_giving_up_though_every_connection_opens(system: Any, monkeypatch:
         with pytest.raises(Unavailable):
             await anext(stream)
         assert 3 < wire.num_connections < 30
+
+
+async def test_time_to_give_up_starts_anew_once_the_server_has_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost three times before its first token, which may take longer than a server is waited for."""
+    monkeypatch.setattr("quire.runtime.client.stream.RESUME_FOR_S", 0.0)
+    num_connections = 0
+
+    async def accept_and_leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        await reader.read(1024)
+        writer.write(encode(Welcome(1, (), 1 << 20, "m", "s")))
+        await reader.read(1024)
+        writer.write(encode(Accepted(1, 0, 1, 1, None)))
+        if num_connections == 4:
+            writer.write(encode(Done(1, "length", Usage(prompt_tokens=1, completion_tokens=0))))
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(accept_and_leave, "127.0.0.1", 0)
+    async with AsyncClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+        assert [chunk.finish_reason for chunk in await collect(client, "hi")] == ["length"]
+    server.close()
+    await server.wait_closed()
 
 
 async def test_closing_the_client_ends_a_stream_that_is_reconnecting(system: Any, eventually: Eventually) -> None:
