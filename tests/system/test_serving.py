@@ -193,8 +193,9 @@ class holding:  # noqa: N801 - reads as a statement
 
 
 async def until_waiting(real: Any, count: int) -> None:
+    """Beside one that runs."""
     async with asyncio.timeout(5):
-        while real.engine.stats().waiting < count:
+        while (stats := real.engine.stats()).waiting < count or not stats.running:
             await asyncio.sleep(0.001)
 
 
