@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,6 +32,7 @@ from ...scheduler import (
 from ..config import EngineConfig
 from ..engine import CoreInfo, CoreListener, EngineStats
 from ..errors import DeadlineExceeded, Quarantined, QuireError, Unavailable
+from .asking import Asked, Asking
 from .link import (
     Add,
     Answer,
@@ -78,15 +78,6 @@ class Watch:
     stall_timeout_s: float = 30.0
 
 
-@dataclass(slots=True, eq=False)
-class _Asked:
-    """A request, or the samples of one, that the engine has not answered for yet."""
-
-    requests: Sequence[Request]
-    answer: asyncio.Future[Answer]
-    was_lost: bool = False  # with a process that it was sent to
-
-
 class SupervisedCore:
     """Implements `engine.Core`. Make one with `launch`."""
 
@@ -101,8 +92,7 @@ class SupervisedCore:
         self._vitals = Vitals(watch.pulse_timeout_s, watch.stall_timeout_s)
         self._broken = False  # its loop ended, while the process lives
         self._tokens = TokenLog()
-        self._unasked: deque[_Asked] = deque()  # while there is no engine, or it replays
-        self._asked: dict[int, _Asked] = {}  # by the id of the first
+        self._asking = Asking()
         self._num_waiting = 0
         self._stats: EngineStats | None = None  # of this life, None before its first beat
         self._before = dict.fromkeys(COUNTERS, 0)  # counted in former lives
@@ -142,7 +132,7 @@ class SupervisedCore:
     @property
     def num_requests(self) -> int:
         """That are alive, those on their way included."""
-        return len(self._tokens) + len(self._asked) + len(self._unasked)
+        return len(self._tokens) + len(self._asking)
 
     @property
     def num_restarts(self) -> int:
@@ -159,7 +149,7 @@ class SupervisedCore:
     def check_room(self, tenant: str, count: int) -> None:
         """By the last that was heard; what a tenant may have, only the engine knows."""
         self._check_accepting()
-        waiting = self._num_waiting + sum(len(asked.requests) for asked in (*self._asked.values(), *self._unasked))
+        waiting = self._num_waiting + self._asking.num_sequences
         if waiting + count > self._max_num_waiting:
             raise QueueFull(
                 f"the queue is full: {waiting} of {self._max_num_waiting} requests wait", self._outlook(waiting)
@@ -167,9 +157,8 @@ class SupervisedCore:
 
     async def add(self, requests: Sequence[Request]) -> Outlook:
         self._check_accepting()
-        asked = _Asked(requests, asyncio.get_running_loop().create_future())
+        asked = self._asking.add(requests)
         self._idle.clear()
-        self._unasked.append(asked)
         self._send_what_may_be()
         try:
             deadline = requests[0].deadline
@@ -267,7 +256,7 @@ class SupervisedCore:
                 self._before[name] += getattr(self._stats, name)
         self._stats = None
         self._num_waiting = 0
-        self._ask_again(by_others)
+        self._counts["quarantined_requests"] += self._asking.bury(by_others)
         buried = self._tokens.bury(by_others)
         self._publish([RequestUpdate(request, finish_reason="cancelled") for request in buried.cancelled])
         for request in buried.quarantined:
@@ -280,20 +269,6 @@ class SupervisedCore:
                 ),
             )
         self._note_idle()
-
-    def _ask_again(self, by_others: bool) -> None:
-        """Who got no answer asks anew, one at a time; who was alone in that when it died again, does not."""
-        for asked in reversed(self._asked.values()):
-            if asked.answer.done():
-                continue
-            if asked.was_lost and not by_others:
-                self._counts["quarantined_requests"] += 1
-                why = "the engine crashed twice over taking this request on; it is not tried again"
-                asked.answer.set_exception(Quarantined(why))
-            else:
-                asked.was_lost = asked.was_lost or not by_others
-                self._unasked.appendleft(asked)
-        self._asked.clear()
 
     async def _next_life(self) -> EngineProcess:
         """Try until a process is ready; whoever waits is told when that takes too long."""
@@ -360,7 +335,7 @@ class SupervisedCore:
         for request in self._tokens.requests():
             self._tokens.forget(request.request_id)
             self._fail(request.request_id, Unavailable(why))
-        self._refuse_asked(why)
+        self._asking.refuse(why)
         self._note_idle()
 
     def _end_all(self, error: str) -> None:
@@ -368,15 +343,8 @@ class SupervisedCore:
         for request in self._tokens.requests():
             self._tokens.forget(request.request_id)
             self._publish([RequestUpdate(request, error=error)])
-        self._refuse_asked(error)
+        self._asking.refuse(error)
         self._note_idle()
-
-    def _refuse_asked(self, why: str) -> None:
-        for asked in (*self._asked.values(), *self._unasked):
-            if not asked.answer.done():
-                asked.answer.set_exception(NotAccepting(why))
-        self._asked.clear()
-        self._unasked.clear()
 
     # Talking.
 
@@ -389,21 +357,17 @@ class SupervisedCore:
             self._life.send(Readmit(sequence_of(request)))
         if self._tokens.is_replaying:
             return
-        while self._unasked and not any(asked.was_lost for asked in self._asked.values()):
-            asked = self._unasked.popleft()
-            self._asked[asked.requests[0].request_id] = asked
+        for asked in self._asking.send():
             self._life.send(Add(tuple(map(sequence_of, asked.requests))))
 
-    def _take_back(self, asked: _Asked) -> None:
+    def _take_back(self, asked: Asked) -> None:
         """It is answered, or its asker has left."""
-        if asked in self._unasked:
-            self._unasked.remove(asked)
-        elif self._asked.pop(asked.requests[0].request_id, None) is not None:
+        if self._asking.leave(asked):
             self._disown(asked)
         self._send_what_may_be()
         self._note_idle()
 
-    def _disown(self, asked: _Asked) -> None:
+    def _disown(self, asked: Asked) -> None:
         if self._life is not None:
             for request in asked.requests:
                 self._life.send(Drop(request.request_id, None, "its asker has left"))
@@ -432,7 +396,7 @@ class SupervisedCore:
 
     def _take_answer(self, request_id: int, answer: Answer) -> None:
         self._num_waiting = answer.num_waiting
-        asked = self._asked.pop(request_id, None)
+        asked = self._asking.answered(request_id)
         if asked is None:
             return
         if asked.answer.done():  # its asker leaves in this very turn
