@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from quire.runtime.engine.facade import EngineStats
 from quire.runtime.errors import Unavailable
 from quire.runtime.monitoring.history import FINE_BOUNDS_S, SLICES, TICKS, TICKS_PER_SLICE, History, Tick, quantile
 from quire.runtime.monitoring.instruments import Counter, Histogram
 
-STATS = EngineStats(
-    step=7,
-    running=2,
-    waiting=1,
-    pages_total=10,
-    pages_owned=4,
-    pages_cached=1,
-    pages_free=5,
+from . import samples
+
+STATS = msgspec.structs.replace(
+    samples.STATS,
     prefix_queries_tokens=0,
     prefix_hits_tokens=0,
     preemptions=0,

@@ -13,17 +13,10 @@ from quire.runtime.errors import Overloaded, QuireError, Unavailable
 from quire.runtime.generation import Usage
 from quire.runtime.monitoring.metrics import PrometheusObserver, error_codes
 
-STATS = EngineStats(
-    step=7,
-    running=2,
-    waiting=1,
-    pages_total=10,
-    pages_owned=4,
-    pages_cached=1,
-    pages_free=5,
-    prefix_queries_tokens=100,
-    prefix_hits_tokens=30,
-    preemptions=2,
+from . import samples
+
+STATS = msgspec.structs.replace(
+    samples.STATS,
     waiting_by_reason={"pages": 1},
     pages_reserved=3,
     pages_pinned=1,

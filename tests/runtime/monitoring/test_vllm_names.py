@@ -5,36 +5,14 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from quire.runtime.engine.facade import EngineInfo, EngineStats, RequestStats
+from quire.runtime.engine.facade import EngineInfo, RequestStats
 from quire.runtime.errors import Unavailable
 from quire.runtime.generation import Usage
 from quire.runtime.monitoring.metrics import PrometheusObserver
 from quire.runtime.monitoring.vllm_names import NAMES, VllmNames
 
-STATS = EngineStats(
-    step=7,
-    running=2,
-    waiting=1,
-    pages_total=10,
-    pages_owned=4,
-    pages_cached=1,
-    pages_free=5,
-    prefix_queries_tokens=100,
-    prefix_hits_tokens=30,
-    preemptions=2,
-)
-INFO = EngineInfo(
-    vocab_size=100,
-    max_model_len=2048,
-    max_num_seqs=8,
-    num_pages=10,
-    page_size=32,
-    isa="avx2",
-    threads=2,
-    threads_reason="--threads",
-    has_tokenizer=True,
-    has_chat_template=False,
-)
+from .samples import INFO, STATS
+
 Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]  # name -> labels -> value
 
 

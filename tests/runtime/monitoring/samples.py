@@ -1,0 +1,30 @@
+"""What a small engine might tell of itself; a test replaces what it is about."""
+
+from __future__ import annotations
+
+from quire.runtime.engine.facade import EngineInfo, EngineStats
+
+STATS = EngineStats(
+    step=7,
+    running=2,
+    waiting=1,
+    pages_total=10,
+    pages_owned=4,
+    pages_cached=1,
+    pages_free=5,
+    prefix_queries_tokens=100,
+    prefix_hits_tokens=30,
+    preemptions=2,
+)
+INFO = EngineInfo(
+    vocab_size=100,
+    max_model_len=2048,
+    max_num_seqs=8,
+    num_pages=10,
+    page_size=32,
+    isa="avx2",
+    threads=2,
+    threads_reason="--threads",
+    has_tokenizer=True,
+    has_chat_template=False,
+)
