@@ -16,13 +16,13 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from .config import EngineConfig, KVCacheDtype, WeightDtype
+from .common.config import EngineConfig, KVCacheDtype, WeightDtype
+from .common.errors import InvalidRequest, Unavailable
+from .common.loop_thread import LoopThread
+from .common.settings import resolve_settings
+from .common.types import RequestOutput, SamplingParams, join_choices
 from .engine import Engine, GenerateRequest, LocalEngine
 from .engine.stream import Stream
-from .errors import InvalidRequest, Unavailable
-from .generation import RequestOutput, SamplingParams, join_choices
-from .loop_thread import LoopThread
-from .settings import resolve_settings
 
 Prompt = str | Sequence[int]
 OFFLINE_QUEUE = 1 << 20  # requests; whoever calls `generate` waits for all of them anyway

@@ -1,8 +1,8 @@
 """Quire's public face, installed as `quire/__init__.py`."""
 
 from .runtime.client import AsyncClient, Client
-from .runtime.errors import QuireError
-from .runtime.generation import Choice, Completion, OutputChunk, RequestOutput, SamplingParams, TokenLogprobs, Usage
+from .runtime.common.errors import QuireError
+from .runtime.common.types import Choice, Completion, OutputChunk, RequestOutput, SamplingParams, TokenLogprobs, Usage
 from .runtime.llm import LLM
 
 __all__ = [

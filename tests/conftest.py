@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire.runtime.models import read_spec
-from quire.runtime.models.tensors import expected_tensors
+from quire.runtime.model import read_spec
+from quire.runtime.model.weights.tensors import expected_tensors
 from safetensors.numpy import save_file
 
 WINDOW = 100

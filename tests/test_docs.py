@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import quire
-from quire.runtime.models import describe_sizes
+from quire.runtime.model import describe_sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -139,7 +139,7 @@ def sources():
 
 
 def quire_command():
-    return sys.executable, "-P", "-m", "quire.runtime.cli"
+    return sys.executable, "-P", "-m", "quire.runtime.cli.main"
 
 
 def run(*command, cwd=None):

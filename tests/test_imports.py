@@ -1,4 +1,4 @@
-"""Imports only go down: between the packages, between runtime's floors, and out to as few other packages as possible.
+"""Imports only go down: between packages, between layers of runtime/, and to as few other distributions as possible.
 
 Every source file is read, none is imported; Cython files are read for both `import` and `cimport`.
 """
@@ -6,9 +6,10 @@ Every source file is read, none is imported; Cython files are read for both `imp
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,24 +25,18 @@ BELOW = {  # package -> the packages it may import besides itself
     "runtime": {"scheduler", "kernels", "pager"},
 }
 
-FLOORS = (  # of runtime, top to bottom; each imports only what lies below it, or itself
-    ("public",),
-    ("cli",),
-    ("commands",),
-    ("simulation",),
-    ("bench",),
-    ("server", "llm", "loadtest", "supervision"),
-    ("monitoring",),
-    ("engine", "client"),
-    ("execution",),
-    ("models",),
-    ("program", "weights"),
-    ("wire", "text"),
-    ("generation", "loop_thread", "plotting"),
-    ("settings", "traffic"),
-    ("config",),
-    ("errors", "logs"),
-)
+LAYERS = """
+6  cli/       one file per command
+5  tools/     bench, loadtest, simulation, traffic: they measure; serving never imports them
+4  server/    sockets, resume, monitoring      workers/   engine processes      llm.py   a model in this process
+3  engine/    input, core, output, text        client/    AsyncClient, Client
+2  model/     config, families, weights, program, runner      protocol/   frames, codec, PROTOCOL.md
+1  common/    errors, types, config, settings, logs
+"""  # of runtime; each imports only layers below it, or itself. ARCHITECTURE.md and README.md show the same lines.
+
+LAYER_OF = {
+    name: int(line[0]) for line in LAYERS.strip().splitlines() for name in re.findall(r"\b(\w+)(?:/|\.py)(?=\s)", line)
+} | {"public": 7}
 
 THIRD_PARTY = {  # what the lower packages may use besides the standard library
     "pager": {"numpy"},
@@ -101,12 +96,9 @@ def resolve(dots: str, name: str, package: Module) -> Module:
     return (*base, *path, name)
 
 
-def floor_of(module: Module) -> int:
-    room = module[1]
-    for floor, rooms in enumerate(FLOORS):
-        if room in rooms:
-            return floor
-    raise AssertionError(f"runtime/{room} is on no floor: add it to FLOORS, as low as its imports allow")
+def layer_of(module: Module) -> int:
+    assert module[1] in LAYER_OF, f"runtime/{module[1]} is in no layer: add it to LAYERS, as low as its imports allow"
+    return LAYER_OF[module[1]]
 
 
 def violation(importer: Module, imported: Module) -> str | None:
@@ -118,7 +110,7 @@ def violation(importer: Module, imported: Module) -> str | None:
     if target != source:
         return None if target in BELOW[source] else f"{arrow}: {source} may not import {target}"
     if source == "runtime" and len(importer) > 1 and len(imported) > 1:
-        return floor_violation(importer, imported, arrow)
+        return layer_violation(importer, imported, arrow)
     return None
 
 
@@ -129,8 +121,8 @@ def foreign_violation(source: str, target: str, arrow: str) -> str | None:
     return f"{arrow}: {source} may use only the standard library and {sorted(allowed)}"
 
 
-def floor_violation(importer: Module, imported: Module, arrow: str) -> str | None:
-    if importer[1] == imported[1] or floor_of(importer) < floor_of(imported):
+def layer_violation(importer: Module, imported: Module, arrow: str) -> str | None:
+    if importer[1] == imported[1] or layer_of(importer) > layer_of(imported):
         return None
     return f"{arrow}: not downwards"
 
@@ -144,6 +136,34 @@ def test_imports_only_go_down(package: str) -> None:
         if (wrong := violation(module_of(path), imported))
     ]
     assert not found, "\n".join(found)
+
+
+def test_there_are_no_circles() -> None:
+    """No module imports itself through others. A package's `__init__.py` counts as a module of its own."""
+    modules = {module_of(path): path for package in PACKAGES for path in sources(package)}
+    imported_by = {
+        name: {
+            target
+            for each in imports(path, path.read_text())
+            if (target := module_named(each, modules)) not in (None, name)
+        }
+        for name, path in modules.items()
+    }
+    sorter = graphlib.TopologicalSorter(imported_by)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        pytest.fail("circle: " + " -> ".join(".".join(name) for name in reversed(error.args[1])))
+
+
+def module_named(imported: Module, modules: Container[Module]) -> Module | None:
+    """The module that an imported name is, or lives in."""
+    return next((name for name in (imported, imported[:-1]) if name in modules), None)
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md"])
+def test_documents_show_the_same_layers(document: str) -> None:
+    assert LAYERS in (ROOT / document).read_text("utf-8")
 
 
 def test_there_is_something_to_walk() -> None:
@@ -167,11 +187,12 @@ def test_there_is_something_to_walk() -> None:
             "from quire.scheduler cimport (\n    a,\n    b as c,\n)",
             "kernels may not import scheduler",
         ),
-        ("runtime/errors.py", "from .wire import codec", "not downwards"),
+        ("runtime/common/errors.py", "from ..protocol import codec", "not downwards"),
         ("runtime/engine/engine.py", "from ..client.aio import AsyncClient", "not downwards"),
-        ("runtime/models/decoder.py", "from ..execution.executor import Executor", "not downwards"),
-        ("runtime/program/builder.py", "from ..models import spec", "not downwards"),
-        ("runtime/generation.py", "from .engine import facade", "not downwards"),
+        ("runtime/server/server.py", "from ..workers.fleet import Fleet", "not downwards"),
+        ("runtime/model/decoder.py", "from ..engine.engine import Engine", "not downwards"),
+        ("runtime/engine/facade.py", "from ..tools import bench", "not downwards"),
+        ("runtime/common/types.py", "from ..engine import facade", "not downwards"),
         ("runtime/llm.py", "from . import public", "not downwards"),
     ],
 )
@@ -189,10 +210,10 @@ def test_an_arrow_upwards_is_found(file: str, text: str, wrong: str) -> None:
         ("scheduler/scheduler.py", "import os, time"),
         ("pager/arena.py", "import numpy.typing as npt"),
         ("kernels/attention.pyx", "from libc.stdint cimport int32_t\nfrom .pool cimport run  # shared\ncimport cython"),
-        ("runtime/engine/engine.py", "from ...scheduler import Scheduler\nfrom ..errors import QuireError"),
-        ("runtime/models/llama.py", "from .spec import Spec\nfrom ..program.builder import Builder"),
-        ("runtime/cli.py", "from .server.server import serve\nimport cyclopts"),
-        ("runtime/__init__.py", "from .errors import QuireError"),
+        ("runtime/engine/engine.py", "from ...scheduler import Scheduler\nfrom ..common.errors import QuireError"),
+        ("runtime/model/families/llama.py", "from ..spec import Spec\nfrom ..program.builder import Builder"),
+        ("runtime/cli/main.py", "from ..server.server import serve\nimport cyclopts"),
+        ("runtime/__init__.py", "from .common.errors import QuireError"),
         ("runtime/public.py", "from .runtime.llm import LLM"),
     ],
 )
@@ -203,6 +224,6 @@ def test_an_arrow_downwards_is_fine(file: str, text: str) -> None:
     assert [violation(module_of(path), imported) for imported in found] == [None] * len(found)
 
 
-def test_a_room_without_a_floor_is_refused() -> None:
-    with pytest.raises(AssertionError, match="runtime/attic is on no floor"):
+def test_a_package_without_a_layer_is_refused() -> None:
+    with pytest.raises(AssertionError, match="runtime/attic is in no layer"):
         violation(("runtime", "engine", "engine"), ("runtime", "attic", "box"))

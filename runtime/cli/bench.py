@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..bench import CacheStory, measure_overhead, measure_shapes, parse_shapes, tell_cache_story
-from ..bench.plot import check_plot, plot_cache_story, plot_roofline
-from ..bench.speed import Shape, bench_config
-from ..config import EngineConfig
-from ..errors import ConfigError
-from ..execution import Machine
+from ..common.config import EngineConfig
+from ..common.errors import ConfigError
 from ..llm import LLM
+from ..model.runner import Machine
+from ..tools.bench import CacheStory, measure_overhead, measure_shapes, parse_shapes, tell_cache_story
+from ..tools.bench.plot import check_plot, plot_cache_story, plot_roofline
+from ..tools.bench.speed import Shape, bench_config
 from .bench_report import SpeedReport
 
 

@@ -12,9 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..bench import Phase, Roofline, ShapeResult, StepOverhead
-from ..bench.overhead import USERS
-from ..bench.roofline import FORMS, PEAK_NAMES
+from ..tools.bench import Phase, Roofline, ShapeResult, StepOverhead
+from ..tools.bench.overhead import USERS
+from ..tools.bench.roofline import FORMS, PEAK_NAMES
 
 
 @dataclass(frozen=True, slots=True)

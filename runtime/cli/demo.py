@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..client import AsyncClient
-from ..errors import ConfigError
-from ..generation import SamplingParams, Usage
+from ..common.errors import ConfigError
+from ..common.types import SamplingParams, Usage
 from .local_server import local_server
 
 TURNS = 2

@@ -9,9 +9,9 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from ..config import EngineConfig
+from ..common.config import EngineConfig
+from ..common.types import Choice, SamplingParams, Usage, join_choices
 from ..engine import Engine, GenerateRequest
-from ..generation import Choice, SamplingParams, Usage, join_choices
 
 
 def generate(config: EngineConfig, prompt: str, params: SamplingParams) -> None:

@@ -7,10 +7,10 @@ from importlib.metadata import version
 
 from ...kernels import supported_levels
 from ...pager import KVLayout
-from ..config import EngineConfig
-from ..execution import Capacity, decide_capacity, pick_cpus, pick_isa
-from ..models import model_folder, read_spec
-from ..settings import Settings
+from ..common.config import EngineConfig
+from ..common.settings import Settings
+from ..model import model_folder, read_spec
+from ..model.runner import Capacity, decide_capacity, pick_cpus, pick_isa
 
 
 def plan_text(config: EngineConfig, arena: bool) -> str:

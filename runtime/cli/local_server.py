@@ -13,7 +13,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from ..errors import Unavailable
+from ..common.errors import Unavailable
 
 START_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 10
@@ -30,7 +30,7 @@ class LocalServer:
 async def local_server() -> AsyncIterator[LocalServer]:
     """On the bundled model, whatever QUIRE_* variables say. Raises Unavailable if it does not start."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "quire.runtime.cli", "serve", "--port", "0", "--http-port", "0"),
+        *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", "--port", "0", "--http-port", "0"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
         env={name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")},

@@ -14,21 +14,21 @@ from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
-from .commands.bench import bench_cache, bench_speed
-from .commands.demo import demo as run_demo
-from .commands.generate import generate as run_generate
-from .commands.inspect import info_text, plan_text
-from .commands.loadtest import LoadTest, OutputOptions
-from .commands.loadtest import loadtest as run_loadtest
-from .commands.serve import serve as run_serve
-from .commands.simulate import simulate as run_simulate
-from .commands.token import token_text
-from .errors import QuireError
-from .generation import SamplingParams
-from .loadtest import Behaviour, DatasetOptions, LoadOptions, Pacing, SamplingOptions, TargetOptions
-from .models import describe_sizes
-from .settings import Settings, resolve_settings
-from .simulation import Process, Workload
+from ..common.errors import QuireError
+from ..common.settings import Settings, resolve_settings
+from ..common.types import SamplingParams
+from ..model import describe_sizes
+from ..tools.loadtest import Behaviour, DatasetOptions, LoadOptions, Pacing, SamplingOptions, TargetOptions
+from ..tools.simulation import Process, Workload
+from .bench import bench_cache, bench_speed
+from .demo import demo as run_demo
+from .generate import generate as run_generate
+from .inspect import info_text, plan_text
+from .loadtest import LoadTest, OutputOptions
+from .loadtest import loadtest as run_loadtest
+from .serve import serve as run_serve
+from .simulate import simulate as run_simulate
+from .token import token_text
 
 app = App(
     name="quire",

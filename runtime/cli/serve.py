@@ -20,14 +20,14 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from ..config import EngineConfig
+from ..common.config import EngineConfig
+from ..common.logs import log_to_stderr
+from ..common.settings import Settings
 from ..engine import Core, Engine, LocalCore, Vocabulary, check_snapshot_path, kept_prefixes
-from ..logs import log_to_stderr
-from ..models import model_folder
-from ..monitoring import PrometheusObserver
+from ..model import model_folder
 from ..server import Server, check_config
-from ..settings import Settings
-from ..supervision import Fleet, Watch
+from ..server.monitoring import PrometheusObserver
+from ..workers import Fleet, Watch
 
 
 def serve(settings: Settings) -> None:

@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..bench import Roofline
-from ..bench.roofline import RooflineMeter
-from ..config import EngineConfig
-from ..errors import ConfigError
-from ..execution import Capacity, decide_capacity
-from ..models import model_folder, read_spec
-from ..simulation import Workload, build_simulator, given_roofline, make_arrivals, parse_objectives, summarize
+from ..common.config import EngineConfig
+from ..common.errors import ConfigError
+from ..model import model_folder, read_spec
+from ..model.runner import Capacity, decide_capacity
+from ..tools.bench import Roofline
+from ..tools.bench.roofline import RooflineMeter
+from ..tools.simulation import Workload, build_simulator, given_roofline, make_arrivals, parse_objectives, summarize
 from .simulate_report import SimulationReport
 
 MAX_GIGA = 1e6

@@ -13,10 +13,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from ..errors import ConfigError, GenerationFailed, ProtocolError, QuireError, Unavailable
-from ..generation import Completion, OutputChunk, SamplingParams, join_choices
-from ..wire.address import UnixAddress, parse_address
-from ..wire.frames import AskStats, Generate, ListModels, Model, Models, Stats, Tokenize, Tokenized
+from ..common.errors import ConfigError, GenerationFailed, ProtocolError, QuireError, Unavailable
+from ..common.types import Completion, OutputChunk, SamplingParams, join_choices
+from ..protocol.address import UnixAddress, parse_address
+from ..protocol.frames import AskStats, Generate, ListModels, Model, Models, Stats, Tokenize, Tokenized
 from .link import Link, Lost
 from .links import Links
 from .stream import OnAccepted, OnProgress, TokenStream

@@ -13,11 +13,10 @@ import ssl
 import time
 from typing import Any, NamedTuple
 
-from ..errors import ProtocolError, QuireError, Unavailable
-from ..wire.address import Address, UnixAddress
-from ..wire.codec import MAX_ARRAY_LENGTH, Decoder, Malformed, check_limits, encode
-from ..wire.errors import error_from_frame
-from ..wire.frames import (
+from ..common.errors import ProtocolError, QuireError, Unavailable
+from ..protocol.address import Address, UnixAddress
+from ..protocol.codec import MAX_ARRAY_LENGTH, Decoder, Malformed, check_limits, encode
+from ..protocol.frames import (
     FEATURES,
     HEARTBEATS_MISSED,
     MAX_FRAME_BYTES,
@@ -45,6 +44,7 @@ from ..wire.frames import (
     Tokens,
     Welcome,
 )
+from ..protocol.wire_errors import error_from_frame
 
 CONNECT_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 1.0  # for what was sent to leave; the server cancels everything anyway

@@ -10,8 +10,8 @@ import asyncio
 import copy
 import ssl
 
-from ..errors import Unauthenticated, Unavailable
-from ..wire.address import Address
+from ..common.errors import Unauthenticated, Unavailable
+from ..protocol.address import Address
 from .link import Link
 
 

@@ -13,9 +13,9 @@ from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 
-from ..errors import ProtocolError, QuireError, RequestNotFound
-from ..generation import OutputChunk
-from ..wire.frames import Accepted, Credit, Done, Generate, Progress, Resume, Tokens
+from ..common.errors import ProtocolError, QuireError, RequestNotFound
+from ..common.types import OutputChunk
+from ..protocol.frames import Accepted, Credit, Done, Generate, Progress, Resume, Tokens
 from .link import Answer, Link, Lost
 from .links import Links
 

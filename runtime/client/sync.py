@@ -12,10 +12,10 @@ from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
-from ..errors import Unavailable
-from ..generation import Completion, OutputChunk, SamplingParams
-from ..loop_thread import LoopThread
-from ..wire.frames import Model
+from ..common.errors import Unavailable
+from ..common.loop_thread import LoopThread
+from ..common.types import Completion, OutputChunk, SamplingParams
+from ..protocol.frames import Model
 from .aio import AsyncClient, RequestOptions
 
 T = TypeVar("T")

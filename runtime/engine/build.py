@@ -19,9 +19,9 @@ from ...scheduler import (
     Scheduler,
     TokenBudget,
 )
-from ..config import EngineConfig
-from ..errors import ConfigError
-from ..execution import Machine
+from ..common.config import EngineConfig
+from ..common.errors import ConfigError
+from ..model.runner import Machine
 
 
 def build_spill_file(config: EngineConfig, machine: Machine) -> SpillFile | None:

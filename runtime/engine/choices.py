@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ...scheduler import Request, RequestUpdate, SampledToken
-from ..errors import QuireError
-from ..generation import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
-from ..text import IncrementalDetokenizer
+from ..common.errors import QuireError
+from ..common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
 from .facade import GenerateRequest
 from .stream import Stream
+from .text import IncrementalDetokenizer
 
 NewDetokenizer = Callable[[], IncrementalDetokenizer | None]  # None: the model has no tokenizer
 

@@ -19,9 +19,9 @@ import structlog
 
 from ...pager import OutOfPages
 from ...scheduler import Batcher, FinishedStep, FinishReason, Outlook, Request, RequestUpdate, StepPlan, StepResult
-from ..config import EngineConfig
-from ..errors import ContextLengthExceeded, QuireError, Unavailable
-from ..execution import Machine, assemble
+from ..common.config import EngineConfig
+from ..common.errors import ContextLengthExceeded, QuireError, Unavailable
+from ..model.runner import Machine, assemble
 from .build import build_pager, build_scheduler, build_spill_file
 from .facade import EngineStats, StepStats
 

@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ...scheduler import DEADLINE_PASSED, RequestUpdate, SchedulerError
-from ..config import EngineConfig
-from ..errors import DeadlineExceeded, GenerationFailed, InvalidRequest, QuireError, Unavailable
-from ..generation import FinishReason, OutputChunk
-from ..models import model_folder
+from ..common.config import EngineConfig
+from ..common.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, QuireError, Unavailable
+from ..common.types import FinishReason, OutputChunk
+from ..model import model_folder
 from .choices import Branch, Live, delivery
 from .core import Core, CoreListener, LocalCore, Prefilled
 from .facade import EngineInfo, EngineObserver, EngineStats, GenerateRequest, RequestStats, StepStats

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..errors import QuireError
-from ..generation import FinishReason, OutputChunk, SamplingParams, Usage
+from ..common.errors import QuireError
+from ..common.types import FinishReason, OutputChunk, SamplingParams, Usage
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

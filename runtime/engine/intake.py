@@ -8,8 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from ...scheduler import BeamSearch, Request
-from ..execution import SamplingSpec
-from ..generation import SamplingParams
+from ..common.types import SamplingParams
+from ..model.runner import SamplingSpec
 from .facade import GenerateRequest
 from .validator import SEED_LIMIT
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import QuireError
+from ..common.errors import QuireError
 from .facade import RequestStats, StepStats
 
 

@@ -15,7 +15,7 @@ from ...scheduler import (
     SchedulerError,
     TooLong,
 )
-from .. import errors
+from ..common import errors
 from .facade import Admission
 
 

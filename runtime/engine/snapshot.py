@@ -25,8 +25,8 @@ from ...pager import (
     load_snapshot,
     save_snapshot,
 )
-from ..errors import ConfigError
-from ..models import fingerprint
+from ..common.errors import ConfigError
+from ..model import fingerprint
 from .core import LocalCore
 
 _log = structlog.get_logger("quire.engine")

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from ..errors import QuireError
-from ..generation import OutputChunk
+from ..common.errors import QuireError
+from ..common.types import OutputChunk
 from .facade import Admission
 
 

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 
 from ...kernels.sample import MAX_TOP_LOGPROBS
-from ..errors import ContextLengthExceeded, InvalidRequest
-from ..generation import SamplingParams
+from ..common.errors import ContextLengthExceeded, InvalidRequest
+from ..common.types import SamplingParams
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16

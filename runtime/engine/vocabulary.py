@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import GenerationFailed, InvalidRequest, QuireError, UnsupportedModel
-from ..generation import SamplingParams
-from ..text import ChatTemplate, IncrementalDetokenizer, Tokenizer
+from ..common.errors import GenerationFailed, InvalidRequest, QuireError, UnsupportedModel
+from ..common.types import SamplingParams
+from .text import ChatTemplate, IncrementalDetokenizer, Tokenizer
 
 
 class Vocabulary:

@@ -1,9 +1,9 @@
 """Models: from a Hugging Face folder to a program, and what it will take."""
 
+from .families.registry import ARCHITECTURES, read_spec
 from .fingerprint import fingerprint
 from .footprint import MemoryPlan, plan_memory
 from .load import BUNDLED_MODEL, Model, kv_layout, load_model, model_folder
-from .registry import ARCHITECTURES, read_spec
 from .sizes import KNOWN_SHAPES, KnownShape, describe_sizes
 from .spec import DecoderSpec
 

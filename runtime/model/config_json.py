@@ -15,7 +15,7 @@ from os.path import isfile
 from pathlib import Path
 from typing import Any
 
-from ..errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
+from ..common.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from .spec import DecoderSpec, LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 CONFIG_FILE = "config.json"

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...pager.layout import place_layers
-from ..program import Heads, Logits, ProgramBuilder, Value
-from .packing import DecoderWeights, LayerWeights
+from .program import Heads, Logits, ProgramBuilder, Value
 from .spec import DecoderSpec
+from .weights.packing import DecoderWeights, LayerWeights
 
 
 def emit_decoder(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from ..errors import CorruptCheckpoint
+from ..common.errors import CorruptCheckpoint
 from .config_json import CONFIG_FILE
 
 

@@ -12,13 +12,13 @@ import numpy as np
 
 from ...kernels import sampler_nbytes, scratch_nbytes
 from ...kernels.ops import padded
-from ..config import KVCacheDtype, WeightDtype
-from ..program import ProgramBuilder, ProgramPlan
+from ..common.config import KVCacheDtype, WeightDtype
 from .decoder import emit_decoder
 from .load import kv_layout
-from .packing import plan_weights
+from .program import ProgramBuilder, ProgramPlan
 from .rope import rotary_nbytes
 from .spec import DecoderSpec
+from .weights.packing import plan_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import get_args
 
 from ...pager.layout import KVLayout
-from ..config import KVCacheDtype, WeightDtype
-from ..errors import ConfigError, ModelNotFound
-from ..program import ProgramBuilder, ProgramPlan
-from ..weights import Checkpoint
+from ..common.config import KVCacheDtype, WeightDtype
+from ..common.errors import ConfigError, ModelNotFound
 from .decoder import emit_decoder
-from .packing import DecoderWeights, pack_weights
-from .registry import read_spec
+from .families.registry import read_spec
+from .program import ProgramBuilder, ProgramPlan
 from .rope import rotary_table
 from .spec import DecoderSpec
-from .tensors import check_tensors
+from .weights import Checkpoint
+from .weights.packing import DecoderWeights, pack_weights
+from .weights.tensors import check_tensors
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
 

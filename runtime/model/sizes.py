@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...pager.layout import KVLayout
-from ..config import KVCacheDtype
+from ..common.config import KVCacheDtype
 
 DTYPES: tuple[KVCacheDtype, ...] = ("f32", "bf16")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import ConfigError
+from ..common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any
 import msgpack  # type: ignore[import-untyped]
 import msgspec
 
-from ..errors import InvalidRequest, ProtocolError
+from ..common.errors import InvalidRequest, ProtocolError
 from .frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Frame, Generate
 
 MAX_DEPTH = 8  # TOKENS needs 5: frame, logprobs, token, alternatives, pair

@@ -36,7 +36,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ..generation import FinishReason, SamplingParams, TokenLogprobs, Usage
+from ..common.types import FinishReason, SamplingParams, TokenLogprobs, Usage
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 4 << 20  # default of what each side offers; the smaller offer holds

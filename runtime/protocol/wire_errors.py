@@ -6,7 +6,7 @@ or connection), and an unknown code still arrives as a QuireError with its messa
 
 from __future__ import annotations
 
-from ..errors import (
+from ..common.errors import (
     Cancelled,
     ContextLengthExceeded,
     DeadlineExceeded,

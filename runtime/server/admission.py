@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import msgspec
 
+from ..common.errors import ProtocolError
+from ..common.types import OutputChunk
 from ..engine.facade import Admission, EngineInfo, EngineStats, GenerateRequest
-from ..errors import ProtocolError
-from ..generation import OutputChunk
-from ..wire.codec import Malformed
-from ..wire.frames import (
+from ..protocol.codec import Malformed
+from ..protocol.frames import (
     ALREADY_EXISTS,
     PROTOCOL_VERSION,
     Accepted,

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import structlog
 
-from ..config import ServerConfig
-from ..errors import ConfigError, Unauthenticated
-from ..settings import convert_table, read_toml
+from ..common.config import ServerConfig
+from ..common.errors import ConfigError, Unauthenticated
+from ..common.settings import convert_table, read_toml
 from .tenants import Limits, Tenant
 
 _TENANT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -13,14 +13,14 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import structlog
 from structlog.contextvars import bind_contextvars
 
-from ..errors import GenerationFailed, ProtocolError, QuireError
-from ..logs import new_id
-from ..monitoring import CancelCause
-from ..wire.codec import Decoder, Malformed
-from ..wire.errors import error_frame
-from ..wire.frames import CLIENT_FRAMES, FEATURES, PROTOCOL_VERSION, Frame, Hello, Ping, Welcome
+from ..common.errors import GenerationFailed, ProtocolError, QuireError
+from ..common.logs import new_id
+from ..protocol.codec import Decoder, Malformed
+from ..protocol.frames import CLIENT_FRAMES, FEATURES, PROTOCOL_VERSION, Frame, Hello, Ping, Welcome
+from ..protocol.wire_errors import error_frame
 from .admission import check_hello
 from .exchange import Exchange
+from .monitoring import CancelCause
 from .outbox import Outbox
 from .service import Service
 from .watchdog import Watchdog

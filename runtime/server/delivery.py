@@ -13,12 +13,12 @@ from typing import Protocol
 
 import msgspec
 
+from ..common.errors import DeadlineExceeded, GenerationFailed
+from ..common.types import OutputChunk
 from ..engine.facade import Admission
-from ..errors import DeadlineExceeded, GenerationFailed
-from ..generation import OutputChunk
-from ..monitoring import CancelCause
-from ..wire.frames import Done, Progress
+from ..protocol.frames import Done, Progress
 from .admission import accepted_frame, done_frame, tokens_frame
+from .monitoring import CancelCause
 from .outbox import Outbox
 
 

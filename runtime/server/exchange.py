@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import structlog
 from structlog.contextvars import bind_contextvars
 
-from ..errors import (
+from ..common.errors import (
     GenerationFailed,
     InvalidRequest,
     Overloaded,
@@ -23,11 +23,9 @@ from ..errors import (
     Unauthenticated,
     Unavailable,
 )
-from ..logs import new_id
-from ..monitoring import CancelCause
-from ..wire.codec import MAX_ARRAY_LENGTH, Malformed
-from ..wire.errors import error_frame
-from ..wire.frames import (
+from ..common.logs import new_id
+from ..protocol.codec import MAX_ARRAY_LENGTH, Malformed
+from ..protocol.frames import (
     AskStats,
     Cancel,
     Credit,
@@ -44,8 +42,10 @@ from ..wire.frames import (
     Tokenize,
     Tokenized,
 )
+from ..protocol.wire_errors import error_frame
 from .admission import duplicate_frame, engine_request, models_frame, stats_frame
 from .delivery import Delivery, Source
+from .monitoring import CancelCause
 from .outbox import Outbox
 from .request_log import log_end
 from .service import Service

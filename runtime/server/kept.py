@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..config import ServerConfig
+from ..common.config import ServerConfig
+from ..common.errors import InvalidRequest, QuireError, RequestNotFound
 from ..engine.facade import GenerateRequest
-from ..errors import InvalidRequest, QuireError, RequestNotFound
-from ..monitoring import CancelCause
 from .kept_stream import Follower, KeptStream
 from .live import LiveRequest, LiveRequests
+from .monitoring import CancelCause
 from .tenants import Tenant
 
 CLAIM_BYTES = 1024  # of a request's id that may be resumed: measured, with a session of its own

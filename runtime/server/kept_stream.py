@@ -15,11 +15,11 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from ..common.errors import Cancelled, GenerationFailed, InvalidRequest, QuireError
+from ..common.types import FinishReason, OutputChunk
 from ..engine.facade import Admission
-from ..errors import Cancelled, GenerationFailed, InvalidRequest, QuireError
-from ..generation import FinishReason, OutputChunk
-from ..monitoring import CancelCause
 from .live import LiveRequest
+from .monitoring import CancelCause
 
 STREAM_BYTES = 4096  # of a kept stream without chunks: measured, with a session and a key of its own
 CHUNK_BYTES = 120  # of a kept chunk besides its encoded self

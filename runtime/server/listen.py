@@ -16,8 +16,8 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError
-from ..wire.address import Address, TCPAddress, UnixAddress
+from ..common.errors import ConfigError
+from ..protocol.address import Address, TCPAddress, UnixAddress
 
 BACKLOG = 1024
 

@@ -10,9 +10,9 @@ import time
 from collections.abc import Awaitable, Callable
 from itertools import islice
 
+from ..common.errors import QuireError
 from ..engine.facade import EngineFacade, GenerateRequest, Generation
-from ..errors import QuireError
-from ..monitoring import CancelCause, PrometheusObserver, RequestState, RequestStatus
+from .monitoring import CancelCause, PrometheusObserver, RequestState, RequestStatus
 from .tenants import Tenant
 
 

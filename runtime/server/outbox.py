@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from ..wire.codec import encode
-from ..wire.frames import MAX_FRAME_BYTES, Frame
+from ..protocol.codec import encode
+from ..protocol.frames import MAX_FRAME_BYTES, Frame
 
 WRITE_BYTES = 64 << 10  # written at once; each such piece has `write_timeout_s` to leave
 ROOM_BYTES = 4 * WRITE_BYTES  # with so much unsent, or half the limit, who can wait should

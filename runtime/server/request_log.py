@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import structlog
 
-from ..wire.frames import Done, Error
+from ..protocol.frames import Done, Error
 
 _REFUSALS = frozenset({"INVALID_ARGUMENT", "OUT_OF_RANGE", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "NOT_FOUND"})
 

@@ -13,10 +13,16 @@ from typing import Any
 
 import structlog
 
-from ..config import ServerConfig
+from ..common.config import ServerConfig
+from ..common.errors import ConfigError, Overloaded, QuireError, Unavailable
 from ..engine.facade import EngineFacade
-from ..errors import ConfigError, Overloaded, QuireError, Unavailable
-from ..monitoring import (
+from ..protocol.address import UnixAddress
+from .auth import Keyring
+from .connection import Connection
+from .kept import Kept
+from .listen import BACKLOG, ListeningSocket, allow_open_files, is_loopback, listen_tcp, listen_unix
+from .live import LiveRequests
+from .monitoring import (
     OperatorServer,
     Progress,
     PrometheusObserver,
@@ -25,12 +31,6 @@ from ..monitoring import (
     VllmNames,
     operator_app,
 )
-from ..wire.address import UnixAddress
-from .auth import Keyring
-from .connection import Connection
-from .kept import Kept
-from .listen import BACKLOG, ListeningSocket, allow_open_files, is_loopback, listen_tcp, listen_unix
-from .live import LiveRequests
 from .service import Service
 from .tls import TLS
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from ..config import ServerConfig
+from ..common.config import ServerConfig
 from ..engine.facade import EngineFacade
-from ..monitoring import PrometheusObserver
 from .auth import Keyring
 from .kept import Kept
 from .live import LiveRequests
+from .monitoring import PrometheusObserver
 
 
 @dataclass(slots=True)

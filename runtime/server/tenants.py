@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from ..errors import Overloaded, Unauthenticated
+from ..common.errors import Overloaded, Unauthenticated
 
 NS_PER_MINUTE = 60 * 10**9
 NS_PER_MS = 10**6

@@ -11,8 +11,8 @@ from typing import NoReturn
 
 import structlog
 
-from ..config import ServerConfig
-from ..errors import ConfigError
+from ..common.config import ServerConfig
+from ..common.errors import ConfigError
 
 _log = structlog.get_logger("quire.server")
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ..config import ServerConfig
-from ..errors import ProtocolError, QuireError, Unavailable
-from ..wire.frames import HEARTBEATS_MISSED
+from ..common.config import ServerConfig
+from ..common.errors import ProtocolError, QuireError, Unavailable
+from ..protocol.frames import HEARTBEATS_MISSED
 
 
 class Watchdog:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .errors import MissingDependency
+from ..common.errors import MissingDependency
 
 
 def load_pyplot(flag: str) -> Any:

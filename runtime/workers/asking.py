@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...scheduler import NotAccepting, Request
-from ..errors import Quarantined
+from ..common.errors import Quarantined
 from .link import Answer
 
 

@@ -25,9 +25,9 @@ import structlog
 import uvloop
 
 from ...scheduler import Refused, RequestUpdate, SchedulerError, StepPlan
+from ..common.errors import QuireError, Unavailable
+from ..common.logs import log_to_stderr
 from ..engine import CoreListener, LocalCore, Prefilled, StepStats, kept_prefixes
-from ..errors import QuireError, Unavailable
-from ..logs import log_to_stderr
 from .link import (
     BEAT_INTERVAL_S,
     TO_ENGINE,

@@ -14,10 +14,10 @@ from contextlib import suppress
 import msgspec
 
 from ...scheduler import FinishReason, NotAccepting, Outlook, QueueFull, Request, RequestUpdate
-from ..config import EngineConfig
+from ..common.config import EngineConfig
+from ..common.errors import QuireError, Unavailable
 from ..engine import CoreInfo, CoreListener, EngineStats
-from ..errors import QuireError, Unavailable
-from ..execution import pick_cpus
+from ..model.runner import pick_cpus
 from .link import LogForm
 from .placement import place
 from .router import Router

@@ -17,9 +17,9 @@ from typing import Literal, cast
 import msgspec
 
 from ...scheduler import BeamSearch, FinishReason, Hypothesis, Outlook, Request, SampledToken
-from ..config import EngineConfig
+from ..common.config import EngineConfig
 from ..engine import CoreInfo, EngineStats, Prefilled, StepStats
-from ..execution import SamplingSpec
+from ..model.runner import SamplingSpec
 
 LogForm = tuple[Literal["console", "json"], str]  # form and level
 _LENGTH = struct.Struct(">I")

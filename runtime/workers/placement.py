@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from ..errors import ConfigError
+from ..common.errors import ConfigError
 
 NODES = "sys/devices/system/node"
 

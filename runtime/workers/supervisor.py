@@ -29,9 +29,9 @@ from ...scheduler import (
     RequestUpdate,
     TooLong,
 )
-from ..config import EngineConfig
+from ..common.config import EngineConfig
+from ..common.errors import DeadlineExceeded, Quarantined, QuireError, Unavailable
 from ..engine import CoreInfo, CoreListener, EngineStats
-from ..errors import DeadlineExceeded, Quarantined, QuireError, Unavailable
 from .asking import Asked, Asking
 from .link import (
     Add,

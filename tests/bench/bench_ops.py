@@ -13,8 +13,8 @@ from quire.kernels import Pool, Program, Sampler, available_cpus
 from quire.kernels.ops import Gather, Region
 from quire.kernels.sample import ADJUSTMENT, ROW
 from quire.pager import KVLayout
-from quire.runtime.bench import measure_overhead
-from quire.runtime.config import EngineConfig
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.tools.bench import measure_overhead
 
 VOCAB = 151936
 

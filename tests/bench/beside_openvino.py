@@ -180,12 +180,12 @@ class Quire:
         self._random = random.Random(1)
 
     def generate(self, batch: int, prompt: int, new: int) -> float:
-        from quire.runtime.bench.speed import Shape, time_generation
+        from quire.runtime.tools.bench.speed import Shape, time_generation
 
         return time_generation(self._llm, self._random, Shape(batch, prompt), new)
 
     def decode(self, batch: int, prompt: int) -> float:
-        from quire.runtime.bench.speed import Shape, time_decode
+        from quire.runtime.tools.bench.speed import Shape, time_decode
 
         return time_decode(self._llm, self._random, Shape(batch, prompt), NEW_TOKENS).seconds
 

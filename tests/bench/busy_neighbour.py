@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from quire import LLM
-from quire.runtime.bench.speed import Shape, time_decode
+from quire.runtime.tools.bench.speed import Shape, time_decode
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 64
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -9,13 +9,13 @@ import pytest
 from quire.kernels import PackedMatrix, Pool, Program, available_cpus, packed_nbytes
 from quire.kernels.ops import Region
 from quire.pager import KVArena
-from quire.runtime.models.decoder import emit_decoder
-from quire.runtime.models.load import kv_layout
-from quire.runtime.models.packing import assemble
-from quire.runtime.models.rope import rotary_table
-from quire.runtime.models.spec import DecoderSpec, Rope
-from quire.runtime.program import ProgramBuilder
-from quire.runtime.weights.memory import map_block
+from quire.runtime.model.decoder import emit_decoder
+from quire.runtime.model.load import kv_layout
+from quire.runtime.model.program import ProgramBuilder
+from quire.runtime.model.rope import rotary_table
+from quire.runtime.model.spec import DecoderSpec, Rope
+from quire.runtime.model.weights.memory import map_block
+from quire.runtime.model.weights.packing import assemble
 
 LAYERS = 8  # their weights do not fit into a cache, whatever the dtype
 QWEN3 = DecoderSpec(

@@ -17,7 +17,7 @@ import time
 import msgspec
 import uvloop
 from quire import SamplingParams
-from quire.runtime.config import EngineConfig
+from quire.runtime.common.config import EngineConfig
 from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
 
 FLOOD = 20  # times the modest tenant's rate

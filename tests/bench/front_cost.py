@@ -23,10 +23,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import uvloop
 from quire import AsyncClient, SamplingParams
-from quire.runtime.config import EngineConfig
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.settings import resolve_settings
+from quire.runtime.common.types import OutputChunk
 from quire.runtime.engine import Engine, GenerateRequest
-from quire.runtime.generation import OutputChunk
-from quire.runtime.settings import resolve_settings
 
 Generate = Callable[[Sequence[int], SamplingParams], AsyncIterator[OutputChunk]]
 
@@ -74,7 +74,7 @@ async def engine(config: EngineConfig) -> AsyncIterator[Generate]:
 @contextlib.asynccontextmanager
 async def server(model: str | None, flags: Sequence[str]) -> AsyncIterator[Generate]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "quire.runtime.cli", "serve", *([model] if model else [])),
+        *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", *([model] if model else [])),
         *("--port", "0", "--http-port", "0", *flags),
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "QUIRE_LOG_LEVEL": "error"},

@@ -2,8 +2,8 @@
 
 usage: harness_truth.py [--requests 300] [--rate 30] [--concurrency 16] [--seed 0]
 
-The server is scripted, in a process of its own (tests/runtime/loadtest/fake_server.py), and tells when every token
-really left; what remains is the harness's own error: socket, client, event loop, arithmetic. Mean, p50, p90 and p99 of
+The server is scripted, in a process of its own (tests/runtime/tools/loadtest/fake_server.py), and records when every
+token really left; what remains is the harness's own error: socket, client, event loop, arithmetic. Mean, p50, p90 and p99 of
 TTFT, TPOT, ITL and E2EL for both backends, open and closed loop; beside them the worst error of a single one. Ends with
 1 where one of the figures is wrong by more than 2 ms. Where others work on the machine, what they add at random goes
 away at real-time priority: `chrt --rr 10 python …`.
@@ -17,15 +17,15 @@ from pathlib import Path
 
 import numpy as np
 import uvloop
-from quire.runtime.loadtest.driver import Tally, drive_closed, drive_open
-from quire.runtime.loadtest.latency import e2el_s, itls_s, tpot_s, ttft_s
-from quire.runtime.loadtest.openai_backend import OpenAIBackend, OpenAITarget
-from quire.runtime.loadtest.quire_backend import QuireBackend, QuireTarget
-from quire.runtime.loadtest.record import RequestRecord
-from quire.runtime.loadtest.request import Backend, Request
-from quire.runtime.loadtest.results import RunOptions, summarize
+from quire.runtime.tools.loadtest.driver import Tally, drive_closed, drive_open
+from quire.runtime.tools.loadtest.latency import e2el_s, itls_s, tpot_s, ttft_s
+from quire.runtime.tools.loadtest.openai_backend import OpenAIBackend, OpenAITarget
+from quire.runtime.tools.loadtest.quire_backend import QuireBackend, QuireTarget
+from quire.runtime.tools.loadtest.record import RequestRecord
+from quire.runtime.tools.loadtest.request import Backend, Request
+from quire.runtime.tools.loadtest.results import RunOptions, summarize
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "loadtest"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "tools" / "loadtest"))
 from fake_server import PROMPT_TOKENS, FakeServer, Script, fake_server, known_ms
 
 LIMIT_MS = 2.0

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import uvloop
 from quire import SamplingParams
-from quire.runtime.config import EngineConfig
+from quire.runtime.common.config import EngineConfig
 from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
 
 

@@ -31,10 +31,10 @@ import msgspec
 import numpy as np
 import uvloop
 from quire import SamplingParams
-from quire.runtime.config import EngineConfig
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import Overloaded
 from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
-from quire.runtime.errors import Overloaded
-from quire.runtime.wire.frames import (
+from quire.runtime.protocol.frames import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Cancel,

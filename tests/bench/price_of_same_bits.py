@@ -116,7 +116,7 @@ def prepare(checkpoint: str) -> Callable[[int, int, int], float]:
     import numpy as np
     from quire.kernels import Pool, Program, available_cpus
     from quire.pager import KVArena
-    from quire.runtime.models import kv_layout, load_model
+    from quire.runtime.model import kv_layout, load_model
 
     model = load_model(checkpoint, "q8")
     plan = model.compile(max_positions=MAX_POSITIONS, max_tokens=MAX_ROWS, max_samples=32)

@@ -13,7 +13,7 @@ import random
 import statistics
 
 from quire import LLM, SamplingParams
-from quire.runtime.config import EngineConfig
+from quire.runtime.common.config import EngineConfig
 
 PROMPT_TOKENS, NEW_TOKENS = 256, 96
 

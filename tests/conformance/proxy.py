@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
-from quire.runtime.wire.codec import Decoder, Malformed, encode
-from quire.runtime.wire.frames import (
+from quire.runtime.protocol.codec import Decoder, Malformed, encode
+from quire.runtime.protocol.frames import (
     CLIENT_FRAMES,
     MAX_FRAME_BYTES,
     SERVER_FRAMES,

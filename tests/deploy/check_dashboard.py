@@ -114,7 +114,17 @@ def get(url: str) -> Any:
 @contextlib.contextmanager
 def quire_server() -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
     """Addresses of clients and operators, and the front process."""
-    command = (sys.executable, "-m", "quire.runtime.cli", "serve", "--port", "0", "--http-port", "0", *SERVER_FLAGS)
+    command = (
+        sys.executable,
+        "-m",
+        "quire.runtime.cli.main",
+        "serve",
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+        *SERVER_FLAGS,
+    )
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:
             assert server.stdout is not None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 from prometheus_client import generate_latest
-from quire.runtime.config import EngineConfig, ServerConfig
+from quire.runtime.common.config import EngineConfig, ServerConfig
 from quire.runtime.engine import Engine
 from quire.runtime.server import Server
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import yaml
 from cyclopts import CycloptsError
-from quire.runtime.cli import app
-from quire.runtime.config import ServerConfig
-from quire.runtime.execution.capacity import decide_capacity
-from quire.runtime.models import BUNDLED_MODEL, read_spec
+from quire.runtime.cli.main import app
+from quire.runtime.common.config import ServerConfig
+from quire.runtime.common.settings import Settings, resolve_settings
+from quire.runtime.model import BUNDLED_MODEL, read_spec
+from quire.runtime.model.runner.capacity import decide_capacity
 from quire.runtime.server.auth import Keyring
 from quire.runtime.server.server import CLOSE_TIMEOUT_S
-from quire.runtime.settings import Settings, resolve_settings
-from quire.runtime.supervision.process import STOP_TIMEOUT_S
+from quire.runtime.workers.process import STOP_TIMEOUT_S
 
 from tests.deploy.queries import DEPLOY
 from tests.test_docs import QWEN3_06B

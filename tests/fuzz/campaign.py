@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import uvloop
 from quire import AsyncClient, Completion, SamplingParams
-from quire.runtime.errors import Overloaded, QuireError
+from quire.runtime.common.errors import Overloaded, QuireError
 from served import MIB, Served, Vitals, served
 
 WANTED = (  # by the bystanders

@@ -22,10 +22,10 @@ from random import Random
 from typing import Any
 
 from mutations import Case, framed, message, mutated, packed
-from quire.runtime.errors import InvalidRequest, ProtocolError
-from quire.runtime.wire import codec
-from quire.runtime.wire.codec import Decoder, Malformed, encode
-from quire.runtime.wire.frames import CLIENT_FRAMES, MAX_FRAME_BYTES, SERVER_FRAMES
+from quire.runtime.common.errors import InvalidRequest, ProtocolError
+from quire.runtime.protocol import codec
+from quire.runtime.protocol.codec import Decoder, Malformed, encode
+from quire.runtime.protocol.frames import CLIENT_FRAMES, MAX_FRAME_BYTES, SERVER_FRAMES
 
 SCHEMAS = (CLIENT_FRAMES, SERVER_FRAMES)
 TRACED = 25  # one case in so many

@@ -16,9 +16,9 @@ from random import Random
 
 from campaign import Report, run
 from mutations import Case, mutated
-from quire.runtime.errors import ProtocolError
-from quire.runtime.wire.codec import encode
-from quire.runtime.wire.frames import Error, Ping, Pong
+from quire.runtime.common.errors import ProtocolError
+from quire.runtime.protocol.codec import encode
+from quire.runtime.protocol.frames import Error, Ping, Pong
 from served import Peer, Served
 
 CASES_PER_CONNECTION = 20

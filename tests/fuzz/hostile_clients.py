@@ -20,10 +20,10 @@ from collections.abc import Awaitable, Callable
 from random import Random
 
 from campaign import Report, run
-from quire.runtime.errors import ProtocolError
-from quire.runtime.generation import SamplingParams
-from quire.runtime.wire.codec import encode
-from quire.runtime.wire.frames import ALREADY_EXISTS, Accepted, Cancel, Done, Error, Frame, Generate, Tokens
+from quire.runtime.common.errors import ProtocolError
+from quire.runtime.common.types import SamplingParams
+from quire.runtime.protocol.codec import encode
+from quire.runtime.protocol.frames import ALREADY_EXISTS, Accepted, Cancel, Done, Error, Frame, Generate, Tokens
 from served import Peer, Served
 
 OF_EACH_KIND = 4

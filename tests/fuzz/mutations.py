@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 import msgpack
-from quire.runtime.wire.frames import CLIENT_FRAMES
+from quire.runtime.protocol.frames import CLIENT_FRAMES
 
 LENGTH = struct.Struct(">I")
 MAX_CHANGES = 4  # of one frame

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from quire.runtime.wire.address import UnixAddress, parse_address
-from quire.runtime.wire.codec import Decoder, encode
-from quire.runtime.wire.frames import (
+from quire.runtime.protocol.address import UnixAddress, parse_address
+from quire.runtime.protocol.codec import Decoder, encode
+from quire.runtime.protocol.frames import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     SERVER_FRAMES,

@@ -23,7 +23,7 @@ from statistics import median
 import uvloop
 from campaign import GROWTH_ALLOWED_BYTES, Report, bystanders
 from quire import AsyncClient, SamplingParams
-from quire.runtime.errors import QuireError
+from quire.runtime.common.errors import QuireError
 from served import Served, Vitals, served
 
 WARM_UP = 1 / 4  # of the samples

@@ -6,7 +6,7 @@ set -eu
 cd "$(dirname "$0")/../.."
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-[ $# -gt 0 ] || set -- tests/kernels tests/runtime/models
+[ $# -gt 0 ] || set -- tests/kernels tests/runtime/model
 
 python -m venv --without-pip "$scratch/env"
 site=$("$scratch/env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from quire import LLM, SamplingParams
-from quire.runtime.errors import (
+from quire.runtime.common.errors import (
     ConfigError,
     ContextLengthExceeded,
     InvalidRequest,
     ModelNotFound,
     Unavailable,
 )
-from quire.runtime.models import BUNDLED_MODEL
+from quire.runtime.model import BUNDLED_MODEL
 
 HELDOUT = json.loads((Path(__file__).parents[1] / "data/heldout.json").read_text())
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.pager import Pager, check
-from quire.runtime.config import EngineConfig
-from quire.runtime.execution import decide_capacity
-from quire.runtime.models import read_spec
-from quire.runtime.simulation import (
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.model import read_spec
+from quire.runtime.model.runner import decide_capacity
+from quire.runtime.tools.simulation import (
     Arrival,
     Noisy,
     Outcome,

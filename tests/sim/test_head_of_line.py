@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from quire.runtime.simulation import Arrival
+from quire.runtime.tools.simulation import Arrival
 
 READERS = [Arrival(0.0, 128, 500, "reader") for _ in range(16)]
 LONG = Arrival(20.0, 4096, 8, "long")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quire.runtime.simulation import Workload, make_arrivals
+from quire.runtime.tools.simulation import Workload, make_arrivals
 from quire.scheduler import Limits
 
 CAPACITY = 1.2  # requests per second of 256 prompt and 128 output tokens

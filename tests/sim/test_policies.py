@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from quire.runtime.simulation import Arrival, Workload, make_arrivals
+from quire.runtime.tools.simulation import Arrival, Workload, make_arrivals
 from quire.scheduler import Fair, FirstComeFirstServed, Limits, Policy, Priority
 
 UNLIMITED = Limits(max_num_waiting=10_000)

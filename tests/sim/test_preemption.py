@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from quire.runtime.simulation import Workload, make_arrivals
+from quire.runtime.tools.simulation import Workload, make_arrivals
 from quire.scheduler import MAX_PREEMPTIONS
 
 

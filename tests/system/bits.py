@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 from quire.pager import check
-from quire.runtime.config import EngineConfig
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.types import OutputChunk, SamplingParams, join_choices
 from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
-from quire.runtime.generation import OutputChunk, SamplingParams, join_choices
 
 EVERYTHING: dict[str, dict[str, Any]] = {  # one for each thing that changes what is drawn, when it ends or what is told
     "greedy": {},

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from quire.runtime.client import AsyncClient
-from quire.runtime.generation import SamplingParams
+from quire.runtime.common.types import SamplingParams
 
 LONG = SamplingParams(max_tokens=200, temperature=0.8, seed=4, ignore_eos=True)
 

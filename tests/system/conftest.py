@@ -14,7 +14,9 @@ import msgpack
 import pytest
 from prometheus_client import generate_latest
 from quire.pager import check
-from quire.runtime.config import EngineConfig, ServerConfig
+from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.common.errors import GenerationFailed, InvalidRequest, Overloaded
+from quire.runtime.common.types import OutputChunk, TokenLogprobs, Usage
 from quire.runtime.engine import Engine, LocalEngine
 from quire.runtime.engine.facade import (
     Admission,
@@ -23,8 +25,6 @@ from quire.runtime.engine.facade import (
     EngineStats,
     GenerateRequest,
 )
-from quire.runtime.errors import GenerationFailed, InvalidRequest, Overloaded
-from quire.runtime.generation import OutputChunk, TokenLogprobs, Usage
 from quire.runtime.server import Server
 
 CHUNK_TOKENS = 2

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from quire.runtime.execution import Executor
-from quire.runtime.supervision import child
-from quire.runtime.supervision.link import Sequence
+from quire.runtime.model.runner import Executor
+from quire.runtime.workers import child
+from quire.runtime.workers.link import Sequence
 from quire.scheduler import Request, StepPlan, StepResult
 
 POISON = 3999

@@ -16,8 +16,8 @@ from typing import Any, get_type_hints
 import msgpack
 import pytest
 from quire.runtime.client import AsyncClient
-from quire.runtime.errors import InvalidRequest
-from quire.runtime.generation import SamplingParams
+from quire.runtime.common.errors import InvalidRequest
+from quire.runtime.common.types import SamplingParams
 
 from tests.system.bystanders import framed, only, others_unharmed, refusals
 

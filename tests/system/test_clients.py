@@ -15,7 +15,7 @@ import msgpack
 import pytest
 import uvloop
 from quire.runtime.client import AsyncClient, Client
-from quire.runtime.errors import (
+from quire.runtime.common.errors import (
     ConfigError,
     DeadlineExceeded,
     GenerationFailed,
@@ -25,7 +25,7 @@ from quire.runtime.errors import (
     Unauthenticated,
     Unavailable,
 )
-from quire.runtime.generation import SamplingParams
+from quire.runtime.common.types import SamplingParams
 
 Serve = Callable[..., Awaitable[Any]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]

@@ -1,7 +1,7 @@
 """Frames made to do harm, each beside another user's stream, whose bytes must not change.
 
 A request that is only wrong ends alone, in a typed ERROR; a breach of the protocol ends its connection. Bad parameters
-and prompts are in test_bad_input.py, the same bytes against the codec alone in tests/runtime/wire/test_codec.py.
+and prompts are in test_bad_input.py, the same bytes against the codec alone in tests/runtime/protocol/test_codec.py.
 """
 
 from __future__ import annotations

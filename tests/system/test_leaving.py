@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from quire.runtime.client import AsyncClient
-from quire.runtime.errors import Unavailable
-from quire.runtime.generation import SamplingParams
+from quire.runtime.common.errors import Unavailable
+from quire.runtime.common.types import SamplingParams
 
 Serve = Callable[..., Awaitable[Any]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]

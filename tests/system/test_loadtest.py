@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.cli import app
-from quire.runtime.errors import ConfigError, Unavailable
+from quire.runtime.cli.main import app
+from quire.runtime.common.errors import ConfigError, Unavailable
 
 DATA = Path(__file__).parents[1] / "data"
 SMALL = ("--num-prompts", "8", "--random-input-len", "12", "--random-output-len", "6")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from quire import AsyncClient, SamplingParams
-from quire.runtime.monitoring.status import Status
+from quire.runtime.server.monitoring.status import Status
 
 Serve = Callable[..., Awaitable[Any]]
 

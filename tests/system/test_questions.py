@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from quire.runtime.client import AsyncClient
-from quire.runtime.errors import InvalidRequest
+from quire.runtime.common.errors import InvalidRequest
 
 Serve = Callable[..., Awaitable[Any]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from quire.runtime.client import AsyncClient
-from quire.runtime.errors import GenerationFailed, RequestNotFound, Unavailable
-from quire.runtime.generation import OutputChunk, SamplingParams, Usage, join_choices
-from quire.runtime.wire.codec import encode
-from quire.runtime.wire.frames import Accepted, Done, Welcome
+from quire.runtime.common.errors import GenerationFailed, RequestNotFound, Unavailable
+from quire.runtime.common.types import OutputChunk, SamplingParams, Usage, join_choices
+from quire.runtime.protocol.codec import encode
+from quire.runtime.protocol.frames import Accepted, Done, Welcome
 
 Serve = Callable[..., Awaitable[Any]]
 Serving = Callable[..., AbstractAsyncContextManager[Any]]

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from quire.kernels import supported_levels
 from quire.pager import KVLayout
-from quire.runtime.config import EngineConfig
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.types import SamplingParams, join_choices
 from quire.runtime.engine import Engine, GenerateRequest
 from quire.runtime.engine.observer import SilentObserver
-from quire.runtime.generation import SamplingParams, join_choices
 
 LEVELS = supported_levels()
 DTYPES = [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8")]

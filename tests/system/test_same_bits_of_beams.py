@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from quire.kernels import supported_levels
+from quire.runtime.common.types import join_choices
 from quire.runtime.engine import GenerateRequest, LocalEngine
 from quire.runtime.engine.facade import StepStats
 from quire.runtime.engine.observer import SilentObserver
-from quire.runtime.generation import join_choices
 from safetensors.numpy import load_file, save_file
 
 from tests.system.bits import asked, chunks_of, outcome, prompt, running, together

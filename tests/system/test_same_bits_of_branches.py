@@ -12,7 +12,7 @@ from quire.kernels import supported_levels
 from quire.runtime.engine import LocalEngine
 from quire.runtime.engine.facade import StepStats
 from quire.runtime.engine.observer import SilentObserver
-from quire.runtime.models import kv_layout, read_spec
+from quire.runtime.model import kv_layout, read_spec
 from quire.scheduler import speculation
 
 from tests.system.bits import asked, one_by_one, outcome, prompt, running, together

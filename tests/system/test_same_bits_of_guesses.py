@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.kernels import supported_levels
+from quire.runtime.common.types import join_choices
 from quire.runtime.engine import GenerateRequest, LocalEngine
-from quire.runtime.generation import join_choices
-from quire.runtime.models import kv_layout, read_spec
+from quire.runtime.model import kv_layout, read_spec
 from quire.scheduler import speculation
 from quire.scheduler.ngrams import NGramIndex
 from safetensors.numpy import load_file, save_file

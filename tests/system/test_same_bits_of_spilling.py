@@ -13,7 +13,7 @@ from quire.pager import SpillFile, spill
 from quire.runtime.engine import LocalEngine
 from quire.runtime.engine.facade import StepStats
 from quire.runtime.engine.observer import SilentObserver
-from quire.runtime.models import kv_layout, read_spec
+from quire.runtime.model import kv_layout, read_spec
 from quire.scheduler import CostModel, speculation
 
 from tests.system.bits import EVERYTHING, asked, one_by_one, outcome, prompt, running, together

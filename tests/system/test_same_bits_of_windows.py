@@ -7,9 +7,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import GenerateRequest
-from quire.runtime.generation import SamplingParams
-from quire.runtime.models import kv_layout, read_spec
+from quire.runtime.model import kv_layout, read_spec
 
 from tests.system import bits
 from tests.system.bits import one_by_one, together

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from quire import AsyncClient, SamplingParams
-from quire.runtime.commands.token import token_text
-from quire.runtime.errors import InvalidRequest, Unauthenticated
+from quire.runtime.cli.token import token_text
+from quire.runtime.common.errors import InvalidRequest, Unauthenticated
 from quire.runtime.server import connection
 
 TLS = Path(__file__).resolve().parents[1] / "data" / "tls"
@@ -65,7 +65,7 @@ async def test_a_breach_over_tls_is_told(serve: Serve, monkeypatch: pytest.Monke
 
 
 SECRET_WORDS = "A prompt of secret words"
-SERVE = (sys.executable, "-m", "quire.runtime.cli", "serve", "--port", "0", "--http-port", "0", "--in-process")
+SERVE = (sys.executable, "-m", "quire.runtime.cli.main", "serve", "--port", "0", "--http-port", "0", "--in-process")
 LOGGED = ("--kv-cache-memory", "8MiB", "--log-format", "json", "--log-level", "debug")
 
 

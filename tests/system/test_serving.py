@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from quire import LLM
 from quire.runtime.client import AsyncClient
-from quire.runtime.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
-from quire.runtime.generation import SamplingParams, join_choices
+from quire.runtime.common.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
+from quire.runtime.common.types import SamplingParams, join_choices
 
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
 

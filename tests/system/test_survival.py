@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.config import EngineConfig
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import ConfigError, DeadlineExceeded, ModelError, Overloaded, Quarantined, Unavailable
+from quire.runtime.common.types import OutputChunk
 from quire.runtime.engine import Engine, GenerateRequest, Vocabulary
-from quire.runtime.errors import ConfigError, DeadlineExceeded, ModelError, Overloaded, Quarantined, Unavailable
-from quire.runtime.generation import OutputChunk
-from quire.runtime.models import model_folder
-from quire.runtime.supervision import Fleet, Watch
-from quire.runtime.supervision import process as process_module
+from quire.runtime.model import model_folder
+from quire.runtime.workers import Fleet, Watch
+from quire.runtime.workers import process as process_module
 
 from .bits import asked, bits, prompt, running, together
 from .poisoned_engine import INDIGESTIBLE, POISON

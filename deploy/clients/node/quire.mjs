@@ -1,4 +1,4 @@
-// A minimal client of the Quire protocol, version 1 (runtime/PROTOCOL.md): many streams over one connection.
+// A minimal client of the Quire protocol, version 1 (runtime/protocol/PROTOCOL.md): many streams over one connection.
 // Leaving a stream's loop cancels its request. Integers above 2^53 are BigInt; `logit_bias` is a Map with integer keys.
 import net from "node:net";
 import tls from "node:tls";

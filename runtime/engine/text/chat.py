@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from ..errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
+from ...common.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
 from .sandbox import Sandbox
 
 MAX_MESSAGES = 4096

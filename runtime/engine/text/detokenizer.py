@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 
-from ..errors import InvalidRequest
+from ...common.errors import InvalidRequest
 from .tokenizer import Tokenizer
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")

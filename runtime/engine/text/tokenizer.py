@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from ..errors import CorruptCheckpoint, ModelNotFound
+from ...common.errors import CorruptCheckpoint, ModelNotFound
 
 
 class Tokenizer:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .config_json import ConfigTable, build_spec, num_layers
-from .spec import DecoderSpec
+from ..config_json import ConfigTable, build_spec, num_layers
+from ..spec import DecoderSpec
 
 
 def read_llama(config: ConfigTable) -> DecoderSpec:

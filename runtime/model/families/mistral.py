@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .config_json import ConfigTable, build_spec, num_layers, sliding_window
-from .spec import DecoderSpec
+from ..config_json import ConfigTable, build_spec, num_layers, sliding_window
+from ..spec import DecoderSpec
 
 
 def read_mistral(config: ConfigTable) -> DecoderSpec:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .config_json import ConfigTable, build_spec, qwen_windows
-from .spec import DecoderSpec
+from ..config_json import ConfigTable, build_spec, qwen_windows
+from ..spec import DecoderSpec
 
 
 def read_qwen2(config: ConfigTable) -> DecoderSpec:

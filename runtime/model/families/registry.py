@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import UnsupportedModel
-from .config_json import CONFIG_FILE, ConfigTable, read_config
+from ...common.errors import UnsupportedModel
+from ..config_json import CONFIG_FILE, ConfigTable, read_config
+from ..spec import DecoderSpec
 from .llama import read_llama
 from .mistral import read_mistral
 from .qwen2 import read_qwen2
 from .qwen3 import read_qwen3
-from .spec import DecoderSpec
 
 Reader = Callable[[ConfigTable], DecoderSpec]
 

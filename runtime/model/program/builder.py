@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.ops import (
+from ....kernels.ops import (
     BLOCK,
     Attention,
     Convert,
@@ -29,7 +29,7 @@ from ...kernels.ops import (
     padded,
     region_nbytes,
 )
-from ...kernels.pack import PackedMatrix
+from ....kernels.pack import PackedMatrix
 from .memory import ArenaLayout, Lifetime, lay_out
 
 Vector = npt.NDArray[np.float32]

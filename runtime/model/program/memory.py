@@ -10,7 +10,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...kernels.ops import aligned
+from ....kernels.ops import aligned
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from .capacity import Capacity, decide_capacity, pick_cpus, pick_isa
 from .executor import Executor, Rows
-from .machine import Machine, assemble
+from .model_runner import Machine, assemble
 from .sampling import SamplingSpec
 
 __all__ = [

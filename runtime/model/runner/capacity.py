@@ -9,11 +9,11 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...kernels import CpuBudget, available_cpus, pick_level
-from ...pager import PAGE_SIZES, KVLayout
-from ..config import EngineConfig
-from ..errors import ConfigError
-from ..models import DecoderSpec, MemoryPlan, kv_layout, plan_memory
+from ....kernels import CpuBudget, available_cpus, pick_level
+from ....pager import PAGE_SIZES, KVLayout
+from ...common.config import EngineConfig
+from ...common.errors import ConfigError
+from .. import DecoderSpec, MemoryPlan, kv_layout, plan_memory
 
 
 @dataclass(frozen=True, slots=True)

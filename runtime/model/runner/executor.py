@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels import Program, Sampler
-from ...kernels.ops import Region
-from ...scheduler.plan import SampledToken, ScheduledSequence, StepPlan, StepResult
+from ....kernels import Program, Sampler
+from ....kernels.ops import Region
+from ....scheduler.plan import SampledToken, ScheduledSequence, StepPlan, StepResult
 from .sampling import sampling_rows
 
 Floats = npt.NDArray[np.float32]

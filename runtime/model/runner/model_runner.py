@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...kernels import Pool, Program, Sampler
-from ...kernels.ops import Linear, Op, padded
-from ...pager import KVArena, KVLayout, OutOfMemory
-from ..config import EngineConfig
-from ..errors import ConfigError
-from ..models import DecoderSpec, load_model, model_folder, read_spec
+from ....kernels import Pool, Program, Sampler
+from ....kernels.ops import Linear, Op, padded
+from ....pager import KVArena, KVLayout, OutOfMemory
+from ...common.config import EngineConfig
+from ...common.errors import ConfigError
+from .. import DecoderSpec, load_model, model_folder, read_spec
 from ..program import ProgramPlan
 from .capacity import Capacity, decide_capacity
 from .executor import Executor

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.sample import ADJUSTMENT, ROW
-from ...scheduler.plan import ScheduledSequence
-from ..generation import SamplingParams
+from ....kernels.sample import ADJUSTMENT, ROW
+from ....scheduler.plan import ScheduledSequence
+from ...common.types import SamplingParams
 
 Row = tuple[int, int, float, float, float, float, float, float, int, int, int, int]
 Adjustment = tuple[int, int, int, float]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ...pager import OutOfMemory, map_memory
-from ..errors import ModelError
+from ....pager import OutOfMemory, map_memory
+from ...common.errors import ModelError
 
 
 def map_block(nbytes: int) -> npt.NDArray[np.uint8]:

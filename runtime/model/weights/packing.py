@@ -14,13 +14,13 @@ from typing import Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels import available_cpus
-from ...kernels.ops import padded
-from ...kernels.pack import PackedMatrix, packed_nbytes
-from ..config import WeightDtype
-from ..weights import Checkpoint
-from ..weights.memory import map_block
-from .spec import DecoderSpec
+from ....kernels import available_cpus
+from ....kernels.ops import padded
+from ....kernels.pack import PackedMatrix, packed_nbytes
+from ...common.config import WeightDtype
+from ..spec import DecoderSpec
+from . import Checkpoint
+from .memory import map_block
 from .tensors import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 
 Vector = npt.NDArray[np.float32]

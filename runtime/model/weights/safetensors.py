@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CorruptCheckpoint, MissingTensor, ModelNotFound, WrongTensor
+from ...common.errors import CorruptCheckpoint, MissingTensor, ModelNotFound, WrongTensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..errors import WrongTensor
-from ..weights import Checkpoint
-from ..weights.safetensors import READABLE
-from .spec import DecoderSpec
+from ...common.errors import WrongTensor
+from ..spec import DecoderSpec
+from . import Checkpoint
+from .safetensors import READABLE
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..engine.facade import EngineStats
-from ..errors import QuireError
+from ...common.errors import QuireError
+from ...engine.facade import EngineStats
 from .history import kv_cache_usage
 from .instruments import OTHER, Counter, Histogram, LabelledCounter
 

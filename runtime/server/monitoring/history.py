@@ -14,8 +14,8 @@ from itertools import accumulate
 
 import msgspec
 
-from ..engine.facade import EngineStats
-from ..errors import QuireError
+from ...common.errors import QuireError
+from ...engine.facade import EngineStats
 from .instruments import Counter, Histogram
 
 TICK_S = 1.0

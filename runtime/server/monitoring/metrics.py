@@ -16,9 +16,9 @@ import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import InfoMetricFamily
 
-from ..engine.facade import EngineStats, RequestStats, StepStats
-from ..errors import QuireError
-from ..generation import FinishReason, Usage
+from ...common.errors import QuireError
+from ...common.types import FinishReason, Usage
+from ...engine.facade import EngineStats, RequestStats, StepStats
 from .collector import MetricsCollector, Mirror
 from .history import FINE_BOUNDS_S
 from .instruments import Counter, Histogram, LabelledCounter

@@ -10,8 +10,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from ..engine.facade import EngineStats
-from ..errors import QuireError
+from ...common.errors import QuireError
+from ...engine.facade import EngineStats
 
 WATCH_INTERVAL_S = 1.0
 

@@ -13,8 +13,8 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec import structs
 
-from ..engine.facade import EngineFacade, EngineInfo, EngineStats
-from ..errors import QuireError
+from ...common.errors import QuireError
+from ...engine.facade import EngineFacade, EngineInfo, EngineStats
 from .history import History, Quantiles, Tick
 from .metrics import Ended, PrometheusObserver
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.samples import Sample
 
-from ..engine.facade import EngineInfo
-from ..errors import QuireError
+from ...common.errors import QuireError
+from ...engine.facade import EngineInfo
 
 # Ours without `quire_` -> theirs without `vllm:`. Where several are given, later ones are older spellings that are
 # still asked for: gpu_* by vLLM's production stack and early Gateway API endpoint pickers, time_per_output_token by

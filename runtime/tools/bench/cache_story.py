@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...pager.layout import TILE
-from ..errors import ConfigError
-from ..execution import Machine, Rows
+from ....pager.layout import TILE
+from ...common.errors import ConfigError
+from ...model.runner import Machine, Rows
 
 SEED = 1
 

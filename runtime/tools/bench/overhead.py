@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 import msgspec
 import uvloop
 
-from ..config import EngineConfig
-from ..engine import Engine, GenerateRequest, LocalEngine, StepStats
-from ..generation import SamplingParams
-from ..monitoring import PrometheusObserver
-from ..server.admission import tokens_frame
-from ..wire.codec import encode
+from ...common.config import EngineConfig
+from ...common.types import SamplingParams
+from ...engine import Engine, GenerateRequest, LocalEngine, StepStats
+from ...protocol.codec import encode
+from ...server.admission import tokens_frame
+from ...server.monitoring import PrometheusObserver
 
 USERS = 32
 NEW_TOKENS = 96

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from ..plotting import load_pyplot
 from .cache_story import CacheStory
 from .roofline import FORMS, PEAK_NAMES, Roofline, mean_roofline

@@ -10,10 +10,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...kernels import Pool, peak_ops_per_s, read_bytes_per_s
-from ...kernels.ops import Form
-from ...pager import OutOfMemory, map_memory
-from ..errors import ConfigError
+from ....kernels import Pool, peak_ops_per_s, read_bytes_per_s
+from ....kernels.ops import Form
+from ....pager import OutOfMemory, map_memory
+from ...common.errors import ConfigError
 
 BLOCK_BYTES = 512 << 20  # much larger than any cache
 FORMS: tuple[Form, ...] = ("q8", "bf16", "f32")

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..config import EngineConfig
-from ..engine import StepStats
-from ..engine.observer import SilentObserver
-from ..errors import ConfigError
-from ..execution import Machine
-from ..generation import SamplingParams
-from ..llm import LLM
+from ...common.config import EngineConfig
+from ...common.errors import ConfigError
+from ...common.types import SamplingParams
+from ...engine import StepStats
+from ...engine.observer import SilentObserver
+from ...llm import LLM
+from ...model.runner import Machine
 from .roofline import Roofline, RooflineMeter, mean_roofline
 from .work import Contexts, Work, decode_work, prefill_work
 

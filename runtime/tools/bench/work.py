@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...kernels.ops import QUERY_FORMS, Form, Linear
-from ...scheduler import chunk_pairs
-from ..execution import Machine
+from ....kernels.ops import QUERY_FORMS, Form, Linear
+from ....scheduler import chunk_pairs
+from ...model.runner import Machine
 from .roofline import Roofline
 
 Contexts = tuple[int, ...]  # of one step: per sequence, tokens in the KV cache after it

@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from ..traffic import MAX_LENGTH, Arrival, check_number, read_azure, read_burstgpt, read_mooncake
 from .drawn import RandomTokens, length_bounds, prefix_repetition_requests, random_requests
 from .request import Request

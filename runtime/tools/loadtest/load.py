@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from random import Random
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from ..traffic import check_number, rescale
 from .datasets import TRACES, DatasetOptions, check_dataset, dataset_requests, read_trace
 from .drawn import RandomTokens, trace_requests, warmup_requests

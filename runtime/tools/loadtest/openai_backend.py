@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..errors import ConfigError, MissingDependency, Unauthenticated, Unavailable
+from ...common.errors import ConfigError, MissingDependency, Unauthenticated, Unavailable
 from .request import Chunk, End, Request, RequestFailed
 
 if TYPE_CHECKING:

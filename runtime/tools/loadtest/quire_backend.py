@@ -13,10 +13,10 @@ from itertools import cycle
 
 import msgspec
 
-from ..client import AsyncClient
-from ..errors import GenerationFailed, QuireError
-from ..generation import OutputChunk, SamplingParams
-from ..wire.frames import Model
+from ...client import AsyncClient
+from ...common.errors import GenerationFailed, QuireError
+from ...common.types import OutputChunk, SamplingParams
+from ...protocol.frames import Model
 from .request import Chunk, End, Request, RequestFailed
 
 

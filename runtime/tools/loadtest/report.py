@@ -17,7 +17,7 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from ..plotting import load_pyplot
 from .charts import (
     PARTS,

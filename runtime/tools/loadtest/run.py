@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from .record import RequestRecord
 from .timeline import Timeline
 

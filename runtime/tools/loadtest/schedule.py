@@ -15,7 +15,7 @@ from itertools import accumulate, repeat, takewhile
 from random import Random
 from typing import Literal
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from ..traffic import check_number, draw_interval
 
 MAX_RATE = 1e6  # requests per second

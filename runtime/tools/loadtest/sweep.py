@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from .run import Run
 
 SATURATED_SHARE = 0.1

@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ConfigError
-from ..generation import SamplingParams
-from ..text.tokenizer import Tokenizer
+from ...common.errors import ConfigError
+from ...common.types import SamplingParams
+from ...engine.text.tokenizer import Tokenizer
 from ..traffic import check_number
 from .load import Vocabulary
 from .openai_backend import COMPLETIONS, OpenAIBackend, OpenAITarget

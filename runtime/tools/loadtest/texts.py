@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from ..traffic import MAX_LENGTH, text_lines
 from .request import Request
 

@@ -20,7 +20,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample as Series
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 
 TIMEOUT_S = 2.0
 MAX_SCRAPE_BYTES = 4 << 20

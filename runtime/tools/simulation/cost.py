@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from ...kernels.ops import QUERY_FORMS, Form, Linear
-from ...kernels.pack import packed_nbytes
-from ...scheduler import StepPlan
+from ....kernels.ops import QUERY_FORMS, Form, Linear
+from ....kernels.pack import packed_nbytes
+from ....scheduler import StepPlan
+from ...model import DecoderSpec
+from ...model.runner import Capacity
 from ..bench import Roofline
 from ..bench.work import visible_pairs
-from ..execution import Capacity
-from ..models import DecoderSpec
 
 Cost = Callable[[StepPlan], float]  # seconds that executing a step takes
 

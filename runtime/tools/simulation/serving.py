@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...pager import Pager
+from ....pager import Pager
+from ...common.config import EngineConfig
+from ...common.errors import ConfigError
+from ...engine.build import build_scheduler
+from ...model import DecoderSpec
+from ...model.runner import Capacity
 from ..bench import Roofline
-from ..config import EngineConfig
-from ..engine.build import build_scheduler
-from ..errors import ConfigError
-from ..execution import Capacity
-from ..models import DecoderSpec
 from ..traffic import Arrival
 from .cost import Cost, Noisy, roofline_cost
 from .simulator import Simulator, VirtualClock

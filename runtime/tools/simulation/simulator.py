@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from ...pager import Pager
-from ...scheduler import (
+from ....pager import Pager
+from ....scheduler import (
     DEADLINE_PASSED,
     Request,
     RequestUpdate,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...pager.spill import READ_BYTES_PER_S, WRITE_BYTES_PER_S
+from ....pager.spill import READ_BYTES_PER_S, WRITE_BYTES_PER_S
 
 
 class SimulatedSpill:

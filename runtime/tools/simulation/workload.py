@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from ..traffic import (
     MAX_LENGTH,
     Arrival,

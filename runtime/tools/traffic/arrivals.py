@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 
 MAX_LENGTH = 10_000_000  # tokens; more than any model takes, and a typing error
 MAX_SIGMA = 4.0

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 
 MAX_LINE = 16 << 20  # characters
 

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Collection, Sequence
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 
 
 def check_number(flag: str, value: float | None, low: float, high: float) -> None:

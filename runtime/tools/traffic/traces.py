@@ -24,7 +24,7 @@ from typing import Annotated
 
 import msgspec
 
-from ..errors import ConfigError
+from ...common.errors import ConfigError
 from .arrivals import MAX_LENGTH, Arrival
 from .files import csv_rows, text_lines
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 from quire import LLM, Client, SamplingParams
-from quire.runtime.cli import main
-from quire.runtime.models import BUNDLED_MODEL, kv_layout, read_spec
+from quire.runtime.cli.main import main
+from quire.runtime.model import BUNDLED_MODEL, kv_layout, read_spec
 
-MODULE = [sys.executable, "-P", "-m", "quire.runtime.cli"]
+MODULE = [sys.executable, "-P", "-m", "quire.runtime.cli.main"]
 SCRIPT = [str(Path(sys.executable).with_name("quire"))]
 BIN = str(Path(sys.executable).parent)
 QUICK = ["--kv-cache-memory", "4MiB"]

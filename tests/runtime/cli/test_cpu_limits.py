@@ -19,7 +19,7 @@ import pytest
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")} | {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # an editable install may ask for its tools
 }
-QUIRE = (sys.executable, "-P", "-m", "quire.runtime.cli")
+QUIRE = (sys.executable, "-P", "-m", "quire.runtime.cli.main")
 CPUS = sorted(os.sched_getaffinity(0))
 
 MakeGroup = Callable[..., Path]

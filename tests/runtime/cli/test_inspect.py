@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from quire.runtime.commands.inspect import plan_text
-from quire.runtime.config import EngineConfig
+from quire.runtime.cli.inspect import plan_text
+from quire.runtime.common.config import EngineConfig
 
 MEMORY = 1 << 20
 PAGE = 2 * 32 * 16 * 2 * 2  # keys and values of 32 tokens, two heads of 16 in bf16, one layer

@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from quire.runtime.commands.loadtest_progress import progress_line, shown
-from quire.runtime.commands.loadtest_report import print_result
-from quire.runtime.loadtest.driver import Tally
-from quire.runtime.loadtest.record import RequestRecord
-from quire.runtime.loadtest.results import RunOptions, summarize
+from quire.runtime.cli.loadtest_progress import progress_line, shown
+from quire.runtime.cli.loadtest_report import print_result
+from quire.runtime.tools.loadtest.driver import Tally
+from quire.runtime.tools.loadtest.record import RequestRecord
+from quire.runtime.tools.loadtest.results import RunOptions, summarize
 
 
 def printed(capsys: pytest.CaptureFixture[str], *records: RequestRecord, **options: Any) -> list[str]:
@@ -65,7 +65,7 @@ async def test_progress_is_drawn_on_a_terminal_and_gone_afterwards(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr("quire.runtime.commands.loadtest_progress.INTERVAL_S", 0.001)
+    monkeypatch.setattr("quire.runtime.cli.loadtest_progress.INTERVAL_S", 0.001)
     for quiet in (True, False):
         with shown(Tally(sent=7), quiet=quiet):
             await asyncio.sleep(0.02)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.cli import main
+from quire.runtime.cli.main import main
 
 DATA = Path(__file__).parents[2] / "data"
 MACHINE = ("--bandwidth", "34", "--peak", "920", "--threads", "2")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import structlog
-from quire.runtime.generation import Usage
-from quire.runtime.logs import log_to_stderr, new_id
+from quire.runtime.common.logs import log_to_stderr, new_id
+from quire.runtime.common.types import Usage
+from quire.runtime.protocol.frames import Done, Error
 from quire.runtime.server.request_log import log_end
-from quire.runtime.wire.frames import Done, Error
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from quire.runtime.errors import Unavailable
-from quire.runtime.loop_thread import LoopThread
+from quire.runtime.common.errors import Unavailable
+from quire.runtime.common.loop_thread import LoopThread
 
 
 async def value(result: int) -> int:
@@ -41,7 +41,7 @@ def test_after_closing_everything_is_refused() -> None:
 
 def test_a_program_that_forgets_to_close_still_ends() -> None:
     program = (
-        "from quire.runtime.loop_thread import LoopThread; import asyncio\n"
+        "from quire.runtime.common.loop_thread import LoopThread; import asyncio\n"
         "async def begin(): globals()['task'] = asyncio.create_task(asyncio.Event().wait())\n"
         "thread = LoopThread('t'); thread.run(begin())\n"
     )

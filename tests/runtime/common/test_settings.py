@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from quire.runtime.config import EngineConfig, ServerConfig
-from quire.runtime.errors import ConfigError
-from quire.runtime.settings import resolve_settings
+from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.common.errors import ConfigError
+from quire.runtime.common.settings import resolve_settings
 
 
 @pytest.fixture

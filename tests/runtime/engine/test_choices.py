@@ -6,12 +6,12 @@ import random
 from typing import Any
 
 import pytest
+from quire.runtime.common.types import Choice, OutputChunk, SamplingParams, join_choices
 from quire.runtime.engine.choices import Live, delivery
 from quire.runtime.engine.facade import GenerateRequest
 from quire.runtime.engine.stream import Stream
-from quire.runtime.generation import Choice, OutputChunk, SamplingParams, join_choices
-from quire.runtime.models import BUNDLED_MODEL
-from quire.runtime.text import IncrementalDetokenizer, Tokenizer
+from quire.runtime.engine.text import IncrementalDetokenizer, Tokenizer
+from quire.runtime.model import BUNDLED_MODEL
 from quire.scheduler import Request, RequestUpdate, SampledToken
 
 TOKENIZER = Tokenizer(BUNDLED_MODEL)

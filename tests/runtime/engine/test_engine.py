@@ -14,9 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 from quire.pager import check
-from quire.runtime.config import EngineConfig
-from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
-from quire.runtime.errors import (
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import (
     DeadlineExceeded,
     GenerationFailed,
     InvalidRequest,
@@ -25,8 +24,9 @@ from quire.runtime.errors import (
     QuotaExceeded,
     Unavailable,
 )
-from quire.runtime.generation import OutputChunk, SamplingParams, join_choices
-from quire.runtime.text import Tokenizer
+from quire.runtime.common.types import OutputChunk, SamplingParams, join_choices
+from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
+from quire.runtime.engine.text import Tokenizer
 
 PROMPT = "This module provides"
 EOS = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from quire.runtime import errors
+from quire.runtime.common import errors
 from quire.runtime.engine.refusals import admission, translate
 from quire.scheduler import (
     CannotMeetDeadline,

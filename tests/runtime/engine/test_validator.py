@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from quire.runtime.common.errors import ContextLengthExceeded, InvalidRequest
+from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine.validator import Limits, Validator
-from quire.runtime.errors import ContextLengthExceeded, InvalidRequest
-from quire.runtime.generation import SamplingParams
 
 VALIDATOR = Validator(Limits(vocab_size=100, max_model_len=50, max_prompt_characters=200, max_num_seqs=16))
 

@@ -6,11 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from quire.runtime.config import EngineConfig
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import CorruptCheckpoint, InvalidRequest
+from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import Engine, GenerateRequest, Vocabulary
-from quire.runtime.errors import CorruptCheckpoint, InvalidRequest
-from quire.runtime.generation import SamplingParams
-from quire.runtime.models import BUNDLED_MODEL
+from quire.runtime.model import BUNDLED_MODEL
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from quire.kernels.pool import Pool
 from quire.kernels.program import Program
 from quire.kernels.reference import ReferenceProgram
-from quire.runtime.models import Model, kv_layout
+from quire.runtime.model import Model, kv_layout
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 PAGE_SIZE = 16

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire.runtime.errors import (
+from quire.runtime.common.errors import (
     ConfigError,
     CorruptCheckpoint,
     MissingTensor,
@@ -17,8 +17,8 @@ from quire.runtime.errors import (
     UnsupportedModel,
     WrongTensor,
 )
-from quire.runtime.models import load_model, packing
-from quire.runtime.weights import Checkpoint
+from quire.runtime.model import load_model
+from quire.runtime.model.weights import Checkpoint, packing
 from safetensors.numpy import save_file
 
 LAYER = "model.layers.1."

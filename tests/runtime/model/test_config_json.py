@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
-from quire.runtime.models import DecoderSpec, read_spec
-from quire.runtime.models.spec import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from quire.runtime.common.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
+from quire.runtime.model import DecoderSpec, read_spec
+from quire.runtime.model.spec import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 ARCHITECTURE = {
     "llama": "LlamaForCausalLM",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire.runtime.models import BUNDLED_MODEL, load_model, read_spec
+from quire.runtime.model import BUNDLED_MODEL, load_model, read_spec
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 HELDOUT = Path(__file__).parents[2] / "data" / "heldout.json"

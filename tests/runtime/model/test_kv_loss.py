@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire.runtime.models import load_model
+from quire.runtime.model import load_model
 
 HELDOUT = json.loads((Path(__file__).parents[2] / "data" / "heldout.json").read_text())["token_ids"]
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from quire.kernels.pack import PackedMatrix
 from quire.pager.memory import HUGE_PAGE_BYTES
-from quire.runtime.errors import ModelError
-from quire.runtime.models import Model, load_model
-from quire.runtime.models.packing import plan_weights
-from quire.runtime.weights import Checkpoint
-from quire.runtime.weights.memory import map_block
+from quire.runtime.common.errors import ModelError
+from quire.runtime.model import Model, load_model
+from quire.runtime.model.weights import Checkpoint
+from quire.runtime.model.weights.memory import map_block
+from quire.runtime.model.weights.packing import plan_weights
 from safetensors.numpy import save_file
 
 

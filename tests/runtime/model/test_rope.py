@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from quire.runtime.models.rope import inverse_frequencies, rotary_nbytes, rotary_table
-from quire.runtime.models.spec import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from quire.runtime.model.rope import inverse_frequencies, rotary_nbytes, rotary_table
+from quire.runtime.model.spec import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 HEAD_DIM = 128

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from quire.runtime.models import KNOWN_SHAPES, describe_sizes, kv_layout, load_model, plan_memory, read_spec
+from quire.runtime.model import KNOWN_SHAPES, describe_sizes, kv_layout, load_model, plan_memory, read_spec
 
 GIB, MIB = 1 << 30, 1 << 20
 SHAPES = {shape.name: shape for shape in KNOWN_SHAPES}

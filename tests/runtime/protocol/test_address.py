@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from quire.runtime.errors import ConfigError
-from quire.runtime.wire.address import Address, TCPAddress, UnixAddress, parse_address
+from quire.runtime.common.errors import ConfigError
+from quire.runtime.protocol.address import Address, TCPAddress, UnixAddress, parse_address
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,11 @@ import msgpack
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from quire.runtime.errors import InvalidRequest, ProtocolError
-from quire.runtime.generation import SamplingParams, TokenLogprobs, Usage
-from quire.runtime.wire import frames
-from quire.runtime.wire.codec import MAX_ARRAYS, MAX_DEPTH, MAX_MAP_ENTRIES, Decoder, Malformed, encode
-from quire.runtime.wire.frames import CLIENT_FRAMES, MIN_FRAME_BYTES, SERVER_FRAMES, Frame
+from quire.runtime.common.errors import InvalidRequest, ProtocolError
+from quire.runtime.common.types import SamplingParams, TokenLogprobs, Usage
+from quire.runtime.protocol import frames
+from quire.runtime.protocol.codec import MAX_ARRAYS, MAX_DEPTH, MAX_MAP_ENTRIES, Decoder, Malformed, encode
+from quire.runtime.protocol.frames import CLIENT_FRAMES, MIN_FRAME_BYTES, SERVER_FRAMES, Frame
 
 U64 = st.integers(0, 2**64 - 1)
 TEXT = st.text(max_size=30)

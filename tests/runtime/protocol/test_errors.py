@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from quire.runtime.errors import (
+from quire.runtime.common.errors import (
     Cancelled,
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -17,8 +17,8 @@ from quire.runtime.errors import (
     Unauthenticated,
     Unavailable,
 )
-from quire.runtime.wire.errors import error_frame, error_from_frame
-from quire.runtime.wire.frames import Error
+from quire.runtime.protocol.frames import Error
+from quire.runtime.protocol.wire_errors import error_frame, error_from_frame
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,16 @@ from typing import Any, get_args, get_type_hints
 import msgpack
 import msgspec
 import pytest
-from quire.runtime import errors
-from quire.runtime.config import ServerConfig
+from quire.runtime.common import errors
+from quire.runtime.common.config import ServerConfig
+from quire.runtime.common.types import SamplingParams, Usage
 from quire.runtime.engine import validator
-from quire.runtime.generation import SamplingParams, Usage
-from quire.runtime.wire import codec, frames
-from quire.runtime.wire import errors as wire_errors
-from quire.runtime.wire.codec import Decoder, encode
-from quire.runtime.wire.frames import CLIENT_FRAMES, SERVER_FRAMES, Model
+from quire.runtime.protocol import codec, frames
+from quire.runtime.protocol import wire_errors as wire_errors
+from quire.runtime.protocol.codec import Decoder, encode
+from quire.runtime.protocol.frames import CLIENT_FRAMES, SERVER_FRAMES, Model
 
-TEXT = (Path(__file__).resolve().parents[3] / "runtime" / "PROTOCOL.md").read_text("utf-8")
+TEXT = (Path(__file__).resolve().parents[3] / "runtime" / "protocol" / "PROTOCOL.md").read_text("utf-8")
 SECTIONS = dict(re.findall(r"^#{2,3} ([^\n]+)\n(.*?)(?=^#{2,3} |\Z)", TEXT, re.M | re.S))
 EITHER_WAY = (frames.Ping, frames.Pong)
 FRAMES = {

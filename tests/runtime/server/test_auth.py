@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from quire.runtime.commands.token import token_text
-from quire.runtime.config import ServerConfig
-from quire.runtime.errors import ConfigError, Overloaded, Unauthenticated
+from quire.runtime.cli.token import token_text
+from quire.runtime.common.config import ServerConfig
+from quire.runtime.common.errors import ConfigError, Overloaded, Unauthenticated
 from quire.runtime.server.auth import Keyring, hash_key
 from structlog.testing import capture_logs
 

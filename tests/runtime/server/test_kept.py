@@ -7,13 +7,20 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
-from quire.runtime.config import ServerConfig
+from quire.runtime.common.config import ServerConfig
+from quire.runtime.common.errors import (
+    Cancelled,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    RequestNotFound,
+    Unavailable,
+)
+from quire.runtime.common.types import OutputChunk, TokenLogprobs, Usage
 from quire.runtime.engine.facade import Admission, GenerateRequest
-from quire.runtime.errors import Cancelled, GenerationFailed, InvalidRequest, Overloaded, RequestNotFound, Unavailable
-from quire.runtime.generation import OutputChunk, TokenLogprobs, Usage
-from quire.runtime.monitoring import PrometheusObserver
 from quire.runtime.server.kept import Kept
 from quire.runtime.server.live import LiveRequests
+from quire.runtime.server.monitoring import PrometheusObserver
 from quire.runtime.server.tenants import Limits, Tenant
 from structlog.testing import capture_logs
 

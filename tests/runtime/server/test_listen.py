@@ -6,7 +6,7 @@ import resource
 import socket
 
 import pytest
-from quire.runtime.errors import ConfigError
+from quire.runtime.common.errors import ConfigError
 from quire.runtime.server.listen import allow_open_files, is_loopback, listen_tcp
 
 

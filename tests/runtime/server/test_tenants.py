@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire.runtime.errors import Overloaded, Unauthenticated
+from quire.runtime.common.errors import Overloaded, Unauthenticated
 from quire.runtime.server.tenants import NS_PER_MINUTE, NS_PER_MS, Limits, Tenant
 
 NS_PER_S = 10**9

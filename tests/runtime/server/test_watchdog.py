@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from quire.runtime.config import ServerConfig
+from quire.runtime.common.config import ServerConfig
 from quire.runtime.server.watchdog import Watchdog
 
 

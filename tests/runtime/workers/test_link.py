@@ -10,9 +10,9 @@ import struct
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
-from quire.runtime.execution import SamplingSpec
-from quire.runtime.generation import SamplingParams
-from quire.runtime.supervision.link import (
+from quire.runtime.common.types import SamplingParams
+from quire.runtime.model.runner import SamplingSpec
+from quire.runtime.workers.link import (
     FROM_ENGINE,
     TO_ENGINE,
     Account,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from quire.runtime.errors import ConfigError
-from quire.runtime.supervision.placement import numa_nodes, parse_cpu_list, place
+from quire.runtime.common.errors import ConfigError
+from quire.runtime.workers.placement import numa_nodes, parse_cpu_list, place
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.runtime.supervision.router import SLACK, Router
+from quire.runtime.workers.router import SLACK, Router
 
 PAGE = 16
 SYSTEM_PROMPT = tuple(range(100, 100 + 4 * PAGE))

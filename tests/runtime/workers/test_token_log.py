@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from quire.runtime.engine import Prefilled
-from quire.runtime.supervision.link import Account, Update
-from quire.runtime.supervision.token_log import FRUITLESS_LIVES, MOST_UNBEGUN_LIVES, TokenLog
+from quire.runtime.workers.link import Account, Update
+from quire.runtime.workers.token_log import FRUITLESS_LIVES, MOST_UNBEGUN_LIVES, TokenLog
 from quire.scheduler import BeamSearch, Request, SampledToken, State
 
 

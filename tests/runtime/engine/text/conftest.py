@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import quire.runtime
-from quire.runtime.text.tokenizer import Tokenizer
+from quire.runtime.engine.text.tokenizer import Tokenizer
 from tokenizers import Regex, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
-from quire.runtime.text import chat, sandbox
-from quire.runtime.text.chat import ChatTemplate
+from quire.runtime.common.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
+from quire.runtime.engine.text import chat, sandbox
+from quire.runtime.engine.text.chat import ChatTemplate
 from structlog.testing import capture_logs
 
 CHATML = """{% for message in messages %}

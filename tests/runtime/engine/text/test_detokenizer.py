@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire.runtime.errors import InvalidRequest
-from quire.runtime.text.detokenizer import IncrementalDetokenizer
-from quire.runtime.text.tokenizer import Tokenizer
+from quire.runtime.common.errors import InvalidRequest
+from quire.runtime.engine.text.detokenizer import IncrementalDetokenizer
+from quire.runtime.engine.text.tokenizer import Tokenizer
 
 CHARACTERS = st.sampled_from("abcEND \n\t é中文字👩👧🇩🇪\u200d") | st.characters(exclude_categories=["Cs"])
 TEXT = st.text(alphabet=CHARACTERS)

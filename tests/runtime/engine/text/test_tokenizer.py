@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from quire.runtime.errors import CorruptCheckpoint, ModelNotFound
-from quire.runtime.text.tokenizer import Tokenizer
+from quire.runtime.common.errors import CorruptCheckpoint, ModelNotFound
+from quire.runtime.engine.text.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from quire.kernels.ops import (
     region_nbytes,
 )
 from quire.kernels.pack import PackedMatrix, packed_nbytes
-from quire.runtime.models import load_model
-from quire.runtime.program import ProgramBuilder, ProgramPlan
-from quire.runtime.program.memory import Lifetime, live_bytes
+from quire.runtime.model import load_model
+from quire.runtime.model.program import ProgramBuilder, ProgramPlan
+from quire.runtime.model.program.memory import Lifetime, live_bytes
 
-GOLDENS = Path(__file__).parents[2] / "goldens"
+GOLDENS = Path(__file__).parents[3] / "goldens"
 
 
 def compiled(family: str, weights: Any, max_tokens: int = 64, max_samples: int = 4) -> ProgramPlan:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire.kernels.ops import ALIGNMENT, aligned
-from quire.runtime.program.memory import ArenaLayout, Lifetime, lay_out, live_bytes
+from quire.runtime.model.program.memory import ArenaLayout, Lifetime, lay_out, live_bytes
 
 LIFETIME = st.builds(
     lambda nbytes, first, length: Lifetime(nbytes, first, first + length),

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.config import EngineConfig
-from quire.runtime.errors import ConfigError
-from quire.runtime.execution import capacity as capacity_module
-from quire.runtime.execution import decide_capacity
-from quire.runtime.execution.capacity import free_memory_bytes
-from quire.runtime.models import BUNDLED_MODEL, kv_layout, read_spec
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import ConfigError
+from quire.runtime.model import BUNDLED_MODEL, kv_layout, read_spec
+from quire.runtime.model.runner import capacity as capacity_module
+from quire.runtime.model.runner import decide_capacity
+from quire.runtime.model.runner.capacity import free_memory_bytes
 
 SPEC = read_spec(BUNDLED_MODEL)  # 4 layers, 2 KV heads of 64, 2,048 positions
 TOKEN_BYTES = 2 * 4 * 2 * 64 * 2  # keys and values, bf16

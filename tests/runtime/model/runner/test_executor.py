@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.pager import Pager, PageTable
-from quire.runtime.config import EngineConfig
-from quire.runtime.errors import ConfigError
-from quire.runtime.execution import Machine, Rows, SamplingSpec, assemble
-from quire.runtime.generation import SamplingParams
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import ConfigError
+from quire.runtime.common.types import SamplingParams
+from quire.runtime.model.runner import Machine, Rows, SamplingSpec, assemble
 from quire.scheduler import ScheduledSequence, StepPlan
 
 LENGTH = 480

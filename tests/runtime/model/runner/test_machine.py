@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from quire.runtime.config import EngineConfig
-from quire.runtime.errors import ConfigError, ModelNotFound
-from quire.runtime.execution import Rows, assemble
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import ConfigError, ModelNotFound
+from quire.runtime.model.runner import Rows, assemble
 
 
 def test_what_was_planned_is_what_is_taken() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from quire.runtime.execution.sampling import SamplingSpec, sampling_rows
-from quire.runtime.generation import SamplingParams
+from quire.runtime.common.types import SamplingParams
+from quire.runtime.model.runner.sampling import SamplingSpec, sampling_rows
 from quire.scheduler import ScheduledSequence
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire.runtime.errors import CorruptCheckpoint, MissingTensor, ModelNotFound, WrongTensor
-from quire.runtime.weights import Checkpoint
-from quire.runtime.weights import safetensors as safetensors_module
+from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, ModelNotFound, WrongTensor
+from quire.runtime.model.weights import Checkpoint
+from quire.runtime.model.weights import safetensors as safetensors_module
 from safetensors import TensorSpec, serialize_file
 from safetensors.numpy import save_file
 

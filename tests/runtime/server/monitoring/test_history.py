@@ -6,10 +6,18 @@ import random
 
 import msgspec
 import pytest
+from quire.runtime.common.errors import Unavailable
 from quire.runtime.engine.facade import EngineStats
-from quire.runtime.errors import Unavailable
-from quire.runtime.monitoring.history import FINE_BOUNDS_S, SLICES, TICKS, TICKS_PER_SLICE, History, Tick, quantile
-from quire.runtime.monitoring.instruments import Counter, Histogram
+from quire.runtime.server.monitoring.history import (
+    FINE_BOUNDS_S,
+    SLICES,
+    TICKS,
+    TICKS_PER_SLICE,
+    History,
+    Tick,
+    quantile,
+)
+from quire.runtime.server.monitoring.instruments import Counter, Histogram
 
 from . import samples
 

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client import generate_latest
+from quire.runtime.common.errors import Overloaded, QuireError, Unavailable
+from quire.runtime.common.types import Usage
 from quire.runtime.engine.facade import EngineStats, RequestStats, StepStats
-from quire.runtime.errors import Overloaded, QuireError, Unavailable
-from quire.runtime.generation import Usage
-from quire.runtime.monitoring.metrics import PrometheusObserver, error_codes
+from quire.runtime.server.monitoring.metrics import PrometheusObserver, error_codes
 
 from . import samples
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
+from quire.runtime.common.errors import Unavailable
 from quire.runtime.engine.facade import EngineStats
-from quire.runtime.errors import Unavailable
-from quire.runtime.monitoring.progress import Progress
+from quire.runtime.server.monitoring.progress import Progress
 
 IDLE = EngineStats(
     step=0,

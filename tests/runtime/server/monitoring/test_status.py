@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+from quire.runtime.common.errors import Quarantined, Unavailable
+from quire.runtime.common.types import Usage
 from quire.runtime.engine.facade import EngineInfo, EngineStats, RequestStats, StepStats
-from quire.runtime.errors import Quarantined, Unavailable
-from quire.runtime.generation import Usage
-from quire.runtime.monitoring.http import OperatorServer, operator_app
-from quire.runtime.monitoring.metrics import NUM_RECENT, PrometheusObserver
-from quire.runtime.monitoring.progress import Progress
-from quire.runtime.monitoring.status import (
+from quire.runtime.server.listen import listen_tcp
+from quire.runtime.server.monitoring.http import OperatorServer, operator_app
+from quire.runtime.server.monitoring.metrics import NUM_RECENT, PrometheusObserver
+from quire.runtime.server.monitoring.progress import Progress
+from quire.runtime.server.monitoring.status import (
     MAX_LIVE,
     MAX_NAME_CHARACTERS,
     RequestStatus,
     Status,
     StatusCollector,
 )
-from quire.runtime.server.listen import listen_tcp
 
 HOSTILE = '<img src=x onerror="alert(1)">&lt;</td><script>alert(2)</script>'
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from quire.runtime.common.errors import Unavailable
+from quire.runtime.common.types import Usage
 from quire.runtime.engine.facade import EngineInfo, RequestStats
-from quire.runtime.errors import Unavailable
-from quire.runtime.generation import Usage
-from quire.runtime.monitoring.metrics import PrometheusObserver
-from quire.runtime.monitoring.vllm_names import NAMES, VllmNames
+from quire.runtime.server.monitoring.metrics import PrometheusObserver
+from quire.runtime.server.monitoring.vllm_names import NAMES, VllmNames
 
 from .samples import INFO, STATS
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from quire.runtime.bench import tell_cache_story
-from quire.runtime.config import EngineConfig
-from quire.runtime.errors import ConfigError
-from quire.runtime.execution import assemble
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import ConfigError
+from quire.runtime.model.runner import assemble
+from quire.runtime.tools.bench import tell_cache_story
 
 
 @pytest.mark.parametrize("layers", ["s.s.ss", "ss", ".."])

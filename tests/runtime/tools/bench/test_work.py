@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import pytest
 from quire.kernels.ops import Region
 from quire.pager import KVLayout
-from quire.runtime.bench.roofline import Roofline
-from quire.runtime.bench.work import decode_work, prefill_work
-from quire.runtime.program import ProgramBuilder
+from quire.runtime.model.program import ProgramBuilder
+from quire.runtime.tools.bench.roofline import Roofline
+from quire.runtime.tools.bench.work import decode_work, prefill_work
 
 
 @dataclass

@@ -30,9 +30,9 @@ from functools import partial
 from pathlib import Path
 from subprocess import PIPE, Popen
 
-from quire.runtime.generation import Usage
-from quire.runtime.wire.codec import Decoder, encode
-from quire.runtime.wire.frames import (
+from quire.runtime.common.types import Usage
+from quire.runtime.protocol.codec import Decoder, encode
+from quire.runtime.protocol.frames import (
     CLIENT_FRAMES,
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,

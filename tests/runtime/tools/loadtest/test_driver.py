@@ -7,8 +7,8 @@ import gc
 from collections.abc import AsyncGenerator
 
 import pytest
-from quire.runtime.loadtest.driver import Tally, drive_closed, drive_open
-from quire.runtime.loadtest.request import Chunk, End, Request, RequestFailed
+from quire.runtime.tools.loadtest.driver import Tally, drive_closed, drive_open
+from quire.runtime.tools.loadtest.request import Chunk, End, Request, RequestFailed
 
 
 class Scripted:

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.errors import ConfigError
-from quire.runtime.loadtest.datasets import DatasetOptions
-from quire.runtime.loadtest.load import Behaviour, Load, LoadOptions, Vocabulary, make_load
-from quire.runtime.loadtest.request import Request
-from quire.runtime.loadtest.schedule import Pacing
-from quire.runtime.models import BUNDLED_MODEL
-from quire.runtime.text.tokenizer import Tokenizer
+from quire.runtime.common.errors import ConfigError
+from quire.runtime.engine.text.tokenizer import Tokenizer
+from quire.runtime.model import BUNDLED_MODEL
+from quire.runtime.tools.loadtest.datasets import DatasetOptions
+from quire.runtime.tools.loadtest.load import Behaviour, Load, LoadOptions, Vocabulary, make_load
+from quire.runtime.tools.loadtest.request import Request
+from quire.runtime.tools.loadtest.schedule import Pacing
 
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[3] / "data"
 
 
 def load(

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from quire.runtime.errors import ConfigError, Unauthenticated, Unavailable
-from quire.runtime.loadtest.driver import Tally, drive_closed
-from quire.runtime.loadtest.openai_backend import CHAT_COMPLETIONS, COMPLETIONS, OpenAIBackend, OpenAITarget
-from quire.runtime.loadtest.record import RequestRecord
-from quire.runtime.loadtest.request import Request
+from quire.runtime.common.errors import ConfigError, Unauthenticated, Unavailable
+from quire.runtime.tools.loadtest.driver import Tally, drive_closed
+from quire.runtime.tools.loadtest.openai_backend import CHAT_COMPLETIONS, COMPLETIONS, OpenAIBackend, OpenAITarget
+from quire.runtime.tools.loadtest.record import RequestRecord
+from quire.runtime.tools.loadtest.request import Request
 
 DONE = "[DONE]"
 USAGE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}

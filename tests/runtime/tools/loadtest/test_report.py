@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.errors import ConfigError, MissingDependency
-from quire.runtime.loadtest.record import RequestRecord
-from quire.runtime.loadtest.report import check_report, render_report, write_report
-from quire.runtime.loadtest.run import Run
-from quire.runtime.loadtest.series import history, latencies_ms, parts_by_band, parts_ms
-from quire.runtime.loadtest.timeline import Sample, Timeline
+from quire.runtime.common.errors import ConfigError, MissingDependency
+from quire.runtime.tools.loadtest.record import RequestRecord
+from quire.runtime.tools.loadtest.report import check_report, render_report, write_report
+from quire.runtime.tools.loadtest.run import Run
+from quire.runtime.tools.loadtest.series import history, latencies_ms, parts_by_band, parts_ms
+from quire.runtime.tools.loadtest.timeline import Sample, Timeline
 
 START_S = 100.0  # a perf_counter does not begin at 0
 HOSTILE = "<script>alert('$x^2$')</script>"

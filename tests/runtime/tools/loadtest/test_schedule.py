@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from quire.runtime.errors import ConfigError
-from quire.runtime.loadtest.schedule import Pacing, check_pacing, draw_times, ramp_rate
+from quire.runtime.common.errors import ConfigError
+from quire.runtime.tools.loadtest.schedule import Pacing, check_pacing, draw_times, ramp_rate
 
 
 def gaps(times: list[float]) -> list[float]:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.errors import ConfigError
-from quire.runtime.loadtest.record import RequestRecord
-from quire.runtime.loadtest.run import Run
-from quire.runtime.loadtest.sweep import Point, SweepFolder, is_saturated, parse_sweep, run_sweep
-from quire.runtime.loadtest.timeline import Sample, Timeline
+from quire.runtime.common.errors import ConfigError
+from quire.runtime.tools.loadtest.record import RequestRecord
+from quire.runtime.tools.loadtest.run import Run
+from quire.runtime.tools.loadtest.sweep import Point, SweepFolder, is_saturated, parse_sweep, run_sweep
+from quire.runtime.tools.loadtest.timeline import Sample, Timeline
 
 SETTINGS = {"dataset": "custom", "dataset_path": Path("prompts.jsonl"), "seed": 0}
 

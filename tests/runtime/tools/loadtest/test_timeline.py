@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 from prometheus_client import generate_latest
-from quire.runtime.errors import ConfigError
-from quire.runtime.loadtest.timeline import Sample, Timeline, read_scrape, sample_metrics
-from quire.runtime.monitoring.metrics import PrometheusObserver
+from quire.runtime.common.errors import ConfigError
+from quire.runtime.server.monitoring.metrics import PrometheusObserver
+from quire.runtime.tools.loadtest.timeline import Sample, Timeline, read_scrape, sample_metrics
 
 QUIRE = """\
 # TYPE quire_cpu_info gauge

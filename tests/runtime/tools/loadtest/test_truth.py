@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from quire.runtime.loadtest import driver
-from quire.runtime.loadtest.driver import Driven, Tally, drive_closed, drive_open
-from quire.runtime.loadtest.openai_backend import CHAT_COMPLETIONS, COMPLETIONS, OpenAIBackend, OpenAITarget
-from quire.runtime.loadtest.quire_backend import QuireBackend, QuireTarget
-from quire.runtime.loadtest.request import Backend, Chunk, End, Request
-from quire.runtime.loadtest.results import RunOptions, summarize
+from quire.runtime.tools.loadtest import driver
+from quire.runtime.tools.loadtest.driver import Driven, Tally, drive_closed, drive_open
+from quire.runtime.tools.loadtest.openai_backend import CHAT_COMPLETIONS, COMPLETIONS, OpenAIBackend, OpenAITarget
+from quire.runtime.tools.loadtest.quire_backend import QuireBackend, QuireTarget
+from quire.runtime.tools.loadtest.request import Backend, Chunk, End, Request
+from quire.runtime.tools.loadtest.results import RunOptions, summarize
 
 from .fake_server import PROMPT_TOKENS, Range, Script, fake_server, known_ms, scripts
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from quire.pager import Pager
-from quire.runtime.simulation import Arrival, Simulator, VirtualClock
+from quire.runtime.tools.simulation import Arrival, Simulator, VirtualClock
 from quire.scheduler import Limits, Scheduler, StepPlan, TokenBudget
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from statistics import mean, pstdev
 
 import pytest
-from quire.runtime.config import EngineConfig
-from quire.runtime.execution import decide_capacity
-from quire.runtime.models import DecoderSpec, read_spec
-from quire.runtime.simulation import Noisy, RooflineCost, given_roofline, roofline_cost
-from quire.runtime.simulation.cost import LayerCost
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.model import DecoderSpec, read_spec
+from quire.runtime.model.runner import decide_capacity
+from quire.runtime.tools.simulation import Noisy, RooflineCost, given_roofline, roofline_cost
+from quire.runtime.tools.simulation.cost import LayerCost
 from quire.scheduler import ScheduledSequence, StepPlan
 
-SHAPE = Path(__file__).parents[2] / "data" / "qwen3-0.6b"
+SHAPE = Path(__file__).parents[3] / "data" / "qwen3-0.6b"
 MACHINE = given_roofline(34.5e9, 920e9)  # as in the README: 32-37 GB/s, 926-939 GOP/s
 
 Share = tuple[int, int, int]  # of a sequence: first position, rows, samples

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from quire.runtime.errors import ConfigError
-from quire.runtime.simulation import Arrival, Outcome, Simulator, parse_objectives, summarize
-from quire.runtime.simulation.report import distribution, fairness_index
+from quire.runtime.common.errors import ConfigError
+from quire.runtime.tools.simulation import Arrival, Outcome, Simulator, parse_objectives, summarize
+from quire.runtime.tools.simulation.report import distribution, fairness_index
 
 
 def outcome(arrival_s: float, *token_times: float) -> Outcome:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
-from quire.runtime.simulation import (
+from quire.runtime.tools.simulation import (
     Arrival,
     SimulatedSpill,
     Simulator,
@@ -16,10 +16,10 @@ from quire.runtime.simulation import (
     make_arrivals,
     summarize,
 )
-from quire.runtime.traffic import read_mooncake
+from quire.runtime.tools.traffic import read_mooncake
 from quire.scheduler import FirstComeFirstServed, StepPlan
 
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[3] / "data"
 Make = Callable[..., Simulator]
 
 

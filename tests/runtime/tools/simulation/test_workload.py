@@ -6,10 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from quire.runtime.errors import ConfigError
-from quire.runtime.simulation import Arrival, Workload, make_arrivals
+from quire.runtime.common.errors import ConfigError
+from quire.runtime.tools.simulation import Arrival, Workload, make_arrivals
 
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[3] / "data"
 
 
 def test_constant_arrivals_come_like_clockwork() -> None:

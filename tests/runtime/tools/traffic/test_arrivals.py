@@ -7,8 +7,8 @@ import statistics
 from random import Random
 
 import pytest
-from quire.runtime.errors import ConfigError
-from quire.runtime.traffic import Arrival, bursty, draw_interval, parse_lengths, parse_tenants, poisson, rescale
+from quire.runtime.common.errors import ConfigError
+from quire.runtime.tools.traffic import Arrival, bursty, draw_interval, parse_lengths, parse_tenants, poisson, rescale
 
 
 @pytest.mark.parametrize(("burstiness", "variation"), [(0.25, 2.0), (1.0, 1.0), (4.0, 0.5)])

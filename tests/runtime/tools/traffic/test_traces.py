@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from quire.runtime.errors import ConfigError
-from quire.runtime.traffic import Arrival, read_azure, read_burstgpt, read_mooncake
+from quire.runtime.common.errors import ConfigError
+from quire.runtime.tools.traffic import Arrival, read_azure, read_burstgpt, read_mooncake
 
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parents[3] / "data"
 MOONCAKE = '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}\n'
 BURSTGPT = (
     "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,ChatGPT,472,18,490,Conversation log\n"

@@ -1,0 +1,1 @@
+"""Errors, types, configuration, settings and logs: what every layer above uses."""

@@ -1,0 +1,1 @@
+"""One module per model family: config.json in, a `DecoderSpec` out."""

@@ -1,0 +1,1 @@
+"""Tools that measure an engine or a server; serving never imports them."""
