@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from quire.runtime.common.errors import InvalidRequest, ProtocolError
 from quire.runtime.common.types import SamplingParams, TokenLogprobs, Usage
 from quire.runtime.protocol import frames
-from quire.runtime.protocol.codec import MAX_ARRAYS, MAX_DEPTH, MAX_MAP_ENTRIES, Decoder, Malformed, encode
+from quire.runtime.protocol.codec import (
+    MAX_ARRAYS,
+    MAX_DEPTH,
+    MAX_MAP_ENTRIES,
+    UNCHECKED_BYTES,
+    Decoder,
+    Malformed,
+    encode,
+)
 from quire.runtime.protocol.frames import CLIENT_FRAMES, MIN_FRAME_BYTES, SERVER_FRAMES, Frame
 
 U64 = st.integers(0, 2**64 - 1)
@@ -240,13 +248,30 @@ def test_too_many_arrays_in_a_large_frame() -> None:
 
 @pytest.mark.parametrize("header", [b"\xdc\xff\xff", b"\xdd\x00\x10\x00\x00", b"\xde\xff\xff\x01"])
 @pytest.mark.parametrize("levels", [300, 1000, 12_000])
-def test_arrays_that_only_claim_to_be_long_cost_nothing(header: bytes, levels: int) -> None:
-    data = framed(header * levels)
+def test_nested_containers_longer_than_the_frame_allocate_nothing(header: bytes, levels: int) -> None:
+    assert bytes_to_refuse(header * levels) < 1 << 20
+
+
+@pytest.mark.parametrize("levels", [UNCHECKED_BYTES // 3 + 1, 1000, 12_000])
+def test_nested_arrays_as_long_as_the_frame_allocate_nothing(levels: int) -> None:
+    """Each array claims as many items as the frame has bytes, which no length limit refuses; none is complete."""
+    claimed = min(3 * levels, 0xFFFF)
+    assert bytes_to_refuse((b"\xdc" + struct.pack(">H", claimed)) * levels) < 1 << 20
+
+
+def test_a_frame_too_short_to_be_checked_allocates_little() -> None:
+    levels = UNCHECKED_BYTES // 3
+    assert bytes_to_refuse((b"\xdc" + struct.pack(">H", 3 * levels)) * levels) < 4 << 20
+
+
+def bytes_to_refuse(payload: bytes) -> int:
+    """Return the peak of memory, in bytes, that the decoder allocates before it refuses `payload`."""
+    data = framed(payload)
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError, match="not one msgpack value"):
             decode_all(data)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 
