@@ -189,7 +189,7 @@ def test_there_is_something_to_walk() -> None:
         ),
         ("runtime/common/errors.py", "from ..protocol import codec", "not downwards"),
         ("runtime/engine/engine.py", "from ..client.aio import AsyncClient", "not downwards"),
-        ("runtime/server/server.py", "from ..workers.fleet import Fleet", "not downwards"),
+        ("runtime/server/server.py", "from ..workers.engine_pool import EnginePool", "not downwards"),
         ("runtime/model/decoder.py", "from ..engine.engine import Engine", "not downwards"),
         ("runtime/engine/facade.py", "from ..tools import bench", "not downwards"),
         ("runtime/common/types.py", "from ..engine import facade", "not downwards"),

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from ...scheduler import Request, RequestUpdate, State
 from ..engine import Prefilled
-from .link import Account, Update
+from .engine_link import Account, Update
 
 FRUITLESS_LIVES = 3  # ended from outside before anybody gained a token: then memory may run out of what they compute
 MOST_UNBEGUN_LIVES = 2  # more in a row, and being taken on may be what kills

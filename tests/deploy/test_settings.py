@@ -19,7 +19,7 @@ from quire.runtime.model import BUNDLED_MODEL, read_spec
 from quire.runtime.model.runner.capacity import decide_capacity
 from quire.runtime.server.auth import Keyring
 from quire.runtime.server.server import CLOSE_TIMEOUT_S
-from quire.runtime.workers.process import STOP_TIMEOUT_S
+from quire.runtime.workers.engine_process import STOP_TIMEOUT_S
 
 from tests.deploy.queries import DEPLOY
 from tests.test_docs import QWEN3_06B

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 
 from quire.runtime.model.runner import Executor
-from quire.runtime.workers import child
-from quire.runtime.workers.link import Sequence
+from quire.runtime.workers import engine_main
+from quire.runtime.workers.engine_link import Sequence
 from quire.scheduler import Request, StepPlan, StepResult
 
 POISON = 3999
 INDIGESTIBLE = 3998
-_execute, _request_of = Executor.execute, child.request_of
+_execute, _request_of = Executor.execute, engine_main.request_of
 
 
 def execute(self: Executor, plan: StepPlan) -> StepResult:
@@ -28,5 +28,5 @@ def request_of(sequence: Sequence) -> Request:
 
 if __name__ == "__main__":
     Executor.execute = execute  # type: ignore[method-assign]
-    child.request_of = request_of  # type: ignore[attr-defined]
-    child.main()
+    engine_main.request_of = request_of  # type: ignore[attr-defined]
+    engine_main.main()

@@ -19,8 +19,7 @@ from quire.runtime.common.errors import ConfigError, DeadlineExceeded, ModelErro
 from quire.runtime.common.types import OutputChunk
 from quire.runtime.engine import Engine, GenerateRequest, Vocabulary
 from quire.runtime.model import model_folder
-from quire.runtime.workers import Fleet, Watch
-from quire.runtime.workers import process as process_module
+from quire.runtime.workers import Fleet, Watch, engine_process
 
 from .bits import asked, bits, prompt, running, together
 from .poisoned_engine import INDIGESTIBLE, POISON
@@ -138,7 +137,7 @@ async def tokens_flow(engine: Engine[Fleet]) -> None:
 @pytest.fixture
 def can_be_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Path(__file__).with_name("poisoned_engine.py")
-    monkeypatch.setattr(process_module, "COMMAND", (sys.executable, "-P", str(script)))
+    monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-P", str(script)))
 
 
 @pytest.mark.usefixtures("can_be_poisoned")
@@ -224,14 +223,14 @@ async def test_an_engine_that_cannot_come_back_ends_everything_with_a_typed_erro
         stream = await engine.submit(asked(prompt(9), max_tokens=400))
         output = asyncio.create_task(drained(stream))
         await asyncio.sleep(0.02)
-        command = process_module.COMMAND
-        monkeypatch.setattr(process_module, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
+        command = engine_process.COMMAND
+        monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
         strike(engine)
         with pytest.raises(Unavailable, match="the engine cannot be restarted"):
             await output
         with pytest.raises(Unavailable, match="cannot be restarted"):
             engine.submit(asked(prompt(9)))
-        monkeypatch.setattr(process_module, "COMMAND", command)
+        monkeypatch.setattr(engine_process, "COMMAND", command)
         await restarted(engine)
         assert (await collect(engine, asked(prompt(9), max_tokens=3)))[-1].finish_reason == "length"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from quire.runtime.engine import Prefilled
-from quire.runtime.workers.link import Account, Update
+from quire.runtime.workers.engine_link import Account, Update
 from quire.runtime.workers.token_log import FRUITLESS_LIVES, MOST_UNBEGUN_LIVES, TokenLog
 from quire.scheduler import BeamSearch, Request, SampledToken, State
 

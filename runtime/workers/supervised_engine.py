@@ -32,8 +32,7 @@ from ...scheduler import (
 from ..common.config import EngineConfig
 from ..common.errors import DeadlineExceeded, Quarantined, QuireError, Unavailable
 from ..engine import CoreInfo, CoreListener, EngineStats
-from .asking import Asked, Asking
-from .link import (
+from .engine_link import (
     Add,
     Answer,
     Beat,
@@ -48,9 +47,10 @@ from .link import (
     Start,
     sequence_of,
 )
-from .process import EngineProcess
+from .engine_process import EngineProcess
+from .health import TICK_S, Vitals
+from .pending_adds import Asked, Asking
 from .token_log import TokenLog
-from .vitals import TICK_S, Vitals
 
 PATIENCE = 3  # starts that may fail in a row before those who wait are told
 LONGEST_PAUSE_S = 10.0  # between two attempts

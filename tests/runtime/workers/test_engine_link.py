@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.model.runner import SamplingSpec
-from quire.runtime.workers.link import (
+from quire.runtime.workers.engine_link import (
     FROM_ENGINE,
     TO_ENGINE,
     Account,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.runtime.workers.vitals import TICK_S, Vitals
+from quire.runtime.workers.health import TICK_S, Vitals
 
 
 def ticks(vitals: Vitals, seconds: float, *, pulse: bool = True) -> str | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ...scheduler import NotAccepting, Request
 from ..common.errors import Quarantined
-from .link import Answer
+from .engine_link import Answer
 
 
 @dataclass(slots=True, eq=False)

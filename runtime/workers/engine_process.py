@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..common import errors
-from .link import FROM_ENGINE, Channel, Failed, FromEngine, Ready, Start, Stop, ToEngine
+from .engine_link import FROM_ENGINE, Channel, Failed, FromEngine, Ready, Start, Stop, ToEngine
 
 STOP_TIMEOUT_S = 20.0  # for what it does at the end, such as writing a snapshot
 FALL_TIMEOUT_S = 1.0  # from the end of its link to its exit
-COMMAND = (sys.executable, "-P", "-m", "quire.runtime.workers.child")
+COMMAND = (sys.executable, "-P", "-m", "quire.runtime.workers.engine_main")
 
 
 class EngineProcess:

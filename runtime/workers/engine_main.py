@@ -28,7 +28,7 @@ from ...scheduler import Refused, RequestUpdate, SchedulerError, StepPlan
 from ..common.errors import QuireError, Unavailable
 from ..common.logs import log_to_stderr
 from ..engine import CoreListener, LocalCore, Prefilled, StepStats, kept_prefixes
-from .link import (
+from .engine_link import (
     BEAT_INTERVAL_S,
     TO_ENGINE,
     Account,

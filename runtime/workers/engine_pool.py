@@ -18,10 +18,10 @@ from ..common.config import EngineConfig
 from ..common.errors import QuireError, Unavailable
 from ..engine import CoreInfo, CoreListener, EngineStats
 from ..model.runner import pick_cpus
-from .link import LogForm
+from .engine_link import LogForm
 from .placement import place
 from .router import Router
-from .supervisor import SupervisedCore, Watch
+from .supervised_engine import SupervisedCore, Watch
 
 
 class Fleet:
