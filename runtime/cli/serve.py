@@ -27,7 +27,7 @@ from ..engine import Core, Engine, LocalCore, Vocabulary, check_snapshot_path, k
 from ..model import model_folder
 from ..server import Server, check_config
 from ..server.monitoring import PrometheusObserver
-from ..workers import Fleet, Watch
+from ..workers import EnginePool, HealthTimeouts
 
 
 def serve(settings: Settings) -> None:
@@ -55,17 +55,17 @@ async def _core(settings: Settings) -> AsyncIterator[Core]:
     """In this process or in others, with the prefixes of the last run where those are kept."""
     server = settings.server
     if not server.in_process:
-        fleet = await Fleet.launch(
+        pool = await EnginePool.launch(
             settings.engine,
-            Watch(server.engine_pulse_timeout_ms / 1000, server.stall_timeout_ms / 1000),
+            HealthTimeouts(server.engine_pulse_timeout_ms / 1000, server.stall_timeout_ms / 1000),
             num_processes=server.engine_processes,
             snapshot=server.prefix_snapshot,
             log=(server.log_format, server.log_level),
         )
         try:
-            yield fleet
+            yield pool
         finally:
-            await fleet.close()
+            await pool.close()
         return
     core = await LocalCore.load(settings.engine)
     try:

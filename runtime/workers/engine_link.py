@@ -150,7 +150,7 @@ class Begun(_Message, tag="BEGUN", frozen=True):
     requests: tuple[Prefilled, ...]  # with the tokens that the prefix cache had
 
 
-class Account(_Message, frozen=True):
+class FinalCounters(_Message, frozen=True):
     """What is known of a request at its end."""
 
     seconds_in: tuple[float, ...]  # by scheduler.State
@@ -160,13 +160,13 @@ class Account(_Message, frozen=True):
 
 
 class Update(_Message, frozen=True):
-    """A `scheduler.RequestUpdate`; with the account, it is the request's last."""
+    """A `scheduler.RequestUpdate`; with the counters, it is the request's last."""
 
     request_id: int
     tokens: tuple[SampledToken, ...]
     finish_reason: FinishReason | None
     error: str | None
-    account: Account | None
+    counters: FinalCounters | None
 
 
 class Report(_Message, tag="REPORT", frozen=True):

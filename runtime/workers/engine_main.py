@@ -31,7 +31,6 @@ from ..engine import CoreListener, LocalCore, Prefilled, StepStats, kept_prefixe
 from .engine_link import (
     BEAT_INTERVAL_S,
     TO_ENGINE,
-    Account,
     Add,
     Answer,
     Beat,
@@ -40,6 +39,7 @@ from .engine_link import (
     Channel,
     Drop,
     Failed,
+    FinalCounters,
     FromEngine,
     Readmit,
     Ready,
@@ -58,15 +58,15 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    link, pulse = map(int, sys.argv[1:])
-    threading.Thread(target=_beat, args=(pulse,), name="quire-pulse", daemon=True).start()
+    link, heartbeat = map(int, sys.argv[1:])
+    threading.Thread(target=_beat, args=(heartbeat,), name="quire-heartbeat", daemon=True).start()
     uvloop.run(_run(socket.socket(fileno=link)))
 
 
-def _beat(pulse: int) -> None:
+def _beat(heartbeat: int) -> None:
     """In a thread of its own: whatever the event loop does, the process lives."""
     while True:
-        os.write(pulse, b".")
+        os.write(heartbeat, b".")
         time.sleep(BEAT_INTERVAL_S)
 
 
@@ -191,13 +191,13 @@ class _Served:
         self._send(Report(updates, scheduler.num_waiting, scheduler.num_steps, step, prefilled))
 
     def _update(self, update: RequestUpdate) -> Update:
-        request, account = update.request, None
+        request, counters = update.request, None
         if update.ended:
             self._begun.discard(request.request_id)
-            account = Account(
+            counters = FinalCounters(
                 tuple(request.seconds_in), request.cached_tokens, request.recomputed_tokens, tuple(request.hypotheses)
             )
-        return Update(request.request_id, tuple(update.tokens), update.finish_reason, update.error, account)
+        return Update(request.request_id, tuple(update.tokens), update.finish_reason, update.error, counters)
 
     def _send(self, message: FromEngine) -> None:
         self._channel.send(message)

@@ -21,13 +21,13 @@ from ..model.runner import pick_cpus
 from .engine_link import LogForm
 from .placement import place
 from .router import Router
-from .supervised_engine import SupervisedCore, Watch
+from .supervised_engine import HealthTimeouts, SupervisedEngine
 
 
-class Fleet:
+class EnginePool:
     """Implements `engine.Core`. Make one with `launch`."""
 
-    def __init__(self, members: Sequence[SupervisedCore]) -> None:
+    def __init__(self, members: Sequence[SupervisedEngine]) -> None:
         self.members = members
         info = members[0].info
         self._info = msgspec.structs.replace(
@@ -47,19 +47,19 @@ class Fleet:
     async def launch(
         cls,
         config: EngineConfig,
-        watch: Watch | None = None,
+        timeouts: HealthTimeouts | None = None,
         *,
         num_processes: int = 0,
         snapshot: str | None = None,
         log: LogForm | None = None,
-    ) -> Fleet:
+    ) -> EnginePool:
         """All processes ready. Memory and threads that are given are for all of them together. Raises as one does."""
         places = place(num_processes)
         launching = [
             asyncio.create_task(
-                SupervisedCore.launch(
+                SupervisedEngine.launch(
                     _share(config, len(places), len(cpus)),
-                    watch,
+                    timeouts,
                     cpus=cpus if len(places) > 1 else None,
                     snapshot=snapshot if snapshot is None or len(places) == 1 else f"{snapshot}.{index}",
                     name=f"engine-{index}",
@@ -74,7 +74,7 @@ class Fleet:
             for task in launching:
                 task.cancel()
             for member in await asyncio.gather(*launching, return_exceptions=True):
-                if isinstance(member, SupervisedCore):
+                if isinstance(member, SupervisedEngine):
                     await member.close()
             raise
 

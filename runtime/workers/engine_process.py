@@ -23,7 +23,7 @@ COMMAND = (sys.executable, "-P", "-m", "quire.runtime.workers.engine_main")
 
 
 class EngineProcess:
-    """`take` gets what it says, `feel_pulse` is called as long as it lives, `ended` is set when the link is gone.
+    """`take` gets what it says, `note_heartbeat` is called as long as it lives, `ended` is set when the link is gone.
 
     `ready` comes when the model is loaded; or the typed error that kept it from that, Unavailable if it died.
     """
@@ -32,25 +32,25 @@ class EngineProcess:
         self,
         process: asyncio.subprocess.Process,
         take: Callable[[FromEngine], None],
-        feel_pulse: Callable[[], None],
-        pulse: int,
+        note_heartbeat: Callable[[], None],
+        heartbeat: int,
     ) -> None:
         self.ended = asyncio.Event()
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         self._process = process
         self._take = take
-        self._feel_pulse = feel_pulse
-        self._pulse = pulse  # file descriptor
+        self._note_heartbeat = note_heartbeat
+        self._heartbeat = heartbeat  # file descriptor
         self._channel: Channel | None = None
         self._is_heard = True
 
     @classmethod
     async def spawn(
-        cls, start: Start, take: Callable[[FromEngine], None], feel_pulse: Callable[[], None]
+        cls, start: Start, take: Callable[[FromEngine], None], note_heartbeat: Callable[[], None]
     ) -> EngineProcess:
         """Raises OSError when the system gives no process."""
         ours, theirs = socket.socketpair()
-        pulse, beating = os.pipe()
+        heartbeat, beating = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
                 *COMMAND,
@@ -60,16 +60,16 @@ class EngineProcess:
             )
         except BaseException:
             ours.close()
-            os.close(pulse)
+            os.close(heartbeat)
             raise
         finally:
             theirs.close()
             os.close(beating)
-        life = cls(process, take, feel_pulse, pulse)
-        asyncio.get_running_loop().add_reader(pulse, life._read_pulse)
-        life._channel = await Channel.open(ours, FROM_ENGINE, life._hear, life._lose)
-        life._channel.send(start)
-        return life
+        engine = cls(process, take, note_heartbeat, heartbeat)
+        asyncio.get_running_loop().add_reader(heartbeat, engine._read_heartbeat)
+        engine._channel = await Channel.open(ours, FROM_ENGINE, engine._hear, engine._lose)
+        engine._channel.send(start)
+        return engine
 
     @property
     def pid(self) -> int:
@@ -114,21 +114,21 @@ class EngineProcess:
         self._is_heard = False
         if self._channel is not None:
             self._channel.close()
-        self._stop_reading_pulse()
+        self._stop_reading_heartbeat()
         self._lose()
 
-    def _read_pulse(self) -> None:
-        if os.read(self._pulse, 4096):
-            self._feel_pulse()
+    def _read_heartbeat(self) -> None:
+        if os.read(self._heartbeat, 4096):
+            self._note_heartbeat()
         else:
-            self._stop_reading_pulse()
+            self._stop_reading_heartbeat()
 
-    def _stop_reading_pulse(self) -> None:
+    def _stop_reading_heartbeat(self) -> None:
         """Idempotent."""
-        if self._pulse >= 0:
-            asyncio.get_running_loop().remove_reader(self._pulse)
-            os.close(self._pulse)
-            self._pulse = -1
+        if self._heartbeat >= 0:
+            asyncio.get_running_loop().remove_reader(self._heartbeat)
+            os.close(self._heartbeat)
+            self._heartbeat = -1
 
     def _hear(self, message: FromEngine) -> None:
         if not self._is_heard:

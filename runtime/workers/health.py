@@ -13,15 +13,15 @@ from __future__ import annotations
 TICK_S = 0.25
 
 
-class Vitals:
-    def __init__(self, pulse_timeout_s: float, stall_timeout_s: float) -> None:
-        self._silence_limit = max(2, round(pulse_timeout_s / TICK_S))
+class HealthMonitor:
+    def __init__(self, heartbeat_timeout_s: float, stall_timeout_s: float) -> None:
+        self._silence_limit = max(2, round(heartbeat_timeout_s / TICK_S))
         self._stall_limit = max(2.0, stall_timeout_s / TICK_S)
         self._silent = 0  # ticks since its pulse was last felt
         self._stalled = 0  # ticks since it was last seen to advance, or to have nothing to do
         self._step = -1
 
-    def feel_pulse(self) -> None:
+    def note_heartbeat(self) -> None:
         self._silent = 0
 
     def note_step(self, step: int, has_work: bool) -> None:

@@ -20,7 +20,7 @@ from .engine_link import Answer
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class PendingAdd:
     """A request, or the samples of one."""
 
     requests: Sequence[Request]
@@ -33,10 +33,10 @@ class Asked:
         return self.requests[0].request_id
 
 
-class Asking:
+class PendingAdds:
     def __init__(self) -> None:
-        self._waiting: deque[Asked] = deque()
-        self._sent: dict[int, Asked] = {}
+        self._waiting: deque[PendingAdd] = deque()
+        self._sent: dict[int, PendingAdd] = {}
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._sent)
@@ -45,30 +45,30 @@ class Asking:
     def num_sequences(self) -> int:
         return sum(len(asked.requests) for asked in self._all())
 
-    def add(self, requests: Sequence[Request]) -> Asked:
-        asked = Asked(requests, asyncio.get_running_loop().create_future())
+    def add(self, requests: Sequence[Request]) -> PendingAdd:
+        asked = PendingAdd(requests, asyncio.get_running_loop().create_future())
         self._waiting.append(asked)
         return asked
 
-    def send(self) -> Iterator[Asked]:
+    def send(self) -> Iterator[PendingAdd]:
         """Who may ask now, one after another."""
         while self._waiting and not any(asked.was_lost for asked in self._sent.values()):
             asked = self._waiting.popleft()
             self._sent[asked.first_id] = asked
             yield asked
 
-    def answered(self, first_id: int) -> Asked | None:
+    def answered(self, first_id: int) -> PendingAdd | None:
         """Who asked. None if nobody waits for it."""
         return self._sent.pop(first_id, None)
 
-    def leave(self, asked: Asked) -> bool:
+    def leave(self, asked: PendingAdd) -> bool:
         """Its asker wants no more, or has been answered. Whether the engine may still have it."""
         if asked in self._waiting:
             self._waiting.remove(asked)
             return False
         return self._sent.pop(asked.first_id, None) is not None
 
-    def bury(self, by_others: bool) -> int:
+    def on_process_exit(self, by_others: bool) -> int:
         """The process died, perhaps killed by others. How many must not ask again."""
         num_quarantined = 0
         for asked in reversed(self._sent.values()):
@@ -92,5 +92,5 @@ class Asking:
         self._waiting.clear()
         self._sent.clear()
 
-    def _all(self) -> list[Asked]:
+    def _all(self) -> list[PendingAdd]:
         return [*self._sent.values(), *self._waiting]

@@ -48,8 +48,8 @@ from .engine_link import (
     sequence_of,
 )
 from .engine_process import EngineProcess
-from .health import TICK_S, Vitals
-from .pending_adds import Asked, Asking
+from .health import TICK_S, HealthMonitor
+from .pending_adds import PendingAdd, PendingAdds
 from .token_log import TokenLog
 
 PATIENCE = 3  # starts that may fail in a row before those who wait are told
@@ -71,30 +71,30 @@ _log = structlog.get_logger("quire.supervisor")
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class HealthTimeouts:
     """How long an engine process may go without a pulse, and how long a step may take it."""
 
-    pulse_timeout_s: float = 1.0
+    heartbeat_timeout_s: float = 1.0
     stall_timeout_s: float = 30.0
 
 
-class SupervisedCore:
+class SupervisedEngine:
     """Implements `engine.Core`. Make one with `launch`."""
 
-    def __init__(self, start: Start, max_num_waiting: int, watch: Watch) -> None:
+    def __init__(self, start: Start, max_num_waiting: int, timeouts: HealthTimeouts) -> None:
         self._start = start
         self._max_num_waiting = max_num_waiting
-        self._watch = watch
+        self._timeouts = timeouts
         self._log = _log.bind(engine=start.name)
         self._listener: CoreListener | None = None
-        self._life: EngineProcess | None = None  # that is ready
+        self._process: EngineProcess | None = None  # that is ready
         self._info: CoreInfo | None = None
-        self._vitals = Vitals(watch.pulse_timeout_s, watch.stall_timeout_s)
+        self._health = HealthMonitor(timeouts.heartbeat_timeout_s, timeouts.stall_timeout_s)
         self._broken = False  # its loop ended, while the process lives
         self._tokens = TokenLog()
-        self._asking = Asking()
+        self._pending_adds = PendingAdds()
         self._num_waiting = 0
-        self._stats: EngineStats | None = None  # of this life, None before its first beat
+        self._stats: EngineStats | None = None  # of this process, None before its first beat
         self._before = dict.fromkeys(COUNTERS, 0)  # counted in former lives
         self._counts = {"restarts": 0, "replayed_requests": 0, "quarantined_requests": 0}
         self._down: str | None = None  # why nothing is accepted until a process is ready again
@@ -107,19 +107,19 @@ class SupervisedCore:
     async def launch(
         cls,
         config: EngineConfig,
-        watch: Watch | None = None,
+        timeouts: HealthTimeouts | None = None,
         *,
         cpus: frozenset[int] | None = None,
         snapshot: str | None = None,
         name: str = "engine",
         log: LogForm | None = None,
-    ) -> SupervisedCore:
+    ) -> SupervisedEngine:
         """With the first process ready. Raises what keeps it from starting: ModelError, ConfigError or Unavailable."""
-        core = cls(Start(config, cpus, snapshot, name, log), config.max_num_waiting, watch or Watch())
-        life, ready = await core._spawn()
+        core = cls(Start(config, cpus, snapshot, name, log), config.max_num_waiting, timeouts or HealthTimeouts())
+        process, ready = await core._spawn()
         core._keep_shape(ready)
-        core._begin_life(life)
-        core._supervising = asyncio.create_task(core._supervise(life), name=f"quire-supervisor-{name}")
+        core._on_process_ready(process)
+        core._supervising = asyncio.create_task(core._supervise(process), name=f"quire-supervisor-{name}")
         return core
 
     # engine.Core
@@ -132,7 +132,7 @@ class SupervisedCore:
     @property
     def num_requests(self) -> int:
         """That are alive, those on their way included."""
-        return len(self._tokens) + len(self._asking)
+        return len(self._tokens) + len(self._pending_adds)
 
     @property
     def num_restarts(self) -> int:
@@ -141,7 +141,7 @@ class SupervisedCore:
     @property
     def pid(self) -> int | None:
         """Of the engine process; None while there is none that is ready."""
-        return None if self._life is None else self._life.pid
+        return None if self._process is None else self._process.pid
 
     def start(self, listener: CoreListener) -> None:
         self._listener = listener
@@ -149,7 +149,7 @@ class SupervisedCore:
     def check_room(self, tenant: str, count: int) -> None:
         """By the last that was heard; what a tenant may have, only the engine knows."""
         self._check_accepting()
-        waiting = self._num_waiting + self._asking.num_sequences
+        waiting = self._num_waiting + self._pending_adds.num_sequences
         if waiting + count > self._max_num_waiting:
             raise QueueFull(
                 f"the queue is full: {waiting} of {self._max_num_waiting} requests wait", self._outlook(waiting)
@@ -157,7 +157,7 @@ class SupervisedCore:
 
     async def add(self, requests: Sequence[Request]) -> Outlook:
         self._check_accepting()
-        asked = self._asking.add(requests)
+        asked = self._pending_adds.add(requests)
         self._idle.clear()
         self._send_what_may_be()
         try:
@@ -176,17 +176,17 @@ class SupervisedCore:
                 self._publish([RequestUpdate(request, finish_reason="cancelled")])
                 self._send_what_may_be()
                 self._note_idle()
-            case True if self._life is not None:  # else it goes with the process that dies now
-                self._life.send(Cancel(request_id))
+            case True if self._process is not None:  # else it goes with the process that dies now
+                self._process.send(Cancel(request_id))
 
     def drop(self, request_id: int, reason: FinishReason | None = None, error: str | None = None) -> None:
-        if self._tokens.forget(request_id) and self._life is not None:
-            self._life.send(Drop(request_id, reason, error))
+        if self._tokens.forget(request_id) and self._process is not None:
+            self._process.send(Drop(request_id, reason, error))
         self._send_what_may_be()
         self._note_idle()
 
     def stats(self) -> EngineStats:
-        if self._life is None or self._stats is None:
+        if self._process is None or self._stats is None:
             raise Unavailable(self._down or "the engine is being restarted")
         return msgspec.structs.replace(self._stats, **self.counters())
 
@@ -207,9 +207,9 @@ class SupervisedCore:
         supervising.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await supervising
-        if self._life is not None:
-            await self._life.stop()
-            self._life = None
+        if self._process is not None:
+            await self._process.stop()
+            self._process = None
         self._end_all("the engine was closed")
         if self._listener is not None:
             self._listener.ended()
@@ -219,34 +219,34 @@ class SupervisedCore:
 
     # Lives.
 
-    async def _supervise(self, life: EngineProcess) -> None:
+    async def _supervise(self, process: EngineProcess) -> None:
         try:
             while True:
-                await self._watch_over(life)
-                life = await self._next_life()
+                await self._watch_over(process)
+                process = await self._restart()
         finally:
-            if self._life is not life:  # cancelled between two lives
-                await life.end()
+            if self._process is not process:  # cancelled between two lives
+                await process.end()
 
-    async def _watch_over(self, life: EngineProcess) -> None:
+    async def _watch_over(self, process: EngineProcess) -> None:
         """Until it is dead, by itself or as not worth waiting for."""
         why = None
-        while why is None and not life.ended.is_set():
+        while why is None and not process.ended.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
-                    await life.ended.wait()
+                    await process.ended.wait()
             self._expire()
-            why = "its event loop is broken" if self._broken else self._vitals.tick()
-        by_others = life.is_stopped
-        self._life = None  # nobody asks it any more while it goes
+            why = "its event loop is broken" if self._broken else self._health.tick()
+        by_others = process.is_stopped
+        self._process = None  # nobody asks it any more while it goes
         if why is None:
-            await life.fall()
-        status = await life.end()
+            await process.fall()
+        status = await process.end()
         by_others = by_others or (why is None and status == -signal.SIGKILL)
-        self._log.error("engine process lost", pid=life.pid, status=status, reason=why or "it ended")
-        self._bury(by_others)
+        self._log.error("engine process lost", pid=process.pid, status=status, reason=why or "it ended")
+        self._on_process_exit(by_others)
 
-    def _bury(self, by_others: bool) -> None:
+    def _on_process_exit(self, by_others: bool) -> None:
         """What the dead process had is the log's to remember.
 
         `by_others`: it was killed or stopped from outside, which nothing that it computed can have done.
@@ -256,8 +256,8 @@ class SupervisedCore:
                 self._before[name] += getattr(self._stats, name)
         self._stats = None
         self._num_waiting = 0
-        self._counts["quarantined_requests"] += self._asking.bury(by_others)
-        buried = self._tokens.bury(by_others)
+        self._counts["quarantined_requests"] += self._pending_adds.on_process_exit(by_others)
+        buried = self._tokens.on_process_exit(by_others)
         self._publish([RequestUpdate(request, finish_reason="cancelled") for request in buried.cancelled])
         for request in buried.quarantined:
             self._counts["quarantined_requests"] += 1
@@ -270,12 +270,12 @@ class SupervisedCore:
             )
         self._note_idle()
 
-    async def _next_life(self) -> EngineProcess:
+    async def _restart(self) -> EngineProcess:
         """Try until a process is ready; whoever waits is told when that takes too long."""
         failures = 0
         while True:
             try:
-                life, _ = await self._spawn()
+                process, _ = await self._spawn()
             except (QuireError, OSError) as error:
                 failures += 1
                 self._log.error("engine process did not start", attempt=failures, reason=str(error))
@@ -285,30 +285,30 @@ class SupervisedCore:
             else:
                 self._down = None
                 self._counts["restarts"] += 1
-                self._begin_life(life)
-                return life
+                self._on_process_ready(process)
+                return process
 
     async def _spawn(self) -> tuple[EngineProcess, Ready]:
         """A process that is ready. Raises what keeps it from that; it is gone then."""
-        life = await EngineProcess.spawn(self._start, self._hear, lambda: self._vitals.feel_pulse())
-        self._vitals = Vitals(LOADING_TIMEOUT_S, float("inf"))
+        process = await EngineProcess.spawn(self._start, self._hear, lambda: self._health.note_heartbeat())
+        self._health = HealthMonitor(LOADING_TIMEOUT_S, float("inf"))
         try:
-            while not life.ready.done():
-                await asyncio.wait([life.ready], timeout=TICK_S)
+            while not process.ready.done():
+                await asyncio.wait([process.ready], timeout=TICK_S)
                 self._expire()
-                if (why := self._vitals.tick()) is not None:
+                if (why := self._health.tick()) is not None:
                     raise Unavailable(f"the engine process hangs while it starts: {why}")
-            return life, life.ready.result()
+            return process, process.ready.result()
         except BaseException:
-            await life.end()
+            await process.end()
             raise
 
-    def _begin_life(self, life: EngineProcess) -> None:
-        self._life = life
-        self._vitals = Vitals(self._watch.pulse_timeout_s, self._watch.stall_timeout_s)
+    def _on_process_ready(self, process: EngineProcess) -> None:
+        self._process = process
+        self._health = HealthMonitor(self._timeouts.heartbeat_timeout_s, self._timeouts.stall_timeout_s)
         self._broken = False
         tell = self._log.info if self.num_restarts else self._log.debug
-        tell("engine process ready", pid=life.pid, replays=len(self._tokens))
+        tell("engine process ready", pid=process.pid, replays=len(self._tokens))
         self._send_what_may_be()
 
     def _expire(self) -> None:
@@ -335,7 +335,7 @@ class SupervisedCore:
         for request in self._tokens.requests():
             self._tokens.forget(request.request_id)
             self._fail(request.request_id, Unavailable(why))
-        self._asking.refuse(why)
+        self._pending_adds.refuse(why)
         self._note_idle()
 
     def _end_all(self, error: str) -> None:
@@ -343,34 +343,34 @@ class SupervisedCore:
         for request in self._tokens.requests():
             self._tokens.forget(request.request_id)
             self._publish([RequestUpdate(request, error=error)])
-        self._asking.refuse(error)
+        self._pending_adds.refuse(error)
         self._note_idle()
 
     # Talking.
 
     def _send_what_may_be(self) -> None:
         """Replays first, as the log allows them, then newcomers."""
-        if self._life is None:
+        if self._process is None:
             return
         for request in self._tokens.next_to_send():
             self._counts["replayed_requests"] += 1
-            self._life.send(Readmit(sequence_of(request)))
+            self._process.send(Readmit(sequence_of(request)))
         if self._tokens.is_replaying:
             return
-        for asked in self._asking.send():
-            self._life.send(Add(tuple(map(sequence_of, asked.requests))))
+        for asked in self._pending_adds.send():
+            self._process.send(Add(tuple(map(sequence_of, asked.requests))))
 
-    def _take_back(self, asked: Asked) -> None:
+    def _take_back(self, asked: PendingAdd) -> None:
         """It is answered, or its asker has left."""
-        if self._asking.leave(asked):
+        if self._pending_adds.leave(asked):
             self._disown(asked)
         self._send_what_may_be()
         self._note_idle()
 
-    def _disown(self, asked: Asked) -> None:
-        if self._life is not None:
+    def _disown(self, asked: PendingAdd) -> None:
+        if self._process is not None:
             for request in asked.requests:
-                self._life.send(Drop(request.request_id, None, "its asker has left"))
+                self._process.send(Drop(request.request_id, None, "its asker has left"))
 
     def _accept(self, requests: Sequence[Request], answer: Answer) -> Outlook:
         if answer.refusal is None:
@@ -387,7 +387,7 @@ class SupervisedCore:
             case Beat(None):
                 self._broken = True
             case Beat(EngineStats() as stats):
-                self._vitals.note_step(stats.step, stats.running + stats.waiting > 0)
+                self._health.note_step(stats.step, stats.running + stats.waiting > 0)
                 self._stats, self._num_waiting = stats, stats.waiting
             case Begun(requests):
                 self._tokens.note_begun(requests)
@@ -396,7 +396,7 @@ class SupervisedCore:
 
     def _take_answer(self, request_id: int, answer: Answer) -> None:
         self._num_waiting = answer.num_waiting
-        asked = self._asking.answered(request_id)
+        asked = self._pending_adds.answered(request_id)
         if asked is None:
             return
         if asked.answer.done():  # its asker leaves in this very turn
@@ -410,7 +410,7 @@ class SupervisedCore:
 
     def _take_report(self, report: Report) -> None:
         self._num_waiting = report.num_waiting
-        self._vitals.note_step(report.num_steps, has_work=True)
+        self._health.note_step(report.num_steps, has_work=True)
         updates = [taken for update in report.updates if (taken := self._tokens.take(update)) is not None]
         if updates:
             self._publish(updates)

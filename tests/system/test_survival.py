@@ -19,7 +19,7 @@ from quire.runtime.common.errors import ConfigError, DeadlineExceeded, ModelErro
 from quire.runtime.common.types import OutputChunk
 from quire.runtime.engine import Engine, GenerateRequest, Vocabulary
 from quire.runtime.model import model_folder
-from quire.runtime.workers import Fleet, Watch, engine_process
+from quire.runtime.workers import EnginePool, HealthTimeouts, engine_process
 
 from .bits import asked, bits, prompt, running, together
 from .poisoned_engine import INDIGESTIBLE, POISON
@@ -29,9 +29,11 @@ VOCABULARY = Vocabulary.load(model_folder(None))
 
 
 @asynccontextmanager
-async def fleet(watch: Watch | None = None, num_processes: int = 1, **settings: Any) -> AsyncIterator[Engine[Fleet]]:
+async def engine_pool(
+    timeouts: HealthTimeouts | None = None, num_processes: int = 1, **settings: Any
+) -> AsyncIterator[Engine[EnginePool]]:
     """An engine over processes; afterwards every page is back and every process gone."""
-    core = await Fleet.launch(EngineConfig(**SETTINGS | settings), watch, num_processes=num_processes)
+    core = await EnginePool.launch(EngineConfig(**SETTINGS | settings), timeouts, num_processes=num_processes)
     engine = Engine(core, VOCABULARY)
     try:
         yield engine
@@ -47,7 +49,7 @@ def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-async def settled(engine: Engine[Fleet]) -> None:
+async def settled(engine: Engine[EnginePool]) -> None:
     """Until there is an engine, and it has told that it owns nothing: it says so four times a second."""
     async with asyncio.timeout(10):
         while True:
@@ -58,13 +60,13 @@ async def settled(engine: Engine[Fleet]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def restarted(engine: Engine[Fleet], times: int = 1) -> None:
+async def restarted(engine: Engine[EnginePool], times: int = 1) -> None:
     async with asyncio.timeout(20):
         while engine.core.members[0].num_restarts < times:
             await asyncio.sleep(0.02)
 
 
-def strike(engine: Engine[Fleet], number: signal.Signals = signal.SIGKILL, member: int = 0) -> None:
+def strike(engine: Engine[EnginePool], number: signal.Signals = signal.SIGKILL, member: int = 0) -> None:
     pid = engine.core.members[member].pid
     assert pid is not None
     os.kill(pid, number)
@@ -89,7 +91,7 @@ async def test_every_stream_goes_on_with_the_same_bytes(number: signal.Signals) 
     requests = mixed_requests()
     async with running(**SETTINGS) as undisturbed:
         wanted = await together(undisturbed, requests)
-    async with fleet(Watch(pulse_timeout_s=0.5)) as engine:
+    async with engine_pool(HealthTimeouts(heartbeat_timeout_s=0.5)) as engine:
         for moment in (0.0, 0.03) if number is signal.SIGKILL else (0.02,):
             restarts = engine.core.members[0].num_restarts
             streams = asyncio.create_task(together(engine, requests))  # type: ignore[arg-type]
@@ -104,7 +106,7 @@ async def test_the_same_streams_through_many_crashes() -> None:
     requests = [asked(prompt(30, i), max_tokens=120, temperature=0.7, seed=i) for i in range(8)]
     async with running(**SETTINGS) as undisturbed:
         wanted = await together(undisturbed, requests)
-    async with fleet() as engine:
+    async with engine_pool() as engine:
         streams = [asyncio.create_task(collect(engine, request)) for request in requests]
         for death in range(3):
             await tokens_flow(engine)
@@ -122,7 +124,7 @@ async def collect(engine: Engine[Any], request: GenerateRequest) -> list[OutputC
     return [chunk async for chunk in await engine.submit(request)]
 
 
-async def tokens_flow(engine: Engine[Fleet]) -> None:
+async def tokens_flow(engine: Engine[EnginePool]) -> None:
     """Everybody has gained two tokens in this life, so nobody is on trial any more."""
     async with asyncio.timeout(20):
         log = engine.core.members[0]._tokens
@@ -142,7 +144,7 @@ def can_be_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("can_be_poisoned")
 async def test_who_kills_it_by_being_taken_on_is_told_and_nobody_else() -> None:
-    async with fleet() as engine:
+    async with engine_pool() as engine:
         stream = await engine.submit(asked(prompt(9), max_tokens=60))
         bad, good = [
             asyncio.create_task(collect(engine, asked((7, token), max_tokens=4))) for token in (INDIGESTIBLE, 8)
@@ -159,7 +161,7 @@ async def test_who_kills_it_twice_is_quarantined_and_nobody_else() -> None:
     others = [asked(prompt(25, i), max_tokens=80, seed=i, temperature=0.5) for i in range(5)]
     async with running(**SETTINGS) as undisturbed:
         wanted = await together(undisturbed, others)
-    async with fleet() as engine:
+    async with engine_pool() as engine:
         streams = asyncio.create_task(together(engine, others))  # type: ignore[arg-type]
         await asyncio.sleep(0.02)
         poisoned = await engine.submit(asked((5, POISON, 6)))
@@ -173,7 +175,7 @@ async def test_who_kills_it_twice_is_quarantined_and_nobody_else() -> None:
 
 
 async def test_cancels_deadlines_and_newcomers_while_there_is_no_engine() -> None:
-    async with fleet() as engine:
+    async with engine_pool() as engine:
         kept, cancelled = [await engine.submit(asked(prompt(9, i), max_tokens=200)) for i in range(2)]
         late = await engine.submit(
             GenerateRequest(prompt=prompt(9, 2), params=asked(prompt(3), max_tokens=300).params, deadline_ms=150)
@@ -203,7 +205,7 @@ async def drained(stream: Any) -> list[OutputChunk]:
 
 
 async def test_a_full_queue_is_told_at_once_and_limits_do_not_refuse_who_was_accepted() -> None:
-    async with fleet(max_num_seqs=2, max_num_waiting=3) as engine:
+    async with engine_pool(max_num_seqs=2, max_num_waiting=3) as engine:
         streams = [await engine.submit(asked(prompt(9, i), max_tokens=100)) for i in range(2)]
         outputs = [asyncio.create_task(drained(stream)) for stream in streams]
         await asyncio.sleep(0.05)
@@ -219,7 +221,7 @@ async def test_a_full_queue_is_told_at_once_and_limits_do_not_refuse_who_was_acc
 async def test_an_engine_that_cannot_come_back_ends_everything_with_a_typed_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with fleet() as engine:
+    async with engine_pool() as engine:
         stream = await engine.submit(asked(prompt(9), max_tokens=400))
         output = asyncio.create_task(drained(stream))
         await asyncio.sleep(0.02)
@@ -237,16 +239,16 @@ async def test_an_engine_that_cannot_come_back_ends_everything_with_a_typed_erro
 
 async def test_what_keeps_it_from_starting_is_typed(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
-        await Fleet.launch(EngineConfig(model=str(tmp_path)))
+        await EnginePool.launch(EngineConfig(model=str(tmp_path)))
     with pytest.raises(ConfigError, match="--block-size"):
-        await Fleet.launch(EngineConfig(block_size=7))
+        await EnginePool.launch(EngineConfig(block_size=7))
 
 
 async def test_several_processes_are_one_engine() -> None:
     requests = mixed_requests()
     async with running(**SETTINGS) as undisturbed:
         wanted = await together(undisturbed, requests)
-    async with fleet(num_processes=min(2, len(os.sched_getaffinity(0))), kv_cache_memory=16 << 20) as engine:
+    async with engine_pool(num_processes=min(2, len(os.sched_getaffinity(0))), kv_cache_memory=16 << 20) as engine:
         streams = asyncio.create_task(together(engine, requests))  # type: ignore[arg-type]
         await asyncio.sleep(0.03)
         strike(engine, member=random.randrange(len(engine.core.members)))

@@ -15,9 +15,9 @@ from quire.runtime.model.runner import SamplingSpec
 from quire.runtime.workers.engine_link import (
     FROM_ENGINE,
     TO_ENGINE,
-    Account,
     Add,
     Channel,
+    FinalCounters,
     Report,
     Update,
     request_of,
@@ -72,16 +72,16 @@ def test_a_request(
 @given(st.floats())
 def test_logprobs_to_the_last_bit(logprob: float) -> None:
     token = SampledToken(1, 5, logprob, ((5, logprob), (6, -math.inf)))
-    account = Account((0.5, logprob), 1, 2, (Hypothesis((token,), logprob, logprob, "stop"),))
-    report = Report((Update(1, (token,), "stop", None, account),), 3, 4)
+    counters = FinalCounters((0.5, logprob), 1, 2, (Hypothesis((token,), logprob, logprob, "stop"),))
+    report = Report((Update(1, (token,), "stop", None, counters),), 3, 4)
     received = FROM_ENGINE.decode(ENCODE(report))
     assert isinstance(received, Report)
     (update,) = received.updates
     assert isinstance(update.tokens[0], SampledToken)
     assert update.tokens[0].logprob is not None
     assert struct.pack("<d", update.tokens[0].logprob) == struct.pack("<d", logprob)
-    assert update.account is not None
-    assert isinstance(update.account.hypotheses[0].tokens[0], SampledToken)
+    assert update.counters is not None
+    assert isinstance(update.counters.hypotheses[0].tokens[0], SampledToken)
     assert ENCODE(received) == ENCODE(report)
 
 

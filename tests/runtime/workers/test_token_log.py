@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from quire.runtime.engine import Prefilled
-from quire.runtime.workers.engine_link import Account, Update
-from quire.runtime.workers.token_log import FRUITLESS_LIVES, MOST_UNBEGUN_LIVES, TokenLog
+from quire.runtime.workers.engine_link import FinalCounters, Update
+from quire.runtime.workers.token_log import MAX_UNBEGUN_EXITS, MAX_UNPRODUCTIVE_EXITS, TokenLog
 from quire.scheduler import BeamSearch, Request, SampledToken, State
 
 
@@ -46,8 +46,8 @@ def prove(log: TokenLog, request_id: int) -> None:
     token(log, request_id)
 
 
-def end(log: TokenLog, request_id: int, account: Account = Account((0.0,) * len(State), 0, 0, ())) -> None:  # noqa: B008
-    log.take(Update(request_id, (), "length", None, account))
+def end(log: TokenLog, request_id: int, counters: FinalCounters = FinalCounters((0.0,) * len(State), 0, 0, ())) -> None:  # noqa: B008
+    log.take(Update(request_id, (), "length", None, counters))
 
 
 def sent(log: TokenLog) -> list[int]:
@@ -69,7 +69,7 @@ def test_tokens_are_written_down(log: TokenLog) -> None:
 def test_suspects_go_back_one_at_a_time_each_after_the_one_before_has_proved_itself(log: TokenLog) -> None:
     add(log, 1, 2, 3)
     add(log, 4, begun=False)  # waited: it cannot have been the cause
-    assert log.bury() == ([], [])
+    assert log.on_process_exit() == ([], [])
     assert log.is_replaying
     assert sent(log) == [1]
     assert sent(log) == []
@@ -88,12 +88,12 @@ def test_suspects_go_back_one_at_a_time_each_after_the_one_before_has_proved_its
 
 def test_who_kills_it_twice_is_quarantined_alone(log: TokenLog) -> None:
     add(log, 1, 2, 3)
-    log.bury()
+    log.on_process_exit()
     sent(log)
     prove(log, 1)
     assert sent(log) == [2]
-    buried = log.bury()
-    assert [request.request_id for request in buried.quarantined] == [2]
+    ended = log.on_process_exit()
+    assert [request.request_id for request in ended.quarantined] == [2]
     assert sent(log) == [1], "it had proved itself, so it is on trial anew"
     prove(log, 1)
     assert sent(log) == [3]
@@ -104,7 +104,7 @@ def test_who_kills_it_twice_is_quarantined_alone(log: TokenLog) -> None:
 def test_who_survives_its_trial_may_meet_another_crash(log: TokenLog) -> None:
     add(log, 1)
     for _ in range(20):
-        assert log.bury() == ([], [])
+        assert log.on_process_exit() == ([], [])
         assert sent(log) == [1]
         prove(log, 1)
 
@@ -112,45 +112,45 @@ def test_who_survives_its_trial_may_meet_another_crash(log: TokenLog) -> None:
 def test_a_process_that_others_killed_accuses_nobody(log: TokenLog) -> None:
     add(log, 1, 2)
     for _ in range(3):
-        assert log.bury(by_others=True) == ([], [])
+        assert log.on_process_exit(by_others=True) == ([], [])
         assert sent(log) == [1, 2], "all at once, whether they gained a token or not"
     assert not log.is_replaying
-    log.bury()
+    log.on_process_exit()
     assert sent(log) == [1]
-    assert log.bury(by_others=True) == ([], [])
+    assert log.on_process_exit(by_others=True) == ([], [])
     assert sent(log) == [1], "still on trial"
 
 
 def test_who_kills_it_in_decoding_is_found_too(log: TokenLog) -> None:
     add(log, 1, 2)
     token(log, 1)
-    log.bury()
+    log.on_process_exit()
     sent(log)
     token(log, 1)  # of the replay's prefill; its next step kills
-    buried = log.bury()
-    assert [request.request_id for request in buried.quarantined] == [1]
+    ended = log.on_process_exit()
+    assert [request.request_id for request in ended.quarantined] == [1]
     assert sent(log) == [2]
 
 
 def test_others_are_not_believed_for_ever(log: TokenLog) -> None:
     """The system's own killer comes from outside too, for whatever takes its memory."""
     add(log, 1, 2)
-    for _ in range(FRUITLESS_LIVES):
-        assert log.bury(by_others=True) == ([], [])
+    for _ in range(MAX_UNPRODUCTIVE_EXITS):
+        assert log.on_process_exit(by_others=True) == ([], [])
         assert sent(log) == [1, 2]
-    log.bury(by_others=True)
+    log.on_process_exit(by_others=True)
     assert sent(log) == [1], "one at a time now"
     prove(log, 1)
     assert sent(log) == [2]
-    assert log.bury(by_others=True) == ([], []), "somebody gained something, so others are believed again"
+    assert log.on_process_exit(by_others=True) == ([], []), "somebody gained something, so others are believed again"
 
 
 def test_who_kills_it_by_being_taken_on_again_is_found(log: TokenLog) -> None:
     add(log, 1, begun=False)
-    for _ in range(MOST_UNBEGUN_LIVES):
-        assert log.bury() == ([], [])
+    for _ in range(MAX_UNBEGUN_EXITS):
+        assert log.on_process_exit() == ([], [])
         log.next_to_send()
-    assert [request.request_id for request in log.bury().quarantined] == [1]
+    assert [request.request_id for request in log.on_process_exit().quarantined] == [1]
 
 
 def test_deadlines_pass_while_nobody_computes(log: TokenLog, clock: Clock) -> None:
@@ -159,23 +159,23 @@ def test_deadlines_pass_while_nobody_computes(log: TokenLog, clock: Clock) -> No
     add(log, 2)
     clock.now = 106.0
     assert log.expire() == [], "the engine sees to that"
-    log.bury()
+    log.on_process_exit()
     assert log.expire() == [late]
     assert len(log) == 1
 
 
 def test_a_process_that_dies_before_it_computed_anything_accuses_nobody(log: TokenLog) -> None:
     add(log, 1, 2)
-    log.bury()
+    log.on_process_exit()
     assert [request.request_id for request in log.next_to_send()] == [1]  # sent, but never begun
-    assert log.bury() == ([], [])
+    assert log.on_process_exit() == ([], [])
     assert sent(log) == [1]
 
 
 def test_what_is_given_up_does_not_come_back(log: TokenLog) -> None:
     first, second, _ = add(log, 1, 2, 3)
     assert log.cancel(1) is True, "the engine has to be told"
-    log.bury()
+    log.on_process_exit()
     assert len(log) == 2
     assert log.cancel(2) is second, "nobody has to be told"
     assert sent(log) == [3]
@@ -188,7 +188,7 @@ def test_what_is_given_up_does_not_come_back(log: TokenLog) -> None:
 def test_a_cancelled_one_is_returned_by_the_crash_that_swallowed_its_end(log: TokenLog) -> None:
     (request,) = add(log, 1)
     log.cancel(1)
-    assert log.bury() == ([], [request])
+    assert log.on_process_exit() == ([], [request])
     assert len(log) == 0
 
 
@@ -196,7 +196,7 @@ def test_a_search_goes_last_since_it_gains_no_token_before_its_end(log: TokenLog
     log.add(Request(1, (1, 2), max_tokens=4, beam=BeamSearch(2)))
     log.note_begun([Prefilled(1, 0)])
     add(log, 2)
-    log.bury()
+    log.on_process_exit()
     assert sent(log) == [2]
     prove(log, 2)
     assert sent(log) == [1]
@@ -212,11 +212,11 @@ def test_every_second_is_counted_once_over_all_lives(log: TokenLog, clock: Clock
     token(log, 1)
     token(log, 1)
     clock.now = 106.0  # decoded 3 s
-    log.bury()
+    log.on_process_exit()
     clock.now = 110.0  # no process for 4 s
     sent(log)
     clock.now = 125.0
-    end(log, 1, Account((5.0, 6.0, 4.0, 0.0, 0.0), 1, 0, ()))
+    end(log, 1, FinalCounters((5.0, 6.0, 4.0, 0.0, 0.0), 1, 0, ()))
     assert (request.queue_s, request.prefill_s, request.decode_s, request.stall_s) == (1.0, 8.0, 7.0, 9.0)
     assert sum(request.seconds_in) == 25.0
     assert request.cached_tokens == 2, "of its first life"
