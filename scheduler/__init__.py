@@ -1,7 +1,7 @@
 """Who runs next. Requests in, an immutable StepPlan out; no tensor, no kernel, no socket."""
 
 from .batch import MAX_PREEMPTIONS
-from .batcher import Batcher, Execute, FinishedStep, Observe, Publish
+from .engine_loop import Batcher, Execute, FinishedStep, Observe, Publish
 from .beam import BeamSearch, Hypothesis
 from .budget import LEAST_PREFILL, Budget, LatencyBudget, StepBudget, TokenBudget
 from .cost import Coefficients, CostModel, Load, chunk_pairs
