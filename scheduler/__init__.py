@@ -1,10 +1,10 @@
 """Who runs next. Requests in, an immutable StepPlan out; no tensor, no kernel, no socket."""
 
 from .batch import MAX_PREEMPTIONS
-from .engine_loop import Batcher, Execute, FinishedStep, Observe, Publish
 from .beam import BeamSearch, Hypothesis
 from .budget import LEAST_PREFILL, Budget, LatencyBudget, StepBudget, TokenBudget
 from .cost import Coefficients, CostModel, Load, chunk_pairs
+from .engine_loop import EngineLoop, Execute, FinishedStep, Observe, Publish
 from .errors import (
     CannotMeetDeadline,
     DuplicateRequest,
@@ -29,13 +29,13 @@ __all__ = [
     "LEAST_PREFILL",
     "MAX_PREEMPTIONS",
     "TRANSITIONS",
-    "Batcher",
     "BeamSearch",
     "Budget",
     "CannotMeetDeadline",
     "Coefficients",
     "CostModel",
     "DuplicateRequest",
+    "EngineLoop",
     "Execute",
     "Fair",
     "FinishReason",

@@ -37,7 +37,7 @@ class FinishedStep:
 Observe = Callable[[FinishedStep], None]  # must not raise
 
 
-class Batcher:
+class EngineLoop:
     """Runs steps as long as there is work. `publish` is called between steps and may finish or cancel requests, then
     `observe` is told of the step.
 
@@ -72,7 +72,7 @@ class Batcher:
 
     def start(self, ended: Callable[[], None] | None = None) -> None:
         """`ended` is called when the loop is over, asked for or not, and nothing will be published any more."""
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="quire-batcher")
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="quire-engine-loop")
         if ended is not None:
             self._task.add_done_callback(lambda _: ended())
 

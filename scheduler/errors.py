@@ -11,7 +11,7 @@ invariant: whatever the scheduler refuses, it refuses before it has changed anyt
     │   └── QuotaExceeded    nor its tenant's share of it
     ├── DuplicateRequest     a live request already has this id
     ├── StepMismatch         a result does not belong to the step in flight, or there is none: a bug in Quire
-    └── NotAccepting         the batcher is draining or closed
+    └── NotAccepting         the engine loop is draining or closed
 """
 
 from __future__ import annotations
@@ -65,4 +65,4 @@ class StepMismatch(SchedulerError):
 
 
 class NotAccepting(SchedulerError):
-    """No new requests: the batcher is draining or closed."""
+    """No new requests: the engine loop is draining or closed."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import structlog
 
 from ...pager import OutOfPages
-from ...scheduler import Batcher, FinishedStep, FinishReason, Outlook, Request, RequestUpdate, StepPlan, StepResult
+from ...scheduler import EngineLoop, FinishedStep, FinishReason, Outlook, Request, RequestUpdate, StepPlan, StepResult
 from ..common.config import EngineConfig
 from ..common.errors import ContextLengthExceeded, QuireError, Unavailable
 from ..model.runner import Machine, assemble
@@ -104,7 +104,7 @@ class LocalCore:
             config, self.pager, machine.executor.max_samples, max_prefill_chunk=max_prefill_chunk
         )
         self._worker = ThreadPoolExecutor(1, "quire-step")
-        self._batcher = Batcher(self.scheduler, self._execute, self._publish, self._observe)
+        self._engine_loop = EngineLoop(self.scheduler, self._execute, self._publish, self._observe)
         self._listener: CoreListener | None = None
         self._scoring = False
         self._closed = False
@@ -137,14 +137,14 @@ class LocalCore:
     @property
     def is_broken(self) -> bool:
         """Nothing will be computed any more, though nobody asked for the end."""
-        return self._batcher.is_broken
+        return self._engine_loop.is_broken
 
     def start(self, listener: CoreListener) -> None:
         self._listener = listener
-        self._batcher.start(listener.ended)
+        self._engine_loop.start(listener.ended)
 
     def check_room(self, tenant: str, count: int) -> None:
-        self._batcher.check_room(tenant, count)
+        self._engine_loop.check_room(tenant, count)
 
     async def add(self, requests: Sequence[Request]) -> Outlook:
         return self.queue(requests)
@@ -153,14 +153,14 @@ class LocalCore:
         """`add`, for who cannot wait: there is nothing to wait for."""
         if self._scoring:
             raise Unavailable("this engine computes logits for somebody now; try again")
-        return self._batcher.add(*requests)
+        return self._engine_loop.add(*requests)
 
     def readmit(self, request: Request) -> None:
         """Queue a request that another core had accepted; limits do not apply again."""
-        self._batcher.readmit(request)
+        self._engine_loop.readmit(request)
 
     def cancel(self, request_id: int) -> None:
-        self._batcher.cancel(request_id)
+        self._engine_loop.cancel(request_id)
 
     def drop(self, request_id: int, reason: FinishReason | None = None, error: str | None = None) -> None:
         self.scheduler.finish(request_id, reason, error)
@@ -171,11 +171,11 @@ class LocalCore:
         return msgspec.convert(self.scheduler.stats(), EngineStats, from_attributes=True)
 
     async def drain(self) -> None:
-        await self._batcher.drain()
+        await self._engine_loop.drain()
 
     async def stop(self) -> None:
         """Pages stay as they are until `close`."""
-        await self._batcher.close()
+        await self._engine_loop.close()
 
     async def close(self) -> None:
         if self._closed:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from quire.scheduler import (
-    Batcher,
+    EngineLoop,
     FinishedStep,
     Limits,
     NotAccepting,
@@ -27,7 +27,7 @@ PATIENCE_S = 10  # a hang is a failure, not a wait
 
 
 class Engine:
-    """A batcher over a world whose executor can be held, broken or made to lie."""
+    """An engine loop over a world whose executor can be held, broken or made to lie."""
 
     def __init__(self, world: Any) -> None:
         self.world = world
@@ -39,7 +39,7 @@ class Engine:
         self.distort: Callable[[StepResult], StepResult] = lambda result: result
         self.on_publish: Callable[[RequestUpdate], None] = lambda update: None
         self.observed: list[FinishedStep] = []
-        self.batcher = Batcher(world.scheduler, self.execute, self.publish, self.observed.append)
+        self.loop = EngineLoop(world.scheduler, self.execute, self.publish, self.observed.append)
 
     async def execute(self, plan: StepPlan) -> StepResult:
         self.num_executed += 1
@@ -58,7 +58,7 @@ class Engine:
 
     def add(self, request_id: int, prompt: Sequence[int], max_tokens: int = 4) -> None:
         request = Request(request_id, prompt, max_tokens=max_tokens)
-        self.batcher.add(request)
+        self.loop.add(request)
         self.world.requests[request_id] = request
         self.world.outputs[request_id] = []
 
@@ -66,11 +66,11 @@ class Engine:
 @asynccontextmanager
 async def running(world: Any) -> AsyncIterator[Engine]:
     engine = Engine(world)
-    engine.batcher.start()
+    engine.loop.start()
     async with asyncio.timeout(PATIENCE_S):
         yield engine
         engine.gate.set()
-        await engine.batcher.close()
+        await engine.loop.close()
     assert world.scheduler.stats().pages_owned == 0
     assert world.ended.keys() == world.requests.keys()
 
@@ -79,9 +79,9 @@ async def test_requests_run_to_their_end(make_world: MakeWorld, expected: Expect
     async with running(make_world()) as engine:
         engine.add(1, [1] * 5)
         engine.add(2, [2] * 6, max_tokens=7)
-        await engine.batcher.drain()
+        await engine.loop.drain()
         assert engine.world.outputs == {1: expected([1] * 5, 4), 2: expected([2] * 6, 7)}
-        assert engine.batcher.num_steps == engine.num_executed == 7
+        assert engine.loop.num_steps == engine.num_executed == 7
 
 
 async def test_a_request_joins_while_others_run(make_world: MakeWorld, expected: Expected) -> None:
@@ -91,7 +91,7 @@ async def test_a_request_joins_while_others_run(make_world: MakeWorld, expected:
         await engine.executing.wait()
         engine.add(2, [2] * 5)
         engine.gate.set()
-        await engine.batcher.drain()
+        await engine.loop.drain()
         assert engine.num_executed == 9
         assert engine.world.outputs[2] == expected([2] * 5, 4)
 
@@ -112,11 +112,11 @@ async def test_it_sleeps_while_there_is_nothing_to_do(make_world: MakeWorld) -> 
             await asyncio.sleep(0)
         assert calls == 1
         engine.add(1, [1], max_tokens=2)
-        await engine.batcher.drain()
+        await engine.loop.drain()
         for _ in range(50):
             await asyncio.sleep(0)
         assert calls == 4  # two steps, and once in vain
-        assert engine.batcher.num_steps == 2
+        assert engine.loop.num_steps == 2
 
 
 async def test_refusals_reach_the_caller_and_leave_nothing(make_world: MakeWorld) -> None:
@@ -126,7 +126,7 @@ async def test_refusals_reach_the_caller_and_leave_nothing(make_world: MakeWorld
         engine.add(2, [2])
         with pytest.raises(QueueFull):
             engine.add(3, [3])
-        await engine.batcher.drain()
+        await engine.loop.drain()
         assert engine.world.ended == {2: "length"}
 
 
@@ -136,13 +136,13 @@ async def test_cancelling_between_and_during_steps(make_world: MakeWorld) -> Non
         engine.add(2, [2] * 5)
         engine.gate.clear()
         await engine.executing.wait()
-        engine.batcher.cancel(2)
+        engine.loop.cancel(2)
         assert engine.world.ended == {2: "cancelled"}  # at once
-        engine.batcher.cancel(1)
-        engine.batcher.cancel(1)
+        engine.loop.cancel(1)
+        engine.loop.cancel(1)
         assert 1 not in engine.world.ended  # its pages are in use
         engine.gate.set()
-        await engine.batcher.drain()
+        await engine.loop.drain()
         assert engine.world.ended == {1: "cancelled", 2: "cancelled"}
         assert engine.num_executed == 1
 
@@ -157,7 +157,7 @@ async def test_publish_may_end_requests_itself(make_world: MakeWorld, expected: 
         engine.on_publish = stop_at_two
         engine.add(1, [1] * 5, max_tokens=9)
         engine.add(2, [2] * 5, max_tokens=9)
-        await engine.batcher.drain()
+        await engine.loop.drain()
         assert engine.world.ended == {1: "stop", 2: "stop"}
         assert engine.world.outputs == {1: expected([1] * 5, 2), 2: expected([2] * 5, 2)}
         assert engine.num_executed == 2
@@ -168,7 +168,7 @@ async def test_a_failing_step_ends_its_requests_and_the_loop_goes_on(make_world:
         engine.failure = RuntimeError("kernel failed")
         engine.add(1, [1] * 5)
         engine.add(2, [2] * 5)
-        await engine.batcher.drain()
+        await engine.loop.drain()
         assert engine.world.ended == {1: "step 1 failed: RuntimeError('kernel failed')", 2: "length"}
         assert engine.world.outputs == {1: [], 2: expected([2] * 5, 4)}
 
@@ -177,14 +177,14 @@ async def test_a_result_that_is_not_the_steps_fails_the_step(make_world: MakeWor
     async with running(make_world()) as engine:
         engine.distort = lambda result: StepResult(result.step_id, (), 0.0)
         engine.add(1, [1] * 5)
-        await engine.batcher.drain()
+        await engine.loop.drain()
         assert engine.world.ended == {1: "step 1 must sample for requests [1], in this order"}
 
 
 async def test_draining_accepts_nothing_more_and_waits_for_the_rest(make_world: MakeWorld) -> None:
     async with running(make_world()) as engine:
         engine.add(1, [1] * 5)
-        drained = asyncio.create_task(engine.batcher.drain())
+        drained = asyncio.create_task(engine.loop.drain())
         await asyncio.sleep(0)
         assert not drained.done()
         with pytest.raises(NotAccepting, match="draining or closed"):
@@ -193,18 +193,18 @@ async def test_draining_accepts_nothing_more_and_waits_for_the_rest(make_world: 
         assert engine.world.ended == {1: "length"}
 
 
-async def test_draining_an_idle_batcher_returns(make_world: MakeWorld) -> None:
+async def test_draining_an_idle_engine_loop_returns(make_world: MakeWorld) -> None:
     async with running(make_world()) as engine:
-        await engine.batcher.drain()
+        await engine.loop.drain()
 
 
 async def test_cancelling_the_last_request_ends_the_drain(make_world: MakeWorld) -> None:
     world = make_world()
     engine = Engine(world)  # not started: the request stays queued
     engine.add(1, [1] * 5)
-    drained = asyncio.create_task(engine.batcher.drain())
+    drained = asyncio.create_task(engine.loop.drain())
     await asyncio.sleep(0)
-    engine.batcher.cancel(1)
+    engine.loop.cancel(1)
     async with asyncio.timeout(PATIENCE_S):
         await drained
 
@@ -213,11 +213,11 @@ async def test_finished_steps_are_observed_and_failed_ones_are_not(make_world: M
     async with running(make_world()) as engine:
         engine.failure = RuntimeError("out of luck")
         engine.add(1, [1] * 5)
-        await engine.batcher.drain()
+        await engine.loop.drain()
         assert engine.observed == []
     async with running(make_world()) as engine:
         engine.add(1, [1] * 5, max_tokens=3)
-        await engine.batcher.drain()
+        await engine.loop.drain()
     assert [len(step.plan.sequences[0].token_ids) for step in engine.observed] == [5, 1, 1]
     assert [step.result.step_id for step in engine.observed] == [step.plan.step_id for step in engine.observed]
     assert all(min(step.schedule_s, step.commit_s, step.publish_s) > 0 for step in engine.observed)
@@ -229,7 +229,7 @@ async def test_closing_lets_the_step_end_and_ends_the_rest_with_an_error(make_wo
         engine.add(2, [2] * 5)
         engine.gate.clear()
         await engine.executing.wait()
-        closed = asyncio.create_task(engine.batcher.close("shutting down"))
+        closed = asyncio.create_task(engine.loop.close("shutting down"))
         for _ in range(5):
             await asyncio.sleep(0)
         assert not closed.done()
@@ -238,31 +238,31 @@ async def test_closing_lets_the_step_end_and_ends_the_rest_with_an_error(make_wo
         await closed
         assert engine.world.ended == {1: "shutting down", 2: "shutting down"}
         assert len(engine.world.outputs[1]) == 1
-        await engine.batcher.close()
+        await engine.loop.close()
         with pytest.raises(NotAccepting):
             engine.add(3, [3])
 
 
-async def test_closing_a_batcher_that_never_started(make_world: MakeWorld) -> None:
+async def test_closing_an_engine_loop_that_never_started(make_world: MakeWorld) -> None:
     engine = Engine(make_world())
     engine.add(1, [1])
-    await engine.batcher.close("never started")
+    await engine.loop.close("never started")
     assert engine.world.ended == {1: "never started"}
 
 
 async def test_a_cancelled_loop_leaves_no_request_behind(make_world: MakeWorld) -> None:
     world = make_world(max_num_seqs=1)
     engine = Engine(world)
-    engine.batcher.start()
+    engine.loop.start()
     engine.add(1, [1] * 5)
     engine.add(2, [2] * 5)
     engine.gate.clear()
     await engine.executing.wait()
-    (loop,) = (task for task in asyncio.all_tasks() if task.get_name() == "quire-batcher")
+    (loop,) = (task for task in asyncio.all_tasks() if task.get_name() == "quire-engine-loop")
     loop.cancel()
     async with asyncio.timeout(PATIENCE_S):
-        await engine.batcher.drain()
-        await engine.batcher.close()
+        await engine.loop.drain()
+        await engine.loop.close()
     assert world.ended == {1: "the engine stopped unexpectedly", 2: "the engine stopped unexpectedly"}
     assert world.scheduler.stats().pages_owned == 0
 
@@ -270,14 +270,14 @@ async def test_a_cancelled_loop_leaves_no_request_behind(make_world: MakeWorld) 
 async def test_a_broken_loop_ends_every_request_and_tells_who_closes_it(make_world: MakeWorld) -> None:
     world = make_world(max_num_seqs=1)
     engine = Engine(world)
-    engine.batcher.start()
+    engine.loop.start()
     engine.add(1, [1] * 5)
     engine.add(2, [2] * 5)
-    assert not engine.batcher.is_broken
+    assert not engine.loop.is_broken
     world.pager.pool.num_free -= 1  # the audit of the next step fails
     async with asyncio.timeout(PATIENCE_S):
-        await engine.batcher.drain()
-        assert engine.batcher.is_broken
+        await engine.loop.drain()
+        assert engine.loop.is_broken
         with pytest.raises(Exception, match="do not match the lists"):
-            await engine.batcher.close()
+            await engine.loop.close()
     assert world.ended == {1: "the engine stopped unexpectedly", 2: "the engine stopped unexpectedly"}
