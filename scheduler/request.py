@@ -85,7 +85,7 @@ class Request:
     recomputed_tokens: int = field(default=0, init=False)  # computed again after a preemption
     high_water_tokens: int = field(default=0, init=False)  # the most that were ever computed
     preemptions: int = field(default=0, init=False)
-    right_guesses: int = field(default=0, init=False)
+    accepted_draft_tokens: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

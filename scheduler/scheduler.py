@@ -285,8 +285,8 @@ class Scheduler:
             preemptions=batch.num_preemptions,
             preemptions_spilled=batch.num_spilled,
             recomputed_tokens=self._recomputed_tokens,
-            guessed_tokens=self._speculator.num_guessed,
-            right_guesses=self._speculator.num_right,
+            draft_tokens=self._speculator.num_guessed,
+            accepted_draft_tokens=self._speculator.num_right,
         )
 
     def _outlook(self, pages_needed: int, prefill_tokens: int) -> Outlook:

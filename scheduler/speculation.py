@@ -49,7 +49,7 @@ class Speculator:
 
     def note(self, request: Request, guessed: int, right: int) -> None:
         """What verifying a request's guesses has shown."""
-        request.right_guesses += right
+        request.accepted_draft_tokens += right
         self.num_guessed += guessed
         self.num_right += right
         if request.ngrams is not None:

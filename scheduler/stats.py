@@ -25,5 +25,5 @@ class SchedulerStats:
     preemptions: int
     preemptions_spilled: int  # of those: pages were kept
     recomputed_tokens: int  # lost to preemption and computed again
-    guessed_tokens: int  # verified
-    right_guesses: int
+    draft_tokens: int  # verified
+    accepted_draft_tokens: int

@@ -204,7 +204,7 @@ class Models(_Frame, tag="MODELS", frozen=True):
 
 class Stats(_Frame, tag="STATS", frozen=True):
     request_id: RequestId
-    stats: dict[str, int]  # names are those of `EngineStats`
+    stats: dict[str, int]  # encoded names of the fields of `EngineStats`
 
 
 ClientFrame = Hello | Generate | Cancel | Credit | Resume | Tokenize | ListModels | AskStats | Ping | Pong

@@ -100,5 +100,5 @@ def models_frame(request_id: int, name: str, info: EngineInfo) -> Models:
 
 def stats_frame(request_id: int, stats: EngineStats) -> Stats:
     """Those that are numbers."""
-    values = msgspec.structs.asdict(stats)
+    values: dict[str, object] = msgspec.to_builtins(stats)
     return Stats(request_id, {name: value for name, value in values.items() if type(value) is int})

@@ -63,8 +63,8 @@ COUNTERS = (  # of EngineStats: a new process counts from 0
     "preemptions",
     "preemptions_spilled",
     "recomputed_tokens",
-    "guessed_tokens",
-    "right_guesses",
+    "draft_tokens",
+    "accepted_draft_tokens",
 )
 
 _log = structlog.get_logger("quire.supervisor")

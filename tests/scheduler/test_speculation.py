@@ -30,7 +30,7 @@ def test_on_or_off_the_tokens_are_the_same(
     world.add(1, prompt, max_tokens)
     steps = world.run()
     assert world.outputs[1] == expected(prompt, max_tokens, 2)
-    assert steps == max_tokens - world.requests[1].right_guesses
+    assert steps == max_tokens - world.requests[1].accepted_draft_tokens
     assert world.scheduler.stats().pages_owned == 0
 
 
@@ -39,8 +39,8 @@ def test_right_guesses_save_steps_and_are_counted(make_world: MakeWorld) -> None
     world.add(1, PERIODIC, max_tokens=60)
     assert world.run() < 50
     stats = world.scheduler.stats()
-    assert 0 < stats.right_guesses < stats.guessed_tokens
-    assert stats.right_guesses == world.requests[1].right_guesses
+    assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
+    assert stats.accepted_draft_tokens == world.requests[1].accepted_draft_tokens
 
 
 def test_a_stop_token_among_right_guesses_ends_the_request_there(make_world: MakeWorld, expected: Expected) -> None:
@@ -56,7 +56,7 @@ def test_guesses_that_cost_more_than_they_save_are_not_verified(make_world: Make
     world = speculative(make_world, DEAR_ROWS)
     world.add(1, PERIODIC, max_tokens=60)
     assert world.run() == 60
-    assert world.scheduler.stats().guessed_tokens == 0
+    assert world.scheduler.stats().draft_tokens == 0
 
 
 def test_the_wider_the_batch_the_fewer_guesses(make_world: MakeWorld) -> None:
@@ -67,7 +67,7 @@ def test_the_wider_the_batch_the_fewer_guesses(make_world: MakeWorld) -> None:
         for user in range(users):
             world.add(user, PERIODIC, max_tokens=30)
         world.run()
-        guessed[users] = world.scheduler.stats().guessed_tokens / users
+        guessed[users] = world.scheduler.stats().draft_tokens / users
     assert guessed[1] > guessed[4] > guessed[24] == 0
 
 

@@ -271,7 +271,7 @@ async def test_guessing_changes_nothing_but_the_work(running: Running, count: in
         assert one[-1].usage is not None
         assert other[-1].usage is not None
         assert one[-1].usage.completion_tokens == other[-1].usage.completion_tokens
-    assert 0 < stats.right_guesses <= stats.guessed_tokens
+    assert 0 < stats.accepted_draft_tokens <= stats.draft_tokens
     assert stats.step < steps
 
 
