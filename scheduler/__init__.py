@@ -5,7 +5,7 @@ from .beam import BeamSearch, Hypothesis
 from .budget import LEAST_PREFILL, Budget, LatencyBudget, StepBudget, TokenBudget
 from .cost import Coefficients, CostModel, Load, chunk_pairs
 from .engine_loop import EngineLoop, Execute, FinishedStep, Observe, Publish
-from .errors import (
+from .admission import (
     CannotMeetDeadline,
     DuplicateRequest,
     NotAccepting,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from .errors import NotAccepting, Outlook, StepMismatch
+from .admission import NotAccepting, Outlook, StepMismatch
 from .plan import StepPlan, StepResult
 from .request import FinishReason, Request, RequestUpdate
 from .scheduler import Scheduler

@@ -22,7 +22,7 @@ from ..pager import Pager, check
 from .batch import Batch, table_of
 from .budget import Budget
 from .cost import CostModel
-from .errors import DuplicateRequest, Outlook, QueueFull, StepMismatch
+from .admission import DuplicateRequest, Outlook, QueueFull, StepMismatch
 from .forecast import Forecast
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
 from .planner import Planner

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
 
-from .errors import CannotMeetDeadline, Outlook, QuotaExceeded, TooLong
+from .admission import CannotMeetDeadline, Outlook, QuotaExceeded, TooLong
 from .policy import Policy
 from .request import Request, State
 from .tenants import Limits, Tenants

@@ -135,7 +135,7 @@ class Failed(_Message, tag="FAILED", frozen=True):
 
 
 class Answer(_Message, tag="ANSWER", frozen=True):
-    """Accepted with an outlook, or refused, then with the name of a class in `scheduler.errors`."""
+    """Accepted with an outlook, or refused, then with the name of a class in `scheduler.admission`."""
 
     request_id: int
     outlook: Outlook | None
