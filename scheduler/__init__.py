@@ -1,15 +1,10 @@
 """Who runs next. Requests in, an immutable StepPlan out; no tensor, no kernel, no socket."""
 
-from .batch import MAX_PREEMPTIONS
-from .beam import BeamSearch, Hypothesis
-from .budget import LEAST_PREFILL, Budget, LatencyBudget, StepBudget, TokenBudget
-from .cost import Coefficients, CostModel, Load, chunk_pairs
-from .engine_loop import EngineLoop, Execute, FinishedStep, Observe, Publish
 from .admission import (
+    AdmissionEstimate,
     CannotMeetDeadline,
     DuplicateRequest,
     NotAccepting,
-    Outlook,
     QueueFull,
     QuotaExceeded,
     Refused,
@@ -17,6 +12,11 @@ from .admission import (
     StepMismatch,
     TooLong,
 )
+from .batch import MAX_PREEMPTIONS
+from .beam import BeamSearch, Hypothesis
+from .budget import LEAST_PREFILL, Budget, LatencyBudget, StepBudget, TokenBudget
+from .cost import Coefficients, CostModel, Load, chunk_pairs
+from .engine_loop import EngineLoop, Execute, FinishedStep, Observe, Publish
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
 from .policy import Fair, FirstComeFirstServed, Policy, Priority
 from .request import TRANSITIONS, FinishReason, Request, RequestUpdate, State
@@ -29,6 +29,7 @@ __all__ = [
     "LEAST_PREFILL",
     "MAX_PREEMPTIONS",
     "TRANSITIONS",
+    "AdmissionEstimate",
     "BeamSearch",
     "Budget",
     "CannotMeetDeadline",
@@ -47,7 +48,6 @@ __all__ = [
     "Load",
     "NotAccepting",
     "Observe",
-    "Outlook",
     "Policy",
     "Priority",
     "Publish",

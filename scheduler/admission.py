@@ -4,7 +4,7 @@ It must not know users or the errors of the runtime, which translates these once
 invariant: whatever the scheduler refuses, it refuses before it has changed anything.
 
     SchedulerError
-    ├── Refused              a request cannot be taken; `outlook` says how things stand
+    ├── Refused              a request cannot be taken; `estimate` says how things stand
     │   ├── QueueFull        the waiting queue, or this tenant's part of it, is at its limit; try again later
     │   ├── CannotMeetDeadline  it would still be waiting for its first token when its deadline passes
     │   ├── TooLong          the request could not fit the pool even alone
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class AdmissionEstimate:
     """How things stand for a request: what is known when it is accepted, or refused."""
 
     position: int  # requests ahead of it in the queue
@@ -34,9 +34,9 @@ class SchedulerError(Exception):
 
 
 class Refused(SchedulerError):
-    def __init__(self, message: str, outlook: Outlook) -> None:
+    def __init__(self, message: str, estimate: AdmissionEstimate) -> None:
         super().__init__(message)
-        self.outlook = outlook
+        self.estimate = estimate
 
 
 class QueueFull(Refused):

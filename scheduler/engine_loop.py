@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from .admission import NotAccepting, Outlook, StepMismatch
+from .admission import AdmissionEstimate, NotAccepting, StepMismatch
 from .plan import StepPlan, StepResult
 from .request import FinishReason, Request, RequestUpdate
 from .scheduler import Scheduler
@@ -81,14 +81,14 @@ class EngineLoop:
         self._check_accepting()
         self._scheduler.check_room(tenant, count)
 
-    def add(self, *requests: Request) -> Outlook:
+    def add(self, *requests: Request) -> AdmissionEstimate:
         """Queue a request, or the branches of one prompt. Raises NotAccepting, or what `Scheduler.add_branches` raises,
         before anything has changed.
         """
         self._check_accepting()
-        outlook = self._scheduler.add_branches(requests)
+        estimate = self._scheduler.add_branches(requests)
         self._begin_work()
-        return outlook
+        return estimate
 
     def readmit(self, request: Request) -> None:
         """Queue a request that was accepted elsewhere. Raises what `Scheduler.readmit` raises."""

@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..pager import Pager, check
+from .admission import AdmissionEstimate, DuplicateRequest, QueueFull, StepMismatch
 from .batch import Batch, table_of
 from .budget import Budget
 from .cost import CostModel
-from .admission import DuplicateRequest, Outlook, QueueFull, StepMismatch
 from .forecast import Forecast
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
 from .planner import Planner
@@ -104,21 +104,21 @@ class Scheduler:
         """Raises QueueFull where `add` would for that reason: a cheap look before a prompt is prepared."""
         limit = self._waiting.limit_reached(tenant, count)
         if limit is not None:
-            raise QueueFull(f"the queue is full: {limit}", self._outlook(0, 0))
+            raise QueueFull(f"the queue is full: {limit}", self._estimate(0, 0))
 
-    def add(self, request: Request) -> Outlook:
+    def add(self, request: Request) -> AdmissionEstimate:
         """Queue a request. Raises DuplicateRequest or one of Refused before anything has changed."""
         return self.add_branches((request,))
 
-    def add_branches(self, requests: Sequence[Request]) -> Outlook:
+    def add_branches(self, requests: Sequence[Request]) -> AdmissionEstimate:
         """Queue requests that continue one prompt, all or none: the first computes it, the others fork its pages."""
         first, now = requests[0], self._clock()
         self._prepare(requests)
         self.check_room(first.tenant, len(requests))
-        outlook = self._outlook(first.pages_needed, first.num_prompt_tokens)
-        self._waiting.check_fit(first, outlook, now)
+        estimate = self._estimate(first.pages_needed, first.num_prompt_tokens)
+        self._waiting.check_fit(first, estimate, now)
         self._accept(requests, now)
-        return outlook
+        return estimate
 
     def readmit(self, request: Request) -> None:
         """Queue a request that another scheduler of the same limits had accepted: none of them refuses it again.
@@ -289,7 +289,7 @@ class Scheduler:
             accepted_draft_tokens=self._speculator.num_right,
         )
 
-    def _outlook(self, pages_needed: int, prefill_tokens: int) -> Outlook:
+    def _estimate(self, pages_needed: int, prefill_tokens: int) -> AdmissionEstimate:
         """How things stand for a newcomer of so many pages and tokens."""
         running = self._batch.requests.values()
         unfinished = sum(len(request.token_ids) - request.num_computed_tokens for request in running)
@@ -299,7 +299,7 @@ class Scheduler:
             self._batch.num_seats,
             sum(request.num_computed_tokens for request in running),
         )
-        return Outlook(len(self._waiting), pages_needed, self._pager.num_available, wait_s)
+        return AdmissionEstimate(len(self._waiting), pages_needed, self._pager.num_available, wait_s)
 
     # Committing and ending.
 

@@ -3,7 +3,6 @@
 from .core import Core, CoreInfo, CoreListener, LocalCore, Prefilled
 from .engine import Engine, LocalEngine
 from .facade import (
-    Admission,
     EngineFacade,
     EngineInfo,
     EngineObserver,
@@ -17,7 +16,6 @@ from .snapshot import check_snapshot_path, kept_prefixes
 from .vocabulary import Vocabulary
 
 __all__ = [
-    "Admission",
     "Core",
     "CoreInfo",
     "CoreListener",

@@ -18,7 +18,16 @@ import numpy.typing as npt
 import structlog
 
 from ...pager import OutOfPages
-from ...scheduler import EngineLoop, FinishedStep, FinishReason, Outlook, Request, RequestUpdate, StepPlan, StepResult
+from ...scheduler import (
+    AdmissionEstimate,
+    EngineLoop,
+    FinishedStep,
+    FinishReason,
+    Request,
+    RequestUpdate,
+    StepPlan,
+    StepResult,
+)
 from ..common.config import EngineConfig
 from ..common.errors import ContextLengthExceeded, QuireError, Unavailable
 from ..model.runner import Machine, assemble
@@ -68,7 +77,7 @@ class Core(Protocol):
     def check_room(self, tenant: str, count: int) -> None:
         """Raises QueueFull or NotAccepting where `add` would: a cheap look before a prompt is prepared."""
 
-    async def add(self, requests: Sequence[Request]) -> Outlook:
+    async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
         """Queue a request, or the samples of one prompt. Raises Refused or NotAccepting, nothing having changed."""
 
     def cancel(self, request_id: int) -> None:
@@ -146,10 +155,10 @@ class LocalCore:
     def check_room(self, tenant: str, count: int) -> None:
         self._engine_loop.check_room(tenant, count)
 
-    async def add(self, requests: Sequence[Request]) -> Outlook:
+    async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
         return self.queue(requests)
 
-    def queue(self, requests: Sequence[Request]) -> Outlook:
+    def queue(self, requests: Sequence[Request]) -> AdmissionEstimate:
         """`add`, for who cannot wait: there is nothing to wait for."""
         if self._scoring:
             raise Unavailable("this engine computes logits for somebody now; try again")

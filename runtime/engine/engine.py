@@ -28,7 +28,7 @@ from .core import Core, CoreListener, LocalCore, Prefilled
 from .facade import EngineInfo, EngineObserver, EngineStats, GenerateRequest, RequestStats, StepStats
 from .intake import num_sequences, scheduled_requests
 from .observer import SilentObserver
-from .refusals import admission, translate
+from .refusals import translate
 from .stream import Stream
 from .validator import Limits, Validator
 from .vocabulary import Vocabulary
@@ -206,7 +206,7 @@ class Engine(Generic[CoreT]):
         # Before the core knows them: what it reports may come sooner than its answer.
         self._branches.update((branch.request.request_id, branch) for branch in live.branches)
         try:
-            stream.admission = admission(await self.core.add(requests))
+            stream.admission = await self.core.add(requests)
         except BaseException:
             self._forget(live, "it was refused")
             raise

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ...scheduler import AdmissionEstimate
 from ..common.errors import QuireError
 from ..common.types import FinishReason, OutputChunk, SamplingParams, Usage
 
@@ -27,20 +28,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     pin_ms: int | None = None  # keep the prompt's pages in the prefix cache so long after the request ends
 
 
-class Admission(msgspec.Struct, frozen=True, kw_only=True):
-    """What was decided when the request was accepted."""
-
-    position: int  # requests ahead of it in the queue
-    pages_needed: int  # at its longest
-    pages_free: int
-    predicted_wait_ms: float | None = None
-
-
 class Generation(Protocol):
     """An accepted request's stream. Iterate it once; closing the iterator early cancels the request."""
 
     @property
-    def admission(self) -> Admission: ...
+    def admission(self) -> AdmissionEstimate: ...
     @property
     def prompt_token_ids(self) -> tuple[int, ...]: ...
     def __aiter__(self) -> AsyncIterator[OutputChunk]: ...

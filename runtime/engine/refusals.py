@@ -6,9 +6,9 @@ One invariant: a refusal says how things stand: the place in the queue, pages ne
 from __future__ import annotations
 
 from ...scheduler import (
+    AdmissionEstimate,
     CannotMeetDeadline,
     NotAccepting,
-    Outlook,
     QueueFull,
     QuotaExceeded,
     Refused,
@@ -16,7 +16,6 @@ from ...scheduler import (
     TooLong,
 )
 from ..common import errors
-from .facade import Admission
 
 
 def translate(error: SchedulerError) -> errors.QuireError:
@@ -25,10 +24,10 @@ def translate(error: SchedulerError) -> errors.QuireError:
         return errors.Unavailable(str(error))
     if not isinstance(error, Refused):
         raise error
-    message = f"{error}; {_stands(error.outlook)}"
+    message = f"{error}; {_stands(error.estimate)}"
     match error:
         case QueueFull():
-            return errors.Overloaded(message, _milliseconds(error.outlook.predicted_wait_s))
+            return errors.Overloaded(message, _milliseconds(error.estimate.predicted_wait_s))
         case CannotMeetDeadline():
             return errors.DeadlineExceeded(message)
         case TooLong():
@@ -38,22 +37,12 @@ def translate(error: SchedulerError) -> errors.QuireError:
     raise error
 
 
-def admission(outlook: Outlook) -> Admission:
-    """What an accepted request is told."""
-    wait_s = outlook.predicted_wait_s
-    return Admission(
-        position=outlook.position,
-        pages_needed=outlook.pages_needed,
-        pages_free=outlook.pages_free,
-        predicted_wait_ms=None if wait_s is None else wait_s * 1000,
-    )
-
-
-def _stands(outlook: Outlook) -> str:
-    wait_s = outlook.predicted_wait_s
-    needed = f"needed {outlook.pages_needed}, " if outlook.pages_needed else ""  # not known before tokenizing
+def _stands(estimate: AdmissionEstimate) -> str:
+    wait_s = estimate.predicted_wait_s
+    needed = f"needed {estimate.pages_needed}, " if estimate.pages_needed else ""  # not known before tokenizing
+    pages = f"{needed}free {estimate.pages_free}"
     wait = "unknown" if wait_s is None else f"{wait_s:.3g} s"
-    return f"position {outlook.position} in the queue; pages: {needed}free {outlook.pages_free}; predicted wait {wait}"
+    return f"position {estimate.position} in the queue; pages: {pages}; predicted wait {wait}"
 
 
 def _milliseconds(seconds: float | None) -> int | None:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
+from ...scheduler import AdmissionEstimate
 from ..common.errors import QuireError
 from ..common.types import OutputChunk
-from .facade import Admission
 
 
 class Stream:
     """Implements `facade.Generation`. Holds at most the request's own `n * max_tokens` chunks."""
 
-    admission: Admission  # set before anybody but the engine sees the stream
+    admission: AdmissionEstimate  # set before anybody but the engine sees the stream
 
     def __init__(self, prompt_token_ids: tuple[int, ...], cancel: Callable[[], None]) -> None:
         self.prompt_token_ids = prompt_token_ids

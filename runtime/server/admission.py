@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
+from ...scheduler import AdmissionEstimate
 from ..common.errors import ProtocolError
 from ..common.types import OutputChunk
-from ..engine.facade import Admission, EngineInfo, EngineStats, GenerateRequest
+from ..engine.facade import EngineInfo, EngineStats, GenerateRequest
 from ..protocol.codec import Malformed
 from ..protocol.frames import (
     ALREADY_EXISTS,
@@ -48,13 +49,14 @@ def engine_request(frame: Generate, tenant: str) -> GenerateRequest:
     )
 
 
-def accepted_frame(request_id: int, admission: Admission) -> Accepted:
+def accepted_frame(request_id: int, admission: AdmissionEstimate) -> Accepted:
+    wait_s = admission.predicted_wait_s
     return Accepted(
         request_id,
         admission.position,
         admission.pages_needed,
         admission.pages_free,
-        admission.predicted_wait_ms,
+        None if wait_s is None else wait_s * 1000,
     )
 
 

@@ -13,9 +13,9 @@ from typing import Protocol
 
 import msgspec
 
+from ...scheduler import AdmissionEstimate
 from ..common.errors import DeadlineExceeded, GenerationFailed
 from ..common.types import OutputChunk
-from ..engine.facade import Admission
 from ..protocol.frames import Done, Progress
 from .admission import accepted_frame, done_frame, tokens_frame
 from .monitoring import CancelCause
@@ -24,7 +24,7 @@ from .outbox import Outbox
 
 class Chunks(Protocol):
     @property
-    def admission(self) -> Admission: ...
+    def admission(self) -> AdmissionEstimate: ...
     def __aiter__(self) -> AsyncIterator[OutputChunk]: ...
 
 

@@ -15,9 +15,9 @@ from typing import Protocol
 import msgspec
 import structlog
 
+from ...scheduler import AdmissionEstimate
 from ..common.errors import Cancelled, GenerationFailed, InvalidRequest, QuireError
 from ..common.types import FinishReason, OutputChunk
-from ..engine.facade import Admission
 from .live import LiveRequest
 from .monitoring import CancelCause
 
@@ -48,7 +48,7 @@ class KeptStream:
         self.num_bytes = STREAM_BYTES  # kept on its account, by its keeper's count
         self.finish_reason: FinishReason | None = None  # of the last chunk
         self.error: QuireError | None = None
-        self.admission: Admission | None = None
+        self.admission: AdmissionEstimate | None = None
         self._chunks: deque[tuple[int, bytes]] = deque()  # tokens in it, msgpack
         self._first = 0  # position of _chunks[0]
         self._forgotten = False
@@ -160,7 +160,7 @@ class Follower:
         self._awake = asyncio.Event()
 
     @property
-    def admission(self) -> Admission:
+    def admission(self) -> AdmissionEstimate:
         assert self.stream.admission is not None, "known once `accepted` has returned"
         return self.stream.admission
 

@@ -16,7 +16,7 @@ from typing import Literal, cast
 
 import msgspec
 
-from ...scheduler import BeamSearch, FinishReason, Hypothesis, Outlook, Request, SampledToken
+from ...scheduler import AdmissionEstimate, BeamSearch, FinishReason, Hypothesis, Request, SampledToken
 from ..common.config import EngineConfig
 from ..engine import CoreInfo, EngineStats, Prefilled, StepStats
 from ..model.runner import SamplingSpec
@@ -135,10 +135,10 @@ class Failed(_Message, tag="FAILED", frozen=True):
 
 
 class Answer(_Message, tag="ANSWER", frozen=True):
-    """Accepted with an outlook, or refused, then with the name of a class in `scheduler.admission`."""
+    """Accepted with an estimate, or refused, then with the name of a class in `scheduler.admission`."""
 
     request_id: int
-    outlook: Outlook | None
+    estimate: AdmissionEstimate | None
     num_waiting: int
     refusal: str | None = None
     message: str = ""

@@ -155,8 +155,8 @@ class _Served:
         try:
             return Answer(first, self._core.queue(requests), stats.num_waiting)
         except SchedulerError as refusal:
-            outlook = refusal.outlook if isinstance(refusal, Refused) else None
-            return Answer(first, outlook, stats.num_waiting, type(refusal).__name__, str(refusal))
+            estimate = refusal.estimate if isinstance(refusal, Refused) else None
+            return Answer(first, estimate, stats.num_waiting, type(refusal).__name__, str(refusal))
 
     # What the core tells.
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import msgspec
 
-from ...scheduler import FinishReason, NotAccepting, Outlook, QueueFull, Request, RequestUpdate
+from ...scheduler import AdmissionEstimate, FinishReason, NotAccepting, QueueFull, Request, RequestUpdate
 from ..common.config import EngineConfig
 from ..common.errors import QuireError, Unavailable
 from ..engine import CoreInfo, CoreListener, EngineStats
@@ -100,7 +100,7 @@ class EnginePool:
         assert refusal is not None, "a fleet has members"
         raise refusal
 
-    async def add(self, requests: Sequence[Request]) -> Outlook:
+    async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
         index = self._choose(requests[0], len(requests))
         self._owners.update((request.request_id, index) for request in requests)
         try:

@@ -19,10 +19,10 @@ import structlog
 
 from ...scheduler import (
     DEADLINE_PASSED,
+    AdmissionEstimate,
     CannotMeetDeadline,
     FinishReason,
     NotAccepting,
-    Outlook,
     QueueFull,
     QuotaExceeded,
     Request,
@@ -152,10 +152,10 @@ class SupervisedEngine:
         waiting = self._num_waiting + self._pending_adds.num_sequences
         if waiting + count > self._max_num_waiting:
             raise QueueFull(
-                f"the queue is full: {waiting} of {self._max_num_waiting} requests wait", self._outlook(waiting)
+                f"the queue is full: {waiting} of {self._max_num_waiting} requests wait", self._estimate(waiting)
             )
 
-    async def add(self, requests: Sequence[Request]) -> Outlook:
+    async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
         self._check_accepting()
         asked = self._pending_adds.add(requests)
         self._idle.clear()
@@ -372,13 +372,13 @@ class SupervisedEngine:
             for request in asked.requests:
                 self._process.send(Drop(request.request_id, None, "its asker has left"))
 
-    def _accept(self, requests: Sequence[Request], answer: Answer) -> Outlook:
+    def _accept(self, requests: Sequence[Request], answer: Answer) -> AdmissionEstimate:
         if answer.refusal is None:
-            assert answer.outlook is not None, "an accepted request has one"
-            return answer.outlook
-        if answer.outlook is None:
+            assert answer.estimate is not None, "an accepted request has one"
+            return answer.estimate
+        if answer.estimate is None:
             raise NotAccepting(answer.message)
-        raise REFUSALS[answer.refusal](answer.message, answer.outlook)
+        raise REFUSALS[answer.refusal](answer.message, answer.estimate)
 
     def _hear(self, message: FromEngine) -> None:
         match message:
@@ -437,6 +437,6 @@ class SupervisedEngine:
         if self._down is not None:
             raise NotAccepting(self._down)
 
-    def _outlook(self, position: int) -> Outlook:
+    def _estimate(self, position: int) -> AdmissionEstimate:
         stats = self._stats
-        return Outlook(position, 0, 0 if stats is None else stats.pages_free + stats.pages_cached)
+        return AdmissionEstimate(position, 0, 0 if stats is None else stats.pages_free + stats.pages_cached)

@@ -42,7 +42,10 @@ def compare(plain: LLM, guessing: LLM, kind: str, users: int, repeats: int) -> s
             seconds[0].append(plain_s)
             seconds[1].append(guessing_s)
     after = guessing.engine.stats()
-    guessed, right = after.draft_tokens - before.draft_tokens, after.accepted_draft_tokens - before.accepted_draft_tokens
+    guessed, right = (
+        after.draft_tokens - before.draft_tokens,
+        after.accepted_draft_tokens - before.accepted_draft_tokens,
+    )
     gain = statistics.median(a / b for a, b in zip(*seconds, strict=True))
     tokens_per_s = users * NEW_TOKENS / statistics.median(seconds[0])
     return (

@@ -122,11 +122,11 @@ class World:
 
     def add_branches(self, ids: Sequence[int], prompt: Sequence[int], max_tokens: int = 4, **options: Any) -> Any:
         requests = [Request(request_id, prompt, max_tokens=max_tokens, **options) for request_id in ids]
-        outlook = self.scheduler.add_branches(requests)
+        estimate = self.scheduler.add_branches(requests)
         for request in requests:
             self.requests[request.request_id] = request
             self.outputs[request.request_id] = []
-        return outlook
+        return estimate
 
     def step(self) -> StepPlan | None:
         """Schedule, execute, commit."""

@@ -34,7 +34,7 @@ def test_a_tenant_has_its_own_limit_in_the_queue(make_world: MakeWorld) -> None:
     for ask in (lambda: world.add(3, PROMPT, tenant="a"), lambda: world.scheduler.check_room("a")):
         with pytest.raises(QueueFull, match="2 requests of this tenant are waiting, the limit is 2") as refusal:
             ask()
-        assert refusal.value.outlook.position == 2
+        assert refusal.value.estimate.position == 2
     assert world.scheduler.stats() == before
     world.add(3, PROMPT, tenant="b")
     world.step()
@@ -45,8 +45,8 @@ def test_what_could_never_fit_its_quota_is_refused(make_world: MakeWorld) -> Non
     world = make_world(limits=Limits(max_kv_pages_per_tenant=3))
     with pytest.raises(QuotaExceeded, match="need 4 pages, a tenant may have 3") as refusal:
         world.add(1, PROMPT, max_tokens=4)
-    outlook = refusal.value.outlook
-    assert (outlook.pages_needed, outlook.pages_free) == (4, 16)
+    estimate = refusal.value.estimate
+    assert (estimate.pages_needed, estimate.pages_free) == (4, 16)
     assert not world.scheduler.has_work
 
 
@@ -129,7 +129,7 @@ def test_a_deadline_before_the_first_token_is_refused_at_once(make_world: MakeWo
         world.add(request_id, PROMPT)
     with pytest.raises(CannotMeetDeadline, match="away, after the request's deadline") as refusal:
         world.add(9, PROMPT, deadline=0.3)
-    assert refusal.value.outlook.position == 5
+    assert refusal.value.estimate.position == 5
     world.add(9, PROMPT, deadline=1.0)
 
 

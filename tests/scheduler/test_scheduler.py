@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from quire.pager import Pager
 from quire.scheduler import (
+    AdmissionEstimate,
     DuplicateRequest,
     Limits,
-    Outlook,
     QueueFull,
     SampledToken,
     Scheduler,
@@ -123,10 +123,10 @@ def test_nothing_to_do_is_no_plan(make_world: MakeWorld) -> None:
 class TestAdmission:
     def test_it_tells_position_and_pages(self, make_world: MakeWorld) -> None:
         world = make_world(num_pages=16)
-        assert world.add(1, [1] * 6, max_tokens=4) == Outlook(position=0, pages_needed=3, pages_free=16)
-        assert world.add(2, [2] * 6, max_tokens=2) == Outlook(position=1, pages_needed=2, pages_free=16)
+        assert world.add(1, [1] * 6, max_tokens=4) == AdmissionEstimate(position=0, pages_needed=3, pages_free=16)
+        assert world.add(2, [2] * 6, max_tokens=2) == AdmissionEstimate(position=1, pages_needed=2, pages_free=16)
         world.step()
-        assert world.add(3, [1], max_tokens=1) == Outlook(position=0, pages_needed=1, pages_free=12)
+        assert world.add(3, [1], max_tokens=1) == AdmissionEstimate(position=0, pages_needed=1, pages_free=12)
 
     def test_the_longest_request_that_fits_is_taken_and_a_longer_one_is_not(self, make_world: MakeWorld) -> None:
         world = make_world(num_pages=4)

@@ -19,13 +19,13 @@ from quire.runtime.common.errors import GenerationFailed, InvalidRequest, Overlo
 from quire.runtime.common.types import OutputChunk, TokenLogprobs, Usage
 from quire.runtime.engine import Engine, LocalEngine
 from quire.runtime.engine.facade import (
-    Admission,
     EngineInfo,
     EngineObserver,
     EngineStats,
     GenerateRequest,
 )
 from quire.runtime.server import Server
+from quire.scheduler import AdmissionEstimate
 
 CHUNK_TOKENS = 2
 RECEIVE_TIMEOUT_S = 20
@@ -41,7 +41,7 @@ class FakeGeneration:
     def __init__(self, engine: FakeEngine, request: GenerateRequest) -> None:
         self.engine, self.request = engine, request
         self.cancelled = asyncio.Event()
-        self.admission = Admission(position=1, pages_needed=2, pages_free=3, predicted_wait_ms=4.5)
+        self.admission = AdmissionEstimate(position=1, pages_needed=2, pages_free=3, predicted_wait_s=0.0045)
         self.prompt_token_ids = (1, 2, 3)
         self.on_prefill: Callable[[int], None] = lambda _: None
 

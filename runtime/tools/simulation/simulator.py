@@ -203,12 +203,12 @@ class Simulator:
             deadline=None if arrival.deadline_s is None else self.clock.now + arrival.deadline_s,
         )
         try:
-            outlook = self.scheduler.add(request)
+            estimate = self.scheduler.add(request)
         except SchedulerError as error:
             outcome.refused = type(error).__name__
         else:
             self._num_alive += 1
-            self.most_waiting = max(self.most_waiting, outlook.position + 1)
+            self.most_waiting = max(self.most_waiting, estimate.position + 1)
 
     def _note(self, update: RequestUpdate) -> None:
         request = update.request

@@ -524,10 +524,10 @@ async def test_a_tenants_share_of_the_pages(running: Running) -> None:
 async def test_a_wait_is_predicted_once_steps_have_been_measured(running: Running) -> None:
     async with running(max_num_seqs=1) as engine:
         stream = await engine.submit(asked())
-        assert stream.admission.predicted_wait_ms is None
+        assert stream.admission.predicted_wait_s is None
         await collect(stream)
         running_one, waiting = [await engine.submit(asked()) for _ in range(2)]
-        waits = [stream.admission.predicted_wait_ms for stream in (running_one, waiting)]
+        waits = [stream.admission.predicted_wait_s for stream in (running_one, waiting)]
         assert 0 < waits[0] < waits[1]  # type: ignore[operator]
         with pytest.raises(DeadlineExceeded, match="after the request's deadline; position 1 in the queue"):
             await engine.submit(asked(deadline_ms=1))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from quire.runtime.common import errors
-from quire.runtime.engine.refusals import admission, translate
+from quire.runtime.engine.refusals import translate
 from quire.scheduler import (
+    AdmissionEstimate,
     CannotMeetDeadline,
     NotAccepting,
-    Outlook,
     QueueFull,
     QuotaExceeded,
     SchedulerError,
@@ -16,7 +16,7 @@ from quire.scheduler import (
     TooLong,
 )
 
-OUTLOOK = Outlook(position=3, pages_needed=7, pages_free=2, predicted_wait_s=1.25)
+ESTIMATE = AdmissionEstimate(position=3, pages_needed=7, pages_free=2, predicted_wait_s=1.25)
 
 
 @pytest.mark.parametrize(
@@ -29,15 +29,15 @@ OUTLOOK = Outlook(position=3, pages_needed=7, pages_free=2, predicted_wait_s=1.2
     ],
 )
 def test_refusals_say_how_things_stand(refusal: type, error_class: type[errors.QuireError], retryable: bool) -> None:
-    error = translate(refusal("no room", OUTLOOK))
+    error = translate(refusal("no room", ESTIMATE))
     assert type(error) is error_class
     assert error.retryable is retryable
     assert str(error) == "no room; position 3 in the queue; pages: needed 7, free 2; predicted wait 1.25 s"
 
 
 def test_when_to_come_back_is_the_predicted_wait() -> None:
-    assert translate(QueueFull("full", OUTLOOK)).retry_after_ms == 1250
-    error = translate(QueueFull("full", Outlook(3, 0, 2)))
+    assert translate(QueueFull("full", ESTIMATE)).retry_after_ms == 1250
+    error = translate(QueueFull("full", AdmissionEstimate(3, 0, 2)))
     assert error.retry_after_ms is None
     assert str(error) == "full; position 3 in the queue; pages: free 2; predicted wait unknown"
 
@@ -50,9 +50,3 @@ def test_a_bug_is_not_dressed_up_as_a_refusal() -> None:
     bug: SchedulerError = StepMismatch("step 3 is not in flight")
     with pytest.raises(StepMismatch):
         translate(bug)
-
-
-def test_an_accepted_request_is_told_in_milliseconds() -> None:
-    told = admission(OUTLOOK)
-    assert (told.position, told.pages_needed, told.pages_free, told.predicted_wait_ms) == (3, 7, 2, 1250.0)
-    assert admission(Outlook(0, 1, 1)).predicted_wait_ms is None

@@ -17,11 +17,12 @@ from quire.runtime.common.errors import (
     Unavailable,
 )
 from quire.runtime.common.types import OutputChunk, TokenLogprobs, Usage
-from quire.runtime.engine.facade import Admission, GenerateRequest
+from quire.runtime.engine.facade import GenerateRequest
 from quire.runtime.server.kept import Kept
 from quire.runtime.server.live import LiveRequests
 from quire.runtime.server.monitoring import PrometheusObserver
 from quire.runtime.server.tenants import Limits, Tenant
+from quire.scheduler import AdmissionEstimate
 from structlog.testing import capture_logs
 
 REQUEST = GenerateRequest(prompt="hi")
@@ -43,7 +44,7 @@ def chunk(first: int, count: int = 1, text: str = "x", last: bool = False) -> Ou
 class Script:
     """A generation whose chunks the test puts."""
 
-    admission = Admission(position=0, pages_needed=1, pages_free=1)
+    admission = AdmissionEstimate(position=0, pages_needed=1, pages_free=1)
     prompt_token_ids = (1,)
 
     def __init__(self) -> None:

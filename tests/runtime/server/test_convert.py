@@ -1,0 +1,52 @@
+"""Frames made of the engine's structs."""
+
+from __future__ import annotations
+
+from quire.runtime.engine.facade import EngineStats
+from quire.runtime.protocol.frames import Accepted
+from quire.runtime.server.admission import accepted_frame, stats_frame
+from quire.scheduler import AdmissionEstimate
+
+STATS = EngineStats(
+    step=7,
+    running=2,
+    waiting=1,
+    pages_total=10,
+    pages_owned=4,
+    pages_cached=1,
+    pages_free=5,
+    prefix_queries_tokens=100,
+    prefix_hits_tokens=30,
+    preemptions=2,
+)
+
+
+def test_accepted_frame_gives_the_predicted_wait_in_milliseconds() -> None:
+    estimate = AdmissionEstimate(position=3, pages_needed=7, pages_free=2, predicted_wait_s=1.25)
+    assert accepted_frame(9, estimate) == Accepted(9, 3, 7, 2, 1250.0)
+    assert accepted_frame(9, AdmissionEstimate(0, 1, 1)).predicted_wait_ms is None
+
+
+def test_stats_frame_keeps_the_names_of_the_protocol() -> None:
+    assert list(stats_frame(9, STATS).stats) == [
+        "step",
+        "running",
+        "waiting",
+        "pages_total",
+        "pages_owned",
+        "pages_cached",
+        "pages_free",
+        "prefix_queries_tokens",
+        "prefix_hits_tokens",
+        "preemptions",
+        "pages_reserved",
+        "pages_pinned",
+        "pages_spilled",
+        "preemptions_spilled",
+        "recomputed_tokens",
+        "guessed_tokens",
+        "right_guesses",
+        "restarts",
+        "replayed_requests",
+        "quarantined_requests",
+    ]
