@@ -228,6 +228,35 @@ def test_a_row_that_is_not_finite_harms_no_other(toy, weights, isa):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "int8")])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_nan_left_in_a_workspace_by_one_step_does_not_reach_the_next_step(toy, threads, weights, kv, isa):
+    """Before each step of one request another request fills every buffer of the workers and of the arena with NaN."""
+    prompt, table = tokens(602), pages(*range(19))
+    chunks = [(0, 150), (150, 300), (300, 301), (301, 450), (450, 600), (600, 601), (601, 602)]
+
+    def logits(poison: bool) -> list[bytes]:
+        model = toy(weights=weights, kv=kv, windows=(0, 0), isa=isa, threads=threads)
+        results = []
+        for first, end in chunks:
+            if poison:
+                run_steps_full_of_nan(model)
+            results.append(model.run((prompt[first:end], first, table))[0].tobytes())
+        return results
+
+    assert logits(poison=True) == logits(poison=False)
+
+
+def run_steps_full_of_nan(model) -> None:
+    """A prefill chunk and decode steps over several splits of NaN pages; in the second layer every key is NaN too."""
+    table = pages(*range(20, 41))
+    by_page = model.kv_memory[: 48 * model.layout.page_bytes].reshape(2, 48, -1)
+    for first, rows in ((500, 160), (660, 1), (660, 1)):
+        by_page[:, table] = 0xFF
+        assert np.isnan(model.run((tokens(rows), first, table))).all()
+
+
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
 def test_the_head_leaves_the_largest_of_each_32_logits(toy, weights, isa):
     model = toy(weights=weights, isa=isa)
