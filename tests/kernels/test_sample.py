@@ -203,6 +203,38 @@ def test_a_token_biased_by_minus_infinity_is_never_drawn():
         assert draw(logits, [row(temperature=temperature, num_adjustments=1)], [never])[0][0] != 4
 
 
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_token_adjusted_twice_gets_both_changes_and_its_first_logit_back(temperature, isa):
+    """`draw` checks that the caller's logits are restored; the log probability is read after that."""
+    logits = np.full((1, VOCAB), -100, np.float32)
+    logits[0, [4, 700]] = [1, 5]
+    adjustments = [(4, 0, 0, 3.0), (9, 0, 0, 1.0), (4, 0, 0, 98.0)]
+    settings = row(temperature=temperature, logprobs=1, num_adjustments=3)
+    tokens, logprobs, ids, tops = draw(logits, [settings], adjustments, isa=isa)
+    assert (tokens[0], ids[0, 0]) == (4, 700)
+    assert logprobs[0] == pytest.approx(-4 - np.log(1 + np.exp(-4)), abs=1e-6)
+    assert tops[0, 0] == pytest.approx(-np.log(1 + np.exp(-4)), abs=1e-6)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_nan_logits_of_one_call_do_not_reach_the_next_call(isa):
+    """The scratch of a worker and the results of a row are used again; only the row of NaN reports -1."""
+    sampler = Sampler(VOCAB, STRIDE, 8, Pool(1), isa)
+    rows = [row(seed=s, temperature=1, top_p=0.9, top_k=50, min_p=0.01, logprobs=3) for s in range(8)]
+
+    def call(of, logits):
+        padded = np.zeros((8, STRIDE), np.float32)
+        padded[:, :VOCAB] = logits
+        maxima = np.maximum.reduceat(padded[:, :VOCAB], np.arange(0, VOCAB, 32), axis=1)
+        tokens, logprobs, ids, tops = of.sample(padded, maxima, np.array(rows, ROW), np.zeros(0, ADJUSTMENT))
+        return tokens.tolist(), logprobs.tobytes(), ids[:, :3].tobytes(), tops[:, :3].tobytes()
+
+    want = call(Sampler(VOCAB, STRIDE, 8, Pool(1), isa), random_logits(8))
+    assert call(sampler, np.nan)[0] == [-1] * 8
+    assert call(sampler, random_logits(8)) == want
+
+
 def test_rows_that_point_outside_are_refused():
     logits = random_logits()
     with pytest.raises(ValueError, match="beyond the adjustments"):
