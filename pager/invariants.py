@@ -23,7 +23,7 @@ from .errors import InvariantViolated
 from .layout import first_kept_token
 from .pager import Pager
 from .pool import PagePool
-from .table import GIVEN_BACK, PageTable, listed
+from .table import NULL_PAGE, PageTable, listed
 
 
 def check(pager: Pager, tables: Iterable[PageTable]) -> None:
@@ -41,15 +41,15 @@ def check(pager: Pager, tables: Iterable[PageTable]) -> None:
 
 def _check_table(pager: Pager, table: PageTable) -> None:
     filled = -(-table.num_tokens // pager.page_size)
-    _require(table.num_settled * pager.page_size <= table.num_tokens, "a table settled pages it does not fill")
+    _require(table.num_committed * pager.page_size <= table.num_tokens, "a table committed pages it does not fill")
     for pages, window in zip(table.pages, pager.windows, strict=True):
         _require(len(pages) == filled, f"{table.num_tokens} tokens in {len(pages)} pages")
-        given_back = pages.count(GIVEN_BACK)
-        _require(all(page == GIVEN_BACK for page in pages[:given_back]), f"a hole in a table: {list(pages)}")
+        given_back = pages.count(NULL_PAGE)
+        _require(all(page == NULL_PAGE for page in pages[:given_back]), f"a hole in a table: {list(pages)}")
         seen = first_kept_token(table.num_tokens, window) // pager.page_size
         _require(given_back <= seen, f"page {given_back - 1} was given back within its window of {window} tokens")
-        for page in pages[given_back : table.num_settled]:
-            _require(pager.pool.content(page) is not None, f"settled page {page} is not indexed")
+        for page in pages[given_back : table.num_committed]:
+            _require(pager.pool.content(page) is not None, f"committed page {page} is not indexed")
     page_ids = listed(table.pages)
     _require(len(set(page_ids)) == len(page_ids), f"a table lists a page twice: {page_ids}")
     if table._writable > table.num_tokens:

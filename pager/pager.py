@@ -14,7 +14,7 @@ from .layout import first_kept_token, pages_held
 from .pool import PagePool
 from .prefix import Hit, PrefixCache, root_key
 from .spill import PageStore, Spilled
-from .table import GIVEN_BACK, CopyPage, PageTable, check_reservation, listed
+from .table import NULL_PAGE, CopyPage, PageTable, check_reservation, listed
 
 
 class Pager:
@@ -51,7 +51,7 @@ class Pager:
         self.restored_pages_total = 0  # read back, not those found in the prefix cache
         self._copy_page = copy_page
         self._store = store
-        self._tickets: set[Spilled] = set()
+        self._handles: set[Spilled] = set()
 
     def open(
         self, token_ids: Sequence[int], tenant_salt: bytes = b"", spare_pages: int | None = None, reserve: int = 0
@@ -100,11 +100,11 @@ class Pager:
         """Give back every page and the reservation; indexed pages stay findable until their memory is needed."""
         table.release()
 
-    def settle(self, table: PageTable, token_ids: Sequence[int]) -> None:
+    def commit(self, table: PageTable, token_ids: Sequence[int]) -> None:
         """All `table.num_tokens` tokens have been computed; `token_ids` starts with them. Lets later sequences find
         the full pages, and gives back those that left their group's window. Costs nothing unless either has changed.
         """
-        if table.num_tokens < table.settle_at:
+        if table.num_tokens < table.commit_at:
             return
         if len(token_ids) < table.num_tokens:
             raise ValueError(f"the table holds {table.num_tokens} tokens, only {len(token_ids)} were named")
@@ -136,11 +136,9 @@ class Pager:
         left = iter(slots)
         spilled = Spilled(
             num_tokens,
-            tuple(
-                tuple(page if page == GIVEN_BACK else next(left) for page in row) for row in zip(*pages, strict=True)
-            ),
+            tuple(tuple(page if page == NULL_PAGE else next(left) for page in row) for row in zip(*pages, strict=True)),
         )
-        self._tickets.add(spilled)
+        self._handles.add(spilled)
         self.num_spilled += len(slots)
         self.spilled_pages_total += len(slots)
         table.release()
@@ -154,15 +152,15 @@ class Pager:
         spare_pages: int = 0,
         reserve: int = 0,
     ) -> PageTable | None:
-        """A table that holds what was spilled, settled; the ticket is used up. `token_ids` starts with its tokens.
+        """A table that holds what was spilled, committed; the handle is used up. `token_ids` starts with its tokens.
 
         Pages found in the prefix cache are taken from there, the others are read back. Raises OutOfPages, changing
         nothing, unless all could be allocated now, `reserve` more be reserved, and `spare_pages` be left to others.
-        None: what was stored is damaged or unreadable, the ticket is discarded; compute the tokens again.
+        None: what was stored is damaged or unreadable, the handle is discarded; compute the tokens again.
         """
         check_reservation(reserve)
-        if spilled not in self._tickets or self._store is None:
-            raise ValueError("this ticket is used up, or another pager's")
+        if spilled not in self._handles or self._store is None:
+            raise ValueError("this handle is used up, or another pager's")
         if len(token_ids) < spilled.num_tokens:
             raise ValueError(f"{spilled.num_tokens} tokens were spilled, only {len(token_ids)} were named")
         root = root_key(tenant_salt)
@@ -181,13 +179,13 @@ class Pager:
         self.restored_pages_total += len(missing)
         table = self._table(root, Hit([], pages), spilled.num_tokens)
         table.reserve(reserve)
-        self.settle(table, token_ids)
+        self.commit(table, token_ids)
         return table
 
     def discard(self, spilled: Spilled) -> None:
         """Forget what was spilled; its room in the store can be used again. Idempotent."""
-        if spilled in self._tickets and self._store is not None:
-            self._tickets.remove(spilled)
+        if spilled in self._handles and self._store is not None:
+            self._handles.remove(spilled)
             self.num_spilled -= spilled.num_pages
             self._store.free(spilled.used())
 
@@ -201,7 +199,7 @@ class Pager:
         return len(hit.keys) * self.page_size
 
     def pages_for(self, num_tokens: int) -> int:
-        """The most pages that one sequence of `num_tokens` tokens holds at once, settled after every token."""
+        """The most pages that one sequence of `num_tokens` tokens holds at once, committed after every token."""
         return pages_held(num_tokens, self.page_size, self.windows)
 
     def pages_needed(self, table: PageTable, num_tokens: int) -> int:
@@ -250,14 +248,14 @@ class Pager:
         """Page tables with what the prefix cache holds of it, and the (depth, group) of pages it does not hold."""
         full = spilled.num_tokens // self.page_size
         hit = self.prefix.find(root, token_ids, full) if self.prefix else Hit([], [])
-        pages = [[GIVEN_BACK] * len(spilled.slots) for _ in self.windows]
+        pages = [[NULL_PAGE] * len(spilled.slots) for _ in self.windows]
         missing = []
         for depth, row in enumerate(spilled.slots):
             for group, slot in enumerate(row):
-                if slot != GIVEN_BACK:
+                if slot != NULL_PAGE:
                     if depth < len(hit.keys):
                         pages[group][depth] = hit.pages[group][depth]
-                    if pages[group][depth] == GIVEN_BACK:
+                    if pages[group][depth] == NULL_PAGE:
                         missing.append((depth, group))
         return pages, missing
 

@@ -23,14 +23,14 @@ from typing import NamedTuple
 
 from .layout import first_kept_token
 from .pool import Content, PagePool
-from .table import GIVEN_BACK, PageTable, listed
+from .table import NULL_PAGE, PageTable, listed
 
 
 class Hit(NamedTuple):
     """Indexed pages that a sequence starts with. Nothing keeps them until they are retained."""
 
     keys: list[bytes]  # one per page
-    pages: list[list[int]]  # [groups][pages]; GIVEN_BACK where a window does not reach
+    pages: list[list[int]]  # [groups][pages]; NULL_PAGE where a window does not reach
 
     def page_ids(self) -> list[int]:
         """All of them, heads first."""
@@ -69,10 +69,10 @@ class PrefixCache:
         for depth in range(limit):
             contents = self._contents(parent, token_ids, depth)
             found = [self._find(content) for content in contents]
-            if GIVEN_BACK in found:
-                if any(page == GIVEN_BACK and not window for page, window in zip(found, self._windows, strict=True)):
+            if NULL_PAGE in found:
+                if any(page == NULL_PAGE and not window for page, window in zip(found, self._windows, strict=True)):
                     break
-                holes = [depth if page == GIVEN_BACK else hole for page, hole in zip(found, holes, strict=True)]
+                holes = [depth if page == NULL_PAGE else hole for page, hole in zip(found, holes, strict=True)]
             parent = contents[0].key
             keys.append(parent)
             for kept, page in zip(pages, found, strict=True):
@@ -82,7 +82,7 @@ class PrefixCache:
         return self._cut(keys, pages, length)
 
     def find(self, root: bytes, token_ids: Sequence[int], num_pages: int) -> Hit:
-        """Whatever is indexed of the first `num_pages` pages, each by itself: GIVEN_BACK where it is not."""
+        """Whatever is indexed of the first `num_pages` pages, each by itself: NULL_PAGE where it is not."""
         hit = Hit([], [[] for _ in self._windows])
         parent = root
         for depth in range(num_pages):
@@ -101,7 +101,7 @@ class PrefixCache:
         pages behind, but not the one they continue, and that might then be evicted before them. There, as after a hash
         collision, the rest of the table stays private.
         """
-        for depth in range(table.num_settled, table.num_tokens // self._page_size):
+        for depth in range(table.num_committed, table.num_tokens // self._page_size):
             contents = self._contents(table.keys[-1] if depth else table.root, token_ids, depth)
             if not self._index_page(table, depth, contents):
                 return
@@ -115,7 +115,7 @@ class PrefixCache:
             own, indexed = table.pages[group][depth], self._pool.find(content.key, group)
             if indexed is not None and self._pool.content(indexed) != content:
                 return False
-            if own in (GIVEN_BACK, indexed):
+            if own in (NULL_PAGE, indexed):
                 continue
             if indexed is None:
                 missing.append((own, content))
@@ -131,7 +131,7 @@ class PrefixCache:
 
     def _find(self, content: Content) -> int:
         page = self._pool.find(content.key, content.group)
-        return page if page is not None and self._pool.content(page) == content else GIVEN_BACK
+        return page if page is not None and self._pool.content(page) == content else NULL_PAGE
 
     def _are_behind(self, holes: Sequence[int], num_pages: int) -> bool:
         """Whether a row behind `num_pages` pages sees none of the holes."""
@@ -146,7 +146,7 @@ class PrefixCache:
         firsts = self._first_kept(length)
         return Hit(
             keys[:length],
-            [[GIVEN_BACK] * first + kept[first:length] for first, kept in zip(firsts, pages, strict=True)],
+            [[NULL_PAGE] * first + kept[first:length] for first, kept in zip(firsts, pages, strict=True)],
         )
 
     def _contents(self, parent: bytes, token_ids: Sequence[int], depth: int) -> list[Content]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from .arena import KVArena
 from .errors import SpillUnavailable
-from .table import GIVEN_BACK
+from .table import NULL_PAGE
 
 PAUSE_S = 60.0  # after a failure
 SMOOTHING = 0.25  # weight of the newest measured speed
@@ -32,10 +32,10 @@ WRITE_BYTES_PER_S, READ_BYTES_PER_S = 1e9, 2e9  # until measured
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spilled:
-    """A ticket for a sequence's pages in a store: good for one `restore` or `discard`."""
+    """A handle on a sequence's pages in a store: good for one `restore` or `discard`."""
 
     num_tokens: int
-    slots: tuple[tuple[int, ...], ...]  # [pages][groups]; GIVEN_BACK where the window does not reach
+    slots: tuple[tuple[int, ...], ...]  # [pages][groups]; NULL_PAGE where the window does not reach
 
     @property
     def num_pages(self) -> int:
@@ -44,7 +44,7 @@ class Spilled:
 
     def used(self) -> list[int]:
         """The slots that hold them."""
-        return [slot for row in self.slots for slot in row if slot != GIVEN_BACK]
+        return [slot for row in self.slots for slot in row if slot != NULL_PAGE]
 
 
 class PageStore(Protocol):

@@ -17,7 +17,7 @@ from .layout import TILE, first_kept_token
 from .pool import PagePool
 
 CopyPage = Callable[[int, int], None]  # (source page, destination page), all layers
-GIVEN_BACK = -1  # in place of a page that left its group's window
+NULL_PAGE = -1  # in the place of a page that left its window; released already
 
 
 class PageTable:
@@ -33,12 +33,12 @@ class PageTable:
         "_shortest",
         "_windows",
         "_writable",
+        "commit_at",
         "keys",
         "num_tokens",
         "pages",
         "reserved",
         "root",
-        "settle_at",
     )
 
     def __init__(
@@ -57,7 +57,7 @@ class PageTable:
         self._page_size = page_size
         self._windows = windows
         self._copy_page = copy_page
-        self._given_back = [each.count(GIVEN_BACK) for each in pages]  # leading pages, per group
+        self._given_back = [each.count(NULL_PAGE) for each in pages]  # leading pages, per group
         self._shortest = 0  # tokens that it can be rolled back to: before, a window would see what was given back
         self._writable = num_tokens  # slots below need no look at the pages: beyond num_tokens, the last one is private
         self.root = root  # what the chain of content keys starts from
@@ -65,10 +65,10 @@ class PageTable:
         self.pages = [array("i", each) for each in pages]  # [groups][pages]
         self.num_tokens = num_tokens
         self.reserved = 0  # pages kept for this table alone
-        self.settle_at = 0  # with fewer tokens, settling has nothing to do
+        self.commit_at = 0  # with fewer tokens, `Pager.commit` has nothing to do
 
     @property
-    def num_settled(self) -> int:
+    def num_committed(self) -> int:
         """Leading pages that the prefix cache indexes."""
         return len(self.keys)
 
@@ -124,18 +124,18 @@ class PageTable:
         )
         twin._given_back = self._given_back[:]
         twin._shortest = self._shortest
-        twin.settle_at = self.settle_at
+        twin.commit_at = self.commit_at
         self._writable = self.num_tokens
         return twin
 
     def pages_kept(self, num_tokens: int) -> list[array[int]]:
-        """What it would list had it rolled back to `num_tokens` tokens and settled. Raises ValueError like rollback."""
+        """Return the pages after a rollback to `num_tokens` tokens and a commit. Raises ValueError like `rollback`."""
         self._check_length(num_tokens)
         filled = -(-num_tokens // self._page_size)
         kept = [pages[:filled] for pages in self.pages]
         for pages, window in zip(kept, self._windows, strict=True):
             first = first_kept_token(num_tokens, window) // self._page_size
-            pages[:first] = array("i", [GIVEN_BACK]) * first
+            pages[:first] = array("i", [NULL_PAGE]) * first
         return kept
 
     def can_roll_back(self, num_tokens: int) -> bool:
@@ -157,7 +157,7 @@ class PageTable:
         self.num_tokens = num_tokens
         if num_tokens // self._page_size < len(self.keys):
             del self.keys[num_tokens // self._page_size :]
-            self.settle_at = 0
+            self.commit_at = 0
 
     def release(self) -> None:
         """Give back every page and the reservation. The table is then empty; releasing it again does nothing."""
@@ -165,17 +165,17 @@ class PageTable:
         self._pool.release(listed(pages))
         self.reserve(0)
         self._given_back = [0] * len(pages)
-        self.num_tokens = self._shortest = self._writable = self.settle_at = 0
+        self.num_tokens = self._shortest = self._writable = self.commit_at = 0
         self.keys = []
 
     def slide(self) -> None:
-        """All tokens are computed: give back what left its group's window, and note when there is more to settle."""
+        """All tokens are computed: give back what left its group's window, and note when there is more to commit."""
         size = self._page_size
-        self.settle_at = (self.num_tokens // size + 1) * size
+        self.commit_at = (self.num_tokens // size + 1) * size
         for group, window in enumerate(self._windows):
             if window:
                 kept = first_kept_token(self.num_tokens, window)
-                self.settle_at = min(self.settle_at, kept + TILE + window - 1)
+                self.commit_at = min(self.commit_at, kept + TILE + window - 1)
                 if kept // size > self._given_back[group]:
                     self._give_back(group, kept // size)
                 if kept:
@@ -196,7 +196,7 @@ class PageTable:
     def _give_back(self, group: int, end: int) -> None:
         pages, begin = self.pages[group], self._given_back[group]
         self._pool.release(pages[begin:end][::-1])  # the oldest goes first, as when giving back one at a time
-        pages[begin:end] = array("i", [GIVEN_BACK]) * (end - begin)
+        pages[begin:end] = array("i", [NULL_PAGE]) * (end - begin)
         self._given_back[group] = end
 
     def _pages_added(self, num_tokens: int) -> int:
@@ -236,4 +236,4 @@ def check_reservation(num_pages: int) -> None:
 
 def listed(tables: Iterable[Sequence[int]]) -> list[int]:
     """Page ids of parallel page tables, the heads of all groups first: in an order to release them."""
-    return [page for row in zip(*tables, strict=True) for page in row if page != GIVEN_BACK]
+    return [page for row in zip(*tables, strict=True) for page in row if page != NULL_PAGE]

@@ -327,7 +327,7 @@ class Scheduler:
         if len(samples) > 1:
             computed = self._forget_guesses(request, samples, tokens, computed)
         self._recomputed_tokens += request.note_computed(computed)
-        self._pager.settle(table, request.token_ids)
+        self._pager.commit(table, request.token_ids)
         if ending is not None:
             return self._end(request, *ending, tokens)
         if self._batch.is_protected(request):
@@ -370,7 +370,7 @@ class Scheduler:
             return self._end(lead, *ending)
         for beam in beams:
             self._recomputed_tokens += beam.note_computed(table_of(beam).num_tokens)
-            self._pager.settle(table_of(beam), beam.token_ids)
+            self._pager.commit(table_of(beam), beam.token_ids)
         self._policy.served(lead, 0, len(beams))
         survivors = search.advance(samples, lead.stop_token_ids, lead.min_tokens, lead.max_tokens)
         if lead.state is State.PREFILL:

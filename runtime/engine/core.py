@@ -215,7 +215,7 @@ class LocalCore:
                 out[first : first + len(chunk)] = await loop.run_in_executor(
                     self._worker, executor.score, chunk, first, table.pages
                 )
-                self.pager.settle(table, token_ids)
+                self.pager.commit(table, token_ids)
             return out
         except OutOfPages as error:
             raise ContextLengthExceeded(f"{len(token_ids)} tokens do not fit the KV cache: {error}") from error

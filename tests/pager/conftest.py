@@ -92,10 +92,10 @@ class World:
         )
 
     def compute(self, token_ids: list[int], salt: bytes = b"") -> tuple[PageTable, int]:
-        """Open, grow, write and settle: a whole prompt in one step."""
+        """Open, grow, write and commit: a whole prompt in one step."""
         table, cached = self.pager.open(token_ids, salt)
         self.extend(table, token_ids[cached:])
-        self.pager.settle(table, token_ids)
+        self.pager.commit(table, token_ids)
         return table, cached
 
     def extend(self, table: PageTable, token_ids: list[int]) -> None:

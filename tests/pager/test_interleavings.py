@@ -60,7 +60,7 @@ class PagerMachine(RuleBasedStateMachine):
         self.live.append(sequence)
         for end in range(cached + 1, len(tokens) + 1):
             self.world.extend(table, tokens[end - 1 : end])  # promised: never OutOfPages
-            self.pager.settle(table, tokens[:end])
+            self.pager.commit(table, tokens[:end])
         sequence.tokens = tokens
         assert self.pager.num_available >= spare
 
@@ -91,9 +91,9 @@ class PagerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(which=choice)
-    def settle(self, which: int) -> None:
+    def commit(self, which: int) -> None:
         sequence = self._pick(which)
-        self.pager.settle(sequence.table, sequence.tokens)
+        self.pager.commit(sequence.table, sequence.tokens)
         for pages, window in zip(sequence.table.pages, self.pager.windows, strict=True):
             assert pages.count(-1) >= first_kept_token(len(sequence.tokens), window) // self.pager.page_size
 

@@ -82,14 +82,14 @@ def test_a_child_without_its_parent_is_found(books: tuple[Pager, PageTable]) -> 
         check(pager, [table])
 
 
-def test_a_settled_page_that_is_not_indexed_is_found(books: tuple[Pager, PageTable]) -> None:
+def test_a_committed_page_that_is_not_indexed_is_found(books: tuple[Pager, PageTable]) -> None:
     pager, table = books
     table.keys.append(b"another")
-    with pytest.raises(InvariantViolated, match="settled pages it does not fill"):
+    with pytest.raises(InvariantViolated, match="committed pages it does not fill"):
         check(pager, [table])
     table.keys.pop()
     pager.pool._forget(1)
-    with pytest.raises(InvariantViolated, match="settled page 1 is not indexed"):
+    with pytest.raises(InvariantViolated, match="committed page 1 is not indexed"):
         check(pager, [table])
 
 

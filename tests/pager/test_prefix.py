@@ -70,22 +70,22 @@ def test_only_full_pages_are_indexed_and_each_as_it_fills(make_world: Callable[.
     world = make_world(8)
     tokens = PROMPT[:7]
     table, _ = world.compute(tokens)
-    assert table.num_settled == 1
+    assert table.num_committed == 1
     world.extend(table, [24])
-    world.pager.settle(table, PROMPT[:8])
-    assert table.num_settled == 2
+    world.pager.commit(table, PROMPT[:8])
+    assert table.num_committed == 2
     assert world.pager.open(PROMPT)[1] == 8
 
 
-def test_the_second_to_settle_takes_the_first_ones_page_and_frees_its_own(make_world: Callable[..., World]) -> None:
+def test_the_second_to_commit_takes_the_first_ones_page_and_frees_its_own(make_world: Callable[..., World]) -> None:
     world = make_world(8)
     first, _ = world.pager.open(PROMPT)
     second, _ = world.pager.open(PROMPT)
     world.extend(first, PROMPT)
     world.extend(second, PROMPT)
     assert (list(first.pages[0]), list(second.pages[0])) == ([0, 1, 2], [3, 4, 5])
-    world.pager.settle(first, PROMPT)
-    world.pager.settle(second, PROMPT)
+    world.pager.commit(first, PROMPT)
+    world.pager.commit(second, PROMPT)
     assert (list(first.pages[0]), list(second.pages[0])) == ([0, 1, 2], [0, 1, 5])
     assert list(world.pager.pool.free_pages()) == [6, 7, 3, 4]
     assert world.cells.read(second) == PROMPT
@@ -97,10 +97,10 @@ def test_forks_index_their_shared_pages_once(make_world: Callable[..., World]) -
     table, _ = world.pager.open(PROMPT)
     world.extend(table, PROMPT)
     twin = world.pager.fork(table)
-    world.pager.settle(table, PROMPT)
-    world.pager.settle(twin, PROMPT)
+    world.pager.commit(table, PROMPT)
+    world.pager.commit(twin, PROMPT)
     assert list(table.pages[0]) == list(twin.pages[0]) == [0, 1, 2]
-    assert twin.num_settled == 2
+    assert twin.num_committed == 2
     check(world.pager, [table, twin])
 
 
@@ -110,21 +110,21 @@ def test_a_page_that_a_fork_shares_is_not_swapped(make_world: Callable[..., Worl
     world.extend(table, PROMPT[:8])
     twin = world.pager.fork(table)
     world.pager.release(world.compute(PROMPT[:4])[0])  # page 2: what page 0 holds
-    world.pager.settle(table, PROMPT[:8])
-    assert (list(table.pages[0]), table.num_settled) == ([0, 1], 0)
+    world.pager.commit(table, PROMPT[:8])
+    assert (list(table.pages[0]), table.num_committed) == ([0, 1], 0)
     world.pager.release(twin)
-    world.pager.settle(table, PROMPT[:8])
-    assert (list(table.pages[0]), table.num_settled) == ([0, 1], 0)  # looks again when the next page is full
+    world.pager.commit(table, PROMPT[:8])
+    assert (list(table.pages[0]), table.num_committed) == ([0, 1], 0)  # looks again when the next page is full
     world.extend(table, [*PROMPT[8:], 32, 33, 34])
-    world.pager.settle(table, [*PROMPT, 32, 33, 34])
-    assert (list(table.pages[0]), table.num_settled) == ([2, 1, 3], 3)
+    world.pager.commit(table, [*PROMPT, 32, 33, 34])
+    assert (list(table.pages[0]), table.num_committed) == ([2, 1, 3], 3)
     check(world.pager, [table])
 
 
 def test_a_fork_knows_what_is_indexed_already(make_world: Callable[..., World]) -> None:
     world = make_world(8)
     table, _ = world.compute(PROMPT)
-    assert world.pager.fork(table).num_settled == 2
+    assert world.pager.fork(table).num_committed == 2
 
 
 def test_eviction_is_leaf_first_and_least_recently_used(make_world: Callable[..., World]) -> None:
@@ -156,7 +156,7 @@ def test_a_hash_collision_is_a_miss_and_indexes_nothing(
     first, _ = world.compute(PROMPT[:4])
     assert world.pager.open([1, 2, 3, 4, 5])[1] == 0
     second, _ = world.compute([1, 2, 3, 4, 5, 6, 7, 8])
-    assert second.num_settled == 0
+    assert second.num_committed == 0
     assert world.cells.read(second) == [1, 2, 3, 4, 5, 6, 7, 8]
     check(world.pager, [first, second])
 
@@ -202,13 +202,13 @@ def test_opening_with_spare_pages_counts_what_the_prompt_would_really_take(make_
     assert list(world.pager.open(PROMPT, spare_pages=2)[0].pages[0]) == [0, 1]
 
 
-def test_settling_needs_the_tokens_the_table_holds() -> None:
+def test_committing_needs_the_tokens_the_table_holds() -> None:
     pager = Pager(4, 4)
     table, _ = pager.open([])
     pager.grow(table, 5)
     with pytest.raises(ValueError, match="holds 5 tokens, only 4 were named"):
-        pager.settle(table, [1, 2, 3, 4])
-    assert table.num_settled == 0
+        pager.commit(table, [1, 2, 3, 4])
+    assert table.num_committed == 0
 
 
 def test_a_page_size_of_nothing_is_refused() -> None:

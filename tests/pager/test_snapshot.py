@@ -49,7 +49,7 @@ class Machine:
         for group, pages in enumerate(table.pages):
             for depth in range(cached // 16, len(pages)):
                 self.arena.write_page(pages[depth], self.memory(token_ids, depth, group))
-        self.pager.settle(table, token_ids)
+        self.pager.commit(table, token_ids)
         return table
 
     def memory(self, token_ids: list[int], depth: int, group: int) -> Any:

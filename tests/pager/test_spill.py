@@ -253,7 +253,7 @@ def test_pages_still_cached_are_not_read_back(make_world: Callable[..., World]) 
     world.pager.release(world.compute([1, 2, 3, 4, 5])[0])  # takes the free page and evicts the leaf
     table = pager.restore(spilled, TOKENS)
     assert world.cells.read(table) == TOKENS[:14]
-    assert (pager.restored_pages_total, table.num_settled) == (2, 3)
+    assert (pager.restored_pages_total, table.num_committed) == (2, 3)
     check(pager, [table])
 
 
@@ -315,7 +315,7 @@ def test_damaged_pages_are_not_restored(make_world: Callable[..., World]) -> Non
     assert world.pager.restore(spilled, TOKENS) is None
     assert (world.pager.num_spilled, world.store.num_used, world.pager.restored_pages_total) == (0, 0, 0)
     check(world.pager, [twin])
-    with pytest.raises(ValueError, match="this ticket is used up"):
+    with pytest.raises(ValueError, match="this handle is used up"):
         world.pager.restore(spilled, TOKENS)
 
 
@@ -345,7 +345,7 @@ def test_an_empty_sequence_spills_nothing(make_world: Callable[..., World]) -> N
     assert world.pager.restore(spilled, []).num_tokens == 0
 
 
-def test_a_ticket_needs_the_tokens_it_holds(make_world: Callable[..., World]) -> None:
+def test_a_handle_needs_the_tokens_it_holds(make_world: Callable[..., World]) -> None:
     world = make_world(6, store_pages=4)
     spilled = world.pager.spill(world.compute(TOKENS[:10])[0], 10)
     with pytest.raises(ValueError, match="10 tokens were spilled, only 9 were named"):

@@ -163,10 +163,10 @@ def test_a_page_filled_again_after_a_rollback_is_indexed_again(make_world: Calla
     world = make_world(4)
     table, _ = world.compute([1, 2, 3, 4, 5, 6, 7, 8, 9])
     world.pager.rollback(table, 4)
-    assert table.num_settled == 1
+    assert table.num_committed == 1
     world.extend(table, [50, 60, 70, 80])
-    world.pager.settle(table, [1, 2, 3, 4, 50, 60, 70, 80])
-    assert table.num_settled == 2
+    world.pager.commit(table, [1, 2, 3, 4, 50, 60, 70, 80])
+    assert table.num_committed == 2
     check(world.pager, [table])
 
 
@@ -174,10 +174,10 @@ def test_releasing_twice_gives_back_once(make_world: Callable[..., World]) -> No
     pager = make_world(3).pager
     table, _ = pager.open([])
     pager.grow(table, 7)
-    pager.settle(table, [1, 2, 3, 4, 5, 6, 7])
+    pager.commit(table, [1, 2, 3, 4, 5, 6, 7])
     pager.release(table)
     pager.release(table)
-    assert (table.num_tokens, table.num_settled, list(table.pages[0])) == (0, 0, [])
+    assert (table.num_tokens, table.num_committed, list(table.pages[0])) == (0, 0, [])
     assert (pager.num_free, pager.num_cached) == (2, 1)
     check(pager, [])
 

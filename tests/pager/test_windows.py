@@ -26,7 +26,7 @@ def grown(world: World, token_ids: list[int]) -> Any:
     table, cached = world.pager.open(token_ids)
     for end in range(cached + 1, len(token_ids) + 1):
         world.extend(table, token_ids[end - 1 : end])
-        world.pager.settle(table, token_ids[:end])
+        world.pager.commit(table, token_ids[:end])
     return table
 
 
@@ -80,7 +80,7 @@ def test_decoding_never_holds_more_pages_than_predicted(
         pager.grow(table, 1)
         most = max(most, pager.num_owned)
         assert most <= pager.pages_for(length)
-        pager.settle(table, TOKENS[:length])
+        pager.commit(table, TOKENS[:length])
         check(pager, [table])
     if len(set(windows)) == 1:
         assert most == pager.pages_for(40)
@@ -93,10 +93,10 @@ def test_pages_given_back_are_cached_and_the_oldest_is_evicted_first(make_world:
     assert list(world.pager.pool.cached_pages()) == [0, 1, 2, 3]
 
 
-def test_settling_gives_back_even_without_a_prefix_cache(make_world: Callable[..., World]) -> None:
+def test_committing_gives_back_even_without_a_prefix_cache(make_world: Callable[..., World]) -> None:
     world = make_world(12, windows=(8,), enable_prefix_caching=False)
     table, _ = world.compute(TOKENS[:23])
-    assert (world.pager.num_owned, world.pager.num_free, table.num_settled) == (2, 10, 0)
+    assert (world.pager.num_owned, world.pager.num_free, table.num_committed) == (2, 10, 0)
     check(world.pager, [table])
 
 
@@ -175,13 +175,13 @@ def test_rolling_back_behind_what_was_given_back_is_refused(make_world: Callable
     check(pager, [table])
 
 
-def test_drafts_may_be_rolled_back_before_settling(make_world: Callable[..., World]) -> None:
+def test_drafts_may_be_rolled_back_before_committing(make_world: Callable[..., World]) -> None:
     world = make_world(24, windows=HYBRID)
     table, _ = world.compute(TOKENS[:14])
     world.extend(table, TOKENS[14:24])
     assert world.pager.can_roll_back(table, 14)
     world.pager.rollback(table, 15)
-    world.pager.settle(table, TOKENS[:15])
+    world.pager.commit(table, TOKENS[:15])
     assert pages(table)[1][:2] == [-1, -1]
     check(world.pager, [table])
 

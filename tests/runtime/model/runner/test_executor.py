@@ -50,7 +50,7 @@ def pager_of(machine: Machine, *, prefix_caching: bool = False) -> Pager:
 
 
 def last_logits(machine: Machine, pager: Pager, table: PageTable, chunk: int) -> list[bytes]:
-    """Of the end of the prompt and the tokens after it, one by one; the pager settles after each step."""
+    """Of the end of the prompt and the tokens after it, one by one; the pager commits after each step."""
     logits, prompt = [], LENGTH - 4
     while table.num_tokens < LENGTH:
         first = table.num_tokens
@@ -58,7 +58,7 @@ def last_logits(machine: Machine, pager: Pager, table: PageTable, chunk: int) ->
         pager.grow(table, count)
         rows = Rows(TOKENS[first : first + count], first, table.pages, (count - 1,))
         logits.append(machine.executor.forward([rows])[0].tobytes())
-        pager.settle(table, TOKENS)
+        pager.commit(table, TOKENS)
     return logits[-5:]
 
 
