@@ -22,7 +22,7 @@ from .policy import Fair, FirstComeFirstServed, Policy, Priority
 from .request import TRANSITIONS, FinishReason, Request, RequestUpdate, State
 from .scheduler import DEADLINE_PASSED, Scheduler
 from .stats import SchedulerStats
-from .tenants import Limits
+from .tenants import QueueLimits
 
 __all__ = [
     "DEADLINE_PASSED",
@@ -44,7 +44,6 @@ __all__ = [
     "FirstComeFirstServed",
     "Hypothesis",
     "LatencyBudget",
-    "Limits",
     "Load",
     "NotAccepting",
     "Observe",
@@ -52,6 +51,7 @@ __all__ = [
     "Priority",
     "Publish",
     "QueueFull",
+    "QueueLimits",
     "QuotaExceeded",
     "Refused",
     "Request",

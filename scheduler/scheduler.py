@@ -30,7 +30,7 @@ from .policy import FirstComeFirstServed, Policy
 from .request import FinishReason, Request, RequestUpdate, State
 from .speculation import Speculator
 from .stats import SchedulerStats
-from .tenants import Limits
+from .tenants import QueueLimits
 from .waiting import WaitingRoom
 
 DEADLINE_PASSED = "the request's deadline passed"  # the error of a request that `expire` ended
@@ -55,7 +55,7 @@ class Scheduler:
         max_num_seqs: int,
         cost: CostModel | None = None,
         policy: Policy | None = None,
-        limits: Limits | None = None,
+        limits: QueueLimits | None = None,
         max_num_samples: int | None = None,
         max_prefill_chunk: int | None = None,
         num_speculative_tokens: int = 0,
@@ -69,7 +69,7 @@ class Scheduler:
         self._pager = pager
         self._cost = cost or CostModel()
         self._policy: Policy = FirstComeFirstServed() if policy is None else policy  # an empty one is falsy
-        self._waiting = WaitingRoom(self._policy, limits or Limits(), pager.num_pages)
+        self._waiting = WaitingRoom(self._policy, limits or QueueLimits(), pager.num_pages)
         self._batch = Batch(pager, self._cost)
         self._forecast = Forecast(self._cost, budget, max_num_seqs)
         self._speculator = Speculator(

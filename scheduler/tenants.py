@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class QueueLimits:
     """None: no limit but the others."""
 
     max_num_waiting: int = 1024
@@ -29,7 +29,7 @@ class Limits:
 class Tenants:
     """Counts by tenant."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
         self.num_waiting = 0
         self._waiting: Counter[str] = Counter()

@@ -13,11 +13,11 @@ from heapq import heapify, heappop, heappush
 from .admission import AdmissionEstimate, CannotMeetDeadline, QuotaExceeded, TooLong
 from .policy import Policy
 from .request import Request, State
-from .tenants import Limits, Tenants
+from .tenants import QueueLimits, Tenants
 
 
 class WaitingRoom:
-    def __init__(self, policy: Policy, limits: Limits, num_pages: int) -> None:
+    def __init__(self, policy: Policy, limits: QueueLimits, num_pages: int) -> None:
         self.policy = policy
         self.num_tokens = 0  # that those who wait know
         self.held_up = "tokens"  # why the head of the queue was not admitted

@@ -13,9 +13,9 @@ from ...scheduler import (
     Fair,
     FirstComeFirstServed,
     LatencyBudget,
-    Limits,
     Policy,
     Priority,
+    QueueLimits,
     Scheduler,
     TokenBudget,
 )
@@ -86,9 +86,9 @@ def _policy(config: EngineConfig) -> Policy:
             return Fair(config.tenant_weights)
 
 
-def _limits(config: EngineConfig, num_pages: int) -> Limits:
+def _limits(config: EngineConfig, num_pages: int) -> QueueLimits:
     share = config.max_kv_share_per_tenant
-    return Limits(
+    return QueueLimits(
         max_num_waiting=config.max_num_waiting,
         max_num_waiting_per_tenant=config.max_num_waiting_per_tenant,
         max_kv_pages_per_tenant=None if share is None else max(1, int(share * num_pages)),

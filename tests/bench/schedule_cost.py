@@ -19,8 +19,8 @@ from quire.scheduler import (
     Fair,
     FirstComeFirstServed,
     LatencyBudget,
-    Limits,
     Policy,
+    QueueLimits,
     Request,
     SampledToken,
     Scheduler,
@@ -38,7 +38,7 @@ def measure(count: int, steps: int, policy: Policy, windows: Sequence[int]) -> s
         budget=LatencyBudget(cost, 10.0, PROMPT_TOKENS * count),
         cost=cost,
         policy=policy,
-        limits=Limits(max_num_waiting=count),
+        limits=QueueLimits(max_num_waiting=count),
         max_num_seqs=count,
     )
     for number in range(count):

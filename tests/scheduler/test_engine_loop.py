@@ -11,9 +11,9 @@ import pytest
 from quire.scheduler import (
     EngineLoop,
     FinishedStep,
-    Limits,
     NotAccepting,
     QueueFull,
+    QueueLimits,
     Request,
     RequestUpdate,
     StepPlan,
@@ -120,7 +120,7 @@ async def test_it_sleeps_while_there_is_nothing_to_do(make_world: MakeWorld) -> 
 
 
 async def test_refusals_reach_the_caller_and_leave_nothing(make_world: MakeWorld) -> None:
-    async with running(make_world(num_pages=4, limits=Limits(max_num_waiting=1))) as engine:
+    async with running(make_world(num_pages=4, limits=QueueLimits(max_num_waiting=1))) as engine:
         with pytest.raises(TooLong):
             engine.add(1, [1] * 20)
         engine.add(2, [2])

@@ -1,4 +1,4 @@
-"""Limits, quotas and deadlines: decided before any work, with nothing changed where the answer is no."""
+"""QueueLimits, quotas and deadlines: decided before any work, with nothing changed where the answer is no."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from quire.scheduler import (
     CostModel,
     Fair,
     LatencyBudget,
-    Limits,
     Load,
     QueueFull,
+    QueueLimits,
     QuotaExceeded,
     State,
 )
@@ -27,7 +27,7 @@ PROMPT = list(range(10))
 
 
 def test_a_tenant_has_its_own_limit_in_the_queue(make_world: MakeWorld) -> None:
-    world = make_world(limits=Limits(max_num_waiting=10, max_num_waiting_per_tenant=2))
+    world = make_world(limits=QueueLimits(max_num_waiting=10, max_num_waiting_per_tenant=2))
     world.add(1, PROMPT, tenant="a")
     world.add(2, PROMPT, tenant="a")
     before = world.scheduler.stats()
@@ -42,7 +42,7 @@ def test_a_tenant_has_its_own_limit_in_the_queue(make_world: MakeWorld) -> None:
 
 
 def test_what_could_never_fit_its_quota_is_refused(make_world: MakeWorld) -> None:
-    world = make_world(limits=Limits(max_kv_pages_per_tenant=3))
+    world = make_world(limits=QueueLimits(max_kv_pages_per_tenant=3))
     with pytest.raises(QuotaExceeded, match="need 4 pages, a tenant may have 3") as refusal:
         world.add(1, PROMPT, max_tokens=4)
     estimate = refusal.value.estimate
@@ -51,7 +51,7 @@ def test_what_could_never_fit_its_quota_is_refused(make_world: MakeWorld) -> Non
 
 
 def test_a_tenant_at_its_quota_waits_and_holds_up_nobody(make_world: MakeWorld) -> None:
-    world = make_world(limits=Limits(max_kv_pages_per_tenant=7))
+    world = make_world(limits=QueueLimits(max_kv_pages_per_tenant=7))
     for request_id, tenant in enumerate("aaab"):
         world.add(request_id, PROMPT, tenant=tenant)  # 4 pages each at its longest
     world.step()

@@ -10,8 +10,8 @@ from quire.pager import Pager
 from quire.scheduler import (
     AdmissionEstimate,
     DuplicateRequest,
-    Limits,
     QueueFull,
+    QueueLimits,
     SampledToken,
     Scheduler,
     State,
@@ -138,7 +138,7 @@ class TestAdmission:
         assert world.ended == {1: "length"}
 
     def test_a_full_queue_refuses_and_changes_nothing(self, make_world: MakeWorld) -> None:
-        world = make_world(limits=Limits(max_num_waiting=2))
+        world = make_world(limits=QueueLimits(max_num_waiting=2))
         world.add(1, [1])
         world.add(2, [1])
         with pytest.raises(QueueFull, match="2 requests are waiting"):

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from quire.runtime.tools.simulation import Arrival, Workload, make_arrivals
-from quire.scheduler import Fair, FirstComeFirstServed, Limits, Policy, Priority
+from quire.scheduler import Fair, FirstComeFirstServed, Policy, Priority, QueueLimits
 
-UNLIMITED = Limits(max_num_waiting=10_000)
+UNLIMITED = QueueLimits(max_num_waiting=10_000)
 RATE = 0.03  # requests per second of the modest tenant
 
 

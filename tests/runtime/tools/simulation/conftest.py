@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from quire.pager import Pager
 from quire.runtime.tools.simulation import Arrival, Simulator, VirtualClock
-from quire.scheduler import Limits, Scheduler, StepPlan, TokenBudget
+from quire.scheduler import QueueLimits, Scheduler, StepPlan, TokenBudget
 
 
 def millisecond_per_row(plan: StepPlan) -> float:
@@ -33,7 +33,7 @@ def make_simulator(
         pager,
         budget=TokenBudget(max_num_batched_tokens),
         max_num_seqs=max_num_seqs,
-        limits=Limits(max_num_waiting=max_num_waiting),
+        limits=QueueLimits(max_num_waiting=max_num_waiting),
         clock=clock,
         debug=debug,
         **options,
