@@ -5,8 +5,8 @@ from .admission import (
     CannotMeetDeadline,
     DuplicateRequest,
     NotAccepting,
+    PageQuotaExceeded,
     QueueFull,
-    QuotaExceeded,
     Refused,
     SchedulerError,
     StepMismatch,
@@ -15,7 +15,7 @@ from .admission import (
 from .batch import MAX_PREEMPTIONS
 from .beam import BeamSearch, Hypothesis
 from .budget import LEAST_PREFILL, Budget, LatencyBudget, StepBudget, TokenBudget
-from .cost import Coefficients, CostModel, Load, chunk_pairs
+from .cost import Coefficients, CostModel, StepLoad, chunk_pairs
 from .engine_loop import EngineLoop, Execute, FinishedStep, Observe, Publish
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
 from .policy import Fair, FirstComeFirstServed, Policy, Priority
@@ -44,15 +44,14 @@ __all__ = [
     "FirstComeFirstServed",
     "Hypothesis",
     "LatencyBudget",
-    "Load",
     "NotAccepting",
     "Observe",
+    "PageQuotaExceeded",
     "Policy",
     "Priority",
     "Publish",
     "QueueFull",
     "QueueLimits",
-    "QuotaExceeded",
     "Refused",
     "Request",
     "RequestUpdate",
@@ -63,6 +62,7 @@ __all__ = [
     "SchedulerStats",
     "State",
     "StepBudget",
+    "StepLoad",
     "StepMismatch",
     "StepPlan",
     "StepResult",

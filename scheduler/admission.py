@@ -8,7 +8,7 @@ invariant: whatever the scheduler refuses, it refuses before it has changed anyt
     │   ├── QueueFull        the waiting queue, or this tenant's part of it, is at its limit; try again later
     │   ├── CannotMeetDeadline  it would still be waiting for its first token when its deadline passes
     │   ├── TooLong          the request could not fit the pool even alone
-    │   └── QuotaExceeded    nor its tenant's share of it
+    │   └── PageQuotaExceeded    nor its tenant's share of it
     ├── DuplicateRequest     a live request already has this id
     ├── StepMismatch         a result does not belong to the step in flight, or there is none: a bug in Quire
     └── NotAccepting         the engine loop is draining or closed
@@ -51,7 +51,7 @@ class TooLong(Refused):
     pass
 
 
-class QuotaExceeded(Refused):
+class PageQuotaExceeded(Refused):
     pass
 
 

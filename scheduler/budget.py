@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from .cost import CostModel, Load, chunk_pairs
+from .cost import CostModel, StepLoad, chunk_pairs
 
 AIM = 0.9  # of the target: the rest is for what surrounds a step, and for being wrong
 LEAST_PREFILL = 16  # tokens of prefill in every step, whatever the target: bounds how long a prompt takes
@@ -20,7 +20,7 @@ class StepBudget:
 
     __slots__ = ("_cost", "_least", "_seconds", "_tokens", "load")
 
-    def __init__(self, load: Load, tokens: int, seconds: float = math.inf, cost: CostModel | None = None) -> None:
+    def __init__(self, load: StepLoad, tokens: int, seconds: float = math.inf, cost: CostModel | None = None) -> None:
         self.load = load  # of the step so far: decode rows, then what `spend` adds
         self._tokens = tokens
         self._seconds = seconds
@@ -38,11 +38,11 @@ class StepBudget:
         """A sequence with `context` computed tokens adds `num_tokens`."""
         pairs = chunk_pairs(context, num_tokens)
         rows, tokens, kv_tokens, before = self.load
-        self.load = Load(rows, tokens + num_tokens, kv_tokens, before + pairs)
+        self.load = StepLoad(rows, tokens + num_tokens, kv_tokens, before + pairs)
         self._tokens -= num_tokens
         self._least = max(0, self._least - num_tokens)
         if self._cost is not None:
-            self._seconds -= self._cost.predict(Load(0, num_tokens, 0, pairs)) - self._cost.predict(Load())
+            self._seconds -= self._cost.predict(StepLoad(0, num_tokens, 0, pairs)) - self._cost.predict(StepLoad())
 
 
 class Budget(Protocol):
@@ -63,7 +63,7 @@ class TokenBudget:
         self.max_num_batched_tokens = max_num_batched_tokens
 
     def begin(self, decode_rows: int, kv_tokens: int) -> StepBudget:
-        return StepBudget(Load(decode_rows, 0, kv_tokens), self.max_num_batched_tokens - decode_rows)
+        return StepBudget(StepLoad(decode_rows, 0, kv_tokens), self.max_num_batched_tokens - decode_rows)
 
     def may_join(self, decode_rows: int, kv_tokens: int) -> bool:
         return True
@@ -84,14 +84,14 @@ class LatencyBudget:
         self._aim_s = AIM * itl_target_s
 
     def begin(self, decode_rows: int, kv_tokens: int) -> StepBudget:
-        load = Load(decode_rows, 0, kv_tokens)
+        load = StepLoad(decode_rows, 0, kv_tokens)
         tokens = self.max_num_batched_tokens - decode_rows
         if not decode_rows:
             return StepBudget(load, tokens)
         return StepBudget(load, tokens, self._aim_s - self._cost.predict(load), self._cost)
 
     def may_join(self, decode_rows: int, kv_tokens: int) -> bool:
-        return decode_rows <= 1 or self._cost.predict(Load(decode_rows, 0, kv_tokens)) <= self._aim_s
+        return decode_rows <= 1 or self._cost.predict(StepLoad(decode_rows, 0, kv_tokens)) <= self._aim_s
 
 
 def _check_rows(max_num_batched_tokens: int) -> None:

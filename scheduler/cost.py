@@ -21,7 +21,7 @@ SURPRISE = 2.0  # a known load that took more than so many times what was predic
 WARM = 8  # observations
 
 
-class Load(NamedTuple):
+class StepLoad(NamedTuple):
     """What a step computes."""
 
     decode_rows: int = 0  # guesses to be verified included
@@ -68,7 +68,7 @@ class CostModel:
         """Whether predictions rest on measurements rather than on the prior."""
         return self._num_observed >= WARM
 
-    def predict(self, load: Load) -> float:
+    def predict(self, load: StepLoad) -> float:
         """Seconds that a step with this load should take."""
         base, row, token, kv, pair = self._theta
         return base + row * load[0] + token * load[1] + kv * load[2] + pair * load[3]
@@ -78,7 +78,7 @@ class CostModel:
         _, _, token, _, pair = self._theta
         return token * num_tokens + pair * chunk_pairs(0, num_tokens)
 
-    def observe(self, load: Load, seconds: float) -> None:
+    def observe(self, load: StepLoad, seconds: float) -> None:
         """A step with this load took so long."""
         x = (1, *load)
         predicted = self.predict(load)

@@ -7,7 +7,7 @@ guess.
 from __future__ import annotations
 
 from .budget import Budget
-from .cost import CostModel, Load
+from .cost import CostModel, StepLoad
 
 LENGTH_MEMORY = 0.95  # per finished request
 
@@ -33,7 +33,7 @@ class Forecast:
         """
         if not self._cost.is_warm:
             return None
-        step_s = self._cost.predict(Load(running, 0, kv_tokens))
+        step_s = self._cost.predict(StepLoad(running, 0, kv_tokens))
         per_step = self._budget.begin(min(running, self._max_num_seqs - 1), kv_tokens).prefill_tokens(0)
         prefill_s = self._cost.coefficients.prefill_token * prefill_tokens + -(-prefill_tokens // per_step) * step_s
         return prefill_s + self._place_s(position, running, step_s)

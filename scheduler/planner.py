@@ -14,7 +14,7 @@ from collections.abc import Callable
 from ..pager import OutOfPages, Pager
 from .batch import Batch, table_of
 from .budget import Budget, StepBudget
-from .cost import Load, chunk_pairs
+from .cost import StepLoad, chunk_pairs
 from .plan import ScheduledSequence, StepPlan
 from .policy import Policy
 from .request import Request, State
@@ -37,7 +37,7 @@ class Planner:
         max_prefill_chunk: int | None,
         clock: Callable[[], float],
     ) -> None:
-        self.load = Load()  # of the last plan
+        self.load = StepLoad()  # of the last plan
         self._pager = pager
         self._batch = batch
         self._waiting = waiting
@@ -185,7 +185,7 @@ class Planner:
                 pairs += chunk_pairs(first, end - first)
         if not decodes and not prefills:
             return None
-        self.load = Load(decode_rows, prefill_tokens, kv_tokens, pairs)
+        self.load = StepLoad(decode_rows, prefill_tokens, kv_tokens, pairs)
         self._num_plans += 1
         return StepPlan(self._num_plans, (*decodes, *prefills), decode_rows, prefill_tokens)
 

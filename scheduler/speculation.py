@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..pager import Pager
-from .cost import CostModel, Load
+from .cost import CostModel, StepLoad
 from .ngrams import NGramIndex
 from .request import Request, State
 
@@ -31,7 +31,7 @@ class Speculator:
         self._num_tokens = num_tokens
         self._max_rows = max_rows
 
-    def guess(self, requests: Iterable[Request], load: Load) -> None:
+    def guess(self, requests: Iterable[Request], load: StepLoad) -> None:
         """Grow the tables of decoding requests by their guesses, in a step with this load."""
         self.guesses = {}
         if not self._num_tokens or not self._guesses_that_pay(1.0, 1, load):
@@ -55,7 +55,7 @@ class Speculator:
         if request.ngrams is not None:
             request.ngrams.note(guessed, right)
 
-    def _guess(self, request: Request, most: int, load: Load) -> list[int]:
+    def _guess(self, request: Request, most: int, load: StepLoad) -> list[int]:
         ngrams = request.ngrams = request.ngrams or NGramIndex()
         count = self._guesses_that_pay(ngrams.luck, most, load)
         if not count:
@@ -64,7 +64,7 @@ class Speculator:
         ngrams.extend(request.token_ids)
         return ngrams.guess(request.token_ids, count)
 
-    def _guesses_that_pay(self, luck: float, most: int, load: Load) -> int:
+    def _guesses_that_pay(self, luck: float, most: int, load: StepLoad) -> int:
         """How many guesses one sequence of a decoding step should verify.
 
         The j-th is needed with probability luck^j, and adds a row. The step yields a token per sequence: a guess pays

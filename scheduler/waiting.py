@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
 
-from .admission import AdmissionEstimate, CannotMeetDeadline, QuotaExceeded, TooLong
+from .admission import AdmissionEstimate, CannotMeetDeadline, PageQuotaExceeded, TooLong
 from .policy import Policy
 from .request import Request, State
 from .tenants import QueueLimits, Tenants
@@ -35,14 +35,14 @@ class WaitingRoom:
         return self._tenants.limit_reached(tenant, count)
 
     def check_fit(self, request: Request, estimate: AdmissionEstimate, now: float) -> None:
-        """Raises TooLong, QuotaExceeded or CannotMeetDeadline for what could never come to a good end."""
+        """Raises TooLong, PageQuotaExceeded or CannotMeetDeadline for what could never come to a good end."""
         num_tokens = request.num_prompt_tokens + request.max_tokens
         needs = f"prompt and max_tokens, {num_tokens} together, need {request.pages_needed} pages"
         if request.pages_needed > self._num_pages:
             raise TooLong(f"{needs} of {self._num_pages}", estimate)
         quota = self._tenants.limits.max_kv_pages_per_tenant
         if quota is not None and request.pages_needed > quota:
-            raise QuotaExceeded(f"{needs}, a tenant may have {quota}", estimate)
+            raise PageQuotaExceeded(f"{needs}, a tenant may have {quota}", estimate)
         wait_s = estimate.predicted_wait_s
         if request.deadline is not None and wait_s is not None and now + wait_s > request.deadline:
             raise CannotMeetDeadline(f"the first token is {wait_s:.3g} s away, after the request's deadline", estimate)

@@ -9,8 +9,8 @@ from ...scheduler import (
     AdmissionEstimate,
     CannotMeetDeadline,
     NotAccepting,
+    PageQuotaExceeded,
     QueueFull,
-    QuotaExceeded,
     Refused,
     SchedulerError,
     TooLong,
@@ -32,7 +32,7 @@ def translate(error: SchedulerError) -> errors.QuireError:
             return errors.DeadlineExceeded(message)
         case TooLong():
             return errors.ContextLengthExceeded(message)
-        case QuotaExceeded():
+        case PageQuotaExceeded():
             return errors.QuotaExceeded(message)
     raise error
 

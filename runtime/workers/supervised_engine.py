@@ -23,8 +23,8 @@ from ...scheduler import (
     CannotMeetDeadline,
     FinishReason,
     NotAccepting,
+    PageQuotaExceeded,
     QueueFull,
-    QuotaExceeded,
     Request,
     RequestUpdate,
     TooLong,
@@ -55,7 +55,7 @@ from .token_log import TokenLog
 PATIENCE = 3  # starts that may fail in a row before those who wait are told
 LONGEST_PAUSE_S = 10.0  # between two attempts
 LOADING_TIMEOUT_S = 15.0  # without a sign of life while it loads
-REFUSALS = {refusal.__name__: refusal for refusal in (QueueFull, CannotMeetDeadline, TooLong, QuotaExceeded)}
+REFUSALS = {refusal.__name__: refusal for refusal in (QueueFull, CannotMeetDeadline, TooLong, PageQuotaExceeded)}
 COUNTERS = (  # of EngineStats: a new process counts from 0
     "step",
     "prefix_queries_tokens",

@@ -5,20 +5,20 @@ from __future__ import annotations
 import random
 
 import pytest
-from quire.scheduler import LEAST_PREFILL, Coefficients, CostModel, LatencyBudget, Load
+from quire.scheduler import LEAST_PREFILL, Coefficients, CostModel, LatencyBudget, StepLoad
 from quire.scheduler.cost import chunk_pairs
 
 TRUE = Coefficients(18e-3, 2.4e-3, 1.4e-3, 1.2e-6, 2.5e-7)
 
 
-def true_seconds(load: Load) -> float:
+def true_seconds(load: StepLoad) -> float:
     return CostModel(TRUE).predict(load)
 
 
-def some_load(generator: random.Random) -> Load:
+def some_load(generator: random.Random) -> StepLoad:
     rows, tokens = generator.randrange(33), generator.choice([0, 0, 16, 64, 300])
     context = generator.randrange(4000)
-    return Load(rows, tokens, rows * generator.randrange(50, 3000), chunk_pairs(context, tokens))
+    return StepLoad(rows, tokens, rows * generator.randrange(50, 3000), chunk_pairs(context, tokens))
 
 
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 30.0])
@@ -38,9 +38,9 @@ def test_what_is_not_exercised_is_not_forgotten() -> None:
     for _ in range(300):
         load = some_load(generator)
         model.observe(load, true_seconds(load))
-    prefill = Load(8, 256, 8000, chunk_pairs(500, 256))
+    prefill = StepLoad(8, 256, 8000, chunk_pairs(500, 256))
     for _ in range(2000):
-        load = Load(8, 0, 8 * 1000)
+        load = StepLoad(8, 0, 8 * 1000)
         model.observe(load, true_seconds(load) * generator.lognormvariate(0, 0.1))
     assert model.predict(prefill) == pytest.approx(true_seconds(prefill), rel=0.3)
 
@@ -57,8 +57,8 @@ def test_one_slow_step_is_somebody_elses_doing() -> None:
     for _ in range(200):
         load = some_load(generator)
         model.observe(load, true_seconds(load))
-    model.observe(Load(8, 0, 8000), 50.0)
-    assert model.predict(Load(8, 0, 8000)) < 2.5 * true_seconds(Load(8, 0, 8000))
+    model.observe(StepLoad(8, 0, 8000), 50.0)
+    assert model.predict(StepLoad(8, 0, 8000)) < 2.5 * true_seconds(StepLoad(8, 0, 8000))
 
 
 def test_pairs_of_a_chunk() -> None:
@@ -76,7 +76,7 @@ def test_prefill_fills_a_step_up_to_the_target(context: int, target_s: float) ->
     assert true_seconds(step.load) <= 0.9 * target_s
     assert (
         LEAST_PREFILL <= tokens == 504
-        or true_seconds(Load(8, tokens + 1, 4000, chunk_pairs(context, tokens + 1))) > 0.9 * target_s
+        or true_seconds(StepLoad(8, tokens + 1, 4000, chunk_pairs(context, tokens + 1))) > 0.9 * target_s
     )
     assert step.prefill_tokens(context) <= 1
 

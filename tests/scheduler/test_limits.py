@@ -14,11 +14,11 @@ from quire.scheduler import (
     CostModel,
     Fair,
     LatencyBudget,
-    Load,
+    PageQuotaExceeded,
     QueueFull,
     QueueLimits,
-    QuotaExceeded,
     State,
+    StepLoad,
 )
 
 MakeWorld = Callable[..., Any]
@@ -43,7 +43,7 @@ def test_a_tenant_has_its_own_limit_in_the_queue(make_world: MakeWorld) -> None:
 
 def test_what_could_never_fit_its_quota_is_refused(make_world: MakeWorld) -> None:
     world = make_world(limits=QueueLimits(max_kv_pages_per_tenant=3))
-    with pytest.raises(QuotaExceeded, match="need 4 pages, a tenant may have 3") as refusal:
+    with pytest.raises(PageQuotaExceeded, match="need 4 pages, a tenant may have 3") as refusal:
         world.add(1, PROMPT, max_tokens=4)
     estimate = refusal.value.estimate
     assert (estimate.pages_needed, estimate.pages_free) == (4, 16)
@@ -99,7 +99,7 @@ def learned(make_world: MakeWorld, **options: Any) -> Any:
     """A world whose costs are known: 0.1 s per step."""
     cost = CostModel(Coefficients(0.1, 1e-6, 1e-6, 0.0, 0.0))
     for _ in range(10):
-        cost.observe(Load(1, 0, 10), 0.1)
+        cost.observe(StepLoad(1, 0, 10), 0.1)
     world = make_world(cost=cost, **options)
     world.step_s = 0.1
     return world

@@ -9,8 +9,8 @@ from quire.scheduler import (
     AdmissionEstimate,
     CannotMeetDeadline,
     NotAccepting,
+    PageQuotaExceeded,
     QueueFull,
-    QuotaExceeded,
     SchedulerError,
     StepMismatch,
     TooLong,
@@ -25,7 +25,7 @@ ESTIMATE = AdmissionEstimate(position=3, pages_needed=7, pages_free=2, predicted
         (QueueFull, errors.Overloaded, True),
         (CannotMeetDeadline, errors.DeadlineExceeded, False),
         (TooLong, errors.ContextLengthExceeded, False),
-        (QuotaExceeded, errors.QuotaExceeded, False),
+        (PageQuotaExceeded, errors.QuotaExceeded, False),
     ],
 )
 def test_refusals_say_how_things_stand(refusal: type, error_class: type[errors.QuireError], retryable: bool) -> None:
