@@ -23,7 +23,7 @@ import uvloop
 from ..common.config import EngineConfig
 from ..common.logs import log_to_stderr
 from ..common.settings import Settings
-from ..engine import Core, Engine, LocalCore, Vocabulary, check_snapshot_path, kept_prefixes
+from ..engine import Core, Engine, EngineCore, Vocabulary, check_snapshot_path, kept_prefixes
 from ..model import model_folder
 from ..server import Server, check_config
 from ..server.monitoring import PrometheusObserver
@@ -67,7 +67,7 @@ async def _core(settings: Settings) -> AsyncIterator[Core]:
         finally:
             await pool.close()
         return
-    core = await LocalCore.load(settings.engine)
+    core = await EngineCore.load(settings.engine)
     try:
         snapshot = server.prefix_snapshot
         async with nullcontext() if snapshot is None else kept_prefixes(core, Path(snapshot)):

@@ -1,6 +1,6 @@
 """One engine: requests in, streams of text out. `facade` is all that the rooms above may rely on."""
 
-from .core import Core, CoreInfo, CoreListener, LocalCore, Prefilled
+from .core import Core, CoreInfo, CoreListener, EngineCore, Prefilled
 from .engine import Engine, LocalEngine
 from .facade import (
     EngineFacade,
@@ -26,7 +26,7 @@ __all__ = [
     "EngineStats",
     "GenerateRequest",
     "Generation",
-    "LocalCore",
+    "EngineCore",
     "LocalEngine",
     "Prefilled",
     "RequestStats",

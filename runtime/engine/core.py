@@ -99,7 +99,7 @@ class Core(Protocol):
         """`stop`, and give back memory and threads. Idempotent."""
 
 
-class LocalCore:
+class EngineCore:
     """One scheduler, one executor and one step thread. Everything but the step itself happens on the event loop's
     thread, so nothing here locks.
     """
@@ -119,7 +119,7 @@ class LocalCore:
         self._closed = False
 
     @classmethod
-    async def load(cls, config: EngineConfig, max_prefill_chunk: int | None = None) -> LocalCore:
+    async def load(cls, config: EngineConfig, max_prefill_chunk: int | None = None) -> EngineCore:
         """Load the model, plan and take all memory. Raises ModelError or ConfigError."""
         machine = await asyncio.to_thread(assemble, config)
         try:

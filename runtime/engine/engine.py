@@ -24,7 +24,7 @@ from ..common.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, 
 from ..common.types import FinishReason, OutputChunk
 from ..model import model_folder
 from .choices import Branch, Live, delivery
-from .core import Core, CoreListener, LocalCore, Prefilled
+from .core import Core, CoreListener, EngineCore, Prefilled
 from .facade import EngineInfo, EngineObserver, EngineStats, GenerateRequest, RequestStats, StepStats
 from .intake import num_sequences, scheduled_requests
 from .observer import SilentObserver
@@ -61,10 +61,10 @@ class Engine(Generic[CoreT]):
         core.start(CoreListener(self._publish, self._fail_request, self._observe_step, self._end_leftovers))
 
     @classmethod
-    async def start(cls, config: EngineConfig, max_prefill_chunk: int | None = None) -> Engine[LocalCore]:
+    async def start(cls, config: EngineConfig, max_prefill_chunk: int | None = None) -> Engine[EngineCore]:
         """In this process: load the model, plan and take all memory, and be ready. Raises ModelError or ConfigError."""
         vocabulary = await asyncio.to_thread(Vocabulary.load, model_folder(config.model))
-        return Engine(await LocalCore.load(config, max_prefill_chunk), vocabulary)
+        return Engine(await EngineCore.load(config, max_prefill_chunk), vocabulary)
 
     @property
     def info(self) -> EngineInfo:
@@ -119,8 +119,8 @@ class Engine(Generic[CoreT]):
         finally:
             await self.core.close()
 
-    async def logits(self: Engine[LocalCore], token_ids: tuple[int, ...]) -> npt.NDArray[np.float32]:
-        """See `LocalCore.logits`. Raises InvalidRequest or ContextLengthExceeded besides."""
+    async def logits(self: Engine[EngineCore], token_ids: tuple[int, ...]) -> npt.NDArray[np.float32]:
+        """See `EngineCore.logits`. Raises InvalidRequest or ContextLengthExceeded besides."""
         self._validator.check_token_ids(token_ids)
         return await self.core.logits(token_ids)
 
@@ -304,7 +304,7 @@ class Engine(Generic[CoreT]):
         )
 
 
-LocalEngine = Engine[LocalCore]
+LocalEngine = Engine[EngineCore]
 
 
 def _failure(live: Live, error: str) -> QuireError:

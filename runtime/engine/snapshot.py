@@ -27,7 +27,7 @@ from ...pager import (
 )
 from ..common.errors import ConfigError
 from ..model import fingerprint
-from .core import LocalCore
+from .core import EngineCore
 
 _log = structlog.get_logger("quire.engine")
 
@@ -41,7 +41,7 @@ def check_snapshot_path(path: Path) -> None:
 
 
 @asynccontextmanager
-async def kept_prefixes(core: LocalCore, path: Path) -> AsyncIterator[None]:
+async def kept_prefixes(core: EngineCore, path: Path) -> AsyncIterator[None]:
     """Inside, `core` serves with the cached pages that `path` held; afterwards it is stopped and they are kept there.
 
     A snapshot of another model or build, a truncated or a damaged one, is logged and replaced in the end. Raises
@@ -58,14 +58,14 @@ async def kept_prefixes(core: LocalCore, path: Path) -> AsyncIterator[None]:
     _save(core, path, identity)
 
 
-def _identity(core: LocalCore) -> bytes:
+def _identity(core: EngineCore) -> bytes:
     """Everything that decides the bits of a page."""
     machine, config = core.machine, core.config
     build = (version("quire"), machine.capacity.isa, config.weights, config.kv_cache_dtype, machine.layout)
     return hashlib.sha256(repr(build).encode() + fingerprint(machine.folder)).digest()
 
 
-def _load(core: LocalCore, path: Path, identity: bytes) -> None:
+def _load(core: EngineCore, path: Path, identity: bytes) -> None:
     if not path.exists():
         return
     start = time.perf_counter()
@@ -79,7 +79,7 @@ def _load(core: LocalCore, path: Path, identity: bytes) -> None:
         _log.info("prefix snapshot loaded", path=str(path), pages=pages, seconds=_since(start))
 
 
-def _save(core: LocalCore, path: Path, identity: bytes) -> None:
+def _save(core: EngineCore, path: Path, identity: bytes) -> None:
     start = time.perf_counter()
     try:
         pages = save_snapshot(path, core.pager, core.machine.arena, identity)

@@ -1,4 +1,4 @@
-"""The engine process: a `LocalCore` at the other end of the link.
+"""The engine process: a `EngineCore` at the other end of the link.
 
 It must not know users, text or sockets other than the link's. One invariant: it does not outlive its server; signals to
 end are the server's to handle, which then says so.
@@ -27,7 +27,7 @@ import uvloop
 from ...scheduler import Refused, RequestUpdate, SchedulerError, StepPlan
 from ..common.errors import QuireError, Unavailable
 from ..common.logs import log_to_stderr
-from ..engine import CoreListener, LocalCore, Prefilled, StepStats, kept_prefixes
+from ..engine import CoreListener, EngineCore, Prefilled, StepStats, kept_prefixes
 from .engine_link import (
     BEAT_INTERVAL_S,
     TO_ENGINE,
@@ -81,7 +81,7 @@ async def _run(end: socket.socket) -> None:
         os.sched_setaffinity(0, start.cpus)  # before there are threads, and before memory is touched
     telling: asyncio.Task[None] | None = None
     try:
-        core = await LocalCore.load(start.config)
+        core = await EngineCore.load(start.config)
         try:
             async with nullcontext() if start.snapshot is None else kept_prefixes(core, Path(start.snapshot)):
                 telling = asyncio.create_task(_tell_stats(core, channel))
@@ -105,7 +105,7 @@ def _log_as(start: Start) -> None:
         structlog.contextvars.bind_contextvars(engine=start.name)
 
 
-async def _tell_stats(core: LocalCore, channel: Channel) -> None:
+async def _tell_stats(core: EngineCore, channel: Channel) -> None:
     while True:
         try:
             channel.send(Beat(core.stats()))
@@ -117,7 +117,7 @@ async def _tell_stats(core: LocalCore, channel: Channel) -> None:
 class _Served:
     """A core, told what to do and asked what happened over the link."""
 
-    def __init__(self, core: LocalCore, channel: Channel) -> None:
+    def __init__(self, core: EngineCore, channel: Channel) -> None:
         self._core = core
         self._channel = channel
         self._begun: set[int] = set()  # of live requests
