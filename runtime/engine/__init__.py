@@ -13,7 +13,7 @@ from .facade import (
     StepStats,
 )
 from .snapshot import check_snapshot_path, kept_prefixes
-from .vocabulary import Vocabulary
+from .text_processor import Vocabulary
 
 __all__ = [
     "Core",

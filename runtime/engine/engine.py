@@ -23,15 +23,15 @@ from ..common.config import EngineConfig
 from ..common.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, QuireError, Unavailable
 from ..common.types import FinishReason, OutputChunk
 from ..model import model_folder
-from .choices import Branch, Live, delivery
 from .core import Core, CoreListener, EngineCore, Prefilled
+from .error_mapping import admission, translate
 from .facade import EngineInfo, EngineObserver, EngineStats, GenerateRequest, RequestStats, StepStats
-from .intake import num_sequences, scheduled_requests
+from .input import num_sequences, scheduled_requests
 from .observer import SilentObserver
 from .refusals import translate
 from .stream import Stream
+from .text_processor import Vocabulary
 from .validator import Limits, Validator
-from .vocabulary import Vocabulary
 
 CoreT = TypeVar("CoreT", bound=Core)
 

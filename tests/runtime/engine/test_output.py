@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from quire.runtime.common.types import Choice, OutputChunk, SamplingParams, join_choices
-from quire.runtime.engine.choices import Live, delivery
 from quire.runtime.engine.facade import GenerateRequest
+from quire.runtime.engine.output import Live, delivery
 from quire.runtime.engine.stream import Stream
 from quire.runtime.engine.text import IncrementalDetokenizer, Tokenizer
 from quire.runtime.model import BUNDLED_MODEL
