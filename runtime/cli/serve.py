@@ -23,7 +23,7 @@ import uvloop
 from ..common.config import EngineConfig
 from ..common.logs import log_to_stderr
 from ..common.settings import Settings
-from ..engine import Core, Engine, EngineCore, Vocabulary, check_snapshot_path, kept_prefixes
+from ..engine import Core, Engine, EngineCore, TextProcessor, check_snapshot_path, kept_prefixes
 from ..model import model_folder
 from ..server import Server, check_config
 from ..server.monitoring import PrometheusObserver
@@ -43,11 +43,11 @@ async def _serve(settings: Settings) -> None:
     await check_config(settings.server)
     if settings.server.prefix_snapshot is not None:
         check_snapshot_path(Path(settings.server.prefix_snapshot))
-    vocabulary = await asyncio.to_thread(Vocabulary.load, model_folder(settings.engine.model))
+    text_processor = await asyncio.to_thread(TextProcessor.load, model_folder(settings.engine.model))
     async with _core(settings) as core:
         if stop.is_set():  # while it was loading
             return
-        await _serve_until(stop, Engine(core, vocabulary), settings)
+        await _serve_until(stop, Engine(core, text_processor), settings)
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from .facade import (
     StepStats,
 )
 from .snapshot import check_snapshot_path, kept_prefixes
-from .text_processor import Vocabulary
+from .text_processor import TextProcessor
 
 __all__ = [
     "Core",
@@ -31,7 +31,7 @@ __all__ = [
     "Prefilled",
     "RequestStats",
     "StepStats",
-    "Vocabulary",
+    "TextProcessor",
     "check_snapshot_path",
     "kept_prefixes",
 ]

@@ -30,7 +30,7 @@ from .input import num_sequences, scheduled_requests
 from .observer import SilentObserver
 from .refusals import translate
 from .stream import Stream
-from .text_processor import Vocabulary
+from .text_processor import TextProcessor
 from .validator import Limits, Validator
 
 CoreT = TypeVar("CoreT", bound=Core)
@@ -39,20 +39,20 @@ CoreT = TypeVar("CoreT", bound=Core)
 class Engine(Generic[CoreT]):
     """Implements `facade.EngineFacade`. It starts `core`, and owns it from then on; end both with `close`."""
 
-    def __init__(self, core: CoreT, vocabulary: Vocabulary) -> None:
+    def __init__(self, core: CoreT, text_processor: TextProcessor) -> None:
         self.core = core
-        self.vocabulary = vocabulary
+        self.text_processor = text_processor
         info = core.info
         self._validator = Validator(
             Limits(
                 info.vocab_size,
                 info.max_model_len,
-                info.max_model_len * vocabulary.longest_token,
+                info.max_model_len * text_processor.longest_token,
                 info.max_num_seqs,
             )
         )
         self._eos_token_ids = frozenset(
-            token for token in info.eos_token_ids | vocabulary.eos_token_ids if token < info.vocab_size
+            token for token in info.eos_token_ids | text_processor.eos_token_ids if token < info.vocab_size
         )
         self._observer: EngineObserver = SilentObserver()
         self._branches: dict[int, Branch] = {}  # of live requests, by the core's id
@@ -63,8 +63,8 @@ class Engine(Generic[CoreT]):
     @classmethod
     async def start(cls, config: EngineConfig, max_prefill_chunk: int | None = None) -> Engine[EngineCore]:
         """In this process: load the model, plan and take all memory, and be ready. Raises ModelError or ConfigError."""
-        vocabulary = await asyncio.to_thread(Vocabulary.load, model_folder(config.model))
-        return Engine(await EngineCore.load(config, max_prefill_chunk), vocabulary)
+        text_processor = await asyncio.to_thread(TextProcessor.load, model_folder(config.model))
+        return Engine(await EngineCore.load(config, max_prefill_chunk), text_processor)
 
     @property
     def info(self) -> EngineInfo:
@@ -78,8 +78,8 @@ class Engine(Generic[CoreT]):
             isa=core.isa,
             threads=core.threads,
             threads_reason=core.threads_reason,
-            has_tokenizer=self.vocabulary.tokenizer is not None,
-            has_chat_template=self.vocabulary.chat_template is not None,
+            has_tokenizer=self.text_processor.tokenizer is not None,
+            has_chat_template=self.text_processor.chat_template is not None,
             num_processes=core.num_processes,
         )
 
@@ -92,9 +92,9 @@ class Engine(Generic[CoreT]):
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """See `facade.EngineFacade.tokenize`."""
-        self.vocabulary.require_tokenizer()
+        self.text_processor.require_tokenizer()
         self._validator.check_text(text)
-        return await self.vocabulary.encode(text, add_special_tokens)
+        return await self.text_processor.encode(text, add_special_tokens)
 
     def stats(self) -> EngineStats:
         """Raises Unavailable while nothing can be computed, so that readiness and metrics do not look idle."""
@@ -148,10 +148,10 @@ class Engine(Generic[CoreT]):
         if (prompt is None) == (request.messages is None):
             raise InvalidRequest("give a prompt or messages, and not both")
         if request.messages is not None:
-            self.vocabulary.require_chat_template()
+            self.text_processor.require_chat_template()
         if not isinstance(prompt, tuple):
-            self.vocabulary.require_tokenizer()
-        elif params.stop and self.vocabulary.tokenizer is None:
+            self.text_processor.require_tokenizer()
+        elif params.stop and self.text_processor.tokenizer is None:
             raise InvalidRequest("stop strings cannot be found without a tokenizer.json; use stop_token_ids")
         if isinstance(prompt, str):
             self._validator.check_text(prompt)
@@ -184,10 +184,10 @@ class Engine(Generic[CoreT]):
 
     async def _prompt_token_ids(self, request: GenerateRequest) -> tuple[int, ...]:
         if isinstance(request.prompt, str):
-            return await self.vocabulary.encode(request.prompt)
-        text = await self.vocabulary.render(request.messages or ())
+            return await self.text_processor.encode(request.prompt)
+        text = await self.text_processor.render(request.messages or ())
         self._validator.check_text(text)
-        return await self.vocabulary.encode(text, add_special_tokens=False)
+        return await self.text_processor.encode(text, add_special_tokens=False)
 
     async def _accept(self, request: GenerateRequest, prompt: tuple[int, ...], submitted: float) -> Stream:
         params = request.params
@@ -202,7 +202,9 @@ class Engine(Generic[CoreT]):
         )
         self._next_id += len(requests)
         stream = Stream(prompt, lambda: self._cancel(live))
-        live = delivery(params)(stream, request, seed, submitted, requests, lambda: self.vocabulary.detokenizer(params))
+        live = delivery(params)(
+            stream, request, seed, submitted, requests, lambda: self.text_processor.detokenizer(params)
+        )
         # Before the core knows them: what it reports may come sooner than its answer.
         self._branches.update((branch.request.request_id, branch) for branch in live.branches)
         try:

@@ -15,7 +15,7 @@ from ..common.types import SamplingParams
 from .text import ChatTemplate, IncrementalDetokenizer, Tokenizer
 
 
-class Vocabulary:
+class TextProcessor:
     """Of one model folder. A model without tokenizer.json takes and gives token ids only."""
 
     def __init__(self, tokenizer: Tokenizer | None, chat_template: ChatTemplate | None) -> None:
@@ -23,7 +23,7 @@ class Vocabulary:
         self.chat_template = chat_template
 
     @classmethod
-    def load(cls, folder: Path) -> Vocabulary:
+    def load(cls, folder: Path) -> TextProcessor:
         """Raises CorruptCheckpoint for files that are there and cannot be read."""
         tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
         try:

@@ -90,8 +90,8 @@ async def measure_submit() -> None:
             micros = 1e6 * np.array([await time_rejection(engine, prompt) for _ in range(2000)])
             print(f"Engine.submit of a full queue, {what}: p50 {np.median(micros):.0f} us, p99 {p99(micros):.0f} us")
         start = time.perf_counter()
-        assert engine.vocabulary.tokenizer is not None
-        engine.vocabulary.tokenizer.encode("x" * 2000)
+        assert engine.text_processor.tokenizer is not None
+        engine.text_processor.tokenizer.encode("x" * 2000)
         print(f"for comparison, to tokenize 2,000 characters: {1e6 * (time.perf_counter() - start):.0f} us")
     finally:
         await engine.close()

@@ -17,7 +17,7 @@ import pytest
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError, DeadlineExceeded, ModelError, Overloaded, Quarantined, Unavailable
 from quire.runtime.common.types import OutputChunk
-from quire.runtime.engine import Engine, GenerateRequest, Vocabulary
+from quire.runtime.engine import Engine, GenerateRequest, TextProcessor
 from quire.runtime.model import model_folder
 from quire.runtime.workers import EnginePool, HealthTimeouts, engine_process
 
@@ -25,7 +25,7 @@ from .bits import asked, bits, prompt, running, together
 from .poisoned_engine import INDIGESTIBLE, POISON
 
 SETTINGS: dict[str, Any] = {"kv_cache_memory": 8 << 20}
-VOCABULARY = Vocabulary.load(model_folder(None))
+TEXT_PROCESSOR = TextProcessor.load(model_folder(None))
 
 
 @asynccontextmanager
@@ -34,7 +34,7 @@ async def engine_pool(
 ) -> AsyncIterator[Engine[EnginePool]]:
     """An engine over processes; afterwards every page is back and every process gone."""
     core = await EnginePool.launch(EngineConfig(**SETTINGS | settings), timeouts, num_processes=num_processes)
-    engine = Engine(core, VOCABULARY)
+    engine = Engine(core, TEXT_PROCESSOR)
     try:
         yield engine
         await engine.drain()

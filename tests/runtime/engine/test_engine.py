@@ -85,8 +85,8 @@ async def test_only_the_last_chunk_ends_the_stream(running: Running) -> None:
 async def test_text_is_the_decode_of_the_tokens(running: Running) -> None:
     async with running() as engine:
         chunks = await chunks_of(engine, asked(temperature=1.0, seed=3))
-        assert engine.vocabulary.tokenizer is not None
-        assert text_of(chunks) == engine.vocabulary.tokenizer.decode(ids_of(chunks))
+        assert engine.text_processor.tokenizer is not None
+        assert text_of(chunks) == engine.text_processor.tokenizer.decode(ids_of(chunks))
 
 
 async def test_a_stream_is_iterated_once(running: Running) -> None:
@@ -342,7 +342,7 @@ async def test_beams_are_those_of_a_search_over_the_models_logits(running: Runni
     assert [choice.cumulative_logprob for choice in choices] == pytest.approx([total for total, _ in beams], abs=1e-4)
     for choice in choices:
         assert choice.cumulative_logprob == sum(entry.logprob for entry in choice.logprobs or ())
-        assert choice.text == engine.vocabulary.tokenizer.decode(choice.token_ids)  # type: ignore[union-attr]
+        assert choice.text == engine.text_processor.tokenizer.decode(choice.token_ids)  # type: ignore[union-attr]
     for count, seen in enumerate(company[:3], 1):
         assert ids_of(seen[:1]) == choices[0].token_ids
         assert len(join_choices(seen)) == count
@@ -465,8 +465,8 @@ async def test_logits_that_are_not_finite_fail_their_request_only(running: Runni
 async def test_a_failing_detokenizer_fails_its_request_only(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running() as engine:
         wanted = await chunks_of(engine, asked())
-        assert engine.vocabulary.tokenizer is not None
-        monkeypatch.setitem(engine.vocabulary.tokenizer._bytes_by_id, 4095, 5)  # not bytes
+        assert engine.text_processor.tokenizer is not None
+        monkeypatch.setitem(engine.text_processor.tokenizer._bytes_by_id, 4095, 5)  # not bytes
         bad, good = await asyncio.gather(
             collect(await engine.submit(asked(logit_bias={4095: 100.0}))),
             collect(await engine.submit(asked())),

@@ -9,7 +9,7 @@ import pytest
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import CorruptCheckpoint, InvalidRequest
 from quire.runtime.common.types import SamplingParams
-from quire.runtime.engine import Engine, GenerateRequest, Vocabulary
+from quire.runtime.engine import Engine, GenerateRequest, TextProcessor
 from quire.runtime.model import BUNDLED_MODEL
 
 
@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_broken_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(CorruptCheckpoint, match="tokenizer"):
-        Vocabulary.load(folder)
+        TextProcessor.load(folder)
 
 
 async def test_without_a_tokenizer_token_ids_are_taken_and_the_declared_end_still_ends(folder: Path) -> None:
