@@ -31,7 +31,7 @@ from .observer import SilentObserver
 from .refusals import translate
 from .stream import Stream
 from .text_processor import TextProcessor
-from .validator import Limits, Validator
+from .validator import RequestLimits, Validator
 
 CoreT = TypeVar("CoreT", bound=Core)
 
@@ -44,7 +44,7 @@ class Engine(Generic[CoreT]):
         self.text_processor = text_processor
         info = core.info
         self._validator = Validator(
-            Limits(
+            RequestLimits(
                 info.vocab_size,
                 info.max_model_len,
                 info.max_model_len * text_processor.longest_token,
@@ -55,7 +55,7 @@ class Engine(Generic[CoreT]):
             token for token in info.eos_token_ids | text_processor.eos_token_ids if token < info.vocab_size
         )
         self._observer: EngineObserver = SilentObserver()
-        self._branches: dict[int, Branch] = {}  # of live requests, by the core's id
+        self._sequences: dict[int, SequenceOutput] = {}  # of live requests, by the core's id
         self._preparing: Counter[str] = Counter()  # sequences whose prompt is being made, by tenant
         self._next_id = 0
         core.start(CoreListener(self._publish, self._fail_request, self._observe_step, self._end_leftovers))
@@ -108,9 +108,9 @@ class Engine(Generic[CoreT]):
 
     async def stop(self) -> None:
         """End everything now and compute nothing more. Idempotent."""
-        for branch in self._branches.values():
+        for sequence in self._sequences.values():
             closed = Unavailable("the engine was closed before this request ended; try again")
-            branch.live.error = branch.live.error or closed
+            sequence.output.error = sequence.output.error or closed
         await self.core.stop()
 
     async def close(self) -> None:
@@ -201,107 +201,109 @@ class Engine(Generic[CoreT]):
             submitted=submitted,
         )
         self._next_id += len(requests)
-        stream = Stream(prompt, lambda: self._cancel(live))
-        live = delivery(params)(
+        stream = Stream(prompt, lambda: self._cancel(output))
+        output = output_class(params)(
             stream, request, seed, submitted, requests, lambda: self.text_processor.detokenizer(params)
         )
         # Before the core knows them: what it reports may come sooner than its answer.
-        self._branches.update((branch.request.request_id, branch) for branch in live.branches)
+        self._sequences.update((sequence.request.request_id, sequence) for sequence in output.sequences)
         try:
             stream.admission = await self.core.add(requests)
         except BaseException:
-            self._forget(live, "it was refused")
+            self._forget(output, "it was refused")
             raise
         return stream
 
-    def _cancel(self, live: Live) -> None:
-        for branch in live.branches:
-            self.core.cancel(branch.request.request_id)
+    def _cancel(self, output: StreamingOutput) -> None:
+        for sequence in output.sequences:
+            self.core.cancel(sequence.request.request_id)
 
-    def _forget(self, live: Live, why: str) -> None:
+    def _forget(self, output: StreamingOutput, why: str) -> None:
         """Nothing more comes of it. Its pages are back before the next step."""
-        for branch in live.branches:
-            if self._branches.pop(branch.request.request_id, None) is not None:
-                self.core.drop(branch.request.request_id, error=why)
+        for sequence in output.sequences:
+            if self._sequences.pop(sequence.request.request_id, None) is not None:
+                self.core.drop(sequence.request.request_id, error=why)
 
     # Publishing.
 
     def _observe_step(self, stats: StepStats, prefilled: Sequence[Prefilled]) -> None:
         self._observer.on_step(stats)
         for request_id, num_tokens in prefilled:
-            branch = self._branches.get(request_id)
-            if branch is not None:
-                branch.live.note_prefill(branch, num_tokens)
+            sequence = self._sequences.get(request_id)
+            if sequence is not None:
+                sequence.output.note_prefill(sequence, num_tokens)
 
     def _publish(self, updates: Sequence[RequestUpdate]) -> None:
         now = time.monotonic()
         for update in updates:
-            branch = self._branches.get(update.request.request_id)
-            if branch is not None:  # else its request has failed with another branch
-                self._publish_one(branch, update, now)
+            sequence = self._sequences.get(update.request.request_id)
+            if sequence is not None:  # else its request has failed with another sequence
+                self._publish_one(sequence, update, now)
 
-    def _publish_one(self, branch: Branch, update: RequestUpdate, now: float) -> None:
-        live, num_tokens = branch.live, branch.num_tokens
+    def _publish_one(self, sequence: SequenceOutput, update: RequestUpdate, now: float) -> None:
+        output, num_tokens = sequence.output, sequence.num_tokens
         try:
-            chunks = live.take(branch, update)
+            chunks = output.take(sequence, update)
         except Exception as error:  # a detokenizer's failure is this request's alone
-            self._fail(live, GenerationFailed(f"the generated tokens could not be turned into text: {error}"), now)
+            self._fail(output, GenerationFailed(f"the generated tokens could not be turned into text: {error}"), now)
             return
-        num_tokens = branch.num_tokens - num_tokens
+        num_tokens = sequence.num_tokens - num_tokens
         if num_tokens:
-            last_s, branch.last_tokens_s = branch.last_tokens_s, now
+            last_s, sequence.last_tokens_s = sequence.last_tokens_s, now
             self._observer.on_tokens(num_tokens, None if last_s is None else now - last_s)
-        if branch.finish_reason is not None:
+        if sequence.finish_reason is not None:
             if not update.ended:  # a stop string that only we could see
-                self.core.drop(branch.request.request_id, branch.finish_reason)
-            chunks = self._ended(branch, chunks)
+                self.core.drop(sequence.request.request_id, sequence.finish_reason)
+            chunks = self._ended(sequence, chunks)
         for chunk in chunks:
-            live.stream.put(chunk)
-        if not live.num_open:
-            self._report(live, chunks[-1].finish_reason, None, now)
-        elif branch.finish_reason is None and update.error is not None:
-            self._fail(live, live.error or _failure(live, update.error), now)
+            output.stream.put(chunk)
+        if not output.num_open:
+            self._report(output, chunks[-1].finish_reason, None, now)
+        elif sequence.finish_reason is None and update.error is not None:
+            self._fail(output, output.error or _failure(output, update.error), now)
 
-    def _ended(self, branch: Branch, chunks: Sequence[OutputChunk]) -> Sequence[OutputChunk]:
-        """The branch is the core's no more; with the last one, the chunks tell the usage."""
-        del self._branches[branch.request.request_id]
-        if branch.live.num_open:
+    def _ended(self, sequence: SequenceOutput, chunks: Sequence[OutputChunk]) -> Sequence[OutputChunk]:
+        """The sequence is the core's no more; with the last one, the chunks tell the usage."""
+        del self._sequences[sequence.request.request_id]
+        if sequence.output.num_open:
             return chunks
-        return [*chunks[:-1], msgspec.structs.replace(chunks[-1], usage=branch.live.usage())]
+        return [*chunks[:-1], msgspec.structs.replace(chunks[-1], usage=sequence.output.usage())]
 
     def _fail_request(self, request_id: int, error: QuireError) -> None:
-        branch = self._branches.get(request_id)
-        if branch is not None:
-            self._fail(branch.live, branch.live.error or error, time.monotonic())
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._fail(sequence.output, sequence.output.error or error, time.monotonic())
 
-    def _fail(self, live: Live, error: QuireError, now: float) -> None:
-        """One typed error ends the request and all its branches."""
-        self._forget(live, str(error))
-        live.stream.put(error)
-        self._report(live, None, error, now)
+    def _fail(self, output: StreamingOutput, error: QuireError, now: float) -> None:
+        """One typed error ends the request and all its sequences."""
+        self._forget(output, str(error))
+        output.stream.put(error)
+        self._report(output, None, error, now)
 
     def _end_leftovers(self) -> None:
         """A step that broke the loop may have taken endings with it: nobody waits for them for ever."""
         now = time.monotonic()
-        for live in {id(branch.live): branch.live for branch in self._branches.values()}.values():
-            error = live.error or GenerationFailed("the engine stopped unexpectedly")
-            live.stream.put(error)
-            self._report(live, None, error, now)
-        self._branches.clear()
+        for output in {id(sequence.output): sequence.output for sequence in self._sequences.values()}.values():
+            error = output.error or GenerationFailed("the engine stopped unexpectedly")
+            output.stream.put(error)
+            self._report(output, None, error, now)
+        self._sequences.clear()
 
-    def _report(self, live: Live, reason: FinishReason | None, error: QuireError | None, now: float) -> None:
-        first = live.first_token_time()
-        usage = live.usage()
+    def _report(
+        self, output: StreamingOutput, reason: FinishReason | None, error: QuireError | None, now: float
+    ) -> None:
+        first = output.first_token_time()
+        usage = output.usage()
         self._observer.on_finished(
             RequestStats(
-                tenant=live.request.tenant,
+                tenant=output.request.tenant,
                 finish_reason=reason,
                 error=error,
                 prompt_tokens=usage.prompt_tokens,
                 usage=usage,
-                e2e_s=now - live.submitted,
-                time_to_first_token_s=None if first is None else first - live.submitted,
-                time_per_output_token_s=live.time_per_output_token_s(),
+                e2e_s=now - output.submitted,
+                time_to_first_token_s=None if first is None else first - output.submitted,
+                time_per_output_token_s=output.time_per_output_token_s(),
             )
         )
 
@@ -309,8 +311,8 @@ class Engine(Generic[CoreT]):
 LocalEngine = Engine[EngineCore]
 
 
-def _failure(live: Live, error: str) -> QuireError:
+def _failure(output: StreamingOutput, error: str) -> QuireError:
     """What the scheduler ended a request with, as its user should see it."""
     if error == DEADLINE_PASSED:
-        return DeadlineExceeded(f"the request's deadline of {live.request.deadline_ms} ms passed")
+        return DeadlineExceeded(f"the request's deadline of {output.request.deadline_ms} ms passed")
     return GenerationFailed(error)

@@ -29,10 +29,10 @@ class Piece(NamedTuple):
 
 
 @dataclass(slots=True)
-class Branch:
+class SequenceOutput:
     """One scheduled sequence of a live request."""
 
-    live: Live
+    output: StreamingOutput
     index: int
     request: Request
     detokenizer: IncrementalDetokenizer | None
@@ -55,11 +55,11 @@ class Branch:
         self.num_tokens += len(tokens)
         if reason is not None:
             self.finish_reason = reason
-            self.live.num_open -= 1
+            self.output.num_open -= 1
         return tokens, text
 
 
-class Live:
+class StreamingOutput:
     """A request whose choices are streamed as they come, one for each of `requests`."""
 
     def __init__(
@@ -77,32 +77,32 @@ class Live:
         self.seed = seed
         self.submitted = submitted
         self.error: QuireError | None = None  # what a failure should be called, where the scheduler cannot know
-        self.branches = [Branch(self, i, request, new_detokenizer()) for i, request in enumerate(requests)]
-        self.num_open = len(self.branches)  # that have not ended
+        self.sequences = [SequenceOutput(self, i, request, new_detokenizer()) for i, request in enumerate(requests)]
+        self.num_open = len(self.sequences)  # that have not ended
         self._new_detokenizer = new_detokenizer
 
-    def take(self, branch: Branch, update: RequestUpdate) -> Sequence[OutputChunk]:
+    def take(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
         """What may go out now that this is known. The usage is still to be added to the last chunk of all.
 
         Raises whatever a detokenizer raises.
         """
-        tokens, text = branch.read(update)
-        if not tokens and branch.finish_reason is None:
+        tokens, text = sequence.read(update)
+        if not tokens and sequence.finish_reason is None:
             return ()
-        return (self._chunk(branch.index, branch.num_tokens - len(tokens), tokens, text, branch.finish_reason),)
+        return (self._chunk(sequence.index, sequence.num_tokens - len(tokens), tokens, text, sequence.finish_reason),)
 
-    def note_prefill(self, branch: Branch, num_tokens: int) -> None:
-        """So many tokens of its prompt are computed, and the rest is not. Branches compute one prompt, the first's."""
-        if branch.index == 0 and branch.num_tokens == 0:
+    def note_prefill(self, sequence: SequenceOutput, num_tokens: int) -> None:
+        """So many tokens of its prompt are computed, and the rest is not. Sequences compute one prompt, the first's."""
+        if sequence.index == 0 and sequence.num_tokens == 0:
             self.stream.note_prefill(num_tokens)
 
     def usage(self) -> Usage:
         """Of a request that has ended."""
-        requests = [branch.request for branch in self.branches]
+        requests = [sequence.request for sequence in self.sequences]
         first = requests[0]
         return Usage(
             prompt_tokens=first.num_prompt_tokens,
-            completion_tokens=sum(branch.num_tokens for branch in self.branches),
+            completion_tokens=sum(sequence.num_tokens for sequence in self.sequences),
             cached_tokens=first.cached_tokens,
             recomputed_tokens=sum(request.recomputed_tokens for request in requests),
             seed=self.seed,
@@ -113,12 +113,12 @@ class Live:
         )
 
     def first_token_time(self) -> float | None:
-        times = [branch.request.first_token_time for branch in self.branches]
+        times = [sequence.request.first_token_time for sequence in self.sequences]
         return min((time for time in times if time is not None), default=None)
 
     def time_per_output_token_s(self) -> float | None:
         """Mean seconds per token after the first, of the sequence that decoded longest."""
-        slowest = max(self.branches, key=lambda branch: branch.request.decode_s)
+        slowest = max(self.sequences, key=lambda sequence: sequence.request.decode_s)
         return slowest.request.decode_s / (slowest.num_tokens - 1) if slowest.num_tokens > 1 else None
 
     def _chunk(
@@ -148,32 +148,32 @@ class Live:
         return [self._chunk(choice, 0, (), "", "cancelled") for choice in range(self.params.n)]
 
 
-class Ranked(Live):
+class BestOfOutput(StreamingOutput):
     """`best_of`: all sequences are drawn to their end, the likeliest are told, the earlier of equals first."""
 
-    def take(self, branch: Branch, update: RequestUpdate) -> Sequence[OutputChunk]:
-        branch.held.append(Piece(*branch.read(update), branch.finish_reason))
+    def take(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
+        sequence.held.append(Piece(*sequence.read(update), sequence.finish_reason))
         if self.num_open:
             return ()
-        if any(branch.finish_reason == "cancelled" for branch in self.branches):
+        if any(sequence.finish_reason == "cancelled" for sequence in self.sequences):
             return self._cancelled()
-        joined = [_join(branch.held) for branch in self.branches]
+        joined = [_join(sequence.held) for sequence in self.sequences]
         found = [(_cumulative_logprob(whole.tokens), whole) for whole in joined]
         found.sort(key=lambda ranked: -ranked[0])
         return [self._chunk(i, 0, *whole, logprob) for i, (logprob, whole) in enumerate(found[: self.params.n])]
 
 
-class Searched(Live):
+class BeamOutput(StreamingOutput):
     """`beam_width`: one scheduled request, whose hypotheses are the choices."""
 
-    def take(self, branch: Branch, update: RequestUpdate) -> Sequence[OutputChunk]:
-        branch.read(update)
-        if branch.finish_reason is None:
+    def take(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
+        sequence.read(update)
+        if sequence.finish_reason is None:
             return ()
-        if branch.finish_reason == "cancelled":
+        if sequence.finish_reason == "cancelled":
             return self._cancelled()
-        found = branch.request.hypotheses
-        branch.num_tokens = sum(len(each.tokens) for each in found)
+        found = sequence.request.hypotheses
+        sequence.num_tokens = sum(len(each.tokens) for each in found)
         return [
             self._chunk(i, 0, each.tokens, self._text(each.tokens), each.finish_reason, each.cumulative_logprob)
             for i, each in enumerate(found)
@@ -188,11 +188,11 @@ class Searched(Live):
         return None
 
 
-def delivery(params: SamplingParams) -> type[Live]:
+def output_class(params: SamplingParams) -> type[StreamingOutput]:
     """How the choices of such a request reach their user."""
     if params.beam_width:
-        return Searched
-    return Live if params.best_of is None else Ranked
+        return BeamOutput
+    return StreamingOutput if params.best_of is None else BestOfOutput
 
 
 def _ids(tokens: Sequence[SampledToken]) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ SMALLEST = 1e-6  # of what must be above 0: kernels compute in f32, where a smal
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What the loaded model and the pool allow."""
 
     vocab_size: int
@@ -47,7 +47,7 @@ class Limits:
 
 
 class Validator:
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
 
     def check_params(self, params: SamplingParams) -> None:

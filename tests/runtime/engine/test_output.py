@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from quire.runtime.common.types import Choice, OutputChunk, SamplingParams, join_choices
 from quire.runtime.engine.facade import GenerateRequest
-from quire.runtime.engine.output import Live, delivery
+from quire.runtime.engine.output import StreamingOutput, output_class
 from quire.runtime.engine.stream import Stream
 from quire.runtime.engine.text import IncrementalDetokenizer, Tokenizer
 from quire.runtime.model import BUNDLED_MODEL
@@ -19,7 +19,7 @@ TEXT = "This module provides a queue. Changed in version 3.11: added «日本» 
 IDS = TOKENIZER.encode(TEXT)
 
 
-def live_with(sequences: int = 1, **params: Any) -> Live:
+def output_with(sequences: int = 1, **params: Any) -> StreamingOutput:
     wanted = SamplingParams(max_tokens=len(IDS), **params)
     requests = [Request(i, (1, 2, 3), max_tokens=len(IDS)) for i in range(sequences)]
 
@@ -27,30 +27,34 @@ def live_with(sequences: int = 1, **params: Any) -> Live:
         return IncrementalDetokenizer(TOKENIZER, wanted.stop, wanted.include_stop_str_in_output, wanted.min_tokens)
 
     stream = Stream((1, 2, 3), lambda: None)
-    return delivery(wanted)(stream, GenerateRequest(prompt=(1, 2, 3), params=wanted), 7, 0.0, requests, new_detokenizer)
+    return output_class(wanted)(
+        stream, GenerateRequest(prompt=(1, 2, 3), params=wanted), 7, 0.0, requests, new_detokenizer
+    )
 
 
 def sampled(index: int) -> SampledToken:
     return SampledToken(0, IDS[index], -0.5 - index, ((IDS[index], -0.5 - index),))
 
 
-def published(live: Live, sizes: list[int], reason: Any = "length", branch: int = 0) -> list[OutputChunk]:
+def published(
+    output: StreamingOutput, sizes: list[int], reason: Any = "length", sequence: int = 0
+) -> list[OutputChunk]:
     """The chunks of updates of so many tokens each, the last with `reason`; nothing is read after an end."""
     chunks: list[OutputChunk] = []
     first = 0
     for count, size in enumerate(sizes, 1):
         tokens = tuple(sampled(index) for index in range(first, first + size))
         first += size
-        update = RequestUpdate(live.branches[branch].request, tokens, reason if count == len(sizes) else None)
-        chunks += live.take(live.branches[branch], update)
-        if live.branches[branch].finish_reason is not None:
+        update = RequestUpdate(output.sequences[sequence].request, tokens, reason if count == len(sizes) else None)
+        chunks += output.take(output.sequences[sequence], update)
+        if output.sequences[sequence].finish_reason is not None:
             break
     return chunks
 
 
-def outcome(live: Live, chunks: list[OutputChunk]) -> tuple[Choice, int]:
+def outcome(output: StreamingOutput, chunks: list[OutputChunk]) -> tuple[Choice, int]:
     (choice,) = join_choices(chunks)
-    return choice, live.usage().completion_tokens
+    return choice, output.usage().completion_tokens
 
 
 def random_sizes(seed: int) -> list[int]:
@@ -65,12 +69,12 @@ def random_sizes(seed: int) -> list[int]:
 @pytest.mark.parametrize("stop", ["queue", "e", "3.1", "日本", "lock.", "never", "s a q"])
 def test_tokens_behind_a_stop_string_were_never_there(stop: str, include: bool, seed: int) -> None:
     params = {"stop": (stop,), "include_stop_str_in_output": include, "logprobs": 1}
-    live = live_with(**params)
-    wanted = outcome(live, published(live, [1] * len(IDS)))
+    output = output_with(**params)
+    wanted = outcome(output, published(output, [1] * len(IDS)))
     assert (wanted[0].finish_reason == "stop") == (stop in TEXT)
-    live = live_with(**params)
-    chunks = published(live, random_sizes(seed))
-    assert outcome(live, chunks) == wanted
+    output = output_with(**params)
+    chunks = published(output, random_sizes(seed))
+    assert outcome(output, chunks) == wanted
     assert [chunk.first_index for chunk in chunks] == [
         sum(len(before.token_ids) for before in chunks[:count]) for count in range(len(chunks))
     ]
@@ -78,48 +82,48 @@ def test_tokens_behind_a_stop_string_were_never_there(stop: str, include: bool, 
 
 
 def test_a_stop_string_counts_from_min_tokens_on_in_one_update_too() -> None:
-    one, all_at_once = (live_with(stop=("e",), min_tokens=12) for _ in range(2))
+    one, all_at_once = (output_with(stop=("e",), min_tokens=12) for _ in range(2))
     wanted = outcome(one, published(one, [1] * len(IDS)))
     assert wanted[1] >= 12
     assert outcome(all_at_once, published(all_at_once, [len(IDS)])) == wanted
 
 
 def test_an_error_behind_a_stop_string_was_never_there_either() -> None:
-    live = live_with(stop=("module",))
-    (branch,) = live.branches
-    (chunk,) = live.take(branch, RequestUpdate(branch.request, tuple(map(sampled, range(len(IDS)))), None, "NaN"))
-    assert branch.finish_reason == chunk.finish_reason == "stop"
+    output = output_with(stop=("module",))
+    (sequence,) = output.sequences
+    (chunk,) = output.take(sequence, RequestUpdate(sequence.request, tuple(map(sampled, range(len(IDS)))), None, "NaN"))
+    assert sequence.finish_reason == chunk.finish_reason == "stop"
     assert len(chunk.token_ids) < len(IDS)
 
 
 def test_an_error_brings_the_tokens_before_it() -> None:
-    live = live_with()
-    (branch,) = live.branches
-    (chunk,) = live.take(branch, RequestUpdate(branch.request, (sampled(0), sampled(1)), None, "NaN"))
+    output = output_with()
+    (sequence,) = output.sequences
+    (chunk,) = output.take(sequence, RequestUpdate(sequence.request, (sampled(0), sampled(1)), None, "NaN"))
     assert chunk.token_ids == tuple(IDS[:2])
-    assert live.take(branch, RequestUpdate(branch.request, (), None, "NaN")) == ()
-    assert live.num_open == 1
+    assert output.take(sequence, RequestUpdate(sequence.request, (), None, "NaN")) == ()
+    assert output.num_open == 1
 
 
-def test_choices_are_streamed_beside_each_other() -> None:
-    live = live_with(2, n=2)
-    second = published(live, [1, 2], branch=1)
+def test_choices_are_streamed_as_they_come() -> None:
+    output = output_with(2, n=2)
+    second = published(output, [1, 2], sequence=1)
     assert [(chunk.choice, chunk.first_index, chunk.finish_reason) for chunk in second] == [
         (1, 0, None),
         (1, 1, "length"),
     ]
-    assert live.num_open == 1
-    first = published(live, [4])
+    assert output.num_open == 1
+    first = published(output, [4])
     assert [(chunk.choice, chunk.finish_reason) for chunk in first] == [(0, "length")]
-    assert (live.num_open, live.usage().completion_tokens, live.usage().prompt_tokens) == (0, 7, 3)
+    assert (output.num_open, output.usage().completion_tokens, output.usage().prompt_tokens) == (0, 7, 3)
 
 
 def test_best_of_returns_the_likeliest_best_first_and_the_earlier_of_equals() -> None:
-    live = live_with(4, n=3, best_of=4)
-    assert published(live, [5], branch=3) == []
-    assert published(live, [3], branch=1) == []
-    assert published(live, [1, 1], branch=2) == []
-    chunks = published(live, [2], branch=0)
+    output = output_with(4, n=3, best_of=4)
+    assert published(output, [5], sequence=3) == []
+    assert published(output, [3], sequence=1) == []
+    assert published(output, [1, 1], sequence=2) == []
+    chunks = published(output, [2], sequence=0)
     assert [len(chunk.token_ids) for chunk in chunks] == [2, 2, 3]
     assert [chunk.cumulative_logprob for chunk in chunks] == [-2.0, -2.0, -4.5]
     assert [(chunk.choice, chunk.first_index, chunk.finish_reason) for chunk in chunks] == [
@@ -128,14 +132,14 @@ def test_best_of_returns_the_likeliest_best_first_and_the_earlier_of_equals() ->
         (2, 0, "length"),
     ]
     assert all(chunk.logprobs is None for chunk in chunks), "they were needed, not asked for"
-    assert live.usage().completion_tokens == 12, "what is not returned was computed all the same"
+    assert output.usage().completion_tokens == 12, "what is not returned was computed all the same"
 
 
 def test_a_cancelled_ranking_tells_only_that() -> None:
-    live = live_with(3, n=2, best_of=3)
-    assert published(live, [5], branch=0) == []
-    assert published(live, [3], "cancelled", branch=1) == []
-    chunks = published(live, [3], "cancelled", branch=2)
+    output = output_with(3, n=2, best_of=3)
+    assert published(output, [5], sequence=0) == []
+    assert published(output, [3], "cancelled", sequence=1) == []
+    chunks = published(output, [3], "cancelled", sequence=2)
     assert [(chunk.choice, chunk.token_ids, chunk.finish_reason) for chunk in chunks] == [
         (0, (), "cancelled"),
         (1, (), "cancelled"),

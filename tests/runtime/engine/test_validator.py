@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from quire.runtime.common.errors import ContextLengthExceeded, InvalidRequest
 from quire.runtime.common.types import SamplingParams
-from quire.runtime.engine.validator import Limits, Validator
+from quire.runtime.engine.validator import RequestLimits, Validator
 
-VALIDATOR = Validator(Limits(vocab_size=100, max_model_len=50, max_prompt_characters=200, max_num_seqs=16))
+VALIDATOR = Validator(RequestLimits(vocab_size=100, max_model_len=50, max_prompt_characters=200, max_num_seqs=16))
 
 EDGES: list[tuple[str, Any, Any]] = [  # parameter, the last allowed value, the first that is not
     ("max_tokens", 1, 0),
@@ -61,7 +61,7 @@ def test_edges(name: str, allowed: Any, refused: Any) -> None:
 
 
 def test_many_run_at_once_but_a_request_has_128_choices_at_most() -> None:
-    roomy = Validator(Limits(vocab_size=100, max_model_len=50, max_prompt_characters=200, max_num_seqs=100_000))
+    roomy = Validator(RequestLimits(vocab_size=100, max_model_len=50, max_prompt_characters=200, max_num_seqs=100_000))
     roomy.check_params(SamplingParams(max_tokens=1, n=128))
     for name in ("n", "best_of", "beam_width"):
         with pytest.raises(InvalidRequest, match=name):
