@@ -86,26 +86,34 @@ class LLM:
             raise
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """One output per prompt (text or token ids), in order. `params`: one for all, or one each.
+        """Return one output per prompt, in order. A prompt is text or token ids.
+
+        `sampling_params`: one for all prompts, or one for each.
 
         Raises InvalidRequest, ContextLengthExceeded or GenerationFailed if any of them is refused or fails.
         """
         each = _prompt_list(prompts)
-        settings = _params_list(params, len(each))
+        params = _params_list(sampling_params, len(each))
         requests = [
-            GenerateRequest(prompt=prompt, params=params) for prompt, params in zip(each, settings, strict=True)
+            GenerateRequest(prompt=prompt, sampling_params=own) for prompt, own in zip(each, params, strict=True)
         ]
         return self._thread.run(_generate(self._open_engine(), requests))
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None
+    ) -> RequestOutput:
         """Answer a conversation, `[{"role": "user", "content": …}, …]`, by the model's own chat template.
 
         Raises InvalidRequest if the model has none or it refuses the messages; else as `generate`.
         """
         engine = self._open_engine()
-        request = GenerateRequest(prompt=None, messages=tuple(map(dict, messages)), params=params or SamplingParams())
+        request = GenerateRequest(
+            prompt=None, messages=tuple(map(dict, messages)), sampling_params=sampling_params or SamplingParams()
+        )
         return self._thread.run(_generate(engine, [request]))[0]
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
@@ -167,9 +175,9 @@ def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence) or not all(isinstance(item, SamplingParams) for item in params):
-        raise InvalidRequest("params must be one SamplingParams or a sequence of them")
+        raise InvalidRequest("sampling_params must be one SamplingParams or a sequence of them")
     if len(params) != count:
-        raise InvalidRequest(f"{len(params)} sampling params for {count} prompts; give one, or one each")
+        raise InvalidRequest(f"{len(params)} sampling_params for {count} prompts; give one, or one each")
     return list(params)
 
 

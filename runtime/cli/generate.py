@@ -27,7 +27,7 @@ def generate(config: EngineConfig, prompt: str, params: SamplingParams) -> None:
 async def _generate(config: EngineConfig, prompt: str, params: SamplingParams) -> Usage:
     engine = await Engine.start(config)
     try:
-        stream = await engine.submit(GenerateRequest(prompt=prompt, params=params))
+        stream = await engine.submit(GenerateRequest(prompt=prompt, sampling_params=params))
         chunks = []
         async for chunk in stream:
             chunks.append(chunk)

@@ -73,7 +73,7 @@ class AsyncClient:
     async def generate(
         self,
         prompt: str | Sequence[int] | None = None,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[OutputChunk, None]:
         """Stream the continuation of a text, of token ids, or of `messages`; the last chunk has `usage`.
@@ -87,7 +87,7 @@ class AsyncClient:
         frame = Generate(
             next(self._ids),
             tuple(prompt) if prompt is not None and not isinstance(prompt, str) else prompt,
-            params or SamplingParams(),
+            sampling_params or SamplingParams(),
             options.get("deadline_ms"),
             options.get("priority", 0),
             options.get("pin_ms"),
@@ -103,11 +103,11 @@ class AsyncClient:
     async def complete(
         self,
         prompt: str | Sequence[int] | None = None,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
         """`generate` to its end. Raises as it does."""
-        async with contextlib.aclosing(self.generate(prompt, params, **options)) as chunks:
+        async with contextlib.aclosing(self.generate(prompt, sampling_params, **options)) as chunks:
             received = [chunk async for chunk in chunks]
         usage = received[-1].usage
         if usage is None:

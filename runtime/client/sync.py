@@ -53,12 +53,12 @@ class Client:
     def generate(
         self,
         prompt: str | Sequence[int] | None = None,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[OutputChunk]:
         """As `AsyncClient.generate`; leaving the loop early, or closing the generator, cancels the request. Callbacks
         run on this client's thread."""
-        chunks = self._client.generate(prompt, params, **options)
+        chunks = self._client.generate(prompt, sampling_params, **options)
         try:
             while (chunk := self._await(_next(chunks))) is not None:
                 yield chunk
@@ -69,11 +69,11 @@ class Client:
     def complete(
         self,
         prompt: str | Sequence[int] | None = None,
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Completion:
         """`generate` to its end. Raises as it does."""
-        return self._await(self._client.complete(prompt, params, **options))
+        return self._await(self._client.complete(prompt, sampling_params, **options))
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """As `AsyncClient.tokenize`."""

@@ -141,7 +141,7 @@ class Engine(Generic[CoreT]):
 
     def _check(self, request: GenerateRequest) -> None:
         """All that can be told without the prompt's ids; a full queue costs no more than finding out."""
-        params, prompt = request.params, request.prompt
+        params, prompt = request.sampling_params, request.prompt
         self._validator.check_params(params)
         self._validator.check_schedule(request.priority, request.deadline_ms, request.pin_ms)
         self._check_room(request)
@@ -158,7 +158,7 @@ class Engine(Generic[CoreT]):
 
     def _check_room(self, request: GenerateRequest) -> None:
         """Those whose prompt is being made count as waiting, else more would be tokenized than can be taken."""
-        count = num_sequences(request.params) + self._preparing[request.tenant]
+        count = num_sequences(request.sampling_params) + self._preparing[request.tenant]
         self.core.check_room(request.tenant, count)
 
     async def _take(self, request: GenerateRequest, submitted: float) -> Stream:
@@ -166,9 +166,9 @@ class Engine(Generic[CoreT]):
             prompt = request.prompt
             if not isinstance(prompt, tuple):
                 self._check_room(request)  # again: others were let in since the request was submitted
-                with self._holding_places(request.tenant, num_sequences(request.params)):
+                with self._holding_places(request.tenant, num_sequences(request.sampling_params)):
                     prompt = await self._prompt_token_ids(request)
-            self._validator.check_prompt(prompt, request.params)
+            self._validator.check_prompt(prompt, request.sampling_params)
             return await self._accept(request, prompt, submitted)
 
     @contextmanager
@@ -190,7 +190,7 @@ class Engine(Generic[CoreT]):
         return await self.text_processor.encode(text, add_special_tokens=False)
 
     async def _accept(self, request: GenerateRequest, prompt: tuple[int, ...], submitted: float) -> Stream:
-        params = request.params
+        params = request.sampling_params
         seed = secrets.randbits(64) if params.seed is None else int(params.seed)
         requests = scheduled_requests(
             request,

@@ -20,7 +20,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request: text or token ids, and how to sample. `tenant` comes from authentication, never from its body."""
 
     prompt: str | tuple[int, ...] | None
-    params: SamplingParams = SamplingParams()
+    sampling_params: SamplingParams = SamplingParams()
     messages: tuple[dict[str, Any], ...] | None = None  # instead of a prompt; rendered by the model's chat template
     tenant: str = ""
     priority: int = 0  # lower runs earlier

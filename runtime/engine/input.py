@@ -24,7 +24,7 @@ def scheduled_requests(
     submitted: float,
 ) -> list[Request]:
     """In the order of its samples, with ids from `first_id` on. `submitted` is on the scheduler's clock."""
-    params = request.params
+    params = request.sampling_params
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
     sampled = _as_sampled(params)
     return [

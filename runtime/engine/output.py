@@ -73,7 +73,7 @@ class StreamingOutput:
     ) -> None:
         self.stream = stream
         self.request = request
-        self.params = request.params
+        self.params = request.sampling_params
         self.seed = seed
         self.submitted = submitted
         self.error: QuireError | None = None  # what a failure should be called, where the scheduler cannot know

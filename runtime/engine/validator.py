@@ -159,7 +159,7 @@ def _check_types(params: SamplingParams) -> None:
     try:
         msgspec.convert(msgspec.to_builtins(params, enc_hook=_plain_number), SamplingParams, strict=True)
     except (msgspec.ValidationError, TypeError) as error:
-        raise InvalidRequest(f"sampling params: {error}") from error
+        raise InvalidRequest(f"sampling_params: {error}") from error
 
 
 def _plain_number(value: object) -> object:

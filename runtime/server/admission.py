@@ -41,7 +41,7 @@ def engine_request(frame: Generate, tenant: str) -> GenerateRequest:
     return GenerateRequest(
         prompt=frame.prompt,
         messages=frame.messages,
-        params=frame.params,
+        sampling_params=frame.params,
         tenant=tenant,
         priority=frame.priority,
         deadline_ms=frame.deadline_ms,

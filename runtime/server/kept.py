@@ -295,7 +295,7 @@ class Kept:
 
 def _digest(request: GenerateRequest) -> bytes:
     """Of what decides a request's outcome; its prompt may be long, and is not kept."""
-    return hashlib.sha256(msgspec.msgpack.encode((request.prompt, request.messages, request.params))).digest()
+    return hashlib.sha256(msgspec.msgpack.encode((request.prompt, request.messages, request.sampling_params))).digest()
 
 
 def _later(delay_s: float, callback: Callable[..., None], *arguments: object) -> asyncio.TimerHandle:

@@ -29,7 +29,7 @@ async def ask(engine: LocalEngine, tenant: str, arguments: argparse.Namespace, g
     params = SamplingParams(max_tokens=arguments.new_tokens, ignore_eos=True)
     start = time.perf_counter()
     first_s = 0.0
-    async for _ in await engine.submit(GenerateRequest(prompt=prompt, params=params, tenant=tenant)):
+    async for _ in await engine.submit(GenerateRequest(prompt=prompt, sampling_params=params, tenant=tenant)):
         first_s = first_s or time.perf_counter() - start
     return first_s
 

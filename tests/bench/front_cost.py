@@ -62,7 +62,7 @@ async def engine(config: EngineConfig) -> AsyncIterator[Generate]:
     running = await Engine.start(config)
 
     async def generate(prompt: Sequence[int], params: SamplingParams) -> AsyncIterator[OutputChunk]:
-        async for chunk in await running.submit(GenerateRequest(prompt=tuple(prompt), params=params)):
+        async for chunk in await running.submit(GenerateRequest(prompt=tuple(prompt), sampling_params=params)):
             yield chunk
 
     try:

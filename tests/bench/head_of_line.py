@@ -42,14 +42,14 @@ def prompt(generator: random.Random, length: int) -> tuple[int, ...]:
 async def first_token_s(engine: LocalEngine, tokens: tuple[int, ...]) -> float:
     start = time.perf_counter()
     params = SamplingParams(max_tokens=1, ignore_eos=True)
-    async for _ in await engine.submit(GenerateRequest(prompt=tokens, params=params)):
+    async for _ in await engine.submit(GenerateRequest(prompt=tokens, sampling_params=params)):
         pass
     return time.perf_counter() - start
 
 
 async def decode(engine: LocalEngine, tokens: tuple[int, ...], times: list[float]) -> None:
     params = SamplingParams(max_tokens=4000, ignore_eos=True)
-    async for _ in await engine.submit(GenerateRequest(prompt=tokens, params=params)):
+    async for _ in await engine.submit(GenerateRequest(prompt=tokens, sampling_params=params)):
         times.append(time.perf_counter())
 
 

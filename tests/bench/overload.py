@@ -84,7 +84,7 @@ async def measure_submit() -> None:
     engine = await Engine.start(EngineConfig(max_num_seqs=1, max_num_waiting=1))
     try:
         for _ in range(2):
-            await engine.submit(GenerateRequest(prompt=(1, 2, 3), params=SamplingParams(max_tokens=1000)))
+            await engine.submit(GenerateRequest(prompt=(1, 2, 3), sampling_params=SamplingParams(max_tokens=1000)))
             await asyncio.sleep(0.05)  # the first leaves the queue
         for what, prompt in (("3 token ids", (1, 2, 3)), ("20 characters", "x" * 20), ("2,000 characters", "x" * 2000)):
             micros = 1e6 * np.array([await time_rejection(engine, prompt) for _ in range(2000)])
@@ -98,7 +98,7 @@ async def measure_submit() -> None:
 
 
 async def time_rejection(engine: LocalEngine, prompt: str | tuple[int, ...]) -> float:
-    request = GenerateRequest(prompt=prompt, params=SamplingParams(max_tokens=100))
+    request = GenerateRequest(prompt=prompt, sampling_params=SamplingParams(max_tokens=100))
     start = time.perf_counter()
     try:
         await engine.submit(request)

@@ -82,8 +82,8 @@ def test_params_for_all_or_one_each(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
-        ([[1], [2]], [FOUR], "1 sampling params for 2 prompts"),
-        ([[1]], [FOUR, FOUR], "2 sampling params for 1 prompts"),
+        ([[1], [2]], [FOUR], "1 sampling_params for 2 prompts"),
+        ([[1]], [FOUR, FOUR], "2 sampling_params for 1 prompts"),
         ([[1]], [None], "must be one SamplingParams"),
         ([[1]], {"max_tokens": 3}, "must be one SamplingParams"),
         ([[1]], SamplingParams(stop="text"), "Expected `array`"),  # type: ignore[arg-type]

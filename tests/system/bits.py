@@ -38,7 +38,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {  # one for each thing that changes wha
 
 def asked(prompt: str | tuple[int, ...], tenant: str = "", priority: int = 0, **params: Any) -> GenerateRequest:
     params = {"max_tokens": 24, "ignore_eos": True, "logprobs": 2, **params}
-    return GenerateRequest(prompt=prompt, params=SamplingParams(**params), tenant=tenant, priority=priority)
+    return GenerateRequest(prompt=prompt, sampling_params=SamplingParams(**params), tenant=tenant, priority=priority)
 
 
 def prompt(length: int, seed: int = 0, vocabulary: int = 300) -> tuple[int, ...]:

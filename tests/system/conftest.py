@@ -60,7 +60,7 @@ class FakeGeneration:
             self.engine.live.remove(self)
 
     async def _chunks(self) -> AsyncIterator[OutputChunk]:
-        kind, params = self.request.prompt, self.request.params
+        kind, params = self.request.prompt, self.request.sampling_params
         if kind == "silent":
             return
         if kind == "prefill":
@@ -101,7 +101,7 @@ class FakeGeneration:
             first_index=first,
             token_ids=ids,
             text=text,
-            logprobs=None if self.request.params.logprobs is None else logprobs,
+            logprobs=None if self.request.sampling_params.logprobs is None else logprobs,
         )
 
 

@@ -71,7 +71,7 @@ async def test_what_is_asked_is_what_the_engine_gets(system: Any, client: AsyncC
     await client.complete([5, 6], params, deadline_ms=1234, priority=-7)
     (request,) = system.engine.requests
     assert request.prompt == (5, 6)
-    assert request.params == params
+    assert request.sampling_params == params
     assert (request.deadline_ms, request.priority) == (1234, -7)
 
 
@@ -148,7 +148,7 @@ async def test_pinning_is_asked_for(system: Any, client: AsyncClient) -> None:
 
 
 async def test_messages_instead_of_a_prompt(system: Any, client: AsyncClient) -> None:
-    await client.complete(params=THREE, messages=[{"role": "user", "content": "hi"}])
+    await client.complete(sampling_params=THREE, messages=[{"role": "user", "content": "hi"}])
     (request,) = system.engine.requests
     assert (request.prompt, request.messages) == (None, ({"role": "user", "content": "hi"},))
 
@@ -322,7 +322,7 @@ def nested(depth: int) -> list[Any]:
     [
         (None, {"messages": [{"role": "user", "content": nested(6)}]}),
         (None, {"messages": [{"role": "user", 1.5: "hi"}]}),
-        ("hi", {"params": SamplingParams(logit_bias=dict.fromkeys(range(40_000), 1.0))}),
+        ("hi", {"sampling_params": SamplingParams(logit_bias=dict.fromkeys(range(40_000), 1.0))}),
         ([1] * ((1 << 20) + 1), {}),
     ],
     ids=["nested too deep", "a float as key", "too many entries", "too many ids"],
@@ -342,7 +342,7 @@ async def test_what_the_protocol_does_not_allow_harms_no_other_stream(
 
 
 async def test_what_the_protocol_just_allows_is_sent(system: Any, client: AsyncClient) -> None:
-    await client.complete(params=THREE, messages=[{"role": "user", "content": nested(5)}])
+    await client.complete(sampling_params=THREE, messages=[{"role": "user", "content": nested(5)}])
     assert len(system.engine.requests) == 1
 
 

@@ -33,7 +33,7 @@ def prompt(length: int, seed: int) -> tuple[int, ...]:
 
 
 REQUESTS = [
-    GenerateRequest(prompt=prompt(length, length), params=params)
+    GenerateRequest(prompt=prompt(length, length), sampling_params=params)
     for length, params in [(100, GREEDY), (33, SEEDED), (64, PENALISED), (1, SEEDED), (65, GREEDY)]
 ]
 
@@ -99,7 +99,7 @@ async def test_any_chunking_of_the_prompt(isa, dtypes, chunk):
 @pytest.mark.parametrize("batch", [2, 3, 5, 8, 17, 32, 33])
 async def test_any_batch(isa, dtypes, batch):
     company = [
-        GenerateRequest(prompt=prompt(3 + i % 40, 1000 + i), params=(GREEDY, SEEDED, PENALISED)[i % 3])
+        GenerateRequest(prompt=prompt(3 + i % 40, 1000 + i), sampling_params=(GREEDY, SEEDED, PENALISED)[i % 3])
         for i in range(batch - 1)
     ]
     wanted = (await alone(isa, dtypes))[1]
@@ -123,7 +123,7 @@ async def test_preempted_for_want_of_pages(isa):
     """Six pages for three requests that grow to four each: somebody is thrown out and computed again, unnoticed."""
     dtypes = ("bf16", "bf16")
     growing = [
-        GenerateRequest(prompt=prompt(length, length), params=msgspec.structs.replace(params, max_tokens=80))
+        GenerateRequest(prompt=prompt(length, length), sampling_params=msgspec.structs.replace(params, max_tokens=80))
         for length, params in ((33, GREEDY), (20, SEEDED), (30, PENALISED))
     ]
     async with running(isa, dtypes, enable_prefix_caching=False) as engine:
@@ -159,7 +159,7 @@ async def test_preempted_at_any_token(dtypes, after):
 
 REPEATED = (11, 12, 13, 14) * 12
 KINDS = [
-    GenerateRequest(prompt=request_prompt, params=msgspec.structs.replace(params, **more))
+    GenerateRequest(prompt=request_prompt, sampling_params=msgspec.structs.replace(params, **more))
     for request_prompt, params, more in [
         (REPEATED, GREEDY, {"max_tokens": 40}),
         (prompt(70, 70), SEEDED, {"n": 3}),

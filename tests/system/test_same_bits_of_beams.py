@@ -29,7 +29,7 @@ async def top_logprobs(engine: LocalEngine, ids: tuple[int, ...], count: int) ->
 
 async def search(engine: LocalEngine, request: GenerateRequest) -> list[Found]:
     """All there is to know of the hypotheses, best first."""
-    start, params = request.prompt, request.params
+    start, params = request.prompt, request.sampling_params
     assert isinstance(start, tuple)
     width = params.beam_width
     live: list[tuple[tuple[int, ...], tuple[float, ...], float]] = [((), (), 0.0)]

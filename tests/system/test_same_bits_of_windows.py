@@ -18,7 +18,8 @@ PARAMS = SamplingParams(max_tokens=150, ignore_eos=True, logprobs=2, temperature
 LENGTHS = (300, 50, 120, 400, 1)
 LONGEST = max(LENGTHS) + 150
 REQUESTS = [
-    GenerateRequest(prompt=tuple(random.Random(n).randrange(4, 300) for _ in range(n)), params=PARAMS) for n in LENGTHS
+    GenerateRequest(prompt=tuple(random.Random(n).randrange(4, 300) for _ in range(n)), sampling_params=PARAMS)
+    for n in LENGTHS
 ]
 
 

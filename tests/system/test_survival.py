@@ -178,7 +178,9 @@ async def test_cancels_deadlines_and_newcomers_while_there_is_no_engine() -> Non
     async with engine_pool() as engine:
         kept, cancelled = [await engine.submit(asked(prompt(9, i), max_tokens=200)) for i in range(2)]
         late = await engine.submit(
-            GenerateRequest(prompt=prompt(9, 2), params=asked(prompt(3), max_tokens=300).params, deadline_ms=150)
+            GenerateRequest(
+                prompt=prompt(9, 2), sampling_params=asked(prompt(3), max_tokens=300).sampling_params, deadline_ms=150
+            )
         )
         outputs = [asyncio.create_task(drained(stream)) for stream in (kept, cancelled, late)]
         await asyncio.sleep(0.03)

@@ -66,7 +66,7 @@ async def _measure(config: EngineConfig) -> StepOverhead:
 async def _serve_users(engine: LocalEngine, spent: _Spent) -> None:
     engine.set_observer(spent)
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-    request = GenerateRequest(prompt=PROMPT, params=params)
+    request = GenerateRequest(prompt=PROMPT, sampling_params=params)
     await asyncio.gather(*(_serve_user(engine, request, user, spent) for user in range(USERS)))
 
 

@@ -56,7 +56,9 @@ def asked(
     prompt: str | tuple[int, ...] = PROMPT, deadline_ms: int | None = None, pin_ms: int | None = None, **params: Any
 ) -> GenerateRequest:
     params = {"max_tokens": 40, "ignore_eos": True, **params}
-    return GenerateRequest(prompt=prompt, params=SamplingParams(**params), deadline_ms=deadline_ms, pin_ms=pin_ms)
+    return GenerateRequest(
+        prompt=prompt, sampling_params=SamplingParams(**params), deadline_ms=deadline_ms, pin_ms=pin_ms
+    )
 
 
 async def chunks_of(engine: LocalEngine, request: GenerateRequest) -> list[OutputChunk]:
@@ -684,8 +686,8 @@ async def test_logits_of_what_is_not_a_prompt(running: Running, token_ids: tuple
 async def test_params_that_a_program_wrote_with_wrong_types(running: Running) -> None:
     async with running() as engine:
         for wrong in ({"stop": "text"}, {"temperature": "hot"}, {"max_tokens": 1.5}, {"logit_bias": {"a": 1}}):
-            request = msgspec.structs.replace(asked(), params=SamplingParams(**wrong))  # type: ignore[arg-type]
-            with pytest.raises(InvalidRequest, match="sampling params"):
+            request = msgspec.structs.replace(asked(), sampling_params=SamplingParams(**wrong))  # type: ignore[arg-type]
+            with pytest.raises(InvalidRequest, match="sampling_params"):
                 await engine.submit(request)
         numpy = SamplingParams(max_tokens=2, seed=np.int64(3), temperature=np.float32(0.5))  # type: ignore[arg-type]
-        assert len(ids_of(await chunks_of(engine, GenerateRequest(prompt=(1,), params=numpy)))) == 2
+        assert len(ids_of(await chunks_of(engine, GenerateRequest(prompt=(1,), sampling_params=numpy)))) == 2

@@ -28,7 +28,7 @@ def output_with(sequences: int = 1, **params: Any) -> StreamingOutput:
 
     stream = Stream((1, 2, 3), lambda: None)
     return output_class(wanted)(
-        stream, GenerateRequest(prompt=(1, 2, 3), params=wanted), 7, 0.0, requests, new_detokenizer
+        stream, GenerateRequest(prompt=(1, 2, 3), sampling_params=wanted), 7, 0.0, requests, new_detokenizer
     )
 
 

@@ -32,11 +32,11 @@ async def test_without_a_tokenizer_token_ids_are_taken_and_the_declared_end_stil
         assert not engine.info.has_tokenizer
         for prompt, params in (("text", SamplingParams()), ((5,), SamplingParams(stop=("x",)))):
             with pytest.raises(InvalidRequest, match=r"no tokenizer\.json|without a tokenizer\.json"):
-                engine.submit(GenerateRequest(prompt=prompt, params=params))
+                engine.submit(GenerateRequest(prompt=prompt, sampling_params=params))
         with pytest.raises(InvalidRequest, match="no tokenizer"):
             await engine.tokenize("text")
         stream = await engine.submit(
-            GenerateRequest(prompt=(5,), params=SamplingParams(max_tokens=3, logit_bias={0: 100.0}))
+            GenerateRequest(prompt=(5,), sampling_params=SamplingParams(max_tokens=3, logit_bias={0: 100.0}))
         )
         chunks = [chunk async for chunk in stream]
         assert [chunk.token_ids for chunk in chunks] == [(0,)]
