@@ -20,7 +20,7 @@ from .common.config import EngineConfig, KVCacheDtype, WeightDtype
 from .common.errors import InvalidRequest, Unavailable
 from .common.loop_thread import LoopThread
 from .common.settings import resolve_settings
-from .common.types import RequestOutput, SamplingParams, join_choices
+from .common.types import RequestOutput, SamplingParams, join_chunks
 from .engine import Engine, GenerateRequest, LocalEngine
 from .engine.stream import Stream
 
@@ -201,4 +201,4 @@ async def _collect(stream: Stream) -> RequestOutput:
     chunks = [chunk async for chunk in stream]
     usage = chunks[-1].usage
     assert usage is not None, "a stream's last chunk has its usage"
-    return RequestOutput(prompt_token_ids=stream.prompt_token_ids, choices=join_choices(chunks), usage=usage)
+    return RequestOutput(prompt_token_ids=stream.prompt_token_ids, outputs=join_chunks(chunks), usage=usage)

@@ -2,15 +2,14 @@
 
 from .runtime.client import AsyncClient, Client
 from .runtime.common.errors import QuireError
-from .runtime.common.types import Choice, Completion, OutputChunk, RequestOutput, SamplingParams, TokenLogprobs, Usage
+from .runtime.common.types import CompletionOutput, OutputChunk, RequestOutput, SamplingParams, TokenLogprobs, Usage
 from .runtime.llm import LLM
 
 __all__ = [
     "LLM",
     "AsyncClient",
-    "Choice",
     "Client",
-    "Completion",
+    "CompletionOutput",
     "OutputChunk",
     "QuireError",
     "RequestOutput",

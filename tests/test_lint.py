@@ -19,9 +19,8 @@ VIEW = ROOT / ".mypy_cache" / "view"  # at a fixed place, so that mypy's cache h
 FACE = {
     "LLM",
     "AsyncClient",
-    "Choice",
     "Client",
-    "Completion",
+    "CompletionOutput",
     "OutputChunk",
     "QuireError",
     "RequestOutput",

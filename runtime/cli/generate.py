@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from ..common.config import EngineConfig
-from ..common.types import Choice, SamplingParams, Usage, join_choices
+from ..common.types import CompletionOutput, SamplingParams, Usage, join_chunks
 from ..engine import Engine, GenerateRequest
 
 
@@ -34,7 +34,7 @@ async def _generate(config: EngineConfig, prompt: str, params: SamplingParams) -
             if params.n == 1:
                 print(chunk.text, end="", flush=True)
         if params.n > 1:
-            _print_choices(join_choices(chunks))
+            _print_choices(join_chunks(chunks))
         usage = chunks[-1].usage
         assert usage is not None, "a stream's last chunk has its usage"
         return usage
@@ -42,7 +42,7 @@ async def _generate(config: EngineConfig, prompt: str, params: SamplingParams) -
         await engine.close()
 
 
-def _print_choices(choices: Sequence[Choice]) -> None:
+def _print_choices(choices: Sequence[CompletionOutput]) -> None:
     for number, choice in enumerate(choices, 1):
         score = "" if choice.cumulative_logprob is None else f", logprob {choice.cumulative_logprob:.3f}"
         print(f"[choice {number}: {choice.finish_reason}{score}]\n{choice.text}\n")

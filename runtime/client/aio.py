@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from ..common.errors import ConfigError, GenerationFailed, ProtocolError, QuireError, Unavailable
-from ..common.types import Completion, OutputChunk, SamplingParams, join_choices
+from ..common.types import OutputChunk, RequestOutput, SamplingParams, join_chunks
 from ..protocol.address import UnixAddress, parse_address
 from ..protocol.frames import AskStats, Generate, ListModels, Model, Models, Stats, Tokenize, Tokenized
 from .link import Link, Lost
@@ -105,14 +105,14 @@ class AsyncClient:
         prompt: str | Sequence[int] | None = None,
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
-    ) -> Completion:
+    ) -> RequestOutput:
         """`generate` to its end. Raises as it does."""
         async with contextlib.aclosing(self.generate(prompt, sampling_params, **options)) as chunks:
             received = [chunk async for chunk in chunks]
         usage = received[-1].usage
         if usage is None:
             raise GenerationFailed("the stream ended without its usage")
-        return Completion(choices=join_choices(received), usage=usage)
+        return RequestOutput(outputs=join_chunks(received), usage=usage)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The model's token ids of `text`. Raises InvalidRequest when the model has no tokenizer."""

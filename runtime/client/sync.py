@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Unpack
 
 from ..common.errors import Unavailable
 from ..common.loop_thread import LoopThread
-from ..common.types import Completion, OutputChunk, SamplingParams
+from ..common.types import OutputChunk, RequestOutput, SamplingParams
 from ..protocol.frames import Model
 from .aio import AsyncClient, RequestOptions
 
@@ -71,7 +71,7 @@ class Client:
         prompt: str | Sequence[int] | None = None,
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
-    ) -> Completion:
+    ) -> RequestOutput:
         """`generate` to its end. Raises as it does."""
         return self._await(self._client.complete(prompt, sampling_params, **options))
 

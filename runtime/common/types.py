@@ -89,7 +89,7 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
     cumulative_logprob: float | None = None  # of the whole choice; where choices were ranked by it
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One finished continuation of a prompt."""
 
     token_ids: tuple[int, ...]
@@ -99,44 +99,39 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     cumulative_logprob: float | None  # known with logprobs, best_of or beam_width
 
 
-class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole stream, joined. Token ids, text, logprobs and finish reason are those of the first choice."""
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished request. Token ids, text, logprobs and finish reason are those of its first output."""
 
-    choices: tuple[Choice, ...]
+    outputs: tuple[CompletionOutput, ...]
     usage: Usage
+    prompt_token_ids: tuple[int, ...] | None = None  # None from a client: servers do not send them
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return self.choices[0].token_ids
+        return self.outputs[0].token_ids
 
     @property
     def text(self) -> str:
-        return self.choices[0].text
+        return self.outputs[0].text
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        return self.choices[0].logprobs
+        return self.outputs[0].logprobs
 
     @property
     def finish_reason(self) -> FinishReason:
-        return self.choices[0].finish_reason
+        return self.outputs[0].finish_reason
 
 
-class RequestOutput(Completion, frozen=True, kw_only=True):
-    """A whole finished request, as `LLM.generate` returns it."""
-
-    prompt_token_ids: tuple[int, ...]
-
-
-def join_choices(chunks: Iterable[OutputChunk]) -> tuple[Choice, ...]:
-    """The choices of one finished stream, in order. Raises GenerationFailed if one has not ended."""
+def join_chunks(chunks: Iterable[OutputChunk]) -> tuple[CompletionOutput, ...]:
+    """Return the outputs of one finished stream, in order. Raises GenerationFailed if one has not ended."""
     by_choice: dict[int, list[OutputChunk]] = {}
     for chunk in chunks:
         by_choice.setdefault(chunk.choice, []).append(chunk)
     return tuple(_join(by_choice[choice]) for choice in sorted(by_choice))
 
 
-def _join(chunks: list[OutputChunk]) -> Choice:
+def _join(chunks: list[OutputChunk]) -> CompletionOutput:
     reason = chunks[-1].finish_reason
     if reason is None:
         raise GenerationFailed("the stream ended without a finish reason")
@@ -145,7 +140,7 @@ def _join(chunks: list[OutputChunk]) -> Choice:
         logprobs = tuple(entry for chunk in chunks for entry in chunk.logprobs or ())
     ranked_by = [chunk.cumulative_logprob for chunk in chunks if chunk.cumulative_logprob is not None]
     total = None if logprobs is None else sum(entry.logprob for entry in logprobs)
-    return Choice(
+    return CompletionOutput(
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         text="".join(chunk.text for chunk in chunks),
         logprobs=logprobs,

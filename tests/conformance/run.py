@@ -240,7 +240,7 @@ def _params(params: dict[str, Any]) -> SamplingParams:
 def _plain(output: RequestOutput, params: dict[str, Any]) -> dict[str, Any]:
     """As a driver puts it. A seed is told, too, where one was given."""
     fields = ("token_ids", "text", "logprobs", "finish_reason")
-    choices = [{field: msgspec.to_builtins(getattr(choice, field)) for field in fields} for choice in output.choices]
+    choices = [{field: msgspec.to_builtins(getattr(choice, field)) for field in fields} for choice in output.outputs]
     usage = {"completion_tokens": output.usage.completion_tokens, "prompt_tokens": output.usage.prompt_tokens}
     if "seed" in params:
         usage["seed"] = params["seed"]

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import uvloop
-from quire import AsyncClient, Completion, SamplingParams
+from quire import AsyncClient, RequestOutput, SamplingParams
 from quire.runtime.common.errors import Overloaded, QuireError
 from served import MIB, Served, Vitals, served
 
@@ -129,7 +129,7 @@ async def bystanders(server: Served, report: Report) -> AsyncIterator[None]:
 
 
 async def _ask_again(
-    client: AsyncClient, prompt: str, params: SamplingParams, first: Completion, report: Report
+    client: AsyncClient, prompt: str, params: SamplingParams, first: RequestOutput, report: Report
 ) -> None:
     while True:
         started = time.perf_counter()
@@ -142,7 +142,7 @@ async def _ask_again(
         except QuireError as error:
             report.breach(f"a bystander's request ended in {error!r} after {time.perf_counter() - started:.1f} s")
             return
-        equal = answer.choices == first.choices
+        equal = answer.outputs == first.outputs
         report.rounds["equal" if equal else "changed"] += 1
         if not equal:
             report.breach(f"a bystander got {answer.text!r}, not {first.text!r}")

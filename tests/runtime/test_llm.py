@@ -127,15 +127,15 @@ def test_many_threads_share_one(llm: LLM) -> None:
 def test_several_choices(llm: LLM) -> None:
     params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0, seed=4, n=3, logprobs=0)
     one, two = llm.generate([[5, 6], [7]], params)
-    assert [len(choice.token_ids) for choice in one.choices] == [6] * 3
+    assert [len(choice.token_ids) for choice in one.outputs] == [6] * 3
     assert (one.token_ids, one.text, one.logprobs, one.finish_reason) == (
-        one.choices[0].token_ids,
-        one.choices[0].text,
-        one.choices[0].logprobs,
+        one.outputs[0].token_ids,
+        one.outputs[0].text,
+        one.outputs[0].logprobs,
         "length",
     )
     assert one.usage.completion_tokens == 18
-    assert one.choices[0].cumulative_logprob == sum(entry.logprob for entry in one.logprobs or ())
+    assert one.outputs[0].cumulative_logprob == sum(entry.logprob for entry in one.logprobs or ())
     assert two.prompt_token_ids == (7,)
 
 

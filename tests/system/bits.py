@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from quire.pager import check
 from quire.runtime.common.config import EngineConfig
-from quire.runtime.common.types import OutputChunk, SamplingParams, join_choices
+from quire.runtime.common.types import OutputChunk, SamplingParams, join_chunks
 from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
 
 EVERYTHING: dict[str, dict[str, Any]] = {  # one for each thing that changes what is drawn, when it ends or what is told
@@ -66,7 +66,7 @@ async def chunks_of(engine: LocalEngine, request: GenerateRequest) -> list[Outpu
 def bits(chunks: list[OutputChunk]) -> list[str]:
     """Tokens, text, logprobs and reasons of every choice, each number to its last bit, and how many were generated."""
     assert chunks[-1].usage is not None
-    choices = [msgspec.json.encode(choice).decode() for choice in join_choices(chunks)]
+    choices = [msgspec.json.encode(choice).decode() for choice in join_chunks(chunks)]
     return [*choices, f"{chunks[-1].usage.completion_tokens} tokens"]
 
 

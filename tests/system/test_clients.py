@@ -125,16 +125,16 @@ async def test_several_choices_are_told_apart(client: AsyncClient) -> None:
     assert [chunk.first_index for chunk in chunks] == [0, 2, 3, 0, 0, 3]
     assert [chunk.usage is not None for chunk in chunks] == [False] * 5 + [True]
     whole = await client.complete("hi", params)
-    assert [choice.text for choice in whole.choices] == [" hi:0é日 hi:2é日", "choice 1", "choice 2"]
-    assert [choice.token_ids for choice in whole.choices] == [(0, 1, 2)] * 3
-    assert [choice.finish_reason for choice in whole.choices] == ["length"] * 3
-    assert [choice.cumulative_logprob for choice in whole.choices] == [None, -1.5, -1.5]
-    assert (whole.text, whole.token_ids, whole.usage.completion_tokens) == (whole.choices[0].text, (0, 1, 2), 9)
+    assert [choice.text for choice in whole.outputs] == [" hi:0é日 hi:2é日", "choice 1", "choice 2"]
+    assert [choice.token_ids for choice in whole.outputs] == [(0, 1, 2)] * 3
+    assert [choice.finish_reason for choice in whole.outputs] == ["length"] * 3
+    assert [choice.cumulative_logprob for choice in whole.outputs] == [None, -1.5, -1.5]
+    assert (whole.text, whole.token_ids, whole.usage.completion_tokens) == (whole.outputs[0].text, (0, 1, 2), 9)
 
 
 async def test_a_cumulative_logprob_is_the_sum_where_nothing_was_ranked(client: AsyncClient) -> None:
     whole = await client.complete("hi", SamplingParams(max_tokens=3, logprobs=0))
-    assert whole.choices[0].cumulative_logprob == -1.5
+    assert whole.outputs[0].cumulative_logprob == -1.5
 
 
 async def test_an_absurd_number_of_choices_is_the_servers_to_refuse(client: AsyncClient) -> None:

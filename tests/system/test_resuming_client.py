@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from quire.runtime.client import AsyncClient
 from quire.runtime.common.errors import GenerationFailed, RequestNotFound, Unavailable
-from quire.runtime.common.types import OutputChunk, SamplingParams, Usage, join_choices
+from quire.runtime.common.types import OutputChunk, SamplingParams, Usage, join_chunks
 from quire.runtime.protocol.codec import encode
 from quire.runtime.protocol.frames import Accepted, Done, Welcome
 
@@ -100,7 +100,7 @@ async def test_cut_after_every_so_many_bytes_the_stream_is_whole(serving: Servin
                 before = wire.num_connections
                 async with AsyncClient(wire.address) as client:
                     chunks = [chunk async for chunk in client.generate(PROMPT, params, resumable=True)]
-                assert join_choices(chunks) == wanted.choices
+                assert join_chunks(chunks) == wanted.outputs
                 assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
                 assert wire.num_connections > before + 1
 
@@ -144,7 +144,7 @@ async def test_a_storm_of_cuts_changes_no_byte_and_leaves_nothing(serving: Servi
                     chunks.append(chunk)
                     if len(chunks) == leave_after:
                         return
-            assert join_choices(chunks) == wanted[kind].choices
+            assert join_chunks(chunks) == wanted[kind].outputs
 
         async def weather() -> None:
             while True:

@@ -13,7 +13,7 @@ import pytest
 from quire.kernels import supported_levels
 from quire.pager import KVLayout
 from quire.runtime.common.config import EngineConfig
-from quire.runtime.common.types import SamplingParams, join_choices
+from quire.runtime.common.types import SamplingParams, join_chunks
 from quire.runtime.engine import Engine, GenerateRequest
 from quire.runtime.engine.observer import SilentObserver
 
@@ -188,7 +188,7 @@ async def choices_of(engine, request):
             choice.cumulative_logprob.hex(),
             tuple((token.token_id, token.logprob.hex(), token.top) for token in choice.logprobs),
         )
-        for choice in join_choices(chunks)
+        for choice in join_chunks(chunks)
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from quire.kernels import supported_levels
-from quire.runtime.common.types import join_choices
+from quire.runtime.common.types import join_chunks
 from quire.runtime.engine import GenerateRequest, LocalEngine
 from quire.runtime.engine.facade import StepStats
 from quire.runtime.engine.observer import SilentObserver
@@ -69,7 +69,7 @@ async def search(engine: LocalEngine, request: GenerateRequest) -> list[Found]:
 
 
 async def found(engine: LocalEngine, request: GenerateRequest) -> list[Found]:
-    choices = join_choices(await chunks_of(engine, request))
+    choices = join_chunks(await chunks_of(engine, request))
     assert all(choice.logprobs is not None and choice.cumulative_logprob is not None for choice in choices)
     return [
         (
@@ -167,6 +167,6 @@ async def test_cancelled_on_its_way(steps: int) -> None:
         engine.set_observer(canceller)
         canceller.stream = await engine.submit(searching(100, 4, max_tokens=500))  # type: ignore[assignment]
         seen = await outcome(engine, company)
-        choices = join_choices([chunk async for chunk in canceller.stream])  # type: ignore[attr-defined]
+        choices = join_chunks([chunk async for chunk in canceller.stream])  # type: ignore[attr-defined]
     assert seen == wanted
     assert [choice.finish_reason for choice in choices] == ["cancelled"] * 4

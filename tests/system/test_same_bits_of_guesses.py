@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.kernels import supported_levels
-from quire.runtime.common.types import join_choices
+from quire.runtime.common.types import join_chunks
 from quire.runtime.engine import GenerateRequest, LocalEngine
 from quire.runtime.model import kv_layout, read_spec
 from quire.scheduler import speculation
@@ -60,7 +60,7 @@ class Prophet:
             assert isinstance(request.prompt, tuple)
             chunks = await chunks_of(engine, request)
             outcomes.append(bits(chunks))
-            self.futures += [(*request.prompt, *choice.token_ids) for choice in join_choices(chunks)]
+            self.futures += [(*request.prompt, *choice.token_ids) for choice in join_chunks(chunks)]
         return outcomes
 
 
@@ -125,7 +125,7 @@ async def test_text_that_repeats_itself_and_stops() -> None:
     requests = [asked(REPEATING, **params) for params in (*map(EVERYTHING.__getitem__, NAMES), *STOPS)]
     async with running() as engine:
         wanted = await one_by_one(engine, requests)
-        ids = join_choices(await chunks_of(engine, requests[0]))[0].token_ids
+        ids = join_chunks(await chunks_of(engine, requests[0]))[0].token_ids
         stopping = [asked(REPEATING, stop_token_ids=(token,), min_tokens=4) for token in set(ids)]
         wanted += await one_by_one(engine, stopping)
     assert sum('"stop"' in each[0] for each in wanted) >= 5

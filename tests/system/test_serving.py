@@ -13,7 +13,7 @@ import pytest
 from quire import LLM
 from quire.runtime.client import AsyncClient
 from quire.runtime.common.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
-from quire.runtime.common.types import SamplingParams, join_choices
+from quire.runtime.common.types import SamplingParams, join_chunks
 
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -68,11 +68,11 @@ async def test_choices_over_the_wire_are_those_of_the_model_in_this_process(serv
     async with serving(num_speculative_tokens=3) as real, AsyncClient(real.address) as client:
         seen = await asyncio.gather(*(client.complete(PROMPTS[0], params) for params in several))
         streamed = [chunk async for chunk in client.generate(PROMPTS[0], several[0])]
-    assert [one.choices for one in seen] == [one.choices for one in wanted]
+    assert [one.outputs for one in seen] == [one.outputs for one in wanted]
     assert [one.usage.completion_tokens for one in seen] == [one.usage.completion_tokens for one in wanted]
-    assert join_choices(streamed) == wanted[0].choices
+    assert join_chunks(streamed) == wanted[0].outputs
     assert {chunk.choice for chunk in streamed} == {0, 1, 2}
-    assert all(choice.cumulative_logprob is not None for one in seen for choice in one.choices)
+    assert all(choice.cumulative_logprob is not None for one in seen for choice in one.outputs)
 
 
 # The storm

@@ -110,7 +110,7 @@ def test_generate_prints_choices_one_after_another(
             "This module provides", SamplingParams(max_tokens=8, temperature=0.8, seed=5, n=2, ignore_eos=True)
         )
     assert out == "".join(
-        f"[choice {number}: length]\n{choice.text}\n\n" for number, choice in enumerate(output.choices, 1)
+        f"[choice {number}: length]\n{choice.text}\n\n" for number, choice in enumerate(output.outputs, 1)
     )
 
 
@@ -344,12 +344,12 @@ def test_a_restart_is_warm_and_damage_only_makes_it_cold(hostile_folder: Path, t
     warm, errors = served(hostile_folder, snapshot)
     assert warm.usage.cached_tokens == 64
     assert "prefix snapshot loaded" in errors
-    assert warm.choices == cold.choices, "the same bits, logprobs included"
+    assert warm.outputs == cold.outputs, "the same bits, logprobs included"
 
     whole = snapshot.read_bytes()
     snapshot.write_bytes(whole[:-1000])
     again, errors = served(hostile_folder, snapshot)
-    assert (again.usage.cached_tokens, again.choices) == (0, cold.choices)
+    assert (again.usage.cached_tokens, again.outputs) == (0, cold.outputs)
     assert "starting cold" in errors
     assert "too short" in errors
 

@@ -24,7 +24,7 @@ from quire.runtime.common.errors import (
     QuotaExceeded,
     Unavailable,
 )
-from quire.runtime.common.types import OutputChunk, SamplingParams, join_choices
+from quire.runtime.common.types import OutputChunk, SamplingParams, join_chunks
 from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
 from quire.runtime.engine.text import Tokenizer
 
@@ -268,7 +268,7 @@ async def test_guessing_changes_nothing_but_the_work(running: Running, count: in
     async with running(num_speculative_tokens=count) as engine:
         seen = [await chunks_of(engine, request) for request in requests]
         stats = engine.stats()
-    assert [join_choices(chunks) for chunks in seen] == [join_choices(chunks) for chunks in wanted]
+    assert [join_chunks(chunks) for chunks in seen] == [join_chunks(chunks) for chunks in wanted]
     for one, other in zip(seen, wanted, strict=True):
         assert one[-1].usage is not None
         assert other[-1].usage is not None
@@ -286,10 +286,10 @@ async def test_choice_i_is_what_seed_plus_i_yields_alone(running: Running) -> No
     last = 2**64 - 1
     async with running() as engine:
         alone = [
-            join_choices(await chunks_of(engine, asked(seed=seed, **sampling)))[0] for seed in (last - 1, last, 0, 1)
+            join_chunks(await chunks_of(engine, asked(seed=seed, **sampling)))[0] for seed in (last - 1, last, 0, 1)
         ]
         chunks = await chunks_of(engine, asked(seed=last - 1, n=4, **sampling))
-    assert join_choices(chunks) == tuple(alone)
+    assert join_chunks(chunks) == tuple(alone)
     assert len({choice.token_ids for choice in alone}) == 4
     usage = chunks[-1].usage
     assert usage is not None
@@ -301,9 +301,9 @@ async def test_choice_i_is_what_seed_plus_i_yields_alone(running: Running) -> No
 async def test_choices_stop_each_by_themselves(running: Running) -> None:
     async with running() as engine:
         sampling = {"temperature": 1.0, "stop": (" the", "e "), "max_tokens": 30}
-        alone = [join_choices(await chunks_of(engine, asked(seed=seed, **sampling)))[0] for seed in range(5)]
+        alone = [join_chunks(await chunks_of(engine, asked(seed=seed, **sampling)))[0] for seed in range(5)]
         chunks = await chunks_of(engine, asked(seed=0, n=5, **sampling))
-    assert join_choices(chunks) == tuple(alone)
+    assert join_chunks(chunks) == tuple(alone)
     assert len({len(choice.token_ids) for choice in alone}) > 1
     usage = chunks[-1].usage
     assert usage is not None
@@ -313,10 +313,10 @@ async def test_choices_stop_each_by_themselves(running: Running) -> None:
 async def test_best_of_draws_more_than_it_returns(running: Running) -> None:
     sampling = {"temperature": 1.0, "max_tokens": 12}
     async with running() as engine:
-        drawn = join_choices(await chunks_of(engine, asked(seed=5, n=6, logprobs=0, **sampling)))
+        drawn = join_chunks(await chunks_of(engine, asked(seed=5, n=6, logprobs=0, **sampling)))
         chunks = await chunks_of(engine, asked(seed=5, n=2, best_of=6, **sampling))
     best = sorted(drawn, key=lambda choice: -(choice.cumulative_logprob or 0))[:2]
-    assert [choice.token_ids for choice in join_choices(chunks)] == [choice.token_ids for choice in best]
+    assert [choice.token_ids for choice in join_chunks(chunks)] == [choice.token_ids for choice in best]
     assert [chunk.cumulative_logprob for chunk in chunks] == [choice.cumulative_logprob for choice in best]
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 72
@@ -339,7 +339,7 @@ async def test_beams_are_those_of_a_search_over_the_models_logits(running: Runni
             *(chunks_of(engine, asked(prompt, max_tokens=5, beam_width=width, n=count)) for count in (1, 2, 3)),
             chunks_of(engine, asked(max_tokens=9)),
         )
-    choices = join_choices(chunks)
+    choices = join_chunks(chunks)
     assert [choice.token_ids for choice in choices] == [ids for _, ids in beams]
     assert [choice.cumulative_logprob for choice in choices] == pytest.approx([total for total, _ in beams], abs=1e-4)
     for choice in choices:
@@ -347,7 +347,7 @@ async def test_beams_are_those_of_a_search_over_the_models_logits(running: Runni
         assert choice.text == engine.text_processor.tokenizer.decode(choice.token_ids)  # type: ignore[union-attr]
     for count, seen in enumerate(company[:3], 1):
         assert ids_of(seen[:1]) == choices[0].token_ids
-        assert len(join_choices(seen)) == count
+        assert len(join_chunks(seen)) == count
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 15
 
@@ -355,8 +355,8 @@ async def test_beams_are_those_of_a_search_over_the_models_logits(running: Runni
 async def test_one_beam_is_greedy(running: Running) -> None:
     async with running() as engine:
         greedy, beam = [await chunks_of(engine, asked(beam_width=width)) for width in (0, 1)]
-    assert join_choices(beam)[0].token_ids == ids_of(greedy)
-    assert join_choices(beam)[0].text == text_of(greedy)
+    assert join_chunks(beam)[0].token_ids == ids_of(greedy)
+    assert join_chunks(beam)[0].text == text_of(greedy)
 
 
 async def test_cancelling_ends_every_choice(running: Running) -> None:
@@ -367,7 +367,7 @@ async def test_cancelling_ends_every_choice(running: Running) -> None:
             asyncio.get_running_loop().call_later(0.05, stream.cancel)
             chunks = [chunk async for chunk in stream]
             await engine.drain()
-        choices = join_choices(chunks)
+        choices = join_chunks(chunks)
         assert [choice.finish_reason for choice in choices] == ["cancelled"] * params["n"]
 
 
@@ -555,7 +555,7 @@ async def test_preempted_pages_come_back_from_the_file(running: Running) -> None
             True,
             0,
         )
-    assert [join_choices(chunks) for chunks in seen] == [join_choices(chunks) for chunks in wanted]
+    assert [join_chunks(chunks) for chunks in seen] == [join_chunks(chunks) for chunks in wanted]
     assert all(chunks[-1].usage.recomputed_tokens == 0 for chunks in seen if chunks[-1].usage)
 
 

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from quire.runtime.common.types import Choice, OutputChunk, SamplingParams, join_choices
+from quire.runtime.common.types import CompletionOutput, OutputChunk, SamplingParams, join_chunks
 from quire.runtime.engine.facade import GenerateRequest
 from quire.runtime.engine.output import StreamingOutput, output_class
 from quire.runtime.engine.stream import Stream
@@ -52,8 +52,8 @@ def published(
     return chunks
 
 
-def outcome(output: StreamingOutput, chunks: list[OutputChunk]) -> tuple[Choice, int]:
-    (choice,) = join_choices(chunks)
+def outcome(output: StreamingOutput, chunks: list[OutputChunk]) -> tuple[CompletionOutput, int]:
+    (choice,) = join_chunks(chunks)
     return choice, output.usage().completion_tokens
 
 
