@@ -24,11 +24,11 @@ from ..common.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, 
 from ..common.types import FinishReason, OutputChunk
 from ..model import model_folder
 from .core import Core, CoreListener, EngineCore, Prefilled
-from .error_mapping import admission, translate
+from .error_mapping import translate
 from .facade import EngineInfo, EngineObserver, EngineStats, GenerateRequest, RequestStats, StepStats
 from .input import num_sequences, scheduled_requests
 from .observer import SilentObserver
-from .refusals import translate
+from .output import SequenceOutput, StreamingOutput, output_class
 from .stream import Stream
 from .text_processor import TextProcessor
 from .validator import RequestLimits, Validator

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from quire.runtime.common import errors
-from quire.runtime.engine.refusals import translate
+from quire.runtime.engine.error_mapping import translate
 from quire.scheduler import (
     AdmissionEstimate,
     CannotMeetDeadline,
