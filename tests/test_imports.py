@@ -188,7 +188,7 @@ def test_there_is_something_to_walk() -> None:
             "kernels may not import scheduler",
         ),
         ("runtime/common/errors.py", "from ..protocol import codec", "not downwards"),
-        ("runtime/engine/engine.py", "from ..client.aio import AsyncClient", "not downwards"),
+        ("runtime/engine/engine.py", "from ..client.async_client import AsyncClient", "not downwards"),
         ("runtime/server/server.py", "from ..workers.engine_pool import EnginePool", "not downwards"),
         ("runtime/model/decoder.py", "from ..engine.engine import Engine", "not downwards"),
         ("runtime/engine/facade.py", "from ..tools import bench", "not downwards"),

@@ -1,6 +1,6 @@
-"""The clients of a Quire server: `AsyncClient` for asyncio, `Client` for everything else."""
+"""Clients of a Quire server: `AsyncClient` for asyncio programs, `Client` for all others."""
 
-from .aio import AsyncClient
-from .sync import Client
+from .async_client import AsyncClient
+from .sync_client import Client
 
 __all__ = ["AsyncClient", "Client"]

@@ -1,7 +1,7 @@
-"""`AsyncClient`: many concurrent streams over one connection to a Quire server.
+"""`AsyncClient`: many concurrent requests over one connection to a Quire server.
 
-It must not know frames beyond what it asks with, models or tokenizers. One invariant: every stream ends, with its last
-chunk or with a QuireError; a lost connection ends with Unavailable what is not resumable.
+Every stream ends with its last chunk or raises a QuireError; a lost connection raises Unavailable in requests that are
+not resumable.
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ from ..common.errors import ConfigError, GenerationFailed, ProtocolError, QuireE
 from ..common.types import OutputChunk, RequestOutput, SamplingParams, join_chunks
 from ..protocol.address import UnixAddress, parse_address
 from ..protocol.frames import AskStats, Generate, ListModels, Model, Models, Stats, Tokenize, Tokenized
-from .link import Link, Lost
-from .links import Links
+from .connection import ClientConnection, ConnectionLost
+from .connection_pool import ConnectionPool
 from .stream import OnAccepted, OnProgress, TokenStream
 
 A = TypeVar("A", Tokenized, Models, Stats)
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a request may say besides its prompt and how to sample."""
+    """Options of a request besides its prompt and its sampling parameters."""
 
-    messages: Sequence[Mapping[str, Any]]  # of a chat, instead of a prompt; the model's chat template renders them
+    messages: Sequence[Mapping[str, Any]]  # chat messages instead of a prompt; rendered by the model's chat template
     deadline_ms: int | None  # from arrival at the server
-    priority: int  # lower runs earlier; default 0
-    pin_ms: int | None  # keep the prompt in the prefix cache so long after the end
-    idempotency_key: str | None  # a request sent again with its key gets the first one's stream, running or finished
-    resumable: bool  # goes on over a new connection when its own is lost, without losing or repeating a token
-    on_accepted: OnAccepted | None  # gets the server's ACCEPTED: position, pages, predicted wait
-    on_progress: OnProgress | None  # gets PROGRESS of a prefill that takes several steps
+    priority: int  # requests with a lower number run earlier; default 0
+    pin_ms: int | None  # how long the prompt stays in the prefix cache after the request has ended
+    idempotency_key: str | None  # a second request with this key receives the first one's stream, running or finished
+    resumable: bool  # continue over a new connection if this one is lost, without losing or repeating a token
+    on_accepted: OnAccepted | None  # called with ACCEPTED: queue position, pages, predicted wait
+    on_progress: OnProgress | None  # called with each PROGRESS of a prefill that takes several steps
 
 
 class AsyncClient:
-    """`async with AsyncClient("127.0.0.1:7070") as client: async for chunk in client.generate(…): …`
+    """Client of a Quire server for asyncio programs.
 
-    `address` is `host:port`, `[v6]:port` or `unix:/path`; ConfigError otherwise. `tls`: True, or a context of your own.
-    Entering raises Unavailable when nobody answers and Unauthenticated when the token is refused. A connection that is
-    lost, or whose server drains, is replaced by the next call. Use it from one event loop.
+    `async with AsyncClient("127.0.0.1:7070") as client: async for chunk in client.generate(…): …`
+
+    `address` is `host:port`, `[v6]:port` or `unix:/path`; ConfigError otherwise. `tls` is True or an `ssl.SSLContext`.
+    Entering the context raises Unavailable if the server does not answer and Unauthenticated if it refuses the token.
+    The next call replaces a connection that is lost or whose server is shutting down. Use a client from one event loop.
     """
 
     def __init__(self, address: str, token: str | None = None, tls: bool | ssl.SSLContext = False) -> None:
@@ -51,13 +53,13 @@ class AsyncClient:
             raise ConfigError("a unix socket does not speak TLS; leave `tls` out, or give host:port")
         self._token = token
         self._tls = ssl.create_default_context() if tls is True else tls or None
-        self._ids = itertools.count(1)  # over all connections: a resumed request keeps its id
-        self._links: Links | None = None
+        self._ids = itertools.count(1)  # shared by all connections: a resumed request keeps its id
+        self._pool: ConnectionPool | None = None
 
     async def __aenter__(self) -> AsyncClient:
-        links = Links(self._address, self._token, self._tls)
-        await links.for_new_requests()
-        self._links = links
+        pool = ConnectionPool(self._address, self._token, self._tls)
+        await pool.for_new_requests()
+        self._pool = pool
         return self
 
     async def __aexit__(
@@ -66,9 +68,9 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection; the server cancels what is still running. Idempotent."""
-        if self._links is not None:
-            await self._links.close()
+        """Close the connections; the server cancels running requests. Idempotent."""
+        if self._pool is not None:
+            await self._pool.close()
 
     async def generate(
         self,
@@ -76,11 +78,11 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[OutputChunk, None]:
-        """Stream the continuation of a text, of token ids, or of `messages`; the last chunk has `usage`.
+        """Stream the continuation of a text, of token ids or of `messages`; the last chunk has `usage`.
 
-        Leaving the loop early cancels the request. Raises the server's typed error, or Unavailable when the connection
-        is lost. Read on: a stream that waits for its reader longer than the server allows ends in DeadlineExceeded.
-        With several choices, chunks of all of them come mixed, each with its `choice`; the last of each has its
+        Leaving the loop early cancels the request. Raises the server's error by its class, or Unavailable if the
+        connection is lost. Keep reading: the server ends a stream that is not read in time with DeadlineExceeded. The
+        chunks of several choices arrive interleaved, each with its `choice`; the last one of a choice has its
         `finish_reason`. Callbacks run between two chunks.
         """
         messages = options.get("messages")
@@ -106,39 +108,39 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestOutput:
-        """`generate` to its end. Raises as it does."""
+        """Return the whole continuation at once. Raises as `generate` does."""
         async with contextlib.aclosing(self.generate(prompt, sampling_params, **options)) as chunks:
             received = [chunk async for chunk in chunks]
         usage = received[-1].usage
         if usage is None:
-            raise GenerationFailed("the stream ended without its usage")
+            raise GenerationFailed("the stream ended without usage")
         return RequestOutput(outputs=join_chunks(received), usage=usage)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """The model's token ids of `text`. Raises InvalidRequest when the model has no tokenizer."""
+        """Return the model's token ids of `text`. Raises InvalidRequest if the model has no tokenizer."""
         return (await self._ask(Tokenize(next(self._ids), text, add_special_tokens), Tokenized)).token_ids
 
     async def models(self) -> tuple[Model, ...]:
-        """What is served: names and limits."""
+        """Return the names and limits of the served models."""
         return (await self._ask(ListModels(next(self._ids)), Models)).models
 
     async def stats(self) -> dict[str, int]:
-        """The engine's counters and gauges by the names of `EngineStats`."""
+        """Return the engine's counters and gauges by name."""
         return (await self._ask(AskStats(next(self._ids)), Stats)).stats
 
     async def ping(self) -> float:
-        """Seconds for a round trip to the server's event loop."""
-        return await (await self._link()).ping()
+        """Return the seconds of a round trip to the server's event loop."""
+        return await (await self._connection()).ping()
 
     async def _ask(self, question: Tokenize | ListModels | AskStats, answer_type: type[A]) -> A:
-        link = await self._link()
-        inbox = link.ask(question)
+        connection = await self._connection()
+        inbox = connection.ask(question)
         try:
-            await link.flush()
+            await connection.flush()
             answer = await inbox.get()
         finally:
-            link.leave(question.request_id)
-        if isinstance(answer, Lost):
+            connection.leave(question.request_id)
+        if isinstance(answer, ConnectionLost):
             raise answer.reason
         if isinstance(answer, QuireError):
             raise answer
@@ -146,10 +148,10 @@ class AsyncClient:
             raise ProtocolError(f"{type(answer).__name__} is no answer to {type(question).__name__}")
         return answer
 
-    async def _link(self) -> Link:
+    async def _connection(self) -> ClientConnection:
         return await self._entered().for_new_requests()
 
-    def _entered(self) -> Links:
-        if self._links is None:
+    def _entered(self) -> ConnectionPool:
+        if self._pool is None:
             raise Unavailable("this client is not connected; enter it with `async with` first")
-        return self._links
+        return self._pool

@@ -1,7 +1,6 @@
-"""One connection of a client: its greeting, frames out, answers in by request id, its end.
+"""One connection of a client: the handshake, sending frames, and passing answers to the inbox of their request.
 
-It must not know choices, credit or resuming. One invariant: whoever has an inbox gets its request's last answer, or
-`Lost` with the reason, and nothing after that.
+Every inbox receives its request's last answer or `ConnectionLost`, and nothing after that.
 """
 
 from __future__ import annotations
@@ -47,27 +46,27 @@ from ..protocol.frames import (
 from ..protocol.wire_errors import error_from_frame
 
 CONNECT_TIMEOUT_S = 10.0
-CLOSE_TIMEOUT_S = 1.0  # for what was sent to leave; the server cancels everything anyway
+CLOSE_TIMEOUT_S = 1.0  # for unsent bytes to leave; the server cancels the requests anyway
 READ_BYTES = 64 << 10
 
 
-class Lost(NamedTuple):
-    """The link is over, and the request may not be."""
+class ConnectionLost(NamedTuple):
+    """Last entry of an inbox when the connection is lost; the request may still be running on the server."""
 
     reason: QuireError
 
 
 LastAnswer = Done | Tokenized | Models | Stats | QuireError
-Answer = Accepted | Progress | Tokens | LastAnswer | Lost
+Answer = Accepted | Progress | Tokens | LastAnswer | ConnectionLost
 Inbox = asyncio.Queue[Answer]
 
 
-class Link:
-    """Made by `open`; one task reads. Ids are its user's."""
+class ClientConnection:
+    """An open connection, made by `open`. One task reads from it; callers choose the request ids."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.lost: QuireError | None = None  # why it is over
-        self.is_leaving = False  # its server has said GOAWAY
+        self.lost: QuireError | None = None  # why the connection was lost
+        self.is_leaving = False  # the server has sent GOAWAY
         self._reader = reader
         self._writer = writer
         self._decoder = Decoder(SERVER_FRAMES, MAX_FRAME_BYTES)
@@ -85,33 +84,35 @@ class Link:
     @classmethod
     async def open(
         cls, address: Address, token: str | None, tls: ssl.SSLContext | None, session: str | None = None
-    ) -> Link:
+    ) -> ClientConnection:
         """Connect and shake hands. Raises Unavailable, Unauthenticated or ProtocolError."""
-        link: Link | None = None
+        connection: ClientConnection | None = None
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                link = cls(*await _connect(address, tls))
-                await link._shake_hands(token, session)
+                connection = cls(*await _connect(address, tls))
+                await connection._shake_hands(token, session)
         except BaseException as error:
-            if link is not None:
-                await link.close()
+            if connection is not None:
+                await connection.close()
             if isinstance(error, TimeoutError):
                 raise Unavailable(f"{address} did not answer within {CONNECT_TIMEOUT_S:.0f} s") from None
             if isinstance(error, OSError):
                 raise Unavailable(f"cannot connect to {address}: {error.strerror or error}") from error
             raise
-        return link
+        return connection
 
     @property
     def session(self) -> str:
         return self._welcome.result().session
 
     def ask(self, frame: Generate | Resume | Tokenize | ListModels | AskStats) -> Inbox:
-        """Send `frame`; its answers will come there, or already have when the link is lost. Raises InvalidRequest for
-        what has no wire form, or none within the protocol's limits."""
+        """Send `frame` and return the inbox of its answers; it holds ConnectionLost if the connection is lost already.
+
+        Raises InvalidRequest if the frame cannot be encoded or exceeds the protocol's limits.
+        """
         inbox: Inbox = asyncio.Queue()
         if self.lost is not None:
-            inbox.put_nowait(Lost(copy.copy(self.lost)))
+            inbox.put_nowait(ConnectionLost(copy.copy(self.lost)))
         else:
             data = encode(frame, self._max_frame_bytes)
             if isinstance(frame, Generate) and _may_exceed_limits(frame, len(data)):
@@ -121,32 +122,35 @@ class Link:
         return inbox
 
     def leave(self, request_id: int) -> None:
-        """No more answers are wanted. The server is told if the last one has not come."""
+        """Drop the request's inbox, and cancel the request if its last answer has not arrived."""
         if self._inboxes.pop(request_id, None) is not None:
             self.send(Cancel(request_id))
         if self._closes_when_idle and not self._inboxes:
             self._writer.close()
 
     def send(self, frame: Frame) -> None:
-        """Raises InvalidRequest for what has no wire form. What is sent on a lost link is not."""
+        """Send `frame`, or drop it if the connection is lost. Raises InvalidRequest if the frame cannot be encoded."""
         data = encode(frame, self._max_frame_bytes)
         if self.lost is None:
             self._writer.write(data)
 
     async def flush(self) -> None:
-        """Wait until what was sent has left. A lost link is not reported here: the server may have said why."""
+        """Wait until the write buffer has drained.
+
+        A lost connection is not reported here: the answers may contain the server's reason for closing.
+        """
         with contextlib.suppress(OSError):
             await self._writer.drain()
 
     async def ping(self) -> float:
-        """Seconds until the answer. Raises the reason when the link is lost."""
+        """Return the seconds from PING to PONG. Raises the reason if the connection is lost."""
         if self.lost is not None:
             raise copy.copy(self.lost)
         self._next_nonce += 1
         nonce = self._next_nonce
         answered = self._pings[nonce] = asyncio.get_running_loop().create_future()
         try:
-            started = time.perf_counter()  # uvloop's own clock counts whole milliseconds
+            started = time.perf_counter()  # uvloop's clock has a resolution of a millisecond
             self.send(Ping(nonce))
             await self.flush()
             await answered
@@ -155,18 +159,18 @@ class Link:
             del self._pings[nonce]
 
     def close_when_idle(self) -> None:
-        """Let what is under way end first."""
+        """Close now if no request is running, else once the last one has ended."""
         self._closes_when_idle = True
         if not self._inboxes:
             self._writer.close()
 
     async def close(self) -> None:
-        """Takes a second at most, also when the server reads nothing. Idempotent, also after a cancelled one."""
+        """Close within CLOSE_TIMEOUT_S, even if the server does not read. Idempotent, also after a cancelled close."""
         self._lose(Unavailable("this client is closed"))
         self._reading.cancel()
         self._writer.close()
         closed = asyncio.ensure_future(self._writer.wait_closed())
-        closed.add_done_callback(lambda task: task.cancelled() or task.exception())  # retrieved: it is over either way
+        closed.add_done_callback(lambda task: task.cancelled() or task.exception())  # mark the exception as retrieved
         try:
             await asyncio.wait([self._reading, closed], timeout=CLOSE_TIMEOUT_S)
         finally:
@@ -199,7 +203,7 @@ class Link:
     def _dispatch(self, frame: Frame | Malformed) -> None:
         match frame:
             case Accepted(request_id) | Progress(request_id) | Tokens(request_id):
-                if (inbox := self._inboxes.get(request_id)) is not None:  # else its reader left
+                if (inbox := self._inboxes.get(request_id)) is not None:  # None: the caller left
                     inbox.put_nowait(frame)
             case Done(request_id) | Tokenized(request_id) | Models(request_id) | Stats(request_id):
                 self._end(request_id, frame)
@@ -224,9 +228,12 @@ class Link:
             inbox.put_nowait(answer)
 
     def _await_heartbeat(self) -> None:
-        """Intervals are counted, not seconds: this process may have been the one that slept."""
+        """Close the connection after HEARTBEATS_MISSED intervals without a byte from the server.
+
+        Counting intervals instead of seconds keeps a suspended client from blaming the server.
+        """
         if self._silent_intervals == HEARTBEATS_MISSED:
-            self._lose(Unavailable(f"nothing came from the server for {HEARTBEATS_MISSED * self._heartbeat_s:.3g} s"))
+            self._lose(Unavailable(f"the server sent nothing for {HEARTBEATS_MISSED * self._heartbeat_s:.3g} s"))
             self._writer.transport.abort()
             return
         if self._silent_intervals:
@@ -235,25 +242,28 @@ class Link:
         self._heartbeat = asyncio.get_running_loop().call_later(self._heartbeat_s, self._await_heartbeat)
 
     def _lose(self, reason: QuireError) -> None:
-        """The link is over: tell everybody who waits on it. The first reason stays."""
+        """Record why the connection is lost and fail every waiting caller. Only the first reason is kept."""
         if self.lost is not None:
             return
         self.lost = reason
         if self._heartbeat is not None:
             self._heartbeat.cancel()
         for inbox in self._inboxes.values():
-            inbox.put_nowait(Lost(copy.copy(reason)))
+            inbox.put_nowait(ConnectionLost(copy.copy(reason)))
         self._inboxes.clear()
         futures: list[asyncio.Future[Any]] = [self._welcome, *self._pings.values()]
         for waiting in futures:
             if not waiting.done():
                 waiting.set_exception(copy.copy(reason))
-                waiting.exception()  # retrieved: nobody may be left to await it
+                waiting.exception()  # mark as retrieved: its caller may have been cancelled
 
 
 def _may_exceed_limits(frame: Generate, num_bytes: int) -> bool:
-    """Whether it may be a breach of the protocol, which would cost all other requests their connection too. Looking
-    closer takes thrice as long as encoding: what has no maps and cannot have too long an array is spared that."""
+    """Return whether the encoded frame has to be checked with `check_limits`.
+
+    A frame beyond the limits would make the server close the connection of all requests. The check takes three times as
+    long as encoding, so frames without maps and too short to hold a too long array skip it.
+    """
     return bool(frame.messages or frame.params.logit_bias) or num_bytes > MAX_ARRAY_LENGTH
 
 

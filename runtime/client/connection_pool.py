@@ -1,7 +1,6 @@
-"""The links of one client: one for new requests, and older ones whose requests have not ended.
+"""The connections of one client: the newest one takes new requests, older ones finish theirs.
 
-It must not know requests. One invariant: at most one link is being opened at a time, and whoever needs one meanwhile
-waits for that one.
+At most one connection is being opened at a time; callers that need a connection meanwhile wait for that one.
 """
 
 from __future__ import annotations
@@ -12,46 +11,54 @@ import ssl
 
 from ..common.errors import Unauthenticated, Unavailable
 from ..protocol.address import Address
-from .link import Link
+from .connection import ClientConnection
 
 
-class Links:
+class ConnectionPool:
+    """Open connections of one client, by age and by session."""
+
     def __init__(self, address: Address, token: str | None, tls: ssl.SSLContext | None) -> None:
         self.is_closed = False
         self._address = address
         self._token = token
         self._tls = tls
-        self._links: list[Link] = []  # latest last; those that are lost are removed when another is opened
-        self._sessions: dict[str, Link] = {}  # by which link a session goes on
-        self._opening: asyncio.Task[Link] | None = None
+        self._connections: list[ClientConnection] = []  # newest last; opening another one removes lost ones
+        self._sessions: dict[str, ClientConnection] = {}  # session -> the connection that continues it
+        self._opening: asyncio.Task[ClientConnection] | None = None
 
-    async def for_new_requests(self) -> Link:
-        """The latest, or another one if that is lost or its server leaves. Raises as `Link.open`, and Unauthenticated
-        again if that ended the latest."""
-        latest = self._links[-1] if self._links else None
+    async def for_new_requests(self) -> ClientConnection:
+        """Return the newest connection, or open one if it is lost or its server is shutting down.
+
+        Raises as `ClientConnection.open`, and Unauthenticated again if that is why the newest connection was lost.
+        """
+        latest = self._connections[-1] if self._connections else None
         if latest is not None and isinstance(latest.lost, Unauthenticated):
             raise copy.copy(latest.lost)
         if latest is not None and latest.lost is None and not latest.is_leaving:
             return latest
         return await self._open(latest.session if latest is not None and latest.lost is not None else None)
 
-    async def for_session(self, session: str) -> Link:
-        """One whose requests are those of `session`, if its server still knows it. Raises as `Link.open`."""
+    async def for_session(self, session: str) -> ClientConnection:
+        """Return a connection that continues `session`, opened if needed. Raises as `ClientConnection.open`.
+
+        The server may have forgotten the session; RESUME is then answered with NOT_FOUND.
+        """
         if self._opening is not None:
-            await self._open(session)  # perhaps for this very session
-        link = self._sessions.get(session)
-        return link if link is not None and link.lost is None else await self._open(session)
+            await self._open(session)  # the connection being opened may be for this session
+        connection = self._sessions.get(session)
+        return connection if connection is not None and connection.lost is None else await self._open(session)
 
     async def close(self) -> None:
+        """Close every connection and stop opening one. Idempotent."""
         self.is_closed = True
         try:
             if self._opening is not None:
                 self._opening.cancel()
                 await asyncio.wait([self._opening])
         finally:
-            await asyncio.gather(*(link.close() for link in self._links))
+            await asyncio.gather(*(connection.close() for connection in self._connections))
 
-    async def _open(self, session: str | None) -> Link:
+    async def _open(self, session: str | None) -> ClientConnection:
         if self.is_closed:
             raise Unavailable("this client is closed")
         if self._opening is None:
@@ -61,22 +68,22 @@ class Links:
         try:
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            if opening.cancelled():  # by `close`, not whoever waits here
+            if opening.cancelled():  # by `close`; the caller itself was not cancelled
                 raise Unavailable("this client is closed") from None
             raise
 
-    async def _open_one(self, session: str | None) -> Link:
-        link = await Link.open(self._address, self._token, self._tls, session)
-        for earlier in self._links:
+    async def _open_one(self, session: str | None) -> ClientConnection:
+        connection = await ClientConnection.open(self._address, self._token, self._tls, session)
+        for earlier in self._connections:
             earlier.close_when_idle()
-        self._links = [earlier for earlier in self._links if earlier.lost is None] + [link]
+        self._connections = [earlier for earlier in self._connections if earlier.lost is None] + [connection]
         self._sessions = {name: kept for name, kept in self._sessions.items() if kept.lost is None}
-        self._sessions[link.session] = link
+        self._sessions[connection.session] = connection
         if session is not None:
-            self._sessions[session] = link
-        return link
+            self._sessions[session] = connection
+        return connection
 
-    def _opened(self, task: asyncio.Task[Link]) -> None:
+    def _opened(self, task: asyncio.Task[ClientConnection]) -> None:
         self._opening = None
         if not task.cancelled():
-            task.exception()  # retrieved: whoever waited may be gone
+            task.exception()  # mark as retrieved: the caller may have been cancelled

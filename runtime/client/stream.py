@@ -1,7 +1,7 @@
-"""One request of a client, over as many links as it takes: its answers as chunks, its credit, its resuming.
+"""One generation request of a client: turns answers into chunks, grants credit and resumes after a lost connection.
 
-It must not know sockets. One invariant: every token comes exactly once and in order, whatever links were lost between;
-the last thing is a chunk with usage or a QuireError.
+Every token is delivered exactly once and in order, however many connections were lost; the stream ends with a chunk
+that has `usage`, or raises a QuireError.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import msgspec
 from ..common.errors import ProtocolError, QuireError, RequestNotFound
 from ..common.types import OutputChunk
 from ..protocol.frames import Accepted, Credit, Done, Generate, Progress, Resume, Tokens
-from .link import Answer, Link, Lost
-from .links import Links
+from .connection import Answer, ClientConnection, ConnectionLost
+from .connection_pool import ConnectionPool
 
-CREDIT_TOKENS = 1024  # at most so many are under way or unread
-RESUME_FOR_S = 60.0  # what servers keep a resumable request by default
+CREDIT_TOKENS = 1024  # most tokens that are in transit or unread
+RESUME_FOR_S = 60.0  # how long servers keep a resumable request by default
 FIRST_RETRY_S, LAST_RETRY_S = 0.01, 2.0
 
 OnAccepted = Callable[[Accepted], None]
@@ -28,53 +28,56 @@ OnProgress = Callable[[Progress], None]
 
 
 class TokenStream:
-    """`frame` has everything but its credit. Iterate `chunks` once; leaving it early cancels the request. Left between
-    two links, it is its server that cancels it, when nobody has resumed it in time.
+    """The stream of one GENERATE frame, complete except for its credit. Iterate `chunks` once.
+
+    Leaving the iteration early cancels the request. If the connection is lost at that moment, the server cancels the
+    request when its resume time has passed.
     """
 
     def __init__(
         self,
-        links: Links,
+        pool: ConnectionPool,
         frame: Generate,
         on_accepted: OnAccepted | None = None,
         on_progress: OnProgress | None = None,
     ) -> None:
-        self._links = links
+        self._pool = pool
         self._frame = msgspec.structs.replace(frame, credit=CREDIT_TOKENS)
         self._id = frame.request_id
         self._on_accepted = on_accepted
         self._on_progress = on_progress
-        self._choices = _Choices()
-        self._received = 0  # tokens, of all choices
-        self._credited = 0  # of them, those that the reader is done with and the server knows
-        self._attempts = 0  # to get another link, since tokens came
-        self._give_up_at: float | None = None  # the loop's time; None while a server has it
+        self._choices = _ChoiceTracker()
+        self._received = 0  # tokens of all choices
+        self._credited = 0  # received tokens for which the server has been given new credit
+        self._attempts = 0  # attempts to reconnect since the last tokens
+        self._give_up_at: float | None = None  # event loop time; None while a server works on the request
 
     async def chunks(self) -> AsyncGenerator[OutputChunk, None]:
-        link = await self._links.for_new_requests()
+        """Send the request and yield its chunks."""
+        connection = await self._pool.for_new_requests()
         try:
-            inbox = link.ask(self._frame)
-            await link.flush()
+            inbox = connection.ask(self._frame)
+            await connection.flush()
             while True:
                 answer = await inbox.get()
-                if isinstance(answer, Lost):
-                    link = await self._reconnect(link, answer.reason)
-                    inbox = link.ask(Resume(self._id, self._received, CREDIT_TOKENS))
+                if isinstance(answer, ConnectionLost):
+                    connection = await self._reconnect(connection, answer.reason)
+                    inbox = connection.ask(Resume(self._id, self._received, CREDIT_TOKENS))
                     self._credited = self._received
                 elif isinstance(answer, RequestNotFound) and self._frame.resumable and not self._received:
-                    inbox = link.ask(self._frame)  # it never arrived, or nothing came of it
+                    inbox = connection.ask(self._frame)  # GENERATE was lost, or had no effect yet
                 elif isinstance(answer, QuireError):
                     raise answer
                 elif (chunk := self._chunk(answer)) is not None:
                     yield chunk
                     if chunk.usage is not None:
                         return
-                    self._grant(link)
+                    self._grant(connection)
         finally:
-            link.leave(self._id)
+            connection.leave(self._id)
 
     def _chunk(self, answer: Answer) -> OutputChunk | None:
-        """What its reader gets of an answer; None for what callbacks get, and for what comes a second time."""
+        """Return the answer as a chunk; None if it goes to a callback or repeats an earlier answer."""
         match answer:
             case Tokens() if self._choices.has_seen(answer):
                 return None
@@ -84,10 +87,10 @@ class TokenStream:
                 self._received += len(answer.token_ids) if isinstance(answer, Tokens) else 0
                 return self._choices.chunk(answer)
             case Accepted():
-                self._give_up_at = None  # its tokens may take long; what breaks again and again is still waited for
+                self._give_up_at = None  # the first tokens may take long, so keep `_attempts` until they arrive
                 if self._on_accepted is not None:
                     self._on_accepted(answer)
-                    self._on_accepted = None  # RESUME is answered with another one
+                    self._on_accepted = None  # each RESUME is answered with another ACCEPTED
             case Progress():
                 if self._on_progress is not None:
                     self._on_progress(answer)
@@ -95,17 +98,19 @@ class TokenStream:
                 raise ProtocolError(f"{type(answer).__name__} is no answer to GENERATE")
         return None
 
-    def _grant(self, link: Link) -> None:
-        """The reader is done with what it got: so much more may come."""
+    def _grant(self, connection: ClientConnection) -> None:
+        """Grant new credit for the tokens that the caller has consumed, once half of the credit is used."""
         due = self._received - self._credited
         if 2 * due >= CREDIT_TOKENS:
             self._credited = self._received
-            link.send(Credit(self._id, due))
+            connection.send(Credit(self._id, due))
 
-    async def _reconnect(self, lost: Link, reason: QuireError) -> Link:
-        """Another link, after longer and longer waits while none brings anything. Raises `reason`, or why there is no
-        other, once it is too late or trying again cannot help."""
-        while self._frame.resumable and reason.retryable and not self._links.is_closed:
+    async def _reconnect(self, lost: ClientConnection, reason: QuireError) -> ClientConnection:
+        """Open another connection, waiting longer after each attempt that brings no answer.
+
+        Raises the last error once RESUME_FOR_S have passed or the error is not retryable.
+        """
+        while self._frame.resumable and reason.retryable and not self._pool.is_closed:
             now = asyncio.get_running_loop().time()
             if self._give_up_at is None:
                 self._give_up_at = now + RESUME_FOR_S
@@ -116,22 +121,22 @@ class TokenStream:
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1))
             self._attempts += 1
             try:
-                return await self._links.for_session(lost.session)
+                return await self._pool.for_session(lost.session)
             except QuireError as error:
                 reason = error
         raise reason
 
 
-class _Choices:
-    """What TOKENS leave to be known of one stream's choices: which one DONE ends, and at which token."""
+class _ChoiceTracker:
+    """Which choices of a stream have ended and how many tokens each has; DONE names neither."""
 
     def __init__(self) -> None:
-        self._received: dict[int, int] = {}  # tokens of each choice
+        self._received: dict[int, int] = {}  # choice -> tokens received
         self._ended: set[int] = set()
-        self._without_tokens: set[int] = set()  # had TOKENS without any, which only come at a choice's end
+        self._without_tokens: set[int] = set()  # choices that got TOKENS without ids, which only end a choice
 
     def has_seen(self, answer: Tokens) -> bool:
-        """What has no tokens may come a second time after RESUME, which counts tokens."""
+        """Return whether TOKENS without ids were received before: RESUME, which counts tokens, repeats them."""
         if answer.token_ids:
             return False
         seen = answer.choice in self._without_tokens
@@ -139,6 +144,7 @@ class _Choices:
         return seen
 
     def chunk(self, answer: Tokens | Done) -> OutputChunk:
+        """Return the answer as a chunk of its choice; DONE ends the first choice that has not ended."""
         if isinstance(answer, Done):
             choice = next(choice for choice in itertools.count() if choice not in self._ended)
             return OutputChunk(

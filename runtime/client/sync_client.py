@@ -1,7 +1,6 @@
-"""`Client`: `AsyncClient` for programs without asyncio, on an event loop in a thread of its own.
+"""`Client`: `AsyncClient` for programs without asyncio.
 
-It must not know the protocol. One invariant: everything async happens on that one thread, so one client may be used
-from many threads at once.
+Runs an event loop on its own thread, so several threads may use one client at the same time.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from ..common.errors import Unavailable
 from ..common.loop_thread import LoopThread
 from ..common.types import OutputChunk, RequestOutput, SamplingParams
 from ..protocol.frames import Model
-from .aio import AsyncClient, RequestOptions
+from .async_client import AsyncClient, RequestOptions
 
 T = TypeVar("T")
 
 
 class Client:
-    """`with Client("127.0.0.1:7070") as client: for chunk in client.generate(…): …`
+    """Synchronous client of a Quire server; arguments and errors are those of `AsyncClient`.
 
-    Arguments and errors are those of AsyncClient.
+    `with Client("127.0.0.1:7070") as client: for chunk in client.generate(…): …`
     """
 
     def __init__(self, address: str, token: str | None = None, tls: bool | ssl.SSLContext = False) -> None:
@@ -56,14 +55,16 @@ class Client:
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> Iterator[OutputChunk]:
-        """As `AsyncClient.generate`; leaving the loop early, or closing the generator, cancels the request. Callbacks
-        run on this client's thread."""
+        """Stream the continuation of a prompt, as `AsyncClient.generate` does.
+
+        Leaving the loop early or closing the generator cancels the request. Callbacks run on the client's thread.
+        """
         chunks = self._client.generate(prompt, sampling_params, **options)
         try:
             while (chunk := self._await(_next(chunks))) is not None:
                 yield chunk
         finally:
-            with contextlib.suppress(Unavailable):  # closed meanwhile, and every stream with it
+            with contextlib.suppress(Unavailable):  # the client was closed, which ended the stream
                 self._await(_close(chunks))
 
     def complete(
@@ -72,27 +73,27 @@ class Client:
         sampling_params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestOutput:
-        """`generate` to its end. Raises as it does."""
+        """Return the whole continuation at once. Raises as `generate` does."""
         return self._await(self._client.complete(prompt, sampling_params, **options))
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """As `AsyncClient.tokenize`."""
+        """Return the model's token ids of `text`. Raises InvalidRequest if the model has no tokenizer."""
         return self._await(self._client.tokenize(text, add_special_tokens))
 
     def models(self) -> tuple[Model, ...]:
-        """As `AsyncClient.models`."""
+        """Return the names and limits of the served models."""
         return self._await(self._client.models())
 
     def stats(self) -> dict[str, int]:
-        """As `AsyncClient.stats`."""
+        """Return the engine's counters and gauges by name."""
         return self._await(self._client.stats())
 
     def ping(self) -> float:
-        """Seconds for a round trip to the server's event loop."""
+        """Return the seconds of a round trip to the server's event loop."""
         return self._await(self._client.ping())
 
     def _await(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the private loop; interrupting the wait cancels it."""
+        """Run `work` on the client's event loop and return its result; interrupting the wait cancels `work`."""
         if self._thread is None:
             work.close()
             raise Unavailable("this client is not connected; enter it with `with` first")

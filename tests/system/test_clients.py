@@ -237,7 +237,7 @@ async def test_closing_while_the_server_reads_nothing(
     eventually: Eventually, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
 ) -> None:
     """Megabytes are unsent then: neither `close` nor who waits for them to leave may hang."""
-    monkeypatch.setattr("quire.runtime.client.link.CLOSE_TIMEOUT_S", 60.0 if is_cancelled else 0.05)
+    monkeypatch.setattr("quire.runtime.client.connection.CLOSE_TIMEOUT_S", 60.0 if is_cancelled else 0.05)
     frozen: list[asyncio.StreamWriter] = []
 
     async def freeze(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
