@@ -16,7 +16,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from ..common.errors import ConfigError, GenerationFailed, ProtocolError, QuireError, Unavailable
 from ..common.types import OutputChunk, RequestOutput, SamplingParams, join_chunks
 from ..protocol.address import UnixAddress, parse_address
-from ..protocol.frames import AskStats, Generate, ListModels, Model, Models, Stats, Tokenize, Tokenized
+from ..protocol.frames import AskStats, Generate, ListModels, Models, ServedModel, Stats, Tokenize, Tokenized
 from .connection import ClientConnection, ConnectionLost
 from .connection_pool import ConnectionPool
 from .stream import OnAccepted, OnProgress, TokenStream
@@ -120,7 +120,7 @@ class AsyncClient:
         """Return the model's token ids of `text`. Raises InvalidRequest if the model has no tokenizer."""
         return (await self._ask(Tokenize(next(self._ids), text, add_special_tokens), Tokenized)).token_ids
 
-    async def models(self) -> tuple[Model, ...]:
+    async def models(self) -> tuple[ServedModel, ...]:
         """Return the names and limits of the served models."""
         return (await self._ask(ListModels(next(self._ids)), Models)).models
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Unpack
 from ..common.errors import Unavailable
 from ..common.loop_thread import LoopThread
 from ..common.types import OutputChunk, RequestOutput, SamplingParams
-from ..protocol.frames import Model
+from ..protocol.frames import ServedModel
 from .async_client import AsyncClient, RequestOptions
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class Client:
         """Return the model's token ids of `text`. Raises InvalidRequest if the model has no tokenizer."""
         return self._await(self._client.tokenize(text, add_special_tokens))
 
-    def models(self) -> tuple[Model, ...]:
+    def models(self) -> tuple[ServedModel, ...]:
         """Return the names and limits of the served models."""
         return self._await(self._client.models())
 

@@ -7,13 +7,11 @@ wire as a msgpack map, the rest as part of TOKENS and DONE. Limits are checked i
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 import msgspec
 
+from ...scheduler import FinishReason as FinishReason  # exported: the runtime uses the type from here
 from .errors import GenerationFailed
-
-FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -187,7 +187,7 @@ class Tokenized(_Frame, tag="TOKENIZED", frozen=True):
     token_ids: tuple[int, ...]
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A map on the wire."""
 
     name: str
@@ -199,7 +199,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 class Models(_Frame, tag="MODELS", frozen=True):
     request_id: RequestId
-    models: tuple[Model, ...]
+    models: tuple[ServedModel, ...]
 
 
 class Stats(_Frame, tag="STATS", frozen=True):

@@ -21,8 +21,8 @@ from ..protocol.frames import (
     Frame,
     Generate,
     Hello,
-    Model,
     Models,
+    ServedModel,
     Stats,
     Tokens,
 )
@@ -90,7 +90,7 @@ def duplicate_frame(request_id: int) -> Error:
 
 
 def models_frame(request_id: int, name: str, info: EngineInfo) -> Models:
-    model = Model(
+    model = ServedModel(
         name=name,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,

@@ -16,7 +16,7 @@ import msgspec
 from ...client import AsyncClient
 from ...common.errors import GenerationFailed, QuireError
 from ...common.types import OutputChunk, SamplingParams
-from ...protocol.frames import Model
+from ...protocol.frames import ServedModel
 from .request import Chunk, End, Request, RequestFailed
 
 
@@ -33,7 +33,7 @@ class QuireTarget:
 class QuireBackend:
     """Requests take turns on the connections."""
 
-    def __init__(self, target: QuireTarget, clients: list[AsyncClient], model: Model) -> None:
+    def __init__(self, target: QuireTarget, clients: list[AsyncClient], model: ServedModel) -> None:
         self.model = model
         self._target = target
         self._clients = clients

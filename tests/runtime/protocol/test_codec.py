@@ -70,7 +70,7 @@ CLIENT_FRAME = st.one_of(
     st.builds(frames.Pong, U64),
 )
 LOGPROBS = (TokenLogprobs(3, -0.5, ((3, -0.5), (4, -1.5))), TokenLogprobs(4, -math.inf))
-MODEL = frames.Model(name="m", max_model_len=100, vocab_size=50, has_tokenizer=True, has_chat_template=False)
+MODEL = frames.ServedModel(name="m", max_model_len=100, vocab_size=50, has_tokenizer=True, has_chat_template=False)
 SERVER_FRAME = st.sampled_from(
     [
         frames.Welcome(1, (), 1 << 20, "model"),

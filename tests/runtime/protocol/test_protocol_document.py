@@ -18,7 +18,7 @@ from quire.runtime.engine import validator
 from quire.runtime.protocol import codec, frames
 from quire.runtime.protocol import wire_errors as wire_errors
 from quire.runtime.protocol.codec import Decoder, encode
-from quire.runtime.protocol.frames import CLIENT_FRAMES, SERVER_FRAMES, Model
+from quire.runtime.protocol.frames import CLIENT_FRAMES, SERVER_FRAMES, ServedModel
 
 TEXT = (Path(__file__).resolve().parents[3] / "runtime" / "protocol" / "PROTOCOL.md").read_text("utf-8")
 SECTIONS = dict(re.findall(r"^#{2,3} ([^\n]+)\n(.*?)(?=^#{2,3} |\Z)", TEXT, re.M | re.S))
@@ -29,7 +29,7 @@ FRAMES = {
     "PING, either way": frames.Ping,
     "PONG, either way": frames.Pong,
 }
-MAPS = {"`params` of GENERATE": SamplingParams, "`usage` of DONE": Usage, "Each of MODELS": Model}
+MAPS = {"`params` of GENERATE": SamplingParams, "`usage` of DONE": Usage, "Each of MODELS": ServedModel}
 EXAMPLES = re.findall(r"^    ([→←]) (.*)\n((?:      [0-9a-f ]+\n)+)", TEXT, re.M)
 
 

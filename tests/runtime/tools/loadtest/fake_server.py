@@ -43,10 +43,10 @@ from quire.runtime.protocol.frames import (
     Generate,
     Hello,
     ListModels,
-    Model,
     Models,
     Ping,
     Pong,
+    ServedModel,
     Tokens,
     Welcome,
 )
@@ -55,7 +55,7 @@ Piece = Callable[[int, bool], bytes]  # of a token's index and whether it is the
 
 SPIN_S = 0.002  # before a token is due: longer than the system may oversleep
 PROMPT_TOKENS = 10
-MODEL = Model(name="fake", max_model_len=4096, vocab_size=1000, has_tokenizer=False, has_chat_template=False)
+MODEL = ServedModel(name="fake", max_model_len=4096, vocab_size=1000, has_tokenizer=False, has_chat_template=False)
 
 
 @dataclass(frozen=True)
