@@ -12,7 +12,7 @@ from .admission import (
     StepMismatch,
     TooLong,
 )
-from .batch import MAX_PREEMPTIONS
+from .running_batch import MAX_PREEMPTIONS
 from .beam import BeamSearch, Hypothesis
 from .budget import LEAST_PREFILL, Budget, LatencyBudget, StepBudget, TokenBudget
 from .cost import Coefficients, CostModel, StepLoad, chunk_pairs

@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..pager import OutOfPages, Pager
-from .batch import Batch, table_of
+from .running_batch import Batch, table_of
 from .budget import Budget, StepBudget
 from .cost import StepLoad, chunk_pairs
 from .plan import ScheduledSequence, StepPlan
 from .policy import Policy
 from .request import Request, State
 from .speculation import Speculator
-from .waiting import WaitingRoom
+from .queue import WaitingRoom
 
 
 class Planner:

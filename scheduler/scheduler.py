@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from ..pager import Pager, check
 from .admission import AdmissionEstimate, DuplicateRequest, QueueFull, StepMismatch
-from .batch import Batch, table_of
+from .running_batch import Batch, table_of
 from .budget import Budget
 from .cost import CostModel
 from .forecast import Forecast
@@ -31,7 +31,7 @@ from .request import FinishReason, Request, RequestUpdate, State
 from .speculation import Speculator
 from .stats import SchedulerStats
 from .tenants import QueueLimits
-from .waiting import WaitingRoom
+from .queue import WaitingRoom
 
 DEADLINE_PASSED = "the request's deadline passed"  # the error of a request that `expire` ended
 LEARNING_STRIDE = 4  # of steps that only decode, one in so many teaches the cost model
