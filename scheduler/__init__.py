@@ -12,7 +12,6 @@ from .admission import (
     StepMismatch,
     TooLong,
 )
-from .running_batch import MAX_PREEMPTIONS
 from .beam import BeamSearch, Hypothesis
 from .budget import LEAST_PREFILL, Budget, LatencyBudget, StepBudget, TokenBudget
 from .cost import Coefficients, CostModel, StepLoad, chunk_pairs
@@ -20,6 +19,7 @@ from .engine_loop import EngineLoop, Execute, FinishedStep, Observe, Publish
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
 from .policy import Fair, FirstComeFirstServed, Policy, Priority
 from .request import TRANSITIONS, FinishReason, Request, RequestUpdate, State
+from .running_batch import MAX_PREEMPTIONS
 from .scheduler import DEADLINE_PASSED, Scheduler
 from .stats import SchedulerStats
 from .tenants import QueueLimits

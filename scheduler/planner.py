@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..pager import OutOfPages, Pager
-from .running_batch import Batch, table_of
 from .budget import Budget, StepBudget
 from .cost import StepLoad, chunk_pairs
 from .plan import ScheduledSequence, StepPlan
 from .policy import Policy
+from .queue import RequestQueue
 from .request import Request, State
+from .running_batch import RunningBatch, table_of
 from .speculation import Speculator
-from .queue import WaitingRoom
 
 
 class Planner:
@@ -28,8 +28,8 @@ class Planner:
     def __init__(
         self,
         pager: Pager,
-        batch: Batch,
-        waiting: WaitingRoom,
+        batch: RunningBatch,
+        queue: RequestQueue,
         budget: Budget,
         speculator: Speculator,
         *,
@@ -40,8 +40,8 @@ class Planner:
         self.load = StepLoad()  # of the last plan
         self._pager = pager
         self._batch = batch
-        self._waiting = waiting
-        self._policy: Policy = waiting.policy
+        self._queue = queue
+        self._policy: Policy = queue.policy
         self._budget = budget
         self._speculator = speculator
         self._max_num_seqs = max_num_seqs
@@ -56,14 +56,14 @@ class Planner:
         self._batch.begin_step()
         step = self._grow_decodes()
         self._fill(step)
-        if not self._waiting and not step.load.prefill_tokens:
+        if not self._queue and not step.load.prefill_tokens:
             self._speculator.guess(self._batch.requests.values(), step.load)
         return self._assemble()
 
     def preempt(self, request: Request) -> None:
         """Put a running request back to the queue."""
         self._batch.preempt(request, self._clock())
-        self._waiting.put_back(request)
+        self._queue.requeue(request)
 
     def _grow_decodes(self) -> StepBudget:
         """One more token for every decoding request; those that find no page preempt. The budget of the rest."""
@@ -86,11 +86,11 @@ class Planner:
         prefilling = [request for request in self._batch.requests.values() if request.state is State.PREFILL]
         rank = self._policy.rank
         for request in sorted(prefilling, key=rank):
-            while (head := self._waiting.head()) is not None and rank(head) < rank(request) and self._admit(head, step):
+            while (head := self._queue.head()) is not None and rank(head) < rank(request) and self._admit(head, step):
                 pass
             if request.state is State.PREFILL:  # not preempted meanwhile
                 self._grow_prefill(request, step)
-        while (head := self._waiting.head()) is not None and self._admit(head, step):
+        while (head := self._queue.head()) is not None and self._admit(head, step):
             pass
 
     def _grow_prefill(self, request: Request, step: StepBudget) -> None:
@@ -111,7 +111,7 @@ class Planner:
         """Let the head of the queue in, if sequences, tokens, latency and pages allow, and compute its first chunk."""
         while (obstacle := self._obstacle(request, step) or self._start(request)) is not None:
             if obstacle not in ("sequences", "pages") or self._is_short or not self._displace_for(request):
-                self._waiting.held_up = obstacle
+                self._queue.held_up = obstacle
                 return False
         self._grow_prefill(request, step)
         return True
@@ -136,12 +136,12 @@ class Planner:
             self._batch.enter(request, self._clock())
         except OutOfPages:
             return "pages"
-        self._waiting.admit(request)
+        self._queue.pop_admitted(request)
         return None
 
     def _displace_for(self, newcomer: Request) -> bool:
         """Preempt for a newcomer, where the policy says so, whoever loses least. Whether there was anybody."""
-        seats = self._waiting.seats
+        seats = self._queue.seats
         candidates = [
             each for each in self._batch.victims(newcomer) if self._policy.may_displace(newcomer, each, seats)
         ]

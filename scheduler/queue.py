@@ -16,7 +16,7 @@ from .request import Request, State
 from .tenants import QueueLimits, Tenants
 
 
-class WaitingRoom:
+class RequestQueue:
     def __init__(self, policy: Policy, limits: QueueLimits, num_pages: int) -> None:
         self.policy = policy
         self.num_tokens = 0  # that those who wait know
@@ -64,7 +64,7 @@ class WaitingRoom:
             for branch in branches:
                 branch.source = first
 
-    def put_back(self, request: Request) -> None:
+    def requeue(self, request: Request) -> None:
         """It ran, and was preempted."""
         self._tenants.run(request.tenant, -request.width, -request.pages_needed)
         self._count(request, 1)
@@ -80,13 +80,13 @@ class WaitingRoom:
         self.over_quota = over_quota
         return request
 
-    def admit(self, request: Request) -> None:
+    def pop_admitted(self, request: Request) -> None:
         """It runs now."""
         self.policy.remove(request)
         self._count(request, -1)
         self._tenants.run(request.tenant, request.width, request.pages_needed)
 
-    def leave(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """It ends, having waited."""
         self._count(request, -1)
         branches = self._held.get(request.source.request_id, []) if request.source else []
@@ -95,7 +95,7 @@ class WaitingRoom:
         else:
             self.policy.remove(request)
 
-    def left_the_batch(self, request: Request) -> None:
+    def note_finished(self, request: Request) -> None:
         """It ends, having run."""
         self._tenants.run(request.tenant, -request.width, -request.pages_needed)
 

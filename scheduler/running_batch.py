@@ -21,7 +21,7 @@ from .request import Request, State
 MAX_PREEMPTIONS = 3  # then it comes back only with all the pages it may ever need
 
 
-class Batch:
+class RunningBatch:
     def __init__(self, pager: Pager, cost: CostModel) -> None:
         self.requests: dict[int, Request] = {}  # in order of admission; a beam is one beside its lead
         self.num_seats = 0  # sequences, and those that a beam search will come to

@@ -20,18 +20,18 @@ from collections.abc import Callable, Sequence
 
 from ..pager import Pager, check
 from .admission import AdmissionEstimate, DuplicateRequest, QueueFull, StepMismatch
-from .running_batch import Batch, table_of
 from .budget import Budget
 from .cost import CostModel
 from .forecast import Forecast
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
 from .planner import Planner
 from .policy import FirstComeFirstServed, Policy
+from .queue import RequestQueue
 from .request import FinishReason, Request, RequestUpdate, State
+from .running_batch import RunningBatch, table_of
 from .speculation import Speculator
 from .stats import SchedulerStats
 from .tenants import QueueLimits
-from .queue import WaitingRoom
 
 DEADLINE_PASSED = "the request's deadline passed"  # the error of a request that `expire` ended
 LEARNING_STRIDE = 4  # of steps that only decode, one in so many teaches the cost model
@@ -69,8 +69,8 @@ class Scheduler:
         self._pager = pager
         self._cost = cost or CostModel()
         self._policy: Policy = FirstComeFirstServed() if policy is None else policy  # an empty one is falsy
-        self._waiting = WaitingRoom(self._policy, limits or QueueLimits(), pager.num_pages)
-        self._batch = Batch(pager, self._cost)
+        self._queue = RequestQueue(self._policy, limits or QueueLimits(), pager.num_pages)
+        self._batch = RunningBatch(pager, self._cost)
         self._forecast = Forecast(self._cost, budget, max_num_seqs)
         self._speculator = Speculator(
             pager,
@@ -81,7 +81,7 @@ class Scheduler:
         self._planner = Planner(
             pager,
             self._batch,
-            self._waiting,
+            self._queue,
             budget,
             self._speculator,
             max_num_seqs=max_num_seqs,
@@ -102,7 +102,7 @@ class Scheduler:
 
     def check_room(self, tenant: str = "", count: int = 1) -> None:
         """Raises QueueFull where `add` would for that reason: a cheap look before a prompt is prepared."""
-        limit = self._waiting.limit_reached(tenant, count)
+        limit = self._queue.limit_reached(tenant, count)
         if limit is not None:
             raise QueueFull(f"the queue is full: {limit}", self._estimate(0, 0))
 
@@ -116,7 +116,7 @@ class Scheduler:
         self._prepare(requests)
         self.check_room(first.tenant, len(requests))
         estimate = self._estimate(first.pages_needed, first.num_prompt_tokens)
-        self._waiting.check_fit(first, estimate, now)
+        self._queue.check_fit(first, estimate, now)
         self._accept(requests, now)
         return estimate
 
@@ -139,7 +139,7 @@ class Scheduler:
             request.arrive(self._num_arrived, now)
             self._num_arrived += 1
             self._requests[request.request_id] = request
-        self._waiting.accept(requests)
+        self._queue.accept(requests)
 
     def finish(
         self, request_id: int, reason: FinishReason | None = None, error: str | None = None
@@ -167,7 +167,7 @@ class Scheduler:
         """End every request whose deadline has passed; those in flight end with their step."""
         now, updates = self._clock(), []
         while (deadline := self.next_deadline) is not None and deadline <= now:
-            update = self.finish(self._waiting.pop_deadline().request_id, error=DEADLINE_PASSED)
+            update = self.finish(self._queue.pop_deadline().request_id, error=DEADLINE_PASSED)
             if update is not None:
                 updates.append(update)
         return updates
@@ -175,7 +175,7 @@ class Scheduler:
     @property
     def next_deadline(self) -> float | None:
         """When `expire` has something to do, in seconds of the clock."""
-        return self._waiting.next_deadline(len(self._requests))
+        return self._queue.next_deadline(len(self._requests))
 
     def now(self) -> float:
         """Seconds of the clock that deadlines are in."""
@@ -259,7 +259,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._waiting)
+        return len(self._queue)
 
     @property
     def num_steps(self) -> int:
@@ -271,8 +271,8 @@ class Scheduler:
         return SchedulerStats(
             step=self.num_steps,
             running=batch.num_requests,
-            waiting=len(self._waiting),
-            waiting_by_reason=self._waiting.by_reason(),
+            waiting=len(self._queue),
+            waiting_by_reason=self._queue.by_reason(),
             pages_total=pager.num_pages,
             pages_owned=pager.num_owned,
             pages_cached=pager.num_cached,
@@ -294,12 +294,12 @@ class Scheduler:
         running = self._batch.requests.values()
         unfinished = sum(len(request.token_ids) - request.num_computed_tokens for request in running)
         wait_s = self._forecast.wait_s(
-            self._waiting.num_tokens + unfinished + prefill_tokens,
-            len(self._waiting),
+            self._queue.num_tokens + unfinished + prefill_tokens,
+            len(self._queue),
             self._batch.num_seats,
             sum(request.num_computed_tokens for request in running),
         )
-        return AdmissionEstimate(len(self._waiting), pages_needed, self._pager.num_available, wait_s)
+        return AdmissionEstimate(len(self._queue), pages_needed, self._pager.num_available, wait_s)
 
     # Committing and ending.
 
@@ -338,7 +338,7 @@ class Scheduler:
             self._policy.served(request, len(row.token_ids), 0)
             if tokens:
                 request.enter(State.DECODE, now)
-                self._waiting.release_branches(request)
+                self._queue.release_branches(request)
         return RequestUpdate(request, tuple(tokens)) if tokens else None
 
     def _forget_guesses(
@@ -392,13 +392,13 @@ class Scheduler:
     ) -> RequestUpdate:
         now = self._clock()
         if request.table is None:
-            self._waiting.leave(request)
+            self._queue.remove(request)
             self._batch.forget(request)
         else:
-            self._waiting.left_the_batch(request)
+            self._queue.note_finished(request)
             self._batch.leave(request)
             self._forecast.note_output(request.num_output_tokens)
-        self._waiting.release_branches(request)
+        self._queue.release_branches(request)
         if request.pin_s is not None:
             self._pager.pin(request.prompt_token_ids, request.tenant.encode(), now + request.pin_s)
         del self._requests[request.request_id]

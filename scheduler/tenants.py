@@ -32,12 +32,12 @@ class Tenants:
     def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
         self.num_waiting = 0
-        self._waiting: Counter[str] = Counter()
+        self._queue: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
         self._seats: Counter[str] = Counter()
 
     def waiting(self, tenant: str) -> int:
-        return self._waiting[tenant]
+        return self._queue[tenant]
 
     def seats(self, tenant: str) -> int:
         """Sequences that run."""
@@ -46,7 +46,7 @@ class Tenants:
     def queue(self, tenant: str, count: int) -> None:
         """So many more of its requests wait; fewer where negative."""
         self.num_waiting += count
-        _add(self._waiting, tenant, count)
+        _add(self._queue, tenant, count)
 
     def run(self, tenant: str, seats: int, pages: int) -> None:
         """So many more of its sequences run, which may come to hold so many pages; fewer where negative."""
@@ -59,8 +59,8 @@ class Tenants:
         if self.num_waiting + count > limits.max_num_waiting:
             return f"{self.num_waiting} requests are waiting, the limit is {limits.max_num_waiting}"
         most = limits.max_num_waiting_per_tenant
-        if most is not None and self._waiting[tenant] + count > most:
-            return f"{self._waiting[tenant]} requests of this tenant are waiting, the limit is {most}"
+        if most is not None and self._queue[tenant] + count > most:
+            return f"{self._queue[tenant]} requests of this tenant are waiting, the limit is {most}"
         return None
 
     def has_quota(self, tenant: str, pages: int) -> bool:

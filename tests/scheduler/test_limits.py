@@ -92,7 +92,7 @@ def test_deadlines_of_ended_requests_are_forgotten(make_world: MakeWorld) -> Non
         world.add(request_id, [1], max_tokens=1, deadline=1e6)
         world.run()
         assert world.scheduler.next_deadline is None
-    assert len(world.scheduler._waiting._deadlines) == 0
+    assert len(world.scheduler._queue._deadlines) == 0
 
 
 def learned(make_world: MakeWorld, **options: Any) -> Any:
