@@ -82,7 +82,7 @@ class EngineLoop:
         self._scheduler.check_room(tenant, count)
 
     def add(self, *requests: Request) -> AdmissionEstimate:
-        """Queue a request, or the branches of one prompt. Raises NotAccepting, or what `Scheduler.add_branches` raises,
+        """Queue a request, or the forks of one prompt. Raises NotAccepting, or what `Scheduler.add_branches` raises,
         before anything has changed.
         """
         self._check_accepting()

@@ -120,15 +120,15 @@ class Planner:
         """What a request is in want of, before it is seen whether there are pages."""
         if self._is_short:
             return "pages"
-        seats = self._batch.num_seats + request.width
-        if seats > self._max_num_seqs:
+        num_seqs = self._batch.num_seqs + request.width
+        if num_seqs > self._max_num_seqs:
             return "sequences"
         if not step.prefill_tokens(0):
             return "tokens"
         if not self._batch.requests:  # also a search wider than the target allows runs, alone
             return None
         known = sum(len(other.token_ids) for other in self._batch.requests.values()) + len(request.token_ids)
-        return None if self._budget.may_join(seats, known) else "latency"
+        return None if self._budget.may_join(num_seqs, known) else "latency"
 
     def _start(self, request: Request) -> str | None:
         """Run a waiting request if its pages allow it; else say so."""
@@ -141,9 +141,9 @@ class Planner:
 
     def _displace_for(self, newcomer: Request) -> bool:
         """Preempt for a newcomer, where the policy says so, whoever loses least. Whether there was anybody."""
-        seats = self._queue.seats
+        num_seqs = self._queue.num_seqs
         candidates = [
-            each for each in self._batch.victims(newcomer) if self._policy.may_displace(newcomer, each, seats)
+            each for each in self._batch.victims(newcomer) if self._policy.may_displace(newcomer, each, num_seqs)
         ]
         if not candidates:
             return False

@@ -26,7 +26,7 @@ class Policy(Protocol):
         """A new request."""
 
     def push_front(self, request: Request) -> None:
-        """One that comes before all of its tenant that were never admitted: preempted, or a branch of one that runs."""
+        """One that comes before all of its tenant that were never admitted: preempted, or a fork of one that runs."""
 
     def head(self, passed_over: Collection[str] = ()) -> Request | None:
         """The request to admit next, of all tenants but `passed_over`."""
@@ -40,10 +40,10 @@ class Policy(Protocol):
     def served(self, request: Request, prefill_tokens: int, decode_tokens: int) -> None:
         """A running request got so much service."""
 
-    def may_displace(self, newcomer: Request, running: Request, seats: Callable[[str], int]) -> bool:
+    def may_displace(self, newcomer: Request, running: Request, num_seqs: Callable[[str], int]) -> bool:
         """Whether `running` should give up its place, for now, to a newcomer that finds none.
 
-        `seats` tells how many sequences of a tenant run.
+        `num_seqs` tells how many sequences of a tenant run.
         """
 
     def __len__(self) -> int: ...
@@ -115,7 +115,7 @@ class FirstComeFirstServed:
     def served(self, request: Request, prefill_tokens: int, decode_tokens: int) -> None:
         pass
 
-    def may_displace(self, newcomer: Request, running: Request, seats: Callable[[str], int]) -> bool:
+    def may_displace(self, newcomer: Request, running: Request, num_seqs: Callable[[str], int]) -> bool:
         return False
 
     def _urgency(self, request: Request) -> float:
@@ -185,9 +185,9 @@ class Fair(FirstComeFirstServed):
         tokens = PREFILL_WEIGHT * prefill_tokens + DECODE_WEIGHT * decode_tokens
         self._counts[request.tenant] = self._count(request) + tokens / self._weight(request)
 
-    def may_displace(self, newcomer: Request, running: Request, seats: Callable[[str], int]) -> bool:
-        theirs = (seats(running.tenant) - running.width) / self._weight(running)
-        return theirs >= (seats(newcomer.tenant) + newcomer.width) / self._weight(newcomer)
+    def may_displace(self, newcomer: Request, running: Request, num_seqs: Callable[[str], int]) -> bool:
+        theirs = (num_seqs(running.tenant) - running.width) / self._weight(running)
+        return theirs >= (num_seqs(newcomer.tenant) + newcomer.width) / self._weight(newcomer)
 
     def _count(self, request: Request) -> float:
         return self._counts.get(request.tenant, 0.0)

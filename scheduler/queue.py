@@ -24,7 +24,7 @@ class RequestQueue:
         self.over_quota: Collection[str] = ()  # tenants that were passed over
         self._tenants = Tenants(limits)
         self._num_pages = num_pages
-        self._held: dict[int, list[Request]] = {}  # branches that wait for their source's prompt, by the source's id
+        self._held: dict[int, list[Request]] = {}  # forks that wait for their source's prompt, by the source's id
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap; ended requests are left in it for a while
 
     def __len__(self) -> int:
@@ -47,22 +47,22 @@ class RequestQueue:
         if request.deadline is not None and wait_s is not None and now + wait_s > request.deadline:
             raise CannotMeetDeadline(f"the first token is {wait_s:.3g} s away, after the request's deadline", estimate)
 
-    def seats(self, tenant: str) -> int:
+    def num_seqs(self, tenant: str) -> int:
         """Sequences of a tenant that run."""
-        return self._tenants.seats(tenant)
+        return self._tenants.num_seqs(tenant)
 
     def accept(self, requests: Sequence[Request]) -> None:
         """New ones, which have arrived; the first queues, the others wait for its prompt."""
-        first, *branches = requests
+        first, *forks = requests
         for request in requests:
             self._count(request, 1)
             if request.deadline is not None:
                 heappush(self._deadlines, (request.deadline, request.order, request))
         self.policy.push(first)
-        if branches:
-            self._held[first.request_id] = branches
-            for branch in branches:
-                branch.source = first
+        if forks:
+            self._held[first.request_id] = forks
+            for fork in forks:
+                fork.fork_parent = first
 
     def requeue(self, request: Request) -> None:
         """It ran, and was preempted."""
@@ -89,9 +89,9 @@ class RequestQueue:
     def remove(self, request: Request) -> None:
         """It ends, having waited."""
         self._count(request, -1)
-        branches = self._held.get(request.source.request_id, []) if request.source else []
-        if request in branches:
-            branches.remove(request)
+        forks = self._held.get(request.fork_parent.request_id, []) if request.fork_parent else []
+        if request in forks:
+            forks.remove(request)
         else:
             self.policy.remove(request)
 
@@ -99,10 +99,10 @@ class RequestQueue:
         """It ends, having run."""
         self._tenants.run(request.tenant, -request.width, -request.pages_needed)
 
-    def release_branches(self, source: Request) -> None:
-        """The source's prompt is computed, or it ended: its branches queue, before all that are new."""
-        for branch in self._held.pop(source.request_id, ()):
-            self.policy.push_front(branch)
+    def release_forks(self, parent: Request) -> None:
+        """The source's prompt is computed, or it ended: its forks queue, before all that are new."""
+        for fork in self._held.pop(parent.request_id, ()):
+            self.policy.push_front(fork)
 
     def next_deadline(self, num_alive: int) -> float | None:
         """The earliest of a live request; `num_alive` there are, so the rest may be forgotten."""
@@ -118,8 +118,8 @@ class RequestQueue:
         return heappop(self._deadlines)[2]
 
     def by_reason(self) -> dict[str, int]:
-        """How many wait for a sequence's place, pages, latency, tokens of a step, quota, or a branch's source."""
-        held = [branch.tenant for branches in self._held.values() for branch in branches]
+        """How many wait for a sequence's place, pages, latency, tokens of a step, quota, or a fork's source."""
+        held = [fork.tenant for forks in self._held.values() for fork in forks]
         quota = sum(self._tenants.waiting(tenant) - held.count(tenant) for tenant in self.over_quota)
         reasons = Counter({"source": len(held), "quota": quota})
         reasons[self.held_up] += len(self) - len(held) - quota

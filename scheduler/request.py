@@ -72,8 +72,8 @@ class Request:
     spilled: Spilled | None = field(default=None, init=False, repr=False)  # while preempted, if its pages were kept
     ngrams: NGramIndex | None = field(default=None, init=False, repr=False)  # from its first guess on
     hypotheses: list[Hypothesis] = field(default_factory=list, init=False, repr=False)
-    lead: Request | None = field(default=None, init=False, repr=False)  # of a beam: the request it belongs to
-    source: Request | None = field(default=None, init=False, repr=False)  # of a branch: whose pages it may fork
+    beam_parent: Request | None = field(default=None, init=False, repr=False)  # of a beam: the request it belongs to
+    fork_parent: Request | None = field(default=None, init=False, repr=False)  # of a fork: whose pages it may fork
 
     order: int = field(default=0, init=False)  # rank by arrival
     pages_needed: int = field(default=0, init=False)  # at its longest
@@ -99,7 +99,7 @@ class Request:
         self.num_prompt_tokens = len(self.prompt_token_ids)
         self.token_ids = [*self.prompt_token_ids, *self.generated]
         if self.beam is not None:
-            self.lead = self
+            self.beam_parent = self
 
     @property
     def width(self) -> int:

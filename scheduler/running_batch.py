@@ -23,8 +23,8 @@ MAX_PREEMPTIONS = 3  # then it comes back only with all the pages it may ever ne
 
 class RunningBatch:
     def __init__(self, pager: Pager, cost: CostModel) -> None:
-        self.requests: dict[int, Request] = {}  # in order of admission; a beam is one beside its lead
-        self.num_seats = 0  # sequences, and those that a beam search will come to
+        self.requests: dict[int, Request] = {}  # in order of admission; a beam is one beside its parent
+        self.num_seqs = 0  # sequences, and those that a beam search will come to
         self.num_spilled = 0  # preemptions that kept their pages
         self.num_recomputed = 0  # preemptions that did not
         self._pager = pager
@@ -58,7 +58,7 @@ class RunningBatch:
         request.num_computed_tokens = table.num_tokens
         request.enter(State.PREFILL, now)
         self.requests[request.request_id] = request
-        self.num_seats += request.width
+        self.num_seqs += request.width
         self._promised = promised + self._promised_to(request)
         if self.is_protected(request):
             self.secure(request)
@@ -114,7 +114,7 @@ class RunningBatch:
         )
 
     def is_protected(self, request: Request) -> bool:
-        return request.lead is not None or request.preemptions >= MAX_PREEMPTIONS
+        return request.beam_parent is not None or request.preemptions >= MAX_PREEMPTIONS
 
     def secure(self, request: Request) -> None:
         """Reserve for a protected request, whose tables have changed, what it does not hold of all it may need."""
@@ -127,15 +127,15 @@ class RunningBatch:
             pager.reserve(table, max(0, min(wanted, pager.num_available)))
             lacking -= table.reserved
 
-    def fork_beams(self, lead: Request, survivors: Sequence[Survivor], now: float) -> None:
+    def fork_beams(self, parent: Request, survivors: Sequence[Survivor], now: float) -> None:
         """Let the search's hypotheses continue as `survivors`; pages of the others are back when this returns."""
-        beams = self.beams_of(lead)
+        beams = self.beams_of(parent)
         tables, contexts = [table_of(beam) for beam in beams], [beam.token_ids for beam in beams]
-        computed = lead.num_computed_tokens
+        computed = parent.num_computed_tokens
         for table in [table for index, table in enumerate(tables) if index not in {each.parent for each in survivors}]:
             self._pager.release(table)
         while len(beams) < len(survivors):
-            beams.append(self._new_beam(lead, now))
+            beams.append(self._new_beam(parent, now))
         for beam in beams[len(survivors) :]:
             beam.table = None
             self._drop_beam(beam)
@@ -146,27 +146,27 @@ class RunningBatch:
             beam.token_ids = [*contexts[survivor.parent], survivor.token.token_id]
             beam.num_computed_tokens = computed
             continued.add(survivor.parent)
-        self.secure(lead)
+        self.secure(parent)
 
-    def beams_of(self, lead: Request) -> list[Request]:
-        """The sequences of a beam search, its lead first."""
-        return [lead, *self._beams(lead)]
+    def beams_of(self, parent: Request) -> list[Request]:
+        """The sequences of a beam search, its parent first."""
+        return [parent, *self._beams(parent)]
 
-    def _beams(self, lead: Request) -> Iterator[Request]:
-        if lead.beam is None or not self._num_beams:
+    def _beams(self, parent: Request) -> Iterator[Request]:
+        if parent.beam is None or not self._num_beams:
             return iter(())
-        return (other for other in self.requests.values() if other.lead is lead and other is not lead)
+        return (other for other in self.requests.values() if other.beam_parent is parent and other is not parent)
 
-    def _new_beam(self, lead: Request, now: float) -> Request:
+    def _new_beam(self, parent: Request, now: float) -> Request:
         self._last_beam_id -= 1
         beam = Request(
             self._last_beam_id,
-            lead.prompt_token_ids,
-            max_tokens=lead.max_tokens,
-            sampling=lead.sampling,
-            tenant=lead.tenant,
+            parent.prompt_token_ids,
+            max_tokens=parent.max_tokens,
+            sampling=parent.sampling,
+            tenant=parent.tenant,
         )
-        beam.lead, beam.order = lead, lead.order
+        beam.beam_parent, beam.order = parent, parent.order
         beam.enter(State.PREFILL, now)
         beam.enter(State.DECODE, now)
         self.requests[beam.request_id] = beam
@@ -183,12 +183,12 @@ class RunningBatch:
         self._promised = None
         request.table = None
         del self.requests[request.request_id]
-        self.num_seats -= request.width
+        self.num_seqs -= request.width
 
     def _open(self, request: Request, spare_pages: int) -> PageTable:
         if self.is_protected(request) and request.pages_needed + spare_pages > self._pager.num_available:
             raise OutOfPages(request.pages_needed + spare_pages, self._pager.num_available)
-        table = self._kept_pages(request, spare_pages) or self._fork_source(request, spare_pages)
+        table = self._kept_pages(request, spare_pages) or self._fork_parent(request, spare_pages)
         if table is None:
             table, _ = self._pager.open(request.token_ids, request.tenant.encode(), spare_pages)
         return table
@@ -203,14 +203,14 @@ class RunningBatch:
         request.spilled = None
         return table
 
-    def _fork_source(self, request: Request, spare_pages: int) -> PageTable | None:
-        """A branch continues its source's prompt, all but the last token, which it computes for itself to sample."""
-        source, num_tokens = request.source, request.num_prompt_tokens - 1
-        if request.state is not State.WAITING or source is None or source.table is None:
+    def _fork_parent(self, request: Request, spare_pages: int) -> PageTable | None:
+        """A fork continues its source's prompt, all but the last token, which it computes for itself to sample."""
+        parent, num_tokens = request.fork_parent, request.num_prompt_tokens - 1
+        if request.state is not State.WAITING or parent is None or parent.table is None:
             return None
-        if source.num_computed_tokens < num_tokens or not self._pager.can_roll_back(source.table, num_tokens):
+        if parent.num_computed_tokens < num_tokens or not self._pager.can_roll_back(parent.table, num_tokens):
             return None
-        table = self._pager.fork(source.table)
+        table = self._pager.fork(parent.table)
         self._pager.rollback(table, num_tokens)
         needed = table.pages_needed(1) + spare_pages
         if needed > self._pager.num_available:

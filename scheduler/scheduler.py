@@ -210,19 +210,19 @@ class Scheduler:
         now = self._clock()
         sampled, at = result.sampled, 0
         updates: list[RequestUpdate] = []
-        beams: dict[int, list[SampledToken]] = {}  # by their lead
+        beams: dict[int, list[SampledToken]] = {}  # by their parent
         for row in plan.sequences:
             samples = sampled[at : at + row.num_samples]
             at += row.num_samples
             request = self._batch.requests[row.request_id]
-            if request.lead is not None and samples:
-                beams.setdefault(request.lead.request_id, []).extend(samples)
+            if request.beam_parent is not None and samples:
+                beams.setdefault(request.beam_parent.request_id, []).extend(samples)
                 continue
             update = self._commit_row(request, row, samples, now)
             if update is not None:
                 updates.append(update)
-        for lead_id, samples_of_beams in beams.items():
-            update = self._commit_beams(self._requests[lead_id], samples_of_beams, now)
+        for parent_id, samples_of_beams in beams.items():
+            update = self._commit_beams(self._requests[parent_id], samples_of_beams, now)
             if update is not None:
                 updates.append(update)
         self._learn(result.duration_s)
@@ -236,7 +236,7 @@ class Scheduler:
         updates = []
         for row in self._in_flight.sequences:
             request = self._requests.get(row.request_id)
-            if request is not None:  # not a beam, which ends with its lead
+            if request is not None:  # not a beam, which ends with its parent
                 updates.append(self._end(request, *self._endings.pop(row.request_id, (None, error))))
         self._finish_step()
         return updates
@@ -296,7 +296,7 @@ class Scheduler:
         wait_s = self._forecast.wait_s(
             self._queue.num_tokens + unfinished + prefill_tokens,
             len(self._queue),
-            self._batch.num_seats,
+            self._batch.num_seqs,
             sum(request.num_computed_tokens for request in running),
         )
         return AdmissionEstimate(len(self._queue), pages_needed, self._pager.num_available, wait_s)
@@ -338,7 +338,7 @@ class Scheduler:
             self._policy.served(request, len(row.token_ids), 0)
             if tokens:
                 request.enter(State.DECODE, now)
-                self._queue.release_branches(request)
+                self._queue.release_forks(request)
         return RequestUpdate(request, tuple(tokens)) if tokens else None
 
     def _forget_guesses(
@@ -358,28 +358,28 @@ class Scheduler:
         self._pager.rollback(table, computed)
         return computed
 
-    def _commit_beams(self, lead: Request, samples: Sequence[SampledToken], now: float) -> RequestUpdate | None:
+    def _commit_beams(self, parent: Request, samples: Sequence[SampledToken], now: float) -> RequestUpdate | None:
         """All hypotheses of a search took a step; those that live on are forked, the others give back their pages."""
-        search, beams = lead.beam, self._batch.beams_of(lead)
-        assert search is not None, "beams have a lead that searches"
-        ending = self._endings.pop(lead.request_id, None)
+        search, beams = parent.beam, self._batch.beams_of(parent)
+        assert search is not None, "beams have a parent that searches"
+        ending = self._endings.pop(parent.request_id, None)
         errors = [sample.error for sample in samples if sample.error is not None]
         if ending is None and errors:
             ending = None, errors[0]
         if ending is not None:
-            return self._end(lead, *ending)
+            return self._end(parent, *ending)
         for beam in beams:
             self._recomputed_tokens += beam.note_computed(table_of(beam).num_tokens)
             self._pager.commit(table_of(beam), beam.token_ids)
-        self._policy.served(lead, 0, len(beams))
-        survivors = search.advance(samples, lead.stop_token_ids, lead.min_tokens, lead.max_tokens)
-        if lead.state is State.PREFILL:
-            lead.first_token_time = now
-            lead.enter(State.DECODE, now)
+        self._policy.served(parent, 0, len(beams))
+        survivors = search.advance(samples, parent.stop_token_ids, parent.min_tokens, parent.max_tokens)
+        if parent.state is State.PREFILL:
+            parent.first_token_time = now
+            parent.enter(State.DECODE, now)
         if search.is_done:
-            lead.hypotheses = search.results
-            return self._end(lead, lead.hypotheses[0].finish_reason, None)
-        self._batch.fork_beams(lead, survivors, now)
+            parent.hypotheses = search.results
+            return self._end(parent, parent.hypotheses[0].finish_reason, None)
+        self._batch.fork_beams(parent, survivors, now)
         return None
 
     def _learn(self, seconds: float) -> None:
@@ -398,7 +398,7 @@ class Scheduler:
             self._queue.note_finished(request)
             self._batch.leave(request)
             self._forecast.note_output(request.num_output_tokens)
-        self._queue.release_branches(request)
+        self._queue.release_forks(request)
         if request.pin_s is not None:
             self._pager.pin(request.prompt_token_ids, request.tenant.encode(), now + request.pin_s)
         del self._requests[request.request_id]

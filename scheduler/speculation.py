@@ -38,7 +38,7 @@ class Speculator:
             return
         rows = load.decode_rows
         for request in requests:
-            if request.state is State.DECODE and request.lead is None and request.table is not None:
+            if request.state is State.DECODE and request.beam_parent is None and request.table is not None:
                 most = min(self._num_tokens, self._max_rows - rows, request.table.room())
                 most = min(most, request.max_tokens - request.num_output_tokens - 1)
                 guess = self._guess(request, most, load) if most > 0 else []

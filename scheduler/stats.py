@@ -12,7 +12,7 @@ class SchedulerStats:
     step: int  # finished steps
     running: int
     waiting: int
-    waiting_by_reason: dict[str, int]  # for sequences, pages, latency, tokens, quota, or source (a branch's)
+    waiting_by_reason: dict[str, int]  # for sequences, pages, latency, tokens, quota, or source (a fork's)
     pages_total: int
     pages_owned: int
     pages_cached: int

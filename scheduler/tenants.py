@@ -34,23 +34,23 @@ class Tenants:
         self.num_waiting = 0
         self._queue: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
-        self._seats: Counter[str] = Counter()
+        self._num_seqs: Counter[str] = Counter()
 
     def waiting(self, tenant: str) -> int:
         return self._queue[tenant]
 
-    def seats(self, tenant: str) -> int:
+    def num_seqs(self, tenant: str) -> int:
         """Sequences that run."""
-        return self._seats[tenant]
+        return self._num_seqs[tenant]
 
     def queue(self, tenant: str, count: int) -> None:
         """So many more of its requests wait; fewer where negative."""
         self.num_waiting += count
         _add(self._queue, tenant, count)
 
-    def run(self, tenant: str, seats: int, pages: int) -> None:
+    def run(self, tenant: str, num_seqs: int, pages: int) -> None:
         """So many more of its sequences run, which may come to hold so many pages; fewer where negative."""
-        _add(self._seats, tenant, seats)
+        _add(self._num_seqs, tenant, num_seqs)
         _add(self._pages, tenant, pages)
 
     def limit_reached(self, tenant: str, count: int) -> str | None:

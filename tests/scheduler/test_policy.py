@@ -125,11 +125,11 @@ def test_credit_is_not_handed_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seats", "gives_way"), [((8, 0), True), ((5, 3), True), ((4, 3), False), ((4, 4), False), ((1, 0), False)]
+    ("num_seqs", "gives_way"), [((8, 0), True), ((5, 3), True), ((4, 3), False), ((4, 4), False), ((1, 0), False)]
 )
-def test_who_holds_more_places_gives_way(seats: tuple[int, int], gives_way: bool) -> None:
+def test_who_holds_more_places_gives_way(num_seqs: tuple[int, int], gives_way: bool) -> None:
     running, newcomer = request(1, "flood"), request(2, "other")
-    held = {"flood": seats[0], "other": seats[1]}.__getitem__
+    held = {"flood": num_seqs[0], "other": num_seqs[1]}.__getitem__
     assert Fair().may_displace(newcomer, running, held) == gives_way
     assert not FirstComeFirstServed().may_displace(newcomer, running, held)
 
