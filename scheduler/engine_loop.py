@@ -81,12 +81,10 @@ class EngineLoop:
         self._check_accepting()
         self._scheduler.check_room(tenant, count)
 
-    def add(self, *requests: Request) -> AdmissionEstimate:
-        """Queue a request, or the forks of one prompt. Raises NotAccepting, or what `Scheduler.add_branches` raises,
-        before anything has changed.
-        """
+    def add(self, request: Request, *forks: Request) -> AdmissionEstimate:
+        """Queue a request and `forks` of it. Raises NotAccepting, or what `Scheduler.add` raises, changing nothing."""
         self._check_accepting()
-        estimate = self._scheduler.add_branches(requests)
+        estimate = self._scheduler.add(request, *forks)
         self._begin_work()
         return estimate
 

@@ -106,17 +106,16 @@ class Scheduler:
         if limit is not None:
             raise QueueFull(f"the queue is full: {limit}", self._estimate(0, 0))
 
-    def add(self, request: Request) -> AdmissionEstimate:
-        """Queue a request. Raises DuplicateRequest or one of Refused before anything has changed."""
-        return self.add_branches((request,))
+    def add(self, request: Request, *forks: Request) -> AdmissionEstimate:
+        """Queue a request, and `forks` of it with the same prompt: it computes the prompt, they fork its pages.
 
-    def add_branches(self, requests: Sequence[Request]) -> AdmissionEstimate:
-        """Queue requests that continue one prompt, all or none: the first computes it, the others fork its pages."""
-        first, now = requests[0], self._clock()
+        Raises DuplicateRequest or a Refused error before anything has changed: all are queued, or none.
+        """
+        requests, now = (request, *forks), self._clock()
         self._prepare(requests)
-        self.check_room(first.tenant, len(requests))
-        estimate = self._estimate(first.pages_needed, first.num_prompt_tokens)
-        self._queue.check_fit(first, estimate, now)
+        self.check_room(request.tenant, len(requests))
+        estimate = self._estimate(request.pages_needed, request.num_prompt_tokens)
+        self._queue.check_fit(request, estimate, now)
         self._accept(requests, now)
         return estimate
 

@@ -118,11 +118,11 @@ class World:
         self.failing: dict[int, str] = {}  # requests whose logits cannot be sampled
 
     def add(self, request_id: int, prompt: Sequence[int], max_tokens: int = 4, **options: Any) -> Any:
-        return self.add_branches((request_id,), prompt, max_tokens, **options)
+        return self.add_forks((request_id,), prompt, max_tokens, **options)
 
-    def add_branches(self, ids: Sequence[int], prompt: Sequence[int], max_tokens: int = 4, **options: Any) -> Any:
+    def add_forks(self, ids: Sequence[int], prompt: Sequence[int], max_tokens: int = 4, **options: Any) -> Any:
         requests = [Request(request_id, prompt, max_tokens=max_tokens, **options) for request_id in ids]
-        estimate = self.scheduler.add_branches(requests)
+        estimate = self.scheduler.add(*requests)
         for request in requests:
             self.requests[request.request_id] = request
             self.outputs[request.request_id] = []

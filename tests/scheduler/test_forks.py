@@ -17,7 +17,7 @@ def test_the_prompt_is_computed_once_and_each_branch_only_its_last_token(
     make_world: MakeWorld, expected: Expected
 ) -> None:
     world = make_world(enable_prefix_caching=False)
-    world.add_branches((1, 2, 3), PROMPT)
+    world.add_forks((1, 2, 3), PROMPT)
     assert [(row.request_id, len(row.token_ids)) for row in world.step().sequences] == [(1, 10)]
     rows = [(row.request_id, row.first_position, len(row.token_ids)) for row in world.step().sequences]
     assert rows == [(1, 10, 1), (2, 9, 1), (3, 9, 1)]
@@ -28,7 +28,7 @@ def test_the_prompt_is_computed_once_and_each_branch_only_its_last_token(
 
 def test_full_pages_are_shared_and_only_the_last_one_is_copied(make_world: MakeWorld) -> None:
     world = make_world(num_pages=16)
-    world.add_branches((1, 2, 3), PROMPT)
+    world.add_forks((1, 2, 3), PROMPT)
     world.step()
     world.step()
     tables = [list(world.requests[each].table.pages[0]) for each in (1, 2, 3)]
@@ -39,7 +39,7 @@ def test_full_pages_are_shared_and_only_the_last_one_is_copied(make_world: MakeW
 
 def test_branches_wait_for_their_source_without_holding_up_others(make_world: MakeWorld) -> None:
     world = make_world(max_num_batched_tokens=8)
-    world.add_branches((1, 2), PROMPT)
+    world.add_forks((1, 2), PROMPT)
     world.add(3, [7])
     world.step()
     assert world.scheduler.stats().waiting_by_reason == {"source": 1, "tokens": 1}
@@ -48,7 +48,7 @@ def test_branches_wait_for_their_source_without_holding_up_others(make_world: Ma
 
 def test_a_branch_outlives_its_source(make_world: MakeWorld, expected: Expected) -> None:
     world = make_world(max_num_seqs=1)
-    world.add_branches((1, 2), PROMPT)
+    world.add_forks((1, 2), PROMPT)
     world.run()
     assert world.outputs[2] == expected(PROMPT, 4)
 
@@ -56,7 +56,7 @@ def test_a_branch_outlives_its_source(make_world: MakeWorld, expected: Expected)
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_cancelled_source_leaves_its_branches(make_world: MakeWorld, expected: Expected, steps: int) -> None:
     world = make_world(max_num_batched_tokens=8)
-    world.add_branches((1, 2, 3), PROMPT)
+    world.add_forks((1, 2, 3), PROMPT)
     for _ in range(steps):
         world.step()
     world.cancel(1)
@@ -70,11 +70,11 @@ def test_all_are_accepted_or_none(make_world: MakeWorld) -> None:
     world = make_world(limits=QueueLimits(max_num_waiting=4))
     world.add(1, PROMPT)
     with pytest.raises(QueueFull):
-        world.add_branches((2, 3, 4, 5), PROMPT)
+        world.add_forks((2, 3, 4, 5), PROMPT)
     with pytest.raises(DuplicateRequest):
-        world.add_branches((2, 1), PROMPT)
+        world.add_forks((2, 1), PROMPT)
     assert world.scheduler.stats().waiting == 1
-    world.add_branches((2, 3, 4), PROMPT)
+    world.add_forks((2, 3, 4), PROMPT)
     assert world.scheduler.stats().waiting == 4
 
 
@@ -82,7 +82,7 @@ def test_a_source_that_went_on_past_a_window_is_not_forked(make_world: MakeWorld
     """Its sliding pages are gone: the branch computes them itself, and is right."""
     world = make_world(num_pages=120, max_num_seqs=1, windows=(0, 3), enable_prefix_caching=False)
     prompt = [each % 7 for each in range(60)]
-    world.add_branches((1, 2), prompt, max_tokens=20)
+    world.add_forks((1, 2), prompt, max_tokens=20)
     world.scheduler.preempt(1)
     world.run()
     assert world.outputs[1] == world.outputs[2] == expected(prompt, 20)
@@ -92,7 +92,7 @@ def test_a_source_that_went_on_past_a_window_is_not_forked(make_world: MakeWorld
 def test_a_branch_waits_for_pages(make_world: MakeWorld, expected: Expected) -> None:
     """The one page left is promised to its source; the audit finds nothing of the fork that was tried."""
     world = make_world(num_pages=4, enable_prefix_caching=False)
-    world.add_branches((1, 2), PROMPT)
+    world.add_forks((1, 2), PROMPT)
     world.step()
     world.step()
     assert world.scheduler.stats().waiting_by_reason == {"pages": 1}

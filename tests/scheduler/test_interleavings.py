@@ -235,7 +235,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _add(self, ids: Any, prompt: list[int], max_tokens: int, **options: Any) -> None:
         before = self.scheduler.stats()
         try:
-            self.world.add_branches(ids, prompt, max_tokens, **options)
+            self.world.add_forks(ids, prompt, max_tokens, **options)
         except Refused:
             assert self.scheduler.stats() == before
             return
