@@ -1,19 +1,113 @@
-"""Quire's public face, installed as `quire/__init__.py`."""
+"""The public names of Quire, installed as `quire/__init__.py`.
 
-from .runtime.client import AsyncClient, Client
-from .runtime.common.errors import QuireError
-from .runtime.common.types import CompletionOutput, OutputChunk, RequestOutput, SamplingParams, TokenLogprobs, Usage
-from .runtime.llm import LLM
+All but the errors are imported when they are first used, so `import quire` loads neither numpy nor the kernels.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from .runtime.common.errors import (
+    Cancelled,
+    ConfigError,
+    ContextLengthExceeded,
+    CorruptCheckpoint,
+    DeadlineExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    MissingDependency,
+    MissingTensor,
+    ModelError,
+    ModelNotFound,
+    Overloaded,
+    ProtocolError,
+    Quarantined,
+    QuireError,
+    QuotaExceeded,
+    RequestNotFound,
+    Unauthenticated,
+    Unavailable,
+    UnsupportedModel,
+    WrongTensor,
+)
 
 __all__ = [
     "LLM",
+    "Accepted",
     "AsyncClient",
+    "Cancelled",
     "Client",
     "CompletionOutput",
+    "ConfigError",
+    "ContextLengthExceeded",
+    "CorruptCheckpoint",
+    "DeadlineExceeded",
+    "GenerateRequest",
+    "GenerationFailed",
+    "InvalidRequest",
+    "MissingDependency",
+    "MissingTensor",
+    "ModelError",
+    "ModelNotFound",
     "OutputChunk",
+    "Overloaded",
+    "Progress",
+    "ProtocolError",
+    "Quarantined",
     "QuireError",
+    "QuotaExceeded",
+    "RequestNotFound",
+    "RequestOptions",
     "RequestOutput",
     "SamplingParams",
+    "ServedModel",
     "TokenLogprobs",
+    "Unauthenticated",
+    "Unavailable",
+    "UnsupportedModel",
     "Usage",
+    "WrongTensor",
 ]
+
+if TYPE_CHECKING:
+    from .runtime.client.async_client import AsyncClient, RequestOptions
+    from .runtime.client.sync_client import Client
+    from .runtime.common.types import (
+        CompletionOutput,
+        OutputChunk,
+        RequestOutput,
+        SamplingParams,
+        TokenLogprobs,
+        Usage,
+    )
+    from .runtime.engine.facade import GenerateRequest
+    from .runtime.llm import LLM
+    from .runtime.protocol.frames import Accepted, Progress, ServedModel
+else:
+    _NAMES = {  # module of `quire.runtime` -> the names that are imported from it at their first use
+        "client.async_client": ("AsyncClient", "RequestOptions"),
+        "client.sync_client": ("Client",),
+        "common.types": (
+            "CompletionOutput",
+            "OutputChunk",
+            "RequestOutput",
+            "SamplingParams",
+            "TokenLogprobs",
+            "Usage",
+        ),
+        "engine.facade": ("GenerateRequest",),
+        "llm": ("LLM",),
+        "protocol.frames": ("Accepted", "Progress", "ServedModel"),
+    }
+
+    def __getattr__(name: str) -> object:
+        for module, names in _NAMES.items():
+            if name in names:
+                value = getattr(import_module(f".runtime.{module}", __name__), name)
+                globals()[name] = value
+                return value
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -1,29 +1,28 @@
-"""Every error a user of Quire can meet, as one tree.
+"""All errors that a user of Quire can meet: their names, their codes, and whether a retry can help.
 
-This file must not know who raises or who reports; it fixes names, codes and whether a retry can help.
-The one invariant: whatever crosses the Engine facade towards a user is a `QuireError`.
+Whatever leaves the engine towards a user is a `QuireError`:
 
     QuireError
-    ├── InvalidRequest            INVALID_ARGUMENT     the request asks for something not allowed
-    │   └── ContextLengthExceeded OUT_OF_RANGE         prompt (+ max_tokens) does not fit the model or the pool
-    ├── ProtocolError             INVALID_ARGUMENT     the connection broke the protocol and is closed
-    ├── Unauthenticated           UNAUTHENTICATED      missing or unknown token
-    ├── Overloaded                RESOURCE_EXHAUSTED   queue or pool is full; retry later
-    ├── QuotaExceeded             RESOURCE_EXHAUSTED   more than its tenant may ever hold: a retry cannot help
-    ├── DeadlineExceeded          DEADLINE_EXCEEDED    the request's own deadline passed
-    ├── Cancelled                 CANCELLED            the client cancelled or went away
-    ├── Unavailable               UNAVAILABLE          server is starting, draining or gone; retry
-    ├── RequestNotFound           NOT_FOUND            nothing to resume: unknown, over for too long, or somebody else's
-    ├── Quarantined               ABORTED              two engine crashes in a row had only this request in common
-    ├── GenerationFailed          INTERNAL             this request's computation failed (NaN logits, detokenizer)
-    ├── ConfigError               INVALID_ARGUMENT     a flag, environment variable or file setting is not allowed
-    ├── MissingDependency         FAILED_PRECONDITION  an optional package is not installed
-    └── ModelError                FAILED_PRECONDITION  the model cannot be served
+    ├── InvalidRequest            INVALID_ARGUMENT
+    │   └── ContextLengthExceeded OUT_OF_RANGE
+    ├── ProtocolError             INVALID_ARGUMENT
+    ├── Unauthenticated           UNAUTHENTICATED
+    ├── Overloaded                RESOURCE_EXHAUSTED
+    ├── QuotaExceeded             RESOURCE_EXHAUSTED
+    ├── DeadlineExceeded          DEADLINE_EXCEEDED
+    ├── Cancelled                 CANCELLED
+    ├── Unavailable               UNAVAILABLE
+    ├── RequestNotFound           NOT_FOUND
+    ├── Quarantined               ABORTED
+    ├── GenerationFailed          INTERNAL
+    ├── ConfigError               INVALID_ARGUMENT
+    ├── MissingDependency         FAILED_PRECONDITION
+    └── ModelError                FAILED_PRECONDITION
         ├── ModelNotFound         NOT_FOUND
-        ├── UnsupportedModel      UNIMPLEMENTED        architecture or config value we do not run
+        ├── UnsupportedModel      UNIMPLEMENTED
         ├── MissingTensor         DATA_LOSS
-        ├── WrongTensor           DATA_LOSS            a tensor's shape or dtype is not what config.json implies
-        └── CorruptCheckpoint     DATA_LOSS            truncated or unreadable file
+        ├── WrongTensor           DATA_LOSS
+        └── CorruptCheckpoint     DATA_LOSS
 """
 
 from __future__ import annotations
@@ -32,7 +31,10 @@ from typing import ClassVar
 
 
 class QuireError(Exception):
-    """Base of the tree. `code` is the gRPC code name sent on the wire; `retryable`: whether trying again can help."""
+    """Base class of all errors that Quire raises on purpose.
+
+    `code` is the gRPC code name sent on the wire; `retryable` says whether a retry can help.
+    """
 
     code: ClassVar[str] = "INTERNAL"
     retryable: ClassVar[bool] = False
@@ -40,23 +42,31 @@ class QuireError(Exception):
 
 
 class InvalidRequest(QuireError):
+    """The request asks for something that is not allowed."""
+
     code = "INVALID_ARGUMENT"
 
 
 class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or prompt and `max_tokens` together, exceeds what the model or the KV cache can hold."""
+
     code = "OUT_OF_RANGE"
 
 
 class ProtocolError(QuireError):
+    """The peer broke the wire protocol, and the connection is closed."""
+
     code = "INVALID_ARGUMENT"
 
 
 class Unauthenticated(QuireError):
+    """The token is missing or unknown to the server."""
+
     code = "UNAUTHENTICATED"
 
 
 class Overloaded(QuireError):
-    """Rejected before any work was done. `retry_after_ms` is the predicted wait, where one is known."""
+    """The queue is full and the request was refused before any work; retry after `retry_after_ms`, if it is set."""
 
     code = "RESOURCE_EXHAUSTED"
     retryable = True
@@ -67,61 +77,91 @@ class Overloaded(QuireError):
 
 
 class QuotaExceeded(QuireError):
+    """The request needs more than its tenant may ever hold, so a retry cannot help."""
+
     code = "RESOURCE_EXHAUSTED"
 
 
 class DeadlineExceeded(QuireError):
+    """The request's own deadline passed, or cannot be met."""
+
     code = "DEADLINE_EXCEEDED"
 
 
 class Cancelled(QuireError):
+    """The client cancelled the request or disconnected."""
+
     code = "CANCELLED"
 
 
 class Unavailable(QuireError):
+    """The server or engine is starting, draining, restarting or closed; a retry may help."""
+
     code = "UNAVAILABLE"
     retryable = True
 
 
 class RequestNotFound(QuireError):
+    """There is nothing to resume: the request is unknown, expired or belongs to another tenant."""
+
     code = "NOT_FOUND"
 
 
 class Quarantined(QuireError):
+    """The request was running in two engine crashes in a row, so it is not run again."""
+
     code = "ABORTED"
 
 
 class GenerationFailed(QuireError):
+    """The request's computation failed, for example because of NaN logits."""
+
     code = "INTERNAL"
 
 
 class ConfigError(QuireError):
+    """A flag, environment variable or setting has a value that is not allowed."""
+
     code = "INVALID_ARGUMENT"
 
 
 class MissingDependency(QuireError):
+    """An optional package that this feature needs is not installed."""
+
     code = "FAILED_PRECONDITION"
 
 
 class ModelError(QuireError):
+    """The model cannot be served."""
+
     code = "FAILED_PRECONDITION"
 
 
 class ModelNotFound(ModelError):
+    """The model folder, or a file it needs, does not exist."""
+
     code = "NOT_FOUND"
 
 
 class UnsupportedModel(ModelError):
+    """The model has an architecture or a config value that Quire does not support."""
+
     code = "UNIMPLEMENTED"
 
 
 class MissingTensor(ModelError):
+    """The checkpoint lacks a tensor that config.json implies."""
+
     code = "DATA_LOSS"
 
 
 class WrongTensor(ModelError):
+    """A tensor has another shape or dtype than config.json implies."""
+
     code = "DATA_LOSS"
 
 
 class CorruptCheckpoint(ModelError):
+    """A file of the checkpoint is truncated or unreadable."""
+
     code = "DATA_LOSS"

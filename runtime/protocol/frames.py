@@ -132,6 +132,8 @@ class Welcome(_Frame, tag="WELCOME", frozen=True):
 
 
 class Accepted(_Frame, tag="ACCEPTED", frozen=True):
+    """The request was accepted: its place in the queue, and how many pages it needs and how many are free."""
+
     request_id: RequestId
     position: int  # requests ahead of it
     pages_needed: int
@@ -140,7 +142,7 @@ class Accepted(_Frame, tag="ACCEPTED", frozen=True):
 
 
 class Progress(_Frame, tag="PROGRESS", frozen=True):
-    """Of prefill, before the first TOKENS."""
+    """Progress of prefill, sent before the first TOKENS."""
 
     request_id: RequestId
     computed_tokens: int  # of the prompt, those found in the prefix cache included
@@ -188,7 +190,7 @@ class Tokenized(_Frame, tag="TOKENIZED", frozen=True):
 
 
 class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A map on the wire."""
+    """One model that the server serves; a map on the wire."""
 
     name: str
     max_model_len: int

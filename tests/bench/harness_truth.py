@@ -4,9 +4,9 @@ usage: harness_truth.py [--requests 300] [--rate 30] [--concurrency 16] [--seed 
 
 The server is scripted, in a process of its own (tests/runtime/tools/loadtest/fake_server.py), and records when every
 token really left; what remains is the harness's own error: socket, client, event loop, arithmetic. Mean, p50, p90 and
-p99 of TTFT, TPOT, ITL and E2EL for both backends, open and closed loop; beside them the worst error of a single one. Ends with
-1 where one of the figures is wrong by more than 2 ms. Where others work on the machine, what they add at random goes
-away at real-time priority: `chrt --rr 10 python …`.
+p99 of TTFT, TPOT, ITL and E2EL for both backends, open and closed loop; beside them the worst error of a single
+one. Ends with 1 where one of the figures is wrong by more than 2 ms. Where others work on the machine, what they add
+at random goes away at real-time priority: `chrt --rr 10 python …`.
 """
 
 from __future__ import annotations
