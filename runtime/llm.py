@@ -49,7 +49,7 @@ class LLM:
         kv_cache_memory: int | None = None,
         threads: int | None = None,
         enable_prefix_caching: bool = True,
-        block_size: int = 32,
+        page_size: int = 32,
         num_speculative_tokens: int = 0,
         isa: str | None = None,
     ) -> None:
@@ -57,7 +57,7 @@ class LLM:
             "model": None if model is None else os.fspath(model),
             "weights": weights,
             "kv_cache_dtype": kv_cache_dtype,
-            "block_size": block_size,
+            "page_size": page_size,
             "max_model_len": max_model_len,
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,

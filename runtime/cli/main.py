@@ -46,7 +46,7 @@ class EngineFlags:
     "bf16, q8 (quantised at load) or f32. Default bf16."
     kv_cache_dtype: str | None = None
     "bf16, f32 or int8. Default bf16."
-    block_size: int | None = None
+    page_size: Annotated[int | None, Parameter(name=("--page-size", "--block-size"))] = None
     "Tokens per KV page: 16, 32 or 64. Default 32."
     max_model_len: int | None = None
     "Longest prompt + output, in tokens. Default: the model's, or what the pool holds."

@@ -34,7 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str | None = None  # Hugging Face folder; None: the bundled model
     weights: WeightDtype = "bf16"
     kv_cache_dtype: KVCacheDtype = "bf16"
-    block_size: Count = 32  # tokens per page
+    page_size: Count = 32  # tokens per page
     max_model_len: Count | None = None
     max_num_seqs: Count = 64
     max_num_batched_tokens: Count = 512

@@ -200,7 +200,7 @@ def test_logits_of_text_are_refused(llm: LLM) -> None:
         ({"kv_cache_dtype": "q8"}, "--kv-cache-dtype"),
         ({"kv_cache_memory": 0}, "--kv-cache-memory"),
         ({"kv_cache_memory": 10**18}, "--kv-cache-memory"),
-        ({"block_size": 7}, "--block-size must be one of 16, 32, 64, not 7"),
+        ({"page_size": 7}, "--page-size must be one of 16, 32, 64, not 7"),
         ({"isa": "mmx"}, "unknown ISA level 'mmx'"),
         ({"max_num_batched_tokens": 10**9}, "lower --max-num-batched-tokens"),
         ({"max_num_batched_tokens": 63}, "must be at least --max-num-seqs 64"),

@@ -50,14 +50,14 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
 
 
 def _layout(config: EngineConfig, spec: DecoderSpec) -> KVLayout:
-    if config.block_size not in PAGE_SIZES:
-        raise ConfigError(f"--block-size must be one of {', '.join(map(str, PAGE_SIZES))}, not {config.block_size}")
+    if config.page_size not in PAGE_SIZES:
+        raise ConfigError(f"--page-size must be one of {', '.join(map(str, PAGE_SIZES))}, not {config.page_size}")
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens {config.max_num_batched_tokens} must be at least --max-num-seqs "
             f"{config.max_num_seqs}: every running sequence may decode a token in one step"
         )
-    return kv_layout(spec, config.kv_cache_dtype, config.block_size)
+    return kv_layout(spec, config.kv_cache_dtype, config.page_size)
 
 
 def pick_cpus(config: EngineConfig) -> CpuBudget:

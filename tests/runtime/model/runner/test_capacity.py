@@ -23,13 +23,13 @@ def decided(**settings: Any) -> Any:
     return decide_capacity(EngineConfig(**settings), SPEC)
 
 
-@pytest.mark.parametrize(("block_size", "dtype", "page_bytes"), [(16, "bf16", PAGE // 2), (32, "bf16", PAGE)])
-def test_page_sizes(block_size: int, dtype: Any, page_bytes: int) -> None:
-    assert decided(block_size=block_size, kv_cache_dtype=dtype).layout.page_bytes == page_bytes
+@pytest.mark.parametrize(("page_size", "dtype", "page_bytes"), [(16, "bf16", PAGE // 2), (32, "bf16", PAGE)])
+def test_page_sizes(page_size: int, dtype: Any, page_bytes: int) -> None:
+    assert decided(page_size=page_size, kv_cache_dtype=dtype).layout.page_bytes == page_bytes
 
 
 def test_f32_pages_are_twice_as_big() -> None:
-    assert decided(block_size=64, kv_cache_dtype="f32").layout.page_bytes == 4 * PAGE
+    assert decided(page_size=64, kv_cache_dtype="f32").layout.page_bytes == 4 * PAGE
 
 
 def test_memory_asked_for_is_rounded_down_to_pages() -> None:
@@ -109,7 +109,7 @@ def test_by_default_sliding_layers_have_room_for_every_window_and_a_chunk(monkey
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"block_size": 24}, "--block-size must be one of 16, 32, 64, not 24"),
+        ({"page_size": 24}, "--page-size must be one of 16, 32, 64, not 24"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "8 must be at least --max-num-seqs 9"),
         ({"threads": 1025}, "--threads must be between 1 and 1024, not 1025"),
         ({"isa": "mmx"}, "--isa: unknown ISA level 'mmx'"),

@@ -74,9 +74,9 @@ def logits_of_kept_pages(machine: Machine, chunk: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("layers", LAYERS)
-@pytest.mark.parametrize(("kv_dtype", "block_size"), [("bf16", 32), ("int8", 16), ("f32", 64)])
-def test_giving_pages_back_changes_no_bit(assembled: Assemble, layers: str, kv_dtype: str, block_size: int) -> None:
-    machine = assembled(layers, kv_cache_dtype=kv_dtype, block_size=block_size)
+@pytest.mark.parametrize(("kv_dtype", "page_size"), [("bf16", 32), ("int8", 16), ("f32", 64)])
+def test_giving_pages_back_changes_no_bit(assembled: Assemble, layers: str, kv_dtype: str, page_size: int) -> None:
+    machine = assembled(layers, kv_cache_dtype=kv_dtype, page_size=page_size)
     pager = pager_of(machine)
     want = logits_of_kept_pages(machine, 160)
     for chunk in (160, 37, 1):
