@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -81,7 +81,9 @@ class HealthTimeouts:
 class SupervisedEngine:
     """Implements `engine.Core`. Make one with `launch`."""
 
-    def __init__(self, start: Start, max_num_waiting: int, timeouts: HealthTimeouts) -> None:
+    def __init__(
+        self, start: Start, max_num_waiting: int, timeouts: HealthTimeouts, clock: Callable[[], float]
+    ) -> None:
         self._start = start
         self._max_num_waiting = max_num_waiting
         self._timeouts = timeouts
@@ -91,7 +93,8 @@ class SupervisedEngine:
         self._info: CoreInfo | None = None
         self._health = HealthMonitor(timeouts.heartbeat_timeout_s, timeouts.stall_timeout_s)
         self._broken = False  # its loop ended, while the process lives
-        self._tokens = TokenLog()
+        self._clock = clock
+        self._tokens = TokenLog(clock)
         self._pending_adds = PendingAdds()
         self._num_waiting = 0
         self._stats: EngineStats | None = None  # of this process, None before its first beat
@@ -113,9 +116,12 @@ class SupervisedEngine:
         snapshot: str | None = None,
         name: str = "engine",
         log: LogForm | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> SupervisedEngine:
         """With the first process ready. Raises what keeps it from starting: ModelError, ConfigError or Unavailable."""
-        core = cls(Start(config, cpus, snapshot, name, log), config.max_num_waiting, timeouts or HealthTimeouts())
+        core = cls(
+            Start(config, cpus, snapshot, name, log), config.max_num_waiting, timeouts or HealthTimeouts(), clock
+        )
         process, ready = await core._spawn()
         core._keep_shape(ready)
         core._on_process_ready(process)
@@ -162,7 +168,7 @@ class SupervisedEngine:
         self._send_what_may_be()
         try:
             deadline = requests[0].deadline
-            async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self._clock())):
                 answer = await asked.answer
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while it waited for an engine") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from quire.runtime.workers.router import SLACK, Router
 
 PAGE = 16
@@ -41,3 +42,24 @@ def test_the_longest_known_part_wins() -> None:
     router.choose("", SYSTEM_PROMPT[:PAGE], [0, 1])
     router.choose("", SYSTEM_PROMPT, [9 + SLACK, 1])
     assert router.choose("", SYSTEM_PROMPT, [0, 2]) == 1
+
+
+def test_the_oldest_entries_are_forgotten_and_the_newest_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.runtime.workers.router.REMEMBERED_PAGES", 4)
+    router = Router(2, PAGE)
+    old, kept, new = [tuple(range(start, start + 2 * PAGE)) for start in (1000, 2000, 3000)]
+    for prompt in (old, kept, new):
+        assert router.choose("", prompt, [0, 1]) == 0
+    assert router.choose("", new, [1, 0]) == 0
+    assert router.choose("", kept, [1, 0]) == 0
+    assert router.choose("", old, [1, 0]) == 1
+
+
+def test_a_prompt_that_is_used_again_is_kept_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.runtime.workers.router.REMEMBERED_PAGES", 4)
+    router = Router(2, PAGE)
+    used, idle, new = [tuple(range(start, start + 2 * PAGE)) for start in (1000, 2000, 3000)]
+    for prompt in (used, idle, used, new):
+        assert router.choose("", prompt, [0, 1]) == 0
+    assert router.choose("", used, [1, 0]) == 0
+    assert router.choose("", idle, [1, 0]) == 1

@@ -1,0 +1,295 @@
+"""Engine processes, listeners and time that a test sets by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.runtime.common.errors import QuireError
+from quire.runtime.common.types import SamplingParams
+from quire.runtime.engine import CoreInfo, CoreListener, EngineStats, Prefilled, StepStats
+from quire.runtime.model.runner import SamplingSpec
+from quire.runtime.workers.engine_link import (
+    Add,
+    Answer,
+    Beat,
+    Begun,
+    FinalCounters,
+    FromEngine,
+    Readmit,
+    Ready,
+    Report,
+    Start,
+    ToEngine,
+    Update,
+)
+from quire.scheduler import AdmissionEstimate, FinishReason, Request, RequestUpdate, SampledToken, State
+
+HEARTBEAT_S = 0.2
+MAX_VIRTUAL_S = 600.0
+ESTIMATE = AdmissionEstimate(0, 1, 9)
+
+
+class FakeClock:
+    """Seconds that only a test moves."""
+
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time jumps to the next timer when no task can run: a test waits for nothing."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        super().__init__(_JumpingSelector(self.clock))
+
+    def time(self) -> float:
+        return self.clock()
+
+
+class _JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]  # its type depends on the system
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__()
+        self._clock = clock
+        self._end = clock.now + MAX_VIRTUAL_S
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = super().select(0)
+        if not ready and timeout != 0:
+            assert timeout is not None, "every task waits for something that will never happen"
+            self._clock.now += timeout
+            assert self._clock.now < self._end, f"the test waited for {MAX_VIRTUAL_S} virtual seconds"
+        return ready
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let virtual time pass until `condition` holds."""
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def loop_clock() -> float:
+    """Return the time of the running loop."""
+    return asyncio.get_running_loop().time()
+
+
+class FakeProcess:
+    """An engine process as `SupervisedEngine` sees it: `sent` holds its messages, the test speaks for it."""
+
+    def __init__(
+        self, pid: int, start: Start, receive: Callable[[FromEngine], None], note_heartbeat: Callable[[], None]
+    ) -> None:
+        self.pid = pid
+        self.start = start
+        self.sent: list[ToEngine] = []
+        self.answers_adds = True  # at once, each with ESTIMATE
+        self.heartbeats = True
+        self.is_stopped = False  # by SIGSTOP
+        self.was_asked_to_stop = False
+        self.status: int | None = None  # of its exit
+        self.step = 0
+        self.ended = asyncio.Event()
+        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._receive = receive
+        self._note_heartbeat = note_heartbeat
+        self._beat()
+
+    # For the supervised engine
+
+    def send(self, message: ToEngine) -> None:
+        self.sent.append(message)
+        if isinstance(message, Add) and self.answers_adds:
+            asyncio.get_running_loop().call_soon(self.accept, message.sequences[0].request_id)
+
+    async def stop(self) -> None:
+        self.was_asked_to_stop = True
+        await self.end()
+
+    async def fall(self) -> None:
+        await asyncio.sleep(0)
+
+    async def end(self) -> int:
+        self.exit(-signal.SIGKILL)
+        assert self.status is not None
+        return self.status
+
+    # For tests
+
+    def exit(self, status: int) -> None:
+        """End with `status`, unless it has ended before."""
+        if self.status is None:
+            self.status = status
+            self.ended.set()
+
+    def say(self, message: FromEngine) -> None:
+        if self.status is None:
+            self._receive(message)
+
+    def accept(self, request_id: int) -> None:
+        self.say(Answer(request_id, ESTIMATE, 0))
+
+    def refuse(self, request_id: int, refusal: str, estimate: AdmissionEstimate | None = ESTIMATE) -> None:
+        self.say(Answer(request_id, estimate, 0, refusal, "no"))
+
+    def tell_stats(self, **changes: int) -> None:
+        self.say(Beat(engine_stats(**changes)))
+
+    def tell_broken(self) -> None:
+        self.say(Beat(None))
+
+    def begin(self, *request_ids: int) -> None:
+        """Announce that these are computed for the first time."""
+        self.say(Begun(tuple(Prefilled(request_id, 0) for request_id in request_ids)))
+
+    def generate(self, request_id: int, *token_ids: int) -> None:
+        """Report tokens of a step."""
+        self._report(Update(request_id, _tokens(request_id, token_ids), None, None, None))
+
+    def finish(self, request_id: int, *token_ids: int, reason: FinishReason = "length") -> None:
+        counters = FinalCounters((0.0,) * len(State), 0, 0, ())
+        self._report(Update(request_id, _tokens(request_id, token_ids), reason, None, counters))
+
+    def sent_ids(self) -> list[int]:
+        """Ids of the requests that it received, in order."""
+        ids = []
+        for message in self.sent:
+            if isinstance(message, Add):
+                ids += [sequence.request_id for sequence in message.sequences]
+            elif isinstance(message, Readmit):
+                ids.append(message.sequence.request_id)
+        return ids
+
+    def _report(self, update: Update) -> None:
+        self.step += 1
+        self.say(Report((update,), 0, self.step))
+
+    def _beat(self) -> None:
+        if self.status is None:
+            if self.heartbeats:
+                self._note_heartbeat()
+            asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+
+
+class FakeSpawner:
+    """Takes the place of the class `EngineProcess`; `started` holds all processes, the running one last."""
+
+    def __init__(self) -> None:
+        self.started: list[FakeProcess] = []
+        self.num_attempts = 0
+        self.error: BaseException | None = None  # that keeps processes from starting
+        self.makes_ready = True  # each, once it has started
+        self.answers_adds = True
+        self.info = core_info()
+        self._num_returned = 1  # by `next`; the first is there after the launch
+
+    async def spawn(
+        self, start: Start, receive: Callable[[FromEngine], None], note_heartbeat: Callable[[], None]
+    ) -> FakeProcess:
+        self.num_attempts += 1
+        process = FakeProcess(1000 + self.num_attempts, start, receive, note_heartbeat)
+        process.answers_adds = self.answers_adds
+        self.started.append(process)
+        if self.error is not None:
+            process.ready.set_exception(self.error)
+        elif self.makes_ready:
+            self.make_ready(process)
+        return process
+
+    def make_ready(self, process: FakeProcess) -> None:
+        process.ready.set_result(Ready(self.info, 8 << 20))
+
+    @property
+    def last(self) -> FakeProcess:
+        return self.started[-1]
+
+    def of(self, name: str) -> FakeProcess:
+        """Return the latest process of the engine with this name."""
+        return [process for process in self.started if process.start.name == name][-1]
+
+    async def next(self) -> FakeProcess:
+        """Wait until the process after the one returned last has started, and a moment for it to be used."""
+        self._num_returned += 1
+        await until(lambda: len(self.started) >= self._num_returned)
+        await asyncio.sleep(0.01)
+        return self.started[self._num_returned - 1]
+
+
+@dataclass
+class FakeListener:
+    """What an `Engine` would hear of its core."""
+
+    updates: list[RequestUpdate] = field(default_factory=list)
+    failures: dict[int, QuireError] = field(default_factory=dict)
+    steps: list[StepStats] = field(default_factory=list)
+    num_ended: int = 0
+
+    def listener(self) -> CoreListener:
+        return CoreListener(self._publish, self._fail, self._observe, self._note_end)
+
+    def tokens(self, request_id: int) -> list[int]:
+        return [
+            token.token_id
+            for update in self.updates
+            if update.request.request_id == request_id
+            for token in update.tokens
+        ]
+
+    def ends(self) -> dict[int, str]:
+        """Reason or error of each ended request. Fails for one that ended twice."""
+        ended = [update for update in self.updates if update.ended]
+        ids = [update.request.request_id for update in ended] + list(self.failures)
+        assert len(set(ids)) == len(ids), f"a request ended twice: {sorted(ids)}"
+        return {update.request.request_id: update.finish_reason or str(update.error) for update in ended} | {
+            request_id: type(error).__name__ for request_id, error in self.failures.items()
+        }
+
+    def _publish(self, updates: Sequence[RequestUpdate]) -> None:
+        self.updates += updates
+
+    def _fail(self, request_id: int, error: QuireError) -> None:
+        assert request_id not in self.failures
+        self.failures[request_id] = error
+
+    def _observe(self, step: StepStats, prefilled: Sequence[Prefilled]) -> None:
+        self.steps.append(step)
+
+    def _note_end(self) -> None:
+        self.num_ended += 1
+
+
+def new_requests(*ids: int, prompt: Iterable[int] = (1, 2, 3), **options: Any) -> list[Request]:
+    sampling = SamplingSpec(SamplingParams(), 0, frozenset())
+    options = {"max_tokens": 10, "sampling": sampling, **options}
+    return [Request(request_id, tuple(prompt), **options) for request_id in ids]
+
+
+def core_info(**changes: Any) -> CoreInfo:
+    values: dict[str, Any] = {
+        "vocab_size": 100,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "num_pages": 50,
+        "page_size": 16,
+        "eos_token_ids": frozenset({0}),
+        "isa": "fake",
+        "threads": 2,
+        "threads_reason": "fake",
+    }
+    return CoreInfo(**values | changes)
+
+
+def engine_stats(**changes: int) -> EngineStats:
+    numbers = [name for name in EngineStats.__struct_fields__ if name != "waiting_by_reason"]
+    return EngineStats(**dict.fromkeys(numbers, 0) | changes)  # type: ignore[arg-type]
+
+
+def _tokens(request_id: int, token_ids: Iterable[int]) -> tuple[SampledToken, ...]:
+    return tuple(SampledToken(request_id, token_id) for token_id in token_ids)

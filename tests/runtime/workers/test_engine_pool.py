@@ -1,0 +1,307 @@
+"""Several engine processes are one core: where requests go, and what all of them say together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import ConfigError, Unavailable
+from quire.runtime.workers import EnginePool, engine_pool, supervised_engine
+from quire.runtime.workers.engine_link import Add, Cancel, Drop
+from quire.runtime.workers.supervised_engine import COUNTERS
+from quire.scheduler import NotAccepting, QueueFull
+
+from .fakes import FakeListener, FakeProcess, FakeSpawner, core_info, new_requests, until
+
+PAGE_SIZE = core_info().page_size
+PROMPT = tuple(range(4 * PAGE_SIZE))
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> FakeSpawner:
+    spawner = FakeSpawner()
+    monkeypatch.setattr(supervised_engine, "EngineProcess", spawner)
+    monkeypatch.setattr(engine_pool, "place", lambda count: [frozenset({cpu}) for cpu in range(count)])
+    return spawner
+
+
+@asynccontextmanager
+async def launched(num_processes: int, listener: FakeListener, **config: Any) -> AsyncIterator[EnginePool]:
+    pool = await EnginePool.launch(EngineConfig(**config), num_processes=num_processes)
+    pool.start(listener.listener())
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+@pytest.fixture
+async def pool(processes: FakeSpawner, listener: FakeListener) -> AsyncIterator[EnginePool]:
+    """A pool of two engines."""
+    async with launched(2, listener) as pool:
+        yield pool
+
+
+def engine_with(processes: FakeSpawner, request_id: int) -> str:
+    """Name of the engine that received a request."""
+    (name,) = [process.start.name for process in processes.started if request_id in process.sent_ids()]
+    return name
+
+
+async def restart(pool: EnginePool, process: FakeProcess) -> None:
+    """Let a process end, and wait for its successor."""
+    (index,) = [index for index, member in enumerate(pool.members) if member.pid == process.pid]
+    num_restarts = pool.members[index].num_restarts
+    process.exit(1)
+    await until(lambda: pool.members[index].num_restarts > num_restarts)
+
+
+# One engine
+
+
+async def test_one_engine_gets_everything(processes: FakeSpawner, listener: FakeListener) -> None:
+    async with launched(1, listener, max_num_waiting=2) as pool:
+        for request_id in (1, 2):
+            await pool.add(new_requests(request_id))
+        assert processes.last.sent_ids() == [1, 2]
+        assert processes.last.start.cpus is None, "all that are allowed"
+        assert processes.last.start.snapshot is None
+        processes.last.tell_stats(waiting=2)
+        with pytest.raises(QueueFull, match="the queue is full: 2 of 2"):
+            pool.check_room("", 1)
+
+
+async def test_the_engine_process_decides_about_a_full_queue(processes: FakeSpawner, listener: FakeListener) -> None:
+    """What the pool last heard may be old: `check_room` is a first look, `add` asks the engine."""
+    async with launched(1, listener, max_num_waiting=2) as pool:
+        processes.last.tell_stats(waiting=2)
+        await pool.add(new_requests(1))
+        assert processes.last.sent_ids() == [1]
+
+
+# Where requests go
+
+
+async def test_a_prompt_goes_where_its_beginning_was_computed(pool: EnginePool, processes: FakeSpawner) -> None:
+    await pool.add(new_requests(1, prompt=(99,)))
+    await pool.add(new_requests(2, prompt=PROMPT))
+    await pool.add(new_requests(3, prompt=(98,)))
+    await pool.add(new_requests(4, prompt=(*PROMPT, 5)))
+    assert engine_with(processes, 1) == engine_with(processes, 3) == "engine-0"
+    assert engine_with(processes, 2) == engine_with(processes, 4) == "engine-1"
+
+
+async def test_a_restarted_engine_is_not_believed_to_have_a_warm_cache(
+    pool: EnginePool, processes: FakeSpawner
+) -> None:
+    await pool.add(new_requests(1, prompt=PROMPT))
+    first = processes.of("engine-0")
+    assert first.sent_ids() == [1]
+    await restart(pool, first)
+    await pool.add(new_requests(2, prompt=PROMPT))
+    assert engine_with(processes, 2) == "engine-1", "the idler one, since neither has the prompt"
+
+
+async def test_a_restart_of_one_engine_is_not_held_against_the_other(pool: EnginePool, processes: FakeSpawner) -> None:
+    await pool.add(new_requests(1, prompt=PROMPT))
+    await restart(pool, processes.of("engine-1"))
+    await pool.add(new_requests(2, prompt=PROMPT))
+    assert engine_with(processes, 2) == "engine-0"
+
+
+async def test_a_request_goes_to_an_engine_with_room(processes: FakeSpawner, listener: FakeListener) -> None:
+    async with launched(2, listener, max_num_waiting=2) as pool:
+        await pool.add(new_requests(1, prompt=PROMPT))
+        processes.of("engine-0").tell_stats(waiting=2)
+        pool.check_room("", 1)
+        await pool.add(new_requests(2, prompt=PROMPT))
+        assert engine_with(processes, 2) == "engine-1"
+        processes.of("engine-1").tell_stats(waiting=2)
+        with pytest.raises(QueueFull, match="2 of 2"):
+            pool.check_room("", 1)
+
+
+async def test_a_request_goes_rather_to_an_engine_that_is_not_being_restarted(
+    pool: EnginePool, processes: FakeSpawner
+) -> None:
+    processes.makes_ready = False
+    processes.of("engine-0").exit(1)
+    await until(lambda: len(processes.started) == 3)
+    await pool.add(new_requests(1))
+    assert engine_with(processes, 1) == "engine-1"
+    processes.of("engine-1").exit(1)
+    await until(lambda: len(processes.started) == 4)
+    adding = asyncio.create_task(pool.add(new_requests(2)))
+    await asyncio.sleep(1)
+    for process in processes.started[2:]:
+        processes.make_ready(process)
+    await adding
+
+
+async def test_all_samples_of_a_request_go_to_one_engine(pool: EnginePool, processes: FakeSpawner) -> None:
+    await pool.add(new_requests(1, 2, 3))
+    (message,) = processes.of("engine-0").sent
+    assert isinstance(message, Add)
+    assert processes.of("engine-1").sent == []
+
+
+async def test_a_refused_request_belongs_to_no_engine_any_more(pool: EnginePool, processes: FakeSpawner) -> None:
+    first, second = processes.of("engine-0"), processes.of("engine-1")
+    first.answers_adds = False
+    adding = asyncio.create_task(pool.add(new_requests(1, 2)))
+    await asyncio.sleep(0.01)
+    first.refuse(1, "QueueFull")
+    with pytest.raises(QueueFull):
+        await adding
+    num_sent = len(first.sent)
+    for request_id in (1, 2):
+        pool.cancel(request_id)
+        pool.drop(request_id)
+    assert len(first.sent) == num_sent
+    assert [member.num_requests for member in pool.members] == [0, 0]
+    first.answers_adds = True
+    await pool.add(new_requests(3))
+    await pool.add(new_requests(1))
+    pool.cancel(1)
+    assert second.sent[-1] == Cancel(1), "an id that was refused is free again"
+    assert [member.num_requests for member in pool.members] == [1, 1]
+
+
+async def test_a_request_whose_caller_left_belongs_to_no_engine_any_more(
+    pool: EnginePool, processes: FakeSpawner
+) -> None:
+    """The caller is told by cancellation, maybe just when its request has been accepted."""
+    first = processes.of("engine-0")
+    first.answers_adds = False
+    for request_ids, answered in (((1, 2), False), ((3, 4), True)):
+        adding = asyncio.create_task(pool.add(new_requests(*request_ids)))
+        await asyncio.sleep(0.01)
+        if answered:
+            first.accept(request_ids[0])
+        adding.cancel()
+        await asyncio.wait([adding])
+        for request_id in request_ids:
+            pool.drop(request_id)  # as an engine does for a request that it could not add
+        assert [member.num_requests for member in pool.members] == [0, 0]
+        dropped = [message.request_id for message in first.sent if isinstance(message, Drop)]
+        assert set(request_ids) <= set(dropped)
+
+
+async def test_cancel_and_drop_reach_the_engine_that_has_the_request(pool: EnginePool, processes: FakeSpawner) -> None:
+    await pool.add(new_requests(1))
+    await pool.add(new_requests(2))
+    pool.cancel(2)
+    pool.drop(1, None, "the user left")
+    assert processes.of("engine-0").sent[-1] == Drop(1, None, "the user left")
+    assert processes.of("engine-1").sent[-1] == Cancel(2)
+    pool.cancel(7)
+    pool.drop(7)
+    assert [len(process.sent) for process in processes.started] == [2, 2]
+
+
+async def test_updates_and_failures_of_all_engines_are_published(
+    pool: EnginePool, processes: FakeSpawner, listener: FakeListener
+) -> None:
+    await pool.add(new_requests(1))
+    await pool.add(new_requests(2))
+    processes.of("engine-0").generate(1, 5)
+    processes.of("engine-1").finish(2, 6)
+    assert (listener.tokens(1), listener.tokens(2)) == ([5], [6])
+    assert listener.ends() == {2: "length"}
+    processes.error = OSError("no memory")
+    processes.of("engine-0").exit(1)
+    await until(lambda: 1 in listener.failures)
+    assert "no memory" in str(listener.failures[1])
+    with pytest.raises(Unavailable):
+        pool.members[0].stats()
+    await pool.add(new_requests(3))
+    assert engine_with(processes, 3) == "engine-1"
+
+
+# What they say together
+
+
+async def test_stats_are_sums(pool: EnginePool, processes: FakeSpawner) -> None:
+    processes.of("engine-0").tell_stats(step=5, running=1, pages_total=50)
+    processes.of("engine-1").tell_stats(step=7, running=2, pages_total=50)
+    stats = pool.stats()
+    assert (stats.step, stats.running, stats.pages_total) == (12, 3, 100)
+
+
+async def test_counters_do_not_fall_while_one_engine_is_restarted(pool: EnginePool, processes: FakeSpawner) -> None:
+    counted = {name: 10 + place for place, name in enumerate(COUNTERS)}
+    for name in ("engine-0", "engine-1"):
+        processes.of(name).tell_stats(**counted, running=1)
+    processes.makes_ready = False
+    processes.of("engine-0").exit(1)
+    await until(lambda: len(processes.started) == 3)
+    stats = pool.stats()
+    assert {name: getattr(stats, name) for name in COUNTERS} == {name: 2 * count for name, count in counted.items()}
+    assert stats.running == 1, "only of engines that compute"
+    processes.make_ready(processes.of("engine-0"))
+    await until(lambda: pool.members[0].pid is not None)
+    assert pool.stats().restarts == 1
+
+
+async def test_there_are_no_stats_while_no_engine_computes(pool: EnginePool, processes: FakeSpawner) -> None:
+    with pytest.raises(Unavailable, match="restarted"):
+        pool.stats()
+
+
+async def test_info_is_of_all_engines(pool: EnginePool) -> None:
+    one = core_info()
+    assert pool.info == core_info(num_pages=2 * one.num_pages, threads=2 * one.threads, num_processes=2)
+
+
+async def test_memory_and_threads_are_for_all_engines_together(processes: FakeSpawner, listener: FakeListener) -> None:
+    async with launched(2, listener, kv_cache_memory=64 << 20, kv_cache_share=0.5):
+        configs = [process.start.config for process in processes.started]
+        assert [config.kv_cache_memory for config in configs] == [32 << 20] * 2
+        assert [config.kv_cache_share for config in configs] == [0.25] * 2
+        assert [process.start.cpus for process in processes.started] == [{0}, {1}]
+        assert [config.threads for config in configs] == [1, 1]
+
+
+async def test_each_engine_has_a_snapshot_of_its_own(processes: FakeSpawner) -> None:
+    pool = await EnginePool.launch(EngineConfig(), num_processes=2, snapshot="/cache/prefixes")
+    assert [process.start.snapshot for process in processes.started] == ["/cache/prefixes.0", "/cache/prefixes.1"]
+    await pool.close()
+
+
+async def test_an_engine_that_cannot_start_ends_the_others(processes: FakeSpawner) -> None:
+    processes.makes_ready = False
+    launching = asyncio.create_task(EnginePool.launch(EngineConfig(), num_processes=2))
+    await until(lambda: len(processes.started) == 2)
+    first, second = processes.started
+    processes.make_ready(first)
+    await asyncio.sleep(1)
+    second.ready.set_exception(ConfigError("no memory"))
+    with pytest.raises(ConfigError, match="no memory"):
+        await launching
+    assert first.status is not None
+    assert second.status is not None
+
+
+async def test_the_end_of_a_pool_is_the_end_of_its_last_engine(processes: FakeSpawner, listener: FakeListener) -> None:
+    async with launched(2, listener) as pool:
+        await pool.add(new_requests(1))
+        await pool.add(new_requests(2))
+        draining = asyncio.create_task(pool.drain())
+        await asyncio.sleep(1)
+        with pytest.raises(NotAccepting, match="draining"):
+            pool.check_room("", 1)
+        processes.of("engine-0").finish(1)
+        await asyncio.sleep(1)
+        assert not draining.done()
+        processes.of("engine-1").finish(2)
+        await draining
+        assert listener.num_ended == 0
+        await pool.stop()
+        assert listener.num_ended == 1
+        await pool.stop()
+    assert listener.num_ended == 1
+    assert all(process.status is not None for process in processes.started)
