@@ -3,7 +3,7 @@
 from .families.registry import ARCHITECTURES, read_spec
 from .fingerprint import fingerprint
 from .footprint import MemoryPlan, plan_memory
-from .load import BUNDLED_MODEL, Model, kv_layout, load_model, model_folder
+from .packed_model import BUNDLED_MODEL, Model, kv_layout, load_model, model_folder
 from .sizes import KNOWN_SHAPES, KnownShape, describe_sizes
 from .spec import DecoderSpec
 

@@ -14,7 +14,7 @@ from ...kernels import sampler_nbytes, scratch_nbytes
 from ...kernels.ops import padded
 from ..common.config import KVCacheDtype, WeightDtype
 from .decoder import emit_decoder
-from .load import kv_layout
+from .packed_model import kv_layout
 from .program import ProgramBuilder, ProgramPlan
 from .rope import rotary_nbytes
 from .spec import DecoderSpec

@@ -10,7 +10,7 @@ from quire.kernels import PackedMatrix, Pool, Program, available_cpus, packed_nb
 from quire.kernels.ops import Region
 from quire.pager import KVArena
 from quire.runtime.model.decoder import emit_decoder
-from quire.runtime.model.load import kv_layout
+from quire.runtime.model.packed_model import kv_layout
 from quire.runtime.model.program import ProgramBuilder
 from quire.runtime.model.rope import rotary_table
 from quire.runtime.model.spec import DecoderSpec, Rope
