@@ -10,7 +10,7 @@ from typing import Any
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..llm import LLM
-from ..model.runner import Machine
+from ..model.runner import ModelRunner
 from ..tools.bench import CacheStory, measure_overhead, measure_shapes, parse_shapes, tell_cache_story
 from ..tools.bench.plot import check_plot, plot_cache_story, plot_roofline
 from ..tools.bench.speed import Shape, bench_config
@@ -27,7 +27,7 @@ def bench_speed(
     if plot is not None:
         check_plot(plot)
     with LLM.from_config(bench_config(config, shapes, new_tokens)) as llm:
-        about = _circumstances(config, llm.engine.core.machine)
+        about = _circumstances(config, llm.engine.core.runner)
         results = list(measure_shapes(llm, shapes, new_tokens, repeats, _progress))
     report = SpeedReport(about, results, measure_overhead(config))
     _progress("")
@@ -47,11 +47,11 @@ def bench_cache(config: EngineConfig, shapes_text: str, new_tokens: int, as_json
     if plot is not None:
         check_plot(plot)
     with LLM.from_config(bench_config(config, [Shape(1, shape.prompt_tokens)], new_tokens)) as llm:
-        story = tell_cache_story(llm.engine.core.machine, shape.prompt_tokens, new_tokens)
+        story = tell_cache_story(llm.engine.core.runner, shape.prompt_tokens, new_tokens)
         if plot is not None:
             plot_cache_story(story, plot)
         if as_json:
-            print(json.dumps({**_circumstances(config, llm.engine.core.machine), **_story_as_dict(story)}, indent=1))
+            print(json.dumps({**_circumstances(config, llm.engine.core.runner), **_story_as_dict(story)}, indent=1))
         else:
             _print_story(story, new_tokens)
 
@@ -61,13 +61,13 @@ def _progress(text: str) -> None:
         print(f"\r{text:<40}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
-def _circumstances(config: EngineConfig, machine: Machine) -> dict[str, Any]:
+def _circumstances(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
     return {
         "model": config.model or "bundled demo",
         "weights": config.weights,
         "kv_cache_dtype": config.kv_cache_dtype,
-        "isa": machine.capacity.isa,
-        "threads": machine.capacity.cpus.threads,
+        "isa": runner.capacity.isa,
+        "threads": runner.capacity.cpus.threads,
     }
 
 

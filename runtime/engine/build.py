@@ -1,4 +1,4 @@
-"""From configuration and machine to pager and scheduler: pure composition, the one place that knows all their parts."""
+"""Build the pager and the scheduler from the configuration and the model runner."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from ...scheduler import (
 )
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError
-from ..model.runner import Machine
+from ..model.runner import ModelRunner
 
 
-def build_spill_file(config: EngineConfig, machine: Machine) -> SpillFile | None:
+def build_spill_file(config: EngineConfig, runner: ModelRunner) -> SpillFile | None:
     """None where pages are not to be spilled. Raises ConfigError."""
     if not config.kv_spill_size:
         return None
     try:
-        return SpillFile(machine.arena, config.kv_spill_size, config.kv_spill_dir or tempfile.gettempdir())
+        return SpillFile(runner.arena, config.kv_spill_size, config.kv_spill_dir or tempfile.gettempdir())
     except ValueError as error:
         raise ConfigError(f"--kv-spill-size: {error}") from error
     except SpillUnavailable as error:
         raise ConfigError(f"--kv-spill-dir: {error}") from error
 
 
-def build_pager(config: EngineConfig, machine: Machine, spill_file: SpillFile | None) -> Pager:
+def build_pager(config: EngineConfig, runner: ModelRunner, spill_file: SpillFile | None) -> Pager:
     return Pager(
-        machine.layout.page_size,
-        machine.num_pages,
-        windows=machine.layout.group_windows,
-        copy_page=machine.arena.copy_page,
+        runner.capacity.layout.page_size,
+        runner.capacity.num_pages,
+        windows=runner.capacity.layout.group_windows,
+        copy_page=runner.arena.copy_page,
         enable_prefix_caching=config.enable_prefix_caching,
         store=spill_file,
     )

@@ -30,7 +30,7 @@ from ...scheduler import (
 )
 from ..common.config import EngineConfig
 from ..common.errors import ContextLengthExceeded, QuireError, Unavailable
-from ..model.runner import Machine, assemble
+from ..model.runner import ModelRunner, load_model
 from .build import build_pager, build_scheduler, build_spill_file
 from .facade import EngineStats, StepStats
 
@@ -100,17 +100,17 @@ class Core(Protocol):
 
 
 class EngineCore:
-    """One scheduler, one executor and one step thread. Everything but the step itself happens on the event loop's
+    """One scheduler, one model runner and one step thread. Everything but the step itself happens on the event loop's
     thread, so nothing here locks.
     """
 
-    def __init__(self, machine: Machine, config: EngineConfig, max_prefill_chunk: int | None = None) -> None:
-        self.machine = machine
+    def __init__(self, runner: ModelRunner, config: EngineConfig, max_prefill_chunk: int | None = None) -> None:
+        self.runner = runner
         self.config = config
-        self._spill_file = build_spill_file(config, machine)
-        self.pager = build_pager(config, machine, self._spill_file)
+        self._spill_file = build_spill_file(config, runner)
+        self.pager = build_pager(config, runner, self._spill_file)
         self.scheduler = build_scheduler(
-            config, self.pager, machine.executor.max_samples, max_prefill_chunk=max_prefill_chunk
+            config, self.pager, runner.capacity.max_num_samples, max_prefill_chunk=max_prefill_chunk
         )
         self._worker = ThreadPoolExecutor(1, "quire-step")
         self._engine_loop = EngineLoop(self.scheduler, self._execute, self._publish, self._observe)
@@ -121,26 +121,26 @@ class EngineCore:
     @classmethod
     async def load(cls, config: EngineConfig, max_prefill_chunk: int | None = None) -> EngineCore:
         """Load the model, plan and take all memory. Raises ModelError or ConfigError."""
-        machine = await asyncio.to_thread(assemble, config)
+        runner = await asyncio.to_thread(load_model, config)
         try:
-            return cls(machine, config, max_prefill_chunk)
+            return cls(runner, config, max_prefill_chunk)
         except BaseException:
-            machine.close()
+            runner.close()
             raise
 
     @property
     def info(self) -> CoreInfo:
-        machine, cpus = self.machine, self.machine.capacity.cpus
+        runner, capacity = self.runner, self.runner.capacity
         return CoreInfo(
-            vocab_size=machine.spec.vocab_size,
-            max_model_len=machine.max_model_len,
+            vocab_size=runner.spec.vocab_size,
+            max_model_len=capacity.max_model_len,
             max_num_seqs=self.config.max_num_seqs,
-            num_pages=machine.num_pages,
-            page_size=machine.layout.page_size,
-            eos_token_ids=frozenset(machine.spec.eos_token_ids),
-            isa=machine.capacity.isa,
-            threads=cpus.threads,
-            threads_reason=cpus.reason,
+            num_pages=capacity.num_pages,
+            page_size=capacity.layout.page_size,
+            eos_token_ids=frozenset(runner.spec.eos_token_ids),
+            isa=capacity.isa,
+            threads=capacity.cpus.threads,
+            threads_reason=capacity.cpus.reason,
         )
 
     @property
@@ -196,7 +196,7 @@ class EngineCore:
             self._worker.shutdown()
             if self._spill_file is not None:
                 self._spill_file.close()
-            self.machine.close()
+            self.runner.close()
 
     async def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Raw logits [len(token_ids), vocab] after each token, all computed, past the scheduler. For evaluation, on a
@@ -205,15 +205,15 @@ class EngineCore:
         if self._closed or self.scheduler.has_work or self._scoring:
             raise Unavailable("logits are computed between requests; wait until the running ones have ended")
         self._scoring = True
-        executor, loop = self.machine.executor, asyncio.get_running_loop()
-        out = np.empty((len(token_ids), self.machine.spec.vocab_size), np.float32)
+        runner, loop = self.runner, asyncio.get_running_loop()
+        out = np.empty((len(token_ids), self.runner.spec.vocab_size), np.float32)
         table, _ = self.pager.open(())
         try:
-            for first in range(0, len(token_ids), executor.max_samples):
-                chunk = token_ids[first : first + executor.max_samples]
+            for first in range(0, len(token_ids), runner.capacity.max_num_samples):
+                chunk = token_ids[first : first + runner.capacity.max_num_samples]
                 self.pager.grow(table, len(chunk))
                 out[first : first + len(chunk)] = await loop.run_in_executor(
-                    self._worker, executor.score, chunk, first, table.pages
+                    self._worker, runner.score, chunk, first, table.pages, len(chunk)
                 )
                 self.pager.commit(table, token_ids)
             return out
@@ -229,7 +229,7 @@ class EngineCore:
         assert self._listener is not None, "steps come after `start`"
         self._listener.begin(plan)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._worker, self.machine.executor.execute, plan)
+            return await asyncio.get_running_loop().run_in_executor(self._worker, self.runner.execute, plan)
         except Exception:
             _log.exception("step failed", step=plan.step_id, sequences=len(plan.sequences))
             raise

@@ -60,9 +60,9 @@ async def kept_prefixes(core: EngineCore, path: Path) -> AsyncIterator[None]:
 
 def _identity(core: EngineCore) -> bytes:
     """Everything that decides the bits of a page."""
-    machine, config = core.machine, core.config
-    build = (version("quire"), machine.capacity.isa, config.weights, config.kv_cache_dtype, machine.layout)
-    return hashlib.sha256(repr(build).encode() + fingerprint(machine.folder)).digest()
+    runner, config = core.runner, core.config
+    build = (version("quire"), runner.capacity.isa, config.weights, config.kv_cache_dtype, runner.capacity.layout)
+    return hashlib.sha256(repr(build).encode() + fingerprint(runner.folder)).digest()
 
 
 def _load(core: EngineCore, path: Path, identity: bytes) -> None:
@@ -70,7 +70,7 @@ def _load(core: EngineCore, path: Path, identity: bytes) -> None:
         return
     start = time.perf_counter()
     try:
-        pages = load_snapshot(path, core.pager, core.machine.arena, identity)
+        pages = load_snapshot(path, core.pager, core.runner.arena, identity)
     except (SnapshotMismatch, SnapshotTruncated, SnapshotDamaged) as error:
         _log.warning("prefix snapshot not used, starting cold", path=str(path), reason=str(error))
     except SnapshotError as error:
@@ -82,7 +82,7 @@ def _load(core: EngineCore, path: Path, identity: bytes) -> None:
 def _save(core: EngineCore, path: Path, identity: bytes) -> None:
     start = time.perf_counter()
     try:
-        pages = save_snapshot(path, core.pager, core.machine.arena, identity)
+        pages = save_snapshot(path, core.pager, core.runner.arena, identity)
     except SnapshotError as error:
         _log.error("prefix snapshot not saved", path=str(path), reason=str(error))
     else:

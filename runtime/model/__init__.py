@@ -3,7 +3,7 @@
 from .families.registry import ARCHITECTURES, read_spec
 from .fingerprint import fingerprint
 from .footprint import MemoryPlan, plan_memory
-from .packed_model import BUNDLED_MODEL, Model, kv_layout, load_model, model_folder
+from .packed_model import BUNDLED_MODEL, PackedModel, kv_layout, model_folder, pack_model
 from .sizes import KNOWN_SHAPES, KnownShape, describe_sizes
 from .spec import DecoderSpec
 
@@ -14,12 +14,12 @@ __all__ = [
     "DecoderSpec",
     "KnownShape",
     "MemoryPlan",
-    "Model",
+    "PackedModel",
     "describe_sizes",
     "fingerprint",
     "kv_layout",
-    "load_model",
     "model_folder",
+    "pack_model",
     "plan_memory",
     "read_spec",
 ]

@@ -1,7 +1,7 @@
 """What serving a model takes, in bytes, from config.json and capacities alone: what `quire plan` prints.
 
-It must not load or allocate anything. The one invariant: each figure is what `load_model`, `Model.compile`, the KV
-arena and `Program` will allocate, because the same code plans both.
+It must not load or allocate anything. Each figure is what `pack_model`, `PackedModel.compile`, the KV arena and
+`Program` allocate, because the same code plans both.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class PackedModel:
     """A loaded model. Its weights are read-only; any number of programs may be compiled from it."""
 
     folder: Path
@@ -41,7 +41,7 @@ class Model:
         return builder.build(emit_decoder(builder, self.spec, self.weights, rotary))
 
 
-def load_model(folder: str | Path | None, weights: WeightDtype) -> Model:
+def pack_model(folder: str | Path | None, weights: WeightDtype) -> PackedModel:
     """Check, then pack the folder's weights as `weights`; None is the bundled model.
 
     Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, MissingTensor or WrongTensor, each naming the culprit, or
@@ -53,7 +53,7 @@ def load_model(folder: str | Path | None, weights: WeightDtype) -> Model:
     spec = read_spec(path)
     checkpoint = Checkpoint(path)
     check_tensors(spec, checkpoint)
-    return Model(path, spec, pack_weights(spec, checkpoint, weights))
+    return PackedModel(path, spec, pack_weights(spec, checkpoint, weights))
 
 
 def model_folder(model: str | Path | None) -> Path:

@@ -128,7 +128,7 @@ class _Served:
         """Until the server says Stop, or is gone."""
         self._core.start(CoreListener(self._publish, _never_fails, self._observe, _nothing, self._begin))
         gc.freeze()
-        self._send(Ready(self._core.info, self._core.machine.capacity.memory.kv_bytes))
+        self._send(Ready(self._core.info, self._core.runner.capacity.memory.kv_bytes))
         while (message := await messages.get()) is not None and not isinstance(message, Stop):
             try:
                 self._handle(message)

@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     with LLM(arguments.model, weights=arguments.weights, kv_cache_memory=1 << 30, enable_prefix_caching=False) as llm:
-        capacity = llm.engine.core.machine.capacity
+        capacity = llm.engine.core.runner.capacity
         print(f"{capacity.isa}, {capacity.cpus.threads} threads; medians of {arguments.repeats}")
         for users in map(int, arguments.users.split(",")):
             print(compare(llm, users, arguments.repeats), flush=True)
@@ -50,7 +50,7 @@ def compare(llm: LLM, users: int, repeats: int) -> str:
             before, start = cpu_seconds(neighbour), time.monotonic()
             beside.append(time_decode(llm, generator, shape, NEW_TOKENS).tokens_per_s)
             taken.append((cpu_seconds(neighbour) - before) / (time.monotonic() - start))
-    share = statistics.median(taken) / llm.engine.core.machine.capacity.cpus.threads
+    share = statistics.median(taken) / llm.engine.core.runner.capacity.cpus.threads
     quiet, busy = statistics.median(alone), statistics.median(beside)
     return (
         f"{users:3d} users: {quiet:8.1f} tok/s alone, {busy:8.1f} beside a busy process: "

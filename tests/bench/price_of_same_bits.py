@@ -116,9 +116,9 @@ def prepare(checkpoint: str) -> Callable[[int, int, int], float]:
     import numpy as np
     from quire.kernels import Pool, Program, available_cpus
     from quire.pager import KVArena
-    from quire.runtime.model import kv_layout, load_model
+    from quire.runtime.model import kv_layout, pack_model
 
-    model = load_model(checkpoint, "q8")
+    model = pack_model(checkpoint, "q8")
     plan = model.compile(max_positions=MAX_POSITIONS, max_tokens=MAX_ROWS, max_samples=32)
     layout, vocab = kv_layout(model.spec, "int8", PAGE_SIZE), model.spec.vocab_size
     arena, limits = KVArena(layout, PAGES), {"max_rows": MAX_ROWS, "max_samples": 32, "max_sequences": 32}

@@ -77,7 +77,7 @@ def main() -> None:
         )
 
     with start(0) as plain, start(arguments.guesses) as guessing:
-        print(f"{plain.engine.core.machine.capacity.isa}, at most {arguments.guesses} guesses; medians", flush=True)
+        print(f"{plain.engine.core.runner.capacity.isa}, at most {arguments.guesses} guesses; medians", flush=True)
         for kind in ("random", "repeating"):
             for users in map(int, arguments.users.split(",")):
                 print(compare(plain, guessing, kind, users, arguments.repeats), flush=True)

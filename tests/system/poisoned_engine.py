@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 
-from quire.runtime.model.runner import Executor
+from quire.runtime.model.runner import ModelRunner
 from quire.runtime.workers import engine_main
 from quire.runtime.workers.engine_link import Sequence
 from quire.scheduler import Request, StepPlan, StepResult
 
 POISON = 3999
 INDIGESTIBLE = 3998
-_execute, _request_of = Executor.execute, engine_main.request_of
+_execute, _request_of = ModelRunner.execute, engine_main.request_of
 
 
-def execute(self: Executor, plan: StepPlan) -> StepResult:
+def execute(self: ModelRunner, plan: StepPlan) -> StepResult:
     if any(POISON in sequence.context for sequence in plan.sequences):
         os.abort()
     return _execute(self, plan)
@@ -27,6 +27,6 @@ def request_of(sequence: Sequence) -> Request:
 
 
 if __name__ == "__main__":
-    Executor.execute = execute  # type: ignore[method-assign]
+    ModelRunner.execute = execute  # type: ignore[method-assign]
     engine_main.request_of = request_of  # type: ignore[attr-defined]
     engine_main.main()

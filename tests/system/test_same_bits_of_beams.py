@@ -121,7 +121,7 @@ async def test_in_want_of_pages() -> None:
     async with running(enable_prefix_caching=False) as engine:
         wanted = [await found(engine, request) for request in requests]
         others = [await outcome(engine, request) for request in greedy]
-        page_bytes = engine.core.machine.layout.page_bytes
+        page_bytes = engine.core.runner.capacity.layout.page_bytes
     async with running(kv_cache_memory=18 * page_bytes, max_num_seqs=5) as engine:
         company = together(engine, greedy)
         seen = asyncio.gather(*(found(engine, request) for request in requests))

@@ -80,7 +80,7 @@ async def test_preempted_for_want_of_pages() -> None:
     params = {"temperature": 1.0, "max_tokens": 60}
     async with running() as engine:
         wanted = [await choices_alone(engine, length, **params) for length in (40, 64, 1)]
-        page_bytes = engine.core.machine.layout.page_bytes
+        page_bytes = engine.core.runner.capacity.layout.page_bytes
     async with running(kv_cache_memory=7 * page_bytes) as engine:
         seen = await together(engine, [branching(length, **params) for length in (40, 64, 1)])
         assert engine.stats().preemptions > 0
@@ -130,7 +130,7 @@ async def test_the_best_are_those_of_the_drawn() -> None:
     params = {"temperature": 1.0, "max_tokens": 70}
     async with running() as engine:
         drawn = [await choices_alone(engine, length, 5, **params) for length in (33, 40)]
-        page_bytes = engine.core.machine.layout.page_bytes
+        page_bytes = engine.core.runner.capacity.layout.page_bytes
     async with running(kv_cache_memory=9 * page_bytes) as engine:
         seen = await together(engine, [branching(length, 2, best_of=5, **params) for length in (33, 40)])
         assert engine.stats().preemptions > 0

@@ -139,7 +139,7 @@ async def test_preempted_for_want_of_pages(prophet: Prophet) -> None:
     requests = [asked(prompt(n), **{**EVERYTHING[name], "max_tokens": 80}) for n, name in enumerate(NAMES, 28)]
     async with running() as engine:
         wanted = await prophet.learn(engine, requests)
-        page_bytes = engine.core.machine.layout.page_bytes
+        page_bytes = engine.core.runner.capacity.layout.page_bytes
     async with running(num_speculative_tokens=4, kv_cache_memory=9 * page_bytes) as engine:
         assert await together(engine, requests) == wanted
         assert engine.stats().preemptions > 0

@@ -38,7 +38,7 @@ async def alone(weights: str = "bf16", kv: str = "bf16") -> tuple[list[list[str]
     """What is wanted, and the bytes of a page; computed once."""
     if (weights, kv) not in _alone:
         async with running(enable_prefix_caching=False, weights=weights, kv_cache_dtype=kv) as engine:
-            _alone[weights, kv] = await one_by_one(engine, REQUESTS), engine.core.machine.layout.page_bytes
+            _alone[weights, kv] = await one_by_one(engine, REQUESTS), engine.core.runner.capacity.layout.page_bytes
     return _alone[weights, kv]
 
 

@@ -1,18 +1,15 @@
-"""Steps on the kernels: from a configuration to a `Machine`, from a `StepPlan` to a `StepResult`. Knows no request."""
+"""Load a model (`load_model`) and execute steps on the kernels (`ModelRunner`)."""
 
 from .capacity import Capacity, decide_capacity, pick_cpus, pick_isa
-from .executor import Executor, Rows
-from .model_runner import Machine, assemble
+from .model_runner import ModelRunner, load_model
 from .sampling import SamplingSpec
 
 __all__ = [
     "Capacity",
-    "Executor",
-    "Machine",
-    "Rows",
+    "ModelRunner",
     "SamplingSpec",
-    "assemble",
     "decide_capacity",
+    "load_model",
     "pick_cpus",
     "pick_isa",
 ]

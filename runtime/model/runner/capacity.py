@@ -1,6 +1,6 @@
 """How much of everything: from the configuration, the model's shape and this machine to fixed numbers.
 
-It must not load or allocate. One invariant: what is decided here is what `quire plan` prints and what `assemble` takes.
+It must not load or allocate. `quire plan` prints what is decided here, and `load_model` takes it.
 """
 
 from __future__ import annotations

@@ -1,118 +1,178 @@
-"""A loaded model bound to memory and threads, ready to execute steps: what an engine drives.
+"""The model runner: loads a model, owns its memory and threads, and executes the scheduler's steps on the kernels.
 
-It must not know requests. One invariant: all memory that serving takes is taken in `assemble`, in the amounts that
-`Capacity` planned.
+It keeps no state between steps except the KV pages, and must not import requests, queues or asyncio. Its methods block;
+the engine calls them from one thread.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ....kernels import Pool, Program, Sampler
 from ....kernels.ops import Linear, Op, padded
-from ....pager import KVArena, KVLayout, OutOfMemory
+from ....pager import KVArena, OutOfMemory
+from ....scheduler.plan import SampledToken, ScheduledSequence, StepPlan, StepResult
 from ...common.config import EngineConfig
 from ...common.errors import ConfigError
-from .. import DecoderSpec, load_model, model_folder, read_spec
-from ..program import ProgramPlan
+from .. import PackedModel, model_folder, pack_model, read_spec
 from .capacity import Capacity, decide_capacity
-from .executor import Executor
+from .sampling import sampling_rows
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int32]
 
 
-@dataclass(slots=True)
-class Machine:
-    spec: DecoderSpec
-    capacity: Capacity
-    executor: Executor
-    arena: KVArena
-    ops: list[Op]
-    folder: Path
+def load_model(config: EngineConfig) -> ModelRunner:
+    """Read, pack and bind a model. Raises ModelError or ConfigError, before any large allocation where possible."""
+    folder = model_folder(config.model)
+    capacity = decide_capacity(config, read_spec(folder))
+    return ModelRunner(config, pack_model(folder, config.weights), capacity)
 
-    @property
-    def layout(self) -> KVLayout:
-        return self.capacity.layout
 
-    @property
-    def num_pages(self) -> int:
-        return self.capacity.num_pages
+class ModelRunner:
+    """A loaded model bound to memory and threads. The constructor takes all memory, in the amounts `capacity` plans."""
 
-    @property
-    def max_model_len(self) -> int:
-        return self.capacity.max_model_len
+    def __init__(self, config: EngineConfig, model: PackedModel, capacity: Capacity) -> None:
+        self.spec = model.spec
+        self.folder = model.folder
+        self.capacity = capacity
+        self.max_rows = config.max_num_batched_tokens  # tokens of one step
+        self.arena = _allocate_pages(capacity)
+        plan = model.compile(
+            max_positions=capacity.max_model_len, max_tokens=self.max_rows, max_samples=capacity.max_num_samples
+        )
+        self.ops = plan.ops
+        pool = Pool(capacity.cpus.threads)
+        try:
+            self._program = Program(
+                plan.ops,
+                plan.arena_bytes,
+                self.arena.memory,
+                capacity.layout,
+                capacity.num_pages,
+                pool,
+                max_rows=self.max_rows,
+                max_samples=capacity.max_num_samples,
+                max_sequences=config.max_num_seqs,
+                vocab_size=self.spec.vocab_size,
+                isa=capacity.isa,
+            )
+            stride = padded(self.spec.vocab_size)
+            self._sampler = Sampler(self.spec.vocab_size, stride, capacity.max_num_samples, pool, capacity.isa)
+        except MemoryError as error:
+            raise ConfigError(
+                f"steps of {config.max_num_batched_tokens} tokens and {config.max_num_seqs} sequences need "
+                f"{plan.arena_bytes:,} bytes, which the system does not give; lower --max-num-batched-tokens and "
+                "--max-num-seqs"
+            ) from error
+        self._logits: Floats = self._program.view(plan.logits)  # [max_num_samples, padded vocab]
+        self._maxima: Floats = self._program.view(plan.maxima)  # [max_num_samples, padded(padded vocab / 32)]
+        self._sampling_s = 0.0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a step. A sample whose logits are not finite gets an error of its own; the others are untouched."""
+        start = time.perf_counter()
+        self._forward(plan.sequences)
+        sampled = self._sample(plan.sequences)
+        return StepResult(plan.step_id, sampled, time.perf_counter() - start)
+
+    def score(
+        self, token_ids: Sequence[int], first_position: int, tables: Sequence[Sequence[int]], num_samples: int
+    ) -> Floats:
+        """Return the logits [num_samples, vocab] after each of the last `num_samples` tokens of a sequence.
+
+        `tables` are page ids, one table for each layer group. The result is a view that the next call overwrites.
+        """
+        self._forward([ScheduledSequence(0, tables, first_position, token_ids, num_samples, None, token_ids, 0)])
+        return self._logits[:num_samples, : self.spec.vocab_size]
 
     def op_seconds(self) -> dict[str, float]:
-        """Seconds of steps by kind of op since this was last asked, linear layers apart by their purpose."""
+        """Return the seconds spent in each kind of op since the last call; the lm_head apart from the other layers."""
         spent: dict[str, float] = {}
-        in_ops, sampling_s = self.executor.op_seconds()
-        for op, seconds in zip(self.ops, in_ops, strict=True):
-            name = self._op_name(op)
-            spent[name] = spent.get(name, 0.0) + seconds
+        for op, seconds in zip(self.ops, self._program.op_seconds(), strict=True):
+            spent[_op_name(op)] = spent.get(_op_name(op), 0.0) + seconds
+        sampling_s, self._sampling_s = self._sampling_s, 0.0
         return {**spent, "sampling": sampling_s}
 
-    def is_lm_head(self, op: Linear) -> bool:
-        """Whether a linear layer runs over the rows that sample only."""
-        return op.maxima is not None
-
-    def _op_name(self, op: Op) -> str:
-        if isinstance(op, Linear):
-            return "lm_head" if self.is_lm_head(op) else "linear"
-        return type(op).__name__.lower()
-
     def close(self) -> None:
-        """Let go of weights, KV memory and threads now, not when a garbage collector finds them. Idempotent."""
+        """Release weights, KV memory and threads now, not at the next garbage collection. Idempotent."""
         self.arena.close()
         self.ops.clear()
-        if hasattr(self, "executor"):
-            del self.executor
+        if hasattr(self, "_program"):
+            del self._program, self._sampler, self._logits, self._maxima
 
-
-def assemble(config: EngineConfig) -> Machine:
-    """Load, pack and bind. Raises ModelError or ConfigError, before any large allocation where that can be known."""
-    folder = model_folder(config.model)
-    spec = read_spec(folder)
-    capacity = decide_capacity(config, spec)
-    model = load_model(folder, config.weights)
-    arena = _arena(capacity)
-    plan = model.compile(
-        max_positions=capacity.max_model_len,
-        max_tokens=config.max_num_batched_tokens,
-        max_samples=capacity.max_num_samples,
-    )
-    executor = _executor(config, spec, capacity, arena, plan)
-    return Machine(spec, capacity, executor, arena, plan.ops, folder)
-
-
-def _executor(
-    config: EngineConfig, spec: DecoderSpec, capacity: Capacity, arena: KVArena, plan: ProgramPlan
-) -> Executor:
-    pool = Pool(capacity.cpus.threads)
-    try:
-        program = Program(
-            plan.ops,
-            plan.arena_bytes,
-            arena.memory,
-            capacity.layout,
-            capacity.num_pages,
-            pool,
-            max_rows=config.max_num_batched_tokens,
-            max_samples=capacity.max_num_samples,
-            max_sequences=config.max_num_seqs,
-            vocab_size=spec.vocab_size,
-            isa=capacity.isa,
+    def _forward(self, sequences: Sequence[ScheduledSequence]) -> None:
+        """Compute all rows of a step; the logits of its samples are then in `self._logits`, in order."""
+        by_group = zip(*(sequence.tables for sequence in sequences), strict=True)
+        tables = [table for group in by_group for table in group]
+        page_ids = array("i")
+        for table in tables:
+            page_ids.extend(table)
+        row_start = _starts([len(sequence.token_ids) for sequence in sequences])
+        samples = [
+            row
+            for sequence, end in zip(sequences, row_start[1:].tolist(), strict=True)
+            for row in range(end - sequence.num_samples, end)
+        ]
+        token_ids = (token for sequence in sequences for token in sequence.token_ids)
+        self._program.run(
+            np.fromiter(token_ids, np.int32, int(row_start[-1])),
+            row_start,
+            np.array([sequence.first_position for sequence in sequences], np.int32),
+            np.frombuffer(page_ids, np.int32),
+            _starts([len(table) for table in tables]),
+            np.array(samples, np.int32),
         )
-        sampler = Sampler(spec.vocab_size, padded(spec.vocab_size), capacity.max_num_samples, pool, capacity.isa)
-    except MemoryError as error:
-        raise ConfigError(
-            f"steps of {config.max_num_batched_tokens} tokens and {config.max_num_seqs} sequences need "
-            f"{plan.arena_bytes:,} bytes, which the system does not give; lower --max-num-batched-tokens and "
-            "--max-num-seqs"
-        ) from error
-    return Executor(program, plan.logits, plan.maxima, spec.vocab_size, sampler, config.max_num_batched_tokens)
+
+    def _sample(self, sequences: Sequence[ScheduledSequence]) -> tuple[SampledToken, ...]:
+        owners = [sequence.request_id for sequence in sequences for _ in range(sequence.num_samples)]
+        if not owners:
+            return ()
+        rows, adjustments = sampling_rows(sequences)
+        start = time.perf_counter()
+        tokens, logprobs, top_ids, top_logprobs = self._sampler.sample(self._logits, self._maxima, rows, adjustments)
+        self._sampling_s += time.perf_counter() - start
+        wanted: list[int] = rows["logprobs"].tolist()
+        return tuple(
+            _sampled(request_id, token, logprob, n, top_ids[i], top_logprobs[i])
+            for i, (request_id, token, logprob, n) in enumerate(
+                zip(owners, tokens.tolist(), logprobs.tolist(), wanted, strict=True)
+            )
+        )
 
 
-def _arena(capacity: Capacity) -> KVArena:
+def _allocate_pages(capacity: Capacity) -> KVArena:
     try:
         return KVArena(capacity.layout, capacity.num_pages)
     except OutOfMemory as error:
         raise ConfigError(f"--kv-cache-memory: {error}") from error
+
+
+def _op_name(op: Op) -> str:
+    if isinstance(op, Linear) and op.maxima is not None:
+        return "lm_head"
+    return type(op).__name__.lower()
+
+
+def _starts(counts: Sequence[int]) -> Ints:
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def _sampled(
+    request_id: int, token: int, logprob: float, wanted: int, top_ids: npt.NDArray[Any], top_logprobs: npt.NDArray[Any]
+) -> SampledToken:
+    if token < 0:
+        return SampledToken(request_id, 0, error="the model's logits are not finite numbers")
+    if wanted < 0:
+        return SampledToken(request_id, token)
+    ids, values = top_ids[:wanted].tolist(), top_logprobs[:wanted].tolist()
+    top = tuple((i, value) for i, value in zip(ids, values, strict=True) if i >= 0)
+    return SampledToken(request_id, token, logprob, top)

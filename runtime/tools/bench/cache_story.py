@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ....pager.layout import TILE
 from ...common.errors import ConfigError
-from ...model.runner import Machine, Rows
+from ...model.runner import ModelRunner
 
 SEED = 1
 
@@ -51,49 +51,47 @@ class CacheStory:
     uncached: Run
 
 
-def tell_cache_story(machine: Machine, prompt_tokens: int, new_tokens: int) -> CacheStory:
+def tell_cache_story(runner: ModelRunner, prompt_tokens: int, new_tokens: int) -> CacheStory:
     """Greedy generation of `new_tokens` (at least 2) after a random prompt. The machine must serve nobody meanwhile.
 
     Raises ConfigError where the pool is too small.
     """
-    vocab = machine.spec.vocab_size
+    vocab = runner.spec.vocab_size
     generator = random.Random(SEED)
     prompt = [generator.randrange(vocab) for _ in range(prompt_tokens)]
-    tables = _tables(machine, prompt_tokens + new_tokens)
-    _generate(machine, prompt, tables, 2, cached=True)  # touches the memory once
-    cached = _generate(machine, prompt, tables, new_tokens, cached=True)
-    return CacheStory(prompt_tokens, cached, _generate(machine, prompt, tables, new_tokens, cached=False))
+    tables = _tables(runner, prompt_tokens + new_tokens)
+    _generate(runner, prompt, tables, 2, cached=True)  # touches the memory once
+    cached = _generate(runner, prompt, tables, new_tokens, cached=True)
+    return CacheStory(prompt_tokens, cached, _generate(runner, prompt, tables, new_tokens, cached=False))
 
 
-def _tables(machine: Machine, num_tokens: int) -> Tables:
+def _tables(runner: ModelRunner, num_tokens: int) -> Tables:
     """Pages for each layer group; those that no row of a step can still see come round again. Raises ConfigError."""
-    size, tables, taken = machine.layout.page_size, [], 0
-    for window in machine.layout.group_windows:
-        held = window + TILE - 1 + machine.executor.max_rows if window else num_tokens
+    size, tables, taken = runner.capacity.layout.page_size, [], 0
+    for window in runner.capacity.layout.group_windows:
+        held = window + TILE - 1 + runner.max_rows if window else num_tokens
         pages = -(-min(held, num_tokens) // size)
         tables.append([taken + page % pages for page in range(-(-num_tokens // size))])
         taken += pages
-    if taken > machine.num_pages:
-        raise ConfigError(f"{num_tokens} tokens take {taken} pages, there are {machine.num_pages}")
+    if taken > runner.capacity.num_pages:
+        raise ConfigError(f"{num_tokens} tokens take {taken} pages, there are {runner.capacity.num_pages}")
     return tables
 
 
-def _generate(machine: Machine, prompt: Sequence[int], tables: Tables, new_tokens: int, *, cached: bool) -> Run:
+def _generate(runner: ModelRunner, prompt: Sequence[int], tables: Tables, new_tokens: int, *, cached: bool) -> Run:
     tokens = list(prompt)
     forward_s = []
     for index in range(new_tokens):
         first = len(tokens) - 1 if cached and index else 0
         start = time.perf_counter()
-        tokens.append(_next_token(machine, tokens, first, tables))
+        tokens.append(_next_token(runner, tokens, first, tables))
         forward_s.append(time.perf_counter() - start)
     return Run(tuple(tokens[len(prompt) :]), tuple(forward_s))
 
 
-def _next_token(machine: Machine, tokens: Sequence[int], first: int, tables: Tables) -> int:
+def _next_token(runner: ModelRunner, tokens: Sequence[int], first: int, tables: Tables) -> int:
     """The most likely token after `tokens`, computing from position `first` on, in as many passes as buffers need."""
-    executor = machine.executor
-    while len(tokens) - first > executor.max_rows:
-        executor.forward([Rows(tokens[first : first + executor.max_rows], first, tables, ())])
-        first += executor.max_rows
-    rest = tokens[first:]
-    return int(executor.forward([Rows(rest, first, tables, (len(rest) - 1,))])[0].argmax())
+    while len(tokens) - first > runner.max_rows:
+        runner.score(tokens[first : first + runner.max_rows], first, tables, 0)
+        first += runner.max_rows
+    return int(runner.score(tokens[first:], first, tables, 1)[0].argmax())

@@ -84,7 +84,7 @@ class _Spent(PrometheusObserver):
 
     def __init__(self, engine: LocalEngine) -> None:
         super().__init__()
-        self._machine = engine.core.machine
+        self._runner = engine.core.runner
         self.frames_s = 0.0
         self._begin()
 
@@ -96,7 +96,7 @@ class _Spent(PrometheusObserver):
 
     def on_step(self, stats: StepStats) -> None:
         super().on_step(stats)
-        kernels_s = sum(self._machine.op_seconds().values())
+        kernels_s = sum(self._runner.op_seconds().values())
         if stats.prefill_tokens:
             self._begin()
         elif stats.decode_tokens == USERS:

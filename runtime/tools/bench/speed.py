@@ -20,7 +20,7 @@ from ...common.types import SamplingParams
 from ...engine import StepStats
 from ...engine.observer import SilentObserver
 from ...llm import LLM
-from ...model.runner import Machine
+from ...model.runner import ModelRunner
 from .roofline import Roofline, RooflineMeter, mean_roofline
 from .work import Contexts, Work, decode_work, prefill_work
 
@@ -109,7 +109,7 @@ def measure_shapes(
     llm: LLM, shapes: list[Shape], new_tokens: int, repeats: int, report: Callable[[str], None]
 ) -> Iterator[ShapeResult]:
     """One result per shape, as it is ready. `report` is told what runs now. Raises ConfigError."""
-    capacity = llm.engine.core.machine.capacity
+    capacity = llm.engine.core.runner.capacity
     meter = RooflineMeter(capacity.cpus.threads, capacity.isa)
     generator = random.Random(SEED)
     time_generation(llm, generator, Shape(1, shapes[0].prompt_tokens), 1)
@@ -132,8 +132,8 @@ def _median(runs: list[Phase]) -> Phase:
 class StepClock(SilentObserver):
     """Times the first `num_steps` steps in which all users decode and nobody prefills any more."""
 
-    def __init__(self, machine: Machine, users: int, num_steps: int) -> None:
-        self._machine = machine
+    def __init__(self, runner: ModelRunner, users: int, num_steps: int) -> None:
+        self._runner = runner
         self._users = users
         self._num_steps = num_steps
         self._ends: list[float] = []  # of the last step with prefill, then of each decode step
@@ -147,12 +147,12 @@ class StepClock(SilentObserver):
     def on_step(self, stats: StepStats) -> None:
         if stats.prefill_tokens:
             self._ends, self.contexts = [time.perf_counter()], []
-            self._machine.op_seconds()
+            self._runner.op_seconds()
         elif stats.decode_tokens == self._users and len(self.contexts) < self._num_steps:
             self._ends.append(time.perf_counter())
             self.contexts.append(stats.context_tokens)
             if len(self.contexts) == self._num_steps:
-                self.op_seconds = self._machine.op_seconds()
+                self.op_seconds = self._runner.op_seconds()
 
 
 class _StepCollector(SilentObserver):
@@ -167,23 +167,23 @@ class _StepCollector(SilentObserver):
 
 def time_prefill(llm: LLM, generator: random.Random, shape: Shape) -> Phase:
     """A run of one new token for each user."""
-    machine, steps = llm.engine.core.machine, _StepCollector()
-    machine.op_seconds()
+    runner, steps = llm.engine.core.runner, _StepCollector()
+    runner.op_seconds()
     llm.engine.set_observer(steps)
     seconds = time_generation(llm, generator, shape, 1)
     llm.engine.set_observer(SilentObserver())
-    work = prefill_work(machine, shape.batch, shape.prompt_tokens, steps.contexts)
-    return Phase(shape.batch * shape.prompt_tokens, seconds, len(steps.contexts), machine.op_seconds(), work)
+    work = prefill_work(runner, shape.batch, shape.prompt_tokens, steps.contexts)
+    return Phase(shape.batch * shape.prompt_tokens, seconds, len(steps.contexts), runner.op_seconds(), work)
 
 
 def time_decode(llm: LLM, generator: random.Random, shape: Shape, new_tokens: int) -> Phase:
     """A run in which the first user still decodes for `new_tokens` steps when the last has been prefilled."""
-    machine = llm.engine.core.machine
-    clock = StepClock(machine, shape.batch, new_tokens)
+    runner = llm.engine.core.runner
+    clock = StepClock(runner, shape.batch, new_tokens)
     llm.engine.set_observer(clock)
     time_generation(llm, generator, shape, new_tokens + _prefill_steps(llm.engine.core.config, shape))
     llm.engine.set_observer(SilentObserver())
-    work = decode_work(machine, clock.contexts)
+    work = decode_work(runner, clock.contexts)
     return Phase(shape.batch * new_tokens, clock.seconds, new_tokens, clock.op_seconds, work)
 
 
@@ -194,7 +194,7 @@ def _prefill_steps(config: EngineConfig, shape: Shape) -> int:
 
 def time_generation(llm: LLM, generator: random.Random, shape: Shape, new_tokens: int) -> float:
     """Seconds to generate exactly `new_tokens` for each user."""
-    vocab = llm.engine.core.machine.spec.vocab_size
+    vocab = llm.engine.core.runner.spec.vocab_size
     low, high = (10, min(8000, vocab)) if vocab > 20 else (0, vocab)
     prompts = [[generator.randrange(low, high) for _ in range(shape.prompt_tokens)] for _ in range(shape.batch)]
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)

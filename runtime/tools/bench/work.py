@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ....kernels.ops import QUERY_FORMS, Form, Linear
 from ....scheduler import chunk_pairs
-from ...model.runner import Machine
+from ...model.runner import ModelRunner
 from .roofline import Roofline
 
 Contexts = tuple[int, ...]  # of one step: per sequence, tokens in the KV cache after it
@@ -45,19 +45,19 @@ class Work:
         return self.num_bytes / roof.read_bytes_per_s
 
 
-def prefill_work(machine: Machine, users: int, prompt_tokens: int, steps: Sequence[Contexts]) -> Work:
+def prefill_work(runner: ModelRunner, users: int, prompt_tokens: int, steps: Sequence[Contexts]) -> Work:
     """Prompts of `users` from their first token on, computed in `steps`; each user samples one token."""
 
     def pairs(window: int) -> int:
         return users * visible_pairs(0, prompt_tokens, window)
 
-    return _work(machine, users * prompt_tokens, users, steps, pairs)
+    return _work(runner, users * prompt_tokens, users, steps, pairs)
 
 
-def decode_work(machine: Machine, steps: Sequence[Contexts]) -> Work:
+def decode_work(runner: ModelRunner, steps: Sequence[Contexts]) -> Work:
     """One token for each sequence of each step, all of which sample."""
     rows = sum(len(contexts) for contexts in steps)
-    return _work(machine, rows, rows, steps, lambda window: _seen(steps, window))
+    return _work(runner, rows, rows, steps, lambda window: _seen(steps, window))
 
 
 def visible_pairs(first: int, rows: int, window: int) -> int:
@@ -71,17 +71,17 @@ def _seen(steps: Sequence[Contexts], window: int) -> int:
     return sum(min(context, window or context) for contexts in steps for context in contexts)
 
 
-def _work(machine: Machine, rows: int, samples: int, steps: Sequence[Contexts], pairs: Callable[[int], int]) -> Work:
+def _work(runner: ModelRunner, rows: int, samples: int, steps: Sequence[Contexts], pairs: Callable[[int], int]) -> Work:
     """`pairs(window)`: how many (query, visible key) pairs a layer of that window has."""
     ops: dict[Form, int] = {}
     weight_bytes = 0
-    for op in machine.ops:
+    for op in runner.ops:
         if isinstance(op, Linear):
             weight = op.weight
-            of = samples if machine.is_lm_head(op) else rows
+            of = samples if op.maxima is not None else rows  # only the lm_head leaves maxima
             ops[weight.dtype] = ops.get(weight.dtype, 0) + 2 * of * weight.out_features * weight.in_features
             weight_bytes += weight.nbytes * len(steps)
-    spec, layout = machine.spec, machine.layout
+    spec, layout = runner.spec, runner.capacity.layout
     form = QUERY_FORMS[layout.dtype]  # of keys and values as they are multiplied
     kv_bytes = 0
     for window in spec.windows:

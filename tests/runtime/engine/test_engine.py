@@ -374,8 +374,8 @@ async def test_cancelling_ends_every_choice(running: Running) -> None:
 async def test_one_choice_that_fails_fails_its_request(running: Running) -> None:
     async with running(enable_prefix_caching=False) as engine:
         wanted = await chunks_of(engine, asked())
-        executor = engine.core.machine.executor
-        sample, calls = executor._sampler.sample, []
+        runner = engine.core.runner
+        sample, calls = runner._sampler.sample, []
 
         class Poisoned:
             def sample(self, logits: Any, maxima: Any, rows: Any, adjustments: Any) -> Any:
@@ -384,7 +384,7 @@ async def test_one_choice_that_fails_fails_its_request(running: Running) -> None
                     logits[2] = maxima[2] = np.nan
                 return sample(logits, maxima, rows, adjustments)
 
-        executor._sampler = Poisoned()  # type: ignore[assignment]
+        runner._sampler = Poisoned()  # type: ignore[assignment]
         good, bad = await engine.submit(asked()), await engine.submit(asked(n=3, temperature=1.0))
         results = await asyncio.gather(collect(good), collect(bad), return_exceptions=True)
         assert ids_of(results[0]) == ids_of(wanted)  # type: ignore[arg-type]
@@ -423,8 +423,8 @@ async def test_a_deadline_in_the_middle_keeps_what_was_sent(running: Running) ->
 async def test_a_failing_step_fails_its_requests_only(running: Running) -> None:
     async with running(max_num_seqs=2) as engine:
         wanted = await chunks_of(engine, asked())
-        executor = engine.core.machine.executor
-        execute, calls = executor.execute, []
+        runner = engine.core.runner
+        execute, calls = runner.execute, []
 
         def flaky(plan: Any) -> Any:
             calls.append(len(plan.sequences))
@@ -432,7 +432,7 @@ async def test_a_failing_step_fails_its_requests_only(running: Running) -> None:
                 raise ZeroDivisionError("a bug")
             return execute(plan)
 
-        executor.execute = flaky  # type: ignore[method-assign]
+        runner.execute = flaky  # type: ignore[method-assign]
         streams = [await engine.submit(asked()) for _ in range(3)]
         results = await asyncio.gather(*(collect(stream) for stream in streams), return_exceptions=True)
         assert [type(result) for result in results] == [GenerationFailed, GenerationFailed, list]
@@ -447,8 +447,8 @@ async def collect(stream: Any) -> list[OutputChunk]:
 async def test_logits_that_are_not_finite_fail_their_request_only(running: Running) -> None:
     async with running(enable_prefix_caching=False) as engine:
         wanted = await chunks_of(engine, asked())
-        executor = engine.core.machine.executor
-        sample = executor._sampler.sample
+        runner = engine.core.runner
+        sample = runner._sampler.sample
 
         class Poisoned:
             def sample(self, logits: Any, maxima: Any, rows: Any, adjustments: Any) -> Any:
@@ -456,7 +456,7 @@ async def test_logits_that_are_not_finite_fail_their_request_only(running: Runni
                     logits[1] = maxima[1] = np.nan
                 return sample(logits, maxima, rows, adjustments)
 
-        executor._sampler = Poisoned()  # type: ignore[assignment]
+        runner._sampler = Poisoned()  # type: ignore[assignment]
         one, other = [await engine.submit(asked()) for _ in range(2)]
         results = await asyncio.gather(collect(one), collect(other), return_exceptions=True)
         assert ids_of(results[0]) == ids_of(wanted)  # type: ignore[arg-type]

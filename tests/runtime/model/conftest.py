@@ -14,7 +14,7 @@ import pytest
 from quire.kernels.pool import Pool
 from quire.kernels.program import Program
 from quire.kernels.reference import ReferenceProgram
-from quire.runtime.model import Model, kv_layout
+from quire.runtime.model import PackedModel, kv_layout
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 PAGE_SIZE = 16
@@ -47,7 +47,9 @@ def model_folder(tmp_path: Path) -> Callable[..., Path]:
 def compute_logits() -> Callable[..., Logits]:
     """Logits of every token of one sequence, by the compiled kernels."""
 
-    def compute(model: Model, token_ids: Sequence[int], *, kv_dtype: Any = "f32", chunk: int | None = None) -> Logits:
+    def compute(
+        model: PackedModel, token_ids: Sequence[int], *, kv_dtype: Any = "f32", chunk: int | None = None
+    ) -> Logits:
         chunk = chunk or len(token_ids)
         plan = model.compile(max_positions=len(token_ids), max_tokens=chunk, max_samples=chunk)
         layout = kv_layout(model.spec, kv_dtype, PAGE_SIZE)
@@ -76,7 +78,7 @@ def compute_logits() -> Callable[..., Logits]:
 def reference_logits() -> Callable[..., Logits]:
     """The same by the numpy twins, in float64."""
 
-    def compute(model: Model, token_ids: Sequence[int]) -> Logits:
+    def compute(model: PackedModel, token_ids: Sequence[int]) -> Logits:
         count = len(token_ids)
         plan = model.compile(max_positions=count, max_tokens=count, max_samples=count)
         num_pages = len(kv_layout(model.spec, "f32", PAGE_SIZE).groups) * pages_of(token_ids)

@@ -17,7 +17,7 @@ from quire.runtime.common.errors import (
     UnsupportedModel,
     WrongTensor,
 )
-from quire.runtime.model import load_model
+from quire.runtime.model import pack_model
 from quire.runtime.model.weights import Checkpoint, packing
 from safetensors.numpy import save_file
 
@@ -56,7 +56,7 @@ def test_a_truncated_file(model_folder: Callable[..., Path], keep: int) -> None:
     file = model_folder("llama") / "model.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(CorruptCheckpoint, match=r"llama/model\.safetensors"):
-        load_model(file.parent, "f32")
+        pack_model(file.parent, "f32")
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_truncated_file(model_folder: Callable[..., Path], keep: int) -> None:
 def test_a_missing_tensor(rewritten: Callable[[str, Edit], Path], family: str, name: str) -> None:
     folder = rewritten(family, lambda tensors: tensors.pop(name))
     with pytest.raises(MissingTensor, match=name):
-        load_model(folder, "f32")
+        pack_model(folder, "f32")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_missing_tensor(rewritten: Callable[[str, Edit], Path], family: str, n
 def test_a_wrong_shape(rewritten: Callable[[str, Edit], Path], name: str, shape: tuple[int, ...]) -> None:
     folder = rewritten("qwen3", lambda tensors: tensors.update({name: np.zeros(shape, np.float32)}))
     with pytest.raises(WrongTensor, match=rf"{name}.*is \{list(shape)}; config\.json implies \["):
-        load_model(folder, "q8")
+        pack_model(folder, "q8")
 
 
 @pytest.mark.parametrize(("dtype", "spelt"), [(np.int8, "I8"), (np.uint16, "U16"), (np.float64, "F64")])
@@ -101,37 +101,37 @@ def test_a_wrong_dtype(rewritten: Callable[[str, Edit], Path], dtype: Any, spelt
     name = f"{LAYER}mlp.down_proj.weight"
     folder = rewritten("qwen3", lambda tensors: tensors.update({name: tensors[name].astype(dtype)}))
     with pytest.raises(WrongTensor, match=f"{name}.* is {spelt}; it must be one of BF16, F16, F32"):
-        load_model(folder, "bf16")
+        pack_model(folder, "bf16")
 
 
 def test_a_missing_shard(model_folder: Callable[..., Path]) -> None:
     folder = model_folder("qwen2")
     (folder / "model-00003-of-00004.safetensors").unlink()
     with pytest.raises(CorruptCheckpoint, match="model-00003-of-00004"):
-        load_model(folder, "f32")
+        pack_model(folder, "f32")
 
 
 def test_no_weights_at_all(model_folder: Callable[..., Path]) -> None:
     folder = model_folder("llama")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(ModelNotFound, match=r"neither model\.safetensors nor"):
-        load_model(folder, "f32")
+        pack_model(folder, "f32")
 
 
 def test_an_unsupported_architecture(model_folder: Callable[..., Path]) -> None:
     folder = model_folder("llama", lambda config: config.update(architectures=["MixtralForCausalLM"]))
     with pytest.raises(UnsupportedModel, match="MixtralForCausalLM"):
-        load_model(folder, "f32")
+        pack_model(folder, "f32")
 
 
 def test_a_config_that_belongs_to_another_checkpoint(model_folder: Callable[..., Path]) -> None:
     with pytest.raises(MissingTensor, match=r"model\.layers\.2\.input_layernorm"):
-        load_model(model_folder("llama", lambda config: config.update(num_hidden_layers=3)), "f32")
+        pack_model(model_folder("llama", lambda config: config.update(num_hidden_layers=3)), "f32")
 
 
 def test_an_unknown_weight_dtype(goldens: Path) -> None:
     with pytest.raises(ConfigError, match="'fp8'; it must be one of bf16, q8, f32"):
-        load_model(goldens / "llama", "fp8")  # type: ignore[arg-type]
+        pack_model(goldens / "llama", "fp8")  # type: ignore[arg-type]
 
 
 def test_the_error_tree_puts_them_all_under_one_base() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire.runtime.model import BUNDLED_MODEL, load_model, read_spec
+from quire.runtime.model import BUNDLED_MODEL, pack_model, read_spec
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 HELDOUT = Path(__file__).parents[2] / "data" / "heldout.json"
@@ -36,7 +36,7 @@ def test_the_program_means_what_transformers_computes(
     goldens: Path, family: str, golden: tuple[list[int], Any], reference_logits: Callable[..., Any]
 ) -> None:
     token_ids, expected = golden
-    assert distance(reference_logits(load_model(goldens / family, "f32"), token_ids), expected) < 2e-5
+    assert distance(reference_logits(pack_model(goldens / family, "f32"), token_ids), expected) < 2e-5
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
@@ -44,7 +44,7 @@ def test_f32_kernels_are_within_2e_4(
     goldens: Path, family: str, golden: tuple[list[int], Any], compute_logits: Callable[..., Any], chunk: int | None
 ) -> None:
     token_ids, expected = golden
-    logits = compute_logits(load_model(goldens / family, "f32"), token_ids, chunk=chunk)
+    logits = compute_logits(pack_model(goldens / family, "f32"), token_ids, chunk=chunk)
     assert distance(logits, expected) < 2e-4
 
 
@@ -53,7 +53,7 @@ def test_smaller_weights_stay_near(
     goldens: Path, family: str, golden: tuple[list[int], Any], compute_logits: Callable[..., Any], weights: Any
 ) -> None:
     token_ids, expected = golden
-    logits = compute_logits(load_model(goldens / family, weights), token_ids, kv_dtype="bf16")
+    logits = compute_logits(pack_model(goldens / family, weights), token_ids, kv_dtype="bf16")
     assert 1e-5 < distance(logits, expected) < 0.05
 
 
@@ -73,7 +73,7 @@ def test_the_bundled_model_predicts_text_it_never_saw(
 ) -> None:
     heldout = json.loads(HELDOUT.read_text())
     token_ids, reference = heldout["token_ids"], heldout["mean_nll_f32"]
-    logits = compute_logits(load_model(None, weights), token_ids, kv_dtype=kv_dtype, chunk=512).astype(np.float64)
+    logits = compute_logits(pack_model(None, weights), token_ids, kv_dtype=kv_dtype, chunk=512).astype(np.float64)
     log_normaliser = np.log(np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)) + logits.max(axis=1)
     nll = (log_normaliser - logits[np.arange(len(logits)), np.roll(token_ids, -1)])[:-1].mean()
     assert nll == pytest.approx(reference, abs=tolerance if weights == "f32" else tolerance * reference)

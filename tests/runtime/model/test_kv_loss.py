@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire.runtime.model import load_model
+from quire.runtime.model import pack_model
 
 HELDOUT = json.loads((Path(__file__).parents[2] / "data" / "heldout.json").read_text())["token_ids"]
 
@@ -40,7 +40,7 @@ def log_probs(goldens: Path, compute_logits: Callable[..., Any]) -> LogProbs:
     """Of every next token, [positions, vocabulary], by model and KV dtype."""
 
     def compute(name: str, kv_dtype: str) -> Any:
-        model = load_model(None if name == "bundled" else goldens / name, "f32")
+        model = pack_model(None if name == "bundled" else goldens / name, "f32")
         ids = HELDOUT if name == "bundled" else np.load(goldens / name / "golden.npz")["token_ids"].tolist()
         logits = compute_logits(model, ids, kv_dtype=kv_dtype, chunk=min(len(ids), 512)).astype(np.float64)
         logits -= logits.max(axis=1, keepdims=True)

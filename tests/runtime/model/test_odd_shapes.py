@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire.runtime.model import load_model, read_spec
+from quire.runtime.model import pack_model, read_spec
 from quire.runtime.model.weights.tensors import expected_tensors
 from safetensors.numpy import save_file
 
@@ -72,7 +72,7 @@ def test_kernels_and_twins_agree(
     tmp_path: Path, shape: str, compute_logits: Callable[..., Any], reference_logits: Callable[..., Any]
 ) -> None:
     write_random_model(tmp_path, SHAPES[shape])
-    model = load_model(tmp_path, "f32")
+    model = pack_model(tmp_path, "f32")
     token_ids = np.random.default_rng(8).integers(0, model.spec.vocab_size, 40).tolist()
     expected = reference_logits(model, token_ids)
     np.testing.assert_allclose(compute_logits(model, token_ids, chunk=9), expected, atol=1e-5 * np.ptp(expected))

@@ -11,7 +11,7 @@ import pytest
 from quire.kernels.pack import PackedMatrix
 from quire.pager.memory import HUGE_PAGE_BYTES
 from quire.runtime.common.errors import ModelError
-from quire.runtime.model import Model, load_model
+from quire.runtime.model import PackedModel, pack_model
 from quire.runtime.model.weights import Checkpoint
 from quire.runtime.model.weights.memory import map_block
 from quire.runtime.model.weights.packing import plan_weights
@@ -23,7 +23,7 @@ def widened(checkpoint: Checkpoint, name: str) -> Any:
     return (values.astype(np.uint32) << 16).view(np.float32) if values.dtype == np.uint16 else values.astype(np.float32)
 
 
-def matrices(model: Model) -> list[PackedMatrix]:
+def matrices(model: PackedModel) -> list[PackedMatrix]:
     weights = model.weights
     head = [] if weights.lm_head is weights.embedding else [weights.lm_head]
     inner = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
@@ -31,13 +31,13 @@ def matrices(model: Model) -> list[PackedMatrix]:
 
 
 def test_q_k_and_v_are_one_matrix_in_that_order(goldens: Path) -> None:
-    checkpoint, layer = Checkpoint(goldens / "qwen3"), load_model(goldens / "qwen3", "f32").weights.layers[1]
+    checkpoint, layer = Checkpoint(goldens / "qwen3"), pack_model(goldens / "qwen3", "f32").weights.layers[1]
     parts = [widened(checkpoint, f"model.layers.1.self_attn.{name}_proj.weight") for name in "qkv"]
     np.testing.assert_array_equal(layer.qkv.unpack(), np.concatenate(parts))
 
 
 def test_gate_and_up_alternate_by_16_and_end_in_zeros(goldens: Path) -> None:
-    checkpoint, layer = Checkpoint(goldens / "qwen3"), load_model(goldens / "qwen3", "f32").weights.layers[0]
+    checkpoint, layer = Checkpoint(goldens / "qwen3"), pack_model(goldens / "qwen3", "f32").weights.layers[0]
     gate, up = (widened(checkpoint, f"model.layers.0.mlp.{name}_proj.weight") for name in ("gate", "up"))
     pairs = layer.gate_up.unpack().reshape(-1, 2, 16, 64)  # 176 columns of each, padded to 192
     np.testing.assert_array_equal(pairs[:, 0].reshape(192, 64)[:176], gate)
@@ -46,7 +46,7 @@ def test_gate_and_up_alternate_by_16_and_end_in_zeros(goldens: Path) -> None:
 
 
 def test_biases_lie_as_the_columns_they_belong_to(goldens: Path) -> None:
-    checkpoint, layer = Checkpoint(goldens / "llama"), load_model(goldens / "llama", "bf16").weights.layers[0]
+    checkpoint, layer = Checkpoint(goldens / "llama"), pack_model(goldens / "llama", "bf16").weights.layers[0]
     prefix = "model.layers.0."
     qkv = [widened(checkpoint, f"{prefix}self_attn.{name}_proj.bias") for name in "qkv"]
     gate, up = (widened(checkpoint, f"{prefix}mlp.{name}_proj.bias").reshape(-1, 16) for name in ("gate", "up"))
@@ -58,14 +58,14 @@ def test_biases_lie_as_the_columns_they_belong_to(goldens: Path) -> None:
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", True), ("llama", False), ("mistral", False)])
 def test_tied_embeddings_are_packed_once(goldens: Path, family: str, tied: bool) -> None:
-    weights = load_model(goldens / family, "bf16").weights
+    weights = pack_model(goldens / family, "bf16").weights
     assert (weights.lm_head is weights.embedding) == tied
 
 
 @pytest.mark.parametrize("weights", ["bf16", "q8", "f32"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_planned_bytes_are_the_packed_bytes(goldens: Path, family: str, weights: Any) -> None:
-    model = load_model(goldens / family, weights)
+    model = pack_model(goldens / family, weights)
     assert plan_weights(model.spec, weights)[1] == sum(matrix.nbytes for matrix in matrices(model))
 
 
@@ -75,7 +75,7 @@ def test_extra_tensors_are_none_of_our_business(model_folder: Callable[..., Path
     tensors: dict[str, Any] = {name: checkpoint.tensor(name) for name in checkpoint.names}
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(16, np.int64)
     save_file(tensors, folder / "model.safetensors")
-    assert load_model(folder, "f32").spec.family == "mistral"
+    assert pack_model(folder, "f32").spec.family == "mistral"
 
 
 def test_a_matrix_that_cannot_be_filled_fails_the_load(goldens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,7 @@ def test_a_matrix_that_cannot_be_filled_fails_the_load(goldens: Path, monkeypatc
 
     monkeypatch.setattr(Checkpoint, "tensor", fail_once)
     with pytest.raises(MemoryError, match="down_proj"):
-        load_model(goldens / "llama", "bf16")
+        pack_model(goldens / "llama", "bf16")
 
 
 def test_the_block_is_zeroed_and_starts_on_a_huge_page() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from quire.runtime.model import KNOWN_SHAPES, describe_sizes, kv_layout, load_model, plan_memory, read_spec
+from quire.runtime.model import KNOWN_SHAPES, describe_sizes, kv_layout, pack_model, plan_memory, read_spec
 
 GIB, MIB = 1 << 30, 1 << 20
 SHAPES = {shape.name: shape for shape in KNOWN_SHAPES}
@@ -42,12 +42,12 @@ def test_the_table_prints_every_model_with_exact_bytes() -> None:
 
 
 def test_the_bundled_model_is_in_the_table_as_it_is() -> None:
-    shape, layout = SHAPES["Quire demo (4 M)"], kv_layout(load_model(None, "q8").spec, "bf16", 32)
+    shape, layout = SHAPES["Quire demo (4 M)"], kv_layout(pack_model(None, "q8").spec, "bf16", 32)
     assert shape.kv_bytes("bf16") == layout.sequence_bytes(shape.num_tokens)
 
 
 def test_a_plan_is_what_loading_and_compiling_give(goldens: Path) -> None:
-    model = load_model(goldens / "qwen3", "q8")
+    model = pack_model(goldens / "qwen3", "q8")
     compiled = model.compile(max_positions=200, max_tokens=48, max_samples=8)
     plan = plan_memory(
         read_spec(goldens / "qwen3"),

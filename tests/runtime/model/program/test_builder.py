@@ -20,7 +20,7 @@ from quire.kernels.ops import (
     region_nbytes,
 )
 from quire.kernels.pack import PackedMatrix, packed_nbytes
-from quire.runtime.model import load_model
+from quire.runtime.model import pack_model
 from quire.runtime.model.program import ProgramBuilder, ProgramPlan
 from quire.runtime.model.program.memory import Lifetime, live_bytes
 
@@ -28,7 +28,7 @@ GOLDENS = Path(__file__).parents[3] / "goldens"
 
 
 def compiled(family: str, weights: Any, max_tokens: int = 64, max_samples: int = 4) -> ProgramPlan:
-    model = load_model(GOLDENS / family, weights)
+    model = pack_model(GOLDENS / family, weights)
     return model.compile(max_positions=96, max_tokens=max_tokens, max_samples=max_samples)
 
 

@@ -12,109 +12,107 @@ from quire.pager import Pager, PageTable
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError
 from quire.runtime.common.types import SamplingParams
-from quire.runtime.model.runner import Machine, Rows, SamplingSpec, assemble
+from quire.runtime.model.runner import ModelRunner, SamplingSpec, load_model
 from quire.scheduler import ScheduledSequence, StepPlan
 
 LENGTH = 480
 TOKENS = np.random.default_rng(1).integers(0, 307, LENGTH).tolist()
 LAYERS = ["s.s.ss", "ssss", "...."]
 
-Assemble = Callable[..., Machine]
+Load = Callable[..., ModelRunner]
 
 
 @pytest.fixture
-def assembled(hybrid_folder: Callable[[str], Path]) -> Iterator[Assemble]:
-    machines: list[Machine] = []
+def load(hybrid_folder: Callable[[str], Path]) -> Iterator[Load]:
+    runners: list[ModelRunner] = []
     folders: dict[str, Path] = {}
 
-    def make(layers: str, kv_memory: int = 16 << 20, **settings: Any) -> Machine:
+    def make(layers: str, kv_memory: int = 16 << 20, **settings: Any) -> ModelRunner:
         if layers not in folders:
             folders[layers] = hybrid_folder(layers)
         settings = {"max_num_batched_tokens": 160, "threads": 2, **settings}
-        machines.append(assemble(EngineConfig(model=str(folders[layers]), kv_cache_memory=kv_memory, **settings)))
-        return machines[-1]
+        runners.append(load_model(EngineConfig(model=str(folders[layers]), kv_cache_memory=kv_memory, **settings)))
+        return runners[-1]
 
     yield make
-    for machine in machines:
-        machine.close()
+    for runner in runners:
+        runner.close()
 
 
-def pager_of(machine: Machine, *, prefix_caching: bool = False) -> Pager:
+def pager_of(runner: ModelRunner, *, prefix_caching: bool = False) -> Pager:
     return Pager(
-        machine.layout.page_size,
-        machine.num_pages,
-        windows=machine.layout.group_windows,
-        copy_page=machine.arena.copy_page,
+        runner.capacity.layout.page_size,
+        runner.capacity.num_pages,
+        windows=runner.capacity.layout.group_windows,
+        copy_page=runner.arena.copy_page,
         enable_prefix_caching=prefix_caching,
     )
 
 
-def last_logits(machine: Machine, pager: Pager, table: PageTable, chunk: int) -> list[bytes]:
+def last_logits(runner: ModelRunner, pager: Pager, table: PageTable, chunk: int) -> list[bytes]:
     """Of the end of the prompt and the tokens after it, one by one; the pager commits after each step."""
     logits, prompt = [], LENGTH - 4
     while table.num_tokens < LENGTH:
         first = table.num_tokens
         count = min(chunk, prompt - first) if first < prompt else 1
         pager.grow(table, count)
-        rows = Rows(TOKENS[first : first + count], first, table.pages, (count - 1,))
-        logits.append(machine.executor.forward([rows])[0].tobytes())
+        logits.append(runner.score(TOKENS[first : first + count], first, table.pages, 1)[0].tobytes())
         pager.commit(table, TOKENS)
     return logits[-5:]
 
 
-def logits_of_kept_pages(machine: Machine, chunk: int) -> list[bytes]:
+def logits_of_kept_pages(runner: ModelRunner, chunk: int) -> list[bytes]:
     """The same through tables that give nothing back."""
-    pages, logits, prompt = -(-LENGTH // machine.layout.page_size), [], LENGTH - 4
-    tables = [range(g * pages, (g + 1) * pages) for g in range(len(machine.layout.groups))]
+    pages, logits, prompt = -(-LENGTH // runner.capacity.layout.page_size), [], LENGTH - 4
+    tables = [range(g * pages, (g + 1) * pages) for g in range(len(runner.capacity.layout.groups))]
     for first in [*range(0, prompt, chunk), *range(prompt, LENGTH)]:
         end = min(first + chunk, prompt) if first < prompt else first + 1
-        rows = Rows(TOKENS[first:end], first, tables, (end - first - 1,))
-        logits.append(machine.executor.forward([rows])[0].tobytes())
+        logits.append(runner.score(TOKENS[first:end], first, tables, 1)[0].tobytes())
     return logits[-5:]
 
 
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize(("kv_dtype", "page_size"), [("bf16", 32), ("int8", 16), ("f32", 64)])
-def test_giving_pages_back_changes_no_bit(assembled: Assemble, layers: str, kv_dtype: str, page_size: int) -> None:
-    machine = assembled(layers, kv_cache_dtype=kv_dtype, page_size=page_size)
-    pager = pager_of(machine)
-    want = logits_of_kept_pages(machine, 160)
+def test_giving_pages_back_changes_no_bit(load: Load, layers: str, kv_dtype: str, page_size: int) -> None:
+    runner = load(layers, kv_cache_dtype=kv_dtype, page_size=page_size)
+    pager = pager_of(runner)
+    want = logits_of_kept_pages(runner, 160)
     for chunk in (160, 37, 1):
-        machine.arena.memory[:] = 0xFF  # what nobody wrote is NaN
+        runner.arena.memory[:] = 0xFF  # what nobody wrote is NaN
         table, _ = pager.open(())
-        assert last_logits(machine, pager, table, chunk) == want
+        assert last_logits(runner, pager, table, chunk) == want
         assert pager.num_owned < pager.pages_for(LENGTH) + 1
         pager.release(table)
 
 
 @pytest.mark.parametrize("layers", LAYERS)
-def test_a_cached_prefix_changes_no_bit(assembled: Assemble, layers: str) -> None:
-    machine = assembled(layers)
-    pager = pager_of(machine, prefix_caching=True)
+def test_a_cached_prefix_changes_no_bit(load: Load, layers: str) -> None:
+    runner = load(layers)
+    pager = pager_of(runner, prefix_caching=True)
     first, cached = pager.open(TOKENS)
     assert cached == 0
-    want = last_logits(machine, pager, first, 32)
+    want = last_logits(runner, pager, first, 32)
     again, cached = pager.open(TOKENS)
-    assert cached == LENGTH - machine.layout.page_size
-    assert last_logits(machine, pager, again, 32)[-4:] == want[-4:]
+    assert cached == LENGTH - runner.capacity.layout.page_size
+    assert last_logits(runner, pager, again, 32)[-4:] == want[-4:]
 
 
-def test_a_sliding_model_serves_sequences_longer_than_its_pool(assembled: Assemble) -> None:
-    roomy = assembled("ssss")
-    page_bytes = roomy.layout.page_bytes
-    pages = roomy.layout.pages_for(LENGTH)
-    small = assembled("ssss", pages * page_bytes)
-    assert small.num_pages * small.layout.page_size < LENGTH < small.max_model_len == 4096
+def test_a_sliding_model_serves_sequences_longer_than_its_pool(load: Load) -> None:
+    roomy = load("ssss")
+    page_bytes = roomy.capacity.layout.page_bytes
+    pages = roomy.capacity.layout.pages_for(LENGTH)
+    small = load("ssss", pages * page_bytes)
+    assert small.capacity.num_pages * small.capacity.layout.page_size < LENGTH < small.capacity.max_model_len == 4096
     pager = pager_of(small)
     assert last_logits(small, pager, pager.open(())[0], 1) == logits_of_kept_pages(roomy, 160)
-    smaller = assembled("ssss", (pages - 1) * page_bytes)
-    assert smaller.max_model_len == (pages - 1) * small.layout.page_size
+    smaller = load("ssss", (pages - 1) * page_bytes)
+    assert smaller.capacity.max_model_len == (pages - 1) * small.capacity.layout.page_size
 
 
-def test_a_pool_that_holds_no_sequence(assembled: Assemble) -> None:
-    page_bytes = assembled("s.s.ss").layout.page_bytes
+def test_a_pool_that_holds_no_sequence(load: Load) -> None:
+    page_bytes = load("s.s.ss").capacity.layout.page_bytes
     with pytest.raises(ConfigError, match=f"holds 2 of the 3 pages that a sequence .* takes {page_bytes} bytes"):
-        assembled("s.s.ss", 3 * page_bytes - 1)
+        load("s.s.ss", 3 * page_bytes - 1)
 
 
 # Several samples of one sequence
@@ -140,19 +138,18 @@ def scheduled(
         {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "min_tokens": 24, "logprobs": 0},
     ],
 )
-def test_verified_guesses_give_what_one_token_at_a_time_gives(
-    assembled: Assemble, layers: str, params: dict[str, Any]
-) -> None:
+def test_verified_guesses_give_what_one_token_at_a_time_gives(load: Load, layers: str, params: dict[str, Any]) -> None:
     """Right guesses, in one step between two other sequences, and wrong ones up to the first difference."""
-    machine, spec = assembled(layers, max_num_seqs=8), sampling(**params)
+    runner, spec = load(layers, max_num_seqs=8), sampling(**params)
     pages = range(-(-140 // 32))
     tables, others = (
-        [[first + g * 20 + page for page in pages] for g in range(len(machine.layout.groups))] for first in (0, 10)
+        [[first + g * 20 + page for page in pages] for g in range(len(runner.capacity.layout.groups))]
+        for first in (0, 10)
     )
 
     def step(*sequences: ScheduledSequence) -> list[Any]:
         plan = StepPlan(1, sequences, 1, 0)
-        return list(machine.executor.execute(plan).sampled)
+        return list(runner.execute(plan).sampled)
 
     step(scheduled(tables, TOKENS[:119], 119, 0, spec))
     tokens, one_by_one = TOKENS[:120], []

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 import pytest
-from quire.kernels.ops import Region
 from quire.pager import KVLayout
 from quire.runtime.model.program import ProgramBuilder
 from quire.runtime.tools.bench.roofline import Roofline
@@ -29,14 +28,19 @@ class Spec:
 
 
 @dataclass
-class Machine:
+class FakeCapacity:
+    layout: KVLayout
+
+
+@dataclass
+class FakeModelRunner:
     """Two layers with one linear each, and a head."""
 
     kv: str
     spec: Spec = field(default_factory=lambda: Spec((0, 3)))
 
     def __post_init__(self) -> None:
-        self.layout = KVLayout(2, 2, 32, self.kv)
+        self.capacity = FakeCapacity(KVLayout(2, 2, 32, self.kv))
         builder = ProgramBuilder(16, 4)
         x = builder.embed(Weight(500, 64, "q8", 34000))
         for _ in range(2):
@@ -44,13 +48,9 @@ class Machine:
         logits = builder.logits(builder.gather(x), Weight(500, 64, "q8", 34000))
         self.ops = builder.build(logits).ops
 
-    def is_lm_head(self, op) -> bool:
-        assert isinstance(op.out, Region)
-        return op.weight.out_features == self.spec.vocab_size
-
 
 def test_decode_reads_weights_once_per_step_and_every_key_and_value_a_window_shows():
-    work = decode_work(Machine("bf16"), [(5, 2), (6, 3)])
+    work = decode_work(FakeModelRunner("bf16"), [(5, 2), (6, 3)])
     assert work.weight_bytes == 2 * (2 * 4352 + 34000)
     token_bytes = 2 * 2 * 32 * 2  # K and V, KV heads, head_dim, bf16
     assert work.kv_bytes == (5 + 2 + 6 + 3) * token_bytes + (3 + 2 + 3 + 3) * token_bytes
@@ -61,20 +61,20 @@ def test_decode_reads_weights_once_per_step_and_every_key_and_value_a_window_sho
 
 
 def test_prefill_multiplies_the_causal_half_and_the_head_once_per_user():
-    work = prefill_work(Machine("f32"), 3, 5, [(5, 5), (5,)])
+    work = prefill_work(FakeModelRunner("f32"), 3, 5, [(5, 5), (5,)])
     pairs = 3 * (1 + 2 + 3 + 4 + 5) + 3 * (1 + 2 + 3 + 3 + 3)
     assert work.ops == {"q8": 2 * 15 * 2 * 64 * 64 + 2 * 3 * 500 * 64, "f32": 2 * 2 * pairs * 4 * 32}
     assert work.weight_bytes == 2 * (2 * 4352 + 34000)
 
 
 def test_int8_keys_and_values_are_multiplied_as_int8():
-    work = decode_work(Machine("int8"), [(4,)])
+    work = decode_work(FakeModelRunner("int8"), [(4,)])
     assert work.ops == {"q8": 2 * (2 * 64 * 64 + 500 * 64) + 2 * 2 * (4 + 3) * 4 * 32}
     assert work.kv_bytes == (4 + 3) * KVLayout(1, 2, 32, "int8").token_bytes
 
 
 def test_the_least_time_takes_each_form_at_its_own_peak():
-    work = decode_work(Machine("bf16"), [(4,)])
+    work = decode_work(FakeModelRunner("bf16"), [(4,)])
     roof = Roofline(1000, {"q8": 100, "bf16": 50, "f32": 25})
     assert work.compute_seconds(roof) == pytest.approx(work.ops["q8"] / 100 + work.ops["bf16"] / 50)
     assert work.memory_seconds(roof) == pytest.approx((work.weight_bytes + work.kv_bytes) / 1000)
