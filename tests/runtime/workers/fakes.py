@@ -93,7 +93,9 @@ class FakeProcess:
         self.answers_adds = True  # at once, each with ESTIMATE
         self.heartbeats = True
         self.is_stopped = False  # by SIGSTOP
+        self.exit_delay_s = 0.0  # between the end of its link and its exit
         self.was_asked_to_stop = False
+        self.was_ended = False  # killed if need be, and waited for
         self.status: int | None = None  # of its exit
         self.step = 0
         self.ended = asyncio.Event()
@@ -114,9 +116,10 @@ class FakeProcess:
         await self.end()
 
     async def fall(self) -> None:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self.exit_delay_s)
 
     async def end(self) -> int:
+        self.was_ended = True
         self.exit(-signal.SIGKILL)
         assert self.status is not None
         return self.status

@@ -174,7 +174,7 @@ async def test_a_refused_request_belongs_to_no_engine_any_more(pool: EnginePool,
 async def test_a_request_whose_caller_left_belongs_to_no_engine_any_more(
     pool: EnginePool, processes: FakeSpawner
 ) -> None:
-    """The caller is told by cancellation, maybe just when its request has been accepted."""
+    """Also when it leaves just after its request has been accepted."""
     first = processes.of("engine-0")
     first.answers_adds = False
     for request_ids, answered in (((1, 2), False), ((3, 4), True)):
@@ -184,8 +184,6 @@ async def test_a_request_whose_caller_left_belongs_to_no_engine_any_more(
             first.accept(request_ids[0])
         adding.cancel()
         await asyncio.wait([adding])
-        for request_id in request_ids:
-            pool.drop(request_id)  # as an engine does for a request that it could not add
         assert [member.num_requests for member in pool.members] == [0, 0]
         dropped = [message.request_id for message in first.sent if isinstance(message, Drop)]
         assert set(request_ids) <= set(dropped)

@@ -274,15 +274,27 @@ async def test_an_idle_process_is_not_replaced(engine: SupervisedEngine, process
     assert engine.num_restarts == 0
 
 
+async def test_a_process_that_finishes_steps_is_not_replaced(engine: SupervisedEngine, processes: FakeSpawner) -> None:
+    await add(engine, 1)
+    for _ in range(4):
+        await asyncio.sleep(TIMEOUTS.stall_timeout_s / 2)
+        processes.last.generate(1, 7)
+    assert engine.num_restarts == 0
+
+
 async def test_a_broken_loop_in_a_live_process_is_noticed(
     engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener
 ) -> None:
     await add(engine, 1)
+    before = loop_clock()
     processes.last.tell_broken()
     second = await processes.next()
+    assert loop_clock() < before + 1, "long before a stall is assumed"
     assert second.sent_ids() == [1]
     second.finish(1)
     assert listener.ends() == {1: "length"}
+    await asyncio.sleep(5)
+    assert engine.num_restarts == 1, "the new one is not broken"
 
 
 async def test_a_process_that_was_replaced_is_not_heard_any_more(
@@ -382,6 +394,18 @@ async def test_a_deadline_that_passes_while_no_process_runs_ends_the_request(
     processes.make_ready(second)
     await asyncio.sleep(1)
     assert second.sent_ids() == [2]
+
+
+async def test_a_deadline_that_passes_while_another_request_is_replayed_alone(
+    engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener
+) -> None:
+    await add(engine, 1)
+    await engine.add(new_requests(2, deadline=loop_clock() + 5))
+    processes.last.begin(1, 2)
+    processes.last.exit(1)
+    assert (await processes.next()).sent_ids() == [1]
+    await asyncio.sleep(6)
+    assert listener.ends() == {2: DEADLINE_PASSED}
 
 
 async def test_a_deadline_that_passes_while_a_request_waits_to_be_added(
@@ -645,6 +669,20 @@ async def test_close_during_a_restart_ends_the_new_process(processes: FakeSpawne
     assert [process.status is not None for process in processes.started] == [True, True]
     await asyncio.sleep(60)
     assert len(processes.started) == 2, "no other is started"
+
+
+async def test_close_while_a_process_exits(processes: FakeSpawner, listener: FakeListener) -> None:
+    async with launched(listener) as engine:
+        await add(engine, 1)
+        processes.last.tell_stats()
+        processes.last.exit_delay_s = 0.5
+        processes.last.exit(1)
+        await until(lambda: engine.pid is None)
+        with pytest.raises(Unavailable, match="restarted"):
+            engine.stats()
+    assert processes.last.was_ended
+    assert len(processes.started) == 1
+    assert listener.ends() == {1: "the engine was closed"}
 
 
 async def test_close_between_failed_restarts(processes: FakeSpawner, listener: FakeListener) -> None:
