@@ -81,6 +81,20 @@ def test_tokens_behind_a_stop_string_were_never_there(stop: str, include: bool, 
     assert all(len(chunk.token_ids) == len(chunk.logprobs or ()) for chunk in chunks)
 
 
+@pytest.mark.parametrize("size", [1, 3, len(IDS)])
+@pytest.mark.parametrize("include", [False, True])
+def test_the_token_that_completes_a_stop_string_is_kept(include: bool, size: int) -> None:
+    """It is in ids, logprobs and usage, whether the text includes the stop string or not."""
+    sizes = [size] * (len(IDS) // size) + [len(IDS) % size][: len(IDS) % size]
+    output = output_with(stop=("queue",), include_stop_str_in_output=include, logprobs=0)
+    (choice,) = join_chunks(published(output, sizes))
+    completing = next(count for count in range(len(IDS)) if "queue" in TOKENIZER.decode(IDS[:count]))
+    assert choice.token_ids == tuple(IDS[:completing])
+    assert len(choice.logprobs or ()) == completing
+    assert output.usage().completion_tokens == completing
+    assert choice.text == ("This module provides a queue" if include else "This module provides a ")
+
+
 def test_a_stop_string_counts_from_min_tokens_on_in_one_update_too() -> None:
     one, all_at_once = (output_with(stop=("e",), min_tokens=12) for _ in range(2))
     wanted = outcome(one, published(one, [1] * len(IDS)))

@@ -145,6 +145,31 @@ def test_a_stop_before_min_tokens_is_text(byte_level: Tokenizer) -> None:
     assert detokenizer.stop_token_index == 7
 
 
+@pytest.mark.parametrize(("min_tokens", "last"), [(3, 3), (4, 3), (5, 7)])
+def test_a_stop_string_counts_from_its_min_tokens_th_token_on(
+    byte_level: Tokenizer, min_tokens: int, last: int
+) -> None:
+    """The first END completes with the fourth token, so it stops at `min_tokens` of up to 4."""
+    ids = [byte_level.encode(character)[0] for character in "aENDbENDc"]
+    detokenizer = IncrementalDetokenizer(byte_level, ["END"], min_tokens=min_tokens)
+    detokenizer.push(ids)
+    assert detokenizer.stop_token_index == last
+    assert detokenizer.num_tokens == last + 1
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "min_tokens", "expected"),
+    [("aa", "baaab", 4, "ba"), ("aba", "cababab", 6, "cab"), ("abab", "abababx", 5, "ab")],
+)
+def test_a_stop_string_may_overlap_one_that_came_before_min_tokens(
+    byte_level: Tokenizer, stop: str, text: str, min_tokens: int, expected: str
+) -> None:
+    ids = [byte_level.encode(character)[0] for character in text]
+    detokenizer = IncrementalDetokenizer(byte_level, [stop], min_tokens=min_tokens)
+    assert "".join(stream(detokenizer, ids)) == expected
+    assert detokenizer.stop_token_index == len(expected) + len(stop) - 1
+
+
 def test_an_empty_stop_string_is_refused(byte_level: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="must not be empty"):
         IncrementalDetokenizer(byte_level, [""])
