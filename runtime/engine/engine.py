@@ -7,6 +7,7 @@ loop's thread, so nothing locks.
 from __future__ import annotations
 
 import asyncio
+import copy
 import secrets
 import time
 from collections import Counter
@@ -298,7 +299,7 @@ class Engine(Generic[CoreT]):
             RequestStats(
                 tenant=output.request.tenant,
                 finish_reason=reason,
-                error=error,
+                error=copy.copy(error),  # without its traceback, whose frames keep the request
                 prompt_tokens=usage.prompt_tokens,
                 usage=usage,
                 e2e_s=now - output.submitted,

@@ -6,13 +6,11 @@ dashboards port, and every label has a small fixed set of values; those of the i
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
-import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import InfoMetricFamily
 
@@ -93,9 +91,7 @@ class PrometheusObserver:
         self.rejections.add(error.code.lower())
 
     def on_finished(self, stats: RequestStats) -> None:
-        # Of an error without its traceback, which holds the request.
-        kept = msgspec.structs.replace(stats, error=copy.copy(stats.error))
-        self.recent.append(Ended(time.time(), kept))
+        self.recent.append(Ended(time.time(), stats))
         self.prompt_tokens.value += stats.prompt_tokens
         self.request_prompt_tokens.observe(stats.prompt_tokens)
         self.e2e_latency.observe(stats.e2e_s)
