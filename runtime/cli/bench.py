@@ -12,9 +12,9 @@ from ..common.errors import ConfigError
 from ..llm import LLM
 from ..model.runner import ModelRunner
 from ..tools.bench import CacheStory, measure_overhead, measure_shapes, parse_shapes, tell_cache_story
+from ..tools.bench.console import SpeedReport
 from ..tools.bench.plot import check_plot, plot_cache_story, plot_roofline
 from ..tools.bench.speed import Shape, bench_config
-from .bench_report import SpeedReport
 
 
 def bench_speed(

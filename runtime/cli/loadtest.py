@@ -16,9 +16,11 @@ from typing import Any
 import uvloop
 
 from ..common.errors import ConfigError, Unavailable
+from ..tools.loadtest.console import print_result
 from ..tools.loadtest.datasets import PRESCRIBED
 from ..tools.loadtest.driver import Driven, Tally, drive_closed, drive_open
 from ..tools.loadtest.load import Load, LoadOptions, check_load, make_load
+from ..tools.loadtest.progress_line import shown
 from ..tools.loadtest.report import check_report, write_report
 from ..tools.loadtest.results import GOODPUT_METRICS, METRICS, QUEUE_METRICS, RunOptions, summarize, without_details
 from ..tools.loadtest.run import Run
@@ -26,8 +28,6 @@ from ..tools.loadtest.sweep import Point, SweepFolder, parse_sweep, run_sweep
 from ..tools.loadtest.target import OpenTarget, SamplingOptions, TargetOptions, check_target, given_address, open_target
 from ..tools.loadtest.timeline import sample_metrics
 from ..tools.traffic import parse_goodput
-from .loadtest_progress import shown
-from .loadtest_report import print_result
 from .local_server import local_server
 
 

@@ -14,7 +14,7 @@ from ..model.runner import Capacity, decide_capacity
 from ..tools.bench import Roofline
 from ..tools.bench.roofline import RooflineMeter
 from ..tools.simulation import Workload, build_simulator, given_roofline, make_arrivals, parse_objectives, summarize
-from .simulate_report import SimulationReport
+from ..tools.simulation.console import SimulationReport
 
 MAX_GIGA = 1e6
 MAX_NOISE = 2.0

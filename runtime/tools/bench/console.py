@@ -12,9 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..tools.bench import Phase, Roofline, ShapeResult, StepOverhead
-from ..tools.bench.overhead import USERS
-from ..tools.bench.roofline import FORMS, PEAK_NAMES
+from .overhead import USERS, StepOverhead
+from .roofline import FORMS, PEAK_NAMES, Roofline
+from .speed import Phase, ShapeResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..tools.loadtest.results import percentile_key
+from .results import percentile_key
 
 LATE_MS = 10.0  # above it, arrivals were not those that were asked for
 MOST_MESSAGES = 3

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..tools.simulation import Distribution, Report
+from .report import Distribution, Report
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ..tools.loadtest.driver import Tally
+from .driver import Tally
 
 INTERVAL_S = 0.5
 

@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from quire.runtime.cli.loadtest_progress import progress_line, shown
-from quire.runtime.cli.loadtest_report import print_result
+from quire.runtime.tools.loadtest.console import print_result
 from quire.runtime.tools.loadtest.driver import Tally
+from quire.runtime.tools.loadtest.progress_line import progress_line, shown
 from quire.runtime.tools.loadtest.record import RequestRecord
 from quire.runtime.tools.loadtest.results import RunOptions, summarize
 
@@ -65,7 +65,7 @@ async def test_progress_is_drawn_on_a_terminal_and_gone_afterwards(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr("quire.runtime.cli.loadtest_progress.INTERVAL_S", 0.001)
+    monkeypatch.setattr("quire.runtime.tools.loadtest.progress_line.INTERVAL_S", 0.001)
     for quiet in (True, False):
         with shown(Tally(sent=7), quiet=quiet):
             await asyncio.sleep(0.02)
