@@ -1,4 +1,4 @@
-"""`quire bench`: speed by shape beside the machine's roofs, or the KV cache's story; as tables, JSON and pictures."""
+"""`quire bench`: measure speed by shape and its share of the roofline, or the worth of the KV cache."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..llm import LLM
 from ..model.runner import ModelRunner
-from ..tools.bench import CacheStory, measure_overhead, measure_shapes, parse_shapes, tell_cache_story
+from ..tools.bench import CacheComparison, compare_cache, measure_overhead, measure_shapes, parse_shapes
 from ..tools.bench.console import SpeedReport
-from ..tools.bench.plot import check_plot, plot_cache_story, plot_roofline
+from ..tools.bench.plot import check_plot, plot_cache_comparison, plot_roofline
 from ..tools.bench.speed import Shape, bench_config
 
 
@@ -40,20 +40,24 @@ def bench_speed(
 
 
 def bench_cache(config: EngineConfig, shapes_text: str, new_tokens: int, as_json: bool, plot: Path | None) -> None:
-    """Tell the cache's story for the first shape's prompt. Raises ConfigError, ModelError or MissingDependency."""
+    """Measure the first shape with and without the KV cache. Raises ConfigError, ModelError or MissingDependency."""
     shape = parse_shapes(shapes_text)[0]
     if new_tokens < 2:
         raise ConfigError("--new-tokens must be at least 2 to show what the cache is worth")
     if plot is not None:
         check_plot(plot)
     with LLM.from_config(bench_config(config, [Shape(1, shape.prompt_tokens)], new_tokens)) as llm:
-        story = tell_cache_story(llm.engine.core.runner, shape.prompt_tokens, new_tokens)
+        comparison = compare_cache(llm.engine.core.runner, shape.prompt_tokens, new_tokens)
         if plot is not None:
-            plot_cache_story(story, plot)
+            plot_cache_comparison(comparison, plot)
         if as_json:
-            print(json.dumps({**_circumstances(config, llm.engine.core.runner), **_story_as_dict(story)}, indent=1))
+            print(
+                json.dumps(
+                    {**_circumstances(config, llm.engine.core.runner), **_comparison_as_dict(comparison)}, indent=1
+                )
+            )
         else:
-            _print_story(story, new_tokens)
+            _print_comparison(comparison, new_tokens)
 
 
 def _progress(text: str) -> None:
@@ -71,14 +75,14 @@ def _circumstances(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
     }
 
 
-def _print_story(story: CacheStory, new_tokens: int) -> None:
-    print(f"{story.prompt_tokens} prompt tokens, {new_tokens} generated")
-    print(f"KV cache               {story.cached.describe()}")
-    print(f"everything recomputed  {story.uncached.describe()}")
-    print(f"same tokens: {'yes' if story.cached.token_ids == story.uncached.token_ids else 'NO'}")
+def _print_comparison(comparison: CacheComparison, new_tokens: int) -> None:
+    print(f"{comparison.prompt_tokens} prompt tokens, {new_tokens} generated")
+    print(f"KV cache               {comparison.cached.describe()}")
+    print(f"everything recomputed  {comparison.uncached.describe()}")
+    print(f"same tokens: {'yes' if comparison.same_tokens else 'NO'}")
 
 
-def _story_as_dict(story: CacheStory) -> dict[str, Any]:
+def _comparison_as_dict(comparison: CacheComparison) -> dict[str, Any]:
     return {
         name: {
             "ttft_s": run.time_to_first_token_s,
@@ -86,5 +90,8 @@ def _story_as_dict(story: CacheStory) -> dict[str, Any]:
             "forward_s": list(run.forward_s),
             "token_ids": list(run.token_ids),
         }
-        for name, run in (("cached", story.cached), ("uncached", story.uncached))
-    } | {"prompt_tokens": story.prompt_tokens, "same_tokens": story.cached.token_ids == story.uncached.token_ids}
+        for name, run in (("cached", comparison.cached), ("uncached", comparison.uncached))
+    } | {
+        "prompt_tokens": comparison.prompt_tokens,
+        "same_tokens": comparison.cached.token_ids == comparison.uncached.token_ids,
+    }

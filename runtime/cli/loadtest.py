@@ -16,18 +16,31 @@ from typing import Any
 import uvloop
 
 from ..common.errors import ConfigError, Unavailable
-from ..tools.loadtest.console import print_result
-from ..tools.loadtest.datasets import PRESCRIBED
-from ..tools.loadtest.driver import Driven, Tally, drive_closed, drive_open
-from ..tools.loadtest.load import Load, LoadOptions, check_load, make_load
-from ..tools.loadtest.progress_line import shown
+from ..tools.checks import parse_goodput
+from ..tools.loadtest.console import print_result, shown_progress
+from ..tools.loadtest.load import PreparedLoad, make_load
+from ..tools.loadtest.options import (
+    FIXED_OUTPUT,
+    LoadOptions,
+    SamplingOptions,
+    TargetOptions,
+    check_load,
+    check_target,
+)
 from ..tools.loadtest.report import check_report, write_report
-from ..tools.loadtest.results import GOODPUT_METRICS, METRICS, QUEUE_METRICS, RunOptions, summarize, without_details
-from ..tools.loadtest.run import Run
-from ..tools.loadtest.sweep import Point, SweepFolder, parse_sweep, run_sweep
-from ..tools.loadtest.target import OpenTarget, SamplingOptions, TargetOptions, check_target, given_address, open_target
-from ..tools.loadtest.timeline import sample_metrics
-from ..tools.traffic import parse_goodput
+from ..tools.loadtest.results import (
+    GOODPUT_METRICS,
+    METRICS,
+    QUEUE_METRICS,
+    LoadTestRun,
+    RunOptions,
+    summarize,
+    without_details,
+)
+from ..tools.loadtest.sender import LoadProgress, SendResult, send_closed_loop, send_open_loop
+from ..tools.loadtest.server_metrics import sample_metrics
+from ..tools.loadtest.sweep import LoadPoint, SweepFolder, parse_sweep, run_sweep
+from ..tools.loadtest.target import OpenTarget, given_address, open_target
 from .local_server import local_server
 
 
@@ -88,7 +101,7 @@ class _Wanted:
     percentiles: tuple[float, ...]
     goodput: dict[str, float]
     metadata: dict[str, str]
-    points: tuple[Point, ...]
+    points: tuple[LoadPoint, ...]
 
     @classmethod
     def of(cls, test: LoadTest) -> _Wanted:
@@ -107,14 +120,14 @@ class _Wanted:
         )
 
 
-async def _loadtest(test: LoadTest, wanted: _Wanted) -> list[Run]:
+async def _loadtest(test: LoadTest, wanted: _Wanted) -> list[LoadTestRun]:
     async with _reachable(test) as (test, address):
-        ignore_eos = test.load.dataset.dataset_name in PRESCRIBED
+        ignore_eos = test.load.dataset.dataset_name in FIXED_OUTPUT
         async with open_target(test.target, test.sampling, address, ignore_eos=ignore_eos) as target:
             if not wanted.points:
                 return [await _run(test, wanted, target, test.output.label or test.target.backend)]
 
-            async def run_point(point: Point) -> Run:
+            async def run_point(point: LoadPoint) -> LoadTestRun:
                 return await _run(_at_load(test, point), wanted, target, point.label)
 
             return await run_sweep(wanted.points, run_point, _folder(test))
@@ -132,7 +145,7 @@ async def _reachable(test: LoadTest) -> AsyncIterator[tuple[LoadTest, str]]:
         yield replace(test, output=output), server.address
 
 
-def _at_load(test: LoadTest, point: Point) -> LoadTest:
+def _at_load(test: LoadTest, point: LoadPoint) -> LoadTest:
     pacing = test.load.pacing
     if point.kind == "rate":
         pacing = replace(pacing, request_rate=point.load)
@@ -153,51 +166,53 @@ def _folder(test: LoadTest) -> SweepFolder | None:
     return SweepFolder(test.output.sweep_dir, settings)
 
 
-async def _run(test: LoadTest, wanted: _Wanted, target: OpenTarget, label: str) -> Run:
+async def _run(test: LoadTest, wanted: _Wanted, target: OpenTarget, label: str) -> LoadTestRun:
     """One load from its warm-up to its printed and saved result."""
     load = await asyncio.to_thread(make_load, test.load, target.vocabulary)  # long: it reads files and draws prompts
     await _warm_up(target, load)
-    tally = Tally()
-    async with sample_metrics(test.output.metrics_url) as timeline:
-        with shown(tally, quiet=test.output.disable_tqdm):
-            driven = await _drive(test, target, load, tally)
-    summary = summarize(driven.records, _run_options(test, wanted, target, driven, timeline.server))
+    progress = LoadProgress()
+    async with sample_metrics(test.output.metrics_url) as metrics:
+        with shown_progress(progress, quiet=test.output.disable_tqdm):
+            sent = await _send(test, target, load, progress)
+    summary = summarize(sent.records, _run_options(test, wanted, target, sent, metrics.server))
     print_result(summary, wanted.metrics, wanted.percentiles)
     _save(test, summary)
-    return Run(label=label, started_s=driven.started_s, summary=summary, records=driven.records, timeline=timeline)
+    return LoadTestRun(label=label, started_s=sent.started_s, summary=summary, records=sent.records, metrics=metrics)
 
 
-async def _warm_up(target: OpenTarget, load: Load) -> None:
+async def _warm_up(target: OpenTarget, load: PreparedLoad) -> None:
     if not load.warmups:
         return
-    warmed = await drive_closed(target.backend, load.warmups, Tally(), max_concurrency=1)
+    warmed = await send_closed_loop(target.backend, load.warmups, LoadProgress(), max_concurrency=1)
     for record in warmed.records:
         if record.error is not None:
             raise Unavailable(f"a warm-up request failed with {record.error_code}: {record.error}")
 
 
-async def _drive(test: LoadTest, target: OpenTarget, load: Load, tally: Tally) -> Driven:
+async def _send(test: LoadTest, target: OpenTarget, load: PreparedLoad, progress: LoadProgress) -> SendResult:
     pacing = test.load.pacing
     if load.times is not None:
-        tally.total = len(load.times)
+        progress.total = len(load.times)
         requests = list(load.requests)
-        return await drive_open(target.backend, requests, load.times, tally, max_concurrency=pacing.max_concurrency)
+        return await send_open_loop(
+            target.backend, requests, load.times, progress, max_concurrency=pacing.max_concurrency
+        )
     assert pacing.max_concurrency is not None, "a closed loop"
-    tally.total = test.load.dataset.num_prompts
-    return await drive_closed(
-        target.backend, load.requests, tally, max_concurrency=pacing.max_concurrency, duration_s=pacing.duration
+    progress.total = test.load.dataset.num_prompts
+    return await send_closed_loop(
+        target.backend, load.requests, progress, max_concurrency=pacing.max_concurrency, duration_s=pacing.duration
     )
 
 
 def _run_options(
-    test: LoadTest, wanted: _Wanted, target: OpenTarget, driven: Driven, server: dict[str, str]
+    test: LoadTest, wanted: _Wanted, target: OpenTarget, sent: SendResult, server: dict[str, str]
 ) -> RunOptions:
     tokenizer = test.target.tokenizer
     return RunOptions(
         backend=test.target.backend,
-        duration_s=driven.duration_s,
+        duration_s=sent.duration_s,
         model_id=target.model_id,
-        num_prompts=test.load.dataset.num_prompts or len(driven.records),
+        num_prompts=test.load.dataset.num_prompts or len(sent.records),
         label=test.output.label,
         tokenizer_id=None if tokenizer is None else str(tokenizer),
         pacing=test.load.pacing,
@@ -205,7 +220,7 @@ def _run_options(
         metric_percentiles=wanted.percentiles,
         goodput=wanted.goodput,
         metadata=wanted.metadata,
-        generator_delays_s=driven.generator_delays_s,
+        generator_delays_s=sent.generator_delays_s,
         extra={"dataset": test.load.dataset.dataset_name, "seed": test.load.dataset.seed, "server": server},
     )
 

@@ -18,7 +18,7 @@ from ..common.errors import QuireError
 from ..common.settings import Settings, resolve_settings
 from ..common.types import SamplingParams
 from ..model import describe_sizes
-from ..tools.loadtest import Behaviour, DatasetOptions, LoadOptions, Pacing, SamplingOptions, TargetOptions
+from ..tools.loadtest import ClientBehaviour, DatasetOptions, LoadOptions, Pacing, SamplingOptions, TargetOptions
 from ..tools.simulation import Process, Workload
 from .bench import bench_cache, bench_speed
 from .demo import demo as run_demo
@@ -289,7 +289,7 @@ def loadtest(
     target: Annotated[TargetOptions | None, Parameter(name="*", group="Server under load", negative="")] = None,
     dataset: Annotated[DatasetOptions | None, Parameter(name="*", group="Requests", negative="")] = None,
     pacing: Annotated[Pacing | None, Parameter(name="*", group="When they are sent")] = None,
-    behaviour: Annotated[Behaviour | None, Parameter(name="*", group="How clients behave")] = None,
+    behaviour: Annotated[ClientBehaviour | None, Parameter(name="*", group="How clients behave")] = None,
     sampling: Annotated[SamplingOptions | None, Parameter(name="*", group="Sampling", negative="")] = None,
     output: Annotated[OutputOptions | None, Parameter(name="*", group="Results", negative="")] = None,
     goodput: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", group="Results")] = (),
@@ -301,7 +301,7 @@ def loadtest(
     milliseconds that a good request keeps to; of ttft, tpot and e2el. --metadata KEY=VALUE: goes into the result.
     """
     load = LoadOptions(
-        dataset=dataset or DatasetOptions(), pacing=pacing or Pacing(), behaviour=behaviour or Behaviour()
+        dataset=dataset or DatasetOptions(), pacing=pacing or Pacing(), behaviour=behaviour or ClientBehaviour()
     )
     run_loadtest(
         LoadTest(

@@ -14,7 +14,7 @@ from ..model.runner import Capacity, decide_capacity
 from ..tools.bench import Roofline
 from ..tools.bench.roofline import RooflineMeter
 from ..tools.simulation import Workload, build_simulator, given_roofline, make_arrivals, parse_objectives, summarize
-from ..tools.simulation.console import SimulationReport
+from ..tools.simulation.console import print_report
 
 MAX_GIGA = 1e6
 MAX_NOISE = 2.0
@@ -40,18 +40,17 @@ def simulate(
     arrivals = make_arrivals(workload)
     spec = read_spec(model_folder(config.model))
     capacity = decide_capacity(config, spec)
-    roof = _roofline(capacity, bandwidth, peak)
-    simulator = build_simulator(config, spec, capacity, roof, arrivals, noise=noise, seed=workload.seed)
+    roofline = _roofline(capacity, bandwidth, peak)
+    simulator = build_simulator(config, spec, capacity, roofline, arrivals, noise=noise, seed=workload.seed)
     start = time.process_time()
     simulator.run()
     spent_s = time.process_time() - start
-    report = SimulationReport(
-        _circumstances(config, capacity, roof), summarize(simulator, objectives, config.tenant_weights)
-    )
+    about = _circumstances(config, capacity, roofline)
+    report = summarize(simulator, objectives, config.tenant_weights)
     if as_json:
-        print(json.dumps(report.as_dict(), indent=1))
+        print(json.dumps({**about, **report.as_dict()}, indent=1))
     else:
-        report.print()
+        print_report(about, report)
         print(f"simulated in {spent_s:.1f} s of CPU time, {simulator.computed_tokens / spent_s:,.0f} tokens per second")
 
 
@@ -65,7 +64,7 @@ def _roofline(capacity: Capacity, bandwidth: float | None, peak: float | None) -
     )
 
 
-def _circumstances(config: EngineConfig, capacity: Capacity, roof: Roofline) -> dict[str, Any]:
+def _circumstances(config: EngineConfig, capacity: Capacity, roofline: Roofline) -> dict[str, Any]:
     return {
         "model": config.model or "bundled demo",
         "weights": config.weights,
@@ -75,6 +74,6 @@ def _circumstances(config: EngineConfig, capacity: Capacity, roof: Roofline) -> 
         "memory_bytes": capacity.memory.total_bytes,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
-        "read_bytes_per_s": roof.read_bytes_per_s,
-        "peak_ops_per_s": dict(roof.peak_ops_per_s),
+        "read_bytes_per_s": roofline.read_bytes_per_s,
+        "peak_ops_per_s": dict(roofline.peak_ops_per_s),
     }

@@ -1,12 +1,12 @@
-"""Is what a load test reports true? Its figures beside those of a server whose every delay is known beforehand.
+"""Compares the figures of a load test with the true ones: those of a scripted server whose delays are all known.
 
 usage: harness_truth.py [--requests 300] [--rate 30] [--concurrency 16] [--seed 0]
 
-The server is scripted, in a process of its own (tests/runtime/tools/loadtest/fake_server.py), and records when every
-token really left; what remains is the harness's own error: socket, client, event loop, arithmetic. Mean, p50, p90 and
-p99 of TTFT, TPOT, ITL and E2EL for both backends, open and closed loop; beside them the worst error of a single
-one. Ends with 1 where one of the figures is wrong by more than 2 ms. Where others work on the machine, what they add
-at random goes away at real-time priority: `chrt --rr 10 python …`.
+The server (tests/runtime/tools/loadtest/fake_server.py) runs in a process of its own and records when every token
+really left, so the differences are errors of the load test: socket, client, event loop, arithmetic. Prints them for
+mean, p50, p90 and p99 of TTFT, TPOT, ITL and E2EL, for both backends, in an open and a closed loop, with the worst
+error of a single request. Exit status 1 if a figure is wrong by more than 2 ms. On a busy machine run it at real-time
+priority: `chrt --rr 10 python …`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import uvloop
-from quire.runtime.tools.loadtest.driver import Tally, drive_closed, drive_open
 from quire.runtime.tools.loadtest.latency import e2el_s, itls_s, tpot_s, ttft_s
 from quire.runtime.tools.loadtest.openai_backend import OpenAIBackend, OpenAITarget
 from quire.runtime.tools.loadtest.quire_backend import QuireBackend, QuireTarget
-from quire.runtime.tools.loadtest.record import RequestRecord
-from quire.runtime.tools.loadtest.request import Backend, Request
+from quire.runtime.tools.loadtest.records import Backend, LoadRequest, RequestRecord
 from quire.runtime.tools.loadtest.results import RunOptions, summarize
+from quire.runtime.tools.loadtest.sender import LoadProgress, send_closed_loop, send_open_loop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime" / "tools" / "loadtest"))
 from fake_server import PROMPT_TOKENS, FakeServer, Script, fake_server, known_ms
@@ -63,20 +62,22 @@ async def measure(
         backend = await QuireBackend.open(QuireTarget(server.address))
     else:
         backend = await OpenAIBackend.open(OpenAITarget(f"http://{server.address}", num_connections=concurrency))
-    requests = [Request(f"{index}", PROMPT_TOKENS, answer.num_tokens) for index, answer in enumerate(server.promised)]
+    requests = [
+        LoadRequest(f"{index}", PROMPT_TOKENS, answer.num_tokens) for index, answer in enumerate(server.promised)
+    ]
     try:
         if is_open:
             times = np.cumsum(np.random.default_rng(0).exponential(1 / rate, len(requests)))
-            driven = await drive_open(backend, requests, list(times), Tally())
+            sent = await send_open_loop(backend, requests, list(times), LoadProgress())
         else:
-            driven = await drive_closed(backend, requests, Tally(), max_concurrency=concurrency)
+            sent = await send_closed_loop(backend, requests, LoadProgress(), max_concurrency=concurrency)
     finally:
         await backend.close()
-    options = RunOptions(backend=protocol, duration_s=driven.duration_s, metric_percentiles=PERCENTILES)
-    result = summarize(driven.records, options)
+    options = RunOptions(backend=protocol, duration_s=sent.duration_s, metric_percentiles=PERCENTILES)
+    result = summarize(sent.records, options)
     if result["completed"] != len(requests):
         raise SystemExit(f"only {result['completed']} of {len(requests)} requests were completed")
-    return driven.records, result
+    return sent.records, result
 
 
 def compare(records: list[RequestRecord], result: dict[str, float], answers: list[Script]) -> float:

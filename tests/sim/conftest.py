@@ -19,8 +19,8 @@ from quire.runtime.model import read_spec
 from quire.runtime.model.runner import decide_capacity
 from quire.runtime.tools.simulation import (
     Arrival,
-    Noisy,
-    Outcome,
+    NoisyCost,
+    RequestOutcome,
     RooflineCost,
     SimulatedSpill,
     Simulator,
@@ -48,7 +48,7 @@ class Served:
         self.outcomes = simulator.outcomes
         self.report = summarize(simulator)
 
-    def of(self, tenant: str | None = None) -> list[Outcome]:
+    def of(self, tenant: str | None = None) -> list[RequestOutcome]:
         """Who was served, of all or of one tenant."""
         return [each for each in self.outcomes if each.finished and tenant in (None, each.arrival.tenant)]
 
@@ -98,7 +98,7 @@ def serve(cost: RooflineCost) -> Callable[..., Served]:
             else LatencyBudget(learned, itl_target_s, max_num_batched_tokens)
         )
         scheduler = Scheduler(pager, budget=budget, cost=learned, max_num_seqs=max_num_seqs, clock=clock, **options)
-        true_cost = Noisy(cost, noise, seed=1) if noise else cost
+        true_cost = NoisyCost(cost, noise, seed=1) if noise else cost
         simulator = Simulator(scheduler, pager, clock, true_cost, arrivals, spill=spill)
         simulator.run()
         return Served(simulator)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from quire.runtime.tools.simulation import Arrival, Workload, make_arrivals
-from quire.scheduler import Fair, FirstComeFirstServed, Policy, Priority, QueueLimits
+from quire.scheduler import Fair, FirstComeFirstServed, Policy, Priority, QueueLimits, Request
 
 UNLIMITED = QueueLimits(max_num_waiting=10_000)
 RATE = 0.03  # requests per second of the modest tenant
@@ -66,13 +66,22 @@ def test_equal_tenants_share_equally_and_weights_count(serve: Callable[..., Any]
         assert tokens["a"] / tokens["b"] == pytest.approx(ratio, rel=0.1)
 
 
+class UrgentTenant(Priority):
+    """Gives the requests of the tenant `urgent` a higher priority."""
+
+    def push(self, request: Request) -> None:
+        if request.tenant == "urgent":
+            request.priority = -5
+        super().push(request)
+
+
 def test_the_urgent_come_first_but_others_age(serve: Callable[..., Any]) -> None:
     arrivals = [
-        replace(arrival, tenant="urgent", priority=-5) if number % 10 == 0 else arrival
+        replace(arrival, tenant="urgent") if number % 10 == 0 else arrival
         for number, arrival in enumerate(stream("patient", 2, 300, 256, seed=1))
     ]
     served = {
-        ageing_s: serve(arrivals, policy=Priority(ageing_s), max_num_seqs=16, limits=UNLIMITED)
+        ageing_s: serve(arrivals, policy=UrgentTenant(ageing_s), max_num_seqs=16, limits=UNLIMITED)
         for ageing_s in (10.0, 0.01)
     }
     unordered = serve(arrivals, policy=FirstComeFirstServed(), max_num_seqs=16, limits=UNLIMITED)

@@ -1,21 +1,21 @@
-"""Measuring one engine: speed by shape beside the machine's roofs, where a step's time goes, what a cache is worth."""
+"""Measurements of one engine: speed by shape and its share of the roofline, step overhead, the worth of a KV cache."""
 
-from .cache_story import CacheStory, tell_cache_story
+from .cache_comparison import CacheComparison, compare_cache
 from .overhead import StepOverhead, measure_overhead
 from .roofline import Roofline
 from .speed import Phase, Shape, ShapeResult, measure_shapes, parse_shapes
 from .work import Work
 
 __all__ = [
-    "CacheStory",
+    "CacheComparison",
     "Phase",
     "Roofline",
     "Shape",
     "ShapeResult",
     "StepOverhead",
     "Work",
+    "compare_cache",
     "measure_overhead",
     "measure_shapes",
     "parse_shapes",
-    "tell_cache_story",
 ]

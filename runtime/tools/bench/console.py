@@ -1,7 +1,4 @@
-"""What `quire bench` has measured, for people (tables that fit 100 columns) and for programs (one dict).
-
-It must not measure. One invariant: both say the same; a figure that is shown is in the dict.
-"""
+"""What `quire bench` prints: tables that fit 100 columns, or one dict with the same figures."""
 
 from __future__ import annotations
 
@@ -19,12 +16,14 @@ from .speed import Phase, ShapeResult
 
 @dataclass(frozen=True, slots=True)
 class SpeedReport:
+    """The results of all shapes."""
+
     about: dict[str, Any]  # model, weights, kv_cache_dtype, isa, threads
     results: list[ShapeResult]
     overhead: StepOverhead
 
     def as_dict(self) -> dict[str, Any]:
-        """Rates per second, times in seconds, shares from 0 to 1; the overhead in microseconds."""
+        """Return the figures: rates per second, times in seconds, shares from 0 to 1, the overhead in microseconds."""
         return {
             **self.about,
             "shapes": [_shape_as_dict(result) for result in self.results],
@@ -46,12 +45,13 @@ class SpeedReport:
         console.print(self._overhead_text())
 
     def _roofline_text(self) -> str:
-        roofs = [result.roof for result in self.results]
-        reads = _range([roof.read_bytes_per_s / 1e9 for roof in roofs], ".1f")
+        rooflines = [result.roofline for result in self.results]
+        reads = _range([each.read_bytes_per_s / 1e9 for each in rooflines], ".1f")
         peaks = ", ".join(
-            f"{PEAK_NAMES[form]} {_range([roof.peak_ops_per_s[form] / 1e9 for roof in roofs], '.0f')}" for form in FORMS
+            f"{PEAK_NAMES[form]} {_range([each.peak_ops_per_s[form] / 1e9 for each in rooflines], '.0f')}"
+            for form in FORMS
         )
-        return f"this machine meanwhile: {reads} GB/s read; GOP/s {peaks}\n"
+        return f"this machine during the run: {reads} GB/s read; GOP/s {peaks}\n"
 
     def _speed_table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, title="speed", title_justify="left", title_style="bold")
@@ -70,16 +70,16 @@ class SpeedReport:
             table.add_row(
                 str(result.shape),
                 f"{prefill.tokens_per_s:,.1f}",
-                f"{prefill.share_of_peak(result.roof):.0%}",
+                f"{prefill.share_of_peak(result.roofline):.0%}",
                 f"{decode.tokens_per_s:,.1f}",
                 f"{decode.step_s * 1000:.2f}",
-                f"{decode.share_of_bandwidth(result.roof):.0%}",
+                f"{decode.share_of_bandwidth(result.roofline):.0%}",
                 f"{decode.kv_bytes_per_s / 1e9:.1f}",
             )
         return table
 
     def _split_table(self) -> Table:
-        """Rows are kinds of op, columns shapes and phases; what no op took is between and around steps."""
+        """Return the table of seconds by kind of op (rows) and shape (columns)."""
         table = Table(
             box=box.SIMPLE_HEAD, title="time by op, % of prefill | decode", title_justify="left", title_style="bold"
         )
@@ -95,12 +95,12 @@ class SpeedReport:
         return table
 
     def _overhead_text(self) -> str:
-        spent = self.overhead
+        overhead = self.overhead
         return (
-            f"step overhead, {USERS} users of the bundled model: {spent.event_loop:.1f} µs per running sequence\n"
-            f"(schedule {spent.schedule:.1f}, commit {spent.commit:.1f}, publish {spent.publish:.1f}, "
-            f"frames {spent.frames:.1f});\n"
-            f"besides, the executor's arrays {spent.arrays:.1f} and waiting for its thread {spent.waiting:.1f}"
+            f"step overhead, {USERS} users of the bundled model: {overhead.event_loop:.1f} µs per running sequence\n"
+            f"(schedule {overhead.schedule:.1f}, commit {overhead.commit:.1f}, publish {overhead.publish:.1f}, "
+            f"frames {overhead.frames:.1f});\n"
+            f"besides, the executor's arrays {overhead.arrays:.1f} and waiting for its thread {overhead.waiting:.1f}"
         )
 
 
@@ -114,7 +114,7 @@ def _pair(result: ShapeResult, name: str | None) -> str:
 
 
 def _share(phase: Phase, name: str | None) -> float:
-    """Percent of the phase in ops of that name; without one, outside all ops."""
+    """Return the percentage of a phase spent in ops of that name; without a name, outside all ops."""
     in_ops = sum(phase.op_seconds.values())
     seconds = phase.seconds - in_ops if name is None else phase.op_seconds.get(name, 0.0)
     return 100 * seconds / phase.seconds
@@ -125,17 +125,17 @@ def _shape_as_dict(result: ShapeResult) -> dict[str, Any]:
         "shape": str(result.shape),
         "batch": result.shape.batch,
         "prompt_tokens": result.shape.prompt_tokens,
-        "roofline": _roof_as_dict(result.roof),
-        "prefill": _phase_as_dict(result.prefill, result.roof),
-        "decode": _phase_as_dict(result.decode, result.roof),
+        "roofline": _roofline_as_dict(result.roofline),
+        "prefill": _phase_as_dict(result.prefill, result.roofline),
+        "decode": _phase_as_dict(result.decode, result.roofline),
     }
 
 
-def _roof_as_dict(roof: Roofline) -> dict[str, Any]:
-    return {"read_bytes_per_s": roof.read_bytes_per_s, "peak_ops_per_s": dict(roof.peak_ops_per_s)}
+def _roofline_as_dict(roofline: Roofline) -> dict[str, Any]:
+    return {"read_bytes_per_s": roofline.read_bytes_per_s, "peak_ops_per_s": dict(roofline.peak_ops_per_s)}
 
 
-def _phase_as_dict(phase: Phase, roof: Roofline) -> dict[str, Any]:
+def _phase_as_dict(phase: Phase, roofline: Roofline) -> dict[str, Any]:
     return {
         "tokens": phase.tokens,
         "seconds": phase.seconds,
@@ -145,7 +145,7 @@ def _phase_as_dict(phase: Phase, roof: Roofline) -> dict[str, Any]:
         "kv_bytes": phase.work.kv_bytes,
         "kv_bytes_per_s_of_attention": phase.kv_bytes_per_s,
         "ops": phase.work.ops,
-        "share_of_peak": phase.share_of_peak(roof),
-        "share_of_bandwidth": phase.share_of_bandwidth(roof),
+        "share_of_peak": phase.share_of_peak(roofline),
+        "share_of_bandwidth": phase.share_of_bandwidth(roofline),
         "op_seconds": phase.op_seconds,
     }

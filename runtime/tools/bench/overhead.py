@@ -1,8 +1,8 @@
-"""What a step costs besides its kernels: the Python between and around them, per running sequence.
+"""Measures what a step costs besides its kernels: the Python between and around them, per running sequence.
 
-The bundled model serves 32 users through the whole engine, and each user's stream is turned into TOKENS frames as the
-server does, its metrics counted too. The bundled model always: these costs do not grow with a model, and a folder
-without a tokenizer would have nothing to detokenize. One invariant: only steps in which all users decode are counted.
+The bundled model serves 32 users through the whole engine; their output is encoded as TOKENS frames and counted in the
+metrics, as in the server. These costs do not depend on the model, so the bundled one, which has a tokenizer, always
+serves. Only steps in which all users decode are counted.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class StepOverhead:
 
     schedule: float
     commit: float
-    publish: float  # detokenizing, metrics and handing over to streams
-    frames: float  # building and encoding TOKENS
-    arrays: float  # the executor's: from a plan to index arrays, from sampled rows to tokens
-    waiting: float  # of the step for its thread: asyncio waking every stream, frames among it, and the hand-over
+    publish: float  # detokenizing, metrics, handing chunks to streams
+    frames: float  # building and encoding TOKENS frames
+    arrays: float  # the executor: a plan to index arrays, sampled rows to tokens
+    waiting: float  # the step for its thread: asyncio wakes every stream (frames included), then hands over
 
     @property
     def event_loop(self) -> float:
-        """Schedule, commit, detokenize and frames: what Quire itself does on the event loop's thread."""
+        """What Quire itself does on the event loop: schedule, commit, publish and frames."""
         return self.schedule + self.commit + self.publish + self.frames
 
     def as_dict(self) -> dict[str, float]:
@@ -47,7 +47,7 @@ class StepOverhead:
 
 
 def measure_overhead(config: EngineConfig) -> StepOverhead:
-    """With threads and ISA level of `config`. Takes about a second. Raises ConfigError."""
+    """Measure for about a second, with the threads and ISA level of `config`. Raises ConfigError."""
     return uvloop.run(_measure(msgspec.structs.replace(EngineConfig(), threads=config.threads, isa=config.isa)))
 
 
@@ -55,32 +55,32 @@ async def _measure(config: EngineConfig) -> StepOverhead:
     config = msgspec.structs.replace(config, kv_cache_memory=64 << 20, max_num_seqs=USERS)
     engine = await Engine.start(config)
     try:
-        await _serve_users(engine, _Spent(engine))  # once to warm up
-        spent = _Spent(engine)
-        await _serve_users(engine, spent)
+        await _serve_users(engine, _DecodeTimes(engine))  # warm up
+        times = _DecodeTimes(engine)
+        await _serve_users(engine, times)
     finally:
         await engine.close()
-    return spent.per_sequence()
+    return times.per_sequence()
 
 
-async def _serve_users(engine: LocalEngine, spent: _Spent) -> None:
-    engine.set_observer(spent)
+async def _serve_users(engine: LocalEngine, times: _DecodeTimes) -> None:
+    engine.set_observer(times)
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     request = GenerateRequest(prompt=PROMPT, sampling_params=params)
-    await asyncio.gather(*(_serve_user(engine, request, user, spent) for user in range(USERS)))
+    await asyncio.gather(*(_serve_user(engine, request, user, times) for user in range(USERS)))
 
 
-async def _serve_user(engine: LocalEngine, request: GenerateRequest, user: int, spent: _Spent) -> None:
+async def _serve_user(engine: LocalEngine, request: GenerateRequest, user: int, times: _DecodeTimes) -> None:
     async for chunk in await engine.submit(request):
         start = time.perf_counter()
         frame = tokens_frame(user, chunk)
         if frame is not None:
             encode(frame)
-        spent.frames_s += time.perf_counter() - start
+        times.frames_s += time.perf_counter() - start
 
 
-class _Spent(PrometheusObserver):
-    """Adds up the seconds of steps in which all users decode."""
+class _DecodeTimes(PrometheusObserver):
+    """Adds up the times of steps in which all users decode."""
 
     def __init__(self, engine: LocalEngine) -> None:
         super().__init__()
@@ -103,7 +103,9 @@ class _Spent(PrometheusObserver):
             self._steps.append(stats)
             self._end = time.perf_counter()
             self._kernels_s += kernels_s
-            self._frames_after_s = self.frames_s  # up to the step before: a step's frames are made during the next
+            self._frames_after_s = (
+                self.frames_s
+            )  # up to the step before: the frames of a step are made during the next one
 
     def per_sequence(self) -> StepOverhead:
         steps, to_us = self._steps, 1e6 / (USERS * len(self._steps))

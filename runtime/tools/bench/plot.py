@@ -1,4 +1,4 @@
-"""Pictures of measurements, with matplotlib where it is installed."""
+"""Draws the pictures of `quire bench --plot`. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from ...common.errors import ConfigError
 from ..plotting import load_pyplot
-from .cache_story import CacheStory
+from .cache_comparison import CacheComparison
 from .roofline import FORMS, PEAK_NAMES, Roofline, mean_roofline
 from .speed import ShapeResult
 
-PREFILL, DECODE, ROOF = "#b3452c", "#2c6fb3", "#555555"
-LABEL_PLACES = [  # points right of and above what is labelled, the nearest first
+PREFILL, DECODE, LIMIT = "#b3452c", "#2c6fb3", "#555555"
+LABEL_OFFSETS = [  # points to the right and above, the nearest first
     (dx, dy) for far in range(0, 104, 13) for dy in sorted({-far, far}) for dx in (9 + far // 3, -9 - far // 3)
 ]
 
@@ -21,7 +21,7 @@ Line = tuple[tuple[float, float], tuple[float, float]]
 
 
 def check_plot(path: Path) -> None:
-    """Before anything is measured. Raises MissingDependency, or ConfigError where `path` cannot be written."""
+    """Check, before the measurement, that the picture can be written. Raises MissingDependency or ConfigError."""
     formats = load_pyplot("--plot").FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:] not in formats:
         raise ConfigError(f"--plot {path}: the name must end in one of {', '.join(f'.{name}' for name in formats)}")
@@ -29,15 +29,15 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot {path} cannot be written: {path.parent} is not a folder")
 
 
-def plot_cache_story(story: CacheStory, path: Path) -> None:
-    """Milliseconds per forward pass against the number of tokens before it. Raises ConfigError."""
+def plot_cache_comparison(comparison: CacheComparison, path: Path) -> None:
+    """Draw the milliseconds per token against the length of the sequence. Raises ConfigError."""
     pyplot = load_pyplot("--plot")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for run, label, colour in (
-        (story.uncached, "everything recomputed", PREFILL),
-        (story.cached, "KV cache", DECODE),
+        (comparison.uncached, "everything recomputed", PREFILL),
+        (comparison.cached, "KV cache", DECODE),
     ):
-        tokens = range(story.prompt_tokens + 1, story.prompt_tokens + len(run.forward_s))
+        tokens = range(comparison.prompt_tokens + 1, comparison.prompt_tokens + len(run.forward_s))
         axes.plot(tokens, [seconds * 1000 for seconds in run.forward_s[1:]], label=label, color=colour)
     axes.set(xlabel="tokens in the sequence", ylabel="milliseconds per generated token")
     axes.set_ylim(bottom=0)
@@ -47,7 +47,7 @@ def plot_cache_story(story: CacheStory, path: Path) -> None:
 
 
 def plot_roofline(results: Sequence[ShapeResult], title: str, path: Path) -> None:
-    """Operations per second against operations per byte, one point per shape and phase, under the machine's roofs.
+    """Draw operations per second against operations per byte, one point per shape and phase, below the roofline.
 
     Raises ConfigError.
     """
@@ -58,7 +58,9 @@ def plot_roofline(results: Sequence[ShapeResult], title: str, path: Path) -> Non
         for result in results
         for phase, colour in ((result.prefill, PREFILL), (result.decode, DECODE))
     ]
-    roofs = _draw_roofs(axes, mean_roofline([result.roof for result in results]), [point[1] for point in points])
+    limits = _draw_roofline(
+        axes, mean_roofline([result.roofline for result in results]), [point[1] for point in points]
+    )
     for name, colour in (("prefill", PREFILL), ("decode", DECODE)):
         axes.plot(
             [x for _, x, _, c in points if c == colour],
@@ -72,38 +74,38 @@ def plot_roofline(results: Sequence[ShapeResult], title: str, path: Path) -> Non
     axes.yaxis.set_major_formatter("{x:g}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="lower right")
-    figure.canvas.draw()  # the layout is final now, so labels know where they may go
+    figure.canvas.draw()  # makes the layout final, so that labels can be placed
     figure.set_layout_engine("none")
-    _label_points(axes, points, roofs)
+    _label_points(axes, points, limits)
     _save(pyplot, figure, path)
 
 
-def _draw_roofs(axes: Any, roof: Roofline, intensities: Sequence[float]) -> list[Line]:
-    """The slope is the bandwidth's, each level line one form's peak."""
-    bandwidth = roof.read_bytes_per_s / 1e9
-    peaks = {PEAK_NAMES[form]: roof.peak_ops_per_s[form] / 1e9 for form in FORMS}
+def _draw_roofline(axes: Any, roofline: Roofline, intensities: Sequence[float]) -> list[Line]:
+    """Draw and return the lines: a slope for the bandwidth, a horizontal line for each dtype's peak."""
+    bandwidth = roofline.read_bytes_per_s / 1e9
+    peaks = {PEAK_NAMES[form]: roofline.peak_ops_per_s[form] / 1e9 for form in FORMS}
     top = max(peaks.values())
     left, right = min(intensities) / 2.5, max(*intensities, top / bandwidth) * 3
     slope = ((left, left * bandwidth), (top / bandwidth, top))
     levels = [((peak / bandwidth, peak), (right, peak)) for peak in peaks.values()]
     for (x0, y0), (x1, y1) in (slope, *levels):
-        axes.loglog([x0, x1], [y0, y1], color=ROOF, linewidth=1)
+        axes.loglog([x0, x1], [y0, y1], color=LIMIT, linewidth=1)
     for name, peak in peaks.items():
-        axes.annotate(f"{name} {peak:,.0f}", (right, peak), (0, 4), textcoords="offset points", ha="right", color=ROOF)
-    axes.annotate(f"{bandwidth:.1f} GB/s", slope[0], (2, -4), textcoords="offset points", va="top", color=ROOF)
+        axes.annotate(f"{name} {peak:,.0f}", (right, peak), (0, 4), textcoords="offset points", ha="right", color=LIMIT)
+    axes.annotate(f"{bandwidth:.1f} GB/s", slope[0], (2, -4), textcoords="offset points", va="top", color=LIMIT)
     return [slope, *levels]
 
 
-def _label_points(axes: Any, points: Sequence[tuple[str, float, float, str]], roofs: Sequence[Line]) -> None:
-    """Each label goes to the nearest place around its point where it covers nothing; far ones get a leader."""
+def _label_points(axes: Any, points: Sequence[tuple[str, float, float, str]], limits: Sequence[Line]) -> None:
+    """Put each label at the nearest offset from its point where it covers nothing, with a leader line if far away."""
     taken = [axes.get_legend().get_window_extent(), *(text.get_window_extent() for text in axes.texts)]
     taken += [_box(axes, x, y, 7) for _, x, y, _ in points]
-    for (x0, y0), (x1, y1) in roofs:
+    for (x0, y0), (x1, y1) in limits:
         taken += [_box(axes, x0 * (x1 / x0) ** (i / 200), y0 * (y1 / y0) ** (i / 200), 2) for i in range(201)]
     for label, x, y, colour in points:
-        text = axes.annotate(label, (x, y), LABEL_PLACES[0], textcoords="offset points", va="center", color=colour)
-        for place in LABEL_PLACES:
-            text.set(position=place, ha="left" if place[0] > 0 else "right")
+        text = axes.annotate(label, (x, y), LABEL_OFFSETS[0], textcoords="offset points", va="center", color=colour)
+        for offset in LABEL_OFFSETS:
+            text.set(position=offset, ha="left" if offset[0] > 0 else "right")
             if not any(text.get_window_extent().overlaps(box) for box in taken):
                 break
         taken.append(text.get_window_extent())
@@ -118,7 +120,7 @@ def _label_points(axes: Any, points: Sequence[tuple[str, float, float, str]], ro
 
 
 def _box(axes: Any, x: float, y: float, size: float) -> Any:
-    """Pixels around a point of the data."""
+    """Return a box in pixels around a data point."""
     from matplotlib.transforms import Bbox
 
     px, py = axes.transData.transform((x, y))

@@ -1,8 +1,8 @@
-"""Tokens per second of prefill and decode, separately, through the whole engine: queue, scheduler, kernels, sampling.
+"""Measures the speed of prefill and of decode through the whole engine: queue, scheduler, kernels, sampling.
 
-Prefill is the time until every user has its first token. Decode is timed in a second run, over n steps in which all
-users decode and nobody prefills. Prompts are random ids and no token ends a request, so every peer does the same work.
-The machine's roofs are measured before each shape and after the last.
+Prefill is the time until every user has its first token. Decode is timed in a second run, over steps in which all users
+decode and none prefills. Prompts are random ids and EOS is ignored, so every user does the same work. The machine's
+roofline is measured before each shape and after the last.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Prefill or decode of one shape: the median run. Tokens and work are those of all users."""
+    """Prefill or decode of one shape: the median run. Tokens and work are of all users together."""
 
     tokens: int
     seconds: float
@@ -62,14 +62,14 @@ class Phase:
 
     @property
     def kv_bytes_per_s(self) -> float:
-        """Of the seconds that attention took: how fast it read keys and values."""
+        """Bytes of keys and values read per second of attention."""
         return self.work.kv_bytes / self.op_seconds["attention"]
 
-    def share_of_peak(self, roof: Roofline) -> float:
-        return self.work.compute_seconds(roof) / self.seconds
+    def share_of_peak(self, roofline: Roofline) -> float:
+        return self.work.compute_seconds(roofline) / self.seconds
 
-    def share_of_bandwidth(self, roof: Roofline) -> float:
-        return self.work.memory_seconds(roof) / self.seconds
+    def share_of_bandwidth(self, roofline: Roofline) -> float:
+        return self.work.memory_seconds(roofline) / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class ShapeResult:
     shape: Shape
     prefill: Phase  # until every user has its first token
     decode: Phase  # steps in which all users decode
-    roof: Roofline  # the mean of what was measured before and after
+    roofline: Roofline  # mean of the measurements before and after
 
 
 def parse_shapes(text: str) -> list[Shape]:
-    """`1x128,8x2048`. Raises ConfigError."""
+    """Parse shapes such as `1x128,8x2048`. Raises ConfigError."""
     return [_parse_shape(part.strip()) for part in text.split(",")]
 
 
@@ -93,7 +93,7 @@ def _parse_shape(text: str) -> Shape:
 
 
 def bench_config(config: EngineConfig, shapes: list[Shape], new_tokens: int) -> EngineConfig:
-    """`config` with room for the widest shape; prefixes are not cached, or the second run would find the first."""
+    """Return `config` with room for the largest shape, and without prefix caching: runs must not reuse each other."""
     users = max(shape.batch for shape in shapes)
     rows = max(config.max_num_batched_tokens, users)
     config = msgspec.structs.replace(config, max_num_seqs=users, max_num_batched_tokens=rows)
@@ -108,7 +108,7 @@ def bench_config(config: EngineConfig, shapes: list[Shape], new_tokens: int) -> 
 def measure_shapes(
     llm: LLM, shapes: list[Shape], new_tokens: int, repeats: int, report: Callable[[str], None]
 ) -> Iterator[ShapeResult]:
-    """One result per shape, as it is ready. `report` is told what runs now. Raises ConfigError."""
+    """Yield one result per shape. Calls `report` with the name of each run. Raises ConfigError."""
     capacity = llm.engine.core.runner.capacity
     meter = RooflineMeter(capacity.cpus.threads, capacity.isa)
     generator = random.Random(SEED)
@@ -130,14 +130,14 @@ def _median(runs: list[Phase]) -> Phase:
 
 
 class StepClock(SilentObserver):
-    """Times the first `num_steps` steps in which all users decode and nobody prefills any more."""
+    """Times the first `num_steps` steps in which all users decode and none prefills."""
 
     def __init__(self, runner: ModelRunner, users: int, num_steps: int) -> None:
         self._runner = runner
         self._users = users
         self._num_steps = num_steps
-        self._ends: list[float] = []  # of the last step with prefill, then of each decode step
-        self.contexts: list[Contexts] = []  # of each decode step
+        self._ends: list[float] = []  # end of the last step with prefill, then of each decode step
+        self.contexts: list[Contexts] = []  # [decode steps]
         self.op_seconds: dict[str, float] = {}
 
     @property
@@ -155,8 +155,8 @@ class StepClock(SilentObserver):
                 self.op_seconds = self._runner.op_seconds()
 
 
-class _StepCollector(SilentObserver):
-    """The contexts of every step."""
+class _ContextCollector(SilentObserver):
+    """Collects the contexts of every step."""
 
     def __init__(self) -> None:
         self.contexts: list[Contexts] = []
@@ -166,8 +166,8 @@ class _StepCollector(SilentObserver):
 
 
 def time_prefill(llm: LLM, generator: random.Random, shape: Shape) -> Phase:
-    """A run of one new token for each user."""
-    runner, steps = llm.engine.core.runner, _StepCollector()
+    """Time a run of one new token for each user."""
+    runner, steps = llm.engine.core.runner, _ContextCollector()
     runner.op_seconds()
     llm.engine.set_observer(steps)
     seconds = time_generation(llm, generator, shape, 1)
@@ -177,7 +177,7 @@ def time_prefill(llm: LLM, generator: random.Random, shape: Shape) -> Phase:
 
 
 def time_decode(llm: LLM, generator: random.Random, shape: Shape, new_tokens: int) -> Phase:
-    """A run in which the first user still decodes for `new_tokens` steps when the last has been prefilled."""
+    """Time decode in a run in which the first user still decodes `new_tokens` steps after the last prefill."""
     runner = llm.engine.core.runner
     clock = StepClock(runner, shape.batch, new_tokens)
     llm.engine.set_observer(clock)
@@ -188,12 +188,12 @@ def time_decode(llm: LLM, generator: random.Random, shape: Shape, new_tokens: in
 
 
 def _prefill_steps(config: EngineConfig, shape: Shape) -> int:
-    """At most so many steps until every user has its first token, even if they come one by one."""
+    """Return the most steps until every user has its first token, even if the users are prefilled one by one."""
     return -(-shape.batch * shape.prompt_tokens // (config.max_num_batched_tokens - shape.batch + 1)) + shape.batch
 
 
 def time_generation(llm: LLM, generator: random.Random, shape: Shape, new_tokens: int) -> float:
-    """Seconds to generate exactly `new_tokens` for each user."""
+    """Generate exactly `new_tokens` for each user and return the seconds that it took."""
     vocab = llm.engine.core.runner.spec.vocab_size
     low, high = (10, min(8000, vocab)) if vocab > 20 else (0, vocab)
     prompts = [[generator.randrange(low, high) for _ in range(shape.prompt_tokens)] for _ in range(shape.batch)]

@@ -1,8 +1,5 @@
-"""Load on a server, and what its users saw of it: datasets, pacing, drivers, results, sweeps and reports."""
+"""Load tests: send requests to a server, and report the latencies that its users see."""
 
-from .datasets import DatasetOptions
-from .load import Behaviour, LoadOptions
-from .schedule import Pacing
-from .target import SamplingOptions, TargetOptions
+from .options import ClientBehaviour, DatasetOptions, LoadOptions, Pacing, SamplingOptions, TargetOptions
 
-__all__ = ["Behaviour", "DatasetOptions", "LoadOptions", "Pacing", "SamplingOptions", "TargetOptions"]
+__all__ = ["ClientBehaviour", "DatasetOptions", "LoadOptions", "Pacing", "SamplingOptions", "TargetOptions"]

@@ -1,51 +1,43 @@
-"""The pictures of a load test: numbers in, inline SVG out. Drawn by matplotlib, the optional extra `plot`.
+"""Draws the charts of a load test as inline SVG with matplotlib, the optional extra `plot`.
 
-It must not know requests, runs or HTML. One invariant: no text of a user's gets into a picture, so nothing in it can be
-markup; series are told apart by colour and dash, and the page around a picture says whose they are.
-
-Percentiles stand on a probit axis (percentiles of a normal distribution lie at equal distances), so that p99 can be
-read as well as p50.
+Text of users or servers must not get into a picture: it would not be escaped. Runs differ by colour and dash, and the
+page has the legend. Percentiles are drawn on a probit axis, on which those of a normal distribution are equally
+spaced, so that p99 is as easy to read as p50.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..plotting import load_pyplot
-from .svg import GRID, INK, QUIET, drawing
+from ..plotting import GRID, INK, QUIET, load_pyplot, svg_figure
+from .latency import PARTS, Values
+from .timeline import RunTimeline
 
-Values = NDArray[np.float64]
+FLAG = "--report"  # that needs matplotlib
 
 ALARM = "#c0392b"
-PARTS = {  # of a request's time, in the order in which they pass; Okabe and Ito's colours
-    "queue": "#e69f00",
-    "prefill": "#56b4e9",
-    "decode": "#0072b2",
-    "stall": "#d55e00",
-    "elsewhere": "#b8bfc8",
-}
+PART_COLOURS = dict(zip(PARTS, ("#e69f00", "#56b4e9", "#0072b2", "#d55e00", "#b8bfc8"), strict=True))  # Okabe and Ito's
 SINGLE = "#0b6fa4"
-DASHES = ((), (6, 2), (2, 1.5), (6, 2, 1.5, 2))  # on and off, in line widths
+DASHES = ((), (6, 2), (2, 1.5), (6, 2, 1.5, 2))  # lengths on and off, in line widths
 PERCENTILES = (1, 10, 25, 50, 75, 90, 99, 99.9, 99.99)
-PLAIN = "{x:,.10g}"  # ticks, as a str.format
+PLAIN = "{x:,.10g}"  # format of ticks
 MAX_SAMPLES_MARKED = 90
 MAX_CDF_POINTS = 400
-SHORTEST_MS = 1e-3  # on an axis
+MIN_MS = 1e-3  # least value of an axis
 NORMAL = NormalDist()
-LOWEST_PLACE = NORMAL.inv_cdf(0.01)
+LOWEST_PROBIT = NORMAL.inv_cdf(0.01)
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
     """One run of a sweep. Latencies in ms, NaN where there are none."""
 
-    label: str  # its load
+    label: str  # the load of the run
     tokens_per_s: float
     ttft_ms: tuple[float, float]  # p50, p99
     tpot_ms: tuple[float, float]
@@ -53,37 +45,22 @@ class CurvePoint:
     goodput: float | None = None  # requests per second
 
 
-@dataclass(frozen=True, slots=True)
-class History:
-    """One run over time. Bins are a width of seconds from 0 on; server samples have times of their own."""
-
-    bin_s: float
-    arrivals: Values  # [bins], requests sent
-    errors: Values  # [bins], requests that ended in one
-    tokens: Values  # [bins], output tokens
-    in_flight: tuple[Values, Values]  # times, requests at and after them
-    sampled_s: Values = field(default_factory=lambda: np.empty(0))
-    running: Values = field(default_factory=lambda: np.empty(0))  # NaN: not told
-    waiting: Values = field(default_factory=lambda: np.empty(0))
-    kv_usage: Values = field(default_factory=lambda: np.empty(0))
-
-
 def series_colours(count: int) -> list[str]:
-    """Of runs at rising load: dark to light, the same to a colour-blind eye, dark enough on white."""
+    """Return colours for runs at rising load: dark to light, safe for colour-blind readers, dark enough on white."""
     if count == 1:
         return [SINGLE]
-    shades = load_pyplot("--report").get_cmap("plasma")(np.linspace(0.0, 0.68, count))
+    shades = load_pyplot(FLAG).get_cmap("plasma")(np.linspace(0.0, 0.68, count))
     return [f"#{round(255 * r):02x}{round(255 * g):02x}{round(255 * b):02x}" for r, g, b, _ in shades]
 
 
 def series_dash(index: int) -> tuple[float, ...]:
-    """Of the run at `index`; empty: solid."""
+    """Return the dash pattern of the run at `index`; empty means solid."""
     return DASHES[index % len(DASHES)]
 
 
 def draw_distribution(title: str, series: Sequence[Values]) -> str:
-    """Cumulative distributions, milliseconds on a log axis, one line per run; a run without values has none."""
-    with drawing(5.2, 3.3) as picture:
+    """Draw cumulative distributions, one line per run that has values, with milliseconds on a log axis."""
+    with svg_figure(FLAG, 5.2, 3.3) as picture:
         axes = picture.figure.subplots()
         colours = series_colours(len(series))
         for index, values in enumerate(series):
@@ -96,10 +73,10 @@ def draw_distribution(title: str, series: Sequence[Values]) -> str:
 
 
 def draw_curve(points: Sequence[CurvePoint]) -> str:
-    """Latency against output tokens per second; with objectives, also goodput against the request rate."""
+    """Draw latency against output tokens per second; with objectives, also goodput against the request rate."""
     with_goodput = [point for point in points if point.goodput is not None and point.request_rate is not None]
     panels = 3 if with_goodput else 2
-    with drawing(10.6, 3.6) as picture:
+    with svg_figure(FLAG, 10.6, 3.6) as picture:
         axes = picture.figure.subplots(1, panels)
         _latency_curve(axes[0], "Time to first token", points, [point.ttft_ms for point in points])
         _latency_curve(axes[1], "Time per output token", points, [point.tpot_ms for point in points])
@@ -108,47 +85,47 @@ def draw_curve(points: Sequence[CurvePoint]) -> str:
     return picture.svg
 
 
-def draw_history(history: History) -> str:
-    """Arrivals and errors, tokens, requests and the KV pool over one run's seconds, one above the other."""
-    sampled = history.sampled_s.size > 0
-    with drawing(10.6, 6.6 if sampled else 5.0) as picture:
+def draw_timeline(timeline: RunTimeline) -> str:
+    """Draw a run over time: arrivals and errors, output tokens, requests in flight, KV pool usage."""
+    sampled = timeline.sampled_s.size > 0
+    with svg_figure(FLAG, 10.6, 6.6 if sampled else 5.0) as picture:
         rows = picture.figure.subplots(4 if sampled else 3, 1, sharex=True)
-        _arrivals(rows[0], history)
-        _steps(rows[1], history, history.tokens / history.bin_s, SINGLE)
+        _arrivals(rows[0], timeline)
+        _steps(rows[1], timeline, timeline.tokens / timeline.bin_s, SINGLE)
         rows[1].set_title("Output tokens per second")
-        _in_flight(rows[2], history)
+        _in_flight(rows[2], timeline)
         if sampled:
-            rows[3].plot(history.sampled_s, 100 * history.kv_usage, color=SINGLE, **_marks(history))
-            rows[3].fill_between(history.sampled_s, 100 * history.kv_usage, color=SINGLE, alpha=0.12, linewidth=0)
+            rows[3].plot(timeline.sampled_s, 100 * timeline.kv_usage, color=SINGLE, **_marks(timeline))
+            rows[3].fill_between(timeline.sampled_s, 100 * timeline.kv_usage, color=SINGLE, alpha=0.12, linewidth=0)
             rows[3].set(title="KV pool in use, %", ylim=(0, 104))
         for axes in rows:
             axes.set_ylim(bottom=0)
             axes.yaxis.set_major_formatter(PLAIN)
             axes.grid(axis="x", visible=False)
-        rows[-1].set(xlabel="seconds since the start", xlim=(0, history.bin_s * history.tokens.size))
+        rows[-1].set(xlabel="seconds since the start", xlim=(0, timeline.bin_s * timeline.tokens.size))
     return picture.svg
 
 
 def draw_parts(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
-    """Where time went: per row, the mean milliseconds of each of PARTS, beside each other."""
-    with drawing(10.6, 0.75 + 0.36 * len(rows)) as picture:
+    """Draw where the time of requests went: a bar per row, of the mean milliseconds of each of PARTS."""
+    with svg_figure(FLAG, 10.6, 0.75 + 0.36 * len(rows)) as picture:
         axes = picture.figure.subplots()
         left = np.zeros(len(rows))
-        places = np.arange(len(rows))
-        for part, colour in PARTS.items():
+        rows_y = np.arange(len(rows))
+        for part, colour in PART_COLOURS.items():
             widths = np.array([parts.get(part, 0.0) for _, parts in rows])
-            axes.barh(places, widths, left=left, color=colour, height=0.62, edgecolor="white", linewidth=0.6)
+            axes.barh(rows_y, widths, left=left, color=colour, height=0.62, edgecolor="white", linewidth=0.6)
             left += widths
-        for place, total in zip(places, left, strict=True):
+        for y, total in zip(rows_y, left, strict=True):
             axes.annotate(
                 f"{total:,.0f}" if total >= 10 else f"{total:.1f}",
-                (total, place),
+                (total, y),
                 (5, 0),
                 textcoords="offset points",
                 va="center",
                 color=QUIET,
             )
-        axes.set_yticks(places, [label for label, _ in rows], color=INK)
+        axes.set_yticks(rows_y, [label for label, _ in rows], color=INK)
         axes.xaxis.set_major_formatter(PLAIN)
         axes.set(xlabel="milliseconds, mean", xlim=(0, 1.08 * max(left.max(), 1e-3)))
         axes.invert_yaxis()
@@ -161,31 +138,31 @@ def draw_parts(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
 
 
 def _cumulative(values: Values) -> tuple[Values, Values]:
-    """Values from p1 on, as far as so many can tell, and their places on the probit axis."""
-    ordered = np.sort(np.maximum(values, SHORTEST_MS))
-    places = np.linspace(LOWEST_PLACE, _highest_place(ordered.size), MAX_CDF_POINTS)
-    shares = np.array([NORMAL.cdf(place) for place in places])
-    return ordered[np.minimum((shares * ordered.size).astype(int), ordered.size - 1)], places
+    """Return values and their probits, from p1 to the highest percentile that this number of values supports."""
+    ordered = np.sort(np.maximum(values, MIN_MS))
+    probits = np.linspace(LOWEST_PROBIT, _highest_probit(ordered.size), MAX_CDF_POINTS)
+    shares = np.array([NORMAL.cdf(probit) for probit in probits])
+    return ordered[np.minimum((shares * ordered.size).astype(int), ordered.size - 1)], probits
 
 
-def _highest_place(count: int) -> float:
+def _highest_probit(count: int) -> float:
     return max(NORMAL.inv_cdf(1 - 0.5 / max(count, 2)), NORMAL.inv_cdf(0.9))
 
 
 def _percentile_axis(axes: Any, count: int) -> None:
-    highest = _highest_place(count)
-    places = {percent: NORMAL.inv_cdf(percent / 100) for percent in PERCENTILES}
-    shown = {percent: place for percent, place in places.items() if place <= highest}
+    highest = _highest_probit(count)
+    probits = {percent: NORMAL.inv_cdf(percent / 100) for percent in PERCENTILES}
+    shown = {percent: probit for percent, probit in probits.items() if probit <= highest}
     axes.set_yticks(list(shown.values()), [f"p{percent:g}" for percent in shown])
-    axes.set_ylim(LOWEST_PLACE, highest + 0.1)
+    axes.set_ylim(LOWEST_PROBIT, highest + 0.1)
     axes.axhline(0, color=GRID, linewidth=1.8, zorder=0)  # p50
 
 
 def _milliseconds(axes: Any, which: str, values: Values) -> None:
-    """A log axis with plain numbers at round steps; at least a factor of four wide."""
+    """Make the `which` axis logarithmic in milliseconds, with round ticks, at least a factor of four wide."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    known = np.maximum(values[np.isfinite(values)], SHORTEST_MS)
+    known = np.maximum(values[np.isfinite(values)], MIN_MS)
     if not known.size:
         getattr(axes, f"{which}axis").set_major_locator(NullLocator())
         return
@@ -212,7 +189,7 @@ def _latency_curve(
     axes.plot(speed, p99, "o", color=SINGLE, dashes=DASHES[1], markerfacecolor="white", markersize=5)
     axes.plot(speed, p50, "o", color=SINGLE, linestyle="solid", markersize=5)
     _milliseconds(axes, "y", np.concatenate([p50, p99]))
-    fastest = int(speed.argmax())  # nothing is right of it
+    fastest = int(speed.argmax())  # the rightmost point
     for name, line, side in (("p99", p99, "bottom"), ("p50", p50, "top")):
         axes.annotate(name, (speed[fastest], line[fastest]), (7, 0), textcoords="offset points", va=side, weight="bold")
     for point, height in zip(points, p99, strict=True):
@@ -236,38 +213,40 @@ def _goodput_curve(axes: Any, points: Sequence[CurvePoint]) -> None:
     finite = rates[np.isfinite(rates)]
     top = max(finite.max() if finite.size else 0.0, goodput.max())
     axes.plot([0, top], [0, top], color=QUIET, linewidth=1, dashes=DASHES[2])
-    axes.annotate("all that is asked", (top, top), (-4, 2), textcoords="offset points", ha="right", color=QUIET, size=8)
+    axes.annotate(
+        "every request within limits", (top, top), (-4, 2), textcoords="offset points", ha="right", color=QUIET, size=8
+    )
     axes.plot(rates, goodput, "o", color=SINGLE, linestyle="solid", markersize=5)
-    axes.set(title="Goodput", xlabel="requests per second asked", ylabel="requests per second within limits")
+    axes.set(title="Goodput", xlabel="requests per second sent", ylabel="requests per second within limits")
     axes.set_xlim(0, 1.08 * top or 1)
     axes.set_ylim(0, 1.08 * top or 1)
 
 
-def _arrivals(axes: Any, history: History) -> None:
-    _steps(axes, history, history.arrivals / history.bin_s, SINGLE)
+def _arrivals(axes: Any, timeline: RunTimeline) -> None:
+    _steps(axes, timeline, timeline.arrivals / timeline.bin_s, SINGLE)
     axes.set_title("Requests sent per second")
-    if history.errors.any():
-        _steps(axes, history, history.errors / history.bin_s, ALARM)
+    if timeline.errors.any():
+        _steps(axes, timeline, timeline.errors / timeline.bin_s, ALARM)
         axes.set_title("Requests sent per second, and errors (red, hatched)")
         axes.patches[-1].set(hatch="////", alpha=0.6, facecolor="none", edgecolor=ALARM)
 
 
-def _steps(axes: Any, history: History, heights: Values, colour: str) -> None:
-    edges = history.bin_s * np.arange(heights.size + 1)
+def _steps(axes: Any, timeline: RunTimeline, heights: Values, colour: str) -> None:
+    edges = timeline.bin_s * np.arange(heights.size + 1)
     axes.stairs(heights, edges, color=colour, fill=True, alpha=0.14)
     axes.stairs(heights, edges, color=colour, linewidth=1.4)
 
 
-def _in_flight(axes: Any, history: History) -> None:
-    times, counts = history.in_flight
+def _in_flight(axes: Any, timeline: RunTimeline) -> None:
+    times, counts = timeline.in_flight
     axes.step(times, counts, where="post", color=INK, linewidth=1.4)
     named = ["at the client"]
     for values, colour, dash, name in (
-        (history.running, PARTS["decode"], DASHES[1], "running"),
-        (history.waiting, PARTS["queue"], DASHES[2], "waiting"),
+        (timeline.running, PART_COLOURS["decode"], DASHES[1], "running"),
+        (timeline.waiting, PART_COLOURS["queue"], DASHES[2], "waiting"),
     ):
         if np.isfinite(values).any():
-            axes.plot(history.sampled_s, values, color=colour, dashes=dash, **_marks(history))
+            axes.plot(timeline.sampled_s, values, color=colour, dashes=dash, **_marks(timeline))
             named.append(name)
     axes.set_title("Requests in flight")
     if len(named) > 1:
@@ -276,6 +255,6 @@ def _in_flight(axes: Any, history: History) -> None:
         )
 
 
-def _marks(history: History) -> dict[str, Any]:
-    """Few samples are shown as such: what lies between them nobody knows."""
-    return {"marker": "o", "markersize": 3.5} if history.sampled_s.size <= MAX_SAMPLES_MARKED else {}
+def _marks(timeline: RunTimeline) -> dict[str, Any]:
+    """Return markers for the samples, if they are few: the line between two samples is only interpolated."""
+    return {"marker": "o", "markersize": 3.5} if timeline.sampled_s.size <= MAX_SAMPLES_MARKED else {}

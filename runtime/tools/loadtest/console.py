@@ -1,22 +1,29 @@
-"""A load test's result for people, in the order and the words of `vllm bench serve`.
+"""What `quire loadtest` prints: a progress line while it runs, then the result in the words of `vllm bench serve`.
 
-It must not compute. One invariant: a figure that is shown is in the result, but for its rounding.
+The progress line is drawn on the event loop that times the tokens: drawing must take well under a millisecond.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from .results import percentile_key
+from .sender import LoadProgress
 
-LATE_MS = 10.0  # above it, arrivals were not those that were asked for
-MOST_MESSAGES = 3
+PROGRESS_INTERVAL_S = 0.5
+LATE_MS = 10.0  # a generator that is later than this made another load than was wanted
+MAX_MESSAGES = 3
 METRIC_NAMES = {
     "ttft": ("Time to First Token", "TTFT"),
     "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
@@ -28,22 +35,23 @@ METRIC_NAMES = {
 
 
 def print_result(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> None:
+    """Print the result as tables."""
     console = Console(width=72, highlight=False)
     console.print(_totals(result))
     for metric in metrics:
         if f"mean_{metric}_ms" in result:
             console.print(_latencies(result, metric, percentiles))
-    console.print("\n".join(_sentences(result, percentiles)), soft_wrap=True, markup=False)
+    console.print("\n".join(_notes(result, percentiles)), soft_wrap=True, markup=False)
 
 
 def _totals(result: Mapping[str, Any]) -> Table:
-    ours = result["x_quire"]
+    own = result["x_quire"]
     table = _table("Serving Benchmark Result")
     rows: list[tuple[str, Any]] = [
         ("Successful requests:", result["completed"]),
         ("Failed requests:", result["failed"]),
-        ("Cancelled requests:", ours["cancelled"] or None),
-        ("Slow readers:", ours["slow_readers"] or None),
+        ("Cancelled requests:", own["cancelled"] or None),
+        ("Slow readers:", own["slow_readers"] or None),
         ("Maximum request concurrency:", result["max_concurrency"]),
         ("Request rate configured (RPS):", None if result["request_rate"] == "inf" else float(result["request_rate"])),
         ("Benchmark duration (s):", result["duration"]),
@@ -71,23 +79,23 @@ def _latencies(result: Mapping[str, Any], metric: str, percentiles: Sequence[flo
     return table
 
 
-def _sentences(result: Mapping[str, Any], percentiles: Sequence[float]) -> list[str]:
-    """What the figures above do not say by themselves."""
-    ours = result["x_quire"]
+def _notes(result: Mapping[str, Any], percentiles: Sequence[float]) -> list[str]:
+    """Return the lines below the tables: lateness, and errors with the first messages."""
+    own = result["x_quire"]
     highest = percentile_key(max(percentiles)) if percentiles else "mean"
-    delay, late = ours["schedule_delay_ms"][highest], ours.get("generator_delay_ms", {}).get(highest, 0.0)
+    delay, late = own["schedule_delay_ms"][highest], own.get("generator_delay_ms", {}).get(highest, 0.0)
     lines = [
         f"Schedule delay (ms): {highest} {delay:.2f}; counted from the schedule, E2EL {highest} "
-        f"{ours['e2el_from_schedule_ms'][highest]:.2f}, TTFT {highest} {ours['ttft_from_schedule_ms'][highest]:.2f}"
+        f"{own['e2el_from_schedule_ms'][highest]:.2f}, TTFT {highest} {own['ttft_from_schedule_ms'][highest]:.2f}"
     ]
     if late > LATE_MS:
         lines.append(
-            f"The load generator itself was late ({highest} {late:.2f} ms): it, not the server, is the limit here, and "
-            "the arrivals were not those that were asked for."
+            f"The load generator itself was late ({highest} {late:.2f} ms): it could not keep up, so the server met "
+            "another load than was wanted."
         )
-    lines += [f"Errors: {count} x {code}" for code, count in ours["errors"].items()]
+    lines += [f"Errors: {count} x {code}" for code, count in own["errors"].items()]
     messages = dict.fromkeys(message for message in result["errors"] if message)
-    lines += [f"  {message}" for message in islice(messages, MOST_MESSAGES)]
+    lines += [f"  {message}" for message in islice(messages, MAX_MESSAGES)]
     return lines
 
 
@@ -98,3 +106,37 @@ def _table(title: str) -> Table:
     table.add_column(min_width=42)
     table.add_column(justify="right", min_width=12)
     return table
+
+
+@contextlib.contextmanager
+def shown_progress(progress: LoadProgress, *, quiet: bool) -> Iterator[None]:
+    """Draw the progress line while the block runs, on a terminal only. Needs a running event loop."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        drawing = asyncio.get_running_loop().create_task(_draw(live, progress))
+        try:
+            yield
+        finally:
+            drawing.cancel()
+
+
+async def _draw(live: Live, progress: LoadProgress) -> None:
+    last_s, last_tokens = time.perf_counter(), 0
+    while True:
+        await asyncio.sleep(PROGRESS_INTERVAL_S)
+        now_s = time.perf_counter()
+        rate = (progress.tokens - last_tokens) / (now_s - last_s)
+        last_s, last_tokens = now_s, progress.tokens
+        live.update(Text(progress_line(progress, rate)), refresh=True)
+
+
+def progress_line(progress: LoadProgress, tokens_per_s: float) -> str:
+    """Return the text of the progress line."""
+    of = "" if progress.total is None else f" of {progress.total:,}"
+    return (
+        f"sent {progress.sent:,}{of}   done {progress.done:,}   running {progress.running:,}   "
+        f"failed {progress.failed:,}   {tokens_per_s:,.0f} tokens/s"
+    )

@@ -1,110 +1,78 @@
-"""A load: which requests, when, and how their clients behave, put together out of dataset, pacing and behaviour.
+"""Turns the options into a load: the requests to send, the time of each, and how their clients behave.
 
-It must not send anything. One invariant: the same options give the same load, prompt for prompt and second for second.
+The same options give the same load, prompt for prompt and second for second. As in vLLM, the random intervals of a
+fixed number of requests are stretched to end exactly at number / rate, so that every seed gives the same mean rate; a
+ramp rises over the requests, not over the seconds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, islice, repeat, takewhile
 from random import Random
 
 from ...common.errors import ConfigError
-from ..traffic import check_number, rescale
-from .datasets import TRACES, DatasetOptions, check_dataset, dataset_requests, read_trace
-from .drawn import RandomTokens, trace_requests, warmup_requests
-from .request import Request
-from .schedule import Pacing, check_pacing, draw_times
-from .texts import CountTokens
+from ..traffic import draw_interval, rescale
+from .datasets import CountTokens, RandomTokens, dataset_requests, read_trace, trace_requests, warmup_requests
+from .options import TRACES, LoadOptions, Pacing, check_load
+from .records import LoadRequest
 
-DEFAULT_PROMPTS = 1000  # without --duration
-
-
-@dataclass(frozen=True, kw_only=True)
-class Behaviour:
-    """Of clients, drawn for each request."""
-
-    cancel_rate: float = 0.0
-    "Share of requests, 0 to 1, whose client leaves at a random token of the answer."
-    slow_reader_rate: float = 0.0
-    "Share of requests, 0 to 1, whose client pauses after each chunk it reads."
-    slow_reader_ms: float = 100.0
-    "How long it pauses."
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    dataset: DatasetOptions = field(default_factory=DatasetOptions)
-    pacing: Pacing = field(default_factory=Pacing)
-    behaviour: Behaviour = field(default_factory=Behaviour)
+DEFAULT_PROMPTS = 1000  # without a duration
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """What prompts are made of. None: there is nothing to do it with."""
+class PromptVocabulary:
+    """What prompts can be made of. None: not available for this server."""
 
     size: int
     count_tokens: CountTokens | None = None
     to_text: Callable[[tuple[int, ...]], str] | None = None
-    only_text: bool = False  # drawn tokens are sent as their text
+    only_text: bool = False  # the server takes no token ids: random tokens are sent as their text
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    requests: Iterator[Request]  # without end in a closed loop that only a duration ends
-    times: list[float] | None  # seconds from the start, one a request; None: closed loop
-    warmups: list[Request]
+class PreparedLoad:
+    requests: Iterator[LoadRequest]  # endless in a closed loop that only a duration ends
+    times: list[float] | None  # seconds from the start, one per request; None: closed loop
+    warmups: list[LoadRequest]
 
 
-def check_load(options: LoadOptions) -> None:
-    """Raises ConfigError."""
-    check_dataset(options.dataset)
-    check_pacing(options.pacing)
-    check_number("--cancel-rate", options.behaviour.cancel_rate, 0, 1)
-    check_number("--slow-reader-rate", options.behaviour.slow_reader_rate, 0, 1)
-    check_number("--slow-reader-ms", options.behaviour.slow_reader_ms, 1, 1e6)
-    if options.pacing.self_timed is not None and options.dataset.dataset_name not in TRACES:
-        raise ConfigError(f"--self-timed is for recorded traces: {', '.join(TRACES)}")
-    if options.pacing.self_timed and options.pacing.ramp_up_strategy is not None:
-        raise ConfigError("--self-timed and --ramp-up-strategy each say when requests are sent: leave out one")
-
-
-def make_load(options: LoadOptions, vocabulary: Vocabulary) -> Load:
-    """Raises ConfigError."""
+def make_load(options: LoadOptions, vocabulary: PromptVocabulary) -> PreparedLoad:
+    """Prepare the requests of a run. Raises ConfigError."""
     check_load(options)
     tokens = RandomTokens(vocabulary.size, options.dataset.seed)
     count = options.dataset.num_prompts or (DEFAULT_PROMPTS if options.pacing.duration is None else None)
     if options.dataset.dataset_name in TRACES:
-        times, drawn = _recorded(options, tokens, count)
+        times, drawn = _trace(options, tokens, count)
     else:
-        times, drawn = _unrecorded(options, tokens, vocabulary.count_tokens, count)
+        times, drawn = _dataset(options, tokens, vocabulary.count_tokens, count)
     first = next(drawn, None)
     if first is None:
         raise ConfigError("--duration is over before the first request is due")
     warmups = [_as_text(each, vocabulary) for each in _warmups(first, options.pacing.num_warmups, tokens)]
-    requests = (_as_text(each, vocabulary) for each in _behave(chain([first], drawn), options))
+    requests = (_as_text(each, vocabulary) for each in _with_behaviour(chain([first], drawn), options))
     if times is None and count is None:
-        return Load(requests, None, warmups)
+        return PreparedLoad(requests, None, warmups)
     prepared = list(requests)
-    return Load(iter(prepared), None if times is None else times[: len(prepared)], warmups)
+    return PreparedLoad(iter(prepared), None if times is None else times[: len(prepared)], warmups)
 
 
-Drawn = tuple[list[float] | None, Iterator[Request]]
+TimesAndRequests = tuple[list[float] | None, Iterator[LoadRequest]]
 
 
-def _unrecorded(
+def _dataset(
     options: LoadOptions, tokens: RandomTokens, count_tokens: CountTokens | None, count: int | None
-) -> Drawn:
+) -> TimesAndRequests:
     times = None if options.pacing.closed_loop else draw_times(options.pacing, count, options.dataset.seed)
     num_requests = count if times is None else len(times)
     requests = dataset_requests(options.dataset, tokens, count_tokens, num_requests)
     return times, islice(requests, num_requests)
 
 
-def _recorded(options: LoadOptions, tokens: RandomTokens, count: int | None) -> Drawn:
-    """As recorded, at a rate stretched or squeezed to that; or, not self-timed, whenever the pacing says."""
+def _trace(options: LoadOptions, tokens: RandomTokens, count: int | None) -> TimesAndRequests:
+    """Use the recorded times, rescaled to the request rate; without `self_timed`, those of the pacing."""
     pacing = options.pacing
     arrivals = read_trace(options.dataset, count)
     times: list[float] | None = None
@@ -119,27 +87,71 @@ def _recorded(options: LoadOptions, tokens: RandomTokens, count: int | None) -> 
     return times, trace_requests(arrivals, tokens)
 
 
-def _warmups(first: Request, number: int, tokens: RandomTokens) -> list[Request]:
-    """Like the first request; as vLLM does, it itself where it is text."""
+def _warmups(first: LoadRequest, number: int, tokens: RandomTokens) -> list[LoadRequest]:
+    """Return warm-up requests like the first one; as in vLLM the first one itself where it is text."""
     return [first] * number if isinstance(first.prompt, str) else warmup_requests(first, number, tokens)
 
 
-def _behave(requests: Iterable[Request], options: LoadOptions) -> Iterator[Request]:
+def _with_behaviour(requests: Iterable[LoadRequest], options: LoadOptions) -> Iterator[LoadRequest]:
+    """Choose for each request whether and when its client cancels, and whether it reads slowly."""
     behaviour, random = options.behaviour, Random(options.dataset.seed)
     for request in requests:
-        leaves, is_slow = random.random() < behaviour.cancel_rate, random.random() < behaviour.slow_reader_rate
-        leave_after = random.randint(1, max(1, request.max_tokens - 1))
+        cancels, is_slow = random.random() < behaviour.cancel_rate, random.random() < behaviour.slow_reader_rate
+        cancel_after = random.randint(1, max(1, request.max_tokens - 1))
         yield replace(
             request,
-            cancel_after=leave_after if leaves else None,
+            cancel_after=cancel_after if cancels else None,
             pause_s=behaviour.slow_reader_ms / 1000 if is_slow else 0.0,
         )
 
 
-def _as_text(request: Request, vocabulary: Vocabulary) -> Request:
-    """Text of drawn tokens is seldom as many tokens again: the server's count is what is reported."""
+def _as_text(request: LoadRequest, vocabulary: PromptVocabulary) -> LoadRequest:
+    """Convert random tokens to text for a server that takes only text.
+
+    That text may have another number of tokens; the result reports the server's count.
+    """
     if isinstance(request.prompt, str) or not vocabulary.only_text:
         return request
     if vocabulary.to_text is None:
-        raise ConfigError("this endpoint takes text: give --tokenizer FOLDER to make text of drawn tokens")
+        raise ConfigError("this endpoint takes text: give --tokenizer FOLDER to make text of random tokens")
     return replace(request, prompt=vocabulary.to_text(request.prompt))
+
+
+# When requests are sent
+
+
+def draw_times(pacing: Pacing, count: int | None, seed: int) -> list[float]:
+    """Return the seconds from the start of `count` requests, or of all before the duration. Raises ConfigError."""
+    random = Random(seed)
+    limit = math.inf if pacing.duration is None else pacing.duration
+    if count is not None:
+        return [time_s for time_s in _counted(pacing, count, random) if time_s < limit]
+    if math.isinf(limit) or math.isinf(pacing.request_rate):
+        raise ConfigError("without --num-prompts, --duration needs a --request-rate or --max-concurrency")
+    return list(takewhile(lambda time_s: time_s < limit, _times(repeat(pacing.request_rate), pacing, random)))
+
+
+def ramp_rate(pacing: Pacing, index: int, count: int) -> float:
+    """Return the requests per second when request `index` of `count` is sent."""
+    start, end = pacing.ramp_up_start_rps, pacing.ramp_up_end_rps
+    if pacing.ramp_up_strategy is None or start is None or end is None:
+        return pacing.request_rate
+    progress = index / max(1, count - 1)
+    if pacing.ramp_up_strategy == "linear":
+        return start + (end - start) * progress
+    return float(start * (end / start) ** progress)
+
+
+def _counted(pacing: Pacing, count: int, random: Random) -> list[float]:
+    rates = (ramp_rate(pacing, index, count) for index in range(count))
+    if pacing.ramp_up_strategy is not None:
+        return list(_times(rates, pacing, random))
+    if math.isinf(pacing.request_rate):
+        return [0.0] * count
+    times = list(_times(rates, pacing, random))
+    stretch = count / pacing.request_rate / times[-1]
+    return [time_s * stretch for time_s in times]
+
+
+def _times(rates: Iterable[float], pacing: Pacing, random: Random) -> Iterator[float]:
+    return accumulate(draw_interval(rate, pacing.burstiness, random) for rate in rates)

@@ -1,9 +1,7 @@
-"""Any OpenAI-compatible server under load, over HTTP with server-sent events; aiohttp does the HTTP.
+"""Sends requests to any OpenAI-compatible server over HTTP, and reads its server-sent events. Needs aiohttp.
 
-It must not know what is measured. One invariant: a chunk's time is when its bytes arrived, before they are parsed.
-
-As in vLLM, each event with a choice counts as one token until the server's usage says otherwise, except the event with
-which a chat only says who speaks.
+The time of a chunk is the time its bytes arrived, before they are parsed. As in vLLM, each event with a choice counts
+as one token until the server's usage says otherwise, except the first event of a chat, which holds only the role.
 """
 
 from __future__ import annotations
@@ -17,25 +15,27 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...common.errors import ConfigError, MissingDependency, Unauthenticated, Unavailable
-from .request import Chunk, End, Request, RequestFailed
+from .options import COMPLETIONS
+from .records import LoadRequest, ReceivedChunk, RequestFailed, StreamEnd
 
 if TYPE_CHECKING:
     import aiohttp
 
-COMPLETIONS, CHAT_COMPLETIONS, MODELS = "/v1/completions", "/v1/chat/completions", "/v1/models"
+MODELS = "/v1/models"
 CONNECT_TIMEOUT_S = 10.0
-MAX_MESSAGE = 300  # characters of a refusal's body
-UNFINISHED = "the stream ended before its end"
+MAX_MESSAGE = 300  # characters of an error response that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class OpenAITarget:
+    """How to connect to an OpenAI-compatible server, and what all requests have in common."""
+
     base_url: str  # http://HOST:PORT
     endpoint: str = COMPLETIONS
-    model: str | None = None  # None: the first that the server names
+    model: str | None = None  # None: the first that the server lists
     api_key: str | None = None
-    body: Mapping[str, Any] = field(default_factory=dict)  # of every request: sampling, ignore_eos
-    num_connections: int = 1  # opened beforehand, and more as they are needed
+    body: Mapping[str, Any] = field(default_factory=dict)  # fields of every request: sampling parameters, ignore_eos
+    num_connections: int = 1  # opened before the run; more are opened on demand
 
     @property
     def is_chat(self) -> bool:
@@ -43,6 +43,8 @@ class OpenAITarget:
 
 
 class OpenAIBackend:
+    """An OpenAI-compatible server under load."""
+
     def __init__(self, target: OpenAITarget, model: str, session: aiohttp.ClientSession) -> None:
         self.model = model
         self._target = target
@@ -51,7 +53,7 @@ class OpenAIBackend:
 
     @classmethod
     async def open(cls, target: OpenAITarget) -> OpenAIBackend:
-        """Raises MissingDependency, ConfigError, Unavailable or Unauthenticated."""
+        """Connect, and ask for the model. Raises MissingDependency, ConfigError, Unavailable or Unauthenticated."""
         if not target.base_url.startswith(("http://", "https://")):
             raise ConfigError(f"--base-url: {target.base_url!r} is not allowed; write http://HOST:PORT")
         if not target.endpoint.endswith("/completions"):
@@ -68,23 +70,23 @@ class OpenAIBackend:
     async def close(self) -> None:
         await self._session.close()
 
-    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        answer = _Answer()
+    async def stream(self, request: LoadRequest) -> AsyncGenerator[ReceivedChunk, None]:
+        events = _EventStream()
         try:
             async with self._session.post(self._url, data=self._body(request)) as response:
                 if response.status != 200:
-                    raise await _refusal(response)
+                    raise await _http_error(response)
                 async for data in response.content.iter_any():
                     arrived_s = time.perf_counter()
-                    for event in answer.feed(data):
-                        yield Chunk(arrived_s, 1, _text(event))
+                    for event in events.feed(data):
+                        yield ReceivedChunk(arrived_s, 1, _text(event))
         except OSError as error:
             raise RequestFailed("UNAVAILABLE", str(error) or type(error).__name__) from error
         except _aiohttp().ClientError as error:
             raise RequestFailed("UNAVAILABLE", f"{type(error).__name__}: {error}") from error
-        yield Chunk(time.perf_counter(), 0, "", answer.end())
+        yield ReceivedChunk(time.perf_counter(), 0, "", events.end())
 
-    def _body(self, request: Request) -> bytes:
+    def _body(self, request: LoadRequest) -> bytes:
         body: dict[str, Any] = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
         if self._target.is_chat:
             body["messages"] = [{"role": "user", "content": request.prompt}]
@@ -123,26 +125,26 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class _Answer:
-    """One answer's events, out of bytes that may be cut anywhere."""
+class _EventStream:
+    """Parser of one answer's events, from pieces of bytes that may be cut anywhere."""
 
     def __init__(self) -> None:
         self._decode = msgspec.json.Decoder(_Event).decode
-        self._rest = b""
+        self._incomplete = b""
         self._finish_reason: str | None = None
         self._usage = _Usage()
 
     def feed(self, data: bytes) -> list[_Event]:
-        """Those with tokens. Raises RequestFailed for what is no such event."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        """Return the events with tokens that `data` completes. Raises RequestFailed for malformed events."""
+        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
         return [event for line in lines if line.startswith(b"data:") and (event := self._event(line[5:].strip()))]
 
-    def end(self) -> End:
-        """Raises RequestFailed if it has not ended."""
+    def end(self) -> StreamEnd:
+        """Return how the stream ended. Raises RequestFailed if it is incomplete."""
         if self._finish_reason is None:
-            raise RequestFailed("INCOMPLETE", UNFINISHED)
+            raise RequestFailed("INCOMPLETE", "the stream ended without a finish reason")
         details = self._usage.prompt_tokens_details
-        return End(
+        return StreamEnd(
             self._finish_reason,
             self._usage.prompt_tokens,
             self._usage.completion_tokens,
@@ -176,7 +178,7 @@ def _text(event: _Event) -> str:
     return choice.text or (choice.delta and choice.delta.content) or ""
 
 
-async def _refusal(response: aiohttp.ClientResponse) -> RequestFailed:
+async def _http_error(response: aiohttp.ClientResponse) -> RequestFailed:
     message = (await response.text(errors="replace"))[:MAX_MESSAGE]
     return RequestFailed(f"HTTP_{response.status}", message or response.reason or "")
 
@@ -198,7 +200,7 @@ async def _first_model(base_url: str, session: aiohttp.ClientSession) -> str:
 
 
 async def _connect(target: OpenAITarget, session: aiohttp.ClientSession) -> None:
-    """At once, each with a request: opened in the middle of a burst, they would be taken for time of the server's."""
+    """Open all connections with a request each. Opening them during a burst would count as time of the server."""
     url = target.base_url.rstrip("/") + MODELS
 
     async def ask() -> None:

@@ -1,7 +1,4 @@
-"""A Quire server under load, spoken to as its users do: through AsyncClient.
-
-It must not know the protocol. One invariant: what a client would see is what is timed; nothing looks past the client.
-"""
+"""Sends requests to a Quire server through AsyncClient, so that a load test times what a client sees."""
 
 from __future__ import annotations
 
@@ -17,21 +14,23 @@ from ...client import AsyncClient
 from ...common.errors import GenerationFailed, QuireError
 from ...common.types import OutputChunk, SamplingParams
 from ...protocol.frames import ServedModel
-from .request import Chunk, End, Request, RequestFailed
+from .records import LoadRequest, ReceivedChunk, RequestFailed, StreamEnd
 
 
 @dataclass(frozen=True, slots=True)
 class QuireTarget:
+    """How to connect to a Quire server, and what all requests have in common."""
+
     address: str
     token: str | None = None
     tls: bool = False
     num_connections: int = 1
-    params: SamplingParams = field(default_factory=SamplingParams)  # of every request, but for its length
+    params: SamplingParams = field(default_factory=SamplingParams)  # of every request, except max_tokens
     deadline_ms: int | None = None
 
 
 class QuireBackend:
-    """Requests take turns on the connections."""
+    """A Quire server under load. Requests use the connections in turn."""
 
     def __init__(self, target: QuireTarget, clients: list[AsyncClient], model: ServedModel) -> None:
         self.model = model
@@ -41,7 +40,7 @@ class QuireBackend:
 
     @classmethod
     async def open(cls, target: QuireTarget) -> QuireBackend:
-        """Raises ConfigError, Unavailable or Unauthenticated."""
+        """Connect, and ask for the model. Raises ConfigError, Unavailable or Unauthenticated."""
         async with contextlib.AsyncExitStack() as opened:
             clients = [
                 await opened.enter_async_context(AsyncClient(target.address, target.token, target.tls))
@@ -56,27 +55,27 @@ class QuireBackend:
             await client.close()
 
     async def count_tokens(self, text: str) -> int:
-        """By the server's tokenizer."""
+        """Return the number of tokens of `text`, counted by the server."""
         return len(await self._clients[0].tokenize(text))
 
-    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, request: LoadRequest) -> AsyncGenerator[ReceivedChunk, None]:
         params = msgspec.structs.replace(self._target.params, max_tokens=request.max_tokens)
         generating = next(self._turns).generate(request.prompt, params, deadline_ms=self._target.deadline_ms)
         try:
             async with contextlib.aclosing(generating) as chunks:
                 async for chunk in chunks:
-                    yield Chunk(time.perf_counter(), len(chunk.token_ids), chunk.text, _end(chunk))
+                    yield ReceivedChunk(time.perf_counter(), len(chunk.token_ids), chunk.text, _end(chunk))
         except QuireError as error:
             raise RequestFailed(error.code, str(error)) from error
 
 
-def _end(chunk: OutputChunk) -> End | None:
+def _end(chunk: OutputChunk) -> StreamEnd | None:
     usage = chunk.usage
     if usage is None:
         return None
     if chunk.finish_reason is None:
         raise GenerationFailed("the stream ended without a finish reason")
-    return End(
+    return StreamEnd(
         chunk.finish_reason,
         usage.prompt_tokens,
         usage.completion_tokens,

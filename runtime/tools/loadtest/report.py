@@ -1,7 +1,7 @@
-"""A load test as one page: self-contained HTML, its pictures inline, nothing loaded from anywhere and no script.
+"""Writes the report of a load test: one self-contained HTML page with inline charts, no scripts and nothing to load.
 
-It must not measure. One invariant: whatever was said by flags, servers or data sets appears as text, never as markup
-(the template escapes; only our own pictures are exempt), and every picture has its figures in words beside it.
+Text from options, servers and datasets must appear as text, never as markup: the template escapes everything except
+the charts. Every chart has its figures in words as its alternative text.
 """
 
 from __future__ import annotations
@@ -18,34 +18,36 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from ...common.errors import ConfigError
+from ..percentiles import percentile
 from ..plotting import load_pyplot
 from .charts import (
-    PARTS,
+    FLAG,
+    PART_COLOURS,
     CurvePoint,
-    Values,
     draw_curve,
     draw_distribution,
-    draw_history,
     draw_parts,
+    draw_timeline,
     series_colours,
     series_dash,
 )
-from .record import RequestRecord
-from .run import Run
-from .series import history, latencies_ms, parts_by_band, parts_ms
+from .latency import Values, latencies_ms, parts_by_band, parts_ms
+from .records import RequestRecord
+from .results import LoadTestRun
+from .timeline import run_timeline
 
 TEMPLATE = Path(__file__).with_name("report.html")
 MAX_MESSAGE_CHARACTERS = 240
-MAX_LATE_MS = 1.0  # that a generator of load may be without a word
+MAX_LATE_MS = 1.0  # mean delay of the load generator above which the page has a note
 
 LATENCIES = {
     "ttft": ("Time to first token", "from sending a request to its first token"),
-    "tpot": ("Time per output token", "a request's mean after its first token"),
-    "itl": ("Inter-token latency", "between one piece of the answer and the next"),
+    "tpot": ("Time per output token", "mean over the tokens of a request after the first"),
+    "itl": ("Inter-token latency", "between one chunk of the answer and the next"),
     "e2el": ("End-to-end latency", "from sending a request to its last token"),
     "schedule_delay": (
         "Schedule delay",
-        "from when a request was due until it was sent, waiting for a place among the most at a time included",
+        "from when a request was due until it was sent, including the wait for a limit of concurrent requests",
     ),
 }
 STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
@@ -54,36 +56,36 @@ STATISTICS = ("mean", "p50", "p90", "p95", "p99", "max")
 @dataclass(frozen=True, slots=True)
 class Chart:
     svg: Markup
-    alternative: str  # what a reader who does not see it is told
+    alternative: str  # the figures in words, for screen readers
 
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """What the page says of one run."""
+    """What the page shows of one run."""
 
     label: str
     colour: str
-    dash: str  # of its line, as SVG writes it
+    dash: str  # the line's stroke-dasharray
     headline: str
-    figures: dict[str, str]  # its row of the table, by column
+    figures: dict[str, str]  # column -> cell of the table of all runs
     latencies: list[tuple[str, list[str]]]  # cells under STATISTICS
-    history: Chart
+    timeline: Chart
     parts: Chart | None
-    errors: list[tuple[str, int, str]]  # code, how many, one's message
+    errors: list[tuple[str, int, str]]  # code, number of requests, first message
     notes: list[str]
 
 
 def check_report(path: Path) -> None:
-    """Before anything is run. Raises MissingDependency, or ConfigError where `path` cannot be written."""
-    load_pyplot("--report")
+    """Check, before the run, that the report can be written. Raises MissingDependency or ConfigError."""
+    load_pyplot(FLAG)
     if path.suffix not in (".html", ".htm"):
         raise ConfigError(f"--report {path}: the name must end in .html")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--report {path} cannot be written: {path.parent} is not a folder")
 
 
-def write_report(path: Path, runs: Sequence[Run]) -> None:
-    """Raises MissingDependency, or ConfigError where `path` cannot be written."""
+def write_report(path: Path, runs: Sequence[LoadTestRun]) -> None:
+    """Write the report of `runs`. Raises MissingDependency, or ConfigError where `path` cannot be written."""
     text = render_report(runs)
     try:
         path.write_text(text, "utf-8")
@@ -91,8 +93,8 @@ def write_report(path: Path, runs: Sequence[Run]) -> None:
         raise ConfigError(f"--report {path} cannot be written: {error.strerror or error}") from error
 
 
-def render_report(runs: Sequence[Run]) -> str:
-    """The page of at least one run; several are the points of one sweep, in order of load. Raises MissingDependency."""
+def render_report(runs: Sequence[LoadTestRun]) -> str:
+    """Return the page for one run, or for the runs of a sweep in order of load. Raises MissingDependency."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     latencies = [latencies_ms(run.records) for run in runs]
     colours = series_colours(len(runs))
@@ -108,34 +110,34 @@ def render_report(runs: Sequence[Run]) -> str:
         parts=_parts([(_load(run), each) for run in runs if (each := parts_ms(run.records))])
         if len(runs) > 1
         else None,
-        part_colours=PARTS,
+        part_colours=PART_COLOURS,
     )
 
 
 # The header
 
 
-def _model(run: Run) -> str:
+def _model(run: LoadTestRun) -> str:
     return str(run.summary.get("model_id") or "a server")
 
 
-def _about(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """What was run, as far as all runs have it in common, and what their server said of itself."""
-    told = [_settings(run) for run in runs]
-    return [(name, value) for name, value in told[0].items() if all(each.get(name) == value for each in told)]
+def _about(runs: Sequence[LoadTestRun]) -> list[tuple[str, str]]:
+    """Return the settings that all runs have in common, and the server's description of itself."""
+    settings = [_settings(run) for run in runs]
+    return [(name, value) for name, value in settings[0].items() if all(each.get(name) == value for each in settings)]
 
 
-def _settings(run: Run) -> dict[str, str]:
+def _settings(run: LoadTestRun) -> dict[str, str]:
     summary, own = run.summary, run.summary.get("x_quire", {})
-    server = run.timeline.server if run.timeline else {}
+    server = run.metrics.server if run.metrics else {}
     settings = {
         "date": summary.get("date"),
         "server": own.get("address"),
         "backend": summary.get("backend"),
-        "data set": own.get("dataset"),
+        "dataset": own.get("dataset"),
         "requests": summary.get("num_prompts"),
-        "sent": _sent(summary),
-        "at most at a time": summary.get("max_concurrency"),
+        "arrivals": _arrivals(summary),
+        "max concurrency": summary.get("max_concurrency"),
         "seed": own.get("seed"),
         "server version": server.get("version"),
         "ISA level": server.get("isa"),
@@ -144,26 +146,26 @@ def _settings(run: Run) -> dict[str, str]:
     return {name: str(value) for name, value in settings.items() if value not in (None, "")}
 
 
-def _sent(summary: dict[str, Any]) -> str | None:
-    """When requests were sent, in words."""
+def _arrivals(summary: dict[str, Any]) -> str | None:
+    """Return in words when requests were sent."""
     rate = summary.get("request_rate")
     if rate is None:
         return None
     if math.isinf(float(rate)):
-        return "all at once" if summary.get("max_concurrency") is None else "each when another ends"
+        return "all at once" if summary.get("max_concurrency") is None else "each when another one ends"
     return f"{float(rate):g} per second, burstiness {summary.get('burstiness', 1.0):g}"
 
 
-def _tiles(run: Run, latencies: dict[str, Values]) -> list[tuple[str, str]]:
-    """What a reader asks first of a single run."""
+def _tiles(run: LoadTestRun, latencies: dict[str, Values]) -> list[tuple[str, str]]:
+    """Return the headline figures of a single run."""
     summary, goodput = run.summary, _goodput(run)
     return [
         ("output tokens per second", f"{summary['output_throughput']:,.1f}"),
         ("requests per second", f"{summary['request_throughput']:,.2f}"),
-        *([] if goodput is None else [("of those within limits", f"{goodput:,.2f}")]),
-        ("TTFT p50, ms", _ms(_percentile(latencies["ttft"], 50))),
-        ("TTFT p99, ms", _ms(_percentile(latencies["ttft"], 99))),
-        ("TPOT p50, ms", _ms(_percentile(latencies["tpot"], 50))),
+        *([] if goodput is None else [("requests per second within limits", f"{goodput:,.2f}")]),
+        ("TTFT p50, ms", _ms(percentile(latencies["ttft"], 50))),
+        ("TTFT p99, ms", _ms(percentile(latencies["ttft"], 99))),
+        ("TPOT p50, ms", _ms(percentile(latencies["tpot"], 50))),
         ("failed requests", f"{summary['failed']:,}"),
     ]
 
@@ -171,7 +173,7 @@ def _tiles(run: Run, latencies: dict[str, Values]) -> list[tuple[str, str]]:
 # One run
 
 
-def _view(run: Run, index: int, colour: str, latencies: dict[str, Values]) -> RunView:
+def _view(run: LoadTestRun, index: int, colour: str, latencies: dict[str, Values]) -> RunView:
     return RunView(
         label=run.label,
         colour=colour,
@@ -179,14 +181,14 @@ def _view(run: Run, index: int, colour: str, latencies: dict[str, Values]) -> Ru
         headline=f"{run.summary['output_throughput']:,.1f} output tokens/s, {run.summary['failed']:,} failed",
         figures=_figures(run, latencies),
         latencies=[(title, _statistics(latencies[name])) for name, (title, _) in LATENCIES.items()],
-        history=_history(run),
+        timeline=_timeline(run),
         parts=_parts(parts_by_band(run.records)),
         errors=_errors(run.records),
         notes=_notes(run),
     )
 
 
-def _figures(run: Run, latencies: dict[str, Values]) -> dict[str, str]:
+def _figures(run: LoadTestRun, latencies: dict[str, Values]) -> dict[str, str]:
     summary, goodput = run.summary, _goodput(run)
     figures = {
         "finished": f"{summary['completed']:,}",
@@ -207,105 +209,105 @@ def _figures(run: Run, latencies: dict[str, Values]) -> dict[str, str]:
         ("e2el", 50),
         ("e2el", 99),
     ):
-        figures[f"{name.upper()} p{percent}"] = _ms(_percentile(latencies[name], percent))
+        figures[f"{name.upper()} p{percent}"] = _ms(percentile(latencies[name], percent))
     return figures
 
 
 def _statistics(values: Values) -> list[str]:
     if not values.size:
         return ["–"] * len(STATISTICS)
-    percentiles = (_percentile(values, percent) for percent in (50, 90, 95, 99))
+    percentiles = (percentile(values, percent) for percent in (50, 90, 95, 99))
     return [_ms(value) for value in (float(values.mean()), *percentiles, float(values.max()))]
 
 
-def _history(run: Run) -> Chart:
-    seen = history(run)
-    counts = seen.in_flight[1]
-    told = [f"{run.label} over {seen.bin_s * seen.tokens.size:.3g} s:"]
-    told.append(f"at most {seen.tokens.max() / seen.bin_s:,.0f} output tokens per second")
-    told.append(f"and {counts.max(initial=0):,.0f} requests in flight")
-    told.append(f"{seen.errors.sum():,.0f} errors")
-    if np.isfinite(seen.waiting).any():
-        told.append(f"at most {np.nanmax(seen.waiting):,.0f} requests waiting at the server")
-    if np.isfinite(seen.kv_usage).any():
-        told.append(f"at most {np.nanmax(seen.kv_usage):.0%} of the KV pool in use")
-    return Chart(Markup(draw_history(seen)), f"{told[0]} {', '.join(told[1:])}.")
+def _timeline(run: LoadTestRun) -> Chart:
+    timeline = run_timeline(run)
+    counts = timeline.in_flight[1]
+    words = [f"{run.label} over {timeline.bin_s * timeline.tokens.size:.3g} s:"]
+    words.append(f"at most {timeline.tokens.max() / timeline.bin_s:,.0f} output tokens per second")
+    words.append(f"and {counts.max(initial=0):,.0f} requests in flight")
+    words.append(f"{timeline.errors.sum():,.0f} errors")
+    if np.isfinite(timeline.waiting).any():
+        words.append(f"at most {np.nanmax(timeline.waiting):,.0f} requests waiting at the server")
+    if np.isfinite(timeline.kv_usage).any():
+        words.append(f"at most {np.nanmax(timeline.kv_usage):.0%} of the KV pool in use")
+    return Chart(Markup(draw_timeline(timeline)), f"{words[0]} {', '.join(words[1:])}.")
 
 
 def _errors(records: Sequence[RequestRecord]) -> list[tuple[str, int, str]]:
-    """Most frequent first; the message is the first one's."""
+    """Return the errors by code, the most frequent first, each with its first message."""
     failed = [record for record in records if record.error is not None]
     counts = Counter(record.error_code or "UNKNOWN" for record in failed)
     first = {record.error_code or "UNKNOWN": record.error or "" for record in reversed(failed)}
     return [(code, count, first[code][:MAX_MESSAGE_CHARACTERS]) for code, count in counts.most_common()]
 
 
-def _notes(run: Run) -> list[str]:
+def _notes(run: LoadTestRun) -> list[str]:
     notes = []
     late_ms = run.summary.get("x_quire", {}).get("generator_delay_ms", {}).get("mean", 0.0)
     if late_ms > MAX_LATE_MS:
         notes.append(
-            f"The load test itself was late, {_ms(late_ms)} ms per request on average: it could not keep up, and the "
-            "server met another load than was asked for."
+            f"The load generator was late, by {_ms(late_ms)} ms per request on average: it could not keep up, so the "
+            "server met another load than was wanted."
         )
-    if run.timeline and run.timeline.failures:
-        notes.append(f"{run.timeline.failures:,} scrapes of the server's metrics failed.")
+    if run.metrics and run.metrics.failures:
+        notes.append(f"{run.metrics.failures:,} scrapes of the server's metrics failed.")
     slow = sum(record.slow_reader for record in run.records)
     if slow:
-        notes.append(f"{slow:,} requests had a reader that was slow on purpose; latencies leave them out.")
+        notes.append(f"{slow:,} requests were read slowly on purpose; they are not in the latencies.")
     return notes
 
 
-# Pictures of all runs
+# Charts of all runs
 
 
-def _distribution(name: str, runs: Sequence[Run], latencies: Sequence[dict[str, Values]]) -> tuple[str, Chart]:
-    """With what it means."""
+def _distribution(name: str, runs: Sequence[LoadTestRun], latencies: Sequence[dict[str, Values]]) -> tuple[str, Chart]:
+    """Return the meaning of a latency and the chart of its distribution."""
     title, meaning = LATENCIES[name]
     series = [each[name] for each in latencies]
-    told = (
-        f"{run.label}: p50 {_ms(_percentile(values, 50))}, p99 {_ms(_percentile(values, 99))} ms"
+    words = (
+        f"{run.label}: p50 {_ms(percentile(values, 50))}, p99 {_ms(percentile(values, 99))} ms"
         for run, values in zip(runs, series, strict=True)
     )
-    chart = Chart(Markup(draw_distribution(title, series)), f"{title}, distribution. {'; '.join(told)}.")
+    chart = Chart(Markup(draw_distribution(title, series)), f"{title}, distribution. {'; '.join(words)}.")
     return f"{meaning[0].upper()}{meaning[1:]}.", chart
 
 
-def _curve(runs: Sequence[Run], latencies: Sequence[dict[str, Values]]) -> Chart:
+def _curve(runs: Sequence[LoadTestRun], latencies: Sequence[dict[str, Values]]) -> Chart:
     points = [
         CurvePoint(
             label=_load(run),
             tokens_per_s=run.summary["output_throughput"],
-            ttft_ms=(_percentile(each["ttft"], 50), _percentile(each["ttft"], 99)),
-            tpot_ms=(_percentile(each["tpot"], 50), _percentile(each["tpot"], 99)),
+            ttft_ms=(percentile(each["ttft"], 50), percentile(each["ttft"], 99)),
+            tpot_ms=(percentile(each["tpot"], 50), percentile(each["tpot"], 99)),
             request_rate=_rate(run),
             goodput=_goodput(run),
         )
         for run, each in zip(runs, latencies, strict=True)
     ]
-    told = (
+    words = (
         f"at {point.label}: {point.tokens_per_s:,.1f} output tokens per second, TTFT p50 {_ms(point.ttft_ms[0])} and "
         f"p99 {_ms(point.ttft_ms[1])} ms, TPOT p50 {_ms(point.tpot_ms[0])} and p99 {_ms(point.tpot_ms[1])} ms"
         for point in points
     )
-    return Chart(Markup(draw_curve(points)), f"Latency against throughput. {'; '.join(told)}.")
+    return Chart(Markup(draw_curve(points)), f"Latency against throughput. {'; '.join(words)}.")
 
 
-def _load(run: Run) -> str:
-    """A number of our own: text of a user's does not go into pictures."""
+def _load(run: LoadTestRun) -> str:
+    """Return the run's load as a label for charts: never its label, which may hold any text."""
     rate = _rate(run)
     if rate is not None and (math.isfinite(rate) or run.summary.get("max_concurrency") is None):
         return f"{rate:g}/s" if math.isfinite(rate) else "all at once"
     return f"{float(run.summary['max_concurrency']):g}"
 
 
-def _rate(run: Run) -> float | None:
-    rate = run.summary.get("request_rate")  # vLLM writes inf as a text
+def _rate(run: LoadTestRun) -> float | None:
+    rate = run.summary.get("request_rate")  # infinity is the text "inf", as in vLLM
     return None if rate is None else float(rate)
 
 
-def _goodput(run: Run) -> float | None:
-    """Requests per second that met every limit; None: no limits were asked for."""
+def _goodput(run: LoadTestRun) -> float | None:
+    """Return the requests per second within every limit. None: no limits were given."""
     goodput: float | None = run.summary.get("request_goodput")
     return goodput
 
@@ -313,19 +315,15 @@ def _goodput(run: Run) -> float | None:
 def _parts(rows: Sequence[tuple[str, dict[str, float]]]) -> Chart | None:
     if not rows:
         return None
-    told = (f"{label}: {', '.join(f'{part} {_ms(ms)}' for part, ms in parts.items())} ms" for label, parts in rows)
-    return Chart(Markup(draw_parts(rows)), f"Where time went. {'; '.join(told)}.")
+    words = (f"{label}: {', '.join(f'{part} {_ms(ms)}' for part, ms in parts.items())} ms" for label, parts in rows)
+    return Chart(Markup(draw_parts(rows)), f"Where time went. {'; '.join(words)}.")
 
 
 # Numbers
 
 
-def _percentile(values: Values, percent: float) -> float:
-    return float(np.percentile(values, percent)) if values.size else math.nan
-
-
 def _ms(value: float) -> str:
-    """About three digits; a dash where there is none."""
+    """Format milliseconds with about three digits; a dash where there is no value."""
     if not math.isfinite(value):
         return "–"
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2

@@ -1,10 +1,7 @@
-"""What a load test showed, in figures: exactly the keys of `vllm bench serve`, and ours under `x_quire`.
+"""The result of a run: figures under exactly the keys of `vllm bench serve`, and Quire's own under `x_quire`.
 
-It must not send or print. One invariant: the same records give the same figures.
-
-Totals, means and percentiles (linear between neighbours) are of requests that finished. Two kinds of requests are ours:
-one cancelled on purpose is neither completed nor failed, and one read slowly on purpose counts as served, but its
-latencies are its reader's and say nothing of the server.
+Totals, means and percentiles are of requests that finished. A request that was cancelled on purpose counts neither as
+completed nor as failed; one that was read slowly on purpose counts as completed, but not in the latencies.
 """
 
 from __future__ import annotations
@@ -16,24 +13,59 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from ...common.errors import ConfigError
+from ..percentiles import percentiles
 from .latency import e2el_s, is_measured, itls_s, schedule_delay_s, tpot_s, ttft_s
-from .record import RequestRecord
-from .schedule import Pacing, ramp_rate
+from .load import ramp_rate
+from .options import Pacing
+from .records import RequestRecord
+from .server_metrics import ServerMetrics
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
-QUEUE_METRICS = ("client_queue_time", "e2el_including_client_queue")  # where --max-concurrency lets requests wait
+QUEUE_METRICS = ("client_queue_time", "e2el_including_client_queue")  # where max_concurrency makes requests wait
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
-SERVER_TIMES = ("queue", "prefill", "decode", "stall")  # the server's own account, summed over requests
+SERVER_TIMES = ("queue", "prefill", "decode", "stall")  # the server's own figures, summed over requests
+
+
+class LoadTestRun(msgspec.Struct, frozen=True, kw_only=True):
+    """One run: its result, its records and its server's metrics. Saved by sweeps, shown by reports."""
+
+    label: str  # in the report's legend
+    started_s: float  # second 0 of the charts, as time.perf_counter
+    summary: dict[str, Any]  # see `summarize`
+    records: list[RequestRecord]
+    metrics: ServerMetrics | None = msgspec.field(default=None, name="timeline")
+
+    def save(self, path: Path) -> None:
+        """Write this run as JSON, atomically. Raises ConfigError where `path` cannot be written."""
+        partial = path.with_name(f"{path.name}.partial")
+        try:
+            partial.write_bytes(msgspec.json.encode(self))
+            partial.replace(path)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> LoadTestRun:
+        """Read a run that `save` wrote. Raises ConfigError for any other file."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{path} is not a saved run: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What a result says of how it came about, and what of it is asked for."""
+    """How a run was made, for the result, and which figures the result contains."""
 
     backend: str
     duration_s: float
@@ -46,12 +78,12 @@ class RunOptions:
     metric_percentiles: Sequence[float] = (50, 90, 99)
     goodput: Mapping[str, float] = field(default_factory=dict)  # metric -> milliseconds
     metadata: Mapping[str, str] = field(default_factory=dict)
-    generator_delays_s: Sequence[float] = ()  # open loop: how late each request was let go
-    extra: Mapping[str, Any] = field(default_factory=dict)  # more for `x_quire`
+    generator_delays_s: Sequence[float] = ()  # open loop: how late the generator was, per request
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further entries of `x_quire`
 
 
 def summarize(records: Sequence[RequestRecord], options: RunOptions) -> dict[str, Any]:
-    """A result with all details; see `without_details`. Times in seconds, or milliseconds where a key says so."""
+    """Return the result with all details. Times are seconds, or milliseconds where a key says so."""
     completed = [record for record in records if record.finish_reason is not None]
     measured = [record for record in completed if is_measured(record)]
     failed = sum(record.error is not None for record in records)
@@ -71,19 +103,19 @@ def summarize(records: Sequence[RequestRecord], options: RunOptions) -> dict[str
     }
     result |= _details(records)
     result |= {
-        "max_output_tokens_per_s": _most_tokens_per_s(completed),
-        "max_concurrent_requests": _most_concurrent(completed),
-        "rtfx": 0.0,  # of speech recognition
+        "max_output_tokens_per_s": _max_tokens_per_s(completed),
+        "max_concurrent_requests": _max_concurrent(completed),
+        "rtfx": 0.0,  # a key of vLLM, for speech recognition
     }
     if options.pacing.ramp_up_strategy is not None:
         result["rps_change_events"] = _rate_changes(records, options.pacing)
     result |= _latencies(measured, options)
-    result["x_quire"] = _ours(records, completed, measured, options)
+    result["x_quire"] = _x_quire(records, completed, measured, options)
     return result
 
 
 def without_details(result: Mapping[str, Any]) -> dict[str, Any]:
-    """What vLLM keeps without --save-detailed."""
+    """Return the keys that vLLM saves without `save_detailed`."""
     return {key: value for key, value in result.items() if key not in DETAILS}
 
 
@@ -110,12 +142,12 @@ def _setup(options: RunOptions) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | str:
-    """JSON has no infinity."""
+    """Return infinity as vLLM writes it: JSON has none."""
     return "inf" if math.isinf(value) else value
 
 
 def _details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
-    """One entry a request; of those that failed, what they came to."""
+    """Return lists with one entry per request, failed ones included."""
     return {
         "input_lens": [record.prompt_tokens for record in records],
         "output_lens": [0 if record.finish_reason is None else record.output_tokens for record in records],
@@ -130,7 +162,7 @@ def _details(records: Sequence[RequestRecord]) -> dict[str, list[Any]]:
 
 
 def _rate_changes(records: Sequence[RequestRecord], pacing: Pacing) -> list[dict[str, Any]]:
-    """When a ramp first came to each whole rate, from its start on."""
+    """Return when a ramp first reached each whole rate."""
     epoch = datetime.now() - timedelta(seconds=time.perf_counter())
     changes: list[dict[str, Any]] = []
     reached = int(pacing.ramp_up_start_rps or 0) - 1
@@ -142,7 +174,7 @@ def _rate_changes(records: Sequence[RequestRecord], pacing: Pacing) -> list[dict
 
 
 def _latencies(records: Sequence[RequestRecord], options: RunOptions) -> dict[str, float]:
-    """mean, median, std and percentiles of each metric asked for, 0 where nothing was measured."""
+    """Return mean, median, std and percentiles of each wanted metric, 0 where nothing was measured."""
     values: dict[str, Iterable[float | None]] = {
         "ttft": map(ttft_s, records),
         "tpot": map(tpot_s, records),
@@ -164,24 +196,24 @@ def _since_scheduled(seconds: float | None, record: RequestRecord) -> float | No
     return None if seconds is None else seconds + schedule_delay_s(record)
 
 
-def _distribution(seconds: Iterable[float | None], percentiles: Sequence[float]) -> dict[str, float]:
-    """Milliseconds, without what could not be measured."""
+def _distribution(seconds: Iterable[float | None], percents: Sequence[float]) -> dict[str, float]:
+    """Return mean, median, std and percentiles in milliseconds, without requests that have no value."""
     values = np.fromiter((each for each in seconds if each is not None), np.float64) * 1000
     if not values.size:
         values = np.zeros(1)
     found = {"mean": float(values.mean()), "median": float(np.median(values)), "std": float(values.std())}
-    for percent, value in zip(percentiles, np.percentile(values, percentiles), strict=True):
-        found[percentile_key(percent)] = float(value)
+    for percent, value in zip(percents, percentiles(values, percents), strict=True):
+        found[percentile_key(percent)] = value
     return found
 
 
 def percentile_key(percent: float) -> str:
-    """As vLLM writes it: p99, p99.9."""
+    """Return a percentile's name as vLLM writes it: p99, p99.9."""
     return f"p{int(percent) if percent == int(percent) else percent}"
 
 
 def _num_good(records: Sequence[RequestRecord], limits_ms: Mapping[str, float]) -> int:
-    """Requests that keep to every limit; as in vLLM, a single token has no TPOT to fail by."""
+    """Count the requests within every limit. As in vLLM, a single token has no TPOT and so meets any limit of it."""
     measures = {"ttft": ttft_s, "tpot": tpot_s, "e2el": e2el_s}
     return sum(
         all((measures[metric](record) or 0.0) * 1000 <= limit_ms for metric, limit_ms in limits_ms.items())
@@ -189,8 +221,8 @@ def _num_good(records: Sequence[RequestRecord], limits_ms: Mapping[str, float]) 
     )
 
 
-def _most_tokens_per_s(records: Sequence[RequestRecord]) -> float:
-    """Of all whole seconds from the first sending on, the one in which most tokens came."""
+def _max_tokens_per_s(records: Sequence[RequestRecord]) -> float:
+    """Return the most tokens that arrived in one second, of the whole seconds since the first request was sent."""
     if not records:
         return 0.0
     start = min(record.sent_s for record in records)
@@ -201,31 +233,33 @@ def _most_tokens_per_s(records: Sequence[RequestRecord]) -> float:
     return float(max(seconds.values(), default=0))
 
 
-def _most_concurrent(records: Sequence[RequestRecord]) -> int:
-    """One that ends when another begins is not beside it."""
+def _max_concurrent(records: Sequence[RequestRecord]) -> int:
+    """Return the most requests in flight at once. One that ends when another starts does not overlap it."""
     events = sorted([(record.sent_s, 1) for record in records] + [(record.token_times[-1], -1) for record in records])
-    running = most = 0
+    running = highest = 0
     for _, change in events:
         running += change
-        most = max(most, running)
-    return most
+        highest = max(highest, running)
+    return highest
 
 
-def _ours(
+def _x_quire(
     records: Sequence[RequestRecord],
     completed: Sequence[RequestRecord],
     measured: Sequence[RequestRecord],
     options: RunOptions,
 ) -> dict[str, Any]:
-    """`…_from_schedule_ms`: as who had to wait for the request to be sent saw it, so that a generator or a limit that
-    sends late cannot hide what it saved the server from.
+    """Return Quire's own figures.
+
+    `…_from_schedule_ms` count from when a request was due, so that a generator or a concurrency limit that sends late
+    cannot hide the wait from the result (coordinated omission).
     """
 
     def distribution(seconds: Iterable[float | None]) -> dict[str, float]:
         return _distribution(seconds, options.metric_percentiles)
 
     generator = {"generator_delay_ms": distribution(options.generator_delays_s)} if options.generator_delays_s else {}
-    told = [record for record in completed if record.queue_ms is not None]
+    reported = [record for record in completed if record.queue_ms is not None]
     return {
         "schedule_delay_ms": distribution(map(schedule_delay_s, records)),
         **generator,
@@ -236,6 +270,6 @@ def _ours(
         "slow_readers": sum(record.slow_reader for record in records),
         "errors": dict(Counter(record.error_code for record in records if record.error_code).most_common()),
         "cached_tokens": sum(record.cached_tokens or 0 for record in completed),
-        "server_ms": {name: sum(getattr(record, f"{name}_ms") for record in told) for name in SERVER_TIMES},
+        "server_ms": {name: sum(getattr(record, f"{name}_ms") for record in reported) for name in SERVER_TIMES},
         **options.extra,
     }

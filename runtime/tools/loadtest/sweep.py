@@ -1,13 +1,11 @@
-"""Several runs at rising load, for the throughput-latency curve; a sweep that was interrupted goes on where it was.
+"""Several runs at rising load, for the curve of latency against throughput. An interrupted sweep can be continued.
 
-It must not know how a run is driven: it is given a function that makes one. One invariant: the points are run in order
-of load, and none after the first at which the server is saturated:
+A sweep ends with the first point at which the server is saturated; beyond it only queues and errors grow. The server is
+saturated at a point if
 
 * its output throughput grew by less than a tenth of what the load grew by, relative to the point before (from 4 to 8
-  requests per second, the load grows by 100 %: below 10 % more tokens per second, the server gives no more), or
+  requests per second the load grows by 100 %, so the throughput must grow by 10 %), or
 * more than half of the requests failed.
-
-That point is part of the curve; beyond it, queues and errors grow and nothing else does.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 
 from ...common.errors import ConfigError
-from .run import Run
+from .results import LoadTestRun
 
 SATURATED_SHARE = 0.1
 MAX_FAILED_SHARE = 0.5
@@ -32,8 +30,8 @@ Kind = Literal["rate", "concurrency"]
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """A load: requests per second (open loop, inf: all at once), or requests at a time (closed loop)."""
+class LoadPoint:
+    """One load: requests per second (open loop, inf: all at once), or concurrent requests (closed loop)."""
 
     kind: Kind
     load: float
@@ -47,8 +45,11 @@ class Point:
         return f"{self.kind}-{self.load:g}.json"
 
 
-def parse_sweep(text: str) -> tuple[Point, ...]:
-    """`1,2,4,inf` are request rates, `concurrency:1,8,32` requests at a time; lowest first. Raises ConfigError."""
+def parse_sweep(text: str) -> tuple[LoadPoint, ...]:
+    """Parse request rates `1,2,4,inf`, or numbers of concurrent requests `concurrency:1,8,32`. Raises ConfigError.
+
+    The lowest load comes first.
+    """
     kind, _, loads = text.rpartition(":")
     numbers = [load.strip() for load in loads.split(",")]
     allowed = r"[1-9]\d{0,5}" if kind == "concurrency" else r"\d{1,6}(?:\.\d{1,6})?|inf"
@@ -60,29 +61,29 @@ def parse_sweep(text: str) -> tuple[Point, ...]:
     found = sorted({float(number) for number in numbers})
     if len(found) < len(numbers) or found[0] == 0:
         raise ConfigError(f"--sweep: {text!r} is not allowed; every load must be above 0 and named once")
-    return tuple(Point("concurrency" if kind == "concurrency" else "rate", load) for load in found)
+    return tuple(LoadPoint("concurrency" if kind == "concurrency" else "rate", load) for load in found)
 
 
 async def run_sweep(
-    points: Sequence[Point], run: Callable[[Point], Awaitable[Run]], folder: SweepFolder | None = None
-) -> list[Run]:
-    """Run the points until one saturates the server; what the folder has already is not run again.
+    points: Sequence[LoadPoint], run: Callable[[LoadPoint], Awaitable[LoadTestRun]], folder: SweepFolder | None = None
+) -> list[LoadTestRun]:
+    """LoadTestRun the points until one saturates the server, except those whose runs the folder already has.
 
     Raises ConfigError when the folder cannot be used, and what `run` raises.
     """
-    runs: list[Run] = []
+    runs: list[LoadTestRun] = []
     for point in points:
-        kept = folder.load(point) if folder else None
-        runs.append(kept or await run(point))
-        if folder and not kept:
+        saved = folder.load(point) if folder else None
+        runs.append(saved or await run(point))
+        if folder and not saved:
             folder.save(point, runs[-1])
         if is_saturated(points[: len(runs)], runs):
             break
     return runs
 
 
-def is_saturated(points: Sequence[Point], runs: Sequence[Run]) -> bool:
-    """Whether the last of these runs is the last that tells something."""
+def is_saturated(points: Sequence[LoadPoint], runs: Sequence[LoadTestRun]) -> bool:
+    """Return whether the last of these runs saturated the server."""
     last = runs[-1].summary
     if last["failed"] > MAX_FAILED_SHARE * (last["completed"] + last["failed"]):
         return True
@@ -96,9 +97,9 @@ def is_saturated(points: Sequence[Point], runs: Sequence[Run]) -> bool:
 
 
 class SweepFolder:
-    """Where a sweep keeps its runs. `settings` are all that they have in common.
+    """The folder in which a sweep saves its runs, and the settings that they have in common.
 
-    Raises ConfigError when it cannot be written or holds the runs of other settings.
+    Raises ConfigError when the folder cannot be written or holds runs with other settings.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
@@ -111,13 +112,13 @@ class SweepFolder:
                 named.write_bytes(wanted)
             found = named.read_bytes()
         except OSError as error:
-            raise ConfigError(f"{path} cannot keep a sweep: {error.strerror or error}") from error
+            raise ConfigError(f"{path} cannot be used for a sweep: {error.strerror or error}") from error
         if found != wanted:
             raise ConfigError(f"{path} holds a sweep with other settings (see {SETTINGS_FILE}); name another folder")
 
-    def load(self, point: Point) -> Run | None:
+    def load(self, point: LoadPoint) -> LoadTestRun | None:
         path = self._path / point.file_name
-        return Run.load(path) if path.exists() else None
+        return LoadTestRun.load(path) if path.exists() else None
 
-    def save(self, point: Point, run: Run) -> None:
+    def save(self, point: LoadPoint, run: LoadTestRun) -> None:
         run.save(self._path / point.file_name)

@@ -1,154 +1,79 @@
-"""How the server looked from its own `/metrics` while it was under load, once per second.
-
-It must not know the workload or its records. One invariant: it never fails nor slows a run; a scrape that fails is
-counted, and scrapes are parsed only when the run is over, for parsing would hold up the clock that times the tokens.
-"""
+"""A run over its seconds, as arrays for the charts: requests, errors, tokens, and what the server's metrics showed."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import re
-import time
-import urllib.parse
-import urllib.request
-from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
-from http.client import HTTPException
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-import msgspec
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.samples import Sample as Series
+import numpy as np
 
-from ...common.errors import ConfigError
+from .latency import Values
+from .records import RequestRecord
+from .results import LoadTestRun
+from .server_metrics import MetricsSample
 
-TIMEOUT_S = 2.0
-MAX_SCRAPE_BYTES = 4 << 20
-
-PREFIXES = ("quire_", "vllm:")  # the first that a server has
-KV_USAGE = ("kv_cache_usage_perc", "gpu_cache_usage_perc")  # the latter in vLLM before 0.10
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the requests of the load go
-_KEPT = re.compile(
-    rf"^(?:{'|'.join(PREFIXES)})(?:num_requests_running|num_requests_waiting|num_preemptions_total"
-    rf"|{'|'.join(KV_USAGE)}|kv_pages|cpu_info|build_info)[ {{].*$",
-    re.MULTILINE,
-)
+NUM_BINS = 60  # most bins of a run; the bin width is a round number
+ROUND_WIDTHS_S = tuple(factor * 10.0**power for power in range(-3, 5) for factor in (1, 2, 5))
+MAX_STEPS = 1500  # of a line
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One scrape; None: the server does not say."""
+@dataclass(frozen=True, slots=True)
+class RunTimeline:
+    """One run over time, in bins of equal width from second 0 on. Samples of the server have times of their own."""
 
-    time_s: float  # of perf_counter
-    running: float | None = None
-    waiting: float | None = None
-    kv_usage: float | None = None  # 0 to 1
-    preemptions: float | None = None  # since the server's start
-    kv_pages: dict[str, float] = {}  # by state
-
-
-class Timeline(msgspec.Struct):
-    """Filled when sampling ends."""
-
-    samples: list[Sample] = msgspec.field(default_factory=list)
-    failures: int = 0  # scrapes without an answer
-    server: dict[str, str] = msgspec.field(default_factory=dict)  # version, isa, threads, where the server tells
+    bin_s: float
+    arrivals: Values  # [bins], requests sent
+    errors: Values  # [bins], requests that failed
+    tokens: Values  # [bins], output tokens
+    in_flight: tuple[Values, Values]  # times, and the requests in flight from each of them on
+    sampled_s: Values  # [samples]
+    running: Values  # [samples], NaN where the server does not report it
+    waiting: Values  # [samples]
+    kv_usage: Values  # [samples], 0 to 1
 
 
-@contextlib.asynccontextmanager
-async def sample_metrics(url: str | None, interval_s: float = 1.0) -> AsyncIterator[Timeline]:
-    """Sample `url` at once, then every `interval_s` and once more at the end; without one, sample nothing.
-
-    Raises ConfigError for what is no http(s) address.
-    """
-    timeline = Timeline()
-    if url is None:
-        yield timeline
-        return
-    sampler = _Sampler(_checked(url), interval_s)
-    sampling = asyncio.create_task(sampler.run())
-    try:
-        yield timeline
-    finally:
-        sampler.stop.set()
-        await sampling
-        timeline.failures = sampler.failures
-        for time_s, text in sampler.scrapes:
-            read_scrape(timeline, time_s, text)
-
-
-def read_scrape(timeline: Timeline, time_s: float, text: str) -> None:
-    """Add the sample that one scrape holds; a text that is no exposition counts as a failure."""
-    try:
-        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    except ValueError:
-        samples = []
-    prefix = next((each for each in PREFIXES if any(sample.name.startswith(each) for sample in samples)), None)
-    if prefix is None:
-        timeline.failures += 1
-        return
-    own: defaultdict[str, list[Series]] = defaultdict(list)
-    for sample in samples:
-        if sample.name.startswith(prefix):
-            own[sample.name.removeprefix(prefix)].append(sample)
-    timeline.samples.append(
-        Sample(
-            time_s=time_s,
-            running=_sum(own["num_requests_running"]),
-            waiting=_sum(own["num_requests_waiting"]),
-            kv_usage=_mean(own[KV_USAGE[0]] or own[KV_USAGE[1]]),
-            preemptions=_sum(own["num_preemptions_total"]),
-            kv_pages={series.labels["state"]: series.value for series in own["kv_pages"]},
-        )
+def run_timeline(run: LoadTestRun) -> RunTimeline:
+    """Compute the timeline of a run."""
+    sent = [record for record in run.records if record.sent_s > 0]
+    start = run.started_s
+    chunks = [(at - start, count) for r in sent for at, count in zip(r.token_times, r.token_counts, strict=True)]
+    begins = np.array([record.sent_s - start for record in sent])
+    ends = np.array([_end_s(record) - start for record in sent])
+    span_s = max(float(ends.max(initial=0.0)), 0.01)
+    bin_s = next(width for width in ROUND_WIDTHS_S if span_s / width <= NUM_BINS or width == ROUND_WIDTHS_S[-1])
+    edges = bin_s * np.arange(int(span_s / bin_s) + 2, dtype=np.float64)
+    failed = np.array([_end_s(record) - start for record in sent if record.error is not None])
+    arrived, counts = np.array(chunks).reshape(-1, 2).T
+    samples = run.metrics.samples if run.metrics else []
+    return RunTimeline(
+        bin_s=bin_s,
+        arrivals=_binned(begins, edges),
+        errors=_binned(failed, edges),
+        tokens=_binned(arrived, edges, counts),
+        in_flight=_in_flight(begins, ends),
+        sampled_s=np.array([sample.time_s - start for sample in samples]),
+        running=_sampled(samples, lambda sample: sample.running),
+        waiting=_sampled(samples, lambda sample: sample.waiting),
+        kv_usage=_sampled(samples, lambda sample: sample.kv_usage),
     )
-    for series in own["build_info"] + own["cpu_info"]:
-        timeline.server.update(series.labels)
 
 
-class _Sampler:
-    """Keeps the few lines of each scrape that `read_scrape` needs."""
-
-    def __init__(self, url: str, interval_s: float) -> None:
-        self.stop = asyncio.Event()
-        self.scrapes: list[tuple[float, str]] = []
-        self.failures = 0
-        self._url = url
-        self._interval_s = interval_s
-
-    async def run(self) -> None:
-        while not self.stop.is_set():
-            began = time.perf_counter()
-            await self._scrape()
-            rest = self._interval_s - (time.perf_counter() - began)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.stop.wait(), max(0.0, rest))
-        await self._scrape()
-
-    async def _scrape(self) -> None:
-        try:
-            text = await asyncio.to_thread(_fetch, self._url)
-        except (OSError, HTTPException, ValueError):
-            self.failures += 1
-        else:
-            self.scrapes.append((time.perf_counter(), text))
+def _end_s(record: RequestRecord) -> float:
+    return max(record.ended_s, record.sent_s, *record.token_times[-1:])
 
 
-def _fetch(url: str) -> str:
-    with _DIRECT.open(url, timeout=TIMEOUT_S) as answer:
-        text = answer.read(MAX_SCRAPE_BYTES).decode()
-    return "\n".join(_KEPT.findall(text)) + "\n"
+def _binned(times: Values, edges: Values, weights: Values | None = None) -> Values:
+    return np.histogram(times, edges, weights=weights)[0].astype(np.float64)
 
 
-def _checked(url: str) -> str:
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"--metrics-url: {url!r} is not allowed; write it as http://HOST:PORT/metrics")
-    return url
+def _in_flight(begins: Values, ends: Values) -> tuple[Values, Values]:
+    """Return every change of the number of requests in flight; of a long run, its value at equally spaced times."""
+    times = np.sort(np.concatenate([begins, ends]))
+    if times.size > MAX_STEPS:
+        times = np.linspace(times[0], times[-1], MAX_STEPS)
+    begun = np.searchsorted(np.sort(begins), times, side="right")
+    return times, (begun - np.searchsorted(np.sort(ends), times, side="right")).astype(np.float64)
 
 
-def _sum(series: Sequence[Series]) -> float | None:
-    """Over engines and models: vLLM labels each."""
-    return sum(each.value for each in series) if series else None
-
-
-def _mean(series: Sequence[Series]) -> float | None:
-    return sum(each.value for each in series) / len(series) if series else None
+def _sampled(samples: Sequence[MetricsSample], value: Callable[[MetricsSample], float | None]) -> Values:
+    return np.array([np.nan if (read := value(sample)) is None else read for sample in samples], np.float64)

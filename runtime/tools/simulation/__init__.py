@@ -1,26 +1,24 @@
-"""What to expect of a model, memory and a stream of users: the real scheduler and pager in virtual time."""
+"""Simulations: what to expect of a model, a machine and a stream of users. Runs the real scheduler in virtual time."""
 
 from ..traffic import Arrival, Process
-from .cost import Cost, Noisy, RooflineCost, roofline_cost
-from .report import Distribution, Objective, Report, parse_objectives, summarize
-from .serving import build_simulator, given_roofline
-from .simulator import Outcome, Simulator, Stalled, VirtualClock
-from .spill import SimulatedSpill
+from .build import build_simulator, given_roofline
+from .cost import NoisyCost, RooflineCost, StepCost, roofline_cost
+from .report import LatencyObjective, SimulationReport, parse_objectives, summarize
+from .simulator import RequestOutcome, SimulatedSpill, SimulationStalled, Simulator, VirtualClock
 from .workload import Workload, make_arrivals
 
 __all__ = [
     "Arrival",
-    "Cost",
-    "Distribution",
-    "Noisy",
-    "Objective",
-    "Outcome",
+    "LatencyObjective",
+    "NoisyCost",
     "Process",
-    "Report",
+    "RequestOutcome",
     "RooflineCost",
     "SimulatedSpill",
+    "SimulationReport",
+    "SimulationStalled",
     "Simulator",
-    "Stalled",
+    "StepCost",
     "VirtualClock",
     "Workload",
     "build_simulator",

@@ -1,10 +1,8 @@
-"""How long a step takes on a machine: from a model's shape and the machine's roofs, without running either.
+"""How long a step takes on a machine, computed from the model's shape and the machine's roofline.
 
-It must not know requests, only the rows of a plan. One invariant: the same plan takes the same time, except under
-`Noisy`, whose seed decides.
-
-A linear layer reads its weights while it computes, so a step takes the longer of the two; attention comes on top. What
-share of each roof the kernels reach was measured (tests/bench/LOG.md: two vCPUs, avx512-vnni-bf16, Qwen3-0.6B's shape).
+A linear layer reads its weights while it computes, so a step takes the longer of the two; attention is added. The share
+of the roofline that the kernels reach was measured (tests/bench/LOG.md: two vCPUs, avx512-vnni-bf16, the shape of
+Qwen3-0.6B).
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from ...model.runner import Capacity
 from ..bench import Roofline
 from ..bench.work import visible_pairs
 
-Cost = Callable[[StepPlan], float]  # seconds that executing a step takes
+StepCost = Callable[[StepPlan], float]  # the seconds that executing a step takes
 
-WEIGHTS_READ = 0.88  # of the read bandwidth: one user decodes
+WEIGHTS_READ = 0.88  # share of the read bandwidth: one user decodes
 KV_READ = 0.73  # eight users at 2,048 tokens: 25 of 34 GB/s
 LINEAR_PEAK: dict[Form, float] = {"q8": 0.65, "bf16": 0.80, "f32": 0.83}  # of the form's peak: prefill of 8 x 128
 ATTENTION_PEAK: dict[Form, float] = {
@@ -37,7 +35,7 @@ HEAD_S = 1.3e-6  # of attention, per sequence, layer and KV head, whatever the c
 
 @dataclass(frozen=True, slots=True)
 class RooflineCost:
-    """Seconds of what a step does, all threads together. A `Cost`."""
+    """The seconds of each part of a step, all threads together. A `StepCost`."""
 
     weights_s: float  # read once per step
     row_s: float  # linear layers, per token
@@ -59,30 +57,30 @@ class RooflineCost:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Attention of all layers that share a window (0: they see everything)."""
+    """Attention of all layers with the same window (0: full attention)."""
 
     window: int
-    read_s: float  # per token in the KV cache that is seen
+    read_s: float  # per visible token in the KV cache
     pair_s: float  # per query and key
 
     def seconds(self, rows: int, first: int) -> float:
-        """Of `rows` tokens after `first` others: reading, or computing where that takes longer."""
+        """Return the seconds of attention for `rows` tokens after `first` others: reading or computing, the longer."""
         window, end = self.window, first + rows
         seen = min(end, rows + window - 1) if window else end
         return max(seen * self.read_s, visible_pairs(first, rows, window) * self.pair_s)
 
 
-def roofline_cost(spec: DecoderSpec, capacity: Capacity, roof: Roofline) -> RooflineCost:
-    """The step's cost on a machine with these roofs, from the program that would run."""
+def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> RooflineCost:
+    """Return the cost of steps on a machine with this roofline, from the program that would run there."""
     linears = [op for op in capacity.memory.program.ops if isinstance(op, Linear)]
     layout = capacity.layout
-    read_s = layout.layer_page_bytes / layout.page_size / (KV_READ * roof.read_bytes_per_s)
+    read_s = layout.layer_page_bytes / layout.page_size / (KV_READ * roofline.read_bytes_per_s)
     form = QUERY_FORMS[layout.dtype]
-    pair_s = 4 * spec.num_heads * spec.head_dim / (ATTENTION_PEAK[form] * roof.peak_ops_per_s[form])
+    pair_s = 4 * spec.num_heads * spec.head_dim / (ATTENTION_PEAK[form] * roofline.peak_ops_per_s[form])
     return RooflineCost(
-        weights_s=sum(_weight_bytes(op) for op in linears) / (WEIGHTS_READ * roof.read_bytes_per_s),
-        row_s=sum(_row_seconds(op, roof) for op in linears if op.maxima is None),
-        sample_s=sum(_row_seconds(op, roof) for op in linears if op.maxima is not None),
+        weights_s=sum(_weight_bytes(op) for op in linears) / (WEIGHTS_READ * roofline.read_bytes_per_s),
+        row_s=sum(_row_seconds(op, roofline) for op in linears if op.maxima is None),
+        sample_s=sum(_row_seconds(op, roofline) for op in linears if op.maxima is not None),
         sequence_s=HEAD_S * spec.num_layers * spec.num_kv_heads,
         layers=tuple(
             LayerCost(window, count * read_s, count * pair_s) for window, count in sorted(Counter(spec.windows).items())
@@ -94,16 +92,16 @@ def _weight_bytes(op: Linear) -> int:
     return packed_nbytes(op.weight.out_features, op.weight.in_features, op.weight.dtype)
 
 
-def _row_seconds(op: Linear, roof: Roofline) -> float:
+def _row_seconds(op: Linear, roofline: Roofline) -> float:
     weight = op.weight
     ops = 2 * weight.out_features * weight.in_features
-    return ops / (LINEAR_PEAK[weight.dtype] * roof.peak_ops_per_s[weight.dtype])
+    return ops / (LINEAR_PEAK[weight.dtype] * roofline.peak_ops_per_s[weight.dtype])
 
 
-class Noisy:
-    """A `Cost` that scatters around another: lognormal factors of mean 1 and this sigma."""
+class NoisyCost:
+    """A `StepCost` that multiplies another one by lognormal factors of mean 1 and the given sigma."""
 
-    def __init__(self, cost: Cost, sigma: float, seed: int) -> None:
+    def __init__(self, cost: StepCost, sigma: float, seed: int) -> None:
         self._cost = cost
         self._sigma = sigma
         self._random = Random(seed)

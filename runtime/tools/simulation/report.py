@@ -1,60 +1,47 @@
-"""What a simulation showed, in figures: latencies, throughput, goodput, fairness, waste, memory.
+"""The figures of a simulation: latencies, throughput, goodput, fairness, recomputed tokens, memory.
 
-It must not simulate or print. One invariant: the same outcomes give the same figures; a request that was refused counts
-in what was offered, and never as served.
-
-Names are vLLM's: TTFT, time to first token; ITL, between two tokens; TPOT, a request's mean of those; E2E, to the last.
+A refused request counts as offered, never as served. The latencies have vLLM's names: TTFT, time to first token; ITL,
+between two tokens; TPOT, the mean of a request's ITLs; E2E, to the last token.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
+from ..checks import parse_goodput
+from ..percentiles import LatencySummary, percentile
+from .simulator import RequestOutcome, Simulator
 
-from ..traffic import parse_goodput
-from .simulator import Outcome, Simulator
-
-ITL_PERCENTILE = 99  # of a request's own inter-token latencies, held against its objective
-
-
-@dataclass(frozen=True, slots=True)
-class Distribution:
-    """Milliseconds."""
-
-    mean: float
-    p50: float
-    p90: float
-    p95: float
-    p99: float
-    max: float
+ITL_PERCENTILE = 99  # of a request's inter-token latencies, compared with its objective
 
 
 @dataclass(frozen=True, slots=True)
-class Objective:
-    """A request is good if `metric` (ttft, tpot, itl or e2el) is at most `limit_ms`."""
+class LatencyObjective:
+    """A request is good if its `metric` (ttft, tpot, itl or e2el) is at most `limit_ms`."""
 
     metric: str
     limit_ms: float
 
-    def is_met(self, outcome: Outcome) -> bool:
+    def is_met(self, outcome: RequestOutcome) -> bool:
         return _METRICS[self.metric](outcome) * 1000 <= self.limit_ms
 
 
 @dataclass(frozen=True, slots=True)
-class TenantReport:
+class TenantFigures:
+    """The figures of one tenant."""
+
     offered: int
     finished: int
-    served_tokens: int  # prompt and output, while requests kept arriving
-    ttft_ms: Distribution | None
+    served_tokens: int  # prompt and output, until the last arrival
+    ttft_ms: LatencySummary | None
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Of a whole simulation. A distribution is None where nothing was measured."""
+class SimulationReport:
+    """The figures of a simulation. A latency is None where no request has one."""
 
     offered: int
     finished: int
@@ -65,33 +52,33 @@ class Report:
     request_throughput: float  # per second
     output_throughput: float
     total_throughput: float  # prompt tokens too
-    ttft_ms: Distribution | None
-    itl_ms: Distribution | None
-    tpot_ms: Distribution | None
-    e2e_ms: Distribution | None
-    queue_ms: Distribution | None
+    ttft_ms: LatencySummary | None
+    itl_ms: LatencySummary | None
+    tpot_ms: LatencySummary | None
+    e2e_ms: LatencySummary | None
+    queue_ms: LatencySummary | None
     objectives: dict[str, float]  # milliseconds
     goodput: float  # requests per second that met all objectives
-    goodput_share: float  # of those offered
+    goodput_share: float  # of the requests offered
     fairness: float  # Jain's index, see `fairness_index`
     steps: int
     preemptions: int
-    spilled: int  # of them: the pages were kept, not computed again
-    wasted_share: float  # of the tokens computed: those computed before, and lost in a preemption
+    spilled: int  # preemptions whose pages went to disk instead of being recomputed
+    wasted_share: float  # of the tokens computed: recomputed after a preemption
     cached_share: float  # of the prompt tokens: found in the prefix cache
-    pool_mean: float  # share of the pages in use, over time
+    pool_mean: float  # share of the pages in use, mean over time
     pool_max: float
     most_waiting: int
-    tenants: dict[str, TenantReport]
+    tenants: dict[str, TenantFigures]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def summarize(
-    simulator: Simulator, objectives: Sequence[Objective] = (), weights: Mapping[str, float] | None = None
-) -> Report:
-    """`weights` are what tenants are entitled to relative to each other, 1 by default."""
+    simulator: Simulator, objectives: Sequence[LatencyObjective] = (), weights: Mapping[str, float] | None = None
+) -> SimulationReport:
+    """Compute the figures. `weights` are the relative shares of tenants, 1 by default."""
     outcomes = simulator.outcomes
     finished = [outcome for outcome in outcomes if outcome.finished]
     started = [outcome for outcome in outcomes if outcome.token_times]
@@ -102,7 +89,7 @@ def summarize(
     pages, busy_s = simulator.pager.num_pages, simulator.clock.now
     tenants = _by_tenant(outcomes)
     served = {tenant: _tokens_served(each, _last_arrival(outcomes)) for tenant, each in tenants.items()}
-    return Report(
+    return SimulationReport(
         offered=len(outcomes),
         finished=len(finished),
         refused=dict(sorted(Counter(outcome.refused for outcome in outcomes if outcome.refused).items())),
@@ -112,11 +99,11 @@ def summarize(
         request_throughput=_ratio(len(finished), duration_s),
         output_throughput=_ratio(output_tokens, duration_s),
         total_throughput=_ratio(prompt_tokens + output_tokens, duration_s),
-        ttft_ms=distribution(outcome.ttft_s for outcome in started),
-        itl_ms=distribution(seconds for outcome in started for seconds in outcome.itl_s),
-        tpot_ms=distribution(outcome.tpot_s for outcome in finished if len(outcome.token_times) > 1),
-        e2e_ms=distribution(outcome.e2e_s for outcome in finished),
-        queue_ms=distribution(outcome.queue_s for outcome in finished),
+        ttft_ms=LatencySummary.of(outcome.ttft_s for outcome in started),
+        itl_ms=LatencySummary.of(seconds for outcome in started for seconds in outcome.itl_s),
+        tpot_ms=LatencySummary.of(outcome.tpot_s for outcome in finished if len(outcome.token_times) > 1),
+        e2e_ms=LatencySummary.of(outcome.e2e_s for outcome in finished),
+        queue_ms=LatencySummary.of(outcome.queue_s for outcome in finished),
         objectives={objective.metric: objective.limit_ms for objective in objectives},
         goodput=_ratio(good, duration_s),
         goodput_share=_ratio(good, len(outcomes)),
@@ -127,36 +114,27 @@ def summarize(
         wasted_share=_ratio(sum(outcome.recomputed_tokens for outcome in outcomes), simulator.computed_tokens),
         cached_share=_ratio(sum(outcome.cached_tokens for outcome in finished), prompt_tokens),
         pool_mean=_ratio(simulator.owned_page_seconds, busy_s * pages),
-        pool_max=simulator.most_pages_owned / pages,
-        most_waiting=simulator.most_waiting,
+        pool_max=simulator.max_pages_owned / pages,
+        most_waiting=simulator.max_waiting,
         tenants={
-            tenant: TenantReport(
+            tenant: TenantFigures(
                 offered=len(each),
                 finished=sum(outcome.finished for outcome in each),
                 served_tokens=served[tenant],
-                ttft_ms=distribution(outcome.ttft_s for outcome in each if outcome.token_times),
+                ttft_ms=LatencySummary.of(outcome.ttft_s for outcome in each if outcome.token_times),
             )
             for tenant, each in tenants.items()
         },
     )
 
 
-def distribution(seconds: Iterable[float]) -> Distribution | None:
-    """Mean, percentiles (linear between neighbours, as numpy's default) and maximum, in milliseconds."""
-    values = np.fromiter(seconds, np.float64) * 1000
-    if not values.size:
-        return None
-    p50, p90, p95, p99 = (float(value) for value in np.percentile(values, (50, 90, 95, 99)))
-    return Distribution(float(values.mean()), p50, p90, p95, p99, float(values.max()))
-
-
 def fairness_index(
     served: Mapping[str, float], asked: Mapping[str, float], weights: Mapping[str, float] | None = None
 ) -> float:
-    """Jain's index of what each tenant got relative to its max-min fair share of all that was served; 1 is fair.
+    """Return Jain's index of each tenant's service relative to its max-min fair share of the total; 1 is fair.
 
-    The fair share gives nobody more than it asked for, and what one leaves goes to the others by `weights`. So a tenant
-    that asks for much and gets the rest of the machine is no injustice, one that asks for little and waits is.
+    A fair share is at most what the tenant asked for; the rest goes to the other tenants by `weights`. So it is fair
+    that a tenant that asks for much gets what the others leave, and unfair that one that asks for little waits.
     """
     fair = _max_min_shares(sum(served.values()), asked, weights or {})
     ratios = [served[tenant] / share for tenant, share in fair.items() if share > 0]
@@ -164,16 +142,16 @@ def fairness_index(
     return sum(ratios) ** 2 / (len(ratios) * squares) if squares else 1.0
 
 
-def parse_objectives(texts: Sequence[str]) -> tuple[Objective, ...]:
-    """`ttft:2000 itl:200`, milliseconds. Raises ConfigError."""
-    return tuple(Objective(metric, limit_ms) for metric, limit_ms in parse_goodput(texts, _METRICS).items())
+def parse_objectives(texts: Sequence[str]) -> tuple[LatencyObjective, ...]:
+    """Parse objectives in milliseconds, such as `ttft:2000 itl:200`. Raises ConfigError."""
+    return tuple(LatencyObjective(metric, limit_ms) for metric, limit_ms in parse_goodput(texts, _METRICS).items())
 
 
-def _itl_s(outcome: Outcome) -> float:
-    return float(np.percentile(outcome.itl_s, ITL_PERCENTILE)) if len(outcome.token_times) > 1 else 0.0
+def _itl_s(outcome: RequestOutcome) -> float:
+    return percentile(outcome.itl_s, ITL_PERCENTILE) if len(outcome.token_times) > 1 else 0.0
 
 
-_METRICS: dict[str, Callable[[Outcome], float]] = {
+_METRICS: dict[str, Callable[[RequestOutcome], float]] = {
     "ttft": lambda outcome: outcome.ttft_s,
     "tpot": lambda outcome: outcome.tpot_s if len(outcome.token_times) > 1 else 0.0,
     "itl": _itl_s,
@@ -181,29 +159,29 @@ _METRICS: dict[str, Callable[[Outcome], float]] = {
 }
 
 
-def _span(outcomes: Sequence[Outcome]) -> float:
-    """Seconds from the first arrival to the last token."""
+def _span(outcomes: Sequence[RequestOutcome]) -> float:
+    """Return the seconds from the first arrival to the last token."""
     ends = [outcome.token_times[-1] for outcome in outcomes if outcome.token_times]
     return max(ends) - outcomes[0].arrival.time_s if ends else 0.0
 
 
-def _last_arrival(outcomes: Sequence[Outcome]) -> float:
+def _last_arrival(outcomes: Sequence[RequestOutcome]) -> float:
     return outcomes[-1].arrival.time_s if outcomes else 0.0
 
 
-def _by_tenant(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    tenants: defaultdict[str, list[Outcome]] = defaultdict(list)
+def _by_tenant(outcomes: Sequence[RequestOutcome]) -> dict[str, list[RequestOutcome]]:
+    tenants: defaultdict[str, list[RequestOutcome]] = defaultdict(list)
     for outcome in outcomes:
         tenants[outcome.arrival.tenant].append(outcome)
     return dict(sorted(tenants.items()))
 
 
-def _tokens_asked(outcomes: Sequence[Outcome]) -> int:
+def _tokens_asked(outcomes: Sequence[RequestOutcome]) -> int:
     return sum(outcome.arrival.prompt_tokens + outcome.arrival.output_tokens for outcome in outcomes)
 
 
-def _tokens_served(outcomes: Sequence[Outcome], until: float) -> int:
-    """Output up to `until`, and the prompts it began for: what is served after the last arrival is no choice."""
+def _tokens_served(outcomes: Sequence[RequestOutcome], until: float) -> int:
+    """Count the output tokens up to `until` and their prompts. After the last arrival the scheduler has no choice."""
     served = 0
     for outcome in outcomes:
         output = sum(time <= until for time in outcome.token_times)
@@ -212,7 +190,7 @@ def _tokens_served(outcomes: Sequence[Outcome], until: float) -> int:
 
 
 def _max_min_shares(total: float, asked: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
-    """Water-filling: the least demanding by weight are satisfied first."""
+    """Compute max-min fair shares by water-filling: tenants with the least demand per weight come first."""
     shares = {}
     weight_left = sum(weights.get(tenant, 1.0) for tenant in asked)
     for tenant in sorted(asked, key=lambda tenant: asked[tenant] / weights.get(tenant, 1.0)):

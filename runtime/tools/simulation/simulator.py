@@ -1,19 +1,18 @@
-"""The real scheduler and pager in virtual time: requests arrive, steps are planned, the clock moves on, tokens appear.
+"""Runs the real scheduler and pager in virtual time, on a stream of requests and a cost of steps.
 
-It must not know how long a step takes (`Cost`) nor what is made of the outcomes (`report.py`). One invariant: every
-request that arrived is in exactly one outcome, and the clock never runs backwards.
-
-Requests arrive while a step computes, as they do in the engine; each is added at its own time.
+How long a step takes is the caller's `StepCost`. Every request that arrived is in exactly one outcome, and the clock
+never runs backwards. Requests arrive while a step computes, as in the engine; each is added at its own time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from ....pager import Pager
+from ....pager.spill import READ_BYTES_PER_S, WRITE_BYTES_PER_S
 from ....scheduler import (
     DEADLINE_PASSED,
     Request,
@@ -25,16 +24,13 @@ from ....scheduler import (
     StepResult,
 )
 from ..traffic import Arrival
-from .cost import Cost
-from .spill import SimulatedSpill
+from .cost import StepCost
 
-SEQUENCE_S = (
-    30e-6  # between steps, per sequence of the step: schedule, commit, publish, arrays (`quire bench` measures it)
-)
+SEQUENCE_S = 30e-6  # between steps, per sequence: schedule, commit, publish, arrays (measured by `quire bench`)
 
 
-class Stalled(Exception):
-    """Requests are alive, nothing is runnable and nothing will happen: they would wait forever."""
+class SimulationStalled(Exception):
+    """Requests are unfinished, none can run and no event is left: they would wait forever."""
 
 
 class VirtualClock:
@@ -48,14 +44,14 @@ class VirtualClock:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What became of one arrival. Times are seconds of the clock; counters are final once it has ended."""
+class RequestOutcome:
+    """What happened to one request. Times are seconds of the clock; counters are final once the request has ended."""
 
     arrival: Arrival
     token_times: list[float] = field(default_factory=list)  # when each output token appeared
     end: float | None = None
-    finish_reason: str | None = None  # None while it is alive, and where it was refused or failed
-    refused: str | None = None  # why it was not accepted, or failed: the name of the error
+    finish_reason: str | None = None  # None: unfinished, refused or failed
+    refused: str | None = None  # the name of the error, if it was refused or failed
     queue_s: float = 0.0
     cached_tokens: int = 0
     recomputed_tokens: int = 0
@@ -67,7 +63,7 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token; only where there is one."""
+        """Time to first token. Requires a token."""
         return self.token_times[0] - self.arrival.time_s
 
     @property
@@ -76,21 +72,51 @@ class Outcome:
 
     @property
     def itl_s(self) -> list[float]:
-        """Inter-token latencies: one less than there are tokens."""
-        times = self.token_times
-        return [after - before for before, after in pairwise(times)]
+        """Inter-token latencies: one fewer than there are tokens."""
+        return [after - before for before, after in pairwise(self.token_times)]
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token after the first; only where there are two."""
+        """Mean time per output token after the first. Requires two tokens."""
         return (self.token_times[-1] - self.token_times[0]) / (len(self.token_times) - 1)
 
 
-class Simulator:
-    """Drives `scheduler`, whose clock is `clock`. `arrivals` come in order of time.
+class SimulatedSpill:
+    """A PageStore that holds no bytes, only slots; as fast as a SpillFile assumes a disk that it has not measured."""
 
-    Request ids are the indices of `outcomes`. `max_model_len` refuses longer requests as the engine does. `spill` is
-    the pager's store.
+    def __init__(self, page_bytes: int, max_bytes: int) -> None:
+        self._free = list(range(max_bytes // page_bytes))
+        self._write_s = page_bytes / WRITE_BYTES_PER_S  # per page
+        self._read_s = page_bytes / READ_BYTES_PER_S
+        self._spent_s = 0.0
+
+    def save(self, page_ids: Sequence[int]) -> Sequence[int] | None:
+        if len(page_ids) > len(self._free):
+            return None
+        self._spent_s += len(page_ids) * self._write_s
+        return [self._free.pop() for _ in page_ids]
+
+    def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> bool:
+        self._spent_s += len(slots) * self._read_s
+        return True
+
+    def free(self, slots: Sequence[int]) -> None:
+        self._free.extend(slots)
+
+    def seconds(self, num_pages: int) -> float | None:
+        return num_pages * (self._write_s + self._read_s) if num_pages <= len(self._free) else None
+
+    def take_spent_s(self) -> float:
+        """Return the seconds of disk time since the last call; the scheduler waits for the disk."""
+        spent_s, self._spent_s = self._spent_s, 0.0
+        return spent_s
+
+
+class Simulator:
+    """Drives `scheduler`, whose clock is `clock`, with `arrivals` in order of time.
+
+    A request id is the index of the request in `outcomes`. Requests longer than `max_model_len` are refused, as in the
+    engine. `spill` is the pager's store.
     """
 
     def __init__(
@@ -98,7 +124,7 @@ class Simulator:
         scheduler: Scheduler,
         pager: Pager,
         clock: VirtualClock,
-        cost: Cost,
+        cost: StepCost,
         arrivals: Iterable[Arrival],
         *,
         max_model_len: int | None = None,
@@ -108,29 +134,29 @@ class Simulator:
         self.scheduler = scheduler
         self.pager = pager
         self.clock = clock
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[RequestOutcome] = []
         self.num_steps = 0
-        self.computed_tokens = 0  # rows of all steps
-        self.owned_page_seconds = 0.0  # pages in use, over time
-        self.most_pages_owned = 0
-        self.most_waiting = 0
+        self.computed_tokens = 0  # rows of all steps together
+        self.owned_page_seconds = 0.0  # integral of the pages in use over time
+        self.max_pages_owned = 0
+        self.max_waiting = 0
         self._cost = cost
         self._max_model_len = math.inf if max_model_len is None else max_model_len
         self._spill = spill
         self._sequence_s = sequence_s
         self._arrivals = iter(arrivals)
         self._next: Arrival | None = next(self._arrivals, None)
-        self._num_alive = 0
+        self._num_unfinished = 0
 
     def run(self, until: float = math.inf) -> None:
-        """Step until everything has ended, or until the clock has reached `until`. Raises Stalled."""
+        """Step until all requests have ended or the clock has reached `until`. Raises SimulationStalled."""
         while self.clock.now < until and self.step():
             pass
 
     def step(self) -> bool:
-        """One step, or, where nothing is runnable, the time until something happens. False once all is over.
+        """Run one step or, if nothing can run, advance to the next event. Return False when nothing is left.
 
-        Raises Stalled.
+        Raises SimulationStalled.
         """
         plan = self.scheduler.schedule()
         if plan is not None:
@@ -141,12 +167,14 @@ class Simulator:
             self._admit_until(max(self.clock.now, soonest))
             self._expire()
             return True
-        if self._num_alive:
-            raise Stalled(f"{self._num_alive} requests are alive at {self.clock.now:.3f} s and none can run")
+        if self._num_unfinished:
+            raise SimulationStalled(
+                f"{self._num_unfinished} requests are unfinished at {self.clock.now:.3f} s and none can run"
+            )
         return False
 
     def _next_event(self) -> float | None:
-        """When somebody arrives or a deadline passes."""
+        """Return the time of the next arrival or deadline."""
         events = [self.scheduler.next_deadline, None if self._next is None else self._next.time_s]
         return min((time for time in events if time is not None), default=None)
 
@@ -155,7 +183,7 @@ class Simulator:
             self._note(update)
 
     def cancel(self, request_id: int) -> None:
-        """Its user leaves, between two steps."""
+        """Cancel a request between two steps."""
         update = self.scheduler.cancel(request_id)
         if update is not None:
             self._note(update)
@@ -178,10 +206,10 @@ class Simulator:
         self.num_steps += 1
         self.computed_tokens += plan.num_decode_rows + plan.num_prefill_tokens
         self.owned_page_seconds += owned * (end - start)
-        self.most_pages_owned = max(self.most_pages_owned, owned)
+        self.max_pages_owned = max(self.max_pages_owned, owned)
 
     def _admit_until(self, time: float) -> None:
-        """Everyone who arrives up to `time`, which it is then."""
+        """Add all requests that arrive up to `time`, and advance the clock to it."""
         while self._next is not None and self._next.time_s <= time:
             self.clock.now = max(self.clock.now, self._next.time_s)
             self._add(self._next)
@@ -189,7 +217,7 @@ class Simulator:
         self.clock.now = time
 
     def _add(self, arrival: Arrival) -> None:
-        request_id, outcome = len(self.outcomes), Outcome(arrival)
+        request_id, outcome = len(self.outcomes), RequestOutcome(arrival)
         self.outcomes.append(outcome)
         if arrival.prompt_tokens + arrival.output_tokens > self._max_model_len:
             outcome.refused = "ContextLengthExceeded"
@@ -199,7 +227,6 @@ class Simulator:
             _prompt(arrival, request_id),
             max_tokens=arrival.output_tokens,
             tenant=arrival.tenant,
-            priority=arrival.priority,
             deadline=None if arrival.deadline_s is None else self.clock.now + arrival.deadline_s,
         )
         try:
@@ -207,8 +234,8 @@ class Simulator:
         except SchedulerError as error:
             outcome.refused = type(error).__name__
         else:
-            self._num_alive += 1
-            self.most_waiting = max(self.most_waiting, estimate.position + 1)
+            self._num_unfinished += 1
+            self.max_waiting = max(self.max_waiting, estimate.position + 1)
 
     def _note(self, update: RequestUpdate) -> None:
         request = update.request
@@ -217,7 +244,7 @@ class Simulator:
             outcome.token_times.append(self.clock.now)
         if not update.ended:
             return
-        self._num_alive -= 1
+        self._num_unfinished -= 1
         outcome.end = self.clock.now
         outcome.finish_reason = update.finish_reason
         outcome.refused = "DeadlineExceeded" if update.error == DEADLINE_PASSED else update.error
@@ -228,7 +255,7 @@ class Simulator:
 
 
 def _prompt(arrival: Arrival, request_id: int) -> list[int]:
-    """Token ids, equal where blocks are: every block is one even token over and over, the rest one odd token."""
+    """Return token ids that are equal where blocks are: a block repeats one even id, the rest one odd id."""
     tokens: list[int] = []
     for block in arrival.blocks:
         tokens += [2 * block] * arrival.block_tokens

@@ -1,7 +1,4 @@
-"""A workload as a command line describes it, and the requests it stands for.
-
-It must not know the machine. One invariant: what cannot be meant is refused with a ConfigError that names the flag.
-"""
+"""A workload as the command line describes it, and the requests of which it consists."""
 
 from __future__ import annotations
 
@@ -11,12 +8,12 @@ from pathlib import Path
 from random import Random
 
 from ...common.errors import ConfigError
+from ..checks import check_number
 from ..traffic import (
     MAX_LENGTH,
     Arrival,
     Process,
     bursty,
-    check_number,
     constant,
     draw_arrivals,
     parse_lengths,
@@ -34,8 +31,9 @@ DEFAULT_RATE = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Lengths and tenants as text (`parse_lengths`, `parse_tenants`). A trace has its own lengths, times and number of
-    requests, unless `rate` or `requests` are given.
+    """A stream of requests. For the syntax of lengths and tenants see `parse_lengths` and `parse_tenants`.
+
+    A trace has its own lengths, times and number of requests, unless `rate` or `requests` are given.
     """
 
     arrivals: Process = "poisson"
@@ -52,7 +50,7 @@ class Workload:
 
 
 def make_arrivals(workload: Workload) -> list[Arrival]:
-    """Raises ConfigError."""
+    """Return the requests of a workload. Raises ConfigError."""
     check_number("--rate", workload.rate, 1e-6, 1e6)
     check_number("--requests", workload.requests, 1, MAX_REQUESTS)
     check_number("--burstiness", workload.burstiness, 1e-3, 1e3)
@@ -61,15 +59,15 @@ def make_arrivals(workload: Workload) -> list[Arrival]:
     if workload.arrivals in ("mooncake", "azure"):
         return _recorded(workload)
     if workload.trace is not None:
-        raise ConfigError("--trace: say how the file is written, with --arrivals mooncake or azure")
-    return _drawn(workload)
+        raise ConfigError("--trace needs the format of the file: add --arrivals mooncake or --arrivals azure")
+    return _random(workload)
 
 
 def _recorded(workload: Workload) -> list[Arrival]:
     if workload.trace is None:
         raise ConfigError(f"--arrivals {workload.arrivals} needs --trace FILE")
     if workload.tenants is not None or workload.shared_prefix_tokens:
-        raise ConfigError("--tenants and --shared-prefix-tokens are for drawn requests, not for those of a trace")
+        raise ConfigError("--tenants and --shared-prefix-tokens are for random requests, not for those of a trace")
     read = read_mooncake if workload.arrivals == "mooncake" else read_azure
     arrivals = read(workload.trace, workload.requests or MAX_REQUESTS)
     if workload.rate is not None:
@@ -77,7 +75,7 @@ def _recorded(workload: Workload) -> list[Arrival]:
     return [replace(arrival, deadline_s=_deadline_s(workload)) for arrival in arrivals]
 
 
-def _drawn(workload: Workload) -> list[Arrival]:
+def _random(workload: Workload) -> list[Arrival]:
     random = Random(workload.seed)
     return draw_arrivals(
         workload.requests or DEFAULT_REQUESTS,

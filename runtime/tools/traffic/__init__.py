@@ -1,9 +1,8 @@
-"""Who comes when, and with how much: streams of requests, drawn or recorded, for simulations and for load tests."""
+"""Streams of requests for simulations and load tests: drawn from distributions, or read from recorded traces."""
 
 from .arrivals import (
     MAX_LENGTH,
     Arrival,
-    Lengths,
     Process,
     bursty,
     constant,
@@ -14,22 +13,16 @@ from .arrivals import (
     poisson,
     rescale,
 )
-from .files import text_lines
-from .flags import check_number, parse_goodput
-from .traces import MOONCAKE_BLOCK, read_azure, read_burstgpt, read_mooncake
+from .traces import read_azure, read_burstgpt, read_mooncake, text_lines
 
 __all__ = [
     "MAX_LENGTH",
-    "MOONCAKE_BLOCK",
     "Arrival",
-    "Lengths",
     "Process",
     "bursty",
-    "check_number",
     "constant",
     "draw_arrivals",
     "draw_interval",
-    "parse_goodput",
     "parse_lengths",
     "parse_tenants",
     "poisson",

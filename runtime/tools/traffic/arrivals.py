@@ -1,7 +1,6 @@
-"""Who comes when, and with how much: streams of requests drawn from distributions.
+"""Streams of requests drawn from distributions: when each arrives, and how long its prompt and its answer are.
 
-It must not know who serves them. One invariant: the same seed gives the same stream, on every machine; nothing but one
-`random.Random` decides.
+One `random.Random` decides everything: the same seed gives the same stream on every machine.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Literal
 
 from ...common.errors import ConfigError
 
-MAX_LENGTH = 10_000_000  # tokens; more than any model takes, and a typing error
+MAX_LENGTH = 10_000_000  # tokens; more than any model takes
 MAX_SIGMA = 4.0
 
 Process = Literal["poisson", "bursty", "constant", "mooncake", "azure"]
@@ -25,18 +24,18 @@ Lengths = Callable[[Random], int]  # draws a number of tokens, at least 1
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request. Its prompt begins with `blocks` of `block_tokens` tokens: where ids are equal, so is what they hold.
-    What the blocks do not cover is nobody else's.
+    """One request. Its prompt starts with `blocks` of `block_tokens` tokens; equal ids mean equal tokens.
+
+    The rest of the prompt is shared with no other request.
     """
 
     time_s: float
     prompt_tokens: int
     output_tokens: int
     tenant: str = ""
-    priority: int = 0
     blocks: tuple[int, ...] = ()
     block_tokens: int = 512
-    deadline_s: float | None = None  # for all of it, from its arrival
+    deadline_s: float | None = None  # for the whole request, from its arrival
 
 
 def draw_arrivals(
@@ -50,8 +49,10 @@ def draw_arrivals(
     shared_prefix_tokens: int = 0,
     deadline_s: float | None = None,
 ) -> list[Arrival]:
-    """`count` requests, `intervals` seconds apart. `tenants` are relative rates; every prompt begins with the tenant's
-    own `shared_prefix_tokens`, which come on top of `prompt_tokens`.
+    """Draw `count` requests that are `intervals` seconds apart.
+
+    `tenants` maps each tenant to its relative rate. Every prompt starts with `shared_prefix_tokens` that are the same
+    for all requests of its tenant, in addition to `prompt_tokens`.
     """
     names, weights = list(tenants or {"": 1.0}), list((tenants or {"": 1.0}).values())
     blocks = (0,) if shared_prefix_tokens else ()
@@ -70,43 +71,41 @@ def draw_arrivals(
 
 
 def constant(rate: float) -> Iterator[float]:
-    """Seconds between requests that come like clockwork, `rate` per second."""
+    """Return the seconds between requests at a constant `rate` per second."""
     return itertools.repeat(1 / rate)
 
 
 def poisson(rate: float, random: Random) -> Iterator[float]:
-    """Seconds between requests of many users who do not know of each other."""
+    """Yield the seconds between requests of many independent users."""
     while True:
         yield random.expovariate(rate)
 
 
 def bursty(rate: float, burstiness: float, random: Random) -> Iterator[float]:
-    """Seconds between requests that come in bursts, see `draw_interval`."""
+    """Yield the seconds between requests that come in bursts, see `draw_interval`."""
     while True:
         yield draw_interval(rate, burstiness, random)
 
 
 def draw_interval(rate: float, burstiness: float, random: Random) -> float:
-    """Gamma-distributed seconds of shape `burstiness`, as vLLM defines it: 1 is Poisson, less comes in bursts, inf like
-    clockwork.
-    """
+    """Draw gamma-distributed seconds of shape `burstiness`, as in vLLM: 1 is Poisson, below 1 bursty, inf constant."""
     return 1 / rate if math.isinf(burstiness) else random.gammavariate(burstiness, 1 / (rate * burstiness))
 
 
 def rescale(arrivals: Sequence[Arrival], rate: float, flag: str) -> list[Arrival]:
-    """The same pattern from time 0 on, stretched or squeezed to `rate` requests per second on the whole.
+    """Return the same pattern from time 0 on, stretched or squeezed to a mean of `rate` requests per second.
 
-    Raises ConfigError naming `flag` if the requests all come at once.
+    Raises ConfigError naming `flag` if all requests arrive at the same time.
     """
     span = arrivals[-1].time_s - arrivals[0].time_s
     if span <= 0:
-        raise ConfigError(f"{flag}: {len(arrivals)} requests that come at once have no rate that could be changed")
+        raise ConfigError(f"{flag}: {len(arrivals)} requests that arrive at the same time have no rate to change")
     factor = (len(arrivals) - 1) / rate / span
     return [replace(arrival, time_s=(arrival.time_s - arrivals[0].time_s) * factor) for arrival in arrivals]
 
 
 def parse_lengths(flag: str, text: str) -> Lengths:
-    """`512`, uniform `64-1024`, or `lognormal:512,0.8` with its median and sigma. Raises ConfigError naming `flag`."""
+    """Parse `512`, uniform `64-1024`, or `lognormal:512,0.8` (median, sigma). Raises ConfigError naming `flag`."""
     if found := re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text):
         low, high = int(found[1]), int(found[2] or found[1])
         if 1 <= low <= high <= MAX_LENGTH:
@@ -123,7 +122,7 @@ def parse_lengths(flag: str, text: str) -> Lengths:
 
 
 def parse_tenants(text: str) -> dict[str, float]:
-    """`a=20,b=1`: relative rates. Raises ConfigError."""
+    """Parse the relative rates of tenants, such as `a=20,b=1`. Raises ConfigError."""
     tenants: dict[str, float] = {}
     for part in text.split(","):
         found = re.fullmatch(r"\s*([^=\s]+)\s*=\s*(\d{1,9}(?:\.\d{1,9})?)\s*", part)

@@ -1,24 +1,25 @@
-"""Recorded streams of requests: Mooncake's JSONL, Azure's and BurstGPT's CSV, as their projects publish them.
+"""Recorded streams of requests: Mooncake's JSONL, and the CSV files of Azure and BurstGPT, as published.
 
-It must not know who serves them. One invariant: a file is either read as it is meant or refused with a ConfigError that
-names file, line and field.
+A malformed file raises a ConfigError that names file, line and field.
 
-Mooncake (Qin et al., FAST 2025), a line each: `{"timestamp": ms, "input_length": …, "output_length": …, "hash_ids":
-[…]}`. An id stands for 512 tokens and all before them, so equal ids mean equal prefixes. What a request generated is
-no part of its ids: a next turn that repeats it shares only its prompt.
+Mooncake (Qin et al., FAST 2025), one line per request: `{"timestamp": ms, "input_length": …, "output_length": …,
+"hash_ids": […]}`. An id stands for 512 tokens and everything before them, so equal ids mean equal prefixes. The ids do
+not cover the output: a follow-up request that repeats it shares only the earlier prompt.
 
-Azure's LLM inference traces of 2023 and 2024: `TIMESTAMP,ContextTokens,GeneratedTokens` in the first line, then e.g.
-`2023-11-16 18:15:46.6805900,374,44`.
+Azure's LLM inference traces of 2023 and 2024: the first line is `TIMESTAMP,ContextTokens,GeneratedTokens`, the others
+are for example `2023-11-16 18:15:46.6805900,374,44`.
 
 BurstGPT (Wang et al., 2024): the first line names at least `Timestamp` (seconds), `Request tokens` and `Response
-tokens`, in any order. Rows of 0 tokens are requests that failed, and are left out.
+tokens`, in any order. Rows with 0 tokens are failed requests and are left out.
 """
 
 from __future__ import annotations
 
+import csv
 import re
+from collections.abc import Iterator
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -26,15 +27,15 @@ import msgspec
 
 from ...common.errors import ConfigError
 from .arrivals import MAX_LENGTH, Arrival
-from .files import csv_rows, text_lines
 
 MOONCAKE_BLOCK = 512  # tokens
+MAX_LINE = 16 << 20  # characters
 AZURE_FIELDS = ["TIMESTAMP", "ContextTokens", "GeneratedTokens"]
 BURSTGPT_FIELDS = ("Timestamp", "Request tokens", "Response tokens")
 
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 PromptTokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_LENGTH)]
-OutputTokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH)]  # 0, as some are recorded: a prefill samples one
+OutputTokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH)]  # some are recorded as 0; a prefill still samples one
 
 
 class _MooncakeLine(msgspec.Struct):
@@ -45,9 +46,9 @@ class _MooncakeLine(msgspec.Struct):
 
 
 def read_mooncake(path: Path, limit: int | None = None) -> list[Arrival]:
-    """The first `limit` requests, the first of them at time 0. Raises ConfigError."""
+    """Return the first `limit` requests, the first of them at time 0. Raises ConfigError."""
     decode = msgspec.json.Decoder(_MooncakeLine).decode
-    numbers: dict[int | str, int] = {}  # hash id -> a small number
+    block_ids: dict[int | str, int] = {}  # hash id -> small number
     arrivals = []
     for number, text in islice(text_lines(path), limit):
         try:
@@ -59,16 +60,16 @@ def read_mooncake(path: Path, limit: int | None = None) -> list[Arrival]:
                 f"{path}, line {number}: hash_ids names {len(line.hash_ids)} blocks of {MOONCAKE_BLOCK} tokens, "
                 f"more than the input_length of {line.input_length} has"
             )
-        blocks = tuple(numbers.setdefault(hash_id, len(numbers)) for hash_id in line.hash_ids)
+        blocks = tuple(block_ids.setdefault(hash_id, len(block_ids)) for hash_id in line.hash_ids)
         arrivals.append(
-            Arrival(line.timestamp / 1000, line.input_length, max(1, line.output_length), "", 0, blocks, MOONCAKE_BLOCK)
+            Arrival(line.timestamp / 1000, line.input_length, max(1, line.output_length), "", blocks, MOONCAKE_BLOCK)
         )
     return _from_zero(path, arrivals)
 
 
 def read_azure(path: Path, limit: int | None = None) -> list[Arrival]:
-    """The first `limit` requests, the first of them at time 0. Raises ConfigError."""
-    rows = csv_rows(path)
+    """Return the first `limit` requests, the first of them at time 0. Raises ConfigError."""
+    rows = _csv_rows(path)
     _, header = next(rows, (1, []))
     if header != AZURE_FIELDS:
         raise ConfigError(f"{path}, line 1: must be {','.join(AZURE_FIELDS)}, is {','.join(header)[:100]!r}")
@@ -91,8 +92,8 @@ def _azure_arrival(where: str, row: list[str]) -> Arrival:
 
 
 def read_burstgpt(path: Path, limit: int | None = None) -> list[Arrival]:
-    """The first `limit` requests that did not fail, the first of them at time 0. Raises ConfigError."""
-    rows = csv_rows(path)
+    """Return the first `limit` requests that did not fail, the first of them at time 0. Raises ConfigError."""
+    rows = _csv_rows(path)
     _, header = next(rows, (1, []))
     if missing := [field for field in BURSTGPT_FIELDS if field not in header]:
         raise ConfigError(f"{path}, line 1: must name the field {missing[0]!r}, is {','.join(header)[:100]!r}")
@@ -120,12 +121,46 @@ def _count(where: str, field: str, text: str, least: int) -> int:
 
 
 def _from_zero(path: Path, arrivals: list[Arrival]) -> list[Arrival]:
-    """In order of time, which recorded files nearly are, counted from the earliest."""
+    """Return the arrivals in order of time, which recorded files do not always keep, counted from the earliest."""
     if not arrivals:
         raise ConfigError(f"{path} has no requests")
     arrivals.sort(key=lambda arrival: arrival.time_s)
     first = arrivals[0].time_s
     return [
-        Arrival(round(each.time_s - first, 6), each.prompt_tokens, each.output_tokens, "", 0, each.blocks)
+        Arrival(round(each.time_s - first, 6), each.prompt_tokens, each.output_tokens, "", each.blocks)
         for each in arrivals
     ]
+
+
+# Text files
+
+
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the number (from 1) and text of each line that is not empty. Raises ConfigError.
+
+    A line longer than MAX_LINE is an error too.
+    """
+    return ((number, text) for number, text in _lines(path) if text.strip())
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number and fields of each line that is not empty. Raises ConfigError."""
+    reader = csv.reader(text for _, text in _lines(path))
+    try:
+        yield from ((reader.line_num, row) for row in reader if row)
+    except csv.Error as error:
+        raise ConfigError(f"{path}, line {reader.line_num}: {error}") from error
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number in count(1):
+                text = file.readline(MAX_LINE)
+                if not text:
+                    return
+                if len(text) == MAX_LINE:
+                    raise ConfigError(f"{path}, line {number}: longer than {MAX_LINE} characters")
+                yield number, text
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error

@@ -6,11 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from quire.runtime.tools.loadtest.console import print_result
-from quire.runtime.tools.loadtest.driver import Tally
-from quire.runtime.tools.loadtest.progress_line import progress_line, shown
-from quire.runtime.tools.loadtest.record import RequestRecord
+from quire.runtime.tools.loadtest.console import print_result, progress_line, shown_progress
+from quire.runtime.tools.loadtest.records import RequestRecord
 from quire.runtime.tools.loadtest.results import RunOptions, summarize
+from quire.runtime.tools.loadtest.sender import LoadProgress
 
 
 def printed(capsys: pytest.CaptureFixture[str], *records: RequestRecord, **options: Any) -> list[str]:
@@ -54,20 +53,20 @@ def test_the_table_says_why_requests_failed(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_progress_line() -> None:
-    tally = Tally(total=2000, sent=1500, done=1200, failed=3, tokens=5)
-    assert progress_line(tally, 1234.5) == (
+    progress = LoadProgress(total=2000, sent=1500, done=1200, failed=3, tokens=5)
+    assert progress_line(progress, 1234.5) == (
         "sent 1,500 of 2,000   done 1,200   running 300   failed 3   1,234 tokens/s"
     )
-    assert progress_line(Tally(sent=1), 0).startswith("sent 1   done 0")
+    assert progress_line(LoadProgress(sent=1), 0).startswith("sent 1   done 0")
 
 
 async def test_progress_is_drawn_on_a_terminal_and_gone_afterwards(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setattr("quire.runtime.tools.loadtest.progress_line.INTERVAL_S", 0.001)
+    monkeypatch.setattr("quire.runtime.tools.loadtest.console.PROGRESS_INTERVAL_S", 0.001)
     for quiet in (True, False):
-        with shown(Tally(sent=7), quiet=quiet):
+        with shown_progress(LoadProgress(sent=7), quiet=quiet):
             await asyncio.sleep(0.02)
         assert ("sent 7" in capsys.readouterr().err) != quiet
     await asyncio.sleep(0.005)

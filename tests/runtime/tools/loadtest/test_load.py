@@ -12,34 +12,33 @@ import pytest
 from quire.runtime.common.errors import ConfigError
 from quire.runtime.engine.text.tokenizer import Tokenizer
 from quire.runtime.model import BUNDLED_MODEL
-from quire.runtime.tools.loadtest.datasets import DatasetOptions
-from quire.runtime.tools.loadtest.load import Behaviour, Load, LoadOptions, Vocabulary, make_load
-from quire.runtime.tools.loadtest.request import Request
-from quire.runtime.tools.loadtest.schedule import Pacing
+from quire.runtime.tools.loadtest.load import PreparedLoad, PromptVocabulary, make_load
+from quire.runtime.tools.loadtest.options import ClientBehaviour, DatasetOptions, LoadOptions, Pacing
+from quire.runtime.tools.loadtest.records import LoadRequest
 
 DATA = Path(__file__).parents[3] / "data"
 
 
 def load(
     pacing: Pacing | None = None,
-    behaviour: Behaviour | None = None,
-    vocabulary: Vocabulary | None = None,
+    behaviour: ClientBehaviour | None = None,
+    vocabulary: PromptVocabulary | None = None,
     **dataset: Any,
-) -> Load:
+) -> PreparedLoad:
     options = LoadOptions(
-        dataset=DatasetOptions(**dataset), pacing=pacing or Pacing(), behaviour=behaviour or Behaviour()
+        dataset=DatasetOptions(**dataset), pacing=pacing or Pacing(), behaviour=behaviour or ClientBehaviour()
     )
-    return make_load(options, vocabulary or Vocabulary(100))
+    return make_load(options, vocabulary or PromptVocabulary(100))
 
 
-def requests(*arguments: Any, **options: Any) -> list[Request]:
+def requests(*arguments: Any, **options: Any) -> list[LoadRequest]:
     return list(load(*arguments, **options).requests)
 
 
 @pytest.fixture(scope="module")
-def words() -> Vocabulary:
+def words() -> PromptVocabulary:
     tokenizer = Tokenizer(BUNDLED_MODEL)
-    return Vocabulary(tokenizer.vocab_size, lambda text: len(tokenizer.encode(text)), tokenizer.decode)
+    return PromptVocabulary(tokenizer.vocab_size, lambda text: len(tokenizer.encode(text)), tokenizer.decode)
 
 
 # Drawn ones
@@ -82,7 +81,7 @@ def test_prefixes_are_repeated_equally_often() -> None:
 # Text
 
 
-def test_sharegpt(words: Vocabulary) -> None:
+def test_sharegpt(words: PromptVocabulary) -> None:
     found = requests(
         None, None, words, dataset_name="sharegpt", dataset_path=DATA / "sharegpt.json", num_prompts=9,
         disable_shuffle=True, no_oversample=True,
@@ -120,13 +119,13 @@ def test_custom_prompts() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("custom", "", "has no requests that can be used"),
+        ("custom", "", "has no usable requests"),
         ("custom", '{"prompt": "a"}\nnonsense\n', "line 2: JSON is malformed"),
         ("custom", '\n{"text": "a"}\n', "line 2: Object missing required field `prompt`"),
         ("custom", '{"prompt": ""}\n', r"line 1: Expected `str` of length >= 1 - at `\$.prompt`"),
         ("custom", '{"prompt": "a", "output_tokens": 0}\n', r"line 1: Expected `int` >= 1 - at `\$.output_tokens`"),
-        ("sharegpt", "[]", "has no requests that can be used"),
-        ("sharegpt", '[{"conversations": [{"value": "only"}]}]', "has no requests that can be used"),
+        ("sharegpt", "[]", "has no usable requests"),
+        ("sharegpt", '[{"conversations": [{"value": "only"}]}]', "has no usable requests"),
         ("sharegpt", '{"conversations": []}', "is not ShareGPT's JSON: Expected `array`, got `object`"),
         ("sharegpt", '[{"conversations": [{"value": 5}]}]', r"Expected `str`, got `int` - at `\$\[0\].conversations"),
         ("sharegpt", "[" * 100_000, "is not ShareGPT's JSON"),
@@ -146,11 +145,11 @@ def test_a_file_that_is_not_there() -> None:
             load(dataset_name=name, dataset_path=Path("missing"), sharegpt_output_len=4)
 
 
-def test_a_chat_is_given_the_text_of_drawn_tokens(words: Vocabulary) -> None:
+def test_a_chat_is_given_the_text_of_drawn_tokens(words: PromptVocabulary) -> None:
     (request,) = requests(None, None, replace(words, only_text=True), num_prompts=1, random_input_len=5)
     assert isinstance(request.prompt, str)
     with pytest.raises(ConfigError, match="--tokenizer FOLDER"):
-        load(None, None, Vocabulary(100, only_text=True), num_prompts=1)
+        load(None, None, PromptVocabulary(100, only_text=True), num_prompts=1)
 
 
 # Traces
@@ -192,7 +191,9 @@ def test_without_a_number_or_a_duration_there_are_a_thousand() -> None:
 
 
 def test_clients_leave_and_dawdle_at_their_rates() -> None:
-    drawn = requests(None, Behaviour(cancel_rate=0.3, slow_reader_rate=0.1, slow_reader_ms=50), random_input_len=1)
+    drawn = requests(
+        None, ClientBehaviour(cancel_rate=0.3, slow_reader_rate=0.1, slow_reader_ms=50), random_input_len=1
+    )
     leaving = [request.cancel_after for request in drawn if request.cancel_after is not None]
     assert len(leaving) / 1000 == pytest.approx(0.3, abs=0.05)
     assert min(leaving) >= 1
@@ -218,7 +219,7 @@ def test_warm_ups_are_no_part_of_the_load() -> None:
         ({"self_timed": True}, {}, {}, "--self-timed is for recorded traces"),
         ({}, {}, {"num_prompts": 0}, "--num-prompts must be between"),
         ({}, {}, {"seed": -1}, "--seed must be between"),
-        ({}, {}, {"dataset_path": Path("x")}, "is drawn and reads no file"),
+        ({}, {}, {"dataset_path": Path("x")}, "is synthetic and reads no file"),
         ({}, {}, {"dataset_name": "custom"}, "needs --dataset-path FILE"),
         ({}, {}, {"random_range_ratio": 1}, "--random-range-ratio must be from 0 to below 1"),
         ({}, {}, {"random_input_len": 0}, "allow for empty prompts"),
@@ -230,4 +231,4 @@ def test_loads_that_cannot_be_meant(
     pacing: dict[str, Any], behaviour: dict[str, Any], dataset: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        load(Pacing(**pacing), Behaviour(**behaviour), **dataset)
+        load(Pacing(**pacing), ClientBehaviour(**behaviour), **dataset)

@@ -1,4 +1,4 @@
-"""OpenAI's API as servers speak it, right and wrong: a scripted server on a real socket, driven by the real backend."""
+"""OpenAI's API as servers speak it, right and wrong: a scripted server on a real socket, sent by the real backend."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from quire.runtime.common.errors import ConfigError, Unauthenticated, Unavailable
-from quire.runtime.tools.loadtest.driver import Tally, drive_closed
-from quire.runtime.tools.loadtest.openai_backend import CHAT_COMPLETIONS, COMPLETIONS, OpenAIBackend, OpenAITarget
-from quire.runtime.tools.loadtest.record import RequestRecord
-from quire.runtime.tools.loadtest.request import Request
+from quire.runtime.tools.loadtest.openai_backend import OpenAIBackend, OpenAITarget
+from quire.runtime.tools.loadtest.options import CHAT_COMPLETIONS, COMPLETIONS
+from quire.runtime.tools.loadtest.records import LoadRequest, RequestRecord
+from quire.runtime.tools.loadtest.sender import LoadProgress, send_closed_loop
 
 DONE = "[DONE]"
 USAGE = {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
@@ -82,8 +82,8 @@ async def script() -> AsyncIterator[tuple[Scripted, Serve]]:
 
 
 async def send(backend: OpenAIBackend, prompt: Any = "Hello", **fields: Any) -> RequestRecord:
-    driven = await drive_closed(backend, [Request(prompt, 1, 3, **fields)], Tally(), max_concurrency=1)
-    return driven.records[0]
+    sent = await send_closed_loop(backend, [LoadRequest(prompt, 1, 3, **fields)], LoadProgress(), max_concurrency=1)
+    return sent.records[0]
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "byte by byte"])
@@ -142,8 +142,8 @@ async def test_who_cancels_leaves_the_stream(script: tuple[Scripted, Serve]) -> 
 @pytest.mark.parametrize(
     ("events", "code", "message"),
     [
-        ([text("a")], "INCOMPLETE", "ended before its end"),
-        ([], "INCOMPLETE", "ended before its end"),
+        ([text("a")], "INCOMPLETE", "without a finish reason"),
+        ([], "INCOMPLETE", "without a finish reason"),
         ([USAGE, DONE], "NO_TOKENS", "without a token"),
         (["nonsense"], "MALFORMED", "not an event of this API"),
         ([text("a"), {"error": {"message": "out of memory"}}], "SERVER_ERROR", "out of memory"),

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from quire.runtime.common.errors import ConfigError, MissingDependency
-from quire.runtime.tools.loadtest.record import RequestRecord
+from quire.runtime.tools.loadtest.latency import latencies_ms, parts_by_band, parts_ms
+from quire.runtime.tools.loadtest.records import RequestRecord
 from quire.runtime.tools.loadtest.report import check_report, render_report, write_report
-from quire.runtime.tools.loadtest.run import Run
-from quire.runtime.tools.loadtest.series import history, latencies_ms, parts_by_band, parts_ms
-from quire.runtime.tools.loadtest.timeline import Sample, Timeline
+from quire.runtime.tools.loadtest.results import LoadTestRun
+from quire.runtime.tools.loadtest.server_metrics import MetricsSample, ServerMetrics
+from quire.runtime.tools.loadtest.timeline import run_timeline
 
 START_S = 100.0  # a perf_counter does not begin at 0
 HOSTILE = "<script>alert('$x^2$')</script>"
@@ -35,16 +36,16 @@ def failed(index: int, code: str, message: str) -> RequestRecord:
     return RequestRecord(index, 10, 5, sent, sent, ended_s=sent + 0.01, error=message, error_code=code)
 
 
-def made(records: list[RequestRecord], label: str = "2 requests/s", **summary: Any) -> Run:
+def made(records: list[RequestRecord], label: str = "2 requests/s", **summary: Any) -> LoadTestRun:
     done = sum(record.finish_reason is not None for record in records)
     duration = 5.0
     tokens = sum(record.output_tokens for record in records)
-    sample = Sample(time_s=START_S + 1, running=1.0, waiting=2.0, kv_usage=0.5)
-    return Run(
+    sample = MetricsSample(time_s=START_S + 1, running=1.0, waiting=2.0, kv_usage=0.5)
+    return LoadTestRun(
         label=label,
         started_s=START_S,
         records=records,
-        timeline=Timeline(samples=[sample], server={"isa": "avx512-vnni", "threads": "2"}),
+        metrics=ServerMetrics(samples=[sample], server={"isa": "avx512-vnni", "threads": "2"}),
         summary={
             "model_id": "a model",
             "completed": done,
@@ -188,7 +189,7 @@ def test_latencies_are_of_requests_that_were_measured() -> None:
 
 
 def test_a_history_counts_everything_once() -> None:
-    seen = history(made([finished(0), finished(1), failed(2, "INTERNAL", "")]))
+    seen = run_timeline(made([finished(0), finished(1), failed(2, "INTERNAL", "")]))
     assert (seen.arrivals.sum(), seen.errors.sum(), seen.tokens.sum()) == (3, 1, 10)
     times, counts = seen.in_flight
     assert times[0] == pytest.approx(0.0)

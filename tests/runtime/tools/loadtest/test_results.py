@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import pytest
-from quire.runtime.tools.loadtest.record import RequestRecord
+from quire.runtime.tools.loadtest.options import Pacing
+from quire.runtime.tools.loadtest.records import RequestRecord
 from quire.runtime.tools.loadtest.results import RunOptions, summarize, without_details
-from quire.runtime.tools.loadtest.schedule import Pacing
 
 SETUP = [
     *("date", "endpoint_type", "backend", "label", "model_id", "tokenizer_id", "num_prompts"),

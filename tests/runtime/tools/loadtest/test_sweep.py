@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 from quire.runtime.common.errors import ConfigError
-from quire.runtime.tools.loadtest.record import RequestRecord
-from quire.runtime.tools.loadtest.run import Run
-from quire.runtime.tools.loadtest.sweep import Point, SweepFolder, is_saturated, parse_sweep, run_sweep
-from quire.runtime.tools.loadtest.timeline import Sample, Timeline
+from quire.runtime.tools.loadtest.records import RequestRecord
+from quire.runtime.tools.loadtest.results import LoadTestRun
+from quire.runtime.tools.loadtest.server_metrics import MetricsSample, ServerMetrics
+from quire.runtime.tools.loadtest.sweep import LoadPoint, SweepFolder, is_saturated, parse_sweep, run_sweep
 
 SETTINGS = {"dataset": "custom", "dataset_path": Path("prompts.jsonl"), "seed": 0}
 
 
-def made(tokens_per_s: float, failed: int = 0) -> Run:
+def made(tokens_per_s: float, failed: int = 0) -> LoadTestRun:
     summary = {"completed": 10 - failed, "failed": failed, "output_throughput": tokens_per_s}
-    return Run(label="a run", started_s=0.0, summary=summary, records=[])
+    return LoadTestRun(label="a run", started_s=0.0, summary=summary, records=[])
 
 
-def rates(*loads: float) -> list[Point]:
-    return [Point("rate", load) for load in loads]
+def rates(*loads: float) -> list[LoadPoint]:
+    return [LoadPoint("rate", load) for load in loads]
 
 
 class Server:
@@ -32,7 +32,7 @@ class Server:
         self.limit = limit
         self.asked: list[float] = []
 
-    async def run(self, point: Point) -> Run:
+    async def run(self, point: LoadPoint) -> LoadTestRun:
         self.asked.append(point.load)
         return made(min(10 * point.load, self.limit))
 
@@ -43,10 +43,10 @@ class Server:
         ("4,1,2.5", rates(1, 2.5, 4)),
         ("inf, 8", rates(8, math.inf)),
         ("rate:3", rates(3)),
-        ("concurrency:32,1", [Point("concurrency", 1), Point("concurrency", 32)]),
+        ("concurrency:32,1", [LoadPoint("concurrency", 1), LoadPoint("concurrency", 32)]),
     ],
 )
-def test_points_are_read_and_ordered_by_load(text: str, points: list[Point]) -> None:
+def test_points_are_read_and_ordered_by_load(text: str, points: list[LoadPoint]) -> None:
     assert list(parse_sweep(text)) == points
 
 
@@ -59,7 +59,7 @@ def test_other_points_are_refused(text: str) -> None:
 
 
 def test_a_point_says_what_it_is() -> None:
-    assert [point.label for point in (*rates(0.5, math.inf), Point("concurrency", 8))] == [
+    assert [point.label for point in (*rates(0.5, math.inf), LoadPoint("concurrency", 8))] == [
         "0.5 requests/s",
         "inf requests/s",
         "8 at a time",
@@ -85,7 +85,7 @@ async def test_a_sweep_ends_with_the_first_point_that_saturates_the_server() -> 
     ],
 )
 def test_saturation_is_growth_of_tokens_against_growth_of_load_or_failures(
-    before: Run, after: Run, saturated: bool
+    before: LoadTestRun, after: LoadTestRun, saturated: bool
 ) -> None:
     assert is_saturated(rates(4, 8), [before, after]) is saturated
 
@@ -111,21 +111,21 @@ def test_a_sweep_of_other_settings_is_not_continued(tmp_path: Path) -> None:
 
 def test_a_sweep_needs_a_folder_it_can_write(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot keep a sweep"):
+    with pytest.raises(ConfigError, match="cannot be used for a sweep"):
         SweepFolder(tmp_path / "file", SETTINGS)
 
 
 def test_a_run_comes_back_from_disk_as_it_was(tmp_path: Path) -> None:
     record = RequestRecord(0, 5, 2, 1.0, 1.25, [1.5, 1.75], [1, 1], 2.0, "length", text="é")
     summary: dict[str, Any] = {"completed": 1, "request_rate": "inf", "x_quire": {"seed": 0}}
-    sample = Sample(time_s=1.5, running=1.0, kv_usage=0.25, kv_pages={"free": 3.0})
-    timeline = Timeline(samples=[sample], failures=2, server={"isa": "avx2"})
-    run = Run(label="inf", started_s=1.0, summary=summary, records=[record], timeline=timeline)
+    sample = MetricsSample(time_s=1.5, running=1.0, kv_usage=0.25, kv_pages={"free": 3.0})
+    metrics = ServerMetrics(samples=[sample], failures=2, server={"isa": "avx2"})
+    run = LoadTestRun(label="inf", started_s=1.0, summary=summary, records=[record], metrics=metrics)
     run.save(tmp_path / "run.json")
-    assert Run.load(tmp_path / "run.json") == run
+    assert LoadTestRun.load(tmp_path / "run.json") == run
 
 
 def test_a_file_that_is_no_run_is_told(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"label": 1}')
     with pytest.raises(ConfigError, match="not a saved run"):
-        Run.load(tmp_path / "run.json")
+        LoadTestRun.load(tmp_path / "run.json")

@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from quire.runtime.tools.loadtest import driver
-from quire.runtime.tools.loadtest.driver import Driven, Tally, drive_closed, drive_open
-from quire.runtime.tools.loadtest.openai_backend import CHAT_COMPLETIONS, COMPLETIONS, OpenAIBackend, OpenAITarget
+from quire.runtime.tools.loadtest import sender
+from quire.runtime.tools.loadtest.openai_backend import OpenAIBackend, OpenAITarget
+from quire.runtime.tools.loadtest.options import CHAT_COMPLETIONS, COMPLETIONS
 from quire.runtime.tools.loadtest.quire_backend import QuireBackend, QuireTarget
-from quire.runtime.tools.loadtest.request import Backend, Chunk, End, Request
+from quire.runtime.tools.loadtest.records import Backend, LoadRequest, ReceivedChunk, StreamEnd
 from quire.runtime.tools.loadtest.results import RunOptions, summarize
+from quire.runtime.tools.loadtest.sender import LoadProgress, SendResult, send_closed_loop, send_open_loop
 
 from .fake_server import PROMPT_TOKENS, Range, Script, fake_server, known_ms, scripts
 
@@ -55,13 +56,13 @@ class ScriptedBackend:
     def __init__(self, answers: Sequence[Script]) -> None:
         self._answers = answers
 
-    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+    async def stream(self, request: LoadRequest) -> AsyncGenerator[ReceivedChunk, None]:
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         for due_s in self._answers[int(str(request.prompt))].token_times:
             await asyncio.sleep(start_s + due_s - loop.time())
-            yield Chunk(loop.time(), 1, "x ")
-        yield Chunk(loop.time(), 0, "", End("length"))
+            yield ReceivedChunk(loop.time(), 1, "x ")
+        yield ReceivedChunk(loop.time(), 0, "", StreamEnd("length"))
 
     async def close(self) -> None:
         pass
@@ -71,7 +72,7 @@ class ScriptedBackend:
 def in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Awaitable[T]]], T]:
     def run(work: Callable[[], Awaitable[T]]) -> T:
         loop = VirtualLoop()
-        monkeypatch.setattr(driver.time, "perf_counter", loop.time)
+        monkeypatch.setattr(sender.time, "perf_counter", loop.time)
         try:
             return loop.run_until_complete(work())
         finally:
@@ -81,13 +82,13 @@ def in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], A
     return run
 
 
-def asked(answers: Sequence[Script]) -> list[Request]:
-    return [Request(f"{index}", PROMPT_TOKENS, answer.num_tokens) for index, answer in enumerate(answers)]
+def asked(answers: Sequence[Script]) -> list[LoadRequest]:
+    return [LoadRequest(f"{index}", PROMPT_TOKENS, answer.num_tokens) for index, answer in enumerate(answers)]
 
 
-def result_of(driven: Driven) -> dict[str, Any]:
-    options = RunOptions(backend="fake", duration_s=driven.duration_s, metric_percentiles=PERCENTILES)
-    return summarize(driven.records, options)
+def result_of(sent: SendResult) -> dict[str, Any]:
+    options = RunOptions(backend="fake", duration_s=sent.duration_s, metric_percentiles=PERCENTILES)
+    return summarize(sent.records, options)
 
 
 def check_figures(result: dict[str, Any], answers: Sequence[Script]) -> None:
@@ -99,11 +100,11 @@ def check_figures(result: dict[str, Any], answers: Sequence[Script]) -> None:
             assert result[f"p{percent}_{metric}_ms"] == pytest.approx(np.percentile(values, percent), abs=1e-6)
 
 
-def test_an_open_loop_reports_exactly_what_was_promised(in_virtual_time: Callable[..., Driven]) -> None:
+def test_an_open_loop_reports_exactly_what_was_promised(in_virtual_time: Callable[..., SendResult]) -> None:
     answers = scripts(NUM_REQUESTS, seed=1)
     times = [0.03 * index for index in range(NUM_REQUESTS)]
-    driven = in_virtual_time(lambda: drive_open(ScriptedBackend(answers), asked(answers), times, Tally()))
-    result = result_of(driven)
+    sent = in_virtual_time(lambda: send_open_loop(ScriptedBackend(answers), asked(answers), times, LoadProgress()))
+    result = result_of(sent)
     check_figures(result, answers)
     last_s = max(at + answer.e2el_s for at, answer in zip(times, answers, strict=True))
     assert result["duration"] == pytest.approx(last_s)
@@ -111,25 +112,25 @@ def test_an_open_loop_reports_exactly_what_was_promised(in_virtual_time: Callabl
     assert result["x_quire"]["schedule_delay_ms"]["p99"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_places_that_requests_wait_for_do_not_hide_in_latencies(in_virtual_time: Callable[..., Driven]) -> None:
+def test_places_that_requests_wait_for_do_not_hide_in_latencies(in_virtual_time: Callable[..., SendResult]) -> None:
     """Coordinated omission: one place, three requests at once. Each latency is the server's; the wait is told apart."""
     answers = [Script(0.1, (0.1,))] * 3
-    driven = in_virtual_time(
-        lambda: drive_open(ScriptedBackend(answers), asked(answers), [0.0] * 3, Tally(), max_concurrency=1)
+    sent = in_virtual_time(
+        lambda: send_open_loop(ScriptedBackend(answers), asked(answers), [0.0] * 3, LoadProgress(), max_concurrency=1)
     )
-    result = result_of(driven)
+    result = result_of(sent)
     check_figures(result, answers)
-    delays_ms = [1000 * (record.sent_s - record.scheduled_s) for record in driven.records]
+    delays_ms = [1000 * (record.sent_s - record.scheduled_s) for record in sent.records]
     assert delays_ms == pytest.approx([0, 200, 400])
     assert result["x_quire"]["e2el_from_schedule_ms"]["mean"] == pytest.approx(400)
 
 
-def test_a_closed_loop_reports_exactly_what_was_promised(in_virtual_time: Callable[..., Driven]) -> None:
+def test_a_closed_loop_reports_exactly_what_was_promised(in_virtual_time: Callable[..., SendResult]) -> None:
     answers = scripts(NUM_REQUESTS, seed=2)
-    driven = in_virtual_time(
-        lambda: drive_closed(ScriptedBackend(answers), asked(answers), Tally(), max_concurrency=USERS)
+    sent = in_virtual_time(
+        lambda: send_closed_loop(ScriptedBackend(answers), asked(answers), LoadProgress(), max_concurrency=USERS)
     )
-    result = result_of(driven)
+    result = result_of(sent)
     check_figures(result, answers)
     free_s = [0.0] * USERS  # each user takes the next request when the one before is answered
     for answer in answers:
@@ -150,12 +151,14 @@ async def test_real_servers_tokens_are_found_in_their_order(protocol: str) -> No
         requests, records = asked(server.promised), []
         backend = await connect(protocol, server.address, COMPLETIONS)
         try:
-            records += (await drive_open(backend, requests[:6], [0.005 * i for i in range(6)], Tally())).records
+            records += (
+                await send_open_loop(backend, requests[:6], [0.005 * i for i in range(6)], LoadProgress())
+            ).records
         finally:
             await backend.close()
         backend = await connect(protocol, server.address, CHAT_COMPLETIONS)
         try:
-            records += (await drive_closed(backend, requests[6:], Tally(), max_concurrency=3)).records
+            records += (await send_closed_loop(backend, requests[6:], LoadProgress(), max_concurrency=3)).records
         finally:
             await backend.close()
     for record, promised, kept in zip(records, server.promised, server.kept, strict=True):

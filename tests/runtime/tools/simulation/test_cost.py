@@ -11,7 +11,7 @@ import pytest
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.model import DecoderSpec, read_spec
 from quire.runtime.model.runner import decide_capacity
-from quire.runtime.tools.simulation import Noisy, RooflineCost, given_roofline, roofline_cost
+from quire.runtime.tools.simulation import NoisyCost, RooflineCost, given_roofline, roofline_cost
 from quire.runtime.tools.simulation.cost import LayerCost
 from quire.scheduler import ScheduledSequence, StepPlan
 
@@ -91,7 +91,7 @@ def test_layers_with_a_window_cost_less(cost: RooflineCost) -> None:
 
 def test_noise_scatters_around_the_cost_and_its_seed_decides() -> None:
     def draw(seed: int) -> list[float]:
-        noisy: Callable[[StepPlan], float] = Noisy(lambda plan: 2.0, 0.1, seed)
+        noisy: Callable[[StepPlan], float] = NoisyCost(lambda plan: 2.0, 0.1, seed)
         return [noisy(plan((0, 1, 1))) for _ in range(5_000)]
 
     assert draw(1) == draw(1)

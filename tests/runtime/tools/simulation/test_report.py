@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 from quire.runtime.common.errors import ConfigError
-from quire.runtime.tools.simulation import Arrival, Outcome, Simulator, parse_objectives, summarize
-from quire.runtime.tools.simulation.report import distribution, fairness_index
+from quire.runtime.tools.percentiles import LatencySummary
+from quire.runtime.tools.simulation import Arrival, RequestOutcome, Simulator, parse_objectives, summarize
+from quire.runtime.tools.simulation.report import fairness_index
 
 
-def outcome(arrival_s: float, *token_times: float) -> Outcome:
-    return Outcome(Arrival(arrival_s, 10, len(token_times)), list(token_times), finish_reason="length")
+def outcome(arrival_s: float, *token_times: float) -> RequestOutcome:
+    return RequestOutcome(Arrival(arrival_s, 10, len(token_times)), list(token_times), finish_reason="length")
 
 
 def test_latencies_have_vllms_definitions() -> None:
@@ -23,10 +24,10 @@ def test_latencies_have_vllms_definitions() -> None:
 
 
 def test_percentiles_are_linear_between_neighbours() -> None:
-    found = distribution(value / 1000 for value in range(101))
+    found = LatencySummary.of(value / 1000 for value in range(101))
     assert found is not None
     assert (found.mean, found.p50, found.p90, found.p95, found.p99, found.max) == (50, 50, 90, 95, 99, 100)
-    assert distribution(()) is None
+    assert LatencySummary.of(()) is None
 
 
 @pytest.mark.parametrize(

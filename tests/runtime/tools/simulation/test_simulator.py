@@ -10,8 +10,8 @@ import pytest
 from quire.runtime.tools.simulation import (
     Arrival,
     SimulatedSpill,
+    SimulationStalled,
     Simulator,
-    Stalled,
     Workload,
     make_arrivals,
     summarize,
@@ -144,7 +144,7 @@ def test_whoever_would_wait_forever_is_found_out(make_simulator: Make) -> None:
             return None
 
     simulator = make_simulator([Arrival(0.0, 100, 1)], policy=Nobody())
-    with pytest.raises(Stalled, match="1 requests are alive"):
+    with pytest.raises(SimulationStalled, match="1 requests are unfinished"):
         simulator.run()
 
 

@@ -44,9 +44,9 @@ def test_a_shared_prefix_comes_before_each_prompt() -> None:
         (Workload(requests=0), "--requests must be between"),
         (Workload(burstiness=0), "--burstiness must be between"),
         (Workload(shared_prefix_tokens=-1), "--shared-prefix-tokens must be between"),
-        (Workload(trace=Path("x")), "with --arrivals mooncake or azure"),
+        (Workload(trace=Path("x")), "add --arrivals mooncake or --arrivals azure"),
         (Workload(arrivals="azure"), "needs --trace FILE"),
-        (Workload(arrivals="azure", trace=Path("x"), tenants="a=1"), "are for drawn requests"),
+        (Workload(arrivals="azure", trace=Path("x"), tenants="a=1"), "are for random requests"),
     ],
 )
 def test_workloads_that_cannot_be_meant(workload: Workload, message: str) -> None:

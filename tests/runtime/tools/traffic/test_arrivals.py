@@ -42,7 +42,7 @@ def test_lengths() -> None:
 def test_rescaling_keeps_the_pattern() -> None:
     arrivals = [Arrival(10.0, 1, 1), Arrival(11.0, 1, 1), Arrival(14.0, 1, 1)]
     assert [each.time_s for each in rescale(arrivals, 1.0, "--rate")] == [0.0, 0.5, 2.0]
-    with pytest.raises(ConfigError, match="--rate: 1 requests that come at once"):
+    with pytest.raises(ConfigError, match="--rate: 1 requests that arrive at the same time"):
         rescale(arrivals[:1], 1.0, "--rate")
 
 

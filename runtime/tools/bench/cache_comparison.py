@@ -1,7 +1,7 @@
-"""What a KV cache is for, measured: the same tokens generated with it and by recomputing everything for each of them.
+"""Measures what a KV cache is worth: generates the same tokens with the cache, and by recomputing everything for each.
 
-Both runs use the same kernels and the same pages; the uncached one starts from position 0 every time. So the tokens
-must be equal, forward times climb without the cache, and stay flat with it.
+Both runs use the same kernels and pages; the uncached one starts from position 0 every time. The tokens must be equal;
+without the cache the time per token grows with the sequence.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Tables = Sequence[Sequence[int]]  # page ids, for each layer group
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """One generation. `forward_s[0]` is the prompt's forward pass, the others one per further token."""
+class TimedGeneration:
+    """The tokens of one generation, and the seconds of each forward pass: the prompt's, then one per further token."""
 
     token_ids: tuple[int, ...]
     forward_s: tuple[float, ...]
@@ -45,14 +45,20 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheStory:
+class CacheComparison:
+    """The same generation with and without the cache."""
+
     prompt_tokens: int
-    cached: Run
-    uncached: Run
+    cached: TimedGeneration
+    uncached: TimedGeneration
+
+    @property
+    def same_tokens(self) -> bool:
+        return self.cached.token_ids == self.uncached.token_ids
 
 
-def tell_cache_story(runner: ModelRunner, prompt_tokens: int, new_tokens: int) -> CacheStory:
-    """Greedy generation of `new_tokens` (at least 2) after a random prompt. The machine must serve nobody meanwhile.
+def compare_cache(runner: ModelRunner, prompt_tokens: int, new_tokens: int) -> CacheComparison:
+    """Generate `new_tokens` (at least 2) greedily after a random prompt, twice. The runner must run nothing else.
 
     Raises ConfigError where the pool is too small.
     """
@@ -60,25 +66,27 @@ def tell_cache_story(runner: ModelRunner, prompt_tokens: int, new_tokens: int) -
     generator = random.Random(SEED)
     prompt = [generator.randrange(vocab) for _ in range(prompt_tokens)]
     tables = _tables(runner, prompt_tokens + new_tokens)
-    _generate(runner, prompt, tables, 2, cached=True)  # touches the memory once
+    _generate(runner, prompt, tables, 2, cached=True)  # warm up: touch the memory
     cached = _generate(runner, prompt, tables, new_tokens, cached=True)
-    return CacheStory(prompt_tokens, cached, _generate(runner, prompt, tables, new_tokens, cached=False))
+    return CacheComparison(prompt_tokens, cached, _generate(runner, prompt, tables, new_tokens, cached=False))
 
 
 def _tables(runner: ModelRunner, num_tokens: int) -> Tables:
-    """Pages for each layer group; those that no row of a step can still see come round again. Raises ConfigError."""
-    size, tables, taken = runner.capacity.layout.page_size, [], 0
+    """Return a page table for each layer group, reusing pages that left the group's window. Raises ConfigError."""
+    size, tables, num_pages = runner.capacity.layout.page_size, [], 0
     for window in runner.capacity.layout.group_windows:
         held = window + TILE - 1 + runner.max_rows if window else num_tokens
         pages = -(-min(held, num_tokens) // size)
-        tables.append([taken + page % pages for page in range(-(-num_tokens // size))])
-        taken += pages
-    if taken > runner.capacity.num_pages:
-        raise ConfigError(f"{num_tokens} tokens take {taken} pages, there are {runner.capacity.num_pages}")
+        tables.append([num_pages + page % pages for page in range(-(-num_tokens // size))])
+        num_pages += pages
+    if num_pages > runner.capacity.num_pages:
+        raise ConfigError(f"{num_tokens} tokens need {num_pages} pages, there are {runner.capacity.num_pages}")
     return tables
 
 
-def _generate(runner: ModelRunner, prompt: Sequence[int], tables: Tables, new_tokens: int, *, cached: bool) -> Run:
+def _generate(
+    runner: ModelRunner, prompt: Sequence[int], tables: Tables, new_tokens: int, *, cached: bool
+) -> TimedGeneration:
     tokens = list(prompt)
     forward_s = []
     for index in range(new_tokens):
@@ -86,11 +94,11 @@ def _generate(runner: ModelRunner, prompt: Sequence[int], tables: Tables, new_to
         start = time.perf_counter()
         tokens.append(_next_token(runner, tokens, first, tables))
         forward_s.append(time.perf_counter() - start)
-    return Run(tuple(tokens[len(prompt) :]), tuple(forward_s))
+    return TimedGeneration(tuple(tokens[len(prompt) :]), tuple(forward_s))
 
 
 def _next_token(runner: ModelRunner, tokens: Sequence[int], first: int, tables: Tables) -> int:
-    """The most likely token after `tokens`, computing from position `first` on, in as many passes as buffers need."""
+    """Return the most likely token after `tokens`, computing from position `first` on, in as few passes as possible."""
     while len(tokens) - first > runner.max_rows:
         runner.score(tokens[first : first + runner.max_rows], first, tables, 0)
         first += runner.max_rows

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from quire.runtime.common.errors import ConfigError
-from quire.runtime.tools.loadtest.schedule import Pacing, check_pacing, draw_times, ramp_rate
+from quire.runtime.tools.loadtest.load import draw_times, ramp_rate
+from quire.runtime.tools.loadtest.options import Pacing, check_pacing
 
 
 def gaps(times: list[float]) -> list[float]:

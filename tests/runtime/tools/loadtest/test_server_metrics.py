@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import generate_latest
 from quire.runtime.common.errors import ConfigError
 from quire.runtime.server.monitoring.metrics import PrometheusObserver
-from quire.runtime.tools.loadtest.timeline import Sample, Timeline, read_scrape, sample_metrics
+from quire.runtime.tools.loadtest.server_metrics import MetricsSample, ServerMetrics, add_scrape, sample_metrics
 
 QUIRE = """\
 # TYPE quire_cpu_info gauge
@@ -33,10 +33,10 @@ vllm:gpu_cache_usage_perc{engine="1",model_name="m"} 0.7
 """
 
 
-def read(text: str) -> Timeline:
-    timeline = Timeline()
-    read_scrape(timeline, 1.0, text)
-    return timeline
+def read(text: str) -> ServerMetrics:
+    metrics = ServerMetrics()
+    add_scrape(metrics, 1.0, text)
+    return metrics
 
 
 @asynccontextmanager
@@ -52,9 +52,9 @@ async def serving(body: str, status: str = "200 OK") -> AsyncIterator[str]:
 
 
 def test_our_names_come_first() -> None:
-    timeline = read(QUIRE)
-    assert timeline.samples == [
-        Sample(
+    metrics = read(QUIRE)
+    assert metrics.samples == [
+        MetricsSample(
             time_s=1.0,
             running=3.0,
             waiting=2.0,
@@ -63,7 +63,7 @@ def test_our_names_come_first() -> None:
             kv_pages={"owned": 10.0, "free": 30.0},
         )
     ]
-    assert timeline.server["isa"] == "avx2"
+    assert metrics.server["isa"] == "avx2"
 
 
 def test_vllms_engines_are_taken_together() -> None:
@@ -73,39 +73,39 @@ def test_vllms_engines_are_taken_together() -> None:
 
 @pytest.mark.parametrize("text", ["", "up 1.0\n", "quire_num_requests_running three\n"])
 def test_what_says_nothing_counts_as_a_failure(text: str) -> None:
-    timeline = read(text)
-    assert (timeline.samples, timeline.failures) == ([], 1)
+    metrics = read(text)
+    assert (metrics.samples, metrics.failures) == ([], 1)
 
 
 async def test_a_run_is_sampled_at_its_start_at_intervals_and_at_its_end() -> None:
     async with serving(QUIRE) as url:
-        async with sample_metrics(url, interval_s=0.01) as timeline:
+        async with sample_metrics(url, interval_s=0.01) as metrics:
             await asyncio.sleep(0.05)
-        assert len(timeline.samples) >= 2
-        assert timeline.failures == 0
-        times = [sample.time_s for sample in timeline.samples]
+        assert len(metrics.samples) >= 2
+        assert metrics.failures == 0
+        times = [sample.time_s for sample in metrics.samples]
         assert times == sorted(times)
 
 
 async def test_the_servers_own_exposition_is_understood() -> None:
     observer = PrometheusObserver(version="1.2.3", isa="avx512", threads=4)
-    async with serving(generate_latest(observer.registry).decode()) as url, sample_metrics(url) as timeline:
+    async with serving(generate_latest(observer.registry).decode()) as url, sample_metrics(url) as metrics:
         pass
-    assert timeline.failures == 0
-    assert timeline.server | {"version": "1.2.3", "isa": "avx512", "threads": "4"} == timeline.server
+    assert metrics.failures == 0
+    assert metrics.server | {"version": "1.2.3", "isa": "avx512", "threads": "4"} == metrics.server
 
 
 async def test_a_run_outlives_a_server_that_does_not_answer() -> None:
-    async with serving("no", status="503 Service Unavailable") as url, sample_metrics(url) as timeline:
+    async with serving("no", status="503 Service Unavailable") as url, sample_metrics(url) as metrics:
         pass
-    assert timeline.samples == []
-    assert timeline.failures >= 1
+    assert metrics.samples == []
+    assert metrics.failures >= 1
 
 
 async def test_without_an_address_nothing_is_sampled() -> None:
-    async with sample_metrics(None) as timeline:
+    async with sample_metrics(None) as metrics:
         pass
-    assert timeline == Timeline()
+    assert metrics == ServerMetrics()
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:7071", "file:///etc/passwd", "http:///metrics"])

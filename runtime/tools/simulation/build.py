@@ -1,7 +1,4 @@
-"""A simulated server: capacity, pager and scheduler as the engine has them, on a machine of given roofs.
-
-It must not measure the machine. One invariant: the same configuration decides what it decides for serving.
-"""
+"""Builds a simulated server: capacity, pager and scheduler as the engine builds them, on a machine with a roofline."""
 
 from __future__ import annotations
 
@@ -15,13 +12,12 @@ from ...model import DecoderSpec
 from ...model.runner import Capacity
 from ..bench import Roofline
 from ..traffic import Arrival
-from .cost import Cost, Noisy, roofline_cost
-from .simulator import Simulator, VirtualClock
-from .spill import SimulatedSpill
+from .cost import NoisyCost, StepCost, roofline_cost
+from .simulator import SimulatedSpill, Simulator, VirtualClock
 
 
 def given_roofline(read_bytes_per_s: float, int8_ops_per_s: float) -> Roofline:
-    """A machine known by two figures; bf16 and f32 at a half and a quarter of int8, as measured at avx512-vnni-bf16."""
+    """Return a roofline made of two figures: bf16 and f32 get a half and a quarter of int8, as on avx512-vnni-bf16."""
     return Roofline(read_bytes_per_s, {"q8": int8_ops_per_s, "bf16": int8_ops_per_s / 2, "f32": int8_ops_per_s / 4})
 
 
@@ -29,18 +25,21 @@ def build_simulator(
     config: EngineConfig,
     spec: DecoderSpec,
     capacity: Capacity,
-    roof: Roofline,
+    roofline: Roofline,
     arrivals: Iterable[Arrival],
     *,
     noise: float = 0.0,
     seed: int = 1,
 ) -> Simulator:
-    """`noise` is the sigma of a lognormal factor on every step's time. Raises ConfigError for what depends on text."""
+    """Build a simulator. `noise` is the sigma of a lognormal factor on every step's time.
+
+    Raises ConfigError for settings whose effect depends on the text.
+    """
     if config.num_speculative_tokens:
         raise ConfigError(
-            "--num-speculative-tokens cannot be simulated: how many guesses are right depends on the text"
+            "--num-speculative-tokens cannot be simulated: how many draft tokens are accepted depends on the text"
         )
-    cost: Cost = roofline_cost(spec, capacity, roof)
+    cost: StepCost = roofline_cost(spec, capacity, roofline)
     clock = VirtualClock()
     spill = SimulatedSpill(capacity.layout.page_bytes, config.kv_spill_size) if config.kv_spill_size else None
     pager = Pager(
@@ -55,7 +54,7 @@ def build_simulator(
         build_scheduler(config, pager, capacity.max_num_samples, clock=clock),
         pager,
         clock,
-        Noisy(cost, noise, seed) if noise else cost,
+        NoisyCost(cost, noise, seed) if noise else cost,
         arrivals,
         max_model_len=capacity.max_model_len,
         spill=spill,

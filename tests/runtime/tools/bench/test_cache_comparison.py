@@ -1,4 +1,4 @@
-"""The story of the KV cache where pages come round again, because a window has left them."""
+"""The comparison of the KV cache where pages come round again, because a window has left them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import pytest
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError
 from quire.runtime.model.runner import load_model
-from quire.runtime.tools.bench import tell_cache_story
+from quire.runtime.tools.bench import compare_cache
 
 
 @pytest.mark.parametrize("layers", ["s.s.ss", "ss", ".."])
 def test_with_or_without_the_cache_the_tokens_are_the_same(hybrid_folder: Callable[[str], Path], layers: str) -> None:
     runner = load_model(EngineConfig(model=str(hybrid_folder(layers)), max_num_seqs=1, max_num_batched_tokens=32))
-    story = tell_cache_story(runner, 500, 3)
-    assert story.cached.token_ids == story.uncached.token_ids
+    comparison = compare_cache(runner, 500, 3)
+    assert comparison.same_tokens
     runner.close()
 
 
-def test_a_pool_too_small_for_the_story(hybrid_folder: Callable[[str], Path]) -> None:
+def test_a_pool_too_small_for_the_comparison(hybrid_folder: Callable[[str], Path]) -> None:
     runner = load_model(EngineConfig(model=str(hybrid_folder("..")), max_num_seqs=1, max_model_len=64))
-    with pytest.raises(ConfigError, match="65 tokens take 3 pages, there are 2"):
-        tell_cache_story(runner, 60, 5)
+    with pytest.raises(ConfigError, match="65 tokens need 3 pages, there are 2"):
+        compare_cache(runner, 60, 5)
     runner.close()

@@ -1,8 +1,4 @@
-"""What command lines say of traffic in figures, checked.
-
-It must not know which command asks. One invariant: what cannot be meant is refused with a ConfigError that names the
-flag.
-"""
+"""Checks of option values that several tools share. They raise ConfigError."""
 
 from __future__ import annotations
 
@@ -10,17 +6,17 @@ import math
 import re
 from collections.abc import Collection, Sequence
 
-from ...common.errors import ConfigError
+from ..common.errors import ConfigError
 
 
 def check_number(flag: str, value: float | None, low: float, high: float) -> None:
-    """None is fine: it was not given. Raises ConfigError."""
+    """Raise ConfigError unless `value` is None (not given) or between `low` and `high`."""
     if value is not None and not (math.isfinite(value) and low <= value <= high):
         raise ConfigError(f"{flag} must be between {low:g} and {high:g}, not {value:g}")
 
 
 def parse_goodput(texts: Sequence[str], metrics: Collection[str]) -> dict[str, float]:
-    """`ttft:2000 e2el:9000`: the milliseconds that a good request keeps to, each metric once. Raises ConfigError."""
+    """Parse objectives such as `ttft:2000 e2el:9000`: metric -> most milliseconds that a good request takes."""
     objectives: dict[str, float] = {}
     for text in texts:
         found = re.fullmatch(r"([a-z0-9]+):(\d{1,9}(?:\.\d{1,9})?)", text)
