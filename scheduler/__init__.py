@@ -18,7 +18,7 @@ from .cost import Coefficients, CostModel, StepLoad, chunk_pairs
 from .engine_loop import EngineLoop, Execute, FinishedStep, Observe, Publish
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
 from .policy import Fair, FirstComeFirstServed, Policy, Priority
-from .request import TRANSITIONS, FinishReason, Request, RequestUpdate, State
+from .request import TRANSITIONS, FinalCounters, FinishReason, Request, RequestUpdate, State
 from .running_batch import MAX_PREEMPTIONS
 from .scheduler import DEADLINE_PASSED, Scheduler
 from .stats import SchedulerStats
@@ -39,6 +39,7 @@ __all__ = [
     "EngineLoop",
     "Execute",
     "Fair",
+    "FinalCounters",
     "FinishReason",
     "FinishedStep",
     "FirstComeFirstServed",

@@ -162,6 +162,9 @@ class Request:
             self.high_water_tokens = num_tokens
         return again
 
+    def final_counters(self) -> FinalCounters:
+        return FinalCounters(tuple(self.seconds_in), self.cached_tokens, self.recomputed_tokens, tuple(self.hypotheses))
+
     def natural_end(self) -> FinishReason | None:
         """Why the last output token ends the request, if it does."""
         num_output_tokens = self.num_output_tokens
@@ -170,16 +173,26 @@ class Request:
         return "length" if num_output_tokens >= self.max_tokens else None
 
 
-class RequestUpdate(NamedTuple):
-    """What happened to one request: tokens it gained, and its end, if this was it (a reason, or an error in words).
+class FinalCounters(NamedTuple):
+    """What a request's last update says about its whole life."""
 
-    A stop token is among `tokens`. After the end, the request's counters are final.
+    seconds_in: tuple[float, ...]  # by State
+    cached_tokens: int
+    recomputed_tokens: int
+    hypotheses: tuple[Hypothesis, ...]
+
+
+class RequestUpdate(NamedTuple):
+    """New tokens of one request, or its end (a reason, or an error in words), or both.
+
+    A stop token is among `tokens`. It names the request by its id, so that it can be sent to another process as it is.
     """
 
-    request: Request
+    request_id: int
     tokens: tuple[SampledToken, ...] = ()
     finish_reason: FinishReason | None = None
     error: str | None = None
+    counters: FinalCounters | None = None  # of a request that ended in the scheduler
 
     @property
     def ended(self) -> bool:

@@ -338,7 +338,7 @@ class Scheduler:
             if tokens:
                 request.enter(State.DECODE, now)
                 self._queue.release_forks(request)
-        return RequestUpdate(request, tuple(tokens)) if tokens else None
+        return RequestUpdate(request.request_id, tuple(tokens)) if tokens else None
 
     def _forget_guesses(
         self, request: Request, samples: Sequence[SampledToken], tokens: Sequence[SampledToken], computed: int
@@ -404,7 +404,7 @@ class Scheduler:
         request.finish_reason = reason
         request.error = error
         request.enter(State.ENDED, now)
-        return RequestUpdate(request, tuple(tokens), reason, error)
+        return RequestUpdate(request.request_id, tuple(tokens), reason, error, request.final_counters())
 
     def _finish_step(self) -> None:
         self._in_flight = None

@@ -237,7 +237,7 @@ class Engine(Generic[CoreT]):
     def _publish(self, updates: Sequence[RequestUpdate]) -> None:
         now = time.monotonic()
         for update in updates:
-            sequence = self._sequences.get(update.request.request_id)
+            sequence = self._sequences.get(update.request_id)
             if sequence is not None:  # else its request has failed with another sequence
                 self._publish_one(sequence, update, now)
 

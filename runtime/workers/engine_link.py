@@ -16,7 +16,7 @@ from typing import Literal, cast
 
 import msgspec
 
-from ...scheduler import AdmissionEstimate, BeamSearch, FinishReason, Hypothesis, Request, SampledToken
+from ...scheduler import AdmissionEstimate, BeamSearch, FinishReason, Request, RequestUpdate
 from ..common.config import EngineConfig
 from ..engine import CoreInfo, EngineStats, Prefilled, StepStats
 from ..model.runner import SamplingSpec
@@ -150,29 +150,10 @@ class Begun(_Message, tag="BEGUN", frozen=True):
     requests: tuple[Prefilled, ...]  # with the tokens that the prefix cache had
 
 
-class FinalCounters(_Message, frozen=True):
-    """What is known of a request at its end."""
-
-    seconds_in: tuple[float, ...]  # by scheduler.State
-    cached_tokens: int
-    recomputed_tokens: int
-    hypotheses: tuple[Hypothesis, ...]
-
-
-class Update(_Message, frozen=True):
-    """A `scheduler.RequestUpdate`; with the counters, it is the request's last."""
-
-    request_id: int
-    tokens: tuple[SampledToken, ...]
-    finish_reason: FinishReason | None
-    error: str | None
-    counters: FinalCounters | None
-
-
 class Report(_Message, tag="REPORT", frozen=True):
     """What a step brought, or what happened between steps."""
 
-    updates: tuple[Update, ...]
+    updates: tuple[RequestUpdate, ...]
     num_waiting: int
     num_steps: int
     step: StepStats | None = None

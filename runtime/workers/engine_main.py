@@ -39,7 +39,6 @@ from .engine_link import (
     Channel,
     Drop,
     Failed,
-    FinalCounters,
     FromEngine,
     Readmit,
     Ready,
@@ -47,7 +46,6 @@ from .engine_link import (
     Start,
     Stop,
     ToEngine,
-    Update,
     request_of,
 )
 
@@ -121,7 +119,7 @@ class _Served:
         self._core = core
         self._channel = channel
         self._begun: set[int] = set()  # of live requests
-        self._updates: list[Update] = []  # to be reported
+        self._updates: list[RequestUpdate] = []  # to be reported
         self._flushing: asyncio.Handle | None = None
 
     async def run(self, messages: asyncio.Queue[ToEngine | None]) -> None:
@@ -169,7 +167,8 @@ class _Served:
 
     def _publish(self, updates: Sequence[RequestUpdate]) -> None:
         """Held until the step that brought them is observed, or this turn of the loop is over."""
-        self._updates += map(self._update, updates)
+        self._updates += updates
+        self._begun.difference_update(update.request_id for update in updates if update.ended)
         if self._flushing is None:
             self._flushing = asyncio.get_running_loop().call_soon(self._flush)
 
@@ -189,15 +188,6 @@ class _Served:
         updates, self._updates = tuple(self._updates), []
         scheduler = self._core.scheduler
         self._send(Report(updates, scheduler.num_waiting, scheduler.num_steps, step, prefilled))
-
-    def _update(self, update: RequestUpdate) -> Update:
-        request, counters = update.request, None
-        if update.ended:
-            self._begun.discard(request.request_id)
-            counters = FinalCounters(
-                tuple(request.seconds_in), request.cached_tokens, request.recomputed_tokens, tuple(request.hypotheses)
-            )
-        return Update(request.request_id, tuple(update.tokens), update.finish_reason, update.error, counters)
 
     def _send(self, message: FromEngine) -> None:
         self._channel.send(message)

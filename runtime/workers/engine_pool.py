@@ -164,7 +164,7 @@ class EnginePool:
     def _publish(self, updates: Sequence[RequestUpdate]) -> None:
         for update in updates:
             if update.ended:
-                self._owners.pop(update.request.request_id, None)
+                self._owners.pop(update.request_id, None)
         assert self._listener is not None, "members tell nothing before `start`"
         self._listener.publish(updates)
 

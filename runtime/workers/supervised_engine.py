@@ -179,7 +179,7 @@ class SupervisedEngine:
     def cancel(self, request_id: int) -> None:
         match self._tokens.cancel(request_id):
             case Request() as request:
-                self._publish([RequestUpdate(request, finish_reason="cancelled")])
+                self._publish([RequestUpdate(request.request_id, finish_reason="cancelled")])
                 self._send_what_may_be()
                 self._note_idle()
             case True if self._process is not None:  # else it goes with the process that dies now
@@ -264,7 +264,7 @@ class SupervisedEngine:
         self._num_waiting = 0
         self._counts["quarantined_requests"] += self._pending_adds.on_process_exit(by_others)
         buried = self._tokens.on_process_exit(by_others)
-        self._publish([RequestUpdate(request, finish_reason="cancelled") for request in buried.cancelled])
+        self._publish([RequestUpdate(request.request_id, finish_reason="cancelled") for request in buried.cancelled])
         for request in buried.quarantined:
             self._counts["quarantined_requests"] += 1
             self._fail(
@@ -320,7 +320,7 @@ class SupervisedEngine:
     def _expire(self) -> None:
         """Deadlines of those that no engine has; of the others it sees to that itself."""
         if late := self._tokens.expire():
-            self._publish([RequestUpdate(request, error=DEADLINE_PASSED) for request in late])
+            self._publish([RequestUpdate(request.request_id, error=DEADLINE_PASSED) for request in late])
             self._note_idle()
 
     def _keep_shape(self, ready: Ready) -> None:
@@ -348,7 +348,7 @@ class SupervisedEngine:
         """Nothing will be computed any more."""
         for request in self._tokens.requests():
             self._tokens.forget(request.request_id)
-            self._publish([RequestUpdate(request, error=error)])
+            self._publish([RequestUpdate(request.request_id, error=error)])
         self._pending_adds.refuse(error)
         self._note_idle()
 
@@ -417,7 +417,7 @@ class SupervisedEngine:
     def _take_report(self, report: Report) -> None:
         self._num_waiting = report.num_waiting
         self._health.note_step(report.num_steps, has_work=True)
-        updates = [taken for update in report.updates if (taken := self._tokens.take(update)) is not None]
+        updates = [update for update in report.updates if self._tokens.take(update)]
         if updates:
             self._publish(updates)
         if report.step is not None and self._listener is not None:

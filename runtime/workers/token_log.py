@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ...scheduler import Request, RequestUpdate, State
+from ...scheduler import FinalCounters, Request, RequestUpdate, State
 from ..engine import Prefilled
-from .engine_link import FinalCounters, Update
 
 MAX_UNPRODUCTIVE_EXITS = 3  # from outside, in a row, before any request gains a token: then all are suspects
 MAX_UNBEGUN_EXITS = 2  # more in a row, and being taken on may be what kills
@@ -114,11 +113,11 @@ class TokenLog:
                 if not entry.incarnations:
                     entry.request.cached_tokens = cached_tokens
 
-    def take(self, update: Update) -> RequestUpdate | None:
-        """Write an update down, as the scheduler's own would read. None if the request was given up meanwhile."""
+    def take(self, update: RequestUpdate) -> bool:
+        """Write an update down in its request. Return whether there is one: it may have been given up meanwhile."""
         entry = self._entries.get(update.request_id)
         if entry is None:
-            return None
+            return False
         request = entry.request
         if update.tokens:
             if request.first_token_time is None:
@@ -133,7 +132,7 @@ class TokenLog:
             del self._entries[update.request_id]
             self._clear_suspicion(entry)
             _settle(entry, update.counters)
-        return RequestUpdate(request, update.tokens, update.finish_reason, update.error)
+        return True
 
     def on_process_exit(self, by_others: bool = False) -> EndedRequests:
         """The process died: everybody is to be sent again, but for those that are returned.

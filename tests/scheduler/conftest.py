@@ -166,7 +166,7 @@ class World:
         return StepResult(plan.step_id, tuple(sampled), self.step_s)
 
     def note(self, update: RequestUpdate) -> None:
-        request_id = update.request.request_id
+        request_id = update.request_id
         assert request_id not in self.ended, f"request {request_id} was mentioned after its end"
         self.outputs[request_id] += [token.token_id for token in update.tokens]
         if update.ended:

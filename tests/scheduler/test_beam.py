@@ -120,7 +120,7 @@ def test_a_failing_beam_or_step_ends_the_whole_search(make_world: MakeWorld) -> 
     world.step()
     world.scheduler.schedule()
     updates = world.scheduler.abandon("the step failed")
-    assert [(update.request.request_id, update.error) for update in updates] == [(2, "the step failed")]
+    assert [(update.request_id, update.error) for update in updates] == [(2, "the step failed")]
     assert world.scheduler.stats().pages_owned == 0
 
 

@@ -151,8 +151,8 @@ async def test_publish_may_end_requests_itself(make_world: MakeWorld, expected: 
     async with running(make_world()) as engine:
 
         def stop_at_two(update: RequestUpdate) -> None:
-            if update.request.num_output_tokens == 2 and not update.ended:
-                engine.world.note(engine.world.scheduler.finish(update.request.request_id, "stop"))
+            if len(engine.world.outputs[update.request_id]) == 2 and not update.ended:
+                engine.world.note(engine.world.scheduler.finish(update.request_id, "stop"))
 
         engine.on_publish = stop_at_two
         engine.add(1, [1] * 5, max_tokens=9)

@@ -276,7 +276,7 @@ class TestEnds:
         assert world.cancel(1) is None
         assert world.scheduler.stats().pages_owned == 4
         updates = world.commit(plan)
-        assert [(update.request.request_id, update.finish_reason, len(update.tokens)) for update in updates] == [
+        assert [(update.request_id, update.finish_reason, len(update.tokens)) for update in updates] == [
             (1, "cancelled", 0),
             (2, None, 1),
         ]

@@ -146,7 +146,7 @@ class Simulator:
         self._sequence_s = sequence_s
         self._arrivals = iter(arrivals)
         self._next: Arrival | None = next(self._arrivals, None)
-        self._num_unfinished = 0
+        self._requests: dict[int, Request] = {}  # unfinished ones, by id
 
     def run(self, until: float = math.inf) -> None:
         """Step until all requests have ended or the clock has reached `until`. Raises SimulationStalled."""
@@ -167,9 +167,9 @@ class Simulator:
             self._admit_until(max(self.clock.now, soonest))
             self._expire()
             return True
-        if self._num_unfinished:
+        if self._requests:
             raise SimulationStalled(
-                f"{self._num_unfinished} requests are unfinished at {self.clock.now:.3f} s and none can run"
+                f"{len(self._requests)} requests are unfinished at {self.clock.now:.3f} s and none can run"
             )
         return False
 
@@ -234,17 +234,16 @@ class Simulator:
         except SchedulerError as error:
             outcome.refused = type(error).__name__
         else:
-            self._num_unfinished += 1
+            self._requests[request_id] = request
             self.max_waiting = max(self.max_waiting, estimate.position + 1)
 
     def _note(self, update: RequestUpdate) -> None:
-        request = update.request
-        outcome = self.outcomes[request.request_id]
+        outcome = self.outcomes[update.request_id]
         for _ in update.tokens:
             outcome.token_times.append(self.clock.now)
         if not update.ended:
             return
-        self._num_unfinished -= 1
+        request = self._requests.pop(update.request_id)
         outcome.end = self.clock.now
         outcome.finish_reason = update.finish_reason
         outcome.refused = "DeadlineExceeded" if update.error == DEADLINE_PASSED else update.error

@@ -161,7 +161,7 @@ async def test_a_refused_request_leaves_nothing_in_the_engine(
     stream = await engine.submit(request())
     (accepted,) = core.requests
     assert accepted.request_id == 3, "ids are not used twice"
-    core.listener.publish([RequestUpdate(accepted, (SampledToken(3, 5),), "length")])
+    core.listener.publish([RequestUpdate(accepted.request_id, (SampledToken(3, 5),), "length")])
     assert [chunk.token_ids async for chunk in stream] == [(5,)]
     core.listener.ended()
     assert [stats.finish_reason for stats in observer.finished] == ["length"], "the refused one never ran"
@@ -194,7 +194,7 @@ async def test_a_refusal_is_reported_once(engine: Engine[FakeCore], core: FakeCo
 
 async def test_updates_may_come_before_the_cores_answer(engine: Engine[FakeCore], core: FakeCore) -> None:
     def publish(requests: Sequence[Request]) -> None:
-        core.listener.publish([RequestUpdate(requests[0], (SampledToken(0, 7),), "length")])
+        core.listener.publish([RequestUpdate(requests[0].request_id, (SampledToken(0, 7),), "length")])
 
     core.on_add = publish
     stream = await engine.submit(request((1, 2)))

@@ -45,7 +45,9 @@ def published(
     for count, size in enumerate(sizes, 1):
         tokens = tuple(sampled(index) for index in range(first, first + size))
         first += size
-        update = RequestUpdate(output.sequences[sequence].request, tokens, reason if count == len(sizes) else None)
+        update = RequestUpdate(
+            output.sequences[sequence].request.request_id, tokens, reason if count == len(sizes) else None
+        )
         chunks += output.take(output.sequences[sequence], update)
         if output.sequences[sequence].finish_reason is not None:
             break
@@ -105,7 +107,9 @@ def test_a_stop_string_counts_from_min_tokens_on_in_one_update_too() -> None:
 def test_an_error_behind_a_stop_string_was_never_there_either() -> None:
     output = output_with(stop=("module",))
     (sequence,) = output.sequences
-    (chunk,) = output.take(sequence, RequestUpdate(sequence.request, tuple(map(sampled, range(len(IDS)))), None, "NaN"))
+    (chunk,) = output.take(
+        sequence, RequestUpdate(sequence.request.request_id, tuple(map(sampled, range(len(IDS)))), None, "NaN")
+    )
     assert sequence.finish_reason == chunk.finish_reason == "stop"
     assert len(chunk.token_ids) < len(IDS)
 
@@ -113,9 +117,9 @@ def test_an_error_behind_a_stop_string_was_never_there_either() -> None:
 def test_an_error_brings_the_tokens_before_it() -> None:
     output = output_with()
     (sequence,) = output.sequences
-    (chunk,) = output.take(sequence, RequestUpdate(sequence.request, (sampled(0), sampled(1)), None, "NaN"))
+    (chunk,) = output.take(sequence, RequestUpdate(sequence.request.request_id, (sampled(0), sampled(1)), None, "NaN"))
     assert chunk.token_ids == tuple(IDS[:2])
-    assert output.take(sequence, RequestUpdate(sequence.request, (), None, "NaN")) == ()
+    assert output.take(sequence, RequestUpdate(sequence.request.request_id, (), None, "NaN")) == ()
     assert output.num_open == 1
 
 

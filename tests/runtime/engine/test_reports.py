@@ -30,7 +30,7 @@ async def test_requests_lost_with_the_loop_are_reported(
     engine: Engine[FakeCore], core: FakeCore, observer: FakeObserver
 ) -> None:
     streams = [await engine.submit(request(n=count)) for count in (1, 3)]
-    core.listener.publish([RequestUpdate(core.requests[0], (SampledToken(0, 7),))])
+    core.listener.publish([RequestUpdate(core.requests[0].request_id, (SampledToken(0, 7),))])
     core.listener.ended()
     core.listener.ended()
     wanted = "GenerationFailed: the engine stopped unexpectedly"
@@ -52,7 +52,7 @@ async def test_requests_lost_with_an_engine_process_are_reported(
     assert await outcome(streams[0]) == "Quarantined: two crashes"
     assert [(type(stats.error), stats.finish_reason) for stats in observer.finished] == [(Quarantined, None)]
     assert core.dropped == [0, 1], "its other sequence ends too"
-    core.listener.publish([RequestUpdate(each, (SampledToken(0, 7),), "length") for each in left])
+    core.listener.publish([RequestUpdate(each.request_id, (SampledToken(0, 7),), "length") for each in left])
     assert await outcome(streams[1]) == "length"
     assert [stats.finish_reason for stats in observer.finished] == [None, "length"]
 
@@ -71,9 +71,14 @@ async def test_an_update_after_the_end_changes_nothing(
 ) -> None:
     stream = await engine.submit(request(n=2))
     one, other = core.requests
-    core.listener.publish([RequestUpdate(one, (), None, "NaN"), RequestUpdate(other, (SampledToken(1, 7),), "length")])
+    core.listener.publish(
+        [
+            RequestUpdate(one.request_id, (), None, "NaN"),
+            RequestUpdate(other.request_id, (SampledToken(1, 7),), "length"),
+        ]
+    )
     assert await outcome(stream) == "GenerationFailed: NaN"
-    core.listener.publish([RequestUpdate(other, (SampledToken(1, 7),), "length")])
+    core.listener.publish([RequestUpdate(other.request_id, (SampledToken(1, 7),), "length")])
     core.listener.ended()
     assert len(observer.finished) == 1
     assert observer.tokens == []
@@ -85,7 +90,7 @@ async def test_an_error_that_an_observer_keeps_does_not_keep_the_request(
     """An exception refers to its traceback, whose frames refer to the stream, its prompt and its output."""
     lost, failed = [await engine.submit(request()) for _ in range(2)]
     bad = SampledToken(1, "no id")  # type: ignore[arg-type]  # the detokenizer fails
-    core.listener.publish([RequestUpdate(core.requests[1], (bad,))])
+    core.listener.publish([RequestUpdate(core.requests[1].request_id, (bad,))])
     core.listener.fail(core.requests[0].request_id, Unavailable("no engine process"))
     streams = [weakref.ref(stream) for stream in (lost, failed)]
     for stream in (lost, failed):

@@ -18,16 +18,14 @@ from quire.runtime.workers.engine_link import (
     Answer,
     Beat,
     Begun,
-    FinalCounters,
     FromEngine,
     Readmit,
     Ready,
     Report,
     Start,
     ToEngine,
-    Update,
 )
-from quire.scheduler import AdmissionEstimate, FinishReason, Request, RequestUpdate, SampledToken, State
+from quire.scheduler import AdmissionEstimate, FinalCounters, FinishReason, Request, RequestUpdate, SampledToken, State
 
 HEARTBEAT_S = 0.2
 MAX_VIRTUAL_S = 600.0
@@ -154,11 +152,11 @@ class FakeProcess:
 
     def generate(self, request_id: int, *token_ids: int) -> None:
         """Report tokens of a step."""
-        self._report(Update(request_id, _tokens(request_id, token_ids), None, None, None))
+        self._report(RequestUpdate(request_id, _tokens(request_id, token_ids)))
 
     def finish(self, request_id: int, *token_ids: int, reason: FinishReason = "length") -> None:
         counters = FinalCounters((0.0,) * len(State), 0, 0, ())
-        self._report(Update(request_id, _tokens(request_id, token_ids), reason, None, counters))
+        self._report(RequestUpdate(request_id, _tokens(request_id, token_ids), reason, None, counters))
 
     def sent_ids(self) -> list[int]:
         """Ids of the requests that it received, in order."""
@@ -170,7 +168,7 @@ class FakeProcess:
                 ids.append(message.sequence.request_id)
         return ids
 
-    def _report(self, update: Update) -> None:
+    def _report(self, update: RequestUpdate) -> None:
         self.step += 1
         self.say(Report((update,), 0, self.step))
 
@@ -238,19 +236,14 @@ class FakeListener:
         return CoreListener(self._publish, self._fail, self._observe, self._note_end)
 
     def tokens(self, request_id: int) -> list[int]:
-        return [
-            token.token_id
-            for update in self.updates
-            if update.request.request_id == request_id
-            for token in update.tokens
-        ]
+        return [token.token_id for update in self.updates if update.request_id == request_id for token in update.tokens]
 
     def ends(self) -> dict[int, str]:
         """Reason or error of each ended request. Fails for one that ended twice."""
         ended = [update for update in self.updates if update.ended]
-        ids = [update.request.request_id for update in ended] + list(self.failures)
+        ids = [update.request_id for update in ended] + list(self.failures)
         assert len(set(ids)) == len(ids), f"a request ended twice: {sorted(ids)}"
-        return {update.request.request_id: update.finish_reason or str(update.error) for update in ended} | {
+        return {update.request_id: update.finish_reason or str(update.error) for update in ended} | {
             request_id: type(error).__name__ for request_id, error in self.failures.items()
         }
 

@@ -17,13 +17,11 @@ from quire.runtime.workers.engine_link import (
     TO_ENGINE,
     Add,
     Channel,
-    FinalCounters,
     Report,
-    Update,
     request_of,
     sequence_of,
 )
-from quire.scheduler import BeamSearch, Hypothesis, Request, SampledToken
+from quire.scheduler import BeamSearch, FinalCounters, Hypothesis, Request, RequestUpdate, SampledToken
 
 ENCODE = msgspec.msgpack.Encoder().encode
 
@@ -73,7 +71,7 @@ def test_a_request(
 def test_logprobs_to_the_last_bit(logprob: float) -> None:
     token = SampledToken(1, 5, logprob, ((5, logprob), (6, -math.inf)))
     counters = FinalCounters((0.5, logprob), 1, 2, (Hypothesis((token,), logprob, logprob, "stop"),))
-    report = Report((Update(1, (token,), "stop", None, counters),), 3, 4)
+    report = Report((RequestUpdate(1, (token,), "stop", None, counters),), 3, 4)
     received = FROM_ENGINE.decode(ENCODE(report))
     assert isinstance(received, Report)
     (update,) = received.updates

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 from quire.runtime.engine import Prefilled
-from quire.runtime.workers.engine_link import FinalCounters, Update
 from quire.runtime.workers.token_log import MAX_UNBEGUN_EXITS, MAX_UNPRODUCTIVE_EXITS, TokenLog
-from quire.scheduler import BeamSearch, Request, SampledToken, State
+from quire.scheduler import BeamSearch, FinalCounters, Request, RequestUpdate, SampledToken, State
 
 
 class Clock:
@@ -37,7 +36,7 @@ def add(log: TokenLog, *ids: int, begun: bool = True) -> list[Request]:
 
 
 def token(log: TokenLog, request_id: int, token_id: int = 7) -> None:
-    log.take(Update(request_id, (SampledToken(request_id, token_id),), None, None, None))
+    log.take(RequestUpdate(request_id, (SampledToken(request_id, token_id),)))
 
 
 def prove(log: TokenLog, request_id: int) -> None:
@@ -47,7 +46,7 @@ def prove(log: TokenLog, request_id: int) -> None:
 
 
 def end(log: TokenLog, request_id: int, counters: FinalCounters = FinalCounters((0.0,) * len(State), 0, 0, ())) -> None:  # noqa: B008
-    log.take(Update(request_id, (), "length", None, counters))
+    log.take(RequestUpdate(request_id, (), "length", None, counters))
 
 
 def sent(log: TokenLog) -> list[int]:
