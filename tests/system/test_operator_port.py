@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from http.client import HTTPConnection
 from typing import Any, NamedTuple
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 from quire import AsyncClient, SamplingParams
+from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.engine import Engine, TextProcessor
+from quire.runtime.model import model_folder
+from quire.runtime.server import Server
 from quire.runtime.server.monitoring.status import Status
+from quire.runtime.workers import EnginePool
 
 Serve = Callable[..., Awaitable[Any]]
 
@@ -22,8 +30,12 @@ class Answer(NamedTuple):
 
 
 async def get(system: Any, path: str) -> Answer:
+    return await fetch(system.server.http_address, path)
+
+
+async def fetch(address: str, path: str) -> Answer:
     def ask() -> Answer:
-        with closing(HTTPConnection(system.server.http_address, timeout=5)) as connection:
+        with closing(HTTPConnection(address, timeout=5)) as connection:
             connection.request("GET", path)
             response = connection.getresponse()
             return Answer(response.status, response.headers["content-type"], response.read().decode())
@@ -85,3 +97,42 @@ async def test_the_status_page_tells_of_real_requests(serving: Callable[..., Any
         assert status.latencies.inter_token.count == 8
         assert status.connections == 1
         assert "status.js" in (await get(real, "/")).text
+
+
+async def test_no_counter_falls_when_the_engine_restarts() -> None:
+    core = await EnginePool.launch(EngineConfig(kv_cache_memory=8 << 20))
+    engine, server = Engine(core, TextProcessor.load(model_folder(None))), Server()
+    try:
+        await server.start(engine, ServerConfig(port=0, http_port=0))
+        async with AsyncClient(server.address) as client:
+            for _ in range(3):
+                await client.complete([5] * 70, SamplingParams(max_tokens=60, ignore_eos=True))
+            before = await counters(server, lambda found: found["quire_steps_total"] >= 180)
+            pid = core.members[0].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await client.complete([5] * 70, SamplingParams(max_tokens=2, ignore_eos=True))
+            after = await counters(server, lambda found: found["quire_engine_restarts_total"] == 1)
+    finally:
+        await server.close()
+        await engine.close()
+    assert before.keys() <= after.keys()
+    assert [name for name in before if after[name] < before[name]] == []
+    assert before["quire_prefix_cache_hits_total"] > 0
+    assert after["quire_generation_tokens_total"] == before["quire_generation_tokens_total"] + 2
+
+
+async def counters(server: Server, condition: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+    """Every sample of a counter or histogram in /metrics, once the engine's are there and `condition` holds."""
+    async with asyncio.timeout(30):
+        while True:
+            text = (await fetch(server.http_address, "/metrics")).text
+            found = {
+                str((sample.name, sample.labels)) if sample.labels else sample.name: sample.value
+                for family in text_string_to_metric_families(text)
+                if family.type in ("counter", "histogram")
+                for sample in family.samples
+            }
+            if "quire_steps_total" in found and condition(found):
+                return found
+            await asyncio.sleep(0.02)

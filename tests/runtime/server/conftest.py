@@ -1,0 +1,50 @@
+"""The server over fakes, closed after each test with nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, MutableMapping
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from .fakes import FakeClock, FakeServer
+
+
+@pytest.fixture
+async def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """The event loop's time stands still and is the test's to move."""
+    loop = asyncio.get_running_loop()
+    clock = FakeClock(loop)
+    monkeypatch.setattr(loop, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def logs() -> Iterator[list[MutableMapping[str, Any]]]:
+    """What is logged, instead of its printing."""
+    with capture_logs() as captured:
+        yield captured
+
+
+@pytest.fixture
+async def serve(clock: FakeClock, logs: object) -> AsyncIterator[Callable[..., FakeServer]]:
+    """`serve(resume_timeout_ms=30)`: a server in memory. Afterwards no request is live and no task runs."""
+    servers: list[FakeServer] = []
+
+    def make(**settings: object) -> FakeServer:
+        servers.append(FakeServer(**settings))
+        return servers[-1]
+
+    before = asyncio.all_tasks()
+    yield make
+    for server in servers:
+        await server.close()
+        assert len(server.requests) == 0, "a closed server left requests live"
+    assert asyncio.all_tasks() <= before | {asyncio.current_task()}, "a closed server left tasks running"
+
+
+@pytest.fixture
+def server(serve: Callable[..., FakeServer]) -> FakeServer:
+    return serve()

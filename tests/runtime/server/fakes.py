@@ -1,0 +1,303 @@
+"""Fakes for the server's unit tests: an engine that a test scripts, a clock that a test moves, a client in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+from prometheus_client import generate_latest
+from quire.runtime.common.config import ServerConfig
+from quire.runtime.common.errors import InvalidRequest
+from quire.runtime.common.types import FinishReason, OutputChunk, TokenLogprobs, Usage
+from quire.runtime.engine.facade import EngineInfo, EngineStats, GenerateRequest
+from quire.runtime.protocol.codec import Decoder, encode
+from quire.runtime.protocol.frames import MAX_FRAME_BYTES, SERVER_FRAMES, Frame, Hello, Welcome
+from quire.runtime.server.auth import Keyring
+from quire.runtime.server.connection import Connection
+from quire.runtime.server.kept import Kept
+from quire.runtime.server.live import LiveRequests
+from quire.runtime.server.monitoring import PrometheusObserver
+from quire.runtime.server.service import Service
+from quire.runtime.server.tenants import Tenant
+from quire.scheduler import AdmissionEstimate
+
+TURNS = 20  # of the event loop: more than any chain of tasks in the server needs
+
+
+async def settle() -> None:
+    """Run the event loop until every task waits for the test."""
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
+def chunk(
+    first: int, count: int = 1, text: str = "x", *, last: bool = False, reason: FinishReason = "length"
+) -> OutputChunk:
+    """Return a chunk of `count` tokens; `last` adds the finish reason and the usage."""
+    ids = tuple(range(first, first + count))
+    return OutputChunk(
+        first_index=first,
+        token_ids=ids,
+        text=text,
+        logprobs=tuple(TokenLogprobs(i, -0.1 * i, ((i, -0.5), (i + 1, float("-inf")))) for i in ids),
+        finish_reason=reason if last else None,
+        usage=Usage(prompt_tokens=3, completion_tokens=first + count) if last else None,
+    )
+
+
+class FakeClock:
+    """The time of the running event loop, moved by `advance` only."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.now = loop.time()
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def advance(self, seconds: float, step: float | None = None) -> None:
+        """Move the time by `seconds`, `step` at a time, and run the timers that are due."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = end if step is None else min(end, self.now + step)
+            await settle()
+
+
+class FakeGeneration:
+    """An accepted request whose chunks the test puts; an exception is raised, StopIteration ends the stream."""
+
+    admission = AdmissionEstimate(position=0, pages_needed=1, pages_free=1)
+    prompt_token_ids = (1, 2, 3)
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.items: asyncio.Queue[OutputChunk | Exception] = asyncio.Queue()
+        self.is_cancelled = False
+        self.note_prefill: Callable[[int], None] = lambda _: None
+
+    async def put(self, *items: OutputChunk | Exception) -> None:
+        for item in items:
+            self.items.put_nowait(item)
+        await settle()
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.items.put_nowait(chunk(0, 0, "", last=True, reason="cancelled"))
+
+    def watch_prefill(self, callback: Callable[[int], None]) -> None:
+        self.note_prefill = callback
+
+    async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
+        while True:
+            item = await self.items.get()
+            if isinstance(item, StopIteration):
+                return
+            if isinstance(item, Exception):
+                raise item
+            yield item
+            if item.usage is not None:
+                return
+
+
+class FakeEngine:
+    """Accepts every request, unless told otherwise.
+
+    `refusal` is raised by the call of `submit`; `late_refusal` where its result is awaited, as for a prompt that is too
+    long once tokenized. While `prepared` is not set, prompts and texts are being tokenized.
+    """
+
+    def __init__(self) -> None:
+        self.generations: list[FakeGeneration] = []
+        self.refusal: Exception | None = None
+        self.late_refusal: Exception | None = None
+        self.prepared = asyncio.Event()
+        self.prepared.set()
+        self.num_preparing = 0
+
+    @property
+    def last(self) -> FakeGeneration:
+        return self.generations[-1]
+
+    def submit(self, request: GenerateRequest) -> Awaitable[FakeGeneration]:
+        if self.refusal is not None:
+            raise self.refusal
+        return self._prepare(request)
+
+    async def _prepare(self, request: GenerateRequest) -> FakeGeneration:
+        self.num_preparing += 1
+        try:
+            await self.prepared.wait()
+        finally:
+            self.num_preparing -= 1
+        if self.late_refusal is not None:
+            raise self.late_refusal
+        self.generations.append(FakeGeneration(request))
+        return self.last
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        self.num_preparing += 1
+        try:
+            await self.prepared.wait()
+        finally:
+            self.num_preparing -= 1
+        if not text:
+            raise InvalidRequest("the text is empty")
+        return tuple(text.encode())
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            step=0,
+            running=len(self.generations),
+            waiting=0,
+            pages_total=10,
+            pages_owned=0,
+            pages_cached=0,
+            pages_free=10,
+            prefix_queries_tokens=0,
+            prefix_hits_tokens=0,
+            preemptions=0,
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        return EngineInfo(
+            vocab_size=256,
+            max_model_len=100,
+            max_num_seqs=8,
+            num_pages=10,
+            page_size=10,
+            isa="fake",
+            threads=1,
+            threads_reason="it is a fake",
+            has_tokenizer=True,
+            has_chat_template=False,
+        )
+
+
+class FakeTransport:
+    """Takes bytes while `is_open`; a stuck peer's transport keeps them for ever."""
+
+    def __init__(self) -> None:
+        self.taken = bytearray()
+        self.waiting = bytearray()
+        self.aborted = False
+        self.takes = asyncio.Event()
+        self.takes.set()
+
+    def set_write_buffer_limits(self, high: int) -> None: ...
+
+    def get_write_buffer_size(self) -> int:
+        return len(self.waiting)
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.takes.set()
+
+
+class FakeWriter:
+    """An `asyncio.StreamWriter` that writes to memory. `stop_reading` makes the peer stuck."""
+
+    def __init__(self) -> None:
+        self.transport = FakeTransport()
+
+    def stop_reading(self) -> None:
+        self.transport.takes.clear()
+
+    def read_again(self) -> None:
+        self.transport.takes.set()
+
+    def write(self, data: bytes) -> None:
+        self.transport.waiting += data
+
+    async def drain(self) -> None:
+        await self.transport.takes.wait()
+        if self.transport.aborted:
+            raise ConnectionResetError("aborted")
+        self.transport.taken += self.transport.waiting
+        self.transport.waiting.clear()
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+    def is_closing(self) -> bool:
+        return self.transport.aborted
+
+    def can_write_eof(self) -> bool:
+        return False
+
+
+class FakePeer:
+    """A client in memory, over a real `Connection`."""
+
+    def __init__(self, service: Service, hello: Hello | None) -> None:
+        self.reader = asyncio.StreamReader()
+        self.writer = FakeWriter()
+        self.connection = Connection(self.reader, self.writer, service)  # type: ignore[arg-type]
+        self.task = asyncio.create_task(self.connection.run())
+        self.session = ""
+        self._decoder = Decoder(SERVER_FRAMES, MAX_FRAME_BYTES)
+        self._num_read = 0
+        if hello is not None:
+            self.send(hello)
+
+    def send(self, *frames: Frame) -> None:
+        for frame in frames:
+            self.reader.feed_data(encode(frame))
+
+    async def received(self) -> list[Frame]:
+        """Everything that came since the last call."""
+        await settle()
+        data = bytes(self.writer.transport.taken[self._num_read :])
+        self._num_read += len(data)
+        return list(self._decoder.feed(data))  # type: ignore[arg-type]
+
+    async def ask(self, *frames: Frame) -> list[Frame]:
+        """Send `frames` and return everything that came since the last call."""
+        self.send(*frames)
+        return await self.received()
+
+    async def leave(self) -> None:
+        """Lose the connection."""
+        self.reader.feed_eof()
+        await settle()
+
+
+class FakeServer:
+    """What the connections of one server share, over a `FakeEngine`."""
+
+    def __init__(self, tenant: Tenant | None = None, **settings: Any) -> None:
+        self.engine = FakeEngine()
+        self.tenant = tenant or Tenant("ann")
+        self.config = ServerConfig(**settings)
+        self.observer = PrometheusObserver()
+        engine: Any = self.engine
+        self.requests = LiveRequests(engine, self.observer)
+        self.kept = Kept(self.requests, self.config)
+        keyring = Keyring({}, anyone=self.tenant)
+        self.service = Service(engine, self.config, self.observer, keyring, self.requests, self.kept)
+        self.peers: list[FakePeer] = []
+
+    async def connect(self, **hello: Any) -> FakePeer:
+        """A welcomed connection. Its WELCOME is not among what `received` returns."""
+        peer = FakePeer(self.service, Hello((1,), **hello))
+        self.peers.append(peer)
+        (welcome,) = await peer.received()
+        assert isinstance(welcome, Welcome)
+        peer.session = welcome.session
+        return peer
+
+    def metric(self, sample: str) -> float:
+        """The value of one sample of /metrics, with its labels."""
+        lines = generate_latest(self.observer.registry).decode().splitlines()
+        return float(next(line for line in lines if line.startswith(sample + " ")).rpartition(" ")[2])
+
+    async def close(self) -> None:
+        for peer in self.peers:
+            await peer.leave()
+            peer.writer.transport.abort()
+        await settle()
+        hanging = [peer.task for peer in self.peers if not peer.task.done()]
+        for task in hanging:
+            task.cancel()
+        await self.kept.close()
+        assert not hanging, "a connection did not end with its peer"

@@ -1,0 +1,441 @@
+"""A whole connection in memory: frames in, frames out, over an engine that the test scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from quire.runtime.common.errors import GenerationFailed, Overloaded, Unavailable
+from quire.runtime.common.types import SamplingParams
+from quire.runtime.protocol.frames import (
+    MIN_FRAME_BYTES,
+    Cancel,
+    Credit,
+    Done,
+    Error,
+    Frame,
+    Generate,
+    Ping,
+    Pong,
+    Progress,
+    Resume,
+    Tokenize,
+    Tokenized,
+    Tokens,
+)
+from quire.runtime.server.tenants import Limits, Tenant
+
+from .fakes import FakeClock, FakeEngine, FakePeer, FakeServer, chunk, settle
+
+Serve = Callable[..., FakeServer]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "resumable": {"resumable": True},
+    "keyed": {"idempotency_key": "k"},
+    "resumable and keyed": {"resumable": True, "idempotency_key": "k"},
+}
+INTERNAL_ERROR = "an internal error ended this request; see the server's log"
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def generate(request_id: int = 1, prompt: str = "hi", **fields: Any) -> Generate:
+    return Generate(request_id, prompt, SamplingParams(), **fields)
+
+
+def names(frames: list[Frame]) -> list[str]:
+    return [type(frame).__name__ for frame in frames]
+
+
+def texts(frames: list[Frame]) -> list[str]:
+    return [frame.text for frame in frames if isinstance(frame, Tokens)]
+
+
+def error(frames: list[Frame]) -> Error:
+    """The only frame, an ERROR."""
+    (frame,) = frames
+    assert isinstance(frame, Error), frame
+    return frame
+
+
+# One request at a time of this tenant: a slot that leaks, or is freed twice, shows at once
+
+
+@pytest.fixture
+def narrow(serve: Serve) -> FakeServer:
+    """A server whose tenant may have one live request."""
+    return serve(tenant=Tenant("ann", Limits(max_concurrent_requests=1)))
+
+
+async def assert_one_slot_is_free(server: FakeServer) -> None:
+    """Exactly one request is accepted, and the next one refused."""
+    peer = await server.connect()
+    assert names(await peer.ask(generate(1))) == ["Accepted"]
+    refusal = error(await peer.ask(generate(2)))
+    assert (refusal.code, "requests of this tenant" in refusal.message) == ("RESOURCE_EXHAUSTED", True)
+    await server.engine.last.put(chunk(0, last=True))
+    assert names(await peer.received()) == ["Tokens", "Done"]
+
+
+REFUSALS = [Overloaded, Unavailable, KeyError]
+
+
+@every_kind
+@pytest.mark.parametrize("refusal", REFUSALS)
+@pytest.mark.parametrize("attribute", ["refusal", "late_refusal"])
+async def test_a_refused_request_holds_no_slot_of_its_tenant(
+    narrow: FakeServer, kind: dict[str, Any], refusal: type[Exception], attribute: str
+) -> None:
+    peer = await narrow.connect()
+    setattr(narrow.engine, attribute, refusal("refused"))
+    for _ in range(3):
+        message = error(await peer.ask(generate(1, **kind))).message
+        assert message == ("refused" if refusal is not KeyError else INTERNAL_ERROR)
+    setattr(narrow.engine, attribute, None)
+    assert len(narrow.requests) == 0
+    await assert_one_slot_is_free(narrow)
+
+
+@every_kind
+async def test_a_request_that_its_tenant_may_not_send_holds_no_slot(narrow: FakeServer, kind: dict[str, Any]) -> None:
+    peer = await narrow.connect()
+    assert names(await peer.ask(generate(1))) == ["Accepted"]
+    for request_id in range(2, 5):
+        assert error(await peer.ask(generate(request_id, **kind))).code == "RESOURCE_EXHAUSTED"
+    assert narrow.metric('quire_admission_rejections_total{reason="resource_exhausted"}') == 3
+    await narrow.engine.last.put(chunk(0, last=True))
+    assert names(await peer.received()) == ["Tokens", "Done"]
+    await assert_one_slot_is_free(narrow)
+
+
+async def finish(peer: FakePeer, engine: FakeEngine) -> None:
+    await engine.last.put(chunk(0, last=True))
+
+
+async def fail(peer: FakePeer, engine: FakeEngine) -> None:
+    await engine.last.put(GenerationFailed("the logits are NaN"))
+
+
+async def crash(peer: FakePeer, engine: FakeEngine) -> None:
+    await engine.last.put(ZeroDivisionError("a bug"))
+
+
+async def cancel(peer: FakePeer, engine: FakeEngine) -> None:
+    await peer.ask(Cancel(1))
+    assert engine.last.is_cancelled
+
+
+async def leave(peer: FakePeer, engine: FakeEngine) -> None:
+    await peer.leave()
+
+
+async def shut_down(peer: FakePeer, engine: FakeEngine) -> None:
+    peer.connection.shut_down(Unavailable("the server is shutting down"))
+    await settle()
+
+
+@pytest.mark.parametrize("kind", [KINDS["plain"], KINDS["keyed"]], ids=["plain", "keyed"])
+@pytest.mark.parametrize("end", [finish, fail, crash, cancel, leave, shut_down], ids=lambda end: end.__name__)
+async def test_however_a_request_ends_its_slot_is_freed_once(
+    narrow: FakeServer, kind: dict[str, Any], end: Callable[[FakePeer, FakeEngine], Any]
+) -> None:
+    peer = await narrow.connect()
+    assert names(await peer.ask(generate(1, **kind))) == ["Accepted"]
+    await end(peer, narrow.engine)
+    assert len(narrow.requests) == 0
+    await assert_one_slot_is_free(narrow)
+
+
+async def test_a_resumable_request_holds_its_slot_until_it_can_be_resumed_no_more(
+    serve: Serve, clock: FakeClock
+) -> None:
+    server = serve(tenant=Tenant("ann", Limits(max_concurrent_requests=1)), resume_timeout_ms=1000)
+    peer = await server.connect()
+    await peer.ask(generate(1, resumable=True))
+    await peer.leave()
+    assert len(server.requests) == 1
+    await clock.advance(1)
+    assert server.engine.last.is_cancelled
+    await assert_one_slot_is_free(server)
+
+
+# A request that is still being prepared: its prompt is tokenized, and the engine has not answered
+
+
+@every_kind
+async def test_cancelled_while_it_is_prepared(server: FakeServer, kind: dict[str, Any]) -> None:
+    server.engine.prepared.clear()
+    peer = await server.connect()
+    assert await peer.ask(generate(1, **kind), Cancel(1)) == []
+    server.engine.prepared.set()
+    assert names(await peer.received()) == ["Accepted", "Done"]
+    assert server.engine.last.is_cancelled
+    assert len(server.requests) == 0
+    assert server.metric('quire_cancelled_total{cause="client"}') == 1
+
+
+@pytest.mark.parametrize("kind", [KINDS["plain"], KINDS["keyed"]], ids=["plain", "keyed"])
+async def test_its_connection_is_lost_while_it_is_prepared(server: FakeServer, kind: dict[str, Any]) -> None:
+    server.engine.prepared.clear()
+    peer = await server.connect()
+    await peer.ask(generate(1, **kind))
+    await peer.leave()
+    server.engine.prepared.set()
+    await settle()
+    assert server.engine.last.is_cancelled
+    assert len(server.requests) == 0
+    assert server.metric('quire_cancelled_total{cause="disconnect"}') == 1
+
+
+@every_kind
+async def test_refused_after_it_was_cancelled_it_ends_in_one_error(server: FakeServer, kind: dict[str, Any]) -> None:
+    server.engine.prepared.clear()
+    peer = await server.connect()
+    await peer.ask(generate(1, **kind), Cancel(1))
+    server.engine.late_refusal = Overloaded("the queue is full")
+    server.engine.prepared.set()
+    assert error(await peer.received()).code == "RESOURCE_EXHAUSTED"
+    assert names(await peer.ask(Ping(3))) == ["Pong"]
+
+
+@every_kind
+async def test_ended_by_the_server_while_it_is_prepared(server: FakeServer, kind: dict[str, Any]) -> None:
+    server.engine.prepared.clear()
+    peer = await server.connect()
+    await peer.ask(generate(1, **kind))
+    server.kept.fail(Unavailable("too late"))
+    peer.connection.fail_requests(Unavailable("too late"))
+    assert error(await peer.received()).message == "too late"
+    assert (server.engine.num_preparing, len(server.requests)) == (0, 0)
+    assert server.metric('quire_cancelled_total{cause="shutdown"}') == 1
+    server.engine.prepared.set()
+    assert names(await peer.ask(Ping(1))) == ["Pong"]
+
+
+async def test_a_lost_connection_leaves_texts_to_tokenize_to_others(server: FakeServer) -> None:
+    """Few are tokenized at a time: those whose connection is lost must make room."""
+    server.engine.prepared.clear()
+    for _ in range(3):
+        lost = await server.connect()
+        await lost.ask(*(Tokenize(request_id, "x") for request_id in range(5)))
+        await lost.leave()
+    assert server.engine.num_preparing == 0
+    peer = await server.connect()
+    await peer.ask(Tokenize(1, "x"))
+    server.engine.prepared.set()
+    assert await peer.received() == [Tokenized(1, (120,))]
+
+
+# An id that is used again, and a request after another: nothing of the first is left to the second
+
+
+@every_kind
+async def test_credit_of_an_ended_request_is_not_the_next_ones(server: FakeServer, kind: dict[str, Any]) -> None:
+    peer = await server.connect()
+    await peer.ask(generate(1, credit=1000))
+    await server.engine.last.put(chunk(0, last=True))
+    assert names(await peer.ask(Credit(1, 1000))) == ["Tokens", "Done"]
+    await peer.ask(generate(1, credit=1, **kind))
+    await server.engine.last.put(chunk(0), chunk(1), chunk(2))
+    assert texts(await peer.received()) == ["x"]
+    assert texts(await peer.ask(Credit(1, 1))) == ["x"]
+
+
+@every_kind
+async def test_debt_of_an_ended_request_is_not_the_next_ones(server: FakeServer, kind: dict[str, Any]) -> None:
+    peer = await server.connect()
+    await peer.ask(generate(1, credit=1))
+    await server.engine.last.put(chunk(0, 50), chunk(50))
+    assert names(await peer.ask(Cancel(1))) == ["Tokens", "Done"]
+    await peer.ask(generate(1, credit=2, **kind))
+    await server.engine.last.put(chunk(0), chunk(1))
+    assert len(texts(await peer.received())) == 2
+
+
+@every_kind
+async def test_cancel_of_an_ended_request_is_not_the_next_ones(server: FakeServer, kind: dict[str, Any]) -> None:
+    peer = await server.connect()
+    await peer.ask(generate(1))
+    await server.engine.last.put(chunk(0, last=True))
+    await peer.ask(Cancel(1), generate(1, **kind))
+    await server.engine.last.put(chunk(0, 2, text="whole", last=True))
+    assert texts(await peer.received()) == ["whole"]
+    assert not server.engine.last.is_cancelled
+
+
+async def test_an_ended_stream_sends_nothing_under_the_id_of_the_next(server: FakeServer) -> None:
+    """The engine of a refused or failed request may be late with its progress."""
+    peer = await server.connect(features=("progress",))
+    await peer.ask(generate(1))
+    first = server.engine.last
+    await first.put(GenerationFailed("the logits are NaN"))
+    await peer.received()
+    assert names(await peer.ask(generate(1))) == ["Accepted"]
+    first.note_prefill(2)
+    assert await peer.received() == []
+    server.engine.last.note_prefill(1)
+    assert await peer.received() == [Progress(1, 1, 3)]
+
+
+async def test_progress_ends_with_the_first_tokens_and_begins_anew(server: FakeServer) -> None:
+    peer = await server.connect(features=("progress",))
+    for _ in range(2):
+        await peer.ask(generate(1))
+        server.engine.last.note_prefill(1)
+        assert await peer.received() == [Progress(1, 1, 3)]
+        await server.engine.last.put(chunk(0))
+        server.engine.last.note_prefill(2)
+        await server.engine.last.put(chunk(1, last=True))
+        assert names(await peer.received()) == ["Tokens", "Tokens", "Done"]
+
+
+async def test_a_refused_id_is_free_at_once(server: FakeServer) -> None:
+    peer = await server.connect()
+    server.engine.refusal = Overloaded("the queue is full")
+    assert error(await peer.ask(generate(1))).code == "RESOURCE_EXHAUSTED"
+    server.engine.refusal = None
+    assert names(await peer.ask(generate(1))) == ["Accepted"]
+
+
+async def test_a_refused_request_leaves_no_key_and_nothing_to_resume(server: FakeServer) -> None:
+    peer = await server.connect()
+    server.engine.refusal = Overloaded("the queue is full")
+    await peer.ask(generate(1, resumable=True, idempotency_key="k"))
+    server.engine.refusal = None
+    assert error(await peer.ask(Resume(1, 0))).code == "NOT_FOUND"
+    assert names(await peer.ask(generate(2, "another prompt", idempotency_key="k"))) == ["Accepted"]
+
+
+async def test_a_new_session_has_nothing_of_the_one_before(server: FakeServer) -> None:
+    first = await server.connect()
+    await first.ask(generate(1, resumable=True))
+    await first.leave()
+    second = await server.connect()
+    assert error(await second.ask(Resume(1, 0))).code == "NOT_FOUND"
+    assert names(await second.ask(generate(1))) == ["Accepted"]
+
+
+# Readers that do not read
+
+
+@every_kind
+async def test_a_stuck_reader_counts_as_a_slow_reader(serve: Serve, clock: FakeClock, kind: dict[str, Any]) -> None:
+    server = serve(write_timeout_ms=1000, resume_timeout_ms=1)
+    peer = await server.connect()
+    await peer.ask(generate(1, **kind))
+    peer.writer.stop_reading()
+    await server.engine.last.put(*(chunk(index) for index in range(10)))
+    await clock.advance(1)
+    assert peer.task.done()
+    await clock.advance(1)
+    assert server.engine.last.is_cancelled
+    assert server.metric('quire_cancelled_total{cause="slow_reader"}') == (0 if "resumable" in kind else 1)
+    assert server.metric('quire_cancelled_total{cause="disconnect"}') == (1 if "resumable" in kind else 0)
+
+
+async def test_a_reader_that_lets_too_much_wait_counts_as_a_slow_reader(serve: Serve) -> None:
+    server = serve(max_outgoing_bytes=300_000)
+    peer = await server.connect()
+    await peer.ask(generate(1), generate(2))
+    peer.writer.stop_reading()
+    await server.engine.last.put(*(chunk(index, text="x" * 60_000) for index in range(10)))
+    assert peer.task.done()
+    assert [each.is_cancelled for each in server.engine.generations] == [True, True]
+    assert server.metric('quire_cancelled_total{cause="slow_reader"}') == 2
+    assert server.metric('quire_cancelled_total{cause="disconnect"}') == 0
+
+
+@pytest.mark.parametrize("kind", list(KINDS.values())[1:], ids=list(KINDS)[1:])
+async def test_a_replay_that_waits_for_its_reader_ends_with_the_connection(
+    serve: Serve, clock: FakeClock, kind: dict[str, Any]
+) -> None:
+    """More is at hand than the peer has taken, so the stream waits; then the peer goes."""
+    server = serve(resume_timeout_ms=1000)
+    peer = await server.connect()
+    await peer.ask(generate(1, **kind))
+    peer.writer.stop_reading()
+    await server.engine.last.put(*(chunk(index, text="x" * 60_000) for index in range(40)))
+    await peer.leave()
+    peer.writer.transport.abort()
+    await settle()
+    assert peer.task.done()
+    await clock.advance(1)
+    assert server.engine.last.is_cancelled
+    assert len(server.requests) == 0
+
+
+@pytest.mark.parametrize("kind", list(KINDS.values())[1:], ids=list(KINDS)[1:])
+async def test_a_replay_waits_for_its_reader_and_goes_on(server: FakeServer, kind: dict[str, Any]) -> None:
+    peer = await server.connect()
+    await peer.ask(generate(1, **kind))
+    peer.writer.stop_reading()
+    await server.engine.last.put(*(chunk(index, text="x" * 60_000) for index in range(200)))
+    await server.engine.last.put(chunk(200, last=True))
+    assert not peer.task.done(), "12 MB wait where 8 MB may be unsent"
+    peer.writer.read_again()
+    frames = []
+    while "Done" not in names(frames):
+        frames += await peer.received()
+    assert sum(map(len, texts(frames))) == 200 * 60_000 + 1
+
+
+# Frames that the peer cannot take
+
+
+@every_kind
+@pytest.mark.parametrize("offers", [{"peer": MIN_FRAME_BYTES}, {"server": MIN_FRAME_BYTES}], ids=["peer", "server"])
+async def test_no_frame_is_longer_than_both_sides_take(
+    serve: Serve, kind: dict[str, Any], offers: dict[str, int]
+) -> None:
+    server = serve(max_frame_bytes=offers.get("server", 1 << 20))
+    peer = await server.connect(max_frame_bytes=offers.get("peer", 1 << 20))
+    await peer.ask(generate(1, **kind), generate(2))
+    long, other = server.engine.generations
+    await long.put(chunk(0, text="x" * (MIN_FRAME_BYTES - 1000)), chunk(1, text="x" * MIN_FRAME_BYTES), chunk(2))
+    frames = await peer.received()
+    assert names(frames) == ["Tokens", "Error"]
+    assert frames[-1].code == "INVALID_ARGUMENT"  # type: ignore[union-attr]
+    await other.put(chunk(0, last=True))
+    assert names(await peer.received()) == ["Tokens", "Done"], "the other request goes on"
+
+
+async def test_an_answer_that_the_peer_cannot_take_is_an_error(server: FakeServer) -> None:
+    peer = await server.connect(max_frame_bytes=MIN_FRAME_BYTES)
+    frame = error(await peer.ask(Tokenize(1, "x" * 60_000 + "é" * 2500)))
+    assert (frame.request_id, frame.code) == (1, "INVALID_ARGUMENT")
+    assert await peer.ask(Ping(1)) == [Pong(1)]
+
+
+async def test_larger_frames_than_before_welcome_are_sent_and_taken(server: FakeServer) -> None:
+    peer = await server.connect()
+    await peer.ask(generate(1, "p" * 2 * MIN_FRAME_BYTES))
+    assert server.engine.last.request.prompt == "p" * 2 * MIN_FRAME_BYTES
+    await server.engine.last.put(chunk(0, text="x" * 2 * MIN_FRAME_BYTES, last=True))
+    assert texts(await peer.received()) == ["x" * 2 * MIN_FRAME_BYTES]
+
+
+# The last frame
+
+
+async def test_the_last_chunk_becomes_tokens_and_done(server: FakeServer) -> None:
+    peer = await server.connect()
+    await peer.ask(generate(7))
+    last = chunk(0, 2, last=True)
+    await server.engine.last.put(last)
+    tokens, done = await peer.received()
+    assert tokens == Tokens(7, 0, (0, 1), "x", last.logprobs)
+    assert done == Done(7, "length", msgspec.structs.replace(last.usage))  # type: ignore[arg-type]
+
+
+@every_kind
+async def test_a_generation_that_ends_without_a_finish_reason_is_an_error(
+    server: FakeServer, kind: dict[str, Any]
+) -> None:
+    peer = await server.connect()
+    await peer.ask(generate(1, **kind))
+    await server.engine.last.put(chunk(0), StopIteration())
+    tokens, last = await peer.received()
+    assert isinstance(tokens, Tokens)
+    assert error([last]).message == "the engine ended this stream without a finish reason"

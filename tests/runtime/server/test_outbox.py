@@ -1,0 +1,193 @@
+"""The way out of a connection: bounded, in order, and never in the way of whoever sends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from quire.runtime.common.errors import InvalidRequest
+from quire.runtime.protocol.codec import Decoder, encode
+from quire.runtime.protocol.frames import MAX_FRAME_BYTES, SERVER_FRAMES, Ping, Tokenized, Tokens
+from quire.runtime.server.outbox import Outbox
+
+from .fakes import FakeClock, FakeWriter, settle
+
+
+class Wire:
+    """A buffer whose task runs, over a writer in memory."""
+
+    def __init__(self, max_bytes: int = 1 << 20, write_timeout_s: float = 1.0) -> None:
+        self.writer = FakeWriter()
+        writer: Any = self.writer
+        self.buffer = Outbox(writer, max_bytes=max_bytes, write_timeout_s=write_timeout_s)
+        self.task = asyncio.create_task(self.buffer.run())
+
+    def arrived(self) -> list[Any]:
+        return list(Decoder(SERVER_FRAMES, MAX_FRAME_BYTES).feed(bytes(self.writer.transport.taken)))
+
+
+@pytest.fixture
+async def wire(clock: FakeClock) -> AsyncIterator[Callable[..., Wire]]:
+    wires: list[Wire] = []
+
+    def make(**limits: Any) -> Wire:
+        wires.append(Wire(**limits))
+        return wires[-1]
+
+    yield make
+    for each in wires:
+        each.buffer.close()
+        each.writer.transport.abort()
+        await settle()
+        assert each.task.done()
+
+
+def text(num_bytes: int) -> Tokens:
+    return Tokens(1, 0, (1,), "x" * num_bytes)
+
+
+async def test_frames_arrive_whole_and_in_order(wire: Callable[..., Wire]) -> None:
+    sent = [Ping(index) if index % 3 else text(index * 1000) for index in range(100)]
+    one = wire(max_bytes=16 << 20)
+    for frame in sent:
+        one.buffer.send(frame)
+    while one.buffer.has_unsent:
+        await settle()
+    assert one.arrived() == sent
+
+
+async def test_a_frame_longer_than_the_peer_takes_is_refused_and_nothing_of_it_is_sent(
+    wire: Callable[..., Wire],
+) -> None:
+    one = wire()
+    one.buffer.max_frame_bytes = len(encode(text(1000))) - 4
+    one.buffer.send(text(1000))
+    with pytest.raises(InvalidRequest, match=f"the limit is {one.buffer.max_frame_bytes}"):
+        one.buffer.send(text(1001))
+    one.buffer.send(Ping(1))
+    await settle()
+    assert one.arrived() == [text(1000), Ping(1)]
+
+
+async def test_a_peer_that_lets_too_much_wait_is_cut_and_what_waits_is_dropped(wire: Callable[..., Wire]) -> None:
+    one = wire(max_bytes=100_000)
+    one.writer.stop_reading()
+    one.buffer.send(text(60_000))
+    await settle()
+    for _ in range(2):
+        assert not one.writer.transport.aborted
+        one.buffer.send(text(60_000))
+    assert (one.buffer.stuck, one.writer.transport.aborted) == (True, True)
+    await settle()
+    assert one.task.done()
+    one.buffer.send(text(60_000))
+    assert not one.buffer._unsent
+
+
+async def test_a_peer_that_takes_nothing_of_a_write_in_time_is_cut(wire: Callable[..., Wire], clock: FakeClock) -> None:
+    one = wire(write_timeout_s=10)
+    one.writer.stop_reading()
+    one.buffer.send(Ping(1))
+    await settle()
+    await clock.advance(9.9)
+    assert not one.buffer.stuck
+    await clock.advance(0.1)
+    assert (one.buffer.stuck, one.writer.transport.aborted, one.task.done()) == (True, True, True)
+
+
+async def test_each_write_has_the_whole_time(wire: Callable[..., Wire], clock: FakeClock) -> None:
+    one = wire(write_timeout_s=10)
+    for index in range(5):
+        one.writer.stop_reading()
+        one.buffer.send(Ping(index))
+        await settle()
+        await clock.advance(9)
+        one.writer.read_again()
+        await settle()
+    assert one.arrived() == [Ping(index) for index in range(5)]
+
+
+async def test_closed_it_sends_what_it_has_and_takes_nothing_more(wire: Callable[..., Wire]) -> None:
+    one = wire()
+    one.writer.stop_reading()
+    one.buffer.send(Ping(1))
+    one.buffer.send(Ping(2))
+    one.buffer.close()
+    one.buffer.send(Ping(3))
+    await settle()
+    assert one.buffer.has_unsent
+    one.writer.read_again()
+    await settle()
+    assert one.task.done()
+    assert one.arrived() == [Ping(1), Ping(2)]
+    assert not one.buffer.has_unsent
+
+
+async def test_a_lost_connection_ends_the_task_without_an_error(wire: Callable[..., Wire]) -> None:
+    one = wire()
+    one.writer.stop_reading()
+    one.buffer.send(Ping(1))
+    await settle()
+    one.writer.transport.abort()
+    await settle()
+    assert one.task.done()
+    assert one.task.exception() is None
+    assert not one.buffer.stuck
+
+
+# Room: for a sender that has a long stream at hand
+
+
+async def test_room_is_waited_for_while_much_is_unsent(wire: Callable[..., Wire]) -> None:
+    one = wire(max_bytes=1 << 20)
+    await asyncio.wait_for(one.buffer.room(), 1)
+    one.writer.stop_reading()
+    for _ in range(6):
+        one.buffer.send(text(64 << 10))
+    waiting = asyncio.create_task(one.buffer.room())
+    await settle()
+    assert not waiting.done()
+    one.writer.read_again()
+    await settle()
+    assert waiting.done()
+
+
+@pytest.mark.parametrize("end", ["closed", "lost", "stuck"])
+async def test_room_is_not_waited_for_on_a_connection_that_ended(
+    wire: Callable[..., Wire], clock: FakeClock, end: str
+) -> None:
+    one = wire(max_bytes=1 << 20, write_timeout_s=10)
+    one.writer.stop_reading()
+    for _ in range(6):
+        one.buffer.send(text(64 << 10))
+    waiting = [asyncio.create_task(one.buffer.room()) for _ in range(2)]
+    await settle()
+    assert not any(each.done() for each in waiting)
+    if end == "closed":
+        one.buffer.close()
+    elif end == "lost":
+        one.writer.transport.abort()
+    else:
+        await clock.advance(10)
+    await settle()
+    assert all(each.done() for each in waiting)
+    await one.buffer.room()
+
+
+async def test_a_small_limit_leaves_room_for_one_more_frame(wire: Callable[..., Wire]) -> None:
+    """Half of what may be unsent is used by those that can wait; the rest is for frames that cannot."""
+    one = wire(max_bytes=100_000)
+    one.writer.stop_reading()
+    one.buffer.send(Ping(1))
+    await settle()
+    one.buffer.send(text(51_000))
+    waiting = asyncio.create_task(one.buffer.room())
+    await settle()
+    assert not waiting.done()
+    one.buffer.send(Tokenized(1, tuple(range(5000))))
+    assert not one.buffer.stuck
+    one.writer.read_again()
+    await settle()
+    assert waiting.done()
