@@ -1,7 +1,7 @@
 """Who owns which page. Integers and token ids in, page ids out; no request, no asyncio, no kernel."""
 
 from .arena import KVArena
-from .errors import (
+from .exceptions import (
     InvariantViolated,
     OutOfMemory,
     OutOfPages,

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from .errors import InvariantViolated
+from .exceptions import InvariantViolated
 from .layout import first_kept_token
 from .pager import Pager
 from .pool import PagePool

@@ -13,7 +13,7 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from .errors import OutOfMemory
+from .exceptions import OutOfMemory
 
 HUGE_PAGE_BYTES = 2 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14, not yet among mmap's constants

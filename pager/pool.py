@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from .errors import OutOfPages, PagerError
+from .exceptions import OutOfPages, PagerError
 
 
 class Content(NamedTuple):

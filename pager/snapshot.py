@@ -29,7 +29,7 @@ from zlib import crc32
 import numpy as np
 
 from .arena import KVArena
-from .errors import SnapshotDamaged, SnapshotError, SnapshotForeign, SnapshotMismatch, SnapshotTruncated
+from .exceptions import SnapshotDamaged, SnapshotError, SnapshotForeign, SnapshotMismatch, SnapshotTruncated
 from .pager import Pager
 from .pool import Content
 from .prefix import page_key

@@ -22,7 +22,7 @@ from zlib import crc32
 import numpy as np
 
 from .arena import KVArena
-from .errors import SpillUnavailable
+from .exceptions import SpillUnavailable
 from .table import NULL_PAGE
 
 PAUSE_S = 60.0  # after a failure
