@@ -1,6 +1,6 @@
-"""Who owns which page. Integers and token ids in, page ids out; no request, no asyncio, no kernel."""
+"""KV-cache pages: allocation, page tables, the prefix cache, spilling and snapshots. Imports nothing else of Quire."""
 
-from .arena import KVArena
+from .arena import KVArena, map_memory
 from .exceptions import (
     InvariantViolated,
     OutOfMemory,
@@ -15,9 +15,8 @@ from .exceptions import (
 )
 from .invariants import check
 from .layout import PAGE_SIZES, KVDtype, KVLayout
-from .memory import map_memory
 from .pager import Pager
-from .prefix import page_key, root_key
+from .prefix import page_keys, root_key
 from .snapshot import load_snapshot, save_snapshot
 from .spill import PageStore, Spilled, SpillFile
 from .table import PageTable
@@ -45,7 +44,7 @@ __all__ = [
     "check",
     "load_snapshot",
     "map_memory",
-    "page_key",
+    "page_keys",
     "root_key",
     "save_snapshot",
 ]

@@ -1,22 +1,27 @@
-"""The memory behind the pages: one anonymous mapping, planned and taken at start, never grown.
+"""The memory of the KV pages, and `map_memory`, which maps it: taken at start, never grown.
 
-It must not know who owns which page. The one invariant: `memory` is `[slot][page][kv_head]{K, V}` bytes exactly as
-`KVLayout` says, starts on a 2 MiB boundary and reads as zero until something is written.
-
-Pages are zeroed by the kernel that writes their first slot, so allocating one costs nothing here.
+Must not import anything about page ownership. `KVArena.memory` is `[slot][page][kv_head]{K, V}` bytes as `KVLayout`
+defines them. The kernel that writes a page's first slot zeroes the page, so allocating a page costs nothing here.
 """
 
 from __future__ import annotations
 
+import errno
+import mmap
+from contextlib import suppress
+
 import numpy as np
 import numpy.typing as npt
 
+from .exceptions import OutOfMemory
 from .layout import KVLayout
-from .memory import map_memory
+
+HUGE_PAGE_BYTES = 2 << 20
+MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap module has no constant for it yet
 
 
 class KVArena:
-    """`num_pages` pages of `layout`, on huge pages where the system gives them. Raises OutOfMemory."""
+    """Memory of `num_pages` pages of `layout`, on huge pages where the system has them. Raises OutOfMemory."""
 
     def __init__(self, layout: KVLayout, num_pages: int) -> None:
         if num_pages < 1:
@@ -26,25 +31,49 @@ class KVArena:
         self.memory = map_memory(layout.page_bytes * num_pages)  # [slots * pages * layer_page_bytes] uint8
 
     def copy_page(self, source: int, destination: int) -> None:
-        """All layers of one page."""
+        """Copy all layers of page `source` to page `destination`."""
         pages = self._pages()
         pages[:, destination] = pages[:, source]
 
     def read_page(self, page: int, out: npt.NDArray[np.uint8]) -> None:
-        """All layers of one page into `out`  # [page_bytes] uint8."""
+        """Copy all layers of one page into `out`  # [page_bytes] uint8."""
         out.reshape(self.layout.page_layers, -1)[:] = self._pages()[:, page]
 
     def write_page(self, page: int, data: npt.NDArray[np.uint8]) -> None:
-        """All layers of one page from `data`  # [page_bytes] uint8, as `read_page` gave it."""
+        """Copy `data`, in the order of `read_page`, into all layers of one page  # [page_bytes] uint8."""
         self._pages()[:, page] = data.reshape(self.layout.page_layers, -1)
 
-    def zero_page(self, page: int) -> None:
-        """All layers of one page."""
-        self._pages()[:, page] = 0
-
     def close(self) -> None:
-        """Let go of the memory; the system has it back once no view of `memory` is left. Idempotent."""
+        """Drop the memory; the system gets it back when no view of `memory` is left. Idempotent."""
         self.memory = np.empty(0, np.uint8)
 
     def _pages(self) -> npt.NDArray[np.uint8]:  # [slots, pages, layer_page_bytes]
         return self.memory.reshape(self.layout.page_layers, self.num_pages, self.layout.layer_page_bytes)
+
+
+def map_memory(size: int) -> npt.NDArray[np.uint8]:
+    """Map `size` anonymous bytes that read as zero and start on a 2 MiB boundary. Raises OutOfMemory.
+
+    All of it is backed by memory when this returns; memory that turns out to be missing later would kill the process
+    under load. Unmapped when the last view is gone.
+    """
+    try:
+        mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise OutOfMemory(f"cannot map {size:,} bytes ({error})") from error
+    whole = np.frombuffer(mapping, np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE_BYTES
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without transparent huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE, start, size)
+    _populate(mapping, start, size)
+    return whole[start : start + size]
+
+
+def _populate(mapping: mmap.mmap, start: int, size: int) -> None:
+    """Back the mapping with memory now. Kernels older than 5.14 do it at the first write instead."""
+    try:
+        mapping.madvise(MADV_POPULATE_WRITE, start, size)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise OutOfMemory(f"cannot populate {size:,} bytes ({error})") from error

@@ -1,29 +1,26 @@
-"""What the pager can refuse, as one small tree.
+"""The errors of the pager. An operation that raises one has changed nothing.
 
-It must not know users, gRPC codes or the errors of the runtime, which translates these once, at its Engine facade.
-The one invariant: whatever the pager refuses, it refuses before it has changed anything.
-
-    PagerError
-    ├── OutOfPages        not enough pages are free or evictable
-    ├── OutOfMemory       the system did not give the memory asked for
-    ├── SpillUnavailable  no file to spill to could be made
-    ├── SnapshotError     a snapshot cannot be written or read
-    │   ├── SnapshotForeign    the file is something else
-    │   ├── SnapshotMismatch   of another model or layout
-    │   ├── SnapshotTruncated  its end is missing
-    │   └── SnapshotDamaged    its bytes are not those written
-    └── InvariantViolated the books do not balance: a bug in Quire, never a user's fault
+PagerError
+├── OutOfPages        not enough pages are free or evictable
+├── OutOfMemory       the system did not provide the requested memory
+├── SpillUnavailable  the spill file could not be created
+├── SnapshotError     a snapshot cannot be written or read
+│   ├── SnapshotForeign    the file is not a snapshot
+│   ├── SnapshotMismatch   it belongs to another model or layout
+│   ├── SnapshotTruncated  its end is missing
+│   └── SnapshotDamaged    its bytes are not those written
+└── InvariantViolated the page counts do not add up: a bug in Quire
 """
 
 from __future__ import annotations
 
 
 class PagerError(Exception):
-    """Base of the tree."""
+    """Base class of the pager's errors."""
 
 
 class OutOfPages(PagerError):
-    """`needed` pages were asked for and only `available` (free or evictable) are left."""
+    """An operation needs `needed` pages, but only `available` are free or evictable."""
 
     def __init__(self, needed: int, available: int) -> None:
         super().__init__(f"needs {needed} pages, {available} are available")
@@ -36,19 +33,19 @@ class OutOfMemory(PagerError):
 
 
 class SpillUnavailable(PagerError):
-    """The spill file could not be made."""
+    """The spill file could not be created."""
 
 
 class SnapshotError(PagerError):
-    """A snapshot cannot be written, or must not be used."""
+    """A snapshot cannot be written or cannot be used."""
 
 
 class SnapshotForeign(SnapshotError):
-    """The file is no snapshot, or one of a version that is not known here."""
+    """The file is not a snapshot, or has an unknown version."""
 
 
 class SnapshotMismatch(SnapshotError):
-    """The snapshot is of another model or another layout of the KV cache."""
+    """The snapshot belongs to another model or another layout of the KV cache."""
 
 
 class SnapshotTruncated(SnapshotError):

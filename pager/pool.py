@@ -1,22 +1,23 @@
-"""Which pages are owned, which are free, and which free ones still hold content worth keeping.
+"""The page pool: reference counts, the free list, and unowned pages whose content can still be found.
 
-Page ids and opaque content only: it must not know sequences, what content means, or memory. The one invariant: every
-page is in exactly one of three places, *free* (no owner, no content), *cached* (no owner, content indexed by its key)
-or *owned* (one or more references), so `num_free + num_cached + num_owned == num_pages`.
+Works on page ids and opaque content; must not import tables or anything about memory. Every page is in exactly one of
+three states: *free* (no owner, no content), *cached* (no owner, content indexed by its key) or *owned* (one or more
+references), so `num_free + num_cached + num_owned == num_pages`.
 
-Allocation order is fixed, and the tests spell it out:
+Allocation order is fixed:
 
-1. free pages, least recently freed first; a new pool counts as freed in ascending order;
-2. then cached pages, least recently released first, each losing its content: those that are pinned after all others.
+1. free pages, least recently freed first; the pages of a new pool in ascending order;
+2. then cached pages, least recently released first, each losing its content. Pinned pages come after all others.
 
-`release` gives pages back tail first, so of one sequence the tail is evicted before the head. Whoever owns a page of a
-prefix owns the pages before it too, hence a page is never evicted before the pages that continue it: leaf-first.
+`release` returns a sequence's pages tail first, so the tail is evicted before the head. A table that holds a page of a
+prefix holds the pages before it too, so a page is never evicted before the pages that continue it: leaf first.
 
-A pin keeps content until a time. It is soft, because memory that nobody can have is worth less than content that may
-be asked for again; and it never outlives the pins of the pages before, so among pinned pages, too, leaves go first.
-When it expires, the page counts as released just then.
+A pin protects content until a time, but not absolutely: if only pinned pages are left, they are evicted. A pin never
+outlives the pins of the pages before it, so pinned pages are evicted leaf first too. When a pin expires, the page
+counts as released at that moment.
 
-Pages without owner may be reserved, by number and not by id: `num_reserved` of them are kept for whoever reserved them.
+Unowned pages can be reserved, by number and not by id: `num_reserved` of them can only be allocated by the tables that
+reserved them.
 """
 
 from __future__ import annotations
@@ -30,25 +31,26 @@ from .exceptions import OutOfPages, PagerError
 
 
 class Content(NamedTuple):
-    """What a full page holds. With its group, `key` identifies it among all pages of all time, as far as sha256 can."""
+    """What a full page holds. `key` and `group` identify it, unless sha256 collides."""
 
     key: bytes
-    parent: bytes  # what the key continues: key of the page before it, or the root of its chain
+    parent: bytes  # key of the page before it, or the root of its chain
     depth: int  # pages before it
-    group: int  # of layers
-    token_ids: bytes  # encoded; compared on a hit, so that a hash collision is a miss
+    group: int  # layer group
+    token_ids: bytes  # encoded; compared on a hit, so a hash collision is a miss
 
 
 class Pin(NamedTuple):
-    """Ordered by when it expires: of equal ones, the leaf's first."""
+    """A pin, ordered by expiry; pins that expire together are ordered leaf first."""
 
     until: float
     order: int
 
 
 class PagePool:
-    """Reference counts and three intrusive circular lists over page ids. Every operation is O(pages named in it), times
-    the logarithm of the pins for those that pin.
+    """Reference counts and three intrusive circular lists over page ids.
+
+    Every operation is O(number of given pages), `pin` also times log(number of pins).
     """
 
     def __init__(self, num_pages: int, num_groups: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,12 +70,12 @@ class PagePool:
         self._previous: list[int] = [num_pages, *range(num_pages), self._cached, self._pinned]
         self._clock = clock
         self._pins: dict[int, Pin] = {}
-        self._expiries: list[tuple[Pin, int]] = []  # a heap; pins renewed or gone are skipped
-        self._num_pins = 0  # ever made
+        self._expiries: list[tuple[Pin, int]] = []  # a heap; entries of renewed or removed pins are skipped
+        self._num_pins = 0  # since the start
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` could hand out now to somebody without a reservation."""
+        """Pages that can be allocated now without a reservation: free or cached, minus the reserved ones."""
         return self.num_free + self.num_cached - self.num_reserved
 
     @property
@@ -82,32 +84,32 @@ class PagePool:
 
     @property
     def num_pinned(self) -> int:
-        """Pages, owned or cached, whose content a pin keeps now."""
+        """Pages, owned or cached, that have a pin."""
         self._expire_pins()
         return len(self._pins)
 
     def require(self, count: int, reserved: int = 0) -> None:
-        """Raise OutOfPages unless somebody with this reservation could have `count` pages."""
+        """Raise OutOfPages unless a caller with `reserved` reserved pages can allocate `count` pages."""
         available = self.num_available + reserved
         if count > available:
             raise OutOfPages(count, available)
 
     def allocate(self, count: int, reserved: int = 0) -> list[int]:
-        """`count` pages in allocation order, with one reference each and no content. Raises OutOfPages.
+        """Return `count` pages in allocation order, with one reference each and no content. Raises OutOfPages.
 
-        The caller holds a reservation of `reserved` pages; it is used up first.
+        The caller has reserved `reserved` pages; these are used up first.
         """
         self.require(count, reserved)
         self.num_reserved -= min(count, reserved)
         return [self._take() for _ in range(count)]
 
     def reserve(self, count: int) -> None:
-        """Keep `count` more pages for the caller, or, if negative, so many fewer. Raises OutOfPages."""
+        """Reserve `count` more pages, or fewer if `count` is negative. Raises OutOfPages."""
         self.require(count)
         self.num_reserved += count
 
     def retain(self, page_ids: Iterable[int]) -> None:
-        """One more reference on each. The pages must be owned or cached."""
+        """Add a reference to each page. The pages must be owned or cached."""
         for page in page_ids:
             if self._references[page] == 0:
                 self._unlink(page)
@@ -115,18 +117,18 @@ class PagePool:
             self._references[page] += 1
 
     def release(self, page_ids: Sequence[int]) -> None:
-        """One reference less on each, in reverse order: pass a sequence's pages head first. The pages must be owned."""
+        """Drop a reference to each page, last page first. The pages must be owned; pass a sequence head first."""
         for page in reversed(page_ids):
             self._references[page] -= 1
             if self._references[page] == 0:
                 self._park(page)
 
     def is_private(self, page: int) -> bool:
-        """Whether its only owner may write to it: nobody else reads it and no key promises its content."""
+        """Return whether the page has one owner and no indexed content, so the owner may write to it."""
         return self._references[page] == 1 and self._contents[page] is None
 
     def label(self, page: int, content: Content) -> None:
-        """Index an owned page by its content. A page has one content for as long as it is owned, a key one page."""
+        """Index an owned page by its content. A page keeps its content while it is owned; a key has one page."""
         index = self._page_by_key[content.group]
         if self._contents[page] is not None or content.key in index:
             raise PagerError(f"page {page} or its content is already indexed")
@@ -134,7 +136,7 @@ class PagePool:
         index[content.key] = page
 
     def pin(self, page_ids: Sequence[int], until: float) -> None:
-        """Keep the content of these indexed pages until then; pass a whole prefix, head first. Shortens no pin."""
+        """Pin these indexed pages until `until`. Pass a whole prefix, head first. A later pin is never shortened."""
         for page in reversed(page_ids):
             previous = self._pins.get(page)
             pin = Pin(max(until, previous.until) if previous else until, self._num_pins)
@@ -149,7 +151,7 @@ class PagePool:
             heapify(self._expiries)
 
     def find(self, key: bytes, group: int = 0) -> int | None:
-        """The page indexed by this key. Finding it does not keep it: `retain` does."""
+        """Return the page indexed by this key, without retaining it."""
         return self._page_by_key[group].get(key)
 
     def content(self, page: int) -> Content | None:
@@ -159,27 +161,27 @@ class PagePool:
         return self._references[page]
 
     def free_pages(self) -> Iterator[int]:
-        """In allocation order."""
+        """Iterate over the free pages in allocation order."""
         return self._walk(self._free)
 
     def cached_pages(self) -> Iterator[int]:
-        """In eviction order."""
+        """Iterate over the cached pages in eviction order."""
         self._expire_pins()
         yield from self._walk(self._cached)
         yield from self._walk(self._pinned)
 
     def pinned_pages(self) -> Iterator[int]:
-        """Those that are cached, in eviction order."""
+        """Iterate over the cached pages with a pin in eviction order."""
         self._expire_pins()
         return self._walk(self._pinned)
 
     def pins(self) -> dict[int, float]:
-        """A copy: until when each pinned page is kept."""
+        """Return a copy of the pins: page -> expiry."""
         self._expire_pins()
         return {page: pin.until for page, pin in self._pins.items()}
 
     def indexed_pages(self, group: int = 0) -> dict[bytes, int]:
-        """A copy of a group's index: key to page."""
+        """Return a copy of a group's index: key -> page."""
         return dict(self._page_by_key[group])
 
     def _take(self) -> int:

@@ -1,116 +1,128 @@
-"""The prefix cache: which page already holds the keys and values of these tokens after those.
+"""The prefix cache: finds full pages by the tokens they hold and the tokens before them.
 
-Token ids and page ids only: it must not know requests, and it keeps no page alive, the pool decides what is evicted.
-The one invariant: a page found here holds exactly the tokens asked for, after exactly the same tokens, for the same
-tenant. The key says so, and the tokens are compared besides.
+Works on token ids and page ids; must not import the scheduler. The cache holds no reference on a page: the pool decides
+what is evicted. A page found here holds exactly these tokens after exactly the same earlier tokens of the same tenant:
+the key says so, and the tokens are compared too.
 
-Keys are a chain, fixed for all versions of this scheme, so that another process (a router) computes the same:
+Keys form a chain that is fixed for all versions of this scheme, so other processes compute the same keys:
 
     root       = sha256(b"quire prefix v1\\0" + salt)                        salt: the tenant's, any bytes
     key of page i = sha256(key of page i-1, or root + page_size u32 little-endian token ids)
 
-All layer groups use the same keys, each in an index of its own. Only full pages are indexed. A table opened over a hit
-*is* the lock on it: its references keep every page of the hit, releasing it unlocks them. Eviction is LRU by the pool's
-order: leaf-first in a full group, oldest first in a sliding one, whose early pages nobody owns any more.
+All layer groups use the same keys, each with its own index. Only full pages are indexed. An open table keeps the pages
+of its hit by its references. Eviction is least recently used, in the pool's order: leaf first in a full group, oldest
+first in a sliding group, whose early pages have no owner any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from hashlib import sha256
 from struct import Struct
 from typing import NamedTuple
 
 from .layout import first_kept_token
 from .pool import Content, PagePool
-from .table import NULL_PAGE, PageTable, listed
-
-
-class Hit(NamedTuple):
-    """Indexed pages that a sequence starts with. Nothing keeps them until they are retained."""
-
-    keys: list[bytes]  # one per page
-    pages: list[list[int]]  # [groups][pages]; NULL_PAGE where a window does not reach
-
-    def page_ids(self) -> list[int]:
-        """All of them, heads first."""
-        return listed(self.pages)
+from .table import NULL_PAGE, PageTable, listed_pages
 
 
 def root_key(tenant_salt: bytes) -> bytes:
-    """What a tenant's chains start from. Tenants with different salts never share a page."""
+    """Return the start of a tenant's key chains. Tenants with different salts never share a page."""
     return sha256(b"quire prefix v1\0" + tenant_salt).digest()
 
 
 def page_key(parent: bytes, encoded_token_ids: bytes) -> bytes:
-    """Key of the page that holds these tokens after the page `parent` (or after nothing, with a root)."""
+    """Return the key of a page with these tokens that follows the page (or root) with key `parent`."""
     return sha256(parent + encoded_token_ids).digest()
 
 
+def page_keys(
+    parent: bytes, token_ids: Sequence[int], page_size: int, first: int, end: int
+) -> Iterator[tuple[bytes, bytes]]:
+    """Yield key and encoded tokens of the full pages `first` to `end`; `parent` is the key before page `first`."""
+    pack = _page_encoding(page_size).pack
+    for start in range(first * page_size, end * page_size, page_size):
+        encoded = pack(*token_ids[start : start + page_size])
+        parent = page_key(parent, encoded)
+        yield parent, encoded
+
+
+@lru_cache
+def _page_encoding(page_size: int) -> Struct:
+    return Struct(f"<{page_size}I")
+
+
+class PrefixHit(NamedTuple):
+    """Indexed pages that a sequence can start with. No reference keeps them until they are retained."""
+
+    keys: list[bytes]  # one per page
+    pages: list[list[int]]  # [groups][pages]; NULL_PAGE before a window
+
+    def page_ids(self) -> list[int]:
+        """Return all pages, each position of all groups before the next."""
+        return listed_pages(self.pages)
+
+
 class PrefixCache:
-    """Finds and indexes full pages by content; the index itself lives in the pool, beside the reference counts."""
+    """Finds and indexes full pages by content. The index itself is part of the pool, next to the reference counts."""
 
     def __init__(self, pool: PagePool, page_size: int, windows: Sequence[int]) -> None:
         self._pool = pool
         self._page_size = page_size
         self._windows = tuple(windows)
-        self._encoding = Struct(f"<{page_size}I")
 
-    def match(self, root: bytes, token_ids: Sequence[int], limit: int) -> Hit:
-        """The most pages, at most `limit`, that a sequence of `token_ids` may start with. Changes and keeps nothing.
+    def match(self, root: bytes, token_ids: Sequence[int], limit: int) -> PrefixHit:
+        """Return the longest hit of at most `limit` pages that a sequence of `token_ids` can start with.
 
-        A full group must have all of them, a sliding group those that the first row behind them still sees.
+        A full group must have all of these pages, a sliding group those that the first row after them still sees.
+        Changes nothing and retains nothing.
         """
         keys: list[bytes] = []
         pages: list[list[int]] = [[] for _ in self._windows]
-        holes = [-1] * len(self._windows)  # last page that a group does not have
+        holes = [-1] * len(self._windows)  # last page that a group lacks
         length = 0
-        parent = root
-        for depth in range(limit):
-            contents = self._contents(parent, token_ids, depth)
+        for depth, contents in enumerate(self._contents(root, token_ids, 0, limit)):
             found = [self._find(content) for content in contents]
             if NULL_PAGE in found:
                 if any(page == NULL_PAGE and not window for page, window in zip(found, self._windows, strict=True)):
                     break
                 holes = [depth if page == NULL_PAGE else hole for page, hole in zip(found, holes, strict=True)]
-            parent = contents[0].key
-            keys.append(parent)
+            keys.append(contents[0].key)
             for kept, page in zip(pages, found, strict=True):
                 kept.append(page)
             if max(holes) < 0 or self._are_behind(holes, depth + 1):
                 length = depth + 1
         return self._cut(keys, pages, length)
 
-    def find(self, root: bytes, token_ids: Sequence[int], num_pages: int) -> Hit:
-        """Whatever is indexed of the first `num_pages` pages, each by itself: NULL_PAGE where it is not."""
-        hit = Hit([], [[] for _ in self._windows])
-        parent = root
-        for depth in range(num_pages):
-            contents = self._contents(parent, token_ids, depth)
+    def find(self, root: bytes, token_ids: Sequence[int], num_pages: int) -> PrefixHit:
+        """Return each of the first `num_pages` pages that is indexed, NULL_PAGE for the others."""
+        hit = PrefixHit([], [[] for _ in self._windows])
+        for contents in self._contents(root, token_ids, 0, num_pages):
             for pages, content in zip(hit.pages, contents, strict=True):
                 pages.append(self._find(content))
-            parent = contents[0].key
-            hit.keys.append(parent)
+            hit.keys.append(contents[0].key)
         return hit
 
     def index(self, table: PageTable, token_ids: Sequence[int]) -> None:
         """Index the table's full pages, all of them computed; `token_ids` starts with the tokens they hold.
 
-        Where another page was indexed first for the same content, the table takes that one and gives its own back: the
-        bytes are the same, and one copy is enough. Not while a fork shares its own: the fork would go on owning the
-        pages behind, but not the one they continue, and that might then be evicted before them. There, as after a hash
-        collision, the rest of the table stays private.
+        Where the same content is already indexed on another page, the table takes that page and releases its own: the
+        bytes are equal. It keeps its own page while a fork shares it: the fork would own the pages after it but not
+        the indexed page before them, which could then be evicted first. In that case, as after a hash collision, the
+        rest of the table stays private.
         """
-        for depth in range(table.num_committed, table.num_tokens // self._page_size):
-            contents = self._contents(table.keys[-1] if depth else table.root, token_ids, depth)
+        first, end = table.num_committed, table.num_tokens // self._page_size
+        parent = table.keys[-1] if first else table.root
+        for depth, contents in enumerate(self._contents(parent, token_ids, first, end), first):
             if not self._index_page(table, depth, contents):
                 return
             table.keys.append(contents[0].key)
 
     def _index_page(self, table: PageTable, depth: int, contents: Sequence[Content]) -> bool:
-        """Index the pages of all groups at `depth`, or none and return False."""
+        """Index the pages of all groups at `depth`, or index none and return False."""
         missing: list[tuple[int, Content]] = []
-        duplicates: list[tuple[int, int]] = []  # (group, page to take instead)
+        duplicates: list[tuple[int, int]] = []  # (group, indexed page to take instead)
         for group, content in enumerate(contents):
             own, indexed = table.pages[group][depth], self._pool.find(content.key, group)
             if indexed is not None and self._pool.content(indexed) != content:
@@ -134,24 +146,23 @@ class PrefixCache:
         return page if page is not None and self._pool.content(page) == content else NULL_PAGE
 
     def _are_behind(self, holes: Sequence[int], num_pages: int) -> bool:
-        """Whether a row behind `num_pages` pages sees none of the holes."""
+        """Return whether the row after `num_pages` pages sees none of the holes."""
         return all(hole < first for hole, first in zip(holes, self._first_kept(num_pages), strict=True))
 
     def _first_kept(self, num_pages: int) -> list[int]:
-        """Per group, the first page that a row behind `num_pages` pages may see."""
+        """Return, per group, the first page that the row after `num_pages` pages can see."""
         num_tokens = num_pages * self._page_size
         return [first_kept_token(num_tokens, window) // self._page_size for window in self._windows]
 
-    def _cut(self, keys: list[bytes], pages: list[list[int]], length: int) -> Hit:
+    def _cut(self, keys: list[bytes], pages: list[list[int]], length: int) -> PrefixHit:
         firsts = self._first_kept(length)
-        return Hit(
+        return PrefixHit(
             keys[:length],
             [[NULL_PAGE] * first + kept[first:length] for first, kept in zip(firsts, pages, strict=True)],
         )
 
-    def _contents(self, parent: bytes, token_ids: Sequence[int], depth: int) -> list[Content]:
-        """What the page at `depth` holds, for each group."""
-        start = depth * self._page_size
-        encoded = self._encoding.pack(*token_ids[start : start + self._page_size])
-        key = page_key(parent, encoded)
-        return [Content(key, parent, depth, group, encoded) for group in range(len(self._windows))]
+    def _contents(self, parent: bytes, token_ids: Sequence[int], first: int, end: int) -> Iterator[list[Content]]:
+        """Yield what each page from `first` to `end` holds, for every group."""
+        for depth, (key, encoded) in enumerate(page_keys(parent, token_ids, self._page_size, first, end), first):
+            yield [Content(key, parent, depth, group, encoded) for group in range(len(self._windows))]
+            parent = key

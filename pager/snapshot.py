@@ -1,16 +1,16 @@
-"""The prefix cache on disk: written at drain, read at start, so that a restart is warm.
+"""Saves the prefix cache to a file when the engine drains and loads it at start, so a restart begins warm.
 
-It must not know models or requests: whose snapshot it is, `identity` says, any bytes that the caller chooses. The one
-invariant: nothing live changes before everything that will be used has been checked. The format, little-endian:
+Must not import models or requests: `identity`, any bytes that the caller chooses, says which model a snapshot belongs
+to. Loading changes nothing before everything that will be used has been checked. The format, little-endian:
 
     header   magic "QUIREKV\\0" · version u32 · page_size u32 · groups u32 · page_bytes u64 · pages u64
              · sha256 of the identity · sha256 of the layout · crc32 of all this
     page     key · parent (32 bytes each) · depth u32 · group u32 · token ids u32 … · crc32 of the memory
              · crc32 of all this, then `page_bytes` of memory
 
-Pages come in the reverse of their order of eviction, so whoever has less memory reads the first so many, and a page
-comes after the one it continues. The checksums are against accidents. Whoever can write the file can forge it, and
-then gets wrong tokens, but no page in the wrong place, and no memory that was not there before.
+Pages are in the reverse of their eviction order, so a smaller pool reads the first pages only, and a page comes after
+the page it continues. The checksums detect accidents. A forged file can make the model produce wrong tokens, but cannot
+corrupt the pager or reveal memory.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ HEADER_BYTES = HEADER.size + CHECKSUM.size
 
 
 def save_snapshot(path: str | os.PathLike[str], pager: Pager, arena: KVArena, identity: bytes) -> int:
-    """Write every indexed page, owned or cached, and replace `path` by it, all or nothing. Returns their number.
+    """Write every indexed page, owned or cached, to `path`. Return the number of pages.
 
-    No step may be computing. Raises SnapshotError if it cannot be written; `path` is then as it was.
+    No step may be running. Raises SnapshotError if the file cannot be written; `path` then keeps its old content.
     """
     path = Path(path)
     pages = _by_recency(pager)
@@ -63,16 +63,16 @@ def save_snapshot(path: str | os.PathLike[str], pager: Pager, arena: KVArena, id
 
 
 def load_snapshot(path: str | os.PathLike[str], pager: Pager, arena: KVArena, identity: bytes) -> int:
-    """Make the pages of a snapshot cached pages, in the same order of eviction: as many as fit. Returns their number.
+    """Load as many pages as fit, as cached pages with the same eviction order. Return the number of pages.
 
-    The pager must be new. Raises a SnapshotError, changing nothing, if the file cannot be read, is no snapshot, is of
-    another model or layout, is truncated or damaged.
+    The pager must be new. Raises a SnapshotError, changing nothing, if the file cannot be read, is not a snapshot,
+    belongs to another model or layout, is truncated or damaged.
     """
-    if pager.prefix is None or pager.num_free != pager.num_pages:
-        raise ValueError("a snapshot is loaded into a pager that caches prefixes and holds none yet")
+    if pager.prefix is None or pager.pool.num_free != pager.pool.num_pages:
+        raise ValueError("a snapshot can only be loaded into an empty pager with prefix caching enabled")
     try:
         with _opened(Path(path)) as file:
-            reader = _Reader(file, pager, arena, identity)
+            reader = _SnapshotReader(file, pager, arena, identity)
             contents = reader.check()
             page_ids = list(pager.pool.free_pages())[: len(contents)]
             reader.load(page_ids)
@@ -85,8 +85,8 @@ def load_snapshot(path: str | os.PathLike[str], pager: Pager, arena: KVArena, id
     return len(owned)
 
 
-class _Reader:
-    """An open snapshot: first `check`, then `load`. Holds one page of memory at a time."""
+class _SnapshotReader:
+    """An open snapshot: call `check`, then `load`. Holds one page of memory at a time."""
 
     def __init__(self, file: int, pager: Pager, arena: KVArena, identity: bytes) -> None:
         self._file = file
@@ -99,8 +99,8 @@ class _Reader:
         self._checksums: list[int] = []
 
     def check(self) -> list[Content]:
-        """What the first pages hold, as many as fit, each checked: record, memory, key and its place in the chain."""
-        count = min(self._check_header(), self._pager.num_free)
+        """Check record, memory, key and chain of as many pages as fit. Return what they hold."""
+        count = min(self._check_header(), self._pager.pool.num_free)
         contents: list[Content] = []
         seen: list[dict[bytes, int]] = [{} for _ in self._pager.windows]  # key -> depth, per group
         for index in range(count):
@@ -112,16 +112,16 @@ class _Reader:
         return contents
 
     def load(self, page_ids: Sequence[int]) -> None:
-        """Copy the memory of the checked pages into these, which nobody owns and nobody finds."""
+        """Copy the memory of the checked pages into `page_ids`, which must be free."""
         for index, page in enumerate(page_ids):
-            self._read_memory(index, self._checksums[index])  # checked again: the file may have changed meanwhile
+            self._read_memory(index, self._checksums[index])  # checked again: the file may have changed
             self._arena.write_page(page, self._page)
 
     def _check_header(self) -> int:
-        """How many pages the file has, of our model and layout and exactly as long as it says."""
+        """Check model, layout and length of the file. Return the number of its pages."""
         data = os.pread(self._file, HEADER_BYTES, 0)
         if not MAGIC.startswith(data[: len(MAGIC)]):
-            raise SnapshotForeign("the file is no snapshot of a prefix cache")
+            raise SnapshotForeign("the file is not a snapshot of a prefix cache")
         if len(data) < HEADER_BYTES:
             raise SnapshotTruncated("the snapshot ends within its header")
         _, version, _, _, _, num_pages, _, _ = HEADER.unpack_from(data)
@@ -130,7 +130,7 @@ class _Reader:
         self._unchecked(data, "header")
         expected = _header(self._pager, self._arena, self._identity, num_pages)
         if data[: HEADER.size] != expected:
-            raise SnapshotMismatch("the snapshot is of another model, build or layout of the KV cache")
+            raise SnapshotMismatch("the snapshot belongs to another model, build or layout of the KV cache")
         missing = HEADER_BYTES + num_pages * self._stride - os.fstat(self._file).st_size
         if missing > 0:
             raise SnapshotTruncated(f"the snapshot of {num_pages} pages is {missing} bytes too short")
@@ -152,7 +152,7 @@ class _Reader:
             raise SnapshotDamaged(f"page {index} of the snapshot has the wrong checksum")
 
     def _check_content(self, index: int, content: Content, seen: list[dict[bytes, int]]) -> None:
-        """Its key is what its tokens say, it is there once, and in a full group the page before it has been seen."""
+        """Check that the key matches the tokens, is unique, and in a full group continues an earlier page."""
         sound = content.group < len(seen) and content.key == page_key(content.parent, content.token_ids)
         if sound:
             known = seen[content.group]
@@ -163,7 +163,7 @@ class _Reader:
             raise SnapshotDamaged(f"page {index} of the snapshot does not continue the pages before it")
 
     def _unchecked(self, data: bytes, what: str) -> bytes:
-        """`data` without the checksum behind it."""
+        """Verify the checksum at the end of `data` and return the bytes before it."""
         body, checksum = data[: -CHECKSUM.size], data[-CHECKSUM.size :]
         if CHECKSUM.pack(crc32(body)) != checksum:
             raise SnapshotDamaged(f"the {what} of the snapshot has the wrong checksum")
@@ -171,7 +171,7 @@ class _Reader:
 
 
 def _by_recency(pager: Pager) -> list[tuple[int, Content]]:
-    """Indexed pages in the reverse of their order of eviction; owned ones would go last, the heads last of all."""
+    """Return the indexed pages, last evicted first: owned pages by depth, then cached pages."""
     pool = pager.pool
     owned = [page for page in range(pool.num_pages) if pool.references(page)]
     contents = [(page, content) for page in owned if (content := pool.content(page))]
@@ -202,7 +202,7 @@ def _checked(data: bytes) -> bytes:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A private file that takes the place of `path` once it is written and on disk, or vanishes."""
+    """Yield a private file that replaces `path` once it is complete and on disk; an error removes it."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with open(descriptor, "wb") as file:
@@ -223,7 +223,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A regular file to read; anything else is not waited for."""
+    """Open a regular file for reading, without blocking on anything else."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if not S_ISREG(os.fstat(file).st_mode):

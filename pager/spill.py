@@ -1,8 +1,7 @@
-"""Where pages go when memory is short: a bounded file without a name, one slot per page, a checksum for each.
+"""Stores KV pages outside the pool: an unnamed file of bounded size, one slot and one checksum per page.
 
-It must not know whose pages they are or which tokens. The one invariant: what is loaded is bit for bit what was saved,
-or `load` says no. Whatever the disk does (full, broken, slow), nothing is raised: the answer is no, the caller
-computes again, and the disk is left alone for a while.
+Must not import tables or the pager. Loaded bytes equal the saved ones, or `load` returns False. If the disk is full or
+broken nothing is raised: the method reports failure, the caller recomputes, and the store pauses for `PAUSE_S`.
 """
 
 from __future__ import annotations
@@ -32,41 +31,41 @@ WRITE_BYTES_PER_S, READ_BYTES_PER_S = 1e9, 2e9  # until measured
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spilled:
-    """A handle on a sequence's pages in a store: good for one `restore` or `discard`."""
+    """A handle for a sequence's pages in a store. It can be restored or discarded once."""
 
     num_tokens: int
-    slots: tuple[tuple[int, ...], ...]  # [pages][groups]; NULL_PAGE where the window does not reach
+    slots: tuple[tuple[int, ...], ...]  # [pages][groups]; NULL_PAGE before the window
 
     @property
     def num_pages(self) -> int:
         """Pages in the store."""
-        return len(self.used())
+        return len(self.used_slots())
 
-    def used(self) -> list[int]:
-        """The slots that hold them."""
+    def used_slots(self) -> list[int]:
+        """Return the slots that hold the pages."""
         return [slot for row in self.slots for slot in row if slot != NULL_PAGE]
 
 
 class PageStore(Protocol):
-    """What a pager needs of a place for pages outside its memory."""
+    """Storage for pages outside the pager's memory."""
 
     def save(self, page_ids: Sequence[int]) -> Sequence[int] | None:
-        """Copy these pages out. Returns a slot for each, or None, keeping nothing."""
+        """Copy these pages into the store. Return a slot for each, or None if not all could be saved."""
 
     def load(self, slots: Sequence[int], page_ids: Sequence[int]) -> bool:
-        """Copy the slots back into these pages; False if any is not what was saved. The slots stay taken."""
+        """Copy the slots into these pages. Return False if any cannot be read or is damaged. The slots stay in use."""
 
     def free(self, slots: Sequence[int]) -> None:
-        """The slots may be used again."""
+        """Mark the slots as unused."""
 
     def seconds(self, num_pages: int) -> float | None:
-        """Predicted time to save and load so many pages; None if they cannot be saved now."""
+        """Return the predicted seconds to save and load `num_pages` pages; None if they cannot be saved now."""
 
 
 class SpillFile:
-    """A PageStore of at most `max_bytes` in `directory`. The file has no name: it is gone with the process.
+    """A PageStore of at most `max_bytes` in `directory`. The file has no name, so it disappears with the process.
 
-    Raises ValueError if not even one page fits, SpillUnavailable if the file cannot be made.
+    Raises ValueError if `max_bytes` is less than one page, SpillUnavailable if the file cannot be created.
     """
 
     def __init__(
@@ -79,22 +78,17 @@ class SpillFile:
         self._page_bytes = arena.layout.page_bytes
         self.num_slots = max_bytes // self._page_bytes
         if self.num_slots < 1:
-            raise ValueError(f"{max_bytes:,} bytes hold no page of {self._page_bytes:,} bytes")
+            raise ValueError(f"a spill file needs at least one page of {self._page_bytes:,} bytes, got {max_bytes:,}")
         self._arena = arena
         self._clock = clock
-        self._buffer = np.empty(self._page_bytes, np.uint8)  # the page on its way
+        self._buffer = np.empty(self._page_bytes, np.uint8)  # the page being copied
         self._bytes = self._buffer.data
         self._checksums = array("I", bytes(4 * self.num_slots))
-        self._free = list(range(self.num_slots - 1, -1, -1))  # a stack: the file stays as short as it can
+        self._free = list(range(self.num_slots - 1, -1, -1))  # a stack of the lowest slots, which keeps the file short
         self._resume_at = clock()
         self._write_s = self._page_bytes / WRITE_BYTES_PER_S  # per page
         self._read_s = self._page_bytes / READ_BYTES_PER_S
         self._file = _open_nameless(Path(directory))
-
-    @property
-    def num_used(self) -> int:
-        """Slots that hold a page."""
-        return self.num_slots - len(self._free)
 
     def save(self, page_ids: Sequence[int]) -> list[int] | None:
         if self.seconds(len(page_ids)) is None:
@@ -131,7 +125,7 @@ class SpillFile:
         return num_pages * (self._write_s + self._read_s)
 
     def close(self) -> None:
-        """Let go of the file; from then on nothing can be saved or loaded. Idempotent."""
+        """Close the file. Later calls of `save` and `load` fail. Idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -159,7 +153,7 @@ class SpillFile:
 
 
 def _open_nameless(directory: Path) -> int:
-    """A file that has no name, or loses it at once where the file system cannot do better."""
+    """Open a file without a name; where the system has no O_TMPFILE, create one and unlink it at once."""
     if hasattr(os, "O_TMPFILE"):
         with suppress(OSError):
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -167,5 +161,5 @@ def _open_nameless(directory: Path) -> int:
         file, name = tempfile.mkstemp(prefix="quire-spill-", dir=directory)
         os.unlink(name)
     except OSError as error:
-        raise SpillUnavailable(f"cannot make a file to spill to in {directory} ({error.strerror})") from error
+        raise SpillUnavailable(f"cannot create a spill file in {directory} ({error.strerror})") from error
     return file

@@ -1,11 +1,10 @@
-"""One sequence's pages, in order: the page tables that kernels walk, one per layer group.
+"""The pages of one sequence, in order: one page table per layer group, as the kernels read them.
 
-It must not know what the tokens are, who asked for them or where the bytes lie. The one invariant: it holds one
-reference on each page it lists, and lists exactly the pages that `num_tokens` tokens fill, less those that a sliding
-group has given back.
+Must not import requests or anything about memory layout beyond page sizes. A table holds one reference on each page it
+lists. It lists exactly the pages that `num_tokens` tokens fill, except those that left a sliding group's window.
 
-A table writes only to pages that are its own alone. Full pages are shared freely, they never change; a partial last
-page that a fork shares, or whose content the prefix cache promises, is copied just before the next token goes into it.
+A table writes only to pages that no other table lists and that the prefix cache does not index. Full pages never change
+and are shared freely. A partial last page that is shared or indexed is copied before the next token is written to it.
 """
 
 from __future__ import annotations
@@ -17,17 +16,19 @@ from .layout import TILE, first_kept_token
 from .pool import PagePool
 
 CopyPage = Callable[[int, int], None]  # (source page, destination page), all layers
-NULL_PAGE = -1  # in the place of a page that left its window; released already
+NULL_PAGE = -1  # stands for a page that left its group's window and was released
 
 
 class PageTable:
-    """`pages[group]` is an array of C ints, so an executor reads it with no copy (`numpy.frombuffer`); while such a
-    view lives, the table must not grow or shrink. `num_tokens` counts taken slots: tokens computed or about to be.
+    """`pages[group]` is an array of C ints, which the model runner reads without a copy (`numpy.frombuffer`).
+
+    While such a view exists, the table must not grow or shrink. `num_tokens` counts slots in use: tokens that are
+    computed, and tokens that the step being planned will compute.
     """
 
     __slots__ = (
         "_copy_page",
-        "_given_back",
+        "_num_null",
         "_page_size",
         "_pool",
         "_shortest",
@@ -52,19 +53,19 @@ class PageTable:
         keys: Sequence[bytes],
         num_tokens: int,
     ) -> None:
-        """Takes over the caller's reference on each of `pages`, the first `len(keys)` of which are indexed."""
+        """Take over the caller's reference on each of `pages`, of which the first `len(keys)` are indexed."""
         self._pool = pool
         self._page_size = page_size
         self._windows = windows
         self._copy_page = copy_page
-        self._given_back = [each.count(NULL_PAGE) for each in pages]  # leading pages, per group
-        self._shortest = 0  # tokens that it can be rolled back to: before, a window would see what was given back
-        self._writable = num_tokens  # slots below need no look at the pages: beyond num_tokens, the last one is private
-        self.root = root  # what the chain of content keys starts from
-        self.keys = list(keys)  # of the leading pages that the prefix cache indexes
+        self._num_null = [each.count(NULL_PAGE) for each in pages]  # leading null pages, per group
+        self._shortest = 0  # fewest tokens to roll back to; with fewer, a window would reach released pages
+        self._writable = num_tokens  # slots up to here need no check; if above num_tokens, the last page is private
+        self.root = root  # start of the chain of prefix keys
+        self.keys = list(keys)  # prefix keys of the leading pages, as far as they are indexed
         self.pages = [array("i", each) for each in pages]  # [groups][pages]
         self.num_tokens = num_tokens
-        self.reserved = 0  # pages kept for this table alone
+        self.reserved = 0  # pages of the pool that are reserved for this table
         self.commit_at = 0  # with fewer tokens, `Pager.commit` has nothing to do
 
     @property
@@ -74,44 +75,44 @@ class PageTable:
 
     @property
     def num_pages(self) -> int:
-        """Pages that it lists, over all groups."""
-        return len(self.pages) * len(self.pages[0]) - sum(self._given_back)
+        """Listed pages, over all groups."""
+        return len(self.pages) * len(self.pages[0]) - sum(self._num_null)
 
     def append(self, num_tokens: int) -> None:
-        """Take slots for `num_tokens` more tokens. Raises OutOfPages, changing nothing."""
+        """Add slots for `num_tokens` more tokens, from the reservation first. Raises OutOfPages, changing nothing."""
         end = self.num_tokens + num_tokens
         if end > self._writable:
             self._extend(end)
         elif num_tokens < 0:
-            raise ValueError(f"cannot append {num_tokens} tokens; rollback takes tokens away")
+            raise ValueError(f"cannot append {num_tokens} tokens; rollback removes tokens")
         self.num_tokens = end
 
     def pages_needed(self, num_tokens: int) -> int:
-        """Pages that appending `num_tokens` tokens allocates, copies of shared last pages included."""
+        """Return how many pages `append(num_tokens)` allocates, copies of shared last pages included."""
         if num_tokens <= 0:
             return 0
         return self._pages_added(self.num_tokens + num_tokens) * len(self.pages) + len(self._shared_last())
 
-    def room(self) -> int:
-        """The most tokens that `append` would take now."""
+    def max_append(self) -> int:
+        """Return the most tokens that `append` accepts now."""
         pages = self._pool.num_available + self.reserved - len(self._shared_last())
         if pages < 0:
             return 0
         return (len(self.pages[0]) + pages // len(self.pages)) * self._page_size - self.num_tokens
 
-    def would_overflow(self, num_tokens: int) -> bool:
-        """Whether appending `num_tokens` tokens would raise OutOfPages."""
-        return num_tokens > self.room()
-
     def reserve(self, num_pages: int) -> None:
-        """Have `num_pages` pages kept for this table's growth. Raises OutOfPages, changing nothing."""
-        check_reservation(num_pages)
+        """Set the reservation: pages that only this table can allocate, and that its growth uses up first.
+
+        Replaces the previous value; 0 clears it. Raises OutOfPages, changing nothing.
+        """
+        if num_pages < 0:
+            raise ValueError(f"cannot reserve {num_pages} pages")
         self._pool.reserve(num_pages - self.reserved)
         self.reserved = num_pages
 
     def fork(self) -> PageTable:
-        """A second table over the same pages. Costs no page until one of the two writes."""
-        self._pool.retain(listed(self.pages))
+        """Return a second table over the same pages. Costs no page until one of the two writes."""
+        self._pool.retain(listed_pages(self.pages))
         twin = PageTable(
             self._pool,
             self._page_size,
@@ -122,14 +123,17 @@ class PageTable:
             self.keys,
             self.num_tokens,
         )
-        twin._given_back = self._given_back[:]
+        twin._num_null = self._num_null[:]
         twin._shortest = self._shortest
         twin.commit_at = self.commit_at
         self._writable = self.num_tokens
         return twin
 
     def pages_kept(self, num_tokens: int) -> list[array[int]]:
-        """Return the pages after a rollback to `num_tokens` tokens and a commit. Raises ValueError like `rollback`."""
+        """Return the pages that a rollback to `num_tokens` tokens and a commit would leave.
+
+        Raises ValueError where `rollback` would.
+        """
         self._check_length(num_tokens)
         filled = -(-num_tokens // self._page_size)
         kept = [pages[:filled] for pages in self.pages]
@@ -139,15 +143,18 @@ class PageTable:
         return kept
 
     def can_roll_back(self, num_tokens: int) -> bool:
-        """Whether the table has so many tokens, and every sliding group still has what the next row would see."""
+        """Return whether `rollback` accepts `num_tokens`: it needs the pages that the next row's windows reach."""
         return self._shortest <= num_tokens <= self.num_tokens
 
     def rollback(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens and give back the pages that held only later ones."""
+        """Keep the first `num_tokens` tokens and release the pages that held only later ones.
+
+        Raises ValueError if the table has fewer tokens, or has released pages that the shorter sequence needs.
+        """
         self._check_length(num_tokens)
         kept = -(-num_tokens // self._page_size)
         if kept < len(self.pages[0]):
-            dropped = listed(pages[kept:] for pages in self.pages)
+            dropped = listed_pages(pages[kept:] for pages in self.pages)
             for pages in self.pages:
                 del pages[kept:]
             self._pool.release(dropped)
@@ -160,29 +167,32 @@ class PageTable:
             self.commit_at = 0
 
     def release(self) -> None:
-        """Give back every page and the reservation. The table is then empty; releasing it again does nothing."""
+        """Release every page and the reservation. Indexed pages stay in the prefix cache until they are evicted.
+
+        The table is empty afterwards; a second call does nothing.
+        """
         pages, self.pages = self.pages, [array("i") for _ in self._windows]
-        self._pool.release(listed(pages))
+        self._pool.release(listed_pages(pages))
         self.reserve(0)
-        self._given_back = [0] * len(pages)
+        self._num_null = [0] * len(pages)
         self.num_tokens = self._shortest = self._writable = self.commit_at = 0
         self.keys = []
 
     def slide(self) -> None:
-        """All tokens are computed: give back what left its group's window, and note when there is more to commit."""
+        """Release the pages that left their group's window, and set `commit_at`. All tokens must be computed."""
         size = self._page_size
         self.commit_at = (self.num_tokens // size + 1) * size
         for group, window in enumerate(self._windows):
             if window:
                 kept = first_kept_token(self.num_tokens, window)
                 self.commit_at = min(self.commit_at, kept + TILE + window - 1)
-                if kept // size > self._given_back[group]:
-                    self._give_back(group, kept // size)
+                if kept // size > self._num_null[group]:
+                    self._release_leading(group, kept // size)
                 if kept:
                     self._shortest = max(self._shortest, kept + window - 1)
 
     def substitute(self, group: int, index: int, page: int) -> None:
-        """List `page`, which holds the same content, in place of the page at `index`, which nobody shares."""
+        """Replace the unshared page at `index` by `page`, which holds the same content."""
         self._pool.retain((page,))
         self._pool.release((self.pages[group][index],))
         self.pages[group][index] = page
@@ -191,20 +201,20 @@ class PageTable:
         if not 0 <= num_tokens <= self.num_tokens:
             raise ValueError(f"cannot roll back to {num_tokens} tokens, the table holds {self.num_tokens}")
         if num_tokens < self._shortest:
-            raise ValueError(f"cannot roll back to {num_tokens} tokens, pages before them left their window")
+            raise ValueError(f"cannot roll back to {num_tokens} tokens, earlier pages left their window")
 
-    def _give_back(self, group: int, end: int) -> None:
-        pages, begin = self.pages[group], self._given_back[group]
-        self._pool.release(pages[begin:end][::-1])  # the oldest goes first, as when giving back one at a time
+    def _release_leading(self, group: int, end: int) -> None:
+        pages, begin = self.pages[group], self._num_null[group]
+        self._pool.release(pages[begin:end][::-1])  # oldest first, as if they were released one at a time
         pages[begin:end] = array("i", [NULL_PAGE]) * (end - begin)
-        self._given_back[group] = end
+        self._num_null[group] = end
 
     def _pages_added(self, num_tokens: int) -> int:
-        """Pages per group that are missing for `num_tokens` tokens in all."""
+        """Return how many pages each group lacks for `num_tokens` tokens in total."""
         return -(-num_tokens // self._page_size) - len(self.pages[0])
 
     def _shared_last(self) -> list[int]:
-        """Groups whose partial last page must be copied before it is written."""
+        """Return the groups whose partial last page must be copied before it is written."""
         if self.num_tokens % self._page_size == 0:
             return []
         return [group for group, pages in enumerate(self.pages) if not self._pool.is_private(pages[-1])]
@@ -216,12 +226,12 @@ class PageTable:
         fresh = self._pool.allocate(count, self.reserved)
         self.reserved -= min(count, self.reserved)
         for group in shared:
-            self._move_last(group, fresh.pop(0))
+            self._copy_last(group, fresh.pop(0))
         for group, pages in enumerate(self.pages):
             pages.extend(fresh[group::num_groups])
         self._writable = len(self.pages[0]) * self._page_size
 
-    def _move_last(self, group: int, page: int) -> None:
+    def _copy_last(self, group: int, page: int) -> None:
         shared = self.pages[group][-1]
         if self._copy_page is not None:
             self._copy_page(shared, page)
@@ -229,11 +239,6 @@ class PageTable:
         self._pool.release((shared,))
 
 
-def check_reservation(num_pages: int) -> None:
-    if num_pages < 0:
-        raise ValueError(f"cannot reserve {num_pages} pages")
-
-
-def listed(tables: Iterable[Sequence[int]]) -> list[int]:
-    """Page ids of parallel page tables, the heads of all groups first: in an order to release them."""
+def listed_pages(tables: Iterable[Sequence[int]]) -> list[int]:
+    """Return the page ids of parallel page tables, each position of all groups before the next: the release order."""
     return [page for row in zip(*tables, strict=True) for page in row if page != NULL_PAGE]

@@ -67,11 +67,11 @@ class Planner:
 
     def _grow_decodes(self) -> StepBudget:
         """One more token for every decoding request; those that find no page preempt. The budget of the rest."""
-        grow, decoding = self._pager.grow, State.DECODE
+        decoding = State.DECODE
         for request in tuple(self._batch.requests.values()):
             if request.state is decoding:
                 try:
-                    grow(table_of(request), 1)
+                    table_of(request).append(1)
                 except OutOfPages:
                     self._make_room(request)
         rows = kv_tokens = 0
@@ -98,11 +98,11 @@ class Planner:
         num_tokens = min(step.prefill_tokens(context), len(request.token_ids) - context)
         if self._max_prefill_chunk is not None:
             num_tokens = min(num_tokens, self._max_prefill_chunk)
-        if num_tokens and table.would_overflow(1) and request is self._batch.oldest():
+        if num_tokens and table.max_append() < 1 and request is self._batch.oldest():
             self._make_room(request)
             num_tokens = table.num_tokens - context
         else:
-            num_tokens = min(num_tokens, table.room())
+            num_tokens = min(num_tokens, table.max_append())
             self._batch.grow_prefill(request, num_tokens)
         if num_tokens > 0:
             step.spend(num_tokens, context)
@@ -192,13 +192,13 @@ class Planner:
     def _make_room(self, request: Request) -> None:
         """Grow by one token at the cost of whoever loses least; if nobody else may be preempted, it yields itself."""
         table = table_of(request)
-        while table.would_overflow(1):
+        while table.max_append() < 1:
             victim = min(self._batch.victims(request), key=_work, default=request)
             self.preempt(victim)
             self._is_short = True
             if victim is request:
                 return
-        self._pager.grow(table, 1)
+        table.append(1)
 
 
 def _work(request: Request) -> tuple[int, int]:

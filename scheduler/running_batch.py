@@ -67,7 +67,7 @@ class RunningBatch:
         """It does not run any more: its pages go back, its beams' too."""
         for beam in tuple(self._beams(request)):
             self._drop_beam(beam)
-        self._pager.release(table_of(request))
+        table_of(request).release()
         self._remove(request)
 
     def preempt(self, request: Request, now: float) -> None:
@@ -75,7 +75,7 @@ class RunningBatch:
         table, computed = table_of(request), request.num_computed_tokens
         request.spilled = self._pager.spill(table, computed) if self._spilling_pays(request) else None
         if request.spilled is None:
-            self._pager.release(table)
+            table.release()
             request.num_computed_tokens = 0
             self.num_recomputed += 1
         else:
@@ -87,7 +87,7 @@ class RunningBatch:
     def grow_prefill(self, request: Request, num_tokens: int) -> None:
         """Take slots for so many more of the tokens that it knows. Raises OutOfPages."""
         promised = self._promised_to(request)
-        self._pager.grow(table_of(request), num_tokens)
+        table_of(request).append(num_tokens)
         if self._promised is not None:
             self._promised += self._promised_to(request) - promised
 
@@ -120,11 +120,11 @@ class RunningBatch:
         """Reserve for a protected request, whose tables have changed, what it does not hold of all it may need."""
         pager, tables = self._pager, [table_of(beam) for beam in self.beams_of(request)]
         for table in tables:
-            pager.reserve(table, 0)
+            table.reserve(0)
         lacking = request.pages_needed - _num_distinct(tables)
         for table in reversed(tables):  # one more token for every beam, the rest for the first
             wanted = table.pages_needed(1) if table is not tables[0] else lacking
-            pager.reserve(table, max(0, min(wanted, pager.num_available)))
+            table.reserve(max(0, min(wanted, pager.pool.num_available)))
             lacking -= table.reserved
 
     def fork_beams(self, parent: Request, survivors: Sequence[Survivor], now: float) -> None:
@@ -133,7 +133,7 @@ class RunningBatch:
         tables, contexts = [table_of(beam) for beam in beams], [beam.token_ids for beam in beams]
         computed = parent.num_computed_tokens
         for table in [table for index, table in enumerate(tables) if index not in {each.parent for each in survivors}]:
-            self._pager.release(table)
+            table.release()
         while len(beams) < len(survivors):
             beams.append(self._new_beam(parent, now))
         for beam in beams[len(survivors) :]:
@@ -142,7 +142,7 @@ class RunningBatch:
         continued: set[int] = set()
         for beam, survivor in zip(beams, survivors, strict=False):
             table = tables[survivor.parent]
-            beam.table = self._pager.fork(table) if survivor.parent in continued else table
+            beam.table = table.fork() if survivor.parent in continued else table
             beam.token_ids = [*contexts[survivor.parent], survivor.token.token_id]
             beam.num_computed_tokens = computed
             continued.add(survivor.parent)
@@ -175,7 +175,7 @@ class RunningBatch:
 
     def _drop_beam(self, beam: Request) -> None:
         if beam.table is not None:
-            self._pager.release(beam.table)
+            beam.table.release()
         del self.requests[beam.request_id]
         self._num_beams -= 1
 
@@ -186,11 +186,11 @@ class RunningBatch:
         self.num_seqs -= request.width
 
     def _open(self, request: Request, spare_pages: int) -> PageTable:
-        if self.is_protected(request) and request.pages_needed + spare_pages > self._pager.num_available:
-            raise OutOfPages(request.pages_needed + spare_pages, self._pager.num_available)
+        if self.is_protected(request) and request.pages_needed + spare_pages > self._pager.pool.num_available:
+            raise OutOfPages(request.pages_needed + spare_pages, self._pager.pool.num_available)
         table = self._kept_pages(request, spare_pages) or self._fork_parent(request, spare_pages)
         if table is None:
-            table, _ = self._pager.open(request.token_ids, request.tenant.encode(), spare_pages)
+            table = self._pager.open(request.token_ids, request.tenant.encode(), spare_pages)
         return table
 
     def _kept_pages(self, request: Request, spare_pages: int) -> PageTable | None:
@@ -208,14 +208,14 @@ class RunningBatch:
         parent, num_tokens = request.fork_parent, request.num_prompt_tokens - 1
         if request.state is not State.WAITING or parent is None or parent.table is None:
             return None
-        if parent.num_computed_tokens < num_tokens or not self._pager.can_roll_back(parent.table, num_tokens):
+        if parent.num_computed_tokens < num_tokens or not parent.table.can_roll_back(num_tokens):
             return None
-        table = self._pager.fork(parent.table)
-        self._pager.rollback(table, num_tokens)
+        table = parent.table.fork()
+        table.rollback(num_tokens)
         needed = table.pages_needed(1) + spare_pages
-        if needed > self._pager.num_available:
-            self._pager.release(table)
-            raise OutOfPages(needed, self._pager.num_available)
+        if needed > self._pager.pool.num_available:
+            table.release()
+            raise OutOfPages(needed, self._pager.pool.num_available)
         return table
 
     def _spilling_pays(self, request: Request) -> bool:

@@ -69,7 +69,7 @@ class Scheduler:
         self._pager = pager
         self._cost = cost or CostModel()
         self._policy: Policy = FirstComeFirstServed() if policy is None else policy  # an empty one is falsy
-        self._queue = RequestQueue(self._policy, limits or QueueLimits(), pager.num_pages)
+        self._queue = RequestQueue(self._policy, limits or QueueLimits(), pager.pool.num_pages)
         self._batch = RunningBatch(pager, self._cost)
         self._forecast = Forecast(self._cost, budget, max_num_seqs)
         self._speculator = Speculator(
@@ -272,12 +272,12 @@ class Scheduler:
             running=batch.num_requests,
             waiting=len(self._queue),
             waiting_by_reason=self._queue.by_reason(),
-            pages_total=pager.num_pages,
-            pages_owned=pager.num_owned,
-            pages_cached=pager.num_cached,
-            pages_free=pager.num_free,
-            pages_reserved=pager.num_reserved,
-            pages_pinned=pager.num_pinned,
+            pages_total=pager.pool.num_pages,
+            pages_owned=pager.pool.num_owned,
+            pages_cached=pager.pool.num_cached,
+            pages_free=pager.pool.num_free,
+            pages_reserved=pager.pool.num_reserved,
+            pages_pinned=pager.pool.num_pinned,
             pages_spilled=pager.num_spilled,
             prefix_queries_tokens=pager.prefix_queried_tokens,
             prefix_hits_tokens=pager.prefix_hit_tokens,
@@ -298,7 +298,7 @@ class Scheduler:
             self._batch.num_seqs,
             sum(request.num_computed_tokens for request in running),
         )
-        return AdmissionEstimate(len(self._queue), pages_needed, self._pager.num_available, wait_s)
+        return AdmissionEstimate(len(self._queue), pages_needed, self._pager.pool.num_available, wait_s)
 
     # Committing and ending.
 
@@ -351,10 +351,10 @@ class Scheduler:
             computed = min(computed, len(request.token_ids) - 1)  # with no sample to be had, the last token's too
             computed -= computed % self._pager.page_size
             request.enter(State.PREFILL, self._clock())
-            if not self._pager.can_roll_back(table, computed):  # what that page's rows see has left a window
-                self._pager.release(table)
+            if not table.can_roll_back(computed):  # what that page's rows see has left a window
+                table.release()
                 return 0
-        self._pager.rollback(table, computed)
+        table.rollback(computed)
         return computed
 
     def _commit_beams(self, parent: Request, samples: Sequence[SampledToken], now: float) -> RequestUpdate | None:

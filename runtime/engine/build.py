@@ -61,7 +61,7 @@ def build_scheduler(
         budget=_budget(config, cost),
         cost=cost,
         policy=_policy(config),
-        limits=_limits(config, pager.num_pages),
+        limits=_limits(config, pager.pool.num_pages),
         max_num_seqs=config.max_num_seqs,
         max_num_samples=max_num_samples,
         max_prefill_chunk=max_prefill_chunk,

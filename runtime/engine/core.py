@@ -207,11 +207,11 @@ class EngineCore:
         self._scoring = True
         runner, loop = self.runner, asyncio.get_running_loop()
         out = np.empty((len(token_ids), self.runner.spec.vocab_size), np.float32)
-        table, _ = self.pager.open(())
+        table = self.pager.open(())
         try:
             for first in range(0, len(token_ids), runner.capacity.max_num_samples):
                 chunk = token_ids[first : first + runner.capacity.max_num_samples]
-                self.pager.grow(table, len(chunk))
+                table.append(len(chunk))
                 out[first : first + len(chunk)] = await loop.run_in_executor(
                     self._worker, runner.score, chunk, first, table.pages, len(chunk)
                 )
@@ -220,7 +220,7 @@ class EngineCore:
         except OutOfPages as error:
             raise ContextLengthExceeded(f"{len(token_ids)} tokens do not fit the KV cache: {error}") from error
         finally:
-            self.pager.release(table)
+            table.release()
             self._scoring = False
 
     # Stepping.

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from struct import Struct
 
-from ...pager import page_key, root_key
+from ...pager import page_keys, root_key
 
 REMEMBERED_PAGES = 1 << 16  # per engine
 SLACK = 8  # requests that a familiar engine may have more than the idlest
@@ -19,7 +18,6 @@ SLACK = 8  # requests that a familiar engine may have more than the idlest
 class Router:
     def __init__(self, num_engines: int, page_size: int) -> None:
         self._page_size = page_size
-        self._encoding = Struct(f"<{page_size}I")
         self._known: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_engines)]
 
     def choose(self, tenant: str, token_ids: Sequence[int], loads: Sequence[int]) -> int:
@@ -40,11 +38,8 @@ class Router:
 
     def _keys(self, tenant: str, token_ids: Sequence[int]) -> list[bytes]:
         """One for each full page."""
-        size, key, keys = self._page_size, root_key(tenant.encode()), []
-        for start in range(0, len(token_ids) - size + 1, size):
-            key = page_key(key, self._encoding.pack(*token_ids[start : start + size]))
-            keys.append(key)
-        return keys
+        root, size = root_key(tenant.encode()), self._page_size
+        return [key for key, _ in page_keys(root, token_ids, size, 0, len(token_ids) // size)]
 
     def _num_known(self, engine: int, keys: Sequence[bytes]) -> int:
         known = self._known[engine]

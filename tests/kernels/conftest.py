@@ -21,7 +21,7 @@ from quire.kernels.ops import (
     region_nbytes,
 )
 from quire.kernels.reference import ReferenceProgram
-from quire.pager.layout import KVLayout, first_kept_token
+from quire.pager.layout import KVLayout, first_kept_token, place_layers
 
 VOCAB = 333
 MAX_ROWS, MAX_SAMPLES, NUM_PAGES, MAX_POSITIONS = 160, 40, 48, 700
@@ -179,7 +179,7 @@ class Toy:
         o_weight = self._packed(hidden, heads * d, self._random(hidden, heads * d))
         gate_up = self._packed(2 * padded(intermediate), hidden, gate, up)
         down = self._packed(hidden, intermediate, self._random(hidden, intermediate))
-        place, window = self.layout.place(layer), self.windows[layer]
+        place, window = place_layers(self.windows)[layer], self.windows[layer]
         return [
             Linear(h1, qkv_weight, self._norm(qkv.columns), qkv, "store"),
             Attention(qkv, a, *place, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, window),

@@ -93,14 +93,15 @@ class World:
 
     def compute(self, token_ids: list[int], salt: bytes = b"") -> tuple[PageTable, int]:
         """Open, grow, write and commit: a whole prompt in one step."""
-        table, cached = self.pager.open(token_ids, salt)
+        table = self.pager.open(token_ids, salt)
+        cached = table.num_tokens
         self.extend(table, token_ids[cached:])
         self.pager.commit(table, token_ids)
         return table, cached
 
     def extend(self, table: PageTable, token_ids: list[int]) -> None:
         first = table.num_tokens
-        self.pager.grow(table, len(token_ids))
+        table.append(len(token_ids))
         self.cells.write(table, first, token_ids)
 
 

@@ -34,14 +34,6 @@ def test_copying_a_page_takes_all_layers_and_no_neighbour() -> None:
     assert (pages == pages[:, :, :1]).all()
 
 
-def test_zeroing_a_page_takes_all_layers_and_no_neighbour() -> None:
-    arena = KVArena(LAYOUT, 3)
-    pages = arena.memory.reshape(3, 3, LAYOUT.layer_page_bytes)  # [layers, pages, bytes]
-    pages[:] = 7
-    arena.zero_page(1)
-    assert pages[:, :, -1].tolist() == [[7, 0, 7]] * 3
-
-
 def test_a_view_survives_closing() -> None:
     arena = KVArena(LAYOUT, 1)
     view = arena.memory[:4]

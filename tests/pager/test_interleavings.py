@@ -39,20 +39,22 @@ class PagerMachine(RuleBasedStateMachine):
     def open(self, tokens: list[int], salt: bytes) -> None:
         before = self._counts()
         try:
-            table, cached = self.pager.open(tokens, salt)
+            table = self.pager.open(tokens, salt)
+            cached = table.num_tokens
         except OutOfPages:
             assert self._counts() == before
-            assert self.pager.num_reserved > 0
+            assert self.pager.pool.num_reserved > 0
             return
         assert cached < len(tokens)
         self.live.append(Sequence(table, salt, tokens[:cached]))
         self._grow(self.live[-1], tokens[cached:])
 
-    @rule(tokens=tokens_of_few, salt=salts, spare=few_pages, reserve=few_pages)
-    def open_with_room_to_finish(self, tokens: list[int], salt: bytes, spare: int, reserve: int) -> None:
+    @rule(tokens=tokens_of_few, salt=salts, spare=few_pages)
+    def open_with_room_to_finish(self, tokens: list[int], salt: bytes, spare: int) -> None:
         before = self._counts()
         try:
-            table, cached = self.pager.open(tokens, salt, spare, reserve)
+            table = self.pager.open(tokens, salt, spare)
+            cached = table.num_tokens
         except OutOfPages:
             assert self._counts() == before
             return
@@ -62,7 +64,7 @@ class PagerMachine(RuleBasedStateMachine):
             self.world.extend(table, tokens[end - 1 : end])  # promised: never OutOfPages
             self.pager.commit(table, tokens[:end])
         sequence.tokens = tokens
-        assert self.pager.num_available >= spare
+        assert self.pager.pool.num_available >= spare
 
     @precondition(lambda self: self.live)
     @rule(which=choice, tokens=tokens_of_few)
@@ -73,20 +75,20 @@ class PagerMachine(RuleBasedStateMachine):
     @rule(which=choice)
     def fork(self, which: int) -> None:
         sequence = self._pick(which)
-        owned = self.pager.num_owned
-        self.live.append(Sequence(self.pager.fork(sequence.table), sequence.salt, sequence.tokens[:]))
-        assert self.pager.num_owned == owned
+        owned = self.pager.pool.num_owned
+        self.live.append(Sequence(sequence.table.fork(), sequence.salt, sequence.tokens[:]))
+        assert self.pager.pool.num_owned == owned
 
     @precondition(lambda self: self.live)
     @rule(which=choice, share=st.floats(0, 1))
     def rollback(self, which: int, share: float) -> None:
         sequence = self._pick(which)
         to = round(share * len(sequence.tokens))
-        if not self.pager.can_roll_back(sequence.table, to):
+        if not sequence.table.can_roll_back(to):
             with pytest.raises(ValueError, match="left their window"):
-                self.pager.rollback(sequence.table, to)
+                sequence.table.rollback(to)
             return
-        self.pager.rollback(sequence.table, to)
+        sequence.table.rollback(to)
         del sequence.tokens[to:]
 
     @precondition(lambda self: self.live)
@@ -103,17 +105,17 @@ class PagerMachine(RuleBasedStateMachine):
         table = self._pick(which).table
         before = (table.reserved, self._counts())
         try:
-            self.pager.reserve(table, num_pages)
+            table.reserve(num_pages)
         except OutOfPages:
             assert (table.reserved, self._counts()) == before
-            assert num_pages - table.reserved > self.pager.num_available
+            assert num_pages - table.reserved > self.pager.pool.num_available
 
     @precondition(lambda self: self.live)
     @rule(which=choice, drafted=st.integers(0, 3))
     def spill(self, which: int, drafted: int) -> None:
         sequence = self._pick(which)
         num_computed = max(0, len(sequence.tokens) - drafted)
-        if not self.pager.can_roll_back(sequence.table, num_computed):
+        if not sequence.table.can_roll_back(num_computed):
             return
         before = self._counts()
         spilled = self.pager.spill(sequence.table, num_computed)
@@ -125,13 +127,13 @@ class PagerMachine(RuleBasedStateMachine):
         self.spilled.append((spilled, sequence.salt, sequence.tokens))
 
     @precondition(lambda self: self.spilled)
-    @rule(which=choice, spare=few_pages, reserve=few_pages, damaged=st.booleans())
-    def restore(self, which: int, spare: int, reserve: int, damaged: bool) -> None:
+    @rule(which=choice, spare=few_pages, damaged=st.booleans())
+    def restore(self, which: int, spare: int, damaged: bool) -> None:
         spilled, salt, tokens = self.spilled[which % len(self.spilled)]
         before = self._counts()
         self.world.store.damaged = damaged
         try:
-            table = self.pager.restore(spilled, tokens, salt, spare, reserve)
+            table = self.pager.restore(spilled, tokens, salt, spare)
         except OutOfPages:
             assert self._counts() == before
             return
@@ -140,8 +142,7 @@ class PagerMachine(RuleBasedStateMachine):
             assert damaged
             return
         assert table.num_tokens == spilled.num_tokens
-        assert table.reserved == reserve
-        assert self.pager.num_available >= spare
+        assert self.pager.pool.num_available >= spare
         self.live.append(Sequence(table, salt, tokens[: table.num_tokens]))
 
     @precondition(lambda self: self.spilled)
@@ -171,7 +172,7 @@ class PagerMachine(RuleBasedStateMachine):
     def release(self, which: int) -> None:
         sequence = self._pick(which)
         self.live.remove(sequence)
-        self.pager.release(sequence.table)
+        sequence.table.release()
 
     @invariant()
     def books_balance(self) -> None:
@@ -191,24 +192,24 @@ class PagerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for sequence in self.live:
-            self.pager.release(sequence.table)
+            sequence.table.release()
         for spilled, _, _ in self.spilled:
             self.pager.discard(spilled)
         check(self.pager, [])
-        assert self.pager.num_owned == self.pager.num_spilled == self.world.store.num_used == 0
-        assert self.pager.num_available == self.pager.num_pages
+        assert self.pager.pool.num_owned == self.pager.num_spilled == self.world.store.num_used == 0
+        assert self.pager.pool.num_available == self.pager.pool.num_pages
 
     def _pick(self, which: int) -> Sequence:
         return self.live[which % len(self.live)]
 
     def _counts(self) -> tuple[int, ...]:
-        pager = self.pager
-        return pager.num_free, pager.num_cached, pager.num_reserved, pager.num_spilled, pager.prefix_queried_tokens
+        pager, pool = self.pager, self.pager.pool
+        return pool.num_free, pool.num_cached, pool.num_reserved, pager.num_spilled, pager.prefix_queried_tokens
 
     def _grow(self, sequence: Sequence, tokens: list[int]) -> None:
         table = sequence.table
         before = (table.num_tokens, [list(pages) for pages in table.pages], self._counts())
-        overflows = table.would_overflow(len(tokens))
+        overflows = len(tokens) > table.max_append()
         try:
             self.world.extend(table, tokens)
         except OutOfPages:

@@ -17,13 +17,13 @@ def books(make_world: Callable[..., World]) -> tuple[Pager, PageTable]:
     """Of 6 pages: 0, 1, 2 owned, of them 0 and 1 indexed; 3 cached; 4 and 5 free."""
     world = make_world(6)
     table, _ = world.compute(PROMPT)
-    world.pager.release(world.compute([1, 2, 3, 4])[0])
+    world.compute([1, 2, 3, 4])[0].release()
     return world.pager, table
 
 
 def test_sound_books_pass(books: tuple[Pager, PageTable]) -> None:
     pager, table = books
-    assert (pager.num_free, pager.num_cached, pager.num_owned) == (2, 1, 3)
+    assert (pager.pool.num_free, pager.pool.num_cached, pager.pool.num_owned) == (2, 1, 3)
     check(pager, [table])
 
 
@@ -111,13 +111,13 @@ def test_a_page_given_back_too_early_or_out_of_turn_is_found(make_world: Callabl
     with pytest.raises(InvariantViolated, match="a hole in a table"):
         check(world.pager, [table])
     table.pages[0][0] = -1
-    with pytest.raises(InvariantViolated, match="page 1 was given back within its window of 8 tokens"):
+    with pytest.raises(InvariantViolated, match="page 1 was released within its window of 8 tokens"):
         check(world.pager, [table])
 
 
 def test_a_reservation_nobody_has_is_found(books: tuple[Pager, PageTable]) -> None:
     pager, table = books
-    pager.reserve(table, 2)
+    table.reserve(2)
     table.reserved = 1
     with pytest.raises(InvariantViolated, match="2 pages are reserved, 1 are explained"):
         check(pager, [table])
@@ -129,7 +129,7 @@ def test_a_reservation_nobody_has_is_found(books: tuple[Pager, PageTable]) -> No
 def test_a_page_that_another_reads_and_a_table_would_write_is_found(books: tuple[Pager, PageTable]) -> None:
     pager, table = books
     writable = table._writable
-    twin = pager.fork(table)
+    twin = table.fork()
     table._writable = writable
-    with pytest.raises(InvariantViolated, match="page 2 may be written, but is shared or indexed"):
+    with pytest.raises(InvariantViolated, match="page 2 is writable, but shared or indexed"):
         check(pager, [table, twin])

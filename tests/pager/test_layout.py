@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from quire.pager import PAGE_SIZES, KVLayout
-from quire.pager.layout import TILE, first_kept_token, pages_held
+from quire.pager.layout import TILE, first_kept_token, pages_held, place_layers
 
 
 def test_strides_of_a_page() -> None:
@@ -56,7 +56,7 @@ def test_layers_of_one_window_are_one_group() -> None:
         (group,) = layout.groups
         assert (group.window, group.layers) == (windows[0] if windows else 0, tuple(range(28)))
         assert layout.page_layers == 28
-        assert layout.place(27) == (0, 27)
+        assert place_layers(windows or (0,) * 28)[27] == (0, 27)
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_layers_are_grouped_by_window_in_equal_pages(
     assert [(group.window, len(group.layers)) for group in layout.groups] == groups
     assert layout.group_windows == tuple(window for window, _ in groups)
     assert layout.page_bytes == page_layers * layout.layer_page_bytes
-    placed = {layout.place(layer) for layer in range(len(windows))}
-    assert len(placed) == len(windows), "no two layers share a place"
-    assert all(slot < page_layers for _, slot in placed)
-    assert all(layout.groups[layout.place(i)[0]].window == window for i, window in enumerate(windows))
+    places = place_layers(tuple(windows))
+    assert len(set(places)) == len(windows), "no two layers share a slot"
+    assert all(slot < page_layers for _, slot in places)
+    assert all(layout.groups[group].window == window for (group, _), window in zip(places, windows, strict=True))
 
 
 def test_every_layer_has_a_window_or_none_has() -> None:
-    with pytest.raises(ValueError, match="3 layers have 2 windows"):
+    with pytest.raises(ValueError, match="windows must be empty or have 3 entries, one per layer, got 2"):
         KVLayout(3, 2, 16, windows=(0, 128))
 
 

@@ -17,20 +17,20 @@ def forgotten(world: World, *prompts: list[int]) -> None:
     """Two full pages cached for each: 0 and 1, then 2 and 3, …"""
     tables = [world.compute(prompt)[0] for prompt in prompts]
     for table in tables:
-        world.pager.release(table)
+        table.release()
 
 
 def test_pinned_pages_are_evicted_after_all_others(make_world: Callable[..., World]) -> None:
     world = make_world(6)
     forgotten(world, A, B, C)
     assert world.pager.pin(A, b"", until=10) == 8
-    assert (world.pager.num_pinned, world.pager.num_cached, world.pager.num_available) == (2, 6, 6)
+    assert (world.pager.pool.num_pinned, world.pager.pool.num_cached, world.pager.pool.num_available) == (2, 6, 6)
     assert list(world.pager.pool.cached_pages()) == [3, 2, 5, 4, 1, 0]
     check(world.pager, [])
-    table, _ = world.pager.open([])
-    world.pager.grow(table, 4 * 5)
+    table = world.pager.open([])
+    table.append(4 * 5)
     assert list(table.pages[0]) == [3, 2, 5, 4, 1]
-    assert world.pager.num_pinned == 1
+    assert world.pager.pool.num_pinned == 1
     check(world.pager, [table])
 
 
@@ -47,8 +47,8 @@ def test_pages_may_be_pinned_while_they_are_owned(make_world: Callable[..., Worl
     world = make_world(6)
     table, _ = world.compute([*A, 1])
     assert world.pager.pin([*A, 1], b"", until=10) == 8
-    assert (world.pager.num_pinned, world.pager.num_owned) == (2, 3)
-    world.pager.release(table)
+    assert (world.pager.pool.num_pinned, world.pager.pool.num_owned) == (2, 3)
+    table.release()
     forgotten(world, B)
     assert list(world.pager.pool.pinned_pages()) == [1, 0]
     check(world.pager, [])
@@ -62,7 +62,7 @@ def test_an_expired_pin_counts_as_released_just_then(make_world: Callable[..., W
     assert list(world.pager.pool.cached_pages()) == [3, 2, 1, 0]
     world.now = 10
     forgotten(world, C)
-    assert world.pager.num_pinned == 0
+    assert world.pager.pool.num_pinned == 0
     assert list(world.pager.pool.cached_pages()) == [3, 2, 5, 4, 1, 0]
     check(world.pager, [])
 
@@ -72,8 +72,8 @@ def test_a_pin_that_expires_while_its_page_is_owned_is_just_gone(make_world: Cal
     table, _ = world.compute(A)
     world.pager.pin(A, b"", until=10)
     world.now = 11
-    assert world.pager.num_pinned == 0
-    world.pager.release(table)
+    assert world.pager.pool.num_pinned == 0
+    table.release()
     assert list(world.pager.pool.pinned_pages()) == []
 
 
@@ -84,7 +84,7 @@ def test_a_second_pin_may_lengthen_the_first_but_not_shorten_it(make_world: Call
         world.pager.pin(A, b"", until)
     assert world.pager.pool.pins() == {0: 20, 1: 20}
     world.now = 19
-    assert world.pager.num_pinned == 2
+    assert world.pager.pool.num_pinned == 2
 
 
 def test_a_longer_prefix_pinned_later_still_loses_its_leaf_first(make_world: Callable[..., World]) -> None:
@@ -103,7 +103,7 @@ def test_only_what_is_indexed_is_pinned_and_only_for_its_tenant(make_world: Call
     forgotten(world, A)
     assert world.pager.pin([*A[:4], 9, 9, 9, 9], b"", until=10) == 4
     assert world.pager.pin(A, b"other", until=10) == 0
-    assert world.pager.num_pinned == 1
+    assert world.pager.pool.num_pinned == 1
 
 
 def test_without_a_prefix_cache_nothing_is_pinned(make_world: Callable[..., World]) -> None:
@@ -116,12 +116,12 @@ def test_without_a_prefix_cache_nothing_is_pinned(make_world: Callable[..., Worl
 def test_of_a_sliding_group_only_what_the_next_row_sees_is_pinned(make_world: Callable[..., World]) -> None:
     world = make_world(20, windows=(0, 8))
     tokens = list(range(24))
-    world.pager.release(world.compute(tokens)[0])
+    world.compute(tokens)[0].release()
     assert world.pager.pin(tokens, b"", until=10) == 24
-    assert world.pager.num_pinned == 6 + 2
-    table, _ = world.pager.open([])
-    world.pager.grow(table, 24)
-    assert world.pager.open([*tokens, 7])[1] == 24
+    assert world.pager.pool.num_pinned == 6 + 2
+    table = world.pager.open([])
+    table.append(24)
+    assert world.pager.open([*tokens, 7]).num_tokens == 24
 
 
 def test_pinning_the_same_again_and_again_keeps_the_books_small() -> None:
@@ -138,7 +138,7 @@ def test_a_page_in_the_wrong_list_is_found(make_world: Callable[..., World]) -> 
     forgotten(world, A)
     world.pager.pin(A, b"", until=10)
     world.pager.pool._pins.pop(1)
-    with pytest.raises(InvariantViolated, match="not among the pinned, or the reverse"):
+    with pytest.raises(InvariantViolated, match="not in the pinned list, or the reverse"):
         check(world.pager, [])
 
 

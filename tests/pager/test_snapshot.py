@@ -44,8 +44,9 @@ class Machine:
         self.pager = Pager(layout.page_size, num_pages, windows=layout.group_windows)
 
     def compute(self, token_ids: list[int], salt: bytes = b"") -> PageTable:
-        table, cached = self.pager.open(token_ids, salt)
-        self.pager.grow(table, len(token_ids) - cached)
+        table = self.pager.open(token_ids, salt)
+        cached = table.num_tokens
+        table.append(len(token_ids) - cached)
         for group, pages in enumerate(table.pages):
             for depth in range(cached // 16, len(pages)):
                 self.arena.write_page(pages[depth], self.memory(token_ids, depth, group))
@@ -87,8 +88,8 @@ def saved(path: Path, layout: KVLayout = FULL) -> Machine:
     """Two prompts that share a page, one of another tenant; the first is still running."""
     machine = Machine(layout=layout)
     machine.compute(PROMPT[:50])
-    machine.pager.release(machine.compute([*PROMPT[:20], *range(30)]))
-    machine.pager.release(machine.compute(PROMPT[:40], b"other"))
+    machine.compute([*PROMPT[:20], *range(30)]).release()
+    machine.compute(PROMPT[:40], b"other").release()
     assert save_snapshot(path, machine.pager, machine.arena, MODEL) == 3 + 2 + 2
     return machine
 
@@ -97,7 +98,7 @@ def test_a_restart_is_warm(path: Path) -> None:
     saved(path)
     machine = Machine()
     assert load_snapshot(path, machine.pager, machine.arena, MODEL) == 7
-    assert (machine.pager.num_cached, machine.pager.num_owned, machine.pager.num_free) == (7, 0, 9)
+    assert (machine.pager.pool.num_cached, machine.pager.pool.num_owned, machine.pager.pool.num_free) == (7, 0, 9)
     check(machine.pager, [])
     tables = []
     for tokens, salt, expected in (
@@ -106,7 +107,8 @@ def test_a_restart_is_warm(path: Path) -> None:
         (PROMPT[:40], b"other", 32),
         (PROMPT[:40], b"third", 0),
     ):
-        table, cached = machine.pager.open(tokens, salt)
+        table = machine.pager.open(tokens, salt)
+        cached = table.num_tokens
         assert cached == expected
         assert machine.holds(table, tokens)
         tables.append(table)
@@ -116,8 +118,8 @@ def test_a_restart_is_warm(path: Path) -> None:
 def test_pages_come_back_in_their_order_of_eviction(path: Path) -> None:
     before = Machine()
     for prompt in (PROMPT[:33], PROMPT[50:83]):
-        before.pager.release(before.compute(prompt))
-    before.pager.release(before.pager.open(PROMPT[:33])[0])
+        before.compute(prompt).release()
+    before.pager.open(PROMPT[:33]).release()
     save_snapshot(path, before.pager, before.arena, MODEL)
     after = Machine()
     load_snapshot(path, after.pager, after.arena, MODEL)
@@ -133,19 +135,21 @@ def test_a_smaller_pool_takes_what_would_be_evicted_last(path: Path) -> None:
     machine = Machine(num_pages=4)
     assert load_snapshot(path, machine.pager, machine.arena, MODEL) == 4
     check(machine.pager, [])
-    table, cached = machine.pager.open(PROMPT[:50])
+    table = machine.pager.open(PROMPT[:50])
+    cached = table.num_tokens
     assert cached == 48
     assert machine.holds(table, PROMPT[:50])
 
 
 def test_windows_survive(path: Path) -> None:
     before = Machine(26, HYBRID)
-    before.pager.release(before.compute(PROMPT * 2))
+    before.compute(PROMPT * 2).release()
     save_snapshot(path, before.pager, before.arena, MODEL)
     after = Machine(26, HYBRID)
     load_snapshot(path, after.pager, after.arena, MODEL)
     check(after.pager, [])
-    table, cached = after.pager.open([*PROMPT, *PROMPT])
+    table = after.pager.open([*PROMPT, *PROMPT])
+    cached = table.num_tokens
     assert cached == 192
     assert after.holds(table, PROMPT * 2)
 
@@ -203,7 +207,7 @@ def test_each_kind_of_wrong_file_is_told_apart(path: Path) -> None:
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     refused(path, SnapshotDamaged, "page 6 of the snapshot has the wrong checksum")
     path.write_bytes(b"\x7fELF" + data)
-    refused(path, SnapshotForeign, "no snapshot")
+    refused(path, SnapshotForeign, "not a snapshot")
     path.write_bytes(data[:8] + struct.pack("<I", 2) + data[12:])
     refused(path, SnapshotForeign, "version 2, only 1 can be read")
     refused(path.parent, SnapshotForeign, "not a regular file")
@@ -261,29 +265,29 @@ def test_the_same_page_twice_is_found(path: Path) -> None:
 def test_a_file_that_changes_while_it_is_read_indexes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(path)
     machine = Machine()
-    passed = snapshot._Reader.check
+    passed = snapshot._SnapshotReader.check
 
     def check_then_change(reader: Any) -> Any:
         contents = passed(reader)
         os.truncate(path, path.stat().st_size - 1)
         return contents
 
-    monkeypatch.setattr(snapshot._Reader, "check", check_then_change)
+    monkeypatch.setattr(snapshot._SnapshotReader, "check", check_then_change)
     with pytest.raises(SnapshotTruncated, match="ends within page 6"):
         load_snapshot(path, machine.pager, machine.arena, MODEL)
-    assert (machine.pager.num_free, machine.pager.pool.indexed_pages()) == (16, {})
+    assert (machine.pager.pool.num_free, machine.pager.pool.indexed_pages()) == (16, {})
 
 
 def test_only_a_new_pager_is_warmed(path: Path) -> None:
     machine = saved(path)
-    with pytest.raises(ValueError, match="holds none yet"):
+    with pytest.raises(ValueError, match="empty pager with prefix caching"):
         load_snapshot(path, machine.pager, machine.arena, MODEL)
 
 
 @pytest.mark.parametrize("layout", [FULL, HYBRID])
 def test_any_flipped_or_missing_bytes_change_nothing(path: Path, layout: KVLayout) -> None:
     machine = Machine(layout=layout)
-    machine.pager.release(machine.compute(PROMPT[:50]))
+    machine.compute(PROMPT[:50]).release()
     save_snapshot(path, machine.pager, machine.arena, MODEL)
     data = path.read_bytes()
     fresh = Machine(layout=layout)

@@ -49,6 +49,10 @@ def file(arena: KVArena, clock: Clock, tmp_path: Path) -> Iterator[SpillFile]:
     file.close()
 
 
+def num_used(file: SpillFile) -> int:
+    return file.num_slots - len(file._free)
+
+
 def page_of(arena: KVArena, page: int) -> bytes:
     out = np.empty(LAYOUT.page_bytes, np.uint8)
     arena.read_page(page, out)
@@ -58,7 +62,7 @@ def page_of(arena: KVArena, page: int) -> bytes:
 def test_what_is_saved_comes_back_into_other_pages(arena: KVArena, file: SpillFile) -> None:
     before = [page_of(arena, page) for page in range(8)]
     slots = file.save([2, 5, 0])
-    assert (slots, file.num_used) == ([0, 1, 2], 3)
+    assert (slots, num_used(file)) == ([0, 1, 2], 3)
     arena.memory[:] = 0
     assert file.load(slots, [7, 1, 3])
     assert [page_of(arena, page) for page in (7, 1, 3)] == [before[2], before[5], before[0]]
@@ -69,7 +73,7 @@ def test_the_file_is_bounded_and_slots_are_used_again(file: SpillFile) -> None:
     assert file.num_slots == 4
     slots = file.save([0, 1, 2])
     assert file.save([3, 4]) is None
-    assert file.num_used == 3
+    assert num_used(file) == 3
     file.free(slots[:2])
     assert file.save([3, 4, 5]) == [0, 1, 3]
 
@@ -105,7 +109,7 @@ def test_a_disk_that_fails_is_left_alone_for_a_minute(
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     assert file.save([0, 1, 2]) is None
-    assert (file.num_used, len(calls)) == (0, 2)
+    assert (num_used(file), len(calls)) == (0, 2)
     clock.now += 59
     assert (file.save([0]), file.seconds(1), len(calls)) == (None, None, 2)
     clock.now += 1
@@ -195,9 +199,9 @@ def test_a_closed_file_takes_nothing(file: SpillFile) -> None:
 
 
 def test_a_file_that_cannot_be_made_is_a_typed_error(arena: KVArena, tmp_path: Path) -> None:
-    with pytest.raises(SpillUnavailable, match=r"cannot make a file to spill to in .*missing \(No such file"):
+    with pytest.raises(SpillUnavailable, match=r"cannot create a spill file in .*missing \(No such file"):
         SpillFile(arena, LAYOUT.page_bytes, tmp_path / "missing")
-    with pytest.raises(ValueError, match="hold no page of"):
+    with pytest.raises(ValueError, match="a spill file needs at least one page"):
         SpillFile(arena, LAYOUT.page_bytes - 1, tmp_path)
 
 
@@ -207,15 +211,15 @@ def test_a_file_that_cannot_be_made_is_a_typed_error(arena: KVArena, tmp_path: P
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_sequence_survives_the_file_unless_its_bytes_changed(arena: KVArena, file: SpillFile, damaged: bool) -> None:
     pager = Pager(16, 8, copy_page=arena.copy_page, store=file, enable_prefix_caching=False)
-    table, _ = pager.open([])
-    pager.grow(table, 40)
+    table = pager.open([])
+    table.append(40)
     before = [page_of(arena, page) for page in table.pages[0]]
     spilled = pager.spill(table, 40)
     arena.memory[:] = 0
     if damaged:
         os.pwrite(file._file, bytes(9), LAYOUT.page_bytes + 100)
     table = pager.restore(spilled, TOKENS[:40])
-    assert (table is None, file.num_used, pager.num_spilled) == (damaged, 0, 0)
+    assert (table is None, num_used(file), pager.num_spilled) == (damaged, 0, 0)
     check(pager, [table] if table else [])
     if table:
         assert [page_of(arena, page) for page in table.pages[0]] == before
@@ -228,14 +232,14 @@ def test_a_spilled_sequence_comes_back(make_world: Callable[..., World]) -> None
     world = make_world(4, enable_prefix_caching=False, store_pages=4)
     pager = world.pager
     table, _ = world.compute(TOKENS[:10])
-    pager.reserve(table, 1)
+    table.reserve(1)
     spilled = pager.spill(table, 10)
     assert (spilled.num_tokens, spilled.num_pages, pager.num_spilled) == (10, 3, 3)
-    assert (pager.num_free, pager.num_reserved, table.num_tokens) == (4, 0, 0)
+    assert (pager.pool.num_free, pager.pool.num_reserved, table.num_tokens) == (4, 0, 0)
     other, _ = world.compute(TOKENS[20:36])
     with pytest.raises(OutOfPages, match="needs 3 pages, 0 are available"):
         pager.restore(spilled, TOKENS)
-    world.pager.release(other)
+    other.release()
     table = pager.restore(spilled, TOKENS)
     assert world.cells.read(table) == TOKENS[:10]
     assert (pager.num_spilled, pager.spilled_pages_total, pager.restored_pages_total) == (0, 3, 3)
@@ -250,7 +254,7 @@ def test_pages_still_cached_are_not_read_back(make_world: Callable[..., World]) 
     pager = world.pager
     table, _ = world.compute(TOKENS[:14])
     spilled = pager.spill(table, 14)
-    world.pager.release(world.compute([1, 2, 3, 4, 5])[0])  # takes the free page and evicts the leaf
+    world.compute([1, 2, 3, 4, 5])[0].release()  # takes the free page and evicts the leaf
     table = pager.restore(spilled, TOKENS)
     assert world.cells.read(table) == TOKENS[:14]
     assert (pager.restored_pages_total, table.num_committed) == (2, 3)
@@ -264,14 +268,14 @@ def test_cached_pages_taken_back_count_as_taken(make_world: Callable[..., World]
     other, _ = world.compute([1])  # on the one page that was not cached
     with pytest.raises(OutOfPages, match="needs 4 pages, 3 are available"):
         world.pager.restore(spilled, TOKENS)
-    assert (world.pager.num_cached, world.pager.num_spilled) == (3, 4)
+    assert (world.pager.pool.num_cached, world.pager.num_spilled) == (3, 4)
     check(world.pager, [other])
 
 
 def test_only_computed_tokens_are_spilled(make_world: Callable[..., World]) -> None:
     world = make_world(8, store_pages=4)
     table, _ = world.compute(TOKENS[:6])
-    world.pager.grow(table, 6)
+    table.append(6)
     spilled = world.pager.spill(table, 6)
     assert (spilled.num_tokens, spilled.num_pages) == (6, 2)
     with pytest.raises(ValueError, match="cannot roll back to 1 tokens, the table holds 0"):
@@ -284,14 +288,14 @@ def test_a_sliding_group_spills_what_its_window_reaches(make_world: Callable[...
     table, _ = world.compute(TOKENS[:18])
     spilled = world.pager.spill(table, 18)
     assert spilled.num_pages == 5 + 3
-    blocker, _ = world.pager.open([])
-    world.pager.grow(blocker, 40)
-    world.pager.release(blocker)
+    blocker = world.pager.open([])
+    blocker.append(40)
+    blocker.release()
     table = world.pager.restore(spilled, TOKENS)
     assert [pages.count(-1) for pages in table.pages] == [0, 2]
     assert world.cells.read(table, 0) == TOKENS[:18]
     assert world.cells.read(table, 1, 8) == TOKENS[8:18]
-    assert [world.pager.can_roll_back(table, to) for to in (14, 15)] == [False, True]
+    assert [table.can_roll_back(to) for to in (14, 15)] == [False, True]
     check(world.pager, [table])
 
 
@@ -309,7 +313,7 @@ def test_without_a_store_or_room_nothing_is_spilled_and_nothing_changes(make_wor
 def test_damaged_pages_are_not_restored(make_world: Callable[..., World]) -> None:
     world = make_world(6, store_pages=4)
     table, _ = world.compute(TOKENS[:10])
-    twin = world.pager.fork(table)
+    twin = table.fork()
     spilled = world.pager.spill(table, 10)
     world.store.damaged = True
     assert world.pager.restore(spilled, TOKENS) is None
@@ -327,20 +331,20 @@ def test_discarding_frees_the_store_once(make_world: Callable[..., World]) -> No
     assert (world.pager.num_spilled, world.store.num_used) == (0, 0)
 
 
-def test_restoring_reserves_and_leaves_pages_to_others(make_world: Callable[..., World]) -> None:
+def test_restore_leaves_spare_pages_for_others(make_world: Callable[..., World]) -> None:
     world = make_world(6, enable_prefix_caching=False, store_pages=4)
     pager = world.pager
     spilled = pager.spill(world.compute(TOKENS[:10])[0], 10)
     with pytest.raises(OutOfPages, match="needs 7 pages, 6 are available"):
-        pager.restore(spilled, TOKENS, spare_pages=2, reserve=2)
-    table = pager.restore(spilled, TOKENS, spare_pages=1, reserve=2)
-    assert (table.reserved, pager.num_available) == (2, 1)
+        pager.restore(spilled, TOKENS, spare_pages=4)
+    table = pager.restore(spilled, TOKENS, spare_pages=3)
+    assert pager.pool.num_available == 3
     check(pager, [table])
 
 
 def test_an_empty_sequence_spills_nothing(make_world: Callable[..., World]) -> None:
     world = make_world(6, store_pages=4)
-    spilled = world.pager.spill(world.pager.open([])[0], 0)
+    spilled = world.pager.spill(world.pager.open([]), 0)
     assert spilled.num_pages == 0
     assert world.pager.restore(spilled, []).num_tokens == 0
 
@@ -348,5 +352,5 @@ def test_an_empty_sequence_spills_nothing(make_world: Callable[..., World]) -> N
 def test_a_handle_needs_the_tokens_it_holds(make_world: Callable[..., World]) -> None:
     world = make_world(6, store_pages=4)
     spilled = world.pager.spill(world.compute(TOKENS[:10])[0], 10)
-    with pytest.raises(ValueError, match="10 tokens were spilled, only 9 were named"):
+    with pytest.raises(ValueError, match="10 tokens were spilled, token_ids has only 9"):
         world.pager.restore(spilled, TOKENS[:9])

@@ -14,19 +14,19 @@ World = Any
 
 def test_a_table_grows_by_whole_pages(make_world: Callable[..., World]) -> None:
     pager = make_world(4).pager
-    table, _ = pager.open([])
-    pager.grow(table, 1)
+    table = pager.open([])
+    table.append(1)
     assert list(table.pages[0]) == [0]
-    pager.grow(table, 3)
+    table.append(3)
     assert list(table.pages[0]) == [0]
-    pager.grow(table, 5)
+    table.append(5)
     assert (list(table.pages[0]), table.num_tokens) == ([0, 1, 2], 9)
 
 
 def test_page_ids_are_read_without_a_copy(make_world: Callable[..., World]) -> None:
     pager = make_world(4).pager
-    table, _ = pager.open([])
-    pager.grow(table, 9)
+    table = pager.open([])
+    table.append(9)
     view = np.frombuffer(table.pages[0], np.int32)
     table.pages[0][0] = 3
     assert view.tolist() == [3, 1, 2]
@@ -34,45 +34,45 @@ def test_page_ids_are_read_without_a_copy(make_world: Callable[..., World]) -> N
 
 def test_growing_beyond_the_pool_changes_nothing(make_world: Callable[..., World]) -> None:
     pager = make_world(3).pager
-    table, _ = pager.open([])
-    pager.grow(table, 6)
-    assert (table.room(), table.would_overflow(6), table.would_overflow(7)) == (6, False, True)
+    table = pager.open([])
+    table.append(6)
+    assert table.max_append() == 6
     with pytest.raises(OutOfPages):
-        pager.grow(table, 7)
-    assert (list(table.pages[0]), table.num_tokens, pager.num_free) == ([0, 1], 6, 1)
-    pager.grow(table, 6)
-    assert (list(table.pages[0]), table.room()) == ([0, 1, 2], 0)
+        table.append(7)
+    assert (list(table.pages[0]), table.num_tokens, pager.pool.num_free) == ([0, 1], 6, 1)
+    table.append(6)
+    assert (list(table.pages[0]), table.max_append()) == ([0, 1, 2], 0)
 
 
 def test_growing_by_nothing_copies_nothing(make_world: Callable[..., World]) -> None:
     world = make_world(4)
-    table, _ = world.pager.open([])
+    table = world.pager.open([])
     world.extend(table, [1, 2])
-    twin = world.pager.fork(table)
-    assert world.pager.pages_needed(twin, 0) == 0
-    world.pager.grow(twin, 0)
+    twin = table.fork()
+    assert twin.pages_needed(0) == 0
+    twin.append(0)
     assert (list(twin.pages[0]), world.cells.copies) == ([0], [])
 
 
 def test_a_negative_growth_is_refused(make_world: Callable[..., World]) -> None:
     pager = make_world(1).pager
-    table, _ = pager.open([])
-    with pytest.raises(ValueError, match="rollback takes tokens away"):
-        pager.grow(table, -1)
+    table = pager.open([])
+    with pytest.raises(ValueError, match="rollback removes tokens"):
+        table.append(-1)
 
 
 def test_a_fork_shares_every_page_until_one_of_the_two_writes(make_world: Callable[..., World]) -> None:
     world = make_world(5)
-    table, _ = world.pager.open([])
+    table = world.pager.open([])
     world.extend(table, [1, 2, 3, 4, 5, 6])
-    twin = world.pager.fork(table)
-    assert (list(twin.pages[0]), world.pager.num_owned) == ([0, 1], 2)
-    assert world.pager.pages_needed(twin, 1) == 1
+    twin = table.fork()
+    assert (list(twin.pages[0]), world.pager.pool.num_owned) == ([0, 1], 2)
+    assert twin.pages_needed(1) == 1
 
     world.extend(twin, [70])  # copies the partial page
     assert (list(table.pages[0]), list(twin.pages[0])) == ([0, 1], [0, 2])
     assert world.cells.copies == [(1, 2)]
-    assert world.pager.pages_needed(table, 1) == 0
+    assert table.pages_needed(1) == 0
 
     world.extend(table, [7])  # is alone on its page again
     assert world.cells.copies == [(1, 2)]
@@ -83,9 +83,9 @@ def test_a_fork_shares_every_page_until_one_of_the_two_writes(make_world: Callab
 
 def test_a_fork_at_a_page_border_copies_nothing(make_world: Callable[..., World]) -> None:
     world = make_world(4)
-    table, _ = world.pager.open([])
+    table = world.pager.open([])
     world.extend(table, [1, 2, 3, 4])
-    twin = world.pager.fork(table)
+    twin = table.fork()
     world.extend(table, [5])
     world.extend(twin, [50])
     assert (list(table.pages[0]), list(twin.pages[0]), world.cells.copies) == ([0, 1], [0, 2], [])
@@ -93,57 +93,57 @@ def test_a_fork_at_a_page_border_copies_nothing(make_world: Callable[..., World]
 
 def test_a_copy_and_new_pages_come_together_or_not_at_all(make_world: Callable[..., World]) -> None:
     world = make_world(3)
-    table, _ = world.pager.open([])
+    table = world.pager.open([])
     world.extend(table, [1, 2])
-    twin = world.pager.fork(table)
-    assert twin.room() == 6  # two pages: one for the copy
+    twin = table.fork()
+    assert twin.max_append() == 6  # two pages: one for the copy
     with pytest.raises(OutOfPages):
-        world.pager.grow(twin, 7)
+        twin.append(7)
     assert (list(twin.pages[0]), world.cells.copies) == ([0], [])
-    world.pager.grow(twin, 6)
+    twin.append(6)
     assert list(twin.pages[0]) == [1, 2]
-    assert table.room() == 2
+    assert table.max_append() == 2
 
 
 def test_a_shared_partial_page_has_no_room_when_nothing_is_left_for_its_copy(make_world: Callable[..., World]) -> None:
     world = make_world(1)
-    table, _ = world.pager.open([])
+    table = world.pager.open([])
     world.extend(table, [1, 2])
-    twin = world.pager.fork(table)
-    assert (twin.room(), twin.would_overflow(1), twin.would_overflow(0)) == (0, True, False)
-    world.pager.release(table)
-    assert twin.room() == 2
+    twin = table.fork()
+    assert twin.max_append() == 0
+    table.release()
+    assert twin.max_append() == 2
 
 
 def test_rollback_gives_back_pages_that_held_only_later_tokens(make_world: Callable[..., World]) -> None:
     pager = make_world(6).pager
-    table, _ = pager.open([])
-    pager.grow(table, 15)
-    pager.rollback(table, 5)
+    table = pager.open([])
+    table.append(15)
+    table.rollback(5)
     assert (list(table.pages[0]), table.num_tokens) == ([0, 1], 5)
     assert list(pager.pool.free_pages()) == [4, 5, 3, 2]
-    pager.rollback(table, 4)
+    table.rollback(4)
     assert list(table.pages[0]) == [0]
-    pager.rollback(table, 0)
+    table.rollback(0)
     assert list(table.pages[0]) == []
     check(pager, [table])
 
 
 def test_rollback_forwards_is_refused(make_world: Callable[..., World]) -> None:
     pager = make_world(2).pager
-    table, _ = pager.open([])
-    pager.grow(table, 3)
+    table = pager.open([])
+    table.append(3)
     with pytest.raises(ValueError, match="cannot roll back to 4 tokens, the table holds 3"):
-        pager.rollback(table, 4)
+        table.rollback(4)
     assert table.num_tokens == 3
 
 
 def test_rolling_back_into_a_shared_page_copies_it_before_the_next_write(make_world: Callable[..., World]) -> None:
     world = make_world(4)
-    table, _ = world.pager.open([])
+    table = world.pager.open([])
     world.extend(table, [1, 2, 3, 4])
-    twin = world.pager.fork(table)
-    world.pager.rollback(twin, 2)
+    twin = table.fork()
+    twin.rollback(2)
     world.extend(twin, [30])
     assert (world.cells.read(table), world.cells.read(twin)) == ([1, 2, 3, 4], [1, 2, 30])
 
@@ -151,10 +151,11 @@ def test_rolling_back_into_a_shared_page_copies_it_before_the_next_write(make_wo
 def test_rolling_back_into_an_indexed_page_leaves_what_was_indexed(make_world: Callable[..., World]) -> None:
     world = make_world(4)
     table, _ = world.compute([1, 2, 3, 4, 5, 6])
-    world.pager.rollback(table, 3)
+    table.rollback(3)
     world.extend(table, [40])
     assert (list(table.pages[0]), world.cells.copies) == ([2], [(0, 2)])
-    other, cached = world.pager.open([1, 2, 3, 4, 5])
+    other = world.pager.open([1, 2, 3, 4, 5])
+    cached = other.num_tokens
     assert (cached, world.cells.read(other)) == (4, [1, 2, 3, 4])
     check(world.pager, [table, other])
 
@@ -162,7 +163,7 @@ def test_rolling_back_into_an_indexed_page_leaves_what_was_indexed(make_world: C
 def test_a_page_filled_again_after_a_rollback_is_indexed_again(make_world: Callable[..., World]) -> None:
     world = make_world(4)
     table, _ = world.compute([1, 2, 3, 4, 5, 6, 7, 8, 9])
-    world.pager.rollback(table, 4)
+    table.rollback(4)
     assert table.num_committed == 1
     world.extend(table, [50, 60, 70, 80])
     world.pager.commit(table, [1, 2, 3, 4, 50, 60, 70, 80])
@@ -172,20 +173,20 @@ def test_a_page_filled_again_after_a_rollback_is_indexed_again(make_world: Calla
 
 def test_releasing_twice_gives_back_once(make_world: Callable[..., World]) -> None:
     pager = make_world(3).pager
-    table, _ = pager.open([])
-    pager.grow(table, 7)
+    table = pager.open([])
+    table.append(7)
     pager.commit(table, [1, 2, 3, 4, 5, 6, 7])
-    pager.release(table)
-    pager.release(table)
+    table.release()
+    table.release()
     assert (table.num_tokens, table.num_committed, list(table.pages[0])) == (0, 0, [])
-    assert (pager.num_free, pager.num_cached) == (2, 1)
+    assert (pager.pool.num_free, pager.pool.num_cached) == (2, 1)
     check(pager, [])
 
 
 def test_a_view_that_outlives_the_release_still_reads_the_old_ids(make_world: Callable[..., World]) -> None:
     pager = make_world(3).pager
-    table, _ = pager.open([])
-    pager.grow(table, 8)
+    table = pager.open([])
+    table.append(8)
     view = np.frombuffer(table.pages[0], np.int32)
-    pager.release(table)
+    table.release()
     assert view.tolist() == [0, 1]

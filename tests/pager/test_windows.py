@@ -23,7 +23,8 @@ def pages(table: Any) -> list[list[int]]:
 
 def grown(world: World, token_ids: list[int]) -> Any:
     """A table that decoded these tokens, one a step."""
-    table, cached = world.pager.open(token_ids)
+    table = world.pager.open(token_ids)
+    cached = table.num_tokens
     for end in range(cached + 1, len(token_ids) + 1):
         world.extend(table, token_ids[end - 1 : end])
         world.pager.commit(table, token_ids[:end])
@@ -32,22 +33,22 @@ def grown(world: World, token_ids: list[int]) -> Any:
 
 def test_each_group_has_a_table_and_all_grow_together(make_world: Callable[..., World]) -> None:
     pager = make_world(8, windows=HYBRID).pager
-    table, _ = pager.open([])
-    pager.grow(table, 5)
+    table = pager.open([])
+    table.append(5)
     assert pages(table) == [[0, 2], [1, 3]]
-    assert pager.pages_needed(table, 4) == 2
-    pager.grow(table, 4)
+    assert table.pages_needed(4) == 2
+    table.append(4)
     assert pages(table) == [[0, 2, 4], [1, 3, 5]]
 
 
 def test_groups_grow_all_or_not_at_all(make_world: Callable[..., World]) -> None:
     pager = make_world(5, windows=HYBRID).pager
-    table, _ = pager.open([])
-    pager.grow(table, 3)
-    assert (table.room(), table.would_overflow(5), table.would_overflow(6)) == (5, False, True)
+    table = pager.open([])
+    table.append(3)
+    assert table.max_append() == 5
     with pytest.raises(OutOfPages, match="needs 4 pages, 3 are available"):
-        pager.grow(table, 6)
-    assert (pages(table), pager.num_free) == ([[0], [1]], 3)
+        table.append(6)
+    assert (pages(table), pager.pool.num_free) == ([[0], [1]], 3)
 
 
 @pytest.mark.parametrize(
@@ -74,11 +75,11 @@ def test_decoding_never_holds_more_pages_than_predicted(
     make_world: Callable[..., World], windows: tuple[int, ...], enable_prefix_caching: bool
 ) -> None:
     pager = make_world(64, windows=windows, enable_prefix_caching=enable_prefix_caching).pager
-    table, _ = pager.open([])
+    table = pager.open([])
     most = 0
     for length in range(1, 41):
-        pager.grow(table, 1)
-        most = max(most, pager.num_owned)
+        table.append(1)
+        most = max(most, pager.pool.num_owned)
         assert most <= pager.pages_for(length)
         pager.commit(table, TOKENS[:length])
         check(pager, [table])
@@ -96,7 +97,7 @@ def test_pages_given_back_are_cached_and_the_oldest_is_evicted_first(make_world:
 def test_committing_gives_back_even_without_a_prefix_cache(make_world: Callable[..., World]) -> None:
     world = make_world(12, windows=(8,), enable_prefix_caching=False)
     table, _ = world.compute(TOKENS[:23])
-    assert (world.pager.num_owned, world.pager.num_free, table.num_committed) == (2, 10, 0)
+    assert (world.pager.pool.num_owned, world.pager.pool.num_free, table.num_committed) == (2, 10, 0)
     check(world.pager, [table])
 
 
@@ -104,33 +105,36 @@ def test_a_hit_needs_of_a_sliding_group_only_what_the_next_row_sees(make_world: 
     world = make_world(24, windows=HYBRID)
     first = grown(world, TOKENS[:24])
     assert pages(first)[1][:4] == [-1] * 4
-    world.pager.release(world.pager.open([7] * 40)[0])
-    taken, _ = world.pager.open([])
-    world.pager.grow(taken, 4 * ((world.pager.num_free + 4) // 2))  # evicts the four pages that left the window
-    assert world.pager.num_cached == 0
-    second, cached = world.pager.open([*TOKENS[:24], 7])
+    world.pager.open([7] * 40).release()
+    taken = world.pager.open([])
+    taken.append(4 * ((world.pager.pool.num_free + 4) // 2))  # evicts the four pages that left the window
+    assert world.pager.pool.num_cached == 0
+    second = world.pager.open([*TOKENS[:24], 7])
+    cached = second.num_tokens
     assert (cached, pages(second)) == (24, pages(first))
-    assert world.pager.open([*TOKENS[:20], 7])[1] == 0  # a row at 20 sees 13 … 20, its tile begins at 8: not there
+    assert world.pager.open([*TOKENS[:20], 7]).num_tokens == 0  # the row at 20 needs tile 8 … 15
     check(world.pager, [first, taken, second])
 
 
 def test_a_hit_ends_where_a_full_group_ends(make_world: Callable[..., World]) -> None:
     world = make_world(24, windows=HYBRID)
     first = grown(world, TOKENS[:14])
-    table, cached = world.pager.open([*TOKENS[:8], 7, 7, 7, 7, 7])
+    table = world.pager.open([*TOKENS[:8], 7, 7, 7, 7, 7])
+    cached = table.num_tokens
     assert (cached, pages(table)) == (8, [[0, 2], [1, 3]])
     check(world.pager, [first, table])
 
 
 def test_a_hit_is_the_longest_whose_window_is_whole(make_world: Callable[..., World]) -> None:
     world = make_world(16, windows=(8,))
-    world.pager.release(grown(world, TOKENS[:24]))
+    grown(world, TOKENS[:24]).release()
     pool = world.pager.pool
-    assert world.pager.prefix.match(world.pager.open([])[0].root, TOKENS, 6).pages == [[-1, -1, -1, -1, 4, 5]]
+    assert world.pager.prefix.match(world.pager.open([]).root, TOKENS, 6).pages == [[-1, -1, -1, -1, 4, 5]]
     pool.retain([4])
     pool._forget(4)  # as if evicted: 5 alone is no window, and neither is 3 without 4
     pool.release([4])
-    table, cached = world.pager.open([*TOKENS[:24], 7])
+    table = world.pager.open([*TOKENS[:24], 7])
+    cached = table.num_tokens
     assert (cached, pages(table)) == (16, [[-1, -1, 2, 3]])
     check(world.pager, [table])
 
@@ -138,9 +142,10 @@ def test_a_hit_is_the_longest_whose_window_is_whole(make_world: Callable[..., Wo
 def test_a_window_without_full_groups_hits_behind_evicted_pages(make_world: Callable[..., World]) -> None:
     world = make_world(10, windows=(8,))
     first = grown(world, TOKENS[:24])
-    blocker, _ = world.pager.open([])
-    world.pager.grow(blocker, 32)
-    second, cached = world.pager.open([*TOKENS[:24], 7])
+    blocker = world.pager.open([])
+    blocker.append(32)
+    second = world.pager.open([*TOKENS[:24], 7])
+    cached = second.num_tokens
     assert (cached, pages(second)) == (24, [[-1, -1, -1, -1, 4, 5]])
     check(world.pager, [first, blocker, second])
 
@@ -148,9 +153,9 @@ def test_a_window_without_full_groups_hits_behind_evicted_pages(make_world: Call
 def test_a_fork_with_holes_copies_the_partial_page_of_every_group(make_world: Callable[..., World]) -> None:
     world = make_world(24, windows=HYBRID)
     table, _ = world.compute(TOKENS[:18])
-    twin = world.pager.fork(table)
+    twin = table.fork()
     assert pages(twin) == pages(table)
-    assert world.pager.pages_needed(twin, 1) == 2
+    assert twin.pages_needed(1) == 2
     world.extend(twin, [7])
     assert len(world.cells.copies) == 2
     world.extend(table, [8])
@@ -165,11 +170,11 @@ def test_rolling_back_behind_what_was_given_back_is_refused(make_world: Callable
     world = make_world(24, windows=HYBRID)
     table, _ = world.compute(TOKENS[:18])
     pager = world.pager
-    assert [pager.can_roll_back(table, to) for to in (0, 14, 15, 18, 19)] == [False, False, True, True, False]
-    with pytest.raises(ValueError, match="cannot roll back to 14 tokens, pages before them left their window"):
-        pager.rollback(table, 14)
+    assert [table.can_roll_back(to) for to in (0, 14, 15, 18, 19)] == [False, False, True, True, False]
+    with pytest.raises(ValueError, match="cannot roll back to 14 tokens, earlier pages left their window"):
+        table.rollback(14)
     assert table.num_tokens == 18
-    pager.rollback(table, 15)
+    table.rollback(15)
     world.extend(table, TOKENS[15:18])
     assert world.cells.read(table, 1, 8) == TOKENS[8:18]
     check(pager, [table])
@@ -179,8 +184,8 @@ def test_drafts_may_be_rolled_back_before_committing(make_world: Callable[..., W
     world = make_world(24, windows=HYBRID)
     table, _ = world.compute(TOKENS[:14])
     world.extend(table, TOKENS[14:24])
-    assert world.pager.can_roll_back(table, 14)
-    world.pager.rollback(table, 15)
+    assert table.can_roll_back(14)
+    table.rollback(15)
     world.pager.commit(table, TOKENS[:15])
     assert pages(table)[1][:2] == [-1, -1]
     check(world.pager, [table])
@@ -189,15 +194,15 @@ def test_drafts_may_be_rolled_back_before_committing(make_world: Callable[..., W
 def test_a_fork_cannot_roll_back_further_than_its_original(make_world: Callable[..., World]) -> None:
     world = make_world(24, windows=HYBRID)
     table, _ = world.compute(TOKENS[:18])
-    assert not world.pager.can_roll_back(world.pager.fork(table), 14)
-    hit, _ = world.pager.open(TOKENS[:17])
-    assert [world.pager.can_roll_back(hit, to) for to in (14, 15, 16)] == [False, True, True]
+    assert not table.fork().can_roll_back(14)
+    hit = world.pager.open(TOKENS[:17])
+    assert [hit.can_roll_back(to) for to in (14, 15, 16)] == [False, True, True]
 
 
 def test_opening_counts_what_the_windows_will_hold(make_world: Callable[..., World]) -> None:
     pager = make_world(9, windows=(8,)).pager
     assert pager.pages_for(1000) == 4
-    assert pager.open(TOKENS, spare_pages=5)[1] == 0
+    assert pager.open(TOKENS, spare_pages=5).num_tokens == 0
     with pytest.raises(OutOfPages, match="needs 10 pages, 9 are available"):
         pager.open(TOKENS, spare_pages=6)
 
@@ -212,5 +217,5 @@ def test_shared_pages_that_leave_the_window_do_not_lower_what_is_needed(make_wor
 
 @pytest.mark.parametrize("windows", [(), (0, -1)])
 def test_a_window_of_less_than_nothing_is_refused(windows: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="every layer group has a window"):
+    with pytest.raises(ValueError, match="every layer group needs a window"):
         Pager(4, 4, windows=windows)

@@ -42,7 +42,7 @@ class Served:
     def __init__(self, simulator: Simulator) -> None:
         assert not simulator.scheduler.has_work
         assert all(outcome.finished or outcome.refused for outcome in simulator.outcomes)
-        assert simulator.pager.num_owned == simulator.pager.num_spilled == 0
+        assert simulator.pager.pool.num_owned == simulator.pager.num_spilled == 0
         check(simulator.pager, [])
         self.simulator = simulator
         self.outcomes = simulator.outcomes

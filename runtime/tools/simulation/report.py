@@ -86,7 +86,7 @@ def summarize(
     good = sum(all(objective.is_met(outcome) for objective in objectives) for outcome in finished)
     prompt_tokens = sum(outcome.arrival.prompt_tokens for outcome in finished)
     output_tokens = sum(len(outcome.token_times) for outcome in finished)
-    pages, busy_s = simulator.pager.num_pages, simulator.clock.now
+    pages, busy_s = simulator.pager.pool.num_pages, simulator.clock.now
     tenants = _by_tenant(outcomes)
     served = {tenant: _tokens_served(each, _last_arrival(outcomes)) for tenant, each in tenants.items()}
     return SimulationReport(

@@ -189,7 +189,7 @@ class Simulator:
             self._note(update)
 
     def _execute(self, plan: StepPlan) -> None:
-        start, owned = self.clock.now, self.pager.num_owned
+        start, owned = self.clock.now, self.pager.pool.num_owned
         duration_s = self._cost(plan)
         end = start + duration_s + len(plan.sequences) * self._sequence_s
         if self._spill is not None:

@@ -199,7 +199,7 @@ def test_bench_without_the_cache(quire: Quire, tmp_path: Path) -> None:
         (["serve", "--host", "0.0.0.0", *QUICK], "requires --token"),
         (["serve", "--max-num-waiting", "0"], "--max-num-waiting: 0 is not allowed"),
         (["serve", "/nowhere"], "/nowhere is not a folder"),
-        (["serve", "--kv-spill-size", "1KiB", *QUICK], "--kv-spill-size: 1,024 bytes hold no page"),
+        (["serve", "--kv-spill-size", "1KiB", *QUICK], "--kv-spill-size: a spill file needs at least one page"),
         (["serve", "--kv-spill-size", "1MiB", "--kv-spill-dir", "/nowhere", *QUICK], "--kv-spill-dir: cannot make"),
         (["serve", __file__], "is not a folder"),
     ],

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.kernels.pack import PackedMatrix
-from quire.pager.memory import HUGE_PAGE_BYTES
+from quire.pager.arena import HUGE_PAGE_BYTES
 from quire.runtime.common.errors import ModelError
 from quire.runtime.model import PackedModel, pack_model
 from quire.runtime.model.weights import Checkpoint

@@ -55,7 +55,7 @@ def last_logits(runner: ModelRunner, pager: Pager, table: PageTable, chunk: int)
     while table.num_tokens < LENGTH:
         first = table.num_tokens
         count = min(chunk, prompt - first) if first < prompt else 1
-        pager.grow(table, count)
+        table.append(count)
         logits.append(runner.score(TOKENS[first : first + count], first, table.pages, 1)[0].tobytes())
         pager.commit(table, TOKENS)
     return logits[-5:]
@@ -79,20 +79,22 @@ def test_giving_pages_back_changes_no_bit(load: Load, layers: str, kv_dtype: str
     want = logits_of_kept_pages(runner, 160)
     for chunk in (160, 37, 1):
         runner.arena.memory[:] = 0xFF  # what nobody wrote is NaN
-        table, _ = pager.open(())
+        table = pager.open(())
         assert last_logits(runner, pager, table, chunk) == want
-        assert pager.num_owned < pager.pages_for(LENGTH) + 1
-        pager.release(table)
+        assert pager.pool.num_owned < pager.pages_for(LENGTH) + 1
+        table.release()
 
 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_a_cached_prefix_changes_no_bit(load: Load, layers: str) -> None:
     runner = load(layers)
     pager = pager_of(runner, prefix_caching=True)
-    first, cached = pager.open(TOKENS)
+    first = pager.open(TOKENS)
+    cached = first.num_tokens
     assert cached == 0
     want = last_logits(runner, pager, first, 32)
-    again, cached = pager.open(TOKENS)
+    again = pager.open(TOKENS)
+    cached = again.num_tokens
     assert cached == LENGTH - runner.capacity.layout.page_size
     assert last_logits(runner, pager, again, 32)[-4:] == want[-4:]
 
@@ -104,7 +106,7 @@ def test_a_sliding_model_serves_sequences_longer_than_its_pool(load: Load) -> No
     small = load("ssss", pages * page_bytes)
     assert small.capacity.num_pages * small.capacity.layout.page_size < LENGTH < small.capacity.max_model_len == 4096
     pager = pager_of(small)
-    assert last_logits(small, pager, pager.open(())[0], 1) == logits_of_kept_pages(roomy, 160)
+    assert last_logits(small, pager, pager.open(()), 1) == logits_of_kept_pages(roomy, 160)
     smaller = load("ssss", (pages - 1) * page_bytes)
     assert smaller.capacity.max_model_len == (pages - 1) * small.capacity.layout.page_size
 

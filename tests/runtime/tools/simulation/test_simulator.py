@@ -83,7 +83,7 @@ def test_it_can_be_stopped_between_steps_and_interfered_with(make_simulator: Mak
     cancelled, other = simulator.outcomes
     assert (cancelled.finish_reason, len(cancelled.token_times)) == ("cancelled", 6)
     assert (other.finish_reason, len(other.token_times)) == ("length", 50)
-    assert simulator.pager.num_owned == 0
+    assert simulator.pager.pool.num_owned == 0
 
 
 def test_deadlines_pass(make_simulator: Make) -> None:
@@ -98,7 +98,7 @@ def test_deadlines_pass(make_simulator: Make) -> None:
     simulator.run()
     assert [outcome.refused for outcome in simulator.outcomes] == ["DeadlineExceeded"] * 3 + [None]
     assert [outcome.end for outcome in simulator.outcomes] == pytest.approx([0.130, 0.150, 0.110, 0.141])
-    assert simulator.pager.num_owned == 0
+    assert simulator.pager.pool.num_owned == 0
 
 
 def test_refusals_are_outcomes(make_simulator: Make) -> None:
