@@ -18,11 +18,11 @@ from ..common.logs import new_id
 from ..protocol.codec import Decoder, Malformed
 from ..protocol.frames import CLIENT_FRAMES, FEATURES, PROTOCOL_VERSION, Frame, Hello, Ping, Welcome
 from ..protocol.wire_errors import error_frame
-from .admission import check_hello
-from .exchange import Exchange
+from .app_context import Service
+from .convert import check_hello
 from .monitoring import CancelCause
-from .outbox import Outbox
-from .service import Service
+from .request_handler import Exchange
+from .send_buffer import Outbox
 from .watchdog import Watchdog
 
 READ_BYTES = 64 << 10

@@ -17,9 +17,9 @@ from ..common.config import ServerConfig
 from ..common.errors import ConfigError, Overloaded, QuireError, Unavailable
 from ..engine.facade import EngineFacade
 from ..protocol.address import UnixAddress
+from .app_context import Service
 from .auth import Keyring
 from .connection import Connection
-from .kept import Kept
 from .listen import BACKLOG, ListeningSocket, allow_open_files, is_loopback, listen_tcp, listen_unix
 from .live import LiveRequests
 from .monitoring import (
@@ -31,7 +31,7 @@ from .monitoring import (
     VllmNames,
     operator_app,
 )
-from .service import Service
+from .resume import Kept
 from .tls import TLS
 
 CLOSE_TIMEOUT_S = 5.0

@@ -2,7 +2,7 @@
 
 from .http import OperatorServer, operator_app
 from .metrics import CancelCause, PrometheusObserver
-from .progress import Progress
+from .readiness import Progress
 from .status import RequestState, RequestStatus, StatusCollector
 from .vllm_names import VllmNames
 

@@ -21,7 +21,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .progress import Progress
+from .readiness import Progress
 from .status import Status
 
 MAX_CONNECTIONS = 64

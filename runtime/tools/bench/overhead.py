@@ -18,7 +18,7 @@ from ...common.config import EngineConfig
 from ...common.types import SamplingParams
 from ...engine import Engine, GenerateRequest, LocalEngine, StepStats
 from ...protocol.codec import encode
-from ...server.admission import tokens_frame
+from ...server.convert import tokens_frame
 from ...server.monitoring import PrometheusObserver
 
 USERS = 32

@@ -13,12 +13,12 @@ from quire.runtime.common.types import FinishReason, OutputChunk, TokenLogprobs,
 from quire.runtime.engine.facade import EngineInfo, EngineStats, GenerateRequest
 from quire.runtime.protocol.codec import Decoder, encode
 from quire.runtime.protocol.frames import MAX_FRAME_BYTES, SERVER_FRAMES, Frame, Hello, Welcome
+from quire.runtime.server.app_context import Service
 from quire.runtime.server.auth import Keyring
 from quire.runtime.server.connection import Connection
-from quire.runtime.server.kept import Kept
 from quire.runtime.server.live import LiveRequests
 from quire.runtime.server.monitoring import PrometheusObserver
-from quire.runtime.server.service import Service
+from quire.runtime.server.resume import Kept
 from quire.runtime.server.tenants import Tenant
 from quire.scheduler import AdmissionEstimate
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.runtime.engine.facade import EngineStats
 from quire.runtime.protocol.frames import Accepted
-from quire.runtime.server.admission import accepted_frame, stats_frame
+from quire.runtime.server.convert import accepted_frame, stats_frame
 from quire.scheduler import AdmissionEstimate
 
 STATS = EngineStats(

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from quire.runtime.common.errors import Unavailable
 from quire.runtime.engine.facade import EngineStats
-from quire.runtime.server.monitoring.progress import Progress
+from quire.runtime.server.monitoring.readiness import Progress
 
 IDLE = EngineStats(
     step=0,

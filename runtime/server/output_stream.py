@@ -17,9 +17,9 @@ from ...scheduler import AdmissionEstimate
 from ..common.errors import DeadlineExceeded, GenerationFailed
 from ..common.types import OutputChunk
 from ..protocol.frames import Done, Progress
-from .admission import accepted_frame, done_frame, tokens_frame
+from .convert import accepted_frame, done_frame, tokens_frame
 from .monitoring import CancelCause
-from .outbox import Outbox
+from .send_buffer import Outbox
 
 
 class Chunks(Protocol):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from ..common.config import ServerConfig
 from ..engine.facade import EngineFacade
 from .auth import Keyring
-from .kept import Kept
 from .live import LiveRequests
 from .monitoring import PrometheusObserver
+from .resume import Kept
 
 
 @dataclass(slots=True)

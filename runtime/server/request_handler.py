@@ -43,12 +43,12 @@ from ..protocol.frames import (
     Tokenized,
 )
 from ..protocol.wire_errors import error_frame
-from .admission import duplicate_frame, engine_request, models_frame, stats_frame
-from .delivery import Delivery, Source
+from .app_context import Service
+from .convert import duplicate_frame, engine_request, models_frame, stats_frame
 from .monitoring import CancelCause
-from .outbox import Outbox
+from .output_stream import Delivery, Source
 from .request_log import log_end
-from .service import Service
+from .send_buffer import Outbox
 from .tenants import Tenant
 
 MAX_QUESTIONS = 32  # of one connection, that are being answered

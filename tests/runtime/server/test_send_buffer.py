@@ -10,7 +10,7 @@ import pytest
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.protocol.codec import Decoder, encode
 from quire.runtime.protocol.frames import MAX_FRAME_BYTES, SERVER_FRAMES, Ping, Tokenized, Tokens
-from quire.runtime.server.outbox import Outbox
+from quire.runtime.server.send_buffer import Outbox
 
 from .fakes import FakeClock, FakeWriter, settle
 

@@ -20,9 +20,9 @@ import msgspec
 from ..common.config import ServerConfig
 from ..common.errors import InvalidRequest, QuireError, RequestNotFound
 from ..engine.facade import GenerateRequest
-from .kept_stream import Follower, KeptStream
 from .live import LiveRequest, LiveRequests
 from .monitoring import CancelCause
+from .replay_buffer import Follower, KeptStream
 from .tenants import Tenant
 
 CLAIM_BYTES = 1024  # of a request's id that may be resumed: measured, with a session of its own
