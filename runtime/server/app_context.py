@@ -10,16 +10,16 @@ from ..engine.facade import EngineFacade
 from .auth import Keyring
 from .live import LiveRequests
 from .monitoring import PrometheusObserver
-from .resume import Kept
+from .resume import ResumeIndex
 
 
 @dataclass(slots=True)
-class Service:
+class AppContext:
     engine: EngineFacade
     config: ServerConfig
     observer: PrometheusObserver
     keyring: Keyring
     requests: LiveRequests
-    kept: Kept
+    kept: ResumeIndex
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # of the threads for prompts
     leaves_at: float | None = None  # the loop's time at which what has not ended will be; None: it stays

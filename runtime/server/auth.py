@@ -26,7 +26,7 @@ import structlog
 from ..common.config import ServerConfig
 from ..common.errors import ConfigError, Unauthenticated
 from ..common.settings import convert_table, read_toml
-from .tenants import Limits, Tenant
+from .tenants import Tenant, TenantLimits
 
 _TENANT_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -124,7 +124,7 @@ def _read_keys(path: Path, known: Mapping[str, Tenant]) -> dict[bytes, Tenant]:
     return {key_hash: tenants[name] for key_hash, name in owners.items()}
 
 
-def _tenant_table(name: str, table: object, path: Path) -> tuple[list[str], Limits]:
+def _tenant_table(name: str, table: object, path: Path) -> tuple[list[str], TenantLimits]:
     where = f"tenant {name!r} in {path}"
     check_tenant_name(name, f" in {path}")
     if not isinstance(table, dict):
@@ -132,13 +132,13 @@ def _tenant_table(name: str, table: object, path: Path) -> tuple[list[str], Limi
     keys = table.get("keys")
     if not (isinstance(keys, list) and keys and all(isinstance(key, str) and _HASH.fullmatch(key) for key in keys)):
         raise ConfigError(f"keys of {where}: allowed is a list of sha256 hashes, 64 hex digits each; see `quire token`")
-    limits = convert_table(Limits, {key: value for key, value in table.items() if key != "keys"}, where)
+    limits = convert_table(TenantLimits, {key: value for key, value in table.items() if key != "keys"}, where)
     if limits.burst is not None and limits.requests_per_minute is None:
         raise ConfigError(f"burst of {where} needs requests_per_minute")
     return keys, limits
 
 
-def _owners(path: Path, tables: Mapping[str, tuple[list[str], Limits]]) -> dict[bytes, str]:
+def _owners(path: Path, tables: Mapping[str, tuple[list[str], TenantLimits]]) -> dict[bytes, str]:
     """Key hash -> tenant."""
     owners: dict[bytes, str] = {}
     for name, (keys, _) in tables.items():

@@ -18,11 +18,11 @@ from ..common.logs import new_id
 from ..protocol.codec import Decoder, Malformed
 from ..protocol.frames import CLIENT_FRAMES, FEATURES, PROTOCOL_VERSION, Frame, Hello, Ping, Welcome
 from ..protocol.wire_errors import error_frame
-from .app_context import Service
+from .app_context import AppContext
 from .convert import check_hello
 from .monitoring import CancelCause
-from .request_handler import Exchange
-from .send_buffer import Outbox
+from .request_handler import RequestHandler
+from .send_buffer import SendBuffer
 from .watchdog import Watchdog
 
 READ_BYTES = 64 << 10
@@ -35,18 +35,18 @@ _log = structlog.get_logger("quire.server")
 class Connection:
     """`run` serves the peer until either side ends it. One task reads, one writes, one more per live request."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, service: Service) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: AppContext) -> None:
         self._reader = reader
         self._writer = writer
-        self._service = service
-        self._config = service.config
+        self._context = context
+        self._config = context.config
         self._decoder = Decoder(CLIENT_FRAMES)
-        self._outbox = Outbox(
+        self._send_buffer = SendBuffer(
             writer,
             max_bytes=self._config.max_outgoing_bytes,
             write_timeout_s=self._config.write_timeout_ms / 1000,
         )
-        self._exchange: Exchange | None = None  # from WELCOME on
+        self._handler: RequestHandler | None = None  # from WELCOME on
         self._watchdog: Watchdog | None = None
         self._reading: asyncio.Task[None] | None = None
         self._end_cause: CancelCause = "disconnect"
@@ -54,23 +54,23 @@ class Connection:
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """One per live request."""
-        return [] if self._exchange is None else self._exchange.tasks
+        return [] if self._handler is None else self._handler.tasks
 
     @property
     def has_unsent(self) -> bool:
-        return self._outbox.has_unsent
+        return self._send_buffer.has_unsent
 
     async def run(self, refusal: QuireError | None = None) -> None:
         """Serve, or only say `refusal`, then close. Never raises."""
         bind_contextvars(connection=new_id(), peer=self._peer)
         self._reading = asyncio.create_task(self._converse(refusal))
-        sending = asyncio.create_task(self._outbox.run())
+        sending = asyncio.create_task(self._send_buffer.run())
         try:
             await asyncio.wait({self._reading, sending}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._reading.cancel()
-            self._leave("slow_reader" if self._outbox.stuck else self._end_cause)
-            self._outbox.close()
+            self._leave("slow_reader" if self._send_buffer.stuck else self._end_cause)
+            self._send_buffer.close()
             tasks = [self._reading, sending, *self.tasks]
             try:
                 await asyncio.wait(tasks)
@@ -82,13 +82,13 @@ class Connection:
 
     def go_away(self) -> None:
         """The server leaves soon: say so."""
-        if self._exchange is not None:
-            self._exchange.go_away()
+        if self._handler is not None:
+            self._handler.go_away()
 
     def fail_requests(self, error: QuireError) -> None:
         """End every live request with `error` now."""
-        if self._exchange is not None:
-            self._exchange.fail(error)
+        if self._handler is not None:
+            self._handler.fail(error)
 
     def shut_down(self, error: QuireError) -> None:
         """End the connection from the server's side: `error` is the last frame of its requests and its own."""
@@ -97,16 +97,16 @@ class Connection:
 
     def _end(self, error: QuireError, cause: CancelCause = "disconnect") -> None:
         self._end_cause = cause
-        self._outbox.send(error_frame(None, error))
-        self._outbox.close()
+        self._send_buffer.send(error_frame(None, error))
+        self._send_buffer.close()
         if self._reading is not None:
             self._reading.cancel()
 
     def _leave(self, cause: CancelCause) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
-        if self._exchange is not None:
-            self._exchange.leave(cause)
+        if self._handler is not None:
+            self._handler.leave(cause)
 
     # Reading
 
@@ -117,9 +117,9 @@ class Connection:
                 raise refusal
             async with contextlib.aclosing(self._frames()) as frames:
                 if (hello := await self._greeting(frames)) is not None:
-                    exchange = self._welcome(hello)
+                    handler = self._welcome(hello)
                     async for frame in frames:
-                        exchange.handle(frame)
+                        handler.handle(frame)
         except OSError:
             pass
         except QuireError as error:
@@ -152,15 +152,15 @@ class Connection:
             raise ProtocolError(f"no HELLO within {self._config.handshake_timeout_ms} ms") from None
         return None if first is None else check_hello(first)
 
-    def _welcome(self, hello: Hello) -> Exchange:
+    def _welcome(self, hello: Hello) -> RequestHandler:
         """Raises Unauthenticated."""
-        tenant = self._service.keyring.authenticate(hello.token)
+        tenant = self._context.keyring.authenticate(hello.token)
         bind_contextvars(tenant=tenant.name)
-        session = self._service.kept.session(tenant.name, hello.session)
+        session = self._context.kept.session(tenant.name, hello.session)
         features = tuple(feature for feature in FEATURES if feature in hello.features)
         heartbeat = "heartbeat" in features
         self._decoder.max_frame_bytes = min(hello.max_frame_bytes, self._config.max_frame_bytes)
-        self._outbox.send(
+        self._send_buffer.send(
             Welcome(
                 PROTOCOL_VERSION,
                 features,
@@ -170,18 +170,18 @@ class Connection:
                 self._config.heartbeat_ms if heartbeat else None,
             )
         )
-        self._outbox.max_frame_bytes = self._decoder.max_frame_bytes
-        exchange = self._exchange = Exchange(
-            self._service, self._outbox, tenant, session, progress="progress" in features
+        self._send_buffer.max_frame_bytes = self._decoder.max_frame_bytes
+        handler = self._handler = RequestHandler(
+            self._context, self._send_buffer, tenant, session, progress="progress" in features
         )
         self._watchdog = Watchdog(
             self._config,
             heartbeat=heartbeat,
-            idle_since=lambda: exchange.idle_since,
-            ping=lambda: self._outbox.send(Ping()),
+            idle_since=lambda: handler.idle_since,
+            ping=lambda: self._send_buffer.send(Ping()),
             bite=self._refuse,
         )
-        return exchange
+        return handler
 
     @property
     def _peer(self) -> str:

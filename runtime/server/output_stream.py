@@ -19,7 +19,7 @@ from ..common.types import OutputChunk
 from ..protocol.frames import Done, Progress
 from .convert import accepted_frame, done_frame, tokens_frame
 from .monitoring import CancelCause
-from .send_buffer import Outbox
+from .send_buffer import SendBuffer
 
 
 class Chunks(Protocol):
@@ -29,7 +29,7 @@ class Chunks(Protocol):
 
 
 class Source(Protocol):
-    """A request in the engine (`LiveRequest`), or a follower of a kept one (`Follower`)."""
+    """A request in the engine (`LiveRequest`), or a follower of a kept one (`Subscriber`)."""
 
     generated: int  # tokens of all choices, counted by whoever iterates
     on_prefill: Callable[[int, int], None] | None  # gets computed and prompt tokens
@@ -45,14 +45,14 @@ class Source(Protocol):
         """Nobody iterates any more. Idempotent."""
 
 
-class Delivery:
-    """`run` it in a task. `paced`: its chunks may come faster than the peer can read, so it waits for the outbox."""
+class OutputStream:
+    """`run` it in a task. `paced`: its chunks may come faster than the peer can read, so it waits for the buffer."""
 
     def __init__(
         self,
         request_id: int,
         source: Source,
-        outbox: Outbox,
+        send_buffer: SendBuffer,
         *,
         credit: int | None,
         credit_timeout_ms: int,
@@ -61,7 +61,7 @@ class Delivery:
     ) -> None:
         self.source = source
         self._request_id = request_id
-        self._outbox = outbox
+        self._send_buffer = send_buffer
         self._credit = math.inf if credit is None else credit
         self._credit_timeout_ms = credit_timeout_ms
         self._paced = paced
@@ -72,7 +72,7 @@ class Delivery:
     async def run(self) -> Done:
         """Send all but the last frame, and return that one. Raises what ended the request otherwise."""
         chunks = await self.source.accepted()
-        self._outbox.send(accepted_frame(self._request_id, chunks.admission))
+        self._send_buffer.send(accepted_frame(self._request_id, chunks.admission))
         if self._progress:
             self.source.on_prefill = self._send_progress
         try:
@@ -82,7 +82,7 @@ class Delivery:
 
     async def _send_chunks(self, chunks: Chunks) -> Done:
         done: Done | None = None
-        request_id, source, send = self._request_id, self.source, self._outbox.send
+        request_id, source, send = self._request_id, self.source, self._send_buffer.send
         async for chunk in chunks:
             if self._credit <= 0 or self._paced:
                 chunk = await self._through_gate(chunk)
@@ -115,14 +115,14 @@ class Delivery:
 
     def _send_progress(self, computed_tokens: int, prompt_tokens: int) -> None:
         if not (self.source.generated or self._unwanted):
-            self._outbox.send(Progress(self._request_id, computed_tokens, prompt_tokens))
+            self._send_buffer.send(Progress(self._request_id, computed_tokens, prompt_tokens))
 
     # Waiting
 
     async def _through_gate(self, chunk: OutputChunk) -> OutputChunk:
         """`chunk` when it may go out. Nothing but the end of its choice if the client will not have it any more."""
         if self._paced:
-            await self._outbox.room()
+            await self._send_buffer.room()
         while self._credit <= 0 and chunk.token_ids:
             if self._unwanted:
                 return msgspec.structs.replace(chunk, token_ids=(), text="", logprobs=None)

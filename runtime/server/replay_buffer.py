@@ -32,19 +32,19 @@ _log = structlog.get_logger("quire.server")
 class Keeper(Protocol):
     """Told of what changes how long a stream is kept."""
 
-    def on_growth(self, stream: KeptStream, num_bytes: int) -> None: ...
-    def on_end(self, stream: KeptStream) -> None: ...
-    def on_cancelled(self, follower: Follower, cause: CancelCause) -> None: ...
-    def on_left(self, follower: Follower, cause: CancelCause) -> None: ...
+    def on_growth(self, stream: ReplayBuffer, num_bytes: int) -> None: ...
+    def on_end(self, stream: ReplayBuffer) -> None: ...
+    def on_cancelled(self, follower: Subscriber, cause: CancelCause) -> None: ...
+    def on_left(self, follower: Subscriber, cause: CancelCause) -> None: ...
 
 
-class KeptStream:
+class ReplayBuffer:
     """Reads its request in a task of its own, from the first chunk to the last, whoever follows."""
 
     def __init__(self, live: LiveRequest, keeper: Keeper) -> None:
         self.live = live
         self.keeper = keeper
-        self.followers: set[Follower] = set()
+        self.followers: set[Subscriber] = set()
         self.num_bytes = STREAM_BYTES  # kept on its account, by its keeper's count
         self.finish_reason: FinishReason | None = None  # of the last chunk
         self.error: QuireError | None = None
@@ -60,9 +60,9 @@ class KeptStream:
     def has_ended(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
-    def follow(self, next_index: int = 0) -> Follower:
+    def follow(self, next_index: int = 0) -> Subscriber:
         """From after the first `next_index` tokens. Raises InvalidRequest if no chunk ends there."""
-        follower = Follower(self, self._position_after(next_index), next_index)
+        follower = Subscriber(self, self._position_after(next_index), next_index)
         self.followers.add(follower)
         return follower
 
@@ -145,10 +145,10 @@ class KeptStream:
         return position
 
 
-class Follower:
+class Subscriber:
     """A `delivery.Source`: one reader of a kept stream. `accepted` returns the follower itself."""
 
-    def __init__(self, stream: KeptStream, position: int, generated: int) -> None:
+    def __init__(self, stream: ReplayBuffer, position: int, generated: int) -> None:
         self.stream = stream
         self.position = position  # of the next chunk
         self.generated = generated
@@ -164,7 +164,7 @@ class Follower:
         assert self.stream.admission is not None, "known once `accepted` has returned"
         return self.stream.admission
 
-    async def accepted(self) -> Follower:
+    async def accepted(self) -> Subscriber:
         while self.stream.admission is None:
             await self._news()
         return self

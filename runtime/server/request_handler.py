@@ -43,12 +43,12 @@ from ..protocol.frames import (
     Tokenized,
 )
 from ..protocol.wire_errors import error_frame
-from .app_context import Service
+from .app_context import AppContext
 from .convert import duplicate_frame, engine_request, models_frame, stats_frame
 from .monitoring import CancelCause
-from .output_stream import Delivery, Source
+from .output_stream import OutputStream, Source
 from .request_log import log_end
-from .send_buffer import Outbox
+from .send_buffer import SendBuffer
 from .tenants import Tenant
 
 MAX_QUESTIONS = 32  # of one connection, that are being answered
@@ -58,30 +58,30 @@ _log = structlog.get_logger("quire.server")
 
 class _Live(NamedTuple):
     task: asyncio.Task[None]
-    delivery: Delivery | None  # None: a question that is being answered
+    delivery: OutputStream | None  # None: a question that is being answered
 
 
-class Exchange:
+class RequestHandler:
     """Of one connection, from WELCOME on."""
 
     def __init__(
         self,
-        service: Service,
-        outbox: Outbox,
+        context: AppContext,
+        send_buffer: SendBuffer,
         tenant: Tenant,
         session: str,
         *,
         progress: bool,
     ) -> None:
-        self._service = service
-        self._outbox = outbox
+        self._context = context
+        self._send_buffer = send_buffer
         self._tenant = tenant
         self._session = session
         self._progress = progress
         self._live: dict[int, _Live] = {}
         self._last_accepted_id: int | None = None
         self._last_ended_at = asyncio.get_running_loop().time()
-        if service.leaves_at is not None:
+        if context.leaves_at is not None:
             self.go_away()
 
     @property
@@ -115,13 +115,13 @@ class Exchange:
                     self._ask(frame)
             case ListModels(request_id):
                 if self._takes(request_id):
-                    name = self._service.config.served_model_name or ""
-                    self._answer(request_id, lambda: models_frame(request_id, name, self._service.engine.info))
+                    name = self._context.config.served_model_name or ""
+                    self._answer(request_id, lambda: models_frame(request_id, name, self._context.engine.info))
             case AskStats(request_id):
                 if self._takes(request_id):
-                    self._answer(request_id, lambda: stats_frame(request_id, self._service.engine.stats()))
+                    self._answer(request_id, lambda: stats_frame(request_id, self._context.engine.stats()))
             case Ping(nonce):
-                self._outbox.send(Pong(nonce))
+                self._send_buffer.send(Pong(nonce))
             case Pong():
                 pass
             case Hello():
@@ -129,10 +129,10 @@ class Exchange:
 
     def go_away(self) -> None:
         """Say when the server leaves."""
-        assert self._service.leaves_at is not None, "the server stays"
-        left_s = max(self._service.leaves_at - asyncio.get_running_loop().time(), 0)
+        assert self._context.leaves_at is not None, "the server stays"
+        left_s = max(self._context.leaves_at - asyncio.get_running_loop().time(), 0)
         reason = "the server is shutting down; send new requests elsewhere"
-        self._outbox.send(Goaway(self._last_accepted_id, round(left_s * 1000), reason))
+        self._send_buffer.send(Goaway(self._last_accepted_id, round(left_s * 1000), reason))
 
     def leave(self, cause: CancelCause) -> None:
         """The connection is lost; what is resumable stays for a while, the rest is cancelled."""
@@ -148,7 +148,7 @@ class Exchange:
             live.task.cancel()
             if live.delivery is not None:
                 live.delivery.cancel("shutdown")
-            self._outbox.send(error_frame(request_id, error))
+            self._send_buffer.send(error_frame(request_id, error))
         self._live.clear()
 
     # Taking requests
@@ -157,7 +157,7 @@ class Exchange:
         """A request that the engine refuses at once never becomes a task: under overload most are refused."""
         if not self._takes(frame.request_id):
             return
-        if self._service.leaves_at is not None:
+        if self._context.leaves_at is not None:
             self._refuse(frame.request_id, Unavailable("the server is shutting down; send this request elsewhere"))
             return
         try:
@@ -172,9 +172,9 @@ class Exchange:
         if not self._takes(frame.request_id):
             return
         try:
-            source = self._service.kept.resume(self._tenant.name, self._session, frame.request_id, frame.next_index)
+            source = self._context.kept.resume(self._tenant.name, self._session, frame.request_id, frame.next_index)
         except QuireError as error:
-            self._outbox.send(error_frame(frame.request_id, error))
+            self._send_buffer.send(error_frame(frame.request_id, error))
             return
         self._deliver(frame.request_id, source, frame.credit, paced=True)
 
@@ -182,8 +182,8 @@ class Exchange:
         """Where its chunks come from, and whether that keeps them."""
         request = engine_request(frame, self._tenant.name)
         if not frame.resumable and frame.idempotency_key is None:
-            return self._service.requests.submit(self._tenant, frame.request_id, request), False
-        follower = self._service.kept.begin(
+            return self._context.requests.submit(self._tenant, frame.request_id, request), False
+        follower = self._context.kept.begin(
             self._tenant,
             frame.request_id,
             request,
@@ -195,30 +195,30 @@ class Exchange:
     def _takes(self, request_id: int) -> bool:
         """Whether the id is free and there is room; the refusal is sent otherwise. A live request is not touched."""
         if request_id in self._live:
-            self._outbox.send(duplicate_frame(request_id))
+            self._send_buffer.send(duplicate_frame(request_id))
             return False
         if self._tenant.revoked:
             self._refuse(request_id, Unauthenticated("this tenant's keys were revoked"))
             return False
-        if len(self._live) >= self._service.config.max_requests_per_connection:
+        if len(self._live) >= self._context.config.max_requests_per_connection:
             self._refuse(request_id, Overloaded(f"{len(self._live)} requests are live on this connection"))
             return False
         return True
 
     def _refuse(self, request_id: int, error: QuireError) -> None:
         """End a request that never reached the engine."""
-        self._service.observer.on_rejected(error)
+        self._context.observer.on_rejected(error)
         self._send_last(request_id, error_frame(request_id, error))
 
     # Answering
 
     def _deliver(self, request_id: int, source: Source, credit: int | None, *, paced: bool) -> None:
-        delivery = Delivery(
+        delivery = OutputStream(
             request_id,
             source,
-            self._outbox,
+            self._send_buffer,
             credit=credit,
-            credit_timeout_ms=self._service.config.credit_timeout_ms,
+            credit_timeout_ms=self._context.config.credit_timeout_ms,
             paced=paced,
             progress=self._progress,
         )
@@ -234,8 +234,8 @@ class Exchange:
             self._start(frame.request_id, partial(self._tokenize, frame))
 
     async def _tokenize(self, frame: Tokenize) -> Tokenized:
-        async with self._service.tokenizing:
-            token_ids = await self._service.engine.tokenize(frame.text, frame.add_special_tokens)
+        async with self._context.tokenizing:
+            token_ids = await self._context.engine.tokenize(frame.text, frame.add_special_tokens)
         if len(token_ids) > MAX_ARRAY_LENGTH:
             raise InvalidRequest(f"the text has {len(token_ids)} tokens; a frame holds at most {MAX_ARRAY_LENGTH}")
         return Tokenized(frame.request_id, token_ids)
@@ -246,10 +246,10 @@ class Exchange:
             frame = answer()
         except Exception as error:
             frame = self._failure(request_id, error)
-        self._outbox.send(frame)
+        self._send_buffer.send(frame)
 
     def _start(
-        self, request_id: int, answer: Callable[[], Coroutine[Any, Any, Frame]], delivery: Delivery | None = None
+        self, request_id: int, answer: Callable[[], Coroutine[Any, Any, Frame]], delivery: OutputStream | None = None
     ) -> asyncio.Task[None]:
         task = asyncio.create_task(self._finish(request_id, answer))
         self._live[request_id] = _Live(task, delivery)
@@ -269,14 +269,14 @@ class Exchange:
     def _send_last(self, request_id: int, frame: Frame) -> None:
         """Of a request."""
         try:
-            self._outbox.send(frame)
+            self._send_buffer.send(frame)
         except InvalidRequest as error:  # longer than this peer takes
             frame = error_frame(request_id, error)
-            self._outbox.send(frame)
+            self._send_buffer.send(frame)
         if isinstance(frame, Done | Error):
             log_end(frame)
 
-    def _delivery(self, request_id: int) -> Delivery | None:
+    def _delivery(self, request_id: int) -> OutputStream | None:
         live = self._live.get(request_id)
         return None if live is None else live.delivery
 

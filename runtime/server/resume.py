@@ -22,7 +22,7 @@ from ..common.errors import InvalidRequest, QuireError, RequestNotFound
 from ..engine.facade import GenerateRequest
 from .live import LiveRequest, LiveRequests
 from .monitoring import CancelCause
-from .replay_buffer import Follower, KeptStream
+from .replay_buffer import ReplayBuffer, Subscriber
 from .tenants import Tenant
 
 CLAIM_BYTES = 1024  # of a request's id that may be resumed: measured, with a session of its own
@@ -33,24 +33,24 @@ _Key = tuple[str, str]  # tenant, idempotency key
 
 
 @dataclass(eq=False, slots=True)
-class _Claim:
+class _ResumeEntry:
     """That a request may be resumed."""
 
     session: _Session
     request_id: int
-    stream: KeptStream
-    follower: Follower | None
+    stream: ReplayBuffer
+    follower: Subscriber | None
     expiry: asyncio.TimerHandle | None = None  # while nobody follows
     was_cut: bool = False  # its client was lost before the end
 
 
 @dataclass(eq=False, slots=True)
-class _Outcome:
+class _IdempotencyEntry:
     """What a key stands for."""
 
     key: _Key
     request_digest: bytes
-    stream: KeptStream
+    stream: ReplayBuffer
     expiry: asyncio.TimerHandle | None = None  # once it has ended
 
 
@@ -58,11 +58,11 @@ class _Outcome:
 class _Reasons:
     """Why a stream is kept."""
 
-    claims: set[_Claim] = field(default_factory=set)
-    outcome: _Outcome | None = None
+    claims: set[_ResumeEntry] = field(default_factory=set)
+    outcome: _IdempotencyEntry | None = None
 
 
-class Kept:
+class ResumeIndex:
     """Of one server."""
 
     def __init__(self, requests: LiveRequests, config: ServerConfig) -> None:
@@ -71,10 +71,10 @@ class Kept:
         self._key_window_s = config.idempotency_window_ms / 1000
         self._max_bytes = config.max_kept_bytes
         self._num_bytes = 0
-        self._streams: dict[KeptStream, _Reasons] = {}
-        self._unused: dict[KeptStream, None] = {}  # ended and followed by nobody, longest so first
-        self._sessions: dict[_Session, dict[int, _Claim]] = {}
-        self._outcomes: dict[_Key, _Outcome] = {}
+        self._streams: dict[ReplayBuffer, _Reasons] = {}
+        self._unused: dict[ReplayBuffer, None] = {}  # ended and followed by nobody, longest so first
+        self._sessions: dict[_Session, dict[int, _ResumeEntry]] = {}
+        self._outcomes: dict[_Key, _IdempotencyEntry] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -102,7 +102,7 @@ class Kept:
         *,
         session: str | None,
         idempotency_key: str | None,
-    ) -> Follower:
+    ) -> Subscriber:
         """Follow a new request, or the one that had this key before. `session`: where it may be resumed.
 
         Raises InvalidRequest when the key's request was another one, and what `LiveRequests.submit` raises, or
@@ -124,7 +124,7 @@ class Kept:
         self._limit(follower.stream)
         return follower
 
-    def resume(self, tenant: str, session: str, request_id: int, next_index: int) -> Follower:
+    def resume(self, tenant: str, session: str, request_id: int, next_index: int) -> Subscriber:
         """Follow from after `next_index` tokens; whoever followed under this id before is stopped.
 
         Raises RequestNotFound, or InvalidRequest for an index at which no chunk ended.
@@ -159,24 +159,24 @@ class Kept:
 
     # Keeping
 
-    def _keep(self, live: LiveRequest) -> KeptStream:
-        stream = KeptStream(live, self)
+    def _keep(self, live: LiveRequest) -> ReplayBuffer:
+        stream = ReplayBuffer(live, self)
         self._streams[stream] = _Reasons()
         self._num_bytes += stream.num_bytes
         self._tasks.add(stream.task)
         stream.task.add_done_callback(self._tasks.discard)
         return stream
 
-    def _claim(self, session: _Session, request_id: int, follower: Follower) -> None:
+    def _claim(self, session: _Session, request_id: int, follower: Subscriber) -> None:
         """An id used again: its earlier request can be resumed no more."""
         if (earlier := self._sessions.get(session, {}).get(request_id)) is not None:
             self._expire(earlier)
-        claim = _Claim(session, request_id, follower.stream, follower)
+        claim = _ResumeEntry(session, request_id, follower.stream, follower)
         self._streams[follower.stream].claims.add(claim)
         self._count(follower.stream, CLAIM_BYTES)
         self._sessions.setdefault(session, {})[request_id] = claim
 
-    def _known(self, key: _Key, request: GenerateRequest) -> KeptStream | None:
+    def _known(self, key: _Key, request: GenerateRequest) -> ReplayBuffer | None:
         outcome = self._outcomes.get(key)
         if outcome is None or outcome.stream.live.is_cancelled:
             return None
@@ -184,20 +184,20 @@ class Kept:
             raise InvalidRequest("this idempotency key was used for another request; take a fresh key")
         return outcome.stream
 
-    def _remember(self, key: _Key, request: GenerateRequest, stream: KeptStream) -> None:
+    def _remember(self, key: _Key, request: GenerateRequest, stream: ReplayBuffer) -> None:
         if (cancelled := self._outcomes.get(key)) is not None:
             self._forget(cancelled)
-        outcome = self._outcomes[key] = _Outcome(key, _digest(request), stream)
+        outcome = self._outcomes[key] = _IdempotencyEntry(key, _digest(request), stream)
         self._streams[stream].outcome = outcome
 
     # What streams tell their keeper
 
-    def on_growth(self, stream: KeptStream, num_bytes: int) -> None:
+    def on_growth(self, stream: ReplayBuffer, num_bytes: int) -> None:
         if stream in self._streams:
             self._count(stream, num_bytes)
             self._limit(stream)
 
-    def on_end(self, stream: KeptStream) -> None:
+    def on_end(self, stream: ReplayBuffer) -> None:
         """Only what finished is an outcome; after anything else, a retry is a new attempt."""
         reasons = self._streams.get(stream, _Reasons())
         if (outcome := reasons.outcome) is not None:
@@ -207,7 +207,7 @@ class Kept:
                 self._forget(outcome)
         self._settle(stream)
 
-    def on_cancelled(self, follower: Follower, cause: CancelCause) -> None:
+    def on_cancelled(self, follower: Subscriber, cause: CancelCause) -> None:
         stream = follower.stream
         if (claim := self._claim_of(follower)) is not None:
             self._drop(claim)
@@ -216,7 +216,7 @@ class Kept:
         elif not stream.has_ended:
             stream.live.cancel(cause)
 
-    def on_left(self, follower: Follower, cause: CancelCause) -> None:
+    def on_left(self, follower: Subscriber, cause: CancelCause) -> None:
         stream = follower.stream
         if (claim := self._claim_of(follower)) is not None:
             claim.follower, claim.was_cut = None, follower.was_cut
@@ -225,13 +225,13 @@ class Kept:
 
     # Letting go
 
-    def _limit(self, grown: KeptStream) -> None:
+    def _limit(self, grown: ReplayBuffer) -> None:
         while self._num_bytes > self._max_bytes and self._unused:
             self._give_up(next(iter(self._unused)))
         if self._num_bytes > self._max_bytes:
             self._give_up(grown)
 
-    def _settle(self, stream: KeptStream, cause: CancelCause = "disconnect") -> None:
+    def _settle(self, stream: ReplayBuffer, cause: CancelCause = "disconnect") -> None:
         """Cancel what nobody waits for, and let go of what nobody can ask for."""
         if stream.followers:
             return
@@ -244,7 +244,7 @@ class Kept:
             else:
                 self._release(stream)
 
-    def _give_up(self, stream: KeptStream) -> None:
+    def _give_up(self, stream: ReplayBuffer) -> None:
         """Nobody can ask for it any more; who follows it goes on."""
         reasons = self._streams[stream]
         for claim in list(reasons.claims):
@@ -255,16 +255,16 @@ class Kept:
         stream.forget()
         self._settle(stream)
 
-    def _release(self, stream: KeptStream) -> None:
+    def _release(self, stream: ReplayBuffer) -> None:
         if self._streams.pop(stream, None) is not None:
             self._num_bytes -= stream.num_bytes
             self._unused.pop(stream, None)
 
-    def _expire(self, claim: _Claim) -> None:
+    def _expire(self, claim: _ResumeEntry) -> None:
         self._drop(claim)
         self._settle(claim.stream)
 
-    def _drop(self, claim: _Claim) -> None:
+    def _drop(self, claim: _ResumeEntry) -> None:
         if claim.expiry is not None:
             claim.expiry.cancel()
         self._streams[claim.stream].claims.discard(claim)
@@ -274,22 +274,22 @@ class Kept:
         if not claims:
             del self._sessions[claim.session]
 
-    def _forget(self, outcome: _Outcome) -> None:
+    def _forget(self, outcome: _IdempotencyEntry) -> None:
         if outcome.expiry is not None:
             outcome.expiry.cancel()
         del self._outcomes[outcome.key]
         self._streams[outcome.stream].outcome = None
         self._settle(outcome.stream)
 
-    def _count(self, stream: KeptStream, num_bytes: int) -> None:
+    def _count(self, stream: ReplayBuffer, num_bytes: int) -> None:
         stream.num_bytes += num_bytes
         self._num_bytes += num_bytes
 
-    def _claims(self, stream: KeptStream) -> set[_Claim]:
+    def _claims(self, stream: ReplayBuffer) -> set[_ResumeEntry]:
         reasons = self._streams.get(stream)
         return set() if reasons is None else reasons.claims
 
-    def _claim_of(self, follower: Follower) -> _Claim | None:
+    def _claim_of(self, follower: Subscriber) -> _ResumeEntry | None:
         return next((claim for claim in self._claims(follower.stream) if claim.follower is follower), None)
 
 

@@ -16,7 +16,7 @@ WRITE_BYTES = 64 << 10  # written at once; each such piece has `write_timeout_s`
 ROOM_BYTES = 4 * WRITE_BYTES  # with so much unsent, or half the limit, who can wait should
 
 
-class Outbox:
+class SendBuffer:
     """`send` from anywhere in the event loop; `run` is the one task that writes."""
 
     def __init__(self, writer: asyncio.StreamWriter, *, max_bytes: int, write_timeout_s: float) -> None:

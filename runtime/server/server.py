@@ -17,21 +17,21 @@ from ..common.config import ServerConfig
 from ..common.errors import ConfigError, Overloaded, QuireError, Unavailable
 from ..engine.facade import EngineFacade
 from ..protocol.address import UnixAddress
-from .app_context import Service
+from .app_context import AppContext
 from .auth import Keyring
 from .connection import Connection
 from .listen import BACKLOG, ListeningSocket, allow_open_files, is_loopback, listen_tcp, listen_unix
 from .live import LiveRequests
 from .monitoring import (
     OperatorServer,
-    Progress,
     PrometheusObserver,
+    Readiness,
     RequestStatus,
     StatusCollector,
     VllmNames,
     operator_app,
 )
-from .resume import Kept
+from .resume import ResumeIndex
 from .tls import TLS
 
 CLOSE_TIMEOUT_S = 5.0
@@ -53,8 +53,8 @@ class Server:
         self.observer = observer or PrometheusObserver()
         self._connections: dict[Connection, asyncio.Task[None]] = {}
         self._closing = False
-        self._service: Service | None = None  # while started
-        self._progress: Progress | None = None
+        self._context: AppContext | None = None  # while started
+        self._progress: Readiness | None = None
         self._open = contextlib.AsyncExitStack()
         self._address = ""
         self._http_address = ""
@@ -75,7 +75,7 @@ class Server:
 
     def live_requests(self, limit: int = 200) -> list[RequestStatus]:
         """The oldest of those that have not ended, those that go on without a connection included."""
-        return [] if self._service is None else self._service.requests.oldest(limit)
+        return [] if self._context is None else self._context.requests.oldest(limit)
 
     async def start(self, engine: EngineFacade, config: ServerConfig) -> None:
         """Bind both sockets and serve. Raises ConfigError for an address that cannot or must not be used."""
@@ -93,8 +93,8 @@ class Server:
             self.observer.watch(engine.stats, lambda: len(self._connections), mirror)
             engine.set_observer(self.observer)
             requests = LiveRequests(engine, self.observer)
-            service = Service(engine, config, self.observer, keyring, requests, Kept(requests, config))
-            progress = Progress(engine.stats, config.stall_timeout_ms / 1000)
+            context = AppContext(engine, config, self.observer, keyring, requests, ResumeIndex(requests, config))
+            progress = Readiness(engine.stats, config.stall_timeout_ms / 1000)
             opening.push_async_callback(_stop, asyncio.create_task(progress.watch()))
             status = StatusCollector(
                 engine,
@@ -109,9 +109,9 @@ class Server:
             operator = OperatorServer(app, http_listening.socket)
             opening.push_async_callback(operator.close)
             allow_open_files(config.max_connections + MAX_REFUSALS + OTHER_FILES)
-            await self._serve(service, listening, opening)
+            await self._serve(context, listening, opening)
             self._open = opening.pop_all()
-        self._service, self._progress = service, progress
+        self._context, self._progress = context, progress
         self._address = str(listening.address)
         self._http_address = str(http_listening.address)
         _log.info("listening", address=self._address, http_address=self._http_address)
@@ -121,44 +121,44 @@ class Server:
         left, and whoever lost its connection before the end has resumed. What has not ended after `timeout_s` ends in
         Unavailable. Connections stay until `close`, also new ones: they may resume.
         """
-        if self._service is None or self._progress is None:
+        if self._context is None or self._progress is None:
             return
         self._progress.leave()
-        self._service.leaves_at = asyncio.get_running_loop().time() + timeout_s
+        self._context.leaves_at = asyncio.get_running_loop().time() + timeout_s
         for connection in self._connections:
             connection.go_away()
-        _log.info("draining", timeout_s=timeout_s, requests=len(self._service.requests))
+        _log.info("draining", timeout_s=timeout_s, requests=len(self._context.requests))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._is_busy(self._service):  # noqa: ASYNC110 - sockets tell nobody when they are empty
+                while self._is_busy(self._context):  # noqa: ASYNC110 - sockets tell nobody when they are empty
                     await asyncio.sleep(DRAIN_POLL_S)
         self._fail_requests(Unavailable("the server shut down before this request ended; try again"))
 
     def reload(self) -> None:
         """Read keys and certificate anew, where there are files of them. A broken file changes nothing."""
-        if self._service is not None:
-            self._service.keyring.reload()
+        if self._context is not None:
+            self._context.keyring.reload()
         if self._tls is not None:
             self._tls.reload()
 
     async def close(self) -> None:
         """Stop accepting, end every request and every connection with UNAVAILABLE, then the HTTP port. Idempotent."""
         await self._open.aclose()
-        self._service = None
+        self._context = None
 
-    async def _serve(self, service: Service, listening: ListeningSocket, opening: contextlib.AsyncExitStack) -> None:
+    async def _serve(self, context: AppContext, listening: ListeningSocket, opening: contextlib.AsyncExitStack) -> None:
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            excess = len(self._connections) - service.config.max_connections
+            excess = len(self._connections) - context.config.max_connections
             if excess >= MAX_REFUSALS or self._closing:  # TLS may have shaken hands a moment too long
                 writer.transport.abort()
             else:
-                self._run(Connection(reader, writer, service), refuse=excess >= 0)
+                self._run(Connection(reader, writer, context), refuse=excess >= 0)
 
         start: Any = asyncio.start_unix_server if isinstance(listening.address, UnixAddress) else asyncio.start_server
         server: asyncio.Server = await start(
-            accept, sock=listening.socket, backlog=BACKLOG, **self._tls_options(service.config)
+            accept, sock=listening.socket, backlog=BACKLOG, **self._tls_options(context.config)
         )
-        opening.push_async_callback(service.kept.close)
+        opening.push_async_callback(context.kept.close)
         opening.push_async_callback(self._close_connections)
         opening.callback(server.close)
 
@@ -173,17 +173,17 @@ class Server:
         self._connections[connection] = task
         task.add_done_callback(lambda _: self._connections.pop(connection))
 
-    def _is_busy(self, service: Service) -> bool:
+    def _is_busy(self, context: AppContext) -> bool:
         connections = self._connections
         return (
-            bool(service.kept.tasks)
-            or service.kept.is_awaited
+            bool(context.kept.tasks)
+            or context.kept.is_awaited
             or any(connection.tasks or connection.has_unsent for connection in connections)
         )
 
     def _fail_requests(self, error: QuireError) -> None:
-        if self._service is not None:
-            self._service.kept.fail(error)
+        if self._context is not None:
+            self._context.kept.fail(error)
         for connection in self._connections:
             connection.fail_requests(error)
 

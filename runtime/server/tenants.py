@@ -20,7 +20,7 @@ NS_PER_MS = 10**6
 Requests = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
     """None: no limit. Both count GENERATE only."""
 
     max_concurrent_requests: Requests | None = None  # queued ones included
@@ -34,20 +34,20 @@ class Tenant:
     """
 
     def __init__(
-        self, name: str, limits: Limits | None = None, clock_ns: Callable[[], int] = time.monotonic_ns
+        self, name: str, limits: TenantLimits | None = None, clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self.name = name
         self.revoked = False  # its keys are gone, its connections may not be
-        self._limits = limits or Limits()
+        self._limits = limits or TenantLimits()
         self._clock_ns = clock_ns
         self._num_live = 0
         self._full_at_ns = 0  # when the bucket is full again: the whole state of a token bucket, without refilling it
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> TenantLimits:
         return self._limits
 
-    def change_limits(self, limits: Limits) -> None:
+    def change_limits(self, limits: TenantLimits) -> None:
         """From the next request on. What the old limits had let in never costs more than the new ones' whole burst."""
         self._limits = limits
         self._full_at_ns = min(self._full_at_ns, self._clock_ns() + _price_ns(limits) * _burst(limits))
@@ -87,10 +87,10 @@ class Tenant:
         self._full_at_ns = full_at_ns
 
 
-def _price_ns(limits: Limits) -> int:
+def _price_ns(limits: TenantLimits) -> int:
     """Of one request: the time in which the bucket gains it. Rounded up, so that the rate is never exceeded."""
     return -(-NS_PER_MINUTE // limits.requests_per_minute) if limits.requests_per_minute else 0
 
 
-def _burst(limits: Limits) -> int:
+def _burst(limits: TenantLimits) -> int:
     return limits.burst or limits.requests_per_minute or 0

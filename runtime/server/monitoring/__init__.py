@@ -2,15 +2,15 @@
 
 from .http import OperatorServer, operator_app
 from .metrics import CancelCause, PrometheusObserver
-from .readiness import Progress
+from .readiness import Readiness
 from .status import RequestState, RequestStatus, StatusCollector
 from .vllm_names import VllmNames
 
 __all__ = [
     "CancelCause",
     "OperatorServer",
-    "Progress",
     "PrometheusObserver",
+    "Readiness",
     "RequestState",
     "RequestStatus",
     "StatusCollector",

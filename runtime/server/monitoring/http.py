@@ -21,7 +21,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .readiness import Progress
+from .readiness import Readiness
 from .status import Status
 
 MAX_CONNECTIONS = 64
@@ -42,7 +42,7 @@ PAGE = {  # path -> file beside this one, its type
 }
 
 
-def operator_app(registry: CollectorRegistry, progress: Progress, status: Callable[[], Status]) -> Starlette:
+def operator_app(registry: CollectorRegistry, progress: Readiness, status: Callable[[], Status]) -> Starlette:
     async def metrics(request: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 

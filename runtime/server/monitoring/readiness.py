@@ -16,7 +16,7 @@ from ...engine.facade import EngineStats
 WATCH_INTERVAL_S = 1.0
 
 
-class Progress:
+class Readiness:
     """Remembers when the engine was last seen to be idle or to advance."""
 
     def __init__(

@@ -13,12 +13,12 @@ from quire.runtime.common.types import FinishReason, OutputChunk, TokenLogprobs,
 from quire.runtime.engine.facade import EngineInfo, EngineStats, GenerateRequest
 from quire.runtime.protocol.codec import Decoder, encode
 from quire.runtime.protocol.frames import MAX_FRAME_BYTES, SERVER_FRAMES, Frame, Hello, Welcome
-from quire.runtime.server.app_context import Service
+from quire.runtime.server.app_context import AppContext
 from quire.runtime.server.auth import Keyring
 from quire.runtime.server.connection import Connection
 from quire.runtime.server.live import LiveRequests
 from quire.runtime.server.monitoring import PrometheusObserver
-from quire.runtime.server.resume import Kept
+from quire.runtime.server.resume import ResumeIndex
 from quire.runtime.server.tenants import Tenant
 from quire.scheduler import AdmissionEstimate
 
@@ -229,10 +229,10 @@ class FakeWriter:
 class FakePeer:
     """A client in memory, over a real `Connection`."""
 
-    def __init__(self, service: Service, hello: Hello | None) -> None:
+    def __init__(self, context: AppContext, hello: Hello | None) -> None:
         self.reader = asyncio.StreamReader()
         self.writer = FakeWriter()
-        self.connection = Connection(self.reader, self.writer, service)  # type: ignore[arg-type]
+        self.connection = Connection(self.reader, self.writer, context)  # type: ignore[arg-type]
         self.task = asyncio.create_task(self.connection.run())
         self.session = ""
         self._decoder = Decoder(SERVER_FRAMES, MAX_FRAME_BYTES)
@@ -272,14 +272,14 @@ class FakeServer:
         self.observer = PrometheusObserver()
         engine: Any = self.engine
         self.requests = LiveRequests(engine, self.observer)
-        self.kept = Kept(self.requests, self.config)
+        self.kept = ResumeIndex(self.requests, self.config)
         keyring = Keyring({}, anyone=self.tenant)
-        self.service = Service(engine, self.config, self.observer, keyring, self.requests, self.kept)
+        self.context = AppContext(engine, self.config, self.observer, keyring, self.requests, self.kept)
         self.peers: list[FakePeer] = []
 
     async def connect(self, **hello: Any) -> FakePeer:
         """A welcomed connection. Its WELCOME is not among what `received` returns."""
-        peer = FakePeer(self.service, Hello((1,), **hello))
+        peer = FakePeer(self.context, Hello((1,), **hello))
         self.peers.append(peer)
         (welcome,) = await peer.received()
         assert isinstance(welcome, Welcome)

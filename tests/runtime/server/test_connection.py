@@ -25,7 +25,7 @@ from quire.runtime.protocol.frames import (
     Tokenized,
     Tokens,
 )
-from quire.runtime.server.tenants import Limits, Tenant
+from quire.runtime.server.tenants import Tenant, TenantLimits
 
 from .fakes import FakeClock, FakeEngine, FakePeer, FakeServer, chunk, settle
 
@@ -66,7 +66,7 @@ def error(frames: list[Frame]) -> Error:
 @pytest.fixture
 def narrow(serve: Serve) -> FakeServer:
     """A server whose tenant may have one live request."""
-    return serve(tenant=Tenant("ann", Limits(max_concurrent_requests=1)))
+    return serve(tenant=Tenant("ann", TenantLimits(max_concurrent_requests=1)))
 
 
 async def assert_one_slot_is_free(server: FakeServer) -> None:
@@ -151,7 +151,7 @@ async def test_however_a_request_ends_its_slot_is_freed_once(
 async def test_a_resumable_request_holds_its_slot_until_it_can_be_resumed_no_more(
     serve: Serve, clock: FakeClock
 ) -> None:
-    server = serve(tenant=Tenant("ann", Limits(max_concurrent_requests=1)), resume_timeout_ms=1000)
+    server = serve(tenant=Tenant("ann", TenantLimits(max_concurrent_requests=1)), resume_timeout_ms=1000)
     peer = await server.connect()
     await peer.ask(generate(1, resumable=True))
     await peer.leave()

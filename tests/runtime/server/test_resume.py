@@ -9,7 +9,7 @@ import pytest
 from quire.runtime.common.errors import Unavailable
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.protocol.frames import Cancel, Credit, Done, Error, Frame, Generate, Resume, Tokens
-from quire.runtime.server.tenants import Limits, Tenant
+from quire.runtime.server.tenants import Tenant, TenantLimits
 
 from .fakes import FakeClock, FakePeer, FakeServer, chunk, settle
 
@@ -209,7 +209,7 @@ async def test_cancel_leaves_the_request_to_those_that_may_resume_it(server: Fak
 
 
 async def test_a_replay_counts_for_the_rate_and_not_as_a_live_request(serve: Serve) -> None:
-    server = serve(tenant=Tenant("ann", Limits(max_concurrent_requests=1, requests_per_minute=2)))
+    server = serve(tenant=Tenant("ann", TenantLimits(max_concurrent_requests=1, requests_per_minute=2)))
     peer = await server.connect()
     assert names(await peer.ask(generate(1, key="k"), generate(2, key="k"))) == ["Accepted", "Accepted"]
     assert is_error(await peer.ask(generate(3, key="k")), "RESOURCE_EXHAUSTED")

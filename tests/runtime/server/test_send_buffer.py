@@ -10,7 +10,7 @@ import pytest
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.protocol.codec import Decoder, encode
 from quire.runtime.protocol.frames import MAX_FRAME_BYTES, SERVER_FRAMES, Ping, Tokenized, Tokens
-from quire.runtime.server.send_buffer import Outbox
+from quire.runtime.server.send_buffer import SendBuffer
 
 from .fakes import FakeClock, FakeWriter, settle
 
@@ -21,7 +21,7 @@ class Wire:
     def __init__(self, max_bytes: int = 1 << 20, write_timeout_s: float = 1.0) -> None:
         self.writer = FakeWriter()
         writer: Any = self.writer
-        self.buffer = Outbox(writer, max_bytes=max_bytes, write_timeout_s=write_timeout_s)
+        self.buffer = SendBuffer(writer, max_bytes=max_bytes, write_timeout_s=write_timeout_s)
         self.task = asyncio.create_task(self.buffer.run())
 
     def arrived(self) -> list[Any]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire.runtime.common.errors import Overloaded, Unauthenticated
-from quire.runtime.server.tenants import NS_PER_MINUTE, NS_PER_MS, Limits, Tenant
+from quire.runtime.server.tenants import NS_PER_MINUTE, NS_PER_MS, Tenant, TenantLimits
 
 NS_PER_S = 10**9
 
@@ -45,7 +45,7 @@ def test_without_limits_everything_is_let_in() -> None:
 
 
 def test_as_many_at_a_time_as_allowed() -> None:
-    tenant = Tenant("a", Limits(max_concurrent_requests=2))
+    tenant = Tenant("a", TenantLimits(max_concurrent_requests=2))
     tenant.enter()
     tenant.enter()
     assert wait_ms(tenant) is None  # who knows when one ends
@@ -56,7 +56,7 @@ def test_as_many_at_a_time_as_allowed() -> None:
 
 def test_a_minutes_worth_at_once_then_the_steady_rate() -> None:
     clock = Clock()
-    tenant = Tenant("a", Limits(requests_per_minute=60), clock)
+    tenant = Tenant("a", TenantLimits(requests_per_minute=60), clock)
     assert admitted(tenant, 100) == 60
     assert wait_ms(tenant) == 1000
     clock.now_ns += NS_PER_S // 4
@@ -67,7 +67,7 @@ def test_a_minutes_worth_at_once_then_the_steady_rate() -> None:
 
 def test_a_burst_smaller_than_a_minutes_worth() -> None:
     clock = Clock()
-    tenant = Tenant("a", Limits(requests_per_minute=600, burst=3), clock)
+    tenant = Tenant("a", TenantLimits(requests_per_minute=600, burst=3), clock)
     assert admitted(tenant, 10) == 3
     assert wait_ms(tenant) == 100
     clock.now_ns += NS_PER_MINUTE
@@ -75,7 +75,7 @@ def test_a_burst_smaller_than_a_minutes_worth() -> None:
 
 
 def test_what_concurrency_refuses_costs_nothing_of_the_rate() -> None:
-    tenant = Tenant("a", Limits(max_concurrent_requests=1, requests_per_minute=60, burst=2), Clock())
+    tenant = Tenant("a", TenantLimits(max_concurrent_requests=1, requests_per_minute=60, burst=2), Clock())
     tenant.enter()
     assert [wait_ms(tenant) for _ in range(5)] == [None] * 5
     tenant.leave()
@@ -84,7 +84,7 @@ def test_what_concurrency_refuses_costs_nothing_of_the_rate() -> None:
 
 def test_what_the_rate_refuses_holds_no_place() -> None:
     clock = Clock()
-    tenant = Tenant("a", Limits(max_concurrent_requests=1, requests_per_minute=60, burst=1), clock)
+    tenant = Tenant("a", TenantLimits(max_concurrent_requests=1, requests_per_minute=60, burst=1), clock)
     assert admitted(tenant, 3) == 1
     clock.now_ns += NS_PER_S
     assert admitted(tenant, 3) == 1
@@ -92,9 +92,9 @@ def test_what_the_rate_refuses_holds_no_place() -> None:
 
 def test_new_limits_hold_from_the_next_request_on_and_old_debt_is_no_larger_than_they_allow() -> None:
     clock = Clock()
-    tenant = Tenant("a", Limits(requests_per_minute=1, burst=60), clock)
+    tenant = Tenant("a", TenantLimits(requests_per_minute=1, burst=60), clock)
     assert admitted(tenant, 60) == 60  # an hour's worth
-    tenant.change_limits(Limits(requests_per_minute=60, burst=2))
+    tenant.change_limits(TenantLimits(requests_per_minute=60, burst=2))
     assert wait_ms(tenant) == 1000
     clock.now_ns += 2 * NS_PER_S
     assert admitted(tenant, 5) == 2
@@ -116,7 +116,7 @@ def test_a_revoked_tenant_is_refused_but_its_live_requests_end() -> None:
 )
 def test_never_more_than_allowed_and_every_wait_is_exact(rate: int, burst: int | None, pauses: list[int]) -> None:
     clock = Clock()
-    tenant = Tenant("a", Limits(requests_per_minute=rate, burst=burst), clock)
+    tenant = Tenant("a", TenantLimits(requests_per_minute=rate, burst=burst), clock)
     started = clock.now_ns
     for let_in, pause in enumerate(pauses, start=1):
         clock.now_ns += pause

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from quire.runtime.common.errors import Unavailable
 from quire.runtime.engine.facade import EngineStats
-from quire.runtime.server.monitoring.readiness import Progress
+from quire.runtime.server.monitoring.readiness import Readiness
 
 IDLE = EngineStats(
     step=0,
@@ -40,24 +40,24 @@ def scene() -> Scene:
 
 
 @pytest.fixture
-def progress(scene: Scene) -> Progress:
-    return Progress(lambda: scene.stats, stall_timeout_s=10, clock=lambda: scene.now)
+def progress(scene: Scene) -> Readiness:
+    return Readiness(lambda: scene.stats, stall_timeout_s=10, clock=lambda: scene.now)
 
 
-def test_idle_is_ready_however_long(scene: Scene, progress: Progress) -> None:
+def test_idle_is_ready_however_long(scene: Scene, progress: Readiness) -> None:
     for now in (100, 200, 10_000):
         scene.at(now, step=5)
         assert progress.problem() is None
 
 
-def test_work_with_steps_is_ready_however_long(scene: Scene, progress: Progress) -> None:
+def test_work_with_steps_is_ready_however_long(scene: Scene, progress: Readiness) -> None:
     for step in range(5):
         scene.at(100 + 9 * step, step=step, running=1)
         assert progress.problem() is None
 
 
 @pytest.mark.parametrize("work", [{"running": 1}, {"waiting": 1}])
-def test_work_without_steps_is_a_stall(scene: Scene, progress: Progress, work: dict[str, int]) -> None:
+def test_work_without_steps_is_a_stall(scene: Scene, progress: Readiness, work: dict[str, int]) -> None:
     scene.at(100, step=5, **work)
     assert progress.problem() is None
     scene.at(109, step=5, **work)
@@ -68,7 +68,7 @@ def test_work_without_steps_is_a_stall(scene: Scene, progress: Progress, work: d
     assert progress.problem() is None
 
 
-def test_work_after_a_long_idle_time_is_no_stall(scene: Scene, progress: Progress) -> None:
+def test_work_after_a_long_idle_time_is_no_stall(scene: Scene, progress: Readiness) -> None:
     scene.at(100, step=5)
     assert progress.problem() is None
     scene.at(199, step=5)
@@ -81,4 +81,4 @@ def test_an_engine_that_cannot_answer_is_not_ready() -> None:
     def gone() -> EngineStats:
         raise Unavailable("restarting")
 
-    assert Progress(gone, 10).problem() == "the engine does not answer: restarting"
+    assert Readiness(gone, 10).problem() == "the engine does not answer: restarting"

@@ -21,7 +21,7 @@ from quire.runtime.engine.facade import EngineInfo, EngineStats, RequestStats, S
 from quire.runtime.server.listen import listen_tcp
 from quire.runtime.server.monitoring.http import OperatorServer, operator_app
 from quire.runtime.server.monitoring.metrics import NUM_RECENT, PrometheusObserver
-from quire.runtime.server.monitoring.readiness import Progress
+from quire.runtime.server.monitoring.readiness import Readiness
 from quire.runtime.server.monitoring.status import (
     MAX_LIVE,
     MAX_NAME_CHARACTERS,
@@ -126,7 +126,7 @@ class Page:
 
     def __post_init__(self) -> None:
         engine: Any = self.engine
-        self.progress = Progress(engine.stats, 30)
+        self.progress = Readiness(engine.stats, 30)
         self.collector = StatusCollector(
             engine,
             self.observer,
