@@ -1,6 +1,7 @@
-"""Micro-benchmarks, one kind of op at a time: `make bench`, or pytest with this file's name; `-k attention` picks some.
+"""Benchmarks of one kind of op at a time: `make bench`, or pytest with this file's name; `-k attention` selects some.
 
-Not part of `make test`. Figures hold for this machine at its default ISA level; compare two builds in one run only.
+Not part of `make test`. The figures hold for this machine and its default ISA level; compare two builds only within
+one run.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def test_sampling(benchmark, params, rows):
 
 @pytest.mark.parametrize("threads", sorted({1, 2, available_cpus().threads}))
 def test_barrier(benchmark, threads):
-    """Ops that have nothing to do, so what is left is dealing them out and the barrier after each."""
+    """Time ops that have nothing to do: what is left is partitioning them, and the barrier after each."""
     ops, layout = 1000, KVLayout(1, 1, 32)
     one = np.zeros(1, np.int32)
     program = Program(
@@ -97,6 +98,6 @@ def test_barrier(benchmark, threads):
 
 
 def test_step_overhead(benchmark):
-    """Noted in microseconds per running sequence; the seconds are those of measuring."""
+    """Note the overhead in microseconds per running sequence; the seconds are the time the measurement took."""
     overhead = benchmark.pedantic(measure_overhead, (EngineConfig(),), rounds=3)
     benchmark.extra_info |= {name: round(value, 1) for name, value in asdict(overhead).items()}

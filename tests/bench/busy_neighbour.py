@@ -1,9 +1,9 @@
-"""What one busy process beside it costs: decode speed alone and beside a neighbour that spins, alternating.
+"""Measures what another busy process costs: decode speed alone and with a process that spins, alternating.
 
 usage: busy_neighbour.py [MODEL] [--weights q8] [--users 1,8] [--repeats 5]
 
-A step should slow by the share of the machine that was taken and no more: with a share s gone, to 1 / (1 - s) of its
-time. More than that is a barrier that waits for a thread which does not run.
+With a share s of the CPUs taken, a step should take 1 / (1 - s) times as long. If it takes longer, barriers wait for
+threads that do not run.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ def main() -> None:
 def compare(llm: LLM, users: int, repeats: int) -> str:
     shape, generator = Shape(users, PROMPT_TOKENS), random.Random(1)
     time_decode(llm, generator, shape, NEW_TOKENS)
-    alone, beside, taken = [], [], []
+    alone, loaded, taken = [], [], []
     for _ in range(repeats):
         alone.append(time_decode(llm, generator, shape, NEW_TOKENS).tokens_per_s)
         with spinning() as neighbour:
             before, start = cpu_seconds(neighbour), time.monotonic()
-            beside.append(time_decode(llm, generator, shape, NEW_TOKENS).tokens_per_s)
+            loaded.append(time_decode(llm, generator, shape, NEW_TOKENS).tokens_per_s)
             taken.append((cpu_seconds(neighbour) - before) / (time.monotonic() - start))
     share = statistics.median(taken) / llm.engine.core.runner.capacity.cpus.threads
-    quiet, busy = statistics.median(alone), statistics.median(beside)
+    quiet, busy = statistics.median(alone), statistics.median(loaded)
     return (
-        f"{users:3d} users: {quiet:8.1f} tok/s alone, {busy:8.1f} beside a busy process: "
-        f"slower by {quiet / busy:.2f}x; it took {share:.0%} of our CPUs, which explains {1 / (1 - share):.2f}x"
+        f"{users:3d} users: {quiet:8.1f} tok/s alone, {busy:8.1f} with a busy process: "
+        f"slower by {quiet / busy:.2f}x; it took {share:.0%} of the CPUs, which explains {1 / (1 - share):.2f}x"
     )
 
 
 @contextmanager
 def spinning() -> Iterator[int]:
-    """The id of a process that does nothing but use a CPU."""
+    """Run a process that keeps a CPU busy, and give its id."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Programs of one kind of op, in Qwen3-0.6B's shape, weights of zeros: speed depends on shapes, not on values."""
+"""Programs of one kind of op in the shape of Qwen3-0.6B, with zero weights: speed depends on shapes, not on values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.runtime.model.spec import DecoderSpec, Rope
 from quire.runtime.model.weights.memory import map_block
 from quire.runtime.model.weights.packing import assemble
 
-LAYERS = 8  # their weights do not fit into a cache, whatever the dtype
+LAYERS = 8  # enough that the weights do not fit into a cache, in any dtype
 QWEN3 = DecoderSpec(
     family="qwen3",
     vocab_size=151936,
@@ -57,10 +57,10 @@ class Zeros:
 
 @dataclass
 class OneOp:
-    """The ops of a decoder that are of one kind, bound to memory. `users` bring `rows` each after `context` tokens.
+    """The ops of one kind of a decoder, bound to memory, for `users` with `rows` rows each after `context` tokens.
 
-    `kind` is the op's class, `head` tells the lm_head from the layers' linears. `run` is one step of them. What an op
-    reads and no other one has written is zero.
+    `kind` is the op's class; `head` selects the lm_head instead of the layers' linears. `run` executes one step of
+    them. Memory that an op reads and no other op has written is zero.
     """
 
     kind: str
@@ -96,7 +96,7 @@ class OneOp:
             max_sequences=self.users,
             vocab_size=QWEN3.vocab_size,
         )
-        # Memory never written is one page of zeros many times over, which is slower to read than memory of its own.
+        # Pages never written share one physical page of zeros, which is read at another speed than separate pages.
         self.program.view(Region(0, plan.arena_bytes // 128, 32, "f32")).fill(0)
         self.step = (
             np.arange(self.users * self.rows) % 8000,
@@ -119,7 +119,7 @@ def one_op():
 
 @pytest.fixture
 def measure(benchmark):
-    """Run a step's ops over and over; GB/s or GOP/s of the median round go beside the seconds."""
+    """Return a function that times a step's ops, and notes GB/s or GOP/s of the median round."""
 
     def of(bench: OneOp, num_bytes: float = 0, num_ops: float = 0) -> None:
         benchmark(bench.run)
@@ -131,7 +131,7 @@ def measure(benchmark):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """pytest-benchmark's own table leaves out what we note."""
+    """Print a table of the noted figures, which pytest-benchmark's own table leaves out."""
     session = getattr(config, "_benchmarksession", None)
     for bench in session.benchmarks if session else ():
         noted = "  ".join(f"{value:>8} {name}" for name, value in bench.extra_info.items())

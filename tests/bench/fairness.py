@@ -1,9 +1,9 @@
-"""Two tenants, one of which sends twenty times as much: what the other notices of it, under `fair` and under `fcfs`.
+"""Measures fairness: the time to first token of a tenant while another one sends 20 times as much.
 
     python tests/bench/fairness.py [FOLDER] [--rate 0.1] [--requests 6] [--prompt 512] [--new-tokens 32] [--target 150]
 
-The modest tenant's requests come at `--rate` per second; alone first, then beside the flood under each policy. Together
-they ask for more than the engine can do, so the flood's queue grows for as long as it lasts. Weights q8, KV int8.
+The modest tenant sends `--rate` requests per second: first alone, then with the flood under each scheduling policy.
+Together they send more than the engine can serve, so the flood's queue keeps growing. Weights q8, KV int8.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FLOOD = 20  # times the modest tenant's rate
 
 
 async def ask(engine: LocalEngine, tenant: str, arguments: argparse.Namespace, generator: random.Random) -> float:
-    """Seconds to the first token."""
+    """Send one request and return the seconds to its first token."""
     prompt = tuple(generator.randrange(10, 2000) for _ in range(arguments.prompt))
     params = SamplingParams(max_tokens=arguments.new_tokens, ignore_eos=True)
     start = time.perf_counter()
@@ -42,11 +42,11 @@ async def flood(engine: LocalEngine, arguments: argparse.Namespace, generator: r
 
 
 async def measure(config: EngineConfig, arguments: argparse.Namespace, has_flood: bool) -> float:
-    """The modest tenant's median TTFT."""
+    """Return the modest tenant's median TTFT in seconds."""
     engine = await Engine.start(config)
     generator = random.Random(1)
     try:
-        await ask(engine, "modest", arguments, generator)  # warms up, and teaches the cost model
+        await ask(engine, "modest", arguments, generator)  # warms up, and trains the cost model
         flooding = asyncio.create_task(flood(engine, arguments, generator)) if has_flood else None
         asked = []
         for _ in range(arguments.requests):
@@ -84,10 +84,10 @@ def main() -> None:
     alone_s = uvloop.run(measure(config, arguments, has_flood=False))
     print(f"alone      median TTFT {alone_s * 1e3:9.1f} ms", flush=True)
     for policy in arguments.policies.split(","):
-        beside_s = uvloop.run(
+        loaded_s = uvloop.run(
             measure(msgspec.structs.replace(config, scheduling_policy=policy), arguments, has_flood=True)
         )
-        print(f"{policy:<10} median TTFT {beside_s * 1e3:9.1f} ms, {beside_s / alone_s:6.2f} x", flush=True)
+        print(f"{policy:<10} median TTFT {loaded_s * 1e3:9.1f} ms, {loaded_s / alone_s:6.2f} x", flush=True)
 
 
 if __name__ == "__main__":

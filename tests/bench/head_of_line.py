@@ -1,10 +1,10 @@
-"""A long prompt arrives while many users decode: what they notice of it, and how long it takes.
+"""Measures head-of-line blocking: a long prompt arrives while many users decode.
 
     python tests/bench/head_of_line.py FOLDER [--users 16] [--prompt 4096] [--targets 150,250,0] [--runs 3]
 
-Everybody else decodes from prompts of 128 tokens. For each latency target (0: none) it prints the users' inter-token
-latency before and while the long prompt is computed, and the long prompt's time to first token beside that of the same
-prompt alone, without a target, on the same engine. Medians over the runs. Weights q8, KV int8.
+The users decode from prompts of 128 tokens. For each latency target (0: none) it prints the users' inter-token latency
+before and during the long prompt's prefill, and the long prompt's time to first token, then and when it runs alone on
+the same engine. Medians over the runs. Weights q8, KV int8.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ import uvloop
 from quire import SamplingParams
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
+from quire.runtime.tools.percentiles import percentile
 
 
 @dataclass
 class Result:
+    """Seconds of one run."""
+
     alone_s: float  # TTFT of the long prompt
-    beside_s: float
-    calm: list[float]  # inter-token latencies, seconds
-    busy: list[float]
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+    loaded_s: float  # TTFT of the long prompt while the users decode
+    itls_before: list[float]
+    itls_during: list[float]
 
 
 def prompt(generator: random.Random, length: int) -> tuple[int, ...]:
@@ -54,28 +53,28 @@ async def decode(engine: LocalEngine, tokens: tuple[int, ...], times: list[float
 
 
 def gaps(times: list[list[float]], begin: float, end: float) -> list[float]:
-    """Inter-token latencies of tokens that came between."""
+    """Return the inter-token latencies of the tokens that arrived between `begin` and `end`."""
     return [b - a for each in times for a, b in itertools.pairwise(each) if begin <= b <= end]
 
 
-async def run(engine: LocalEngine, generator: random.Random, users: int, length: int, calm_s: float) -> Result:
+async def run(engine: LocalEngine, generator: random.Random, users: int, length: int, wait_s: float) -> Result:
     alone_s = await first_token_s(engine, prompt(generator, length))
     times: list[list[float]] = [[] for _ in range(users)]
     tasks = [asyncio.create_task(decode(engine, prompt(generator, 128), each)) for each in times]
     while not all(times):
         await asyncio.sleep(0.05)
-    calm = time.perf_counter()
-    await asyncio.sleep(calm_s)
+    start = time.perf_counter()
+    await asyncio.sleep(wait_s)
     begin = time.perf_counter()
-    beside_s = await first_token_s(engine, prompt(generator, length))
+    loaded_s = await first_token_s(engine, prompt(generator, length))
     end = time.perf_counter()
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    return Result(alone_s, beside_s, gaps(times, calm, begin), gaps(times, begin, end))
+    return Result(alone_s, loaded_s, gaps(times, start, begin), gaps(times, begin, end))
 
 
-async def measure(folder: str, target_ms: int, users: int, length: int, runs: int, calm_s: float) -> None:
+async def measure(folder: str, target_ms: int, users: int, length: int, runs: int, wait_s: float) -> None:
     config = EngineConfig(
         model=folder,
         weights="q8",
@@ -88,20 +87,19 @@ async def measure(folder: str, target_ms: int, users: int, length: int, runs: in
     engine = await Engine.start(config)
     generator = random.Random(1)
     try:
-        results = [await run(engine, generator, users, length, calm_s) for _ in range(runs + 1)][
-            1:
-        ]  # the first warms up
+        results = [await run(engine, generator, users, length, wait_s) for _ in range(runs + 1)]
     finally:
         await engine.close()
-    calm = [gap for result in results for gap in result.calm]
-    busy = [gap for result in results for gap in result.busy]
-    ratio = statistics.median(result.beside_s / result.alone_s for result in results)
+    results = results[1:]  # the first run warms up
+    before = [1e3 * itl for result in results for itl in result.itls_before]
+    during = [1e3 * itl for result in results for itl in result.itls_during]
+    ratio = statistics.median(result.loaded_s / result.alone_s for result in results)
     print(
-        f"target {target_ms or '-':>5} ms  ITL before p50 {percentile(calm, 0.5) * 1e3:6.0f} p99 "
-        f"{percentile(calm, 0.99) * 1e3:6.0f} ms  beside p50 {percentile(busy, 0.5) * 1e3:6.0f} p99 "
-        f"{percentile(busy, 0.99) * 1e3:6.0f} ms"
-        + (f" = {percentile(busy, 0.99) * 1e3 / target_ms:.2f} x target" if target_ms else "")
-        + f"  TTFT {statistics.median(result.beside_s for result in results):5.1f} s, alone "
+        f"target {target_ms or '-':>5} ms  ITL before p50 {percentile(before, 50):6.0f} p99 "
+        f"{percentile(before, 99):6.0f} ms  during p50 {percentile(during, 50):6.0f} p99 "
+        f"{percentile(during, 99):6.0f} ms"
+        + (f" = {percentile(during, 99) / target_ms:.2f} x target" if target_ms else "")
+        + f"  TTFT {statistics.median(result.loaded_s for result in results):5.1f} s, alone "
         f"{statistics.median(result.alone_s for result in results):5.1f} s: {ratio:.2f} x",
         flush=True,
     )
@@ -114,10 +112,10 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=4096)
     parser.add_argument("--targets", default="150,250,0")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--calm", type=float, default=3.0, help="seconds of decoding before the long prompt comes")
+    parser.add_argument("--wait", type=float, default=3.0, help="seconds of decoding before the long prompt arrives")
     args = parser.parse_args()
     for target in args.targets.split(","):
-        uvloop.run(measure(args.folder, int(target), args.users, args.prompt, args.runs, args.calm))
+        uvloop.run(measure(args.folder, int(target), args.users, args.prompt, args.runs, args.wait))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Write a Hugging Face checkpoint with random weights in a real model's shape: speed depends on shapes, not on values.
+"""Writes a Hugging Face checkpoint with random weights in the shape of a real model: speed depends on the shape only.
 
 usage: make_checkpoint.py SHAPE FOLDER        SHAPE: qwen3-0.6b | llama-3.2-1b | qwen2.5-0.5b
-Needs the project's own dependencies only. There is no tokenizer: `quire bench` sends token ids.
+Needs only the project's dependencies. There is no tokenizer: `quire bench` sends token ids.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every (name, shape) of the checkpoint, in file order."""
+    """Yield every (name, shape) of the checkpoint, in the order of the file."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
@@ -101,7 +101,7 @@ def tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def values(generator: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.uint16]:
-    """bf16 bits: norms and biases near 1, matrices scaled by their inputs as at initialisation."""
+    """Return bf16 bits: norms and biases near 1, matrices scaled by their inputs as at initialisation."""
     drawn = generator.standard_normal(shape, np.float32)
     scaled = 1 + 0.1 * drawn if len(shape) == 1 else drawn / np.sqrt(shape[1])
     return (scaled.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)

@@ -1,11 +1,11 @@
-"""A real server at ten times its capacity: what those feel who were let in, and how fast the others are told.
+"""Measures a real server at ten times its capacity: the latency of accepted requests, and how fast it rejects others.
 
 usage: overload.py [--model DIR] [--seconds 30] [--prompt-tokens N] [--new-tokens 32] [-- FLAGS OF quire serve]
 
-Capacity is measured first: as many users as the server has places, each asks again once answered. Then requests arrive
-at random whatever became of earlier ones (Poisson, several connections), at half of the capacity and at ten times. The
-client is this process, the server another one. A full batch takes longer steps than half of one, with rejections or
-without, so gaps between tokens under overload are to be compared with those at capacity.
+First it measures the capacity, in a closed loop of more users than sequence slots. Then requests arrive in an open loop
+(Poisson, several connections), at half of the capacity and at ten times. The client is this process, the server
+another one. Steps of a full batch take longer than those of half a batch, so compare the gaps between tokens under
+overload with those at capacity.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from quire.runtime.protocol.frames import (
 
 CONNECTIONS = 8
 LOW, HIGH = 0.5, 10.0  # times capacity
-CANCEL_EVERY, CANCEL_AFTER = 20, 3  # one request in so many is cancelled by its user after so many updates
+CANCEL_EVERY, CANCEL_AFTER = 20, 3  # every 20th request is cancelled after 3 updates
 WARM_UP_S, RETRY_S = 2.0, 0.1
 ENDING_TIMEOUT_S = 60.0
 PROMPT_CHARACTERS = 200
@@ -61,7 +61,7 @@ decode = msgspec.msgpack.Decoder(ServerFrame).decode
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a Hugging Face folder; default: the bundled model")
-    parser.add_argument("--seconds", type=float, default=30, help="of overload; each run before takes half as long")
+    parser.add_argument("--seconds", type=float, default=30, help="of overload; the runs before take half as long")
     parser.add_argument(
         "--prompt-tokens", type=int, help=f"random ids; default: texts of {PROMPT_CHARACTERS} characters"
     )
@@ -71,24 +71,24 @@ def main() -> None:
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="more flags of quire serve, after --")
     arguments = parser.parse_args()
     uvloop.run(measure_submit())
-    gc.disable()  # the client's own pauses are not to be measured
+    gc.disable()  # keeps the client's own pauses out of the figures
     with serving(arguments) as server:
         uvloop.run(measure_server(server, arguments))
 
 
-# A rejection inside the server's process
+# The time of a rejection inside the server's process
 
 
 async def measure_submit() -> None:
-    """Of an engine whose queue is full. Nothing waits in between, so no step runs beside it."""
+    """Time `Engine.submit` while the queue is full. Nothing awaits in between, so no step runs meanwhile."""
     engine = await Engine.start(EngineConfig(max_num_seqs=1, max_num_waiting=1))
     try:
         for _ in range(2):
             await engine.submit(GenerateRequest(prompt=(1, 2, 3), sampling_params=SamplingParams(max_tokens=1000)))
-            await asyncio.sleep(0.05)  # the first leaves the queue
-        for what, prompt in (("3 token ids", (1, 2, 3)), ("20 characters", "x" * 20), ("2,000 characters", "x" * 2000)):
+            await asyncio.sleep(0.05)  # lets the first request leave the queue
+        for name, prompt in (("3 token ids", (1, 2, 3)), ("20 characters", "x" * 20), ("2,000 characters", "x" * 2000)):
             micros = 1e6 * np.array([await time_rejection(engine, prompt) for _ in range(2000)])
-            print(f"Engine.submit of a full queue, {what}: p50 {np.median(micros):.0f} us, p99 {p99(micros):.0f} us")
+            print(f"Engine.submit of a full queue, {name}: p50 {np.median(micros):.0f} us, p99 {p99(micros):.0f} us")
         start = time.perf_counter()
         assert engine.text_processor.tokenizer is not None
         engine.text_processor.tokenizer.encode("x" * 2000)
@@ -113,7 +113,7 @@ async def time_rejection(engine: LocalEngine, prompt: str | tuple[int, ...]) -> 
 @dataclass(frozen=True)
 class ServerProcess:
     pid: int
-    ready: str  # its line when it was
+    ready: str  # the line it printed when it was ready
 
     @property
     def address(self) -> tuple[str, int]:
@@ -158,12 +158,12 @@ def serving(arguments: argparse.Namespace) -> Iterator[ServerProcess]:
         process.wait()
 
 
-# The client: lean, for it shares the machine with what it measures
+# The client: as light as possible, because it shares the machine with the server
 
 
 @dataclass(slots=True)
-class Asked:
-    """One request and what became of it. Times in seconds of perf_counter."""
+class SentRequest:
+    """One request and its outcome. Times are seconds of perf_counter."""
 
     frame: Generate
     sent: float = 0.0
@@ -184,8 +184,10 @@ class Asked:
 
 
 class Connection(asyncio.Protocol):
+    """One connection of the client."""
+
     def __init__(self) -> None:
-        self.live: dict[int, Asked] = {}
+        self.live: dict[int, SentRequest] = {}
         self._buffer = bytearray()
         self._transport: asyncio.WriteTransport | None = None
 
@@ -193,10 +195,10 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.WriteTransport, transport)
         self._write(Hello((PROTOCOL_VERSION,), None, (), MAX_FRAME_BYTES))
 
-    def ask(self, asked: Asked) -> None:
-        self.live[asked.frame.request_id] = asked
-        asked.sent = time.perf_counter()
-        self._write(asked.frame)
+    def send(self, request: SentRequest) -> None:
+        self.live[request.frame.request_id] = request
+        request.sent = time.perf_counter()
+        self._write(request.frame)
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
@@ -213,15 +215,15 @@ class Connection(asyncio.Protocol):
     def _take(self, frame: Frame, now: float) -> None:
         match frame:
             case Tokens(request_id):
-                asked = self.live[request_id]
-                asked.updates.append(now)
-                if asked.cancels and len(asked.updates) == CANCEL_AFTER:
+                request = self.live[request_id]
+                request.updates.append(now)
+                if request.cancels and len(request.updates) == CANCEL_AFTER:
                     self._write(Cancel(request_id))
             case Done(request_id) | Error(int(request_id)):
-                asked = self.live.pop(request_id)
-                asked.last, asked.ended = frame, now
-                if asked.on_end is not None:
-                    asked.on_end()
+                request = self.live.pop(request_id)
+                request.last, request.ended = frame, now
+                if request.on_end is not None:
+                    request.on_end()
             case Error(None):
                 raise SystemExit(f"the connection was refused: {frame.message}")
 
@@ -232,7 +234,7 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """Asks over several connections in turn and keeps what it asked."""
+    """Sends requests over several connections in turn."""
 
     def __init__(self, connections: list[Connection], arguments: argparse.Namespace) -> None:
         self._connections = connections
@@ -240,49 +242,49 @@ class Client:
         count = arguments.new_tokens
         self._params = SamplingParams(max_tokens=count, min_tokens=count, temperature=0, ignore_eos=True)
         self._random = random.Random(1)
-        self._num_asked = 0
+        self._num_sent = 0
 
     @classmethod
     async def connect(cls, address: tuple[str, int], arguments: argparse.Namespace) -> Client:
         loop = asyncio.get_running_loop()
         return cls([(await loop.create_connection(Connection, *address))[1] for _ in range(CONNECTIONS)], arguments)
 
-    def ask(self, on_end: Callable[[], None] | None = None) -> Asked:
-        self._num_asked += 1
-        asked = Asked(Generate(self._num_asked, self._prompt(), self._params), on_end=on_end)
-        asked.cancels = self._num_asked % CANCEL_EVERY == 0
-        self._connections[self._num_asked % CONNECTIONS].ask(asked)
-        return asked
+    def send(self, on_end: Callable[[], None] | None = None) -> SentRequest:
+        self._num_sent += 1
+        request = SentRequest(Generate(self._num_sent, self._prompt(), self._params), on_end=on_end)
+        request.cancels = self._num_sent % CANCEL_EVERY == 0
+        self._connections[self._num_sent % CONNECTIONS].send(request)
+        return request
 
-    async def closed_loop(self, users: int, seconds: float) -> list[Asked]:
-        all_asked: list[Asked] = []
+    async def closed_loop(self, users: int, seconds: float) -> list[SentRequest]:
+        requests: list[SentRequest] = []
         end = time.perf_counter() + seconds
 
-        def ask() -> None:
+        def send() -> None:
             if time.perf_counter() < end:
-                asked = self.ask(lambda: ask_again(asked))
-                all_asked.append(asked)
+                request = self.send(lambda: send_again(request))
+                requests.append(request)
 
-        def ask_again(asked: Asked) -> None:
-            if isinstance(asked.last, Error):
-                asyncio.get_running_loop().call_later(RETRY_S, ask)
+        def send_again(request: SentRequest) -> None:
+            if isinstance(request.last, Error):
+                asyncio.get_running_loop().call_later(RETRY_S, send)
             else:
-                ask()
+                send()
 
         for _ in range(users):
-            ask()
+            send()
         await asyncio.sleep(seconds)
-        return all_asked
+        return requests
 
-    async def open_loop(self, rate: float, seconds: float) -> list[Asked]:
-        all_asked: list[Asked] = []
+    async def open_loop(self, rate: float, seconds: float) -> list[SentRequest]:
+        requests: list[SentRequest] = []
         due = start = time.perf_counter()
         while due < start + seconds:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             while due <= time.perf_counter():
-                all_asked.append(self.ask())
+                requests.append(self.send())
                 due += self._random.expovariate(rate)
-        return all_asked
+        return requests
 
     async def wait_until_ended(self) -> None:
         deadline = time.perf_counter() + ENDING_TIMEOUT_S
@@ -300,28 +302,30 @@ class Client:
 
 
 @dataclass(frozen=True)
-class Run:
+class LoadRun:
+    """The outcome of one load."""
+
     name: str
-    seconds: float  # of asking
-    asked: list[Asked]
+    seconds: float  # during which requests were sent
+    requests: list[SentRequest]
     resident_mib: list[float]  # once a second
     cpu_share: float  # of one CPU that the server used
 
     @property
     def tokens_per_s(self) -> float:
-        """That arrived while requests were sent."""
-        end = self.asked[0].sent + self.seconds
-        return sum(at < end for asked in self.asked for at in asked.updates) / self.seconds
+        """Tokens per second that arrived while requests were sent."""
+        end = self.requests[0].sent + self.seconds
+        return sum(at < end for request in self.requests for at in request.updates) / self.seconds
 
     def row(self) -> str:
-        gaps = 1e3 * np.concatenate([np.diff(asked.updates) for asked in self.asked] or [np.zeros(0)])
-        rejections = [a for a in self.asked if a.ending == "RESOURCE_EXHAUSTED"]
-        told = 1e3 * np.array([asked.ended - asked.sent for asked in rejections])
-        endings = Counter(asked.ending for asked in self.asked)
+        gaps = 1e3 * np.concatenate([np.diff(request.updates) for request in self.requests] or [np.zeros(0)])
+        rejections = [request for request in self.requests if request.ending == "RESOURCE_EXHAUSTED"]
+        rejection_ms = 1e3 * np.array([request.ended - request.sent for request in rejections])
+        endings = Counter(request.ending for request in self.requests)
         finished = endings["finished"] + endings["cancelled"]
         return (
-            f"{self.name:14} {len(self.asked) / self.seconds:7.1f} {finished:8d} {endings['RESOURCE_EXHAUSTED']:8d} "
-            f"{spread(gaps):>17} {spread(told):>17} {self.cpu_share:5.0%} "
+            f"{self.name:14} {len(self.requests) / self.seconds:7.1f} {finished:8d} {endings['RESOURCE_EXHAUSTED']:8d} "
+            f"{spread(gaps):>17} {spread(rejection_ms):>17} {self.cpu_share:5.0%} "
             f"{self.resident_mib[0]:7.1f} {self.resident_mib[-1]:7.1f}"
         )
 
@@ -333,14 +337,14 @@ async def measure_server(server: ServerProcess, arguments: argparse.Namespace) -
     await client.closed_loop(users, WARM_UP_S)
     await client.wait_until_ended()
     full = await run(server, client, "at capacity", half, lambda: client.closed_loop(users, half))
-    capacity = full.tokens_per_s / np.mean([len(asked.updates) for asked in full.asked if asked.updates])
+    capacity = full.tokens_per_s / np.mean([len(request.updates) for request in full.requests if request.updates])
     low = await run(server, client, f"{LOW:g}x", half, lambda: client.open_loop(LOW * capacity, half))
     seconds = arguments.seconds
     high = await run(server, client, f"{HIGH:g}x", seconds, lambda: client.open_loop(HIGH * capacity, seconds))
     runs = (full, low, high)
 
     print(f"capacity: {capacity:.1f} requests/s with {users} users")
-    print(f"{'':14} {'asked/s':>7} {'answered':>8} {'rejected':>8} {'token gap ms':>17} {'rejection ms':>17} "
+    print(f"{'':14} {'sent/s':>7} {'answered':>8} {'rejected':>8} {'token gap ms':>17} {'rejection ms':>17} "
           f"{'CPU':>5} {'MiB at':>7} {'at end':>7}")  # fmt: skip
     for each in runs:
         print(each.row())
@@ -348,36 +352,36 @@ async def measure_server(server: ServerProcess, arguments: argparse.Namespace) -
 
 
 async def run(
-    server: ServerProcess, client: Client, name: str, seconds: float, load: Callable[[], Awaitable[list[Asked]]]
-) -> Run:
-    """One load, until all its requests have ended."""
+    server: ServerProcess, client: Client, name: str, seconds: float, load: Callable[[], Awaitable[list[SentRequest]]]
+) -> LoadRun:
+    """Run one load until all its requests have ended."""
     resident = [server.resident_mib()]
-    watching = asyncio.create_task(watch(server, resident))
+    watching = asyncio.create_task(watch_memory(server, resident))
     cpu_s, start = server.cpu_s(), time.perf_counter()
-    asked = await load()
+    requests = await load()
     cpu_share = (server.cpu_s() - cpu_s) / (time.perf_counter() - start)
     watching.cancel()
     resident.append(server.resident_mib())
     await client.wait_until_ended()
-    return Run(name, seconds, asked, resident, cpu_share)
+    return LoadRun(name, seconds, requests, resident, cpu_share)
 
 
-async def watch(server: ServerProcess, resident: list[float]) -> None:
+async def watch_memory(server: ServerProcess, resident: list[float]) -> None:
     while True:
         await asyncio.sleep(1)
         resident.append(server.resident_mib())
 
 
-def report_end(server: ServerProcess, full: Run, high: Run) -> None:
-    advice = [asked.last.retry_after_ms for asked in high.asked if isinstance(asked.last, Error)]
+def report_end(server: ServerProcess, full: LoadRun, high: LoadRun) -> None:
+    advice = [request.last.retry_after_ms for request in high.requests if isinstance(request.last, Error)]
     known = [ms for ms in advice if ms is not None]
-    waits = 1e3 * np.array([asked.updates[0] - asked.sent for asked in high.asked if asked.updates])
+    waits = 1e3 * np.array([request.updates[0] - request.sent for request in high.requests if request.updates])
     states = ("num_requests_running", "num_requests_waiting", 'kv_pages{state="owned"}')
     print(f"tokens per second under overload: {high.tokens_per_s / full.tokens_per_s:.0%} of those at capacity")
-    print(f"endings: {dict(Counter(asked.ending for asked in high.asked))}")
+    print(f"endings: {dict(Counter(request.ending for request in high.requests))}")
     print(f"retry_after_ms: in {len(known)} of {len(advice)} rejections, {spread(np.array(known))}")
-    print(f"the first token of those let in, ms: {spread(waits)}")
-    print("after it: " + ", ".join(f"{server.metric(f'quire_{state}'):.0f} {state}" for state in states))
+    print(f"time to first token of accepted requests, ms: {spread(waits)}")
+    print("afterwards: " + ", ".join(f"{server.metric(f'quire_{state}'):.0f} {state}" for state in states))
 
 
 def spread(values: np.ndarray) -> str:

@@ -1,12 +1,13 @@
-"""What promise 1 costs: builds that break one of its rules each, timed beside the build that keeps them all.
+"""Measures what batch-invariant results cost: times builds that break one rule each against the unchanged build.
 
     python tests/bench/price_of_same_bits.py build SCRATCH
     python tests/bench/price_of_same_bits.py measure SCRATCH CHECKPOINT
 
-`build` patches a copy of this tree, a few lines per variant, and installs each under SCRATCH (minutes). `measure` holds
-one process per variant and lets them take turns: how much longer or shorter a step is than the unchanged one of the
-same round, in the median. The unchanged build runs twice; what it differs from itself is the noise. Two rules have no
-variant, no attention over pages does without them: K and V are read back from the page, the softmax is rounded for V.
+`build` patches a copy of this tree, a few lines per variant, and installs each under SCRATCH (takes minutes). `measure`
+runs one process per variant in turns, and prints how much longer or shorter a step is than the unchanged one of the
+same round, as the median. The unchanged build runs twice; the difference from itself is the noise. Two rules have no
+variant, because attention over pages needs them: K and V are read back from the page, and the softmax is rounded for
+V.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ SHAPES = {  # sequences, rows of each, position of their first row, runs per tur
 }
 PAGES, PAGE_SIZE, MAX_ROWS, MAX_POSITIONS = 160, 32, 512, 4096
 
-# Patches are (file, regular expression, replacement), and have to match; in an order that compiles little anew.
+# Patches are (file, regular expression, replacement) and must match; the order keeps recompilation short.
 VARIANTS: dict[str, list[tuple[str, str, str]]] = {
     "unchanged": [],
     "attention in one split": [("kernels/attention.pyx", r"\bSPLIT = 256\b", "SPLIT = 1 << 20")],
     "pages not zeroed": [("kernels/heads.pyx", r"memset\(kv\.k, 0, step\.head_bytes\)", "pass")],
-    "q8 in two chains over K": [  # even and odd blocks of 32, added at the end
+    "q8 in two chains over K": [  # even and odd blocks of 32, added up at the end
         (
             "kernels/simd/linear.c",
             r"acc\[i\]\[([01])\] = (vf_fma\(vf_from\(dot\[i\]\[\1\]\), .*?, acc\[i\]\[\1\]\));",
@@ -54,7 +55,7 @@ VARIANTS: dict[str, list[tuple[str, str, str]]] = {
             r" acc[i][j] = vf_add(acc[i][j], odd[i][j]); \4",
         ),
     ],
-    "contraction and fast-math": [  # infinities stay: they mask
+    "contraction and fast-math": [  # infinities are kept: they mask
         ("kernels/meson.build", "'-ffp-contract=off'", "'-ffp-contract=fast', '-ffast-math', '-fno-finite-math-only'")
     ],
 }
@@ -69,7 +70,7 @@ def build(scratch: Path) -> None:
         for file, pattern, replacement in patches:
             text, found = re.subn(pattern, replacement, (tree / file).read_text(), flags=re.S)
             if not found:
-                sys.exit(f"{name}: {pattern} is not in {file} any more; bring the patch up to date")
+                sys.exit(f"{name}: {pattern} does not match {file} any more; update the patch")
             (tree / file).write_text(text)
         subprocess.run(["meson", "install", "-C", compiled, "--quiet", "--destdir", scratch / name], check=True)
         for file, _, _ in patches:
@@ -80,10 +81,10 @@ def measure(scratch: Path, checkpoint: str) -> None:
     names = [*VARIANTS, "unchanged, again"]
     workers = {name: start(scratch / name.removesuffix(", again"), checkpoint) for name in names}
     for worker in workers.values():
-        worker.stdout.readline()  # it has loaded
+        worker.stdout.readline()  # loaded
     seconds: dict[tuple[str, str], list[float]] = {(name, shape): [] for name in names for shape in SHAPES}
     for first, shape in itertools.product(range(len(names)), SHAPES):
-        for name in names[first:] + names[:first]:  # whoever comes first after another shape has it harder
+        for name in names[first:] + names[:first]:  # rotate: the first run after another shape is slower
             print(shape, file=workers[name].stdin, flush=True)
             seconds[name, shape].append(float(workers[name].stdout.readline()))
     print(f"{'':<28}" + "".join(f"{shape:>20}" for shape in SHAPES))
@@ -94,14 +95,14 @@ def measure(scratch: Path, checkpoint: str) -> None:
 
 
 def start(variant: Path, checkpoint: str) -> subprocess.Popen[str]:
-    """A process on that variant's quire. -S: an editable install's own hook would come first."""
+    """Start a process that imports the variant's quire. -S: the hook of an editable install would come first."""
     environment = os.environ | {"PYTHONPATH": f"{variant / 'site'}:{sysconfig.get_path('purelib')}"}
     command = [sys.executable, "-S", __file__, "work", checkpoint]
     return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def work(checkpoint: str) -> None:
-    """Answers each shape's name on standard input with the median seconds of a step."""
+    """Answer each shape's name on standard input with the median seconds of a step."""
     step = prepare(checkpoint)
     for shape in SHAPES:
         step(*SHAPES[shape][:3])
@@ -112,7 +113,7 @@ def work(checkpoint: str) -> None:
 
 
 def prepare(checkpoint: str) -> Callable[[int, int, int], float]:
-    """Loads q8 weights and int8 pages full of keys and values; the result runs a step and says its seconds."""
+    """Load q8 weights and fill int8 pages; return a function that runs a step and returns its seconds."""
     import numpy as np
     from quire.kernels import Pool, Program, available_cpus
     from quire.pager import KVArena

@@ -1,9 +1,9 @@
-"""What scheduling costs in Python: microseconds per running sequence and step, of `schedule` and of `commit`.
+"""Measures what scheduling costs: microseconds per running sequence and step, of `schedule` and of `commit`.
 
     python tests/bench/schedule_cost.py [--sequences 32,256] [--steps 300]
 
-A real scheduler and pager, no kernels: every sequence decodes and gets a token in every step; page ends, publishing
-pages and learning the cost of steps are in the means. One of seven tenants sends each request.
+Runs the real scheduler and pager without kernels: every sequence decodes one token in every step. Full pages, their
+publication and the training of the cost model are included in the means. There are seven tenants.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Hostility beside bystanders: run it, then say what it did to the server and to them.
+"""Runs an attack on a live server while bystander clients read their streams, and reports what the attack broke.
 
-It must not know what the hostility is. One invariant: a campaign that saw a breach of the promises (a crash, a leak, a
-changed byte, a lost connection of who did nothing wrong, a traceback in the log) ends with exit status 1.
+Exit status 1 after any breach: a crash, a leak, a changed byte, a lost connection of a well-behaved client, or a
+traceback in the log.
 """
 
 from __future__ import annotations
@@ -18,125 +18,136 @@ from dataclasses import dataclass, field
 import uvloop
 from quire import AsyncClient, RequestOutput, SamplingParams
 from quire.runtime.common.errors import Overloaded, QuireError
-from served import MIB, Served, Vitals, served
+from server_process import MIB, ServerProcess, Vitals, start_server
 
-WANTED = (  # by the bystanders
+BYSTANDER_REQUESTS = (
     ("This module provides", SamplingParams(max_tokens=120, temperature=0.8, seed=4, ignore_eos=True, logprobs=2)),
     ("If *timeout* is not ``None``, then", SamplingParams(max_tokens=60, ignore_eos=True, logprobs=0)),
 )
 RETRY_S = 0.1
 PING_EVERY_S = 0.05
-LOOKS = 12  # at the server, in equal times
-JUDGED_S = 120  # shorter runs say nothing about memory: allocators and caches are still filling
+NUM_SAMPLES = 12  # of the server's vitals, at equal intervals
+MIN_SECONDS_FOR_MEMORY = 120  # in shorter runs allocators and caches are still filling
 GROWTH_ALLOWED = 0.05  # of the peak of resident memory, from the first half of the run to the second, or:
 GROWTH_ALLOWED_BYTES = 16 * MIB
 
 
 @dataclass
-class Report:
-    cases: Counter[str] = field(default_factory=Counter)  # by what became of them
+class CampaignReport:
+    """What happened in a campaign."""
+
+    cases: Counter[str] = field(default_factory=Counter)  # attacks by outcome
     breaches: list[str] = field(default_factory=list)
-    rounds: Counter[str] = field(default_factory=Counter)  # of the bystanders
+    rounds: Counter[str] = field(default_factory=Counter)  # requests of the bystanders by outcome
     slowest_ping_s: float = 0.0
-    slowest_self_s: float = 0.0  # this process, which shares the machine with the server, woke up so much too late
+    slowest_wakeup_s: float = 0.0  # how late this process woke up: it shares the machine with the server
 
     def breach(self, text: str) -> None:
         self.breaches.append(text)
 
+    def check_log(self, server: ServerProcess) -> None:
+        """Report a traceback in the server's log as a breach."""
+        log = server.log()
+        if "Traceback" in log:
+            self.breach(f"a traceback in the server's log: {log[log.index('Traceback') :][:2000]}")
+
     def print(self) -> int:
-        """The exit status."""
+        """Print the report and return the exit status."""
         for title, counts in (("cases", self.cases), ("bystanders", self.rounds)):
-            told = ", ".join(f"{name} {count}" for name, count in counts.most_common())
-            print(f"{title:<12} {counts.total()}: {told}")
+            outcomes = ", ".join(f"{name} {count}" for name, count in counts.most_common())
+            print(f"{title:<12} {counts.total()}: {outcomes}")
         print(f"{'equal':<12} {'yes' if self.rounds['equal'] and not self.rounds['changed'] else 'NO'}")
-        print(f"{'slowest PING':<12} {self.slowest_ping_s:.2f} s; this process was late by {self.slowest_self_s:.2f} s")
+        print(
+            f"{'slowest PING':<12} {self.slowest_ping_s:.2f} s; this process was late by {self.slowest_wakeup_s:.2f} s"
+        )
         print(f"{'breaches':<12} {len(self.breaches)}")
         for text in self.breaches[:20]:
             print(f"  {text}")
         return 1 if self.breaches else 0
 
 
-Hostility = Callable[[Served, Report, argparse.Namespace], Awaitable[None]]
+Attack = Callable[[ServerProcess, CampaignReport, argparse.Namespace], Awaitable[None]]
 
 
-def run(hostility: Hostility, parser: argparse.ArgumentParser) -> int:
-    """Start a server, let `hostility` run for `--seconds` beside bystanders, print the figures. The exit status."""
+def run(attack: Attack, parser: argparse.ArgumentParser) -> int:
+    """Start a server, run `attack` for `--seconds` while bystanders read, print the report, return the exit status."""
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of quire serve, after --")
     options = parser.parse_args()
-    report = Report()
-    with served(*options.flags) as server:
-        uvloop.run(_campaign(server, hostility, report, options))
-        if "Traceback" in (log := server.log()):
-            report.breach(f"a traceback in the server's log: {log[log.index('Traceback') :][:2000]}")
+    report = CampaignReport()
+    with start_server(*options.flags) as server:
+        uvloop.run(_run(server, attack, report, options))
+        report.check_log(server)
     return report.print()
 
 
-async def _campaign(server: Served, hostility: Hostility, report: Report, options: argparse.Namespace) -> None:
+async def _run(server: ServerProcess, attack: Attack, report: CampaignReport, options: argparse.Namespace) -> None:
     before = await server.settled()
     print(f"{'before':<9} {before}")
-    looks: list[Vitals] = []
+    samples: list[Vitals] = []
     async with bystanders(server, report):
-        hostile = asyncio.ensure_future(hostility(server, report, options))
-        for number in range(1, LOOKS + 1):
-            await asyncio.wait([hostile], timeout=options.seconds / LOOKS)
+        attacking = asyncio.ensure_future(attack(server, report, options))
+        for number in range(1, NUM_SAMPLES + 1):
+            await asyncio.wait([attacking], timeout=options.seconds / NUM_SAMPLES)
             if not server.is_alive:
                 report.breach("the server died")
                 return
-            looks.append(await asyncio.to_thread(server.vitals))
-            print(f"{options.seconds * number / LOOKS:7.0f} s {looks[-1]}", flush=True)
-        hostile.cancel()
+            samples.append(await asyncio.to_thread(server.vitals))
+            print(f"{options.seconds * number / NUM_SAMPLES:7.0f} s {samples[-1]}", flush=True)
+        attacking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await hostile
+            await attacking
     after = await server.settled(before.descriptors)
     print(f"{'after':<9} {after}")
-    _compare(before, after, report)
-    if options.seconds >= JUDGED_S:
-        _compare_memory(looks, report)
+    check_settled(before, after, report)
+    if options.seconds >= MIN_SECONDS_FOR_MEMORY:
+        _check_memory(samples, report)
 
 
-def _compare(before: Vitals, after: Vitals, report: Report) -> None:
+def check_settled(before: Vitals, after: Vitals, report: CampaignReport) -> None:
+    """Report what the server still holds after all clients have left."""
     if after.descriptors > before.descriptors:
         report.breach(f"{before.descriptors} descriptors before, {after.descriptors} after")
     if after.live or after.pages["owned"]:
-        report.breach(f"{after.live} requests are live and {after.pages['owned']} pages owned with nobody there")
-    if not after.books_balance:
-        report.breach(f"pages {after.pages} are not the {after.pages_total} there were")
+        report.breach(f"{after.live} live requests and {after.pages['owned']} owned pages are left without a client")
+    if not after.pages_balance:
+        report.breach(f"pages {after.pages} do not add up to {after.pages_total}")
 
 
-def _compare_memory(looks: list[Vitals], report: Report) -> None:
-    """The peaks of both halves: what grows with every case is higher in the second."""
-    first, second = (max(look.rss for look in half) for half in (looks[: LOOKS // 2], looks[LOOKS // 2 :]))
+def _check_memory(samples: list[Vitals], report: CampaignReport) -> None:
+    """Compare the peaks of both halves: a leak makes the second one higher."""
+    middle = NUM_SAMPLES // 2
+    first, second = (max(sample.rss for sample in half) for half in (samples[:middle], samples[middle:]))
     if second - first > max(GROWTH_ALLOWED_BYTES, GROWTH_ALLOWED * first):
-        report.breach(f"resident memory was at most {first / MIB:.1f} MiB, then {second / MIB:.1f} MiB")
+        report.breach(f"the peak of resident memory grew from {first / MIB:.1f} to {second / MIB:.1f} MiB")
 
 
 @asynccontextmanager
-async def bystanders(server: Served, report: Report) -> AsyncIterator[None]:
-    """Users who ask the same again and again, each on a connection; entered after their first answers."""
+async def bystanders(server: ServerProcess, report: CampaignReport) -> AsyncIterator[None]:
+    """Run clients that repeat the same requests and expect the same answers. Entered after their first answers."""
     async with contextlib.AsyncExitStack() as stack:
         tasks = []
-        for prompt, params in WANTED:
+        for prompt, params in BYSTANDER_REQUESTS:
             client = await stack.enter_async_context(AsyncClient(server.address))
             first = await client.complete(prompt, params)
-            tasks.append(asyncio.create_task(_ask_again(client, prompt, params, first, report)))
-        tasks.append(asyncio.create_task(_ping_again(client, report)))
+            tasks.append(asyncio.create_task(_repeat(client, prompt, params, first, report)))
+        tasks.append(asyncio.create_task(_ping(client, report)))
         yield
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
 
 
-async def _ask_again(
-    client: AsyncClient, prompt: str, params: SamplingParams, first: RequestOutput, report: Report
+async def _repeat(
+    client: AsyncClient, prompt: str, params: SamplingParams, first: RequestOutput, report: CampaignReport
 ) -> None:
     while True:
         started = time.perf_counter()
         try:
             answer = await client.complete(prompt, params)
         except Overloaded:
-            report.rounds["told to come back"] += 1
+            report.rounds["refused, retried"] += 1
             await asyncio.sleep(RETRY_S)
             continue
         except QuireError as error:
@@ -148,9 +159,9 @@ async def _ask_again(
             report.breach(f"a bystander got {answer.text!r}, not {first.text!r}")
 
 
-async def _ping_again(client: AsyncClient, report: Report) -> None:
+async def _ping(client: AsyncClient, report: CampaignReport) -> None:
     while True:
         report.slowest_ping_s = max(report.slowest_ping_s, await client.ping())
         asleep_since = time.perf_counter()
         await asyncio.sleep(PING_EVERY_S)
-        report.slowest_self_s = max(report.slowest_self_s, time.perf_counter() - asleep_since - PING_EVERY_S)
+        report.slowest_wakeup_s = max(report.slowest_wakeup_s, time.perf_counter() - asleep_since - PING_EVERY_S)

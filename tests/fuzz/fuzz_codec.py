@@ -1,10 +1,10 @@
-"""Broken frames against the decoder alone: whatever the bytes, it gives frames, Malformed or ProtocolError.
+"""Feeds broken frames to the decoder: for any bytes it must return frames or Malformed, or raise ProtocolError.
 
 usage: fuzz_codec.py [--seconds 60] [--seed 1] [--atheris]
 
-Each case is decoded whole and in random pieces, which must agree; what was decoded is encoded and decoded again, which
-must agree; one case in a few runs under tracemalloc, to see that memory is bounded by what was sent. `--atheris` looks
-for new paths by coverage instead of at random (pip install atheris; it needs a Python that has a wheel of it).
+Each case is decoded in one piece and in random pieces, with the same result; decoded frames are encoded and decoded
+again, with the same result; every 25th case runs under tracemalloc, to check that memory is bounded by the bytes sent.
+`--atheris` searches for code paths by coverage instead of at random (pip install atheris, if Python has a wheel of it).
 Exit status 1 on any breach.
 """
 
@@ -28,29 +28,29 @@ from quire.runtime.protocol.codec import Decoder, Malformed, encode
 from quire.runtime.protocol.frames import CLIENT_FRAMES, MAX_FRAME_BYTES, SERVER_FRAMES
 
 SCHEMAS = (CLIENT_FRAMES, SERVER_FRAMES)
-TRACED = 25  # one case in so many
-MAX_PEAK_PER_BYTE = 128  # a one-byte msgpack array is a Python object of 64 bytes, held twice while it is turned around
-MAX_PEAK_BASE = 4 << 20  # what a short frame may claim
+TRACED = 25  # one case in TRACED runs under tracemalloc
+MAX_PEAK_PER_BYTE = 128  # a one-byte msgpack array is a Python object of 64 bytes, held twice while it is converted
+MAX_PEAK_BASE = 4 << 20  # bytes allowed for any frame, however short
 REPORTED_BREACHES = 5
 
 
 class Breach(Exception):
-    """The decoder did what it must not."""
+    """The decoder broke its contract."""
 
 
 def main() -> int:
     options = _options()
     if options.atheris:
         return _fuzz_by_coverage(options)
-    chance, outcomes, breaches = Random(options.seed), Counter[str](), list[str]()
+    rng, outcomes, breaches = Random(options.seed), Counter[str](), list[str]()
     slowest_s, peak_per_byte, cases = 0.0, 0.0, 0
     deadline = time.perf_counter() + options.seconds
     while time.perf_counter() < deadline and len(breaches) < REPORTED_BREACHES:
-        case = mutated(chance)
+        case = mutated(rng)
         cases += 1
         started = time.perf_counter()
         try:
-            outcomes[check(case.data, chance)] += 1
+            outcomes[check(case.data, rng)] += 1
         except Breach as breach:
             breaches.append(f"case {cases} of seed {options.seed}: {breach}: {case.data.hex()}")
         slowest_s = max(slowest_s, time.perf_counter() - started)
@@ -66,21 +66,21 @@ def main() -> int:
     return 1 if breaches else 0
 
 
-def check(data: bytes, chance: Random) -> str:
-    """What became of `data`, in a word. Raises Breach."""
+def check(data: bytes, rng: Random) -> str:
+    """Decode `data` and return the outcome in a word. Raises Breach."""
     outcome = ""
     for schema in SCHEMAS:
         whole, error = _decode([data], schema)
-        pieces = _decode(_pieces(data, chance), schema)
+        pieces = _decode(_pieces(data, rng), schema)
         if repr((whole, error)) != repr(pieces):
             raise Breach(f"in one piece {(whole, error)}, in several {pieces}")
-        _check_again(whole, schema)
+        _check_round_trip(whole, schema)
         outcome = outcome or ("refused" if error else "incomplete" if not whole else _word(whole[0]))
     return outcome
 
 
 def _decode(pieces: list[bytes], schema: Any) -> tuple[list[Any], str]:
-    """The frames before the breach, and the breach."""
+    """Return the frames before the protocol error, and the error."""
     decoder, received, error = Decoder(schema, MAX_FRAME_BYTES), [], ""
     try:
         for piece in pieces:
@@ -91,23 +91,23 @@ def _decode(pieces: list[bytes], schema: Any) -> tuple[list[Any], str]:
         raise Breach(f"{type(crash).__name__}: {crash}") from crash
     for frame in received:
         if not isinstance(frame, (*schema.values(), Malformed)):
-            raise Breach(f"gave a {type(frame).__name__}")
+            raise Breach(f"returned a {type(frame).__name__}")
     return received, error
 
 
-def _pieces(data: bytes, chance: Random) -> list[bytes]:
-    cuts = sorted(chance.randrange(len(data) + 1) for _ in range(chance.randint(1, 5)))
+def _pieces(data: bytes, rng: Random) -> list[bytes]:
+    cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.randint(1, 5)))
     return [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True)]
 
 
-def _check_again(received: list[Any], schema: Any) -> None:
+def _check_round_trip(received: list[Any], schema: Any) -> None:
     for frame in received:
         if isinstance(frame, Malformed):
             continue
         try:
             again, error = _decode([encode(frame)], schema)
         except InvalidRequest:
-            continue  # as long as the limit allows, or of a number that grew with its type
+            continue  # at the size limit, encoding may add bytes: a number may get a wider type
         if error or repr(again) != repr([frame]):
             raise Breach(f"{frame} came back as {again or error}")
 
@@ -117,7 +117,7 @@ def _word(frame: Any) -> str:
 
 
 def _peak(case: Case, breaches: list[str]) -> int:
-    """Bytes allocated at most while `case` is decoded once."""
+    """Return the peak of bytes allocated while `case` is decoded once."""
     tracemalloc.start()
     try:
         _decode([case.data], CLIENT_FRAMES)
@@ -130,17 +130,17 @@ def _peak(case: Case, breaches: list[str]) -> int:
 
 
 def _fuzz_by_coverage(options: argparse.Namespace) -> int:
-    import atheris  # no wheel for every Python, so no dependency
+    import atheris  # not a dependency: not every Python has a wheel
 
-    chance = Random(options.seed)
+    rng = Random(options.seed)
     for function in filter(inspect.isfunction, (*vars(codec).values(), *vars(Decoder).values())):
         atheris.instrument_func(function)
     with tempfile.TemporaryDirectory() as corpus:
         for index in range(200):
-            (Path(corpus) / str(index)).write_bytes(packed(message(chance)))
+            (Path(corpus) / str(index)).write_bytes(packed(message(rng)))
         limits = [f"-max_total_time={options.seconds:.0f}", f"-seed={options.seed}", "-max_len=4096"]
-        atheris.Setup([sys.argv[0], *limits, corpus], lambda payload: check(framed(payload), chance))
-        atheris.Fuzz()  # prints its own figures, and ends the process with a status other than 0 at a Breach
+        atheris.Setup([sys.argv[0], *limits, corpus], lambda payload: check(framed(payload), rng))
+        atheris.Fuzz()  # prints its own figures, and exits with a status other than 0 at a Breach
     return 0
 
 

@@ -18,9 +18,9 @@ from random import Random
 from statistics import median
 
 import uvloop
-from campaign import Report
+from campaign import CampaignReport
 from quire import AsyncClient, SamplingParams
-from served import MIB, Served, served
+from server_process import MIB, ServerProcess, start_server
 
 Streams = list[tuple[tuple[int, ...], SamplingParams]]
 
@@ -52,7 +52,9 @@ def drawn(random: Random, count: int, tokens: int) -> Streams:
     ]
 
 
-async def rounds(server: Served, options: argparse.Namespace, report: Report, number: signal.Signals) -> None:
+async def rounds(
+    server: ServerProcess, options: argparse.Namespace, report: CampaignReport, number: signal.Signals
+) -> None:
     random = Random(options.seed)
     streams = drawn(random, options.streams, options.tokens)
     longest: list[float] = []
@@ -60,7 +62,7 @@ async def rounds(server: Served, options: argparse.Namespace, report: Report, nu
         started = time.perf_counter()
         wanted = await all_of(client, streams, [])
         undisturbed_s = time.perf_counter() - started
-        before = server.vitals().front_rss
+        before = server.vitals().server_rss
         for _ in range(options.times):
             pauses: list[float] = []
             running = asyncio.create_task(all_of(client, streams, pauses))
@@ -69,7 +71,7 @@ async def rounds(server: Served, options: argparse.Namespace, report: Report, nu
             compare(await running, wanted, number.name, report)
             longest.append(max(pauses))
             await server.settled()
-        grown = server.vitals().front_rss - before
+        grown = server.vitals().server_rss - before
     print(
         f"{number.name}: {options.times} deaths, {options.streams} streams each; pause median {median(longest):.2f} s, "
         f"longest {max(longest):.2f} s; front {before / MIB:.1f} MiB, {grown / MIB:+.1f} MiB after",
@@ -77,7 +79,7 @@ async def rounds(server: Served, options: argparse.Namespace, report: Report, nu
     )
 
 
-async def one_life(server: Served, options: argparse.Namespace, report: Report) -> None:
+async def one_life(server: ServerProcess, options: argparse.Namespace, report: CampaignReport) -> None:
     streams = drawn(Random(options.seed + 1), options.streams, 1500)
     async with AsyncClient(server.address) as client:
         wanted = await all_of(client, streams, [])
@@ -91,7 +93,7 @@ async def one_life(server: Served, options: argparse.Namespace, report: Report) 
     print(f"the same {options.streams} streams: {deaths} deaths, longest pause {max(pauses):.2f} s", flush=True)
 
 
-def strike(server: Served, number: signal.Signals) -> int:
+def strike(server: ServerProcess, number: signal.Signals) -> int:
     """How many there were to strike."""
     engines = server.engines()
     for pid in engines:
@@ -99,7 +101,7 @@ def strike(server: Served, number: signal.Signals) -> int:
     return len(engines)
 
 
-def compare(found: list[object], wanted: list[object], what: str, report: Report) -> None:
+def compare(found: list[object], wanted: list[object], what: str, report: CampaignReport) -> None:
     equal = sum(one == other for one, other in zip(found, wanted, strict=True))
     report.cases[f"{what}: equal"] += equal
     report.rounds["equal" if equal == len(wanted) else "changed"] += 1
@@ -107,7 +109,7 @@ def compare(found: list[object], wanted: list[object], what: str, report: Report
         report.breach(f"{what}: {len(wanted) - equal} of {len(wanted)} streams changed")
 
 
-async def main(server: Served, options: argparse.Namespace, report: Report) -> None:
+async def main(server: ServerProcess, options: argparse.Namespace, report: CampaignReport) -> None:
     for number in (signal.SIGKILL, signal.SIGSTOP):
         await rounds(server, options, report, number)
     await one_life(server, options, report)
@@ -122,8 +124,8 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of quire serve, after --")
     arguments = parser.parse_args()
-    outcome = Report()
-    with served(*arguments.flags) as running_server:
+    outcome = CampaignReport()
+    with start_server(*arguments.flags) as running_server:
         uvloop.run(main(running_server, arguments, outcome))
         if "Traceback" in (written := running_server.log()):
             outcome.breach(f"a traceback in the server's log: {written[written.index('Traceback') :][:2000]}")

@@ -1,11 +1,12 @@
-"""Random traffic at capacity for a long time: memory, descriptors, metric series and pages must stay flat.
+"""Sends random traffic at capacity for a long time: memory, descriptors, metric series and pages must stay flat.
 
 usage: soak.py [--minutes 30] [--users 96] [--seed 1] [--sample-seconds 60] [-- FLAGS OF quire serve]
 
-More users than places, each asks again once answered: prompts that nobody sent before, of any length, with any
-sampling, several choices now and then; some leave early, some connections are new, some users are slow. Bystanders get
-the same bytes throughout. Every sample is printed. The first quarter is warm-up; flat means that of the others, the
-last third's median is not above the first third's by more than is allowed. Exit status 1 if not flat, or on a breach.
+There are more users than sequence slots, and each sends its next request when the last one has ended: random prompts of
+any length, random sampling parameters, at times several choices. Some users cancel, some reconnect, some read slowly;
+bystanders must get the same bytes throughout. Every sample is printed. The first quarter is warm-up; flat means that
+the median of the last third of the rest exceeds that of the first third by no more than allowed. Exit status 1 if not
+flat, or on a breach.
 """
 
 from __future__ import annotations
@@ -21,32 +22,33 @@ from random import Random
 from statistics import median
 
 import uvloop
-from campaign import GROWTH_ALLOWED_BYTES, Report, bystanders
+from campaign import GROWTH_ALLOWED_BYTES, CampaignReport, bystanders, check_settled
 from quire import AsyncClient, SamplingParams
 from quire.runtime.common.errors import QuireError
-from served import Served, Vitals, served
+from server_process import ServerProcess, Vitals, start_server
 
 WARM_UP = 1 / 4  # of the samples
 LONGEST_PROMPT = 1500
-VOCABULARY = 4096  # of the bundled model; ids of special tokens are as good as any
+VOCAB_SIZE = 4096  # of the bundled model
 GROWTH_ALLOWED = 0.01
-SERIES_ALLOWED = 5  # a label may be seen for the first time late
+SERIES_ALLOWED = 5  # a label value may first appear late
 
 
 def main() -> int:
     options = _options()
-    report, samples = Report(), list[Vitals]()
-    with served(*options.flags) as server:
+    report, samples = CampaignReport(), list[Vitals]()
+    with start_server(*options.flags) as server:
         uvloop.run(_soak(server, options, report, samples))
-        if "Traceback" in (log := server.log()):
-            report.breach(f"a traceback in the server's log: {log[log.index('Traceback') :][:2000]}")
+        report.check_log(server)
     _judge(samples, report)
     status = report.print()
     print(f"{'verdict':<12} {'NOT flat, or a breach' if status else 'flat'}")
     return status
 
 
-async def _soak(server: Served, options: argparse.Namespace, report: Report, samples: list[Vitals]) -> None:
+async def _soak(
+    server: ServerProcess, options: argparse.Namespace, report: CampaignReport, samples: list[Vitals]
+) -> None:
     before = await server.settled()
     started, over = time.monotonic(), asyncio.Event()
     async with bystanders(server, report):
@@ -58,43 +60,40 @@ async def _soak(server: Served, options: argparse.Namespace, report: Report, sam
             await asyncio.sleep(min(options.sample_seconds, options.minutes * 60 - elapsed))
             samples.append(await asyncio.to_thread(server.vitals))
             print(f"{(time.monotonic() - started) / 60:6.1f} min  {samples[-1]}", flush=True)
-            if not samples[-1].books_balance:
-                report.breach(f"pages {samples[-1].pages} are not the {samples[-1].pages_total} there were")
+            if not samples[-1].pages_balance:
+                report.breach(f"pages {samples[-1].pages} do not add up to {samples[-1].pages_total}")
         over.set()
         await asyncio.wait(users)
     after = await server.settled(before.descriptors)
     print(f"{'after':>10}  {after}")
-    if after.descriptors > before.descriptors:
-        report.breach(f"{before.descriptors} descriptors before, {after.descriptors} after")
-    if after.live or after.pages["owned"]:
-        report.breach(f"{after.live} requests are live and {after.pages['owned']} pages owned with nobody there")
+    check_settled(before, after, report)
 
 
-async def _user(server: Served, report: Report, chance: Random, over: asyncio.Event) -> None:
-    """One user after another, each with a connection for some requests."""
+async def _user(server: ServerProcess, report: CampaignReport, rng: Random, over: asyncio.Event) -> None:
+    """Send requests until the soak is over, over a new connection every few requests."""
     while not over.is_set():
         try:
             async with AsyncClient(server.address) as client:
-                for _ in range(chance.randrange(1, 20)):
+                for _ in range(rng.randrange(1, 20)):
                     if not over.is_set():
-                        report.cases[await _ask(client, chance)] += 1
+                        report.cases[await _ask(client, rng)] += 1
         except QuireError as error:
-            report.breach(f"a connection that did nothing wrong ended in {error!r}")
+            report.breach(f"a well-behaved connection ended in {error!r}")
             return
 
 
-async def _ask(client: AsyncClient, chance: Random) -> str:
-    """One request. What became of it, in a word."""
-    leaves_after = chance.randrange(30) if chance.random() < 0.2 else None
-    is_slow = chance.random() < 0.05
-    stream = client.generate(_prompt(chance), _params(chance))
+async def _ask(client: AsyncClient, rng: Random) -> str:
+    """Send one request and return the outcome in a word."""
+    cancel_after = rng.randrange(30) if rng.random() < 0.2 else None
+    is_slow = rng.random() < 0.05
+    stream = client.generate(_prompt(rng), _params(rng))
     try:
         async with contextlib.aclosing(stream) as chunks:
             received = 0
             async for chunk in chunks:
                 received += 1
-                if received == leaves_after and chunk.usage is None:
-                    return "left"
+                if received == cancel_after and chunk.usage is None:
+                    return "cancelled"
                 if is_slow:
                     await asyncio.sleep(0.1)
     except QuireError as error:
@@ -104,35 +103,35 @@ async def _ask(client: AsyncClient, chance: Random) -> str:
     return chunk.finish_reason or "unfinished"
 
 
-def _prompt(chance: Random) -> str | list[int]:
-    length = int(LONGEST_PROMPT ** chance.random())
-    if chance.random() < 0.5:
-        return [chance.randrange(VOCABULARY) for _ in range(length)]
-    return "".join(chance.choices(string.ascii_letters + " \n.:日é", k=length))
+def _prompt(rng: Random) -> str | list[int]:
+    length = int(LONGEST_PROMPT ** rng.random())
+    if rng.random() < 0.5:
+        return [rng.randrange(VOCAB_SIZE) for _ in range(length)]
+    return "".join(rng.choices(string.ascii_letters + " \n.:日é", k=length))
 
 
-def _params(chance: Random) -> SamplingParams:
+def _params(rng: Random) -> SamplingParams:
     return SamplingParams(
-        max_tokens=chance.randrange(1, 200),
-        temperature=chance.choice((0.0, 0.7, 1.5)),
-        top_p=chance.choice((1.0, 0.9)),
-        seed=chance.choice((None, chance.getrandbits(64))),
-        logprobs=chance.choice((None, None, 0, 5)),
-        stop=chance.choice(((), ("the",), (".\n", "::"))),
-        n=chance.choice((1, 1, 1, 1, 3)),
-        repetition_penalty=chance.choice((1.0, 1.0, 1.2)),
+        max_tokens=rng.randrange(1, 200),
+        temperature=rng.choice((0.0, 0.7, 1.5)),
+        top_p=rng.choice((1.0, 0.9)),
+        seed=rng.choice((None, rng.getrandbits(64))),
+        logprobs=rng.choice((None, None, 0, 5)),
+        stop=rng.choice(((), ("the",), (".\n", "::"))),
+        n=rng.choice((1, 1, 1, 1, 3)),
+        repetition_penalty=rng.choice((1.0, 1.0, 1.2)),
     )
 
 
-def _judge(samples: Sequence[Vitals], report: Report) -> None:
-    """Compare thirds of what comes after warm-up."""
+def _judge(samples: Sequence[Vitals], report: CampaignReport) -> None:
+    """Compare the first and the last third of the samples after warm-up."""
     steady = samples[int(len(samples) * WARM_UP) :]
     if len(steady) < 3:
         report.breach(f"{len(samples)} samples are too few to judge; run longer or sample more often")
         return
     third = len(steady) // 3
     measures: dict[str, tuple[Callable[[Vitals], int], float]] = {
-        "front, bytes": (lambda vitals: vitals.front_rss, GROWTH_ALLOWED_BYTES),
+        "server, bytes": (lambda vitals: vitals.server_rss, GROWTH_ALLOWED_BYTES),
         "engines, bytes": (lambda vitals: vitals.engines_rss, GROWTH_ALLOWED_BYTES),
         "descriptors": (lambda vitals: vitals.descriptors, 10),
         "series": (lambda vitals: vitals.series, SERIES_ALLOWED),
@@ -147,7 +146,7 @@ def _judge(samples: Sequence[Vitals], report: Report) -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--users", type=int, default=96, help="the server has 64 places unless told otherwise")
+    parser.add_argument("--users", type=int, default=96, help="by default the server has 64 sequence slots")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sample-seconds", type=float, default=60)
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of quire serve, after --")

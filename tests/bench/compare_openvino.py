@@ -1,15 +1,15 @@
-"""Quire beside OpenVINO GenAI's continuous batching, alternating in one run: tokens per second and their ratios.
+"""Compares Quire with OpenVINO GenAI's continuous batching, alternating in one run: tokens per second and ratios.
 
-usage: beside_openvino.py --openvino-python PYTHON --openvino-model FOLDER --model FOLDER [--shapes 1x128,8x128] …
+usage: compare_openvino.py --openvino-python PYTHON --openvino-model FOLDER --model FOLDER [--shapes 1x128,8x128] …
 
 PYTHON belongs to an environment with openvino-genai, FOLDER to an export of the same shape, such as
     optimum-cli export openvino --model FOLDER --task text-generation-with-past --weight-format int8 FOLDER
-Each side is a process of its own that has its model loaded and sleeps while the other works. The definitions are the
-same for both: random prompts, greedy, no token ends a request.
+Each side is a process of its own, which has loaded its model and sleeps while the other one works. The definitions are
+the same for both: random prompts, greedy decoding, EOS ignored.
     prefill       batch * prompt tokens / seconds for one new token each
-    decode, diff  32 more tokens each / the difference of runs of 33 and of 1 new tokens. Flatters whoever prefills
-                  long prompts in chunks: early users decode beside the prompts of later ones
-    decode, all   the same over steps in which all users decode and nobody prefills
+    decode, diff  32 more tokens each / the difference of runs of 33 and of 1 new tokens. Too high for an engine that
+                  prefills long prompts in chunks: early users decode during the prefill of later ones
+    decode, all   the same over steps in which all users decode and none prefills
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from typing import Any, Protocol
 
 NEW_TOKENS = 32
-SPARE_TOKENS = 40  # the first user decodes on until the last is prefilled; more for more chunks of prompt, see below
+SPARE_TOKENS = 40  # the first user still decodes when the last is prefilled; more are added for more chunks
 CHUNK = 2048  # prompt tokens that OpenVINO computes in one step
 CACHE_GB = 4
 Times = dict[str, float]  # prefill, diff, all: seconds
@@ -82,7 +82,7 @@ def _ask(side: subprocess.Popen[str], batch: int, prompt: int) -> Times:
 def _answer(side: subprocess.Popen[str]) -> Times:
     assert side.stdout is not None
     for line in side.stdout:
-        if line.startswith("{"):  # what else a library prints is not ours
+        if line.startswith("{"):  # skip what libraries print
             return json.loads(line)
     raise SystemExit(f"{side.args} ended with status {side.wait()}")
 
@@ -90,8 +90,8 @@ def _answer(side: subprocess.Popen[str]) -> Times:
 def _row(batch: int, prompt: int, runs: dict[str, list[Times]]) -> str:
     columns = []
     for what, tokens in (("prefill", prompt), ("diff", NEW_TOKENS), ("all", NEW_TOKENS)):
-        theirs, ours = (batch * tokens / statistics.median(run[what] for run in side) for side in runs.values())
-        columns.append(f"{theirs:8.1f}{ours:9.1f}{ours / theirs:7.2f}x ")
+        openvino, quire = (batch * tokens / statistics.median(run[what] for run in side) for side in runs.values())
+        columns.append(f"{openvino:8.1f}{quire:9.1f}{quire / openvino:7.2f}x ")
     return f"{f'{batch}x{prompt}':<12}{' '.join(columns)}"
 
 
@@ -100,10 +100,10 @@ def _row(batch: int, prompt: int, runs: dict[str, list[Times]]) -> str:
 
 class Engine(Protocol):
     def generate(self, batch: int, prompt: int, new: int) -> float:
-        """Seconds to generate exactly `new` tokens for each of `batch` random prompts."""
+        """Return the seconds to generate exactly `new` tokens for each of `batch` random prompts."""
 
     def decode(self, batch: int, prompt: int) -> float:
-        """Seconds of NEW_TOKENS steps in which all of them decode."""
+        """Return the seconds of NEW_TOKENS steps in which all of them decode."""
 
 
 def _serve(engine: Engine) -> None:

@@ -1,7 +1,6 @@
-"""`quire serve` as a process of its own, and what can be seen of it from outside: memory, descriptors, pages, metrics.
+"""Starts `quire serve` as a process, and measures it from outside: memory, descriptors, pages, metrics.
 
-It must not know what is done to the server. One invariant: the process and its children are gone when `served` ends,
-and what it wrote to its log is not lost.
+The process and its children are gone when `start_server` ends. `RawClient` sends arbitrary bytes to the server.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from quire.runtime.protocol.frames import (
 )
 
 MIB = 1 << 20
-PATIENCE = {  # settings without a flag: an abandoned request is kept for less long than a short run lasts
+SHORT_TIMEOUTS = {  # settings without a flag, so that abandoned requests end within a short run
     "QUIRE_RESUME_TIMEOUT_MS": "3000",
     "QUIRE_CREDIT_TIMEOUT_MS": "3000",
     "QUIRE_HANDSHAKE_TIMEOUT_MS": "5000",
@@ -47,33 +46,35 @@ STOP_TIMEOUT_S = 45.0
 
 @dataclass(frozen=True)
 class Vitals:
-    """One look at the server. Bytes of resident memory; descriptors of all its processes; pages by state."""
+    """One sample of the server: bytes of resident memory, descriptors of all its processes, pages by state."""
 
-    front_rss: int
+    server_rss: int  # of the API server process
     engines_rss: int
     descriptors: int
-    series: int  # lines of /metrics
+    series: int  # number of series in /metrics
     pages: dict[str, int]
     pages_total: int
     live: int  # requests running or waiting
 
     @property
     def rss(self) -> int:
-        return self.front_rss + self.engines_rss
+        return self.server_rss + self.engines_rss
 
     @property
-    def books_balance(self) -> bool:
+    def pages_balance(self) -> bool:
         return sum(self.pages[state] for state in ("owned", "cached", "free")) == self.pages_total
 
     def __str__(self) -> str:
         pages = " ".join(f"{state} {self.pages[state]}" for state in ("owned", "cached", "free"))
         return (
-            f"front {self.front_rss / MIB:7.1f} MiB  engines {self.engines_rss / MIB:7.1f} MiB  "
+            f"server {self.server_rss / MIB:7.1f} MiB  engines {self.engines_rss / MIB:7.1f} MiB  "
             f"descriptors {self.descriptors:5}  series {self.series:4}  live {self.live:4}  pages {pages}"
         )
 
 
-class Served:
+class ServerProcess:
+    """A running `quire serve`."""
+
     def __init__(self, process: subprocess.Popen[str], ready: str, log: IO[str]) -> None:
         self.address = ready.partition("clients ")[2].split()[0]
         self._metrics_url = ready.partition("metrics ")[2].split()[0]
@@ -85,7 +86,7 @@ class Served:
         return self._process.poll() is None
 
     def engines(self) -> list[int]:
-        """Process ids."""
+        """Return the process ids of the engines."""
         return _descendants(self._process.pid)
 
     def log(self) -> str:
@@ -93,14 +94,14 @@ class Served:
         return self._log.read()
 
     def vitals(self) -> Vitals:
-        front = self._process.pid
+        pid = self._process.pid
         engines = self.engines()
         metrics = self._metrics()
         pages = {state: int(metrics[f'quire_kv_pages{{state="{state}"}}']) for state in ("owned", "cached", "free")}
         return Vitals(
-            front_rss=_rss(front),
+            server_rss=_rss(pid),
             engines_rss=sum(map(_rss, engines)),
-            descriptors=sum(map(_descriptors, (front, *engines))),
+            descriptors=sum(map(_descriptors, (pid, *engines))),
             series=len(metrics),
             pages=pages,
             pages_total=self._pages_total(pages),
@@ -108,11 +109,11 @@ class Served:
         )
 
     async def settled(self, descriptors: float = math.inf) -> Vitals:
-        """Once nothing is live, no page owned and no more descriptors open, or as it is after waiting in vain."""
+        """Wait until no request is live, no page owned and at most `descriptors` open, or until a timeout."""
         for _ in range(int(SETTLE_TIMEOUT_S / 0.1)):
             try:
                 vitals = await asyncio.to_thread(self.vitals)
-            except KeyError:  # while an engine is being replaced, nobody can tell
+            except KeyError:  # metrics are missing while an engine is being replaced
                 await asyncio.sleep(0.1)
                 continue
             if vitals.live == 0 and vitals.pages["owned"] == 0 and vitals.descriptors <= descriptors:
@@ -127,19 +128,19 @@ class Served:
         return {series: float(value) for series, _, value in samples}
 
     def _pages_total(self, pages: dict[str, int]) -> int:
-        """As the first look found it: nothing may be added or lost from then on."""
+        """Return the number of pages at the first sample; it must not change."""
         if not hasattr(self, "_total"):
             self._total = sum(pages[state] for state in ("owned", "cached", "free"))
         return self._total
 
 
 @contextmanager
-def served(*flags: str) -> Iterator[Served]:
-    """The bundled model on free ports, unless the flags say otherwise. Its log goes to a file that `log` reads."""
+def start_server(*flags: str) -> Iterator[ServerProcess]:
+    """Serve the bundled model on free ports, unless `flags` say otherwise. `log` returns what it logged."""
     command = [str(Path(sys.executable).with_name("quire")), "serve", "--port", "0", "--http-port", "0", *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env={**PATIENCE, **os.environ}
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env={**SHORT_TIMEOUTS, **os.environ}
         )
         try:
             assert process.stdout is not None
@@ -148,7 +149,7 @@ def served(*flags: str) -> Iterator[Served]:
                 log.seek(0)
                 raise SystemExit(f"the server did not start: {log.read()}")
             print(ready, flush=True)
-            yield Served(process, ready, log)
+            yield ServerProcess(process, ready, log)
         finally:
             _stop(process)
 
@@ -164,8 +165,8 @@ def _stop(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-class Peer:
-    """One connection that sends bytes, right or wrong ones, and reads frames. A ProtocolError is the server's fault."""
+class RawClient:
+    """One connection that sends any bytes and reads frames. A ProtocolError is an error of the server."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.writer = writer
@@ -175,23 +176,23 @@ class Peer:
         self.is_welcome = False
 
     @classmethod
-    async def open(cls, address: str, hello: bool = True) -> Peer:
-        where = parse_address(address)
-        if isinstance(where, UnixAddress):
-            peer = cls(*await asyncio.open_unix_connection(where.path))
+    async def open(cls, address: str, hello: bool = True) -> RawClient:
+        parsed = parse_address(address)
+        if isinstance(parsed, UnixAddress):
+            client = cls(*await asyncio.open_unix_connection(parsed.path))
         else:
-            peer = cls(*await asyncio.open_connection(where.host, where.port))
+            client = cls(*await asyncio.open_connection(parsed.host, parsed.port))
         if hello:
-            peer.send(Hello((PROTOCOL_VERSION,)))
-            peer.is_welcome = isinstance(await peer.receive(), Welcome)
-        return peer
+            client.send(Hello((PROTOCOL_VERSION,)))
+            client.is_welcome = isinstance(await client.receive(), Welcome)
+        return client
 
     def send(self, *frames: Frame) -> None:
         if not self.writer.transport.is_closing():
             self.writer.write(b"".join(map(encode, frames)))
 
     async def receive(self) -> ServerFrame | None:
-        """The next frame; None when the connection is closed."""
+        """Return the next frame; None when the connection is closed."""
         while not self._arrived:
             try:
                 data = await self._reader.read(1 << 16)
@@ -207,7 +208,7 @@ class Peer:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Processes that this one started, directly or not."""
+    """Return the ids of all processes below `pid`."""
     parents = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():

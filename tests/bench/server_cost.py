@@ -1,11 +1,11 @@
-"""What sockets and a process of its own cost: the engine alone, and `quire serve` with a client, in turns in one run.
+"""Measures what sockets and a separate engine process cost: `quire serve` against the engine alone, in turns.
 
-usage: front_cost.py [--model DIR] [--users 32] [--prompt-tokens 128] [--new-tokens 64] [--rounds 5] [--requests 60]
+usage: server_cost.py [--model DIR] [--users 32] [--prompt-tokens 128] [--new-tokens 64] [--rounds 5] [--requests 60]
                      [-- FLAGS OF BOTH]
 
-Speed: tokens of all users per second from when the last has its first token to when the first has its last. Time to
-first token: one short request at a time. Both by the same code, as their consumer sees them: here in the engine's own
-process, there over a socket, with the server's front, its engine process and this client on the same CPUs.
+Speed: tokens of all users per second, from when the last user has its first token until the first user has its last.
+Time to first token: one short request at a time. The same code measures both as the consumer sees them: in the engine's
+own process, and over a socket, where API server process, engine process and this client share the CPUs.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ async def main() -> None:
     flags = dict(zip(names, arguments.flags[1::2], strict=True))
     config = resolve_settings({"model": arguments.model, **flags}, {}).engine
 
-    async with contextlib.AsyncExitStack() as open_things:
+    async with contextlib.AsyncExitStack() as stack:
         ways = {
-            "engine": await open_things.enter_async_context(engine(config)),
-            "serve": await open_things.enter_async_context(server(arguments.model, arguments.flags)),
-            "serve --in-process": await open_things.enter_async_context(
+            "engine": await stack.enter_async_context(engine(config)),
+            "serve": await stack.enter_async_context(server(arguments.model, arguments.flags)),
+            "serve --in-process": await stack.enter_async_context(
                 server(arguments.model, [*arguments.flags, "--in-process"])
             ),
         }
@@ -91,9 +91,9 @@ async def server(model: str | None, flags: Sequence[str]) -> AsyncIterator[Gener
 
 async def report_speed(ways: dict[str, Generate], arguments: argparse.Namespace) -> None:
     speeds: dict[str, list[float]] = {name: [] for name in ways}
-    for number, (name, generate) in itertools.product(range(arguments.rounds + 1), ways.items()):
+    for round_number, (name, generate) in itertools.product(range(arguments.rounds + 1), ways.items()):
         speed = await decode_speed(generate, arguments.users, arguments.prompt_tokens, arguments.new_tokens)
-        if number:  # the first warms up
+        if round_number:  # the first round warms up
             speeds[name].append(speed)
     alone = statistics.median(speeds["engine"])
     for name, measured in speeds.items():
@@ -109,7 +109,7 @@ async def decode_speed(generate: Generate, users: int, prompt_tokens: int, new_t
     arrivals: list[list[tuple[float, int]]] = [[] for _ in range(users)]
 
     async def user(times: list[tuple[float, int]]) -> None:
-        # Early users are still there when the last comes.
+        # The extra tokens keep early users running until the last one has started.
         params = SamplingParams(max_tokens=new_tokens + users, ignore_eos=True)
         async for chunk in generate(random_prompt(prompt_tokens), params):
             times.append((time.perf_counter(), len(chunk.token_ids)))

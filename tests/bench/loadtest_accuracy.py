@@ -1,6 +1,6 @@
 """Compares the figures of a load test with the true ones: those of a scripted server whose delays are all known.
 
-usage: harness_truth.py [--requests 300] [--rate 30] [--concurrency 16] [--seed 0]
+usage: loadtest_accuracy.py [--requests 300] [--rate 30] [--concurrency 16] [--seed 0]
 
 The server (tests/runtime/tools/loadtest/fake_server.py) runs in a process of its own and records when every token
 really left, so the differences are errors of the load test: socket, client, event loop, arithmetic. Prints them for
@@ -37,17 +37,19 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=30, help="requests per second, open loop")
     parser.add_argument("--concurrency", type=int, default=16, help="requests at a time, closed loop")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     worst = 0.0
-    columns = ("mean", *(f"p{percent}" for percent in PERCENTILES), "one's worst")
-    print(f"{'ms: reported less known':24}" + "".join(f"{name:>12}" for name in columns))
+    columns = ("mean", *(f"p{percent}" for percent in PERCENTILES), "worst single")
+    print(f"{'ms: reported - true':24}" + "".join(f"{name:>12}" for name in columns))
     for protocol in ("quire", "openai"):
         for loop in ("open", "closed"):
-            with fake_server(protocol, asked.requests, asked.seed) as server:
-                records, result = uvloop.run(measure(protocol, server, asked.rate, asked.concurrency, loop == "open"))
+            with fake_server(protocol, options.requests, options.seed) as server:
+                records, result = uvloop.run(
+                    measure(protocol, server, options.rate, options.concurrency, loop == "open")
+                )
             late = server.lateness_ms
             print(
-                f"{protocol}, {loop} loop; the server itself was late by {np.median(late):.3f}, at most {max(late):.3f}"
+                f"{protocol}, {loop} loop; the server was late by {np.median(late):.3f} (median), {max(late):.3f} (max)"
             )
             worst = max(worst, compare(records, result, server.kept))
     print(f"largest error: {worst:.3f} ms; allowed: {LIMIT_MS:g} ms")
@@ -81,7 +83,7 @@ async def measure(
 
 
 def compare(records: list[RequestRecord], result: dict[str, float], answers: list[Script]) -> float:
-    """The largest difference of a figure, in milliseconds."""
+    """Print the errors of all figures and return the largest one, in milliseconds."""
     worst = 0.0
     for metric, values in known_ms(answers).items():
         known = {"mean": float(np.mean(values))}
@@ -94,7 +96,7 @@ def compare(records: list[RequestRecord], result: dict[str, float], answers: lis
 
 
 def single_errors_ms(metric: str, records: list[RequestRecord], answers: list[Script]) -> list[float]:
-    """Of each request, or of each gap between tokens."""
+    """Return the error of each request, or of each gap between tokens."""
     measure = {"ttft": ttft_s, "tpot": tpot_s, "e2el": e2el_s, "itl": itls_s}[metric]
     found = np.hstack([measure(record) for record in records])
     return list(1000 * found - known_ms(answers)[metric])
