@@ -1,8 +1,8 @@
 #!/bin/sh
-# A server with users and Prometheus on this machine, without containers; Grafana too where it is installed.
+# Run a server, a load generator and Prometheus on this machine without containers, and Grafana if it is installed.
 #   deploy/local.sh [FLAGS OF quire serve]      e.g. deploy/local.sh ./Qwen3-0.6B --weights q8
-# Everything ends with Ctrl-C, and what was measured goes with it. PATH must have quire and prometheus (Debian: apt
-# install prometheus).
+# Ctrl-C stops everything and deletes the recorded metrics. Requires quire and prometheus on PATH (Debian: apt install
+# prometheus).
 set -eu
 deploy=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
 
@@ -14,7 +14,7 @@ work=$(mktemp -d)
 children=
 finish() {
     trap - EXIT INT TERM
-    # A list of process ids is meant to be split.
+    # Word splitting is intended: $children is a list of process ids.
     # shellcheck disable=SC2086
     [ -z "$children" ] || kill $children 2>/dev/null || true
     wait
@@ -29,14 +29,14 @@ start() {
     children="$children $!"
 }
 
-wait_for() { # URL, of the child that was started last
+wait_for() { # URL: wait until it answers; exit if the most recently started child ends first
     until python3 -ISc "from urllib.request import urlopen; urlopen('$1', timeout=2)" 2>/dev/null; do
-        kill -0 "$!" 2>/dev/null || { echo "deploy/local.sh: what should answer at $1 has ended" >&2; exit 1; }
+        kill -0 "$!" 2>/dev/null || { echo "deploy/local.sh: the process behind $1 ended" >&2; exit 1; }
         sleep 0.2
     done
 }
 
-users() { # round after round: a run keeps a record of each of its requests
+generate_load() { # in runs of 300 s, because a run keeps a record of each of its requests in memory
     trap 'kill "$run" 2>/dev/null; exit' TERM
     while :; do
         quire loadtest --base-url 127.0.0.1:7070 --dataset-name prefix_repetition --prefix-repetition-prefix-len 256 \
@@ -56,7 +56,7 @@ start prometheus --config.file="$work/prometheus.yml" --storage.tsdb.path="$work
     --web.listen-address=127.0.0.1:9090 --log.level=warn
 wait_for http://127.0.0.1:9090/-/ready
 
-start users
+start generate_load
 
 echo "status page  http://127.0.0.1:7071/"
 echo "Prometheus   http://127.0.0.1:9090/alerts"
@@ -69,6 +69,6 @@ if command -v grafana-server >/dev/null; then
     start grafana-server --homepath "${GRAFANA_HOME:-/usr/share/grafana}"
     echo "Grafana      http://127.0.0.1:3000/"
 else
-    echo "Grafana      is not installed; import deploy/grafana/dashboards/quire.json into yours"
+    echo "Grafana      not installed; import deploy/grafana/dashboards/quire.json into your own Grafana"
 fi
 wait

@@ -12,7 +12,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULE_FILES = ("records.yml", "alerts.yml")
 TARGET = DEPLOY / "kubernetes" / "monitoring" / "prometheus-rule.yaml"
 HEAD = """\
-# Made of deploy/prometheus/{records,alerts}.yml by tests/deploy/make_prometheus_rule.py: change those.
+# Generated from deploy/prometheus/{records,alerts}.yml by tests/deploy/make_prometheus_rule.py: edit those files.
 apiVersion: monitoring.coreos.com/v1
 kind: PrometheusRule
 metadata:
