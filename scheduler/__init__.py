@@ -12,13 +12,13 @@ from .admission import (
     StepMismatch,
     TooLong,
 )
-from .beam import BeamSearch, Hypothesis
+from .beam import BeamSearch, BeamSpec, Hypothesis
 from .budget import LEAST_PREFILL, Budget, LatencyBudget, StepBudget, TokenBudget
 from .cost import Coefficients, CostModel, StepLoad, chunk_pairs
 from .engine_loop import EngineLoop, Execute, FinishedStep, Observe, Publish
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
 from .policy import Fair, FirstComeFirstServed, Policy, Priority
-from .request import TRANSITIONS, FinalCounters, FinishReason, Request, RequestUpdate, State
+from .request import TRANSITIONS, FinalCounters, FinishReason, Request, RequestSpec, RequestUpdate, State
 from .running_batch import MAX_PREEMPTIONS
 from .scheduler import DEADLINE_PASSED, Scheduler
 from .stats import SchedulerStats
@@ -31,6 +31,7 @@ __all__ = [
     "TRANSITIONS",
     "AdmissionEstimate",
     "BeamSearch",
+    "BeamSpec",
     "Budget",
     "CannotMeetDeadline",
     "Coefficients",
@@ -55,6 +56,7 @@ __all__ = [
     "QueueLimits",
     "Refused",
     "Request",
+    "RequestSpec",
     "RequestUpdate",
     "SampledToken",
     "ScheduledSequence",

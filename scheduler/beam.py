@@ -40,6 +40,14 @@ class _Path(NamedTuple):
     cumulative_logprob: float
 
 
+class BeamSpec(NamedTuple):
+    """What a request asks of its search: the arguments of `BeamSearch`."""
+
+    width: int
+    length_penalty: float = 1.0
+    num_results: int | None = None
+
+
 class BeamSearch:
     """One request's search. `advance` it with each step's samples until it `is_done`, then read `results`."""
 

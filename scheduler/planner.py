@@ -171,7 +171,7 @@ class Planner:
                 first,
                 tokens[first:end],
                 num_samples,
-                request.sampling,
+                request.spec.sampling,
                 tokens,
                 request.num_prompt_tokens,
             )

@@ -69,14 +69,14 @@ class _TenantQueues:
     def add(self, request: Request, rank: float, is_new: bool) -> None:
         place = self._places[request.request_id] = _Place(is_new, rank, self._num_added, request)
         self._num_added += 1
-        insort(self._queues.setdefault(request.tenant, []), place)
+        insort(self._queues.setdefault(request.spec.tenant, []), place)
 
     def remove(self, request: Request) -> None:
         place = self._places.pop(request.request_id)
-        queue = self._queues[request.tenant]
+        queue = self._queues[request.spec.tenant]
         del queue[bisect_left(queue, place)]
         if not queue:
-            del self._queues[request.tenant]
+            del self._queues[request.spec.tenant]
 
     def heads(self, passed_over: Collection[str]) -> list[_Place]:
         """The first of each tenant."""
@@ -138,7 +138,7 @@ class Priority(FirstComeFirstServed):
         self._ageing_s = ageing_s
 
     def _urgency(self, request: Request) -> float:
-        return request.arrival_time + self._ageing_s * request.priority
+        return request.arrival_time + self._ageing_s * request.spec.priority
 
 
 class Fair(FirstComeFirstServed):
@@ -162,11 +162,11 @@ class Fair(FirstComeFirstServed):
 
     def push(self, request: Request) -> None:
         waiting = self._queues.tenants()
-        if request.tenant not in waiting:
+        if request.spec.tenant not in waiting:
             level = min((self._level(tenant) for tenant in waiting), default=self._last)
             start = level - self._credit_tokens / self._weight(request)
-            self._starts[request.tenant] = level
-            self._counts[request.tenant] = max(self._count(request), start)
+            self._starts[request.spec.tenant] = level
+            self._counts[request.spec.tenant] = max(self._count(request), start)
         super().push(request)
 
     def head(self, passed_over: Collection[str] = ()) -> Request | None:
@@ -176,25 +176,25 @@ class Fair(FirstComeFirstServed):
     def remove(self, request: Request) -> None:
         super().remove(request)
         if not self._queues.tenants():
-            self._last = self._level(request.tenant)
+            self._last = self._level(request.spec.tenant)
 
     def rank(self, request: Request) -> Rank:
         return self._count(request), request.order
 
     def served(self, request: Request, prefill_tokens: int, decode_tokens: int) -> None:
         tokens = PREFILL_WEIGHT * prefill_tokens + DECODE_WEIGHT * decode_tokens
-        self._counts[request.tenant] = self._count(request) + tokens / self._weight(request)
+        self._counts[request.spec.tenant] = self._count(request) + tokens / self._weight(request)
 
     def may_displace(self, newcomer: Request, running: Request, num_seqs: Callable[[str], int]) -> bool:
-        theirs = (num_seqs(running.tenant) - running.width) / self._weight(running)
-        return theirs >= (num_seqs(newcomer.tenant) + newcomer.width) / self._weight(newcomer)
+        theirs = (num_seqs(running.spec.tenant) - running.width) / self._weight(running)
+        return theirs >= (num_seqs(newcomer.spec.tenant) + newcomer.width) / self._weight(newcomer)
 
     def _count(self, request: Request) -> float:
-        return self._counts.get(request.tenant, 0.0)
+        return self._counts.get(request.spec.tenant, 0.0)
 
     def _level(self, tenant: str) -> float:
         """How much a tenant was served, as if it had spent its credit: whoever comes next must not start lower yet."""
         return max(self._counts.get(tenant, 0.0), self._starts.get(tenant, 0.0))
 
     def _weight(self, request: Request) -> float:
-        return self._weights.get(request.tenant, 1.0)
+        return self._weights.get(request.spec.tenant, 1.0)

@@ -36,7 +36,7 @@ class RequestQueue:
 
     def check_fit(self, request: Request, estimate: AdmissionEstimate, now: float) -> None:
         """Raises TooLong, PageQuotaExceeded or CannotMeetDeadline for what could never come to a good end."""
-        num_tokens = request.num_prompt_tokens + request.max_tokens
+        num_tokens = request.num_prompt_tokens + request.spec.max_tokens
         needs = f"prompt and max_tokens, {num_tokens} together, need {request.pages_needed} pages"
         if request.pages_needed > self._num_pages:
             raise TooLong(f"{needs} of {self._num_pages}", estimate)
@@ -44,7 +44,7 @@ class RequestQueue:
         if quota is not None and request.pages_needed > quota:
             raise PageQuotaExceeded(f"{needs}, a tenant may have {quota}", estimate)
         wait_s = estimate.predicted_wait_s
-        if request.deadline is not None and wait_s is not None and now + wait_s > request.deadline:
+        if request.spec.deadline is not None and wait_s is not None and now + wait_s > request.spec.deadline:
             raise CannotMeetDeadline(f"the first token is {wait_s:.3g} s away, after the request's deadline", estimate)
 
     def num_seqs(self, tenant: str) -> int:
@@ -56,8 +56,8 @@ class RequestQueue:
         first, *forks = requests
         for request in requests:
             self._count(request, 1)
-            if request.deadline is not None:
-                heappush(self._deadlines, (request.deadline, request.order, request))
+            if request.spec.deadline is not None:
+                heappush(self._deadlines, (request.spec.deadline, request.order, request))
         self.policy.push(first)
         if forks:
             self._held[first.request_id] = forks
@@ -66,7 +66,7 @@ class RequestQueue:
 
     def requeue(self, request: Request) -> None:
         """It ran, and was preempted."""
-        self._tenants.run(request.tenant, -request.width, -request.pages_needed)
+        self._tenants.run(request.spec.tenant, -request.width, -request.pages_needed)
         self._count(request, 1)
         self.policy.push_front(request)
 
@@ -74,9 +74,9 @@ class RequestQueue:
         """Who comes next; tenants whose quota has no room for their own next one are passed over."""
         over_quota: set[str] = set()
         while (request := self.policy.head(over_quota)) is not None:
-            if self._tenants.has_quota(request.tenant, request.pages_needed):
+            if self._tenants.has_quota(request.spec.tenant, request.pages_needed):
                 break
-            over_quota.add(request.tenant)
+            over_quota.add(request.spec.tenant)
         self.over_quota = over_quota
         return request
 
@@ -84,7 +84,7 @@ class RequestQueue:
         """It runs now."""
         self.policy.remove(request)
         self._count(request, -1)
-        self._tenants.run(request.tenant, request.width, request.pages_needed)
+        self._tenants.run(request.spec.tenant, request.width, request.pages_needed)
 
     def remove(self, request: Request) -> None:
         """It ends, having waited."""
@@ -97,7 +97,7 @@ class RequestQueue:
 
     def note_finished(self, request: Request) -> None:
         """It ends, having run."""
-        self._tenants.run(request.tenant, -request.width, -request.pages_needed)
+        self._tenants.run(request.spec.tenant, -request.width, -request.pages_needed)
 
     def release_forks(self, parent: Request) -> None:
         """The source's prompt is computed, or it ended: its forks queue, before all that are new."""
@@ -119,12 +119,12 @@ class RequestQueue:
 
     def by_reason(self) -> dict[str, int]:
         """How many wait for a sequence's place, pages, latency, tokens of a step, quota, or a fork's source."""
-        held = [fork.tenant for forks in self._held.values() for fork in forks]
+        held = [fork.spec.tenant for forks in self._held.values() for fork in forks]
         quota = sum(self._tenants.waiting(tenant) - held.count(tenant) for tenant in self.over_quota)
         reasons = Counter({"source": len(held), "quota": quota})
         reasons[self.held_up] += len(self) - len(held) - quota
         return {reason: count for reason, count in reasons.items() if count > 0}
 
     def _count(self, request: Request, count: int) -> None:
-        self._tenants.queue(request.tenant, count)
+        self._tenants.queue(request.spec.tenant, count)
         self.num_tokens += count * len(request.token_ids)

@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import Literal, NamedTuple
 
 from ..pager import PageTable, Spilled
-from .beam import BeamSearch, Hypothesis
+from .beam import BeamSearch, BeamSpec, Hypothesis
 from .ngrams import NGramIndex
 from .plan import SampledToken
 
@@ -36,36 +36,41 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """What was asked for (the arguments) and how far it has come (the rest, set by the scheduler only).
-
-    `stop_token_ids` already includes the end-of-sequence tokens unless they are to be ignored; they end the request
-    once it has `min_tokens`. `priority`: lower is earlier. `deadline` is in seconds of the scheduler's clock. `pin_s`:
-    keep the prompt's pages findable so long after the end. `beam`: search instead of sampling; its outcome is in
-    `hypotheses` after the end, and `sampling` must give 2 * width top logprobs. `generated`: the output it had already,
-    where another scheduler ran it; it goes on behind that.
-    """
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What a request asks for. It never changes, and crosses to another process as it is."""
 
     request_id: int
     prompt_token_ids: Sequence[int] = field(repr=False)
     _: KW_ONLY
     max_tokens: int
     min_tokens: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
-    sampling: object = None
+    stop_token_ids: frozenset[int] = frozenset()  # end-of-sequence tokens among them, unless they are to be ignored
+    sampling: object = None  # for the model runner; not read here
     tenant: str = ""
-    priority: int = 0
-    deadline: float | None = None
-    pin_s: float | None = None
-    beam: BeamSearch | None = None
+    priority: int = 0  # lower is earlier
+    deadline: float | None = None  # seconds of the scheduler's clock
+    pin_s: float | None = None  # how long the prompt's pages stay findable after the end
+    beam: BeamSpec | None = None  # search instead of sampling; `sampling` must give 2 * width top logprobs
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request and its progress, which only the scheduler writes.
+
+    `generated` is output that the request has already, from another scheduler: it goes on behind that.
+    """
+
+    spec: RequestSpec
     generated: Sequence[int] = field(default=(), repr=False)
 
+    request_id: int = field(init=False)
     state: State = field(default=State.WAITING, init=False)
     finish_reason: FinishReason | None = field(default=None, init=False)
     error: str | None = field(default=None, init=False)
     token_ids: list[int] = field(init=False, repr=False)  # every token known so far: prompt, then output
     num_prompt_tokens: int = field(init=False)
+    beam: BeamSearch | None = field(default=None, init=False)
     num_computed_tokens: int = field(default=0, init=False)  # leading tokens whose keys and values are in `table`
     table: PageTable | None = field(default=None, init=False, repr=False)  # while running
 
@@ -88,17 +93,18 @@ class Request:
     accepted_draft_tokens: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        if not self.prompt_token_ids:
+        spec, generated = self.spec, self.generated
+        if not spec.prompt_token_ids:
             raise ValueError("a request needs at least 1 prompt token")
-        if self.max_tokens < 1:
-            raise ValueError(f"a request needs max_tokens of at least 1, got {self.max_tokens}")
-        if len(self.generated) >= self.max_tokens:
-            raise ValueError(
-                f"a request that has generated {len(self.generated)} of {self.max_tokens} tokens has ended"
-            )
-        self.num_prompt_tokens = len(self.prompt_token_ids)
-        self.token_ids = [*self.prompt_token_ids, *self.generated]
-        if self.beam is not None:
+        if spec.max_tokens < 1:
+            raise ValueError(f"a request needs max_tokens of at least 1, got {spec.max_tokens}")
+        if len(generated) >= spec.max_tokens:
+            raise ValueError(f"a request that has generated {len(generated)} of {spec.max_tokens} tokens has ended")
+        self.request_id = spec.request_id
+        self.num_prompt_tokens = len(spec.prompt_token_ids)
+        self.token_ids = [*spec.prompt_token_ids, *generated]
+        if spec.beam is not None:
+            self.beam = BeamSearch(*spec.beam)
             self.beam_parent = self
 
     @property
@@ -168,9 +174,9 @@ class Request:
     def natural_end(self) -> FinishReason | None:
         """Why the last output token ends the request, if it does."""
         num_output_tokens = self.num_output_tokens
-        if num_output_tokens >= self.min_tokens and self.token_ids[-1] in self.stop_token_ids:
+        if num_output_tokens >= self.spec.min_tokens and self.token_ids[-1] in self.spec.stop_token_ids:
             return "stop"
-        return "length" if num_output_tokens >= self.max_tokens else None
+        return "length" if num_output_tokens >= self.spec.max_tokens else None
 
 
 class FinalCounters(NamedTuple):

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from ..pager import OutOfPages, Pager, PageTable
 from .beam import Survivor
 from .cost import CostModel
-from .request import Request, State
+from .request import Request, RequestSpec, State
 
 MAX_PREEMPTIONS = 3  # then it comes back only with all the pages it may ever need
 
@@ -43,7 +43,7 @@ class RunningBatch:
 
     def pages_at_longest(self, request: Request) -> int:
         """What it may come to need, its beams included: each may copy its last pages while it still shares others."""
-        pages = self._pager.pages_for(request.num_prompt_tokens + request.max_tokens)
+        pages = self._pager.pages_for(request.num_prompt_tokens + request.spec.max_tokens)
         return pages if request.beam is None else request.width * (pages + len(self._pager.windows))
 
     def enter(self, request: Request, now: float) -> None:
@@ -159,12 +159,15 @@ class RunningBatch:
 
     def _new_beam(self, parent: Request, now: float) -> Request:
         self._last_beam_id -= 1
+        spec = parent.spec
         beam = Request(
-            self._last_beam_id,
-            parent.prompt_token_ids,
-            max_tokens=parent.max_tokens,
-            sampling=parent.sampling,
-            tenant=parent.tenant,
+            RequestSpec(
+                self._last_beam_id,
+                spec.prompt_token_ids,
+                max_tokens=spec.max_tokens,
+                sampling=spec.sampling,
+                tenant=spec.tenant,
+            )
         )
         beam.beam_parent, beam.order = parent, parent.order
         beam.enter(State.PREFILL, now)
@@ -190,7 +193,7 @@ class RunningBatch:
             raise OutOfPages(request.pages_needed + spare_pages, self._pager.pool.num_available)
         table = self._kept_pages(request, spare_pages) or self._fork_parent(request, spare_pages)
         if table is None:
-            table = self._pager.open(request.token_ids, request.tenant.encode(), spare_pages)
+            table = self._pager.open(request.token_ids, request.spec.tenant.encode(), spare_pages)
         return table
 
     def _kept_pages(self, request: Request, spare_pages: int) -> PageTable | None:
@@ -199,7 +202,7 @@ class RunningBatch:
             return None
         pager, tokens, spilled = self._pager, request.token_ids, request.spilled
         spare_pages += pager.pages_for(len(tokens)) - pager.pages_for(spilled.num_tokens)  # for what it knows besides
-        table = pager.restore(spilled, tokens, request.tenant.encode(), spare_pages)
+        table = pager.restore(spilled, tokens, request.spec.tenant.encode(), spare_pages)
         request.spilled = None
         return table
 

@@ -113,7 +113,7 @@ class Scheduler:
         """
         requests, now = (request, *forks), self._clock()
         self._prepare(requests)
-        self.check_room(request.tenant, len(requests))
+        self.check_room(request.spec.tenant, len(requests))
         estimate = self._estimate(request.pages_needed, request.num_prompt_tokens)
         self._queue.check_fit(request, estimate, now)
         self._accept(requests, now)
@@ -371,7 +371,7 @@ class Scheduler:
             self._recomputed_tokens += beam.note_computed(table_of(beam).num_tokens)
             self._pager.commit(table_of(beam), beam.token_ids)
         self._policy.served(parent, 0, len(beams))
-        survivors = search.advance(samples, parent.stop_token_ids, parent.min_tokens, parent.max_tokens)
+        survivors = search.advance(samples, parent.spec.stop_token_ids, parent.spec.min_tokens, parent.spec.max_tokens)
         if parent.state is State.PREFILL:
             parent.first_token_time = now
             parent.enter(State.DECODE, now)
@@ -398,8 +398,8 @@ class Scheduler:
             self._batch.leave(request)
             self._forecast.note_output(request.num_output_tokens)
         self._queue.release_forks(request)
-        if request.pin_s is not None:
-            self._pager.pin(request.prompt_token_ids, request.tenant.encode(), now + request.pin_s)
+        if request.spec.pin_s is not None:
+            self._pager.pin(request.spec.prompt_token_ids, request.spec.tenant.encode(), now + request.spec.pin_s)
         del self._requests[request.request_id]
         request.finish_reason = reason
         request.error = error

@@ -40,7 +40,7 @@ class Speculator:
         for request in requests:
             if request.state is State.DECODE and request.beam_parent is None and request.table is not None:
                 most = min(self._num_tokens, self._max_rows - rows, request.table.max_append())
-                most = min(most, request.max_tokens - request.num_output_tokens - 1)
+                most = min(most, request.spec.max_tokens - request.num_output_tokens - 1)
                 guess = self._guess(request, most, load) if most > 0 else []
                 if guess:
                     request.table.append(len(guess))

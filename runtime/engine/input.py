@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ...scheduler import BeamSearch, Request
+from ...scheduler import BeamSpec, Request, RequestSpec
 from ..common.types import SamplingParams
 from ..model.runner import SamplingSpec
 from .facade import GenerateRequest
@@ -29,17 +29,19 @@ def scheduled_requests(
     sampled = _as_sampled(params)
     return [
         Request(
-            first_id + i,
-            prompt,
-            max_tokens=params.max_tokens,
-            min_tokens=params.min_tokens,
-            stop_token_ids=stop_ids,
-            sampling=SamplingSpec(sampled, (seed + i) % SEED_LIMIT, stop_ids),
-            tenant=request.tenant,
-            priority=request.priority,
-            deadline=None if request.deadline_ms is None else submitted + request.deadline_ms / 1000,
-            pin_s=None if request.pin_ms is None else request.pin_ms / 1000,
-            beam=_beam_search(params),
+            RequestSpec(
+                first_id + i,
+                prompt,
+                max_tokens=params.max_tokens,
+                min_tokens=params.min_tokens,
+                stop_token_ids=stop_ids,
+                sampling=SamplingSpec(sampled, (seed + i) % SEED_LIMIT, stop_ids),
+                tenant=request.tenant,
+                priority=request.priority,
+                deadline=None if request.deadline_ms is None else submitted + request.deadline_ms / 1000,
+                pin_s=None if request.pin_ms is None else request.pin_ms / 1000,
+                beam=_beam_search(params),
+            )
         )
         for i in range(num_sequences(params))
     ]
@@ -59,7 +61,7 @@ def _as_sampled(params: SamplingParams) -> SamplingParams:
     return params
 
 
-def _beam_search(params: SamplingParams) -> BeamSearch | None:
+def _beam_search(params: SamplingParams) -> BeamSpec | None:
     if not params.beam_width:
         return None
-    return BeamSearch(params.beam_width, params.length_penalty, params.n)
+    return BeamSpec(params.beam_width, params.length_penalty, params.n)

@@ -12,11 +12,12 @@ import contextlib
 import socket
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, cast
 
 import msgspec
 
-from ...scheduler import AdmissionEstimate, BeamSearch, FinishReason, Request, RequestUpdate
+from ...scheduler import AdmissionEstimate, FinishReason, RequestSpec, RequestUpdate
 from ..common.config import EngineConfig
 from ..engine import CoreInfo, EngineStats, Prefilled, StepStats
 from ..model.runner import SamplingSpec
@@ -29,57 +30,16 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
     pass
 
 
-class Sequence(_Message, frozen=True):
-    """A `scheduler.Request`, with what it has generated so far."""
+@dataclass(frozen=True, slots=True)
+class SampledRequestSpec(RequestSpec):
+    """A `RequestSpec` as it is read from the link, where `sampling` needs a type."""
 
-    request_id: int
-    prompt_token_ids: tuple[int, ...]
-    generated: tuple[int, ...]
-    max_tokens: int
-    min_tokens: int
-    stop_token_ids: frozenset[int]
     sampling: SamplingSpec
-    tenant: str
-    priority: int
-    deadline: float | None  # CLOCK_MONOTONIC, which processes of a machine share
-    pin_s: float | None
-    beam: tuple[int, float, int] | None  # width, length penalty, results
 
 
-def sequence_of(request: Request) -> Sequence:
-    beam = request.beam
-    assert isinstance(request.sampling, SamplingSpec), "engines sample by nothing else"
-    return Sequence(
-        request.request_id,
-        tuple(request.prompt_token_ids),
-        tuple(request.output_token_ids),
-        request.max_tokens,
-        request.min_tokens,
-        request.stop_token_ids,
-        request.sampling,
-        request.tenant,
-        request.priority,
-        request.deadline,
-        request.pin_s,
-        None if beam is None else (beam.width, beam.length_penalty, beam.num_results),
-    )
-
-
-def request_of(sequence: Sequence) -> Request:
-    return Request(
-        sequence.request_id,
-        sequence.prompt_token_ids,
-        max_tokens=sequence.max_tokens,
-        min_tokens=sequence.min_tokens,
-        stop_token_ids=sequence.stop_token_ids,
-        sampling=sequence.sampling,
-        tenant=sequence.tenant,
-        priority=sequence.priority,
-        deadline=sequence.deadline,
-        pin_s=sequence.pin_s,
-        beam=None if sequence.beam is None else BeamSearch(*sequence.beam),
-        generated=sequence.generated,
-    )
+def as_read(spec: RequestSpec) -> SampledRequestSpec:
+    """Return `spec` itself: it is encoded as a `SampledRequestSpec` would be."""
+    return cast(SampledRequestSpec, spec)
 
 
 # Server to engine
@@ -96,13 +56,14 @@ class Start(_Message, tag="START", frozen=True):
 class Add(_Message, tag="ADD", frozen=True):
     """Answered by Answer under the id of the first."""
 
-    sequences: tuple[Sequence, ...]
+    requests: tuple[SampledRequestSpec, ...]
 
 
 class Readmit(_Message, tag="READMIT", frozen=True):
     """Not answered: it had been accepted."""
 
-    sequence: Sequence
+    request: SampledRequestSpec
+    generated: tuple[int, ...]
 
 
 class Cancel(_Message, tag="CANCEL", frozen=True):

@@ -24,7 +24,7 @@ from typing import NoReturn
 import structlog
 import uvloop
 
-from ...scheduler import Refused, RequestUpdate, SchedulerError, StepPlan
+from ...scheduler import Refused, Request, RequestUpdate, SchedulerError, StepPlan
 from ..common.errors import QuireError, Unavailable
 from ..common.logs import log_to_stderr
 from ..engine import CoreListener, EngineCore, Prefilled, StepStats, kept_prefixes
@@ -46,7 +46,6 @@ from .engine_link import (
     Start,
     Stop,
     ToEngine,
-    request_of,
 )
 
 PR_SET_PDEATHSIG = 1
@@ -139,8 +138,8 @@ class _Served:
         match message:
             case Add():
                 self._send(self._add(message))
-            case Readmit(sequence):
-                self._core.readmit(request_of(sequence))
+            case Readmit(spec, generated):
+                self._core.readmit(Request(spec, generated))
             case Cancel(request_id):
                 self._core.cancel(request_id)
             case Drop(request_id, reason, error):
@@ -148,7 +147,7 @@ class _Served:
                 self._begun.discard(request_id)
 
     def _add(self, message: Add) -> Answer:
-        requests = [request_of(sequence) for sequence in message.sequences]
+        requests = [Request(spec) for spec in message.requests]
         first, stats = requests[0].request_id, self._core.scheduler
         try:
             return Answer(first, self._core.queue(requests), stats.num_waiting)

@@ -149,7 +149,7 @@ class EnginePool:
         open_to = []
         for index, member in enumerate(self.members):
             with suppress(NotAccepting, QueueFull):
-                member.check_room(request.tenant, count)
+                member.check_room(request.spec.tenant, count)
                 open_to.append(index)
         if len(self.members) == 1 or not open_to:
             return 0
@@ -159,7 +159,7 @@ class EnginePool:
                 self._restarts[index] = member.num_restarts
                 self._router.forget(index)
         loads = [member.num_requests if index in open_to else 1 << 30 for index, member in enumerate(self.members)]
-        return self._router.choose(request.tenant, request.prompt_token_ids, loads)
+        return self._router.choose(request.spec.tenant, request.spec.prompt_token_ids, loads)
 
     def _publish(self, updates: Sequence[RequestUpdate]) -> None:
         for update in updates:

@@ -45,7 +45,7 @@ from .engine_link import (
     Ready,
     Report,
     Start,
-    sequence_of,
+    as_read,
 )
 from .engine_process import EngineProcess
 from .health import TICK_S, HealthMonitor
@@ -167,7 +167,7 @@ class SupervisedEngine:
         self._idle.clear()
         self._send_what_may_be()
         try:
-            deadline = requests[0].deadline
+            deadline = requests[0].spec.deadline
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - self._clock())):
                 answer = await asked.answer
         except TimeoutError:
@@ -360,11 +360,11 @@ class SupervisedEngine:
             return
         for request in self._tokens.next_to_send():
             self._counts["replayed_requests"] += 1
-            self._process.send(Readmit(sequence_of(request)))
+            self._process.send(Readmit(as_read(request.spec), tuple(request.output_token_ids)))
         if self._tokens.is_replaying:
             return
         for asked in self._pending_adds.send():
-            self._process.send(Add(tuple(map(sequence_of, asked.requests))))
+            self._process.send(Add(tuple([as_read(request.spec) for request in asked.requests])))
 
     def _take_back(self, asked: PendingAdd) -> None:
         """It is answered, or its asker has left."""

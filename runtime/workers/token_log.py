@@ -99,7 +99,7 @@ class TokenLog:
         """Those whose deadline passed while no engine has them, gone from the log."""
         now = self._clock()
         waiting = [entry.request for entry in self._entries.values() if not entry.sent]
-        late = [request for request in waiting if request.deadline is not None and request.deadline <= now]
+        late = [request for request in waiting if request.spec.deadline is not None and request.spec.deadline <= now]
         for request in late:
             self.forget(request.request_id)
         return late

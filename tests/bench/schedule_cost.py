@@ -22,6 +22,7 @@ from quire.scheduler import (
     Policy,
     QueueLimits,
     Request,
+    RequestSpec,
     SampledToken,
     Scheduler,
     StepResult,
@@ -43,7 +44,7 @@ def measure(count: int, steps: int, policy: Policy, windows: Sequence[int]) -> s
     )
     for number in range(count):
         prompt = [(number * 7 + place) % 1000 for place in range(PROMPT_TOKENS)]
-        scheduler.add(Request(number, prompt, max_tokens=steps, tenant=str(number % 7)))
+        scheduler.add(Request(RequestSpec(number, prompt, max_tokens=steps, tenant=str(number % 7))))
     schedule_s, commit_s = [], []
     while (started := time.perf_counter()) and (plan := scheduler.schedule()) is not None:
         planned = time.perf_counter()

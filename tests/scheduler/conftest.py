@@ -16,6 +16,7 @@ from quire.pager import Pager
 from quire.pager.layout import first_kept_token
 from quire.scheduler import (
     Request,
+    RequestSpec,
     RequestUpdate,
     SampledToken,
     ScheduledSequence,
@@ -121,7 +122,7 @@ class World:
         return self.add_forks((request_id,), prompt, max_tokens, **options)
 
     def add_forks(self, ids: Sequence[int], prompt: Sequence[int], max_tokens: int = 4, **options: Any) -> Any:
-        requests = [Request(request_id, prompt, max_tokens=max_tokens, **options) for request_id in ids]
+        requests = [Request(RequestSpec(each, prompt, max_tokens=max_tokens, **options)) for each in ids]
         estimate = self.scheduler.add(*requests)
         for request in requests:
             self.requests[request.request_id] = request

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from quire.scheduler import BeamSearch, CostModel, LatencyBudget, SampledToken, TooLong
+from quire.scheduler import BeamSearch, BeamSpec, CostModel, LatencyBudget, SampledToken, TooLong
 
 from tests.scheduler.conftest import top_logprobs
 
@@ -54,7 +54,7 @@ def test_it_finds_what_a_search_over_contexts_finds(
     world = make_world(num_pages=64, vocabulary=VOCABULARY)
     for other in range(company):
         world.add(10 + other, [*PROMPT[:other], other], max_tokens=9)
-    beam = BeamSearch(width, penalty)
+    beam = BeamSpec(width, penalty)
     world.add(1, PROMPT, max_tokens=8, min_tokens=2, stop_token_ids=stops, beam=beam)
     world.run()
     found = world.requests[1].hypotheses
@@ -66,7 +66,7 @@ def test_it_finds_what_a_search_over_contexts_finds(
 
 def test_pages_of_dropped_beams_are_back_before_the_next_step(make_world: MakeWorld) -> None:
     world = make_world(num_pages=64, vocabulary=VOCABULARY, enable_prefix_caching=False)
-    world.add(1, PROMPT, max_tokens=12, beam=BeamSearch(4))
+    world.add(1, PROMPT, max_tokens=12, beam=BeamSpec(4))
     while world.scheduler.has_work:
         world.step()  # the audit explains every page by a live table
         beams = list(world.scheduler._batch.requests.values())
@@ -78,7 +78,7 @@ def test_pages_of_dropped_beams_are_back_before_the_next_step(make_world: MakeWo
 
 def test_beams_count_as_places_and_their_pages_are_reserved(make_world: MakeWorld) -> None:
     world = make_world(num_pages=20, max_num_seqs=4, vocabulary=VOCABULARY)
-    world.add(1, PROMPT, max_tokens=7, beam=BeamSearch(3))  # 3 pages at its longest, and 1 to copy: 3 times
+    world.add(1, PROMPT, max_tokens=7, beam=BeamSpec(3))  # 3 pages at its longest, and 1 to copy: 3 times
     world.add(2, PROMPT, max_tokens=4)
     world.add(3, PROMPT, max_tokens=4)
     world.step()
@@ -93,13 +93,13 @@ def test_beams_count_as_places_and_their_pages_are_reserved(make_world: MakeWorl
 def test_a_search_that_cannot_fit_is_refused(make_world: MakeWorld) -> None:
     world = make_world(num_pages=11)
     with pytest.raises(TooLong, match="need 12 pages of 11"):
-        world.add(1, PROMPT, max_tokens=7, beam=BeamSearch(3))
+        world.add(1, PROMPT, max_tokens=7, beam=BeamSpec(3))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_cancelling_drops_every_beam(make_world: MakeWorld, steps: int) -> None:
     world = make_world(num_pages=64, vocabulary=VOCABULARY)
-    world.add(1, PROMPT, max_tokens=8, beam=BeamSearch(4))
+    world.add(1, PROMPT, max_tokens=8, beam=BeamSpec(4))
     for _ in range(steps):
         world.step()
     plan = world.scheduler.schedule()
@@ -111,12 +111,12 @@ def test_cancelling_drops_every_beam(make_world: MakeWorld, steps: int) -> None:
 
 def test_a_failing_beam_or_step_ends_the_whole_search(make_world: MakeWorld) -> None:
     world = make_world(num_pages=64, vocabulary=VOCABULARY)
-    world.add(1, PROMPT, max_tokens=8, beam=BeamSearch(2))
+    world.add(1, PROMPT, max_tokens=8, beam=BeamSpec(2))
     world.step()
     world.failing[-1] = "not numbers"
     world.step()
     assert world.ended == {1: "not numbers"}
-    world.add(2, PROMPT, max_tokens=8, beam=BeamSearch(2))
+    world.add(2, PROMPT, max_tokens=8, beam=BeamSpec(2))
     world.step()
     world.scheduler.schedule()
     updates = world.scheduler.abandon("the step failed")
@@ -136,7 +136,7 @@ def test_ties_go_to_the_earlier_hypothesis_then_to_the_lower_token() -> None:
 def test_a_search_wider_than_the_latency_target_allows_runs_alone(make_world: MakeWorld) -> None:
     world = make_world(num_pages=64, vocabulary=VOCABULARY, budget=LatencyBudget(CostModel(), 1e-3, 64))
     world.add(1, [2, 3], max_tokens=6)
-    world.add(2, PROMPT, max_tokens=6, beam=BeamSearch(4))
+    world.add(2, PROMPT, max_tokens=6, beam=BeamSpec(4))
     world.add(3, [4, 5], max_tokens=6)
     world.run()
     assert set(world.ended.values()) == {"length"}

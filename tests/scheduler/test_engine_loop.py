@@ -15,6 +15,7 @@ from quire.scheduler import (
     QueueFull,
     QueueLimits,
     Request,
+    RequestSpec,
     RequestUpdate,
     StepPlan,
     StepResult,
@@ -57,7 +58,7 @@ class Engine:
             self.on_publish(update)
 
     def add(self, request_id: int, prompt: Sequence[int], max_tokens: int = 4) -> None:
-        request = Request(request_id, prompt, max_tokens=max_tokens)
+        request = Request(RequestSpec(request_id, prompt, max_tokens=max_tokens))
         self.loop.add(request)
         self.world.requests[request_id] = request
         self.world.outputs[request_id] = []

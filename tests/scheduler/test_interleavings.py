@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 from quire.scheduler import (
     DEADLINE_PASSED,
     MAX_PREEMPTIONS,
-    BeamSearch,
+    BeamSpec,
     Coefficients,
     CostModel,
     Fair,
@@ -140,7 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, max_tokens=st.integers(1, 6), width=st.integers(1, 3), tenant=tenants)
     def search(self, prompt: list[int], max_tokens: int, width: int, tenant: str) -> None:
-        beam = BeamSearch(min(width, self.max_num_seqs))
+        beam = BeamSpec(min(width, self.max_num_seqs))
         self._add((self.next_id,), prompt, max_tokens, tenant=tenant, beam=beam, stop_token_ids=frozenset({7}))
 
     @precondition(lambda self: self.plan is None)
@@ -214,7 +214,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def streams_are_prefixes_of_what_they_would_be_alone(self) -> None:
         for request_id, request in self.world.requests.items():
             output = self.world.outputs[request_id]
-            assert output == continuation(request.prompt_token_ids, len(output), self.vocabulary)
+            assert output == continuation(request.spec.prompt_token_ids, len(output), self.vocabulary)
 
     @invariant()
     def nobody_is_preempted_for_ever(self) -> None:
@@ -250,9 +250,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check_end(self, request_id: int, request: Any) -> None:
         output, end = self.world.outputs[request_id], self.world.ended[request_id]
-        stopped = len(output) >= request.min_tokens and output[-1] in request.stop_token_ids if output else False
+        spec = request.spec
+        stopped = len(output) >= spec.min_tokens and output[-1] in spec.stop_token_ids if output else False
         if end in ENDINGS:
-            assert len(output) < request.max_tokens
+            assert len(output) < request.spec.max_tokens
         elif request.beam is not None:
             assert end == request.hypotheses[0].finish_reason
             assert not output
@@ -260,7 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert stopped
         else:
             assert end == "length"
-            assert len(output) == request.max_tokens
+            assert len(output) == request.spec.max_tokens
             assert not stopped
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from quire.scheduler import (
     DEADLINE_PASSED,
-    BeamSearch,
+    BeamSpec,
     CannotMeetDeadline,
     Coefficients,
     CostModel,
@@ -61,7 +61,7 @@ def test_a_tenant_at_its_quota_waits_and_holds_up_nobody(make_world: MakeWorld) 
     most = 0
     while world.scheduler.has_work:
         world.step()
-        most = max(most, sum(each.table is not None for each in world.requests.values() if each.tenant == "a"))
+        most = max(most, sum(each.table is not None for each in world.requests.values() if each.spec.tenant == "a"))
     assert most == 1
 
 
@@ -182,7 +182,7 @@ def test_alone_a_search_runs_whatever_the_latency_target(make_world: MakeWorld) 
     """Its beams together make steps too long, and nobody's end would change that."""
     cost = CostModel(Coefficients(20e-3, 1e-3, 1e-3, 0.0, 0.0))
     world = make_world(cost=cost, budget=LatencyBudget(cost, 0.001, 32))
-    world.add(1, [1, 2, 3], max_tokens=4, beam=BeamSearch(3))
+    world.add(1, [1, 2, 3], max_tokens=4, beam=BeamSpec(3))
     world.add(2, [4], max_tokens=4)
     world.run()
     assert set(world.ended.values()) == {"length"}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from quire.scheduler import Fair, FirstComeFirstServed, Policy, Priority, Request, TokenBudget
+from quire.scheduler import Fair, FirstComeFirstServed, Policy, Priority, Request, RequestSpec, TokenBudget
 
 
 def request(request_id: int, tenant: str = "", priority: int = 0, now: float = 0.0, length: int = 1) -> Request:
-    made = Request(request_id, [1] * length, max_tokens=1, tenant=tenant, priority=priority)
+    made = Request(RequestSpec(request_id, [1] * length, max_tokens=1, tenant=tenant, priority=priority))
     made.arrive(request_id, now)
     return made
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from quire.scheduler import TRANSITIONS, Request, State
+from quire.scheduler import TRANSITIONS, Request, RequestSpec, State
 
 LIVE = [State.WAITING, State.PREFILL, State.DECODE, State.PREEMPTED]
 
 
 def request(**options: Any) -> Request:
-    return Request(1, [5, 6, 7], **{"max_tokens": 3, **options})
+    return Request(RequestSpec(1, [5, 6, 7], **{"max_tokens": 3, **options}))
 
 
 def with_output(*tokens: int, **options: Any) -> Request:
@@ -79,7 +79,7 @@ def test_prompt_and_output_are_told_apart() -> None:
 
 def test_the_callers_prompt_is_not_the_requests_own_list() -> None:
     prompt = [5, 6]
-    made = Request(1, prompt, max_tokens=1)
+    made = Request(RequestSpec(1, prompt, max_tokens=1))
     made.append(7, 0.0)
     assert prompt == [5, 6]
 
@@ -87,4 +87,4 @@ def test_the_callers_prompt_is_not_the_requests_own_list() -> None:
 @pytest.mark.parametrize(("prompt", "max_tokens", "message"), [([], 1, "1 prompt token"), ([1], 0, "max_tokens")])
 def test_nonsense_is_refused(prompt: list[int], max_tokens: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Request(1, prompt, max_tokens=max_tokens)
+        Request(RequestSpec(1, prompt, max_tokens=max_tokens))

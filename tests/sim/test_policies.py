@@ -70,8 +70,8 @@ class UrgentTenant(Priority):
     """Gives the requests of the tenant `urgent` a higher priority."""
 
     def push(self, request: Request) -> None:
-        if request.tenant == "urgent":
-            request.priority = -5
+        if request.spec.tenant == "urgent":
+            request.spec = replace(request.spec, priority=-5)
         super().push(request)
 
 

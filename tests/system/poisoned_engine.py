@@ -1,32 +1,33 @@
-"""An engine process that dies of computing one token and of taking on another: the real one with one thing added."""
+"""An engine process that aborts when it computes one token or takes on a request with another one."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
+from quire.runtime.engine import EngineCore
 from quire.runtime.model.runner import ModelRunner
 from quire.runtime.workers import engine_main
-from quire.runtime.workers.engine_link import Sequence
-from quire.scheduler import Request, StepPlan, StepResult
+from quire.scheduler import AdmissionEstimate, Request, StepPlan, StepResult
 
-POISON = 3999
-INDIGESTIBLE = 3998
-_execute, _request_of = ModelRunner.execute, engine_main.request_of
+FATAL_TO_COMPUTE = 3999
+FATAL_TO_ADD = 3998
+_execute, _queue = ModelRunner.execute, EngineCore.queue
 
 
 def execute(self: ModelRunner, plan: StepPlan) -> StepResult:
-    if any(POISON in sequence.context for sequence in plan.sequences):
+    if any(FATAL_TO_COMPUTE in sequence.context for sequence in plan.sequences):
         os.abort()
     return _execute(self, plan)
 
 
-def request_of(sequence: Sequence) -> Request:
-    if INDIGESTIBLE in sequence.prompt_token_ids:
+def queue(self: EngineCore, requests: Sequence[Request]) -> AdmissionEstimate:
+    if any(FATAL_TO_ADD in request.spec.prompt_token_ids for request in requests):
         os.abort()
-    return _request_of(sequence)
+    return _queue(self, requests)
 
 
 if __name__ == "__main__":
     ModelRunner.execute = execute  # type: ignore[method-assign]
-    engine_main.request_of = request_of  # type: ignore[attr-defined]
+    EngineCore.queue = queue  # type: ignore[method-assign]
     engine_main.main()

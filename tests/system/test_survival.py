@@ -22,7 +22,7 @@ from quire.runtime.model import model_folder
 from quire.runtime.workers import EnginePool, HealthTimeouts, engine_process
 
 from .bits import asked, bits, prompt, running, together
-from .poisoned_engine import INDIGESTIBLE, POISON
+from .poisoned_engine import FATAL_TO_ADD, FATAL_TO_COMPUTE
 
 SETTINGS: dict[str, Any] = {"kv_cache_memory": 8 << 20}
 TEXT_PROCESSOR = TextProcessor.load(model_folder(None))
@@ -147,7 +147,7 @@ async def test_who_kills_it_by_being_taken_on_is_told_and_nobody_else() -> None:
     async with engine_pool() as engine:
         stream = await engine.submit(asked(prompt(9), max_tokens=60))
         bad, good = [
-            asyncio.create_task(collect(engine, asked((7, token), max_tokens=4))) for token in (INDIGESTIBLE, 8)
+            asyncio.create_task(collect(engine, asked((7, token), max_tokens=4))) for token in (FATAL_TO_ADD, 8)
         ]
         with pytest.raises(Quarantined, match="crashed twice over taking this request on"):
             await bad
@@ -164,14 +164,14 @@ async def test_who_kills_it_twice_is_quarantined_and_nobody_else() -> None:
     async with engine_pool() as engine:
         streams = asyncio.create_task(together(engine, others))  # type: ignore[arg-type]
         await asyncio.sleep(0.02)
-        poisoned = await engine.submit(asked((5, POISON, 6)))
+        poisoned = await engine.submit(asked((5, FATAL_TO_COMPUTE, 6)))
         with pytest.raises(Quarantined, match="crashed twice while it computed this request"):
             [chunk async for chunk in poisoned]
         assert await streams == wanted
         stats = engine.stats()
         assert (stats.restarts, stats.quarantined_requests) == (2, 1)
         with pytest.raises(Quarantined):
-            [chunk async for chunk in await engine.submit(asked((5, POISON, 6)))]
+            [chunk async for chunk in await engine.submit(asked((5, FATAL_TO_COMPUTE, 6)))]
 
 
 async def test_cancels_deadlines_and_newcomers_while_there_is_no_engine() -> None:

@@ -16,6 +16,7 @@ from ....pager.spill import READ_BYTES_PER_S, WRITE_BYTES_PER_S
 from ....scheduler import (
     DEADLINE_PASSED,
     Request,
+    RequestSpec,
     RequestUpdate,
     SampledToken,
     Scheduler,
@@ -223,11 +224,13 @@ class Simulator:
             outcome.refused = "ContextLengthExceeded"
             return
         request = Request(
-            request_id,
-            _prompt(arrival, request_id),
-            max_tokens=arrival.output_tokens,
-            tenant=arrival.tenant,
-            deadline=None if arrival.deadline_s is None else self.clock.now + arrival.deadline_s,
+            RequestSpec(
+                request_id,
+                _prompt(arrival, request_id),
+                max_tokens=arrival.output_tokens,
+                tenant=arrival.tenant,
+                deadline=None if arrival.deadline_s is None else self.clock.now + arrival.deadline_s,
+            )
         )
         try:
             estimate = self.scheduler.add(request)

@@ -57,7 +57,7 @@ class FakeCore:
             await self.gate.wait()
         if self.refusal is not None:
             raise self.refusal
-        self.check_room(requests[0].tenant, len(requests))
+        self.check_room(requests[0].spec.tenant, len(requests))
         self.requests += requests
         self.on_add(requests)
         return ESTIMATE

@@ -12,7 +12,7 @@ from quire.runtime.engine.output import StreamingOutput, output_class
 from quire.runtime.engine.stream import Stream
 from quire.runtime.engine.text import IncrementalDetokenizer, Tokenizer
 from quire.runtime.model import BUNDLED_MODEL
-from quire.scheduler import Request, RequestUpdate, SampledToken
+from quire.scheduler import Request, RequestSpec, RequestUpdate, SampledToken
 
 TOKENIZER = Tokenizer(BUNDLED_MODEL)
 TEXT = "This module provides a queue. Changed in version 3.11: added «日本» and a lock."
@@ -21,7 +21,7 @@ IDS = TOKENIZER.encode(TEXT)
 
 def output_with(sequences: int = 1, **params: Any) -> StreamingOutput:
     wanted = SamplingParams(max_tokens=len(IDS), **params)
-    requests = [Request(i, (1, 2, 3), max_tokens=len(IDS)) for i in range(sequences)]
+    requests = [Request(RequestSpec(i, (1, 2, 3), max_tokens=len(IDS))) for i in range(sequences)]
 
     def new_detokenizer() -> IncrementalDetokenizer:
         return IncrementalDetokenizer(TOKENIZER, wanted.stop, wanted.include_stop_str_in_output, wanted.min_tokens)

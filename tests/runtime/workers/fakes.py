@@ -25,7 +25,16 @@ from quire.runtime.workers.engine_link import (
     Start,
     ToEngine,
 )
-from quire.scheduler import AdmissionEstimate, FinalCounters, FinishReason, Request, RequestUpdate, SampledToken, State
+from quire.scheduler import (
+    AdmissionEstimate,
+    FinalCounters,
+    FinishReason,
+    Request,
+    RequestSpec,
+    RequestUpdate,
+    SampledToken,
+    State,
+)
 
 HEARTBEAT_S = 0.2
 MAX_VIRTUAL_S = 600.0
@@ -107,7 +116,7 @@ class FakeProcess:
     def send(self, message: ToEngine) -> None:
         self.sent.append(message)
         if isinstance(message, Add) and self.answers_adds:
-            asyncio.get_running_loop().call_soon(self.accept, message.sequences[0].request_id)
+            asyncio.get_running_loop().call_soon(self.accept, message.requests[0].request_id)
 
     async def stop(self) -> None:
         self.was_asked_to_stop = True
@@ -163,9 +172,9 @@ class FakeProcess:
         ids = []
         for message in self.sent:
             if isinstance(message, Add):
-                ids += [sequence.request_id for sequence in message.sequences]
+                ids += [spec.request_id for spec in message.requests]
             elif isinstance(message, Readmit):
-                ids.append(message.sequence.request_id)
+                ids.append(message.request.request_id)
         return ids
 
     def _report(self, update: RequestUpdate) -> None:
@@ -264,7 +273,7 @@ class FakeListener:
 def new_requests(*ids: int, prompt: Iterable[int] = (1, 2, 3), **options: Any) -> list[Request]:
     sampling = SamplingSpec(SamplingParams(), 0, frozenset())
     options = {"max_tokens": 10, "sampling": sampling, **options}
-    return [Request(request_id, tuple(prompt), **options) for request_id in ids]
+    return [Request(RequestSpec(request_id, tuple(prompt), **options)) for request_id in ids]
 
 
 def core_info(**changes: Any) -> CoreInfo:

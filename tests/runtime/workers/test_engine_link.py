@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import socket
 import struct
@@ -17,11 +18,10 @@ from quire.runtime.workers.engine_link import (
     TO_ENGINE,
     Add,
     Channel,
+    Readmit,
     Report,
-    request_of,
-    sequence_of,
 )
-from quire.scheduler import BeamSearch, FinalCounters, Hypothesis, Request, RequestUpdate, SampledToken
+from quire.scheduler import BeamSpec, FinalCounters, Hypothesis, Request, RequestSpec, RequestUpdate, SampledToken
 
 ENCODE = msgspec.msgpack.Encoder().encode
 
@@ -45,7 +45,7 @@ def test_a_request(
     deadline: float | None,
 ) -> None:
     params = SamplingParams(temperature=temperature, logit_bias=bias, max_tokens=10)
-    request = Request(
+    spec = RequestSpec(
         2**40,
         prompt,
         max_tokens=10,
@@ -53,18 +53,15 @@ def test_a_request(
         sampling=SamplingSpec(params, seed, frozenset({1})),
         tenant=tenant,
         deadline=deadline,
-        beam=BeamSearch(4, 0.7, 2),
-        generated=generated,
+        beam=BeamSpec(4, 0.7, 2),
     )
-    sequence = sequence_of(request)
-    (received,) = TO_ENGINE.decode(ENCODE(Add((sequence,)))).sequences  # type: ignore[union-attr]
-    assert received == sequence
-    again = request_of(received)
-    assert again.token_ids == request.token_ids
-    assert again.output_token_ids == generated
-    assert again.sampling == request.sampling
-    assert again.beam is not None
-    assert (again.beam.width, again.beam.length_penalty, again.beam.num_results) == (4, 0.7, 2)
+    readmit = TO_ENGINE.decode(ENCODE(Readmit(spec, tuple(generated))))  # type: ignore[arg-type]
+    assert isinstance(readmit, Readmit)
+    assert dataclasses.astuple(readmit.request) == dataclasses.astuple(spec)
+    assert Request(readmit.request, readmit.generated).output_token_ids == generated
+    add = TO_ENGINE.decode(ENCODE(Add((spec, spec))))  # type: ignore[arg-type]
+    assert isinstance(add, Add)
+    assert add.requests == (readmit.request, readmit.request)
 
 
 @given(st.floats())

@@ -230,8 +230,8 @@ async def test_tokens_survive_the_process_and_the_next_one_goes_on_behind_them(
     second = await processes.next()
     (readmit,) = second.sent
     assert isinstance(readmit, Readmit)
-    assert readmit.sequence.prompt_token_ids == (4, 5)
-    assert readmit.sequence.generated == (7, 8)
+    assert readmit.request.prompt_token_ids == (4, 5)
+    assert readmit.generated == (7, 8)
     second.finish(1, 9)
     assert listener.tokens(1) == [7, 8, 9]
     assert listener.ends() == {1: "length"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from quire.runtime.engine import Prefilled
 from quire.runtime.workers.token_log import MAX_UNBEGUN_EXITS, MAX_UNPRODUCTIVE_EXITS, TokenLog
-from quire.scheduler import BeamSearch, FinalCounters, Request, RequestUpdate, SampledToken, State
+from quire.scheduler import BeamSpec, FinalCounters, Request, RequestSpec, RequestUpdate, SampledToken, State
 
 
 class Clock:
@@ -27,7 +27,7 @@ def log(clock: Clock) -> TokenLog:
 
 
 def add(log: TokenLog, *ids: int, begun: bool = True) -> list[Request]:
-    requests = [Request(request_id, (1, 2, 3), max_tokens=10) for request_id in ids]
+    requests = [Request(RequestSpec(request_id, (1, 2, 3), max_tokens=10)) for request_id in ids]
     for request in requests:
         log.add(request)
     if begun:
@@ -153,7 +153,7 @@ def test_who_kills_it_by_being_taken_on_again_is_found(log: TokenLog) -> None:
 
 
 def test_deadlines_pass_while_nobody_computes(log: TokenLog, clock: Clock) -> None:
-    late = Request(1, (1, 2), max_tokens=4, deadline=105.0)
+    late = Request(RequestSpec(1, (1, 2), max_tokens=4, deadline=105.0))
     log.add(late)
     add(log, 2)
     clock.now = 106.0
@@ -192,7 +192,7 @@ def test_a_cancelled_one_is_returned_by_the_crash_that_swallowed_its_end(log: To
 
 
 def test_a_search_goes_last_since_it_gains_no_token_before_its_end(log: TokenLog) -> None:
-    log.add(Request(1, (1, 2), max_tokens=4, beam=BeamSearch(2)))
+    log.add(Request(RequestSpec(1, (1, 2), max_tokens=4, beam=BeamSpec(2))))
     log.note_begun([Prefilled(1, 0)])
     add(log, 2)
     log.on_process_exit()
