@@ -1,7 +1,7 @@
 """What a load test reports is what happened: the whole harness against answers whose delays are known beforehand.
 
 Exactly, in virtual time (an event loop whose clock jumps to the next timer), and once for real against servers in
-processes of their own, where only what does not depend on the machine is held to; tests/bench/loadtest_accuracy.py does
+processes of their own, where only what does not depend on the machine is held to; tests/bench/harness_truth.py does
 the rest.
 """
 

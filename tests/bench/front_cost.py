@@ -1,6 +1,6 @@
 """Measures what sockets and a separate engine process cost: `quire serve` against the engine alone, in turns.
 
-usage: server_cost.py [--model DIR] [--users 32] [--prompt-tokens 128] [--new-tokens 64] [--rounds 5] [--requests 60]
+usage: front_cost.py [--model DIR] [--users 32] [--prompt-tokens 128] [--new-tokens 64] [--rounds 5] [--requests 60]
                      [-- FLAGS OF BOTH]
 
 Speed: tokens of all users per second, from when the last user has its first token until the first user has its last.

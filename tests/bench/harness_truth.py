@@ -1,6 +1,6 @@
 """Compares the figures of a load test with the true ones: those of a scripted server whose delays are all known.
 
-usage: loadtest_accuracy.py [--requests 300] [--rate 30] [--concurrency 16] [--seed 0]
+usage: harness_truth.py [--requests 300] [--rate 30] [--concurrency 16] [--seed 0]
 
 The server (tests/runtime/tools/loadtest/fake_server.py) runs in a process of its own and records when every token
 really left, so the differences are errors of the load test: socket, client, event loop, arithmetic. Prints them for

@@ -1,6 +1,6 @@
 """Compares Quire with OpenVINO GenAI's continuous batching, alternating in one run: tokens per second and ratios.
 
-usage: compare_openvino.py --openvino-python PYTHON --openvino-model FOLDER --model FOLDER [--shapes 1x128,8x128] …
+usage: beside_openvino.py --openvino-python PYTHON --openvino-model FOLDER --model FOLDER [--shapes 1x128,8x128] …
 
 PYTHON belongs to an environment with openvino-genai, FOLDER to an export of the same shape, such as
     optimum-cli export openvino --model FOLDER --task text-generation-with-past --weight-format int8 FOLDER
