@@ -1,11 +1,11 @@
-"""Every query of the dashboard and of the rules, asked of a real Prometheus that scrapes a live server under load.
+"""Run every query of the dashboard and the rules against a real Prometheus that scrapes a server under load.
 
 usage, from the repository's root: python -m tests.deploy.check_dashboard [--seconds 30]
 
-It needs `prometheus` on PATH and takes a minute. A query fails where Prometheus refuses it or has nothing but NaN for
-it; an alert is silent when all is well, so of alerts every metric they name must have series, and Prometheus must have
-evaluated them. The load makes everything happen that there is a panel for: more requests than there is room, a pool
-too small for all, shared prefixes, guesses, users who leave, and an engine process that is killed.
+Requires `prometheus` on PATH; takes about a minute. A dashboard query fails if Prometheus refuses it or returns only
+NaN. A rule fails if Prometheus could not evaluate it or if a metric that it names has no series; whether an alert fires
+does not matter. The load produces data for every panel: a queue that overflows, a KV pool that is too small, shared
+prefixes, draft tokens, cancelled streams, and an engine process that is killed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 import yaml
 from quire import AsyncClient, QuireError, SamplingParams
 
-from tests.deploy.queries import DEPLOY, dashboard_queries, filled_in, metrics_in, rule_queries
+from tests.deploy.queries import DEPLOY, dashboard_queries, metrics_in, rule_queries, with_variables
 
 USERS = 24
 SERVER_FLAGS = (
@@ -51,7 +51,7 @@ OPENINGS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=30.0, help="of load")
+    parser.add_argument("--seconds", type=float, default=30.0, help="duration of the load")
     seconds = parser.parse_args().seconds
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
         address, http_address, server = running.enter_context(quire_server())
@@ -61,59 +61,62 @@ def main() -> None:
     sys.exit(1 if failed else 0)
 
 
-# What is asked
+# Queries
 
 
 def report(prometheus: str) -> int:
-    """How many queries failed."""
+    """Print a line for each query and return the number of queries that failed."""
     failed = 0
     for query in dashboard_queries():
-        failed += not say(query.where, *answer(prometheus, filled_in(query.promql, RATE_INTERVAL)))
+        failed += not print_result(query.where, *evaluate(prometheus, with_variables(query.promql, RATE_INTERVAL)))
     states = rule_states(prometheus)
     for query in rule_queries():
-        missing = [name for name in sorted(metrics_in(query.promql)) if not ask(prometheus, name)]
+        missing = [name for name in sorted(metrics_in(query.promql)) if not instant_query(prometheus, name)]
         health, state = states[query.where]
-        failed += not say(query.where, health == "ok" and not missing, f"{state} {' '.join(missing) or health}")
+        good = health == "ok" and not missing
+        failed += not print_result(query.where, good, f"{state} {' '.join(missing) or health}")
     return failed
 
 
-def say(where: str, good: bool, what: str) -> bool:
-    print(f"{'ok  ' if good else 'FAIL'} {where:45} {what}")
+def print_result(where: str, good: bool, details: str) -> bool:
+    print(f"{'ok  ' if good else 'FAIL'} {where:45} {details}")
     return good
 
 
-def answer(prometheus: str, promql: str) -> tuple[bool, str]:
-    """Whether it has a number. A panel that hides what is zero is asked without hiding."""
-    values = [float(sample["value"][1]) for sample in ask(prometheus, promql.removesuffix(" > 0"))]
+def evaluate(prometheus: str, promql: str) -> tuple[bool, str]:
+    """Return whether the query has a numeric result, and a description of the result.
+
+    The suffix ` > 0`, by which a panel hides series that are zero, is removed first.
+    """
+    values = [float(sample["value"][1]) for sample in instant_query(prometheus, promql.removesuffix(" > 0"))]
     values = [value for value in values if not math.isnan(value)]
     return bool(values), f"{len(values):3} series" + (f", {min(values):.4g} to {max(values):.4g}" if values else "")
 
 
 def rule_states(prometheus: str) -> dict[str, tuple[str, str]]:
-    """Rule -> health, and of alerts the state."""
+    """Return the health and, for alerts, the state of each rule by its name."""
     groups = get(f"{prometheus}/api/v1/rules")["groups"]
     return {rule["name"]: (rule["health"], rule.get("state", "")) for group in groups for rule in group["rules"]}
 
 
-def ask(prometheus: str, promql: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = get(f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': promql})}")[
-        "result"
-    ]
-    return found
+def instant_query(prometheus: str, promql: str) -> list[dict[str, Any]]:
+    parameters = urllib.parse.urlencode({"query": promql})
+    samples: list[dict[str, Any]] = get(f"{prometheus}/api/v1/query?{parameters}")["result"]
+    return samples
 
 
 def get(url: str) -> Any:
-    """`data` of an answer. A query that is refused raises HTTPError."""
+    """Return `data` of the response. Raise HTTPError if Prometheus refuses the query."""
     with urllib.request.urlopen(url, timeout=10) as response:
         return json.load(response)["data"]
 
 
-# What is scraped
+# Processes
 
 
 @contextlib.contextmanager
 def quire_server() -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
-    """Addresses of clients and operators, and the front process."""
+    """Start `quire serve`; yield its client address, its operator address and the API server process."""
     command = (
         sys.executable,
         "-m",
@@ -137,7 +140,7 @@ def quire_server() -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
 
 @contextlib.contextmanager
 def prometheus_server(folder: Path, target: str) -> Iterator[str]:
-    """Our configuration and rules, for this one target and with shorter intervals."""
+    """Start Prometheus with the configuration and rules of deploy/, one target and shorter intervals; yield its URL."""
     shutil.copytree(DEPLOY / "prometheus", folder, dirs_exist_ok=True)
     config = yaml.safe_load((folder / "prometheus.yml").read_text("utf-8"))
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
@@ -161,7 +164,7 @@ def wait_until_ready(url: str, prometheus: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/-/ready", timeout=1):
             return
         time.sleep(0.1)
-    raise SystemExit("prometheus ended at once")
+    raise SystemExit("prometheus ended before it was ready")
 
 
 def free_port() -> int:
@@ -171,7 +174,7 @@ def free_port() -> int:
         return port
 
 
-# What happens meanwhile
+# Load
 
 
 async def load(address: str, seconds: float, server: subprocess.Popen[str]) -> None:
@@ -180,35 +183,36 @@ async def load(address: str, seconds: float, server: subprocess.Popen[str]) -> N
         for number in range(USERS):
             group.create_task(user(client, random.Random(number), end))
         group.create_task(asyncio.to_thread(kill_an_engine, server.pid, seconds / 2))
-    async with AsyncClient(address) as client:  # alone: beside a full batch guesses are not worth their time
+    async with AsyncClient(address) as client:  # alone: with a full batch no draft tokens are verified
         await client.complete("queue, lock, " * 40, SamplingParams(max_tokens=300, ignore_eos=True))
 
 
 async def user(client: AsyncClient, rng: random.Random, end: float) -> None:
-    """Asks again and again, at times for more than there is room for, and leaves every eighth stream early."""
+    """Send requests one after the other until `end`; cancel one in eight streams after a few chunks."""
     while time.monotonic() < end:
         prompt = rng.choice(OPENINGS) + " ".join(
             rng.choices(("queue", "lock", "bytes", "iterator"), k=rng.randint(2, 80))
         )
-        patience = rng.randint(1, 4) if rng.random() < 1 / 8 else None
+        max_chunks = rng.randint(1, 4) if rng.random() < 1 / 8 else None
         try:
             stream = client.generate(prompt, SamplingParams(max_tokens=rng.randint(16, 160), ignore_eos=True))
             async with contextlib.aclosing(stream):
+                num_chunks = 0
                 async for _ in stream:
-                    patience = None if patience is None else patience - 1
-                    if patience == 0:
+                    num_chunks += 1
+                    if num_chunks == max_chunks:
                         break
         except QuireError:
             await asyncio.sleep(0.2)
 
 
-def kill_an_engine(front: int, after_s: float) -> None:
-    """The first child of the front, where it has one: an engine process."""
+def kill_an_engine(server_pid: int, after_s: float) -> None:
+    """Kill the first child of the API server process, which is an engine process, after `after_s` seconds."""
     time.sleep(after_s)
-    children = Path(f"/proc/{front}/task/{front}/children").read_text().split()
+    children = Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split()
     if children:
         os.kill(int(children[0]), signal.SIGKILL)
-    print(f"killed engine process {children[0]}" if children else "the engine has no process of its own")
+    print(f"killed engine process {children[0]}" if children else "the API server has no engine process")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a live server exports, and tools that are not everywhere."""
+"""Fixtures: the metrics that a server exports, and external tools that may be missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SUFFIXES = {"histogram": ("_bucket", "_sum", "_count")}
 
 @pytest.fixture(scope="session")
 def exported() -> set[str]:
-    """Names of the series that `quire serve` exports."""
+    """Return the names of the series that `quire serve` exports."""
     families = re.findall(r"^# TYPE (\S+) (\S+)$", asyncio.run(scrape()), re.MULTILINE)
     return {name + suffix for name, kind in families for suffix in SUFFIXES.get(kind, ("",))}
 
@@ -39,7 +39,10 @@ async def scrape() -> str:
 
 @pytest.fixture
 def tool() -> Callable[..., str]:
-    """`tool("promtool", …)`: what it printed; the test fails if it is not content, and is skipped without it."""
+    """Return a function that runs a tool, e.g. `tool("promtool", …)`, and returns its output.
+
+    The test fails if the tool reports an error, and is skipped if the tool is not on PATH.
+    """
 
     def run(name: str, *arguments: object) -> str:
         if shutil.which(name) is None:

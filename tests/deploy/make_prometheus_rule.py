@@ -1,6 +1,6 @@
-"""Writes the rules of deploy/prometheus as the Prometheus operator takes them: run it after a change to them.
+"""Write the rules of deploy/prometheus as a PrometheusRule for the Prometheus operator; run it after changing them.
 
-One invariant: the groups are the same text, so what promtool checked is what a cluster gets.
+The text of the groups is copied unchanged, so a cluster gets exactly the rules that promtool has checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def prometheus_rule() -> str:
 
 
 def _groups(path: Path) -> str:
-    """The list below `groups:`, indented to stand in `spec`."""
+    """Return the list below `groups:`, indented for `spec`."""
     _, _, groups = path.read_text("utf-8").partition("groups:\n")
     return re.sub(r"^(?=.)", "  ", groups, flags=re.MULTILINE)
 

@@ -1,6 +1,6 @@
-"""What deploy/ asks of Prometheus: the dashboard's queries and the rules', and the metrics they name.
+"""Read the queries of the dashboard and the rules from the files in deploy/, and the metrics that they name.
 
-It must not know how anything is served. One invariant: it reads the very files that operators use.
+Must not import quire: the queries come from the files that operators use, the exported metrics from a running server.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _QUOTED = re.compile(r'"[^"]*"')
 
 
 class Query(NamedTuple):
-    where: str  # for people
+    where: str  # panel or rule, for messages
     promql: str
 
 
 def panels() -> list[dict[str, Any]]:
-    """Those that show something, in order; rows are left out."""
+    """Return the panels in order, without rows."""
     return [panel for panel in json.loads(DASHBOARD.read_text("utf-8"))["panels"] if panel["type"] != "row"]
 
 
 def dashboard_queries() -> Iterator[Query]:
-    """As written, with Grafana's variables."""
+    """Yield the queries of all panels as written, with Grafana's variables."""
     for panel in panels():
         for target in panel["targets"]:
             yield Query(f"{panel['title']} {target['refId']}", target["expr"])
 
 
 def rules() -> Iterator[dict[str, Any]]:
-    """Recording rules and alerts, in order."""
+    """Yield all recording rules and alerts in order."""
     for path in RULE_FILES:
         for group in yaml.safe_load(path.read_text("utf-8"))["groups"]:
             yield from group["rules"]
@@ -51,7 +51,7 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def recorded() -> set[str]:
-    """Names of the metrics that recording rules make."""
+    """Return the names of the metrics that recording rules create."""
     return {rule["record"] for rule in rules() if "record" in rule}
 
 
@@ -61,10 +61,10 @@ def rule_queries() -> Iterator[Query]:
 
 
 def metrics_in(promql: str) -> set[str]:
-    """Names of our metrics, recorded ones among them."""
+    """Return the names of all Quire metrics in the query, including recorded ones."""
     return set(_METRIC.findall(_QUOTED.sub('""', promql)))
 
 
-def filled_in(promql: str, interval: str) -> str:
-    """With every server selected, as Grafana would send it."""
+def with_variables(promql: str, interval: str) -> str:
+    """Return the query as Grafana sends it when every server is selected."""
     return promql.replace("$__rate_interval", interval).replace("$job", ".*").replace("$instance", ".*")

@@ -1,4 +1,4 @@
-"""What deploy/ passes to `quire` exists, and the times of an end add up everywhere: drained before killed."""
+"""Flags and settings in deploy/ exist, and every process manager waits for the drain before it kills the server."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from quire.runtime.workers.engine_process import STOP_TIMEOUT_S
 from tests.deploy.queries import DEPLOY
 from tests.test_docs import QWEN3_06B
 
-MARGIN_S = CLOSE_TIMEOUT_S + STOP_TIMEOUT_S  # beyond --shutdown-timeout: to end connections, then engines
-PYTHON_BYTES = 1 << 30  # beyond what `quire plan` prints
+MARGIN_S = CLOSE_TIMEOUT_S + STOP_TIMEOUT_S  # added to --shutdown-timeout: time to close connections, then engines
+PYTHON_BYTES = 1 << 30  # added to the sum that `quire plan` prints
 KUBERNETES = DEPLOY / "kubernetes"
 UNIT = (DEPLOY / "quire.service").read_text("utf-8")
 CONTAINERFILE = (DEPLOY / "Containerfile").read_text("utf-8")
@@ -38,7 +38,7 @@ def load(path: str) -> Any:
 
 
 def seconds(text: str) -> float:
-    """`45s`, `45` or `1min`."""
+    """Parse `45s`, `45` or `1min`."""
     found = re.fullmatch(r"(\d+)(s|min)?", text)
     assert found, text
     return int(found[1]) * (60 if found[2] == "min" else 1)
@@ -52,11 +52,11 @@ def pod() -> Any:
     return load("kubernetes/base/deployment.yaml")["spec"]["template"]["spec"]
 
 
-# What is passed
+# Flags and settings
 
 
 def commands() -> Iterator[list[str]]:
-    """Arguments of every `quire` that deploy/ starts, with something in place of what is filled in later."""
+    """Yield the arguments of every `quire` command in deploy/, without `"$@"`."""
     yield shlex.split(re.findall(r"^ExecStart=/opt/quire/bin/quire (.*)$", UNIT, re.MULTILINE)[0])
     yield json.loads(re.findall(r"^CMD (\[.*\])$", CONTAINERFILE, re.MULTILINE)[0])
     yield pod()["containers"][0]["args"]
@@ -67,7 +67,7 @@ def commands() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("arguments", list(commands()), ids=" ".join)
-def test_every_command_line_is_understood(arguments: list[str]) -> None:
+def test_every_command_line_parses(arguments: list[str]) -> None:
     try:
         app.parse_args(arguments, exit_on_error=False, print_error=False)
     except CycloptsError as error:
@@ -84,7 +84,7 @@ def test_every_environment_variable_is_a_setting() -> None:
     resolve_settings({}, environment)
 
 
-def test_the_demo_key_is_the_one_that_the_demo_lets_in() -> None:
+def test_the_demo_server_accepts_the_key_of_the_demo_load_generator() -> None:
     key = load("compose.demo.yaml")["services"]["loadtest"]["environment"]["QUIRE_TOKEN"]
     assert Keyring.load(DEPLOY / load("compose.demo.yaml")["secrets"]["tokens.toml"]["file"]).authenticate(key).name
 
@@ -94,10 +94,10 @@ def fields_of(part: str) -> tuple[str, ...]:
     return fields
 
 
-# What adds up
+# Shutdown times, probes and memory
 
 
-def test_systemd_waits_for_the_drain_and_leaves_engines_to_the_front() -> None:
+def test_systemd_waits_for_the_drain_and_signals_only_the_api_server() -> None:
     settings = dict(re.findall(r"^(\w+)=(\S+)$", UNIT, re.MULTILINE))
     timeout = float(re.findall(r"QUIRE_SHUTDOWN_TIMEOUT=(\d+)", UNIT)[0])
     assert seconds(settings["TimeoutStopSec"]) >= timeout + MARGIN_S
@@ -110,7 +110,7 @@ def test_compose_waits_for_the_drain() -> None:
     assert seconds(service["stop_grace_period"]) >= float(service["environment"]["QUIRE_SHUTDOWN_TIMEOUT"]) + MARGIN_S
 
 
-def test_a_container_is_told_to_stop_by_what_drains() -> None:
+def test_a_container_stops_by_sigterm_and_the_advised_time_covers_the_drain() -> None:
     assert "STOPSIGNAL SIGTERM" in CONTAINERFILE
     advised = float(re.findall(r"docker stop --time (\d+)", CONTAINERFILE)[0])
     assert advised >= ServerConfig().shutdown_timeout + MARGIN_S
@@ -118,28 +118,28 @@ def test_a_container_is_told_to_stop_by_what_drains() -> None:
 
 @pytest.mark.parametrize("folder", ["base", "model"])
 def test_kubernetes_waits_for_endpoints_and_the_drain(folder: str) -> None:
-    sleep, before = pod()["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-    assert sleep == "sleep"
-    needed = seconds(before) + settings_in(folder).server.shutdown_timeout + MARGIN_S
+    command, sleep_s = pod()["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == "sleep"
+    needed = seconds(sleep_s) + settings_in(folder).server.shutdown_timeout + MARGIN_S
     assert pod()["terminationGracePeriodSeconds"] >= needed
 
 
-def test_the_readme_tells_the_same_times() -> None:
-    told = dict(re.findall(r"`(\w+)` \| (\d+) s \|$", (DEPLOY / "README.md").read_text("utf-8"), re.MULTILINE))
-    assert told == {
+def test_the_readme_shows_the_same_times() -> None:
+    shown = dict(re.findall(r"`(\w+)` \| (\d+) s \|$", (DEPLOY / "README.md").read_text("utf-8"), re.MULTILINE))
+    assert shown == {
         "TimeoutStopSec": re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)[0],
         "stop_grace_period": load("compose.yaml")["services"]["quire"]["stop_grace_period"].removesuffix("s"),
         "terminationGracePeriodSeconds": str(pod()["terminationGracePeriodSeconds"]),
     }
 
 
-def test_no_probe_kills_what_the_supervisor_would_mend() -> None:
+def test_no_probe_kills_a_server_whose_supervisor_restarts_engines() -> None:
     container = pod()["containers"][0]
     liveness = container["livenessProbe"]
     assert liveness["httpGet"]["path"] == "/healthz"
     assert liveness["periodSeconds"] * liveness["failureThreshold"] >= ServerConfig().stall_timeout_ms / 1000
     assert container["readinessProbe"]["httpGet"]["path"] == container["startupProbe"]["httpGet"]["path"] == "/readyz"
-    assert pod()["enableServiceLinks"] is False  # QUIRE_PORT=tcp://… of a Service named quire is no port
+    assert pod()["enableServiceLinks"] is False  # a Service named quire sets QUIRE_PORT=tcp://…, which is not a port
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_no_probe_kills_what_the_supervisor_would_mend() -> None:
         ),
     ],
 )
-def test_pods_are_guaranteed_whole_cpus_and_the_memory_of_the_plan(folder: str, resources: Any, tmp_path: Path) -> None:
+def test_pods_request_whole_cpus_and_the_planned_memory(folder: str, resources: Any, tmp_path: Path) -> None:
     assert resources["requests"] == resources["limits"]
     assert resources["limits"]["cpu"].isdigit()
     number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", resources["limits"]["memory"]).groups()  # type: ignore[union-attr]
@@ -162,7 +162,7 @@ def test_pods_are_guaranteed_whole_cpus_and_the_memory_of_the_plan(folder: str, 
     assert int(number) * BYTES[unit] >= decide_capacity(config, spec).memory.total_bytes + PYTHON_BYTES
 
 
-# What tools say
+# Checks by external tools
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.rglob("*.y*ml")), ids=lambda path: str(path.relative_to(DEPLOY)))
@@ -170,8 +170,8 @@ def test_every_file_is_yaml(path: Path) -> None:
     assert list(yaml.safe_load_all(path.read_text("utf-8")))
 
 
-def test_systemd_likes_the_unit(tool: Tool, tmp_path: Path) -> None:
-    """With a command that is there: verify looks for it."""
+def test_systemd_accepts_the_unit(tool: Tool, tmp_path: Path) -> None:
+    """Replace the command by one that exists, because `verify` looks for it."""
     unit = tmp_path / "quire.service"
     unit.write_text(UNIT.replace("/opt/quire/bin/quire", "/bin/true"))
     tool("systemd-analyze", "verify", unit)
@@ -179,7 +179,7 @@ def test_systemd_likes_the_unit(tool: Tool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["base", "production"])
-def test_kustomize_builds_what_refers_to_itself(folder: str, tool: Tool) -> None:
+def test_kustomize_builds_objects_whose_references_resolve(folder: str, tool: Tool) -> None:
     objects = {(each["kind"], each["metadata"]["name"]): each for each in built(tool, folder)}
     deployment = objects["Deployment", "quire"]
     for volume in deployment["spec"]["template"]["spec"]["volumes"]:
