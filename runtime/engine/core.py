@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from ...pager import OutOfPages
+from ...pager import OutOfPages, SpillFile
 from ...scheduler import (
     AdmissionEstimate,
     EngineLoop,
@@ -104,11 +105,17 @@ class EngineCore:
     thread, so nothing here locks.
     """
 
-    def __init__(self, runner: ModelRunner, config: EngineConfig, max_prefill_chunk: int | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: EngineConfig,
+        spill_file: SpillFile | None,
+        max_prefill_chunk: int | None = None,
+    ) -> None:
         self.runner = runner
         self.config = config
-        self._spill_file = build_spill_file(config, runner)
-        self.pager = build_pager(config, runner, self._spill_file)
+        self._spill_file = spill_file
+        self.pager = build_pager(config, runner, spill_file)
         self.scheduler = build_scheduler(
             config, self.pager, runner.capacity.max_num_samples, max_prefill_chunk=max_prefill_chunk
         )
@@ -122,11 +129,14 @@ class EngineCore:
     async def load(cls, config: EngineConfig, max_prefill_chunk: int | None = None) -> EngineCore:
         """Load the model, plan and take all memory. Raises ModelError or ConfigError."""
         runner = await asyncio.to_thread(load_model, config)
-        try:
-            return cls(runner, config, max_prefill_chunk)
-        except BaseException:
-            runner.close()
-            raise
+        with ExitStack() as undo:
+            undo.callback(runner.close)
+            spill_file = build_spill_file(config, runner)
+            if spill_file is not None:
+                undo.callback(spill_file.close)
+            core = cls(runner, config, spill_file, max_prefill_chunk)
+            undo.pop_all()
+            return core
 
     @property
     def info(self) -> CoreInfo:

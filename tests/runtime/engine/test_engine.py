@@ -7,7 +7,8 @@ import gc
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -656,6 +657,50 @@ async def test_an_engine_that_cannot_start_leaves_no_thread() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         await Engine.start(EngineConfig(kv_cache_memory=1 << 20, threads=6, max_num_waiting=0))
     assert len(os.listdir("/proc/self/task")) < before + 5
+
+
+def open_files(folder: Path) -> list[str]:
+    """Files of `folder` that this process has open, those without a name included."""
+    links = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            links.append(os.readlink(entry))
+    return [link for link in links if link.startswith(str(folder))]
+
+
+async def test_closing_closes_the_spill_file(tmp_path: Path) -> None:
+    config = EngineConfig(kv_cache_memory=1 << 20, kv_spill_size=64 << 20, kv_spill_dir=str(tmp_path))
+    engine = await Engine.start(config)
+    assert len(open_files(tmp_path)) == 1
+    await engine.close()
+    assert open_files(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_closing_a_broken_engine_closes_the_spill_file(tmp_path: Path) -> None:
+    config = EngineConfig(kv_cache_memory=1 << 20, kv_spill_size=64 << 20, kv_spill_dir=str(tmp_path))
+    engine = await Engine.start(config)
+    await asyncio.sleep(0)
+
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    engine.core.scheduler.schedule = fail  # type: ignore[method-assign]
+    with pytest.raises(QuireError):
+        await chunks_of(engine, asked())
+    with pytest.raises(RuntimeError, match="a bug"):
+        await engine.close()
+    assert open_files(tmp_path) == []
+
+
+async def test_an_engine_that_cannot_start_leaves_no_spill_file(tmp_path: Path) -> None:
+    config = EngineConfig(
+        kv_cache_memory=1 << 20, kv_spill_size=64 << 20, kv_spill_dir=str(tmp_path), max_num_waiting=0
+    )
+    with pytest.raises(ValueError, match="at least 1") as failure:
+        await Engine.start(config)
+    assert open_files(tmp_path) == []
+    assert failure.value is not None
 
 
 # Logits
