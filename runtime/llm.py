@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import operator
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -80,10 +81,13 @@ class LLM:
     def _start(self, config: EngineConfig) -> None:
         self._thread = LoopThread("this LLM")
         try:
-            self._engine: LocalEngine | None = self._thread.run(Engine.start(config))
+            engine = self._thread.run(Engine.start(config))
         except BaseException:
             self._thread.close()
             raise
+        self._engine: LocalEngine | None = engine
+        self._thread.on_close = engine.close
+        weakref.finalize(self, self._thread.begin_close).atexit = False
 
     def generate(
         self,
@@ -127,9 +131,8 @@ class LLM:
 
     def close(self) -> None:
         """End the engine and free its memory. Idempotent."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            self._thread.close(engine.close)
+        self._engine = None
+        self._thread.close()
 
     def __enter__(self) -> Self:
         return self

@@ -32,6 +32,7 @@ class Client:
 
     def __enter__(self) -> Client:
         self._thread = LoopThread("this client")
+        self._thread.on_close = self._client.close
         try:
             self._await(self._client.__aenter__())
         except BaseException:
@@ -47,7 +48,7 @@ class Client:
     def close(self) -> None:
         """Close the connection and end the thread; streams still open raise Unavailable. Idempotent."""
         if self._thread is not None:
-            self._thread.close(self._client.close)
+            self._thread.close()
 
     def generate(
         self,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -259,3 +262,72 @@ def test_a_failed_start_leaves_no_thread() -> None:
     with pytest.raises(ModelNotFound):
         LLM("/nowhere")
     assert set(threading.enumerate()) <= before
+
+
+UNCLOSED = """
+import gc, threading
+from quire import LLM, SamplingParams
+llm = LLM(kv_cache_memory=1 << 20)
+many = SamplingParams(max_tokens=400, ignore_eos=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("llm.generate([1, 2])", ""),
+        ("del llm; gc.collect()", ""),
+        ("for _ in range(3): llm = LLM(kv_cache_memory=1 << 20)", ""),
+        ("class Owner: pass\nowner = Owner(); owner.llm, owner.self = llm, owner", ""),
+        ("outputs = (llm.generate([n])[0] for n in range(1, 9)); next(outputs)", ""),
+        (
+            "from quire import GenerateRequest\n"
+            "request = GenerateRequest(prompt=(1,), sampling_params=many)\n"
+            "async def begin(): stream = aiter(await llm.engine.submit(request)); await anext(stream); return stream\n"
+            "stream = llm._thread.run(begin())",
+            "",
+        ),
+        ("llm.generate([1, 2]); 1 / 0", "ZeroDivisionError: division by zero"),
+        ("llm.generate([1, 2])[7]", "IndexError: list index out of range"),
+        ("import sys; sys.exit('no')", "no"),
+        ("try: llm.generate([-1])\nexcept Exception as error: kept = error", ""),
+    ],
+)
+def test_an_llm_that_is_never_closed_exits_silently(program: str, error: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", UNCLOSED + program], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == ""
+    assert (done.stderr.splitlines() or [""])[-1] == error
+    assert "Task" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 6
+    assert done.returncode == (1 if error else 0)
+
+
+def test_a_thread_that_generates_at_exit_gets_unavailable() -> None:
+    program = """
+started = threading.Event()
+def work():
+    try:
+        started.set()
+        while True:
+            llm.generate([1, 2], many)
+    except Exception as error:
+        print(type(error).__name__)
+threading.Thread(target=work).start()
+started.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", UNCLOSED + program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Unavailable\n", "")
+
+
+def test_an_llm_that_nothing_refers_to_ends_its_threads() -> None:
+    before = set(threading.enumerate())
+    llm = LLM(kv_cache_memory=1 << 20)
+    llm.generate([1, 2], FOUR)
+    during = set(threading.enumerate()) - before
+    assert during
+    del llm
+    gc.collect()
+    for thread in during:
+        thread.join()

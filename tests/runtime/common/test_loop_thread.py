@@ -59,7 +59,8 @@ def test_the_farewell_decides_what_others_see() -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(thread.run, wait_for(gate))
         thread.run(until_waited_for(gate))
-        thread.close(farewell)
+        thread.on_close = farewell
+        thread.close()
         with pytest.raises(KeyError, match="gone"):
             waiting.result(5)
 
@@ -100,8 +101,10 @@ def test_what_no_farewell_ends_is_cancelled_and_told() -> None:
 
 def test_a_failing_farewell_is_raised_and_the_thread_still_ends() -> None:
     thread = LoopThread("t")
+    thread.on_close = fail
     with pytest.raises(ZeroDivisionError):
-        thread.close(fail)
+        thread.close()
+    thread.close()
     assert not thread._thread.is_alive()
 
 
