@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from quire import LLM, SamplingParams
 from quire.runtime.common.errors import (
     ConfigError,
     ContextLengthExceeded,
+    GenerationFailed,
     InvalidRequest,
     ModelNotFound,
     Unavailable,
@@ -118,6 +120,43 @@ def test_one_refused_prompt_leaves_nothing_running(llm: LLM) -> None:
     stats = llm.engine.stats()
     assert (stats.running, stats.waiting, stats.pages_owned) == (0, 0, 0)
     assert llm.logits([1, 2]).shape == (2, 4096)
+
+
+def test_one_failed_prompt_leaves_nothing_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = llm.engine.text_processor.tokenizer
+    assert tokenizer is not None
+    wanted = llm.generate([5, 6, 7], FOUR)
+    bad = SamplingParams(max_tokens=50, logit_bias={4095: 100.0})
+    long = SamplingParams(max_tokens=2000, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setitem(tokenizer._bytes_by_id, 4095, 5)  # not bytes: the detokenizer fails
+        with pytest.raises(GenerationFailed, match="could not be turned into text"):
+            llm.generate([[1], [2], [3]], [long, bad, long])
+    stats = llm.engine.stats()
+    assert (stats.running, stats.waiting, stats.pages_owned) == (0, 0, 0)
+    assert llm.generate([5, 6, 7], FOUR)[0].outputs == wanted[0].outputs
+
+
+def test_interrupting_leaves_nothing_running(llm: LLM) -> None:
+    """Ctrl-C while the main thread waits in `generate`; afterwards the same prompts give the same outputs."""
+    params = SamplingParams(max_tokens=8, temperature=1.0, seed=3, n=2, repetition_penalty=1.2, stop=("x",), logprobs=1)
+    wanted = llm.generate(["This", [5, 6, 7]], params)
+    steps = llm.engine.stats().step
+
+    def interrupt() -> None:
+        while not llm.engine.stats().running:
+            pass
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        interrupting = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1], [2]], SamplingParams(max_tokens=2000, ignore_eos=True))
+        interrupting.result()
+    assert llm.engine.stats().step - steps < 1500
+    while llm.engine.stats().running:
+        pass
+    assert [output.outputs for output in llm.generate(["This", [5, 6, 7]], params)] == [one.outputs for one in wanted]
 
 
 def test_many_threads_share_one(llm: LLM) -> None:
