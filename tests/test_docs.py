@@ -1,6 +1,6 @@
-"""The README is true: its snippets run, its cheap commands print what it shows, its sizes table is the code's.
+"""The documents match the code: snippets run, commands print the shown output, links and named files exist.
 
-A server is started for the snippets that need one; only its address is put in place of the one they name.
+Snippets that need a server run against one started here; only the address in them is replaced.
 """
 
 import json
@@ -23,9 +23,9 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 BLOCKS = [(kind, text) for kind, text in re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)]
 SNIPPETS = [text for kind, text in BLOCKS if kind == "python"]
 COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
-CHEAP = [line for line in COMMANDS if re.match(r"quire (plan|info)\b", line)]
+QUICK_COMMANDS = [line for line in COMMANDS if re.match(r"quire (plan|info)\b", line)]
 
-QWEN3_06B = {  # all that `quire plan` reads of a folder
+QWEN3_06B = {  # the only file of a model folder that `quire plan` reads
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 151936,
     "hidden_size": 1024,
@@ -42,7 +42,7 @@ QWEN3_06B = {  # all that `quire plan` reads of a folder
 
 @pytest.fixture(scope="module")
 def address():
-    """Of a server on the bundled model, on free ports."""
+    """Start a server with the bundled model on free ports and yield the address for clients."""
     command = [*quire_command(), "serve", "--port", "0", "--http-port", "0", "--threads", "1"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=ENVIRONMENT, text=True
@@ -56,20 +56,20 @@ def address():
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
-def test_a_snippet_runs_as_it_stands_and_prints(snippet, address):
+def test_a_snippet_runs_unchanged_and_prints(snippet, address):
     done = run(sys.executable, "-W", "error", "-c", snippet.replace(ADDRESS, address))
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
-def test_the_snippets_show_both_clients_and_the_model_without_a_server():
+def test_the_snippets_show_both_clients_and_llm():
     assert sum(ADDRESS in snippet for snippet in SNIPPETS) == 2
     for name in ("AsyncClient", "Client", "LLM"):
         assert any(re.search(rf"\b{name}\(", snippet) for snippet in SNIPPETS), name
 
 
-@pytest.mark.parametrize("line", CHEAP)
-def test_a_command_prints_what_the_readme_shows_after_it(line, tmp_path):
+@pytest.mark.parametrize("line", QUICK_COMMANDS)
+def test_a_command_prints_the_output_that_the_readme_shows(line, tmp_path):
     (tmp_path / "Qwen3-0.6B").mkdir()
     (tmp_path / "Qwen3-0.6B" / "config.json").write_text(json.dumps(QWEN3_06B))
     done = run(*quire_command(), *line.split()[1:], cwd=tmp_path)
@@ -77,11 +77,11 @@ def test_a_command_prints_what_the_readme_shows_after_it(line, tmp_path):
     assert done.stdout == block_after(line)
 
 
-def test_the_sizes_table_is_the_codes():
+def test_the_sizes_table_matches_the_code():
     assert f"```\n{describe_sizes()}\n```" in README
 
 
-def test_the_figures_that_readers_check_are_in_the_table():
+def test_the_sizes_table_contains_well_known_figures():
     rows = {line[:18].rstrip(): line for line in reversed(describe_sizes().splitlines())}
     assert "234,881,024    224 MiB" in rows["Qwen3-0.6B"]
     assert "196 MiB" in rows["Gemma-3-4B"]
@@ -89,7 +89,7 @@ def test_the_figures_that_readers_check_are_in_the_table():
     assert "896 MiB for Gemma-3-4B" in README
 
 
-def test_every_public_name_but_the_single_errors_is_in_the_readme():
+def test_every_public_name_except_error_subclasses_is_in_the_readme():
     errors = {name for name in quire.__all__ if issubclass(getattr(quire, name), Exception)} - {"QuireError"}
     for name in set(quire.__all__) - errors:
         assert re.search(rf"\b{name}\b", README), name
@@ -105,14 +105,14 @@ def test_every_command_of_the_readme_exists():
 
 
 @pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md"])
-def test_every_link_of_a_document_leads_somewhere(document):
+def test_every_link_of_a_document_has_a_target(document):
     text = (ROOT / document).read_text("utf-8")
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (ROOT / target).exists(), target
 
 
 @pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
-def test_every_file_a_document_names_exists(document):
+def test_every_file_named_in_a_document_exists(document):
     text = (ROOT / document).read_text("utf-8")
     named = set(re.findall(r"`((?:kernels|pager|scheduler|runtime|tests)/[\w./-]*)`", text))
     assert named
@@ -120,7 +120,7 @@ def test_every_file_a_document_names_exists(document):
         assert (ROOT / path).exists(), path
 
 
-def test_every_name_the_architecture_mentions_is_in_the_code():
+def test_every_name_in_the_architecture_is_in_the_code():
     text = re.sub(r"^```.*?^```", "", (ROOT / "ARCHITECTURE.md").read_text("utf-8"), flags=re.M | re.S)
     named = {name.split(".")[-1] for name in re.findall(r"`([A-Za-z_]\w+(?:\.\w+)*)`", text)}
     words = set(re.findall(r"\w+", "\n".join(path.read_text("utf-8") for path in sources())))
@@ -129,7 +129,7 @@ def test_every_name_the_architecture_mentions_is_in_the_code():
 
 
 def sources():
-    """Everything the architecture may speak of: code, and what builds it."""
+    """Yield the files that may define the names in ARCHITECTURE.md: the code and its build files."""
     yield from (
         ROOT / name
         for name in ("Makefile", "meson.build", "kernels/meson.build", "pyproject.toml", "tests/test_imports.py")
@@ -148,6 +148,6 @@ def run(*command, cwd=None):
 
 
 def block_after(line):
-    """What the README shows as the output of the command block that consists of `line`."""
+    """Return the block that follows the command block `line` in the README: its output."""
     index = BLOCKS.index(("sh", f"{line}\n"))
     return BLOCKS[index + 1][1]

@@ -1,6 +1,6 @@
-"""Imports only go down: between packages, between layers of runtime/, and to as few other distributions as possible.
+"""Imports only go down: between packages, between the layers of runtime/, and to an allowed set of distributions.
 
-Every source file is read, none is imported; Cython files are read for both `import` and `cimport`.
+The source files are parsed, not imported. In Cython files both `import` and `cimport` count.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FACE = ROOT / "runtime" / "public.py"  # installed as quire/__init__.py
+PUBLIC = ROOT / "runtime" / "public.py"  # installed as quire/__init__.py
 PACKAGES = ("pager", "kernels", "scheduler", "runtime")
 
-BELOW = {  # package -> the packages it may import besides itself
+ALLOWED_PACKAGES = {  # package -> the packages that it may import besides itself
     "pager": set(),
     "kernels": set(),
     "scheduler": {"pager"},
@@ -32,13 +32,13 @@ LAYERS = """
 3  engine/    input, core, output, text        client/    AsyncClient, Client
 2  model/     config, families, weights, program, runner      protocol/   frames, codec, PROTOCOL.md
 1  common/    errors, types, config, settings, logs
-"""  # of runtime; each imports only layers below it, or itself. ARCHITECTURE.md and README.md show the same lines.
+"""  # of runtime/; a layer imports only layers below it. ARCHITECTURE.md and README.md must show the same lines.
 
 LAYER_OF = {
     name: int(line[0]) for line in LAYERS.strip().splitlines() for name in re.findall(r"\b(\w+)(?:/|\.py)(?=\s)", line)
 } | {"public": 7}
 
-THIRD_PARTY = {  # what the lower packages may use besides the standard library
+THIRD_PARTY = {  # package -> what it may import besides the standard library; runtime may import anything
     "pager": {"numpy"},
     "kernels": {"numpy", "cython", "cpython", "libc"},
     "scheduler": set(),
@@ -58,8 +58,8 @@ def module_of(path: Path) -> Module:
 
 
 def imports(path: Path, text: str) -> set[Module]:
-    """Absolute names of everything the file imports; `quire` itself is left out of them."""
-    package = () if path == FACE else path.relative_to(ROOT).parent.parts
+    """Return the absolute names that the file imports, without the leading `quire`."""
+    package = () if path == PUBLIC else path.relative_to(ROOT).parent.parts
     if path.suffix in (".py", ".pyi"):
         found = python_imports(ast.parse(text), package)
     else:
@@ -89,7 +89,7 @@ def cython_imports(text: str, package: Module) -> set[Module]:
 
 
 def resolve(dots: str, name: str, package: Module) -> Module:
-    """The module or member that `from <dots> import <name>` in `package` means."""
+    """Return the module or member that `from <dots> import <name>` in `package` refers to."""
     level = len(dots) - len(dots.lstrip("."))
     base = package[: len(package) - level + 1] if level else ()
     path = tuple(part for part in dots.lstrip(".").split(".") if part)
@@ -102,29 +102,29 @@ def layer_of(module: Module) -> int:
 
 
 def violation(importer: Module, imported: Module) -> str | None:
-    """What is wrong with this arrow, if anything."""
+    """Return an error message if `importer` may not import `imported`, else None."""
     source, target = importer[0], imported[0]
-    arrow = f"{'.'.join(importer)} -> {'.'.join(imported)}"
+    edge = f"{'.'.join(importer)} -> {'.'.join(imported)}"
     if target not in PACKAGES:
-        return foreign_violation(source, target, arrow)
+        return third_party_violation(source, target, edge)
     if target != source:
-        return None if target in BELOW[source] else f"{arrow}: {source} may not import {target}"
+        return None if target in ALLOWED_PACKAGES[source] else f"{edge}: {source} may not import {target}"
     if source == "runtime" and len(importer) > 1 and len(imported) > 1:
-        return layer_violation(importer, imported, arrow)
+        return layer_violation(importer, imported, edge)
     return None
 
 
-def foreign_violation(source: str, target: str, arrow: str) -> str | None:
+def third_party_violation(source: str, target: str, edge: str) -> str | None:
     allowed = THIRD_PARTY.get(source)
     if allowed is None or target in sys.stdlib_module_names or target in allowed:
         return None
-    return f"{arrow}: {source} may use only the standard library and {sorted(allowed)}"
+    return f"{edge}: {source} may use only the standard library and {sorted(allowed)}"
 
 
-def layer_violation(importer: Module, imported: Module, arrow: str) -> str | None:
+def layer_violation(importer: Module, imported: Module, edge: str) -> str | None:
     if importer[1] == imported[1] or layer_of(importer) > layer_of(imported):
         return None
-    return f"{arrow}: not downwards"
+    return f"{edge}: not a lower layer"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -138,10 +138,10 @@ def test_imports_only_go_down(package: str) -> None:
     assert not found, "\n".join(found)
 
 
-def test_there_are_no_circles() -> None:
-    """No module imports itself through others. A package's `__init__.py` counts as a module of its own."""
+def test_there_are_no_import_cycles() -> None:
+    """Check that no module imports itself through other modules. An `__init__.py` counts as a module."""
     modules = {module_of(path): path for package in PACKAGES for path in sources(package)}
-    imported_by = {
+    imports_of = {
         name: {
             target
             for each in imports(path, path.read_text())
@@ -149,15 +149,15 @@ def test_there_are_no_circles() -> None:
         }
         for name, path in modules.items()
     }
-    sorter = graphlib.TopologicalSorter(imported_by)
+    sorter = graphlib.TopologicalSorter(imports_of)
     try:
         sorter.prepare()
     except graphlib.CycleError as error:
-        pytest.fail("circle: " + " -> ".join(".".join(name) for name in reversed(error.args[1])))
+        pytest.fail("import cycle: " + " -> ".join(".".join(name) for name in reversed(error.args[1])))
 
 
 def module_named(imported: Module, modules: Container[Module]) -> Module | None:
-    """The module that an imported name is, or lives in."""
+    """Return the module that an imported name is, or is defined in."""
     return next((name for name in (imported, imported[:-1]) if name in modules), None)
 
 
@@ -166,7 +166,7 @@ def test_documents_show_the_same_layers(document: str) -> None:
     assert LAYERS in (ROOT / document).read_text("utf-8")
 
 
-def test_there_is_something_to_walk() -> None:
+def test_every_package_has_imports() -> None:
     for package in PACKAGES:
         assert any(imports(path, path.read_text()) for path in sources(package)), package
 
@@ -187,16 +187,16 @@ def test_there_is_something_to_walk() -> None:
             "from quire.scheduler cimport (\n    a,\n    b as c,\n)",
             "kernels may not import scheduler",
         ),
-        ("runtime/common/errors.py", "from ..protocol import codec", "not downwards"),
-        ("runtime/engine/engine.py", "from ..client.async_client import AsyncClient", "not downwards"),
-        ("runtime/server/server.py", "from ..workers.engine_pool import EnginePool", "not downwards"),
-        ("runtime/model/decoder.py", "from ..engine.engine import Engine", "not downwards"),
-        ("runtime/engine/facade.py", "from ..tools import bench", "not downwards"),
-        ("runtime/common/types.py", "from ..engine import facade", "not downwards"),
-        ("runtime/llm.py", "from . import public", "not downwards"),
+        ("runtime/common/errors.py", "from ..protocol import codec", "not a lower layer"),
+        ("runtime/engine/engine.py", "from ..client.async_client import AsyncClient", "not a lower layer"),
+        ("runtime/server/server.py", "from ..workers.engine_pool import EnginePool", "not a lower layer"),
+        ("runtime/model/decoder.py", "from ..engine.engine import Engine", "not a lower layer"),
+        ("runtime/engine/facade.py", "from ..tools import bench", "not a lower layer"),
+        ("runtime/common/types.py", "from ..engine import facade", "not a lower layer"),
+        ("runtime/llm.py", "from . import public", "not a lower layer"),
     ],
 )
-def test_an_arrow_upwards_is_found(file: str, text: str, wrong: str) -> None:
+def test_an_import_upwards_is_found(file: str, text: str, wrong: str) -> None:
     path = ROOT / file
     found = [violation(module_of(path), imported) for imported in imports(path, text)]
     assert all(each is not None and wrong in each for each in found)
@@ -217,7 +217,7 @@ def test_an_arrow_upwards_is_found(file: str, text: str, wrong: str) -> None:
         ("runtime/public.py", "from .runtime.llm import LLM"),
     ],
 )
-def test_an_arrow_downwards_is_fine(file: str, text: str) -> None:
+def test_an_import_downwards_is_accepted(file: str, text: str) -> None:
     path = ROOT / file
     found = imports(path, text)
     assert found

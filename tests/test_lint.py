@@ -1,7 +1,6 @@
-"""The linters and the type checker as tests: what they would say is what the failure shows.
+"""Run the linters and the type checker, as the pre-commit hooks do; a failure shows their output.
 
-They check the files in the tree, except for the public face, which is imported as a user would. The pre-commit hooks
-run these same tools.
+The test of the public API imports the installed package, as users do.
 """
 
 import subprocess
@@ -14,9 +13,9 @@ import quire
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = Path(sys.executable).parent
 PACKAGES = ("kernels", "pager", "runtime", "scheduler")
-VIEW = ROOT / ".mypy_cache" / "view"  # at a fixed place, so that mypy's cache holds from run to run
+VIEW = ROOT / ".mypy_cache" / "view"  # a fixed path, so that mypy can reuse its cache in the next run
 
-FACE = {
+PUBLIC_NAMES = {
     "LLM",
     "Accepted",
     "AsyncClient",
@@ -55,7 +54,7 @@ FACE = {
 }
 
 
-def test_ruff_has_nothing_to_say():
+def test_ruff_check_passes():
     run("ruff", "check", "--quiet", "--output-format=concise", ".")
 
 
@@ -63,24 +62,24 @@ def test_every_file_is_formatted():
     run("ruff", "format", "--check", "--quiet", "--diff", ".")
 
 
-def test_types_hold():
+def test_mypy_passes():
     lay_out_as_installed()
     config, cache = ROOT / "pyproject.toml", ROOT / ".mypy_cache"
     run("mypy", f"--config-file={config}", f"--cache-dir={cache}", "--no-error-summary", "-p", "quire", cwd=VIEW)
 
 
-def test_cython_lint_has_nothing_to_say():
+def test_cython_lint_passes():
     run("cython-lint", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "kernels").glob("*.p[yx][xd]")))
 
 
-def test_the_public_face_is_what_it_says():
-    assert set(quire.__all__) == FACE
-    for name in FACE:
+def test_the_public_api_is_documented():
+    assert set(quire.__all__) == PUBLIC_NAMES
+    for name in PUBLIC_NAMES:
         assert getattr(quire, name).__doc__, f"{name} has no docstring"
 
 
 def lay_out_as_installed():
-    """`quire` as a package of links into the tree, the public face as its `__init__.py`."""
+    """Create the package `quire` as symbolic links into the tree, with runtime/public.py as its `__init__.py`."""
     package = VIEW / "quire"
     package.mkdir(parents=True, exist_ok=True)
     link(package / "__init__.py", ROOT / "runtime" / "public.py")
@@ -91,14 +90,14 @@ def lay_out_as_installed():
 def link(path, target):
     if not path.is_symlink():
         path.symlink_to(target)
-    assert path.resolve() == target, f"{path} points elsewhere; remove {VIEW}"
+    assert path.resolve() == target, f"{path} is a link to another tree; remove {VIEW}"
 
 
 def run(tool, *arguments, cwd=ROOT):
-    """Any output or failure is the test's failure message. cython-lint looks for pycodestyle on PATH."""
+    """Run a tool and fail the test on any output. cython-lint needs the tools on PATH: it runs pycodestyle."""
     done = subprocess.run(
         [TOOLS / tool, *arguments], cwd=cwd, env={"PATH": f"{TOOLS}:/usr/bin:/bin"}, capture_output=True, text=True
     )
-    said = (done.stdout + done.stderr).strip()
-    if done.returncode or said:
-        pytest.fail(f"{tool} {' '.join(arguments)}\n{said}", pytrace=False)
+    output = (done.stdout + done.stderr).strip()
+    if done.returncode or output:
+        pytest.fail(f"{tool} {' '.join(arguments)}\n{output}", pytrace=False)
