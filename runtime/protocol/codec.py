@@ -6,7 +6,6 @@ ProtocolError, and never holds more than one frame's declared length, itself che
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import msgspec
 
 from ..common.errors import InvalidRequest, ProtocolError
 from .frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Frame, Generate
+from .framing import PREFIX_BYTES, next_payload, with_prefix
 
 MAX_DEPTH = 8  # TOKENS needs 5: frame, logprobs, token, alternatives, pair
 MAX_ARRAY_LENGTH = 1 << 20
@@ -24,7 +24,6 @@ MAX_MAP_ENTRIES = 1 << 15  # of all maps in a frame, each map counting as one mo
 UNCHECKED_BYTES = 1 << 10  # a shorter frame can claim what it likes: it costs 3 MB and 2 ms at most
 MAX_ERROR_CHARACTERS = 500  # messages may quote what was sent
 
-_LENGTH = struct.Struct(">I")
 _CONTAINERS = frozenset({tuple, dict})
 _WANT_A_LOOK = _CONTAINERS | {bytes}
 
@@ -45,14 +44,14 @@ def encode(frame: Frame, max_frame_bytes: int = MAX_FRAME_BYTES) -> bytes:
         raise InvalidRequest(f"cannot be sent: {error}") from error
     if len(payload) > max_frame_bytes:
         raise InvalidRequest(f"needs a frame of {len(payload)} bytes, the limit is {max_frame_bytes}")
-    return _LENGTH.pack(len(payload)) + payload
+    return with_prefix(payload)
 
 
 def check_limits(data: bytes) -> None:
     """Of one frame as `encode` gives it. Raises InvalidRequest for what a `Decoder` calls a breach of the protocol: a
     user's values may nest deeper, or be more, than a connection may carry."""
     try:
-        _unpack(data[_LENGTH.size :])
+        _unpack(data[PREFIX_BYTES:])
     except ProtocolError as error:
         raise InvalidRequest(f"cannot be sent: {error}") from error
 
@@ -80,21 +79,8 @@ class Decoder:
         return self._complete_frames()
 
     def _complete_frames(self) -> Iterator[Frame | Malformed]:
-        while (payload := self._next_payload()) is not None:
+        while (payload := next_payload(self._buffer, self.max_frame_bytes)) is not None:
             yield parse_frame(_unpack(payload), self._schema)
-
-    def _next_payload(self) -> bytes | None:
-        if len(self._buffer) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._buffer)
-        if length > self.max_frame_bytes:
-            raise ProtocolError(f"a frame declares {length} bytes, the limit is {self.max_frame_bytes}")
-        end = _LENGTH.size + length
-        if len(self._buffer) < end:
-            return None
-        payload = bytes(self._buffer[_LENGTH.size : end])
-        del self._buffer[:end]
-        return payload
 
 
 def parse_frame(message: tuple[Any, ...], schema: Mapping[str, type[Frame]]) -> Frame | Malformed:

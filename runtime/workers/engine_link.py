@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -21,9 +20,9 @@ from ...scheduler import AdmissionEstimate, FinishReason, RequestSpec, RequestUp
 from ..common.config import EngineConfig
 from ..engine import CoreInfo, EngineStats, Prefilled, StepStats
 from ..model.runner import SamplingSpec
+from ..protocol.framing import next_payload, with_prefix
 
 LogForm = tuple[Literal["console", "json"], str]  # form and level
-_LENGTH = struct.Struct(">I")
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
@@ -169,8 +168,7 @@ class Channel(asyncio.Protocol):
     def send(self, message: ToEngine | FromEngine) -> None:
         """Never waits. Dropped when the other end is gone."""
         if self._transport is not None and not self._transport.is_closing():
-            payload = self._encode(message)
-            self._transport.write(_LENGTH.pack(len(payload)) + payload)
+            self._transport.write(with_prefix(self._encode(message)))
 
     def close(self) -> None:
         """What was sent before still leaves."""
@@ -183,18 +181,9 @@ class Channel(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # a stream socket's; uvloop's has no such base class
 
     def data_received(self, data: bytes) -> None:
-        received = self._received
-        received += data
-        start = 0
-        while len(received) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(received, start)
-            end = start + _LENGTH.size + length
-            if len(received) < end:
-                break
-            message = self._decode(memoryview(received)[start + _LENGTH.size : end].tobytes())
-            start = end
-            self._take(message)
-        del received[:start]
+        self._received += data
+        while (payload := next_payload(self._received)) is not None:
+            self._take(self._decode(payload))
 
     def connection_lost(self, error: Exception | None) -> None:
         with contextlib.suppress(OSError):  # a write to one that is gone fails before its last words are read
