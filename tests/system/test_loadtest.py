@@ -1,4 +1,4 @@
-"""`quire loadtest` against a real server in this process: the command line in, table, result and report out."""
+"""`quire loadtest` against a real server in this process: from the command line to table, result and report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def call(*arguments: str) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """In a thread, for its loop is another than the server's; gives the detailed result of a single run."""
+    """Return a function that runs a load test in a thread, with a loop of its own, and returns the detailed result."""
 
     async def run(*arguments: str) -> dict[str, Any]:
         saving = ("--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json")
@@ -50,15 +50,15 @@ async def test_an_open_loop(serving: Callable[..., Any], run: Run, capsys: pytes
         assert words in printed
 
 
-async def test_a_closed_loop_with_clients_that_leave_and_dawdle(serving: Callable[..., Any], run: Run) -> None:
+async def test_a_closed_loop_with_clients_that_cancel_and_read_slowly(serving: Callable[..., Any], run: Run) -> None:
     behaviour = ("--cancel-rate", "0.5", "--slow-reader-rate", "0.3", "--slow-reader-ms", "1", "--num-connections", "2")
     async with serving() as real:
         result = await run("--base-url", real.address, *SMALL, "--max-concurrency", "3", *behaviour)
-    ours = result["x_quire"]
+    own = result["x_quire"]
     assert result["failed"] == 0
-    assert ours["cancelled"] > 0
-    assert result["completed"] == 8 - ours["cancelled"]
-    assert "generator_delay_ms" not in ours
+    assert own["cancelled"] > 0
+    assert result["completed"] == 8 - own["cancelled"]
+    assert "generator_delay_ms" not in own
 
 
 async def test_text_and_traces(serving: Callable[..., Any], run: Run) -> None:
@@ -98,13 +98,13 @@ async def test_a_sweep_with_a_report(serving: Callable[..., Any], tmp_path: Path
     assert "ttfts" not in results[0]
 
 
-async def test_without_an_address_a_server_is_started_and_gone_afterwards(run: Run) -> None:
+async def test_without_an_address_a_server_is_started_for_the_run(run: Run) -> None:
     result = await run(*SMALL, "--request-rate", "inf", "--max-concurrency", "4")
     assert (result["completed"], result["failed"]) == (8, 0)
     assert result["x_quire"]["server"]["isa"]
 
 
-async def test_every_request_fails(serving: Callable[..., Any], run: Run) -> None:
+async def test_an_error_is_raised_if_every_request_fails(serving: Callable[..., Any], run: Run) -> None:
     async with serving() as real:
         with pytest.raises(Unavailable, match="no request succeeded; the first failed with: "):
             await run("--base-url", real.address, "--num-prompts", "2", "--random-input-len", "1000000")
@@ -129,6 +129,6 @@ async def test_every_request_fails(serving: Callable[..., Any], run: Run) -> Non
         (("--report", "nowhere/report.html"), "--report"),
     ],
 )
-def test_command_lines_that_are_refused_before_anything_is_started(arguments: tuple[str, ...], message: str) -> None:
+def test_invalid_command_lines_are_refused_before_the_run(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         call(*arguments)

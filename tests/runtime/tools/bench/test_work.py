@@ -1,4 +1,4 @@
-"""What a measurement had to do at least, counted by hand for a model small enough to do so."""
+"""The least work of a phase, counted by hand for a small model."""
 
 from dataclasses import dataclass, field
 
@@ -10,8 +10,8 @@ from quire.runtime.tools.bench.work import decode_work, prefill_work
 
 
 @dataclass
-class Weight:
-    """As much of a packed matrix as is counted."""
+class FakeWeight:
+    """The part of a packed matrix that is counted."""
 
     out_features: int
     in_features: int
@@ -20,7 +20,7 @@ class Weight:
 
 
 @dataclass
-class Spec:
+class FakeSpec:
     windows: tuple[int, ...]
     num_heads: int = 4
     head_dim: int = 32
@@ -37,19 +37,19 @@ class FakeModelRunner:
     """Two layers with one linear each, and a head."""
 
     kv: str
-    spec: Spec = field(default_factory=lambda: Spec((0, 3)))
+    spec: FakeSpec = field(default_factory=lambda: FakeSpec((0, 3)))
 
     def __post_init__(self) -> None:
         self.capacity = FakeCapacity(KVLayout(2, 2, 32, self.kv))
         builder = ProgramBuilder(16, 4)
-        x = builder.embed(Weight(500, 64, "q8", 34000))
+        x = builder.embed(FakeWeight(500, 64, "q8", 34000))
         for _ in range(2):
-            builder.linear_add(x, Weight(64, 64, "q8", 4352), None, x)
-        logits = builder.logits(builder.gather(x), Weight(500, 64, "q8", 34000))
+            builder.linear_add(x, FakeWeight(64, 64, "q8", 4352), None, x)
+        logits = builder.logits(builder.gather(x), FakeWeight(500, 64, "q8", 34000))
         self.ops = builder.build(logits).ops
 
 
-def test_decode_reads_weights_once_per_step_and_every_key_and_value_a_window_shows():
+def test_decode_reads_the_weights_once_per_step_and_all_visible_keys_and_values():
     work = decode_work(FakeModelRunner("bf16"), [(5, 2), (6, 3)])
     assert work.weight_bytes == 2 * (2 * 4352 + 34000)
     token_bytes = 2 * 2 * 32 * 2  # K and V, KV heads, head_dim, bf16
@@ -60,7 +60,7 @@ def test_decode_reads_weights_once_per_step_and_every_key_and_value_a_window_sho
     }
 
 
-def test_prefill_multiplies_the_causal_half_and_the_head_once_per_user():
+def test_prefill_computes_the_causal_half_and_the_head_once_per_user():
     work = prefill_work(FakeModelRunner("f32"), 3, 5, [(5, 5), (5,)])
     pairs = 3 * (1 + 2 + 3 + 4 + 5) + 3 * (1 + 2 + 3 + 3 + 3)
     assert work.ops == {"q8": 2 * 15 * 2 * 64 * 64 + 2 * 3 * 500 * 64, "f32": 2 * 2 * pairs * 4 * 32}
@@ -73,8 +73,8 @@ def test_int8_keys_and_values_are_multiplied_as_int8():
     assert work.kv_bytes == (4 + 3) * KVLayout(1, 2, 32, "int8").token_bytes
 
 
-def test_the_least_time_takes_each_form_at_its_own_peak():
+def test_the_least_time_uses_the_peak_of_each_dtype():
     work = decode_work(FakeModelRunner("bf16"), [(4,)])
-    roof = Roofline(1000, {"q8": 100, "bf16": 50, "f32": 25})
-    assert work.compute_seconds(roof) == pytest.approx(work.ops["q8"] / 100 + work.ops["bf16"] / 50)
-    assert work.memory_seconds(roof) == pytest.approx((work.weight_bytes + work.kv_bytes) / 1000)
+    roofline = Roofline(1000, {"q8": 100, "bf16": 50, "f32": 25})
+    assert work.compute_seconds(roofline) == pytest.approx(work.ops["q8"] / 100 + work.ops["bf16"] / 50)
+    assert work.memory_seconds(roofline) == pytest.approx((work.weight_bytes + work.kv_bytes) / 1000)

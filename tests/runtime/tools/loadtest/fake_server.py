@@ -1,14 +1,15 @@
-"""A server that computes nothing and keeps its word: every token of every answer leaves at a moment known beforehand.
+"""A fake server that computes nothing: every token of every answer leaves at a time that is known in advance.
 
 usage: fake_server.py [--protocol quire|openai] [--requests 100] [--seed 0]
                       [--ttft-ms 20 80] [--itl-ms 5 30] [--tokens 2 40]
 
-Request i, whose prompt ends in the number i, is answered as `scripts(…)[i]` says: delays count from the moment its last
-byte has arrived. What is measured against it is the harness, so it runs in a process of its own and keeps its times:
-it sleeps until shortly before, then spins. It prints `ready HOST:PORT`, and when its standard input ends, as JSON when
-every token really left: on a shared machine even who spins is held up now and then, and that is no error of a harness.
+Request i, whose prompt ends in the number i, is answered as `scripts(…)[i]` says; delays count from the arrival of its
+last byte. The server measures the accuracy of load tests, so it runs in a process of its own and is exact: it sleeps
+until shortly before a token is due, then spins. It prints `ready HOST:PORT` and, when its standard input ends, the
+times at which every token really left, as JSON: on a shared machine even a spinning process is delayed at times, which
+is not an error of the load test.
 
-Quire's protocol or OpenAI's completions and chat completions, streamed; of both, what a client needs and no more.
+It implements as much of Quire's protocol, or of OpenAI's completions and chat completions, as a client needs.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ from quire.runtime.protocol.frames import (
     Welcome,
 )
 
-Piece = Callable[[int, bool], bytes]  # of a token's index and whether it is the last: what leaves with it
+Encode = Callable[[int, bool], bytes]  # (index of a token, whether it is the last) -> bytes to send
 
-SPIN_S = 0.002  # before a token is due: longer than the system may oversleep
+SPIN_S = 0.002  # spin for this long before a token is due: longer than the system oversleeps
 PROMPT_TOKENS = 10
 MODEL = ServedModel(name="fake", max_model_len=4096, vocab_size=1000, has_tokenizer=False, has_chat_template=False)
 
@@ -88,27 +89,27 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Range:
-    """What scripts are drawn from, evenly: (lowest, highest)."""
+class ScriptRanges:
+    """The uniform distributions of scripts: (lowest, highest)."""
 
     ttft_ms: tuple[float, float] = (20, 80)
     itl_ms: tuple[float, float] = (5, 30)
     tokens: tuple[int, int] = (2, 40)
 
 
-def scripts(count: int, seed: int, drawn: Range = Range()) -> list[Script]:
+def scripts(count: int, seed: int, ranges: ScriptRanges = ScriptRanges()) -> list[Script]:
     rng = random.Random(seed)
     return [
         Script(
-            rng.uniform(*drawn.ttft_ms) / 1000,
-            tuple(rng.uniform(*drawn.itl_ms) / 1000 for _ in range(rng.randint(*drawn.tokens) - 1)),
+            rng.uniform(*ranges.ttft_ms) / 1000,
+            tuple(rng.uniform(*ranges.itl_ms) / 1000 for _ in range(rng.randint(*ranges.tokens) - 1)),
         )
         for _ in range(count)
     ]
 
 
 def known_ms(answers: Sequence[Script]) -> dict[str, list[float]]:
-    """What a harness must find, by vLLM's names of the metrics."""
+    """Return the true latencies, by vLLM's names of the metrics."""
     found = {
         "ttft": [answer.ttft_s for answer in answers],
         "tpot": [answer.tpot_s for answer in answers if answer.itls_s],
@@ -119,16 +120,16 @@ def known_ms(answers: Sequence[Script]) -> dict[str, list[float]]:
 
 
 @contextmanager
-def fake_server(protocol: str, count: int, seed: int, drawn: Range = Range()) -> Iterator[FakeServer]:
-    """In a process of its own."""
+def fake_server(protocol: str, count: int, seed: int, ranges: ScriptRanges = ScriptRanges()) -> Iterator[FakeServer]:
+    """Run a fake server in a process of its own."""
     command = [sys.executable, str(Path(__file__)), "--protocol", protocol, "--requests", str(count)]
     command += ["--seed", str(seed)]
-    for name, pair in (("--ttft-ms", drawn.ttft_ms), ("--itl-ms", drawn.itl_ms), ("--tokens", drawn.tokens)):
+    for name, pair in (("--ttft-ms", ranges.ttft_ms), ("--itl-ms", ranges.itl_ms), ("--tokens", ranges.tokens)):
         command += [name, *map(str, pair)]
     with Popen(command, stdin=PIPE, stdout=PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        server = FakeServer(scripts(count, seed, drawn), process.stdout.readline().removeprefix("ready ").strip())
+        server = FakeServer(scripts(count, seed, ranges), process.stdout.readline().removeprefix("ready ").strip())
         assert server.address, "the fake server did not start"
         try:
             yield server
@@ -140,15 +141,15 @@ def fake_server(protocol: str, count: int, seed: int, drawn: Range = Range()) ->
 
 @dataclass
 class FakeServer:
+    """A running fake server: what it should do, and once it has ended what it really did."""
+
     promised: list[Script]
     address: str
-    kept: list[Script] = field(
-        default_factory=list
-    )  # once it has ended: what it really did, of answers it was asked for
+    kept: list[Script] = field(default_factory=list)  # of the requests that arrived
 
     @property
     def lateness_ms(self) -> list[float]:
-        """Of every token."""
+        """How late each token was sent."""
         return [
             1000 * (kept - promised)
             for script, done in zip(self.promised, self.kept, strict=True)
@@ -159,13 +160,13 @@ class FakeServer:
 # The process
 
 
-class Pacer:
-    """Calls back at given times of perf_counter, in order, as exactly as one process can."""
+class Timer:
+    """Calls functions at given times of perf_counter, in order, as exactly as one process can."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], None]]] = []  # a heap
         self._order = itertools.count()
-        self._earlier = asyncio.Event()  # something is due before what was waited for
+        self._earlier = asyncio.Event()  # a call is due before the one that is waited for
 
     def at(self, due_s: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._due, (due_s, next(self._order), call))
@@ -189,20 +190,20 @@ class Pacer:
 
 
 class Answers:
-    """What is to be answered, and when each token of it really left: seconds since its request had arrived."""
+    """The scripts, and when each token really left, in seconds since the arrival of its request."""
 
     def __init__(self, promised: Sequence[Script]) -> None:
         self.promised = promised
         self.left_s: list[list[float]] = [[] for _ in promised]
-        self.pacer = Pacer()
+        self.timer = Timer()
 
 
-class Answering(asyncio.Protocol):
-    """What both protocols share: a script's tokens leave as their times come."""
+class FakeConnection(asyncio.Protocol):
+    """What both protocols share: sending the tokens of a script when they are due."""
 
     def __init__(self, answers: Answers) -> None:
         self._answers = answers
-        self._gone: set[int] = set()  # cancelled requests, by id
+        self._cancelled: set[int] = set()  # request ids
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
@@ -211,28 +212,28 @@ class Answering(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._transport.abort()
 
-    def answer(self, request_id: int, prompt: str, received_s: float, piece: Piece) -> None:
+    def answer(self, request_id: int, prompt: str, received_s: float, encode_token: Encode) -> None:
         number = re.search(r"(\d+)$", prompt)
-        assert number is not None, f"the prompt {prompt!r} does not say which request it is"
+        assert number is not None, f"the prompt {prompt!r} does not end in a number"
         script, left_s = self._answers.promised[int(number[1])], self._answers.left_s[int(number[1])]
         due_s = [received_s + after_s for after_s in script.token_times]
 
         def send(index: int) -> None:
-            """One token, and only then the next is thought of: nothing may hold up the tokens of others."""
-            if request_id in self._gone or self._transport.is_closing():
+            """Send one token, then schedule the next one, so that no answer delays another one."""
+            if request_id in self._cancelled or self._transport.is_closing():
                 return
             is_last = index == script.num_tokens - 1
-            data = piece(index, is_last)
+            data = encode_token(index, is_last)
             left_s.append(time.perf_counter() - received_s)
             self._transport.write(data)
             if not is_last:
-                self._answers.pacer.at(due_s[index + 1], partial(send, index + 1))
+                self._answers.timer.at(due_s[index + 1], partial(send, index + 1))
 
-        self._answers.pacer.at(due_s[0], partial(send, 0))
+        self._answers.timer.at(due_s[0], partial(send, 0))
 
 
-class QuireConnection(Answering):
-    """Tokens are sent when they are due, whatever the credit."""
+class QuireConnection(FakeConnection):
+    """A connection of Quire's protocol. Tokens are sent when they are due, whatever the credit."""
 
     def __init__(self, answers: Answers) -> None:
         super().__init__(answers)
@@ -248,7 +249,7 @@ class QuireConnection(Answering):
                     self._write(Accepted(request_id, 0, 1, 1, 0.0))
                     self.answer(request_id, prompt, received_s, _frames_of(request_id))
                 case Cancel(request_id):
-                    self._gone.add(request_id)
+                    self._cancelled.add(request_id)
                     usage = Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=0)
                     self._write(Done(request_id, "cancelled", usage))
                 case ListModels(request_id):
@@ -260,19 +261,19 @@ class QuireConnection(Answering):
         self._transport.write(encode(frame))
 
 
-def _frames_of(request_id: int) -> Piece:
-    def piece(index: int, is_last: bool) -> bytes:
+def _frames_of(request_id: int) -> Encode:
+    def encode_token(index: int, is_last: bool) -> bytes:
         tokens = encode(Tokens(request_id, index, (index,), f"{index} "))
         if not is_last:
             return tokens
         usage = Usage(prompt_tokens=PROMPT_TOKENS, completion_tokens=index + 1)
         return tokens + encode(Done(request_id, "length", usage))
 
-    return piece
+    return encode_token
 
 
-class OpenAIConnection(Answering):
-    """HTTP/1.1, one request after the other on a connection."""
+class OpenAIConnection(FakeConnection):
+    """A connection of HTTP/1.1, with one request after the other."""
 
     def __init__(self, answers: Answers) -> None:
         super().__init__(answers)
@@ -296,9 +297,9 @@ class OpenAIConnection(Answering):
             models = json.dumps({"object": "list", "data": [{"id": "fake", "object": "model"}]}).encode()
             self._transport.write(_head("application/json", f"Content-Length: {len(models)}") + models)
             return
-        asked = json.loads(body)
+        fields = json.loads(body)
         is_chat = path.endswith("chat/completions")
-        prompt = asked["messages"][-1]["content"] if is_chat else asked["prompt"]
+        prompt = fields["messages"][-1]["content"] if is_chat else fields["prompt"]
         self._transport.write(_head("text/event-stream", "Transfer-Encoding: chunked"))
         self.answer(next(self._ids), prompt, received_s, _events_of(is_chat))
 
@@ -307,8 +308,8 @@ def _head(content_type: str, length: str) -> bytes:
     return f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\n{length}\r\n\r\n".encode()
 
 
-def _events_of(is_chat: bool) -> Piece:
-    def piece(index: int, is_last: bool) -> bytes:
+def _events_of(is_chat: bool) -> Encode:
+    def encode_token(index: int, is_last: bool) -> bytes:
         text = {"delta": {"content": f"{index} "}} if is_chat else {"text": f"{index} "}
         token = _event({"choices": [{"index": 0, **text, "finish_reason": "length" if is_last else None}]})
         if not is_last:
@@ -316,7 +317,7 @@ def _events_of(is_chat: bool) -> Piece:
         usage = {"prompt_tokens": PROMPT_TOKENS, "completion_tokens": index + 1}
         return token + _event({"choices": [], "usage": usage}) + _chunk(b"data: [DONE]\n\n") + _chunk(b"")
 
-    return piece
+    return encode_token
 
 
 def _event(content: dict[str, object]) -> bytes:
@@ -331,9 +332,9 @@ PROTOCOLS = {"quire": QuireConnection, "openai": OpenAIConnection}
 
 
 async def serve(protocol: str, answers: Answers) -> None:
-    """Until standard input ends."""
+    """Serve until standard input ends."""
     loop = asyncio.get_running_loop()
-    pacing = asyncio.create_task(answers.pacer.run())
+    pacing = asyncio.create_task(answers.timer.run())
     listening = await loop.create_server(lambda: PROTOCOLS[protocol](answers), "127.0.0.1", 0)
     host, port = listening.sockets[0].getsockname()
     gc.disable()
@@ -347,13 +348,13 @@ def main() -> None:
     parser.add_argument("--protocol", choices=PROTOCOLS, default="quire")
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ttft-ms", type=float, nargs=2, default=Range.ttft_ms)
-    parser.add_argument("--itl-ms", type=float, nargs=2, default=Range.itl_ms)
-    parser.add_argument("--tokens", type=int, nargs=2, default=Range.tokens)
-    asked = parser.parse_args()
-    drawn = Range(tuple(asked.ttft_ms), tuple(asked.itl_ms), tuple(asked.tokens))
-    answers = Answers(scripts(asked.requests, asked.seed, drawn))
-    asyncio.run(serve(asked.protocol, answers))
+    parser.add_argument("--ttft-ms", type=float, nargs=2, default=ScriptRanges.ttft_ms)
+    parser.add_argument("--itl-ms", type=float, nargs=2, default=ScriptRanges.itl_ms)
+    parser.add_argument("--tokens", type=int, nargs=2, default=ScriptRanges.tokens)
+    options = parser.parse_args()
+    ranges = ScriptRanges(tuple(options.ttft_ms), tuple(options.itl_ms), tuple(options.tokens))
+    answers = Answers(scripts(options.requests, options.seed, ranges))
+    asyncio.run(serve(options.protocol, answers))
     print(json.dumps(answers.left_s))
 
 

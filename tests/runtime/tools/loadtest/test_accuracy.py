@@ -1,20 +1,17 @@
-"""What a load test reports is what happened: the whole harness against answers whose delays are known beforehand.
+"""A load test reports what happened: the whole load test against answers whose delays are known.
 
-Exactly, in virtual time (an event loop whose clock jumps to the next timer), and once for real against servers in
-processes of their own, where only what does not depend on the machine is held to; tests/bench/harness_truth.py does
-the rest.
+Exactly in virtual time, and once for real against servers in processes of their own, where only what does not depend on
+the machine's speed is checked; tests/bench/harness_truth.py measures the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
-import selectors
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
-from quire.runtime.tools.loadtest import sender
 from quire.runtime.tools.loadtest.openai_backend import OpenAIBackend, OpenAITarget
 from quire.runtime.tools.loadtest.options import CHAT_COMPLETIONS, COMPLETIONS
 from quire.runtime.tools.loadtest.quire_backend import QuireBackend, QuireTarget
@@ -22,36 +19,15 @@ from quire.runtime.tools.loadtest.records import Backend, LoadRequest, ReceivedC
 from quire.runtime.tools.loadtest.results import RunOptions, summarize
 from quire.runtime.tools.loadtest.sender import LoadProgress, SendResult, send_closed_loop, send_open_loop
 
-from .fake_server import PROMPT_TOKENS, Range, Script, fake_server, known_ms, scripts
+from .fake_server import PROMPT_TOKENS, Script, ScriptRanges, fake_server, known_ms, scripts
 
 PERCENTILES = (50, 90, 99)
 NUM_REQUESTS = 60
 USERS = 7
-T = TypeVar("T")
 
 
-class VirtualSelector(selectors.DefaultSelector):
-    """Nothing ever arrives; waiting takes no time and all of it."""
-
-    now_s = 1000.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        assert timeout is not None, "everybody waits, and for nothing"
-        self.now_s += timeout
-        return []
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._clock = VirtualSelector()
-        super().__init__(self._clock)
-
-    def time(self) -> float:
-        return self._clock.now_s
-
-
-class ScriptedBackend:
-    """Answers in the loop's own time."""
+class ReplayBackend:
+    """A Backend whose answers follow scripts, in the loop's time."""
 
     def __init__(self, answers: Sequence[Script]) -> None:
         self._answers = answers
@@ -68,21 +44,7 @@ class ScriptedBackend:
         pass
 
 
-@pytest.fixture
-def in_virtual_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Awaitable[T]]], T]:
-    def run(work: Callable[[], Awaitable[T]]) -> T:
-        loop = VirtualLoop()
-        monkeypatch.setattr(sender.time, "perf_counter", loop.time)
-        try:
-            return loop.run_until_complete(work())
-        finally:
-            loop.close()
-            monkeypatch.undo()
-
-    return run
-
-
-def asked(answers: Sequence[Script]) -> list[LoadRequest]:
+def requests_for(answers: Sequence[Script]) -> list[LoadRequest]:
     return [LoadRequest(f"{index}", PROMPT_TOKENS, answer.num_tokens) for index, answer in enumerate(answers)]
 
 
@@ -100,10 +62,11 @@ def check_figures(result: dict[str, Any], answers: Sequence[Script]) -> None:
             assert result[f"p{percent}_{metric}_ms"] == pytest.approx(np.percentile(values, percent), abs=1e-6)
 
 
-def test_an_open_loop_reports_exactly_what_was_promised(in_virtual_time: Callable[..., SendResult]) -> None:
+def test_an_open_loop_reports_exact_figures(in_virtual_time: Callable[..., SendResult]) -> None:
     answers = scripts(NUM_REQUESTS, seed=1)
     times = [0.03 * index for index in range(NUM_REQUESTS)]
-    sent = in_virtual_time(lambda: send_open_loop(ScriptedBackend(answers), asked(answers), times, LoadProgress()))
+    requests = requests_for(answers)
+    sent = in_virtual_time(lambda: send_open_loop(ReplayBackend(answers), requests, times, LoadProgress()))
     result = result_of(sent)
     check_figures(result, answers)
     last_s = max(at + answer.e2el_s for at, answer in zip(times, answers, strict=True))
@@ -112,11 +75,13 @@ def test_an_open_loop_reports_exactly_what_was_promised(in_virtual_time: Callabl
     assert result["x_quire"]["schedule_delay_ms"]["p99"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_places_that_requests_wait_for_do_not_hide_in_latencies(in_virtual_time: Callable[..., SendResult]) -> None:
-    """Coordinated omission: one place, three requests at once. Each latency is the server's; the wait is told apart."""
+def test_waiting_for_a_slot_is_reported_as_schedule_delay(in_virtual_time: Callable[..., SendResult]) -> None:
+    """Send three requests at once to one slot: their latencies exclude the wait, their schedule delays include it."""
     answers = [Script(0.1, (0.1,))] * 3
     sent = in_virtual_time(
-        lambda: send_open_loop(ScriptedBackend(answers), asked(answers), [0.0] * 3, LoadProgress(), max_concurrency=1)
+        lambda: send_open_loop(
+            ReplayBackend(answers), requests_for(answers), [0.0] * 3, LoadProgress(), max_concurrency=1
+        )
     )
     result = result_of(sent)
     check_figures(result, answers)
@@ -125,14 +90,14 @@ def test_places_that_requests_wait_for_do_not_hide_in_latencies(in_virtual_time:
     assert result["x_quire"]["e2el_from_schedule_ms"]["mean"] == pytest.approx(400)
 
 
-def test_a_closed_loop_reports_exactly_what_was_promised(in_virtual_time: Callable[..., SendResult]) -> None:
+def test_a_closed_loop_reports_exact_figures(in_virtual_time: Callable[..., SendResult]) -> None:
     answers = scripts(NUM_REQUESTS, seed=2)
     sent = in_virtual_time(
-        lambda: send_closed_loop(ScriptedBackend(answers), asked(answers), LoadProgress(), max_concurrency=USERS)
+        lambda: send_closed_loop(ReplayBackend(answers), requests_for(answers), LoadProgress(), max_concurrency=USERS)
     )
     result = result_of(sent)
     check_figures(result, answers)
-    free_s = [0.0] * USERS  # each user takes the next request when the one before is answered
+    free_s = [0.0] * USERS  # each user sends the next request when its last one has ended
     for answer in answers:
         free_s[free_s.index(min(free_s))] += answer.e2el_s
     assert result["duration"] == pytest.approx(max(free_s))
@@ -145,10 +110,10 @@ async def connect(protocol: str, address: str, endpoint: str) -> Backend:
 
 
 @pytest.mark.parametrize("protocol", ["quire", "openai"])
-async def test_real_servers_tokens_are_found_in_their_order(protocol: str) -> None:
-    """Half of them in an open loop, half in a closed one, which of OpenAI's is by the other endpoint."""
-    with fake_server(protocol, 12, 3, Range(ttft_ms=(5, 20), itl_ms=(1, 5), tokens=(1, 12))) as server:
-        requests, records = asked(server.promised), []
+async def test_tokens_of_a_real_server_arrive_in_order(protocol: str) -> None:
+    """Send half of the requests in an open loop, half in a closed one, which uses OpenAI's other endpoint."""
+    with fake_server(protocol, 12, 3, ScriptRanges(ttft_ms=(5, 20), itl_ms=(1, 5), tokens=(1, 12))) as server:
+        requests, records = requests_for(server.promised), []
         backend = await connect(protocol, server.address, COMPLETIONS)
         try:
             records += (
@@ -170,6 +135,6 @@ async def test_real_servers_tokens_are_found_in_their_order(protocol: str) -> No
         assert record.scheduled_s <= record.sent_s < record.token_times[0]
         assert record.token_times == sorted(record.token_times)
         assert record.token_times[-1] <= record.ended_s
-        assert record.token_times[0] - record.sent_s >= kept.ttft_s  # nothing is seen before it was sent
+        assert record.token_times[0] - record.sent_s >= kept.ttft_s  # no token is seen before it was sent
         assert record.token_times[-1] - record.sent_s >= kept.e2el_s
         assert kept.ttft_s >= promised.ttft_s

@@ -1,4 +1,4 @@
-"""What `quire loadtest` shows while it runs and when it is over."""
+"""What `quire loadtest` prints: the progress line and the result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def served(delay_s: float = 0.0) -> RequestRecord:
     return RequestRecord(0, 10, 2, 1.0, 1.0 + delay_s, [1.5, 1.75], [1, 1], 1.75, "length")
 
 
-def test_the_table_has_vllms_words(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_result_has_vllms_words(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, served(), goodput={"ttft": 600})
     for line in (
         "Successful requests: 1",
@@ -35,7 +35,7 @@ def test_the_table_has_vllms_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any("late" in line or "Cancelled" in line or "Error" in line for line in lines)
 
 
-def test_the_table_says_when_the_generator_itself_was_late(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_result_notes_a_late_generator(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, served(delay_s=0.25), generator_delays_s=[0.25])
     assert any(
         line.startswith("Schedule delay (ms): p99 250.00; counted from the schedule, E2EL p99") for line in lines
@@ -43,7 +43,7 @@ def test_the_table_says_when_the_generator_itself_was_late(capsys: pytest.Captur
     assert any(line.startswith("The load generator itself was late (p99 250.00 ms)") for line in lines)
 
 
-def test_the_table_says_why_requests_failed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_result_lists_errors(capsys: pytest.CaptureFixture[str]) -> None:
     failed = [
         RequestRecord(index, 10, 2, 1.0, 1.0, ended_s=1.0, error="the [bold] queue is full", error_code="HTTP_503")
         for index in range(3)
@@ -60,7 +60,7 @@ def test_the_progress_line() -> None:
     assert progress_line(LoadProgress(sent=1), 0).startswith("sent 1   done 0")
 
 
-async def test_progress_is_drawn_on_a_terminal_and_gone_afterwards(
+async def test_progress_is_drawn_on_a_terminal_until_the_block_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")

@@ -1,4 +1,4 @@
-"""Datasets, and the loads made of them: the same seed gives the same requests, files are read as they are meant."""
+"""Datasets and the loads made of them: requests depend on options and seed only, and malformed files are refused."""
 
 from __future__ import annotations
 
@@ -36,36 +36,36 @@ def requests(*arguments: Any, **options: Any) -> list[LoadRequest]:
 
 
 @pytest.fixture(scope="module")
-def words() -> PromptVocabulary:
+def text_vocabulary() -> PromptVocabulary:
     tokenizer = Tokenizer(BUNDLED_MODEL)
     return PromptVocabulary(tokenizer.vocab_size, lambda text: len(tokenizer.encode(text)), tokenizer.decode)
 
 
-# Drawn ones
+# Synthetic datasets
 
 
-def test_random_prompts_are_drawn_within_lengths_and_vocabulary() -> None:
-    drawn = requests(
+def test_random_prompts_stay_within_lengths_and_vocabulary() -> None:
+    found = requests(
         num_prompts=200, random_input_len=10, random_output_len=20, random_range_ratio=0.25, random_prefix_len=3
     )
-    assert len({request.prompt[:3] for request in drawn}) == 1
-    assert len({request.prompt for request in drawn}) == 200
+    assert len({request.prompt[:3] for request in found}) == 1
+    assert len({request.prompt for request in found}) == 200
     assert (
-        {len(request.prompt) for request in drawn} == {request.prompt_tokens for request in drawn} == set(range(10, 17))
+        {len(request.prompt) for request in found} == {request.prompt_tokens for request in found} == set(range(10, 17))
     )
-    assert {request.max_tokens for request in drawn} == set(range(15, 26))
-    counts = Counter(token for request in drawn for token in request.prompt[3:])
+    assert {request.max_tokens for request in found} == set(range(15, 26))
+    counts = Counter(token for request in found for token in request.prompt[3:])
     assert set(counts) == set(range(100))
 
 
-def test_the_seed_decides_and_taking_more_changes_nothing() -> None:
+def test_requests_depend_on_the_seed_and_not_on_their_number() -> None:
     few, more = requests(num_prompts=3), requests(num_prompts=9)
     assert few == more[:3]
     assert few != requests(num_prompts=3, seed=1)
 
 
 def test_prefixes_are_repeated_equally_often() -> None:
-    drawn = requests(
+    found = requests(
         dataset_name="prefix_repetition",
         num_prompts=12,
         prefix_repetition_prefix_len=8,
@@ -73,29 +73,29 @@ def test_prefixes_are_repeated_equally_often() -> None:
         prefix_repetition_num_prefixes=3,
         prefix_repetition_output_len=5,
     )
-    assert sorted(Counter(request.prompt[:8] for request in drawn).values()) == [4, 4, 4]
-    assert len({request.prompt[8:] for request in drawn}) == 12
-    assert {(len(request.prompt), request.max_tokens) for request in drawn} == {(12, 5)}
+    assert sorted(Counter(request.prompt[:8] for request in found).values()) == [4, 4, 4]
+    assert len({request.prompt[8:] for request in found}) == 12
+    assert {(len(request.prompt), request.max_tokens) for request in found} == {(12, 5)}
 
 
-# Text
+# Text datasets
 
 
-def test_sharegpt(words: PromptVocabulary) -> None:
+def test_sharegpt(text_vocabulary: PromptVocabulary) -> None:
     found = requests(
-        None, None, words, dataset_name="sharegpt", dataset_path=DATA / "sharegpt.json", num_prompts=9,
+        None, None, text_vocabulary, dataset_name="sharegpt", dataset_path=DATA / "sharegpt.json", num_prompts=9,
         disable_shuffle=True, no_oversample=True,
     )  # fmt: skip
     assert [request.prompt for request in found] == [
         "How do I sort a list in Python?",
         "Explain what a thread-safe queue is for.",  # `Hi` is too short, as in vLLM
     ]
-    assert words.count_tokens is not None
-    assert found[0].max_tokens == words.count_tokens("Call its sort method, or sorted() for a new list.")
-    assert found[0].prompt_tokens == words.count_tokens("How do I sort a list in Python?")
+    assert text_vocabulary.count_tokens is not None
+    assert found[0].max_tokens == text_vocabulary.count_tokens("Call its sort method, or sorted() for a new list.")
+    assert found[0].prompt_tokens == text_vocabulary.count_tokens("How do I sort a list in Python?")
 
 
-def test_sharegpt_without_a_tokenizer_needs_a_length() -> None:
+def test_sharegpt_without_a_tokenizer_needs_an_output_length() -> None:
     with pytest.raises(ConfigError, match="--tokenizer FOLDER"):
         load(dataset_name="sharegpt", dataset_path=DATA / "sharegpt.json")
     found = requests(dataset_name="sharegpt", dataset_path=DATA / "sharegpt.json", sharegpt_output_len=7, num_prompts=6)
@@ -132,21 +132,21 @@ def test_custom_prompts() -> None:
         ("sharegpt", '[{"conversations"', "is not ShareGPT's JSON: Input data was truncated"),
     ],
 )
-def test_files_that_are_refused(name: Any, text: str, message: str, tmp_path: Path) -> None:
+def test_malformed_files_are_refused(name: Any, text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=f"bad.json.*{message}"):
         load(dataset_name=name, dataset_path=path, sharegpt_output_len=4)
 
 
-def test_a_file_that_is_not_there() -> None:
+def test_a_missing_file_is_refused() -> None:
     for name in ("custom", "sharegpt", "mooncake", "azure", "burstgpt"):
         with pytest.raises(ConfigError, match="missing cannot be read"):
             load(dataset_name=name, dataset_path=Path("missing"), sharegpt_output_len=4)
 
 
-def test_a_chat_is_given_the_text_of_drawn_tokens(words: PromptVocabulary) -> None:
-    (request,) = requests(None, None, replace(words, only_text=True), num_prompts=1, random_input_len=5)
+def test_a_chat_gets_the_text_of_random_tokens(text_vocabulary: PromptVocabulary) -> None:
+    (request,) = requests(None, None, replace(text_vocabulary, only_text=True), num_prompts=1, random_input_len=5)
     assert isinstance(request.prompt, str)
     with pytest.raises(ConfigError, match="--tokenizer FOLDER"):
         load(None, None, PromptVocabulary(100, only_text=True), num_prompts=1)
@@ -155,7 +155,7 @@ def test_a_chat_is_given_the_text_of_drawn_tokens(words: PromptVocabulary) -> No
 # Traces
 
 
-def test_a_trace_is_sent_as_recorded() -> None:
+def test_a_trace_is_sent_at_the_recorded_times() -> None:
     found = load(dataset_name="mooncake", dataset_path=DATA / "mooncake.jsonl")
     first, second, third = found.requests
     assert found.times == [0.0, 0.5, 0.5]
@@ -165,43 +165,43 @@ def test_a_trace_is_sent_as_recorded() -> None:
     assert [request.max_tokens for request in (first, second, third)] == [2, 1, 3]
 
 
-def test_a_trace_at_another_rate_in_another_order_or_for_a_while() -> None:
+def test_a_trace_can_be_rescaled_cut_off_and_sent_at_other_times() -> None:
     burstgpt = {"dataset_name": "burstgpt", "dataset_path": DATA / "burstgpt.csv"}
     assert load(**burstgpt).times == [0.0, 40.0, 113.5]
     assert load(Pacing(request_rate=2), **burstgpt).times == pytest.approx([0.0, 0.352, 1.0], abs=1e-3)
     assert load(Pacing(duration=100), **burstgpt).times == [0.0, 40.0]
-    drawn = load(Pacing(request_rate=2, self_timed=False), **burstgpt)
-    assert drawn.times is not None
-    assert drawn.times[-1] == pytest.approx(3 / 2)
+    found = load(Pacing(request_rate=2, self_timed=False), **burstgpt)
+    assert found.times is not None
+    assert found.times[-1] == pytest.approx(3 / 2)
     assert len(requests(Pacing(self_timed=False), dataset_name="azure", dataset_path=DATA / "azure.csv")) == 3
 
 
 # Closed loops, behaviour, warm-up
 
 
-def test_a_closed_loop_has_no_times_and_a_duration_no_end() -> None:
+def test_a_closed_loop_has_no_times_and_with_a_duration_no_end() -> None:
     counted = load(Pacing(max_concurrency=2), num_prompts=5)
     assert (counted.times, len(list(counted.requests))) == (None, 5)
     endless = load(Pacing(max_concurrency=2, duration=1), random_input_len=4)
     assert len(list(islice(endless.requests, 3000))) == 3000
 
 
-def test_without_a_number_or_a_duration_there_are_a_thousand() -> None:
+def test_the_default_is_a_thousand_requests() -> None:
     assert len(requests(random_input_len=1)) == 1000
 
 
-def test_clients_leave_and_dawdle_at_their_rates() -> None:
-    drawn = requests(
+def test_clients_cancel_and_read_slowly_at_their_rates() -> None:
+    found = requests(
         None, ClientBehaviour(cancel_rate=0.3, slow_reader_rate=0.1, slow_reader_ms=50), random_input_len=1
     )
-    leaving = [request.cancel_after for request in drawn if request.cancel_after is not None]
-    assert len(leaving) / 1000 == pytest.approx(0.3, abs=0.05)
-    assert min(leaving) >= 1
-    assert max(leaving) < 128
-    assert sum(request.pause_s == 0.05 for request in drawn) / 1000 == pytest.approx(0.1, abs=0.03)
+    cancelled = [request.cancel_after for request in found if request.cancel_after is not None]
+    assert len(cancelled) / 1000 == pytest.approx(0.3, abs=0.05)
+    assert min(cancelled) >= 1
+    assert max(cancelled) < 128
+    assert sum(request.pause_s == 0.05 for request in found) / 1000 == pytest.approx(0.1, abs=0.03)
 
 
-def test_warm_ups_are_no_part_of_the_load() -> None:
+def test_warmups_are_not_part_of_the_load() -> None:
     found = load(Pacing(num_warmups=3), num_prompts=5)
     sent = list(found.requests)
     prompts = {request.prompt for request in found.warmups}
@@ -227,7 +227,7 @@ def test_warm_ups_are_no_part_of_the_load() -> None:
         ({"request_rate": 1e-6, "duration": 1}, {}, {}, "is over before the first request"),
     ],
 )
-def test_loads_that_cannot_be_meant(
+def test_invalid_options_are_refused(
     pacing: dict[str, Any], behaviour: dict[str, Any], dataset: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

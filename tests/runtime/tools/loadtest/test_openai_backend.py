@@ -1,4 +1,4 @@
-"""OpenAI's API as servers speak it, right and wrong: a scripted server on a real socket, sent by the real backend."""
+"""The OpenAI backend against a fake server on a real socket, which sends valid and broken streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def delta(finish_reason: str | None = None, **fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish_reason}]}
 
 
-class Scripted:
+class FakeOpenAIServer:
     """Answers every request with `events`, as they are or cut into single bytes."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Scripted:
         self.status, self.models, self.cut = 200, 200, False
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[Any] = []
-        self.peers: set[Any] = set()  # of those who asked for models
+        self.peers: set[Any] = set()  # addresses of the clients that listed models
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.json())
@@ -63,22 +63,22 @@ Serve = Callable[..., Any]
 
 
 @pytest.fixture
-async def script() -> AsyncIterator[tuple[Scripted, Serve]]:
-    scripted = Scripted()
+async def fake() -> AsyncIterator[tuple[FakeOpenAIServer, Serve]]:
+    server = FakeOpenAIServer()
     app = web.Application()
-    app.router.add_post("/v1/{rest:.*}", scripted.complete)
-    app.router.add_get("/v1/models", scripted.list_models)
-    async with TestServer(app) as server:
+    app.router.add_post("/v1/{rest:.*}", server.complete)
+    app.router.add_get("/v1/models", server.list_models)
+    async with TestServer(app) as http:
 
         @asynccontextmanager
         async def backend(**options: Any) -> AsyncIterator[OpenAIBackend]:
-            opened = await OpenAIBackend.open(OpenAITarget(str(server.make_url("/")), **options))
+            opened = await OpenAIBackend.open(OpenAITarget(str(http.make_url("/")), **options))
             try:
                 yield opened
             finally:
                 await opened.close()
 
-        yield scripted, backend
+        yield server, backend
 
 
 async def send(backend: OpenAIBackend, prompt: Any = "Hello", **fields: Any) -> RequestRecord:
@@ -87,13 +87,13 @@ async def send(backend: OpenAIBackend, prompt: Any = "Hello", **fields: Any) -> 
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "byte by byte"])
-async def test_completions(script: tuple[Scripted, Serve], cut: bool) -> None:
-    scripted, backend = script
-    scripted.cut = cut
-    scripted.events = [": ping", text("é"), text(""), text("日", "length"), USAGE, DONE]
+async def test_completions(fake: tuple[FakeOpenAIServer, Serve], cut: bool) -> None:
+    server, backend = fake
+    server.cut = cut
+    server.events = [": ping", text("é"), text(""), text("日", "length"), USAGE, DONE]
     async with backend(model="m", api_key="secret", body={"temperature": 0.5}) as opened:
         record = await send(opened, (1, 2))
-    assert scripted.bodies == [
+    assert server.bodies == [
         {
             "model": "m",
             "prompt": [1, 2],
@@ -103,36 +103,36 @@ async def test_completions(script: tuple[Scripted, Serve], cut: bool) -> None:
             "temperature": 0.5,
         }
     ]
-    assert scripted.headers[0]["Authorization"] == "Bearer secret"
+    assert server.headers[0]["Authorization"] == "Bearer secret"
     assert (record.text, record.token_counts, record.prompt_tokens) == ("é日", [1, 1, 1], 5)
     assert (record.finish_reason, record.error, record.queue_ms) == ("length", None, None)
     assert record.sent_s < record.token_times[0] <= record.token_times[-1] <= record.ended_s
 
 
-async def test_chat_completions(script: tuple[Scripted, Serve]) -> None:
-    scripted, backend = script
+async def test_chat_completions(fake: tuple[FakeOpenAIServer, Serve]) -> None:
+    server, backend = fake
     usage = {"usage": {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}}
-    scripted.events = [delta(role="assistant", content=""), delta(content="a"), delta("stop", content="b"), usage, DONE]
+    server.events = [delta(role="assistant", content=""), delta(content="a"), delta("stop", content="b"), usage, DONE]
     async with backend(endpoint=CHAT_COMPLETIONS) as opened:
         assert opened.model == "tiny"
         record = await send(opened)
-    (body,) = scripted.bodies
+    (body,) = server.bodies
     assert body["messages"] == [{"role": "user", "content": "Hello"}]
     assert body["max_completion_tokens"] == 3
-    assert (record.text, record.token_counts) == ("ab", [1, 1])  # who speaks is no token
+    assert (record.text, record.token_counts) == ("ab", [1, 1])  # the event with the role is not a token
     assert (record.prompt_tokens, record.cached_tokens, record.finish_reason) == (9, 4, "stop")
 
 
-async def test_the_servers_count_of_tokens_is_believed(script: tuple[Scripted, Serve]) -> None:
-    scripted, backend = script
-    scripted.events = [text("a b"), text(" c", "stop"), USAGE, DONE]
+async def test_the_servers_token_count_is_used(fake: tuple[FakeOpenAIServer, Serve]) -> None:
+    server, backend = fake
+    server.events = [text("a b"), text(" c", "stop"), USAGE, DONE]
     async with backend(model="m") as opened:
         assert (await send(opened)).token_counts == [2, 1]
 
 
-async def test_who_cancels_leaves_the_stream(script: tuple[Scripted, Serve]) -> None:
-    scripted, backend = script
-    scripted.events = [text("a"), text("b"), text("c", "stop"), DONE]
+async def test_a_cancelled_request_closes_its_stream(fake: tuple[FakeOpenAIServer, Serve]) -> None:
+    server, backend = fake
+    server.events = [text("a"), text("b"), text("c", "stop"), DONE]
     async with backend(model="m") as opened:
         record = await send(opened, cancel_after=1)
         assert (record.cancelled, record.text, record.error) == (True, "a", None)
@@ -150,9 +150,11 @@ async def test_who_cancels_leaves_the_stream(script: tuple[Scripted, Serve]) -> 
         ([{"choices": "many"}], "MALFORMED", r"at `\$.choices`"),
     ],
 )
-async def test_streams_that_fail(script: tuple[Scripted, Serve], events: list[Any], code: str, message: str) -> None:
-    scripted, backend = script
-    scripted.events = events
+async def test_broken_streams_fail(
+    fake: tuple[FakeOpenAIServer, Serve], events: list[Any], code: str, message: str
+) -> None:
+    server, backend = fake
+    server.events = events
     async with backend(model="m") as opened:
         record = await send(opened)
     assert (record.error_code, record.finish_reason) == (code, None)
@@ -160,22 +162,22 @@ async def test_streams_that_fail(script: tuple[Scripted, Serve], events: list[An
     assert message.replace("\\", "") in record.error
 
 
-async def test_a_refusal_is_counted_by_its_status(script: tuple[Scripted, Serve]) -> None:
-    scripted, backend = script
-    scripted.status = 503
+async def test_a_refusal_is_counted_by_its_http_status(fake: tuple[FakeOpenAIServer, Serve]) -> None:
+    server, backend = fake
+    server.status = 503
     async with backend(model="m") as opened:
         record = await send(opened)
     assert (record.error_code, record.error) == ("HTTP_503", "the queue is full")
 
 
-async def test_connections_are_opened_before_a_burst_needs_them(script: tuple[Scripted, Serve]) -> None:
-    scripted, backend = script
+async def test_connections_are_opened_before_a_burst_needs_them(fake: tuple[FakeOpenAIServer, Serve]) -> None:
+    server, backend = fake
     async with backend(num_connections=4):
-        assert len(scripted.peers) == 4
+        assert len(server.peers) == 4
 
 
-async def test_nobody_listens(script: tuple[Scripted, Serve]) -> None:
-    _, backend = script
+async def test_a_server_that_does_not_answer_is_unavailable(fake: tuple[FakeOpenAIServer, Serve]) -> None:
+    _, backend = fake
     async with backend(model="m") as opened:
         opened._url = "http://127.0.0.1:9/v1/completions"
         assert (await send(opened)).error_code == "UNAVAILABLE"
@@ -183,13 +185,13 @@ async def test_nobody_listens(script: tuple[Scripted, Serve]) -> None:
         await OpenAIBackend.open(OpenAITarget("http://127.0.0.1:9"))
 
 
-async def test_servers_that_cannot_be_used(script: tuple[Scripted, Serve]) -> None:
-    scripted, backend = script
+async def test_unusable_servers_and_addresses_are_refused(fake: tuple[FakeOpenAIServer, Serve]) -> None:
+    server, backend = fake
     for status, error, message in (
         (401, Unauthenticated, "OPENAI_API_KEY"),
         (0, Unavailable, "lists no models"),
     ):
-        scripted.models = status
+        server.models = status
         with pytest.raises(error, match=message):
             async with backend():
                 pass

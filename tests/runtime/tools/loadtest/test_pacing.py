@@ -1,4 +1,4 @@
-"""When requests are sent: means and variations of each law, ramps, ends, and what is refused."""
+"""When requests are sent: mean and variation of intervals, ramps, durations, and invalid options."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ def gaps(times: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize(("burstiness", "variation"), [(0.25, 2.0), (1.0, 1.0), (4.0, 0.5)])
-def test_intervals_are_gamma_distributed_and_end_when_the_rate_says(burstiness: float, variation: float) -> None:
+def test_intervals_are_gamma_distributed_with_the_exact_mean_rate(burstiness: float, variation: float) -> None:
     times = draw_times(Pacing(request_rate=5, burstiness=burstiness), 20_000, 1)
     assert times[-1] == pytest.approx(20_000 / 5)
     intervals = gaps(times)
     assert statistics.pstdev(intervals) / statistics.mean(intervals) == pytest.approx(variation, rel=0.04)
 
 
-def test_without_end_burstiness_they_come_like_clockwork() -> None:
+def test_infinite_burstiness_gives_constant_intervals() -> None:
     times = draw_times(Pacing(request_rate=4, burstiness=float("inf")), 3, 1)
     assert times == pytest.approx([0.25, 0.5, 0.75])
 
 
-def test_without_end_the_rate_sends_all_at_once() -> None:
+def test_an_infinite_rate_sends_all_at_once() -> None:
     assert draw_times(Pacing(), 3, 1) == [0.0, 0.0, 0.0]
 
 
-def test_the_seed_decides() -> None:
+def test_times_depend_on_the_seed() -> None:
     pacing = Pacing(request_rate=5)
     assert draw_times(pacing, 50, 1) == draw_times(pacing, 50, 1)
     assert draw_times(pacing, 50, 1) != draw_times(pacing, 50, 2)
 
 
-def test_a_ramp_goes_up_over_the_requests() -> None:
+def test_a_ramp_rises_over_the_requests() -> None:
     linear = Pacing(ramp_up_strategy="linear", ramp_up_start_rps=1, ramp_up_end_rps=5)
     assert [ramp_rate(linear, index, 5) for index in range(5)] == [1, 2, 3, 4, 5]
     exponential = Pacing(ramp_up_strategy="exponential", ramp_up_start_rps=1, ramp_up_end_rps=16)
@@ -48,7 +48,7 @@ def test_a_ramp_goes_up_over_the_requests() -> None:
     assert gaps(times) == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4, 1 / 5])
 
 
-def test_a_duration_ends_it() -> None:
+def test_a_duration_limits_the_requests() -> None:
     times = draw_times(Pacing(request_rate=100, duration=5), None, 1)
     assert times[-1] < 5
     assert len(times) == pytest.approx(500, rel=0.2)
@@ -75,11 +75,11 @@ def test_a_duration_ends_it() -> None:
         ({"ramp_up_strategy": "exponential", "ramp_up_start_rps": 0, "ramp_up_end_rps": 2}, "--ramp-up-start-rps"),
     ],
 )
-def test_pacing_that_cannot_be_meant(fields: dict[str, Any], message: str) -> None:
+def test_invalid_pacing_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_pacing(Pacing(**fields))
 
 
-def test_a_duration_alone_says_not_how_many() -> None:
+def test_a_duration_without_a_rate_is_refused() -> None:
     with pytest.raises(ConfigError, match="--duration needs"):
         draw_times(Pacing(duration=5), None, 1)

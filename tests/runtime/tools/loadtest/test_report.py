@@ -1,4 +1,4 @@
-"""The report: everything in one file, nothing of a stranger's as markup, and each run's figures in it."""
+"""The report: self-contained, with foreign text escaped, and with the figures of each run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from quire.runtime.tools.loadtest.results import LoadTestRun
 from quire.runtime.tools.loadtest.server_metrics import MetricsSample, ServerMetrics
 from quire.runtime.tools.loadtest.timeline import run_timeline
 
-START_S = 100.0  # a perf_counter does not begin at 0
+START_S = 100.0  # perf_counter does not start at 0
 HOSTILE = "<script>alert('$x^2$')</script>"
 
 
-def finished(index: int, told: bool = True) -> RequestRecord:
-    """Sent at its second, first token after 125 ms, four more 31.25 ms apart: all of them exact in binary."""
+def finished(index: int, server_times: bool = True) -> RequestRecord:
+    """Return a record sent at second `index`: first token after 125 ms, four more 31.25 ms apart, exact in binary."""
     sent = START_S + index
     record = RequestRecord(index, 10, 5, sent - 0.0625, sent, [sent + 0.125 + 0.03125 * i for i in range(5)], [1] * 5)
     record.ended_s, record.finish_reason = record.token_times[-1], "length"
-    if told:
+    if server_times:
         record.queue_ms, record.prefill_ms, record.decode_ms, record.stall_ms = 40.0, 50.0, 130.0, 20.0
     return record
 
@@ -36,7 +36,7 @@ def failed(index: int, code: str, message: str) -> RequestRecord:
     return RequestRecord(index, 10, 5, sent, sent, ended_s=sent + 0.01, error=message, error_code=code)
 
 
-def made(records: list[RequestRecord], label: str = "2 requests/s", **summary: Any) -> LoadTestRun:
+def make_run(records: list[RequestRecord], label: str = "2 requests/s", **summary: Any) -> LoadTestRun:
     done = sum(record.finish_reason is not None for record in records)
     duration = 5.0
     tokens = sum(record.output_tokens for record in records)
@@ -86,21 +86,21 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Page:
     path = tmp_path_factory.mktemp("report") / "report.html"
     records = [finished(index) for index in range(4)] + [failed(4, "RESOURCE_EXHAUSTED", HOSTILE)]
     check_report(path)
-    write_report(path, [made(records, HOSTILE, model_id=HOSTILE, request_goodput=0.5)])
+    write_report(path, [make_run(records, HOSTILE, model_id=HOSTILE, request_goodput=0.5)])
     return Page(path.read_text("utf-8"))
 
 
 @pytest.fixture(scope="module")
 def sweep() -> Page:
     runs = [
-        made([finished(index) for index in range(4)], "1 requests/s", request_rate=1.0, request_goodput=0.9),
-        made([finished(index, told=False) for index in range(3)], "2 requests/s"),
-        made([failed(0, "UNAVAILABLE", "gone")], "inf requests/s", request_rate="inf"),
+        make_run([finished(index) for index in range(4)], "1 requests/s", request_rate=1.0, request_goodput=0.9),
+        make_run([finished(index, server_times=False) for index in range(3)], "2 requests/s"),
+        make_run([failed(0, "UNAVAILABLE", "gone")], "inf requests/s", request_rate="inf"),
     ]
     return Page(render_report(runs))
 
 
-def test_nothing_is_loaded_from_anywhere(single: Page) -> None:
+def test_the_page_loads_nothing(single: Page) -> None:
     assert not {"script", "link", "img", "iframe", "object", "image", "base"} & set(single.tags)
     assert not single.values("src")
     assert all(target.startswith("#") for target in single.values("href") + single.values("xlink:href"))
@@ -108,18 +108,18 @@ def test_nothing_is_loaded_from_anywhere(single: Page) -> None:
     assert any("default-src 'none'" in content for content in single.values("content"))
 
 
-def test_what_strangers_say_is_text(single: Page) -> None:
+def test_foreign_text_is_escaped(single: Page) -> None:
     assert single.text.count(HOSTILE) >= 4  # title, heading, table, run, error
 
 
-def test_every_picture_is_told_in_words(single: Page) -> None:
-    told = single.values("aria-label")
-    assert single.values("role").count("img") == len(told) == 7
-    assert any("Time to first token" in text and "p50 125, p99 125 ms" in text for text in told)
-    assert any("at most 2 requests waiting" in text and "50% of the KV pool" in text for text in told)
+def test_every_chart_has_its_figures_in_words(single: Page) -> None:
+    words = single.values("aria-label")
+    assert single.values("role").count("img") == len(words) == 7
+    assert any("Time to first token" in text and "p50 125, p99 125 ms" in text for text in words)
+    assert any("at most 2 requests waiting" in text and "50% of the KV pool" in text for text in words)
 
 
-def test_no_id_is_there_twice(sweep: Page) -> None:
+def test_ids_are_unique(sweep: Page) -> None:
     ids = sweep.values("id")
     assert len(ids) == len(set(ids))
     used = {target[1:] for target in sweep.values("xlink:href")}
@@ -127,23 +127,23 @@ def test_no_id_is_there_twice(sweep: Page) -> None:
     assert used <= set(ids)
 
 
-def test_the_header_says_what_was_run(single: Page) -> None:
-    for said in ("random", "avx512-vnni", "7", "2 per second, burstiness 1"):
-        assert re.search(rf"\b{said}\b", single.text)
+def test_the_header_shows_the_settings(single: Page) -> None:
+    for value in ("random", "avx512-vnni", "7", "2 per second, burstiness 1"):
+        assert re.search(rf"\b{value}\b", single.text)
 
 
 def test_errors_are_counted_by_code(single: Page) -> None:
     assert "RESOURCE_EXHAUSTED" in single.text
 
 
-def test_a_sweep_has_a_curve_and_what_its_runs_have_in_common(sweep: Page) -> None:
+def test_a_sweep_has_a_curve_and_the_common_settings(sweep: Page) -> None:
     assert "Latency against throughput" in sweep.text
     assert "random" in sweep.text
     assert any("at 1/s: 4.0 output tokens per second" in text for text in sweep.values("aria-label"))
     assert any("at all at once" in text for text in sweep.values("aria-label"))
 
 
-def test_goodput_is_shown_where_it_was_asked_for(single: Page, sweep: Page) -> None:
+def test_goodput_is_shown_where_objectives_were_given(single: Page, sweep: Page) -> None:
     assert all("within limits" in page.text for page in (single, sweep))
 
 
@@ -151,27 +151,27 @@ def test_a_single_run_has_no_curve(single: Page) -> None:
     assert "Latency against throughput" not in single.text
 
 
-def test_a_run_in_which_all_failed_is_told_too(sweep: Page) -> None:
+def test_a_run_in_which_all_requests_failed_is_shown(sweep: Page) -> None:
     assert "UNAVAILABLE" in sweep.text
     assert any("inf requests/s: p50 –, p99 – ms" in text for text in sweep.values("aria-label"))
 
 
 @pytest.mark.parametrize("name", ["report.pdf", "report", "missing/report.html"])
-def test_a_report_that_cannot_be_written_is_told_before_the_run(tmp_path: Path, name: str) -> None:
+def test_a_report_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="--report"):
         check_report(tmp_path / name)
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependency, match=r"pip install 'quire\[plot\]'"):
         check_report(tmp_path / "report.html")
 
 
-# What the pictures are drawn from
+# The data of the charts
 
 
-def test_latencies_are_of_requests_that_were_measured() -> None:
+def test_latencies_are_of_measured_requests() -> None:
     slow = finished(1)
     slow.slow_reader = True
     found = latencies_ms([finished(0), slow, failed(2, "INTERNAL", "")])
@@ -188,23 +188,24 @@ def test_latencies_are_of_requests_that_were_measured() -> None:
     assert found["schedule_delay"] == pytest.approx([62.5, 62.5, 0.0])
 
 
-def test_a_history_counts_everything_once() -> None:
-    seen = run_timeline(made([finished(0), finished(1), failed(2, "INTERNAL", "")]))
-    assert (seen.arrivals.sum(), seen.errors.sum(), seen.tokens.sum()) == (3, 1, 10)
-    times, counts = seen.in_flight
+def test_a_timeline_counts_everything_once() -> None:
+    timeline = run_timeline(make_run([finished(0), finished(1), failed(2, "INTERNAL", "")]))
+    assert (timeline.arrivals.sum(), timeline.errors.sum(), timeline.tokens.sum()) == (3, 1, 10)
+    times, counts = timeline.in_flight
     assert times[0] == pytest.approx(0.0)
     assert (counts.max(), counts[-1]) == (1, 0)
-    assert (seen.sampled_s[0], seen.running[0], seen.waiting[0], seen.kv_usage[0]) == (1.0, 1.0, 2.0, 0.5)
+    samples = (timeline.sampled_s, timeline.running, timeline.waiting, timeline.kv_usage)
+    assert [values[0] for values in samples] == [1.0, 1.0, 2.0, 0.5]
 
 
-def test_time_that_the_server_does_not_account_for_passed_elsewhere() -> None:
+def test_time_beyond_the_servers_figures_is_elsewhere() -> None:
     assert parts_ms([finished(0)]) == pytest.approx(
         {"queue": 40.0, "prefill": 50.0, "decode": 130.0, "stall": 20.0, "elsewhere": 10.0}
     )
-    assert parts_ms([finished(0, told=False), failed(1, "INTERNAL", "")]) is None
+    assert parts_ms([finished(0, server_times=False), failed(1, "INTERNAL", "")]) is None
 
 
-def test_slow_requests_are_told_apart_as_far_as_there_are_so_many() -> None:
+def test_requests_are_grouped_into_bands_that_have_requests() -> None:
     assert len(parts_by_band([finished(0)])) == 1
     assert [name for name, _ in parts_by_band([finished(index) for index in range(200)])] == [
         "fastest half",

@@ -1,4 +1,4 @@
-"""Records in, vLLM's result out: every figure of a few requests worked out by hand, and every key."""
+"""The result of a few requests, with every figure worked out by hand, and every key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOTALS = [
     *("request_goodput", "output_throughput", "total_token_throughput"),
     *("max_output_tokens_per_s", "max_concurrent_requests", "rtfx"),
 ]
-KEPT = ["latencies", "queue_times"]  # one value a request, without --save-detailed too
+ALWAYS = ["latencies", "queue_times"]  # one value per request, also without --save-detailed
 DETAILS = ["input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors"]
 
 
@@ -47,18 +47,18 @@ def options(**fields: Any) -> RunOptions:
 TWO = [served(0, 100.0, 100.1, 100.2, 100.4), served(1, 100.0, 100.3, 100.5)]
 
 
-def test_the_keys_are_vllms_and_one_of_ours() -> None:
+def test_the_keys_are_vllms_and_x_quire() -> None:
     measured = [
         f"{name}_{metric}_ms"
         for metric in ("ttft", "tpot", "itl", "e2el")
         for name in ("mean", "median", "std", "p50", "p90", "p99")
     ]
     result = summarize(TWO, options())
-    assert sorted(result) == sorted([*SETUP, *TOTALS, *KEPT, *DETAILS, *measured, "x_quire"])
-    assert sorted(without_details(result)) == sorted([*SETUP, *TOTALS, *KEPT, *measured, "x_quire"])
+    assert sorted(result) == sorted([*SETUP, *TOTALS, *ALWAYS, *DETAILS, *measured, "x_quire"])
+    assert sorted(without_details(result)) == sorted([*SETUP, *TOTALS, *ALWAYS, *measured, "x_quire"])
 
 
-def test_more_keys_come_with_a_limit_a_ramp_and_metadata() -> None:
+def test_a_limit_a_ramp_and_metadata_add_keys() -> None:
     pacing = Pacing(
         max_concurrency=2, ramp_up_strategy="linear", ramp_up_start_rps=1, ramp_up_end_rps=3, request_rate=math.inf
     )
@@ -73,7 +73,7 @@ def test_more_keys_come_with_a_limit_a_ramp_and_metadata() -> None:
     assert "mean_e2el_including_client_queue_ms" in summarize(TWO, with_rate)
 
 
-def test_every_latency_by_hand() -> None:
+def test_latencies() -> None:
     result = summarize(TWO, options(metric_percentiles=(50, 99.5)))
     expected = {
         "mean_ttft_ms": 200,
@@ -92,7 +92,7 @@ def test_every_latency_by_hand() -> None:
     assert result["ttfts"] == pytest.approx([0.1, 0.3])
 
 
-def test_totals_are_of_what_finished() -> None:
+def test_totals_are_of_finished_requests() -> None:
     result = summarize([*TWO, failed(2, 100.0)], options())
     assert (result["completed"], result["failed"]) == (2, 1)
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (20, 5)
@@ -105,14 +105,14 @@ def test_totals_are_of_what_finished() -> None:
     assert result["x_quire"]["errors"] == {"RESOURCE_EXHAUSTED": 1}
 
 
-def test_the_busiest_second_and_the_most_at_once() -> None:
+def test_the_busiest_second_and_the_most_concurrent_requests() -> None:
     records = [served(0, 0.0, 0.2, 0.4), served(1, 0.4, 1.1, 1.2, 1.3), served(2, 0.5, 2.5)]
     result = summarize(records, options())
     assert result["max_output_tokens_per_s"] == 3
     assert result["max_concurrent_requests"] == 2  # 0 ends when 1 begins
 
 
-def test_tokens_that_came_together_are_all_counted() -> None:
+def test_all_tokens_of_a_chunk_are_counted() -> None:
     record = served(0, 0.0, 0.1, 0.5)
     record.token_counts = [1, 4]
     result = summarize([record], options())
@@ -121,53 +121,53 @@ def test_tokens_that_came_together_are_all_counted() -> None:
     assert result["mean_itl_ms"] == pytest.approx(400)  # between chunks, as in vLLM
 
 
-def test_a_single_token_has_no_tpot_and_keeps_to_every_limit_of_it() -> None:
+def test_a_single_token_has_no_tpot_and_meets_any_limit_of_it() -> None:
     one = served(2, 100.0, 100.1)
     result = summarize([*TWO, one], options(goodput={"tpot": 160, "ttft": 500}))
     assert result["mean_tpot_ms"] == pytest.approx(175)
     assert result["request_goodput"] == pytest.approx(2 / 10)
 
 
-def test_goodput_is_told_only_where_it_was_asked_for() -> None:
+def test_goodput_is_reported_only_with_objectives() -> None:
     assert summarize(TWO, options())["request_goodput"] is None
     assert summarize(TWO, options(goodput={"e2el": 450}))["request_goodput"] == pytest.approx(0.1)
 
 
-def test_what_was_sent_late_shows_in_what_is_counted_from_the_schedule() -> None:
+def test_late_sending_shows_in_latencies_from_the_schedule() -> None:
     late = served(0, 100.0, 100.1, 100.2, scheduled_s=99.0)
     result = summarize([late], options(generator_delays_s=[0.25]))
-    ours = result["x_quire"]
+    own = result["x_quire"]
     assert result["mean_ttft_ms"] == pytest.approx(100)
     assert result["queue_times"] == pytest.approx([1.0])
-    assert ours["schedule_delay_ms"]["p99"] == pytest.approx(1000)
-    assert ours["generator_delay_ms"]["mean"] == pytest.approx(250)
-    assert ours["ttft_from_schedule_ms"]["mean"] == pytest.approx(1100)
-    assert ours["e2el_from_schedule_ms"]["mean"] == pytest.approx(1200)
+    assert own["schedule_delay_ms"]["p99"] == pytest.approx(1000)
+    assert own["generator_delay_ms"]["mean"] == pytest.approx(250)
+    assert own["ttft_from_schedule_ms"]["mean"] == pytest.approx(1100)
+    assert own["e2el_from_schedule_ms"]["mean"] == pytest.approx(1200)
 
 
-def test_who_leaves_or_reads_slowly_on_purpose_spoils_no_latency() -> None:
+def test_cancelled_and_slowly_read_requests_change_no_latency() -> None:
     slow = served(2, 100.0, 105.0, 109.0, slow_reader=True)
     left = RequestRecord(3, 10, 8, 100.0, 100.0, [100.2], [1], 100.2, cancelled=True)
     result = summarize([*TWO, slow, left], options(goodput={"ttft": 10_000}))
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (3, 0, 7)
     assert result["mean_ttft_ms"] == pytest.approx(200)
     assert result["request_goodput"] == pytest.approx(0.2)
-    ours = result["x_quire"]
-    assert (ours["cancelled"], ours["cancelled_output_tokens"], ours["slow_readers"]) == (1, 1, 1)
+    own = result["x_quire"]
+    assert (own["cancelled"], own["cancelled_output_tokens"], own["slow_readers"]) == (1, 1, 1)
 
 
-def test_where_the_servers_time_went_is_summed() -> None:
+def test_the_servers_times_are_summed() -> None:
     records = [
         served(0, 0.0, 0.1, queue_ms=5.0, prefill_ms=20.0, decode_ms=1.0, stall_ms=0.0, cached_tokens=8),
         served(1, 0.0, 0.1, queue_ms=2.0, prefill_ms=10.0, decode_ms=4.0, stall_ms=3.0, cached_tokens=0),
         served(2, 0.0, 0.1),
     ]
-    ours = summarize(records, options())["x_quire"]
-    assert ours["server_ms"] == {"queue": 7.0, "prefill": 30.0, "decode": 5.0, "stall": 3.0}
-    assert ours["cached_tokens"] == 8
+    own = summarize(records, options())["x_quire"]
+    assert own["server_ms"] == {"queue": 7.0, "prefill": 30.0, "decode": 5.0, "stall": 3.0}
+    assert own["cached_tokens"] == 8
 
 
-def test_nothing_that_finished_gives_zeros() -> None:
+def test_without_a_finished_request_the_figures_are_zero() -> None:
     result = summarize([failed(0, 1.0)], options())
     assert (result["completed"], result["failed"], result["p99_e2el_ms"]) == (0, 1, 0.0)
     assert (result["max_output_tokens_per_s"], result["max_concurrent_requests"]) == (0.0, 0)

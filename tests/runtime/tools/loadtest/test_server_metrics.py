@@ -1,4 +1,4 @@
-"""What is read of a server's /metrics during a run: our names, vLLM's, and what becomes of scrapes that fail."""
+"""Samples of a server's /metrics: Quire's names, vLLM's names, and scrapes that fail."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def serving(body: str, status: str = "200 OK") -> AsyncIterator[str]:
         yield "http://{}:{}/metrics".format(*server.sockets[0].getsockname())
 
 
-def test_our_names_come_first() -> None:
+def test_quires_names_come_first() -> None:
     metrics = read(QUIRE)
     assert metrics.samples == [
         MetricsSample(
@@ -66,13 +66,13 @@ def test_our_names_come_first() -> None:
     assert metrics.server["isa"] == "avx2"
 
 
-def test_vllms_engines_are_taken_together() -> None:
+def test_vllms_engines_are_added_up() -> None:
     (sample,) = read(VLLM).samples
     assert (sample.running, sample.waiting, sample.kv_usage, sample.preemptions) == (7.0, 1.0, pytest.approx(0.6), None)
 
 
 @pytest.mark.parametrize("text", ["", "up 1.0\n", "quire_num_requests_running three\n"])
-def test_what_says_nothing_counts_as_a_failure(text: str) -> None:
+def test_a_scrape_without_metrics_counts_as_a_failure(text: str) -> None:
     metrics = read(text)
     assert (metrics.samples, metrics.failures) == ([], 1)
 
@@ -87,7 +87,7 @@ async def test_a_run_is_sampled_at_its_start_at_intervals_and_at_its_end() -> No
         assert times == sorted(times)
 
 
-async def test_the_servers_own_exposition_is_understood() -> None:
+async def test_the_metrics_of_quire_serve_are_parsed() -> None:
     observer = PrometheusObserver(version="1.2.3", isa="avx512", threads=4)
     async with serving(generate_latest(observer.registry).decode()) as url, sample_metrics(url) as metrics:
         pass
@@ -95,7 +95,7 @@ async def test_the_servers_own_exposition_is_understood() -> None:
     assert metrics.server | {"version": "1.2.3", "isa": "avx512", "threads": "4"} == metrics.server
 
 
-async def test_a_run_outlives_a_server_that_does_not_answer() -> None:
+async def test_failed_scrapes_do_not_end_the_run() -> None:
     async with serving("no", status="503 Service Unavailable") as url, sample_metrics(url) as metrics:
         pass
     assert metrics.samples == []
@@ -109,7 +109,7 @@ async def test_without_an_address_nothing_is_sampled() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:7071", "file:///etc/passwd", "http:///metrics"])
-async def test_other_addresses_are_refused(url: str) -> None:
+async def test_invalid_addresses_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"--metrics-url: .* is not allowed"):
         async with sample_metrics(url):
             pass

@@ -1,4 +1,4 @@
-"""Sweeps: which points are run, when the server counts as saturated, and how an interrupted sweep goes on."""
+"""Sweeps: which points are run, when the server is saturated, and how an interrupted sweep continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.runtime.tools.loadtest.sweep import LoadPoint, SweepFolder, is_satura
 SETTINGS = {"dataset": "custom", "dataset_path": Path("prompts.jsonl"), "seed": 0}
 
 
-def made(tokens_per_s: float, failed: int = 0) -> LoadTestRun:
+def make_run(tokens_per_s: float, failed: int = 0) -> LoadTestRun:
     summary = {"completed": 10 - failed, "failed": failed, "output_throughput": tokens_per_s}
     return LoadTestRun(label="a run", started_s=0.0, summary=summary, records=[])
 
@@ -25,16 +25,16 @@ def rates(*loads: float) -> list[LoadPoint]:
     return [LoadPoint("rate", load) for load in loads]
 
 
-class Server:
-    """Gives tokens in proportion to the load, up to a limit."""
+class FakeRunner:
+    """Runs points on a server whose throughput is proportional to the load, up to a limit."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
-        self.asked: list[float] = []
+        self.loads: list[float] = []
 
     async def run(self, point: LoadPoint) -> LoadTestRun:
-        self.asked.append(point.load)
-        return made(min(10 * point.load, self.limit))
+        self.loads.append(point.load)
+        return make_run(min(10 * point.load, self.limit))
 
 
 @pytest.mark.parametrize(
@@ -46,19 +46,19 @@ class Server:
         ("concurrency:32,1", [LoadPoint("concurrency", 1), LoadPoint("concurrency", 32)]),
     ],
 )
-def test_points_are_read_and_ordered_by_load(text: str, points: list[LoadPoint]) -> None:
+def test_points_are_parsed_and_ordered_by_load(text: str, points: list[LoadPoint]) -> None:
     assert list(parse_sweep(text)) == points
 
 
 @pytest.mark.parametrize(
     "text", ["", "1,,2", "0,1", "-1", "1,1", "nan", "1e3", "users:1", "concurrency:1.5", "concurrency:inf", "x" * 1000]
 )
-def test_other_points_are_refused(text: str) -> None:
+def test_invalid_points_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--sweep: .* is not allowed"):
         parse_sweep(text)
 
 
-def test_a_point_says_what_it_is() -> None:
+def test_labels_of_points() -> None:
     assert [point.label for point in (*rates(0.5, math.inf), LoadPoint("concurrency", 8))] == [
         "0.5 requests/s",
         "inf requests/s",
@@ -66,40 +66,38 @@ def test_a_point_says_what_it_is() -> None:
     ]
 
 
-async def test_a_sweep_ends_with_the_first_point_that_saturates_the_server() -> None:
-    server = Server(limit=40)
-    runs = await run_sweep(rates(1, 2, 4, 8, 16), server.run)
-    assert server.asked == [1, 2, 4, 8]
+async def test_a_sweep_ends_with_the_first_saturated_point() -> None:
+    runner = FakeRunner(limit=40)
+    runs = await run_sweep(rates(1, 2, 4, 8, 16), runner.run)
+    assert runner.loads == [1, 2, 4, 8]
     assert [run.summary["output_throughput"] for run in runs] == [10, 20, 40, 40]
 
 
 @pytest.mark.parametrize(
     ("before", "after", "saturated"),
     [
-        (made(100), made(111), False),  # the load doubles: 10 % more tokens are the limit
-        (made(100), made(109), True),
-        (made(100), made(50), True),
-        (made(100), made(200, failed=6), True),
-        (made(100), made(200, failed=5), False),
-        (made(0), made(0), False),  # nothing can be said of growth
+        (make_run(100), make_run(111), False),  # the load doubles, so 10 % more tokens is the limit
+        (make_run(100), make_run(109), True),
+        (make_run(100), make_run(50), True),
+        (make_run(100), make_run(200, failed=6), True),
+        (make_run(100), make_run(200, failed=5), False),
+        (make_run(0), make_run(0), False),  # growth is undefined
     ],
 )
-def test_saturation_is_growth_of_tokens_against_growth_of_load_or_failures(
-    before: LoadTestRun, after: LoadTestRun, saturated: bool
-) -> None:
+def test_saturation_by_growth_and_by_failures(before: LoadTestRun, after: LoadTestRun, saturated: bool) -> None:
     assert is_saturated(rates(4, 8), [before, after]) is saturated
 
 
-def test_the_first_point_saturates_only_by_failing() -> None:
-    assert not is_saturated(rates(1), [made(1)])
-    assert is_saturated(rates(1), [made(1, failed=6)])
+def test_the_first_point_is_saturated_only_by_failures() -> None:
+    assert not is_saturated(rates(1), [make_run(1)])
+    assert is_saturated(rates(1), [make_run(1, failed=6)])
 
 
-async def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path: Path) -> None:
-    first, second = Server(limit=1000), Server(limit=1000)
+async def test_an_interrupted_sweep_is_continued(tmp_path: Path) -> None:
+    first, second = FakeRunner(limit=1000), FakeRunner(limit=1000)
     await run_sweep(rates(1, 2), first.run, SweepFolder(tmp_path / "sweep", SETTINGS))
     runs = await run_sweep(rates(1, 2, 4), second.run, SweepFolder(tmp_path / "sweep", SETTINGS))
-    assert second.asked == [4]
+    assert second.loads == [4]
     assert [run.summary["output_throughput"] for run in runs] == [10, 20, 40]
 
 
@@ -109,13 +107,13 @@ def test_a_sweep_of_other_settings_is_not_continued(tmp_path: Path) -> None:
         SweepFolder(tmp_path, SETTINGS | {"seed": 1})
 
 
-def test_a_sweep_needs_a_folder_it_can_write(tmp_path: Path) -> None:
+def test_a_sweep_needs_a_writable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be used for a sweep"):
         SweepFolder(tmp_path / "file", SETTINGS)
 
 
-def test_a_run_comes_back_from_disk_as_it_was(tmp_path: Path) -> None:
+def test_a_saved_run_is_loaded_unchanged(tmp_path: Path) -> None:
     record = RequestRecord(0, 5, 2, 1.0, 1.25, [1.5, 1.75], [1, 1], 2.0, "length", text="é")
     summary: dict[str, Any] = {"completed": 1, "request_rate": "inf", "x_quire": {"seed": 0}}
     sample = MetricsSample(time_s=1.5, running=1.0, kv_usage=0.25, kv_pages={"free": 3.0})
@@ -125,7 +123,7 @@ def test_a_run_comes_back_from_disk_as_it_was(tmp_path: Path) -> None:
     assert LoadTestRun.load(tmp_path / "run.json") == run
 
 
-def test_a_file_that_is_no_run_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"label": 1}')
     with pytest.raises(ConfigError, match="not a saved run"):
         LoadTestRun.load(tmp_path / "run.json")

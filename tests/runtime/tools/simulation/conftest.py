@@ -1,4 +1,4 @@
-"""A simulated server of pages of 32 tokens whose steps cost what a test says."""
+"""A simulated server with pages of 32 tokens and a cost of steps that the test chooses."""
 
 from __future__ import annotations
 

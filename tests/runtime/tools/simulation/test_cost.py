@@ -1,4 +1,4 @@
-"""The cost of a step: what was measured on the machine in the README, and how it grows."""
+"""The cost of a step: the speeds measured on the README's machine, and how the cost grows."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from quire.scheduler import ScheduledSequence, StepPlan
 SHAPE = Path(__file__).parents[3] / "data" / "qwen3-0.6b"
 MACHINE = given_roofline(34.5e9, 920e9)  # as in the README: 32-37 GB/s, 926-939 GOP/s
 
-Share = tuple[int, int, int]  # of a sequence: first position, rows, samples
+Chunk = tuple[int, int, int]  # of one sequence: first position, rows, samples
 
 
-def plan(*shares: Share) -> StepPlan:
+def plan(*chunks: Chunk) -> StepPlan:
     sequences = (
         ScheduledSequence(index, ((),), first, [0] * rows, samples, None, (), 0)
-        for index, (first, rows, samples) in enumerate(shares)
+        for index, (first, rows, samples) in enumerate(chunks)
     )
     return StepPlan(1, tuple(sequences), 0, 0)
 
@@ -44,7 +44,7 @@ def cost() -> RooflineCost:
     [(1, 128, 47.1), (8, 128, 292), (32, 128, 398), (1, 4096, 33.9), (8, 2048, 135)],
 )
 def test_decode_is_as_fast_as_measured(users: int, context: int, tokens_per_s: float, cost: RooflineCost) -> None:
-    """README, Speed. Qwen3-0.6B's shape at q8, int8 KV, avx512-vnni-bf16; 47.1 is `quire bench`'s for one user."""
+    """Check against the README: shape of Qwen3-0.6B, q8, int8 KV, avx512-vnni-bf16; 47.1 is `quire bench`, one user."""
     assert users / cost(plan(*[(context + 16, 1, 1)] * users)) == pytest.approx(tokens_per_s, rel=0.1)
 
 
@@ -59,13 +59,13 @@ def test_reading_the_weights_hides_the_arithmetic_of_few_rows(cost: RooflineCost
     assert four < 1.1 * one
 
 
-def test_more_of_anything_takes_longer(cost: RooflineCost) -> None:
+def test_more_work_takes_longer(cost: RooflineCost) -> None:
     least = cost(plan((64, 100, 1)))
     for more in (plan((65, 100, 1)), plan((64, 101, 1)), plan((64, 100, 2)), plan((64, 100, 1), (0, 1, 0))):
         assert cost(more) > least
 
 
-def test_a_prompt_costs_the_same_attention_in_any_chunks_that_compute() -> None:
+def test_attention_of_a_prompt_costs_the_same_in_any_chunks() -> None:
     layer = LayerCost(window=0, read_s=0.0, pair_s=1.0)
     assert layer.seconds(100, 0) == 100 * 101 / 2
     assert sum(layer.seconds(rows, first) for first, rows in ((0, 30), (30, 60), (90, 10))) == layer.seconds(100, 0)
@@ -74,7 +74,7 @@ def test_a_prompt_costs_the_same_attention_in_any_chunks_that_compute() -> None:
 @pytest.mark.parametrize(
     ("rows", "first"), [(1, 0), (1, 9), (1, 10), (1, 500), (7, 0), (7, 5), (30, 0), (30, 8), (5, 80)]
 )
-def test_a_window_sees_what_it_sees(rows: int, first: int) -> None:
+def test_a_window_limits_reads_and_pairs(rows: int, first: int) -> None:
     window = 10
     visible = [range(max(0, position - window + 1), position + 1) for position in range(first, first + rows)]
     seen = len(set().union(*visible))
@@ -89,7 +89,7 @@ def test_layers_with_a_window_cost_less(cost: RooflineCost) -> None:
     assert hybrid(plan((4096, 1, 1))) < cost(plan((4096, 1, 1)))
 
 
-def test_noise_scatters_around_the_cost_and_its_seed_decides() -> None:
+def test_noise_has_mean_1_and_depends_on_the_seed() -> None:
     def draw(seed: int) -> list[float]:
         noisy: Callable[[StepPlan], float] = NoisyCost(lambda plan: 2.0, 0.1, seed)
         return [noisy(plan((0, 1, 1))) for _ in range(5_000)]

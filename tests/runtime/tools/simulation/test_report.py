@@ -1,4 +1,4 @@
-"""Figures of a simulation, by hand."""
+"""The figures of simulations, worked out by hand."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_good_request_meets_all_objectives(objectives: tuple[str, ...], good: 
     assert all(objective.is_met(request) for objective in parse_objectives(objectives)) == bool(good)
 
 
-def test_goodput_is_of_what_was_offered(make_simulator: Callable[..., Simulator]) -> None:
+def test_goodput_is_a_share_of_the_offered_requests(make_simulator: Callable[..., Simulator]) -> None:
     arrivals = [Arrival(0.0, 100, 1), Arrival(0.0, 1000, 1), Arrival(0.0, 10**6, 1), Arrival(2.0, 100, 1)]
     simulator = make_simulator(arrivals, max_num_seqs=1, max_model_len=2000)
     simulator.run()
@@ -56,12 +56,12 @@ def test_goodput_is_of_what_was_offered(make_simulator: Callable[..., Simulator]
 
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft:", "ttft:x", "ttft:-1", "latency:5", "ttft:nan"])
-def test_objectives_that_cannot_be_meant(text: str) -> None:
+def test_invalid_objectives_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--goodput: .* is not allowed"):
         parse_objectives([text])
 
 
-def test_an_objective_is_named_once() -> None:
+def test_a_repeated_objective_is_refused() -> None:
     with pytest.raises(ConfigError, match="at most once"):
         parse_objectives(["ttft:1", "ttft:2"])
 
@@ -70,10 +70,10 @@ def test_an_objective_is_named_once() -> None:
     ("served", "asked", "index"),
     [
         ({"a": 100, "b": 100}, {"a": 100, "b": 100}, 1.0),
-        ({"a": 900, "b": 100}, {"a": 2000, "b": 100}, 1.0),  # a gets what b does not want
+        ({"a": 900, "b": 100}, {"a": 2000, "b": 100}, 1.0),  # a gets what b does not need
         ({"a": 500, "b": 500}, {"a": 2000, "b": 2000}, 1.0),
         ({"a": 950, "b": 50}, {"a": 2000, "b": 100}, (950 / 900 + 0.5) ** 2 / (2 * ((950 / 900) ** 2 + 0.25))),
-        ({"a": 1000, "b": 0}, {"a": 2000, "b": 2000}, 0.5),  # one of two has all
+        ({"a": 1000, "b": 0}, {"a": 2000, "b": 2000}, 0.5),  # one of two gets everything
         ({"a": 0, "b": 0}, {"a": 10, "b": 10}, 1.0),
         ({}, {}, 1.0),
     ],
@@ -84,6 +84,6 @@ def test_fairness_is_relative_to_max_min_shares(
     assert fairness_index(served, asked) == pytest.approx(index)
 
 
-def test_who_is_entitled_to_more_may_have_more() -> None:
+def test_a_larger_weight_entitles_to_a_larger_share() -> None:
     assert fairness_index({"a": 600, "b": 300}, {"a": 2000, "b": 2000}, {"a": 2.0}) == pytest.approx(1.0)
     assert fairness_index({"a": 450, "b": 450}, {"a": 2000, "b": 2000}, {"a": 2.0}) < 0.95

@@ -1,4 +1,4 @@
-"""Virtual time with known answers: a trace worked out by hand, a queue whose waiting time is in the textbooks."""
+"""Simulations with known results: a trace worked out by hand, and a queue with a textbook waiting time."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ Make = Callable[..., Simulator]
 
 
 def test_a_trace_by_hand(make_simulator: Make) -> None:
-    """A millisecond per row. Step 1: the first prompt, 1,024 rows. Step 2: its second token, of the second prompt the
-    76 tokens that are not the first's, 600 of the third. Steps 3 and 4: the third's other two tokens.
+    """Simulate three requests at a millisecond per row.
+
+    Step 1: the first prompt, 1,024 rows. Step 2: its second token, the 76 tokens of the second prompt that the first
+    does not have, and 600 tokens of the third prompt. Steps 3 and 4: the other two tokens of the third request.
     """
     simulator = make_simulator(read_mooncake(DATA / "mooncake.jsonl"))
     simulator.run()
@@ -49,8 +51,8 @@ def test_a_trace_by_hand(make_simulator: Make) -> None:
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8])
-def test_waiting_in_line_is_as_long_as_the_textbook_says(make_simulator: Make, load: float) -> None:
-    """M/D/1 (Pollaczek-Khinchine): requests of one step each, one at a time, wait load / (2 (1 - load)) steps."""
+def test_queueing_time_is_that_of_the_textbook(make_simulator: Make, load: float) -> None:
+    """Simulate M/D/1: requests of one step each, one at a time, wait load / (2 (1 - load)) steps on average."""
     step_s = 0.01
     workload = Workload(rate=load / step_s, requests=20_000, prompt_tokens="1", output_tokens="1")
     simulator = make_simulator(
@@ -69,13 +71,13 @@ def test_a_request_that_arrives_during_a_step_waits_for_its_end(make_simulator: 
     assert simulator.outcomes[1].ttft_s == pytest.approx(0.08)
 
 
-def test_while_nobody_is_there_time_passes(make_simulator: Make) -> None:
+def test_time_passes_between_requests(make_simulator: Make) -> None:
     simulator = make_simulator([Arrival(5.0, 10, 1), Arrival(9.0, 10, 1)])
     simulator.run()
     assert [outcome.token_times for outcome in simulator.outcomes] == [[pytest.approx(5.01)], [pytest.approx(9.01)]]
 
 
-def test_it_can_be_stopped_between_steps_and_interfered_with(make_simulator: Make) -> None:
+def test_requests_can_be_cancelled_between_steps(make_simulator: Make) -> None:
     simulator = make_simulator([Arrival(0.0, 10, 50), Arrival(0.0, 10, 50)])
     simulator.run(until=0.030)
     simulator.cancel(0)
@@ -87,7 +89,7 @@ def test_it_can_be_stopped_between_steps_and_interfered_with(make_simulator: Mak
 
 
 def test_deadlines_pass(make_simulator: Make) -> None:
-    """Of two that decode, of one that never ran, and of one that nobody else keeps waiting any more."""
+    """Two requests expire while they decode and one before it runs; the last one finishes in time."""
     arrivals = [
         Arrival(0.0, 100, 50, deadline_s=0.1295),
         Arrival(0.0, 10, 50, deadline_s=0.1495),
@@ -101,7 +103,7 @@ def test_deadlines_pass(make_simulator: Make) -> None:
     assert simulator.pager.pool.num_owned == 0
 
 
-def test_refusals_are_outcomes(make_simulator: Make) -> None:
+def test_refused_requests_have_outcomes(make_simulator: Make) -> None:
     arrivals = [Arrival(0.0, 10**7, 1), Arrival(0.0, 320, 32), Arrival(0.0, 10, 4), *[Arrival(0.001, 10, 1)] * 3]
     simulator = make_simulator(arrivals, num_pages=10, max_model_len=2_000, max_num_seqs=1, max_num_waiting=1)
     simulator.run()
@@ -112,7 +114,7 @@ def test_refusals_are_outcomes(make_simulator: Make) -> None:
     assert report.refused == {"ContextLengthExceeded": 1, "QueueFull": 2, "TooLong": 1}
 
 
-def test_recomputed_tokens_are_waste(make_simulator: Make) -> None:
+def test_recomputed_tokens_count_as_wasted(make_simulator: Make) -> None:
     """Four pages, two requests of 32 tokens that grow to three pages each: the younger one is preempted."""
     simulator = make_simulator([Arrival(0.0, 32, 64), Arrival(0.0, 31, 64)], num_pages=4)
     simulator.run()
@@ -125,7 +127,7 @@ def test_recomputed_tokens_are_waste(make_simulator: Make) -> None:
 
 def test_spilling_takes_slots_and_time() -> None:
     spill = SimulatedSpill(page_bytes=1_000_000, max_bytes=3_500_000)
-    assert spill.seconds(3) == pytest.approx(0.0045)  # out at 1 GB/s, back at 2
+    assert spill.seconds(3) == pytest.approx(0.0045)  # written at 1 GB/s, read at 2
     assert spill.seconds(4) is None
     slots = spill.save([7, 8])
     assert slots is not None
@@ -138,12 +140,12 @@ def test_spilling_takes_slots_and_time() -> None:
     assert spill.seconds(3) is not None
 
 
-def test_whoever_would_wait_forever_is_found_out(make_simulator: Make) -> None:
-    class Nobody(FirstComeFirstServed):
+def test_requests_that_can_never_run_are_detected(make_simulator: Make) -> None:
+    class NothingFirst(FirstComeFirstServed):
         def head(self, passed_over: Collection[str] = ()) -> None:
             return None
 
-    simulator = make_simulator([Arrival(0.0, 100, 1)], policy=Nobody())
+    simulator = make_simulator([Arrival(0.0, 100, 1)], policy=NothingFirst())
     with pytest.raises(SimulationStalled, match="1 requests are unfinished"):
         simulator.run()
 
@@ -161,7 +163,7 @@ def test_the_same_seed_gives_the_same_report(make_simulator: Make) -> None:
     assert report(1) != report(2)
 
 
-def test_the_scheduler_is_told_the_time_of_execution_only(make_simulator: Make) -> None:
+def test_the_clock_advances_by_the_cost_of_each_step(make_simulator: Make) -> None:
     plans: list[StepPlan] = []
 
     def cost(plan: StepPlan) -> float:

@@ -1,4 +1,4 @@
-"""Workloads as a command line describes them: their seeds, and what is refused."""
+"""Workloads: their requests, their seeds, and invalid options."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from quire.runtime.tools.simulation import Arrival, Workload, make_arrivals
 DATA = Path(__file__).parents[3] / "data"
 
 
-def test_constant_arrivals_come_like_clockwork() -> None:
+def test_constant_arrivals() -> None:
     arrivals = make_arrivals(Workload(arrivals="constant", rate=4, requests=3, prompt_tokens="7", output_tokens="2"))
     assert arrivals == [Arrival(0.25, 7, 2), Arrival(0.5, 7, 2), Arrival(0.75, 7, 2)]
 
 
-def test_the_seed_decides_everything() -> None:
+def test_requests_depend_on_the_seed_only() -> None:
     def draw(seed: int) -> list[Arrival]:
         return make_arrivals(Workload(arrivals="bursty", prompt_tokens="1-900", tenants="a=2,b=1", seed=seed))
 
@@ -25,7 +25,7 @@ def test_the_seed_decides_everything() -> None:
     assert draw(1) != draw(2)
 
 
-def test_tenants_come_at_their_relative_rates() -> None:
+def test_tenants_send_at_their_relative_rates() -> None:
     counts = Counter(each.tenant for each in make_arrivals(Workload(requests=10_000, tenants="a=20, b=1")))
     assert set(counts) == {"a", "b"}
     assert counts["a"] / counts["b"] == pytest.approx(20, rel=0.15)
@@ -49,11 +49,11 @@ def test_a_shared_prefix_comes_before_each_prompt() -> None:
         (Workload(arrivals="azure", trace=Path("x"), tenants="a=1"), "are for random requests"),
     ],
 )
-def test_workloads_that_cannot_be_meant(workload: Workload, message: str) -> None:
+def test_invalid_workloads_are_refused(workload: Workload, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_arrivals(workload)
 
 
-def test_a_rate_changes_the_times_of_a_trace() -> None:
+def test_a_rate_rescales_a_trace() -> None:
     arrivals = make_arrivals(Workload(arrivals="azure", trace=DATA / "azure.csv", rate=2))
     assert [round(each.time_s, 3) for each in arrivals] == [0.0, 0.95, 1.0]

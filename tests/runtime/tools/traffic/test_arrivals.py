@@ -1,4 +1,4 @@
-"""Streams of requests: their laws, lengths and tenants, and what is refused of what a command line says of them."""
+"""Random streams of requests: distributions of intervals and lengths, tenants, and invalid options."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def test_burstiness_is_the_shape_of_the_gamma_distribution(burstiness: float, va
     assert statistics.pstdev(intervals) / mean == pytest.approx(variation, rel=0.03)
 
 
-def test_without_end_burstiness_is_a_clock() -> None:
+def test_infinite_burstiness_gives_constant_intervals() -> None:
     assert draw_interval(4.0, float("inf"), Random(1)) == 0.25
 
 
-def test_poisson_arrivals_are_exponentially_apart() -> None:
+def test_poisson_intervals_are_exponential() -> None:
     intervals = list(itertools.islice(poisson(5.0, Random(1)), 40_000))
     mean = statistics.mean(intervals)
     assert mean == pytest.approx(1 / 5, rel=0.03)
@@ -47,12 +47,12 @@ def test_rescaling_keeps_the_pattern() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "x", "-5", "9-3", "1.5", "99999999999", "lognormal:5", "lognormal:0,1", "³"])
-def test_lengths_that_cannot_be_meant(text: str) -> None:
+def test_invalid_lengths_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--prompt-tokens: .* is not allowed"):
         parse_lengths("--prompt-tokens", text)
 
 
 @pytest.mark.parametrize("text", ["", "a", "a=", "a=0", "a=x", "a=1,a=2", "a=1,", "=3", "a=nan"])
-def test_tenants_that_cannot_be_meant(text: str) -> None:
+def test_invalid_tenants_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--tenants"):
         parse_tenants(text)

@@ -1,4 +1,4 @@
-"""Recorded streams: what is read of them, and that a bad file is refused by file, line and field."""
+"""Recorded streams: what is read from each format, and errors that name file, line and field."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def test_azure() -> None:
     assert read_azure(DATA / "azure.csv") == [
         Arrival(0.0, 374, 44),
         Arrival(4.314579, 396, 109),
-        Arrival(4.541877, 879, 1),  # a prefill samples one token, also where none was recorded
+        Arrival(4.541877, 879, 1),  # a prefill samples one token, even if none was recorded
     ]
 
 
-def test_azures_later_traces_name_their_time_zone(tmp_path: Path) -> None:
+def test_azure_times_may_have_a_time_zone(tmp_path: Path) -> None:
     path = tmp_path / "azure.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,2162,5\n")
     assert read_azure(path) == [Arrival(0.0, 2162, 5)]
 
 
-def test_burstgpt_leaves_out_what_failed() -> None:
+def test_burstgpt_leaves_out_failed_requests() -> None:
     assert read_burstgpt(DATA / "burstgpt.csv") == [
         Arrival(0.0, 472, 18),
         Arrival(40.0, 1087, 230),
@@ -47,13 +47,13 @@ def test_burstgpt_leaves_out_what_failed() -> None:
     assert len(read_burstgpt(DATA / "burstgpt.csv", 2)) == 2
 
 
-def test_the_first_few_are_read_and_the_rest_not_even_checked(tmp_path: Path) -> None:
+def test_lines_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_text(MOONCAKE + "nonsense\n")
     assert len(read_mooncake(path, 1)) == 1
 
 
-def test_requests_out_of_order_are_sorted_and_empty_lines_and_a_byte_order_mark_skipped(tmp_path: Path) -> None:
+def test_requests_are_sorted_and_empty_lines_and_byte_order_mark_skipped(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_text("\ufeff" + MOONCAKE.replace("0,", "2500,", 1) + "\r\n\n" + MOONCAKE.replace("600", "601"))
     assert [(each.time_s, each.prompt_tokens) for each in read_mooncake(path)] == [(0.0, 601), (2.5, 600)]
@@ -85,7 +85,7 @@ def test_hash_ids_may_be_text(tmp_path: Path) -> None:
         (MOONCAKE.replace("[1, 2]", "[1, 2, 3]"), "hash_ids names 3 blocks of 512 tokens, more than"),
     ],
 )
-def test_mooncake_files_that_are_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_malformed_mooncake_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=f"bad.jsonl.*{message}"):
@@ -107,7 +107,7 @@ def test_mooncake_files_that_are_refused(text: str, message: str, tmp_path: Path
         (AZURE + '"' + "x" * 200_000 + '",1,1\n', "line 3: field larger than"),
     ],
 )
-def test_azure_files_that_are_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_malformed_azure_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(text)
     with pytest.raises(ConfigError, match=f"bad.csv.*{message}"):
@@ -126,7 +126,7 @@ def test_azure_files_that_are_refused(text: str, message: str, tmp_path: Path) -
         (BURSTGPT.replace("18,", "-1,"), "line 2: Response tokens must be a whole number from 0"),
     ],
 )
-def test_burstgpt_files_that_are_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_malformed_burstgpt_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
     path.write_text(text)
     with pytest.raises(ConfigError, match=f"bad.csv.*{message}"):
@@ -134,7 +134,7 @@ def test_burstgpt_files_that_are_refused(text: str, message: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("read", [read_mooncake, read_azure, read_burstgpt])
-def test_what_is_no_text_file_is_refused(read: object, tmp_path: Path) -> None:
+def test_files_that_are_not_text_are_refused(read: object, tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path / "binary", tmp_path / "missing", tmp_path):
         with pytest.raises(ConfigError, match="cannot be read"):
