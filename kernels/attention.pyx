@@ -12,7 +12,7 @@ from libc.stdint cimport int32_t
 from libc.string cimport memcpy, memset
 
 from .heads cimport store_rows, take_queries
-from .isa cimport QUIRE_BF16, QUIRE_F32, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_page, quire_rows
+from .isa cimport (QUIRE_F32, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_itemsize, quire_page, quire_rows)
 from .pool cimport quire_pool_barrier, quire_signal, quire_signal_await, quire_signal_set, quire_take
 from .step cimport page_at, table_of
 
@@ -238,14 +238,14 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
             continue
         tile.first_token = token
         _point_at_pages(op, step, sequence, head, token, last, &tile)
-        tile.q.data = <char *>desk.q.data + begin * d * _itemsize(step.kv_form)
+        tile.q.data = <char *>desk.q.data + begin * d * quire_itemsize(step.kv_dtype)
         tile.q.scales = desk.q.scales + begin * (d // 32)
         tile.q.sums = desk.q.sums + begin * (d // 32)
         tile.positions = desk.positions + begin
         tile.m = state.m + begin
         tile.l = state.l + begin
         tile.o = state.o + begin * d
-        tiles.attention[step.kv_form](<int>(end - begin), &tile)
+        tiles.attention[step.kv_dtype](<int>(end - begin), &tile)
 
 
 cdef void _point_at_pages(const AttentionOp *op, const Step *step, int64_t sequence, int64_t head, int64_t token,
@@ -260,8 +260,8 @@ cdef void _point_at_pages(const AttentionOp *op, const Step *step, int64_t seque
     for j in range(4):
         kv = page_at(step, op.heads.layer, table[min(page + 16 * j // step.page_size, last_page)], head)
         slot = 16 * j % step.page_size
-        tile.k[j] = <char *>kv.k + slot // 16 * panel * _itemsize(step.kv_form)
-        if step.kv_form == QUIRE_Q8:
+        tile.k[j] = <char *>kv.k + slot // 16 * panel * quire_itemsize(step.kv_dtype)
+        if step.kv_dtype == QUIRE_Q8:
             tile.k_scales[j] = kv.k_scales + slot // 16 * (panel // 32)
             tile.v_scales[j] = kv.v_scales + slot
         tile.v[16 * j // step.page_size] = kv.v
@@ -271,13 +271,9 @@ cdef void _point_at_pages(const AttentionOp *op, const Step *step, int64_t seque
             tile.next_k[j] = page_at(step, op.heads.layer, table[page + per_tile + j], head).k
 
 
-cdef int64_t _itemsize(int form) noexcept nogil:
-    return 4 if form == QUIRE_F32 else 2 if form == QUIRE_BF16 else 1
-
-
 cdef void _give_outputs(const AttentionOp *op, const quire_tiles *tiles, const Desk *desk, const State *state,
                         int64_t first_row, int64_t queries, int64_t head) noexcept nogil:
-    """Each query's heads side by side, in the form that the next linear layer reads."""
+    """Each query's heads side by side, in the dtype that the next linear layer reads."""
     cdef int64_t d = desk.q.width, head_dim = op.heads.head_dim, columns = op.heads.group * head_dim, i, g, r, j
     cdef float *row
     for i in range(queries):
@@ -286,7 +282,7 @@ cdef void _give_outputs(const AttentionOp *op, const quire_tiles *tiles, const D
             r = i * op.heads.group + g
             for j in range(head_dim):
                 row[g * head_dim + j] = state.o[r * d + j] / state.l[r]
-    if op.out.form == QUIRE_F32:
+    if op.out.dtype == QUIRE_F32:
         for i in range(queries):
             memcpy(<float *>op.out.rows.data + (first_row + i) * op.out.rows.width + head * columns,
                    desk.split.o + i * columns, columns * sizeof(float))

@@ -20,18 +20,18 @@ cdef void take_queries(const HeadsOp *op, const Step *step, const quire_tiles *t
         q = _heads_of(op, first_row + i) + head * op.group * op.head_dim
         for g in range(op.group):
             tiles.head(q + g * op.head_dim, &op.query, op.rotary + (first_position + i) * op.head_dim, x)
-            _store_query(tiles, x, step.kv_form, i * op.group + g, out)
+            _store_query(tiles, x, step.kv_dtype, i * op.group + g, out)
 
 
-cdef void _store_query(const quire_tiles *tiles, const float *x, int form, int64_t row,
+cdef void _store_query(const quire_tiles *tiles, const float *x, int dtype, int64_t row,
                        const quire_rows *rows) noexcept nogil:
-    """One row in the form that goes with the pages; q8 by blocks of 32."""
+    """One row in the dtype that goes with the pages; q8 by blocks of 32."""
     cdef int64_t d = rows.width
     cdef quire_output out
-    if form == QUIRE_Q8:
-        out.form, out.norm, out.rows = QUIRE_Q8, NULL, rows[0]
+    if dtype == QUIRE_Q8:
+        out.dtype, out.norm, out.rows = QUIRE_Q8, NULL, rows[0]
         tiles.convert(x, d, 1, d, &out, row, 0)
-    elif form == QUIRE_BF16:
+    elif dtype == QUIRE_BF16:
         tiles.to_bf16(x, d, <uint16_t *>rows.data + row * d)
     else:
         memcpy(<float *>rows.data + row * d, x, d * sizeof(float))

@@ -22,7 +22,7 @@ cdef extern from "simd/tiles.h" nogil:
         int64_t width
 
     ctypedef struct quire_output:
-        int form
+        int dtype
         quire_rows rows
         const float *norm
         float *squares
@@ -61,7 +61,7 @@ cdef extern from "simd/tiles.h" nogil:
         float *o
 
     ctypedef struct quire_page:
-        int form
+        int dtype
         int64_t size
         int64_t d
         void *k
@@ -90,7 +90,7 @@ cdef extern from "simd/tiles.h" nogil:
         void (*store_key)(const float *x, int64_t slot, const quire_page *page) noexcept nogil
         void (*store_value)(const float *x, int64_t slot, const quire_page *page) noexcept nogil
         void (*to_bf16)(const float *x, int64_t n, uint16_t *out) noexcept nogil
-        void (*unpack_column)(const void *panel, const uint16_t *scales, int form, int64_t width, int lane,
+        void (*unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane,
                               float *out) noexcept nogil
         void (*block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *maxima,
                              int64_t maxima_stride) noexcept nogil
@@ -98,8 +98,9 @@ cdef extern from "simd/tiles.h" nogil:
         double (*sum_exp)(const float *x, int64_t n, float shift) noexcept nogil
         void (*exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out) noexcept nogil
         float (*stream)(const char *p, int64_t bytes, int64_t ahead) noexcept nogil
-        int64_t (*peak)(int form, int64_t steps, const void *w, const void *a, float *result) noexcept nogil
+        int64_t (*peak)(int dtype, int64_t steps, const void *w, const void *a, float *result) noexcept nogil
 
+    int64_t quire_itemsize(int dtype)
     int quire_isa_supported(int level)
     const quire_tiles *quire_isa_tiles(int level)
 

@@ -1,3 +1,4 @@
+DTYPE_CODES: dict[str, int]  # dtypes of weights and activations, as in simd/tiles.h
 NAMES: tuple[str, ...]  # the levels of this build, lowest first
 
 def supported_levels() -> tuple[str, ...]:

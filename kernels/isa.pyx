@@ -6,6 +6,7 @@ and system support; a caller may name another.
 """
 import os
 
+DTYPE_CODES = {"f32": QUIRE_F32, "bf16": QUIRE_BF16, "q8": QUIRE_Q8}
 NAMES = tuple([quire_isa_tiles(level).name.decode() for level in range(QUIRE_LEVELS)])
 
 

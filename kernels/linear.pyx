@@ -2,9 +2,9 @@
 """Linear layers: who computes which columns, and in what order. The arithmetic is one tile of simd/linear.c.
 
 Each worker owns a fixed range of blocks of 32 output columns and the whole of K for them, so the thread count never
-changes a bit, and it can leave its blocks in the form the next op reads: a block has one scale.
+changes a bit, and it can leave its blocks in the dtype the next op reads: a block has one scale.
 """
-from .isa cimport QUIRE_BF16, QUIRE_BLOCK, QUIRE_F32, QUIRE_Q8, QUIRE_SWIGLU, quire_linear_tile
+from .isa cimport QUIRE_BLOCK, QUIRE_F32, QUIRE_Q8, QUIRE_SWIGLU, quire_itemsize, quire_linear_tile
 
 cdef enum:
     ROWS_IN_CACHE = 192             # activations that stay in L2 while a worker's panels pass over them
@@ -12,7 +12,7 @@ cdef enum:
 
 cdef struct Scratch:                # of one worker
     float factors[ROWS_IN_CACHE]    # 1 / rms of each row, where the input's norm is half done
-    float block[ROWS_IN_CACHE * QUIRE_BLOCK]    # results that leave in another form
+    float block[ROWS_IN_CACHE * QUIRE_BLOCK]    # results that leave in another dtype
 
 
 cdef int64_t linear_scratch_bytes() noexcept:
@@ -39,7 +39,7 @@ cdef void _compute_block(const LinearOp *op, const quire_tiles *tiles, int64_t b
     """Rows [row, end) of 32 columns of out, and of what follows from them while they are in cache."""
     cdef float *y = scratch.block
     cdef int64_t stride = QUIRE_BLOCK
-    if op.out.form == QUIRE_F32:
+    if op.out.dtype == QUIRE_F32:
         stride = op.out.rows.width
         y = <float *>op.out.rows.data + row * stride + block * QUIRE_BLOCK
     if op.epilogue == QUIRE_SWIGLU:         # a pair of panels holds 16 columns of gate and 16 of up
@@ -76,12 +76,11 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, 
     for call in range(calls):
         n = (end - row) // (calls - call)
         tile.next_lines = <int>(lines * (call + 1) // calls - lines * call // calls)
-        tile.a.data = <char *>op.input.rows.data + row * width * (4 if op.input.form == QUIRE_F32 else
-                                                                  2 if op.input.form == QUIRE_BF16 else 1)
-        if op.input.form == QUIRE_Q8:
+        tile.a.data = <char *>op.input.rows.data + row * width * quire_itemsize(op.input.dtype)
+        if op.input.dtype == QUIRE_Q8:
             tile.a.scales = op.input.rows.scales + row * (width // 32)
             tile.a.sums = op.input.rows.sums + row * (width // 32)
-        tiles.linear[op.input.form](<int>n, &tile)
+        tiles.linear[op.input.dtype](<int>n, &tile)
         tile.next += tile.next_lines * 64 * (width // 32)
         tile.c += n * stride
         if tile.factors != NULL:

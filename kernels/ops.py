@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from .pack import PackedMatrix
 
-Form = Literal["f32", "bf16", "q8"]
+DType = Literal["f32", "bf16", "q8"]
 Epilogue = Literal["store", "add", "swiglu"]
 
 KVDtype = Literal["bf16", "f32", "int8"]
-QUERY_FORMS: dict[KVDtype, Form] = {"bf16": "bf16", "f32": "f32", "int8": "q8"}  # q's form, by the KV cache's dtype
+QUERY_DTYPES: dict[KVDtype, DType] = {"bf16": "bf16", "f32": "f32", "int8": "q8"}  # q's dtype, by the KV cache's dtype
 BLOCK = 32  # columns that share one activation scale; every row is padded to a multiple of it
 ALIGNMENT = 64  # bytes; of every plane of a region
 
@@ -45,25 +45,25 @@ class Region:
     offset: int
     rows: int
     columns: int
-    form: Form
+    dtype: DType
 
     @property
     def nbytes(self) -> int:
-        return region_nbytes(self.rows, self.columns, self.form)
+        return region_nbytes(self.rows, self.columns, self.dtype)
 
 
-def region_nbytes(rows: int, columns: int, form: Form) -> int:
+def region_nbytes(rows: int, columns: int, dtype: DType) -> int:
     width = padded(columns)
-    if form == "q8":
+    if dtype == "q8":
         return aligned(rows * width) + 2 * aligned(rows * width // BLOCK * 4)
-    return aligned(rows * width * (4 if form == "f32" else 2))
+    return aligned(rows * width * (4 if dtype == "f32" else 2))
 
 
 @dataclass(frozen=True, slots=True)
 class Normed:
     """RMS norm of an f32 x [rows, columns], in two halves that need no pass of their own.
 
-    Whoever writes 32 columns of x leaves data = convert(x * weight), in the form the next linear layer reads, and
+    Whoever writes 32 columns of x leaves data = convert(x * weight), in the dtype the next linear layer reads, and
     squares = sum(x²) of them. That layer multiplies its sums of each row by 1 / sqrt(sum(squares) / columns + eps):
     a factor per row moves out of a sum over K, and out of q8, whose scales move with it.
     """
@@ -85,7 +85,7 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class Convert:
-    """out = input in another form; q8 scales come from one row's 32 columns only."""
+    """out = input in another dtype; q8 scales come from one row's 32 columns only."""
 
     input: Region  # f32 [rows, columns]
     out: Region
@@ -96,10 +96,10 @@ class Linear:
     """y = input @ weight.T + bias, then `store`: out = y; `add`: out += y; `swiglu`: out = silu(gate) * up.
 
     For `swiglu` the weight's columns interleave 16 of gate and 16 of up, and `out` has half of them. `out` may have any
-    form; f32 for `add`, where a norm follows, and for `maxima`: the largest of each 32 columns, NaN if one of them is.
+    dtype; f32 for `add`, where a norm follows, and for `maxima`: the largest of each 32 columns, NaN if one of them is.
     """
 
-    input: Region | Normed  # in the weight's own form [rows, in_features]
+    input: Region | Normed  # in the weight's own dtype [rows, in_features]
     weight: PackedMatrix
     bias: npt.NDArray[np.float32] | None  # [out_features], laid out as the weight's columns
     out: Region
@@ -115,8 +115,8 @@ class Attention:
     pages: they are a layer group, with a page table of its own per sequence and a slot in its pages for each layer.
 
     `rotary` is f32 [positions, head_dim]: cos in the first half of the columns, sin in the second. Rotation is by
-    halves (Hugging Face convention). Pages have the KV cache's dtype, queries meet them in the form that goes with
-    it (QUERY_FORMS). `out` has any form where the query heads of a KV head fill whole blocks of 32 columns, else f32.
+    halves (Hugging Face convention). Pages have the KV cache's dtype, queries meet them in the dtype that goes with
+    it (QUERY_DTYPES). `out` has any dtype where the query heads of a KV head fill whole blocks of 32 columns, else f32.
     """
 
     qkv: Region  # f32 [tokens, (num_heads + 2 num_kv_heads) * head_dim]

@@ -8,7 +8,7 @@ cdef class PackedMatrix:
     cdef readonly int64_t in_features
     cdef readonly str dtype
     cdef readonly int64_t nbytes
-    cdef int form
+    cdef int dtype_code
     cdef int64_t width              # in_features padded to 32
     cdef int64_t panels             # of 16 columns; even
     cdef int64_t panel_bytes

@@ -9,17 +9,16 @@ from libc.string cimport memcpy
 
 import numpy as np
 
-from .isa cimport QUIRE_BF16, QUIRE_F32, QUIRE_Q8, quire_tiles, tiles_of
+from .isa import DTYPE_CODES
+from .isa cimport QUIRE_BF16, QUIRE_F32, quire_itemsize, quire_tiles, tiles_of
 
-_FORMS = {"f32": QUIRE_F32, "bf16": QUIRE_BF16, "q8": QUIRE_Q8}
-_TILE_ITEMSIZE = {"f32": 4, "bf16": 2, "q8": 1}
 _ROWS_AT_ONCE = 1024    # of the source, widened to f32 while packing
 
 
 def packed_nbytes(out_features, in_features, dtype):
     columns, width = _padded(out_features), _padded(in_features)
     scales = columns * width // 32 * 2 if dtype == "q8" else 0
-    return columns * width * _TILE_ITEMSIZE[dtype] + scales
+    return columns * width * quire_itemsize(DTYPE_CODES[dtype]) + scales
 
 
 def _padded(n):
@@ -28,8 +27,8 @@ def _padded(n):
 
 cdef class PackedMatrix:
     def __init__(self, out_features, in_features, dtype, memory):
-        if dtype not in _FORMS:
-            raise ValueError(f"weight dtype must be one of {', '.join(_FORMS)}, not {dtype!r}")
+        if dtype not in DTYPE_CODES:
+            raise ValueError(f"weight dtype must be one of {', '.join(DTYPE_CODES)}, not {dtype!r}")
         if out_features < 1 or in_features < 1:
             raise ValueError(f"a matrix needs positive sizes, not {out_features} x {in_features}")
         self.nbytes = packed_nbytes(out_features, in_features, dtype)
@@ -41,10 +40,10 @@ cdef class PackedMatrix:
         self.memory = memory
         self.data = <char *>&view[0]
         self.out_features, self.in_features, self.dtype = out_features, in_features, dtype
-        self.form = _FORMS[dtype]
+        self.dtype_code = DTYPE_CODES[dtype]
         self.width = _padded(in_features)
         self.panels = _padded(out_features) // 16
-        self.panel_bytes = self.width * 16 * _TILE_ITEMSIZE[dtype]
+        self.panel_bytes = self.width * 16 * quire_itemsize(self.dtype_code)
         self.scales = <uint16_t *>(self.data + self.panels * self.panel_bytes) if dtype == "q8" else NULL
         if dtype == "q8":
             memory[: self.panels * self.panel_bytes] = 0x80    # weights are unsigned here: 128 is zero
@@ -72,10 +71,10 @@ cdef class PackedMatrix:
     cdef void _fill_column(self, const float *row, int64_t column) noexcept nogil:
         cdef char *panel = self.data + column // 16 * self.panel_bytes
         cdef int64_t lane = column % 16, k
-        if self.form == QUIRE_F32:
+        if self.dtype_code == QUIRE_F32:
             for k in range(self.in_features):
                 (<float *>panel)[k * 16 + lane] = row[k]
-        elif self.form == QUIRE_BF16:
+        elif self.dtype_code == QUIRE_BF16:
             for k in range(self.in_features):
                 (<uint16_t *>panel)[k // 2 * 32 + lane * 2 + k % 2] = _round_bf16(row[k])
         else:
@@ -103,7 +102,7 @@ cdef class PackedMatrix:
         for column in range(self.out_features):
             tiles.unpack_column(self.data + column // 16 * self.panel_bytes,
                                 self.scales + column // 16 * self.width // 2 if self.scales != NULL else NULL,
-                                self.form, self.width, column % 16, &out[column, 0])
+                                self.dtype_code, self.width, column % 16, &out[column, 0])
         return np.asarray(out)[:, : self.in_features]
 
 

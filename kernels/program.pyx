@@ -11,17 +11,17 @@ import numpy as np
 
 from .attention cimport (AttentionOp, attention_scratch_bytes, attention_shared_bytes, run_attention, units_of)
 from .heads cimport HeadsOp
-from .isa cimport (QUIRE_ADD, QUIRE_BF16, QUIRE_F32, QUIRE_MAX_HEAD, QUIRE_Q8, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TILE,
-                   quire_head, quire_output, quire_tiles, tiles_of)
+from .isa cimport (QUIRE_ADD, QUIRE_MAX_HEAD, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TILE, quire_head, quire_itemsize,
+                   quire_output, quire_tiles, tiles_of)
+from .isa import DTYPE_CODES
 from .linear cimport LinearOp, linear_scratch_bytes, run_linear
-from .ops import BLOCK, QUERY_FORMS, Attention, Convert, Embed, Gather, Linear, Normed, aligned, padded
+from .ops import BLOCK, QUERY_DTYPES, Attention, Convert, Embed, Gather, Linear, Normed, aligned, padded
 from .pack cimport PackedMatrix
 from .pool cimport Pool, quire_pool, quire_pool_barrier, quire_pool_run
 from .rows cimport ConvertOp, EmbedOp, GatherOp, run_convert, run_embed, run_gather
 from .step cimport Step, Value
 
-_FORMS = {"f32": QUIRE_F32, "bf16": QUIRE_BF16, "q8": QUIRE_Q8}
-_ITEMSIZE = {"f32": 4, "bf16": 2, "q8": 1}
+_NUMPY_DTYPES = {"f32": np.float32, "bf16": np.uint16, "q8": np.int8}
 _EPILOGUES = {"store": QUIRE_STORE, "add": QUIRE_ADD, "swiglu": QUIRE_SWIGLU}
 
 
@@ -153,7 +153,7 @@ cdef class Program:
         self.replay.step.head_bytes = layout.head_bytes
         self.replay.step.padded_head_dim = layout.padded_head_dim
         self.replay.step.page_size = layout.page_size
-        self.replay.step.kv_form = _FORMS[QUERY_FORMS[layout.dtype]]
+        self.replay.step.kv_dtype = DTYPE_CODES[QUERY_DTYPES[layout.dtype]]
         self.replay.step.query_tile = QUIRE_TILE
 
     # Building: one op each, every size checked here.
@@ -186,7 +186,7 @@ cdef class Program:
         record.of.embed.is_normed = self._leave_normed(&record.of.embed.normed, op, self.max_rows)
         record.of.embed.panels, record.of.embed.scales = weight.data, weight.scales
         record.of.embed.panel_bytes, record.of.embed.width = weight.panel_bytes, weight.width
-        record.of.embed.form = weight.form
+        record.of.embed.dtype = weight.dtype_code
 
     cdef _add_convert(self, Record *record, op):
         cdef ConvertOp *convert = &record.of.convert
@@ -210,9 +210,9 @@ cdef class Program:
         linear.sampled = self._follows(op.input.data if isinstance(op.input, Normed) else op.input, op.out)
         rows = self.max_samples if linear.sampled else self.max_rows
         self._add_linear_input(linear, op.input, weight, rows)
-        linear.out = self._value(op.out, columns, "f32" if op.epilogue == "add" else op.out.form, rows)
+        linear.out = self._value(op.out, columns, "f32" if op.epilogue == "add" else op.out.dtype, rows)
         linear.converts = self._leave_normed(&linear.converted, op, rows)
-        if op.out.form != "f32":
+        if op.out.dtype != "f32":
             linear.converts, linear.converted = True, self._output(op.out, columns, rows)
         self._add_maxima(linear, op, rows)
         linear.panels, linear.scales, linear.panel_bytes = weight.data, weight.scales, weight.panel_bytes
@@ -224,7 +224,7 @@ cdef class Program:
         cdef Value maxima
         linear.maxima = NULL
         if op.maxima is not None:
-            if op.out.form != "f32":
+            if op.out.dtype != "f32":
                 raise ValueError(f"maxima need f32, not {op.out!r}")
             maxima = self._value(op.maxima, padded(op.out.columns) // BLOCK, "f32", rows)
             linear.maxima, linear.maxima_width = <float *>maxima.rows.data, maxima.rows.width
@@ -263,7 +263,7 @@ cdef class Program:
         cdef AttentionOp *attention = &record.of.attention
         self._check_place(op)
         group = self._query_heads(op)
-        if op.out.form != "f32" and group * op.head_dim % BLOCK:
+        if op.out.dtype != "f32" and group * op.head_dim % BLOCK:
             raise ValueError(f"{group} heads of {op.head_dim} do not fill blocks of {BLOCK}: out must be f32")
         record.kind = ATTENTION
         self._add_heads(&attention.heads, op, group)
@@ -288,27 +288,27 @@ cdef class Program:
             raise ValueError(f"at most {QUIRE_TILE} query heads may share a KV head, not {group}")
         return group
 
-    cdef Value _value(self, region, columns, form, rows) except *:
-        """The region's pointers. `columns` and `form` are what the op expects, `rows` the least capacity."""
+    cdef Value _value(self, region, columns, dtype, rows) except *:
+        """The region's pointers. `columns` and `dtype` are what the op expects, `rows` the least capacity."""
         cdef Value value
-        if region.columns != columns or region.form != form or region.rows < rows:
-            raise ValueError(f"{region!r} should hold at least {rows} rows of {columns} columns as {form}")
+        if region.columns != columns or region.dtype != dtype or region.rows < rows:
+            raise ValueError(f"{region!r} should hold at least {rows} rows of {columns} columns as {dtype}")
         if region.offset < 0 or region.offset % 64 or region.offset + region.nbytes > self.arena_bytes:
             raise ValueError(f"{region!r} is not aligned or not inside an arena of {self.arena_bytes} bytes")
         width = padded(columns)
-        planes = region.offset + aligned(region.rows * width * _ITEMSIZE[form])
-        value.form, value.columns, value.rows.width = _FORMS[form], columns, width
+        planes = region.offset + aligned(region.rows * width * quire_itemsize(DTYPE_CODES[dtype]))
+        value.dtype, value.columns, value.rows.width = DTYPE_CODES[dtype], columns, width
         value.rows.data = self.arena_data + <int64_t>region.offset
         value.rows.scales, value.rows.sums = NULL, NULL
-        if form == "q8":
+        if dtype == "q8":
             value.rows.scales = <float *>(self.arena_data + <int64_t>planes)
             value.rows.sums = <int32_t *>(self.arena_data + <int64_t>(planes + aligned(region.rows * width // 32 * 4)))
         return value
 
     cdef quire_output _output(self, region, columns, rows) except *:
-        cdef Value value = self._value(region, columns, region.form, rows)
+        cdef Value value = self._value(region, columns, region.dtype, rows)
         cdef quire_output output
-        output.form, output.rows, output.norm = value.form, value.rows, NULL
+        output.dtype, output.rows, output.norm = value.dtype, value.rows, NULL
         return output
 
     cdef bint _leave_normed(self, quire_output *output, op, rows) except -1:
@@ -316,7 +316,7 @@ cdef class Program:
         cdef Value squares
         if op.normed is None:
             return False
-        if op.out.form != "f32":
+        if op.out.dtype != "f32":
             raise ValueError(f"a norm needs f32, not {op.out!r}")
         columns = op.out.columns
         squares = self._value(op.normed.squares, padded(columns) // BLOCK, "f32", rows)
@@ -426,9 +426,8 @@ cdef class Program:
 
     def view(self, region):
         """A region's [rows, padded columns] data plane as an array over the arena. For logits, tests and tools."""
-        width, item = padded(region.columns), _ITEMSIZE[region.form]
-        dtype = {"f32": np.float32, "bf16": np.uint16, "q8": np.int8}[region.form]
-        flat = self.arena[region.offset: region.offset + region.rows * width * item].view(dtype)
+        width, dtype = padded(region.columns), np.dtype(_NUMPY_DTYPES[region.dtype])
+        flat = self.arena[region.offset: region.offset + region.rows * width * dtype.itemsize].view(dtype)
         return flat.reshape(region.rows, width)
 
 

@@ -1,7 +1,7 @@
 """The numpy twin of every op: the definition of right, written for the reader, not for speed.
 
 `ReferenceProgram` takes the same op list as `Program` and keeps the same values, so a test can run both and compare any
-region. Arithmetic is float64; what a form rounds away (bf16, q8, the KV dtype) is rounded here too.
+region. Arithmetic is float64; what a dtype rounds away (bf16, q8, the KV dtype) is rounded here too.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from .ops import (
     BLOCK,
-    QUERY_FORMS,
+    QUERY_DTYPES,
     Attention,
     Convert,
+    DType,
     Embed,
-    Form,
     Gather,
     KVDtype,
     Linear,
@@ -49,16 +49,16 @@ def quantise_q8(x: Array) -> Array:
     return (np.rint(blocks / scale) * scale).reshape(x.shape[0], -1)[:, : x.shape[1]]
 
 
-def as_form(x: Array, form: Form) -> Array:
-    if form == "bf16":
+def as_dtype(x: Array, dtype: DType) -> Array:
+    if dtype == "bf16":
         return round_bf16(x)
-    return quantise_q8(x) if form == "q8" else x.astype(np.float32).astype(np.float64)
+    return quantise_q8(x) if dtype == "q8" else x.astype(np.float32).astype(np.float64)
 
 
 def as_key(x: Array, kv_dtype: str) -> Array:
     """Heads [.., head_dim] as the cache keeps keys: int8 by blocks of 32 with a scale rounded to fp16."""
     if kv_dtype != "int8":
-        return as_form(x, "bf16" if kv_dtype == "bf16" else "f32")
+        return as_dtype(x, "bf16" if kv_dtype == "bf16" else "f32")
     stored = np.zeros((len(x), padded(x.shape[1])))
     stored[:, : x.shape[1]] = x
     blocks = stored.reshape(len(x), -1, BLOCK)
@@ -70,7 +70,7 @@ def as_key(x: Array, kv_dtype: str) -> Array:
 def as_value(x: Array, kv_dtype: str) -> Array:
     """Heads [.., head_dim] as the cache keeps values: int8 with one scale per token."""
     if kv_dtype != "int8":
-        return as_form(x, "bf16" if kv_dtype == "bf16" else "f32")
+        return as_dtype(x, "bf16" if kv_dtype == "bf16" else "f32")
     scale = np.abs(x).max(axis=1, keepdims=True) / 127
     values: Array = np.rint(x / np.where(scale > 0, scale, 1)) * scale
     return values
@@ -147,9 +147,9 @@ class ReferenceProgram:
                 self._attention(op)
 
     def _write(self, out: Region, x: Array, normed: Normed | None = None) -> None:
-        self.regions[out] = as_form(x, out.form)
+        self.regions[out] = as_dtype(x, out.dtype)
         if normed is not None:
-            self.regions[normed.data] = as_form(x * normed.weight, normed.data.form)
+            self.regions[normed.data] = as_dtype(x * normed.weight, normed.data.dtype)
             self.regions[normed.squares] = np.add.reduceat(x**2, np.arange(0, x.shape[1], BLOCK), axis=1)
 
     def _linear(self, op: Linear) -> None:
@@ -181,7 +181,7 @@ class ReferenceProgram:
             self.keys[op.layer, page, token] = as_key(rotate_halves(k, rotary)[row], self.kv_dtype)
             self.values[op.layer, page, token] = as_value(v[row], self.kv_dtype)
         queries = rotate_halves(q, rotary) * op.scale
-        return as_form(queries.reshape(-1, op.head_dim), QUERY_FORMS[self.kv_dtype]).reshape(q.shape)
+        return as_dtype(queries.reshape(-1, op.head_dim), QUERY_DTYPES[self.kv_dtype]).reshape(q.shape)
 
     def _heads(self, op: Attention) -> tuple[Array, Array, Array]:
         heads = self.regions[op.qkv].reshape(len(self.token_ids), -1, op.head_dim)

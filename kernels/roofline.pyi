@@ -1,7 +1,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from .ops import Form
+from .ops import DType
 from .pool import Pool
 
 def read_bytes_per_s(memory: npt.NDArray[np.uint8], pool: Pool, isa: str | None = None) -> float:
@@ -10,7 +10,7 @@ def read_bytes_per_s(memory: npt.NDArray[np.uint8], pool: Pool, isa: str | None 
     it has less than 256 B per worker.
     """
 
-def peak_ops_per_s(form: Form, pool: Pool, isa: str | None = None) -> float:
-    """Multiplications and additions per second of the level's dot product in `form` on all workers, the median of
-    several passes of some milliseconds. ValueError for an unknown form.
+def peak_ops_per_s(dtype: DType, pool: Pool, isa: str | None = None) -> float:
+    """Multiplications and additions per second of the level's dot product in `dtype` on all workers, the median of
+    several passes of some milliseconds. ValueError for an unknown dtype.
     """

@@ -9,7 +9,8 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 import numpy as np
 
-from .isa cimport QUIRE_BF16, QUIRE_F32, QUIRE_Q8, quire_tiles, tiles_of
+from .isa import DTYPE_CODES
+from .isa cimport quire_tiles, tiles_of
 from .pool cimport Pool, quire_pool_run
 
 cdef enum:
@@ -17,7 +18,6 @@ cdef enum:
     PASSES = 5
     STRIDE = 256                    # bytes that one round of `stream` reads
 
-_FORMS = {"f32": QUIRE_F32, "bf16": QUIRE_BF16, "q8": QUIRE_Q8}
 _AHEAD_BYTES = (0, 512, 1024, 2048, 4096)
 _PASS_S = 0.005
 
@@ -27,7 +27,7 @@ cdef struct Pass:                   # one run of the pool
     const char *memory              # to be streamed; NULL: `steps` rounds of arithmetic instead
     int64_t share                   # bytes of each worker
     int64_t ahead
-    int form
+    int dtype
     int64_t steps
     float *results                  # [workers][LINE_FLOATS]
     int64_t ops                     # of worker 0
@@ -42,7 +42,7 @@ cdef void _work(void *argument, int worker, int workers) noexcept nogil:
         return
     for i in range(128):
         zeros[i] = 0
-    ops = job.tiles.peak(job.form, job.steps, zeros, zeros + 64, &job.results[worker * LINE_FLOATS])
+    ops = job.tiles.peak(job.dtype, job.steps, zeros, zeros + 64, &job.results[worker * LINE_FLOATS])
     if worker == 0:
         job.ops = ops
 
@@ -70,13 +70,13 @@ def read_bytes_per_s(const unsigned char[::1] memory, Pool pool, isa=None):
     return job.share * pool.workers / fastest
 
 
-def peak_ops_per_s(form, Pool pool, isa=None):
+def peak_ops_per_s(dtype, Pool pool, isa=None):
     cdef float[::1] results = np.zeros(pool.workers * LINE_FLOATS, np.float32)
     cdef Pass job
-    if form not in _FORMS:
-        raise ValueError(f"unknown form {form!r}; a peak is measured for {', '.join(_FORMS)}")
+    if dtype not in DTYPE_CODES:
+        raise ValueError(f"unknown dtype {dtype!r}; a peak is measured for {', '.join(DTYPE_CODES)}")
     job.tiles, job.results, job.memory = tiles_of(isa), &results[0], NULL
-    job.form, job.steps = _FORMS[form], 1000
+    job.dtype, job.steps = DTYPE_CODES[dtype], 1000
     while _seconds(&job, pool) < _PASS_S:
         job.steps *= 2
     return job.ops * pool.workers / np.median([_seconds(&job, pool) for _ in range(PASSES)])

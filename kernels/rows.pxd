@@ -11,7 +11,7 @@ cdef struct EmbedOp:
     const uint16_t *scales
     int64_t panel_bytes
     int64_t width
-    int form
+    int dtype
 
 cdef struct ConvertOp:
     Value input

@@ -15,7 +15,7 @@ cdef void run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tile
         out = <float *>op.out.rows.data + row * width
         tiles.unpack_column(op.panels + token // 16 * op.panel_bytes,
                             op.scales + token // 16 * (op.width // 2) if op.scales != NULL else NULL,
-                            op.form, op.width, <int>(token % 16), out)
+                            op.dtype, op.width, <int>(token % 16), out)
         if op.is_normed:
             tiles.convert(out, width, 1, op.out.columns, &op.normed, row, 0)
 

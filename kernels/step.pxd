@@ -22,7 +22,7 @@ cdef struct Step:
     int64_t head_bytes              # K and V of one head
     int64_t padded_head_dim
     int page_size
-    int kv_form
+    int kv_dtype
     char *scratch                   # per worker
     int64_t scratch_bytes
 
@@ -37,8 +37,8 @@ cdef inline quire_page page_at(const Step *step, int64_t layer, int64_t page_id,
     cdef quire_page page
     cdef int64_t elements = step.page_size * step.padded_head_dim
     cdef char *base = step.kv + layer * step.layer_bytes + page_id * step.page_bytes + head * step.head_bytes
-    page.form, page.size, page.d, page.k = step.kv_form, step.page_size, step.padded_head_dim, base
-    if step.kv_form == QUIRE_Q8:
+    page.dtype, page.size, page.d, page.k = step.kv_dtype, step.page_size, step.padded_head_dim, base
+    if step.kv_dtype == QUIRE_Q8:
         page.v = base + elements
         page.k_scales = <uint16_t *>(base + 2 * elements)
         page.v_scales = <float *>(base + 2 * elements + elements // 16)
@@ -48,8 +48,8 @@ cdef inline quire_page page_at(const Step *step, int64_t layer, int64_t page_id,
     return page
 
 
-# Pointers of an arena region in any form; filled once when a program is built.
+# Pointers of an arena region in any dtype; filled once when a program is built.
 cdef struct Value:
     quire_rows rows                 # data, and the q8 planes
-    int form
+    int dtype
     int64_t columns

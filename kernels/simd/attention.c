@@ -35,14 +35,12 @@ INLINE const char *fetch_lines(const char *next, const int lines) {
   return next + lines * 64;
 }
 
-INLINE int64_t itemsize(const int form) { return form == QUIRE_F32 ? 4 : form == QUIRE_BF16 ? 2 : 1; }
-
 // s[rows][panels] += a[rows][e ..] · the line of each panel, for f32 one of K, for bf16 two.
-INLINE void multiply_line(const int form, const int rows, const int panels, const char *const *w, int64_t line,
+INLINE void multiply_line(const int dtype, const int rows, const int panels, const char *const *w, int64_t line,
                           const char *a, int64_t lda, vf s[][4]) {
   UNROLL for (int j = 0; j < panels; j++) {
     const char *bytes = w[j] + line * 64;
-    if (form == QUIRE_F32) {
+    if (dtype == QUIRE_F32) {
       const vf b = vf_load((const float *)bytes);
       UNROLL for (int i = 0; i < rows; i++) s[i][j] = vf_fma(b, vf_set1(((const float *)a)[i * lda + line]), s[i][j]);
     } else {
@@ -54,9 +52,9 @@ INLINE void multiply_line(const int form, const int rows, const int panels, cons
 }
 
 // s[rows][64] = q · K; meanwhile the tile's V is fetched.
-INLINE void scores(const int form, const int rows, const quire_attention_tile *t, int row) {
-  const int64_t d = t->head_dim, lines = form == QUIRE_F32 ? d : d / 2, per_page = lines * t->page_size / 64;
-  const char *q = (const char *)t->q.data + row * d * itemsize(form);
+INLINE void scores(const int dtype, const int rows, const quire_attention_tile *t, int row) {
+  const int64_t d = t->head_dim, lines = dtype == QUIRE_F32 ? d : d / 2, per_page = lines * t->page_size / 64;
+  const char *q = (const char *)t->q.data + row * d * quire_itemsize(dtype);
   const char *const w[4] = {t->k[0], t->k[1], t->k[2], t->k[3]};
   vf s[ATTENTION_ROWS][4];
   UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < 4; j++) s[i][j] = vf_zero();
@@ -65,7 +63,7 @@ INLINE void scores(const int form, const int rows, const quire_attention_tile *t
     const char *next = row == 0 && page < t->num_pages ? t->v[page] : NULL;
     for (const int64_t end = line + per_page; line < end; line++) {
       next = fetch_lines(next, 4);
-      multiply_line(form, rows, 4, w, line, q, d, s);
+      multiply_line(dtype, rows, 4, w, line, q, d, s);
     }
   }
   UNROLL for (int i = 0; i < rows; i++)
@@ -158,7 +156,7 @@ INLINE void store_digits(const vf x[4], const quire_attention_tile *t, int r, so
 }
 
 // Softmax of this tile against the running maximum: s -> p, and the running sums.
-INLINE void soften(const int form, int rows, const quire_attention_tile *t, softened *out) {
+INLINE void soften(const int dtype, int rows, const quire_attention_tile *t, softened *out) {
   raise_maxima(rows, t, out->keep);
   for (int r = 0; r < rows; r++) {
     const float *s = t->s + r * 64;
@@ -169,21 +167,21 @@ INLINE void soften(const int form, int rows, const quire_attention_tile *t, soft
     const int all = visible(t, r, from, to);
     if (!all) UNROLL for (int j = 0; j < 4; j++) x[j] = vf_pick(x[j], vf_zero(), from[j], to[j]);
     t->l[r] = t->l[r] * out->keep[r] + vf_sum(vf_add(vf_add(x[0], x[1]), vf_add(x[2], x[3])));
-    if (form == QUIRE_Q8) {
+    if (dtype == QUIRE_Q8) {
       store_digits(x, t, r, out);
       continue;
     }
     UNROLL for (int j = 0; j < 4; j++) {
-      if (form == QUIRE_F32) vf_store((float *)t->p + r * 64 + 16 * j, x[j]);
+      if (dtype == QUIRE_F32) vf_store((float *)t->p + r * 64 + 16 * j, x[j]);
       else vf_store_bf16((uint16_t *)t->p + r * 64 + 16 * j, x[j]);
     }
   }
 }
 
 // o[rows][columns from n] = o * keep + p · V, all pages of the tile in one chain; meanwhile the next tile's K is fetched.
-INLINE void values(const int form, const int rows, const int panels, const quire_attention_tile *t, int row,
+INLINE void values(const int dtype, const int rows, const int panels, const quire_attention_tile *t, int row,
                    const softened *soft, int64_t n) {
-  const int64_t d = t->head_dim, size = itemsize(form), lines = t->page_size / (form == QUIRE_F32 ? 1 : 2);
+  const int64_t d = t->head_dim, size = quire_itemsize(dtype), lines = t->page_size / (dtype == QUIRE_F32 ? 1 : 2);
   float *o = t->o + row * d + n;
   vf s[ATTENTION_ROWS][4];
   UNROLL for (int i = 0; i < rows; i++)
@@ -195,7 +193,7 @@ INLINE void values(const int form, const int rows, const int panels, const quire
     const char *p = (const char *)t->p + (row * 64 + g * t->page_size) * size;
     for (int64_t line = 0; line < lines; line++) {
       next = fetch_lines(next, panels);
-      multiply_line(form, rows, panels, w, line, p, 64, s);
+      multiply_line(dtype, rows, panels, w, line, p, 64, s);
     }
   }
   UNROLL for (int i = 0; i < rows; i++)
@@ -233,16 +231,16 @@ INLINE void values_int8(const int rows, const quire_attention_tile *t, int row, 
     }
 }
 
-INLINE void attend(const int form, int rows, const quire_attention_tile *t) {
+INLINE void attend(const int dtype, int rows, const quire_attention_tile *t) {
   assert(rows >= 1 && rows <= QUIRE_TILE);
   softened soft;
-#define SCORES(N, row) scores(form, N, t, row)
+#define SCORES(N, row) scores(dtype, N, t, row)
   IN_GROUPS(rows, SCORES)
-  soften(form, rows, t, &soft);
+  soften(dtype, rows, t, &soft);
   int64_t n = 0;
-#define VALUES64(N, row) values(form, N, 4, t, row, &soft, n)
+#define VALUES64(N, row) values(dtype, N, 4, t, row, &soft, n)
   for (; n + 64 <= t->head_dim; n += 64) IN_GROUPS(rows, VALUES64)
-#define VALUES16(N, row) values(form, N, 1, t, row, &soft, n)
+#define VALUES16(N, row) values(dtype, N, 1, t, row, &soft, n)
   for (; n < t->head_dim; n += 16) IN_GROUPS(rows, VALUES16)
 }
 

@@ -75,11 +75,11 @@ INLINE void store_key_int8(const float *x, int64_t slot, const quire_page *page)
 }
 
 void ISA(store_key)(const float *x, int64_t slot, const quire_page *page) {
-  if (page->form == QUIRE_Q8) {
+  if (page->dtype == QUIRE_Q8) {
     store_key_int8(x, slot, page);
     return;
   }
-  if (page->form == QUIRE_F32) {
+  if (page->dtype == QUIRE_F32) {
     float *k = (float *)page->k + slot / 16 * 16 * page->d + slot % 16;
     for (int64_t i = 0; i < page->d; i++) k[i * 16] = x[i];
     return;
@@ -99,11 +99,11 @@ INLINE void insert(uint32_t *words, vi x, int at, int bits) {
 }
 
 void ISA(store_value)(const float *x, int64_t slot, const quire_page *page) {
-  const float scale = page->form == QUIRE_Q8 ? largest(x, page->d) / 127.f : 0.f;
+  const float scale = page->dtype == QUIRE_Q8 ? largest(x, page->d) / 127.f : 0.f;
   for (int64_t i = 0; i < page->d; i += 16) {
-    if (page->form == QUIRE_F32) {
+    if (page->dtype == QUIRE_F32) {
       vf_store((float *)page->v + i * page->size + slot * 16, vf_load(x + i));
-    } else if (page->form == QUIRE_BF16) {
+    } else if (page->dtype == QUIRE_BF16) {
       uint32_t *pairs = (uint32_t *)page->v + i * page->size / 2 + slot / 2 * 16;  // of tokens
       insert(pairs, vi_bf16(vf_load(x + i)), (int)(slot % 2) * 16, 16);
     } else {
@@ -111,5 +111,5 @@ void ISA(store_value)(const float *x, int64_t slot, const quire_page *page) {
       insert(quads, vi_add(quantised(x + i, scale), vi_set1(128)), (int)(slot % 4) * 8, 8);  // unsigned, as keys are
     }
   }
-  if (page->form == QUIRE_Q8) page->v_scales[slot] = scale;
+  if (page->dtype == QUIRE_Q8) page->v_scales[slot] = scale;
 }

@@ -18,11 +18,11 @@ void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *
 void ISA(store_key)(const float *x, int64_t slot, const quire_page *page);
 void ISA(store_value)(const float *x, int64_t slot, const quire_page *page);
 void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out);
-void ISA(unpack_column)(const void *panel, const uint16_t *scales, int form, int64_t width, int lane, float *out);
+void ISA(unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane, float *out);
 void ISA(block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *maxima,
                        int64_t maxima_stride);
 int64_t ISA(argmax)(const float *x, int64_t n, float *max);
 double ISA(sum_exp)(const float *x, int64_t n, float shift);
 void ISA(exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out);
 float ISA(stream)(const char *p, int64_t bytes, int64_t ahead);
-int64_t ISA(peak)(int form, int64_t steps, const void *w, const void *a, float *result);
+int64_t ISA(peak)(int dtype, int64_t steps, const void *w, const void *a, float *result);

@@ -58,10 +58,10 @@ static float peak_q8(int64_t steps, const void *w, const void *a) {
   return (float)vi_sum(sum);
 }
 
-int64_t ISA(peak)(int form, int64_t steps, const void *w, const void *a, float *result) {
-  *result = form == QUIRE_F32    ? peak_f32(steps, w, a)
-            : form == QUIRE_BF16 ? peak_bf16(steps, w, a)
+int64_t ISA(peak)(int dtype, int64_t steps, const void *w, const void *a, float *result) {
+  *result = dtype == QUIRE_F32    ? peak_f32(steps, w, a)
+            : dtype == QUIRE_BF16 ? peak_bf16(steps, w, a)
                                  : peak_q8(steps, w, a);
-  const int of_k = form == QUIRE_F32 ? 1 : form == QUIRE_BF16 ? 2 : 4;
+  const int of_k = dtype == QUIRE_F32 ? 1 : dtype == QUIRE_BF16 ? 2 : 4;
   return steps * 2 * LINEAR_ROWS * QUIRE_LANES * of_k * 2;
 }

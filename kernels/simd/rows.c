@@ -32,9 +32,9 @@ INLINE void convert_block(vf y0, vf y1, const quire_output *out, int64_t row, in
     y1 = vf_mul(y1, vf_load(out->norm + column + 16));
   }
   const int64_t at = row * out->rows.width + column;
-  if (out->form == QUIRE_Q8) {
+  if (out->dtype == QUIRE_Q8) {
     quantise(y0, y1, &out->rows, row, column);
-  } else if (out->form == QUIRE_BF16) {
+  } else if (out->dtype == QUIRE_BF16) {
     vf_store_bf16((uint16_t *)out->rows.data + at, y0);
     vf_store_bf16((uint16_t *)out->rows.data + at + 16, y1);
   } else {
@@ -65,14 +65,14 @@ void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out) {
   for (int64_t j = 0; j < n; j += 16) vf_store_bf16(out + j, vf_load(x + j));
 }
 
-void ISA(unpack_column)(const void *panel, const uint16_t *scales, int form, int64_t width, int lane, float *out) {
-  if (form == QUIRE_F32) {
+void ISA(unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane, float *out) {
+  if (dtype == QUIRE_F32) {
     for (int64_t k = 0; k < width; k++) out[k] = ((const float *)panel)[k * 16 + lane];
     return;
   }
   for (int64_t k = 0; k < width; k += 16) {
     float x[16], s[16];
-    if (form == QUIRE_BF16) {
+    if (dtype == QUIRE_BF16) {
       uint16_t h[16];
       for (int i = 0; i < 16; i++) h[i] = ((const uint16_t *)panel)[(k + i) / 2 * 32 + lane * 2 + (k + i) % 2];
       vf_store(out + k, vf_load_bf16(h));

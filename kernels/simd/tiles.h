@@ -5,10 +5,12 @@
 #include <stdint.h>
 
 enum { QUIRE_LANES = 16, QUIRE_BLOCK = 32, QUIRE_TILE = 64, QUIRE_MAX_HEAD = 512 };
-enum { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_Q8 = 2 };                    // forms of weights and activations
+enum { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_Q8 = 2 };                    // dtypes of weights and activations
 enum { QUIRE_STORE = 0, QUIRE_ADD = 1, QUIRE_SWIGLU = 2 };               // epilogues
 
-// Activations of one form: [rows][width], width a multiple of 32, padding zero.
+static inline __attribute__((always_inline)) int64_t quire_itemsize(const int dtype) { return dtype == QUIRE_F32 ? 4 : dtype == QUIRE_BF16 ? 2 : 1; }
+
+// Activations of one dtype: [rows][width], width a multiple of 32, padding zero.
 typedef struct {
   void *data;       // f32 | bf16 | int8
   float *scales;    // q8: [rows][width/32]
@@ -16,9 +18,9 @@ typedef struct {
   int64_t width;
 } quire_rows;
 
-// Where f32 results go: a form, and what an RMS norm leaves for the linear layer that reads it.
+// Where f32 results go: a dtype, and what an RMS norm leaves for the linear layer that reads it.
 typedef struct {
-  int form;
+  int dtype;
   quire_rows rows;
   const float *norm;      // [width]: columns are multiplied by it; or NULL
   float *squares;         // with norm: [rows][squares_width], sum(x^2) of each block of 32 columns
@@ -62,7 +64,7 @@ typedef struct {
 
 // One KV head of one page.
 typedef struct {
-  int form;
+  int dtype;
   int64_t size;        // tokens
   int64_t d;           // head_dim, padded
   void *k, *v;
@@ -101,7 +103,7 @@ typedef struct {
   void (*store_key)(const float *x, int64_t slot, const quire_page *page);
   void (*store_value)(const float *x, int64_t slot, const quire_page *page);
   void (*to_bf16)(const float *x, int64_t n, uint16_t *out);      // n a multiple of 16
-  void (*unpack_column)(const void *panel, const uint16_t *scales, int form, int64_t width, int lane, float *out);
+  void (*unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane, float *out);
 
   // maxima[i * maxima_stride] = the largest of x[i * stride ...] of `columns` <= 32 columns, NaN if any is
   void (*block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *maxima,
@@ -114,9 +116,9 @@ typedef struct {
 
   // For measuring. The sum of what lies at p, fetched `ahead` bytes before its turn (0: not); bytes a multiple of 256.
   float (*stream)(const char *p, int64_t bytes, int64_t ahead);
-  // `steps` rounds of the form's dot product on one operand each, w [64 bytes] and a [4 bytes]; *result depends on all.
+  // `steps` rounds of the dtype's dot product on one operand each, w [64 bytes] and a [4 bytes]; *result depends on all.
   // Returns the additions and multiplications done.
-  int64_t (*peak)(int form, int64_t steps, const void *w, const void *a, float *result);
+  int64_t (*peak)(int dtype, int64_t steps, const void *w, const void *a, float *result);
 } quire_tiles;
 
 // The levels built for this architecture, lowest first.

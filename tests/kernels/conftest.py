@@ -116,9 +116,9 @@ class Toy:
             memory[:, gone[gone >= 0]] = 0xFF
             gone[:] = -1
 
-    def _region(self, rows: int, columns: int, form: str) -> Region:
-        region = Region(self.offset, rows, columns, form)
-        self.offset += region_nbytes(rows, columns, form)
+    def _region(self, rows: int, columns: int, dtype: str) -> Region:
+        region = Region(self.offset, rows, columns, dtype)
+        self.offset += region_nbytes(rows, columns, dtype)
         return region
 
     def _normed(self, rows: int) -> Normed:
@@ -171,8 +171,8 @@ class Toy:
     def _layer(self, layer: int, x: Region, h1: Normed, qkv: Region, rotary: np.ndarray, after: Normed | None) -> list:
         w, heads, kv_heads, d = self.weights, self.heads, self.kv_heads, self.head_dim
         hidden, intermediate, g, h2 = self.hidden, self.intermediate, self.activated, self._normed(MAX_ROWS)
-        a_form = self._region(MAX_ROWS, heads * d, w)
-        a = self._region(MAX_ROWS, heads * d, "f32") if heads // kv_heads * d % BLOCK else a_form
+        a_converted = self._region(MAX_ROWS, heads * d, w)
+        a = self._region(MAX_ROWS, heads * d, "f32") if heads // kv_heads * d % BLOCK else a_converted
         gate, up = self._random(intermediate, hidden), self._random(intermediate, hidden)
         q_norm, k_norm = (self._norm(d), self._norm(d)) if self.qk_norm else (None, None)
         qkv_weight = self._packed(qkv.columns, hidden, self._random(qkv.columns, hidden))
@@ -183,8 +183,8 @@ class Toy:
         return [
             Linear(h1, qkv_weight, self._norm(qkv.columns), qkv, "store"),
             Attention(qkv, a, *place, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, window),
-            *([] if a is a_form else [Convert(a, a_form)]),
-            Linear(a_form, o_weight, self._bias(hidden), x, "add", h2),
+            *([] if a is a_converted else [Convert(a, a_converted)]),
+            Linear(a_converted, o_weight, self._bias(hidden), x, "add", h2),
             Linear(h2, gate_up, self._gate_up_bias(), g, "swiglu"),
             Linear(g, down, self._bias(hidden), x, "add", after),
         ]

@@ -8,7 +8,7 @@ from quire.kernels.reference import ReferenceProgram
 from quire.pager.layout import KVLayout
 
 LEVELS = supported_levels()
-FORMS = ["f32", "bf16", "q8"]
+DTYPES = ["f32", "bf16", "q8"]
 TOLERANCE = {"f32": 1e-6, "bf16": 2e-3, "q8": 5e-3}
 COLUMNS, OUT = 80, 41
 RNG = np.random.default_rng(5)
@@ -24,20 +24,20 @@ def packed(values, dtype):
     return matrix
 
 
-def norm_then_linear(x, form, isa=None, bias=None, threads=2):
+def norm_then_linear(x, dtype, isa=None, bias=None, threads=2):
     """The rows x normed and multiplied: y by the kernels, by the twin, and the maxima of y.
 
     Rows enter as an f32 embedding, one token each.
     """
     rows, offset, regions = len(x), 0, []
-    for columns, kind in [(COLUMNS, "f32"), (COLUMNS, form), (3, "f32"), (OUT, "f32"), (2, "f32")]:
+    for columns, kind in [(COLUMNS, "f32"), (COLUMNS, dtype), (3, "f32"), (OUT, "f32"), (2, "f32")]:
         regions.append(Region(offset, rows, columns, kind))
         offset += region_nbytes(rows, columns, kind)
     residual, data, squares, y, maxima = regions
     normed = Normed(data, squares, NORM, 1e-6)
     ops = [
         Embed(packed(x, "f32"), residual, normed),
-        Linear(normed, packed(WEIGHT, form), bias, y, "store", maxima=maxima),
+        Linear(normed, packed(WEIGHT, dtype), bias, y, "store", maxima=maxima),
     ]
     limits = {"max_rows": rows, "max_samples": 1, "max_sequences": 1, "vocab_size": rows}
     layout = KVLayout(1, 1, 16, "f32", 64)
@@ -52,36 +52,36 @@ def norm_then_linear(x, form, isa=None, bias=None, threads=2):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("form", FORMS)
-def test_rows_of_any_size_are_normed_to_the_same_accuracy(form, isa):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_any_size_are_normed_to_the_same_accuracy(dtype, isa):
     x = RNG.normal(0, 1, (9, COLUMNS)) * 10.0 ** np.arange(-32, 22, 6)[:, None]
-    got, want, _ = norm_then_linear(x.astype(np.float32), form, isa)
+    got, want, _ = norm_then_linear(x.astype(np.float32), dtype, isa)
     for row in range(9):
-        assert np.abs(got[row] - want[row]).max() <= TOLERANCE[form] * np.ptp(want[row]), f"1e{-32 + 6 * row}"
+        assert np.abs(got[row] - want[row]).max() <= TOLERANCE[dtype] * np.ptp(want[row]), f"1e{-32 + 6 * row}"
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-def test_what_cannot_be_normed_is_nan_in_its_own_row_only(form, bad, isa):
+def test_what_cannot_be_normed_is_nan_in_its_own_row_only(dtype, bad, isa):
     x = RNG.normal(0, 1, (8, COLUMNS)).astype(np.float32)
-    well, *_ = norm_then_linear(x, form, isa, BIAS)
+    well, *_ = norm_then_linear(x, dtype, isa, BIAS)
     sick = x.copy()
     sick[3, 77] = bad
     with np.errstate(all="ignore"):
-        got, *_ = norm_then_linear(sick, form, isa, BIAS)
+        got, *_ = norm_then_linear(sick, dtype, isa, BIAS)
     assert np.isnan(got[3]).all()
     others = np.arange(8) != 3
     assert got[others].tobytes() == well[others].tobytes()
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("form", FORMS)
-def test_a_row_has_the_same_bits_in_every_company_and_on_every_number_of_threads(form, isa):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_every_company_and_on_every_number_of_threads(dtype, isa):
     x = RNG.normal(0, 1, (400, COLUMNS)).astype(np.float32)
-    whole, *_ = norm_then_linear(x, form, isa, BIAS)
+    whole, *_ = norm_then_linear(x, dtype, isa, BIAS)
     for first, last, threads in [(0, 1, 1), (3, 9, 2), (17, 210, 3), (399, 400, 2)]:
-        part, *_ = norm_then_linear(x[first:last], form, isa, BIAS, threads)
+        part, *_ = norm_then_linear(x[first:last], dtype, isa, BIAS, threads)
         assert part.tobytes() == whole[first:last].tobytes(), (first, last)
 
 
@@ -91,10 +91,10 @@ def test_a_row_of_zeros_gives_the_bias():
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("form", FORMS)
-def test_padding_is_zero_but_no_maximum(form, isa):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_padding_is_zero_but_no_maximum(dtype, isa):
     """41 columns are a block of 32 and one of 9, whose padding would win where all is negative."""
-    y, _, maxima = norm_then_linear(RNG.normal(0, 1, (7, COLUMNS)).astype(np.float32), form, isa, BIAS - 1000)
+    y, _, maxima = norm_then_linear(RNG.normal(0, 1, (7, COLUMNS)).astype(np.float32), dtype, isa, BIAS - 1000)
     assert np.array_equal(maxima, np.stack([y[:, :32].max(axis=1), y[:, 32:].max(axis=1)], axis=1))
 
 

@@ -88,9 +88,9 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     with_lock = ctypes.PyDLL(None)
     yield "malloc without the lock", lambda: libc.malloc(10)
     yield "malloc with the lock", lambda: with_lock.malloc(10)
-    forms = ("f32", "bf16", "q8"), ("f32", "bf16", "int8"), ((0,), (37,))
+    dtypes = ("f32", "bf16", "q8"), ("f32", "bf16", "int8"), ((0,), (37,))
     for isa in supported_levels():
-        for weights, kv, windows in itertools.product(*forms):
+        for weights, kv, windows in itertools.product(*dtypes):
             model = Toy(weights=weights, kv=kv, windows=windows, isa=isa, threads=THREADS, memory=bordered)
             for name, run in steps(model):
                 yield f"step at {isa}: {weights} weights, {kv} KV, windows {windows}, {name}", run

@@ -19,8 +19,8 @@ from ....kernels.ops import (
     BLOCK,
     Attention,
     Convert,
+    DType,
     Embed,
-    Form,
     Gather,
     Linear,
     Normed,
@@ -43,7 +43,7 @@ class Value:
     name: str
     rows: int
     columns: int
-    form: Form
+    dtype: DType
 
     @property
     def parts(self) -> tuple[Value, ...]:
@@ -117,7 +117,7 @@ class ProgramPlan:
         """The arena's map for people: one line per place and use, with how often it is used."""
         uses: dict[tuple[int, str, str], int] = {}
         for value in self.values:
-            shape = f"{value.region.form} [{value.region.rows}, {value.region.columns}]"
+            shape = f"{value.region.dtype} [{value.region.rows}, {value.region.columns}]"
             key = value.region.offset, f"{value.name:<14}{shape:<22}", f"{value.region.nbytes:>14,} B"
             uses[key] = uses.get(key, 0) + 1
         by_offset = sorted(uses.items(), key=lambda use: use[0][0])
@@ -144,8 +144,8 @@ class ProgramBuilder:
         self._add([out], lambda at: Embed(weight, out.placed(at)))
         return out
 
-    def norm(self, x: Value, weight: Vector, eps: float, form: Form) -> NormedValue:
-        """RMS norm of each row, in the form the next linear layer reads. Not an op: whoever wrote `x` leaves it too.
+    def norm(self, x: Value, weight: Vector, eps: float, dtype: DType) -> NormedValue:
+        """RMS norm of each row, in the dtype the next linear layer reads. Not an op: whoever wrote `x` leaves it too.
 
         Raises ValueError where that is not `embed`, `linear_add` or `gather`, or has left a norm already.
         """
@@ -153,7 +153,7 @@ class ProgramBuilder:
         if writer is None:
             raise ValueError(f"the op that wrote {x.name} cannot leave a norm of it, or has already left one")
         out = NormedValue(
-            self._value("normed", x.rows, x.columns, form, writer),
+            self._value("normed", x.rows, x.columns, dtype, writer),
             self._value("squares", x.rows, padded(x.columns) // BLOCK, "f32", writer),
             weight,
             eps,
@@ -162,11 +162,11 @@ class ProgramBuilder:
         self._emit[writer] = lambda at: _leaving(write(at), out.placed(at))
         return out
 
-    def convert(self, x: Value, form: Form) -> Value:
-        """`x` in another form; `x` itself where it has that form already."""
-        if x.form == form:
+    def convert(self, x: Value, dtype: DType) -> Value:
+        """`x` in another dtype; `x` itself where it has that dtype already."""
+        if x.dtype == dtype:
             return x
-        out = self._value(f"{x.name}:{form}", x.rows, x.columns, form)
+        out = self._value(f"{x.name}:{dtype}", x.rows, x.columns, dtype)
         self._add([x, out], lambda at: Convert(x.placed(at), out.placed(at)))
         return out
 
@@ -182,13 +182,13 @@ class ProgramBuilder:
         self._add([x, residual], lambda at: Linear(x.placed(at), weight, bias, residual.placed(at), "add"))
 
     def swiglu(
-        self, x: Value | NormedValue, weight: PackedMatrix, bias: Vector | None, columns: int, form: Form
+        self, x: Value | NormedValue, weight: PackedMatrix, bias: Vector | None, columns: int, dtype: DType
     ) -> Value:
-        """silu(gate) * up, [rows, columns] in the form the next linear layer reads.
+        """silu(gate) * up, [rows, columns] in the dtype the next linear layer reads.
 
         The weight's columns interleave gate and up by 16.
         """
-        out = self._value("activated", x.rows, columns, form)
+        out = self._value("activated", x.rows, columns, dtype)
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), "swiglu"))
         return out
 
@@ -201,15 +201,15 @@ class ProgramBuilder:
         eps: float,
         rotary: Vector,
         window: int,
-        form: Form,
+        dtype: DType,
     ) -> Value:
         """Causal attention of the rotated heads over the pages, [tokens, num_heads * head_dim].
 
-        K and V go to their pages; queries are scaled by head_dim ** -0.5; `window` 0 sees everything. In `form` where
+        K and V go to their pages; queries are scaled by head_dim ** -0.5; `window` 0 sees everything. In `dtype` where
         the query heads of a KV head fill whole blocks, else in f32.
         """
         whole = heads.num_heads // heads.num_kv_heads * heads.head_dim % BLOCK == 0
-        out = self._value("attended", qkv.rows, heads.num_heads * heads.head_dim, form if whole else "f32")
+        out = self._value("attended", qkv.rows, heads.num_heads * heads.head_dim, dtype if whole else "f32")
         self._add(
             [qkv, out],
             lambda at: Attention(
@@ -228,11 +228,11 @@ class ProgramBuilder:
                 window=window,
             ),
         )
-        return self.convert(out, form)
+        return self.convert(out, dtype)
 
     def gather(self, x: Value) -> Value:
         """The rows of `x` that sample, [samples, columns]."""
-        out = self._value("sampled", self.max_samples, x.columns, x.form)
+        out = self._value("sampled", self.max_samples, x.columns, x.dtype)
         self._unnormed[out.index] = len(self._emit)
         self._add([x, out], lambda at: Gather(x.placed(at), out.placed(at)))
         return out
@@ -252,7 +252,7 @@ class ProgramBuilder:
         self._last[logits.values.index] = self._last[logits.maxima.index] = len(self._emit)
         layout = self._lay_out()
         regions = [
-            Region(offset, value.rows, value.columns, value.form)
+            Region(offset, value.rows, value.columns, value.dtype)
             for offset, value in zip(layout.offsets, self._values, strict=True)
         ]
         return ProgramPlan(
@@ -266,9 +266,9 @@ class ProgramBuilder:
             ),
         )
 
-    def _value(self, name: str, rows: int, columns: int, form: Form, writer: int | None = None) -> Value:
+    def _value(self, name: str, rows: int, columns: int, dtype: DType, writer: int | None = None) -> Value:
         """A value that op `writer` will write, or else the next op added."""
-        value = Value(len(self._values), name, rows, columns, form)
+        value = Value(len(self._values), name, rows, columns, dtype)
         self._values.append(value)
         self._first.append(len(self._emit) if writer is None else writer)
         self._last.append(len(self._emit) if writer is None else writer)
@@ -282,7 +282,7 @@ class ProgramBuilder:
     def _lay_out(self) -> ArenaLayout:
         return lay_out(
             [
-                Lifetime(region_nbytes(value.rows, value.columns, value.form), first, last)
+                Lifetime(region_nbytes(value.rows, value.columns, value.dtype), first, last)
                 for value, first, last in zip(self._values, self._first, self._last, strict=True)
             ]
         )

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .overhead import USERS, StepOverhead
-from .roofline import FORMS, PEAK_NAMES, Roofline
+from .roofline import DTYPES, PEAK_NAMES, Roofline
 from .speed import Phase, ShapeResult
 
 
@@ -48,8 +48,8 @@ class SpeedReport:
         rooflines = [result.roofline for result in self.results]
         reads = _range([each.read_bytes_per_s / 1e9 for each in rooflines], ".1f")
         peaks = ", ".join(
-            f"{PEAK_NAMES[form]} {_range([each.peak_ops_per_s[form] / 1e9 for each in rooflines], '.0f')}"
-            for form in FORMS
+            f"{PEAK_NAMES[dtype]} {_range([each.peak_ops_per_s[dtype] / 1e9 for each in rooflines], '.0f')}"
+            for dtype in DTYPES
         )
         return f"this machine during the run: {reads} GB/s read; GOP/s {peaks}\n"
 

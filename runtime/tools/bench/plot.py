@@ -9,7 +9,7 @@ from typing import Any
 from ...common.errors import ConfigError
 from ..plotting import load_pyplot
 from .cache_comparison import CacheComparison
-from .roofline import FORMS, PEAK_NAMES, Roofline, mean_roofline
+from .roofline import DTYPES, PEAK_NAMES, Roofline, mean_roofline
 from .speed import ShapeResult
 
 PREFILL, DECODE, LIMIT = "#b3452c", "#2c6fb3", "#555555"
@@ -83,7 +83,7 @@ def plot_roofline(results: Sequence[ShapeResult], title: str, path: Path) -> Non
 def _draw_roofline(axes: Any, roofline: Roofline, intensities: Sequence[float]) -> list[Line]:
     """Draw and return the lines: a slope for the bandwidth, a horizontal line for each dtype's peak."""
     bandwidth = roofline.read_bytes_per_s / 1e9
-    peaks = {PEAK_NAMES[form]: roofline.peak_ops_per_s[form] / 1e9 for form in FORMS}
+    peaks = {PEAK_NAMES[dtype]: roofline.peak_ops_per_s[dtype] / 1e9 for dtype in DTYPES}
     top = max(peaks.values())
     left, right = min(intensities) / 2.5, max(*intensities, top / bandwidth) * 3
     slope = ((left, left * bandwidth), (top / bandwidth, top))

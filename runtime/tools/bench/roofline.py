@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ....kernels import Pool, peak_ops_per_s, read_bytes_per_s
-from ....kernels.ops import Form
+from ....kernels.ops import DType
 from ....pager import OutOfMemory, map_memory
 from ...common.errors import ConfigError
 
 BLOCK_BYTES = 512 << 20  # larger than any cache
-FORMS: tuple[Form, ...] = ("q8", "bf16", "f32")
-PEAK_NAMES: dict[Form, str] = {"q8": "int8", "bf16": "bf16", "f32": "f32"}
+DTYPES: tuple[DType, ...] = ("q8", "bf16", "f32")
+PEAK_NAMES: dict[DType, str] = {"q8": "int8", "bf16": "bf16", "f32": "f32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Roofline:
     """What all threads together can do: bytes per second read from memory, operations per second by operand dtype."""
 
     read_bytes_per_s: float
-    peak_ops_per_s: Mapping[Form, float]
+    peak_ops_per_s: Mapping[DType, float]
 
 
 class RooflineMeter:
@@ -43,7 +43,7 @@ class RooflineMeter:
         """Measure a roofline; takes about half a second."""
         return Roofline(
             float(read_bytes_per_s(self._memory, self._pool, self._isa)),
-            {form: float(peak_ops_per_s(form, self._pool, self._isa)) for form in FORMS},
+            {dtype: float(peak_ops_per_s(dtype, self._pool, self._isa)) for dtype in DTYPES},
         )
 
 
@@ -51,5 +51,5 @@ def mean_roofline(measured: Sequence[Roofline]) -> Roofline:
     """Return the mean of several measurements."""
     return Roofline(
         statistics.mean(each.read_bytes_per_s for each in measured),
-        {form: statistics.mean(each.peak_ops_per_s[form] for each in measured) for form in FORMS},
+        {dtype: statistics.mean(each.peak_ops_per_s[dtype] for each in measured) for dtype in DTYPES},
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ....kernels.ops import QUERY_FORMS, Form, Linear
+from ....kernels.ops import QUERY_DTYPES, DType, Linear
 from ....scheduler import chunk_pairs
 from ...model.runner import ModelRunner
 from .roofline import Roofline
@@ -23,7 +23,7 @@ class Work:
 
     weight_bytes: int  # packed weights, once per step, without the embedding, of which steps read a few columns
     kv_bytes: int  # as stored, with the scales of int8, once per step and sequence
-    ops: dict[Form, int]  # multiplications and additions, by operand dtype
+    ops: dict[DType, int]  # multiplications and additions, by operand dtype
 
     @property
     def num_bytes(self) -> int:
@@ -40,7 +40,7 @@ class Work:
 
     def compute_seconds(self, roofline: Roofline) -> float:
         """Return the least seconds with infinitely fast memory: the operations of each dtype at its peak."""
-        return sum(count / roofline.peak_ops_per_s[form] for form, count in self.ops.items())
+        return sum(count / roofline.peak_ops_per_s[dtype] for dtype, count in self.ops.items())
 
     def memory_seconds(self, roofline: Roofline) -> float:
         """Return the least seconds with infinitely fast arithmetic."""
@@ -75,7 +75,7 @@ def _seen(steps: Sequence[Contexts], window: int) -> int:
 
 def _work(runner: ModelRunner, rows: int, samples: int, steps: Sequence[Contexts], pairs: Callable[[int], int]) -> Work:
     """Add up the work of all ops. `pairs(window)` counts the (query, visible key) pairs of a layer with that window."""
-    ops: dict[Form, int] = {}
+    ops: dict[DType, int] = {}
     weight_bytes = 0
     for op in runner.ops:
         if isinstance(op, Linear):
@@ -84,9 +84,9 @@ def _work(runner: ModelRunner, rows: int, samples: int, steps: Sequence[Contexts
             ops[weight.dtype] = ops.get(weight.dtype, 0) + 2 * of * weight.out_features * weight.in_features
             weight_bytes += weight.nbytes * len(steps)
     spec, layout = runner.spec, runner.capacity.layout
-    form = QUERY_FORMS[layout.dtype]  # of keys and values when they are multiplied
+    dtype = QUERY_DTYPES[layout.dtype]  # of keys and values when they are multiplied
     kv_bytes = 0
     for window in spec.windows:
-        ops[form] = ops.get(form, 0) + 4 * pairs(window) * spec.num_heads * spec.head_dim
+        ops[dtype] = ops.get(dtype, 0) + 4 * pairs(window) * spec.num_heads * spec.head_dim
         kv_bytes += _seen(steps, window) * layout.layer_page_bytes // layout.page_size
     return Work(weight_bytes, kv_bytes, ops)

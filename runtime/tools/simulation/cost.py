@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from ....kernels.ops import QUERY_FORMS, Form, Linear
+from ....kernels.ops import QUERY_DTYPES, DType, Linear
 from ....kernels.pack import packed_nbytes
 from ....scheduler import StepPlan
 from ...model import DecoderSpec
@@ -24,8 +24,8 @@ StepCost = Callable[[StepPlan], float]  # the seconds that executing a step take
 
 WEIGHTS_READ = 0.88  # share of the read bandwidth: one user decodes
 KV_READ = 0.73  # eight users at 2,048 tokens: 25 of 34 GB/s
-LINEAR_PEAK: dict[Form, float] = {"q8": 0.65, "bf16": 0.80, "f32": 0.83}  # of the form's peak: prefill of 8 x 128
-ATTENTION_PEAK: dict[Form, float] = {
+LINEAR_PEAK: dict[DType, float] = {"q8": 0.65, "bf16": 0.80, "f32": 0.83}  # of the dtype's peak: prefill of 8 x 128
+ATTENTION_PEAK: dict[DType, float] = {
     "q8": 0.40,
     "bf16": 0.74,
     "f32": 0.60,
@@ -75,8 +75,8 @@ def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> 
     linears = [op for op in capacity.memory.program.ops if isinstance(op, Linear)]
     layout = capacity.layout
     read_s = layout.layer_page_bytes / layout.page_size / (KV_READ * roofline.read_bytes_per_s)
-    form = QUERY_FORMS[layout.dtype]
-    pair_s = 4 * spec.num_heads * spec.head_dim / (ATTENTION_PEAK[form] * roofline.peak_ops_per_s[form])
+    dtype = QUERY_DTYPES[layout.dtype]
+    pair_s = 4 * spec.num_heads * spec.head_dim / (ATTENTION_PEAK[dtype] * roofline.peak_ops_per_s[dtype])
     return RooflineCost(
         weights_s=sum(_weight_bytes(op) for op in linears) / (WEIGHTS_READ * roofline.read_bytes_per_s),
         row_s=sum(_row_seconds(op, roofline) for op in linears if op.maxima is None),

@@ -27,48 +27,46 @@ static uint16_t next_scale(void) { return (uint16_t)(0x2000 + next_bits() % 0x80
 
 static void fill(float *x, int64_t n) { for (int64_t i = 0; i < n; i++) x[i] = next_float(); }
 
-// `n` elements of one form, n a multiple of 16.
-static void fill_form(void *out, int form, int64_t n) {
+// `n` elements of one dtype, n a multiple of 16.
+static void fill_dtype(void *out, int dtype, int64_t n) {
   float x[16];
   for (int64_t i = 0; i < n; i += 16) {
     fill(x, 16);
-    if (form == QUIRE_F32) memcpy((float *)out + i, x, sizeof x);
-    else if (form == QUIRE_BF16) scalar->to_bf16(x, 16, (uint16_t *)out + i);
+    if (dtype == QUIRE_F32) memcpy((float *)out + i, x, sizeof x);
+    else if (dtype == QUIRE_BF16) scalar->to_bf16(x, 16, (uint16_t *)out + i);
     else for (int j = 0; j < 16; j++) ((int8_t *)out)[i + j] = (int8_t)(x[j] * 128.f);
   }
 }
 
-static int64_t item_bytes(int form) { return form == QUIRE_F32 ? 4 : form == QUIRE_BF16 ? 2 : 1; }
+static const char *const dtype_names[] = {"f32", "bf16", "q8"};
 
-static const char *const form_names[] = {"f32", "bf16", "q8"};
-
-static void verdict(const char *op, int form, const char *what, double error, double allowed) {
+static void verdict(const char *op, int dtype, const char *what, double error, double allowed) {
   if (error <= allowed) return;
-  printf("%s: %s %s: %s by %g, allowed %g\n", tiles->name, op, form_names[form], what, error, allowed);
+  printf("%s: %s %s: %s by %g, allowed %g\n", tiles->name, op, dtype_names[dtype], what, error, allowed);
   failures++;
 }
 
 // Largest difference as a share of the largest number; infinite where one side is NaN.
-static void expect_close(const char *op, int form, const float *got, const float *want, int64_t n, double allowed) {
+static void expect_close(const char *op, int dtype, const float *got, const float *want, int64_t n, double allowed) {
   double top = 0, off = 0;
   for (int64_t i = 0; i < n; i++) {
     const double difference = fabs((double)got[i] - want[i]);
     top = fmax(top, fabs(want[i]));
     off = difference <= HUGE_VAL ? fmax(off, difference) : HUGE_VAL;
   }
-  verdict(op, form, "off scalar", off / top, allowed);
+  verdict(op, dtype, "off scalar", off / top, allowed);
 }
 
-static void expect_same(const char *op, int form, const void *got, const void *want, int64_t bytes) {
-  if (memcmp(got, want, (size_t)bytes)) verdict(op, form, "other bits", 1, 0);
+static void expect_same(const char *op, int dtype, const void *got, const void *want, int64_t bytes) {
+  if (memcmp(got, want, (size_t)bytes)) verdict(op, dtype, "other bits", 1, 0);
 }
 
-static quire_rows rows_of(int form, int64_t width) {
+static quire_rows rows_of(int dtype, int64_t width) {
   quire_rows r = {.data = calloc(MAX_ROWS * MAX_WIDTH, 4), .width = width};
   r.scales = calloc(MAX_ROWS * MAX_WIDTH / 32, sizeof *r.scales);
   r.sums = calloc(MAX_ROWS * MAX_WIDTH / 32, sizeof *r.sums);
-  fill_form(r.data, form, MAX_ROWS * width);
-  for (int64_t block = 0; form == QUIRE_Q8 && block < MAX_ROWS * width / 32; block++) {
+  fill_dtype(r.data, dtype, MAX_ROWS * width);
+  for (int64_t block = 0; dtype == QUIRE_Q8 && block < MAX_ROWS * width / 32; block++) {
     r.scales[block] = fabsf(next_float()) / 127.f;
     for (int i = 0; i < 32; i++) r.sums[block] -= 128 * ((int8_t *)r.data)[block * 32 + i];
   }
@@ -76,41 +74,41 @@ static quire_rows rows_of(int form, int64_t width) {
 }
 static void free_rows(quire_rows *r) { free(r->data), free(r->scales), free(r->sums); }
 
-static quire_rows from_row(quire_rows r, int form, int64_t row) {
-  r.data = (char *)r.data + row * r.width * item_bytes(form);
+static quire_rows from_row(quire_rows r, int dtype, int64_t row) {
+  r.data = (char *)r.data + row * r.width * quire_itemsize(dtype);
   r.scales += row * (r.width / 32);
   r.sums += row * (r.width / 32);
   return r;
 }
 
-static void run_linear(const quire_tiles *level, int form, int per_call, int rows, quire_linear_tile t) {
+static void run_linear(const quire_tiles *level, int dtype, int per_call, int rows, quire_linear_tile t) {
   const quire_rows a = t.a;
   const float *factors = t.factors;
   float *c = t.c;
   for (int row = 0; row < rows; row += per_call) {
-    t.a = from_row(a, form, row), t.c = c + row * t.ldc, t.factors = factors ? factors + row : NULL;
-    level->linear[form](per_call, &t);
+    t.a = from_row(a, dtype, row), t.c = c + row * t.ldc, t.factors = factors ? factors + row : NULL;
+    level->linear[dtype](per_call, &t);
   }
 }
 
-static void compare_linear(int form, int64_t width, int epilogue) {
+static void compare_linear(int dtype, int64_t width, int epilogue) {
   static char panels[2 * 16 * MAX_WIDTH * 4];
   static uint16_t scales[2 * MAX_WIDTH / 32 * 16];
   static float bias[32], factors[MAX_ROWS], before[MAX_ROWS * 32], want[MAX_ROWS * 32], alone[MAX_ROWS * 32], got[MAX_ROWS * 32];
-  quire_rows a = rows_of(form, width);
-  fill_form(panels, form, 2 * 16 * width);
+  quire_rows a = rows_of(dtype, width);
+  fill_dtype(panels, dtype, 2 * 16 * width);
   for (int64_t i = 0; i < 2 * width / 32 * 16; i++) scales[i] = next_scale();
   fill(bias, 32), fill(factors, MAX_ROWS), fill(before, MAX_ROWS * 32);
   for (int rows = 1; rows <= tiles->linear_rows; rows++) {
-    quire_linear_tile t = {.w = panels, .scales = scales, .panel_bytes = 16 * width * item_bytes(form), .a = a,
+    quire_linear_tile t = {.w = panels, .scales = scales, .panel_bytes = 16 * width * quire_itemsize(dtype), .a = a,
                            .bias = rows % 2 ? bias : NULL, .factors = rows % 3 ? factors : NULL, .next = panels, .next_lines = 1, .ldc = 32,
                            .epilogue = epilogue};
     memcpy(want, before, sizeof want), memcpy(alone, before, sizeof alone), memcpy(got, before, sizeof got);
-    t.c = want, run_linear(scalar, form, 1, rows, t);
-    t.c = alone, run_linear(tiles, form, 1, rows, t);
-    t.c = got, run_linear(tiles, form, rows, rows, t);
-    expect_close("linear", form, got, want, rows * 32, 2e-6);
-    expect_same("linear, a row alone", form, got, alone, rows * 32 * (int64_t)sizeof *got);
+    t.c = want, run_linear(scalar, dtype, 1, rows, t);
+    t.c = alone, run_linear(tiles, dtype, 1, rows, t);
+    t.c = got, run_linear(tiles, dtype, rows, rows, t);
+    expect_close("linear", dtype, got, want, rows * 32, 2e-6);
+    expect_same("linear, a row alone", dtype, got, alone, rows * 32 * (int64_t)sizeof *got);
   }
   free_rows(&a);
 }
@@ -128,8 +126,8 @@ static void reset(float *m, float *l, float *o, int64_t outputs) {
   memset(o, 0, (size_t)outputs * sizeof *o);
 }
 
-static quire_page new_page(int form, int64_t size, int64_t d) {
-  quire_page p = {.form = form, .size = size, .d = d};
+static quire_page new_page(int dtype, int64_t size, int64_t d) {
+  quire_page p = {.dtype = dtype, .size = size, .d = d};
   p.k = calloc(1, PAGE_BYTES), p.v = calloc(1, PAGE_BYTES);
   p.k_scales = calloc(1, PAGE_BYTES), p.v_scales = calloc(1, PAGE_BYTES);
   return p;
@@ -137,103 +135,103 @@ static quire_page new_page(int form, int64_t size, int64_t d) {
 static void free_page(quire_page *p) { free(p->k), free(p->v), free(p->k_scales), free(p->v_scales); }
 
 // Two splits of one tile each, merged: rows [first, first + rows) of q, the last token of each at 64 + row.
-static void run_attention(const quire_tiles *level, attention *x, int form, quire_rows q, int64_t size, int64_t window,
+static void run_attention(const quire_tiles *level, attention *x, int dtype, quire_rows q, int64_t size, int64_t window,
                           int first, int rows) {
   const int64_t d = q.width;
   int64_t positions[MAX_ROWS];
   for (int r = 0; r < rows; r++) positions[r] = 64 + first + r;
   reset(x->total_m, x->total_l, x->total_o, rows * d);
   for (int64_t token = 0; token < 128; token += 64) {
-    quire_attention_tile t = {.q = from_row(q, form, first), .positions = positions, .window = window,
+    quire_attention_tile t = {.q = from_row(q, dtype, first), .positions = positions, .window = window,
                               .first_token = token, .head_dim = d, .num_pages = (int)(64 / size),
                               .page_size = (int)size, .m = x->m, .l = x->l, .s = x->s, .p = x->p, .o = x->o};
     for (int j = 0; j < 4; j++) {
       const quire_page *page = &x->pages[(token + 16 * j) / size];
       const int64_t slot = 16 * j % size;
-      t.k[j] = (char *)page->k + slot * d * item_bytes(form);
+      t.k[j] = (char *)page->k + slot * d * quire_itemsize(dtype);
       t.k_scales[j] = page->k_scales + slot * (d / 32);
       t.v_scales[j] = page->v_scales + slot;
       t.v[16 * j / size] = page->v, t.next_k[16 * j / size] = page->k;
     }
     reset(x->m, x->l, x->o, rows * d);
-    level->attention[form](rows, &t);
+    level->attention[dtype](rows, &t);
     level->merge(rows, d, x->m, x->l, x->o, x->total_m, x->total_l, x->total_o);
   }
 }
 
-static void compare_attention(int form, int64_t size, int64_t d, int64_t window, int rows) {
+static void compare_attention(int dtype, int64_t size, int64_t d, int64_t window, int rows) {
   static const double allowed[] = {4e-6, 1e-2, 1e-2};  // p is rounded to bf16, and a tie may fall either way
   static attention x, y;
-  quire_rows q = rows_of(form, d);
+  quire_rows q = rows_of(dtype, d);
   float head[MAX_WIDTH];
   for (int i = 0; i < 128 / size; i++) {
-    x.pages[i] = y.pages[i] = new_page(form, size, d);
+    x.pages[i] = y.pages[i] = new_page(dtype, size, d);
     for (int64_t slot = 0; slot < size; slot++) {
       fill(head, d), scalar->store_key(head, slot, &x.pages[i]);
       fill(head, d), scalar->store_value(head, slot, &x.pages[i]);
     }
   }
-  run_attention(tiles, &x, form, q, size, window, 0, rows);
-  run_attention(scalar, &y, form, q, size, window, 0, rows);
-  expect_close("attention", form, x.total_o, y.total_o, rows * d, allowed[form]);
-  expect_close("attention's sums", form, x.total_l, y.total_l, rows, 2e-6 + allowed[form] / 10);
+  run_attention(tiles, &x, dtype, q, size, window, 0, rows);
+  run_attention(scalar, &y, dtype, q, size, window, 0, rows);
+  expect_close("attention", dtype, x.total_o, y.total_o, rows * d, allowed[dtype]);
+  expect_close("attention's sums", dtype, x.total_l, y.total_l, rows, 2e-6 + allowed[dtype] / 10);
   for (int row = 0; row < rows; row++) {
-    run_attention(tiles, &y, form, q, size, window, row, 1);
-    expect_same("attention, a row alone", form, x.total_o + row * d, y.total_o, d * (int64_t)sizeof *y.total_o);
+    run_attention(tiles, &y, dtype, q, size, window, row, 1);
+    expect_same("attention, a row alone", dtype, x.total_o + row * d, y.total_o, d * (int64_t)sizeof *y.total_o);
   }
   for (int i = 0; i < 128 / size; i++) free_page(&x.pages[i]);
   free_rows(&q);
 }
 
-static void compare_convert(int form, int64_t columns, int64_t width, const float *norm) {
+static void compare_convert(int dtype, int64_t columns, int64_t width, const float *norm) {
   static float x[3 * MAX_WIDTH], squares[2][4 * MAX_WIDTH], factors[2][3];
-  quire_output got = {form, rows_of(form, width), norm, squares[0], MAX_WIDTH};
-  quire_output want = {form, rows_of(form, width), norm, squares[1], MAX_WIDTH};
+  quire_output got = {dtype, rows_of(dtype, width), norm, squares[0], MAX_WIDTH};
+  quire_output want = {dtype, rows_of(dtype, width), norm, squares[1], MAX_WIDTH};
   fill(x, 3 * MAX_WIDTH);
   tiles->convert(x, MAX_WIDTH, 3, columns, &got, 1, 0);
   scalar->convert(x, MAX_WIDTH, 3, columns, &want, 1, 0);
-  const quire_rows a = from_row(got.rows, form, 1), b = from_row(want.rows, form, 1);
-  expect_same("convert", form, a.data, b.data, 3 * width * item_bytes(form));
-  if (form == QUIRE_Q8) {
-    expect_same("scales", form, a.scales, b.scales, 3 * width / 32 * 4);
-    expect_same("sums", form, a.sums, b.sums, 3 * width / 32 * 4);
+  const quire_rows a = from_row(got.rows, dtype, 1), b = from_row(want.rows, dtype, 1);
+  expect_same("convert", dtype, a.data, b.data, 3 * width * quire_itemsize(dtype));
+  if (dtype == QUIRE_Q8) {
+    expect_same("scales", dtype, a.scales, b.scales, 3 * width / 32 * 4);
+    expect_same("sums", dtype, a.sums, b.sums, 3 * width / 32 * 4);
   }
   if (norm) {
     tiles->rms_factors(squares[0] + MAX_WIDTH, MAX_WIDTH, 3, columns, 1e-6f, factors[0]);
     scalar->rms_factors(squares[1] + MAX_WIDTH, MAX_WIDTH, 3, columns, 1e-6f, factors[1]);
-    expect_close("1 / rms", form, factors[0], factors[1], 3, 1e-6);
+    expect_close("1 / rms", dtype, factors[0], factors[1], 3, 1e-6);
   }
   free_rows(&got.rows), free_rows(&want.rows);
 }
 
-static void compare_heads(int form, int64_t size, int64_t d) {
+static void compare_heads(int dtype, int64_t size, int64_t d) {
   float x[MAX_WIDTH], norm[MAX_WIDTH], rotary[MAX_WIDTH], got[MAX_WIDTH], want[MAX_WIDTH];
   const quire_head h = {.head_dim = d - 6, .norm = norm, .eps = 1e-6f, .scale = 0.3f};
-  quire_page p = new_page(form, size, d), q = new_page(form, size, d);
+  quire_page p = new_page(dtype, size, d), q = new_page(dtype, size, d);
   for (int64_t slot = 0; slot < size; slot++) {
     fill(x, MAX_WIDTH), fill(norm, MAX_WIDTH), fill(rotary, MAX_WIDTH);
     tiles->head(x, &h, rotary, got), scalar->head(x, &h, rotary, want);
-    expect_close("head", form, got, want, d, 1e-6);
+    expect_close("head", dtype, got, want, d, 1e-6);
     tiles->store_key(want, slot, &p), scalar->store_key(want, slot, &q);
     tiles->store_value(want, slot, &p), scalar->store_value(want, slot, &q);
   }
-  expect_same("store_key", form, p.k, q.k, PAGE_BYTES);
-  expect_same("store_value", form, p.v, q.v, PAGE_BYTES);
-  expect_same("key scales", form, p.k_scales, q.k_scales, PAGE_BYTES);
-  expect_same("value scales", form, p.v_scales, q.v_scales, PAGE_BYTES);
+  expect_same("store_key", dtype, p.k, q.k, PAGE_BYTES);
+  expect_same("store_value", dtype, p.v, q.v, PAGE_BYTES);
+  expect_same("key scales", dtype, p.k_scales, q.k_scales, PAGE_BYTES);
+  expect_same("value scales", dtype, p.v_scales, q.v_scales, PAGE_BYTES);
   free_page(&p), free_page(&q);
 }
 
-static void compare_unpack(int form, int64_t width) {
+static void compare_unpack(int dtype, int64_t width) {
   static char panel[16 * MAX_WIDTH * 4];
   static float got[MAX_WIDTH], want[MAX_WIDTH];
   uint16_t scales[MAX_WIDTH / 32 * 16];
-  fill_form(panel, form, 16 * width);
+  fill_dtype(panel, dtype, 16 * width);
   for (int i = 0; i < MAX_WIDTH / 32 * 16; i++) scales[i] = next_scale();
   for (int lane = 0; lane < 16; lane++) {
-    tiles->unpack_column(panel, scales, form, width, lane, got);
-    scalar->unpack_column(panel, scales, form, width, lane, want);
-    expect_same("unpack_column", form, got, want, width * (int64_t)sizeof *got);
+    tiles->unpack_column(panel, scales, dtype, width, lane, got);
+    scalar->unpack_column(panel, scales, dtype, width, lane, want);
+    expect_same("unpack_column", dtype, got, want, width * (int64_t)sizeof *got);
   }
 }
 
@@ -266,19 +264,19 @@ static void compare_logits(int64_t n) {
 static void compare_level(void) {
   static float weight[MAX_WIDTH];
   fill(weight, MAX_WIDTH);
-  for (int form = 0; form < 3; form++) {
+  for (int dtype = 0; dtype < 3; dtype++) {
     for (int64_t width = 32; width <= MAX_WIDTH; width *= 4) {
-      for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear(form, width, epilogue);
-      compare_convert(form, width - 5, width, NULL);
-      compare_convert(form, width - 5, width, weight);
-      compare_unpack(form, width);
+      for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear(dtype, width, epilogue);
+      compare_convert(dtype, width - 5, width, NULL);
+      compare_convert(dtype, width - 5, width, weight);
+      compare_unpack(dtype, width);
     }
     for (int64_t size = 16; size <= 64; size *= 2)
-      for (int64_t d = form == QUIRE_Q8 ? 32 : 16; d <= 128; d *= 2) {
-        compare_heads(form, size, d);
+      for (int64_t d = dtype == QUIRE_Q8 ? 32 : 16; d <= 128; d *= 2) {
+        compare_heads(dtype, size, d);
         for (int rows = 1; rows <= MAX_ROWS; rows = rows * 3 + 1) {
-          compare_attention(form, size, d, 0, rows);
-          compare_attention(form, size, d, 37, rows);
+          compare_attention(dtype, size, d, 0, rows);
+          compare_attention(dtype, size, d, 37, rows);
         }
       }
   }

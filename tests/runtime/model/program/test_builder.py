@@ -79,8 +79,8 @@ def test_f32_weights_need_no_conversion() -> None:
 @pytest.mark.parametrize("weights", ["bf16", "q8", "f32"])
 def test_linears_read_the_weights_own_form(weights: Any) -> None:
     linears = [op for op in compiled("llama", weights).ops if isinstance(op, Linear)]
-    assert {regions(op.input)[0].form for op in linears} == {weights}
-    assert {(op.epilogue, op.out.form) for op in linears} == {("store", "f32"), ("add", "f32"), ("swiglu", weights)}
+    assert {regions(op.input)[0].dtype for op in linears} == {weights}
+    assert {(op.epilogue, op.out.dtype) for op in linears} == {("store", "f32"), ("add", "f32"), ("swiglu", weights)}
 
 
 def test_the_residual_stream_is_one_region_added_to_in_place() -> None:
@@ -125,7 +125,7 @@ def test_what_an_op_reads_is_what_was_written(weights: Any, max_tokens: int, max
 
 
 def blocks(region: Region) -> range:
-    return range(region.offset // 64, (region.offset + region_nbytes(region.rows, region.columns, region.form)) // 64)
+    return range(region.offset // 64, (region.offset + region_nbytes(region.rows, region.columns, region.dtype)) // 64)
 
 
 def packed(out_features: int, in_features: int) -> PackedMatrix:
