@@ -1,7 +1,7 @@
-"""kernels: arithmetic. Buffers in, buffers out. Knows no request, no policy, no socket.
+"""The arithmetic of a model: functions from buffers to buffers, independent of requests, policies and sockets.
 
-The door: a model's description becomes a list of ops (`ops`) over packed weights (`pack`), bound to memory as a
-`Program` that runs a step in one call on a `Pool`; `Sampler` turns logits into tokens. `reference` is the numpy twin.
+A model is a list of ops (`ops`) over packed weights (`pack`). `Program` binds the list to memory and runs a step in one
+call on the threads of a `Pool`. `Sampler` turns logits into tokens.
 """
 
 from .cpus import CpuBudget, available_cpus

@@ -12,6 +12,6 @@ cdef struct AttentionOp:
 
 cdef int64_t attention_scratch_bytes(int64_t padded_head_dim) noexcept nogil
 cdef int64_t attention_shared_bytes(int64_t padded_head_dim) noexcept nogil
-cdef int64_t units_of(const Step *step, int64_t sequence, int64_t num_kv_heads, int workers) noexcept nogil
+cdef int64_t num_units(const Step *step, int64_t sequence, int64_t num_kv_heads, int workers) noexcept nogil
 cdef void run_attention(const AttentionOp *op, const Step *step, const quire_tiles *tiles, quire_pool *pool,
                         long long *counter, int worker, int workers) noexcept nogil

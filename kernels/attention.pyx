@@ -1,46 +1,46 @@
 # cython: language_level=3
-"""Paged GQA attention: which sequence, KV head and query tile, over which splits, tiles and pages.
+"""Paged grouped-query attention: the loops over sequences, KV heads, query tiles, splits, tiles and pages.
 
-Prefill and decode are the same walk. Tiles of 64 tokens and splits of 256 are anchored at absolute position 0 and
-merged in ascending order, so a row's arithmetic never depends on who computes it or on what else is in the step.
+Prefill and decode run the same loops. Tiles of 64 tokens and splits of 256 are anchored at absolute position 0 and
+merged in ascending order, so a row's arithmetic depends neither on the worker nor on the rest of the step.
 
-A sequence with one row stores its own key and value before it attends, so a step that only decodes needs no barrier in
-between; rows of a longer chunk see each other, so all of those are stored first.
+A sequence with one row stores its own key and value before it attends, so a step that only decodes needs no barrier.
+Rows of a longer chunk see each other, so their keys and values are all stored first, with a barrier behind.
 """
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t
 from libc.string cimport memcpy, memset
 
-from .heads cimport store_rows, take_queries
-from .isa cimport (QUIRE_F32, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_itemsize, quire_page, quire_rows)
-from .pool cimport quire_pool_barrier, quire_signal, quire_signal_await, quire_signal_set, quire_take
+from .heads cimport load_queries, store_rows
+from .isa cimport QUIRE_F32, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_itemsize, quire_page, quire_rows
+from .pool cimport quire_next_index, quire_pool_barrier, quire_signal, quire_signal_await, quire_signal_set
 from .step cimport page_at, table_of
 
 cdef enum:
     SPLIT = 256
-    TURNS = 4                       # per worker: heads whose splits may be dealt out one by one
+    SHARED_HEADS = 4                # per worker: KV heads whose splits may be units of work of their own
 
 
-# What is known of some rows' softmax after some splits.
+# The softmax of some rows after some splits.
 cdef struct State:
-    float *m                        # [64]
-    float *l                        # [64]
-    float *o                        # [64][padded_head_dim]
+    float *m                        # [64] running maximum
+    float *l                        # [64] running sum
+    float *o                        # [64][padded_head_dim] running output
 
 
 # One worker's buffers for the rows of a query tile, carved from its scratch.
-cdef struct Desk:
+cdef struct Workspace:
     quire_rows q            # [64][padded_head_dim] KV dtype
-    char *p                 # [64][64] KV dtype, for int8 twice
+    char *p                 # [64][64] KV dtype; for int8 two of them
     float *s                # [64][64]
     State split
     State total
     int64_t *positions      # [64]
 
 
-# A head whose splits are dealt out one by one: each is merged when its turn has come.
-cdef struct Shared:
-    quire_signal *turn
+# A KV head whose splits several workers compute; they merge them into `total` in order.
+cdef struct SharedHead:
+    quire_signal *merged            # number of splits that are merged
     State total
 
 
@@ -48,19 +48,19 @@ cdef int64_t _state_bytes(int64_t d) noexcept nogil:
     return QUIRE_TILE * (d + 2) * sizeof(float)
 
 
-cdef int64_t _shared_bytes(int64_t d) noexcept nogil:
+cdef int64_t _shared_head_bytes(int64_t d) noexcept nogil:
     return sizeof(quire_signal) + _state_bytes(d)
 
 
 cdef int64_t attention_scratch_bytes(int64_t padded_head_dim) noexcept nogil:
-    """Of one worker, for itself."""
+    """Return the bytes of one worker's `Workspace`."""
     cdef int64_t d = padded_head_dim
     return QUIRE_TILE * (d * 4 + 2 * QUIRE_TILE * 4 + 8) + 2 * _state_bytes(d)
 
 
 cdef int64_t attention_shared_bytes(int64_t padded_head_dim) noexcept nogil:
-    """The last bytes of each worker's scratch: its part of what all share. It must begin as zeros."""
-    return TURNS * _shared_bytes(padded_head_dim)
+    """Return the bytes at the end of each worker's scratch that hold shared heads. They must start as zeros."""
+    return SHARED_HEADS * _shared_head_bytes(padded_head_dim)
 
 
 cdef State _state(char *memory, int64_t d) noexcept nogil:
@@ -71,74 +71,80 @@ cdef State _state(char *memory, int64_t d) noexcept nogil:
     return state
 
 
-cdef Desk _desk(char *scratch, int64_t d) noexcept nogil:
-    cdef Desk desk
-    desk.q.data = scratch
-    desk.q.width = d
-    desk.q.scales = <float *>(scratch + QUIRE_TILE * d)                     # for int8, behind its data
-    desk.q.sums = <int32_t *>(desk.q.scales + QUIRE_TILE * d // 32)
-    desk.s = <float *>(scratch + QUIRE_TILE * d * 4)
-    desk.p = <char *>(desk.s + QUIRE_TILE * QUIRE_TILE)
-    desk.positions = <int64_t *>(desk.p + QUIRE_TILE * QUIRE_TILE * 4)
-    desk.split = _state(<char *>(desk.positions + QUIRE_TILE), d)
-    desk.total = _state(<char *>(desk.positions + QUIRE_TILE) + _state_bytes(d), d)
-    return desk
+cdef Workspace _workspace(char *scratch, int64_t d) noexcept nogil:
+    cdef Workspace workspace
+    workspace.q.data = scratch
+    workspace.q.width = d
+    workspace.q.scales = <float *>(scratch + QUIRE_TILE * d)                     # of int8, behind the data
+    workspace.q.sums = <int32_t *>(workspace.q.scales + QUIRE_TILE * d // 32)
+    workspace.s = <float *>(scratch + QUIRE_TILE * d * 4)
+    workspace.p = <char *>(workspace.s + QUIRE_TILE * QUIRE_TILE)
+    workspace.positions = <int64_t *>(workspace.p + QUIRE_TILE * QUIRE_TILE * 4)
+    workspace.split = _state(<char *>(workspace.positions + QUIRE_TILE), d)
+    workspace.total = _state(<char *>(workspace.positions + QUIRE_TILE) + _state_bytes(d), d)
+    return workspace
 
 
-cdef Shared _shared(const Step *step, int64_t index, int workers) noexcept nogil:
-    cdef Shared shared
-    cdef int64_t bytes = _shared_bytes(step.padded_head_dim)
+cdef SharedHead _shared_head(const Step *step, int64_t index, int workers) noexcept nogil:
+    cdef SharedHead shared
+    cdef int64_t bytes = _shared_head_bytes(step.padded_head_dim)
     cdef char *end = step.scratch + (index % workers + 1) * step.scratch_bytes
     cdef char *memory = end - (index // workers + 1) * bytes
-    shared.turn = <quire_signal *>memory
+    shared.merged = <quire_signal *>memory
     shared.total = _state(memory + sizeof(quire_signal), step.padded_head_dim)
     return shared
 
 
-cdef bint deals_splits(const Step *step, int64_t num_kv_heads, int workers) noexcept nogil:
-    """Whether heads are too few to keep all workers busy: then the splits of a decoding sequence are units of work."""
-    return workers > 1 and step.sequences * num_kv_heads <= TURNS * workers
+cdef bint partitions_by_split(const Step *step, int64_t num_kv_heads, int workers) noexcept nogil:
+    """Return whether the heads are too few for the workers, so that splits of decoding sequences are units of work."""
+    return workers > 1 and step.sequences * num_kv_heads <= SHARED_HEADS * workers
 
 
-cdef int64_t units_of(const Step *step, int64_t sequence, int64_t num_kv_heads, int workers) noexcept nogil:
-    """How many units a sequence's attention is dealt out in: query tiles, or splits where it decodes, times heads."""
+cdef int64_t num_units(const Step *step, int64_t sequence, int64_t num_kv_heads, int workers) noexcept nogil:
+    """Return a sequence's units of work: query tiles, or splits of a decoding sequence, times KV heads."""
     cdef int64_t rows = step.row_start[sequence + 1] - step.row_start[sequence]
     if rows > 1:
         return (rows + step.query_tile - 1) // step.query_tile * num_kv_heads
-    if deals_splits(step, num_kv_heads, workers):
+    if partitions_by_split(step, num_kv_heads, workers):
         return (step.first_position[sequence] // SPLIT + 1) * num_kv_heads
     return num_kv_heads
 
 
 cdef void run_attention(const AttentionOp *op, const Step *step, const quire_tiles *tiles, quire_pool *pool,
                         long long *counter, int worker, int workers) noexcept nogil:
-    """Workers take units as they come free; the last query tiles, the longest, first, splits in ascending order."""
-    cdef Desk desk = _desk(step.scratch + worker * step.scratch_bytes, step.padded_head_dim)
+    """Compute units of work until none is left.
+
+    A free worker takes the next unit: the last query tiles first, because they take longest; splits in ascending order.
+    """
+    cdef Workspace workspace = _workspace(step.scratch + worker * step.scratch_bytes, step.padded_head_dim)
     cdef int64_t units = step.unit_start[step.sequences], sequence = step.sequences - 1, heads = op.heads.num_kv_heads
     cdef int64_t unit, local, count
-    cdef bint by_split = deals_splits(step, heads, workers)
+    cdef bint by_split = partitions_by_split(step, heads, workers)
     if step.block_start[step.sequences]:
         _store_chunks(op, step, tiles, worker, workers)
         quire_pool_barrier(pool)
-    unit = units - 1 - quire_take(counter)
+    unit = units - 1 - quire_next_index(counter)
     while unit >= 0:
         while step.unit_start[sequence] > unit:
             sequence -= 1
         local, count = unit - step.unit_start[sequence], step.unit_start[sequence + 1] - step.unit_start[sequence]
         if step.row_start[sequence + 1] - step.row_start[sequence] > 1:
-            _attend_tile(op, step, tiles, &desk, sequence, local // heads, local % heads)
+            _attend_tile(op, step, tiles, &workspace, sequence, local // heads, local % heads)
         elif by_split:
             local = count - 1 - local
-            _attend_in_turn(op, step, tiles, &desk, sequence, local // heads * SPLIT, local % heads, workers)
+            _attend_shared_split(op, step, tiles, &workspace, sequence, local // heads * SPLIT, local % heads, workers)
         else:
             store_rows(&op.heads, step, tiles, sequence, step.first_position[sequence] // step.page_size, local)
-            _attend_tile(op, step, tiles, &desk, sequence, 0, local)
-        unit = units - 1 - quire_take(counter)
+            _attend_tile(op, step, tiles, &workspace, sequence, 0, local)
+        unit = units - 1 - quire_next_index(counter)
 
 
 cdef void _store_chunks(const AttentionOp *op, const Step *step, const quire_tiles *tiles, int worker,
                         int workers) noexcept nogil:
-    """Work is dealt in (page of a chunk's rows, KV head): the owner of a page's head is who writes it."""
+    """Store the keys and values of all chunks of several rows.
+
+    A unit is one KV head of one page, so each head of a page is written by one worker.
+    """
     cdef int64_t heads = op.heads.num_kv_heads, units = step.block_start[step.sequences] * heads
     cdef int64_t unit, block, sequence = 0
     for unit in range(units * worker // workers, units * (worker + 1) // workers):
@@ -149,56 +155,57 @@ cdef void _store_chunks(const AttentionOp *op, const Step *step, const quire_til
         store_rows(&op.heads, step, tiles, sequence, block, unit % heads)
 
 
-cdef void _attend_tile(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Desk *desk,
+cdef void _attend_tile(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,
                        int64_t sequence, int64_t query_tile, int64_t head) noexcept nogil:
-    """All query heads of one KV head for up to `step.query_tile` queries: each KV byte is read once for all of them."""
+    """Attend with all query heads of one KV head for up to `step.query_tile` queries; each KV byte is read once."""
     cdef int64_t skipped = query_tile * step.query_tile, first_row = step.row_start[sequence] + skipped
     cdef int64_t queries = min(step.query_tile, step.row_start[sequence + 1] - first_row)
     cdef int64_t rows = queries * op.heads.group, first_position = step.first_position[sequence] + skipped
     cdef int64_t last = first_position + queries - 1, first_split = _first_split(op, first_position), split
-    _take(op, step, tiles, desk, first_row, first_position, queries, head)
-    _attend_split(op, step, tiles, desk, &desk.total, sequence, head, rows, first_split, last)
+    _load_queries(op, step, tiles, workspace, first_row, first_position, queries, head)
+    _attend_split(op, step, tiles, workspace, &workspace.total, sequence, head, rows, first_split, last)
     split = first_split + SPLIT
     while split <= last:
-        _attend_split(op, step, tiles, desk, &desk.split, sequence, head, rows, split, last)
-        _merge(tiles, rows, step.padded_head_dim, &desk.split, &desk.total)
+        _attend_split(op, step, tiles, workspace, &workspace.split, sequence, head, rows, split, last)
+        _merge(tiles, rows, step.padded_head_dim, &workspace.split, &workspace.total)
         split += SPLIT
-    _give_outputs(op, tiles, desk, &desk.total, first_row, queries, head)
+    _write_output(op, tiles, workspace, &workspace.total, first_row, queries, head)
 
 
-cdef void _attend_in_turn(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Desk *desk,
-                          int64_t sequence, int64_t split, int64_t head, int workers) noexcept nogil:
-    """One split of a decoding row, merged when all before it have been; whoever has the last gives the output."""
+cdef void _attend_shared_split(const AttentionOp *op, const Step *step, const quire_tiles *tiles,
+                               const Workspace *workspace, int64_t sequence, int64_t split, int64_t head,
+                               int workers) noexcept nogil:
+    """Attend to one split of a decoding row and merge it after all earlier splits. The last split writes the output."""
     cdef int64_t position = step.first_position[sequence], first_split = _first_split(op, position)
-    cdef Shared shared = _shared(step, sequence * op.heads.num_kv_heads + head, workers)
+    cdef SharedHead shared = _shared_head(step, sequence * op.heads.num_kv_heads + head, workers)
     cdef bint is_last = split + SPLIT > position
     cdef State total = shared.total
     if split < first_split:
         return
     if is_last:
         store_rows(&op.heads, step, tiles, sequence, position // step.page_size, head)
-    _take(op, step, tiles, desk, step.row_start[sequence], position, 1, head)
-    _attend_split(op, step, tiles, desk, &desk.split, sequence, head, op.heads.group, split, position)
-    quire_signal_await(shared.turn, <unsigned>((split - first_split) // SPLIT))
+    _load_queries(op, step, tiles, workspace, step.row_start[sequence], position, 1, head)
+    _attend_split(op, step, tiles, workspace, &workspace.split, sequence, head, op.heads.group, split, position)
+    quire_signal_await(shared.merged, <unsigned>((split - first_split) // SPLIT))
     if split == first_split:
-        _copy(op.heads.group, step.padded_head_dim, &desk.split, &total)
+        _copy(op.heads.group, step.padded_head_dim, &workspace.split, &total)
     else:
-        _merge(tiles, op.heads.group, step.padded_head_dim, &desk.split, &total)
+        _merge(tiles, op.heads.group, step.padded_head_dim, &workspace.split, &total)
     if is_last:
-        _give_outputs(op, tiles, desk, &total, step.row_start[sequence], 1, head)
-    quire_signal_set(shared.turn, 0 if is_last else <unsigned>((split - first_split) // SPLIT) + 1)
+        _write_output(op, tiles, workspace, &total, step.row_start[sequence], 1, head)
+    quire_signal_set(shared.merged, 0 if is_last else <unsigned>((split - first_split) // SPLIT) + 1)
 
 
 cdef int64_t _first_split(const AttentionOp *op, int64_t position) noexcept nogil:
     return max(<int64_t>0, position - op.window + 1) // SPLIT * SPLIT if op.window else 0
 
 
-cdef void _take(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Desk *desk, int64_t first_row,
-                int64_t first_position, int64_t queries, int64_t head) noexcept nogil:
+cdef void _load_queries(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,
+                        int64_t first_row, int64_t first_position, int64_t queries, int64_t head) noexcept nogil:
     cdef int64_t r
-    take_queries(&op.heads, step, tiles, first_row, first_position, queries, head, &desk.q)
+    load_queries(&op.heads, step, tiles, first_row, first_position, queries, head, &workspace.q)
     for r in range(queries * op.heads.group):
-        desk.positions[r] = first_position + r // op.heads.group
+        workspace.positions[r] = first_position + r // op.heads.group
 
 
 cdef void _merge(const quire_tiles *tiles, int64_t rows, int64_t d, const State *split,
@@ -212,36 +219,36 @@ cdef void _copy(int64_t rows, int64_t d, const State *split, const State *total)
     memcpy(total.o, split.o, rows * d * sizeof(float))
 
 
-cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Desk *desk,
+cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,
                         const State *state, int64_t sequence, int64_t head, int64_t rows, int64_t split,
                         int64_t last) noexcept nogil:
-    """The rows' softmax over tokens [split, split + 256), by tiles; each tile only for the rows that see it."""
+    """Compute the rows' softmax over tokens [split, split + 256) by tiles; each tile only for the rows that see it."""
     cdef quire_attention_tile tile
     cdef int64_t d = step.padded_head_dim, i, r, token, begin = 0, end
     for r in range(rows):
         state.m[r] = -INFINITY
         state.l[r] = 0
-    memset(state.o, 0, rows * d * sizeof(float))
+    memset(state.o, 0, rows * d * sizeof(float))    # an earlier step may have left NaN, and 0 * NaN is NaN
     tile.window = op.window
     tile.head_dim = d
     tile.page_size = step.page_size
-    tile.s = desk.s
-    tile.p = desk.p
+    tile.s = workspace.s
+    tile.p = workspace.p
     for i in range(min(SPLIT, last + 1 - split + QUIRE_TILE - 1) // QUIRE_TILE):
         token = split + i * QUIRE_TILE
-        while begin < rows and desk.positions[begin] < token:
+        while begin < rows and workspace.positions[begin] < token:
             begin += 1
         end = rows
-        while op.window and end > begin and desk.positions[end - 1] - op.window + 1 >= token + QUIRE_TILE:
+        while op.window and end > begin and workspace.positions[end - 1] - op.window + 1 >= token + QUIRE_TILE:
             end -= 1
         if begin == end:
             continue
         tile.first_token = token
         _point_at_pages(op, step, sequence, head, token, last, &tile)
-        tile.q.data = <char *>desk.q.data + begin * d * quire_itemsize(step.kv_dtype)
-        tile.q.scales = desk.q.scales + begin * (d // 32)
-        tile.q.sums = desk.q.sums + begin * (d // 32)
-        tile.positions = desk.positions + begin
+        tile.q.data = <char *>workspace.q.data + begin * d * quire_itemsize(step.kv_dtype)
+        tile.q.scales = workspace.q.scales + begin * (d // 32)
+        tile.q.sums = workspace.q.sums + begin * (d // 32)
+        tile.positions = workspace.positions + begin
         tile.m = state.m + begin
         tile.l = state.l + begin
         tile.o = state.o + begin * d
@@ -250,8 +257,10 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
 
 cdef void _point_at_pages(const AttentionOp *op, const Step *step, int64_t sequence, int64_t head, int64_t token,
                           int64_t last, quire_attention_tile *tile) noexcept nogil:
-    """K panels and V pages of one tile by page table, and the next tile's K to fetch: pages are scattered, so nothing
-    can be guessed from addresses. Beyond the sequence's end, masked columns point at its last page."""
+    """Look up the pages of one tile, and the next tile's K to prefetch, in the page table.
+
+    Beyond the sequence's end, masked columns point at its last page.
+    """
     cdef int64_t page = token // step.page_size, last_page = last // step.page_size, slot, j
     cdef int64_t per_tile = QUIRE_TILE // step.page_size, panel = 16 * step.padded_head_dim
     cdef const int32_t *table = table_of(step, op.heads.layer_group, sequence)
@@ -271,13 +280,13 @@ cdef void _point_at_pages(const AttentionOp *op, const Step *step, int64_t seque
             tile.next_k[j] = page_at(step, op.heads.layer, table[page + per_tile + j], head).k
 
 
-cdef void _give_outputs(const AttentionOp *op, const quire_tiles *tiles, const Desk *desk, const State *state,
+cdef void _write_output(const AttentionOp *op, const quire_tiles *tiles, const Workspace *workspace, const State *state,
                         int64_t first_row, int64_t queries, int64_t head) noexcept nogil:
-    """Each query's heads side by side, in the dtype that the next linear layer reads."""
-    cdef int64_t d = desk.q.width, head_dim = op.heads.head_dim, columns = op.heads.group * head_dim, i, g, r, j
+    """Write each query's heads side by side, in the dtype that the next linear layer reads."""
+    cdef int64_t d = workspace.q.width, head_dim = op.heads.head_dim, columns = op.heads.group * head_dim, i, g, r, j
     cdef float *row
     for i in range(queries):
-        row = desk.split.o + i * columns        # free by now
+        row = workspace.split.o + i * columns        # no longer needed
         for g in range(op.heads.group):
             r = i * op.heads.group + g
             for j in range(head_dim):
@@ -285,6 +294,6 @@ cdef void _give_outputs(const AttentionOp *op, const quire_tiles *tiles, const D
     if op.out.dtype == QUIRE_F32:
         for i in range(queries):
             memcpy(<float *>op.out.rows.data + (first_row + i) * op.out.rows.width + head * columns,
-                   desk.split.o + i * columns, columns * sizeof(float))
+                   workspace.split.o + i * columns, columns * sizeof(float))
     else:
-        tiles.convert(desk.split.o, columns, queries, columns, &op.out, first_row, head * columns)
+        tiles.convert(workspace.split.o, columns, queries, columns, &op.out, first_row, head * columns)

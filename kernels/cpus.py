@@ -1,7 +1,6 @@
-"""How many threads this process may really use: affinity, cpuset and the cgroup's CPU quota, and why.
+"""The number of threads this process may use: affinity, cpuset and the cgroup's CPU quota.
 
-Reads the system only; `root` lets a test inject files. One invariant: the answer is at least 1 and never more than the
-quota rounded down.
+A quota is rounded down, but to at least 1.
 """
 
 from __future__ import annotations
@@ -16,14 +15,16 @@ from pathlib import Path, PurePosixPath
 
 @dataclass(frozen=True, slots=True)
 class CpuBudget:
+    """A number of threads, and the limit that decided it."""
+
     threads: int
-    reason: str  # which limit decided
+    reason: str
 
 
 def available_cpus(root: Path = Path("/")) -> CpuBudget:
-    """min(affinity, cgroup `cpu.max` (v2) or `cpu.cfs_quota_us` (v1)), rounded down, at least 1.
+    """Return min(affinity, cgroup `cpu.max` (v2) or `cpu.cfs_quota_us` (v1)), rounded down, at least 1.
 
-    A cpuset shows in the affinity mask, so it needs no reading of its own.
+    A cpuset is part of the affinity mask. `root` lets tests provide the files.
     """
     affinity = len(os.sched_getaffinity(0))
     budget = CpuBudget(affinity, f"affinity and cpuset allow {affinity}")
@@ -34,7 +35,7 @@ def available_cpus(root: Path = Path("/")) -> CpuBudget:
 
 
 def _quotas(root: Path) -> Iterator[tuple[Path, float]]:
-    """Every quota that applies: of this process's cgroups and of all their parents that are mounted here."""
+    """Yield the quotas of this process's cgroups and of all their parents that are mounted here."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
@@ -47,7 +48,7 @@ def _quotas(root: Path) -> Iterator[tuple[Path, float]]:
 
 
 def _mounts(root: Path, controller: str | None) -> Iterator[tuple[Path, PurePosixPath]]:
-    """Where a v1 controller's hierarchy, or with None the v2 hierarchy, is mounted, and which group the mount shows.
+    """Yield the mount points of a v1 controller's hierarchy, or with None of the v2 hierarchy, and their root groups.
 
     The fields are those of proc_pid_mountinfo(5): `36 35 98:0 GROUP MOUNT_POINT options [tags] - TYPE source options`.
     """
@@ -59,14 +60,14 @@ def _mounts(root: Path, controller: str | None) -> Iterator[tuple[Path, PurePosi
 
 
 def _upwards(mount_point: Path, mount_root: PurePosixPath, group: PurePosixPath) -> Iterator[Path]:
-    """The folders of `group` and of its parents, as far as a mount that shows `mount_root` and below has them.
+    """Yield the folders of `group` and of its parents, if a mount of `mount_root` contains them.
 
-    Both are relative to the cgroup namespace, and may start with `..` where they lie outside of it.
+    Both are relative to the cgroup namespace, and start with `..` if they are outside of it.
     """
     if group.is_relative_to(mount_root):
         below = group.relative_to(mount_root)
     elif set(mount_root.parts[1:]) == {".."}:
-        below = PurePosixPath()  # an ancestor from outside the namespace; what lies between has no names here
+        below = PurePosixPath()  # an ancestor outside the namespace; the groups in between have no names here
     else:
         return
     if ".." not in below.parts:
@@ -85,7 +86,7 @@ def _v1_quota(folder: Path) -> tuple[Path, float | None]:
 
 
 def _ratio(quota: str, period: str) -> float | None:
-    """None for `max`, -1 and whatever else is no limit."""
+    """Return quota / period; None for `max`, -1 and anything else that is no limit."""
     try:
         return int(quota) / int(period) if int(quota) > 0 and int(period) > 0 else None
     except ValueError:

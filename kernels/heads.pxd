@@ -5,8 +5,8 @@ from .step cimport Step, Value
 
 cdef struct HeadsOp:
     Value qkv                       # f32 [tokens][num_heads + 2 num_kv_heads][head_dim]
-    int64_t layer_group             # whose page tables
-    int64_t layer                   # slot in its pages
+    int64_t layer_group             # selects the page tables
+    int64_t layer                   # slot in the pages
     int64_t num_heads
     int64_t num_kv_heads
     int64_t group                   # query heads per KV head
@@ -16,7 +16,7 @@ cdef struct HeadsOp:
     quire_head value
     const float *rotary             # [positions][head_dim]: cos | sin
 
-cdef void take_queries(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t first_row,
+cdef void load_queries(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t first_row,
                        int64_t first_position, int64_t queries, int64_t head, const quire_rows *out) noexcept nogil
 cdef void store_rows(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t sequence, int64_t page,
                      int64_t head) noexcept nogil

@@ -1,7 +1,7 @@
 # cython: language_level=3
-"""Heads on their way from the QKV projection: queries to attention, keys and values into their page.
+"""Heads of the QKV projection: queries for attention; keys and values into their page.
 
-A head's numbers depend on its own token alone, so it does not matter who takes or stores it.
+A head's numbers depend on its own token alone, so any worker may compute them.
 """
 from libc.stdint cimport uint16_t
 from libc.string cimport memcpy, memset
@@ -10,9 +10,9 @@ from .isa cimport QUIRE_BF16, QUIRE_MAX_HEAD, QUIRE_Q8, quire_output, quire_page
 from .step cimport page_at, table_of
 
 
-cdef void take_queries(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t first_row,
+cdef void load_queries(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t first_row,
                        int64_t first_position, int64_t queries, int64_t head, const quire_rows *out) noexcept nogil:
-    """The query heads of one KV head, normed, rotated and scaled: out[queries * group][padded_head_dim]."""
+    """Norm, rotate and scale the query heads of one KV head: out[queries * group][padded_head_dim]."""
     cdef int64_t i, g
     cdef const float *q
     cdef float x[QUIRE_MAX_HEAD]
@@ -25,7 +25,7 @@ cdef void take_queries(const HeadsOp *op, const Step *step, const quire_tiles *t
 
 cdef void _store_query(const quire_tiles *tiles, const float *x, int dtype, int64_t row,
                        const quire_rows *rows) noexcept nogil:
-    """One row in the dtype that goes with the pages; q8 by blocks of 32."""
+    """Store one row in the dtype that multiplies the pages; q8 by blocks of 32."""
     cdef int64_t d = rows.width
     cdef quire_output out
     if dtype == QUIRE_Q8:
@@ -39,7 +39,7 @@ cdef void _store_query(const quire_tiles *tiles, const float *x, int dtype, int6
 
 cdef void store_rows(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t sequence, int64_t page,
                      int64_t head) noexcept nogil:
-    """Keys and values of those of a sequence's rows that lie in its page number `page`, for one KV head."""
+    """Store the keys and values of one KV head for the rows of a sequence that lie in its page number `page`."""
     cdef int64_t first = step.first_position[sequence], row = step.row_start[sequence] - first
     cdef int64_t position = max(first, page * step.page_size)
     cdef int64_t end = min(step.row_start[sequence + 1] - row, (page + 1) * step.page_size)
@@ -47,7 +47,7 @@ cdef void store_rows(const HeadsOp *op, const Step *step, const quire_tiles *til
     cdef const float *key
     cdef float x[QUIRE_MAX_HEAD]
     if position % step.page_size == 0:
-        memset(kv.k, 0, step.head_bytes)    # what a masked lane reads must be a number: 0 * NaN is NaN
+        memset(kv.k, 0, step.head_bytes)    # masked lanes must read numbers: 0 * NaN is NaN
     for position in range(position, end):
         key = _heads_of(op, row + position) + (op.num_heads + head) * op.head_dim
         tiles.head(key, &op.key, op.rotary + position * op.head_dim, x)

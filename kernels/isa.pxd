@@ -1,4 +1,4 @@
-# C declarations of simd/tiles.h, and the level chosen at import.
+# C declarations of simd/tiles.h, and the table of a level by name.
 from libc.stdint cimport int8_t, int32_t, int64_t, uint16_t
 
 cdef extern from "simd/tiles.h" nogil:

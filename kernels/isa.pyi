@@ -2,7 +2,7 @@ DTYPE_CODES: dict[str, int]  # dtypes of weights and activations, as in simd/til
 NAMES: tuple[str, ...]  # the levels of this build, lowest first
 
 def supported_levels() -> tuple[str, ...]:
-    """Levels this machine can run, lowest first."""
+    """Return the levels that this machine can run, lowest first."""
 
 def pick_level(requested: str | None = None) -> str:
-    """`requested`, else QUIRE_ISA, else the best this machine has. ValueError names what is allowed."""
+    """Return `requested`, else QUIRE_ISA, else the best level of this machine. Raises ValueError naming the levels."""

@@ -1,8 +1,8 @@
 # cython: language_level=3
-"""Which ISA level the kernels run at. Owns the tables of simd/; every other module asks here.
+"""The choice of an ISA level, and the tables of simd/ by level; other modules get their table here.
 
-NAMES are the levels of this build, of one architecture. The level is `QUIRE_ISA` if set, else the best that processor
-and system support; a caller may name another.
+NAMES are the levels of this build, for one architecture. The default level is `QUIRE_ISA` if set, else the best that
+processor and operating system support.
 """
 import os
 
@@ -16,7 +16,7 @@ def supported_levels():
 
 def _level(name):
     if name not in NAMES:
-        raise ValueError(f"unknown ISA level {name!r}; this build knows {', '.join(NAMES)}")
+        raise ValueError(f"unknown ISA level {name!r}; this build has {', '.join(NAMES)}")
     if name not in supported_levels():
         raise ValueError(f"ISA level {name!r} is not supported by this machine; it has {', '.join(supported_levels())}")
     return name

@@ -5,13 +5,13 @@ from .step cimport Step, Value
 
 cdef struct LinearOp:
     Value input
-    const float *squares            # of an input whose RMS norm is half done: [rows][squares_width]; or NULL
+    const float *squares            # of a `Normed` input: [rows][squares_width]; or NULL
     int64_t squares_width
     float eps
     Value out
-    bint converts                   # results go on to `converted`: out where it is not f32, or its norm
+    bint converts                   # results are also written to `converted`: `out` if not f32, or a `Normed`
     quire_output converted
-    float *maxima                   # [rows][maxima_width], the largest of each block of out; or NULL
+    float *maxima                   # [rows][maxima_width], the maximum of each block of out; or NULL
     int64_t maxima_width
     const char *panels
     const uint16_t *scales          # q8, else NULL
@@ -19,7 +19,7 @@ cdef struct LinearOp:
     int64_t panel_bytes
     const float *bias               # [16 * panels] or NULL
     int epilogue
-    bint sampled                    # runs over the rows that sample, not over all
+    bint sampled                    # computes only the rows that sample
 
 cdef int64_t linear_scratch_bytes() noexcept
 cdef void run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, int worker,

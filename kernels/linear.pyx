@@ -1,8 +1,8 @@
 # cython: language_level=3
-"""Linear layers: who computes which columns, and in what order. The arithmetic is one tile of simd/linear.c.
+"""Linear layers: the partition of output columns over workers, and the loop over them. The tile is simd/linear.c.
 
-Each worker owns a fixed range of blocks of 32 output columns and the whole of K for them, so the thread count never
-changes a bit, and it can leave its blocks in the dtype the next op reads: a block has one scale.
+Each worker computes a fixed range of blocks of 32 output columns with the whole of K, so the number of threads never
+changes a bit. A block has its own scale, so a worker also converts its blocks to the dtype the next op reads.
 """
 from .isa cimport QUIRE_BLOCK, QUIRE_F32, QUIRE_Q8, QUIRE_SWIGLU, quire_itemsize, quire_linear_tile
 
@@ -11,8 +11,8 @@ cdef enum:
 
 
 cdef struct Scratch:                # of one worker
-    float factors[ROWS_IN_CACHE]    # 1 / rms of each row, where the input's norm is half done
-    float block[ROWS_IN_CACHE * QUIRE_BLOCK]    # results that leave in another dtype
+    float factors[ROWS_IN_CACHE]    # 1 / rms of each row, if the input is a `Normed`
+    float block[ROWS_IN_CACHE * QUIRE_BLOCK]    # f32 results that are converted
 
 
 cdef int64_t linear_scratch_bytes() noexcept:
@@ -36,7 +36,7 @@ cdef void run_linear(const LinearOp *op, const Step *step, const quire_tiles *ti
 
 cdef void _compute_block(const LinearOp *op, const quire_tiles *tiles, int64_t block, int64_t row, int64_t end,
                          Scratch *scratch) noexcept nogil:
-    """Rows [row, end) of 32 columns of out, and of what follows from them while they are in cache."""
+    """Compute rows [row, end) of 32 columns of `out`, and convert them while they are in cache."""
     cdef float *y = scratch.block
     cdef int64_t stride = QUIRE_BLOCK
     if op.out.dtype == QUIRE_F32:
@@ -56,9 +56,9 @@ cdef void _compute_block(const LinearOp *op, const quire_tiles *tiles, int64_t b
 
 cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, int64_t row, int64_t end,
                     const float *factors, float *y, int64_t stride) noexcept nogil:
-    """Rows [row, end) against one pair of panels, split evenly so that no tile is left with a single row.
+    """Multiply rows [row, end) by one pair of panels, split evenly so that no tile is left with a single row.
 
-    Meanwhile the next pair is fetched, an equal share under each tile: memory never waits for arithmetic.
+    Each tile prefetches an equal share of the next pair, so that memory never waits for arithmetic.
     """
     cdef quire_linear_tile tile
     cdef int64_t width = op.input.rows.width

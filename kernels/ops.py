@@ -1,9 +1,9 @@
-"""The instruction set: what a program's list may contain, and how values lie in the arena.
+"""The ops of a program, and the layout of values in its arena.
 
-A model's description emits these; `program.pyx` replays them, `reference.py` is the numpy twin that defines right.
-Every op reads and writes `Region`s of one arena, so an op is fully described by its own fields.
+`runtime/model/decoder.py` emits a model as a list of ops and `program.pyx` runs it; `tests/kernels/reference.py` is the
+numpy reference. Every op reads and writes `Region`s of one arena and is described completely by its own fields.
 
-Rows of a step are the scheduled tokens of all sequences, one after another: `rows = sum(len(token_ids))`.
+The rows of a step are the scheduled tokens of all sequences, one sequence after another.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ DType = Literal["f32", "bf16", "q8"]
 Epilogue = Literal["store", "add", "swiglu"]
 
 KVDtype = Literal["bf16", "f32", "int8"]
-QUERY_DTYPES: dict[KVDtype, DType] = {"bf16": "bf16", "f32": "f32", "int8": "q8"}  # q's dtype, by the KV cache's dtype
+QUERY_DTYPES: dict[KVDtype, DType] = {"bf16": "bf16", "f32": "f32", "int8": "q8"}  # of queries, by the KV cache's dtype
 BLOCK = 32  # columns that share one activation scale; every row is padded to a multiple of it
 ALIGNMENT = 64  # bytes; of every plane of a region
 
 
 def padded(columns: int) -> int:
-    """Columns as stored: a multiple of BLOCK, the padding always zero."""
+    """Return the number of columns as stored: a multiple of BLOCK. The padding is always zero."""
     return -(-columns // BLOCK) * BLOCK
 
 
 def aligned(size: int) -> int:
+    """Return `size` rounded up to ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A [rows, columns] value at `offset` bytes in the arena. `rows` is the capacity; a step uses the first few.
+    """A [rows, columns] value at `offset` bytes in the arena. `rows` is the capacity; a step uses the first rows of it.
 
     f32, bf16: [rows, padded(columns)]. q8: three planes, each aligned: int8 [rows, padded], f32 scales
     [rows, padded / 32], int32 sums [rows, padded / 32] holding `-128 * sum(block)`.
@@ -61,11 +62,11 @@ def region_nbytes(rows: int, columns: int, dtype: DType) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Normed:
-    """RMS norm of an f32 x [rows, columns], in two halves that need no pass of their own.
+    """RMS norm of an f32 x [rows, columns], in two halves that need no pass over memory.
 
-    Whoever writes 32 columns of x leaves data = convert(x * weight), in the dtype the next linear layer reads, and
-    squares = sum(x²) of them. That layer multiplies its sums of each row by 1 / sqrt(sum(squares) / columns + eps):
-    a factor per row moves out of a sum over K, and out of q8, whose scales move with it.
+    The op that writes 32 columns of x also writes data = convert(x * weight), in the dtype the next linear layer reads,
+    and squares = sum(x²) of these columns. The linear layer multiplies its sums of each row by
+    1 / sqrt(sum(squares) / columns + eps): a factor of a whole row can be taken out of a sum over K, and out of q8.
     """
 
     data: Region  # [rows, columns]
@@ -85,7 +86,7 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class Convert:
-    """out = input in another dtype; q8 scales come from one row's 32 columns only."""
+    """out = input in another dtype; a q8 scale depends on 32 columns of one row only."""
 
     input: Region  # f32 [rows, columns]
     out: Region
@@ -95,8 +96,8 @@ class Convert:
 class Linear:
     """y = input @ weight.T + bias, then `store`: out = y; `add`: out += y; `swiglu`: out = silu(gate) * up.
 
-    For `swiglu` the weight's columns interleave 16 of gate and 16 of up, and `out` has half of them. `out` may have any
-    dtype; f32 for `add`, where a norm follows, and for `maxima`: the largest of each 32 columns, NaN if one of them is.
+    For `swiglu` the weight's columns are 16 of gate and 16 of up in turn, and `out` has half as many. `out` may have
+    any dtype, but f32 with `add`, `normed` or `maxima`: the maximum of each 32 columns, NaN if one of them is NaN.
     """
 
     input: Region | Normed  # in the weight's own dtype [rows, in_features]
@@ -110,18 +111,21 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Split qkv into heads; q/k norm where given; rotary embedding; K and V into their pages; causal softmax(q K^T) V
-    per head over the sequence's pages, with `window` > 0 over the last `window` tokens. Layers of one window may share
-    pages: they are a layer group, with a page table of its own per sequence and a slot in its pages for each layer.
+    """Causal attention over paged keys and values, from the QKV projection on.
+
+    Splits qkv into heads; applies q_norm and k_norm if given, then the rotary embedding; stores K and V in their pages;
+    computes softmax(q K^T) V per head over the sequence's pages, with `window` > 0 over the last `window` tokens.
+    Layers of one window may share pages: they are a layer group, with one page table per sequence and a slot in its
+    pages for each layer.
 
     `rotary` is f32 [positions, head_dim]: cos in the first half of the columns, sin in the second. Rotation is by
-    halves (Hugging Face convention). Pages have the KV cache's dtype, queries meet them in the dtype that goes with
-    it (QUERY_DTYPES). `out` has any dtype where the query heads of a KV head fill whole blocks of 32 columns, else f32.
+    halves (Hugging Face convention). Pages have the KV cache's dtype and queries the one in QUERY_DTYPES. `out` has any
+    dtype if the query heads of a KV head fill whole blocks of 32 columns, else f32.
     """
 
     qkv: Region  # f32 [tokens, (num_heads + 2 num_kv_heads) * head_dim]
     out: Region  # [tokens, num_heads * head_dim]
-    group: int  # layer group: which of a sequence's page tables
+    group: int  # layer group: selects a page table of the sequence
     layer: int  # slot in the group's pages
     num_heads: int
     num_kv_heads: int
@@ -136,7 +140,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """out[i] = input[sample_rows[i]]: only rows that sample go on to the head."""
+    """out[i] = input[sample_rows[i]]: only the rows that sample are computed from here on."""
 
     input: Region  # f32 [tokens, columns]
     out: Region  # f32 [samples, columns]

@@ -6,10 +6,10 @@ import numpy.typing as npt
 WeightDtype = Literal["bf16", "q8", "f32"]
 
 def packed_nbytes(out_features: int, in_features: int, dtype: WeightDtype) -> int:
-    """Bytes of the packed tiles and scales of one matrix, a multiple of 64. Both sizes are padded to 32."""
+    """Return the bytes of one matrix's packed tiles and scales, a multiple of 64. Both sizes are padded to 32."""
 
 class PackedMatrix:
-    """A linear layer's weight in tile layout, written into caller-owned memory (64-byte aligned, zeroed).
+    """A linear layer's weight in tile layout, in memory that the caller owns (64-byte aligned, zeroed).
 
     bf16 `[N/16][K/2][16][2]`, q8 `[N/16][K/4][16][4]` unsigned with fp16 scales `[N/16][K/32][16]` behind it,
     f32 `[N/16][K][16]`; N and K padded to multiples of 32 with zeros.
@@ -29,4 +29,4 @@ class PackedMatrix:
         one SwiGLU layer. q8 quantises by blocks of 32 along K: scale = max|w| / 127 in fp16.
         """
     def unpack(self) -> npt.NDArray[np.float32]:
-        """The matrix as the kernels see it, [out_features, in_features] (padding removed). For tests and tools."""
+        """Return the matrix as the kernels see it, [out_features, in_features] without padding. For tests."""

@@ -1,7 +1,7 @@
 # cython: language_level=3
-"""Weights into tiles, once, at load: 16 output columns in lanes, K inside (layouts in pack.pyi).
+"""Packing of weights into tiles when a model is loaded: 16 output columns in lanes, K inside (layouts in pack.pyi).
 
-Knows no model. One invariant: padding is zero, so padded columns and rows contribute exactly nothing.
+Padding is zero, so padded columns and rows contribute exactly nothing.
 """
 from libc.math cimport fabsf, isfinite, rintf
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t
@@ -12,7 +12,7 @@ import numpy as np
 from .isa import DTYPE_CODES
 from .isa cimport QUIRE_BF16, QUIRE_F32, quire_itemsize, quire_tiles, tiles_of
 
-_ROWS_AT_ONCE = 1024    # of the source, widened to f32 while packing
+_ROWS_AT_ONCE = 1024    # rows of the source that are widened to f32 at a time
 
 
 def packed_nbytes(out_features, in_features, dtype):
@@ -46,7 +46,7 @@ cdef class PackedMatrix:
         self.panel_bytes = self.width * 16 * quire_itemsize(self.dtype_code)
         self.scales = <uint16_t *>(self.data + self.panels * self.panel_bytes) if dtype == "q8" else NULL
         if dtype == "q8":
-            memory[: self.panels * self.panel_bytes] = 0x80    # weights are unsigned here: 128 is zero
+            memory[: self.panels * self.panel_bytes] = 0x80    # weights are stored unsigned: 128 is zero
 
     def fill(self, source, start=0, interleave=None):
         if source.ndim != 2 or source.shape[1] != self.in_features:
@@ -83,7 +83,7 @@ cdef class PackedMatrix:
                                self.scales + (column // 16 * self.width + k) // 2 + lane)
 
     cdef void _quantise(self, const float *w, int64_t n, uint8_t *tile, uint16_t *scale) noexcept nogil:
-        """One block of at most 32 along K, as Q8_0: the scale is max|w| / 127 in fp16, and weights round to it."""
+        """Quantise one block of at most 32 along K as Q8_0 does: the scale is max|w| / 127 in fp16."""
         cdef float top = 0, step, q
         cdef int64_t k
         for k in range(n):
@@ -95,7 +95,7 @@ cdef class PackedMatrix:
             tile[k // 4 * 64 + k % 4] = <uint8_t>(<int>min(<float>127, max(<float>-127, q)) + 128)
 
     def unpack(self):
-        """[out_features, in_features] float32, as the kernels see it."""
+        """Return the matrix as the kernels see it, f32 [out_features, in_features]."""
         cdef const quire_tiles *tiles = tiles_of("scalar")
         cdef float[:, ::1] out = np.empty((self.out_features, self.width), np.float32)
         cdef int64_t column
@@ -107,12 +107,12 @@ cdef class PackedMatrix:
 
 
 cdef int64_t _column(int64_t start, int64_t row, int phase) noexcept nogil:
-    """Where row `row` of a source goes: straight on, or in groups of 16 that alternate with another source's."""
+    """Return the column for row `row` of a source: consecutive, or groups of 16 that alternate with another source."""
     return start + row if phase < 0 else start + row // 16 * 32 + 16 * phase + row % 16
 
 
 def _widened(rows):
-    """Any supported source as float32; bf16 comes as its bits in uint16."""
+    """Return the rows of a supported source as float32; bf16 is given as its bits in uint16."""
     if rows.dtype == np.uint16:
         return (rows.astype(np.uint32) << 16).view(np.float32)
     if rows.dtype in (np.float32, np.float16):
@@ -129,7 +129,7 @@ cdef uint16_t _round_bf16(float x) noexcept nogil:
 
 
 cdef uint16_t _round_f16(float x) noexcept nogil:
-    """A non-negative float to the nearest fp16 (ties to even); beyond its range, the largest finite one."""
+    """Round a non-negative float to the nearest fp16 (ties to even), at most the largest finite one."""
     cdef uint32_t u, shift, kept, rest
     if not isfinite(x) or x >= 65504:
         return 0x7bff
@@ -147,7 +147,7 @@ cdef uint16_t _round_f16(float x) noexcept nogil:
 
 
 cdef float _widen_f16(uint16_t h) noexcept nogil:
-    """A non-negative fp16 exactly."""
+    """Return a non-negative fp16 as float, exactly."""
     cdef int exponent = h >> 10
     cdef float x = <float>(h & 1023) if exponent == 0 else <float>(h & 1023 | 1024)
     cdef int power = -24 if exponent == 0 else exponent - 25

@@ -1,5 +1,6 @@
-// Arrival counter and generation live on cache lines of their own. A waiter spins for some tens of microseconds, as long
-// as one operation takes, then sleeps on a futex so that a core taken by somebody else costs its share and no more.
+// The arrival counter and the signals each have their own cache line. A waiting thread spins for some tens of
+// microseconds, about as long as one op takes, and then sleeps on a futex, so that another process that takes a core
+// costs its share of time and no more.
 #define _GNU_SOURCE
 #include "pool.h"
 
@@ -15,21 +16,21 @@
 enum { SPINS = 1000, LINE = 64 };
 
 struct quire_pool {
-  quire_signal started;   // bumped for each run, and to end
-  quire_signal released;  // bumped when all have arrived at a barrier
+  quire_signal started;   // incremented for each run, and to end the threads
+  quire_signal released;  // incremented when all workers have arrived at a barrier
   _Alignas(LINE) _Atomic uint32_t arrived;
   _Alignas(LINE) quire_work work;
   void *argument;
   int ending;
   int workers;
-  int threads;  // started, besides the caller
+  int threads;  // started so far; the caller is not one of them
   pthread_t *thread;
 };
 
 typedef struct {
   quire_pool *pool;
   int worker;
-} seat;
+} thread_argument;
 
 static void pause_briefly(void) {
 #if defined __x86_64__
@@ -39,7 +40,7 @@ static void pause_briefly(void) {
 #endif
 }
 
-// While `signal` is `seen`: spin for a while, then sleep.
+// Wait while `signal` is `seen`: spin first, then sleep.
 static void wait_change(quire_signal *signal, uint32_t seen) {
   for (int i = 0; i < SPINS; i++) {
     if (__atomic_load_n(&signal->value, __ATOMIC_ACQUIRE) != seen) return;
@@ -72,14 +73,14 @@ void quire_pool_barrier(quire_pool *pool) {
   quire_signal_set(&pool->released, seen + 1);
 }
 
-static void *serve(void *argument) {
-  const seat at = *(seat *)argument;
+static void *run_thread(void *argument) {
+  const thread_argument self = *(thread_argument *)argument;
   free(argument);
-  quire_pool *pool = at.pool;
+  quire_pool *pool = self.pool;
   for (uint32_t seen = 0;; seen++) {
     wait_change(&pool->started, seen);
     if (pool->ending) return NULL;
-    pool->work(pool->argument, at.worker, pool->workers);
+    pool->work(pool->argument, self.worker, pool->workers);
     quire_pool_barrier(pool);
   }
 }
@@ -92,8 +93,6 @@ void quire_pool_run(quire_pool *pool, quire_work work, void *argument) {
   quire_pool_barrier(pool);
 }
 
-int quire_pool_workers(const quire_pool *pool) { return pool->workers; }
-
 void quire_pool_free(quire_pool *pool) {
   if (!pool) return;
   pool->ending = 1;
@@ -104,11 +103,11 @@ void quire_pool_free(quire_pool *pool) {
 }
 
 static int start_thread(quire_pool *pool, int worker) {
-  seat *at = malloc(sizeof *at);
-  if (!at) return 0;
-  *at = (seat){pool, worker};
-  if (pthread_create(&pool->thread[worker - 1], NULL, serve, at) == 0) return 1;
-  free(at);
+  thread_argument *argument = malloc(sizeof *argument);
+  if (!argument) return 0;
+  *argument = (thread_argument){pool, worker};
+  if (pthread_create(&pool->thread[worker - 1], NULL, run_thread, argument) == 0) return 1;
+  free(argument);
   return 0;
 }
 

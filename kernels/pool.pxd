@@ -10,8 +10,7 @@ cdef extern from "pool.h" nogil:
         pass
     void quire_signal_await(quire_signal *signal, unsigned int value)
     void quire_signal_set(quire_signal *signal, unsigned int value)
-    int quire_pool_workers(const quire_pool *pool)
-    long long quire_take(long long *counter)
+    long long quire_next_index(long long *counter)
 
 cdef class Pool:
     cdef quire_pool *pool

@@ -1,5 +1,5 @@
 class Pool:
-    """`workers` threads including the caller. ValueError outside 1..1024; MemoryError if they cannot be started."""
+    """`workers` threads, the caller included. ValueError outside 1..1024; MemoryError if one cannot start."""
 
     workers: int
     def __init__(self, workers: int) -> None: ...

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""The thread pool as a Python object: made once, shared by all programs of an engine, used by one caller at a time."""
+"""The thread pool as a Python object, shared by the programs of an engine and used by one caller at a time."""
 
 
 cdef class Pool:

@@ -8,7 +8,7 @@ from .ops import Op, Region
 from .pool import Pool
 
 class PageLayout(Protocol):
-    """What a program must know of the KV cache; `pager.layout.KVLayout` fits."""
+    """The attributes of a KV cache's layout that a program reads. `pager.layout.KVLayout` has them."""
 
     @property
     def page_layers(self) -> int: ...
@@ -32,12 +32,11 @@ class PageLayout(Protocol):
     def head_bytes(self) -> int: ...
 
 def scratch_nbytes(head_dim: int, workers: int) -> int:
-    """Bytes of the workers' scratch a program allocates besides its arena."""
+    """Return the bytes of the workers' scratch, which a program allocates besides its arena."""
 
 class Program:
-    """A list of ops bound to an arena, the KV pages and a pool. ValueError where any size does not fit."""
+    """A list of ops bound to an arena, the KV pages and a pool. ValueError if a size does not fit."""
 
-    isa: str
     def __init__(
         self,
         ops: Sequence[Op],
@@ -62,14 +61,16 @@ class Program:
         page_start: npt.NDArray[np.int32],
         sample_rows: npt.NDArray[np.int32],
     ) -> None:
-        """One step over `token_ids` [rows], all int32. Sequence i of n owns rows row_start[i]..row_start[i+1], from
-        position first_position[i] on, and in layer group g the pages page_ids[page_start[g*n+i]..page_start[g*n+i+1]].
+        """Run one step over `token_ids` [rows]; all arrays are int32. The GIL is released meanwhile.
 
-        A page is -1 where a group with a window has given it back, before the first tile of 64 tokens that the
-        sequence's first row sees. ValueError for any array that would lead outside. The GIL is released meanwhile.
+        Sequence i of n owns rows row_start[i]..row_start[i+1], from position first_position[i] on, and in layer group g
+        the pages page_ids[page_start[g*n+i]..page_start[g*n+i+1]]. A group with a window may have -1 for released pages
+        before the first tile of 64 tokens that the sequence's first row sees. Raises ValueError for an array that would
+        lead outside the program's memory.
         """
 
     def op_seconds(self) -> list[float]:
-        """Seconds spent in each op of the list since this was last asked, the wait for the slowest worker included."""
+        """Return the seconds spent in each op since the last call, the wait for the slowest worker included."""
 
-    def view(self, region: Region) -> npt.NDArray[Any]: ...
+    def view(self, region: Region) -> npt.NDArray[Any]:
+        """Return a region's data plane [rows, padded columns] as an array that shares the arena's memory."""

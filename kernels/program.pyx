@@ -1,95 +1,32 @@
 # cython: language_level=3
-"""A step is one call: the list of ops a model's description emitted, replayed without Python on all workers.
+"""Programs: a list of ops bound to memory, run on all workers in one call per step, without Python.
 
-Building a program checks every size once; `run` checks what changes from step to step (rows, positions, pages, ids), so
-no op has to. One invariant: nothing is allocated in a step.
+The constructor checks every size once. `run` checks what changes from step to step (rows, positions, pages, ids), so
+that no op has to. No memory is allocated in a step.
 """
 from libc.stdint cimport int32_t, int64_t
-from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 import numpy as np
 
-from .attention cimport (AttentionOp, attention_scratch_bytes, attention_shared_bytes, run_attention, units_of)
+from .attention cimport AttentionOp, attention_scratch_bytes, attention_shared_bytes, num_units
 from .heads cimport HeadsOp
 from .isa cimport (QUIRE_ADD, QUIRE_MAX_HEAD, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TILE, quire_head, quire_itemsize,
-                   quire_output, quire_tiles, tiles_of)
+                   quire_output, tiles_of)
 from .isa import DTYPE_CODES
-from .linear cimport LinearOp, linear_scratch_bytes, run_linear
+from .linear cimport LinearOp, linear_scratch_bytes
 from .ops import BLOCK, QUERY_DTYPES, Attention, Convert, Embed, Gather, Linear, Normed, aligned, padded
 from .pack cimport PackedMatrix
-from .pool cimport Pool, quire_pool, quire_pool_barrier, quire_pool_run
-from .rows cimport ConvertOp, EmbedOp, GatherOp, run_convert, run_embed, run_gather
+from .pool cimport Pool, quire_pool_run
+from .replay cimport ATTENTION, CONVERT, EMBED, GATHER, LINEAR, Record, Replay, replay_ops
+from .rows cimport ConvertOp
 from .step cimport Step, Value
 
 _NUMPY_DTYPES = {"f32": np.float32, "bf16": np.uint16, "q8": np.int8}
 _EPILOGUES = {"store": QUIRE_STORE, "add": QUIRE_ADD, "swiglu": QUIRE_SWIGLU}
 
 
-cdef enum Kind:
-    EMBED
-    CONVERT
-    LINEAR
-    ATTENTION
-    GATHER
-
-
-cdef union Payload:
-    EmbedOp embed
-    ConvertOp convert
-    LinearOp linear
-    AttentionOp attention
-    GatherOp gather
-
-
-cdef struct Record:
-    Kind kind
-    Payload of
-    long long counter               # of work dealt out in this step
-    int64_t nanoseconds             # worker 0's, its wait for the others included; since `op_seconds` was last asked
-
-
-cdef struct Replay:
-    Record *records
-    int64_t num_records
-    Step step
-    const quire_tiles *tiles
-    quire_pool *pool
-
-
-cdef void _replay(void *argument, int worker, int workers) noexcept nogil:
-    cdef Replay *replay = <Replay *>argument
-    cdef int64_t i, before = _now(), after
-    for i in range(replay.num_records):
-        _run(&replay.records[i], &replay.step, replay.tiles, replay.pool, worker, workers)
-        quire_pool_barrier(replay.pool)
-        if worker == 0:
-            after = _now()
-            replay.records[i].nanoseconds += after - before
-            before = after
-
-
-cdef int64_t _now() noexcept nogil:
-    cdef timespec at
-    clock_gettime(CLOCK_MONOTONIC, &at)
-    return at.tv_sec * <int64_t>1000000000 + at.tv_nsec
-
-
-cdef void _run(Record *record, const Step *step, const quire_tiles *tiles, quire_pool *pool, int worker,
-               int workers) noexcept nogil:
-    if record.kind == LINEAR:
-        run_linear(&record.of.linear, step, tiles, worker, workers)
-    elif record.kind == ATTENTION:
-        run_attention(&record.of.attention, step, tiles, pool, &record.counter, worker, workers)
-    elif record.kind == CONVERT:
-        run_convert(&record.of.convert, step, tiles, worker, workers)
-    elif record.kind == EMBED:
-        run_embed(&record.of.embed, step, tiles, worker, workers)
-    else:
-        run_gather(&record.of.gather, step, tiles, worker, workers)
-
-
 def scratch_nbytes(head_dim, workers):
-    """Each worker's own, which every op may use, and its part of what attention shares."""
+    """Return the bytes of all workers' scratch: each worker's own, which every op uses, and the heads they share."""
     own = aligned(max(attention_scratch_bytes(padded(head_dim)), linear_scratch_bytes()))
     return workers * (own + attention_shared_bytes(padded(head_dim)))
 
@@ -102,11 +39,10 @@ cdef class Program:
     cdef int64_t arena_bytes, max_rows, max_sequences, max_samples, vocab_size, num_pages, page_layers, max_positions
     cdef int64_t num_kv_heads, head_dim
     cdef int64_t[::1] windows       # of each layer group
-    cdef readonly str isa
 
     def __init__(self, ops, arena_bytes, kv_memory, kv_layout, num_pages, Pool pool, *, max_rows, max_samples,
                  max_sequences, vocab_size, isa=None):
-        self.pool, self.isa = pool, (<bytes>tiles_of(isa).name).decode()
+        self.pool = pool
         self.max_rows, self.max_samples, self.max_sequences = max_rows, max_samples, max_sequences
         self.vocab_size, self.num_pages, self.page_layers = vocab_size, num_pages, kv_layout.page_layers
         self.num_kv_heads, self.head_dim = kv_layout.num_kv_heads, kv_layout.head_dim
@@ -121,7 +57,7 @@ cdef class Program:
         self.replay.tiles, self.replay.pool = tiles_of(isa), pool.pool
 
     cdef _allocate(self, num_ops, arena_bytes):
-        """The arena, the op records and the workers' scratch; nothing else is ever allocated."""
+        """Allocate the arena, the op records and the workers' scratch: all memory of the program."""
         self.arena_bytes = arena_bytes
         self.arena = _aligned_zeros(arena_bytes)
         cdef char[::1] arena = self.arena
@@ -156,7 +92,7 @@ cdef class Program:
         self.replay.step.kv_dtype = DTYPE_CODES[QUERY_DTYPES[layout.dtype]]
         self.replay.step.query_tile = QUIRE_TILE
 
-    # Building: one op each, every size checked here.
+    # Building: one method per kind of op. Every size is checked here.
 
     cdef _add(self, Record *record, op):
         if isinstance(op, Embed):
@@ -169,10 +105,10 @@ cdef class Program:
             self._add_attention(record, op)
         elif isinstance(op, Gather):
             record.kind = GATHER
-            record.of.gather.input = self._value(op.input, op.out.columns, "f32", self.max_rows)
-            record.of.gather.out = self._value(op.out, op.input.columns, "f32", self.max_samples)
+            record.op.gather.input = self._value(op.input, op.out.columns, "f32", self.max_rows)
+            record.op.gather.out = self._value(op.out, op.input.columns, "f32", self.max_samples)
             self.sampled.add(op.out)
-            record.of.gather.is_normed = self._leave_normed(&record.of.gather.normed, op, self.max_samples)
+            record.op.gather.is_normed = self._leave_normed(&record.op.gather.normed, op, self.max_samples)
         else:
             raise ValueError(f"not an op: {op!r}")
 
@@ -182,14 +118,14 @@ cdef class Program:
             raise ValueError(f"the embedding has {weight.out_features} rows for a vocabulary of {self.vocab_size}")
         self.keep_alive.append(weight)
         record.kind = EMBED
-        record.of.embed.out = self._value(op.out, weight.in_features, "f32", self.max_rows)
-        record.of.embed.is_normed = self._leave_normed(&record.of.embed.normed, op, self.max_rows)
-        record.of.embed.panels, record.of.embed.scales = weight.data, weight.scales
-        record.of.embed.panel_bytes, record.of.embed.width = weight.panel_bytes, weight.width
-        record.of.embed.dtype = weight.dtype_code
+        record.op.embed.out = self._value(op.out, weight.in_features, "f32", self.max_rows)
+        record.op.embed.is_normed = self._leave_normed(&record.op.embed.normed, op, self.max_rows)
+        record.op.embed.panels, record.op.embed.scales = weight.data, weight.scales
+        record.op.embed.panel_bytes, record.op.embed.width = weight.panel_bytes, weight.width
+        record.op.embed.dtype = weight.dtype_code
 
     cdef _add_convert(self, Record *record, op):
-        cdef ConvertOp *convert = &record.of.convert
+        cdef ConvertOp *convert = &record.op.convert
         record.kind = CONVERT
         convert.sampled = self._follows(op.input, op.out)
         rows = self.max_samples if convert.sampled else self.max_rows
@@ -198,7 +134,7 @@ cdef class Program:
 
     cdef _add_linear(self, Record *record, op):
         cdef PackedMatrix weight = op.weight
-        cdef LinearOp *linear = &record.of.linear
+        cdef LinearOp *linear = &record.op.linear
         columns, num_blocks = weight.out_features, weight.panels // 2
         if op.epilogue == "swiglu":
             columns, num_blocks = min(weight.out_features // 2, op.out.columns), weight.panels // 4
@@ -260,7 +196,7 @@ cdef class Program:
         return head
 
     cdef _add_attention(self, Record *record, op):
-        cdef AttentionOp *attention = &record.of.attention
+        cdef AttentionOp *attention = &record.op.attention
         self._check_place(op)
         group = self._query_heads(op)
         if op.out.dtype != "f32" and group * op.head_dim % BLOCK:
@@ -280,7 +216,7 @@ cdef class Program:
                              f"the groups' windows are {list(self.windows)}")
 
     def _query_heads(self, op):
-        """Per KV head."""
+        """Return the number of query heads per KV head."""
         if op.num_heads < 1 or op.num_heads % op.num_kv_heads:
             raise ValueError(f"{op.num_heads} query heads do not divide among {op.num_kv_heads} KV heads")
         group = op.num_heads // op.num_kv_heads
@@ -289,7 +225,7 @@ cdef class Program:
         return group
 
     cdef Value _value(self, region, columns, dtype, rows) except *:
-        """The region's pointers. `columns` and `dtype` are what the op expects, `rows` the least capacity."""
+        """Return the region's pointers, having checked its columns, its dtype and that it holds at least `rows`."""
         cdef Value value
         if region.columns != columns or region.dtype != dtype or region.rows < rows:
             raise ValueError(f"{region!r} should hold at least {rows} rows of {columns} columns as {dtype}")
@@ -312,7 +248,7 @@ cdef class Program:
         return output
 
     cdef bint _leave_normed(self, quire_output *output, op, rows) except -1:
-        """Where the op leaves its result normed; whether it does."""
+        """Set `output` to the op's `normed` if it has one; return whether it does."""
         cdef Value squares
         if op.normed is None:
             return False
@@ -327,7 +263,7 @@ cdef class Program:
         return True
 
     cdef bint _follows(self, source, out):
-        """Whether an op runs over sampling rows: it does when what it reads comes, however far back, from a Gather."""
+        """Return whether an op computes sampling rows only: its input comes, through any ops, from a `Gather`."""
         if source in self.sampled:
             self.sampled.add(out)
             return True
@@ -335,7 +271,7 @@ cdef class Program:
         return False
 
     cdef const float *_vector(self, array, length, stored) except NULL:
-        """A private copy of a norm or bias, padded with zeros."""
+        """Return a private copy of a norm or bias, padded with zeros."""
         if array.shape != (length,):
             raise ValueError(f"expected a vector of {length}, not {list(array.shape)}")
         copy = np.zeros(stored, np.float32)
@@ -356,11 +292,11 @@ cdef class Program:
         step.token_ids, step.row_start, step.first_position = &token_ids[0], &row_start[0], &first_position[0]
         step.page_ids, step.page_start = &page_ids[0], &page_start[0]
         step.sample_rows = &sample_rows[0] if step.samples else NULL
-        self._deal_out(step)
+        self._partition(step)
         for i in range(self.replay.num_records):
             self.replay.records[i].counter = 0
         with nogil:
-            quire_pool_run(self.pool.pool, _replay, &self.replay)
+            quire_pool_run(self.pool.pool, replay_ops, &self.replay)
 
     cdef _check_step(self, const int32_t[::1] token_ids, const int32_t[::1] row_start,
                      const int32_t[::1] first_position, const int32_t[::1] page_ids, const int32_t[::1] page_start,
@@ -389,7 +325,7 @@ cdef class Program:
 
     cdef _check_tables(self, const int32_t[::1] row_start, const int32_t[::1] first_position,
                        const int32_t[::1] page_ids, const int32_t[::1] page_start):
-        """Pages for all tokens, and real ones from the first tile on that a sequence's first row sees."""
+        """Check that each table covers all tokens, without -1 from the first tile on that the first row sees."""
         cdef int64_t sequences = first_position.shape[0], size = self.replay.step.page_size
         cdef int64_t window, group, i, table, page, pages, first, seen, end
         for group in range(self.windows.shape[0]):
@@ -404,19 +340,19 @@ cdef class Program:
                     if not (0 if page >= seen else -1) <= page_ids[table + page] < self.num_pages:
                         raise ValueError(f"page {page_ids[table + page]} is outside the pool of {self.num_pages}")
 
-    cdef void _deal_out(self, Step *step) noexcept nogil:
-        """Number the units that attention deals out: pages to store, then query tiles or splits."""
+    cdef void _partition(self, Step *step) noexcept nogil:
+        """Count the units of attention before each sequence: pages to store, then query tiles or splits."""
         cdef int64_t i, n, first, size = step.page_size
         step.block_start[0] = step.unit_start[0] = 0
         for i in range(step.sequences):
             first, n = step.first_position[i], step.row_start[i + 1] - step.row_start[i]
             step.block_start[i + 1] = step.block_start[i]
-            if n > 1:       # a single row stores its own
+            if n > 1:       # a single row is stored where it attends
                 step.block_start[i + 1] += (first + n - 1) // size - first // size + 1
-            step.unit_start[i + 1] = step.unit_start[i] + units_of(step, i, self.num_kv_heads, self.pool.workers)
+            step.unit_start[i + 1] = step.unit_start[i] + num_units(step, i, self.num_kv_heads, self.pool.workers)
 
     def op_seconds(self):
-        """Seconds spent in each op of the list since this was last asked, the wait for the slowest worker included."""
+        """Return the seconds spent in each op since the last call, the wait for the slowest worker included."""
         cdef int64_t i
         seconds = []
         for i in range(self.replay.num_records):
@@ -425,7 +361,7 @@ cdef class Program:
         return seconds
 
     def view(self, region):
-        """A region's [rows, padded columns] data plane as an array over the arena. For logits, tests and tools."""
+        """Return a region's data plane [rows, padded columns] as an array that shares the arena's memory."""
         width, dtype = padded(region.columns), np.dtype(_NUMPY_DTYPES[region.dtype])
         flat = self.arena[region.offset: region.offset + region.rows * width * dtype.itemsize].view(dtype)
         return flat.reshape(region.rows, width)

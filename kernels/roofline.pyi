@@ -5,12 +5,14 @@ from .ops import DType
 from .pool import Pool
 
 def read_bytes_per_s(memory: npt.NDArray[np.uint8], pool: Pool, isa: str | None = None) -> float:
-    """Bytes per second at which all workers of `pool` together read `memory`: the median of several passes, at the best
-    of several prefetch distances. For the speed of DRAM it should be far larger than the last cache. ValueError where
-    it has less than 256 B per worker.
+    """Return the bytes per second at which all workers of `pool` together read `memory`.
+
+    It is the median of several passes, at the best of several prefetch distances. To measure DRAM, `memory` should be
+    far larger than the last-level cache. Raises ValueError if it has less than 256 B per worker.
     """
 
 def peak_ops_per_s(dtype: DType, pool: Pool, isa: str | None = None) -> float:
-    """Multiplications and additions per second of the level's dot product in `dtype` on all workers, the median of
-    several passes of some milliseconds. ValueError for an unknown dtype.
+    """Return the multiplications and additions per second of the level's dot product in `dtype` on all workers.
+
+    It is the median of several passes of some milliseconds. Raises ValueError for an unknown dtype.
     """

@@ -1,8 +1,7 @@
 # cython: language_level=3
-"""What this machine can do at most at an ISA level: the roofs that a benchmark holds the kernels against.
+"""The peak rates of this machine at an ISA level, for a benchmark to compare the kernels with.
 
-It must not know kernels or models; the arithmetic is simd/peak.c. One invariant: all workers of the pool take part,
-each with an equal share, as they do in a step.
+The arithmetic is simd/peak.c. All workers of the pool take part with equal shares, as they do in a step.
 """
 from libc.stdint cimport int64_t
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
@@ -14,7 +13,7 @@ from .isa cimport quire_tiles, tiles_of
 from .pool cimport Pool, quire_pool_run
 
 cdef enum:
-    LINE_FLOATS = 16                # a worker's result has a cache line of its own
+    LINE_FLOATS = 16                # each worker's result has its own cache line
     PASSES = 5
     STRIDE = 256                    # bytes that one round of `stream` reads
 
@@ -24,8 +23,8 @@ _PASS_S = 0.005
 
 cdef struct Pass:                   # one run of the pool
     const quire_tiles *tiles
-    const char *memory              # to be streamed; NULL: `steps` rounds of arithmetic instead
-    int64_t share                   # bytes of each worker
+    const char *memory              # to read; NULL: `steps` rounds of arithmetic instead
+    int64_t share                   # bytes per worker
     int64_t ahead
     int dtype
     int64_t steps

@@ -1,7 +1,7 @@
 # cython: language_level=3
-"""Everything that works on one row at a time: embedding, conversion and gathering.
+"""Ops that work on one row at a time: embedding, conversion and gathering.
 
-A row's result depends on that row alone, so any split of rows over workers gives the same bits.
+A row's result depends on that row alone, so any partition of rows over workers gives the same bits.
 """
 from libc.string cimport memcpy
 

@@ -10,10 +10,10 @@ ROW: np.dtype[np.void]
 ADJUSTMENT: np.dtype[np.void]
 
 def sampler_nbytes(stride: int, max_rows: int, workers: int) -> int:
-    """Bytes that a sampler allocates: per worker one row of weights and its order, per row the results."""
+    """Return the bytes that a sampler allocates: weights and a heap per worker, results per row."""
 
 class Sampler:
-    """Owns the scratch for `max_rows` rows of logits, `stride` (a multiple of 32) apart, of one vocabulary."""
+    """Samples up to `max_rows` rows of logits of one vocabulary, `stride` (a multiple of 32) apart."""
 
     def __init__(self, vocab_size: int, stride: int, max_rows: int, pool: Pool, isa: str | None = None) -> None: ...
     def sample(
@@ -25,11 +25,12 @@ class Sampler:
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Draw one token per row of `logits` [rows, stride]; `rows` has dtype ROW, `adjustments` ADJUSTMENT.
 
-        `maxima` [rows, at least vocab_size / 32 rounded up] holds the largest of each 32 logits of the vocabulary, NaN
-        if one is: with it a greedy row reads one block of its logits, not all.
+        `maxima` [rows, at least vocab_size / 32 rounded up] holds the maximum of each 32 logits of the vocabulary, NaN
+        if one is NaN. With it a greedy row reads one block of its logits instead of all.
 
-        Returns views valid until the next call: token ids [rows] (-1: the logits are not finite), natural-log
+        Returns views that the next call overwrites: token ids [rows] (-1: the logits are not finite), natural-log
         probabilities of the raw distribution [rows], and the top alternatives' ids and logprobs [rows, 32].
         """
 
-def philox(counter: list[int], key: list[int]) -> list[int]: ...
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    """Run the raw generator, for known-answer tests: four and two uint32 in, four out."""

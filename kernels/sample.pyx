@@ -1,10 +1,10 @@
 # cython: language_level=3
-"""Logits to tokens: a pure function of (logits, parameters, seed, position), one row per worker at a time.
+"""Sampling: a token from each row of logits, as a pure function of (logits, parameters, seed, position).
 
-Order: logit bias, penalties, temperature, min_p, top_k, top_p; ties go to the lower token id. Randomness is
-Philox4x32-10 keyed by seed and counted by position (Salmon et al., SC 2011), so replaying a position draws the same
-number again. Filters never sort: a histogram over the weights' bits finds the bin with the cut, and a heap takes from
-that bin what is kept.
+Order: logit bias, penalties, temperature, min_p, top_k, top_p; ties go to the lower token id. Random numbers are
+Philox4x32-10 with the seed as key and the position as counter (Salmon et al., SC 2011), so the same position always
+draws the same number. Filters do not sort: a histogram over the weights' bits finds the bin with the cut, and a heap
+selects the weights to keep from that bin.
 """
 from libc.math cimport INFINITY, log
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
@@ -13,18 +13,18 @@ from libc.string cimport memcpy, memset
 import numpy as np
 
 from .isa cimport quire_tiles, tiles_of
-from .pool cimport Pool, quire_pool_run, quire_take
+from .pool cimport Pool, quire_next_index, quire_pool_run
 
 MAX_TOP_LOGPROBS = 32
 
 cdef enum:
     TOP = 32
-    BINS = 1024                     # by the upper bits of a weight in [0, 1]: eight to an octave
+    BINS = 1024                     # by the upper bits of a weight in [0, 1]: eight per octave
 
 
 cdef struct Row:
     uint64_t seed
-    int64_t position                # of the token to be drawn
+    int64_t position                # of the token to draw
     float temperature
     float top_p
     float min_p
@@ -32,15 +32,15 @@ cdef struct Row:
     float presence
     float frequency
     int32_t top_k
-    int32_t logprobs                # -1: none; else how many alternatives besides the token's own
+    int32_t logprobs                # -1: none; else the number of top alternatives
     int32_t first_adjustment
     int32_t num_adjustments
 
 
-cdef struct Adjustment:             # one token id whose logit the row changes
+cdef struct Adjustment:             # a change of one token id's logit
     int32_t token_id
-    int32_t count                   # in the generated text
-    int32_t seen                    # in prompt or generated text
+    int32_t count                   # occurrences in the output
+    int32_t seen                    # 1 if it occurs in prompt or output
     float bias
 
 
@@ -50,10 +50,10 @@ ROW = np.dtype([("seed", "u8"), ("position", "i8"), ("temperature", "f4"), ("top
 ADJUSTMENT = np.dtype([("token_id", "i4"), ("count", "i4"), ("seen", "i4"), ("bias", "f4")], align=True)
 
 
-cdef struct Draw:                   # the whole job, shared by the workers
+cdef struct Draw:                   # the arguments of one call, shared by the workers
     const quire_tiles *tiles
     float *logits                   # [rows][stride]; adjusted in place and restored
-    const float *maxima             # [rows][maxima_stride]: the largest of each 32 logits, NaN if one is
+    const float *maxima             # [rows][maxima_stride]: the maximum of each 32 logits, NaN if one is NaN
     int64_t maxima_stride
     int64_t stride
     int64_t vocab_size
@@ -75,7 +75,7 @@ def sampler_nbytes(stride, max_rows, workers):
 
 
 cdef class Sampler:
-    """Owns the scratch for `max_rows` rows of one vocabulary; nothing is allocated while sampling."""
+    """Samples up to `max_rows` rows at a time, with scratch memory of its own."""
 
     cdef Draw draw
     cdef Pool pool
@@ -143,10 +143,10 @@ def _check_rows(rows, adjustments, vocab_size):
 
 cdef void _work(void *argument, int worker, int workers) noexcept nogil:
     cdef Draw *draw = <Draw *>argument
-    cdef int64_t row = quire_take(&draw.next)
+    cdef int64_t row = quire_next_index(&draw.next)
     while row < draw.num_rows:
         _sample_row(draw, row, draw.weights + worker * draw.stride, draw.order + worker * draw.stride)
-        row = quire_take(&draw.next)
+        row = quire_next_index(&draw.next)
 
 
 cdef void _sample_row(Draw *draw, int64_t index, float *weights, uint64_t *order) noexcept nogil:
@@ -158,7 +158,7 @@ cdef void _sample_row(Draw *draw, int64_t index, float *weights, uint64_t *order
     cdef bint wants_logprobs = row.logprobs >= 0
     cdef int64_t token = _largest(draw, x, maxima, &top)
     if token < 0 or top == INFINITY or top == -INFINITY:
-        draw.tokens[index] = -1             # not numbers: nothing can be drawn from them
+        draw.tokens[index] = -1             # not finite: no token can be drawn
         return
     if wants_logprobs:
         log_total = top + log(draw.tiles.sum_exp(x, draw.vocab_size, top))
@@ -168,7 +168,7 @@ cdef void _sample_row(Draw *draw, int64_t index, float *weights, uint64_t *order
     if row.num_adjustments:
         _adjust(draw, row, x)
         token = draw.tiles.argmax(x, draw.vocab_size, &top)
-    if row.temperature > 1e-5:               # below, 1 / temperature overflows what exp can tell apart
+    if row.temperature > 1e-5:               # below, (x - max) / temperature overflows
         draw.tiles.exp_scaled(x, top, 1 / row.temperature, draw.stride, weights)
         _forbid(draw, row, x, weights)
         token = _draw_weighted(weights, order, draw.vocab_size, row)
@@ -179,7 +179,7 @@ cdef void _sample_row(Draw *draw, int64_t index, float *weights, uint64_t *order
 
 
 cdef int64_t _largest(const Draw *draw, const float *x, const float *maxima, float *top) noexcept nogil:
-    """The lowest id of the largest logit, -1 if any is NaN, reading only the block it is in."""
+    """Return the lowest id of the largest logit, or -1 if one is NaN; reads only the logits of its block."""
     cdef int64_t at = 32 * draw.tiles.argmax(maxima, (draw.vocab_size + 31) // 32, top)
     if at < 0:
         return -1
@@ -204,14 +204,14 @@ cdef void _adjust(Draw *draw, const Row *row, float *x) noexcept nogil:
 
 
 cdef void _restore(Draw *draw, const Row *row, float *x) noexcept nogil:
-    """Backwards, so that an id named twice gets its first value back."""
+    """Restore the logits, last adjustment first: a token id that occurs twice gets its original value back."""
     cdef int64_t i
     for i in range(row.first_adjustment + row.num_adjustments - 1, row.first_adjustment - 1, -1):
         x[draw.adjustments[i].token_id] = draw.originals[i]
 
 
 cdef void _forbid(Draw *draw, const Row *row, const float *x, float *weights) noexcept nogil:
-    """A bias of minus infinity means never; exp alone would leave 1e-38."""
+    """Set the weight of token ids with a bias of minus infinity to 0; exp alone would leave 1e-38."""
     cdef int64_t i
     for i in range(row.first_adjustment, row.first_adjustment + row.num_adjustments):
         if x[draw.adjustments[i].token_id] == -INFINITY:
@@ -219,7 +219,7 @@ cdef void _forbid(Draw *draw, const Row *row, const float *x, float *weights) no
 
 
 cdef int64_t _draw_weighted(float *weights, uint64_t *order, int64_t n, const Row *row) noexcept nogil:
-    """Inverse CDF over what the filters leave, in token order and double precision."""
+    """Filter the weights and draw by inverse CDF, in token order and double precision."""
     cdef int64_t i, chosen = 0
     cdef double total = 0, target, sum = 0
     if row.min_p > 0:
@@ -246,14 +246,14 @@ cdef int64_t _draw_weighted(float *weights, uint64_t *order, int64_t n, const Ro
 
 
 cdef uint32_t _bits(float weight) noexcept nogil:
-    """Of a weight in [0, 1]: they order as the weights do."""
+    """Return the bits of a weight in [0, 1], which sort as the weights do."""
     cdef uint32_t u
     memcpy(&u, &weight, 4)
     return u
 
 
 cdef void _keep(float *weights, uint64_t *order, int64_t n, int64_t most, double mass) noexcept nogil:
-    """Zero all but the heaviest: at most `most` of them, and no more than it takes to reach `mass`; at least one."""
+    """Zero all but the largest weights: keep at most `most`, until their sum reaches `mass`, and at least one."""
     cdef int64_t counts[BINS]
     cdef double masses[BINS]
     cdef int64_t i, cut = BINS - 1, kept = 0, candidates = 0
@@ -268,7 +268,7 @@ cdef void _keep(float *weights, uint64_t *order, int64_t n, int64_t most, double
         sum += masses[cut]
         cut -= 1
     for i in range(n):
-        if _bits(weights[i]) >> 20 == cut:      # heaviest first, then lowest id: one ascending key
+        if _bits(weights[i]) >> 20 == cut:      # largest weight first, then lowest id, as one ascending key
             order[candidates] = <uint64_t>(~_bits(weights[i])) << 32 | <uint64_t>i
             candidates += 1
         elif _bits(weights[i]) >> 20 < cut:
@@ -285,7 +285,7 @@ cdef void _keep(float *weights, uint64_t *order, int64_t n, int64_t most, double
 
 
 cdef void _heapify(uint64_t *heap, int64_t n) noexcept nogil:
-    """Smallest first. A heap because it works in place and only what is kept has to be put in order."""
+    """Build a min-heap in place: only the elements that are kept have to be put in order."""
     cdef int64_t i
     for i in range(n // 2 - 1, -1, -1):
         _sift_down(heap, i, n)
@@ -306,7 +306,7 @@ cdef void _sift_down(uint64_t *heap, int64_t at, int64_t n) noexcept nogil:
 
 cdef void _top_logprobs(const float *x, const float *maxima, int64_t n, int64_t wanted, double log_total, int32_t *ids,
                         float *logprobs) noexcept nogil:
-    """The `wanted` largest by insertion; most blocks of the vocabulary fail the first comparison."""
+    """Find the `wanted` largest logits by insertion; most blocks of the vocabulary fail the first comparison."""
     cdef int64_t block, i, at, found = 0
     for block in range((n + 31) // 32):
         if found == wanted and not maxima[block] > logprobs[found - 1]:
@@ -351,7 +351,7 @@ cdef void _philox(const uint32_t *counter, uint32_t key0, uint32_t key1, uint32_
 
 
 def philox(counter, key):
-    """The raw generator, for known-answer tests: four and two uint32 in, four out."""
+    """Run the raw generator, for known-answer tests: four and two uint32 in, four out."""
     cdef uint32_t c[4]
     cdef uint32_t out[4]
     cdef int i

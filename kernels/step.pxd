@@ -1,4 +1,4 @@
-# What every op of one step sees: the rows to compute, whose they are, and where their pages lie. Read-only to ops.
+# The inputs of one step that all ops share: rows, their sequences, and the pages. Ops only read it.
 from libc.stdint cimport int32_t, int64_t, uint16_t
 
 from .isa cimport QUIRE_Q8, quire_page, quire_rows
@@ -10,11 +10,11 @@ cdef struct Step:
     const int32_t *token_ids        # [rows]
     const int32_t *row_start        # [sequences + 1]
     const int32_t *first_position   # [sequences]
-    const int32_t *page_start       # [layer groups * sequences + 1], into page_ids: a group's tables side by side
+    const int32_t *page_start       # [layer groups * sequences + 1], into page_ids: one group's tables after another's
     const int32_t *page_ids
     const int32_t *sample_rows      # [samples]
-    int64_t *block_start            # [sequences + 1]: pages that chunks of several rows touch, before each sequence
-    int64_t *unit_start             # [sequences + 1]: units of attention before each sequence
+    int64_t *block_start            # [sequences + 1]: pages to store by chunks of several rows, before each sequence
+    int64_t *unit_start             # [sequences + 1]: units of attention, before each sequence
     int64_t query_tile              # queries of one attention tile: 64 / (query heads per KV head)
     char *kv                        # [slot][page][kv_head]{K, V}
     int64_t layer_bytes             # all pages of one slot
@@ -28,12 +28,12 @@ cdef struct Step:
 
 
 cdef inline const int32_t *table_of(const Step *step, int64_t layer_group, int64_t sequence) noexcept nogil:
-    """Page ids by number of page; negative where the pages have been given back, which no row of the step can see."""
+    """Return a sequence's page ids; -1 for a released page, which no row of the step can see."""
     return step.page_ids + step.page_start[layer_group * step.sequences + sequence]
 
 
 cdef inline quire_page page_at(const Step *step, int64_t layer, int64_t page_id, int64_t head) noexcept nogil:
-    """One KV head of one page: K, then V; for int8, then K's scales and V's scales."""
+    """Return one KV head of one page: K, then V; for int8, then K's scales and V's scales."""
     cdef quire_page page
     cdef int64_t elements = step.page_size * step.padded_head_dim
     cdef char *base = step.kv + layer * step.layer_bytes + page_id * step.page_bytes + head * step.head_bytes
@@ -48,7 +48,7 @@ cdef inline quire_page page_at(const Step *step, int64_t layer, int64_t page_id,
     return page
 
 
-# Pointers of an arena region in any dtype; filled once when a program is built.
+# The pointers of an arena region; set once when a program is built.
 cdef struct Value:
     quire_rows rows                 # data, and the q8 planes
     int dtype

@@ -1,20 +1,20 @@
-// Attention over pages that are packed weights: scores, softmax and weighted sum of one 64-token tile, and the merge of
-// 256-token splits. Prefill and decode rows run the same sequence: a row never touches a tile it cannot see, and masked
-// lanes contribute exactly 0.
+// Attention over pages, which are laid out as packed weights: scores, softmax and weighted sum of one 64-token tile,
+// and the merge of 256-token splits. Prefill and decode rows run the same steps. A row never reads a tile of which it
+// sees nothing, and masked lanes contribute exactly 0.
 #include <assert.h>
 #include <math.h>
 #include <stddef.h>
 
 #include "level.h"
 
-// What the softmax leaves for the weighted sum besides p itself.
+// The results of the softmax that the weighted sum needs besides p.
 typedef struct {
-  _Alignas(64) float keep[QUIRE_TILE];  // of the running output: exp(old maximum - new)
+  _Alignas(64) float keep[QUIRE_TILE];  // factor of the running output: exp(old maximum - new maximum)
   float scale[QUIRE_TILE];              // int8: p = scale * (128 * high + low), each digit 0..127
-  int32_t high_sum[QUIRE_TILE], low_sum[QUIRE_TILE];  // what exact integer dots with unsigned values start at
-} softened;
+  int32_t high_sum[QUIRE_TILE], low_sum[QUIRE_TILE];  // start values that make integer dots with unsigned values exact
+} softmax_result;
 
-// Any number of rows, split evenly into instances of at most ATTENTION_ROWS: CALL(number of rows, first row).
+// Split the rows evenly into groups of at most ATTENTION_ROWS: CALL(number of rows, first row).
 #if defined QUIRE_ISA_AVX512
 #define PER_ROW_COUNT(n, CALL, row) \
   switch (n) { case 1: CALL(1, row); break; case 2: CALL(2, row); break; case 3: CALL(3, row); break; \
@@ -28,14 +28,14 @@ typedef struct {
     PER_ROW_COUNT(take, CALL, row) \
   }
 
-// Decode is bound by memory, so under all arithmetic as many bytes are fetched as are read. The first group of rows does.
+// Decode is bound by memory, so while a tile is multiplied the first group of rows prefetches the bytes read next.
 INLINE const char *fetch_lines(const char *next, const int lines) {
   if (!next) return NULL;
   UNROLL for (int j = 0; j < lines; j++) __builtin_prefetch(next + j * 64, 0, 2);
   return next + lines * 64;
 }
 
-// s[rows][panels] += a[rows][e ..] · the line of each panel, for f32 one of K, for bf16 two.
+// s[rows][panels] += a[rows] · one line of each panel; a line is one element of K in f32, two in bf16.
 INLINE void multiply_line(const int dtype, const int rows, const int panels, const char *const *w, int64_t line,
                           const char *a, int64_t lda, vf s[][4]) {
   UNROLL for (int j = 0; j < panels; j++) {
@@ -51,7 +51,7 @@ INLINE void multiply_line(const int dtype, const int rows, const int panels, con
   }
 }
 
-// s[rows][64] = q · K; meanwhile the tile's V is fetched.
+// s[rows][64] = q · K; the tile's V is prefetched meanwhile.
 INLINE void scores(const int dtype, const int rows, const quire_attention_tile *t, int row) {
   const int64_t d = t->head_dim, lines = dtype == QUIRE_F32 ? d : d / 2, per_page = lines * t->page_size / 64;
   const char *q = (const char *)t->q.data + row * d * quire_itemsize(dtype);
@@ -70,8 +70,8 @@ INLINE void scores(const int dtype, const int rows, const quire_attention_tile *
     UNROLL for (int j = 0; j < 4; j++) vf_store(t->s + (row + i) * 64 + j * 16, s[i][j]);
 }
 
-// The same for int8, 32 tokens at a time: as in a q8 linear layer, an exact integer dot per 32 of head_dim and both
-// sides' scales on it.
+// The same for int8, 32 tokens at a time: as in a q8 linear layer, an exact integer dot per 32 of head_dim, multiplied
+// by the scales of both sides.
 INLINE void scores_int8(const int rows, const quire_attention_tile *t, int row, int pair) {
   const int64_t d = t->head_dim, blocks = d / 32;
   const uint8_t *w[2] = {t->k[2 * pair], t->k[2 * pair + 1]};
@@ -104,7 +104,7 @@ INLINE void scores_int8(const int rows, const quire_attention_tile *t, int row, 
     UNROLL for (int j = 0; j < 2; j++) vf_store(t->s + (row + i) * 64 + (2 * pair + j) * 16, s[i][j]);
 }
 
-// Columns [from, to) of 16 that a row sees, for each quarter of the tile; whether it sees all 64.
+// The columns [from, to) of 16 that row r sees in each quarter of the tile; returns whether it sees all 64.
 INLINE int visible(const quire_attention_tile *t, int r, int from[4], int to[4]) {
   const int64_t behind = t->positions[r] - t->first_token;        // the row sees tile columns <= behind ...
   const int64_t oldest = t->window ? behind - t->window + 1 : 0;  // ... and >= oldest
@@ -116,15 +116,15 @@ INLINE int visible(const quire_attention_tile *t, int r, int from[4], int to[4])
   return behind >= 63 && oldest <= 0;
 }
 
-// Every row's maximum brought up to date, and what that leaves of its running output.
-INLINE void raise_maxima(int rows, const quire_attention_tile *t, float *keep) {
+// Update every row's running maximum; keep[r] is the factor of its running output.
+INLINE void update_row_max(int rows, const quire_attention_tile *t, float *keep) {
   for (int r = 0; r < rows; r++) {
     const float *s = t->s + r * 64;
     vf x[4] = {vf_load(s), vf_load(s + 16), vf_load(s + 32), vf_load(s + 48)};
     int from[4], to[4];
     if (!visible(t, r, from, to))
-      UNROLL for (int j = 0; j < 4; j++) x[j] = vf_pick(x[j], vf_set1(-INFINITY), from[j], to[j]);
-    const float here = vf_top(vf_max(vf_max(x[0], x[1]), vf_max(x[2], x[3]))), before = t->m[r];
+      UNROLL for (int j = 0; j < 4; j++) x[j] = vf_blend(x[j], vf_set1(-INFINITY), from[j], to[j]);
+    const float here = vf_reduce_max(vf_max(vf_max(x[0], x[1]), vf_max(x[2], x[3]))), before = t->m[r];
     t->m[r] = here > before ? here : before;
     keep[r] = before == -INFINITY ? before : before - t->m[r];
   }
@@ -132,8 +132,8 @@ INLINE void raise_maxima(int rows, const quire_attention_tile *t, float *keep) {
   for (int r = 0; r < rows; r += 16) vf_store(keep + r, vf_exp(vf_load(keep + r)));
 }
 
-// p as two 7-bit digits of what is at most `top` of the tile: exact integer dots, finer than bf16.
-INLINE void store_digits(const vf x[4], const quire_attention_tile *t, int r, softened *out) {
+// Store p as two 7-bit digits relative to the row's largest p in the tile: exact integer dots, finer than bf16.
+INLINE void store_digits(const vf x[4], const quire_attention_tile *t, int r, softmax_result *out) {
   vf p[4];
   vi high_sum = vi_zero(), low_sum = vi_zero();
   int nan = 0;
@@ -141,7 +141,7 @@ INLINE void store_digits(const vf x[4], const quire_attention_tile *t, int r, so
     p[j] = vf_mul(x[j], vf_load(t->v_scales[j]));
     nan |= vf_any_nan(p[j]);
   }
-  const float top = vf_top(vf_max(vf_max(p[0], p[1]), vf_max(p[2], p[3])));
+  const float top = vf_reduce_max(vf_max(vf_max(p[0], p[1]), vf_max(p[2], p[3])));
   const vf inverse = vf_set1(!nan && top > 1e-30f && top < INFINITY ? 16383.f / top : 0.f);
   int8_t *high = (int8_t *)t->p + r * 64, *low = high + QUIRE_TILE * 64;
   UNROLL for (int j = 0; j < 4; j++) {
@@ -155,9 +155,9 @@ INLINE void store_digits(const vf x[4], const quire_attention_tile *t, int r, so
   out->scale[r] = nan ? NAN : top / 16383.f;
 }
 
-// Softmax of this tile against the running maximum: s -> p, and the running sums.
-INLINE void soften(const int dtype, int rows, const quire_attention_tile *t, softened *out) {
-  raise_maxima(rows, t, out->keep);
+// Softmax of this tile relative to the running maximum: s becomes p, and the running sums are updated.
+INLINE void softmax_tile(const int dtype, int rows, const quire_attention_tile *t, softmax_result *out) {
+  update_row_max(rows, t, out->keep);
   for (int r = 0; r < rows; r++) {
     const float *s = t->s + r * 64;
     const vf now = vf_set1(t->m[r]);
@@ -165,7 +165,7 @@ INLINE void soften(const int dtype, int rows, const quire_attention_tile *t, sof
     UNROLL for (int j = 0; j < 4; j++) x[j] = vf_exp(vf_sub(vf_load(s + 16 * j), now));
     int from[4], to[4];
     const int all = visible(t, r, from, to);
-    if (!all) UNROLL for (int j = 0; j < 4; j++) x[j] = vf_pick(x[j], vf_zero(), from[j], to[j]);
+    if (!all) UNROLL for (int j = 0; j < 4; j++) x[j] = vf_blend(x[j], vf_zero(), from[j], to[j]);
     t->l[r] = t->l[r] * out->keep[r] + vf_sum(vf_add(vf_add(x[0], x[1]), vf_add(x[2], x[3])));
     if (dtype == QUIRE_Q8) {
       store_digits(x, t, r, out);
@@ -178,9 +178,9 @@ INLINE void soften(const int dtype, int rows, const quire_attention_tile *t, sof
   }
 }
 
-// o[rows][columns from n] = o * keep + p · V, all pages of the tile in one chain; meanwhile the next tile's K is fetched.
+// o[rows][n ...] = o * keep + p · V, all pages of the tile in one chain; the next tile's K is prefetched meanwhile.
 INLINE void values(const int dtype, const int rows, const int panels, const quire_attention_tile *t, int row,
-                   const softened *soft, int64_t n) {
+                   const softmax_result *soft, int64_t n) {
   const int64_t d = t->head_dim, size = quire_itemsize(dtype), lines = t->page_size / (dtype == QUIRE_F32 ? 1 : 2);
   float *o = t->o + row * d + n;
   vf s[ATTENTION_ROWS][4];
@@ -200,8 +200,8 @@ INLINE void values(const int dtype, const int rows, const int panels, const quir
     UNROLL for (int j = 0; j < panels; j++) vf_store(o + i * d + j * 16, s[i][j]);
 }
 
-// The same for int8, 32 columns: two exact integer dots over the tile, one per digit of p.
-INLINE void values_int8(const int rows, const quire_attention_tile *t, int row, const softened *soft, int64_t n) {
+// The same for int8, 32 columns at a time: two exact integer dots over the tile, one per digit of p.
+INLINE void values_int8(const int rows, const quire_attention_tile *t, int row, const softmax_result *soft, int64_t n) {
   const int8_t *high = (const int8_t *)t->p + row * 64, *low = high + QUIRE_TILE * 64;
   vi a[ATTENTION_ROWS][2], b[ATTENTION_ROWS][2];
   UNROLL for (int i = 0; i < rows; i++) {
@@ -233,10 +233,10 @@ INLINE void values_int8(const int rows, const quire_attention_tile *t, int row, 
 
 INLINE void attend(const int dtype, int rows, const quire_attention_tile *t) {
   assert(rows >= 1 && rows <= QUIRE_TILE);
-  softened soft;
+  softmax_result soft;
 #define SCORES(N, row) scores(dtype, N, t, row)
   IN_GROUPS(rows, SCORES)
-  soften(dtype, rows, t, &soft);
+  softmax_tile(dtype, rows, t, &soft);
   int64_t n = 0;
 #define VALUES64(N, row) values(dtype, N, 4, t, row, &soft, n)
   for (; n + 64 <= t->head_dim; n += 64) IN_GROUPS(rows, VALUES64)
@@ -249,10 +249,10 @@ void ISA(attention_bf16)(int rows, const quire_attention_tile *t) { attend(QUIRE
 
 void ISA(attention_int8)(int rows, const quire_attention_tile *t) {
   assert(rows >= 1 && rows <= QUIRE_TILE);
-  softened soft;
+  softmax_result soft;
 #define SCORES_INT8(N, row) scores_int8(N, t, row, pair)
   for (int pair = 0; pair < 2; pair++) IN_GROUPS(rows, SCORES_INT8)
-  soften(QUIRE_Q8, rows, t, &soft);
+  softmax_tile(QUIRE_Q8, rows, t, &soft);
 #define VALUES_INT8(N, row) values_int8(N, t, row, &soft, n)
   for (int64_t n = 0; n < t->head_dim; n += 32) IN_GROUPS(rows, VALUES_INT8)
 }
@@ -260,8 +260,8 @@ void ISA(attention_int8)(int rows, const quire_attention_tile *t) {
 void ISA(merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                 float *total_m, float *total_l, float *total_o) {
   for (int r = 0; r < rows; r++) {
-    if (l[r] == 0.f) continue;  // the row saw nothing of this split
-    if (total_l[r] == 0.f) {    // or of any before it
+    if (l[r] == 0.f) continue;  // the row sees no token of this split
+    if (total_l[r] == 0.f) {    // nor of any split before it
       for (int64_t j = r * head_dim; j < (r + 1) * head_dim; j += 16) vf_store(total_o + j, vf_load(o + j));
       total_m[r] = m[r], total_l[r] = l[r];
       continue;

@@ -1,5 +1,5 @@
-// Which level this machine can run. On x86, cpuid says what the processor has, XGETBV what the system saves; on AArch64
-// Linux's auxiliary vector says both.
+// Whether this machine can run a level. On x86, cpuid reports the processor's features and XGETBV the registers that
+// the operating system saves; on AArch64, Linux's auxiliary vector reports both.
 #include "tiles.h"
 
 extern const quire_tiles quire_tiles_scalar;

@@ -1,9 +1,9 @@
-// One head of one token on its way from the QKV projection to the attention: norm, rotation, and its place in a page.
+// One head of one token between the QKV projection and attention: norm, rotation, and its slot in a page.
 #include <math.h>
 
 #include "level.h"
 
-// In one fixed order.
+// 1 / rms of n elements, summed in one fixed order.
 INLINE float inverse_rms(const float *x, float eps, int64_t n) {
   vf s0 = vf_zero(), s1 = vf_zero();
   for (int64_t j = 0; j < n; j += 32) {
@@ -20,7 +20,7 @@ INLINE void norm_head(float *x, const quire_head *h) {
     vf_store(x + j, vf_mul(vf_mul(vf_load(x + j), factor), vf_load(h->norm + j)));
 }
 
-// Elementwise, so lanes and leftovers give the same bits.
+// Elementwise, so the vector loop and the scalar remainder give the same bits.
 INLINE void rotate_head(float *restrict x, const quire_head *h, const float *restrict rotary) {
   const int64_t half = h->head_dim / 2;
   const vf scale = vf_set1(h->scale);
@@ -44,7 +44,7 @@ void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *
   if (rotary) rotate_head(out, h, rotary);
 }
 
-// max|x|, NaN if there is one.
+// max|x|; NaN if one element is NaN.
 INLINE float largest(const float *x, int64_t n) {
   vf top = vf_zero();
   int nan = 0;
@@ -52,10 +52,10 @@ INLINE float largest(const float *x, int64_t n) {
     nan |= vf_any_nan(vf_load(x + i));
     top = vf_max(top, vf_abs(vf_load(x + i)));
   }
-  return nan ? NAN : vf_top(top);
+  return nan ? NAN : vf_reduce_max(top);
 }
 
-// 16 numbers as int8 of a scale, one to a lane; all zero where the scale is not a positive number.
+// 16 numbers as int8 with the given scale, one per lane; all zero if the scale is not positive and finite.
 INLINE vi quantised(const float *x, float scale) {
   const vf y = scale > 0.f && scale < INFINITY ? vf_mul(vf_load(x), vf_set1(1.f / scale)) : vf_zero();
   return vi_from(vf_max(vf_set1(-127.f), vf_min(vf_set1(127.f), y)));
@@ -92,7 +92,7 @@ void ISA(store_key)(const float *x, int64_t slot, const quire_page *page) {
   }
 }
 
-// Into `bits` bits of each lane's word, from bit `at` on; what other tokens left in the words stays.
+// Write x into `bits` bits of each lane's word, from bit `at` on; the bits of other tokens stay.
 INLINE void insert(uint32_t *words, vi x, int at, int bits) {
   const vi others = vi_set1(~(int32_t)(((1u << bits) - 1) << at));
   vi_store(words, vi_or(vi_and(vi_load(words), others), vi_shift_left(x, at)));

@@ -1,4 +1,4 @@
-// What the files of one ISA level offer to its table (tiles.c). Internal to simd/.
+// The functions of one ISA level, declared for its table in tiles.c. Internal to simd/.
 #pragma once
 #include "tiles.h"
 #include "vec.h"

@@ -1,17 +1,17 @@
 // Linear layers: `rows` activations against one pair of 16-column weight panels, the whole of K in one chain.
-// Each row count is its own instance, so accumulators stay in registers; the arithmetic per row is the same in all.
+// Each row count is compiled separately, so that accumulators stay in registers; the arithmetic per row is the same.
 #include <assert.h>
 #include <stddef.h>
 
 #include "level.h"
 
-// This call's share of the weights that come next, so that memory streams evenly however many calls a panel gets.
+// Prefetch this call's share of the next weights, so that memory streams evenly for any number of calls per panel.
 INLINE const char *fetch_next(const char *next, int lines) {
   for (int i = 0; i < lines; i++) __builtin_prefetch(next + i * 64, 0, 2);
   return next + lines * 64;
 }
 
-// acc[row] holds the pair's two panels; epilogues are elementwise, so they cannot disturb the chains.
+// The epilogue. acc[row] holds the pair's two panels. Epilogues are elementwise, so the chains stay as they are.
 INLINE void finish(const int rows, vf acc[][2], const quire_linear_tile *t) {
   const vf bias0 = t->bias ? vf_load(t->bias) : vf_zero(), bias1 = t->bias ? vf_load(t->bias + 16) : vf_zero();
   UNROLL for (int i = 0; i < rows; i++) {

@@ -1,9 +1,9 @@
-// What this level can do at most, for a benchmark to hold the kernels against: streaming from memory, and the dot
-// products of the vocabulary with their operands at hand. It must not know kernels. One invariant: every result goes
-// to the caller and operands are read again in every step, so no compiler may leave out a load or an operation.
+// The peak rates of this level, for a benchmark to compare the kernels with: reading from memory, and the level's dot
+// products with operands in registers or L1. Every result goes to the caller and operands are read again in every step,
+// so that the compiler cannot leave out a load or an operation.
 #include "level.h"
 
-// As many chains as the widest linear tile has. They begin with different values, or a compiler would merge them.
+// As many chains as the widest linear tile has. They start with different values, or a compiler would merge them.
 #define EACH_CHAIN UNROLL for (int i = 0; i < LINEAR_ROWS; i++) UNROLL for (int j = 0; j < 2; j++)
 
 // Four sums hide the latency of an addition; `ahead` bytes of prefetch, none for 0.

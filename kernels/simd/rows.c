@@ -1,15 +1,15 @@
-// Row-wise arithmetic: conversion of activations, the halves of an RMS norm, maxima and the exponentials of sampling.
+// Row-wise arithmetic: conversion of activations, both halves of an RMS norm, maxima, and the exponentials of sampling.
 #include <assert.h>
 #include <math.h>
 #include <stddef.h>
 
 #include "level.h"
 
-// 32 columns of one row in q8: scale from these columns only. What is not finite makes the block's scale NaN, so that
-// it reaches the logits and ends this request only.
+// Quantise 32 columns of one row to q8; the scale depends on these columns only. A column that is not finite makes the
+// block's scale NaN, which reaches the logits of this row and ends this request only.
 INLINE void quantise(vf y0, vf y1, const quire_rows *out, int64_t row, int64_t column) {
   const int64_t block = (row * out->width + column) / 32;
-  const float top = vf_top(vf_max(vf_abs(y0), vf_abs(y1)));
+  const float top = vf_reduce_max(vf_max(vf_abs(y0), vf_abs(y1)));
   const int finite = !vf_any_nan(y0) && !vf_any_nan(y1) && top < INFINITY;
   const float inverse = 127.f / top;
   const vf limit = vf_set1(127.f), factor = vf_set1(inverse < INFINITY ? inverse : 0.f);
@@ -90,7 +90,7 @@ void ISA(block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t col
   for (int64_t i = 0; i < rows; i++, x += stride) {
     const vf least = vf_set1(-INFINITY), a = columns_of(x, 0, columns, least), b = columns_of(x, 16, columns, least);
     const int nan = vf_any_nan(a) | vf_any_nan(b);
-    maxima[i * maxima_stride] = nan ? NAN : vf_top(vf_max(a, b));
+    maxima[i * maxima_stride] = nan ? NAN : vf_reduce_max(vf_max(a, b));
   }
 }
 
@@ -104,7 +104,7 @@ int64_t ISA(argmax)(const float *x, int64_t n, float *max) {
     nan |= vf_any_nan(v);
     top = vf_max(v, top);
   }
-  float best = vf_top(top);
+  float best = vf_reduce_max(top);
   for (int64_t j = whole; j < n; j++) {
     nan |= x[j] != x[j];
     best = x[j] > best ? x[j] : best;

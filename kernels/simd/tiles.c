@@ -1,4 +1,4 @@
-// The table of one ISA level. Compiled once per level.
+// The table of one ISA level. This file is compiled once per level.
 #include "level.h"
 
 const quire_tiles ISA(quire_tiles) = {

@@ -1,6 +1,6 @@
-// The table an ISA level must fill: the innermost arithmetic of every op, over 16-lane tiles.
-// Walkers in ../*.pyx decide which panel, page, head and row; nothing here knows a request, a thread or a program.
-// One invariant (promise 1): an output element is one sequential chain over K, whatever the row count of the call.
+// The table of functions that each ISA level fills: the innermost arithmetic of every op, over 16-lane tiles.
+// The loops in ../*.pyx choose panel, page, head and row; these functions are independent of requests and threads.
+// Invariant (promise 1): an output element is one sequential chain over K, for every row count of the call.
 #pragma once
 #include <stdint.h>
 
@@ -8,7 +8,9 @@ enum { QUIRE_LANES = 16, QUIRE_BLOCK = 32, QUIRE_TILE = 64, QUIRE_MAX_HEAD = 512
 enum { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_Q8 = 2 };                    // dtypes of weights and activations
 enum { QUIRE_STORE = 0, QUIRE_ADD = 1, QUIRE_SWIGLU = 2 };               // epilogues
 
-static inline __attribute__((always_inline)) int64_t quire_itemsize(const int dtype) { return dtype == QUIRE_F32 ? 4 : dtype == QUIRE_BF16 ? 2 : 1; }
+static inline __attribute__((always_inline)) int64_t quire_itemsize(const int dtype) {
+  return dtype == QUIRE_F32 ? 4 : dtype == QUIRE_BF16 ? 2 : 1;
+}
 
 // Activations of one dtype: [rows][width], width a multiple of 32, padding zero.
 typedef struct {
@@ -18,24 +20,24 @@ typedef struct {
   int64_t width;
 } quire_rows;
 
-// Where f32 results go: a dtype, and what an RMS norm leaves for the linear layer that reads it.
+// The destination of f32 results: converted to `dtype`; with `norm`, prepared for the linear layer behind an RMS norm.
 typedef struct {
   int dtype;
   quire_rows rows;
-  const float *norm;      // [width]: columns are multiplied by it; or NULL
+  const float *norm;      // [width]: each column's factor; or NULL
   float *squares;         // with norm: [rows][squares_width], sum(x^2) of each block of 32 columns
   int64_t squares_width;
 } quire_output;
 
-// `rows` rows against one pair of 16-column panels. `a` already points at the first row.
+// `rows` rows times one pair of 16-column panels. `a` points at the first row.
 typedef struct {
   const void *w;           // first panel; the second follows `panel_bytes` later
   const uint16_t *scales;  // q8: fp16 [width/32][16] of the first panel; the second follows at width/32*16
   int64_t panel_bytes;
   quire_rows a;
-  const float *factors;    // [rows], of each row's sums, or NULL
+  const float *factors;    // [rows], multiply each row's sums; or NULL
   const float *bias;       // [32] or NULL
-  const char *next;        // fetched meanwhile into L2, `next_lines` cache lines per 32 of K, or NULL
+  const char *next;        // prefetched into L2 meanwhile, `next_lines` cache lines per 32 of K; or NULL
   int next_lines;
   float *c;                // first output column of the pair; for SWIGLU the pair yields 16 columns
   int64_t ldc;             // floats
@@ -45,7 +47,7 @@ typedef struct {
 // One tile of 64 tokens for `rows` query rows that share a KV head, inside one split of 256 tokens.
 typedef struct {
   quire_rows q;              // [rows][head_dim] in the KV dtype; for int8 with scales and sums per 32 of head_dim
-  const int64_t *positions;  // [rows] ascending
+  const int64_t *positions;  // [rows], ascending
   int64_t window;            // 0: all earlier tokens
   int64_t first_token;       // absolute position of the tile, a multiple of 64
   int64_t head_dim;          // padded to 16; for int8 to 32
@@ -54,11 +56,11 @@ typedef struct {
   const void *v[4];          // V of each page in the tile: bf16 [d/16][page/2][16][2], f32 [d/16][page][16],
                              // int8 [d/16][page/4][16][4] unsigned
   const float *v_scales[4];  // int8: of 16 tokens each
-  int num_pages, page_size;  // v[0 .. num_pages), the last may be cut short by the sequence's end
-  const void *next_k[4];     // fetched meanwhile: each page's K of the tile that comes next, or NULL
+  int num_pages, page_size;  // v[0 .. num_pages); the sequence may end inside the last page
+  const void *next_k[4];     // prefetched meanwhile: K of each page of the next tile, or NULL
   float *m, *l;              // [rows] running maximum and sum of the split
   float *s;                  // scratch [64][64] f32
-  void *p;                   // scratch [64][64] in the KV dtype; for int8 twice: high and low digits
+  void *p;                   // scratch [64][64] in the KV dtype; for int8 two of them: high and low digits
   float *o;                  // [rows][head_dim] running output of the split
 } quire_attention_tile;
 
@@ -81,43 +83,43 @@ typedef struct {
 
 typedef struct {
   const char *name;
-  int linear_rows;     // most rows one linear tile takes
+  int linear_rows;     // maximum rows of one linear tile
   void (*linear[3])(int rows, const quire_linear_tile *t);
   void (*attention[3])(int rows, const quire_attention_tile *t);  // by KV dtype
 
-  // total = merge(total, split), then split's state may be reused
+  // total = merge(total, split); the split's state may be reused afterwards
   void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                 float *total_m, float *total_l, float *total_o);
-  // x[rows][columns], `stride` floats apart, to the rows and columns of `out` that begin at (row, column), a multiple
-  // of 32; columns up to the next multiple of 32 become zero
+  // Convert x[rows][columns], rows `stride` floats apart, into `out` from (row, column) on; column is a multiple of 32.
+  // Columns up to the next multiple of 32 become zero.
   void (*convert)(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_output *out, int64_t row,
                   int64_t column);
-  // factors[rows] = 1 / sqrt(sum(squares) / columns + eps), squares [rows][width] of the blocks of `columns` columns;
-  // NaN where the sum is not finite
+  // factors[rows] = 1 / sqrt(sum(squares) / columns + eps); squares [rows][width] has one sum per block of 32 columns.
+  // NaN where the sum is not finite.
   void (*rms_factors)(const float *squares, int64_t width, int64_t rows, int64_t columns, float eps, float *factors);
-  // One head to `out` (room for head_dim padded to 32): RMS norm where `norm` is given, rotation by halves with
-  // `rotary` (cos | sin) where it is given, scale. What follows head_dim becomes zero.
+  // One head to `out` (head_dim padded to 32): RMS norm if `norm` is given; rotation by halves and scale if `rotary`
+  // (cos | sin) is given. Elements from head_dim on become zero.
   void (*head)(const float *x, const quire_head *h, const float *rotary, float *out);
-  // One token's head into its slot of a page: K as a column of its panel, V as a row of all panels, int8 with the
-  // scales that this token alone decides. `x` as `head` leaves it.
+  // Store one token's head in its slot of a page: K as a column of its panel, V as a row of all panels. The scales of
+  // int8 depend on this token alone. `x` is the output of `head`.
   void (*store_key)(const float *x, int64_t slot, const quire_page *page);
   void (*store_value)(const float *x, int64_t slot, const quire_page *page);
   void (*to_bf16)(const float *x, int64_t n, uint16_t *out);      // n a multiple of 16
   void (*unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane, float *out);
 
-  // maxima[i * maxima_stride] = the largest of x[i * stride ...] of `columns` <= 32 columns, NaN if any is
+  // maxima[i * maxima_stride] = max(x[i * stride ...]) over `columns` <= 32 columns; NaN if one of them is NaN
   void (*block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *maxima,
                        int64_t maxima_stride);
-  // Lowest index of the largest; -1 if any is NaN.
+  // The lowest index of the largest element; -1 if one is NaN.
   int64_t (*argmax)(const float *x, int64_t n, float *max);
   double (*sum_exp)(const float *x, int64_t n, float shift);      // sum(exp(x - shift))
   // out[i] = exp((x[i] - shift) * scale); n a multiple of 16
   void (*exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out);
 
-  // For measuring. The sum of what lies at p, fetched `ahead` bytes before its turn (0: not); bytes a multiple of 256.
+  // For benchmarks: the sum of the floats at p, prefetched `ahead` bytes early (0: not); `bytes` is a multiple of 256.
   float (*stream)(const char *p, int64_t bytes, int64_t ahead);
-  // `steps` rounds of the dtype's dot product on one operand each, w [64 bytes] and a [4 bytes]; *result depends on all.
-  // Returns the additions and multiplications done.
+  // For benchmarks: `steps` rounds of the dtype's dot product of w [64 bytes] and a [4 bytes]; *result depends on every
+  // round. Returns the number of additions and multiplications.
   int64_t (*peak)(int dtype, int64_t steps, const void *w, const void *a, float *result);
 } quire_tiles;
 
@@ -130,5 +132,5 @@ enum { QUIRE_SCALAR = 0, QUIRE_NEON = 1, QUIRE_LEVELS = 2 };
 enum { QUIRE_SCALAR = 0, QUIRE_LEVELS = 1 };
 #endif
 
-int quire_isa_supported(int level);            // by this processor and this system
-const quire_tiles *quire_isa_tiles(int level); // level < QUIRE_LEVELS
+int quire_isa_supported(int level);             // by this processor and this operating system
+const quire_tiles *quire_isa_tiles(int level);  // level < QUIRE_LEVELS

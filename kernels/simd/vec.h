@@ -1,4 +1,4 @@
-// The vocabulary of the level this file is compiled for, and what is written once over it.
+// The vector functions of the level this file is compiled for, and those that are the same for all levels.
 #pragma once
 #if defined QUIRE_ISA_AVX512
 #include "vec_avx512.h"
@@ -17,7 +17,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 
-// The one exp of the whole runtime, <= 2 ulp (Cephes' polynomial), on [-87.3, 88]; a NaN passes through.
+// The only exp of the runtime: Cephes' polynomial, <= 2 ulp, on [-87.3, 88]; a NaN passes through.
 INLINE vf vf_exp(vf x) {
   x = vf_min(vf_set1(88.f), vf_max(vf_set1(-87.3f), x));
   const vf n = vf_round(vf_mul(x, vf_set1(1.44269504f)));
@@ -35,8 +35,8 @@ INLINE vf vf_exp(vf x) {
 
 INLINE float exp1(float x) { return vf_first(vf_exp(vf_set1(x))); }
 
-// 16 columns from j; those beyond n are `beyond`, whatever lies there.
+// 16 columns from j on; lanes from column n on are `beyond`, whatever the memory holds there.
 INLINE vf columns_of(const float *x, int64_t j, int64_t n, vf beyond) {
   const vf v = vf_load(x + j);
-  return j + 16 <= n ? v : vf_pick(v, beyond, 0, n > j ? (int)(n - j) : 0);
+  return j + 16 <= n ? v : vf_blend(v, beyond, 0, n > j ? (int)(n - j) : 0);
 }

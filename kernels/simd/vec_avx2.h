@@ -1,4 +1,4 @@
-// The vector vocabulary on AVX2 + FMA + F16C: 16 lanes are two registers.
+// The vector functions on AVX2 + FMA + F16C: 16 lanes are two registers.
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
@@ -38,15 +38,15 @@ static inline int vf_any_nan(vf a) {
   return _mm256_movemask_ps(_mm256_or_ps(lo, hi));
 }
 
-static inline __m256 pick_half(__m256 a, __m256 b, int from, int to, int base) {
+static inline __m256 blend_half(__m256 a, __m256 b, int from, int to, int base) {
   const __m256i lane = _mm256_add_epi32(_mm256_set1_epi32(base), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
   const __m256i keep = _mm256_and_si256(_mm256_cmpgt_epi32(lane, _mm256_set1_epi32(from - 1)),
                                         _mm256_cmpgt_epi32(_mm256_set1_epi32(to), lane));
   return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(keep));
 }
-// Lanes in [from, to) of a, the others of b.
-static inline vf vf_pick(vf a, vf b, int from, int to) {
-  return (vf){pick_half(a.lo, b.lo, from, to, 0), pick_half(a.hi, b.hi, from, to, 8)};
+// Lanes [from, to) of a, the other lanes of b.
+static inline vf vf_blend(vf a, vf b, int from, int to) {
+  return (vf){blend_half(a.lo, b.lo, from, to, 0), blend_half(a.hi, b.hi, from, to, 8)};
 }
 
 static inline vf vf_load_f16(const uint16_t *p) {
@@ -59,7 +59,7 @@ static inline __m256 bf16_half(const uint16_t *p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16));
 }
 static inline vf vf_load_bf16(const uint16_t *p) { return (vf){bf16_half(p), bf16_half(p + 8)}; }
-// Round to nearest even; a NaN stays one (its mantissa's low half must not carry into the exponent).
+// Round to nearest even. A NaN stays a NaN: the low half of its mantissa must not carry into the exponent.
 static inline __m256i round_bf16_half(__m256 x) {
   const __m256i u = _mm256_castps_si256(x), one = _mm256_set1_epi32(1);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), one);
@@ -91,7 +91,7 @@ static inline vi vi_shift_right(vi a, int bits) {
   const __m128i n = _mm_cvtsi32_si128(bits);
   return (vi){_mm256_sra_epi32(a.lo, n), _mm256_sra_epi32(a.hi, n)};
 }
-// bits in the low half of each lane
+// bf16 bits in the low half of each lane
 static inline vi vi_bf16(vf x) { return (vi){round_bf16_half(x.lo), round_bf16_half(x.hi)}; }
 static inline vi vi_add(vi a, vi b) { return (vi){_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 static inline vi vi_from(vf x) { return (vi){_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)}; }
@@ -107,14 +107,14 @@ static inline void vi_store_i8(int8_t *p, vi x) {
   _mm_storeu_si128((void *)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
 
-// Fixed reduction trees, as everywhere: halves, quarters, eighths, pairs.
+// Fixed reduction trees, the same at every level: halves, quarters, eighths, pairs.
 static inline float vf_sum(vf x) {
   const __m256 eight = _mm256_add_ps(x.lo, x.hi);
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
-static inline float vf_top(vf x) {
+static inline float vf_reduce_max(vf x) {
   const __m256 eight = _mm256_max_ps(x.lo, x.hi);
   const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
   const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
@@ -136,7 +136,7 @@ static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
   return (vf){dot2_half(acc.lo, w.lo, first, second), dot2_half(acc.hi, w.hi, first, second)};
 }
 
-// maddubs saturates on full-range unsigned weights, so the weight's sign moves to the activation: |w| * sign(w) a is
+// maddubs saturates on full-range unsigned weights, so the weight's sign moves to the activation: |w| * (sign(w) a) is
 // exact.
 static inline wq8 wq8_load(const uint8_t *p) {
   const __m256i offset = _mm256_set1_epi8((char)0x80);

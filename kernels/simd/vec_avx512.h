@@ -1,4 +1,4 @@
-// The vector vocabulary on AVX-512 F/BW/VL/DQ + VNNI + BF16: 16 lanes are one register.
+// The vector functions on AVX-512 F/BW/VL/DQ + VNNI + BF16: 16 lanes are one register.
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
@@ -27,8 +27,8 @@ static inline vf vf_round(vf a) { return _mm512_roundscale_ps(a, 0); }
 static inline vf vf_pow2(vf n) { return _mm512_scalef_ps(_mm512_set1_ps(1.f), n); }
 static inline int vf_any_nan(vf a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
 
-// Lanes in [from, to) of a, the others of b.
-static inline vf vf_pick(vf a, vf b, int from, int to) {
+// Lanes [from, to) of a, the other lanes of b.
+static inline vf vf_blend(vf a, vf b, int from, int to) {
   const __mmask16 keep = (__mmask16)(((1u << to) - 1) & ~((1u << from) - 1));
   return _mm512_mask_mov_ps(b, keep, a);
 }
@@ -50,16 +50,16 @@ static inline vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
 static inline vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
 static inline vi vi_shift_left(vi a, int bits) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(bits)); }
 static inline vi vi_shift_right(vi a, int bits) { return _mm512_sra_epi32(a, _mm_cvtsi32_si128(bits)); }
-// bits in the low half of each lane
+// bf16 bits in the low half of each lane
 static inline vi vi_bf16(vf x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
 static inline vi vi_from(vf x) { return _mm512_cvtps_epi32(x); }
 static inline vf vf_from(vi x) { return _mm512_cvtepi32_ps(x); }
 static inline int32_t vi_sum(vi x) { return _mm512_reduce_add_epi32(x); }
 static inline void vi_store_i8(int8_t *p, vi x) { _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(x)); }
 
-// Fixed reduction trees, as everywhere: halves, quarters, eighths, pairs.
+// Fixed reduction trees, the same at every level: halves, quarters, eighths, pairs.
 static inline float vf_sum(vf x) { return _mm512_reduce_add_ps(x); }
-static inline float vf_top(vf x) { return _mm512_reduce_max_ps(x); }
+static inline float vf_reduce_max(vf x) { return _mm512_reduce_max_ps(x); }
 static inline float vf_first(vf x) { return _mm512_cvtss_f32(x); }
 
 static inline wbf wbf_load(const uint16_t *p) { return (wbf)_mm512_loadu_si512(p); }
@@ -70,7 +70,7 @@ static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
   return acc;
 }
 
-// Unsigned weights times signed activations; starting at -128 * sum(a) makes the result exact for w - 128.
+// Unsigned weights times signed activations; a start value of -128 * sum(a) makes the result exact for w - 128.
 static inline wq8 wq8_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
 static inline vi vi_dot4_start(int32_t sum) { return _mm512_set1_epi32(sum); }
 static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {

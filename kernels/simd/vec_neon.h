@@ -1,7 +1,7 @@
-// The vector vocabulary on AArch64 NEON + dotprod + BF16: 16 lanes are four registers.
+// The vector functions on AArch64 NEON + dotprod + BF16: 16 lanes are four registers.
 //
-// BFDOT has a rounding of its own: products, their sum and the sum with the accumulator each round to odd, subnormals
-// are zero. The architecture defines every bit of that (with FPCR.EBF clear, as Linux starts each thread), so promise 1
+// BFDOT rounds in its own way: products, their sum and the sum with the accumulator each round to odd; subnormals are
+// zero. The architecture defines every bit of this (with FPCR.EBF clear, as Linux starts each thread), so promise 1
 // holds as with any other instruction.
 #pragma once
 #include <arm_neon.h>
@@ -27,7 +27,7 @@ static inline vf vf_sub(vf a, vf b) { MAP(vf, vsubq_f32(a.q[i], b.q[i])); }
 static inline vf vf_mul(vf a, vf b) { MAP(vf, vmulq_f32(a.q[i], b.q[i])); }
 static inline vf vf_div(vf a, vf b) { MAP(vf, vdivq_f32(a.q[i], b.q[i])); }
 static inline vf vf_fma(vf a, vf b, vf c) { MAP(vf, vfmaq_f32(c.q[i], a.q[i], b.q[i])); }
-// b if either is NaN, which FMAX and FMIN are not.
+// b if either is NaN; FMAX and FMIN would return the NaN.
 static inline vf vf_max(vf a, vf b) { MAP(vf, vbslq_f32(vcgtq_f32(a.q[i], b.q[i]), a.q[i], b.q[i])); }
 static inline vf vf_min(vf a, vf b) { MAP(vf, vbslq_f32(vcltq_f32(a.q[i], b.q[i]), a.q[i], b.q[i])); }
 static inline vf vf_abs(vf a) { MAP(vf, vabsq_f32(a.q[i])); }
@@ -40,8 +40,8 @@ static inline int vf_any_nan(vf a) {
   FOR4 number = vandq_u32(number, vceqq_f32(a.q[i], a.q[i]));
   return vminvq_u32(number) == 0;
 }
-// Lanes in [from, to) of a, the others of b.
-static inline vf vf_pick(vf a, vf b, int from, int to) {
+// Lanes [from, to) of a, the other lanes of b.
+static inline vf vf_blend(vf a, vf b, int from, int to) {
   const int32x4_t first = {0, 1, 2, 3};
   vf r;
   FOR4 {
@@ -77,7 +77,7 @@ static inline vi vi_and(vi a, vi b) { MAP(vi, vandq_s32(a.q[i], b.q[i])); }
 static inline vi vi_or(vi a, vi b) { MAP(vi, vorrq_s32(a.q[i], b.q[i])); }
 static inline vi vi_shift_left(vi a, int bits) { MAP(vi, vshlq_s32(a.q[i], vdupq_n_s32(bits))); }
 static inline vi vi_shift_right(vi a, int bits) { MAP(vi, vshlq_s32(a.q[i], vdupq_n_s32(-bits))); }
-// bits in the low half of each lane
+// bf16 bits in the low half of each lane
 static inline vi vi_bf16(vf x) {
   MAP(vi, vreinterpretq_s32_u32(vmovl_u16(vreinterpret_u16_bf16(vcvt_bf16_f32(x.q[i])))));
 }
@@ -92,17 +92,17 @@ static inline void vi_store_i8(int8_t *p, vi x) {
   vst1q_s8(p, vcombine_s8(vmovn_s16(lo), vmovn_s16(hi)));
 }
 
-// Fixed reduction trees, as everywhere: halves, quarters, eighths, pairs. (FADDP would begin with the pairs.)
+// Fixed reduction trees, the same at every level: halves, quarters, eighths, pairs. (FADDP would start with pairs.)
 static inline float vf_sum(vf x) {
   const float32x4_t four = vaddq_f32(vaddq_f32(x.q[0], x.q[2]), vaddq_f32(x.q[1], x.q[3]));
   return vpadds_f32(vadd_f32(vget_low_f32(four), vget_high_f32(four)));
 }
-static inline float vf_top(vf x) {  // of numbers, so in any order
+static inline float vf_reduce_max(vf x) {  // the operands are not NaN, so the order does not matter
   return vmaxnmvq_f32(vmaxnmq_f32(vmaxnmq_f32(x.q[0], x.q[2]), vmaxnmq_f32(x.q[1], x.q[3])));
 }
 static inline float vf_first(vf x) { return vgetq_lane_f32(x.q[0], 0); }
 
-// The two or four activations that meet every column, in every lane.
+// Four bytes of activations (2 bf16 or 4 int8) in every 32-bit lane.
 static inline uint32x4_t broadcast4(const void *a) {
   uint32_t bytes;
   __builtin_memcpy(&bytes, a, 4);
@@ -115,7 +115,7 @@ static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
   MAP(vf, vbfdotq_f32(acc.q[i], w.q[i], pair));
 }
 
-// SDOT takes signed weights, so they are w - 128 when they meet an activation, and nothing is left to compensate.
+// SDOT takes signed weights: w - 128 is formed on loading, so the dot needs no compensation.
 static inline wq8 wq8_load(const uint8_t *p) {
   MAP(wq8, vreinterpretq_s8_u8(veorq_u8(vld1q_u8(p + 16 * i), vdupq_n_u8(0x80))));
 }

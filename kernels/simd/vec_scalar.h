@@ -1,4 +1,4 @@
-// The vector vocabulary in portable C: 16 lanes are an array. Slow and exact; runs on any machine.
+// The vector functions in portable C: 16 lanes are an array. Slow and exact; runs on any machine.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -21,7 +21,7 @@ static inline float widen_bf16(uint16_t h) {
   memcpy(&f, &u, 4);
   return f;
 }
-static inline uint16_t round_bf16(float f) {  // to nearest even; a NaN stays one
+static inline uint16_t round_bf16(float f) {  // to nearest even; a NaN stays a NaN
   uint32_t u;
   memcpy(&u, &f, 4);
   if (f != f) return (uint16_t)(u >> 16 | 0x40);
@@ -61,11 +61,11 @@ static inline int vf_any_nan(vf a) {
   FOR16 any |= a.v[i] != a.v[i];
   return any;
 }
-// Lanes in [from, to) of a, the others of b.
-static inline vf vf_pick(vf a, vf b, int from, int to) { MAP(vf, i >= from && i < to ? a.v[i] : b.v[i]); }
+// Lanes [from, to) of a, the other lanes of b.
+static inline vf vf_blend(vf a, vf b, int from, int to) { MAP(vf, i >= from && i < to ? a.v[i] : b.v[i]); }
 
 static inline float f16_widen(uint16_t h) { return widen_f16(h); }
-static inline uint16_t f16_of(float x) {  // of a number that is not negative, to nearest even
+static inline uint16_t f16_of(float x) {  // a non-negative number, to nearest even
   if (!(x < 65520.f)) return x == x ? 0x7c00 : 0x7e00;
   int exponent;
   frexpf(x, &exponent);
@@ -87,7 +87,7 @@ static inline vi vi_and(vi a, vi b) { MAP(vi, a.v[i] & b.v[i]); }
 static inline vi vi_or(vi a, vi b) { MAP(vi, a.v[i] | b.v[i]); }
 static inline vi vi_shift_left(vi a, int bits) { MAP(vi, (int32_t)((uint32_t)a.v[i] << bits)); }
 static inline vi vi_shift_right(vi a, int bits) { MAP(vi, a.v[i] >> bits); }
-static inline vi vi_bf16(vf x) { MAP(vi, round_bf16(x.v[i])); }  // bits in the low half of each lane
+static inline vi vi_bf16(vf x) { MAP(vi, round_bf16(x.v[i])); }  // bf16 bits in the low half of each lane
 static inline vi vi_from(vf x) { MAP(vi, (int32_t)rintf(x.v[i])); }
 static inline vf vf_from(vi x) { MAP(vf, (float)x.v[i]); }
 static inline int32_t vi_sum(vi x) {
@@ -97,13 +97,13 @@ static inline int32_t vi_sum(vi x) {
 }
 static inline void vi_store_i8(int8_t *p, vi x) { FOR16 p[i] = (int8_t)x.v[i]; }
 
-// Fixed reduction trees, as everywhere: halves, quarters, eighths, pairs.
+// Fixed reduction trees, the same at every level: halves, quarters, eighths, pairs.
 static inline float vf_sum(vf x) {
   for (int half = 8; half; half /= 2)
     for (int i = 0; i < half; i++) x.v[i] += x.v[i + half];
   return x.v[0];
 }
-static inline float vf_top(vf x) {
+static inline float vf_reduce_max(vf x) {
   for (int half = 8; half; half /= 2)
     for (int i = 0; i < half; i++) x.v[i] = x.v[i] > x.v[i + half] ? x.v[i] : x.v[i + half];
   return x.v[0];

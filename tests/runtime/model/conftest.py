@@ -13,8 +13,9 @@ import numpy.typing as npt
 import pytest
 from quire.kernels.pool import Pool
 from quire.kernels.program import Program
-from quire.kernels.reference import ReferenceProgram
 from quire.runtime.model import PackedModel, kv_layout
+
+from tests.kernels.reference import ReferenceProgram
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 PAGE_SIZE = 16

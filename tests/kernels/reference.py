@@ -1,7 +1,7 @@
-"""The numpy twin of every op: the definition of right, written for the reader, not for speed.
+"""The numpy reference of every op: the definition of a correct result, written to be read.
 
-`ReferenceProgram` takes the same op list as `Program` and keeps the same values, so a test can run both and compare any
-region. Arithmetic is float64; what a dtype rounds away (bf16, q8, the KV dtype) is rounded here too.
+`ReferenceProgram` runs the same list of ops as `Program` and keeps the same values, so a test can run both and compare
+any region. Arithmetic is float64; values are rounded as their dtype rounds (bf16, q8, the KV cache's dtype).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-
-from .ops import (
+from quire.kernels.ops import (
     BLOCK,
     QUERY_DTYPES,
     Attention,
@@ -33,14 +32,14 @@ Ints = npt.NDArray[np.int32]
 
 
 def round_bf16(x: Array) -> Array:
-    """To the nearest bf16, ties to even. (Finite values.)"""
+    """Round finite values to the nearest bf16, ties to even."""
     bits = x.astype(np.float32).view(np.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
     return rounded.astype(np.uint32).view(np.float32).astype(np.float64)
 
 
 def quantise_q8(x: Array) -> Array:
-    """Each row's blocks of 32 columns to int8 with a float32 scale max|x| / 127, and back."""
+    """Quantise each row's blocks of 32 columns to int8 with a float32 scale max|x| / 127, and widen them again."""
     stored = np.zeros((x.shape[0], padded(x.shape[1])))
     stored[:, : x.shape[1]] = x
     blocks = stored.reshape(x.shape[0], -1, BLOCK)
@@ -56,7 +55,7 @@ def as_dtype(x: Array, dtype: DType) -> Array:
 
 
 def as_key(x: Array, kv_dtype: str) -> Array:
-    """Heads [.., head_dim] as the cache keeps keys: int8 by blocks of 32 with a scale rounded to fp16."""
+    """Round heads [.., head_dim] as the cache stores keys: int8 by blocks of 32 with a scale in fp16."""
     if kv_dtype != "int8":
         return as_dtype(x, "bf16" if kv_dtype == "bf16" else "f32")
     stored = np.zeros((len(x), padded(x.shape[1])))
@@ -68,7 +67,7 @@ def as_key(x: Array, kv_dtype: str) -> Array:
 
 
 def as_value(x: Array, kv_dtype: str) -> Array:
-    """Heads [.., head_dim] as the cache keeps values: int8 with one scale per token."""
+    """Round heads [.., head_dim] as the cache stores values: int8 with one scale per token."""
     if kv_dtype != "int8":
         return as_dtype(x, "bf16" if kv_dtype == "bf16" else "f32")
     scale = np.abs(x).max(axis=1, keepdims=True) / 127
@@ -77,7 +76,7 @@ def as_value(x: Array, kv_dtype: str) -> Array:
 
 
 def rms_norm(x: Array, weight: npt.NDArray[np.float32], eps: float) -> Array:
-    """Zhang and Sennrich, 2019, over the last axis."""
+    """Return the RMS norm over the last axis (Zhang and Sennrich, 2019)."""
     scaled: Array = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * weight
     return scaled
 
@@ -88,7 +87,7 @@ def silu(x: Array) -> Array:
 
 
 def rotate_halves(x: Array, rotary: Array) -> Array:
-    """Rotary embedding (Su et al., 2021) in the half-split convention; `rotary` [..., head_dim] is cos | sin."""
+    """Apply the rotary embedding (Su et al., 2021) by halves; `rotary` [..., head_dim] is cos | sin."""
     half = x.shape[-1] // 2
     cosine, sine = rotary[..., :half], rotary[..., half:]
     a, b = x[..., :half], x[..., half:]
@@ -102,7 +101,7 @@ def softmax(x: Array) -> Array:
 
 
 class ReferenceProgram:
-    """Runs ops one by one over plain arrays. KV lives as `keys[layer, page, token, kv_head, d]`, likewise `values`."""
+    """Runs ops one by one on arrays. The KV cache is `keys` and `values` [layer, page, token, kv_head, d]."""
 
     def __init__(self, ops: Sequence[Op], kv_dtype: KVDtype, page_size: int, num_pages: int) -> None:
         self.ops = ops
@@ -123,7 +122,7 @@ class ReferenceProgram:
         page_start: Ints,
         sample_rows: Ints,
     ) -> None:
-        """The same step as `Program.run`."""
+        """Run the same step as `Program.run`."""
         counts = np.diff(row_start)
         self.token_ids, self.sample_rows = token_ids, sample_rows
         self.sequence = np.repeat(np.arange(len(counts)), counts)
@@ -169,7 +168,7 @@ class ReferenceProgram:
             self.regions[op.maxima] = np.maximum.reduceat(y, np.arange(0, y.shape[1], BLOCK), axis=1)
 
     def _queries(self, op: Attention) -> Array:
-        """[tokens, num_heads, head_dim] as they meet the keys; K and V go to their pages."""
+        """Return the queries [tokens, num_heads, head_dim] as they multiply the keys; store K and V in their pages."""
         q, k, v = self._heads(op)
         if op.q_norm is not None:
             q = rms_norm(q, op.q_norm, op.eps)
@@ -198,7 +197,7 @@ class ReferenceProgram:
             oldest = max(0, position - op.window + 1) if op.window else 0
             seen = np.arange(oldest, position + 1)
             pages, tokens = self.tables[op.group][sequence][seen // self.page_size], seen % self.page_size
-            assert pages.min() >= 0, "what a row sees has not been given back"
+            assert pages.min() >= 0, "pages that a row sees are not released"
             keys = np.repeat(self.keys[op.layer, pages, tokens], op.num_heads // op.num_kv_heads, axis=1)
             values = np.repeat(self.values[op.layer, pages, tokens], op.num_heads // op.num_kv_heads, axis=1)
             weights = softmax(np.einsum("hd,thd->ht", q[row], keys))

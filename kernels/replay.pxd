@@ -1,0 +1,37 @@
+from libc.stdint cimport int64_t
+
+from .attention cimport AttentionOp
+from .isa cimport quire_tiles
+from .linear cimport LinearOp
+from .pool cimport quire_pool
+from .rows cimport ConvertOp, EmbedOp, GatherOp
+from .step cimport Step
+
+cdef enum Kind:
+    EMBED
+    CONVERT
+    LINEAR
+    ATTENTION
+    GATHER
+
+cdef union Payload:
+    EmbedOp embed
+    ConvertOp convert
+    LinearOp linear
+    AttentionOp attention
+    GatherOp gather
+
+cdef struct Record:
+    Kind kind
+    Payload op
+    long long counter               # units of work taken in this step
+    int64_t nanoseconds             # of worker 0, waits for the others included; reset by `Program.op_seconds`
+
+cdef struct Replay:
+    Record *records
+    int64_t num_records
+    Step step
+    const quire_tiles *tiles
+    quire_pool *pool
+
+cdef void replay_ops(void *argument, int worker, int workers) noexcept nogil
