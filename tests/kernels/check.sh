@@ -1,7 +1,7 @@
 #!/bin/sh
-# The kernels' suite on a build with everything that finds mistakes: bounds checks in Cython, assertions in C, UBSan
-# (trapping) and AddressSanitizer. Build and installation live in a scratch folder, beside the environment whose python
-# and meson are first on PATH; its packages are used, its quire is not. Arguments, if any, are pytest's.
+# The kernels' tests on a build with all checks: bounds checks in Cython, assertions in C, UBSan (trapping) and
+# AddressSanitizer. Build and installation are in a temporary folder. The environment whose python and meson are first on
+# PATH provides the packages, but not quire. Arguments are passed to pytest.
 set -eu
 cd "$(dirname "$0")/../.."
 scratch=$(mktemp -d)
@@ -10,7 +10,7 @@ trap 'rm -rf "$scratch"' EXIT
 
 python -m venv --without-pip "$scratch/env"
 site=$("$scratch/env/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/packages.pth" # its own .pth files stay unread
+python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/packages.pth" # its .pth files are not read
 
 meson setup "$scratch/build" -Dchecks=true -Db_sanitize=address -Db_lundef=false \
   -Dpython.platlibdir="$site" -Dpython.purelibdir="$site" > "$scratch/setup.log" 2>&1 || { cat "$scratch/setup.log"; exit 1; }

@@ -1,4 +1,4 @@
-"""A decoder in miniature, odd in every size, bound to the kernels and to their numpy twin."""
+"""A small decoder with odd sizes, bound to the kernels and to the numpy reference."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from quire.kernels.ops import (
     padded,
     region_nbytes,
 )
-from quire.kernels.reference import ReferenceProgram
 from quire.pager.layout import KVLayout, first_kept_token, place_layers
+
+from tests.kernels.reference import ReferenceProgram
 
 VOCAB = 333
 MAX_ROWS, MAX_SAMPLES, NUM_PAGES, MAX_POSITIONS = 160, 40, 48, 700
@@ -35,7 +36,7 @@ def aligned_bytes(nbytes: int, fill: int = 0) -> np.ndarray:
 
 @dataclass
 class Toy:
-    """`weights`, `kv`: dtypes. `heads`, `kv_heads`, `head_dim`: the attention's shape. `windows`: one per layer."""
+    """A decoder of a few layers. `weights` and `kv` are dtypes; `windows` has one per layer."""
 
     weights: str = "f32"
     kv: str = "f32"
@@ -60,12 +61,13 @@ class Toy:
         layers = len(self.windows)
         self.layout = KVLayout(layers, self.kv_heads, self.head_dim, self.kv, self.page_size, self.windows)
         self.ops = self._ops()
-        # Stale memory full of NaN: a kernel that reads what it has not written shows.
+        # Full of NaN, so that a kernel that reads memory it has not written is noticed.
         self.kv_memory = self.memory(NUM_PAGES * self.layout.page_bytes, 0xFF)
         self.program = self.bind()
         self.reference = ReferenceProgram(self.ops, self.kv, self.page_size, NUM_PAGES)
 
     def bind(self) -> Program:
+        """Build the program."""
         return Program(
             self.ops,
             self.offset,
@@ -80,21 +82,22 @@ class Toy:
             isa=self.isa,
         )
 
-    def run(self, *sequences, twin: bool = False):
-        """Run (token_ids, first_position, tables) sequences; every sequence's last row samples. Returns logits.
+    def run(self, *sequences, reference: bool = False):
+        """Run (token_ids, first_position, tables) sequences and return the logits of each sequence's last row.
 
-        `tables` are arrays of page ids in a list, one for each layer group, or just that array where there is one.
+        `tables` is a list of page id arrays, one for each layer group, or a single array. With `reference` the numpy
+        reference runs too, and its logits are returned as well.
         """
         step = self.step(*sequences)
         self.program.run(**step)
         logits = self.program.view(self.logits)[: len(sequences), :VOCAB].copy()
-        if not twin:
+        if not reference:
             return logits
         self.reference.run(**step)
         return logits, self.reference.regions[self.logits]
 
     def step(self, *sequences) -> dict[str, np.ndarray]:
-        """The arrays of `Program.run` for such sequences."""
+        """Return the arrays of `Program.run` for such sequences."""
         counts = [len(s[0]) for s in sequences]
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         by_sequence = [s[2] if isinstance(s[2], list) else [s[2]] for s in sequences]
@@ -108,13 +111,13 @@ class Toy:
             "sample_rows": starts[1:] - 1,
         }
 
-    def give_back(self, tables: list[np.ndarray], num_tokens: int) -> None:
-        """As a pager does once so many tokens are computed; whoever has the pages next fills them with NaN."""
+    def release_pages(self, tables: list[np.ndarray], num_tokens: int) -> None:
+        """Release pages as a pager does after `num_tokens` tokens, and fill them with NaN as their next owner might."""
         memory = self.kv_memory[: NUM_PAGES * self.layout.page_bytes].reshape(self.layout.page_layers, NUM_PAGES, -1)
         for table, window in zip(tables, self.layout.group_windows, strict=True):
-            gone = table[: first_kept_token(num_tokens, window) // self.page_size]
-            memory[:, gone[gone >= 0]] = 0xFF
-            gone[:] = -1
+            released = table[: first_kept_token(num_tokens, window) // self.page_size]
+            memory[:, released[released >= 0]] = 0xFF
+            released[:] = -1
 
     def _region(self, rows: int, columns: int, dtype: str) -> Region:
         region = Region(self.offset, rows, columns, dtype)
@@ -135,7 +138,7 @@ class Toy:
         return self._norm(n) if self.bias else None
 
     def _gate_up_bias(self) -> np.ndarray | None:
-        """Interleaved by 16 as the columns are; zero where they are padding."""
+        """Return a bias interleaved by 16 as the columns are; zero for padding."""
         if not self.bias:
             return None
         column = np.arange(self.intermediate)

@@ -1,6 +1,6 @@
-// Counts the allocations of threads that do not hold Python's lock: the pool's workers, and whoever is inside a `with
-// nogil` block. Preloaded into a process, it stands before glibc's allocator and before the two calls that give the lock
-// away and take it back. `allocations` is the count.
+// Counts the allocations of threads that do not hold the GIL: the pool's workers, and threads inside a `with nogil`
+// block. It is preloaded, so that it replaces glibc's allocator and the two calls that release and acquire the GIL.
+// `allocations` is the count.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -11,25 +11,25 @@
 #include <unistd.h>
 
 _Atomic long allocations;
-static __thread int holds_lock;  // a new thread does not
+static __thread int holds_gil;  // a new thread does not
 
-__attribute__((constructor)) static void main_thread_holds_lock(void) { holds_lock = 1; }
+__attribute__((constructor)) static void main_thread_holds_gil(void) { holds_gil = 1; }
 
 void *PyEval_SaveThread(void) {
-  void *(*give_away)(void) = (void *(*)(void))dlsym(RTLD_NEXT, "PyEval_SaveThread");
-  void *state = give_away();
-  holds_lock = 0;
+  void *(*release)(void) = (void *(*)(void))dlsym(RTLD_NEXT, "PyEval_SaveThread");
+  void *state = release();
+  holds_gil = 0;
   return state;
 }
 
 void PyEval_RestoreThread(void *state) {
-  holds_lock = 1;
-  void (*take_back)(void *) = (void (*)(void *))dlsym(RTLD_NEXT, "PyEval_RestoreThread");
-  take_back(state);
+  holds_gil = 1;
+  void (*acquire)(void *) = (void (*)(void *))dlsym(RTLD_NEXT, "PyEval_RestoreThread");
+  acquire(state);
 }
 
 static void count(void) {
-  if (!holds_lock) atomic_fetch_add(&allocations, 1);
+  if (!holds_gil) atomic_fetch_add(&allocations, 1);
 }
 
 void *__libc_malloc(size_t);

@@ -1,4 +1,4 @@
-"""Thread counts from injected cgroup files: v1, v2, nested, fractional, absurd, mounted anywhere, in namespaces."""
+"""Thread counts from cgroup files: v1, v2, nested, fractional, invalid, mounted anywhere, in namespaces."""
 
 import os
 
@@ -16,7 +16,7 @@ def eight_cpus(monkeypatch):
 
 @pytest.fixture
 def system(tmp_path):
-    """A root folder with /proc/self/cgroup, /proc/self/mountinfo and quotas in microseconds per 100 ms, by folder."""
+    """Write a root folder with /proc/self/cgroup, /proc/self/mountinfo and quotas in microseconds per 100 ms."""
 
     def write(group, mounts, quotas):
         files = {"proc/self/cgroup": group, "proc/self/mountinfo": "22 1 254:0 / / rw - ext4 /dev/vda rw\n" + mounts}
@@ -47,7 +47,7 @@ def system(tmp_path):
         ("/a/b", {"/a/c": 100000, "/b": 100000, "/a/b/c": 100000}, 8, None),
     ],
 )
-def test_v2_the_smallest_quota_of_the_group_and_its_parents_decides(system, group, quotas, threads, decided_by):
+def test_v2_takes_the_smallest_quota_of_the_group_and_its_parents(system, group, quotas, threads, decided_by):
     root = system(f"0::{group}\n", V2, {f"sys/fs/cgroup{folder}": quota for folder, quota in quotas.items()})
     budget = available_cpus(root)
     assert budget.threads == threads
@@ -67,7 +67,7 @@ def test_v1_beside_v2_as_systemd_mounts_them(system):
 
 
 @pytest.mark.parametrize("mount_point", ["/sys/fs/cgroup/cpu", "/dev/cgroups", "/mnt/c g"])
-def test_the_mount_table_says_where_a_controller_is(system, mount_point):
+def test_a_controller_is_found_through_the_mount_table(system, mount_point):
     mount = JOINT.replace("/sys/fs/cgroup/cpu,cpuacct", mount_point.replace(" ", r"\040"))
     assert available_cpus(system("4:cpuacct,cpu:/x\n", mount, {f"{mount_point[1:]}/x": 300000})).threads == 3
 
@@ -77,18 +77,18 @@ def test_the_mount_table_says_where_a_controller_is(system, mount_point):
     [
         ("/docker/1f", "/docker/1f", "", 2),  # a container without a cgroup namespace: the mount shows its own group
         ("/docker/1f/x", "/docker/1f", "x", 2),
-        ("/docker/2e", "/docker/1f", "", 8),  # another's
+        ("/docker/2e", "/docker/1f", "", 8),  # another container's group
         ("/docker/2e", "/docker/1f", "docker/2e", 8),
-        ("/", "/..", "", 2),  # mounted before the namespace was made: a parent, whatever its name
+        ("/", "/..", "", 2),  # mounted before the namespace was made: a parent of unknown name
         ("/../x", "/..", "x", 2),  # moved to a sibling of the namespace's root
-        ("/../x", "/", "", 8),  # moved out of what is mounted
+        ("/../x", "/", "", 8),  # moved out of the mounted hierarchy
         ("/../../x", "/..", "", 8),
     ],
 )
-def test_a_group_is_looked_up_relative_to_what_is_mounted(system, group, mount_root, folder, threads):
+def test_a_group_is_looked_up_relative_to_the_mount(system, group, mount_root, folder, threads):
     mount = V2.replace(" / /sys", f" {mount_root} /sys")
     assert available_cpus(system(f"0::{group}\n", mount, {f"sys/fs/cgroup/{folder}": 200000})).threads == threads
 
 
-def test_a_system_that_tells_nothing(tmp_path):
+def test_a_system_without_cgroup_files(tmp_path):
     assert available_cpus(tmp_path).threads == 8

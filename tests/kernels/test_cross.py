@@ -1,4 +1,4 @@
-"""The levels of AArch64, compiled and run here under emulation, where Debian's packages for that are installed."""
+"""The levels of AArch64, compiled and run under emulation if Debian's packages for that are installed."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ MISSING = [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]
 
 
 @pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}; see tests/kernels/cross/compare_levels.c")
-def test_neon_computes_what_scalar_computes(tmp_path):
+def test_neon_matches_scalar(tmp_path):
     def meson(*arguments: str) -> str:
         done = subprocess.run(
             ["meson", *arguments], cwd=ROOT, env=os.environ | {"PATH": PATH}, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""Which level runs: the best by default, any lower one on request, never one the machine lacks."""
+"""The choice of a level: the best by default, any lower one on request, never one that the machine lacks."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from quire.kernels import Pool, pick_level, supported_levels
 from quire.kernels.isa import NAMES
 
 
-def test_every_machine_has_scalar_and_levels_are_known_names():
+def test_every_machine_has_scalar_and_levels_are_of_this_build():
     assert supported_levels()[0] == "scalar"
     assert set(supported_levels()) <= set(NAMES)
 
@@ -27,18 +27,18 @@ def test_the_environment_forces_a_level(level):
     assert run.stdout.strip() == level, run.stderr
 
 
-def test_an_unknown_level_says_what_is_allowed():
+def test_an_unknown_level_names_the_allowed_ones():
     with pytest.raises(ValueError, match=r"unknown ISA level 'mmx'.*scalar"):
         pick_level("mmx")
 
 
 @pytest.mark.parametrize("workers", [0, -1, 1025])
-def test_a_pool_says_how_many_threads_are_allowed(workers):
+def test_a_pool_names_the_allowed_number_of_threads(workers):
     with pytest.raises(ValueError, match="between 1 and 1024"):
         Pool(workers)
 
 
-def test_pools_come_and_go():
+def test_a_released_pool_ends_its_threads():
     for _ in range(50):
         Pool(4)
     assert len(os.listdir("/proc/self/task")) < 40

@@ -1,11 +1,12 @@
-"""What a linear layer finishes and leaves: the second half of an RMS norm, and the largest of each block of columns."""
+"""Linear layers behind an RMS norm, and the maxima of each block of columns that a linear layer stores."""
 
 import numpy as np
 import pytest
 from quire.kernels import PackedMatrix, Pool, Program, packed_nbytes, supported_levels
 from quire.kernels.ops import Embed, Linear, Normed, Region, region_nbytes
-from quire.kernels.reference import ReferenceProgram
 from quire.pager.layout import KVLayout
+
+from tests.kernels.reference import ReferenceProgram
 
 LEVELS = supported_levels()
 DTYPES = ["f32", "bf16", "q8"]
@@ -25,9 +26,9 @@ def packed(values, dtype):
 
 
 def norm_then_linear(x, dtype, isa=None, bias=None, threads=2):
-    """The rows x normed and multiplied: y by the kernels, by the twin, and the maxima of y.
+    """Norm and multiply the rows x: return y of the kernels, y of the reference, and the maxima of y.
 
-    Rows enter as an f32 embedding, one token each.
+    The rows are an f32 embedding, one token each.
     """
     rows, offset, regions = len(x), 0, []
     for columns, kind in [(COLUMNS, "f32"), (COLUMNS, dtype), (3, "f32"), (OUT, "f32"), (2, "f32")]:
@@ -63,7 +64,7 @@ def test_rows_of_any_size_are_normed_to_the_same_accuracy(dtype, isa):
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-def test_what_cannot_be_normed_is_nan_in_its_own_row_only(dtype, bad, isa):
+def test_a_row_that_is_not_finite_is_nan_and_changes_no_other(dtype, bad, isa):
     x = RNG.normal(0, 1, (8, COLUMNS)).astype(np.float32)
     well, *_ = norm_then_linear(x, dtype, isa, BIAS)
     sick = x.copy()
@@ -77,7 +78,7 @@ def test_what_cannot_be_normed_is_nan_in_its_own_row_only(dtype, bad, isa):
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_every_company_and_on_every_number_of_threads(dtype, isa):
+def test_a_row_has_the_same_bits_in_every_batch_and_on_every_number_of_threads(dtype, isa):
     x = RNG.normal(0, 1, (400, COLUMNS)).astype(np.float32)
     whole, *_ = norm_then_linear(x, dtype, isa, BIAS)
     for first, last, threads in [(0, 1, 1), (3, 9, 2), (17, 210, 3), (399, 400, 2)]:
@@ -92,22 +93,22 @@ def test_a_row_of_zeros_gives_the_bias():
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_padding_is_zero_but_no_maximum(dtype, isa):
-    """41 columns are a block of 32 and one of 9, whose padding would win where all is negative."""
+def test_padding_is_left_out_of_maxima(dtype, isa):
+    """41 columns are a block of 32 and one of 9; its zero padding would be the maximum of negative columns."""
     y, _, maxima = norm_then_linear(RNG.normal(0, 1, (7, COLUMNS)).astype(np.float32), dtype, isa, BIAS - 1000)
     assert np.array_equal(maxima, np.stack([y[:, :32].max(axis=1), y[:, 32:].max(axis=1)], axis=1))
 
 
 @pytest.mark.parametrize(
-    ("beside", "complaint"),
+    ("extra", "complaint"),
     [
         ({"normed": Normed(Region(0, 8, OUT, "q8"), Region(8192, 8, 2, "f32"), NORM[:OUT], 1e-6)}, "a norm needs f32"),
         ({"maxima": Region(8192, 8, 2, "f32")}, "maxima need f32"),
     ],
 )
-def test_what_is_left_beside_the_result_needs_it_in_f32(beside, complaint):
+def test_norms_and_maxima_need_an_f32_result(extra, complaint):
     ops = [
-        Linear(Region(0, 8, COLUMNS, "q8"), packed(WEIGHT, "q8"), None, Region(4096, 8, OUT, "q8"), "store", **beside)
+        Linear(Region(0, 8, COLUMNS, "q8"), packed(WEIGHT, "q8"), None, Region(4096, 8, OUT, "q8"), "store", **extra)
     ]
     layout = KVLayout(1, 1, 16, "f32", 64)
     sizes = {"max_rows": 8, "max_samples": 1, "max_sequences": 1, "vocab_size": 8}

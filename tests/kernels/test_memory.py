@@ -1,7 +1,7 @@
-"""No kernel allocates in a step, and none reads or writes outside of what it was given.
+"""No kernel allocates memory in a step, and none reads or writes outside its buffers.
 
-`watched_steps.py` runs in a process of its own, with `count_allocations.c` before its allocator and inaccessible pages
-around its memory. What lies inside the arena is for `make check-kernels`.
+`watched_steps.py` runs in a separate process, with `count_allocations.c` preloaded before the allocator and
+inaccessible pages around its memory. `make check-kernels` checks accesses inside the arena.
 """
 
 import os
@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 
 
 @pytest.fixture(scope="module")
 def counter(tmp_path_factory):
     if platform.libc_ver()[0] != "glibc" or "LD_PRELOAD" in os.environ:
-        pytest.skip("counting needs glibc's allocator, and to be the only one before it")
+        pytest.skip("counting needs glibc's allocator and no other preloaded library")
     library = tmp_path_factory.mktemp("counter") / "count_allocations.so"
     compiler = os.environ.get("CC", "cc").split()
     subprocess.run([*compiler, "-O1", "-shared", "-fPIC", "-o", library, HERE / "count_allocations.c"], check=True)
@@ -28,7 +29,7 @@ def counter(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["first", "last"])
 def counts(counter, request):
-    """Allocations by case, with a border before the first or behind the last byte."""
+    """Allocations by case, with an inaccessible page before the first byte or behind the last."""
     done = run(counter, HERE / "watched_steps.py", request.param)
     lines = done.stdout.splitlines()
     assert done.returncode == 0, f"ended by {signal.Signals(-done.returncode).name} in {lines[-1]}"
@@ -36,31 +37,28 @@ def counts(counter, request):
 
 
 def run(counter, *arguments):
-    environment = os.environ | {"LD_PRELOAD": str(counter)}
+    environment = os.environ | {"LD_PRELOAD": str(counter), "PYTHONPATH": str(ROOT)}
     return subprocess.run([sys.executable, *arguments], env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_the_counter_sees_a_thread_without_pythons_lock_and_no_other(counts):
-    assert (counts["malloc without the lock"], counts["malloc with the lock"]) == (1, 0)
+def test_the_counter_counts_threads_without_the_gil_only(counts):
+    assert (counts["malloc without the GIL"], counts["malloc with the GIL"]) == (1, 0)
 
 
-def test_no_op_allocates_or_reaches_outside(counts):
+def test_no_op_allocates_or_accesses_memory_outside_its_buffers(counts):
     steps = {name: count for name, count in counts.items() if name.startswith("step")}
     assert len(steps) >= 3 * 3 * 2 * 5
     assert {name: count for name, count in steps.items() if count} == {}
 
 
-def test_no_draw_allocates_or_reaches_outside(counts):
+def test_no_draw_allocates_or_accesses_memory_outside_its_buffers(counts):
     draws = {name: count for name, count in counts.items() if name.startswith("draw")}
     assert len(draws) >= 2 * 8
     assert {name: count for name, count in draws.items() if count} == {}
 
 
 @pytest.mark.parametrize(("side", "offset"), [("first", -1), ("last", 64)])
-def test_a_byte_outside_is_the_end_of_a_process(counter, side, offset):
-    reach = (
-        f"import ctypes; from watched_steps import bordered; ctypes.string_at(bordered(64).ctypes.data + {offset}, 1)"
-    )
-    assert (
-        run(counter, "-c", f"import sys; sys.path[:0] = [{str(HERE)!r}]; {reach}", side).returncode == -signal.SIGSEGV
-    )
+def test_an_access_outside_ends_the_process(counter, side, offset):
+    read = f"import ctypes; from watched_steps import guarded; ctypes.string_at(guarded(64).ctypes.data + {offset}, 1)"
+    done = run(counter, "-c", f"import sys; sys.path[:0] = [{str(HERE)!r}]; {read}", side)
+    assert done.returncode == -signal.SIGSEGV

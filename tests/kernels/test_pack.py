@@ -1,11 +1,12 @@
-"""Packing: what goes in comes out, rounded as the dtype says and no more."""
+"""Packing: unpacked weights equal the source, rounded as the dtype rounds and no more."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire.kernels import PackedMatrix, packed_nbytes
-from quire.kernels.reference import round_bf16
+
+from tests.kernels.reference import round_bf16
 
 
 def memory(nbytes: int) -> np.ndarray:
@@ -18,8 +19,8 @@ def matrix(n: int, k: int, dtype: str) -> PackedMatrix:
     return PackedMatrix(n, k, dtype, memory(packed_nbytes(n, k, dtype)))
 
 
-def q8_twin(w: np.ndarray) -> np.ndarray:
-    """Q8_0: blocks of 32 along K, scale max|w| / 127 in fp16."""
+def q8_by_numpy(w: np.ndarray) -> np.ndarray:
+    """Quantise and widen as Q8_0 does: blocks of 32 along K, scale max|w| / 127 in fp16."""
     n, k = w.shape
     blocks = np.zeros((n, -(-k // 32) * 32), np.float32)
     blocks[:, :k] = w
@@ -31,9 +32,9 @@ def q8_twin(w: np.ndarray) -> np.ndarray:
 
 
 @given(n=st.integers(1, 70), k=st.integers(1, 100), seed=st.integers(0, 99), exponent=st.integers(-9, 4))
-def test_every_shape_unpacks_to_its_rounded_self(n, k, seed, exponent):
+def test_every_shape_unpacks_to_its_rounded_values(n, k, seed, exponent):
     w = (np.random.default_rng(seed).standard_normal((n, k)) * 10.0**exponent).astype(np.float32)
-    expected = {"f32": w, "bf16": round_bf16(w).astype(np.float32), "q8": q8_twin(w)}
+    expected = {"f32": w, "bf16": round_bf16(w).astype(np.float32), "q8": q8_by_numpy(w)}
     for dtype, want in expected.items():
         packed = matrix(n, k, dtype)
         packed.fill(w)
@@ -83,6 +84,6 @@ def test_sources_follow_one_another():
         (lambda: matrix(4, 4, "f32").fill(np.zeros((4, 4), np.float32), interleave=2), "interleave"),
     ],
 )
-def test_what_does_not_fit_is_refused(call, complaint):
+def test_sizes_that_do_not_fit_are_refused(call, complaint):
     with pytest.raises(ValueError, match=complaint):
         call()

@@ -1,4 +1,4 @@
-"""Every op against its numpy twin, and promise 1 for one program: a row's bits never depend on its company."""
+"""Every op against the numpy reference, and promise 1: a row's bits never depend on the rest of the batch."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ def pages(*ids: int) -> np.ndarray:
 @pytest.mark.parametrize("window", [0, 37])
 @pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
-def test_a_program_computes_what_the_numpy_twin_computes(toy, weights, kv, window, isa):
+def test_a_program_matches_the_reference(toy, weights, kv, window, isa):
     model = toy(weights=weights, kv=kv, windows=(window,), isa=isa)
     a, b = tokens(330, 1), tokens(90, 2)
     table_a, table_b = pages(*range(20, 9, -1)), pages(30, 3, 31)
@@ -38,7 +38,7 @@ def test_a_program_computes_what_the_numpy_twin_computes(toy, weights, kv, windo
         [(b[41:90], 41, table_b), (a[230:330], 230, table_a)],
     ]
     for step in steps:
-        got, want = model.run(*step, twin=True)
+        got, want = model.run(*step, reference=True)
         assert np.abs(got - want).max() <= tolerance(weights, kv) * np.ptp(want)
 
 
@@ -47,23 +47,23 @@ def test_a_program_computes_what_the_numpy_twin_computes(toy, weights, kv, windo
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(1, 1, 2), (7, 1, 128), (4, 4, 72), (64, 1, 16), (3, 1, 272)]
 )
-def test_any_head_shape_computes_what_the_twin_computes(toy, heads, kv_heads, head_dim, kv, isa):
+def test_any_head_shape_matches_the_reference(toy, heads, kv_heads, head_dim, kv, isa):
     model = toy(kv=kv, heads=heads, kv_heads=kv_heads, head_dim=head_dim, qk_norm=False, isa=isa)
     a = tokens(100)
-    got, want = model.run((a, 0, pages(5, 4, 3, 2)), twin=True)
+    got, want = model.run((a, 0, pages(5, 4, 3, 2)), reference=True)
     assert np.abs(got - want).max() <= tolerance("f32", kv) * np.ptp(want)
 
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(("hidden", "intermediate"), [(50, 100), (32, 48), (33, 1), (272, 33)])
 @pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
-def test_any_width_with_biases_computes_what_the_twin_computes(toy, weights, hidden, intermediate, isa):
+def test_any_width_with_biases_matches_the_reference(toy, weights, hidden, intermediate, isa):
     model = toy(weights=weights, hidden=hidden, intermediate=intermediate, bias=True, isa=isa)
     stale = model.program.view(model.activated)
     stale.fill(1)
-    got, want = model.run((tokens(70), 0, pages(2, 1, 0)), (tokens(3, 1), 0, pages(7)), twin=True)
+    got, want = model.run((tokens(70), 0, pages(2, 1, 0)), (tokens(3, 1), 0, pages(7)), reference=True)
     assert np.abs(got - want).max() <= tolerance(weights, "f32") * np.ptp(want)
-    assert not stale[:73, intermediate:].any(), "padding is zero, whatever lay there before"
+    assert not stale[:73, intermediate:].any(), "padding is zero, whatever the memory held before"
 
 
 @pytest.mark.parametrize("isa", LEVELS)
@@ -88,8 +88,8 @@ def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, isa):
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8")])
-def test_same_bits_in_any_company(toy, weights, kv, isa):
-    """A sequence alone, and among 1 to 32 others, in first, middle and last place."""
+def test_same_bits_in_any_batch_composition(toy, weights, kv, isa):
+    """A sequence alone, and in the middle of 1 to 32 others."""
     alone = toy(weights=weights, kv=kv, isa=isa)
     prompt, table = tokens(40), pages(9, 2)
     alone.run((prompt[:39], 0, table))
@@ -97,9 +97,9 @@ def test_same_bits_in_any_company(toy, weights, kv, isa):
     for others in (1, 2, 5, 6, 7, 32):
         crowd = toy(weights=weights, kv=kv, isa=isa)
         crowd.run((prompt[:39], 0, table))
-        company = [(tokens(1 + i % 3, i + 1), 0, pages(10 + i)) for i in range(others)]
+        neighbours = [(tokens(1 + i % 3, i + 1), 0, pages(10 + i)) for i in range(others)]
         place = others // 2
-        logits = crowd.run(*company[:place], (prompt[39:], 39, table), *company[place:])
+        logits = crowd.run(*neighbours[:place], (prompt[39:], 39, table), *neighbours[place:])
         assert logits[place].tobytes() == want, f"among {others} others"
 
 
@@ -114,16 +114,16 @@ def test_same_bits_on_any_number_of_threads(toy, weights, isa):
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize("window", [0, 300])
-def test_same_bits_when_the_splits_of_a_long_sequence_are_dealt_out(toy, window, kv, isa):
-    """Alone on several threads, where each split is merged in its turn; in wide company and on one thread whole."""
+def test_same_bits_when_the_splits_of_a_long_sequence_are_partitioned(toy, window, kv, isa):
+    """Alone on several threads, a split is a unit of work; in a wide batch or on one thread, a whole head is."""
     prompt, table = tokens(602), pages(*range(20))
 
     def decoded(threads: int, others: int) -> list[bytes]:
         model = toy(weights="f32", kv=kv, windows=(window,), isa=isa, threads=threads)
         for first in range(0, 600, 150):
             model.run((prompt[first : first + 150], first, table))
-        company = [(tokens(1, i), 0, pages(20 + i)) for i in range(others)]
-        steps = [model.run((prompt[at : at + 1], at, table), *company)[0].tobytes() for at in (600, 601)]
+        neighbours = [(tokens(1, i), 0, pages(20 + i)) for i in range(others)]
+        steps = [model.run((prompt[at : at + 1], at, table), *neighbours)[0].tobytes() for at in (600, 601)]
         return [*steps, model.run((prompt[600:], 600, table))[0].tobytes()]
 
     want = decoded(1, 0)
@@ -133,8 +133,8 @@ def test_same_bits_when_the_splits_of_a_long_sequence_are_dealt_out(toy, window,
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
-def test_layer_groups_compute_what_the_twin_computes_while_pages_leave_their_windows(toy, kv, isa):
-    """A step of two sequences that have given back what only some layers still see, in one and in the other order."""
+def test_layer_groups_match_the_reference_while_pages_leave_their_windows(toy, kv, isa):
+    """Two sequences, in both orders, that have released pages which only other layer groups still see."""
     model = toy(kv=kv, windows=(37, 0, 100), isa=isa)
     assert model.layout.group_windows == (0, 37, 100)
     a, b = tokens(330, 1), tokens(90, 2)
@@ -148,8 +148,8 @@ def test_layer_groups_compute_what_the_twin_computes_while_pages_leave_their_win
     ]
     for step in steps:
         for _, first, tables in step:
-            model.give_back(tables, first)
-        got, want = model.run(*step, twin=True)
+            model.release_pages(tables, first)
+        got, want = model.run(*step, reference=True)
         assert np.abs(got - want).max() <= 2 * tolerance("f32", kv) * np.ptp(want)
     assert [(table < 0).sum() for table in tables_a] == [0, 6, 4]
 
@@ -158,7 +158,7 @@ def test_layer_groups_compute_what_the_twin_computes_while_pages_leave_their_win
 @pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize("windows", [(300,), (37, 0), (300, 37)])
 def test_same_bits_whether_pages_that_left_the_window_are_kept_or_overwritten(toy, windows, kv, isa):
-    """At every chunking, thread count and way of dealing out splits."""
+    """At every chunking and number of threads, with and without partitioning of splits."""
     prompt = tokens(600)
 
     def decoded(chunk: int, threads: int = 1, others: int = 0, *, keeps: bool = False) -> list[bytes]:
@@ -166,23 +166,23 @@ def test_same_bits_whether_pages_that_left_the_window_are_kept_or_overwritten(to
         groups = len(windows)
         tables = [pages(*range(g, 19 * groups, groups)) for g in range(groups)]
         page = iter(range(19 * groups, 48))
-        company = [(tokens(1, i), 0, [pages(next(page)) for _ in windows]) for i in range(others)]
+        neighbours = [(tokens(1, i), 0, [pages(next(page)) for _ in windows]) for i in range(others)]
         logits = []
         for first in [*range(0, 596, chunk), 596, 597, 598, 599]:
             if not keeps:
-                model.give_back(tables, first)
+                model.release_pages(tables, first)
             rows = prompt[first : min(first + chunk, 596) if first < 596 else first + 1]
-            logits.append(model.run((rows, first, tables), *company)[0].tobytes())
+            logits.append(model.run((rows, first, tables), *neighbours)[0].tobytes())
         return logits[-5:]
 
     want = decoded(149, keeps=True)
-    given_back = [decoded(149), decoded(149, 3), decoded(7, 2), decoded(64, 2, 5), decoded(149, 2, 5)]
-    assert [logits == want for logits in given_back] == [True] * 5
+    released = [decoded(149), decoded(149, 3), decoded(7, 2), decoded(64, 2, 5), decoded(149, 2, 5)]
+    assert [logits == want for logits in released] == [True] * 5
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
-def test_a_page_may_be_given_back_before_the_first_tile_that_a_row_sees(toy, page_size):
-    """A row at 200 sees from 101 on, so its tiles begin at 64."""
+def test_a_page_may_be_released_before_the_first_tile_that_a_row_sees(toy, page_size):
+    """A row at position 200 sees positions from 101 on, so its tiles start at 64."""
     model = toy(windows=(100,), page_size=page_size)
     table = np.arange(20, 20 + 208 // 16, dtype=np.int32)
     model.run((tokens(100), 0, table))
@@ -207,7 +207,7 @@ def test_same_bits_at_every_page_size_and_in_any_pages(toy, kv, isa):
 
 
 def test_a_page_full_of_stale_numbers_changes_nothing(toy):
-    """Pages are not cleaned when they change hands; whoever writes slot 0 cleans the rest."""
+    """Pages are not cleared when they change owners; the kernel that writes slot 0 clears the page."""
     used, fresh = toy(kv="bf16"), toy(kv="bf16")
     used.run((tokens(64, 5) * 0 + 3, 0, pages(1, 2)))
     prompt = tokens(37)
@@ -216,7 +216,7 @@ def test_a_page_full_of_stale_numbers_changes_nothing(toy):
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
-def test_a_row_that_is_not_finite_harms_no_other(toy, weights, isa):
+def test_a_row_that_is_not_finite_changes_no_other(toy, weights, isa):
     sick, well = toy(weights=weights, kv="bf16", isa=isa), toy(weights=weights, kv="bf16", isa=isa)
     other = (tokens(20), 0, pages(4))
     want = well.run(other)[0].tobytes()
@@ -248,7 +248,7 @@ def test_nan_left_in_a_workspace_by_one_step_does_not_reach_the_next_step(toy, t
 
 
 def run_steps_full_of_nan(model) -> None:
-    """A prefill chunk and decode steps over several splits of NaN pages; in the second layer every key is NaN too."""
+    """Run a prefill chunk and decode steps over several splits of NaN pages; in layer 2 every key is NaN."""
     table = pages(*range(20, 41))
     by_page = model.kv_memory[: 48 * model.layout.page_bytes].reshape(2, 48, -1)
     for first, rows in ((500, 160), (660, 1), (660, 1)):
@@ -258,13 +258,13 @@ def run_steps_full_of_nan(model) -> None:
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
-def test_the_head_leaves_the_largest_of_each_32_logits(toy, weights, isa):
+def test_the_lm_head_stores_the_maximum_of_each_32_logits(toy, weights, isa):
     model = toy(weights=weights, isa=isa)
     logits = model.run(*[(tokens(3, i), 0, pages(i)) for i in range(39)], (tokens(1), 20, pages(40)))
     maxima = model.program.view(model.maxima)[:40, :11]
     expected = np.maximum.reduceat(logits, np.arange(0, 333, 32), axis=1)
     assert np.array_equal(maxima, expected, equal_nan=True)
-    assert np.isnan(maxima[39]).all(), "page 40 holds no numbers"
+    assert np.isnan(maxima[39]).all(), "page 40 was never written"
 
 
 def step_with(**changes):
@@ -299,7 +299,7 @@ def step_with(**changes):
         ({"sample_rows": np.zeros(41, np.int32)}, "41 sampling rows"),
     ],
 )
-def test_a_step_that_would_reach_outside_is_refused(toy, changes, complaint):
+def test_a_step_that_leads_outside_is_refused(toy, changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         toy().program.run(**step_with(**changes))
 

@@ -1,4 +1,4 @@
-"""The roofs are measured at every level and on any number of threads. How high they are is the machine's affair."""
+"""The peak rates can be measured at every level and on any number of threads; their height depends on the machine."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def test_memory_that_does_not_divide_evenly_is_never_read_past_its_end():
     assert read_bytes_per_s(np.zeros(3 * 256 + 255, np.uint8), Pool(3)) > 0
 
 
-def test_too_little_memory_and_unknown_forms_are_refused():
+def test_too_little_memory_and_unknown_dtypes_are_refused():
     with pytest.raises(ValueError, match="767 bytes are too few for 3 workers"):
         read_bytes_per_s(np.zeros(767, np.uint8), Pool(3))
     with pytest.raises(ValueError, match="unknown dtype 'int4'; a peak is measured for f32, bf16, q8"):

@@ -1,4 +1,4 @@
-"""Sampling against a plain numpy description of the same filters, and the random numbers against published answers."""
+"""Sampling against a numpy version of the same filters, and the random numbers against published answers."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def draw(logits, rows, adjustments=(), isa=None, threads=2):
     maxima = np.maximum.reduceat(padded[:, :VOCAB], np.arange(0, VOCAB, 32), axis=1)
     sampler = Sampler(VOCAB, STRIDE, 64, Pool(threads), isa)
     results = sampler.sample(padded, maxima, np.array(rows, ROW), np.array(list(adjustments), ADJUSTMENT))
-    assert np.array_equal(padded[:, :VOCAB], logits, equal_nan=True), "logits are given back as they were"
+    assert np.array_equal(padded[:, :VOCAB], logits, equal_nan=True), "logits are restored"
     return [array.copy() for array in results]
 
 
@@ -41,8 +41,8 @@ def random_logits(rows=1, seed=0):
     return np.random.default_rng(seed).normal(0, 3, (rows, VOCAB)).astype(np.float32)
 
 
-def kept_by_twin(logits, temperature, min_p, top_k, top_p):
-    """The token ids that may be drawn, by sorting the whole vocabulary."""
+def kept_by_numpy(logits, temperature, min_p, top_k, top_p):
+    """Return the token ids that may be drawn, by sorting the whole vocabulary."""
     x = logits.astype(np.float64)
     weights = np.exp((x - x.max()) / temperature)
     weights[weights < min_p] = 0
@@ -130,9 +130,9 @@ def test_logprobs_are_those_of_the_raw_distribution(isa):
         (1, 0, 0, 1e-6),
     ],
 )
-def test_only_what_the_filters_leave_is_ever_drawn_and_all_of_it_can_be(temperature, min_p, top_k, top_p):
+def test_every_token_that_the_filters_keep_and_no_other_is_drawn(temperature, min_p, top_k, top_p):
     logits = np.round(random_logits()[0] * 2) / 2  # many ties
-    allowed = kept_by_twin(logits, temperature, min_p, top_k, top_p)
+    allowed = kept_by_numpy(logits, temperature, min_p, top_k, top_p)
     rows = [
         row(seed=seed, position=7, temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p) for seed in range(60)
     ]
@@ -163,7 +163,7 @@ def test_frequencies_follow_the_softmax():
     assert shares == pytest.approx([0.5, 0.3, 0.2], abs=0.03)
 
 
-def test_a_draw_depends_on_seed_and_position_and_on_nothing_else():
+def test_a_draw_depends_on_seed_and_position_only():
     logits = random_logits(33)
     rows = [row(seed=5, position=i, temperature=1, top_p=0.95) for i in range(33)]
     together = draw(logits, rows)[0].tolist()
@@ -185,7 +185,7 @@ def test_a_draw_depends_on_seed_and_position_and_on_nothing_else():
     ],
 )
 def test_penalties_change_a_logit_by_the_published_formulas(adjustment, settings, expected):
-    """The adjusted token wins exactly against rivals below its expected logit."""
+    """The adjusted token wins against a rival just below its expected logit and loses to one just above."""
     token = adjustment[0]
     for rival, winner in ((expected - 0.01, token), (expected + 0.01, 700)):
         logits = np.full((1, VOCAB), -100, np.float32)

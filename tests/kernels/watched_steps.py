@@ -1,8 +1,8 @@
-"""Replays steps and draws of every kind in memory that borders on inaccessible pages; a script for `test_memory.py`.
+"""A script for `test_memory.py`: runs every kind of step and draw in memory between inaccessible pages.
 
-`python watched_steps.py first|last`: weights, KV pages, logits and a step's arrays begin right behind such a page, or
-end right before one, so a kernel that reaches outside ends this process. Each case is printed with what it allocated,
-which `count_allocations.c` counts.
+`python watched_steps.py first|last`: weights, KV pages, logits and a step's arrays start right behind such a page, or
+end right before one, so an access outside ends this process. Prints each case with its number of allocations, which
+`count_allocations.c` counts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ROWS, VOCAB, STRIDE = 8, 20_000, 20_032
 libc = ctypes.CDLL(None)
 
 
-def bordered(nbytes: int, fill: int = 0) -> np.ndarray:
-    """`nbytes` of memory, the byte before the first or the one behind the last inaccessible."""
+def guarded(nbytes: int, fill: int = 0) -> np.ndarray:
+    """Return `nbytes` of memory; the byte before the first, or the one behind the last, is inaccessible."""
     inside = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     area = np.frombuffer(mmap.mmap(-1, inside + 2 * mmap.PAGESIZE), np.uint8)
     for border in (0, mmap.PAGESIZE + inside):
@@ -37,15 +37,15 @@ def bordered(nbytes: int, fill: int = 0) -> np.ndarray:
 
 
 def copied(array: np.ndarray) -> np.ndarray:
-    memory = bordered(array.nbytes).view(array.dtype).reshape(array.shape)
+    memory = guarded(array.nbytes).view(array.dtype).reshape(array.shape)
     memory[:] = array
     return memory
 
 
 def steps(model: Toy) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Prefill in chunks, decode beside prefill, decode of one and of many; contexts short and over several splits.
+    """Yield prefill in chunks, decode beside prefill, and decode of 1 and of 35; short and long contexts.
 
-    What no row of a step or of a later one sees has been given back, so its page is none.
+    Pages that neither this step nor a later one sees are released first: their id is -1.
     """
     ids, long, short = np.arange(330, dtype=np.int32) % 333, np.arange(20, 31), np.array([NUM_PAGES - 1, 0])
     crowd = [(ids[:1], 0, np.array([i % 6])) for i in range(1, 34)]
@@ -57,7 +57,7 @@ def steps(model: Toy) -> Iterator[tuple[str, Callable[[], object]]]:
         "decode 35": [(ids[329:], 329, long), (ids[41:42], 41, short), *crowd],
     }.items():
         for _, first_position, table in sequences:
-            model.give_back([table], first_position)
+            model.release_pages([table], first_position)
         step = {name: copied(array) for name, array in model.step(*sequences).items()}
         yield name, lambda step=step: model.program.run(**step)
 
@@ -84,14 +84,14 @@ def draws(isa: str, logits: np.ndarray) -> Iterator[tuple[str, Callable[[], obje
 
 
 def cases() -> Iterator[tuple[str, Callable[[], object]]]:
-    """A call through CDLL gives Python's lock away, as kernels do, and is to be counted; one through PyDLL is not."""
-    with_lock = ctypes.PyDLL(None)
-    yield "malloc without the lock", lambda: libc.malloc(10)
-    yield "malloc with the lock", lambda: with_lock.malloc(10)
+    """Yield every case. A call through CDLL releases the GIL and is counted; one through PyDLL does not and is not."""
+    with_gil = ctypes.PyDLL(None)
+    yield "malloc without the GIL", lambda: libc.malloc(10)
+    yield "malloc with the GIL", lambda: with_gil.malloc(10)
     dtypes = ("f32", "bf16", "q8"), ("f32", "bf16", "int8"), ((0,), (37,))
     for isa in supported_levels():
         for weights, kv, windows in itertools.product(*dtypes):
-            model = Toy(weights=weights, kv=kv, windows=windows, isa=isa, threads=THREADS, memory=bordered)
+            model = Toy(weights=weights, kv=kv, windows=windows, isa=isa, threads=THREADS, memory=guarded)
             for name, run in steps(model):
                 yield f"step at {isa}: {weights} weights, {kv} KV, windows {windows}, {name}", run
         random = copied(np.random.default_rng(0).normal(0, 3, (ROWS, STRIDE)).astype(np.float32))

@@ -1,6 +1,6 @@
-// Every tile of every ISA level that this machine can run: against the scalar level's on random numbers, and each row
-// of a call against the same row alone, bit for bit. Plain C over kernels/simd/, so that a level can be tried where no
-// Python runs, under emulation for instance, with Debian's packages:
+// Compares every tile of every ISA level that this machine can run: with the scalar level's on random numbers, and each
+// row of a call with the same row alone, bit for bit. Plain C over kernels/simd/, so that a level can be tried without
+// Python, for instance under emulation with Debian's packages:
 //
 //   apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static
 //   meson setup build/aarch64 --cross-file tests/kernels/cross/aarch64.ini
@@ -46,7 +46,7 @@ static void verdict(const char *op, int dtype, const char *what, double error, d
   failures++;
 }
 
-// Largest difference as a share of the largest number; infinite where one side is NaN.
+// The largest difference relative to the largest number; infinite where one side is NaN.
 static void expect_close(const char *op, int dtype, const float *got, const float *want, int64_t n, double allowed) {
   double top = 0, off = 0;
   for (int64_t i = 0; i < n; i++) {
@@ -113,7 +113,7 @@ static void compare_linear(int dtype, int64_t width, int epilogue) {
   free_rows(&a);
 }
 
-// The pages of one KV head, and what attention keeps of its rows.
+// The pages of one KV head, and the state of attention.
 typedef struct {
   quire_page pages[PAGES];
   float m[MAX_ROWS], l[MAX_ROWS], o[MAX_ROWS * MAX_WIDTH];
@@ -249,7 +249,7 @@ static void compare_logits(int64_t n) {
   x[n / 2] = x[n - 1] = 2.f;  // a tie
   const int64_t at = tiles->argmax(x, n, &top[0]);
   if (at != scalar->argmax(x, n, &top[1]) || at != n / 2 || top[0] != top[1])
-    verdict("argmax", QUIRE_F32, "elsewhere", 1, 0);
+    verdict("argmax", QUIRE_F32, "wrong index", 1, 0);
   const double sums[2] = {tiles->sum_exp(x, n, 2.f), scalar->sum_exp(x, n, 2.f)};
   verdict("sum of exp", QUIRE_F32, "off scalar", fabs(sums[0] / sums[1] - 1), 1e-6);
   tiles->exp_scaled(x, 2.f, 25.f, n / 16 * 16, y);
