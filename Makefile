@@ -1,7 +1,7 @@
-# Everything happens in .venv; `quire` and `pip` there are yours to call too.
+# All targets work in .venv. You can use its `quire` and `pip` directly.
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-# So that an editable install rebuilds itself outside an activated environment too.
+# Lets the editable install rebuild itself when .venv is not activated.
 export CYTHON := $(CURDIR)/$(BIN)/cython
 
 demo: $(BIN)/quire
