@@ -24,12 +24,12 @@ from .budget import Budget
 from .cost import CostModel
 from .forecast import Forecast
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
-from .planner import Planner
+from .planning import Planner
 from .policy import FirstComeFirstServed, Policy
 from .queue import RequestQueue
 from .request import FinishReason, Request, RequestUpdate, State
 from .running_batch import RunningBatch, table_of
-from .speculation import Speculator
+from .speculative import Speculator
 from .stats import SchedulerStats
 from .tenants import QueueLimits
 

@@ -13,7 +13,7 @@ from quire.runtime.engine import LocalEngine
 from quire.runtime.engine.facade import StepStats
 from quire.runtime.engine.observer import SilentObserver
 from quire.runtime.model import kv_layout, read_spec
-from quire.scheduler import speculation
+from quire.scheduler import speculative
 
 from tests.system.bits import asked, one_by_one, outcome, prompt, running, together
 
@@ -100,7 +100,7 @@ async def test_with_hardly_enough_seats() -> None:
 
 
 async def test_with_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    monkeypatch.setattr(speculative, "MARGIN", 0.0)
     params = {"temperature": 0.4, "max_tokens": 40, "frequency_penalty": -0.5}  # which repeats itself
     async with running() as engine:
         wanted = [await choices_alone(engine, length, **params) for length in (1, 33, 100)]

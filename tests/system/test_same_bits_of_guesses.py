@@ -17,7 +17,7 @@ from quire.kernels import supported_levels
 from quire.runtime.common.types import join_chunks
 from quire.runtime.engine import GenerateRequest, LocalEngine
 from quire.runtime.model import kv_layout, read_spec
-from quire.scheduler import speculation
+from quire.scheduler import speculative
 from quire.scheduler.ngrams import NGramIndex
 from safetensors.numpy import load_file, save_file
 
@@ -67,7 +67,7 @@ class Prophet:
 @pytest.fixture(autouse=True)
 def every_guess_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that would not pay."""
-    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    monkeypatch.setattr(speculative, "MARGIN", 0.0)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from quire.runtime.engine import LocalEngine
 from quire.runtime.engine.facade import StepStats
 from quire.runtime.engine.observer import SilentObserver
 from quire.runtime.model import kv_layout, read_spec
-from quire.scheduler import CostModel, speculation
+from quire.scheduler import CostModel, speculative
 
 from tests.system.bits import EVERYTHING, asked, one_by_one, outcome, prompt, running, together
 
@@ -59,7 +59,7 @@ async def test_what_is_kept_is_not_computed_again(weights: str, kv: str, caching
 
 
 async def test_with_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(speculation, "MARGIN", 0.0)
+    monkeypatch.setattr(speculative, "MARGIN", 0.0)
     wanted, page_bytes = await alone()
     spilling = {"kv_spill_size": 64 << 20, "kv_cache_memory": PAGES * page_bytes, "num_speculative_tokens": 5}
     async with running(**spilling) as engine:

@@ -19,7 +19,7 @@ from .policy import Policy
 from .queue import RequestQueue
 from .request import Request, State
 from .running_batch import RunningBatch, table_of
-from .speculation import Speculator
+from .speculative import Speculator
 
 
 class Planner:
