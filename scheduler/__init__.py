@@ -1,4 +1,4 @@
-"""Who runs next. Requests in, an immutable StepPlan out; no tensor, no kernel, no socket."""
+"""The scheduler: which requests run in the next step. Imports the pager, and no tensors, kernels or sockets."""
 
 from .admission import (
     AdmissionEstimate,
@@ -8,21 +8,20 @@ from .admission import (
     PageQuotaExceeded,
     QueueFull,
     Refused,
+    SchedulerConfig,
     SchedulerError,
     StepMismatch,
     TooLong,
 )
 from .beam import BeamSearch, BeamSpec, Hypothesis
-from .budget import LEAST_PREFILL, Budget, LatencyBudget, StepBudget, TokenBudget
 from .cost import Coefficients, CostModel, StepLoad, chunk_pairs
-from .engine_loop import EngineLoop, Execute, FinishedStep, Observe, Publish
+from .engine_loop import EngineLoop, FinishedStep
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
+from .planning import LEAST_PREFILL, Budget, LatencyBudget, StepBudget, TokenBudget
 from .policy import Fair, FirstComeFirstServed, Policy, Priority
 from .request import TRANSITIONS, FinalCounters, FinishReason, Request, RequestSpec, RequestUpdate, State
 from .running_batch import MAX_PREEMPTIONS
-from .scheduler import DEADLINE_PASSED, Scheduler
-from .stats import SchedulerStats
-from .tenants import QueueLimits
+from .scheduler import DEADLINE_PASSED, Scheduler, SchedulerStats
 
 __all__ = [
     "DEADLINE_PASSED",
@@ -38,7 +37,6 @@ __all__ = [
     "CostModel",
     "DuplicateRequest",
     "EngineLoop",
-    "Execute",
     "Fair",
     "FinalCounters",
     "FinishReason",
@@ -47,13 +45,10 @@ __all__ = [
     "Hypothesis",
     "LatencyBudget",
     "NotAccepting",
-    "Observe",
     "PageQuotaExceeded",
     "Policy",
     "Priority",
-    "Publish",
     "QueueFull",
-    "QueueLimits",
     "Refused",
     "Request",
     "RequestSpec",
@@ -61,6 +56,7 @@ __all__ = [
     "SampledToken",
     "ScheduledSequence",
     "Scheduler",
+    "SchedulerConfig",
     "SchedulerError",
     "SchedulerStats",
     "State",

@@ -1,17 +1,16 @@
-"""What the scheduler can refuse, as one small tree.
-
-It must not know users or the errors of the runtime, which translates these once, at its Engine facade. The one
-invariant: whatever the scheduler refuses, it refuses before it has changed anything.
+"""The limits of a scheduler, and its two answers to a new request: an estimate, or an error that explains the refusal.
 
     SchedulerError
-    ├── Refused              a request cannot be taken; `estimate` says how things stand
-    │   ├── QueueFull        the waiting queue, or this tenant's part of it, is at its limit; try again later
-    │   ├── CannotMeetDeadline  it would still be waiting for its first token when its deadline passes
-    │   ├── TooLong          the request could not fit the pool even alone
-    │   └── PageQuotaExceeded    nor its tenant's share of it
-    ├── DuplicateRequest     a live request already has this id
-    ├── StepMismatch         a result does not belong to the step in flight, or there is none: a bug in Quire
+    ├── Refused              the request cannot be accepted; `estimate` describes the queue and the pool
+    │   ├── QueueFull        the queue, or this tenant's part of it, is full; a retry can succeed
+    │   ├── CannotMeetDeadline  its first token would come after its deadline
+    │   ├── TooLong          it needs more pages than the whole pool has
+    │   └── PageQuotaExceeded  it needs more pages than its tenant may hold
+    ├── DuplicateRequest     its id belongs to a request that has not ended
+    ├── StepMismatch         a result does not match the step in flight: a bug in Quire
     └── NotAccepting         the engine loop is draining or closed
+
+A refused request has changed nothing. runtime/engine translates these errors into those that users see.
 """
 
 from __future__ import annotations
@@ -19,50 +18,72 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of a scheduler. Raises ValueError if one of them is below 1."""
+
+    max_num_seqs: int  # sequences that run at once
+    max_num_samples: int | None = None  # rows of a step that sample; None: max_num_seqs
+    num_speculative_tokens: int = 0  # draft tokens per sequence and step
+    max_num_waiting: int = 1024  # requests in the queue
+    max_num_waiting_per_tenant: int | None = None  # None: no limit besides max_num_waiting
+    max_kv_pages_per_tenant: int | None = None  # of running requests, each counted at its longest; None: no limit
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_waiting", "max_num_waiting_per_tenant", "max_kv_pages_per_tenant"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name} must be at least 1, got {limit}")
+
+
 @dataclass(frozen=True, slots=True)
 class AdmissionEstimate:
-    """How things stand for a request: what is known when it is accepted, or refused."""
+    """What a new request can expect, known when it is accepted or refused."""
 
     position: int  # requests ahead of it in the queue
     pages_needed: int  # at its longest
-    pages_free: int  # that could be allocated now, cached ones included
-    predicted_wait_s: float | None = None  # until its first token; None as long as costs are not known
+    pages_free: int  # pages that can be allocated now, cached ones included
+    predicted_wait_s: float | None = None  # until its first token; None until step costs have been measured
 
 
 class SchedulerError(Exception):
-    """Base of the tree."""
+    """Base class of the scheduler's errors."""
 
 
 class Refused(SchedulerError):
+    """A request that the scheduler does not accept."""
+
     def __init__(self, message: str, estimate: AdmissionEstimate) -> None:
         super().__init__(message)
         self.estimate = estimate
 
 
 class QueueFull(Refused):
-    """`predicted_wait_s` is then until there is room in the queue."""
+    """The queue is full. `estimate.predicted_wait_s` is the time until it has room."""
 
 
 class CannotMeetDeadline(Refused):
-    pass
+    """The predicted first token comes after the request's deadline."""
 
 
 class TooLong(Refused):
-    pass
+    """The request needs more pages than the pool has."""
 
 
 class PageQuotaExceeded(Refused):
-    pass
+    """The request needs more pages than its tenant may hold."""
 
 
 class DuplicateRequest(SchedulerError):
+    """A request that has not ended has this id."""
+
     def __init__(self, request_id: int) -> None:
         super().__init__(f"request id {request_id} is already in use")
 
 
 class StepMismatch(SchedulerError):
-    """Plans and results must alternate: one `commit` (or `abandon`) for each plan, in order."""
+    """A call does not match the step in flight: each plan needs one `commit` or `abandon` before the next plan."""
 
 
 class NotAccepting(SchedulerError):
-    """No new requests: the engine loop is draining or closed."""
+    """The engine loop accepts no new requests: it is draining or closed."""

@@ -1,11 +1,11 @@
-"""Beam search as bookkeeping: which hypotheses live on, which are complete, and when nothing better can come.
+"""Beam search: selects the hypotheses that continue, collects the complete ones, and decides when the search ends.
 
-It must not know pages or steps; the scheduler forks and drops tables as it is told here. The one invariant: the outcome
-is a function of the candidates alone. Ties go to the earlier hypothesis, then to the lower token id.
+Must not import pages or steps; the scheduler forks and releases the tables. The result depends only on the candidates.
+Ties go to the earlier hypothesis, then to the lower token id.
 
-As Hugging Face does it: the 2 * width likeliest continuations of each live hypothesis are candidates; of the best
-`width` of them those that end with a stop token are complete; the best `width` of those that do not live on. A
-hypothesis is scored by its log probability over length ** length_penalty.
+The rules are those of Hugging Face: the 2 * width likeliest continuations of each live hypothesis are candidates. Among
+the best `width` candidates, those that end with a stop token are complete. The best `width` candidates without a stop
+token continue. A hypothesis is scored by its log probability divided by length ** length_penalty.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .plan import SampledToken
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """One finished continuation of the prompt."""
+    """One complete continuation of the prompt."""
 
-    tokens: tuple[SampledToken, ...]  # each with its logprob; a stop token is the last
+    tokens: tuple[SampledToken, ...]  # each with its logprob; ends with the stop token, if there is one
     cumulative_logprob: float
-    score: float  # by which hypotheses are ordered, higher first
+    score: float  # higher is better
     finish_reason: Literal["stop", "length"]
 
 
 class Survivor(NamedTuple):
-    """A hypothesis of the next step: the live one it continues, by index, and the token it adds."""
+    """A hypothesis of the next step: the index of the live hypothesis it continues, and the token it adds."""
 
     parent: int
     token: SampledToken
@@ -36,12 +36,14 @@ class Survivor(NamedTuple):
 
 
 class _Path(NamedTuple):
+    """A live hypothesis."""
+
     tokens: tuple[SampledToken, ...]
     cumulative_logprob: float
 
 
 class BeamSpec(NamedTuple):
-    """What a request asks of its search: the arguments of `BeamSearch`."""
+    """The arguments of `BeamSearch`, as part of a request."""
 
     width: int
     length_penalty: float = 1.0
@@ -49,11 +51,11 @@ class BeamSpec(NamedTuple):
 
 
 class BeamSearch:
-    """One request's search. `advance` it with each step's samples until it `is_done`, then read `results`."""
+    """The search of one request: call `advance` with each step's samples until `is_done`, then read `results`."""
 
     def __init__(self, width: int, length_penalty: float = 1.0, num_results: int | None = None) -> None:
         if width < 1 or (num_results is not None and not 1 <= num_results <= width):
-            raise ValueError(f"a search of width {width} cannot give {num_results} results")
+            raise ValueError(f"a beam search of width {width} cannot return {num_results} results")
         self.width = width
         self.length_penalty = length_penalty
         self.num_results = num_results or width
@@ -64,26 +66,26 @@ class BeamSearch:
     def advance(
         self, samples: Sequence[SampledToken], stop_token_ids: frozenset[int], min_tokens: int, max_tokens: int
     ) -> list[Survivor]:
-        """One step: a sample with 2 * width top logprobs for each live hypothesis, in order. Who lives on."""
+        """Take one sample with 2 * width top logprobs per live hypothesis, in order. Return the next hypotheses."""
         length = len(self._live[0].tokens) + 1
         may_stop = length >= min_tokens
         survivors: list[Survivor] = []
-        for place, candidate in enumerate(sorted(self._candidates(samples), key=_order)):
+        for rank, candidate in enumerate(sorted(self._candidates(samples), key=_order)):
             if not may_stop or candidate.token.token_id not in stop_token_ids:
                 survivors.append(candidate)
-            elif place < self.width:
+            elif rank < self.width:
                 self._finish(self._path(candidate), "stop")
         del survivors[self.width :]
         self._live = [self._path(survivor) for survivor in survivors]
         if length >= max_tokens:
             for path in self._live:
                 self._finish(path, "length")
-        self.is_done = length >= max_tokens or not survivors or self._nothing_better_can_come()
+        self.is_done = length >= max_tokens or not survivors or self._cannot_improve()
         return survivors
 
     @property
     def results(self) -> list[Hypothesis]:
-        """The best complete hypotheses, best first; of equal ones the one found first."""
+        """The best complete hypotheses, best first; among equals, the one found first."""
         return sorted(self._complete, key=lambda found: -found.score)[: self.num_results]
 
     def _candidates(self, samples: Sequence[SampledToken]) -> list[Survivor]:
@@ -103,8 +105,11 @@ class BeamSearch:
     def _score(self, cumulative_logprob: float, length: int) -> float:
         return cumulative_logprob / float(length**self.length_penalty)
 
-    def _nothing_better_can_come(self) -> bool:
-        """Enough are complete, and no live one beats them as it stands: the usual rule, exact for a penalty of 0."""
+    def _cannot_improve(self) -> bool:
+        """Return whether `width` hypotheses are complete and no live one scores better now.
+
+        This is the usual rule; it is exact for a length penalty of 0.
+        """
         if len(self._complete) < self.width:
             return False
         best_live = max(self._score(path.cumulative_logprob, len(path.tokens)) for path in self._live)

@@ -1,12 +1,11 @@
-"""What a step costs in seconds, as a linear function of its load, learned from the steps as they happen.
+"""The cost model: predicts a step's seconds as a linear function of its load, and learns from finished steps.
 
-It must not know requests, pages or clocks: loads and seconds in, seconds out. The one invariant: no coefficient is ever
-negative, so more work never looks cheaper.
+Must not import requests, pages or clocks. No coefficient is ever negative, so more work never looks cheaper.
 
-The estimate is a Kalman filter over the coefficients, which wander slowly, with noise in proportion to what was
-predicted. Its uncertainty is bounded by the prior's, so a direction that is not exercised (no prefill for an hour)
-keeps its estimate and is quick to learn again. Steps that took far longer or shorter than expected count only in part:
-on a shared machine most of them are somebody else's doing.
+The estimate is a Kalman filter over the coefficients, which drift slowly, with noise in proportion to the predicted
+time. Its uncertainty is bounded by the prior's, so a coefficient without new data (no prefill for an hour) keeps its
+estimate and is quick to learn again. Steps that took much longer or shorter than predicted count only in part: on a
+shared machine most of them are caused by other processes.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from __future__ import annotations
 from typing import NamedTuple
 
 NOISE = 0.15  # of a step's duration, relative
-PRIOR_SPREAD = 3.0  # standard deviation of a coefficient before anything is known, relative
-DRIFT = 0.05  # by how much of itself a coefficient may wander per observation
-LEAST_DRIFT = 1e-4  # and by how much of its prior at least
-SURPRISE = 2.0  # a known load that took more than so many times what was predicted, or less than 1 / so many
-WARM = 8  # observations
+PRIOR_SPREAD = 3.0  # standard deviation of a coefficient before the first observation, relative
+DRIFT = 0.05  # drift of a coefficient per observation, relative to itself
+LEAST_DRIFT = 1e-4  # and at least, relative to its prior
+MAX_RATIO = 2.0  # of measured to predicted time, and the reverse; beyond it an observation is clipped
+WARM = 8  # observations until predictions are used
 
 
 class StepLoad(NamedTuple):
-    """What a step computes."""
+    """The amount of work in a step."""
 
-    decode_rows: int = 0  # guesses to be verified included
+    decode_rows: int = 0  # rows of draft tokens included
     prefill_tokens: int = 0
     kv_tokens: int = 0  # keys and values that decode rows read: the sum of their contexts
-    prefill_pairs: int = 0  # of a query and a key that it sees, in prefill chunks
+    prefill_pairs: int = 0  # pairs of a query and a key it attends to, in prefill chunks
 
 
 class Coefficients(NamedTuple):
-    """Seconds: per step, and per unit of each part of a load."""
+    """Seconds per step, and per unit of each part of a load."""
 
     step: float
     decode_row: float
@@ -40,52 +39,53 @@ class Coefficients(NamedTuple):
     prefill_pair: float
 
 
-GENERIC = Coefficients(2e-2, 2e-3, 2e-3, 2e-6, 1e-7)  # somewhere near a model of a billion weights
+GENERIC = Coefficients(2e-2, 2e-3, 2e-3, 2e-6, 1e-7)  # about right for a model of 1e9 weights
 
 
 def chunk_pairs(context: int, num_tokens: int) -> int:
-    """Pairs of a prefill chunk of `num_tokens` after `context` tokens: each query sees all before it and itself."""
+    """Return the query-key pairs of a prefill chunk: each query attends to all earlier tokens and itself."""
     return num_tokens * context + num_tokens * (num_tokens + 1) // 2
 
 
 class CostModel:
-    """Learns from `prior` on. `predict` is a handful of multiplications, `observe` some 10 µs."""
+    """Predicts step times, starting from `prior`. `predict` takes four multiplications, `observe` about 10 µs."""
 
     def __init__(self, prior: Coefficients = GENERIC) -> None:
         self._theta = list(prior)
         self._prior = prior
-        self._most = [(PRIOR_SPREAD * value) ** 2 for value in prior]  # variances never exceed these
+        self._max_variance = [(PRIOR_SPREAD * value) ** 2 for value in prior]
         size = len(prior)
-        self._covariance = [[self._most[i] if i == j else 0.0 for j in range(size)] for i in range(size)]
+        self._covariance = [[self._max_variance[i] if i == j else 0.0 for j in range(size)] for i in range(size)]
         self._num_observed = 0
 
     @property
     def coefficients(self) -> Coefficients:
+        """The current estimate."""
         return Coefficients(*self._theta)
 
     @property
     def is_warm(self) -> bool:
-        """Whether predictions rest on measurements rather than on the prior."""
+        """Whether predictions are based on measurements rather than on the prior."""
         return self._num_observed >= WARM
 
     def predict(self, load: StepLoad) -> float:
-        """Seconds that a step with this load should take."""
+        """Return the predicted seconds of a step with this load."""
         base, row, token, kv, pair = self._theta
         return base + row * load[0] + token * load[1] + kv * load[2] + pair * load[3]
 
     def predict_prefill(self, num_tokens: int) -> float:
-        """Seconds that computing the first `num_tokens` of a sequence adds to steps that are run anyway."""
+        """Return the seconds that computing the first `num_tokens` of a sequence adds to steps that run anyway."""
         _, _, token, _, pair = self._theta
         return token * num_tokens + pair * chunk_pairs(0, num_tokens)
 
     def observe(self, load: StepLoad, seconds: float) -> None:
-        """A step with this load took so long."""
+        """Learn that a step with this load took `seconds`."""
         x = (1, *load)
         predicted = self.predict(load)
         surprise = seconds - predicted
         if self.is_warm:
-            surprise = min(max(surprise, predicted / SURPRISE - predicted), predicted * SURPRISE - predicted)
-        self._wander()
+            surprise = min(max(surprise, predicted / MAX_RATIO - predicted), predicted * MAX_RATIO - predicted)
+        self._drift()
         covariance = self._covariance
         spread = [sum([a * b for a, b in zip(row, x, strict=True)]) for row in covariance]
         variance = sum([a * b for a, b in zip(spread, x, strict=True)]) + (NOISE * max(predicted, seconds)) ** 2
@@ -99,13 +99,13 @@ class CostModel:
         ]
         self._num_observed += 1
 
-    def _wander(self) -> None:
-        """Uncertainty grows a little, up to the prior's."""
+    def _drift(self) -> None:
+        """Increase the uncertainty a little, up to the prior's."""
         covariance = self._covariance
-        for i, most in enumerate(self._most):
+        for i, limit in enumerate(self._max_variance):
             covariance[i][i] += (DRIFT * self._theta[i] + LEAST_DRIFT * self._prior[i]) ** 2
-            if covariance[i][i] > most:
-                shrink = (most / covariance[i][i]) ** 0.5
+            if covariance[i][i] > limit:
+                shrink = (limit / covariance[i][i]) ** 0.5
                 for j in range(len(covariance)):
                     covariance[i][j] *= shrink
                     covariance[j][i] *= shrink

@@ -1,8 +1,8 @@
-"""The contract between deciding and computing: a `StepPlan` goes out, a `StepResult` comes back.
+"""The structs between scheduler and model runner: a `StepPlan` goes out, a `StepResult` comes back.
 
-Both are immutable; nothing else crosses. What there is one of per sequence and step is a named tuple, which is cheaper
-to make than a frozen dataclass. A plan knows no tensor: page ids, positions and token ids are all a kernel needs.
-`sampling` is carried for the executor and never looked into here.
+Nothing else passes between the two, and both structs are immutable. A plan contains no tensors: page ids, positions and
+token ids are all that kernels need. The structs that exist per sequence and step are named tuples, which cost less to
+create than frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -13,28 +13,21 @@ from typing import NamedTuple
 
 
 class ScheduledSequence(NamedTuple):
-    """One sequence's share of a step: run `token_ids` at `first_position …`, sample after its last `num_samples` rows.
-
-    0 samples: its prefill goes on. 1: the next token. More: all rows but the first of them hold guesses of the tokens
-    to come, to be verified. `tables` has the sequence's page table for each layer group; of the first
-    `ceil((first_position + len(token_ids)) / page_size)` entries those that the group's window reaches are owned for
-    the whole step. `context` is every token up to the last row, guesses included, read-only; sample j of them is drawn
-    with the first `len(context) - num_samples + 1 + j` tokens of it, and its first `num_prompt_tokens` are the prompt.
-    """
+    """One sequence's part of a step."""
 
     request_id: int
-    tables: Sequence[Sequence[int]]
-    first_position: int
-    token_ids: Sequence[int]
-    num_samples: int
-    sampling: object
-    context: Sequence[int]
-    num_prompt_tokens: int
+    tables: Sequence[Sequence[int]]  # page table per layer group; pages in the window are owned for the whole step
+    first_position: int  # of token_ids
+    token_ids: Sequence[int]  # to compute; the last num_samples - 1 are draft tokens
+    num_samples: int  # the last rows that sample; 0: prefill is not complete, 1: the next token, more: verify drafts
+    sampling: object  # passed from the request to the model runner
+    context: Sequence[int]  # tokens up to the last row, drafts included; sample j sees all but num_samples - 1 - j
+    num_prompt_tokens: int  # leading tokens of context
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. Decode rows come first, then prefill chunks, each in admission order. Never empty when executed."""
+    """One step: decode rows first, then prefill chunks, each in order of admission. Never empty."""
 
     step_id: int
     sequences: tuple[ScheduledSequence, ...]
@@ -43,18 +36,18 @@ class StepPlan:
 
 
 class SampledToken(NamedTuple):
-    """The outcome of one sample: a token, or `error` when its logits could not be sampled (NaN)."""
+    """The result of one sample: a token, or an error if its logits could not be sampled (NaN)."""
 
     request_id: int
     token_id: int
-    logprob: float | None = None  # natural log, raw distribution; None unless asked for
+    logprob: float | None = None  # natural log of the raw probability; None unless requested
     top_logprobs: tuple[tuple[int, float], ...] = ()
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled tokens in the plan's order, a sequence's own one after another, and the seconds the step took."""
+    """Samples in the plan's order, those of one sequence together, and the seconds the step took."""
 
     step_id: int
     sampled: tuple[SampledToken, ...]

@@ -1,10 +1,9 @@
-"""In which order waiting requests are admitted: the queue, and the three ways to order it.
+"""Policies: the order in which queued requests are admitted, by arrival, by priority or fair between tenants.
 
-It must not know pages, budgets or steps. The one invariant: a request that was pushed is in the queue, once, until it
-is removed, and `head` is stable as long as nothing else changes.
+Must not import pages, budgets or steps. A pushed request stays queued until it is removed, and `head` returns the same
+request as long as nothing changes.
 
-Every tenant has a queue of its own, ordered by the request; a policy compares the heads. Requests that were admitted
-once and came back come before those that were not.
+Every tenant has its own queue; a policy compares their heads. Requests that ran before come before those that did not.
 """
 
 from __future__ import annotations
@@ -17,81 +16,83 @@ from .request import Request
 
 Rank = tuple[float, ...]  # the smaller is served first
 
-CREDIT_TOKENS = 8192  # that a tenant back from a pause may have before the others: a long prompt
-PREFILL_WEIGHT, DECODE_WEIGHT = 1, 2  # service in a fair queue's tokens (Sheng et al., 2024)
+TENANT_CREDIT_TOKENS = 8192  # service that a tenant may receive ahead of others after a pause: a long prompt
+PREFILL_WEIGHT, DECODE_WEIGHT = 1, 2  # service units per token (Sheng et al., 2024)
 
 
 class Policy(Protocol):
+    """The order of queued requests, and of prefilling ones."""
+
     def push(self, request: Request) -> None:
-        """A new request."""
+        """Add a new request."""
 
     def push_front(self, request: Request) -> None:
-        """One that comes before all of its tenant that were never admitted: preempted, or a fork of one that runs."""
+        """Add a request before its tenant's new ones: it was preempted, or is a fork whose parent's prompt is done."""
 
     def head(self, passed_over: Collection[str] = ()) -> Request | None:
-        """The request to admit next, of all tenants but `passed_over`."""
+        """Return the request to admit next among all tenants except `passed_over`."""
 
     def remove(self, request: Request) -> None:
-        """Take a waiting request out: it was admitted or has ended."""
+        """Remove a queued request that was admitted or has ended."""
 
     def rank(self, request: Request) -> Rank:
-        """In which order running requests get their share of a step's prefill."""
+        """Return the sort key of a request when a step's prefill is divided; lower comes first."""
 
     def served(self, request: Request, prefill_tokens: int, decode_tokens: int) -> None:
-        """A running request got so much service."""
+        """Record the service that a running request received in a step."""
 
     def may_displace(self, newcomer: Request, running: Request, num_seqs: Callable[[str], int]) -> bool:
-        """Whether `running` should give up its place, for now, to a newcomer that finds none.
+        """Return whether `running` should be preempted for a queued request that finds no slot or pages.
 
-        `num_seqs` tells how many sequences of a tenant run.
+        `num_seqs` returns the number of a tenant's running sequences.
         """
 
     def __len__(self) -> int: ...
 
 
-class _Place(NamedTuple):
-    """Where a request stands in its tenant's queue."""
+class _Entry(NamedTuple):
+    """A request in its tenant's queue, sorted by the fields in this order."""
 
     is_new: bool
     rank: float
-    number: int  # so that no two are equal
+    number: int  # unique
     request: Request
 
 
 class _TenantQueues:
-    """Waiting requests by tenant, each queue sorted: thousands of places move in microseconds."""
+    """Queued requests by tenant, each tenant's in a sorted list: moving thousands of entries takes microseconds."""
 
     def __init__(self) -> None:
-        self._places: dict[int, _Place] = {}  # by request id
-        self._queues: dict[str, list[_Place]] = {}
+        self._entries: dict[int, _Entry] = {}  # by request id
+        self._queues: dict[str, list[_Entry]] = {}
         self._num_added = 0
 
     def add(self, request: Request, rank: float, is_new: bool) -> None:
-        place = self._places[request.request_id] = _Place(is_new, rank, self._num_added, request)
+        entry = self._entries[request.request_id] = _Entry(is_new, rank, self._num_added, request)
         self._num_added += 1
-        insort(self._queues.setdefault(request.spec.tenant, []), place)
+        insort(self._queues.setdefault(request.spec.tenant, []), entry)
 
     def remove(self, request: Request) -> None:
-        place = self._places.pop(request.request_id)
+        entry = self._entries.pop(request.request_id)
         queue = self._queues[request.spec.tenant]
-        del queue[bisect_left(queue, place)]
+        del queue[bisect_left(queue, entry)]
         if not queue:
             del self._queues[request.spec.tenant]
 
-    def heads(self, passed_over: Collection[str]) -> list[_Place]:
-        """The first of each tenant."""
+    def heads(self, passed_over: Collection[str]) -> list[_Entry]:
+        """Return the first entry of each tenant."""
         return [queue[0] for tenant, queue in self._queues.items() if tenant not in passed_over]
 
     def tenants(self) -> Collection[str]:
-        """Those that have requests waiting."""
+        """Return the tenants that have queued requests."""
         return self._queues.keys()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._entries)
 
 
 class FirstComeFirstServed:
-    """In order of arrival."""
+    """Requests run in order of arrival."""
 
     def __init__(self) -> None:
         self._queues = _TenantQueues()
@@ -126,9 +127,9 @@ class FirstComeFirstServed:
 
 
 class Priority(FirstComeFirstServed):
-    """By priority, lower first, with ageing: waiting `ageing_s` seconds makes up for one step of priority.
+    """Requests run by priority, lower first; waiting `ageing_s` seconds makes up for one level of priority.
 
-    All requests age alike, so their order never changes while they wait.
+    All requests age at the same rate, so their order never changes while they wait.
     """
 
     def __init__(self, ageing_s: float = 10.0) -> None:
@@ -142,23 +143,23 @@ class Priority(FirstComeFirstServed):
 
 
 class Fair(FirstComeFirstServed):
-    """The tenant that was served least comes first, in tokens over its weight (1 where none is given).
+    """The tenant with the least service comes first; service is tokens divided by the tenant's weight (default 1).
 
-    A tenant that had nothing waiting starts before the least served of those that had, but at most `credit_tokens`
-    before: nobody saves up more service (virtual token counters, Sheng et al., 2024). Without credit, who asks for
-    little shares every step with who asks for everything, and waits twice as long as alone. And nobody holds all
-    places: a newcomer may displace a request of a tenant that still has as many as the newcomer's then, by weight.
+    A tenant that had no queued request starts at the lowest service level of the tenants that have, minus at most
+    `credit_tokens`, so no tenant saves up service (virtual token counters, Sheng et al., 2024). Without credit, a
+    tenant with few requests would share every step with the heaviest tenant and wait twice as long as alone. A queued
+    request may displace a running request of a tenant that afterwards still has at least as many sequences, by weight.
     """
 
-    def __init__(self, weights: Mapping[str, float] | None = None, credit_tokens: int = CREDIT_TOKENS) -> None:
+    def __init__(self, weights: Mapping[str, float] | None = None, credit_tokens: int = TENANT_CREDIT_TOKENS) -> None:
         super().__init__()
         self._credit_tokens = credit_tokens
         self._weights = dict(weights or {})
         if any(not weight > 0 for weight in self._weights.values()):
             raise ValueError("a tenant's weight must be above 0")
         self._counts: dict[str, float] = {}  # service by tenant
-        self._starts: dict[str, float] = {}  # where each would have started last without credit
-        self._last = 0.0  # the level when the queue emptied last
+        self._starts: dict[str, float] = {}  # level at which each tenant last started, before its credit
+        self._last = 0.0  # level at which the queue last became empty
 
     def push(self, request: Request) -> None:
         waiting = self._queues.tenants()
@@ -171,7 +172,7 @@ class Fair(FirstComeFirstServed):
 
     def head(self, passed_over: Collection[str] = ()) -> Request | None:
         heads = self._queues.heads(passed_over)
-        return min(heads, key=lambda place: (self._count(place.request), place)).request if heads else None
+        return min(heads, key=lambda entry: (self._count(entry.request), entry)).request if heads else None
 
     def remove(self, request: Request) -> None:
         super().remove(request)
@@ -186,14 +187,14 @@ class Fair(FirstComeFirstServed):
         self._counts[request.spec.tenant] = self._count(request) + tokens / self._weight(request)
 
     def may_displace(self, newcomer: Request, running: Request, num_seqs: Callable[[str], int]) -> bool:
-        theirs = (num_seqs(running.spec.tenant) - running.width) / self._weight(running)
-        return theirs >= (num_seqs(newcomer.spec.tenant) + newcomer.width) / self._weight(newcomer)
+        left = (num_seqs(running.spec.tenant) - running.width) / self._weight(running)
+        return left >= (num_seqs(newcomer.spec.tenant) + newcomer.width) / self._weight(newcomer)
 
     def _count(self, request: Request) -> float:
         return self._counts.get(request.spec.tenant, 0.0)
 
     def _level(self, tenant: str) -> float:
-        """How much a tenant was served, as if it had spent its credit: whoever comes next must not start lower yet."""
+        """Return a tenant's service as if its credit were used up: the next tenant must not start lower."""
         return max(self._counts.get(tenant, 0.0), self._starts.get(tenant, 0.0))
 
     def _weight(self, request: Request) -> float:

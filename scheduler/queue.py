@@ -1,7 +1,7 @@
-"""All requests that wait: who may join them, in which order they leave, and what keeps them.
+"""The request queue: which requests may join it, in which order they leave it, and what the first one waits for.
 
-It must not know pages of running requests, steps or budgets. The one invariant: a request that is refused has changed
-nothing, and one that was accepted waits here exactly as long as it is neither running nor ended.
+Must not import the running batch or the planner. Counts queued requests and running sequences and pages per tenant.
+An accepted request is in the queue exactly while it is neither running nor ended.
 """
 
 from __future__ import annotations
@@ -10,37 +10,46 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
 
-from .admission import AdmissionEstimate, CannotMeetDeadline, PageQuotaExceeded, TooLong
+from .admission import AdmissionEstimate, CannotMeetDeadline, PageQuotaExceeded, SchedulerConfig, TooLong
 from .policy import Policy
 from .request import Request, State
-from .tenants import QueueLimits, Tenants
 
 
 class RequestQueue:
-    def __init__(self, policy: Policy, limits: QueueLimits, num_pages: int) -> None:
+    """Requests that wait to run, ordered by `policy`, and the forks that wait for their parent's prompt."""
+
+    def __init__(self, policy: Policy, config: SchedulerConfig, num_pages: int) -> None:
         self.policy = policy
-        self.num_tokens = 0  # that those who wait know
-        self.held_up = "tokens"  # why the head of the queue was not admitted
-        self.over_quota: Collection[str] = ()  # tenants that were passed over
-        self._tenants = Tenants(limits)
+        self.num_tokens = 0  # known tokens of all queued requests
+        self.blocked_by = "tokens"  # why the first request was not admitted
+        self.over_quota: Collection[str] = ()  # tenants that `head` passed over
+        self._config = config
         self._num_pages = num_pages
-        self._held: dict[int, list[Request]] = {}  # forks that wait for their source's prompt, by the source's id
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap; ended requests are left in it for a while
+        self._num_waiting = 0
+        self._waiting: Counter[str] = Counter()  # queued requests by tenant
+        self._running_seqs: Counter[str] = Counter()  # running sequences by tenant
+        self._running_pages: Counter[str] = Counter()  # pages of running requests at their longest, by tenant
+        self._forks: dict[int, list[Request]] = {}  # forks that wait for their parent's prompt, by parent id
 
     def __len__(self) -> int:
-        return self._tenants.num_waiting
+        return self._num_waiting
 
     def limit_reached(self, tenant: str, count: int) -> str | None:
-        """Which limit of the queue `count` more of the tenant's requests would break, in words."""
-        return self._tenants.limit_reached(tenant, count)
+        """Return which limit of the queue `count` more requests of the tenant would exceed, in words."""
+        if self._num_waiting + count > self._config.max_num_waiting:
+            return f"{self._num_waiting} requests are waiting, the limit is {self._config.max_num_waiting}"
+        limit = self._config.max_num_waiting_per_tenant
+        if limit is not None and self._waiting[tenant] + count > limit:
+            return f"{self._waiting[tenant]} requests of this tenant are waiting, the limit is {limit}"
+        return None
 
     def check_fit(self, request: Request, estimate: AdmissionEstimate, now: float) -> None:
-        """Raises TooLong, PageQuotaExceeded or CannotMeetDeadline for what could never come to a good end."""
+        """Raise TooLong, PageQuotaExceeded or CannotMeetDeadline if the request could never finish."""
         num_tokens = request.num_prompt_tokens + request.spec.max_tokens
         needs = f"prompt and max_tokens, {num_tokens} together, need {request.pages_needed} pages"
         if request.pages_needed > self._num_pages:
             raise TooLong(f"{needs} of {self._num_pages}", estimate)
-        quota = self._tenants.limits.max_kv_pages_per_tenant
+        quota = self._config.max_kv_pages_per_tenant
         if quota is not None and request.pages_needed > quota:
             raise PageQuotaExceeded(f"{needs}, a tenant may have {quota}", estimate)
         wait_s = estimate.predicted_wait_s
@@ -48,83 +57,112 @@ class RequestQueue:
             raise CannotMeetDeadline(f"the first token is {wait_s:.3g} s away, after the request's deadline", estimate)
 
     def num_seqs(self, tenant: str) -> int:
-        """Sequences of a tenant that run."""
-        return self._tenants.num_seqs(tenant)
+        """Return the number of the tenant's running sequences."""
+        return self._running_seqs[tenant]
 
-    def accept(self, requests: Sequence[Request]) -> None:
-        """New ones, which have arrived; the first queues, the others wait for its prompt."""
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue new requests: the first at once, its forks when its prompt is computed."""
         first, *forks = requests
         for request in requests:
-            self._count(request, 1)
-            if request.spec.deadline is not None:
-                heappush(self._deadlines, (request.spec.deadline, request.order, request))
+            self._count_waiting(request, 1)
         self.policy.push(first)
         if forks:
-            self._held[first.request_id] = forks
+            self._forks[first.request_id] = forks
             for fork in forks:
                 fork.fork_parent = first
 
     def requeue(self, request: Request) -> None:
-        """It ran, and was preempted."""
-        self._tenants.run(request.spec.tenant, -request.width, -request.pages_needed)
-        self._count(request, 1)
+        """Queue a preempted request again, before requests that never ran."""
+        self._count_running(request, -1)
+        self._count_waiting(request, 1)
         self.policy.push_front(request)
 
     def head(self) -> Request | None:
-        """Who comes next; tenants whose quota has no room for their own next one are passed over."""
+        """Return the request to admit next, passing over tenants whose page quota is used up."""
         over_quota: set[str] = set()
         while (request := self.policy.head(over_quota)) is not None:
-            if self._tenants.has_quota(request.spec.tenant, request.pages_needed):
+            if self._has_quota(request):
                 break
             over_quota.add(request.spec.tenant)
         self.over_quota = over_quota
         return request
 
     def pop_admitted(self, request: Request) -> None:
-        """It runs now."""
+        """Remove a request that starts to run."""
         self.policy.remove(request)
-        self._count(request, -1)
-        self._tenants.run(request.spec.tenant, request.width, request.pages_needed)
+        self._count_waiting(request, -1)
+        self._count_running(request, 1)
 
     def remove(self, request: Request) -> None:
-        """It ends, having waited."""
-        self._count(request, -1)
-        forks = self._held.get(request.fork_parent.request_id, []) if request.fork_parent else []
+        """Remove a queued request that has ended."""
+        self._count_waiting(request, -1)
+        forks = self._forks.get(request.fork_parent.request_id, []) if request.fork_parent else []
         if request in forks:
             forks.remove(request)
         else:
             self.policy.remove(request)
 
     def note_finished(self, request: Request) -> None:
-        """It ends, having run."""
-        self._tenants.run(request.spec.tenant, -request.width, -request.pages_needed)
+        """Record that a running request has ended."""
+        self._count_running(request, -1)
 
     def release_forks(self, parent: Request) -> None:
-        """The source's prompt is computed, or it ended: its forks queue, before all that are new."""
-        for fork in self._held.pop(parent.request_id, ()):
+        """Queue the forks of a request whose prompt is computed, or that has ended, before requests that never ran."""
+        for fork in self._forks.pop(parent.request_id, ()):
             self.policy.push_front(fork)
 
-    def next_deadline(self, num_alive: int) -> float | None:
-        """The earliest of a live request; `num_alive` there are, so the rest may be forgotten."""
-        if len(self._deadlines) > 2 * num_alive + 64:
-            self._deadlines = [entry for entry in self._deadlines if entry[2].state is not State.ENDED]
-            heapify(self._deadlines)
-        while self._deadlines and self._deadlines[0][2].state is State.ENDED:
-            heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
-
-    def pop_deadline(self) -> Request:
-        """The request with the earliest deadline, whose deadline is then forgotten."""
-        return heappop(self._deadlines)[2]
-
-    def by_reason(self) -> dict[str, int]:
-        """How many wait for a sequence's place, pages, latency, tokens of a step, quota, or a fork's source."""
-        held = [fork.spec.tenant for forks in self._held.values() for fork in forks]
-        quota = sum(self._tenants.waiting(tenant) - held.count(tenant) for tenant in self.over_quota)
+    def waiting_by_reason(self) -> dict[str, int]:
+        """Count queued requests by what they wait for; the keys are listed at `SchedulerStats`."""
+        held = [fork.spec.tenant for forks in self._forks.values() for fork in forks]
+        quota = sum(self._waiting[tenant] - held.count(tenant) for tenant in self.over_quota)
         reasons = Counter({"source": len(held), "quota": quota})
-        reasons[self.held_up] += len(self) - len(held) - quota
+        reasons[self.blocked_by] += len(self) - len(held) - quota
         return {reason: count for reason, count in reasons.items() if count > 0}
 
-    def _count(self, request: Request, count: int) -> None:
-        self._tenants.queue(request.spec.tenant, count)
-        self.num_tokens += count * len(request.token_ids)
+    def _has_quota(self, request: Request) -> bool:
+        limit = self._config.max_kv_pages_per_tenant
+        return limit is None or self._running_pages[request.spec.tenant] + request.pages_needed <= limit
+
+    def _count_waiting(self, request: Request, sign: int) -> None:
+        self._num_waiting += sign
+        self.num_tokens += sign * len(request.token_ids)
+        _add(self._waiting, request.spec.tenant, sign)
+
+    def _count_running(self, request: Request, sign: int) -> None:
+        _add(self._running_seqs, request.spec.tenant, sign * request.width)
+        _add(self._running_pages, request.spec.tenant, sign * request.pages_needed)
+
+
+class DeadlineHeap:
+    """Deadlines of requests that have not ended, queued or running."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Request]] = []  # entries of ended requests are removed late
+
+    def push(self, request: Request) -> None:
+        """Add a request, if it has a deadline."""
+        if request.spec.deadline is not None:
+            heappush(self._heap, (request.spec.deadline, request.order, request))
+
+    def pop(self) -> Request:
+        """Remove and return the request with the earliest deadline."""
+        return heappop(self._heap)[2]
+
+    def earliest(self, num_live: int) -> float | None:
+        """Return the earliest deadline; `num_live` requests have not ended, so more entries are mostly stale."""
+        if len(self._heap) > 2 * num_live + 64:
+            self._heap = [entry for entry in self._heap if entry[2].state is not State.ENDED]
+            heapify(self._heap)
+        while self._heap and self._heap[0][2].state is State.ENDED:
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+
+def _add(counts: Counter[str], tenant: str, amount: int) -> None:
+    """Add to a tenant's count, and drop the tenant when it reaches 0."""
+    counts[tenant] += amount
+    if not counts[tenant]:
+        del counts[tenant]

@@ -1,54 +1,60 @@
-"""The running requests and their pages: who enters, who gives up their place, who forks.
+"""The running requests and their pages: admission, preemption, forks and beams.
 
-It must not decide whose turn it is, nor know budgets or queues. The one invariant: a request runs exactly as long as it
-has a page table, and every owned page belongs to a running request.
+Must not import the queue, budgets or the planner. A request runs exactly as long as it has a page table, and every
+owned page belongs to a running request.
 
-A protected request is never preempted. It enters only when all pages it may ever need could be its own, shares with
-nobody on that account, keeps what it does not hold yet reserved, and takes what is lacking from anybody unprotected; so
-all protected ones together fit. Beams are protected from the start, others when they have been preempted
-`MAX_PREEMPTIONS` times. Of the rest, the oldest is preempted only for a protected one.
+A protected request is never preempted. It is admitted only when the pool could supply all pages it may ever need, not
+counting pages it shares; it keeps those it does not hold yet reserved, and takes missing pages from unprotected
+requests. So all protected requests fit together. Beam searches are protected from the start, other requests after
+`MAX_PREEMPTIONS` preemptions. Among the others, the oldest is preempted only for a protected one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ..pager import OutOfPages, Pager, PageTable
 from .beam import Survivor
 from .cost import CostModel
-from .request import Request, RequestSpec, State
+from .request import Request, State
 
-MAX_PREEMPTIONS = 3  # then it comes back only with all the pages it may ever need
+MAX_PREEMPTIONS = 3  # after these, a request runs again only with all pages it may ever need
 
 
 class RunningBatch:
+    """Requests that hold pages, in order of admission."""
+
     def __init__(self, pager: Pager, cost: CostModel) -> None:
-        self.requests: dict[int, Request] = {}  # in order of admission; a beam is one beside its parent
-        self.num_seqs = 0  # sequences, and those that a beam search will come to
-        self.num_spilled = 0  # preemptions that kept their pages
-        self.num_recomputed = 0  # preemptions that did not
+        self.requests: dict[int, Request] = {}  # by id; each beam has an entry next to its parent's
+        self.num_seqs = 0  # sequence slots in use, counting the full width of beam searches
+        self.num_spilled = 0  # preemptions whose pages were spilled
+        self.num_recomputed = 0  # preemptions whose pages were dropped
         self._pager = pager
         self._cost = cost
-        self._promised: int | None = None  # pages, as long as it is known
+        self._promised: int | None = None  # see `_pages_promised`; None: to be counted again
         self._num_beams = 0
-        self._last_beam_id = 0  # below 0, where no request of a user is
+        self._last_beam_id = 0  # ids of beams are negative, those of user requests are not
 
     @property
     def num_requests(self) -> int:
+        """Running requests; the beams of one search count as one."""
         return len(self.requests) - self._num_beams
 
     @property
     def num_preemptions(self) -> int:
+        """Preemptions since the start."""
         return self.num_spilled + self.num_recomputed
 
     def pages_at_longest(self, request: Request) -> int:
-        """What it may come to need, its beams included: each may copy its last pages while it still shares others."""
+        """Return the pages that a request may come to need; each beam may copy its last pages and share the others."""
         pages = self._pager.pages_for(request.num_prompt_tokens + request.spec.max_tokens)
         return pages if request.beam is None else request.width * (pages + len(self._pager.windows))
 
-    def enter(self, request: Request, now: float) -> None:
-        """Run a request, with all pages found that it need not compute. Raises OutOfPages, changing nothing, unless all
-        it knows fits beside what others have been promised.
+    def admit(self, request: Request, now: float) -> None:
+        """Run a request, starting with the pages that need no computing.
+
+        Raises OutOfPages, changing nothing, unless its known tokens fit besides what running requests were promised.
         """
         promised = self._pages_promised()
         table = self._open(request, promised)
@@ -63,15 +69,15 @@ class RunningBatch:
         if self.is_protected(request):
             self.secure(request)
 
-    def leave(self, request: Request) -> None:
-        """It does not run any more: its pages go back, its beams' too."""
+    def remove(self, request: Request) -> None:
+        """Release the pages of a request that has ended, and those of its beams."""
         for beam in tuple(self._beams(request)):
             self._drop_beam(beam)
         table_of(request).release()
-        self._remove(request)
+        self._drop(request)
 
     def preempt(self, request: Request, now: float) -> None:
-        """Its pages go, into the store where that is cheaper than computing them again; its tokens stay."""
+        """Take a request's pages, spilling them where that is faster than computing them again; it keeps its tokens."""
         table, computed = table_of(request), request.num_computed_tokens
         request.spilled = self._pager.spill(table, computed) if self._spilling_pays(request) else None
         if request.spilled is None:
@@ -80,32 +86,33 @@ class RunningBatch:
             self.num_recomputed += 1
         else:
             self.num_spilled += 1
-        self._remove(request)
+        self._drop(request)
         request.preemptions += 1
         request.enter(State.PREEMPTED, now)
 
+    def discard_spilled(self, request: Request) -> None:
+        """Drop the spilled pages of a preempted request that has ended."""
+        if request.spilled is not None:
+            self._pager.discard(request.spilled)
+            request.spilled = None
+
     def grow_prefill(self, request: Request, num_tokens: int) -> None:
-        """Take slots for so many more of the tokens that it knows. Raises OutOfPages."""
+        """Add slots for `num_tokens` more known tokens of a request. Raises OutOfPages."""
         promised = self._promised_to(request)
         table_of(request).append(num_tokens)
         if self._promised is not None:
             self._promised += self._promised_to(request) - promised
 
     def begin_step(self) -> None:
-        """What is promised is counted once per step, when it is first asked, and kept in step from there."""
+        """Forget the promised pages, which are counted again in each step when they are first needed."""
         self._promised = None
 
-    def forget(self, request: Request) -> None:
-        """It ends while it is preempted: what was kept of it goes."""
-        if request.spilled is not None:
-            self._pager.discard(request.spilled)
-            request.spilled = None
-
     def oldest(self) -> Request | None:
-        return min(self.requests.values(), key=arrival_rank, default=None)
+        """Return the running request that arrived first."""
+        return min(self.requests.values(), key=arrival_order, default=None)
 
     def victims(self, request: Request) -> Iterator[Request]:
-        """Whom `request` could take pages from."""
+        """Iterate over the running requests that `request` may preempt."""
         spared = request if self.is_protected(request) else self.oldest()
         return (
             other
@@ -114,42 +121,45 @@ class RunningBatch:
         )
 
     def is_protected(self, request: Request) -> bool:
+        """Return whether the request must not be preempted."""
         return request.beam_parent is not None or request.preemptions >= MAX_PREEMPTIONS
 
     def secure(self, request: Request) -> None:
-        """Reserve for a protected request, whose tables have changed, what it does not hold of all it may need."""
-        pager, tables = self._pager, [table_of(beam) for beam in self.beams_of(request)]
+        """Reserve the pages that a protected request may still need, after its tables have changed."""
+        tables = [table_of(beam) for beam in self.beams_of(request)]
         for table in tables:
             table.reserve(0)
-        lacking = request.pages_needed - _num_distinct(tables)
+        missing = request.pages_needed - _num_distinct(tables)
         for table in reversed(tables):  # one more token for every beam, the rest for the first
-            wanted = table.pages_needed(1) if table is not tables[0] else lacking
-            table.reserve(max(0, min(wanted, pager.pool.num_available)))
-            lacking -= table.reserved
+            wanted = table.pages_needed(1) if table is not tables[0] else missing
+            table.reserve(max(0, min(wanted, self._pager.pool.num_available)))
+            missing -= table.reserved
 
     def fork_beams(self, parent: Request, survivors: Sequence[Survivor], now: float) -> None:
-        """Let the search's hypotheses continue as `survivors`; pages of the others are back when this returns."""
+        """Continue the hypotheses of a search as `survivors`, and release the pages of the others."""
         beams = self.beams_of(parent)
         tables, contexts = [table_of(beam) for beam in beams], [beam.token_ids for beam in beams]
         computed = parent.num_computed_tokens
-        for table in [table for index, table in enumerate(tables) if index not in {each.parent for each in survivors}]:
-            table.release()
+        continued = {survivor.parent for survivor in survivors}
+        for index, table in enumerate(tables):
+            if index not in continued:
+                table.release()
         while len(beams) < len(survivors):
             beams.append(self._new_beam(parent, now))
         for beam in beams[len(survivors) :]:
             beam.table = None
             self._drop_beam(beam)
-        continued: set[int] = set()
+        taken: set[int] = set()
         for beam, survivor in zip(beams, survivors, strict=False):
             table = tables[survivor.parent]
-            beam.table = table.fork() if survivor.parent in continued else table
+            beam.table = table.fork() if survivor.parent in taken else table
             beam.token_ids = [*contexts[survivor.parent], survivor.token.token_id]
             beam.num_computed_tokens = computed
-            continued.add(survivor.parent)
+            taken.add(survivor.parent)
         self.secure(parent)
 
     def beams_of(self, parent: Request) -> list[Request]:
-        """The sequences of a beam search, its parent first."""
+        """Return the sequences of a beam search, the parent first."""
         return [parent, *self._beams(parent)]
 
     def _beams(self, parent: Request) -> Iterator[Request]:
@@ -159,16 +169,7 @@ class RunningBatch:
 
     def _new_beam(self, parent: Request, now: float) -> Request:
         self._last_beam_id -= 1
-        spec = parent.spec
-        beam = Request(
-            RequestSpec(
-                self._last_beam_id,
-                spec.prompt_token_ids,
-                max_tokens=spec.max_tokens,
-                sampling=spec.sampling,
-                tenant=spec.tenant,
-            )
-        )
+        beam = Request(replace(parent.spec, request_id=self._last_beam_id, beam=None))
         beam.beam_parent, beam.order = parent, parent.order
         beam.enter(State.PREFILL, now)
         beam.enter(State.DECODE, now)
@@ -182,32 +183,36 @@ class RunningBatch:
         del self.requests[beam.request_id]
         self._num_beams -= 1
 
-    def _remove(self, request: Request) -> None:
+    def _drop(self, request: Request) -> None:
         self._promised = None
         request.table = None
         del self.requests[request.request_id]
         self.num_seqs -= request.width
 
     def _open(self, request: Request, spare_pages: int) -> PageTable:
-        if self.is_protected(request) and request.pages_needed + spare_pages > self._pager.pool.num_available:
-            raise OutOfPages(request.pages_needed + spare_pages, self._pager.pool.num_available)
-        table = self._kept_pages(request, spare_pages) or self._fork_parent(request, spare_pages)
+        available = self._pager.pool.num_available
+        if self.is_protected(request) and request.pages_needed + spare_pages > available:
+            raise OutOfPages(request.pages_needed + spare_pages, available)
+        table = self._restore(request, spare_pages) or self._fork_parent(request, spare_pages)
         if table is None:
             table = self._pager.open(request.token_ids, request.spec.tenant.encode(), spare_pages)
         return table
 
-    def _kept_pages(self, request: Request, spare_pages: int) -> PageTable | None:
-        """The pages it had when it was preempted; None if they were not kept, or did not survive it."""
+    def _restore(self, request: Request, spare_pages: int) -> PageTable | None:
+        """Return the pages that a preempted request spilled; None if there are none or they are damaged."""
         if request.spilled is None:
             return None
         pager, tokens, spilled = self._pager, request.token_ids, request.spilled
-        spare_pages += pager.pages_for(len(tokens)) - pager.pages_for(spilled.num_tokens)  # for what it knows besides
+        spare_pages += pager.pages_for(len(tokens)) - pager.pages_for(spilled.num_tokens)  # for its other known tokens
         table = pager.restore(spilled, tokens, request.spec.tenant.encode(), spare_pages)
         request.spilled = None
         return table
 
     def _fork_parent(self, request: Request, spare_pages: int) -> PageTable | None:
-        """A fork continues its source's prompt, all but the last token, which it computes for itself to sample."""
+        """Return a fork of the parent's prompt without the last token, which a fork computes itself to sample.
+
+        None if the request is no fork, or its parent's pages do not allow it any more.
+        """
         parent, num_tokens = request.fork_parent, request.num_prompt_tokens - 1
         if request.state is not State.WAITING or parent is None or parent.table is None:
             return None
@@ -216,9 +221,10 @@ class RunningBatch:
         table = parent.table.fork()
         table.rollback(num_tokens)
         needed = table.pages_needed(1) + spare_pages
-        if needed > self._pager.pool.num_available:
+        available = self._pager.pool.num_available
+        if needed > available:
             table.release()
-            raise OutOfPages(needed, self._pager.pool.num_available)
+            raise OutOfPages(needed, available)
         return table
 
     def _spilling_pays(self, request: Request) -> bool:
@@ -227,9 +233,9 @@ class RunningBatch:
         return seconds is not None and seconds < self._cost.predict_prefill(request.num_computed_tokens)
 
     def _pages_promised(self) -> int:
-        """Pages that running requests still need for the tokens they know, and a little for those to come.
+        """Return the pages that running requests still need for their known tokens and a few more.
 
-        Newcomers leave these alone: whoever is admitted too early is preempted soon, and its work is lost.
+        New requests must leave these: a request that is admitted too early is preempted soon, and its work is lost.
         """
         if self._promised is None:
             self._promised = sum(map(self._promised_to, self.requests.values()))
@@ -237,25 +243,26 @@ class RunningBatch:
 
     def _promised_to(self, request: Request) -> int:
         if self.is_protected(request):
-            return 0  # it has reserved them
+            return 0  # its pages are reserved
         table = table_of(request)
         soon = self._pager.pages_for(len(request.token_ids)) + len(table.pages)
         return max(0, min(soon, request.pages_needed) - table.num_pages)
 
 
-def _num_distinct(tables: Sequence[PageTable]) -> int:
-    """Pages that any of the tables lists. Of one table, which is nearly always all, it is known."""
-    if len(tables) == 1:
-        return tables[0].num_pages
-    return len({page for table in tables for pages in table.pages for page in pages if page >= 0})
-
-
-def arrival_rank(request: Request) -> int:
+def arrival_order(request: Request) -> int:
+    """Return the sort key of a request's arrival."""
     return request.order
 
 
 def table_of(request: Request) -> PageTable:
-    """The pages of a running request."""
+    """Return the page table of a running request."""
     if request.table is None:
         raise ValueError(f"request {request.request_id} is {request.state.name} and has no pages")
     return request.table
+
+
+def _num_distinct(tables: Sequence[PageTable]) -> int:
+    """Return how many different pages the tables list. A single table, the usual case, knows its number."""
+    if len(tables) == 1:
+        return tables[0].num_pages
+    return len({page for table in tables for pages in table.pages for page in pages if page >= 0})

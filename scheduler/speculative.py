@@ -1,80 +1,177 @@
-"""Guesses of the next tokens, added to a step where verifying them pays.
+"""Speculative decoding by prompt lookup: draft tokens are added to a step where verifying them saves time.
 
-It must not know how guesses are verified. The one invariant: guesses never change what a request generates, only how
-many steps it takes; whatever is wrong here costs time, not tokens.
+Must not import the planner or the scheduler. Draft tokens never change what a request generates, only the number of
+steps it takes.
 
-A guess is verified only where the step gains more tokens than the row costs time, by what steps cost and by the
-request's luck so far. So a wide batch, where a row costs what a token costs, never makes any.
+Where the last few tokens of a text occurred before in it, the tokens that followed them are the draft. Text that quotes
+its prompt (code, summaries, tables) is drafted well, other text not at all, so the share of accepted tokens is tracked
+for each request. A draft token is verified only where it is expected to yield tokens for less time than tokens cost
+now. In a wide batch a row costs as much as a token, so no draft is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from ..pager import Pager
 from .cost import CostModel, StepLoad
-from .ngrams import NGramIndex
-from .request import Request, State
+from .plan import SampledToken, ScheduledSequence
+from .request import Ending, Request, State
 
-MARGIN = 1.25  # gain over cost that is asked for
+MARGIN = 1.25  # the expected gain must exceed the cost by this factor
+LONGEST, SHORTEST = 4, 2  # tokens of a run that is looked up
+INITIAL_ACCEPTANCE = 0.5  # acceptance rate before anything is known
+ACCEPTANCE_MEMORY = 0.8  # weight of the earlier acceptance rate, per verified draft token
+RECOVERY = 0.01  # share of the way back to INITIAL_ACCEPTANCE, each time no draft token pays: the text may change
 
 
 class Speculator:
-    """Adds guesses to a step that only decodes. `num_tokens` is one sequence's limit, `max_rows` that of the step."""
+    """Adds draft tokens to a step that only decodes. `num_tokens` limits one sequence, `max_rows` the step."""
 
-    def __init__(self, pager: Pager, cost: CostModel, num_tokens: int, max_rows: int) -> None:
-        self.guesses: dict[int, list[int]] = {}  # of the last step, by request id
-        self.num_guessed = 0  # verified
-        self.num_right = 0
-        self._pager = pager
+    def __init__(self, cost: CostModel, page_size: int, num_tokens: int, max_rows: int) -> None:
+        self.num_draft_tokens = 0  # verified since the start
+        self.num_accepted_tokens = 0
         self._cost = cost
+        self._page_size = page_size
         self._num_tokens = num_tokens
         self._max_rows = max_rows
+        self._indexes: dict[int, NGramIndex] = {}  # by request id, from its first draft to its end
 
-    def guess(self, requests: Iterable[Request], load: StepLoad) -> None:
-        """Grow the tables of decoding requests by their guesses, in a step with this load."""
-        self.guesses = {}
-        if not self._num_tokens or not self._guesses_that_pay(1.0, 1, load):
-            return
+    def draft(self, requests: Iterable[Request], load: StepLoad) -> dict[int, list[int]]:
+        """Grow the tables of decoding requests by draft tokens and return these by request id.
+
+        `load` is the load of the step without drafts.
+        """
+        drafts: dict[int, list[int]] = {}
+        if not self._num_tokens or not self._tokens_that_pay(1.0, 1, load):
+            return drafts
         rows = load.decode_rows
         for request in requests:
             if request.state is State.DECODE and request.beam_parent is None and request.table is not None:
-                most = min(self._num_tokens, self._max_rows - rows, request.table.max_append())
-                most = min(most, request.spec.max_tokens - request.num_output_tokens - 1)
-                guess = self._guess(request, most, load) if most > 0 else []
-                if guess:
-                    request.table.append(len(guess))
-                    self.guesses[request.request_id] = guess
-                    rows += len(guess)
+                limit = min(self._num_tokens, self._max_rows - rows, request.table.max_append())
+                limit = min(limit, request.spec.max_tokens - request.num_output_tokens - 1)
+                tokens = self._draft_for(request, limit, load) if limit > 0 else []
+                if tokens:
+                    request.table.append(len(tokens))
+                    drafts[request.request_id] = tokens
+                    rows += len(tokens)
+        return drafts
 
-    def note(self, request: Request, guessed: int, right: int) -> None:
-        """What verifying a request's guesses has shown."""
-        request.accepted_draft_tokens += right
-        self.num_guessed += guessed
-        self.num_right += right
-        if request.ngrams is not None:
-            request.ngrams.note(guessed, right)
+    def resolve(
+        self,
+        request: Request,
+        samples: Sequence[SampledToken],
+        accepted: Sequence[SampledToken],
+        computed: int,
+        now: float,
+    ) -> int:
+        """Record which draft tokens were accepted and roll back the rows of the others.
 
-    def _guess(self, request: Request, most: int, load: StepLoad) -> list[int]:
-        ngrams = request.ngrams = request.ngrams or NGramIndex()
-        count = self._guesses_that_pay(ngrams.luck, most, load)
+        `computed` tokens would be computed if no sample had failed. Returns how many are computed.
+        """
+        self._note(request, len(samples) - 1, max(0, len(accepted) - 1))
+        table = request.table
+        assert table is not None, "a request in a step is running"
+        if any(sample.error is not None for sample in samples[len(accepted) :]):
+            # A rejected draft left a NaN in the last page, and 0 * NaN is NaN: compute that page again.
+            computed = min(computed, len(request.token_ids) - 1)  # the last token too, since it got no sample
+            computed -= computed % self._page_size
+            request.enter(State.PREFILL, now)
+            if not table.can_roll_back(computed):  # pages that this page's rows see have left a window
+                table.release()
+                return 0
+        table.rollback(computed)
+        return computed
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept for a request that has ended."""
+        self._indexes.pop(request.request_id, None)
+
+    def _note(self, request: Request, drafted: int, accepted: int) -> None:
+        request.accepted_draft_tokens += accepted
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        index = self._indexes.get(request.request_id)
+        if index is not None:
+            index.note(drafted, accepted)
+
+    def _draft_for(self, request: Request, limit: int, load: StepLoad) -> list[int]:
+        index = self._indexes.get(request.request_id)
+        if index is None:
+            index = self._indexes[request.request_id] = NGramIndex()
+        count = self._tokens_that_pay(index.acceptance_rate, limit, load)
         if not count:
-            ngrams.recover()
+            index.recover()
             return []
-        ngrams.extend(request.token_ids)
-        return ngrams.guess(request.token_ids, count)
+        index.extend(request.token_ids)
+        return index.draft(request.token_ids, count)
 
-    def _guesses_that_pay(self, luck: float, most: int, load: StepLoad) -> int:
-        """How many guesses one sequence of a decoding step should verify.
+    def _tokens_that_pay(self, acceptance_rate: float, limit: int, load: StepLoad) -> int:
+        """Return how many draft tokens one sequence of a decoding step should verify.
 
-        The j-th is needed with probability luck^j, and adds a row. The step yields a token per sequence: a guess pays
-        as long as its tokens come at no more than what tokens cost now.
+        The j-th is used with probability acceptance_rate^j, and adds a row. The step yields a token per sequence: a
+        draft token pays as long as its tokens cost no more time than tokens cost now.
         """
         if not load.decode_rows:
             return 0
         seconds_per_token = self._cost.predict(load) / load.decode_rows
-        seconds_per_guess = MARGIN * self._cost.coefficients.decode_row
-        count, chance = 0, luck
-        while count < most and chance * seconds_per_token > seconds_per_guess:
-            count, chance = count + 1, chance * luck
+        seconds_per_draft = MARGIN * self._cost.coefficients.decode_row
+        count, probability = 0, acceptance_rate
+        while count < limit and probability * seconds_per_token > seconds_per_draft:
+            count, probability = count + 1, probability * acceptance_rate
         return count
+
+
+class NGramIndex:
+    """Where each short run of tokens occurred last in one text. Extending it costs O(1) per token."""
+
+    def __init__(self) -> None:
+        self._ends: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in range(SHORTEST, LONGEST + 1))
+        self._num_indexed = 0
+        self.acceptance_rate = INITIAL_ACCEPTANCE
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Index `tokens`, which start with the tokens indexed before, except the last: nothing follows it yet."""
+        for end in range(max(self._num_indexed, 1), len(tokens)):
+            for size, ends in enumerate(self._ends, SHORTEST):
+                if end >= size:
+                    ends[tuple(tokens[end - size : end])] = end
+        self._num_indexed = max(self._num_indexed, len(tokens))
+
+    def draft(self, tokens: Sequence[int], limit: int) -> list[int]:
+        """Return up to `limit` tokens that followed the longest indexed run that `tokens` ends with."""
+        for size in range(LONGEST, SHORTEST - 1, -1):
+            end = self._ends[size - SHORTEST].get(tuple(tokens[-size:])) if len(tokens) >= size else None
+            if end is not None:
+                return list(tokens[end : end + limit])
+        return []
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """Update the acceptance rate: of `drafted` verified tokens the first `accepted` were accepted."""
+        for outcome in [1.0] * accepted + [0.0] * (accepted < drafted):
+            self.acceptance_rate = ACCEPTANCE_MEMORY * self.acceptance_rate + (1 - ACCEPTANCE_MEMORY) * outcome
+
+    def recover(self) -> None:
+        """Move the acceptance rate a little towards its initial value."""
+        self.acceptance_rate += RECOVERY * (INITIAL_ACCEPTANCE - self.acceptance_rate)
+
+
+def accept_samples(
+    request: Request, row: ScheduledSequence, samples: Sequence[SampledToken], now: float
+) -> tuple[Sequence[SampledToken], Ending | None]:
+    """Append the samples to the request as long as the draft token before each was right.
+
+    Returns the accepted samples, and the request's end if one of them ends it. Without draft tokens a failed sample is
+    the end. With them, the key and value of a wrong draft may be to blame, which all rows of the step read, masked
+    (0 * NaN is NaN): that row must be computed again without drafts.
+    """
+    drafts = row.token_ids[len(row.token_ids) - len(samples) + 1 :]
+    for count, sample in enumerate(samples, 1):
+        if sample.error is not None:
+            return samples[: count - 1], Ending(None, sample.error) if len(samples) == 1 else None
+        request.append(sample.token_id, now)
+        reason = request.natural_end()
+        if reason is not None:
+            return samples[:count], Ending(reason)
+        if count < len(samples) and sample.token_id != drafts[count - 1]:
+            return samples[:count], None
+    return samples, None

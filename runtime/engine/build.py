@@ -15,8 +15,8 @@ from ...scheduler import (
     LatencyBudget,
     Policy,
     Priority,
-    QueueLimits,
     Scheduler,
+    SchedulerConfig,
     TokenBudget,
 )
 from ..common.config import EngineConfig
@@ -51,23 +51,19 @@ def build_scheduler(
     config: EngineConfig,
     pager: Pager,
     max_num_samples: int,
-    *,
-    max_prefill_chunk: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     cost = CostModel()
-    return Scheduler(
-        pager,
-        budget=_budget(config, cost),
-        cost=cost,
-        policy=_policy(config),
-        limits=_limits(config, pager.pool.num_pages),
+    share = config.max_kv_share_per_tenant
+    limits = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         max_num_samples=max_num_samples,
-        max_prefill_chunk=max_prefill_chunk,
         num_speculative_tokens=config.num_speculative_tokens,
-        clock=clock,
+        max_num_waiting=config.max_num_waiting,
+        max_num_waiting_per_tenant=config.max_num_waiting_per_tenant,
+        max_kv_pages_per_tenant=None if share is None else max(1, int(share * pager.pool.num_pages)),
     )
+    return Scheduler(pager, _budget(config, cost), limits, cost=cost, policy=_policy(config), clock=clock)
 
 
 def _budget(config: EngineConfig, cost: CostModel) -> Budget:
@@ -84,12 +80,3 @@ def _policy(config: EngineConfig) -> Policy:
             return Priority()
         case "fair":
             return Fair(config.tenant_weights)
-
-
-def _limits(config: EngineConfig, num_pages: int) -> QueueLimits:
-    share = config.max_kv_share_per_tenant
-    return QueueLimits(
-        max_num_waiting=config.max_num_waiting,
-        max_num_waiting_per_tenant=config.max_num_waiting_per_tenant,
-        max_kv_pages_per_tenant=None if share is None else max(1, int(share * num_pages)),
-    )

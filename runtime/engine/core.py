@@ -110,15 +110,12 @@ class EngineCore:
         runner: ModelRunner,
         config: EngineConfig,
         spill_file: SpillFile | None,
-        max_prefill_chunk: int | None = None,
     ) -> None:
         self.runner = runner
         self.config = config
         self._spill_file = spill_file
         self.pager = build_pager(config, runner, spill_file)
-        self.scheduler = build_scheduler(
-            config, self.pager, runner.capacity.max_num_samples, max_prefill_chunk=max_prefill_chunk
-        )
+        self.scheduler = build_scheduler(config, self.pager, runner.capacity.max_num_samples)
         self._worker = ThreadPoolExecutor(1, "quire-step")
         self._engine_loop = EngineLoop(self.scheduler, self._execute, self._publish, self._observe)
         self._listener: CoreListener | None = None
@@ -126,7 +123,7 @@ class EngineCore:
         self._closed = False
 
     @classmethod
-    async def load(cls, config: EngineConfig, max_prefill_chunk: int | None = None) -> EngineCore:
+    async def load(cls, config: EngineConfig) -> EngineCore:
         """Load the model, plan and take all memory. Raises ModelError or ConfigError."""
         runner = await asyncio.to_thread(load_model, config)
         with ExitStack() as undo:
@@ -134,7 +131,7 @@ class EngineCore:
             spill_file = build_spill_file(config, runner)
             if spill_file is not None:
                 undo.callback(spill_file.close)
-            core = cls(runner, config, spill_file, max_prefill_chunk)
+            core = cls(runner, config, spill_file)
             undo.pop_all()
             return core
 

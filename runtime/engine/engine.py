@@ -62,10 +62,10 @@ class Engine(Generic[CoreT]):
         core.start(CoreListener(self._publish, self._fail_request, self._observe_step, self._end_leftovers))
 
     @classmethod
-    async def start(cls, config: EngineConfig, max_prefill_chunk: int | None = None) -> Engine[EngineCore]:
+    async def start(cls, config: EngineConfig) -> Engine[EngineCore]:
         """In this process: load the model, plan and take all memory, and be ready. Raises ModelError or ConfigError."""
         text_processor = await asyncio.to_thread(TextProcessor.load, model_folder(config.model))
-        return Engine(await EngineCore.load(config, max_prefill_chunk), text_processor)
+        return Engine(await EngineCore.load(config), text_processor)
 
     @property
     def info(self) -> EngineInfo:

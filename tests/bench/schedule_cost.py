@@ -20,11 +20,11 @@ from quire.scheduler import (
     FirstComeFirstServed,
     LatencyBudget,
     Policy,
-    QueueLimits,
     Request,
     RequestSpec,
     SampledToken,
     Scheduler,
+    SchedulerConfig,
     StepResult,
 )
 
@@ -36,11 +36,10 @@ def measure(count: int, steps: int, policy: Policy, windows: Sequence[int]) -> s
     cost = CostModel()
     scheduler = Scheduler(
         pager,
-        budget=LatencyBudget(cost, 10.0, PROMPT_TOKENS * count),
+        LatencyBudget(cost, 10.0, PROMPT_TOKENS * count),
+        SchedulerConfig(max_num_seqs=count, max_num_waiting=count),
         cost=cost,
         policy=policy,
-        limits=QueueLimits(max_num_waiting=count),
-        max_num_seqs=count,
     )
     for number in range(count):
         prompt = [(number * 7 + place) % 1000 for place in range(PROMPT_TOKENS)]

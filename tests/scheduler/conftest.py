@@ -15,16 +15,22 @@ import pytest
 from quire.pager import Pager
 from quire.pager.layout import first_kept_token
 from quire.scheduler import (
+    Budget,
+    CostModel,
+    Policy,
     Request,
     RequestSpec,
     RequestUpdate,
     SampledToken,
     ScheduledSequence,
     Scheduler,
+    SchedulerConfig,
     StepPlan,
     StepResult,
     TokenBudget,
 )
+
+from tests.scheduler.chunked_budget import ChunkedBudget
 
 PAGE_SIZE = 4
 VOCABULARY = 50
@@ -94,7 +100,11 @@ class World:
         vocabulary: int = VOCABULARY,
         windows: Sequence[int] = (0,),
         store_slots: int = 0,
-        **options: Any,
+        budget: Budget | None = None,
+        max_chunk: int | None = None,
+        cost: CostModel | None = None,
+        policy: Policy | None = None,
+        **limits: Any,
     ) -> None:
         self.now = 0.0
         self.step_s = 0.0  # that each step takes, by the clock and by its own account
@@ -111,8 +121,16 @@ class World:
             store=self.store if store_slots else None,
             clock=lambda: self.now,
         )
-        options.setdefault("budget", TokenBudget(max_num_batched_tokens))
-        self.scheduler = Scheduler(self.pager, max_num_seqs=max_num_seqs, clock=lambda: self.now, debug=True, **options)
+        budget = budget or TokenBudget(max_num_batched_tokens)
+        self.scheduler = Scheduler(
+            self.pager,
+            budget if max_chunk is None else ChunkedBudget(budget, max_chunk),
+            SchedulerConfig(max_num_seqs=max_num_seqs, **limits),
+            cost=cost,
+            policy=policy,
+            clock=lambda: self.now,
+            debug=True,
+        )
         self.requests: dict[int, Request] = {}
         self.outputs: dict[int, list[int]] = {}  # as told by updates
         self.ended: dict[int, str] = {}  # finish reason or error, by updates
@@ -145,7 +163,7 @@ class World:
         return self._noted(self.scheduler.expire())
 
     def cancel(self, request_id: int) -> RequestUpdate | None:
-        update = self.scheduler.cancel(request_id)
+        update = self.scheduler.finish(request_id, "cancelled")
         if update is not None:
             self.note(update)
         return update

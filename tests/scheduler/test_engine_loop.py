@@ -13,7 +13,6 @@ from quire.scheduler import (
     FinishedStep,
     NotAccepting,
     QueueFull,
-    QueueLimits,
     Request,
     RequestSpec,
     RequestUpdate,
@@ -82,7 +81,7 @@ async def test_requests_run_to_their_end(make_world: MakeWorld, expected: Expect
         engine.add(2, [2] * 6, max_tokens=7)
         await engine.loop.drain()
         assert engine.world.outputs == {1: expected([1] * 5, 4), 2: expected([2] * 6, 7)}
-        assert engine.loop.num_steps == engine.num_executed == 7
+        assert engine.world.scheduler.num_steps == engine.num_executed == 7
 
 
 async def test_a_request_joins_while_others_run(make_world: MakeWorld, expected: Expected) -> None:
@@ -117,11 +116,11 @@ async def test_it_sleeps_while_there_is_nothing_to_do(make_world: MakeWorld) -> 
         for _ in range(50):
             await asyncio.sleep(0)
         assert calls == 4  # two steps, and once in vain
-        assert engine.loop.num_steps == 2
+        assert engine.world.scheduler.num_steps == 2
 
 
 async def test_refusals_reach_the_caller_and_leave_nothing(make_world: MakeWorld) -> None:
-    async with running(make_world(num_pages=4, limits=QueueLimits(max_num_waiting=1))) as engine:
+    async with running(make_world(num_pages=4, max_num_waiting=1)) as engine:
         with pytest.raises(TooLong):
             engine.add(1, [1] * 20)
         engine.add(2, [2])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from quire.scheduler import DuplicateRequest, QueueFull, QueueLimits, State
+from quire.scheduler import DuplicateRequest, QueueFull, State
 
 MakeWorld = Callable[..., Any]
 Expected = Callable[..., list[int]]
@@ -67,7 +67,7 @@ def test_a_cancelled_source_leaves_its_branches(make_world: MakeWorld, expected:
 
 
 def test_all_are_accepted_or_none(make_world: MakeWorld) -> None:
-    world = make_world(limits=QueueLimits(max_num_waiting=4))
+    world = make_world(max_num_waiting=4)
     world.add(1, PROMPT)
     with pytest.raises(QueueFull):
         world.add_forks((2, 3, 4, 5), PROMPT)

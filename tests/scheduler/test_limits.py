@@ -1,4 +1,4 @@
-"""QueueLimits, quotas and deadlines: decided before any work, with nothing changed where the answer is no."""
+"""Queue limits, quotas and deadlines: decided before any work, with nothing changed where the answer is no."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from quire.scheduler import (
     LatencyBudget,
     PageQuotaExceeded,
     QueueFull,
-    QueueLimits,
     State,
     StepLoad,
 )
@@ -27,7 +26,7 @@ PROMPT = list(range(10))
 
 
 def test_a_tenant_has_its_own_limit_in_the_queue(make_world: MakeWorld) -> None:
-    world = make_world(limits=QueueLimits(max_num_waiting=10, max_num_waiting_per_tenant=2))
+    world = make_world(max_num_waiting=10, max_num_waiting_per_tenant=2)
     world.add(1, PROMPT, tenant="a")
     world.add(2, PROMPT, tenant="a")
     before = world.scheduler.stats()
@@ -42,7 +41,7 @@ def test_a_tenant_has_its_own_limit_in_the_queue(make_world: MakeWorld) -> None:
 
 
 def test_what_could_never_fit_its_quota_is_refused(make_world: MakeWorld) -> None:
-    world = make_world(limits=QueueLimits(max_kv_pages_per_tenant=3))
+    world = make_world(max_kv_pages_per_tenant=3)
     with pytest.raises(PageQuotaExceeded, match="need 4 pages, a tenant may have 3") as refusal:
         world.add(1, PROMPT, max_tokens=4)
     estimate = refusal.value.estimate
@@ -51,7 +50,7 @@ def test_what_could_never_fit_its_quota_is_refused(make_world: MakeWorld) -> Non
 
 
 def test_a_tenant_at_its_quota_waits_and_holds_up_nobody(make_world: MakeWorld) -> None:
-    world = make_world(limits=QueueLimits(max_kv_pages_per_tenant=7))
+    world = make_world(max_kv_pages_per_tenant=7)
     for request_id, tenant in enumerate("aaab"):
         world.add(request_id, PROMPT, tenant=tenant)  # 4 pages each at its longest
     world.step()
@@ -92,7 +91,7 @@ def test_deadlines_of_ended_requests_are_forgotten(make_world: MakeWorld) -> Non
         world.add(request_id, [1], max_tokens=1, deadline=1e6)
         world.run()
         assert world.scheduler.next_deadline is None
-    assert len(world.scheduler._queue._deadlines) == 0
+    assert len(world.scheduler._deadlines) == 0
 
 
 def learned(make_world: MakeWorld, **options: Any) -> Any:

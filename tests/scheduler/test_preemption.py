@@ -83,7 +83,7 @@ def test_after_a_preemption_what_is_still_cached_is_not_recomputed(make_world: M
 def test_a_recompute_in_chunks_samples_only_from_the_last_known_token(
     make_world: MakeWorld, expected: Expected
 ) -> None:
-    world = make_world(enable_prefix_caching=False, max_prefill_chunk=3)
+    world = make_world(enable_prefix_caching=False, max_chunk=3)
     world.add(1, [1] * 5, max_tokens=5)
     for _ in range(4):
         world.step()
@@ -95,7 +95,7 @@ def test_a_recompute_in_chunks_samples_only_from_the_last_known_token(
 
 
 def test_recomputed_tokens_are_counted_when_they_are_computed(make_world: MakeWorld) -> None:
-    world = make_world(enable_prefix_caching=False, max_prefill_chunk=4)
+    world = make_world(enable_prefix_caching=False, max_chunk=4)
     world.add(1, [1] * 10, max_tokens=2)
     world.step()
     world.step()  # 8 computed
@@ -147,7 +147,7 @@ def test_only_a_running_request_between_steps_can_be_preempted(make_world: MakeW
 
 
 def test_the_oldest_prefill_makes_room_for_itself(make_world: MakeWorld, expected: Expected) -> None:
-    world = make_world(num_pages=6, max_num_batched_tokens=8, max_prefill_chunk=4)
+    world = make_world(num_pages=6, max_num_batched_tokens=8, max_chunk=4)
     world.add(1, [1] * 17, max_tokens=2)
     world.step()
     world.add(2, [2], max_tokens=20)

@@ -11,9 +11,9 @@ from quire.scheduler import (
     AdmissionEstimate,
     DuplicateRequest,
     QueueFull,
-    QueueLimits,
     SampledToken,
     Scheduler,
+    SchedulerConfig,
     State,
     StepMismatch,
     StepPlan,
@@ -92,7 +92,7 @@ def test_running_sequences_are_bounded(make_world: MakeWorld) -> None:
 
 
 def test_the_chunk_limit_is_per_sequence(make_world: MakeWorld) -> None:
-    world = make_world(max_prefill_chunk=3)
+    world = make_world(max_chunk=3)
     world.add(1, [1] * 7)
     world.add(2, [2] * 4)
     assert rows(world.step()) == [(1, 0, 3, 0), (2, 0, 3, 0)]
@@ -105,7 +105,7 @@ def test_the_chunk_limit_is_per_sequence(make_world: MakeWorld) -> None:
 def test_any_chunking_gives_the_same_tokens(
     make_world: MakeWorld, expected: Expected, chunk: int | None, caching: bool
 ) -> None:
-    world = make_world(max_prefill_chunk=chunk, enable_prefix_caching=caching)
+    world = make_world(max_chunk=chunk, enable_prefix_caching=caching)
     prompts = [[1] * 9, [1] * 9 + [2], [3, 4]]
     for request_id, prompt in enumerate(prompts):
         world.add(request_id, prompt, max_tokens=6)
@@ -138,7 +138,7 @@ class TestAdmission:
         assert world.ended == {1: "length"}
 
     def test_a_full_queue_refuses_and_changes_nothing(self, make_world: MakeWorld) -> None:
-        world = make_world(limits=QueueLimits(max_num_waiting=2))
+        world = make_world(max_num_waiting=2)
         world.add(1, [1])
         world.add(2, [1])
         with pytest.raises(QueueFull, match="2 requests are waiting"):
@@ -185,7 +185,7 @@ class TestAdmission:
         world.run()
         assert list(world.ended) == [1, 3, 2]
 
-    @pytest.mark.parametrize("options", [{"max_num_seqs": 0}, {"max_prefill_chunk": 0}, {"max_num_seqs": 33}])
+    @pytest.mark.parametrize("options", [{"max_num_seqs": 0}, {"max_num_seqs": 33}])
     def test_impossible_settings_are_refused(self, make_world: MakeWorld, options: dict[str, int]) -> None:
         with pytest.raises(ValueError, match="max_num_seqs"):
             make_world(max_num_batched_tokens=32, **options)
@@ -207,7 +207,7 @@ class TestPrefixCache:
         assert (stats.prefix_queries_tokens, stats.prefix_hits_tokens) == (19, 8)
 
     def test_pages_are_shared_as_soon_as_they_are_computed(self, make_world: MakeWorld) -> None:
-        world = make_world(max_prefill_chunk=4)
+        world = make_world(max_chunk=4)
         world.add(1, self.PROMPT)
         world.step()
         world.add(2, self.PROMPT)
@@ -284,7 +284,7 @@ class TestEnds:
         assert len(world.outputs[1]) == 1
 
     def test_cancelling_a_bystander_during_a_step_ends_it_at_once(self, make_world: MakeWorld) -> None:
-        world = make_world(max_num_batched_tokens=2, max_num_seqs=2, max_prefill_chunk=1)
+        world = make_world(max_num_batched_tokens=2, max_num_seqs=2, max_chunk=1)
         world.add(1, [1] * 3, max_tokens=9)
         world.add(2, [2] * 3, max_tokens=9)
         world.add(3, [3] * 3, max_tokens=9)
@@ -323,7 +323,7 @@ class TestEnds:
         world.add(1, [1] * 3)
         plan = world.scheduler.schedule()
         world.scheduler.finish(1, error="too late")
-        world.scheduler.cancel(1)
+        world.scheduler.finish(1, "cancelled")
         world.commit(plan)
         assert world.ended == {1: "too late"}
 
@@ -355,7 +355,7 @@ class TestEnds:
         for request_id in (1, 2, 3):
             world.add(request_id, [request_id] * 5)
         world.scheduler.schedule()
-        world.scheduler.cancel(2)
+        world.scheduler.finish(2, "cancelled")
         for update in world.scheduler.abandon("kernel failed"):
             world.note(update)
         assert world.ended == {1: "kernel failed", 2: "cancelled"}
@@ -369,7 +369,7 @@ class TestEnds:
         for request_id in (1, 2, 3):
             world.add(request_id, [request_id] * 5)
         world.scheduler.schedule()
-        world.scheduler.cancel(1)
+        world.scheduler.finish(1, "cancelled")
         for update in world.scheduler.end_all("closed"):
             world.note(update)
         assert world.ended == {1: "cancelled", 2: "closed", 3: "closed"}
@@ -412,7 +412,7 @@ class TestProtocol:
 
 class TestTimes:
     def test_queue_prefill_decode_and_first_token(self, make_world: MakeWorld) -> None:
-        world = make_world(max_prefill_chunk=3)
+        world = make_world(max_chunk=3)
         world.now = 1.0
         world.add(1, [1] * 6, max_tokens=2)
         for world.now in (3.0, 10.0, 25.0):
@@ -426,7 +426,7 @@ def test_debug_is_on_when_the_environment_says_so(monkeypatch: pytest.MonkeyPatc
     def broken(debug: bool | None) -> Scheduler:
         pager = Pager(4, 4)
         pager.pool.num_free -= 1
-        return Scheduler(pager, budget=TokenBudget(8), max_num_seqs=1, debug=debug)
+        return Scheduler(pager, TokenBudget(8), SchedulerConfig(max_num_seqs=1), debug=debug)
 
     monkeypatch.setenv("QUIRE_DEBUG", "1")
     with pytest.raises(Exception, match="do not match the lists"):

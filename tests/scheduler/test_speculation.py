@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from quire.scheduler import Coefficients, CostModel, SampledToken, State
-from quire.scheduler.ngrams import NGramIndex
+from quire.scheduler.speculative import NGramIndex
 
 MakeWorld = Callable[..., Any]
 Expected = Callable[..., list[int]]
@@ -130,8 +130,8 @@ def test_the_longest_known_run_is_looked_up_first() -> None:
     ngrams = NGramIndex()
     tokens = [1, 2, 3, 4, 9, 9, 3, 4, 8, 1, 2, 3, 4]
     ngrams.extend(tokens)
-    assert ngrams.guess(tokens, 3) == [9, 9, 3]
+    assert ngrams.draft(tokens, 3) == [9, 9, 3]
     tokens += [7, 7, 3, 4]
     ngrams.extend(tokens)
-    assert ngrams.guess(tokens, 2) == [7, 7]  # of the two tokens, the last place
-    assert ngrams.guess([5], 2) == []
+    assert ngrams.draft(tokens, 2) == [7, 7]  # of the two tokens, the last place
+    assert ngrams.draft([5], 2) == []

@@ -29,7 +29,7 @@ from quire.runtime.tools.simulation import (
     roofline_cost,
     summarize,
 )
-from quire.scheduler import CostModel, LatencyBudget, Scheduler, TokenBudget
+from quire.scheduler import CostModel, LatencyBudget, Policy, Scheduler, SchedulerConfig, TokenBudget
 
 SHAPE = Path(__file__).parents[1] / "data" / "qwen3-0.6b"
 PAGE_SIZE = 32
@@ -86,7 +86,8 @@ def serve(cost: RooflineCost) -> Callable[..., Served]:
         noise: float = 0.0,
         spill_bytes: int = 0,
         itl_target_s: float | None = None,
-        **options: Any,
+        policy: Policy | None = None,
+        **limits: Any,
     ) -> Served:
         clock = VirtualClock()
         spill = SimulatedSpill(PAGE_BYTES, spill_bytes) if spill_bytes else None
@@ -97,7 +98,8 @@ def serve(cost: RooflineCost) -> Callable[..., Served]:
             if itl_target_s is None
             else LatencyBudget(learned, itl_target_s, max_num_batched_tokens)
         )
-        scheduler = Scheduler(pager, budget=budget, cost=learned, max_num_seqs=max_num_seqs, clock=clock, **options)
+        config = SchedulerConfig(max_num_seqs=max_num_seqs, **limits)
+        scheduler = Scheduler(pager, budget, config, cost=learned, policy=policy, clock=clock)
         true_cost = NoisyCost(cost, noise, seed=1) if noise else cost
         simulator = Simulator(scheduler, pager, clock, true_cost, arrivals, spill=spill)
         simulator.run()

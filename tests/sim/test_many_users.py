@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.runtime.tools.simulation import Workload, make_arrivals
-from quire.scheduler import QueueLimits
 
 USERS = 10_000
 
@@ -14,7 +13,7 @@ USERS = 10_000
 def test_ten_thousand_users_are_all_served(serve: Callable[..., Any]) -> None:
     tenants = ",".join(f"tenant-{number}=1" for number in range(100))
     workload = Workload(rate=6, requests=USERS, prompt_tokens="16-64", output_tokens="4-24", tenants=tenants)
-    served = serve(make_arrivals(workload), max_num_seqs=256, limits=QueueLimits(USERS))
+    served = serve(make_arrivals(workload), max_num_seqs=256, max_num_waiting=USERS)
     report = served.report
     assert (report.finished, report.refused) == (USERS, {})
     assert report.output_tokens == sum(outcome.arrival.output_tokens for outcome in served.outcomes)
@@ -26,7 +25,7 @@ def test_ten_thousand_users_are_all_served(serve: Callable[..., Any]) -> None:
 
 def test_ten_thousand_users_at_once_are_served_in_turn(serve: Callable[..., Any]) -> None:
     workload = Workload(arrivals="constant", rate=1e6, requests=USERS, prompt_tokens="16", output_tokens="4")
-    served = serve(make_arrivals(workload), limits=QueueLimits(USERS))
+    served = serve(make_arrivals(workload), max_num_waiting=USERS)
     assert served.report.finished == USERS
     firsts = [outcome.token_times[0] for outcome in served.outcomes]
     assert firsts == sorted(firsts)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.runtime.tools.simulation import Workload, make_arrivals
-from quire.scheduler import QueueLimits
 
 CAPACITY = 1.2  # requests per second of 256 prompt and 128 output tokens
 QUEUE = 32
@@ -16,7 +15,7 @@ TARGET_S = 0.15
 def overload(serve: Callable[..., Any], factor: float, requests: int) -> Any:
     workload = Workload(rate=factor * CAPACITY, requests=requests, prompt_tokens="256", output_tokens="128")
     arrivals = make_arrivals(workload)
-    return serve(arrivals, itl_target_s=TARGET_S, max_num_seqs=16, limits=QueueLimits(QUEUE))
+    return serve(arrivals, itl_target_s=TARGET_S, max_num_seqs=16, max_num_waiting=QUEUE)
 
 
 def test_the_queue_is_bounded_and_the_others_are_refused(serve: Callable[..., Any]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from quire.runtime.tools.simulation import Arrival, Workload, make_arrivals
-from quire.scheduler import Fair, FirstComeFirstServed, Policy, Priority, QueueLimits, Request
+from quire.scheduler import Fair, FirstComeFirstServed, Policy, Priority, Request
 
-UNLIMITED = QueueLimits(max_num_waiting=10_000)
+UNLIMITED = 10_000  # requests in the queue
 RATE = 0.03  # requests per second of the modest tenant
 
 
@@ -29,7 +29,7 @@ def flood(request: pytest.FixtureRequest, serve: Callable[..., Any]) -> Callable
     relative to being alone, and the fairness index.
     """
     prompt_tokens: int = request.param
-    options: dict[str, Any] = {"max_num_seqs": 16, "itl_target_s": 0.2, "limits": UNLIMITED}
+    options: dict[str, Any] = {"max_num_seqs": 16, "itl_target_s": 0.2, "max_num_waiting": UNLIMITED}
     modest = stream("modest", RATE, 20, prompt_tokens, seed=2)
     flooding = stream("flooding", 20 * RATE, 400, prompt_tokens, seed=3)
     alone_s = serve(modest, **options).ttft()
@@ -58,7 +58,9 @@ def test_equal_tenants_share_equally_and_weights_count(serve: Callable[..., Any]
     arrivals = by_time(stream("a", 2, 300, 128, seed=1) + stream("b", 2, 300, 128, seed=2))
     last = arrivals[-1].time_s
     for weights, ratio in (({}, 1.0), ({"a": 3.0}, 3.0)):
-        served = serve(arrivals, policy=Fair(weights), limits=UNLIMITED, max_num_seqs=8, max_num_batched_tokens=128)
+        served = serve(
+            arrivals, policy=Fair(weights), max_num_waiting=UNLIMITED, max_num_seqs=8, max_num_batched_tokens=128
+        )
         tokens = {
             tenant: sum(time < last for outcome in served.of(tenant) for time in outcome.token_times)
             for tenant in ("a", "b")
@@ -81,10 +83,10 @@ def test_the_urgent_come_first_but_others_age(serve: Callable[..., Any]) -> None
         for number, arrival in enumerate(stream("patient", 2, 300, 256, seed=1))
     ]
     served = {
-        ageing_s: serve(arrivals, policy=UrgentTenant(ageing_s), max_num_seqs=16, limits=UNLIMITED)
+        ageing_s: serve(arrivals, policy=UrgentTenant(ageing_s), max_num_seqs=16, max_num_waiting=UNLIMITED)
         for ageing_s in (10.0, 0.01)
     }
-    unordered = serve(arrivals, policy=FirstComeFirstServed(), max_num_seqs=16, limits=UNLIMITED)
+    unordered = serve(arrivals, policy=FirstComeFirstServed(), max_num_seqs=16, max_num_waiting=UNLIMITED)
     assert served[10.0].ttft("urgent", 99) < unordered.ttft("urgent") / 4
     assert served[10.0].ttft("patient", 99) < 1.2 * unordered.ttft("patient", 99)
     assert served[0.01].ttft("urgent") > 0.9 * unordered.ttft("urgent")

@@ -7,12 +7,16 @@ import random
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 from quire.pager import check
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.types import OutputChunk, SamplingParams, join_chunks
-from quire.runtime.engine import Engine, GenerateRequest, LocalEngine
+from quire.runtime.engine import Engine, GenerateRequest, LocalEngine, build
+from quire.scheduler import TokenBudget
+
+from tests.scheduler.chunked_budget import ChunkedBudget
 
 EVERYTHING: dict[str, dict[str, Any]] = {  # one for each thing that changes what is drawn, when it ends or what is told
     "greedy": {},
@@ -45,11 +49,19 @@ def prompt(length: int, seed: int = 0, vocabulary: int = 300) -> tuple[int, ...]
     return tuple(random.Random(seed * 10_000 + length).randrange(4, vocabulary) for _ in range(length))
 
 
+async def start_chunked(config: EngineConfig, max_chunk: int | None) -> LocalEngine:
+    """Start an engine that computes at most `max_chunk` tokens of a prompt per step."""
+    if max_chunk is None:
+        return await Engine.start(config)
+    with patch.object(build, "TokenBudget", lambda rows: ChunkedBudget(TokenBudget(rows), max_chunk)):
+        return await Engine.start(config)
+
+
 @asynccontextmanager
 async def running(chunk: int | None = None, **settings: Any) -> AsyncIterator[LocalEngine]:
     """An engine; afterwards every page is back."""
     config = EngineConfig(**{"kv_cache_memory": 8 << 20, "threads": 2, **settings})
-    engine = await Engine.start(config, max_prefill_chunk=chunk)
+    engine = await start_chunked(config, chunk)
     try:
         yield engine
         stats = engine.stats()

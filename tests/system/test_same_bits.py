@@ -14,8 +14,10 @@ from quire.kernels import supported_levels
 from quire.pager import KVLayout
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.types import SamplingParams, join_chunks
-from quire.runtime.engine import Engine, GenerateRequest
+from quire.runtime.engine import GenerateRequest
 from quire.runtime.engine.observer import SilentObserver
+
+from tests.system.bits import start_chunked
 
 LEVELS = supported_levels()
 DTYPES = [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8")]
@@ -43,7 +45,7 @@ async def running(isa, dtypes, *, chunk=None, **settings):
     weights, kv = dtypes
     settings = {"kv_cache_memory": 32 << 20, **settings}
     config = EngineConfig(weights=weights, kv_cache_dtype=kv, isa=isa, **settings)
-    engine = await Engine.start(config, max_prefill_chunk=chunk)
+    engine = await start_chunked(config, chunk)
     try:
         yield engine
         stats = engine.stats()

@@ -18,7 +18,7 @@ from quire.runtime.common.types import join_chunks
 from quire.runtime.engine import GenerateRequest, LocalEngine
 from quire.runtime.model import kv_layout, read_spec
 from quire.scheduler import speculative
-from quire.scheduler.ngrams import NGramIndex
+from quire.scheduler.speculative import NGramIndex
 from safetensors.numpy import load_file, save_file
 
 from tests.system.bits import EVERYTHING, asked, bits, chunks_of, one_by_one, prompt, running, together
@@ -73,7 +73,7 @@ def every_guess_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def prophet(monkeypatch: pytest.MonkeyPatch) -> Prophet:
     prophet = Prophet(error_rate=0.15)
-    monkeypatch.setattr(NGramIndex, "guess", lambda index, tokens, most: prophet.guess(tokens, most))
+    monkeypatch.setattr(NGramIndex, "draft", lambda index, tokens, most: prophet.guess(tokens, most))
     return prophet
 
 

@@ -185,7 +185,7 @@ class Simulator:
 
     def cancel(self, request_id: int) -> None:
         """Cancel a request between two steps."""
-        update = self.scheduler.cancel(request_id)
+        update = self.scheduler.finish(request_id, "cancelled")
         if update is not None:
             self._note(update)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from quire.pager import Pager
 from quire.runtime.tools.simulation import Arrival, Simulator, VirtualClock
-from quire.scheduler import QueueLimits, Scheduler, StepPlan, TokenBudget
+from quire.scheduler import Scheduler, SchedulerConfig, StepPlan, TokenBudget
 
 
 def millisecond_per_row(plan: StepPlan) -> float:
@@ -31,9 +31,8 @@ def make_simulator(
     pager = Pager(32, num_pages)
     scheduler = Scheduler(
         pager,
-        budget=TokenBudget(max_num_batched_tokens),
-        max_num_seqs=max_num_seqs,
-        limits=QueueLimits(max_num_waiting=max_num_waiting),
+        TokenBudget(max_num_batched_tokens),
+        SchedulerConfig(max_num_seqs=max_num_seqs, max_num_waiting=max_num_waiting),
         clock=clock,
         debug=debug,
         **options,
