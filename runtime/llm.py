@@ -12,12 +12,12 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from .common.config import EngineConfig, KVCacheDtype, WeightDtype
+from .common.config import EngineConfig, EngineOptions
 from .common.errors import InvalidRequest, Unavailable
 from .common.loop_thread import LoopThread
 from .common.settings import resolve_settings
@@ -32,44 +32,18 @@ OFFLINE_QUEUE = 1 << 20  # requests; whoever calls `generate` waits for all of t
 class LLM:
     """Load a model and generate. Use as a context manager, or `close` it.
 
-    model: Hugging Face folder; None: the bundled model. weights: "bf16", "q8" (quantised at load) or "f32".
-    kv_cache_dtype: "bf16", "f32" or "int8". kv_cache_memory: bytes. threads: None means all this process may use.
-    num_speculative_tokens: guessed per step from earlier text, which never changes the output; 0: none.
+    `model` is a folder in Hugging Face's format; None is the bundled model. `options` are those of `EngineConfig`, such
+    as weights="q8" or kv_cache_memory="4GiB"; docs/reference/options.md lists them. QUIRE_* variables have no effect.
     Raises ModelError or ConfigError.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | None = None,
-        *,
-        weights: WeightDtype = "bf16",
-        kv_cache_dtype: KVCacheDtype = "bf16",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 512,
-        kv_cache_memory: int | None = None,
-        threads: int | None = None,
-        enable_prefix_caching: bool = True,
-        page_size: int = 32,
-        num_speculative_tokens: int = 0,
-        isa: str | None = None,
-    ) -> None:
-        settings = {
-            "model": None if model is None else os.fspath(model),
-            "weights": weights,
-            "kv_cache_dtype": kv_cache_dtype,
-            "page_size": page_size,
-            "max_model_len": max_model_len,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "kv_cache_memory": kv_cache_memory,
-            "threads": threads,
-            "enable_prefix_caching": enable_prefix_caching,
-            "num_speculative_tokens": num_speculative_tokens,
-            "max_num_waiting": OFFLINE_QUEUE,
-            "isa": isa,
-        }
-        self._start(resolve_settings(settings, environ={}).engine)
+    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Unpack[EngineOptions]) -> None:
+        if unknown := options.keys() - EngineOptions.__annotations__.keys():
+            raise TypeError(
+                f"LLM has no option {min(unknown)!r}; the options are {', '.join(EngineOptions.__annotations__)}"
+            )
+        given = {"max_num_waiting": OFFLINE_QUEUE, **options, "model": None if model is None else os.fspath(model)}
+        self._start(resolve_settings(given, environ={}).engine)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:

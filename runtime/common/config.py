@@ -1,91 +1,243 @@
-"""Configuration as frozen structs, one per part, and nothing that reads or writes it elsewhere.
+"""The options of an engine and of a server, as frozen structs with one field per option.
 
-Flags carry vLLM's names where one exists, llama.cpp's for CPU matters. Precedence, applied by `settings.py` together
-with the ranges declared here: flag > QUIRE_* > TOML file > default.
+A field is the only definition of its option: its name, type, range, unit and help text make the command line flag, the
+QUIRE_* variable, the key of a TOML file, the keyword argument of `LLM` and the row in docs/reference/options.md. Names
+are vLLM's where vLLM has the option, llama.cpp's for CPU matters. `settings.py` reads the values.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from functools import partial
+from typing import Annotated, Literal, TypedDict
 
 import msgspec
+
+from .options import option
 
 WeightDtype = Literal["bf16", "q8", "f32"]
 KVCacheDtype = Literal["bf16", "f32", "int8"]
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
+CountOrZero = Annotated[int, msgspec.Meta(ge=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
-Guesses = Annotated[int, msgspec.Meta(ge=0, le=16)]
-Milliseconds = Annotated[float, msgspec.Meta(gt=0)]
-Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-Weight = Annotated[float, msgspec.Meta(gt=0)]
-SpillBytes = Annotated[int, msgspec.Meta(ge=0, description="bytes")]
-Bytes = Annotated[int, msgspec.Meta(ge=1, description="bytes")]  # written 4294967296 or 4GiB
-Secret = Annotated[str, msgspec.Meta(description="secret")]  # never quoted in a message
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
+DraftTokens = Annotated[int, msgspec.Meta(ge=0, le=16)]
 Processes = Annotated[int, msgspec.Meta(ge=0, le=64)]
-FrameBytes = Annotated[int, msgspec.Meta(ge=64 << 10, le=1 << 30, description="bytes")]
+FrameBytes = Annotated[int, msgspec.Meta(ge=64 << 10, le=1 << 30)]
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+PositiveOrZero = Annotated[float, msgspec.Meta(ge=0)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+
+MEMORY, SCHEDULING, SERVER, LIMITS = "Model and memory", "Scheduling", "Server", "Timeouts and limits"
+_memory = partial(option, MEMORY)
+_scheduling = partial(option, SCHEDULING)
+_server = partial(option, SERVER)
+_limit = partial(option, LIMITS)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything an engine needs to start. Sizes in bytes or tokens; None means: chosen at start and printed."""
+    """The options of an engine. None means that the engine chooses the value at start and prints it."""
 
-    model: str | None = None  # Hugging Face folder; None: the bundled model
-    weights: WeightDtype = "bf16"
-    kv_cache_dtype: KVCacheDtype = "bf16"
-    page_size: Count = 32  # tokens per page
-    max_model_len: Count | None = None
-    max_num_seqs: Count = 64
-    max_num_batched_tokens: Count = 512
-    kv_cache_memory: Bytes | None = None
-    kv_cache_share: Share = 0.4  # of the memory that is free at start: the most for the pool if its size is not given
-    threads: Count | None = None
-    enable_prefix_caching: bool = True
-    max_num_waiting: Count = 1024  # queue limit
-    max_num_waiting_per_tenant: Count | None = None
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    tenant_weights: dict[str, Weight] = {}  # of the fair policy; 1 for tenants not named. Written a=2,b=0.5
-    max_kv_share_per_tenant: Share | None = None  # of all pages
-    itl_target_ms: Milliseconds | None = None  # None: as much prefill per step as max_num_batched_tokens allows
-    num_speculative_tokens: Guesses = 0  # guessed per sequence and step, 0: none
-    kv_spill_size: SpillBytes = 0  # file for the pages of preempted sequences; 0: they are recomputed
-    kv_spill_dir: str | None = None  # None: the system's folder for temporary files
-    isa: str | None = None  # None: QUIRE_ISA or the best this machine has
+    model: Annotated[
+        str | None, _memory("The model, a folder in Hugging Face's format.", unit="folder", default="the bundled model")
+    ] = None
+    weights: Annotated[WeightDtype, _memory("Data type of the weights; q8 quantises them while loading.")] = "bf16"
+    kv_cache_dtype: Annotated[KVCacheDtype, _memory("Data type of the KV cache.")] = "bf16"
+    page_size: Annotated[
+        Count, _memory("Tokens per page of the KV cache: 16, 32 or 64.", unit="tokens", alias="block_size")
+    ] = 32
+    max_model_len: Annotated[
+        Count | None,
+        _memory("Longest prompt and output together.", unit="tokens", default="what the model and the KV cache allow"),
+    ] = None
+    max_num_seqs: Annotated[Count, _memory("Sequences that run at the same time.", unit="sequences")] = 64
+    max_num_batched_tokens: Annotated[Count, _memory("Tokens computed in one step.", unit="tokens")] = 512
+    kv_cache_memory: Annotated[
+        Count | None,
+        _memory(
+            "Size of the KV cache.",
+            unit="bytes",
+            default="what max_num_seqs sequences need, at most kv_cache_share of the free memory",
+        ),
+    ] = None
+    kv_cache_share: Annotated[
+        Share, _memory("Most of the memory free at start that the KV cache takes if its size is not set.")
+    ] = 0.4
+    threads: Annotated[
+        Count | None,
+        _memory("Threads that compute.", unit="threads", default="what CPU affinity and cgroup quota allow"),
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool, _memory("Reuse the KV cache of prompts that begin with the same tokens.")
+    ] = True
+    isa: Annotated[
+        str | None,
+        _memory(
+            "Instruction set level; `quire info` lists those of this machine.", unit="level", default="the best one"
+        ),
+    ] = None
+
+    max_num_waiting: Annotated[Count, _scheduling("Most requests in the queue.", unit="requests")] = 1024
+    max_num_waiting_per_tenant: Annotated[
+        Count | None, _scheduling("Most requests of one tenant in the queue.", unit="requests", default="no limit")
+    ] = None
+    scheduling_policy: Annotated[
+        SchedulingPolicy,
+        _scheduling(
+            "Which request is admitted next: fcfs by arrival, priority by priority and waiting time, fair from the "
+            "tenant that was served least."
+        ),
+    ] = "fcfs"
+    tenant_weights: Annotated[
+        dict[str, Positive],
+        _scheduling("Shares of tenants under the fair policy, such as a=2,b=0.5.", default="1 for every tenant"),
+    ] = {}
+    max_kv_share_per_tenant: Annotated[
+        Share | None, _scheduling("Most of the KV pages that one tenant's requests hold.", default="no limit")
+    ] = None
+    itl_target_ms: Annotated[
+        Positive | None,
+        _scheduling(
+            "Target for the time between two tokens of a stream. Steps take less prefill, and only as many sequences "
+            "run as can decode in that time.",
+            unit="ms",
+            default="no target, the highest throughput",
+        ),
+    ] = None
+    num_speculative_tokens: Annotated[
+        DraftTokens,
+        _scheduling(
+            "Most draft tokens per sequence and step, found in earlier text; the output stays the same. 0: none.",
+            unit="tokens",
+        ),
+    ] = 0
+    kv_spill_size: Annotated[
+        CountOrZero,
+        _scheduling("Disk space for the KV pages of preempted requests. 0: their pages are recomputed.", unit="bytes"),
+    ] = 0
+    kv_spill_dir: Annotated[
+        str | None,
+        _scheduling("Folder of that file.", unit="folder", default="the system's folder for temporary files"),
+    ] = None
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of `quire serve` but its engine: sockets, who may connect, limits, processes, logs. Port 0: a free one."""
+    """The options of `quire serve` besides those of its engine."""
 
-    host: str = "127.0.0.1"
-    port: Port = 7070
-    uds: str | None = None  # unix socket path; instead of TCP
-    http_host: str = "127.0.0.1"
-    http_port: Port = 7071
-    token: Secret | None = None  # required of clients when set; must be set off loopback
-    auth_tokens: str | None = None  # TOML file of tenants, the hashes of their keys and their limits
-    tls_cert: str | None = None  # PEM files; clients then speak TLS
-    tls_key: str | None = None
-    served_model_name: str | None = None
-    prefix_snapshot: str | None = None  # file that keeps the prefix cache from one run to the next
-    max_frame_bytes: FrameBytes = 4 << 20
-    max_connections: Count = 4096
-    max_requests_per_connection: Count = 1024
-    max_outgoing_bytes: Bytes = 8 << 20  # unsent per connection before its reader counts as stuck
-    write_timeout_ms: Count = 30_000  # without progress before its reader counts as stuck
-    handshake_timeout_ms: Count = 10_000
-    frame_timeout_ms: Count = 30_000  # from a frame's first byte to its last
-    idle_timeout_ms: Count = 600_000  # of a connection without live requests
-    heartbeat_ms: Count = 15_000  # for clients that want it
-    credit_timeout_ms: Count = 30_000  # with tokens to send and no credit, before a request's reader counts as stuck
-    resume_timeout_ms: Count = 60_000  # how long a resumable request waits for its client
-    idempotency_window_ms: Count = 600_000  # how long the outcome of a request with an idempotency key is kept
-    max_kept_bytes: Bytes = 64 << 20  # of kept outcomes; the oldest that nobody needs go first
-    stall_timeout_ms: Count = 30_000  # work without a finished step before /readyz says no and the engine is restarted
-    shutdown_timeout: Seconds = 30.0  # that accepted requests have to end after SIGTERM
-    in_process: bool = False  # the engine in the server's own process: nothing survives its crash
-    engine_processes: Processes = 0  # 0: one per NUMA node
-    engine_pulse_timeout_ms: Count = 1_000  # without a pulse before an engine process is replaced
-    metrics_compat: Literal["vllm"] | None = None  # mirror the names that routers and dashboards hard-code
-    log_format: Literal["console", "json"] = "console"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    host: Annotated[
+        str,
+        _server("Address for clients; one that other machines reach needs `token` or `auth_tokens`.", unit="address"),
+    ] = "127.0.0.1"
+    port: Annotated[Port, _server("Port for clients; 0 takes a free one.")] = 7070
+    uds: Annotated[str | None, _server("Unix socket for clients, instead of `host` and `port`.", unit="file")] = None
+    http_host: Annotated[
+        str, _server("Address for operators: metrics, probes and the status page.", unit="address")
+    ] = "127.0.0.1"
+    http_port: Annotated[Port, _server("Port for operators; 0 takes a free one.")] = 7071
+    token: Annotated[
+        str | None,
+        _server(
+            "Token that clients must present. Set QUIRE_TOKEN instead of the flag: process lists show flags.",
+            unit="text",
+            is_secret=True,
+        ),
+    ] = None
+    auth_tokens: Annotated[
+        str | None,
+        _server(
+            "TOML file of tenants, the hashes of their keys and their limits; `quire token` makes keys.",
+            unit="file",
+        ),
+    ] = None
+    tls_cert: Annotated[str | None, _server("Certificate chain in PEM; with it, clients use TLS.", unit="file")] = None
+    tls_key: Annotated[str | None, _server("Private key of the certificate, in PEM.", unit="file")] = None
+    served_model_name: Annotated[
+        str | None, _server("Name of the model for clients.", unit="text", default="the name of the model's folder")
+    ] = None
+    prefix_snapshot: Annotated[
+        str | None,
+        _server("File that keeps the prefix cache across restarts.", unit="file", default="the cache is not kept"),
+    ] = None
+    shutdown_timeout: Annotated[
+        PositiveOrZero, _server("Time that running requests have to finish after SIGTERM.", unit="seconds")
+    ] = 30.0
+    in_process: Annotated[
+        bool, _server("Run the engine in the server's process; a crash of the engine then ends the server.")
+    ] = False
+    engine_processes: Annotated[
+        Processes,
+        _server("Engine processes, each with its own copy of the model. 0: one per NUMA node.", unit="processes"),
+    ] = 0
+    metrics_compat: Annotated[
+        Literal["vllm"] | None, _server("Export the metrics under vLLM's names, too.", default="off")
+    ] = None
+    log_format: Annotated[Literal["console", "json"], _server("Form of log lines.")] = "console"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], _server("Least severe level that is logged.")
+    ] = "info"
+
+    max_frame_bytes: Annotated[FrameBytes, _limit("Longest payload of a frame.", unit="bytes")] = 4 << 20
+    max_connections: Annotated[Count, _limit("Connections at the same time.", unit="connections")] = 4096
+    max_requests_per_connection: Annotated[Count, _limit("Live requests of one connection.", unit="requests")] = 1024
+    max_outgoing_bytes: Annotated[
+        Count, _limit("Unsent output of a connection at which it is closed as too slow.", unit="bytes")
+    ] = 8 << 20
+    write_timeout_ms: Annotated[
+        Count, _limit("Time without progress in sending after which a connection is closed as too slow.", unit="ms")
+    ] = 30_000
+    handshake_timeout_ms: Annotated[Count, _limit("Time from connecting to HELLO.", unit="ms")] = 10_000
+    frame_timeout_ms: Annotated[Count, _limit("Time from the first to the last byte of a frame.", unit="ms")] = 30_000
+    idle_timeout_ms: Annotated[
+        Count, _limit("Silence after which a connection without live requests is closed.", unit="ms")
+    ] = 600_000
+    heartbeat_ms: Annotated[
+        Count, _limit("Silence after which a client that negotiated heartbeats is sent PING.", unit="ms")
+    ] = 15_000
+    credit_timeout_ms: Annotated[
+        Count, _limit("Time that a request's tokens wait for credit before the request ends.", unit="ms")
+    ] = 30_000
+    resume_timeout_ms: Annotated[
+        Count, _limit("Time that a resumable request is kept after its connection was lost.", unit="ms")
+    ] = 60_000
+    idempotency_window_ms: Annotated[
+        Count, _limit("Time that the output of a request with an idempotency key is kept.", unit="ms")
+    ] = 600_000
+    max_kept_bytes: Annotated[
+        Count, _limit("Output kept for resumable requests and idempotency keys.", unit="bytes")
+    ] = 64 << 20
+    stall_timeout_ms: Annotated[
+        Count,
+        _limit("Time without a finished step after which /readyz fails and the engine is restarted.", unit="ms"),
+    ] = 30_000
+    engine_heartbeat_timeout_ms: Annotated[
+        Count, _limit("Time without a heartbeat after which an engine process is replaced.", unit="ms")
+    ] = 1_000
+
+
+class EngineOptions(TypedDict, total=False):
+    """The keyword arguments of `LLM`: the fields of EngineConfig besides `model`, with sizes also as text.
+
+    A test keeps both lists equal.
+    """
+
+    weights: WeightDtype | Literal["bfloat16", "float32"]
+    kv_cache_dtype: KVCacheDtype | Literal["bfloat16", "float32"]
+    page_size: int
+    block_size: int
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_cache_memory: int | str | None
+    kv_cache_share: float
+    threads: int | None
+    enable_prefix_caching: bool
+    isa: str | None
+    max_num_waiting: int
+    max_num_waiting_per_tenant: int | None
+    scheduling_policy: SchedulingPolicy
+    tenant_weights: dict[str, float]
+    max_kv_share_per_tenant: float | None
+    itl_target_ms: float | None
+    num_speculative_tokens: int
+    kv_spill_size: int | str
+    kv_spill_dir: str | None

@@ -1,55 +1,72 @@
-"""What a request asks for and what it yields: the vocabulary shared by engine, server, clients and `LLM`.
+"""Types of requests and outputs that engine, server, clients and `LLM` share.
 
-Plain frozen structs and how chunks join: no I/O, no model, no validation beyond types. `SamplingParams` crosses the
-wire as a msgpack map, the rest as part of TOKENS and DONE. Limits are checked in one place, `engine/validator.py`.
+Frozen structs, and a function that joins chunks; no I/O and no range checks, which `engine/validator.py` makes.
+`SamplingParams` is sent as a msgpack map, the other structs as parts of TOKENS and DONE.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
+from typing import Annotated
 
 import msgspec
 
 from ...scheduler import FinishReason as FinishReason  # exported: the runtime uses the type from here
 from .errors import GenerationFailed
+from .options import option
+
+SAMPLING = "Sampling"
+_option = partial(option, SAMPLING)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to turn logits into tokens, and when to stop. Names are vLLM's; the default is greedy.
+    """How logits become tokens, and when to stop. Names are vLLM's; the default is greedy decoding.
 
-    Order of application: logit_bias, penalties, temperature, min_p, top_k, top_p. `temperature=0` is greedy.
-    A seeded request is a pure function of (model, prompt, params): the same tokens under any load. Without a seed
-    the engine draws one and reports it in `Usage.seed`.
-
-    A request may yield several choices. `n`: so many samples; choice i is what a request with seed + i (mod 2^64)
-    yields alone. `best_of`: so many are drawn, the `n` with the highest cumulative logprob come back, best first.
-    `beam_width`: the `n` best of a beam search, best first. The latter two come at the end, not as a stream.
+    Order of application: logit_bias, penalties, temperature, min_p, top_k, top_p. The tokens of a request with a seed
+    depend on the model, the prompt and these parameters only, whatever else runs. `n` samples: output i has the tokens
+    of a request with seed + i (modulo 2^64). The outputs of `best_of` and `beam_width` are ranked, best first, and come
+    at the end instead of as a stream.
     """
 
-    max_tokens: int = 128
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None  # token id -> added to its logit
-    seed: int | None = None  # u64
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None  # None: none; 0: of the chosen token; n: also the n most likely
-    n: int = 1
-    best_of: int | None = None
-    beam_width: int = 0  # 0: no beam search
-    length_penalty: float = 1.0  # of beams: score = cumulative logprob / length ** length_penalty
+    max_tokens: Annotated[int, _option("Most tokens to generate.", unit="tokens")] = 128
+    min_tokens: Annotated[int, _option("Tokens to generate before the output may end.", unit="tokens")] = 0
+    temperature: Annotated[float, _option("Randomness of the samples; 0 takes the most likely token.")] = 0.0
+    top_k: Annotated[int, _option("Sample from the k most likely tokens; 0: from all.", unit="tokens")] = 0
+    top_p: Annotated[float, _option("Sample from the most likely tokens that together have this probability.")] = 1.0
+    min_p: Annotated[
+        float, _option("Leave out tokens with less than this share of the most likely token's probability.")
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float, _option("Above 1: make tokens that occurred in prompt or output less likely; below 1: more likely.")
+    ] = 1.0
+    presence_penalty: Annotated[float, _option("Subtracted from the logit of every token in the output so far.")] = 0.0
+    frequency_penalty: Annotated[
+        float, _option("Subtracted from a token's logit once for each time it is in the output so far.")
+    ] = 0.0
+    logit_bias: Annotated[dict[int, float] | None, _option("Token id -> number added to its logit.")] = None
+    seed: Annotated[int | None, _option("Seed of the random numbers.", default="drawn, see Usage.seed")] = None
+    stop: Annotated[tuple[str, ...], _option("Texts at which the output ends.")] = ()
+    stop_token_ids: Annotated[tuple[int, ...], _option("Token ids at which the output ends.")] = ()
+    include_stop_str_in_output: Annotated[bool, _option("Keep the stop text at the end of the output.")] = False
+    ignore_eos: Annotated[bool, _option("Continue after the model's end-of-sequence token.")] = False
+    logprobs: Annotated[
+        int | None,
+        _option("Report the log probability of each token and of this many alternatives.", default="not reported"),
+    ] = None
+    n: Annotated[int, _option("Outputs per prompt.")] = 1
+    best_of: Annotated[
+        int | None,
+        _option("Outputs to sample; the n with the highest cumulative log probability are returned.", default="n"),
+    ] = None
+    beam_width: Annotated[int, _option("Beams of a beam search, which needs temperature 0; 0: no beam search.")] = 0
+    length_penalty: Annotated[
+        float, _option("A beam's score is its cumulative log probability / length ** length_penalty.")
+    ] = 1.0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probability of one generated token under the model's raw distribution, and the top alternatives."""
+    """Natural logarithm of one generated token's probability before sampling parameters, and the top alternatives."""
 
     token_id: int
     logprob: float
@@ -57,34 +74,34 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a finished request consumed, all its choices together, and where its time went (milliseconds)."""
+    """Tokens and milliseconds that a finished request took, all its outputs together."""
 
-    prompt_tokens: int  # once, however many choices
-    completion_tokens: int  # of all that was drawn, with best_of also what is not returned
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    recomputed_tokens: int = 0  # prefilled again after a preemption
-    seed: int = 0  # of choice 0
+    prompt_tokens: int  # counted once for all outputs
+    completion_tokens: int  # with best_of, tokens of samples that are not returned count too
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    recomputed_tokens: int = 0  # tokens prefilled again after a preemption
+    seed: int = 0  # of the first output
     queue_ms: float = 0.0
     prefill_ms: float = 0.0
-    decode_ms: float = 0.0  # of the choice that took longest
-    stall_ms: float = 0.0  # time spent preempted, likewise
+    decode_ms: float = 0.0  # of the output that took longest
+    stall_ms: float = 0.0  # preempted; of the output that was preempted longest
 
 
 class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece of a stream: the tokens of one choice that arrived together and the text they completed.
+    """One piece of a stream: tokens of one output that arrived together, and the text that they completed.
 
-    `text` never ends inside a UTF-8 character nor inside a possible stop string, so it may lag behind `token_ids`.
-    A chunk with `finish_reason` is its choice's last. The last chunk of a stream, and only that, has `usage`.
+    `text` never ends inside a UTF-8 character or inside a possible stop string, so it may lag behind `token_ids`. A
+    chunk with `finish_reason` is the last of its output. Only the last chunk of a stream has `usage`.
     """
 
-    first_index: int  # of token_ids[0] among its choice's generated tokens
+    first_index: int  # of token_ids[0] among the output's tokens
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
-    choice: int = 0
-    cumulative_logprob: float | None = None  # of the whole choice; where choices were ranked by it
+    choice: int = 0  # index of the output
+    cumulative_logprob: float | None = None  # of the whole output, if outputs were ranked by it
 
 
 class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +111,7 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: FinishReason
-    cumulative_logprob: float | None  # known with logprobs, best_of or beam_width
+    cumulative_logprob: float | None  # None unless the request has logprobs, best_of or beam_width
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +119,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     outputs: tuple[CompletionOutput, ...]
     usage: Usage
-    prompt_token_ids: tuple[int, ...] | None = None  # None from a client: servers do not send them
+    prompt_token_ids: tuple[int, ...] | None = None  # None from clients: the protocol does not send it back
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Settings: precedence flag > environment > file > default, and errors that name the setting and what is allowed."""
+"""Settings: precedence flag > environment > file > default, and errors that name the option and what is allowed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "quire.toml"
 
 
-def test_nothing_given_is_the_defaults() -> None:
+def test_defaults_hold_if_nothing_is_given() -> None:
     settings = resolve_settings({"port": None}, {"PATH": "/bin"})
     assert settings.engine == EngineConfig()
     assert settings.server == ServerConfig()
@@ -27,6 +27,19 @@ def test_the_stronger_source_wins(file: Path) -> None:
         {"max_num_seqs": 3}, {"QUIRE_MAX_NUM_SEQS": "2", "QUIRE_THREADS": "2", "QUIRE_DEBUG": "1"}, file
     )
     assert (settings.engine.max_num_seqs, settings.engine.threads, settings.server.port) == (3, 2, 1)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [("bfloat16", "bf16"), ("float32", "f32"), ("q8", "q8")])
+def test_data_types_have_vllms_names_too(value: str, dtype: str) -> None:
+    assert resolve_settings({"weights": value}, {}).engine.weights == dtype
+    assert resolve_settings({}, {"QUIRE_WEIGHTS": value}).engine.weights == dtype
+
+
+def test_page_size_has_vllms_name_too(file: Path) -> None:
+    file.write_text("block_size = 16")
+    assert resolve_settings({}, {}, file).engine.page_size == 16
+    assert resolve_settings({}, {"QUIRE_BLOCK_SIZE": "64"}, file).engine.page_size == 64
+    assert resolve_settings({"block_size": 32}, {"QUIRE_BLOCK_SIZE": "64"}).engine.page_size == 32
 
 
 @pytest.mark.parametrize(("value", "number"), [("0.25", 0.25), (1, 1.0), (0.5, 0.5), (" 1e-3 ", 1e-3)])
@@ -68,54 +81,56 @@ def test_switches(text: str, value: bool) -> None:
     assert resolve_settings({}, {"QUIRE_ENABLE_PREFIX_CACHING": text}).engine.enable_prefix_caching is value
 
 
-BAD_FLAGS = [
-    ({"max_num_seqs": 0}, r"--max-num-seqs: 0 is not allowed; allowed: a whole number, at least 1"),
-    ({"max_num_seqs": "1.5"}, r"--max-num-seqs: '1.5' is not allowed"),
-    ({"max_num_seqs": 1.0}, r"--max-num-seqs: 1.0 is not allowed"),
-    ({"max_num_seqs": True}, r"--max-num-seqs: True is not allowed"),
-    ({"max_num_seqs": "4GiB"}, r"--max-num-seqs: '4GiB' is not allowed"),
-    ({"max_num_seqs": "9" * 5000}, r"--max-num-seqs"),
-    ({"port": 65536}, r"--port: 65536 is not allowed; allowed: a whole number, at least 0, at most 65535"),
-    ({"max_frame_bytes": 1}, r"--max-frame-bytes: 1 is not allowed; .* at least 65536, at most 1073741824$"),
-    ({"kv_cache_memory": "4 gallons"}, r"--kv-cache-memory: '4 gallons' .* such as 4294967296 or 4GiB, at least 1"),
-    ({"kv_cache_memory": "-1GiB"}, r"--kv-cache-memory"),
-    ({"kv_cache_memory": "0.1B"}, r"--kv-cache-memory"),
-    ({"weights": "int4"}, r"--weights: 'int4' is not allowed; allowed: bf16, f32, q8"),
-    ({"enable_prefix_caching": "maybe"}, r"--enable-prefix-caching: 'maybe' is not allowed; allowed: true or false"),
-    ({"enable_prefix_caching": 1}, r"--enable-prefix-caching: 1 "),
-    ({"itl_target_ms": "0"}, r"--itl-target-ms: '0' is not allowed; allowed: a number, above 0"),
-    ({"itl_target_ms": "nan"}, r"--itl-target-ms: 'nan' is not allowed"),
-    ({"itl_target_ms": True}, r"--itl-target-ms: True is not allowed"),
-    ({"itl_target_ms": 10**400}, r"--itl-target-ms"),
-    ({"max_kv_share_per_tenant": 1.1}, r"--max-kv-share-per-tenant: 1.1 .* a number, above 0, at most 1"),
-    ({"tenant_weights": "a=2,a=3"}, r"--tenant-weights: 'a=2,a=3' is not allowed; allowed: names with a number each"),
-    ({"tenant_weights": "a"}, r"--tenant-weights: 'a' is not allowed"),
-    ({"tenant_weights": "a=0"}, r"--tenant-weights, a: '0' is not allowed; allowed: a number, above 0"),
-    ({"scheduling_policy": "lifo"}, r"--scheduling-policy: 'lifo' is not allowed; allowed: fair, fcfs, priority"),
-    ({"num_speculative_tokens": 17}, r"--num-speculative-tokens: 17 is not allowed; .* at least 0, at most 16"),
-    ({"kv_spill_size": "-1"}, r"--kv-spill-size: '-1' is not allowed; allowed: a size in bytes"),
-    ({"model": 3}, r"--model: 3 is not allowed; allowed: text"),
-    ({"modle": "x"}, r"--modle: there is no such setting; known are .*model"),
+BAD_VALUES = [
+    ({"max_num_seqs": 0}, r"^max_num_seqs must be a whole number of at least 1, not 0$"),
+    ({"max_num_seqs": "1.5"}, r"^max_num_seqs must be .*, not '1.5'$"),
+    ({"max_num_seqs": 1.0}, r"max_num_seqs must be .*, not 1.0$"),
+    ({"max_num_seqs": True}, r"max_num_seqs must be .*, not True$"),
+    ({"max_num_seqs": "4GiB"}, r"max_num_seqs must be .*, not '4GiB'$"),
+    ({"max_num_seqs": "9" * 5000}, r"max_num_seqs"),
+    ({"port": 65536}, r"port must be a whole number from 0 to 65535, not 65536$"),
+    ({"max_frame_bytes": 1}, r"max_frame_bytes must be a size in bytes from 65536 to 1073741824, such as .*, not 1$"),
+    ({"kv_cache_memory": "4 gallons"}, r"must be a size in bytes of at least 1, such as 4294967296 or 4GiB, not '4 g"),
+    ({"kv_cache_memory": "-1GiB"}, r"kv_cache_memory"),
+    ({"kv_cache_memory": "0.1B"}, r"kv_cache_memory"),
+    ({"weights": "int4"}, r"weights must be bf16, f32 or q8, not 'int4'"),
+    ({"metrics_compat": "x"}, r"metrics_compat must be vllm, not 'x'"),
+    ({"enable_prefix_caching": "maybe"}, r"enable_prefix_caching must be true or false, not 'maybe'"),
+    ({"enable_prefix_caching": 1}, r"enable_prefix_caching must be .* not 1$"),
+    ({"itl_target_ms": "0"}, r"itl_target_ms must be a number above 0, not '0'"),
+    ({"itl_target_ms": "nan"}, r"itl_target_ms must be .* not 'nan'"),
+    ({"itl_target_ms": True}, r"itl_target_ms must be .* not True"),
+    ({"itl_target_ms": 10**400}, r"itl_target_ms"),
+    ({"shutdown_timeout": -1}, r"shutdown_timeout must be a number of at least 0, not -1"),
+    ({"max_kv_share_per_tenant": 1.1}, r"max_kv_share_per_tenant must be a number above 0 and at most 1, not 1.1"),
+    ({"tenant_weights": "a=2,a=3"}, r"tenant_weights must be names with a number each, such as .*, not 'a=2,a=3'"),
+    ({"tenant_weights": "a"}, r"tenant_weights must be .*, not 'a'"),
+    ({"tenant_weights": "a=0"}, r"tenant_weights: 'a' must be a number above 0, not '0'"),
+    ({"scheduling_policy": "lifo"}, r"scheduling_policy must be fair, fcfs or priority, not 'lifo'"),
+    ({"num_speculative_tokens": 17}, r"num_speculative_tokens must be a whole number from 0 to 16, not 17"),
+    ({"kv_spill_size": "-1"}, r"kv_spill_size must be a size in bytes of at least 0, .*, not '-1'"),
+    ({"model": 3}, r"model must be text, not 3"),
+    ({"modle": "x"}, r"modle is not an option; the options are .*model"),
 ]
 
 
-@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS)
-def test_a_bad_flag_is_named_with_what_is_allowed(flags: dict[str, object], message: str) -> None:
+@pytest.mark.parametrize(("flags", "message"), BAD_VALUES)
+def test_a_bad_value_names_its_option_and_what_is_allowed(flags: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_settings(flags, {})
 
 
 def test_a_bad_variable_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"QUIRE_THREADS in the environment: 'many' is not allowed"):
+    with pytest.raises(ConfigError, match=r"^QUIRE_THREADS must be a whole number of at least 1, not 'many'$"):
         resolve_settings({}, {"QUIRE_THREADS": "many"})
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("colour = 1", r"colour in .*quire\.toml: there is no such setting"),
-        ("[engine]\nthreads = 1", r"engine in .*quire\.toml: there is no such setting"),
-        ("threads = [1]", r"threads in .*quire\.toml: \[1\] is not allowed"),
+        ("colour = 1", r"'colour' in .*quire\.toml is not an option"),
+        ("[engine]\nthreads = 1", r"'engine' in .*quire\.toml is not an option"),
+        ("threads = [1]", r"'threads' in .*quire\.toml must be a whole number of at least 1, not \[1\]"),
         ("threads = ", r"config file .*quire\.toml cannot be read"),
     ],
 )
@@ -132,6 +147,6 @@ def test_a_missing_file_is_named(file: Path) -> None:
 
 def test_a_secret_is_never_quoted(file: Path) -> None:
     file.write_text("token = 20261120")
-    with pytest.raises(ConfigError, match=r"token in .*: this value is not allowed; allowed: text") as caught:
+    with pytest.raises(ConfigError, match=r"'token' in .* must be text, not the given value") as caught:
         resolve_settings({}, {}, file)
     assert "20261120" not in str(caught.value)
