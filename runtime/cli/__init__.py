@@ -1,1 +1,1 @@
-"""What each `quire` command does, behind the flags that `cli.py` parses."""
+"""The `quire` command, one file per subcommand."""

@@ -1,11 +1,13 @@
-"""`quire bench`: measure speed by shape and its share of the roofline, or the worth of the KV cache."""
+"""`quire bench`: measure speed by shape and its share of the roofline, or what the KV cache saves."""
 
 from __future__ import annotations
 
-import json
 import sys
+from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError
@@ -15,12 +17,34 @@ from ..tools.bench import CacheComparison, compare_cache, measure_overhead, meas
 from ..tools.bench.console import SpeedReport
 from ..tools.bench.plot import check_plot, plot_cache_comparison, plot_roofline
 from ..tools.bench.speed import Shape, bench_config
+from .flags import MemoryFlags, SchedulingFlags, settings_from
 
 
-def bench_speed(
+def bench(
+    model: str | None = None,
+    /,
+    *,
+    shapes: str = "1x128,8x128,32x128",
+    new_tokens: int = 32,
+    repeats: int = 3,
+    json: bool = False,
+    kv_cache: Annotated[bool, Parameter(negative="--no-kv-cache")] = True,
+    plot: Path | None = None,
+    memory: MemoryFlags | None = None,
+    scheduling: SchedulingFlags | None = None,
+) -> None:
+    """Measure and print. Raises ConfigError, ModelError or MissingDependency."""
+    config = settings_from(model, memory, scheduling).engine
+    if kv_cache:
+        _bench_speed(config, shapes, new_tokens, repeats, json, plot)
+    else:
+        _bench_cache(config, shapes, new_tokens, json, plot)
+
+
+def _bench_speed(
     config: EngineConfig, shapes_text: str, new_tokens: int, repeats: int, as_json: bool, plot: Path | None
 ) -> None:
-    """Measure every shape, then the step's overhead. Raises ConfigError, ModelError or MissingDependency."""
+    """Measure every shape, then the overhead of a step."""
     if new_tokens < 1 or repeats < 1:
         raise ConfigError("--new-tokens and --repeats must be at least 1")
     shapes = parse_shapes(shapes_text)
@@ -34,16 +58,16 @@ def bench_speed(
     if plot is not None:
         plot_roofline(results, report.title, plot)
     if as_json:
-        print(json.dumps(report.as_dict(), indent=1))
+        print(dumps(report.as_dict(), indent=1))
     else:
         report.print()
 
 
-def bench_cache(config: EngineConfig, shapes_text: str, new_tokens: int, as_json: bool, plot: Path | None) -> None:
-    """Measure the first shape with and without the KV cache. Raises ConfigError, ModelError or MissingDependency."""
+def _bench_cache(config: EngineConfig, shapes_text: str, new_tokens: int, as_json: bool, plot: Path | None) -> None:
+    """Measure the prompt of the first shape with and without the KV cache."""
     shape = parse_shapes(shapes_text)[0]
     if new_tokens < 2:
-        raise ConfigError("--new-tokens must be at least 2 to show what the cache is worth")
+        raise ConfigError(f"--new-tokens must be at least 2 without the KV cache, not {new_tokens}")
     if plot is not None:
         check_plot(plot)
     with LLM.from_config(bench_config(config, [Shape(1, shape.prompt_tokens)], new_tokens)) as llm:
@@ -51,11 +75,8 @@ def bench_cache(config: EngineConfig, shapes_text: str, new_tokens: int, as_json
         if plot is not None:
             plot_cache_comparison(comparison, plot)
         if as_json:
-            print(
-                json.dumps(
-                    {**_circumstances(config, llm.engine.core.runner), **_comparison_as_dict(comparison)}, indent=1
-                )
-            )
+            about = _circumstances(config, llm.engine.core.runner)
+            print(dumps({**about, **_comparison_as_dict(comparison)}, indent=1))
         else:
             _print_comparison(comparison, new_tokens)
 

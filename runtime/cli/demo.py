@@ -1,8 +1,6 @@
-"""`quire demo`: a real server on free ports, eight users through the real client, their text live, a table, and stop.
+"""`quire demo`: start a server, stream from it as several users, show their texts and a table of what each user saw.
 
-Every user asks twice: the second time for more of what it has got, so that the prefix cache shows.
-
-One invariant: what the table says is what the users saw; nothing is asked of the server but through the client.
+Every user sends two requests. The second continues the first one's text, so it finds a prompt in the prefix cache.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ PROMPTS = (
 
 @dataclass
 class Turn:
-    """One stream, measured by the one who reads it. Times in seconds of one clock."""
+    """One stream as its reader saw it; times in seconds of one clock."""
 
     start: float
     first_token: float = 0.0
@@ -50,13 +48,15 @@ class Turn:
 
 @dataclass
 class User:
+    """One user of the demo."""
+
     prompt: str
-    text: str = ""  # all that was generated after the prompt
+    text: str = ""  # what was generated after the prompt
     turns: list[Turn] = field(default_factory=list)
 
 
-def demo(users: int, max_tokens: int) -> None:
-    """Raises Unavailable if the server does not start, ConfigError for no users."""
+def demo(*, users: int = 8, max_tokens: int = 120) -> None:
+    """Run the demo. Raises Unavailable if the server does not start, ConfigError if there are no users."""
     if users < 1:
         raise ConfigError(f"--users must be at least 1, not {users}")
     asyncio.run(_demo([User(PROMPTS[index % len(PROMPTS)]) for index in range(users)], max_tokens))
@@ -71,7 +71,7 @@ async def _demo(users: list[User], max_tokens: int) -> None:
             streams = asyncio.gather(*(_converse(client, user, seed, max_tokens) for seed, user in enumerate(users)))
             try:
                 await _show(console, users, streams)
-            finally:  # nothing to do unless interrupted
+            finally:  # has an effect only after an interrupt
                 streams.cancel()
                 await asyncio.gather(streams, return_exceptions=True)
             seconds = time.monotonic() - start
@@ -95,7 +95,7 @@ async def _converse(client: AsyncClient, user: User, seed: int, max_tokens: int)
 
 
 async def _show(console: Console, users: list[User], streams: asyncio.Future[list[None]]) -> None:
-    """The users' text as it grows, where there is a terminal to draw on; at the end, all of it."""
+    """Draw the users' texts as they grow, if the output is a terminal; print them at the end."""
     with Live(_panels(console, users), console=console, refresh_per_second=12, transient=True) as live:
         while not streams.done():
             await asyncio.wait([streams], timeout=1 / 12)

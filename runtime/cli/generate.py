@@ -1,6 +1,6 @@
-"""`quire generate`: one prompt through an engine in this process, the text printed as it comes.
+"""`quire generate`: continue one prompt with an engine in this process and print the text as it is generated.
 
-Several choices would come mixed: they are printed one after another, each under its number, once all have ended.
+Several outputs are printed one after another, each under its number, once all have ended.
 """
 
 from __future__ import annotations
@@ -8,14 +8,34 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..common.config import EngineConfig
-from ..common.types import CompletionOutput, SamplingParams, Usage, join_chunks
+from ..common.types import SAMPLING, CompletionOutput, SamplingParams, Usage, join_chunks
 from ..engine import Engine, GenerateRequest
+from .flags import MemoryFlags, SchedulingFlags, settings_from, typed_flags
+
+NOT_FLAGS = ("logit_bias", "logprobs")  # a map that nobody types, and figures that are not printed
+
+if TYPE_CHECKING:
+    SamplingFlags: TypeAlias = Any
+else:
+    SamplingFlags = typed_flags(SamplingParams, SAMPLING, without=NOT_FLAGS)
 
 
-def generate(config: EngineConfig, prompt: str, params: SamplingParams) -> None:
-    usage = asyncio.run(_generate(config, prompt, params))
+def generate(
+    prompt: str,
+    /,
+    *,
+    model: str | None = None,
+    sampling: SamplingFlags | None = None,
+    memory: MemoryFlags | None = None,
+    scheduling: SchedulingFlags | None = None,
+) -> None:
+    """Print the continuation of `prompt`, and its usage on standard error. Raises ModelError, ConfigError or others."""
+    params = SamplingParams(**asdict(sampling)) if sampling is not None else SamplingParams()
+    usage = asyncio.run(_generate(settings_from(model, memory, scheduling).engine, prompt, params))
     seconds = (usage.prefill_ms + usage.decode_ms) / 1000
     print(
         f"\n\n[{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated in {seconds:.2f} s, "

@@ -1,6 +1,6 @@
-"""`quire loadtest`: a server and a load in, what its users saw out; as a table, as vLLM's JSON, as a report.
+"""`quire loadtest`: put a server under load; print its clients' latencies, write vLLM's JSON and a report.
 
-One invariant: whatever can be refused is refused before the first request is sent.
+Every option is checked before the first request is sent.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import uvloop
+from cyclopts import Parameter
 
 from ..common.errors import ConfigError, Unavailable
 from ..tools.checks import parse_goodput
@@ -21,7 +22,10 @@ from ..tools.loadtest.console import print_result, shown_progress
 from ..tools.loadtest.load import PreparedLoad, make_load
 from ..tools.loadtest.options import (
     FIXED_OUTPUT,
+    ClientBehaviour,
+    DatasetOptions,
     LoadOptions,
+    Pacing,
     SamplingOptions,
     TargetOptions,
     check_load,
@@ -46,34 +50,38 @@ from .local_server import local_server
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
+    """What is reported and where to; each field is followed by its help text."""
+
     percentile_metrics: str = ",".join(METRICS)
-    "Of ttft, tpot, itl, e2el, client_queue_time, e2el_including_client_queue."
+    "Metrics to print: ttft, tpot, itl, e2el, client_queue_time, e2el_including_client_queue."
     metric_percentiles: str = "50,90,99"
-    "Of those metrics."
+    "Percentiles of those metrics."
     disable_tqdm: bool = False
     "Show no progress."
     label: str | None = None
-    "Of the result. Default: the backend."
+    "Name of the result. Default: the backend."
     save_result: bool = False
-    "Write a JSON file with the keys of `vllm bench serve`, ours under x_quire."
+    "Write a JSON file with the keys of `vllm bench serve`, and Quire's own under x_quire."
     save_detailed: bool = False
-    "With all requests in it."
+    "Include every request in that file."
     result_dir: Path | None = None
-    "Its folder. Default: this one."
+    "Folder of that file. Default: the current one."
     result_filename: str | None = None
-    "Its name. Default: made of label, rate, model and time."
+    "Name of that file. Default: made of label, rate, model and time."
     report: Path | None = None
     "Write a page of charts to this .html file."
     sweep: str | None = None
     "Several runs: request rates such as 1,2,4,inf, or concurrency:1,8,32."
     sweep_dir: Path | None = None
-    "Keep each run there, so that an interrupted sweep goes on where it was."
+    "Keep each run in this folder, so that an interrupted sweep continues where it stopped."
     metrics_url: str | None = None
-    "The server's /metrics, sampled during the run. Default: our own server's."
+    "The server's /metrics, sampled during the run. Default: that of the server started here."
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadTest:
+    """All options of one load test."""
+
     target: TargetOptions = field(default_factory=TargetOptions)
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     load: LoadOptions = field(default_factory=LoadOptions)
@@ -82,8 +90,29 @@ class LoadTest:
     metadata: tuple[str, ...] = ()  # KEY=VALUE
 
 
-def loadtest(test: LoadTest) -> None:
-    """Raises ConfigError before anything is sent, and Unavailable if no request succeeded."""
+def loadtest(
+    *,
+    target: Annotated[TargetOptions | None, Parameter(name="*", group="Server under load", negative="")] = None,
+    dataset: Annotated[DatasetOptions | None, Parameter(name="*", group="Requests", negative="")] = None,
+    pacing: Annotated[Pacing | None, Parameter(name="*", group="When they are sent")] = None,
+    behaviour: Annotated[ClientBehaviour | None, Parameter(name="*", group="How clients behave")] = None,
+    sampling: Annotated[SamplingOptions | None, Parameter(name="*", group="Sampling", negative="")] = None,
+    output: Annotated[OutputOptions | None, Parameter(name="*", group="Results", negative="")] = None,
+    goodput: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", group="Results")] = (),
+    metadata: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", group="Results")] = (),
+) -> None:
+    """Run a load test. Raises ConfigError before anything is sent, and Unavailable if no request succeeded."""
+    load = LoadOptions(
+        dataset=dataset or DatasetOptions(), pacing=pacing or Pacing(), behaviour=behaviour or ClientBehaviour()
+    )
+    test = LoadTest(
+        target=target or TargetOptions(),
+        sampling=sampling or SamplingOptions(),
+        load=load,
+        output=output or OutputOptions(),
+        goodput=goodput,
+        metadata=metadata,
+    )
     wanted = _Wanted.of(test)
     runs = uvloop.run(_loadtest(test, wanted))
     if test.output.report is not None:
@@ -95,7 +124,7 @@ def loadtest(test: LoadTest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What flags say in text, understood."""
+    """Options that flags give as text, parsed."""
 
     metrics: tuple[str, ...]
     percentiles: tuple[float, ...]
@@ -135,7 +164,7 @@ async def _loadtest(test: LoadTest, wanted: _Wanted) -> list[LoadTestRun]:
 
 @contextlib.asynccontextmanager
 async def _reachable(test: LoadTest) -> AsyncIterator[tuple[LoadTest, str]]:
-    """The test as it is, or of a server of our own with all that is known of that."""
+    """Yield the test and the server's address; start a server if the test names none."""
     address = given_address(test.target)
     if address is not None:
         yield test, address
@@ -152,13 +181,13 @@ def _at_load(test: LoadTest, point: LoadPoint) -> LoadTest:
     else:
         pacing = replace(pacing, max_concurrency=int(point.load))
     output, name = test.output, test.output.result_filename
-    if name is not None:  # each run has its own
+    if name is not None:  # one file per run
         output = replace(output, result_filename=f"{Path(name).stem}-{point.file_name}")
     return replace(test, load=replace(test.load, pacing=pacing), output=output)
 
 
 def _folder(test: LoadTest) -> SweepFolder | None:
-    """Runs are the same if all but where they are written is; who may send them is nobody's business."""
+    """Return the folder of the sweep, which recognises runs by all options but those of the output and the token."""
     if test.output.sweep_dir is None:
         return None
     settings = {"load": asdict(test.load), "sampling": asdict(test.sampling), "target": asdict(test.target)}
@@ -167,8 +196,8 @@ def _folder(test: LoadTest) -> SweepFolder | None:
 
 
 async def _run(test: LoadTest, wanted: _Wanted, target: OpenTarget, label: str) -> LoadTestRun:
-    """One load from its warm-up to its printed and saved result."""
-    load = await asyncio.to_thread(make_load, test.load, target.vocabulary)  # long: it reads files and draws prompts
+    """Run one load: warm up, send the requests, print and save the result."""
+    load = await asyncio.to_thread(make_load, test.load, target.vocabulary)  # slow: it reads files
     await _warm_up(target, load)
     progress = LoadProgress()
     async with sample_metrics(test.output.metrics_url) as metrics:
@@ -197,7 +226,7 @@ async def _send(test: LoadTest, target: OpenTarget, load: PreparedLoad, progress
         return await send_open_loop(
             target.backend, requests, load.times, progress, max_concurrency=pacing.max_concurrency
         )
-    assert pacing.max_concurrency is not None, "a closed loop"
+    assert pacing.max_concurrency is not None, "a closed loop has a concurrency"
     progress.total = test.load.dataset.num_prompts
     return await send_closed_loop(
         target.backend, load.requests, progress, max_concurrency=pacing.max_concurrency, duration_s=pacing.duration
@@ -226,7 +255,7 @@ def _run_options(
 
 
 def _save(test: LoadTest, summary: dict[str, Any]) -> None:
-    """Raises ConfigError where it cannot be written."""
+    """Write the result if that is wanted. Raises ConfigError if it cannot be written."""
     if not test.output.save_result:
         return
     folder = test.output.result_dir or Path()
@@ -240,7 +269,7 @@ def _save(test: LoadTest, summary: dict[str, Any]) -> None:
 
 
 def _file_name(test: LoadTest, summary: dict[str, Any]) -> str:
-    """As vLLM names it."""
+    """Return the name that vLLM gives to a result."""
     pacing = test.load.pacing
     rate = f"{pacing.request_rate}qps"
     if pacing.ramp_up_strategy is not None:

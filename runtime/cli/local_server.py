@@ -1,6 +1,6 @@
-"""A `quire serve` process on free ports, for commands that bring their own server.
+"""A `quire serve` process on free ports, for commands that start their own server.
 
-One invariant: the process is gone when the context is left, however it is left.
+The process has ended when the context is left, also after an error or an interrupt.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ STOP_TIMEOUT_S = 10
 
 @dataclass(frozen=True, slots=True)
 class LocalServer:
+    """A running server."""
+
     address: str  # for clients
     metrics_url: str
     ready_line: str
@@ -28,7 +30,7 @@ class LocalServer:
 
 @contextlib.asynccontextmanager
 async def local_server() -> AsyncIterator[LocalServer]:
-    """On the bundled model, whatever QUIRE_* variables say. Raises Unavailable if it does not start."""
+    """Run a server on the bundled model, without QUIRE_* variables. Raises Unavailable if it does not start."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", "--port", "0", "--http-port", "0"),
         stdout=asyncio.subprocess.PIPE,
@@ -46,8 +48,8 @@ async def local_server() -> AsyncIterator[LocalServer]:
 
 
 async def _ready_line(process: asyncio.subprocess.Process) -> str:
-    """Empty if it ended, or said nothing in time."""
-    assert process.stdout is not None, "asked for a pipe"
+    """Return the ready line, empty if the process ended or printed nothing in time."""
+    assert process.stdout is not None, "stdout is a pipe"
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
             return (await process.stdout.readline()).decode().strip()

@@ -1,9 +1,8 @@
-"""`quire serve`: one server over its engine processes until a signal ends them.
+"""`quire serve`: run one server and its engine processes until a signal ends them.
 
-The first SIGTERM or SIGINT drains: nothing new is accepted, what runs may end within --shutdown-timeout. The second
-ends at once, and engine processes do not outlive their server. SIGHUP reads keys and certificate anew.
-
-One invariant: the ready line is printed once, after both ports answer, and is the only thing on standard output.
+The first SIGTERM or SIGINT drains the server: it refuses new requests, and running ones have `--shutdown-timeout`
+seconds to finish. The second exits at once, engine processes included. SIGHUP reloads the keys and the certificate.
+Standard output gets one line, the ready line, once both ports answer.
 """
 
 from __future__ import annotations
@@ -28,10 +27,20 @@ from ..model import model_folder
 from ..server import Server, check_config
 from ..server.monitoring import PrometheusObserver
 from ..workers import EnginePool, HealthTimeouts
+from .flags import LimitFlags, MemoryFlags, SchedulingFlags, ServerFlags, settings_from
 
 
-def serve(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ModelError or ConfigError if it cannot start."""
+def serve(
+    model: str | None = None,
+    /,
+    *,
+    memory: MemoryFlags | None = None,
+    scheduling: SchedulingFlags | None = None,
+    server_flags: ServerFlags | None = None,
+    limits: LimitFlags | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM. Raises ModelError or ConfigError if the server cannot start."""
+    settings = settings_from(model, memory, scheduling, server_flags, limits)
     log_to_stderr(settings.server.log_format, settings.server.log_level)
     name = settings.server.served_model_name or model_folder(settings.engine.model).resolve().name
     server = msgspec.structs.replace(settings.server, served_model_name=name)
@@ -45,19 +54,19 @@ async def _serve(settings: Settings) -> None:
         check_snapshot_path(Path(settings.server.prefix_snapshot))
     text_processor = await asyncio.to_thread(TextProcessor.load, model_folder(settings.engine.model))
     async with _core(settings) as core:
-        if stop.is_set():  # while it was loading
+        if stop.is_set():  # a signal came while the model was loading
             return
         await _serve_until(stop, Engine(core, text_processor), settings)
 
 
 @asynccontextmanager
 async def _core(settings: Settings) -> AsyncIterator[Core]:
-    """In this process or in others, with the prefixes of the last run where those are kept."""
+    """Run the engine, in this process or in others; load and save the prefix snapshot if there is one."""
     server = settings.server
     if not server.in_process:
         pool = await EnginePool.launch(
             settings.engine,
-            HealthTimeouts(server.engine_pulse_timeout_ms / 1000, server.stall_timeout_ms / 1000),
+            HealthTimeouts(server.engine_heartbeat_timeout_ms / 1000, server.stall_timeout_ms / 1000),
             num_processes=server.engine_processes,
             snapshot=server.prefix_snapshot,
             log=(server.log_format, server.log_level),
@@ -81,7 +90,7 @@ async def _serve_until(stop: asyncio.Event, engine: Engine[Core], settings: Sett
     server = Server(PrometheusObserver(version("quire"), info.isa, info.threads, info.threads_reason))
     await server.start(engine, settings.server)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
-    gc.freeze()  # what was loaded stays: to look through it again and again would stall all streams each time
+    gc.freeze()  # collections need not visit what was loaded at start; each visit would stall all streams
     try:
         print(_ready_line(settings.engine, engine, server), flush=True)
         await stop.wait()
@@ -102,15 +111,15 @@ def _ready_line(config: EngineConfig, engine: Engine[Core], server: Server) -> s
 
 
 def _stop_signal() -> asyncio.Event:
-    """Set by the first signal; the second ends this process on the spot, also where it is process 1 of a container."""
+    """Return an event that the first signal sets; the second signal exits, also as process 1 of a container."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def hear(number: signal.Signals) -> None:
+    def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
             os._exit(128 + number)
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, hear, number)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read anew
+        loop.add_signal_handler(number, on_signal, number)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server can reload
     return stop

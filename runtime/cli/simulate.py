@@ -1,11 +1,13 @@
-"""`quire simulate`: model, memory and arrival rate in, what to expect out. Nothing is loaded; config.json is enough."""
+"""`quire simulate`: predict latency and throughput of a workload from a model's config.json, without loading it."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from json import dumps
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError
@@ -15,43 +17,63 @@ from ..tools.bench import Roofline
 from ..tools.bench.roofline import RooflineMeter
 from ..tools.simulation import Workload, build_simulator, given_roofline, make_arrivals, parse_objectives, summarize
 from ..tools.simulation.console import print_report
+from .flags import MemoryFlags, SchedulingFlags, settings_from
 
 MAX_GIGA = 1e6
 MAX_NOISE = 2.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """The simulated machine; each field is followed by its help text."""
+
+    bandwidth: float | None = None
+    "GB/s read from memory. Default: this machine's, measured now."
+    peak: float | None = None
+    "int8 GOP/s. Default: this machine's, measured now."
+    noise: float = 0.0
+    "Sigma of a lognormal factor on the time of every step."
+
+
 def simulate(
-    config: EngineConfig,
-    workload: Workload,
-    goodput: Sequence[str],
-    as_json: bool,
+    model: str | None = None,
+    /,
     *,
-    bandwidth: float | None,
-    peak: float | None,
-    noise: float,
+    workload: Annotated[Workload | None, Parameter(name="*", group="Workload")] = None,
+    goodput: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = (),
+    json: bool = False,
+    machine: Annotated[MachineOptions | None, Parameter(name="*", group="Machine")] = None,
+    memory: MemoryFlags | None = None,
+    scheduling: SchedulingFlags | None = None,
 ) -> None:
-    """`bandwidth` in GB/s, `peak` in int8 GOP/s; measured where not given. Raises ConfigError or ModelError."""
-    for flag, value in (("--bandwidth", bandwidth), ("--peak", peak)):
-        if value is not None and not 0 < value <= MAX_GIGA:
-            raise ConfigError(f"{flag} must be above 0 and at most {MAX_GIGA:g}, not {value:g}")
-    if not 0 <= noise <= MAX_NOISE:
-        raise ConfigError(f"--noise must be between 0 and {MAX_NOISE:g}, not {noise:g}")
+    """Simulate and print. Raises ConfigError or ModelError."""
+    config = settings_from(model, memory, scheduling).engine
+    workload, machine = workload or Workload(), machine or MachineOptions()
+    _check(machine)
     objectives = parse_objectives(goodput)
     arrivals = make_arrivals(workload)
     spec = read_spec(model_folder(config.model))
     capacity = decide_capacity(config, spec)
-    roofline = _roofline(capacity, bandwidth, peak)
-    simulator = build_simulator(config, spec, capacity, roofline, arrivals, noise=noise, seed=workload.seed)
+    roofline = _roofline(capacity, machine.bandwidth, machine.peak)
+    simulator = build_simulator(config, spec, capacity, roofline, arrivals, noise=machine.noise, seed=workload.seed)
     start = time.process_time()
     simulator.run()
     spent_s = time.process_time() - start
     about = _circumstances(config, capacity, roofline)
     report = summarize(simulator, objectives, config.tenant_weights)
-    if as_json:
-        print(json.dumps({**about, **report.as_dict()}, indent=1))
+    if json:
+        print(dumps({**about, **report.as_dict()}, indent=1))
     else:
         print_report(about, report)
         print(f"simulated in {spent_s:.1f} s of CPU time, {simulator.computed_tokens / spent_s:,.0f} tokens per second")
+
+
+def _check(machine: MachineOptions) -> None:
+    for flag, value in (("--bandwidth", machine.bandwidth), ("--peak", machine.peak)):
+        if value is not None and not 0 < value <= MAX_GIGA:
+            raise ConfigError(f"{flag} must be above 0 and at most {MAX_GIGA:g}, not {value:g}")
+    if not 0 <= machine.noise <= MAX_NOISE:
+        raise ConfigError(f"--noise must be between 0 and {MAX_NOISE:g}, not {machine.noise:g}")
 
 
 def _roofline(capacity: Capacity, bandwidth: float | None, peak: float | None) -> Roofline:

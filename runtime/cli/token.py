@@ -1,6 +1,6 @@
-"""`quire token`: a new key for one tenant, shown once, and the lines that admit it.
+"""`quire token`: make a key for one tenant and print it once, with the lines that admit it.
 
-One invariant: the key itself is written nowhere but to standard output; a server's file holds its hash only.
+The key is written to standard output only; the server's file holds its hash.
 """
 
 from __future__ import annotations
@@ -9,19 +9,24 @@ import secrets
 
 from ..server import check_tenant_name, hash_key
 
-KEY_BYTES = 32  # of randomness: no number of guesses finds a key, so its hash need not be slow
+KEY_BYTES = 32  # of randomness: a key cannot be guessed, so its hash need not be slow
+
+
+def token(tenant: str, /) -> None:
+    """Print a new key. Raises ConfigError if `tenant` is not allowed as a name."""
+    print(token_text(tenant))
 
 
 def token_text(tenant: str) -> str:
-    """Raises ConfigError for a name that a tenant cannot have."""
+    """Return a new key and the lines that admit it. Raises ConfigError if `tenant` is not allowed as a name."""
     check_tenant_name(tenant)
-    key = "quire_" + secrets.token_urlsafe(KEY_BYTES)  # what scanners for leaked secrets can know, and never a flag
+    key = "quire_" + secrets.token_urlsafe(KEY_BYTES)  # a prefix that secret scanners find; never a flag
     return f"""\
-key, for the client; it is not shown again:
+key for the client, not shown again:
 
 {key}
 
-for the file of --auth-tokens; another key of the same tenant goes into its list:
+lines for the file of --auth-tokens; a further key of the same tenant goes into the list:
 
 [{tenant}]
 keys = ["{hash_key(key).hex()}"]"""

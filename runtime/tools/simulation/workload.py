@@ -31,47 +31,58 @@ DEFAULT_RATE = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A stream of requests. For the syntax of lengths and tenants see `parse_lengths` and `parse_tenants`.
+    """The requests of a simulation, as flags of `quire simulate`; each field is followed by its help text.
 
     A trace has its own lengths, times and number of requests, unless `rate` or `requests` are given.
     """
 
     arrivals: Process = "poisson"
+    "poisson, bursty, constant, or the format of a recorded trace: mooncake (JSONL) or azure (CSV)."
     trace: Path | None = None
-    rate: float | None = None  # requests per second
+    "File of a recorded trace."
+    rate: float | None = None
+    "Requests per second. Default 1, or as recorded."
     requests: int | None = None
+    "Number of requests. Default 500, or all that were recorded."
     burstiness: float = 0.25
+    "Shape of the gamma distribution of bursty arrivals; 1 is Poisson, lower numbers make longer bursts."
     prompt_tokens: str = "512"
+    "Prompt lengths: 512, a range 64-1024, or lognormal:MEDIAN,SIGMA."
     output_tokens: str = "128"
+    "Output lengths, in the same form."
     shared_prefix_tokens: int = 0
+    "Tokens at the beginning of each prompt that all requests of a tenant share."
     tenants: str | None = None
-    deadline_ms: float | None = None  # of every request
+    "Tenants and their relative request rates, such as a=20,b=1."
+    deadline_ms: float | None = None
+    "Deadline of every request, from its arrival. Default: none."
     seed: int = 1
+    "Seed of the random numbers."
 
 
 def make_arrivals(workload: Workload) -> list[Arrival]:
     """Return the requests of a workload. Raises ConfigError."""
-    check_number("--rate", workload.rate, 1e-6, 1e6)
-    check_number("--requests", workload.requests, 1, MAX_REQUESTS)
-    check_number("--burstiness", workload.burstiness, 1e-3, 1e3)
-    check_number("--shared-prefix-tokens", workload.shared_prefix_tokens, 0, MAX_LENGTH)
-    check_number("--deadline-ms", workload.deadline_ms, 1, 1e9)
+    check_number("rate", workload.rate, 1e-6, 1e6)
+    check_number("requests", workload.requests, 1, MAX_REQUESTS)
+    check_number("burstiness", workload.burstiness, 1e-3, 1e3)
+    check_number("shared_prefix_tokens", workload.shared_prefix_tokens, 0, MAX_LENGTH)
+    check_number("deadline_ms", workload.deadline_ms, 1, 1e9)
     if workload.arrivals in ("mooncake", "azure"):
         return _recorded(workload)
     if workload.trace is not None:
-        raise ConfigError("--trace needs the format of the file: add --arrivals mooncake or --arrivals azure")
+        raise ConfigError("trace needs the format of the file: add `arrivals` mooncake or `arrivals` azure")
     return _random(workload)
 
 
 def _recorded(workload: Workload) -> list[Arrival]:
     if workload.trace is None:
-        raise ConfigError(f"--arrivals {workload.arrivals} needs --trace FILE")
+        raise ConfigError(f"`arrivals` {workload.arrivals} needs `trace` FILE")
     if workload.tenants is not None or workload.shared_prefix_tokens:
-        raise ConfigError("--tenants and --shared-prefix-tokens are for random requests, not for those of a trace")
+        raise ConfigError("`tenants` and shared_prefix_tokens are for random requests, not for those of a trace")
     read = read_mooncake if workload.arrivals == "mooncake" else read_azure
     arrivals = read(workload.trace, workload.requests or MAX_REQUESTS)
     if workload.rate is not None:
-        arrivals = rescale(arrivals, workload.rate, "--rate")
+        arrivals = rescale(arrivals, workload.rate, "rate")
     return [replace(arrival, deadline_s=_deadline_s(workload)) for arrival in arrivals]
 
 
@@ -80,8 +91,8 @@ def _random(workload: Workload) -> list[Arrival]:
     return draw_arrivals(
         workload.requests or DEFAULT_REQUESTS,
         _intervals(workload, random),
-        parse_lengths("--prompt-tokens", workload.prompt_tokens),
-        parse_lengths("--output-tokens", workload.output_tokens),
+        parse_lengths("prompt_tokens", workload.prompt_tokens),
+        parse_lengths("output_tokens", workload.output_tokens),
         random,
         tenants=None if workload.tenants is None else parse_tenants(workload.tenants),
         shared_prefix_tokens=workload.shared_prefix_tokens,

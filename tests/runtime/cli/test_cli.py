@@ -194,10 +194,10 @@ def test_bench_without_the_cache(quire: Quire, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["fly"], 'Unknown command "fly"'),
-        (["serve", "--port", "many"], '"many"'),
-        (["serve", "--port", "70000"], "--port: 70000 is not allowed"),
-        (["serve", "--host", "0.0.0.0", *QUICK], "requires --token"),
-        (["serve", "--max-num-waiting", "0"], "--max-num-waiting: 0 is not allowed"),
+        (["serve", "--port", "many"], "--port must be a whole number from 0 to 65535, not 'many'"),
+        (["serve", "--port", "70000"], "--port must be a whole number from 0 to 65535, not '70000'"),
+        (["serve", "--host", "0.0.0.0", *QUICK], "requires --token or --auth-tokens"),
+        (["serve", "--max-num-waiting", "0"], "--max-num-waiting must be a whole number of at least 1, not '0'"),
         (["serve", "/nowhere"], "/nowhere is not a folder"),
         (["serve", "--kv-spill-size", "1KiB", *QUICK], "--kv-spill-size: a spill file needs at least one page"),
         (["serve", "--kv-spill-size", "1MiB", "--kv-spill-dir", "/nowhere", *QUICK], "--kv-spill-dir: cannot make"),
@@ -215,15 +215,15 @@ def test_refusals(quire: Quire, arguments: list[str], message: str) -> None:
         (["token", "a b"], "tenant 'a b': a name is 1 to 64"),
         (["info", "--isa", "mmx"], "unknown ISA level 'mmx'"),
         (["plan", "/"], "has no config.json"),
-        (["plan", "--weights", "int3"], "--weights: 'int3' is not allowed; allowed: bf16, f32, q8"),
+        (["plan", "--weights", "int3"], "--weights must be bf16, f32 or q8, not 'int3'"),
         (["plan", "--kv-cache-memory", "lots"], "--kv-cache-memory"),
         (["plan", "--max-model-len", "4096"], "2048 positions"),
         (["plan", "--config", "/nowhere.toml"], "/nowhere.toml cannot be read"),
         (["generate"], "requires an argument"),
         (["generate", "", *QUICK], "the prompt is empty"),
-        (["generate", "hi", "--max-tokens", "0", *QUICK], "max_tokens must be between"),
-        (["generate", "hi", "--n", "65", *QUICK], "n must be between 1 and 64, not 65"),
-        (["generate", "hi", "--temperature", "nan", *QUICK], "temperature must be between 0 and 100, not nan"),
+        (["generate", "hi", "--max-tokens", "0", *QUICK], "--max-tokens must be between"),
+        (["generate", "hi", "--n", "65", *QUICK], "--n must be between 1 and 64, not 65"),
+        (["generate", "hi", "--temperature", "nan", *QUICK], "--temperature must be between 0 and 100, not nan"),
         (["bench", "--shapes", "8"], "'8' is not a shape"),
         (["bench", "--shapes", "1x4096"], "2048 positions"),
         (["bench", "--new-tokens", "0"], "at least 1"),
@@ -249,7 +249,7 @@ def test_refusals_in_this_process(
     ("variable", "value"), [("QUIRE_MAX_NUM_SEQS", "many"), ("QUIRE_WEIGHTS", "int3"), ("QUIRE_THREADS", "0")]
 )
 def test_refused_environment(quire: Quire, variable: str, value: str) -> None:
-    refused(quire("plan", **{variable: value}), f"{variable} in the environment: '{value}' is not allowed")
+    refused(quire("plan", **{variable: value}), f"{variable} must be ")
 
 
 def refused(done: subprocess.CompletedProcess[str], message: str) -> None:

@@ -1,20 +1,23 @@
-"""`quire plan` and `quire info`: what serving would take, and what this machine offers. Nothing is loaded."""
+"""`quire plan`: print the memory that serving a model takes, from its config.json alone."""
 
 from __future__ import annotations
 
-import platform
-from importlib.metadata import version
-
-from ...kernels import supported_levels
 from ...pager import KVLayout
 from ..common.config import EngineConfig
-from ..common.settings import Settings
-from ..model import model_folder, read_spec
-from ..model.runner import Capacity, decide_capacity, pick_cpus, pick_isa
+from ..model import describe_sizes, model_folder, read_spec
+from ..model.runner import Capacity, decide_capacity
+from .flags import MemoryFlags, settings_from
+
+
+def plan(
+    model: str | None = None, /, *, sizes: bool = False, arena: bool = False, memory: MemoryFlags | None = None
+) -> None:
+    """Print the memory map. Raises ModelError or ConfigError."""
+    print(describe_sizes() if sizes else plan_text(settings_from(model, memory).engine, arena))
 
 
 def plan_text(config: EngineConfig, arena: bool) -> str:
-    """The memory map of serving with `config`, from config.json alone."""
+    """Return the memory map of serving with `config`, with that of the step arena if `arena` is set."""
     spec = read_spec(model_folder(config.model))
     capacity = decide_capacity(config, spec)
     layout = capacity.layout
@@ -35,7 +38,7 @@ def plan_text(config: EngineConfig, arena: bool) -> str:
 
 
 def _windows(layout: KVLayout) -> list[str]:
-    """One line where any layer slides."""
+    """Return a line about layers with sliding windows, none if there are no such layers."""
     if not any(layout.group_windows):
         return []
     groups = [f"{len(g.layers)} {f'of window {g.window}' if g.window else 'full'}" for g in layout.groups]
@@ -53,17 +56,3 @@ def _pool(capacity: Capacity) -> str:
         return f"{capacity.num_pages * layout.page_size:,} tokens in the pool"
     most = layout.pages_for(capacity.max_model_len)
     return f"{capacity.num_pages:,} pages in the pool, a sequence takes up to {most:,} of them"
-
-
-def info_text(settings: Settings) -> str:
-    cpus = pick_cpus(settings.engine)
-    return "\n".join(
-        [
-            f"quire      {version('quire')}",
-            f"python     {platform.python_version()}",
-            f"machine    {platform.machine()}, {platform.system()} {platform.release()}",
-            f"ISA        {pick_isa(settings.engine)}  (this machine has {', '.join(supported_levels())})",
-            f"threads    {cpus.threads}  ({cpus.reason})",
-            f"model      {settings.engine.model or 'bundled demo'}",
-        ]
-    )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from quire.runtime.cli.inspect import plan_text
+from quire.runtime.cli.plan import plan_text
 from quire.runtime.common.config import EngineConfig
 
 MEMORY = 1 << 20

@@ -1,0 +1,109 @@
+"""The flags of commands that run an engine, generated from the options in `common/config.py`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import asdict, make_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_type_hints
+
+import msgspec
+from cyclopts import Parameter
+from msgspec import inspect
+
+from ..common.config import LIMITS, MEMORY, SCHEDULING, SERVER, EngineConfig, ServerConfig
+from ..common.options import Option, flag_name, options_of
+from ..common.settings import Settings, resolve_settings
+
+_OPTIONS = options_of(EngineConfig) | options_of(ServerConfig)
+_NAMES = tuple(_OPTIONS)
+CONFIG_HELP = "TOML file of options; QUIRE_* variables override it, flags override both."
+
+
+def make_flags(group: str, options: Iterable[Option]) -> type:
+    """Return a dataclass whose fields are the flags of `options`; None means that a flag was not given."""
+    fields: list[tuple[str, Any, Any]] = [(option.name, _flag(option), None) for option in options]
+    if group == MEMORY:
+        fields.append(("config", Annotated[Path | None, Parameter(help=CONFIG_HELP)], None))
+    return _flag_class(group, fields)
+
+
+def typed_flags(struct: type[msgspec.Struct], group: str, *, without: Collection[str]) -> type:
+    """Return a dataclass of flags with the types and defaults of a struct's options."""
+    types = get_type_hints(struct)
+    fields: list[tuple[str, Any, Any]] = []
+    for option in options_of(struct).values():
+        parameter = Parameter(help=option.help, show_default=option.default_as_text(), negative="")
+        if option.name not in without:
+            fields.append((option.name, Annotated[types[option.name], parameter], option.default))
+    return _flag_class(group, fields)
+
+
+def _flag_class(group: str, fields: list[tuple[str, Any, Any]]) -> type:
+    module = {"__module__": __name__}  # cyclopts takes classes of the standard library for single values
+    return Parameter(name="*", group=group)(make_dataclass("Flags", fields, namespace=module))
+
+
+def settings_from(model: str | None, *flags: Any) -> Settings:
+    """Return the settings of a command: flags before QUIRE_* variables before --config before defaults."""
+    given: dict[str, Any] = {"model": model}
+    for group in flags:
+        given |= asdict(group) if group is not None else {}
+    return resolve_settings(given, os.environ, given.pop("config", None))
+
+
+def _flag(option: Option) -> Any:
+    names = [flag_name(name) for name in (option.name, option.alias) if name]
+    parameter = Parameter(
+        name=names,
+        help=with_flags(option.help, _NAMES),
+        show_default=with_flags(option.default_as_text(), _NAMES) or False,
+        metavar=_metavar(option),
+    )
+    return Annotated[bool | None if option.is_switch else str | None, parameter]
+
+
+def _metavar(option: Option) -> str:
+    """Return what stands for the value in help texts."""
+    match option.kind:
+        case inspect.LiteralType():
+            return "|".join(map(str, option.kind.values))
+        case inspect.IntType() | inspect.FloatType():
+            return "SIZE" if option.unit == "bytes" else "N"
+    return (option.unit or "text").upper()
+
+
+def with_flags(message: str, options: Collection[str]) -> str:
+    """Return `message` with the names of `options` as flags: `max_num_seqs` becomes `--max-num-seqs`.
+
+    A name of one word counts only at the beginning and in backquotes; elsewhere it may be an English word. Text in
+    single quotes is what a user wrote, and stays.
+    """
+    every, long = "|".join(options), "|".join(name for name in options if "_" in name)
+    pattern = rf"""
+        '[^']*'
+        | `(?P<quoted>{every})`
+        | ^(?P<first>{every})(?= \ (must|needs|is|has)\b | :)
+        | (?<![\w/.-]) (?P<long>{long}) (?![\w/] | [.-]\w)
+    """
+    return re.sub(pattern, _as_flag, message, flags=re.VERBOSE)
+
+
+def _as_flag(match: re.Match[str]) -> str:
+    name = match["quoted"] or match["first"] or match["long"]
+    return flag_name(name) if name else match[0]
+
+
+def _group(group: str) -> type:
+    return make_flags(group, (each for each in _OPTIONS.values() if each.group == group and each.name != "model"))
+
+
+if TYPE_CHECKING:
+    MemoryFlags: TypeAlias = Any
+    SchedulingFlags: TypeAlias = Any
+    ServerFlags: TypeAlias = Any
+    LimitFlags: TypeAlias = Any
+else:
+    MemoryFlags, SchedulingFlags, ServerFlags, LimitFlags = map(_group, (MEMORY, SCHEDULING, SERVER, LIMITS))
