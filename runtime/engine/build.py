@@ -31,9 +31,9 @@ def build_spill_file(config: EngineConfig, runner: ModelRunner) -> SpillFile | N
     try:
         return SpillFile(runner.arena, config.kv_spill_size, config.kv_spill_dir or tempfile.gettempdir())
     except ValueError as error:
-        raise ConfigError(f"--kv-spill-size: {error}") from error
+        raise ConfigError(f"kv_spill_size: {error}") from error
     except SpillUnavailable as error:
-        raise ConfigError(f"--kv-spill-dir: {error}") from error
+        raise ConfigError(f"kv_spill_dir: {error}") from error
 
 
 def build_pager(config: EngineConfig, runner: ModelRunner, spill_file: SpillFile | None) -> Pager:

@@ -35,9 +35,9 @@ _log = structlog.get_logger("quire.engine")
 def check_snapshot_path(path: Path) -> None:
     """Whether a snapshot can be kept there, before anything is loaded. Raises ConfigError."""
     if path.is_dir():
-        raise ConfigError(f"--prefix-snapshot: {path} is a folder; name a file")
+        raise ConfigError(f"prefix_snapshot: {path} is a folder; name a file")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"--prefix-snapshot: no file can be made in {path.parent}")
+        raise ConfigError(f"prefix_snapshot: no file can be made in {path.parent}")
 
 
 @asynccontextmanager
@@ -48,7 +48,7 @@ async def kept_prefixes(core: EngineCore, path: Path) -> AsyncIterator[None]:
     ConfigError for a file that is none, and without a prefix cache. What failed inside leaves the file as it was.
     """
     if core.pager.prefix is None:
-        raise ConfigError("--prefix-snapshot keeps the prefix cache, which --no-enable-prefix-caching switches off")
+        raise ConfigError("prefix_snapshot needs enable_prefix_caching, which is off")
     start = time.perf_counter()
     identity = await asyncio.to_thread(_identity, core)
     _log.info("model fingerprint taken", seconds=_since(start))
@@ -74,7 +74,7 @@ def _load(core: EngineCore, path: Path, identity: bytes) -> None:
     except (SnapshotMismatch, SnapshotTruncated, SnapshotDamaged) as error:
         _log.warning("prefix snapshot not used, starting cold", path=str(path), reason=str(error))
     except SnapshotError as error:
-        raise ConfigError(f"--prefix-snapshot {path} would be replaced at the end: {error}") from error
+        raise ConfigError(f"prefix_snapshot {path} would be replaced at the end: {error}") from error
     else:
         _log.info("prefix snapshot loaded", path=str(path), pages=pages, seconds=_since(start))
 

@@ -56,7 +56,7 @@ class Keyring:
     def of(cls, config: ServerConfig) -> Keyring:
         """As the settings say. Raises ConfigError."""
         if config.token is not None and config.auth_tokens is not None:
-            raise ConfigError("--token and --auth-tokens exclude each other; put the token's hash in the file")
+            raise ConfigError("`token` and `auth_tokens` exclude each other; put the token's hash in the file")
         if config.auth_tokens is not None:
             return cls.load(Path(config.auth_tokens))
         return cls.none() if config.token is None else cls.single(config.token)
@@ -70,7 +70,7 @@ class Keyring:
     def single(cls, token: str) -> Keyring:
         """One key, one tenant without name or limits. Raises ConfigError for an empty one."""
         if not token:
-            raise ConfigError("--token is empty; allowed: any other text, better a long random one")
+            raise ConfigError("token is empty; allowed: any other text, better a long random one")
         return cls({hash_key(token): Tenant("")})
 
     @classmethod

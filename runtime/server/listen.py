@@ -101,7 +101,7 @@ def _remove_stale(path: Path) -> None:
     except OSError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"{path} exists and is not a socket; choose another --uds path")
+        raise ConfigError(f"{path} exists and is not a socket; choose another `uds` path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:

@@ -207,8 +207,8 @@ async def check_config(config: ServerConfig) -> None:
     has_keys = config.token is not None or config.auth_tokens is not None
     if config.uds is None and not has_keys and not await is_loopback(config.host):
         raise ConfigError(
-            f"--host {config.host} is reachable from other machines, which requires --token or --auth-tokens; "
-            "set one, or listen on 127.0.0.1 or a unix socket (--uds)"
+            f"`host` {config.host} is reachable from other machines, which requires `token` or `auth_tokens`; "
+            "set one, or listen on 127.0.0.1 or a unix socket (`uds`)"
         )
 
 

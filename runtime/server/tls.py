@@ -31,11 +31,11 @@ class TLS:
             case None, None:
                 return None
             case None, _:
-                raise ConfigError("--tls-key is set without --tls-cert; set both, or none")
+                raise ConfigError("tls_key is set without tls_cert; set both, or none")
             case _, None:
-                raise ConfigError("--tls-cert is set without --tls-key; set both, or none")
+                raise ConfigError("tls_cert is set without tls_key; set both, or none")
         if config.uds is not None:
-            raise ConfigError("--tls-cert has no use for a unix socket (--uds); leave one of them out")
+            raise ConfigError("tls_cert has no use for a unix socket (`uds`); leave one of them out")
         return cls(str(config.tls_cert), str(config.tls_key))
 
     def reload(self) -> None:
@@ -53,7 +53,7 @@ def _context(cert: str, key: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
-    for flag, path in (("--tls-cert", cert), ("--tls-key", key)):
+    for flag, path in (("tls_cert", cert), ("tls_key", key)):
         try:
             with open(path, "rb"):
                 pass
@@ -68,13 +68,13 @@ def _context(cert: str, key: str) -> ssl.SSLContext:
 
 def _diagnosis(cert: str, key: str, error: ssl.SSLError) -> str:
     if error.reason == "KEY_VALUES_MISMATCH":
-        return f"--tls-key {key} is not the key of the certificate in --tls-cert {cert}"
+        return f"tls_key {key} is not the key of the certificate in tls_cert {cert}"
     return (
-        f"--tls-cert {cert} and --tls-key {key} are not a PEM certificate and its key: {error.reason or error}; "
+        f"tls_cert {cert} and tls_key {key} are not a PEM certificate and its key: {error.reason or error}; "
         "allowed: a certificate, then those it is signed by, and an unencrypted private key"
     )
 
 
 def _refuse_encrypted() -> NoReturn:
     """Instead of OpenSSL's question on the terminal, which nobody answers."""
-    raise ConfigError("--tls-key is encrypted; allowed: an unencrypted private key, readable by the server only")
+    raise ConfigError("tls_key is encrypted; allowed: an unencrypted private key, readable by the server only")

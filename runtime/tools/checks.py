@@ -9,10 +9,10 @@ from collections.abc import Collection, Sequence
 from ..common.errors import ConfigError
 
 
-def check_number(flag: str, value: float | None, low: float, high: float) -> None:
+def check_number(option: str, value: float | None, low: float, high: float) -> None:
     """Raise ConfigError unless `value` is None (not given) or between `low` and `high`."""
     if value is not None and not (math.isfinite(value) and low <= value <= high):
-        raise ConfigError(f"{flag} must be between {low:g} and {high:g}, not {value:g}")
+        raise ConfigError(f"{option} must be between {low:g} and {high:g}, not {value:g}")
 
 
 def parse_goodput(texts: Sequence[str], metrics: Collection[str]) -> dict[str, float]:
@@ -22,7 +22,7 @@ def parse_goodput(texts: Sequence[str], metrics: Collection[str]) -> dict[str, f
         found = re.fullmatch(r"([a-z0-9]+):(\d{1,9}(?:\.\d{1,9})?)", text)
         if not found or found[1] not in metrics or found[1] in objectives:
             raise ConfigError(
-                f"--goodput: {text!r} is not allowed; write each of {', '.join(metrics)} at most once with its "
+                f"goodput: {text!r} is not allowed; write each of {', '.join(metrics)} at most once with its "
                 "milliseconds, as in ttft:2000 tpot:200"
             )
         objectives[found[1]] = float(found[2])

@@ -22,7 +22,7 @@ def place(num_processes: int, allowed: frozenset[int] | None = None, root: Path 
     if num_processes in (0, len(nodes)):
         return nodes
     if num_processes > len(allowed):
-        raise ConfigError(f"--engine-processes must be at most {len(allowed)}, one per CPU, not {num_processes}")
+        raise ConfigError(f"engine_processes must be at most {len(allowed)}, one per CPU, not {num_processes}")
     # CPUs of one node lie together, so that few processes cross a border.
     return _shares([cpu for node in nodes for cpu in sorted(node)], num_processes)
 

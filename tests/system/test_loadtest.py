@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.cli.main import app
-from quire.runtime.common.errors import ConfigError, Unavailable
+from quire.runtime.cli.main import app, main
+from quire.runtime.common.errors import Unavailable
 
 DATA = Path(__file__).parents[1] / "data"
 SMALL = ("--num-prompts", "8", "--random-input-len", "12", "--random-output-len", "6")
@@ -129,6 +129,10 @@ async def test_an_error_is_raised_if_every_request_fails(serving: Callable[..., 
         (("--report", "nowhere/report.html"), "--report"),
     ],
 )
-def test_invalid_command_lines_are_refused_before_the_run(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        call(*arguments)
+def test_invalid_command_lines_are_refused_before_the_run(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["quire", "loadtest", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert message in capsys.readouterr().err

@@ -242,7 +242,7 @@ async def test_an_engine_that_cannot_come_back_ends_everything_with_a_typed_erro
 async def test_what_keeps_it_from_starting_is_typed(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         await EnginePool.launch(EngineConfig(model=str(tmp_path)))
-    with pytest.raises(ConfigError, match="--page-size"):
+    with pytest.raises(ConfigError, match="page_size"):
         await EnginePool.launch(EngineConfig(page_size=7))
 
 

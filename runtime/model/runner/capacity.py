@@ -51,10 +51,10 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
 
 def _layout(config: EngineConfig, spec: DecoderSpec) -> KVLayout:
     if config.page_size not in PAGE_SIZES:
-        raise ConfigError(f"--page-size must be one of {', '.join(map(str, PAGE_SIZES))}, not {config.page_size}")
+        raise ConfigError(f"page_size must be one of {', '.join(map(str, PAGE_SIZES))}, not {config.page_size}")
     if config.max_num_batched_tokens < config.max_num_seqs:
         raise ConfigError(
-            f"--max-num-batched-tokens {config.max_num_batched_tokens} must be at least --max-num-seqs "
+            f"max_num_batched_tokens {config.max_num_batched_tokens} must be at least max_num_seqs "
             f"{config.max_num_seqs}: every running sequence may decode a token in one step"
         )
     return kv_layout(spec, config.kv_cache_dtype, config.page_size)
@@ -65,8 +65,8 @@ def pick_cpus(config: EngineConfig) -> CpuBudget:
     if config.threads is None:
         return available_cpus()
     if config.threads > 1024:
-        raise ConfigError(f"--threads must be between 1 and 1024, not {config.threads}")
-    return CpuBudget(config.threads, "--threads")
+        raise ConfigError(f"threads must be between 1 and 1024, not {config.threads}")
+    return CpuBudget(config.threads, "as configured")
 
 
 def pick_isa(config: EngineConfig) -> str:
@@ -74,13 +74,13 @@ def pick_isa(config: EngineConfig) -> str:
     try:
         return pick_level(config.isa)
     except ValueError as error:
-        raise ConfigError(f"--isa: {error}") from error
+        raise ConfigError(f"isa: {error}") from error
 
 
 def _longest_wanted(config: EngineConfig, spec: DecoderSpec) -> int:
     if config.max_model_len is not None and config.max_model_len > spec.max_position_embeddings:
         raise ConfigError(
-            f"--max-model-len {config.max_model_len} is more than the {spec.max_position_embeddings} positions this "
+            f"max_model_len {config.max_model_len} is more than the {spec.max_position_embeddings} positions this "
             "model has"
         )
     return config.max_model_len or spec.max_position_embeddings
@@ -102,7 +102,7 @@ def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int) -> in
         if pages < least:
             holds = f"{pages} of the {least} pages that a sequence needs at least" if pages else "no page"
             raise ConfigError(
-                f"--kv-cache-memory {config.kv_cache_memory} holds {holds}; a page of {layout.page_size} tokens takes "
+                f"kv_cache_memory {config.kv_cache_memory} holds {holds}; a page of {layout.page_size} tokens takes "
                 f"{layout.page_bytes} bytes"
             )
         return pages
@@ -116,8 +116,8 @@ def _model_len_in(config: EngineConfig, layout: KVLayout, num_pages: int, max_mo
     fits = bisect_right(range(max_model_len + 1), num_pages, key=layout.pages_for) - 1
     if config.max_model_len is not None and fits < max_model_len:
         raise ConfigError(
-            f"--max-model-len {max_model_len} needs {layout.pages_for(max_model_len) * layout.page_bytes} bytes of KV "
-            f"cache, there are {num_pages * layout.page_bytes}; raise --kv-cache-memory or lower --max-model-len"
+            f"max_model_len {max_model_len} needs {layout.pages_for(max_model_len) * layout.page_bytes} bytes of KV "
+            f"cache, there are {num_pages * layout.page_bytes}; raise kv_cache_memory or lower max_model_len"
         )
     return fits
 

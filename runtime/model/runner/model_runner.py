@@ -68,8 +68,8 @@ class ModelRunner:
         except MemoryError as error:
             raise ConfigError(
                 f"steps of {config.max_num_batched_tokens} tokens and {config.max_num_seqs} sequences need "
-                f"{plan.arena_bytes:,} bytes, which the system does not give; lower --max-num-batched-tokens and "
-                "--max-num-seqs"
+                f"{plan.arena_bytes:,} bytes, which the system does not give; lower max_num_batched_tokens and "
+                "max_num_seqs"
             ) from error
         self._logits: Floats = self._program.view(plan.logits)  # [max_num_samples, padded vocab]
         self._maxima: Floats = self._program.view(plan.maxima)  # [max_num_samples, padded(padded vocab / 32)]
@@ -151,7 +151,7 @@ def _allocate_pages(capacity: Capacity) -> KVArena:
     try:
         return KVArena(capacity.layout, capacity.num_pages)
     except OutOfMemory as error:
-        raise ConfigError(f"--kv-cache-memory: {error}") from error
+        raise ConfigError(f"kv_cache_memory: {error}") from error
 
 
 def _op_name(op: Op) -> str:

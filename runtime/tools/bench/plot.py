@@ -22,16 +22,16 @@ Line = tuple[tuple[float, float], tuple[float, float]]
 
 def check_plot(path: Path) -> None:
     """Check, before the measurement, that the picture can be written. Raises MissingDependency or ConfigError."""
-    formats = load_pyplot("--plot").FigureCanvasBase.get_supported_filetypes()
+    formats = load_pyplot("plot").FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:] not in formats:
-        raise ConfigError(f"--plot {path}: the name must end in one of {', '.join(f'.{name}' for name in formats)}")
+        raise ConfigError(f"`plot` {path}: the name must end in one of {', '.join(f'.{name}' for name in formats)}")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path} cannot be written: {path.parent} is not a folder")
+        raise ConfigError(f"`plot` {path} cannot be written: {path.parent} is not a folder")
 
 
 def plot_cache_comparison(comparison: CacheComparison, path: Path) -> None:
     """Draw the milliseconds per token against the length of the sequence. Raises ConfigError."""
-    pyplot = load_pyplot("--plot")
+    pyplot = load_pyplot("plot")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for run, label, colour in (
         (comparison.uncached, "everything recomputed", PREFILL),
@@ -51,7 +51,7 @@ def plot_roofline(results: Sequence[ShapeResult], title: str, path: Path) -> Non
 
     Raises ConfigError.
     """
-    pyplot = load_pyplot("--plot")
+    pyplot = load_pyplot("plot")
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
     points = [
         (str(result.shape), phase.work.intensity, phase.ops_per_s / 1e9, colour)
@@ -131,6 +131,6 @@ def _save(pyplot: Any, figure: Any, path: Path) -> None:
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error}") from error
+        raise ConfigError(f"`plot` {path} cannot be written: {error}") from error
     finally:
         pyplot.close(figure)

@@ -88,7 +88,7 @@ def parse_shapes(text: str) -> list[Shape]:
 def _parse_shape(text: str) -> Shape:
     batch, _, prompt = text.partition("x")
     if not (batch.isdecimal() and prompt.isdecimal() and int(batch) > 0 and int(prompt) > 0):
-        raise ConfigError(f"--shapes: {text!r} is not a shape; write users x prompt tokens, such as 8x128")
+        raise ConfigError(f"shapes: {text!r} is not a shape; write users x prompt tokens, such as 8x128")
     return Shape(int(batch), int(prompt))
 
 

@@ -18,7 +18,7 @@ from ..plotting import GRID, INK, QUIET, load_pyplot, svg_figure
 from .latency import PARTS, Values
 from .timeline import RunTimeline
 
-FLAG = "--report"  # that needs matplotlib
+FLAG = "report"  # that needs matplotlib
 
 ALARM = "#c0392b"
 PART_COLOURS = dict(zip(PARTS, ("#e69f00", "#56b4e9", "#0072b2", "#d55e00", "#b8bfc8"), strict=True))  # Okabe and Ito's

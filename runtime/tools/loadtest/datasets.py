@@ -157,8 +157,8 @@ def _sharegpt(
     """
     if output_len is None and count_tokens is None:
         raise ConfigError(
-            "--dataset-name sharegpt takes the lengths of the recorded answers: give --tokenizer FOLDER to count their "
-            "tokens, or --sharegpt-output-len"
+            "dataset_name sharegpt takes the lengths of the recorded answers: give `tokenizer` FOLDER to count their "
+            "tokens, or sharegpt_output_len"
         )
     pairs = [each.conversations[:2] for each in _conversations(path) if len(each.conversations) >= 2]
     if shuffle is not None:

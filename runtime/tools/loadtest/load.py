@@ -50,7 +50,7 @@ def make_load(options: LoadOptions, vocabulary: PromptVocabulary) -> PreparedLoa
         times, drawn = _dataset(options, tokens, vocabulary.count_tokens, count)
     first = next(drawn, None)
     if first is None:
-        raise ConfigError("--duration is over before the first request is due")
+        raise ConfigError("duration is over before the first request is due")
     warmups = [_as_text(each, vocabulary) for each in _warmups(first, options.pacing.num_warmups, tokens)]
     requests = (_as_text(each, vocabulary) for each in _with_behaviour(chain([first], drawn), options))
     if times is None and count is None:
@@ -78,7 +78,7 @@ def _trace(options: LoadOptions, tokens: RandomTokens, count: int | None) -> Tim
     times: list[float] | None = None
     if pacing.self_timed or (pacing.self_timed is None and pacing.ramp_up_strategy is None):
         if not math.isinf(pacing.request_rate):
-            arrivals = rescale(arrivals, pacing.request_rate, "--request-rate")
+            arrivals = rescale(arrivals, pacing.request_rate, "request_rate")
         limit = math.inf if pacing.duration is None else pacing.duration
         times = [arrival.time_s for arrival in arrivals if arrival.time_s < limit]
     elif not pacing.closed_loop:
@@ -113,7 +113,7 @@ def _as_text(request: LoadRequest, vocabulary: PromptVocabulary) -> LoadRequest:
     if isinstance(request.prompt, str) or not vocabulary.only_text:
         return request
     if vocabulary.to_text is None:
-        raise ConfigError("this endpoint takes text: give --tokenizer FOLDER to make text of random tokens")
+        raise ConfigError("this endpoint takes text: give `tokenizer` FOLDER to make text of random tokens")
     return replace(request, prompt=vocabulary.to_text(request.prompt))
 
 
@@ -127,7 +127,7 @@ def draw_times(pacing: Pacing, count: int | None, seed: int) -> list[float]:
     if count is not None:
         return [time_s for time_s in _counted(pacing, count, random) if time_s < limit]
     if math.isinf(limit) or math.isinf(pacing.request_rate):
-        raise ConfigError("without --num-prompts, --duration needs a --request-rate or --max-concurrency")
+        raise ConfigError("without num_prompts, `duration` needs a request_rate or max_concurrency")
     return list(takewhile(lambda time_s: time_s < limit, _times(repeat(pacing.request_rate), pacing, random)))
 
 

@@ -55,9 +55,9 @@ class OpenAIBackend:
     async def open(cls, target: OpenAITarget) -> OpenAIBackend:
         """Connect, and ask for the model. Raises MissingDependency, ConfigError, Unavailable or Unauthenticated."""
         if not target.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"--base-url: {target.base_url!r} is not allowed; write http://HOST:PORT")
+            raise ConfigError(f"base_url: {target.base_url!r} is not allowed; write http://HOST:PORT")
         if not target.endpoint.endswith("/completions"):
-            raise ConfigError(f"--endpoint: {target.endpoint!r} is not allowed; it must end in /completions")
+            raise ConfigError(f"endpoint: {target.endpoint!r} is not allowed; it must end in /completions")
         session = _session(target)
         try:
             model = target.model or await _first_model(target.base_url, session)
@@ -188,14 +188,14 @@ async def _first_model(base_url: str, session: aiohttp.ClientSession) -> str:
     try:
         async with session.get(url) as response:
             if response.status in (401, 403):
-                raise Unauthenticated(f"{url} answered {response.status}: set OPENAI_API_KEY or --token")
+                raise Unauthenticated(f"{url} answered {response.status}: set OPENAI_API_KEY or `token`")
             found = msgspec.json.decode(await response.read(), type=_Models).data
     except (OSError, _aiohttp().ClientError) as error:
         raise Unavailable(f"{url} does not answer: {error}") from error
     except msgspec.DecodeError as error:
-        raise Unavailable(f"{url} does not list models ({error}); name one with --model") from error
+        raise Unavailable(f"{url} does not list models ({error}); name one with `model`") from error
     if not found:
-        raise Unavailable(f"{url} lists no models; name one with --model")
+        raise Unavailable(f"{url} lists no models; name one with `model`")
     return found[0].id
 
 
@@ -238,5 +238,5 @@ def _aiohttp() -> Any:
     try:
         import aiohttp
     except ImportError:
-        raise MissingDependency("--backend openai needs aiohttp: pip install 'quire[loadtest]'") from None
+        raise MissingDependency("`backend` openai needs aiohttp: pip install 'quire[loadtest]'") from None
     return aiohttp

@@ -180,37 +180,37 @@ def length_bounds(length: int, ratio: float, least: int) -> tuple[int, int]:
 
 def check_target(options: TargetOptions) -> None:
     if options.base_url is not None and (options.host is not None or options.port is not None):
-        raise ConfigError("--base-url names the whole address: leave out --host and --port")
+        raise ConfigError("base_url names the whole address: leave out `host` and `port`")
     if options.backend != "quire" and options.deadline_ms is not None:
-        raise ConfigError("--deadline-ms is for --backend quire: OpenAI's API has no deadlines")
+        raise ConfigError("deadline_ms is for `backend` quire: OpenAI's API has no deadlines")
     if options.backend != "quire" and options.tls:
-        raise ConfigError("--tls is for --backend quire: write https:// before the address of another")
-    check_number("--port", options.port, 1, 65535)
-    check_number("--deadline-ms", options.deadline_ms, 1, 1e9)
-    check_number("--num-connections", options.num_connections, 1, 4096)
-    check_number("--vocab-size", options.vocab_size, 1, MAX_VOCAB_SIZE)
+        raise ConfigError("tls is for `backend` quire: write https:// before the address of another")
+    check_number("port", options.port, 1, 65535)
+    check_number("deadline_ms", options.deadline_ms, 1, 1e9)
+    check_number("num_connections", options.num_connections, 1, 4096)
+    check_number("vocab_size", options.vocab_size, 1, MAX_VOCAB_SIZE)
 
 
 def check_load(options: LoadOptions) -> None:
     check_dataset(options.dataset)
     check_pacing(options.pacing)
-    check_number("--cancel-rate", options.behaviour.cancel_rate, 0, 1)
-    check_number("--slow-reader-rate", options.behaviour.slow_reader_rate, 0, 1)
-    check_number("--slow-reader-ms", options.behaviour.slow_reader_ms, 1, 1e6)
+    check_number("cancel_rate", options.behaviour.cancel_rate, 0, 1)
+    check_number("slow_reader_rate", options.behaviour.slow_reader_rate, 0, 1)
+    check_number("slow_reader_ms", options.behaviour.slow_reader_ms, 1, 1e6)
     if options.pacing.self_timed is not None and options.dataset.dataset_name not in TRACES:
-        raise ConfigError(f"--self-timed is for recorded traces: {', '.join(TRACES)}")
+        raise ConfigError(f"self_timed is for recorded traces: {', '.join(TRACES)}")
     if options.pacing.self_timed and options.pacing.ramp_up_strategy is not None:
-        raise ConfigError("--self-timed and --ramp-up-strategy each say when requests are sent: leave out one")
+        raise ConfigError("self_timed and ramp_up_strategy each say when requests are sent: leave out one")
 
 
 def check_dataset(options: DatasetOptions) -> None:
     name, path = options.dataset_name, options.dataset_path
     if name in SYNTHETIC and path is not None:
-        raise ConfigError(f"--dataset-path: --dataset-name {name} is synthetic and reads no file")
+        raise ConfigError(f"dataset_path: dataset_name {name} is synthetic and reads no file")
     if name not in SYNTHETIC and path is None:
-        raise ConfigError(f"--dataset-name {name} needs --dataset-path FILE")
-    check_number("--seed", options.seed, 0, 2**63)
-    check_number("--num-prompts", options.num_prompts, 1, MAX_REQUESTS)
+        raise ConfigError(f"dataset_name {name} needs dataset_path FILE")
+    check_number("seed", options.seed, 0, 2**63)
+    check_number("num_prompts", options.num_prompts, 1, MAX_REQUESTS)
     for field_name, least in (
         ("random_input_len", 0),
         ("random_output_len", 1),
@@ -222,29 +222,29 @@ def check_dataset(options: DatasetOptions) -> None:
         ("sharegpt_output_len", 1),
         ("custom_output_len", 1),
     ):
-        check_number(f"--{field_name.replace('_', '-')}", getattr(options, field_name), least, MAX_LENGTH)
+        check_number(field_name, getattr(options, field_name), least, MAX_LENGTH)
     if not 0 <= options.random_range_ratio < 1:
-        raise ConfigError(f"--random-range-ratio must be from 0 to below 1, not {options.random_range_ratio:g}")
+        raise ConfigError(f"random_range_ratio must be from 0 to below 1, not {options.random_range_ratio:g}")
     if options.random_prefix_len + length_bounds(options.random_input_len, options.random_range_ratio, 0)[0] < 1:
-        raise ConfigError("--random-input-len, --random-range-ratio and --random-prefix-len allow for empty prompts")
+        raise ConfigError("random_input_len, random_range_ratio and random_prefix_len allow for empty prompts")
 
 
 def check_pacing(pacing: Pacing) -> None:
     if not math.isinf(pacing.request_rate) or pacing.request_rate < 0:
-        check_number("--request-rate", pacing.request_rate, 1e-6, MAX_RATE)
+        check_number("request_rate", pacing.request_rate, 1e-6, MAX_RATE)
     if not math.isinf(pacing.burstiness) or pacing.burstiness < 0:
-        check_number("--burstiness", pacing.burstiness, 1e-3, 1e3)
-    check_number("--max-concurrency", pacing.max_concurrency, 1, 100_000)
-    check_number("--num-warmups", pacing.num_warmups, 0, 100_000)
-    check_number("--duration", pacing.duration, 1e-3, MAX_SECONDS)
+        check_number("burstiness", pacing.burstiness, 1e-3, 1e3)
+    check_number("max_concurrency", pacing.max_concurrency, 1, 100_000)
+    check_number("num_warmups", pacing.num_warmups, 0, 100_000)
+    check_number("duration", pacing.duration, 1e-3, MAX_SECONDS)
     start, end = pacing.ramp_up_start_rps, pacing.ramp_up_end_rps
     if pacing.ramp_up_strategy is None:
         if start is not None or end is not None:
-            raise ConfigError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy linear or exponential")
+            raise ConfigError("ramp_up_start_rps and ramp_up_end_rps need ramp_up_strategy linear or exponential")
         return
     if start is None or end is None:
-        raise ConfigError("--ramp-up-strategy needs both --ramp-up-start-rps and --ramp-up-end-rps")
+        raise ConfigError("ramp_up_strategy needs both ramp_up_start_rps and ramp_up_end_rps")
     if not math.isinf(pacing.request_rate):
-        raise ConfigError("--ramp-up-strategy sets the rate: leave out --request-rate")
-    check_number("--ramp-up-start-rps", start, 1e-6, MAX_RATE)
-    check_number("--ramp-up-end-rps", end, start, MAX_RATE)
+        raise ConfigError("ramp_up_strategy sets the rate: leave out request_rate")
+    check_number("ramp_up_start_rps", start, 1e-6, MAX_RATE)
+    check_number("ramp_up_end_rps", end, start, MAX_RATE)

@@ -79,9 +79,9 @@ def check_report(path: Path) -> None:
     """Check, before the run, that the report can be written. Raises MissingDependency or ConfigError."""
     load_pyplot(FLAG)
     if path.suffix not in (".html", ".htm"):
-        raise ConfigError(f"--report {path}: the name must end in .html")
+        raise ConfigError(f"`report` {path}: the name must end in .html")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--report {path} cannot be written: {path.parent} is not a folder")
+        raise ConfigError(f"`report` {path} cannot be written: {path.parent} is not a folder")
 
 
 def write_report(path: Path, runs: Sequence[LoadTestRun]) -> None:
@@ -90,7 +90,7 @@ def write_report(path: Path, runs: Sequence[LoadTestRun]) -> None:
     try:
         path.write_text(text, "utf-8")
     except OSError as error:
-        raise ConfigError(f"--report {path} cannot be written: {error.strerror or error}") from error
+        raise ConfigError(f"`report` {path} cannot be written: {error.strerror or error}") from error
 
 
 def render_report(runs: Sequence[LoadTestRun]) -> str:

@@ -141,7 +141,7 @@ def _fetch(url: str) -> str:
 def _checked(url: str) -> str:
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"--metrics-url: {url!r} is not allowed; write it as http://HOST:PORT/metrics")
+        raise ConfigError(f"metrics_url: {url!r} is not allowed; write it as http://HOST:PORT/metrics")
     return url
 
 

@@ -55,12 +55,12 @@ def parse_sweep(text: str) -> tuple[LoadPoint, ...]:
     allowed = r"[1-9]\d{0,5}" if kind == "concurrency" else r"\d{1,6}(?:\.\d{1,6})?|inf"
     if kind not in ("", "rate", "concurrency") or not all(re.fullmatch(allowed, number) for number in numbers):
         raise ConfigError(
-            f"--sweep: {text!r} is not allowed; write request rates as in 1,2,4,inf or whole numbers of requests at a "
+            f"sweep: {text!r} is not allowed; write request rates as in 1,2,4,inf or whole numbers of requests at a "
             "time as in concurrency:1,8,32"
         )
     found = sorted({float(number) for number in numbers})
     if len(found) < len(numbers) or found[0] == 0:
-        raise ConfigError(f"--sweep: {text!r} is not allowed; every load must be above 0 and named once")
+        raise ConfigError(f"sweep: {text!r} is not allowed; every load must be above 0 and named once")
     return tuple(LoadPoint("concurrency" if kind == "concurrency" else "rate", load) for load in found)
 
 

@@ -37,7 +37,7 @@ def build_simulator(
     """
     if config.num_speculative_tokens:
         raise ConfigError(
-            "--num-speculative-tokens cannot be simulated: how many draft tokens are accepted depends on the text"
+            "num_speculative_tokens cannot be simulated: how many draft tokens are accepted depends on the text"
         )
     cost: StepCost = roofline_cost(spec, capacity, roofline)
     clock = VirtualClock()

@@ -128,7 +128,7 @@ def parse_tenants(text: str) -> dict[str, float]:
         found = re.fullmatch(r"\s*([^=\s]+)\s*=\s*(\d{1,9}(?:\.\d{1,9})?)\s*", part)
         if not found or float(found[2]) <= 0 or found[1] in tenants:
             raise ConfigError(
-                f"--tenants: {part!r} is not allowed; write each tenant once with its relative rate above 0, as in "
+                f"tenants: {part!r} is not allowed; write each tenant once with its relative rate above 0, as in "
                 "a=20,b=1"
             )
         tenants[found[1]] = float(found[2])

@@ -25,11 +25,11 @@ def test_only_what_is_still_held_to_be_safe() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tls_cert": CERT}, "--tls-cert is set without --tls-key"),
-        ({"tls_key": KEY}, "--tls-key is set without --tls-cert"),
+        ({"tls_cert": CERT}, "tls_cert is set without tls_key"),
+        ({"tls_key": KEY}, "tls_key is set without tls_cert"),
         ({"tls_cert": CERT, "tls_key": KEY, "uds": "/tmp/x"}, "no use for a unix socket"),
-        ({"tls_cert": "/nowhere", "tls_key": KEY}, "--tls-cert /nowhere cannot be read: No such file"),
-        ({"tls_cert": CERT, "tls_key": "/"}, "--tls-key / cannot be read: Is a directory"),
+        ({"tls_cert": "/nowhere", "tls_key": KEY}, "tls_cert /nowhere cannot be read: No such file"),
+        ({"tls_cert": CERT, "tls_key": "/"}, "tls_key / cannot be read: Is a directory"),
         ({"tls_cert": KEY, "tls_key": KEY}, "are not a PEM certificate and its key"),
         ({"tls_cert": CERT, "tls_key": CERT}, "are not a PEM certificate and its key"),
         ({"tls_cert": CERT, "tls_key": str(FILES / "other_key.pem")}, "is not the key of the certificate"),

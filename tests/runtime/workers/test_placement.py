@@ -50,5 +50,5 @@ def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
 
 
 def test_no_more_processes_than_cpus(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--engine-processes must be at most 2, one per CPU, not 3"):
+    with pytest.raises(ConfigError, match="engine_processes must be at most 2, one per CPU, not 3"):
         place(3, frozenset({0, 1}), tmp_path)

@@ -45,13 +45,13 @@ def test_less_than_a_page() -> None:
 def test_a_small_pool_shortens_requests_unless_their_length_was_asked_for() -> None:
     assert decided(kv_cache_memory=4 * PAGE).max_model_len == 128
     assert decided(kv_cache_memory=4 * PAGE, max_model_len=128).max_model_len == 128
-    with pytest.raises(ConfigError, match=r"--max-model-len 129 needs .* raise --kv-cache-memory"):
+    with pytest.raises(ConfigError, match=r"max_model_len 129 needs .* raise kv_cache_memory"):
         decided(kv_cache_memory=4 * PAGE, max_model_len=129)
 
 
 def test_no_request_is_longer_than_the_model_allows() -> None:
     assert decided(kv_cache_memory=1000 * PAGE).max_model_len == 2048
-    with pytest.raises(ConfigError, match="--max-model-len 2049 is more than the 2048 positions"):
+    with pytest.raises(ConfigError, match="max_model_len 2049 is more than the 2048 positions"):
         decided(max_model_len=2049)
 
 
@@ -91,7 +91,7 @@ def test_with_windows_a_request_may_be_longer_than_the_pool() -> None:
     assert longest(SLIDING, SLIDING_PAGES - 1) == (SLIDING_PAGES - 1) * 32
     assert longest(HYBRID, 10 + SLIDING_PAGES) == 10 * 32
     assert longest(HYBRID, 3) == 32
-    with pytest.raises(ConfigError, match=rf"--max-model-len 321 needs {17 * PAGE // 2} bytes"):
+    with pytest.raises(ConfigError, match=rf"max_model_len 321 needs {17 * PAGE // 2} bytes"):
         decide_capacity(EngineConfig(kv_cache_memory=8 * PAGE, max_model_len=321), HYBRID)
     with pytest.raises(ConfigError, match="holds 1 of the 2 pages that a sequence needs at least"):
         decide_capacity(EngineConfig(kv_cache_memory=PAGE - 1), HYBRID)
@@ -109,10 +109,10 @@ def test_by_default_sliding_layers_have_room_for_every_window_and_a_chunk(monkey
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"page_size": 24}, "--page-size must be one of 16, 32, 64, not 24"),
-        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "8 must be at least --max-num-seqs 9"),
-        ({"threads": 1025}, "--threads must be between 1 and 1024, not 1025"),
-        ({"isa": "mmx"}, "--isa: unknown ISA level 'mmx'"),
+        ({"page_size": 24}, "page_size must be one of 16, 32, 64, not 24"),
+        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "8 must be at least max_num_seqs 9"),
+        ({"threads": 1025}, "threads must be between 1 and 1024, not 1025"),
+        ({"isa": "mmx"}, "isa: unknown ISA level 'mmx'"),
     ],
 )
 def test_what_cannot_be(settings: dict[str, Any], message: str) -> None:

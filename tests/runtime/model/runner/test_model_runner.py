@@ -15,12 +15,12 @@ def test_what_was_planned_is_what_is_taken() -> None:
 
 
 def test_steps_too_big_for_the_system() -> None:
-    with pytest.raises(ConfigError, match="lower --max-num-batched-tokens"):
+    with pytest.raises(ConfigError, match="lower max_num_batched_tokens"):
         load_model(EngineConfig(kv_cache_memory=1 << 20, max_num_batched_tokens=10**9))
 
 
 def test_a_pool_too_big_for_the_system() -> None:
-    with pytest.raises(ConfigError, match="--kv-cache-memory: cannot map"):
+    with pytest.raises(ConfigError, match="kv_cache_memory: cannot map"):
         load_model(EngineConfig(kv_cache_memory=1 << 60))
 
 

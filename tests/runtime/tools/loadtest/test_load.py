@@ -96,7 +96,7 @@ def test_sharegpt(text_vocabulary: PromptVocabulary) -> None:
 
 
 def test_sharegpt_without_a_tokenizer_needs_an_output_length() -> None:
-    with pytest.raises(ConfigError, match="--tokenizer FOLDER"):
+    with pytest.raises(ConfigError, match="`tokenizer` FOLDER"):
         load(dataset_name="sharegpt", dataset_path=DATA / "sharegpt.json")
     found = requests(dataset_name="sharegpt", dataset_path=DATA / "sharegpt.json", sharegpt_output_len=7, num_prompts=6)
     assert len(found) == 6  # three conversations, twice
@@ -148,7 +148,7 @@ def test_a_missing_file_is_refused() -> None:
 def test_a_chat_gets_the_text_of_random_tokens(text_vocabulary: PromptVocabulary) -> None:
     (request,) = requests(None, None, replace(text_vocabulary, only_text=True), num_prompts=1, random_input_len=5)
     assert isinstance(request.prompt, str)
-    with pytest.raises(ConfigError, match="--tokenizer FOLDER"):
+    with pytest.raises(ConfigError, match="`tokenizer` FOLDER"):
         load(None, None, PromptVocabulary(100, only_text=True), num_prompts=1)
 
 
@@ -213,17 +213,17 @@ def test_warmups_are_not_part_of_the_load() -> None:
 @pytest.mark.parametrize(
     ("pacing", "behaviour", "dataset", "message"),
     [
-        ({}, {"cancel_rate": 1.5}, {}, "--cancel-rate must be between"),
-        ({}, {"slow_reader_rate": -1}, {}, "--slow-reader-rate must be between"),
-        ({}, {"slow_reader_ms": 0}, {}, "--slow-reader-ms must be between"),
-        ({"self_timed": True}, {}, {}, "--self-timed is for recorded traces"),
-        ({}, {}, {"num_prompts": 0}, "--num-prompts must be between"),
-        ({}, {}, {"seed": -1}, "--seed must be between"),
+        ({}, {"cancel_rate": 1.5}, {}, "cancel_rate must be between"),
+        ({}, {"slow_reader_rate": -1}, {}, "slow_reader_rate must be between"),
+        ({}, {"slow_reader_ms": 0}, {}, "slow_reader_ms must be between"),
+        ({"self_timed": True}, {}, {}, "self_timed is for recorded traces"),
+        ({}, {}, {"num_prompts": 0}, "num_prompts must be between"),
+        ({}, {}, {"seed": -1}, "seed must be between"),
         ({}, {}, {"dataset_path": Path("x")}, "is synthetic and reads no file"),
-        ({}, {}, {"dataset_name": "custom"}, "needs --dataset-path FILE"),
-        ({}, {}, {"random_range_ratio": 1}, "--random-range-ratio must be from 0 to below 1"),
+        ({}, {}, {"dataset_name": "custom"}, "needs dataset_path FILE"),
+        ({}, {}, {"random_range_ratio": 1}, "random_range_ratio must be from 0 to below 1"),
         ({}, {}, {"random_input_len": 0}, "allow for empty prompts"),
-        ({}, {}, {"random_output_len": 0}, "--random-output-len must be between"),
+        ({}, {}, {"random_output_len": 0}, "random_output_len must be between"),
         ({"request_rate": 1e-6, "duration": 1}, {}, {}, "is over before the first request"),
     ],
 )

@@ -195,7 +195,7 @@ async def test_unusable_servers_and_addresses_are_refused(fake: tuple[FakeOpenAI
         with pytest.raises(error, match=message):
             async with backend():
                 pass
-    with pytest.raises(ConfigError, match="--base-url"):
+    with pytest.raises(ConfigError, match="base_url"):
         await OpenAIBackend.open(OpenAITarget("127.0.0.1:8000", COMPLETIONS, "m"))
-    with pytest.raises(ConfigError, match="--endpoint"):
+    with pytest.raises(ConfigError, match="endpoint"):
         await OpenAIBackend.open(OpenAITarget("http://127.0.0.1:8000", "/v1/embeddings", "m"))

@@ -58,21 +58,21 @@ def test_a_duration_limits_the_requests() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"request_rate": 0}, "--request-rate must be between"),
-        ({"request_rate": float("nan")}, "--request-rate must be between"),
-        ({"request_rate": -float("inf")}, "--request-rate must be between"),
-        ({"burstiness": 0}, "--burstiness must be between"),
-        ({"max_concurrency": 0}, "--max-concurrency must be between"),
-        ({"duration": 0}, "--duration must be between"),
-        ({"num_warmups": -1}, "--num-warmups must be between"),
-        ({"ramp_up_start_rps": 1}, "need --ramp-up-strategy"),
+        ({"request_rate": 0}, "request_rate must be between"),
+        ({"request_rate": float("nan")}, "request_rate must be between"),
+        ({"request_rate": -float("inf")}, "request_rate must be between"),
+        ({"burstiness": 0}, "burstiness must be between"),
+        ({"max_concurrency": 0}, "max_concurrency must be between"),
+        ({"duration": 0}, "duration must be between"),
+        ({"num_warmups": -1}, "num_warmups must be between"),
+        ({"ramp_up_start_rps": 1}, "need ramp_up_strategy"),
         ({"ramp_up_strategy": "linear"}, "needs both"),
         (
             {"ramp_up_strategy": "linear", "ramp_up_start_rps": 1, "ramp_up_end_rps": 2, "request_rate": 3},
-            "leave out --request-rate",
+            "leave out request_rate",
         ),
-        ({"ramp_up_strategy": "linear", "ramp_up_start_rps": 3, "ramp_up_end_rps": 2}, "--ramp-up-end-rps must be"),
-        ({"ramp_up_strategy": "exponential", "ramp_up_start_rps": 0, "ramp_up_end_rps": 2}, "--ramp-up-start-rps"),
+        ({"ramp_up_strategy": "linear", "ramp_up_start_rps": 3, "ramp_up_end_rps": 2}, "ramp_up_end_rps must be"),
+        ({"ramp_up_strategy": "exponential", "ramp_up_start_rps": 0, "ramp_up_end_rps": 2}, "ramp_up_start_rps"),
     ],
 )
 def test_invalid_pacing_is_refused(fields: dict[str, Any], message: str) -> None:
@@ -81,5 +81,5 @@ def test_invalid_pacing_is_refused(fields: dict[str, Any], message: str) -> None
 
 
 def test_a_duration_without_a_rate_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--duration needs"):
+    with pytest.raises(ConfigError, match="`duration` needs"):
         draw_times(Pacing(duration=5), None, 1)

@@ -110,6 +110,6 @@ async def test_without_an_address_nothing_is_sampled() -> None:
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:7071", "file:///etc/passwd", "http:///metrics"])
 async def test_invalid_addresses_are_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"--metrics-url: .* is not allowed"):
+    with pytest.raises(ConfigError, match=r"metrics_url: .* is not allowed"):
         async with sample_metrics(url):
             pass

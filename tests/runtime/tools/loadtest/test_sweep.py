@@ -54,7 +54,7 @@ def test_points_are_parsed_and_ordered_by_load(text: str, points: list[LoadPoint
     "text", ["", "1,,2", "0,1", "-1", "1,1", "nan", "1e3", "users:1", "concurrency:1.5", "concurrency:inf", "x" * 1000]
 )
 def test_invalid_points_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--sweep: .* is not allowed"):
+    with pytest.raises(ConfigError, match=r"sweep: .* is not allowed"):
         parse_sweep(text)
 
 

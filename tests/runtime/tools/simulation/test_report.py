@@ -57,7 +57,7 @@ def test_goodput_is_a_share_of_the_offered_requests(make_simulator: Callable[...
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft:", "ttft:x", "ttft:-1", "latency:5", "ttft:nan"])
 def test_invalid_objectives_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--goodput: .* is not allowed"):
+    with pytest.raises(ConfigError, match=r"goodput: .* is not allowed"):
         parse_objectives([text])
 
 

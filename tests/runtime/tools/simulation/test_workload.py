@@ -39,13 +39,13 @@ def test_a_shared_prefix_comes_before_each_prompt() -> None:
 @pytest.mark.parametrize(
     ("workload", "message"),
     [
-        (Workload(rate=0), "--rate must be between"),
-        (Workload(rate=float("nan")), "--rate must be between"),
-        (Workload(requests=0), "--requests must be between"),
-        (Workload(burstiness=0), "--burstiness must be between"),
-        (Workload(shared_prefix_tokens=-1), "--shared-prefix-tokens must be between"),
-        (Workload(trace=Path("x")), "add --arrivals mooncake or --arrivals azure"),
-        (Workload(arrivals="azure"), "needs --trace FILE"),
+        (Workload(rate=0), "rate must be between"),
+        (Workload(rate=float("nan")), "rate must be between"),
+        (Workload(requests=0), "requests must be between"),
+        (Workload(burstiness=0), "burstiness must be between"),
+        (Workload(shared_prefix_tokens=-1), "shared_prefix_tokens must be between"),
+        (Workload(trace=Path("x")), "add `arrivals` mooncake or `arrivals` azure"),
+        (Workload(arrivals="azure"), "needs `trace` FILE"),
         (Workload(arrivals="azure", trace=Path("x"), tenants="a=1"), "are for random requests"),
     ],
 )
