@@ -200,7 +200,7 @@ def test_bench_without_the_cache(quire: Quire, tmp_path: Path) -> None:
         (["serve", "--max-num-waiting", "0"], "--max-num-waiting must be a whole number of at least 1, not '0'"),
         (["serve", "/nowhere"], "/nowhere is not a folder"),
         (["serve", "--kv-spill-size", "1KiB", *QUICK], "--kv-spill-size: a spill file needs at least one page"),
-        (["serve", "--kv-spill-size", "1MiB", "--kv-spill-dir", "/nowhere", *QUICK], "--kv-spill-dir: cannot make"),
+        (["serve", "--kv-spill-size", "1MiB", "--kv-spill-dir", "/nowhere", *QUICK], "--kv-spill-dir: cannot create a spill file"),
         (["serve", __file__], "is not a folder"),
     ],
 )
@@ -355,7 +355,7 @@ def test_a_restart_is_warm_and_damage_only_makes_it_cold(hostile_folder: Path, t
 
     other, errors = served(hostile_folder, snapshot, "--weights", "q8")
     assert other.usage.cached_tokens == 0
-    assert "of another model" in errors
+    assert "to another model" in errors
 
 
 def test_a_file_that_is_no_snapshot_is_not_touched(quire: Quire, tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_a_file_that_is_no_snapshot_is_not_touched(quire: Quire, tmp_path: Path)
     path.write_text("four years of work")
     done = quire("serve", "--port", "0", "--http-port", "0", *QUICK, "--prefix-snapshot", str(path))
     assert (done.returncode, done.stdout) == (2, "")
-    assert f"quire: --prefix-snapshot {path} would be replaced at the end: the file is no snapshot" in done.stderr
+    assert f"quire: --prefix-snapshot {path} would be replaced at the end: the file is not a snapshot" in done.stderr
     assert "Traceback" not in done.stderr
     assert path.read_text() == "four years of work"
 
