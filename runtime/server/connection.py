@@ -13,15 +13,15 @@ from collections.abc import AsyncGenerator, AsyncIterator
 import structlog
 from structlog.contextvars import bind_contextvars
 
-from ..common.errors import GenerationFailed, ProtocolError, QuireError
+from ..common.errors import ProtocolError, QuireError
 from ..common.logs import new_id
 from ..protocol.codec import Decoder, Malformed
 from ..protocol.frames import CLIENT_FRAMES, FEATURES, PROTOCOL_VERSION, Frame, Hello, Ping, Welcome
 from ..protocol.wire_errors import error_frame
-from .app_context import AppContext
 from .convert import check_hello
 from .monitoring import CancelCause
-from .request_handler import RequestHandler
+from .request_handler import AppContext, RequestHandler
+from .request_log import quire_error
 from .send_buffer import SendBuffer
 from .watchdog import Watchdog
 
@@ -125,8 +125,7 @@ class Connection:
         except QuireError as error:
             self._refuse(error)
         except Exception as error:
-            _log.error("connection failed", exc_info=error)
-            self._end(GenerationFailed("an internal error ended this connection; see the server's log"))
+            self._end(quire_error(error, "connection"))
 
     def _refuse(self, error: QuireError) -> None:
         _log.warning("connection refused", code=error.code, reason=str(error))
@@ -156,7 +155,7 @@ class Connection:
         """Raises Unauthenticated."""
         tenant = self._context.keyring.authenticate(hello.token)
         bind_contextvars(tenant=tenant.name)
-        session = self._context.kept.session(tenant.name, hello.session)
+        session = self._context.replays.resume_index.session_name(tenant.name, hello.session)
         features = tuple(feature for feature in FEATURES if feature in hello.features)
         heartbeat = "heartbeat" in features
         self._decoder.max_frame_bytes = min(hello.max_frame_bytes, self._config.max_frame_bytes)

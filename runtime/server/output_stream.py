@@ -1,15 +1,15 @@
-"""One request as one connection sees it: its source's chunks as frames, as fast as its credit allows.
+"""`OutputStream`: one request on one connection; it sends the request's chunks as frames, as fast as credit allows.
 
-It must not know where the chunks come from, the engine or what was kept of it. One invariant: the engine never waits
-for a reader; with `credit`, TOKENS leave while it is above zero, so that it is overdrawn by less than one chunk.
+The engine never waits for a reader. With `credit`, TOKENS are sent while it is above zero, so that it is overdrawn by
+less than one chunk. Must not import the connection or the request handler.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+from collections.abc import AsyncIterator
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -18,124 +18,123 @@ from ..common.errors import DeadlineExceeded, GenerationFailed
 from ..common.types import OutputChunk
 from ..protocol.frames import Done, Progress
 from .convert import accepted_frame, done_frame, tokens_frame
+from .live_requests import LiveRequest
 from .monitoring import CancelCause
 from .send_buffer import SendBuffer
 
 
 class Chunks(Protocol):
+    """An accepted request's output: the engine's stream, or a replay of it."""
+
     @property
     def admission(self) -> AdmissionEstimate: ...
     def __aiter__(self) -> AsyncIterator[OutputChunk]: ...
 
 
-class Source(Protocol):
-    """A request in the engine (`LiveRequest`), or a follower of a kept one (`Subscriber`)."""
+class Delivery(NamedTuple):
+    """Where and how an output stream sends its frames."""
 
-    generated: int  # tokens of all choices, counted by whoever iterates
-    on_prefill: Callable[[int, int], None] | None  # gets computed and prompt tokens
-
-    async def accepted(self) -> Chunks: ...
-    def cancel(self, cause: CancelCause) -> None:
-        """The client wants no more of it. Its iteration ends soon."""
-
-    def leave(self, cause: CancelCause) -> None:
-        """The client's connection is lost. Its iteration ends soon."""
-
-    def end(self) -> None:
-        """Nobody iterates any more. Idempotent."""
+    request_id: int
+    send_buffer: SendBuffer
+    credit: int | None  # None: unlimited
+    credit_timeout_ms: int
+    progress: bool  # the client negotiated PROGRESS
 
 
 class OutputStream:
-    """`run` it in a task. `paced`: its chunks may come faster than the peer can read, so it waits for the buffer."""
+    """The stream of a request that only this connection reads. `run` it in a task, and call `end` after the task."""
 
-    def __init__(
-        self,
-        request_id: int,
-        source: Source,
-        send_buffer: SendBuffer,
-        *,
-        credit: int | None,
-        credit_timeout_ms: int,
-        paced: bool,
-        progress: bool,
-    ) -> None:
-        self.source = source
-        self._request_id = request_id
-        self._send_buffer = send_buffer
+    waits_for_room = False  # whether chunks may be at hand faster than the peer reads
+
+    def __init__(self, request: LiveRequest, delivery: Delivery) -> None:
+        self.request = request
+        self.generated = 0
+        self._request_id, self._send_buffer, credit, self._credit_timeout_ms, self._wants_progress = delivery
         self._credit = math.inf if credit is None else credit
-        self._credit_timeout_ms = credit_timeout_ms
-        self._paced = paced
         self._credited = asyncio.Event()
-        self._unwanted = False
-        self._progress = progress
+        self._is_unwanted = False
 
     async def run(self) -> Done:
-        """Send all but the last frame, and return that one. Raises what ended the request otherwise."""
-        chunks = await self.source.accepted()
+        """Send every frame but the last one, which is returned. Raises the error that ended the request."""
+        chunks = await self.accepted()
         self._send_buffer.send(accepted_frame(self._request_id, chunks.admission))
-        if self._progress:
-            self.source.on_prefill = self._send_progress
+        if self._wants_progress:
+            self.request.prefill_watchers.add(self._send_progress)
         try:
             return await self._send_chunks(chunks)
         finally:
-            self.source.on_prefill = None  # nothing comes after the last frame
+            self.request.prefill_watchers.discard(self._send_progress)  # nothing follows the last frame
 
     async def _send_chunks(self, chunks: Chunks) -> Done:
+        request_id, send = self._request_id, self._send_buffer.send
         done: Done | None = None
-        request_id, source, send = self._request_id, self.source, self._send_buffer.send
         async for chunk in chunks:
-            if self._credit <= 0 or self._paced:
-                chunk = await self._through_gate(chunk)
+            if self._credit <= 0 or self.waits_for_room:
+                chunk = await self._wait_to_send(chunk)
             num_tokens = len(chunk.token_ids)
             self._credit -= num_tokens
-            source.generated += num_tokens
+            self.generated += num_tokens
             if (tokens := tokens_frame(request_id, chunk)) is not None:
                 send(tokens)
-            done = done_frame(request_id, chunk)
+            if chunk.usage is not None:
+                done = done_frame(request_id, chunk)
         if done is None:
             raise GenerationFailed("the engine ended this stream without a finish reason")
         return done
 
     def grant(self, tokens: int) -> None:
+        """Add to the credit."""
         self._credit += tokens
         self._credited.set()
 
     def cancel(self, cause: CancelCause) -> None:
-        self._forgo()
-        self.source.cancel(cause)
+        """The client does not want the rest: end soon."""
+        self.discard_unsent()
+        self.request.cancel(cause)
 
     def leave(self, cause: CancelCause) -> None:
-        self._forgo()
-        self.source.leave(cause)
+        """The connection is lost: end soon."""
+        self.cancel(cause)
 
-    def _forgo(self) -> None:
-        """What waits for credit is wanted no more."""
-        self._unwanted = True
-        self._credited.set()
+    def end(self) -> None:
+        """Release the request, after the task."""
+        self.request.end()
 
-    def _send_progress(self, computed_tokens: int, prompt_tokens: int) -> None:
-        if not (self.source.generated or self._unwanted):
-            self._send_buffer.send(Progress(self._request_id, computed_tokens, prompt_tokens))
+    # What a replay does in another way
+
+    async def accepted(self) -> Chunks:
+        """Wait until the engine has accepted the request. Raises its refusal."""
+        self.request.reader = self
+        return await self.request.accepted()
 
     # Waiting
 
-    async def _through_gate(self, chunk: OutputChunk) -> OutputChunk:
-        """`chunk` when it may go out. Nothing but the end of its choice if the client will not have it any more."""
-        if self._paced:
+    def discard_unsent(self) -> None:
+        """Stop waiting for credit: drop tokens that have none."""
+        self._is_unwanted = True
+        self._credited.set()
+
+    async def _wait_to_send(self, chunk: OutputChunk) -> OutputChunk:
+        """Return `chunk` once it may be sent; without its tokens where those are not wanted any more."""
+        if self.waits_for_room:
             await self._send_buffer.room()
         while self._credit <= 0 and chunk.token_ids:
-            if self._unwanted:
+            if self._is_unwanted:
                 return msgspec.structs.replace(chunk, token_ids=(), text="", logprobs=None)
-            await self._credit_comes()
+            await self._wait_for_credit()
         return chunk
 
-    async def _credit_comes(self) -> None:
+    async def _wait_for_credit(self) -> None:
         self._credited.clear()
         try:
             async with asyncio.timeout(self._credit_timeout_ms / 1000):
                 await self._credited.wait()
         except TimeoutError:
-            self.source.cancel("slow_reader")
+            self.cancel("slow_reader")
             raise DeadlineExceeded(
                 f"{self._credit_timeout_ms} ms passed with tokens to send and no credit; grant CREDIT as you read"
             ) from None
+
+    def _send_progress(self, computed_tokens: int, prompt_tokens: int) -> None:
+        if not (self.generated or self._is_unwanted):
+            self._send_buffer.send(Progress(self._request_id, computed_tokens, prompt_tokens))

@@ -1,7 +1,7 @@
-"""One request whose chunks are kept as they come, and those who follow them, each at its own pace.
+"""`ReplayBuffer`: the chunks of one request, kept as they come, and its subscribers, each at its own pace.
 
-It must not know frames, sessions, keys or how long anything is kept. One invariant: whoever follows from a position
-sees exactly the chunks from there on and the same end; that one of them leaves is nothing to the others.
+A subscriber that starts at a position sees exactly the chunks from there on, and the same end as every other one.
+Must not import frames or `resume`, which decides how long a buffer is kept.
 """
 
 from __future__ import annotations
@@ -9,131 +9,106 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
-import structlog
 
 from ...scheduler import AdmissionEstimate
 from ..common.errors import Cancelled, GenerationFailed, InvalidRequest, QuireError
 from ..common.types import FinishReason, OutputChunk
-from .live import LiveRequest
+from .live_requests import LiveRequest
 from .monitoring import CancelCause
+from .output_stream import Delivery, OutputStream
+from .request_log import quire_error
 
-STREAM_BYTES = 4096  # of a kept stream without chunks: measured, with a session and a key of its own
-CHUNK_BYTES = 120  # of a kept chunk besides its encoded self
+# Measured bytes of Python objects.
+BUFFER_BYTES = 4096  # a buffer without chunks, with a session and a key of its own
+CHUNK_BYTES = 120  # a chunk besides its encoding
+ENTRY_BYTES = 1024  # a resume entry, with a session of its own
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(OutputChunk).decode
-_log = structlog.get_logger("quire.server")
+
+Session = tuple[str, str]  # tenant, name
+IdempotencyKey = tuple[str, str]  # tenant, key
 
 
-class Keeper(Protocol):
-    """Told of what changes how long a stream is kept."""
+@dataclass(eq=False, slots=True)
+class ResumeEntry:
+    """A request that may be resumed, in a `ResumeIndex`."""
 
-    def on_growth(self, stream: ReplayBuffer, num_bytes: int) -> None: ...
-    def on_end(self, stream: ReplayBuffer) -> None: ...
-    def on_cancelled(self, follower: Subscriber, cause: CancelCause) -> None: ...
-    def on_left(self, follower: Subscriber, cause: CancelCause) -> None: ...
+    session: Session
+    request_id: int
+    buffer: ReplayBuffer
+    subscriber: Subscriber | None
+    expiry: asyncio.TimerHandle | None = None  # while there is no subscriber
+    was_cut: bool = False  # its client was lost before the end
+
+
+@dataclass(eq=False, slots=True)
+class IdempotencyEntry:
+    """A request that answers every later request with its key, in an `IdempotencyIndex`."""
+
+    key: IdempotencyKey
+    request_digest: bytes
+    buffer: ReplayBuffer
+    expiry: asyncio.TimerHandle | None = None  # once the request has ended
+
+
+class Owner(Protocol):
+    """Decides how long a buffer is kept."""
+
+    def on_change(self, buffer: ReplayBuffer) -> None:
+        """Its bytes or subscribers have changed."""
+
+    def on_end(self, buffer: ReplayBuffer) -> None: ...
+    def on_cancelled(self, subscriber: Subscriber, cause: CancelCause) -> None: ...
+    def on_subscriber_ended(self, subscriber: Subscriber, cause: CancelCause) -> None: ...
 
 
 class ReplayBuffer:
-    """Reads its request in a task of its own, from the first chunk to the last, whoever follows."""
+    """Reads its request in a task of its own, whether or not a connection reads along."""
 
-    def __init__(self, live: LiveRequest, keeper: Keeper) -> None:
-        self.live = live
-        self.keeper = keeper
-        self.followers: set[Subscriber] = set()
-        self.num_bytes = STREAM_BYTES  # kept on its account, by its keeper's count
+    def __init__(self, request: LiveRequest, owner: Owner) -> None:
+        self.request = request
+        self.owner = owner
+        self.subscribers: set[Subscriber] = set()
+        self.resume_entries: set[ResumeEntry] = set()
+        self.idempotency_entry: IdempotencyEntry | None = None
+        self.generated = 0
+        self.admission: AdmissionEstimate | None = None
         self.finish_reason: FinishReason | None = None  # of the last chunk
         self.error: QuireError | None = None
-        self.admission: AdmissionEstimate | None = None
-        self._chunks: deque[tuple[int, bytes]] = deque()  # tokens in it, msgpack
+        self._chunks: deque[tuple[int, bytes]] = deque()  # (tokens, msgpack)
+        self._chunk_bytes = 0  # of all chunks so far
         self._first = 0  # position of _chunks[0]
-        self._forgotten = False
-        live.on_prefill = self._note_prefill
+        self._keeps_read_chunks = True
+        request.reader = self
         self.task = asyncio.create_task(self._read())
-        self.task.add_done_callback(lambda _: live.end())
+        self.task.add_done_callback(lambda _: request.end())
 
     @property
     def has_ended(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
-    def follow(self, next_index: int = 0) -> Subscriber:
-        """From after the first `next_index` tokens. Raises InvalidRequest if no chunk ends there."""
-        follower = Subscriber(self, self._position_after(next_index), next_index)
-        self.followers.add(follower)
-        return follower
+    @property
+    def num_references(self) -> int:
+        """The connections that read the stream or may resume it. A running request without any is cancelled."""
+        return len(self.subscribers) + len(self.resume_entries)
 
-    def chunk(self, position: int) -> OutputChunk | None:
-        """None: not yet there. After the last one comes its end alone, for whoever has its tokens."""
-        index = position - self._first
-        if index < len(self._chunks):
-            return _decode(self._chunks[index][1])
-        if self.finish_reason is None:
-            return None
-        return msgspec.structs.replace(_decode(self._chunks[-1][1]), token_ids=(), text="", logprobs=None)
+    @property
+    def num_bytes(self) -> int:
+        return BUFFER_BYTES + self._chunk_bytes + ENTRY_BYTES * len(self.resume_entries)
 
-    def fail(self, error: QuireError) -> None:
-        """End it with `error` now, whatever the engine does."""
-        self.task.cancel()
-        self._end(error)
+    @property
+    def num_chunks(self) -> int:
+        """The chunks that are held now."""
+        return len(self._chunks)
 
-    def forget(self) -> None:
-        """Hold from now on only what a follower has not yet read."""
-        self._forgotten = True
-        self.trim()
-
-    def trim(self) -> None:
-        if self._forgotten:
-            unread = min((follower.position for follower in self.followers), default=self._first + len(self._chunks))
-            while self._first < unread:
-                self._chunks.popleft()
-                self._first += 1
-
-    async def _read(self) -> None:
-        try:
-            generation = await self.live.accepted()
-            self.admission = generation.admission
-            self._wake()
-            async for chunk in generation:
-                self._append(chunk)
-            if not self.has_ended:
-                raise GenerationFailed("the engine ended this stream without a finish reason")
-        except QuireError as error:
-            self._end(copy.copy(error))  # without its traceback, whose frames hold the prompt
-        except Exception as error:
-            _log.error("request failed", exc_info=error)
-            self._end(GenerationFailed("an internal error ended this request; see the server's log"))
-
-    def _append(self, chunk: OutputChunk) -> None:
-        data = _encode(chunk)
-        num_bytes = len(data) + CHUNK_BYTES
-        self.live.generated += len(chunk.token_ids)
-        self._chunks.append((len(chunk.token_ids), data))
-        self._wake()
-        self.keeper.on_growth(self, num_bytes)
-        if chunk.usage is not None:
-            self.finish_reason = chunk.finish_reason
-            self.keeper.on_end(self)
-
-    def _end(self, error: QuireError) -> None:
-        if not self.has_ended:
-            self.error = error
-            self._wake()
-            self.keeper.on_end(self)
-
-    def _wake(self) -> None:
-        for follower in self.followers:
-            follower.wake()
-
-    def _note_prefill(self, computed_tokens: int, prompt_tokens: int) -> None:
-        for follower in self.followers:
-            if follower.on_prefill is not None:
-                follower.on_prefill(computed_tokens, prompt_tokens)
-
-    def _position_after(self, num_tokens: int) -> int:
+    def position_after(self, num_tokens: int) -> int:
+        """Return the position of the chunk that follows `num_tokens`. Raises InvalidRequest if no chunk ends there."""
         position = self._first
         for tokens, _ in self._chunks if num_tokens else ():
             num_tokens -= tokens
@@ -144,68 +119,138 @@ class ReplayBuffer:
             raise InvalidRequest("no TOKENS frame of this request ended there; next_index counts the tokens received")
         return position
 
+    def chunk(self, position: int) -> OutputChunk | None:
+        """Return the chunk at `position`, or None if it has not come yet.
 
-class Subscriber:
-    """A `delivery.Source`: one reader of a kept stream. `accepted` returns the follower itself."""
+        The position behind the last chunk holds the end alone, for a subscriber that received every token before.
+        """
+        index = position - self._first
+        if index < len(self._chunks):
+            return _decode(self._chunks[index][1])
+        if self.finish_reason is None:
+            return None
+        return msgspec.structs.replace(_decode(self._chunks[-1][1]), token_ids=(), text="", logprobs=None)
 
-    def __init__(self, stream: ReplayBuffer, position: int, generated: int) -> None:
-        self.stream = stream
-        self.position = position  # of the next chunk
-        self.generated = generated
-        self.on_prefill: Callable[[int, int], None] | None = None
-        self._error: QuireError | None = None
-        self.was_cut = False  # its client was lost before the end
+    def fail(self, error: QuireError) -> None:
+        """End with `error` now, whatever the engine does."""
+        self.task.cancel()
+        self._end(error)
+
+    def drop_read_chunks(self) -> None:
+        """Hold from now on only the chunks that a subscriber has not read."""
+        self._keeps_read_chunks = False
+        self.trim()
+
+    def trim(self) -> None:
+        """Drop the chunks that every subscriber has read, after `drop_read_chunks`."""
+        if self._keeps_read_chunks:
+            return
+        end = self._first + len(self._chunks)
+        unread = min((subscriber.position for subscriber in self.subscribers), default=end)
+        while self._first < unread:
+            self._chunks.popleft()
+            self._first += 1
+
+    async def _read(self) -> None:
+        try:
+            generation = await self.request.accepted()
+            self.admission = generation.admission
+            self._wake_subscribers()
+            async for chunk in generation:
+                self._append(chunk)
+            if not self.has_ended:
+                raise GenerationFailed("the engine ended this stream without a finish reason")
+        except Exception as error:
+            self._end(copy.copy(quire_error(error)))  # without the traceback, whose frames hold the prompt
+
+    def _append(self, chunk: OutputChunk) -> None:
+        data = _encode(chunk)
+        self.generated += len(chunk.token_ids)
+        self._chunks.append((len(chunk.token_ids), data))
+        self._chunk_bytes += len(data) + CHUNK_BYTES
+        self._wake_subscribers()
+        self.owner.on_change(self)
+        if chunk.usage is not None:
+            self.finish_reason = chunk.finish_reason
+            self.owner.on_end(self)
+
+    def _end(self, error: QuireError) -> None:
+        if not self.has_ended:
+            self.error = error
+            self._wake_subscribers()
+            self.owner.on_end(self)
+
+    def _wake_subscribers(self) -> None:
+        for subscriber in self.subscribers:
+            subscriber.wake()
+
+
+class Subscriber(OutputStream):
+    """The output stream of one connection that reads a replay buffer."""
+
+    waits_for_room = True
+
+    def __init__(self, buffer: ReplayBuffer, delivery: Delivery, next_index: int = 0) -> None:
+        """Start after the first `next_index` tokens. Raises InvalidRequest if no chunk ends there."""
+        super().__init__(buffer.request, delivery)
+        self.buffer = buffer
+        self.position = buffer.position_after(next_index)  # of the next chunk
+        self.generated = next_index
+        self.was_cut = False  # the connection was lost before the end
+        self._stopped: QuireError | None = None
         self._cause: CancelCause = "disconnect"
-        self._ended = False
-        self._awake = asyncio.Event()
+        self._news = asyncio.Event()
+        buffer.subscribers.add(self)
+        buffer.owner.on_change(buffer)
 
     @property
     def admission(self) -> AdmissionEstimate:
-        assert self.stream.admission is not None, "known once `accepted` has returned"
-        return self.stream.admission
+        assert self.buffer.admission is not None, "known once `accepted` has returned"
+        return self.buffer.admission
 
     async def accepted(self) -> Subscriber:
-        while self.stream.admission is None:
-            await self._news()
+        while self.buffer.admission is None:
+            await self._wait_for_news()
         return self
 
     async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
         while True:
-            if self._error is None and (chunk := self.stream.chunk(self.position)) is not None:
+            if self._stopped is None and (chunk := self.buffer.chunk(self.position)) is not None:
                 self.position += 1
-                self.stream.trim()
+                self.buffer.trim()
                 yield chunk
                 if chunk.usage is not None:
                     return
             else:
-                await self._news()
+                await self._wait_for_news()
 
     def wake(self) -> None:
-        self._awake.set()
+        self._news.set()
 
-    def stop(self, reason: str) -> None:
-        """End this follower; the stream goes on if somebody else wants it."""
-        self._error = Cancelled(reason)
+    def stop(self, error: QuireError) -> None:
+        """End this subscriber with `error`; its request goes on."""
+        self._stopped = error
         self.wake()
 
     def cancel(self, cause: CancelCause) -> None:
-        self.stream.keeper.on_cancelled(self, cause)
+        """End soon, and cancel the request unless another connection wants it."""
+        self.discard_unsent()
+        self.buffer.owner.on_cancelled(self, cause)
 
     def leave(self, cause: CancelCause) -> None:
-        self._cause = cause
+        self.discard_unsent()
         self.was_cut = True
-        self.stop("the connection was lost")
+        self._cause = cause
+        self.stop(Cancelled("the connection was lost"))
 
     def end(self) -> None:
-        if not self._ended:
-            self._ended = True
-            self.stream.followers.discard(self)
-            self.stream.trim()
-            self.stream.keeper.on_left(self, self._cause)
+        self.buffer.subscribers.discard(self)
+        self.buffer.trim()
+        self.buffer.owner.on_subscriber_ended(self, self._cause)
 
-    async def _news(self) -> None:
-        """Wait for a change. Raises what ended this follower, or the stream, which may have many."""
-        if (error := self._error or self.stream.error) is not None:
-            raise copy.copy(error)
-        self._awake.clear()
-        await self._awake.wait()
+    async def _wait_for_news(self) -> None:
+        """Wait for a change. Raises the error that stopped this subscriber or ended the request."""
+        if (error := self._stopped or self.buffer.error) is not None:
+            raise copy.copy(error)  # each subscriber raises the buffer's error
+        self._news.clear()
+        await self._news.wait()

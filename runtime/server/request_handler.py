@@ -1,29 +1,22 @@
-"""What one welcomed peer asks and is answered: its live requests by id, and the frames that concern them.
+"""`RequestHandler`: the requests of one connection, by id, and the frames that start, change and end them.
 
-It must not know sockets, the greeting or why a connection ends. One invariant: each id that was taken gets exactly one
-last frame while the connection lives, and is free again before that frame can be seen.
+Each accepted id gets exactly one last frame while the connection lives, and is free again before the client can see
+it. Must not import sockets or the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
-import structlog
 from structlog.contextvars import bind_contextvars
 
-from ..common.errors import (
-    GenerationFailed,
-    InvalidRequest,
-    Overloaded,
-    ProtocolError,
-    QuireError,
-    Unauthenticated,
-    Unavailable,
-)
+from ..common.config import ServerConfig
+from ..common.errors import InvalidRequest, Overloaded, ProtocolError, QuireError, Unauthenticated, Unavailable
 from ..common.logs import new_id
+from ..engine.facade import EngineFacade
 from ..protocol.codec import MAX_ARRAY_LENGTH, Malformed
 from ..protocol.frames import (
     AskStats,
@@ -43,26 +36,36 @@ from ..protocol.frames import (
     Tokenized,
 )
 from ..protocol.wire_errors import error_frame
-from .app_context import AppContext
+from .auth import Keyring
 from .convert import duplicate_frame, engine_request, models_frame, stats_frame
-from .monitoring import CancelCause
-from .output_stream import OutputStream, Source
-from .request_log import log_end
+from .live_requests import LiveRequests
+from .monitoring import CancelCause, PrometheusObserver
+from .output_stream import Delivery, OutputStream
+from .replay_buffer import Subscriber
+from .request_log import log_end, quire_error
+from .resume import ReplayStore
 from .send_buffer import SendBuffer
 from .tenants import Tenant
 
-MAX_QUESTIONS = 32  # of one connection, that are being answered
-
-_log = structlog.get_logger("quire.server")
+MAX_TEXTS = 32  # of one connection that are being tokenized
 
 
-class _Live(NamedTuple):
-    task: asyncio.Task[None]
-    delivery: OutputStream | None  # None: a question that is being answered
+@dataclass(slots=True)
+class AppContext:
+    """What all connections of one server share. Made once by `Server.start`."""
+
+    engine: EngineFacade
+    config: ServerConfig
+    observer: PrometheusObserver
+    keyring: Keyring
+    requests: LiveRequests
+    replays: ReplayStore
+    tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # texts of TOKENIZE at a time
+    leaves_at: float | None = None  # the loop's time at which live requests end; None: the server is not draining
 
 
 class RequestHandler:
-    """Of one connection, from WELCOME on."""
+    """Handles the frames of one connection, from WELCOME on."""
 
     def __init__(
         self,
@@ -76,9 +79,10 @@ class RequestHandler:
         self._context = context
         self._send_buffer = send_buffer
         self._tenant = tenant
-        self._session = session
+        self._session = tenant.name, session
         self._progress = progress
-        self._live: dict[int, _Live] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # by the ids of live requests
+        self._streams: dict[int, OutputStream] = {}  # of those: the others are TOKENIZE
         self._last_accepted_id: int | None = None
         self._last_ended_at = asyncio.get_running_loop().time()
         if context.leaves_at is not None:
@@ -87,39 +91,36 @@ class RequestHandler:
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """One per live request."""
-        return [live.task for live in self._live.values()]
+        return list(self._tasks.values())
 
     @property
     def idle_since(self) -> float | None:
         """The loop's time at which the last live request ended; None while there are some."""
-        return None if self._live else self._last_ended_at
+        return None if self._tasks else self._last_ended_at
 
     def handle(self, frame: Frame | Malformed) -> None:
-        """Raises ProtocolError for what must end the connection."""
+        """Raise ProtocolError for a frame that must end the connection."""
         match frame:
             case Generate():
-                self._begin(frame)
+                self._generate(frame)
             case Resume():
                 self._resume(frame)
             case Malformed(request_id, error):
-                if self._takes(request_id):
+                if self._accepts_id(request_id):
                     self._refuse(request_id, error)
             case Cancel(request_id):
-                if (delivery := self._delivery(request_id)) is not None:
-                    delivery.cancel("client")
+                if (stream := self._streams.get(request_id)) is not None:
+                    stream.cancel("client")
             case Credit(request_id, tokens):
-                if (delivery := self._delivery(request_id)) is not None:
-                    delivery.grant(tokens)
-            case Tokenize(request_id):
-                if self._takes(request_id):
-                    self._ask(frame)
+                if (stream := self._streams.get(request_id)) is not None:
+                    stream.grant(tokens)
+            case Tokenize():
+                self._tokenize(frame)
             case ListModels(request_id):
-                if self._takes(request_id):
-                    name = self._context.config.served_model_name or ""
-                    self._answer(request_id, lambda: models_frame(request_id, name, self._context.engine.info))
+                name = self._context.config.served_model_name or ""
+                self._answer(request_id, lambda: models_frame(request_id, name, self._context.engine.info))
             case AskStats(request_id):
-                if self._takes(request_id):
-                    self._answer(request_id, lambda: stats_frame(request_id, self._context.engine.stats()))
+                self._answer(request_id, lambda: stats_frame(request_id, self._context.engine.stats()))
             case Ping(nonce):
                 self._send_buffer.send(Pong(nonce))
             case Pong():
@@ -128,146 +129,147 @@ class RequestHandler:
                 raise ProtocolError("HELLO came twice")
 
     def go_away(self) -> None:
-        """Say when the server leaves."""
-        assert self._context.leaves_at is not None, "the server stays"
+        """Send GOAWAY: the server is draining."""
+        assert self._context.leaves_at is not None, "the server is not draining"
         left_s = max(self._context.leaves_at - asyncio.get_running_loop().time(), 0)
         reason = "the server is shutting down; send new requests elsewhere"
         self._send_buffer.send(Goaway(self._last_accepted_id, round(left_s * 1000), reason))
 
     def leave(self, cause: CancelCause) -> None:
-        """The connection is lost; what is resumable stays for a while, the rest is cancelled."""
-        for live in self._live.values():
-            if live.delivery is not None:
-                live.delivery.leave(cause)
+        """The connection is lost: what is resumable stays for a while, the rest is cancelled."""
+        for request_id, task in self._tasks.items():
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.leave(cause)
             else:
-                live.task.cancel()  # a question whose answer nobody reads
+                task.cancel()
 
     def fail(self, error: QuireError) -> None:
         """End every live request with `error` now, whatever the engine does."""
-        for request_id, live in self._live.items():
-            live.task.cancel()
-            if live.delivery is not None:
-                live.delivery.cancel("shutdown")
+        for request_id, task in self._tasks.items():
+            task.cancel()
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.cancel("shutdown")
             self._send_buffer.send(error_frame(request_id, error))
-        self._live.clear()
+        self._tasks.clear()
+        self._streams.clear()
 
-    # Taking requests
+    # Requests
 
-    def _begin(self, frame: Generate) -> None:
-        """A request that the engine refuses at once never becomes a task: under overload most are refused."""
-        if not self._takes(frame.request_id):
+    def _generate(self, frame: Generate) -> None:
+        """Start the request. One that is refused at once never becomes a task: under overload most are."""
+        if not self._accepts_id(frame.request_id):
             return
         if self._context.leaves_at is not None:
             self._refuse(frame.request_id, Unavailable("the server is shutting down; send this request elsewhere"))
             return
         try:
-            source, is_kept = self._source(frame)
+            stream = self._open_stream(frame)
         except Exception as error:
-            self._send_last(frame.request_id, self._failure(frame.request_id, error))
+            request_id = frame.request_id
+            self._send_last(request_id, error_frame(request_id, quire_error(error, client_id=request_id)))
             return
         self._last_accepted_id = frame.request_id
-        self._deliver(frame.request_id, source, frame.credit, paced=is_kept)
+        self._start(frame.request_id, stream.run, stream)
+
+    def _open_stream(self, frame: Generate) -> OutputStream:
+        """Submit the request, or join the one that had its key. Raises the refusal."""
+        context, request_id = self._context, frame.request_id
+        request, delivery = engine_request(frame, self._tenant.name), self._delivery(frame)
+        if not frame.resumable and frame.idempotency_key is None:
+            return OutputStream(context.requests.submit(self._tenant, request_id, request), delivery)
+        subscriber = Subscriber(
+            context.replays.open(self._tenant, request_id, request, frame.idempotency_key), delivery
+        )
+        if frame.resumable:
+            context.replays.resume_index.add(self._session, request_id, subscriber)
+        return subscriber
 
     def _resume(self, frame: Resume) -> None:
-        if not self._takes(frame.request_id):
+        if not self._accepts_id(frame.request_id):
             return
+        index = self._context.replays.resume_index
         try:
-            source = self._context.kept.resume(self._tenant.name, self._session, frame.request_id, frame.next_index)
+            entry = index.find(self._session, frame.request_id)
+            subscriber = Subscriber(entry.buffer, self._delivery(frame), frame.next_index)
         except QuireError as error:
             self._send_buffer.send(error_frame(frame.request_id, error))
             return
-        self._deliver(frame.request_id, source, frame.credit, paced=True)
+        index.attach(entry, subscriber)
+        self._start(frame.request_id, subscriber.run, subscriber)
 
-    def _source(self, frame: Generate) -> tuple[Source, bool]:
-        """Where its chunks come from, and whether that keeps them."""
-        request = engine_request(frame, self._tenant.name)
-        if not frame.resumable and frame.idempotency_key is None:
-            return self._context.requests.submit(self._tenant, frame.request_id, request), False
-        follower = self._context.kept.begin(
-            self._tenant,
-            frame.request_id,
-            request,
-            session=self._session if frame.resumable else None,
-            idempotency_key=frame.idempotency_key,
-        )
-        return follower, True
+    def _delivery(self, frame: Generate | Resume) -> Delivery:
+        timeout_ms = self._context.config.credit_timeout_ms
+        return Delivery(frame.request_id, self._send_buffer, frame.credit, timeout_ms, self._progress)
 
-    def _takes(self, request_id: int) -> bool:
-        """Whether the id is free and there is room; the refusal is sent otherwise. A live request is not touched."""
-        if request_id in self._live:
+    def _tokenize(self, frame: Tokenize) -> None:
+        """Answer in a task. Texts wait in memory meanwhile, so their number is limited."""
+        if not self._accepts_id(frame.request_id):
+            return
+        num_texts = len(self._tasks) - len(self._streams)
+        if num_texts >= MAX_TEXTS:
+            self._refuse(frame.request_id, Overloaded(f"{num_texts} texts are being tokenized on this connection"))
+            return
+
+        async def tokenized() -> Tokenized:
+            async with self._context.tokenizing:
+                token_ids = await self._context.engine.tokenize(frame.text, frame.add_special_tokens)
+            if len(token_ids) > MAX_ARRAY_LENGTH:
+                raise InvalidRequest(f"the text has {len(token_ids)} tokens; a frame holds at most {MAX_ARRAY_LENGTH}")
+            return Tokenized(frame.request_id, token_ids)
+
+        self._start(frame.request_id, tokenized)
+
+    def _answer(self, request_id: int, answer: Callable[[], Frame]) -> None:
+        """Send `answer()` at once."""
+        if not self._accepts_id(request_id):
+            return
+        try:
+            frame = answer()
+        except Exception as error:
+            frame = error_frame(request_id, quire_error(error, client_id=request_id))
+        self._send_buffer.send(frame)
+
+    # Beginning and end
+
+    def _accepts_id(self, request_id: int) -> bool:
+        """Return whether a request may start under this id; send the refusal otherwise."""
+        if request_id in self._tasks:
             self._send_buffer.send(duplicate_frame(request_id))
-            return False
-        if self._tenant.revoked:
+        elif self._tenant.revoked:
             self._refuse(request_id, Unauthenticated("this tenant's keys were revoked"))
-            return False
-        if len(self._live) >= self._context.config.max_requests_per_connection:
-            self._refuse(request_id, Overloaded(f"{len(self._live)} requests are live on this connection"))
-            return False
-        return True
+        elif len(self._tasks) >= self._context.config.max_requests_per_connection:
+            self._refuse(request_id, Overloaded(f"{len(self._tasks)} requests are live on this connection"))
+        else:
+            return True
+        return False
 
     def _refuse(self, request_id: int, error: QuireError) -> None:
         """End a request that never reached the engine."""
         self._context.observer.on_rejected(error)
         self._send_last(request_id, error_frame(request_id, error))
 
-    # Answering
-
-    def _deliver(self, request_id: int, source: Source, credit: int | None, *, paced: bool) -> None:
-        delivery = OutputStream(
-            request_id,
-            source,
-            self._send_buffer,
-            credit=credit,
-            credit_timeout_ms=self._context.config.credit_timeout_ms,
-            paced=paced,
-            progress=self._progress,
-        )
-        task = self._start(request_id, delivery.run, delivery)
-        task.add_done_callback(lambda _: source.end())
-
-    def _ask(self, frame: Tokenize) -> None:
-        """Texts wait here in memory, so few may."""
-        num_questions = sum(live.delivery is None for live in self._live.values())
-        if num_questions >= MAX_QUESTIONS:
-            self._refuse(frame.request_id, Overloaded(f"{num_questions} texts are being tokenized on this connection"))
-        else:
-            self._start(frame.request_id, partial(self._tokenize, frame))
-
-    async def _tokenize(self, frame: Tokenize) -> Tokenized:
-        async with self._context.tokenizing:
-            token_ids = await self._context.engine.tokenize(frame.text, frame.add_special_tokens)
-        if len(token_ids) > MAX_ARRAY_LENGTH:
-            raise InvalidRequest(f"the text has {len(token_ids)} tokens; a frame holds at most {MAX_ARRAY_LENGTH}")
-        return Tokenized(frame.request_id, token_ids)
-
-    def _answer(self, request_id: int, answer: Callable[[], Frame]) -> None:
-        """At once."""
-        try:
-            frame = answer()
-        except Exception as error:
-            frame = self._failure(request_id, error)
-        self._send_buffer.send(frame)
-
     def _start(
-        self, request_id: int, answer: Callable[[], Coroutine[Any, Any, Frame]], delivery: OutputStream | None = None
-    ) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._finish(request_id, answer))
-        self._live[request_id] = _Live(task, delivery)
-        return task
+        self, request_id: int, answer: Callable[[], Coroutine[Any, Any, Frame]], stream: OutputStream | None = None
+    ) -> None:
+        task = self._tasks[request_id] = asyncio.create_task(self._run(request_id, answer))
+        if stream is not None:
+            self._streams[request_id] = stream
+            task.add_done_callback(lambda _: stream.end())
 
-    async def _finish(self, request_id: int, answer: Callable[[], Coroutine[Any, Any, Frame]]) -> None:
-        """The id is free again before the peer can know that its request ended."""
+    async def _run(self, request_id: int, answer: Callable[[], Coroutine[Any, Any, Frame]]) -> None:
+        """Send what `answer` returns. The id is free again before the client can know that its request ended."""
         bind_contextvars(request=new_id())
         try:
             last = await answer()
         except Exception as error:
-            last = self._failure(request_id, error)
-        del self._live[request_id]
+            last = error_frame(request_id, quire_error(error, client_id=request_id))
+        del self._tasks[request_id]
+        self._streams.pop(request_id, None)
         self._send_last(request_id, last)
         self._last_ended_at = asyncio.get_running_loop().time()
 
     def _send_last(self, request_id: int, frame: Frame) -> None:
-        """Of a request."""
+        """Send the last frame of a request, and log it."""
         try:
             self._send_buffer.send(frame)
         except InvalidRequest as error:  # longer than this peer takes
@@ -275,14 +277,3 @@ class RequestHandler:
             self._send_buffer.send(frame)
         if isinstance(frame, Done | Error):
             log_end(frame)
-
-    def _delivery(self, request_id: int) -> OutputStream | None:
-        live = self._live.get(request_id)
-        return None if live is None else live.delivery
-
-    def _failure(self, request_id: int, error: Exception) -> Error:
-        """The frame that ends a request with `error`; what is no QuireError is a bug, and the log's to tell."""
-        if not isinstance(error, QuireError):
-            _log.error("request failed", client_id=request_id, exc_info=error)
-            error = GenerationFailed("an internal error ended this request; see the server's log")
-        return error_frame(request_id, error)

@@ -17,11 +17,10 @@ from ..common.config import ServerConfig
 from ..common.errors import ConfigError, Overloaded, QuireError, Unavailable
 from ..engine.facade import EngineFacade
 from ..protocol.address import UnixAddress
-from .app_context import AppContext
 from .auth import Keyring
 from .connection import Connection
 from .listen import BACKLOG, ListeningSocket, allow_open_files, is_loopback, listen_tcp, listen_unix
-from .live import LiveRequests
+from .live_requests import LiveRequests
 from .monitoring import (
     OperatorServer,
     PrometheusObserver,
@@ -31,7 +30,8 @@ from .monitoring import (
     VllmNames,
     operator_app,
 )
-from .resume import ResumeIndex
+from .request_handler import AppContext
+from .resume import ReplayStore
 from .tls import TLS
 
 CLOSE_TIMEOUT_S = 5.0
@@ -93,7 +93,7 @@ class Server:
             self.observer.watch(engine.stats, lambda: len(self._connections), mirror)
             engine.set_observer(self.observer)
             requests = LiveRequests(engine, self.observer)
-            context = AppContext(engine, config, self.observer, keyring, requests, ResumeIndex(requests, config))
+            context = AppContext(engine, config, self.observer, keyring, requests, ReplayStore(requests, config))
             progress = Readiness(engine.stats, config.stall_timeout_ms / 1000)
             opening.push_async_callback(_stop, asyncio.create_task(progress.watch()))
             status = StatusCollector(
@@ -158,7 +158,7 @@ class Server:
         server: asyncio.Server = await start(
             accept, sock=listening.socket, backlog=BACKLOG, **self._tls_options(context.config)
         )
-        opening.push_async_callback(context.kept.close)
+        opening.push_async_callback(context.replays.close)
         opening.push_async_callback(self._close_connections)
         opening.callback(server.close)
 
@@ -175,15 +175,11 @@ class Server:
 
     def _is_busy(self, context: AppContext) -> bool:
         connections = self._connections
-        return (
-            bool(context.kept.tasks)
-            or context.kept.is_awaited
-            or any(connection.tasks or connection.has_unsent for connection in connections)
-        )
+        return context.replays.is_busy or any(connection.tasks or connection.has_unsent for connection in connections)
 
     def _fail_requests(self, error: QuireError) -> None:
         if self._context is not None:
-            self._context.kept.fail(error)
+            self._context.replays.fail(error)
         for connection in self._connections:
             connection.fail_requests(error)
 

@@ -13,12 +13,12 @@ from quire.runtime.common.types import FinishReason, OutputChunk, TokenLogprobs,
 from quire.runtime.engine.facade import EngineInfo, EngineStats, GenerateRequest
 from quire.runtime.protocol.codec import Decoder, encode
 from quire.runtime.protocol.frames import MAX_FRAME_BYTES, SERVER_FRAMES, Frame, Hello, Welcome
-from quire.runtime.server.app_context import AppContext
 from quire.runtime.server.auth import Keyring
 from quire.runtime.server.connection import Connection
-from quire.runtime.server.live import LiveRequests
+from quire.runtime.server.live_requests import LiveRequests
 from quire.runtime.server.monitoring import PrometheusObserver
-from quire.runtime.server.resume import ResumeIndex
+from quire.runtime.server.request_handler import AppContext
+from quire.runtime.server.resume import ReplayStore
 from quire.runtime.server.tenants import Tenant
 from quire.scheduler import AdmissionEstimate
 
@@ -272,9 +272,9 @@ class FakeServer:
         self.observer = PrometheusObserver()
         engine: Any = self.engine
         self.requests = LiveRequests(engine, self.observer)
-        self.kept = ResumeIndex(self.requests, self.config)
+        self.replays = ReplayStore(self.requests, self.config)
         keyring = Keyring({}, anyone=self.tenant)
-        self.context = AppContext(engine, self.config, self.observer, keyring, self.requests, self.kept)
+        self.context = AppContext(engine, self.config, self.observer, keyring, self.requests, self.replays)
         self.peers: list[FakePeer] = []
 
     async def connect(self, **hello: Any) -> FakePeer:
@@ -299,5 +299,5 @@ class FakeServer:
         hanging = [peer.task for peer in self.peers if not peer.task.done()]
         for task in hanging:
             task.cancel()
-        await self.kept.close()
+        await self.replays.close()
         assert not hanging, "a connection did not end with its peer"

@@ -205,7 +205,7 @@ async def test_ended_by_the_server_while_it_is_prepared(server: FakeServer, kind
     server.engine.prepared.clear()
     peer = await server.connect()
     await peer.ask(generate(1, **kind))
-    server.kept.fail(Unavailable("too late"))
+    server.replays.fail(Unavailable("too late"))
     peer.connection.fail_requests(Unavailable("too late"))
     assert error(await peer.received()).message == "too late"
     assert (server.engine.num_preparing, len(server.requests)) == (0, 0)

@@ -50,6 +50,13 @@ async def resume(
     return peer, await peer.ask(Resume(request_id, next_index))
 
 
+def assert_nothing_is_kept(server: FakeServer) -> None:
+    replays = server.replays
+    kept = replays.num_bytes, len(replays.buffers), len(replays.resume_index), len(replays.idempotency_index)
+    assert kept == (0, 0, 0, 0)
+    assert not replays.is_busy
+
+
 # The same stream for each of its readers
 
 
@@ -145,7 +152,7 @@ async def test_an_ended_stream_can_be_resumed_for_as_long(serve: Serve, clock: F
         assert names(frames) == ["Accepted", "Tokens", "Done"]
     await clock.advance(1)
     assert is_error((await resume(server, peer))[1], "NOT_FOUND")
-    assert server.kept._num_bytes == 0
+    assert server.replays.num_bytes == 0
 
 
 async def test_a_key_is_known_for_its_window_from_the_end(serve: Serve, clock: FakeClock) -> None:
@@ -220,16 +227,16 @@ async def test_a_stream_over_the_limit_holds_no_more_than_is_unread(serve: Serve
     server = serve(max_kept_bytes=10_000)
     peer = await server.connect()
     await peer.ask(resumable(1, key="k", credit=1))
-    (stream,) = server.kept._streams
+    (buffer,) = server.replays.buffers
     await server.engine.last.put(*(chunk(index, text="x" * 1000) for index in range(20)))
     assert is_error((await resume(server, peer))[1], "NOT_FOUND")
     for num_read in range(1, 20):
-        assert len(stream._chunks) <= 20 - num_read
+        assert buffer.num_chunks <= 20 - num_read
         await peer.ask(Credit(1, 1))
     await server.engine.last.put(chunk(20, last=True))
     assert names(await peer.ask(Credit(1, 1)))[-1] == "Done"
-    assert len(stream._chunks) == 0
-    assert server.kept._num_bytes == 0
+    assert buffer.num_chunks == 0
+    assert server.replays.num_bytes == 0
 
 
 async def test_a_stream_over_the_limit_that_no_one_reads_is_cancelled(serve: Serve) -> None:
@@ -249,7 +256,7 @@ async def test_streams_without_a_chunk_take_memory_too(serve: Serve) -> None:
         await peer.ask(resumable(index))
         await server.engine.last.put(Unavailable("gone"))
         assert is_error(await peer.received(), "UNAVAILABLE")
-        assert 0 < server.kept._num_bytes <= 20_000
+        assert 0 < server.replays.num_bytes <= 20_000
     assert names(await peer.ask(Resume(9, 0))) == ["Accepted", "Error"]
     assert is_error(await peer.ask(Resume(0, 0)), "NOT_FOUND")
 
@@ -264,7 +271,7 @@ async def test_each_id_that_may_be_resumed_takes_memory(serve: Serve, ended: boo
         peer = await server.connect()
         await peer.ask(resumable(index, key="k"))
         await peer.leave()
-        assert server.kept._num_bytes <= 20_000
+        assert server.replays.num_bytes <= 20_000
     assert len(server.engine.generations) > 1, "the first was not kept for ever"
 
 
@@ -292,21 +299,19 @@ async def test_nothing_is_left_when_everything_has_expired(serve: Serve, clock: 
         await peer.ask(resumable(index, key=f"k{index}"))
         await server.engine.last.put(chunk(0), chunk(1, last=True) if index % 2 else Unavailable("gone"))
         assert names(await peer.received()) == ["Tokens", "Tokens", "Done"] if index % 2 else ["Tokens", "Error"]
-    assert server.kept._num_bytes > 0
+    assert server.replays.num_bytes > 0
     await clock.advance(2)
-    kept = server.kept
-    assert (kept._num_bytes, kept._unused, kept._sessions, kept._outcomes, kept.tasks) == (0, {}, {}, {}, set())
-    assert not kept._streams
+    assert_nothing_is_kept(server)
 
 
 async def test_a_stream_that_ended_in_an_error_does_not_hold_its_prompt(server: FakeServer) -> None:
     """The frames of a traceback would."""
     peer = await server.connect()
     await peer.ask(resumable())
-    (stream,) = server.kept._streams
+    (buffer,) = server.replays.buffers
     await server.engine.last.put(Unavailable("gone"))
-    assert stream.error is not None
-    assert stream.error.__traceback__ is None
+    assert buffer.error is not None
+    assert buffer.error.__traceback__ is None
     assert is_error(await peer.received(), "UNAVAILABLE")
 
 
@@ -315,7 +320,6 @@ async def test_closing_lets_go_of_everything(server: FakeServer) -> None:
     for index in range(3):
         await peer.ask(resumable(index, key=f"k{index}"))
     await server.engine.generations[0].put(chunk(0, last=True))
-    await server.kept.close()
-    kept = server.kept
-    assert (kept._num_bytes, kept._sessions, kept._outcomes, kept.tasks) == (0, {}, {}, set())
+    await server.replays.close()
+    assert_nothing_is_kept(server)
     assert len(server.requests) == 0

@@ -1,7 +1,6 @@
-"""Every request that this server has in the engine, whichever way its tokens leave.
+"""Every request that this server has in the engine: counted for its tenant, listed for the status page, cancellable.
 
-It must not know frames, sockets or what is kept. One invariant: a request counts for its tenant and is listed from
-`submit` until `end`, which has an effect once.
+Must not import frames or sockets.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from itertools import islice
+from typing import Protocol
 
 from ..common.errors import QuireError
 from ..engine.facade import EngineFacade, GenerateRequest, Generation
@@ -17,19 +17,22 @@ from .tenants import Tenant
 
 
 class LiveRequests:
-    """Of one server."""
+    """The live requests of one server, oldest first."""
 
     def __init__(self, engine: EngineFacade, observer: PrometheusObserver) -> None:
         self._engine = engine
         self._observer = observer
-        self._all: dict[LiveRequest, None] = {}  # oldest first
+        self._all: dict[LiveRequest, None] = {}
 
     def __len__(self) -> int:
         return len(self._all)
 
     def submit(self, tenant: Tenant, request_id: int, request: GenerateRequest) -> LiveRequest:
-        """Raises what `Tenant.enter` and the engine refuse with; nothing is counted then."""
-        self._admit(tenant.enter)
+        """Count the request for `tenant` and submit it.
+
+        Raises the refusal of `Tenant.enter` or of the engine; nothing is counted then.
+        """
+        self.count(tenant.enter)
         try:
             submission = self._engine.submit(request)
         except BaseException:
@@ -39,25 +42,28 @@ class LiveRequests:
         self._all[live] = None
         return live
 
-    def count_replay(self, tenant: Tenant) -> None:
-        """A request that an earlier one answers. Raises what `Tenant.replay` refuses with."""
-        self._admit(tenant.replay)
-
-    def oldest(self, limit: int) -> list[RequestStatus]:
-        return [live.status() for live in islice(self._all, limit)]
-
-    def _admit(self, enter: Callable[[], None]) -> None:
+    def count(self, enter: Callable[[], None]) -> None:
+        """Call `Tenant.enter` or `Tenant.replay`, and count its refusal as a rejection."""
         try:
             enter()
         except QuireError as error:
             self._observer.on_rejected(error)
             raise
 
+    def oldest(self, limit: int) -> list[RequestStatus]:
+        return [live.status() for live in islice(self._all, limit)]
+
+
+class Reader(Protocol):
+    """The only iterator of a request's chunks."""
+
+    generated: int  # tokens of all choices, counted as they are read
+
 
 class LiveRequest:
-    """A request from its submission on; it can be cancelled before the engine has answered.
+    """A request from its submission to `end`. It can be cancelled before the engine has accepted it.
 
-    Whoever iterates what `accepted` returns counts its tokens in `generated`, and calls `end` when done with it.
+    Its reader awaits `accepted` once, iterates what that returns, and calls `end` once.
     """
 
     def __init__(
@@ -68,8 +74,8 @@ class LiveRequest:
         observer: PrometheusObserver,
         on_end: Callable[[LiveRequest], object],
     ) -> None:
-        self.generated = 0
-        self.on_prefill: Callable[[int, int], None] | None = None  # gets computed and prompt tokens
+        self.reader: Reader | None = None
+        self.prefill_watchers: set[Callable[[int, int], None]] = set()  # called with computed and prompt tokens
         self.is_cancelled = False
         self._submission: Awaitable[Generation] | None = submission
         self._tenant = tenant
@@ -80,10 +86,9 @@ class LiveRequest:
         self._generation: Generation | None = None
         self._prompt_tokens: int | None = None
         self._prefilled: int | None = None
-        self._ended = False
 
     async def accepted(self) -> Generation:
-        """The engine's stream. Await it once; raises what the engine refuses with."""
+        """Wait for the engine's answer and return its stream. Raises the engine's refusal."""
         assert self._submission is not None, "awaited once, before the end"
         generation = await self._submission
         self._generation = generation
@@ -94,7 +99,7 @@ class LiveRequest:
         return generation
 
     def cancel(self, cause: CancelCause) -> None:
-        """Only the first cause counts."""
+        """Cancel in the engine. Idempotent: the first cause is counted."""
         if self.is_cancelled:
             return
         self.is_cancelled = True
@@ -102,21 +107,16 @@ class LiveRequest:
         if self._generation is not None:
             self._generation.cancel()
 
-    def leave(self, cause: CancelCause) -> None:
-        """The connection is lost: nobody else waits for this one."""
-        self.cancel(cause)
-
     def end(self) -> None:
-        """Also lets go of the engine's stream, which holds the prompt."""
-        if not self._ended:
-            self._ended = True
-            self._generation = self._submission = None
-            self._tenant.leave()
-            self._on_end(self)
+        """Stop counting and listing the request, and release the engine's stream, which holds the prompt."""
+        self._generation = self._submission = None
+        self._tenant.leave()
+        self._on_end(self)
 
     def status(self) -> RequestStatus:
+        generated = 0 if self.reader is None else self.reader.generated
         state: RequestState = "queued"
-        if self.generated:
+        if generated:
             state = "decode"
         elif self._prefilled is not None:
             state = "prefill"
@@ -126,11 +126,12 @@ class LiveRequest:
             age_s=time.monotonic() - self._started,
             state=state,
             prompt_tokens=self._prompt_tokens,
-            prefilled=self._prompt_tokens if self.generated else self._prefilled,
-            generated=self.generated,
+            prefilled=self._prompt_tokens if generated else self._prefilled,
+            generated=generated,
         )
 
     def _note_prefill(self, computed_tokens: int) -> None:
         self._prefilled = computed_tokens
-        if self.on_prefill is not None and self._prompt_tokens is not None:
-            self.on_prefill(computed_tokens, self._prompt_tokens)
+        if self._prompt_tokens is not None:
+            for watcher in self.prefill_watchers:
+                watcher(computed_tokens, self._prompt_tokens)
