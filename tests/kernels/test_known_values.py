@@ -1,0 +1,243 @@
+"""Results computed by hand, at every level, in case the kernels and the reference are wrong in the same way."""
+
+import numpy as np
+import pytest
+from quire.kernels import PackedMatrix, Pool, Program, Sampler, packed_nbytes, supported_levels
+from quire.kernels.ops import ALIGNMENT, Attention, Convert, Embed, Gather, Linear, Normed, Region
+from quire.kernels.sample import ADJUSTMENT, ROW, philox
+from quire.pager.layout import KVLayout
+
+LN3 = float(np.log(3))
+LEVELS = supported_levels()
+MAX_ROWS, MAX_POSITIONS = 300, 300
+NUM_PAGES = 5  # of 64 tokens
+
+
+def packed(weight, dtype="f32") -> PackedMatrix:
+    weight = np.array(weight, np.float32)
+    raw = np.zeros(packed_nbytes(*weight.shape, dtype) + ALIGNMENT, np.uint8)
+    matrix = PackedMatrix(*weight.shape, dtype, raw[-raw.ctypes.data % ALIGNMENT :])
+    matrix.fill(weight)
+    return matrix
+
+
+class Arena:
+    """Allocates regions one after another."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def region(self, columns: int, dtype: str = "f32") -> Region:
+        region = Region(self.nbytes, MAX_ROWS, columns, dtype)
+        self.nbytes += region.nbytes
+        return region
+
+    def normed(self, columns: int, weight, dtype: str = "f32") -> Normed:
+        return Normed(self.region(columns, dtype), self.region(-(-columns // 32)), np.array(weight, np.float32), 0.0)
+
+
+def run(arena: Arena, ops: list, rows: int, out: Region, isa: str, *, kv="f32", head_dim=2, kv_heads=1, window=0):
+    """Run one sequence whose row i is token i, the last row of which samples; return the rows of `out`."""
+    layout = KVLayout(1, kv_heads, head_dim, kv, 64, (window,))
+    program = Program(
+        ops,
+        arena.nbytes,
+        np.full(NUM_PAGES * layout.page_bytes, 0xFF, np.uint8),
+        layout,
+        NUM_PAGES,
+        Pool(2),
+        max_rows=MAX_ROWS,
+        max_samples=MAX_ROWS,
+        max_sequences=1,
+        vocab_size=rows,
+        isa=isa,
+    )
+    ids, pages = np.arange(rows, dtype=np.int32), np.arange(NUM_PAGES, dtype=np.int32)
+    starts = np.array([0, rows], np.int32), np.zeros(1, np.int32), pages, np.array([0, NUM_PAGES], np.int32)
+    program.run(ids, *starts, np.array([rows - 1], np.int32))
+    return program.view(out)[:rows, : out.columns]
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "q8"])
+def test_linear(dtype, isa):
+    """All numbers are exact in every dtype: each row and column has a 127, so the scales of q8 are 1."""
+    x, weight = [[127, 2, -3], [1, -127, 0]], [[127, 1, 0], [-5, 127, 1]]
+    arena = Arena()
+    rows, converted, y = arena.region(3), arena.region(3, dtype), arena.region(2)
+    bias = np.array([0.5, -1], np.float32)
+    ops = [
+        Embed(packed(x), rows),
+        Convert(rows, converted),
+        Linear(converted, packed(weight, dtype), bias, y, "store"),
+    ]
+    assert run(arena, ops, 2, y, isa).tolist() == [[16131.5, -385.0], [0.5, -16135.0]]
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "q8"])
+def test_linear_adds_to_its_output(dtype, isa):
+    arena = Arena()
+    rows, converted, y = arena.region(2), arena.region(2, dtype), arena.region(2)
+    ops = [
+        Embed(packed([[127, 1]]), rows),
+        Convert(rows, converted),
+        Embed(packed([[10, 20]]), y),
+        Linear(converted, packed([[127, 1], [0, 127]], dtype), None, y, "add"),
+    ]
+    assert run(arena, ops, 1, y, isa).tolist() == [[16140.0, 147.0]]
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "q8"])
+def test_rms_norm(dtype, isa):
+    """sqrt((1 + 49 + 49 + 1) / 4) = 5. The norm's weights are 5, 10, 5, 5."""
+    arena = Arena()
+    rows, normed, y = arena.region(4), arena.normed(4, [5, 10, 5, 5], dtype), arena.region(4)
+    ops = [
+        Embed(packed([[1, 7, -7, 1]]), rows, normed),
+        Linear(normed, packed(np.eye(4) * 127, dtype), None, y, "store"),
+    ]
+    want = np.array([1, 14, -7, 1]) * 127
+    assert run(arena, ops, 1, y, isa)[0] == pytest.approx(want, abs={"f32": 1e-3, "bf16": 1e-3, "q8": 8}[dtype])
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_swiglu(isa):
+    """silu(0) * 5 = 0, silu(ln 3) * 2 = 1.5 ln 3, silu(-ln 3) * 4 = -ln 3; an input of 1 selects the weights."""
+    gate, up = np.zeros((32, 1)), np.zeros((32, 1))
+    gate[:3, 0], up[:3, 0] = [0, LN3, -LN3], [5, 2, 4]
+    weight = packed(np.zeros((64, 1)))
+    weight.fill(gate.astype(np.float32), interleave=0)
+    weight.fill(up.astype(np.float32), interleave=1)
+    arena = Arena()
+    rows, y = arena.region(1), arena.region(32)
+    ops = [Embed(packed([[1]]), rows), Linear(rows, weight, None, y, "swiglu")]
+    assert run(arena, ops, 1, y, isa)[0, :3] == pytest.approx([0, 1.5 * LN3, -LN3], abs=1e-6)
+
+
+def attend(qkv, isa, *, kv="f32", rotary=None, q_norm=None, window=0, scale=1.0, heads=1):
+    """Attention over rows of [queries, key, value] with head_dim 2, without rotation unless `rotary` is given."""
+    qkv = np.array(qkv, np.float32)
+    arena = Arena()
+    rows, out = arena.region(qkv.shape[1]), arena.region(heads * 2)
+    table = np.tile(np.array([1, 0], np.float32), (MAX_POSITIONS, 1)) if rotary is None else np.float32(rotary)
+    norm = None if q_norm is None else np.array(q_norm, np.float32)
+    ops = [Embed(packed(qkv), rows), Attention(rows, out, 0, 0, heads, 1, 2, norm, None, 0.0, table, scale, window)]
+    return run(arena, ops, len(qkv), out, isa, kv=kv, window=window)
+
+
+TOLERANCE = {"f32": 1e-5, "bf16": 0.03, "int8": 0.05}
+KV = list(TOLERANCE)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kv", KV)
+def test_attention_over_two_tokens(kv, isa):
+    """Scores ln 3 and 0 are weights 3/4 and 1/4; the first row sees its own token only."""
+    out = attend([[1, 0, 1, 0, 4, 0], [1, 0, 0, 1, 0, 8]], isa, kv=kv, scale=LN3)
+    assert out == pytest.approx(np.array([[4, 0], [3, 2]]), abs=TOLERANCE[kv])
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kv", KV)
+def test_rotation_turns_queries_and_keys_by_position(kv, isa):
+    """A quarter turn at position 1 makes (1, 0) of q and k (0, 1): scores of 0 with key 0 and ln 3 with key 1."""
+    out = attend([[1, 0, 1, 0, 4, 0], [1, 0, 1, 0, 0, 8]], isa, kv=kv, scale=LN3, rotary=[[1, 0], [0, 1]])
+    assert out[1] == pytest.approx([1, 6], abs=TOLERANCE[kv])
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_rotation_is_counterclockwise(isa):
+    """A quarter turn of (a, b) is (-b, a): the key (1, 2) at position 1 becomes (-2, 1), parallel to the query."""
+    rotary = [[1, 0], [0, 1], [1, 0]]
+    out = attend([[0, 0, 0, 0, 0, 0], [0, 0, 1, 2, 9, 0], [-2, 1, 0, 0, 0, 9]], isa, scale=LN3 / 5, rotary=rotary)
+    assert out[2] == pytest.approx([27 / 5, 9 / 5], abs=1e-5)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_qk_norm_scales_each_head_to_rms_1(isa):
+    """The query (7, 7) is (1, 1) after its norm, so its score with the key (1, 0) is ln 3, with (0, 0) it is 0."""
+    out = attend([[0, 0, 1, 0, 4, 0], [7, 7, 0, 0, 0, 8]], isa, scale=LN3, q_norm=[1, 1])
+    assert out[1] == pytest.approx([3, 2], abs=1e-5)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_query_heads_share_a_key_value_head(isa):
+    out = attend([[1, 0, 0, 1, 1, 0, 4, 0], [1, 0, 0, 1, 0, 1, 0, 8]], isa, scale=LN3, heads=2)
+    assert out[1] == pytest.approx([3, 2, 1, 6], abs=1e-5)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize(("window", "mean"), [(0, 149.5), (1, 299.0), (10, 294.5), (290, 154.5)])
+def test_equal_keys_give_the_mean_of_all_visible_values(window, mean, kv, isa):
+    """Over several tiles and two splits; the values are 0, 1, ... 299."""
+    out = attend([[1, 0, 1, 0, t, -t] for t in range(300)], isa, kv=kv, window=window)
+    assert out[299] == pytest.approx([mean, -mean], rel={"f32": 1e-6, "bf16": 4e-3, "int8": 4e-3}[kv])
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_gather_takes_the_rows_that_sample(isa):
+    arena = Arena()
+    rows, sampled = arena.region(2), arena.region(2)
+    ops = [Embed(packed([[1, 2], [3, 4], [5, 6]]), rows), Gather(rows, sampled)]
+    assert run(arena, ops, 3, sampled, isa)[0].tolist() == [5, 6]
+
+
+def test_packing_rounds_to_nearest_even():
+    """bf16 has 8 bits of mantissa; q8 has steps of max|w| / 127."""
+    weights = [[1.00390625, 1.01171875, 65535.0, -3.0]]
+    assert packed(weights, "bf16").unpack().tolist() == [[1.0, 1.015625, 65536.0, -3.0]]
+    assert packed([[127, -63.5, 0.4, 62.5]], "q8").unpack().tolist() == [[127, -64, 0, 62]]
+
+
+# Sampling
+
+
+def draw(logits, isa, **settings):
+    """Sample one row; `settings` are fields of ROW."""
+    row = np.zeros(1, ROW)
+    row["temperature"], row["top_p"], row["repetition"], row["logprobs"] = 1, 1, 1, -1
+    for field, value in settings.items():
+        row[field] = value
+    stride = -(-len(logits) // 32) * 32
+    padded = np.zeros((1, stride), np.float32)
+    padded[0, : len(logits)] = logits
+    maxima = np.array([[padded[0, i : min(i + 32, len(logits))].max() for i in range(0, len(logits), 32)]], np.float32)
+    tokens, logprobs, *_ = Sampler(len(logits), stride, 1, Pool(1), isa).sample(
+        padded, maxima, row, np.zeros(0, ADJUSTMENT)
+    )
+    return int(tokens[0]), float(logprobs[0])
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(
+    ("seed", "position"), [(0, 0), (1, 0), (1 << 32, 0), (0, 1), (0, 1 << 32), (2**64 - 1, 2**63 - 1), (77, 1234)]
+)
+def test_a_draw_uses_philox_keyed_by_seed_and_counted_by_position(seed, position, isa):
+    """Equal weights map the uniform number u to token floor(1000 u). For (0, 0) u is 0x6627E8D5 / 2**32 = 0.39905."""
+    first, second, *_ = philox([position % 2**32, position >> 32, 0, 0], [seed % 2**32, seed >> 32])
+    token = int(((first >> 5) * 2**26 + (second >> 6)) / 2**53 * 1000)
+    assert token == 399 or (seed, position) != (0, 0)
+    assert draw(np.zeros(1000), isa, seed=seed, position=position, logprobs=0) == (
+        token,
+        pytest.approx(-np.log(1000), abs=1e-6),
+    )
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_temperature_top_k_top_p_and_min_p_at_a_known_number(isa):
+    """The uniform number is 0.39905. Comments give the cumulative weights that it is compared with."""
+    logits = np.log([1, 2, 3, 4])
+    assert draw(logits, isa)[0] == 2  # 0.1, 0.3, 0.6
+    assert draw(logits, isa, top_k=2)[0] == 2  # 3/7, 4/7
+    assert draw(logits, isa, top_k=1)[0] == 3  # 1
+    assert draw(logits, isa, top_p=0.39)[0] == 3
+    assert draw(logits, isa, top_p=0.41)[0] == 2
+    assert draw(logits, isa, min_p=0.76)[0] == 3
+    assert draw(logits, isa, min_p=0.74)[0] == 2
+    assert draw(logits, isa, temperature=0.0)[0] == 3
+    assert draw(logits, isa, temperature=0.5)[0] == 2  # 1, 5, 14 of 30
+    assert draw(logits, isa, temperature=0.25)[0] == 3  # 1, 17, 98 of 354
+    assert draw(logits, isa, temperature=100.0)[0] == 1  # 0.25, 0.50
