@@ -162,17 +162,16 @@ class Fair(FirstComeFirstServed):
         self._last = 0.0  # level at which the queue last became empty
 
     def push(self, request: Request) -> None:
-        waiting = self._queues.tenants()
-        if request.spec.tenant not in waiting:
-            level = min((self._level(tenant) for tenant in waiting), default=self._last)
-            start = level - self._credit_tokens / self._weight(request)
-            self._starts[request.spec.tenant] = level
-            self._counts[request.spec.tenant] = max(self._count(request), start)
+        tenant, waiting = request.spec.tenant, self._queues.tenants()
+        if tenant not in waiting:
+            level = min(map(self._level, waiting), default=self._last)
+            self._starts[tenant] = level
+            self._counts[tenant] = max(self._count(tenant), level - self._credit_tokens / self._weight(tenant))
         super().push(request)
 
     def head(self, passed_over: Collection[str] = ()) -> Request | None:
         heads = self._queues.heads(passed_over)
-        return min(heads, key=lambda entry: (self._count(entry.request), entry)).request if heads else None
+        return min(heads, key=lambda entry: (self._count(entry.request.spec.tenant), entry)).request if heads else None
 
     def remove(self, request: Request) -> None:
         super().remove(request)
@@ -180,22 +179,23 @@ class Fair(FirstComeFirstServed):
             self._last = self._level(request.spec.tenant)
 
     def rank(self, request: Request) -> Rank:
-        return self._count(request), request.order
+        return self._count(request.spec.tenant), request.order
 
     def served(self, request: Request, prefill_tokens: int, decode_tokens: int) -> None:
-        tokens = PREFILL_WEIGHT * prefill_tokens + DECODE_WEIGHT * decode_tokens
-        self._counts[request.spec.tenant] = self._count(request) + tokens / self._weight(request)
+        tenant, tokens = request.spec.tenant, PREFILL_WEIGHT * prefill_tokens + DECODE_WEIGHT * decode_tokens
+        self._counts[tenant] = self._count(tenant) + tokens / self._weight(tenant)
 
     def may_displace(self, newcomer: Request, running: Request, num_seqs: Callable[[str], int]) -> bool:
-        left = (num_seqs(running.spec.tenant) - running.width) / self._weight(running)
-        return left >= (num_seqs(newcomer.spec.tenant) + newcomer.width) / self._weight(newcomer)
+        old, new = running.spec.tenant, newcomer.spec.tenant
+        left = (num_seqs(old) - running.width) / self._weight(old)
+        return left >= (num_seqs(new) + newcomer.width) / self._weight(new)
 
-    def _count(self, request: Request) -> float:
-        return self._counts.get(request.spec.tenant, 0.0)
+    def _count(self, tenant: str) -> float:
+        return self._counts.get(tenant, 0.0)
 
     def _level(self, tenant: str) -> float:
         """Return a tenant's service as if its credit were used up: the next tenant must not start lower."""
-        return max(self._counts.get(tenant, 0.0), self._starts.get(tenant, 0.0))
+        return max(self._count(tenant), self._starts.get(tenant, 0.0))
 
-    def _weight(self, request: Request) -> float:
-        return self._weights.get(request.spec.tenant, 1.0)
+    def _weight(self, tenant: str) -> float:
+        return self._weights.get(tenant, 1.0)

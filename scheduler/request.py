@@ -180,7 +180,7 @@ class Request:
 
     def natural_end(self) -> FinishReason | None:
         """Return why the last output token ends the request, or None if it does not."""
-        spec, num_output_tokens = self.spec, self.num_output_tokens
+        spec, num_output_tokens = self.spec, len(self.token_ids) - self.num_prompt_tokens
         if num_output_tokens >= spec.min_tokens and self.token_ids[-1] in spec.stop_token_ids:
             return "stop"
         return "length" if num_output_tokens >= spec.max_tokens else None

@@ -312,7 +312,7 @@ class Scheduler:
     ) -> RequestUpdate | None:
         tokens: Sequence[SampledToken] = ()
         was_decoding = request.state is State.DECODE
-        ending = self._endings.pop(row.request_id, None)
+        ending = self._endings.pop(row.request_id, None) if self._endings else None
         if ending is None:
             tokens, ending = accept_samples(request, row, samples, now)
         if len(tokens) < len(samples) and samples[len(tokens)].error is not None and ending is not None:

@@ -164,14 +164,14 @@ def accept_samples(
     the end. With them, the key and value of a wrong draft may be to blame, which all rows of the step read, masked
     (0 * NaN is NaN): that row must be computed again without drafts.
     """
-    drafts = row.token_ids[len(row.token_ids) - len(samples) + 1 :]
-    for count, sample in enumerate(samples, 1):
+    last = len(samples) - 1
+    for index, sample in enumerate(samples):
         if sample.error is not None:
-            return samples[: count - 1], Ending(None, sample.error) if len(samples) == 1 else None
+            return samples[:index], None if last else Ending(error=sample.error)
         request.append(sample.token_id, now)
         reason = request.natural_end()
         if reason is not None:
-            return samples[:count], Ending(reason)
-        if count < len(samples) and sample.token_id != drafts[count - 1]:
-            return samples[:count], None
+            return samples[: index + 1], Ending(reason)
+        if index < last and sample.token_id != row.token_ids[index - last]:
+            return samples[: index + 1], None
     return samples, None
