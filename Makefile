@@ -16,6 +16,9 @@ dashboard: $(BIN)/quire
 test: $(BIN)/quire
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
+docs: $(BIN)/quire
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+
 check-kernels: $(BIN)/quire
 	tests/kernels/check.sh
 
@@ -34,4 +37,4 @@ $(BIN)/quire: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-.PHONY: demo loadtest dashboard test bench check-kernels conformance
+.PHONY: demo loadtest dashboard test docs bench check-kernels conformance

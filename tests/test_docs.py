@@ -16,11 +16,16 @@ import quire
 from quire.runtime.model import describe_sizes
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text("utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = PAGES[0].read_text("utf-8")
 ADDRESS = "127.0.0.1:7070"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
 
-BLOCKS = [(kind, text) for kind, text in re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)]
+BLOCKS = [
+    (kind, text)
+    for path in PAGES
+    for kind, text in re.findall(r"^```([\w{}-]*)\n(.*?)^```", path.read_text("utf-8"), re.M | re.S)
+]
 SNIPPETS = [text for kind, text in BLOCKS if kind == "python"]
 COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
 QUICK_COMMANDS = [line for line in COMMANDS if re.match(r"quire (plan|info)\b", line)]
@@ -63,13 +68,13 @@ def test_a_snippet_runs_unchanged_and_prints(snippet, address):
 
 
 def test_the_snippets_show_both_clients_and_llm():
-    assert sum(ADDRESS in snippet for snippet in SNIPPETS) == 2
+    assert sum(ADDRESS in snippet for snippet in SNIPPETS) >= 2
     for name in ("AsyncClient", "Client", "LLM"):
         assert any(re.search(rf"\b{name}\(", snippet) for snippet in SNIPPETS), name
 
 
 @pytest.mark.parametrize("line", QUICK_COMMANDS)
-def test_a_command_prints_the_output_that_the_readme_shows(line, tmp_path):
+def test_a_command_prints_the_output_that_its_page_shows(line, tmp_path):
     (tmp_path / "Qwen3-0.6B").mkdir()
     (tmp_path / "Qwen3-0.6B" / "config.json").write_text(json.dumps(QWEN3_06B))
     done = run(*quire_command(), *line.split()[1:], cwd=tmp_path)
@@ -78,7 +83,7 @@ def test_a_command_prints_the_output_that_the_readme_shows(line, tmp_path):
 
 
 def test_the_sizes_table_matches_the_code():
-    assert f"```\n{describe_sizes()}\n```" in README
+    assert f"```\n{describe_sizes()}\n```" in page("kv-cache.md")
 
 
 def test_the_sizes_table_contains_well_known_figures():
@@ -86,29 +91,39 @@ def test_the_sizes_table_contains_well_known_figures():
     assert "234,881,024    224 MiB" in rows["Qwen3-0.6B"]
     assert "196 MiB" in rows["Gemma-3-4B"]
     assert "544 MiB" in rows["  were all full"]
-    assert "896 MiB for Gemma-3-4B" in README
+    assert "896 MiB for Gemma-3-4B" in page("kv-cache.md")
 
 
-def test_every_public_name_except_error_subclasses_is_in_the_readme():
-    errors = {name for name in quire.__all__ if issubclass(getattr(quire, name), Exception)} - {"QuireError"}
-    for name in set(quire.__all__) - errors:
-        assert re.search(rf"\b{name}\b", README), name
+def test_the_api_reference_lists_every_public_name():
+    listed = re.findall(r"^\.\. auto\w+:: quire\.(\w+)$", page("reference/api.md"), re.M)
+    assert sorted(listed) == sorted(quire.__all__)
 
 
-def test_every_command_of_the_readme_exists():
+def test_the_readme_is_short():
+    assert len(README.split()) <= 900
+
+
+def test_the_documentation_builds_without_warnings(tmp_path):
+    done = run(sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", ROOT / "docs", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_command_in_the_documents_exists():
     known = set(re.findall(r"^│ ([a-z]+) ", run(*quire_command(), "--help").stdout, re.M))
-    assert known
-    assert (
-        set(re.findall(r"`quire ([a-z]+)", README)) | {line.split()[1] for line in COMMANDS if "quire " in line}
-        <= known
-    )
+    named = {name for path in PAGES for name in re.findall(r"`quire ([a-z]+)", path.read_text("utf-8"))}
+    shown = {line.split()[1] for line in COMMANDS if line.startswith("quire ")}
+    assert named
+    assert shown
+    assert named | shown <= known
 
 
-@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md"])
-def test_every_link_of_a_document_has_a_target(document):
-    text = (ROOT / document).read_text("utf-8")
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-        assert (ROOT / target).exists(), target
+LINKED = [*PAGES, *(ROOT / name for name in ("ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "deploy/README.md"))]
+
+
+@pytest.mark.parametrize("document", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_in_a_document_has_a_target(document):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text("utf-8")):
+        assert (document.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
@@ -143,11 +158,16 @@ def quire_command():
     return sys.executable, "-P", "-m", "quire.runtime.cli.main"
 
 
+def page(name):
+    """Return the text of a page in docs/."""
+    return (ROOT / "docs" / name).read_text("utf-8")
+
+
 def run(*command, cwd=None):
     return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
 
 
 def block_after(line):
-    """Return the block that follows the command block `line` in the README: its output."""
+    """Return the block that follows the command block `line` on its page: its output."""
     index = BLOCKS.index(("sh", f"{line}\n"))
     return BLOCKS[index + 1][1]

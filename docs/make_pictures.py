@@ -1,0 +1,127 @@
+"""Make the pictures of the documentation in docs/pictures: run it with the environment's Python.
+
+usage: python docs/make_pictures.py [--chromium PROGRAM] [NAME ...]
+
+It needs `quire` with the extra `plot`, and Chromium for the two screenshots. Without names it makes all of them:
+memory-map, roofline, status-page, load-test-report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+PICTURES = Path(__file__).parent / "pictures"
+QUIRE = (sys.executable, "-P", "-m", "quire.runtime.cli.main")
+PLAN_FLAGS = ("--weights", "q8", "--kv-cache-memory", "1GiB", "--max-model-len", "8192", "--threads", "2")
+SHAPE = Path(__file__).resolve().parents[1] / "tests" / "data" / "qwen3-0.6b"
+MIB = 1 << 20
+
+
+def memory_map() -> None:
+    """Draw what `quire plan` prints for Qwen3-0.6B as one bar."""
+    plan = quire("plan", str(SHAPE), *PLAN_FLAGS)
+    rows = [
+        (name.strip(), int(size.replace(",", "")))
+        for name, size in re.findall(r"^(\w[\w ]+?)\s+([\d,]+) B", plan, re.M)
+    ]
+    blocks = [(name, size) for name, size in rows if name not in ("total", "weights q8")]
+    colours = ["#2c6fb3", "#b3452c", "#6a994e", "#bc9c22", "#7b5ea7", "#888888"]
+    figure, axes = plt.subplots(figsize=(9, 2.2), layout="constrained")
+    left = 0.0
+    for (name, size), colour in zip(blocks, colours, strict=False):
+        axes.barh(0, size / MIB, left=left, color=colour, label=f"{name}, {size / MIB:,.1f} MiB")
+        left += size / MIB
+    axes.set(xlabel="MiB", yticks=[], xlim=(0, left), title="Qwen3-0.6B, q8 weights, 1 GiB of bf16 KV pages")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.5))
+    figure.savefig(PICTURES / "memory-map.svg")
+
+
+def roofline() -> None:
+    """Let `quire bench` draw the bundled model under this machine's roofline."""
+    quire("bench", "--shapes", "1x128,8x128,32x128", "--plot", str(PICTURES / "roofline.svg"))
+
+
+def status_page(chromium: str) -> None:
+    """Photograph the status page of a server under load."""
+    with server() as (address, operator):
+        host, port = address.split(":")
+        flags = "--num-prompts 400 --request-rate 12 --random-input-len 128 --random-output-len 256".split()
+        command = (*QUIRE, "loadtest", "--host", host, "--port", port, *flags)
+        load = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            time.sleep(15)  # so that the page has something to show
+            photograph(chromium, f"http://{operator}/", PICTURES / "status-page.png", "1280,1000")
+        finally:
+            load.terminate()
+            load.wait()
+
+
+def load_test_report(chromium: str) -> None:
+    """Photograph the report of a sweep over four request rates."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.html"
+        quire(
+            *("loadtest", "--num-prompts", "100", "--random-input-len", "128", "--random-output-len", "64"),
+            *("--sweep", "5,10,20,40", "--report", str(report)),
+        )
+        photograph(chromium, report.as_uri(), PICTURES / "load-test-report.png", "1100,1500")
+
+
+def quire(*arguments: str) -> str:
+    return subprocess.run([*QUIRE, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+@contextmanager
+def server() -> Iterator[tuple[str, str]]:
+    """Yield the addresses for clients and operators of a server on the bundled model."""
+    command = [*QUIRE, "serve", "--port", "0", "--http-port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        try:
+            found = re.search(r"clients (\S+)\s+metrics http://([^/\s]+)", process.stdout.readline())
+            assert found is not None, "the server did not start"
+            yield found[1], found[2]
+        finally:
+            process.terminate()
+
+
+def photograph(chromium: str, url: str, picture: Path, size: str) -> None:
+    """Save what Chromium shows of `url` once its scripts have run for three seconds of the page's time."""
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=3000")
+    command = (chromium, *flags, f"--window-size={size}", f"--screenshot={picture}", url)
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chromium", default="chromium", help="the program that takes screenshots")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    arguments = parser.parse_args()
+    makers: dict[str, Callable[[], None]] = {
+        "memory-map": memory_map,
+        "roofline": roofline,
+        "status-page": lambda: status_page(arguments.chromium),
+        "load-test-report": lambda: load_test_report(arguments.chromium),
+    }
+    if unknown := set(arguments.names) - set(makers):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; allowed: {', '.join(makers)}")
+    PICTURES.mkdir(exist_ok=True)
+    for name, make in makers.items():
+        if not arguments.names or name in arguments.names:
+            make()
+            print(name)
+
+
+if __name__ == "__main__":
+    main()
