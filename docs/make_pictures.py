@@ -56,7 +56,16 @@ def status_page(chromium: str) -> None:
     """Photograph the status page of a server under load."""
     with server() as (address, operator):
         host, port = address.split(":")
-        flags = "--num-prompts 400 --request-rate 12 --random-input-len 128 --random-output-len 256".split()
+        flags = (
+            "--num-prompts",
+            "400",
+            "--request-rate",
+            "12",
+            "--random-input-len",
+            "128",
+            "--random-output-len",
+            "256",
+        )
         command = (*QUIRE, "loadtest", "--host", host, "--port", port, *flags)
         load = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
