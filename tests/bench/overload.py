@@ -52,6 +52,7 @@ LOW, HIGH = 0.5, 10.0  # times capacity
 CANCEL_EVERY, CANCEL_AFTER = 20, 3  # every 20th request is cancelled after 3 updates
 WARM_UP_S, RETRY_S = 2.0, 0.1
 ENDING_TIMEOUT_S = 60.0
+HEARTBEAT_S = 1.0  # the engine process reports its state more often than this
 PROMPT_CHARACTERS = 200
 WORDS = ("queue", "lock", "returns", "the", "module", "of", "bytes", "iterator", "in", "version", "changed", "a")
 LENGTH = struct.Struct(">I")
@@ -381,6 +382,7 @@ def report_end(server: ServerProcess, full: LoadRun, high: LoadRun) -> None:
     print(f"endings: {dict(Counter(request.ending for request in high.requests))}")
     print(f"retry_after_ms: in {len(known)} of {len(advice)} rejections, {spread(np.array(known))}")
     print(f"time to first token of accepted requests, ms: {spread(waits)}")
+    time.sleep(HEARTBEAT_S)
     print("afterwards: " + ", ".join(f"{server.metric(f'quire_{state}'):.0f} {state}" for state in states))
 
 
