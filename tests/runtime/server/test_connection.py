@@ -25,6 +25,7 @@ from quire.runtime.protocol.frames import (
     Tokenized,
     Tokens,
 )
+from quire.runtime.server.request_handler import MAX_TEXTS
 from quire.runtime.server.tenants import Tenant, TenantLimits
 
 from .fakes import FakeClock, FakeEngine, FakePeer, FakeServer, chunk, settle
@@ -176,6 +177,15 @@ async def test_cancelled_while_it_is_prepared(server: FakeServer, kind: dict[str
     assert server.metric('quire_cancelled_total{cause="client"}') == 1
 
 
+@every_kind
+async def test_accepted_as_soon_as_it_is_prepared(server: FakeServer, kind: dict[str, Any]) -> None:
+    server.engine.prepared.clear()
+    peer = await server.connect()
+    assert await peer.ask(generate(1, **kind)) == []
+    server.engine.prepared.set()
+    assert names(await peer.received()) == ["Accepted"]
+
+
 @pytest.mark.parametrize("kind", [KINDS["plain"], KINDS["keyed"]], ids=["plain", "keyed"])
 async def test_its_connection_is_lost_while_it_is_prepared(server: FakeServer, kind: dict[str, Any]) -> None:
     server.engine.prepared.clear()
@@ -317,7 +327,41 @@ async def test_a_new_session_has_nothing_of_the_one_before(server: FakeServer) -
     assert names(await second.ask(generate(1))) == ["Accepted"]
 
 
+async def test_texts_are_limited_after_other_requests_too(server: FakeServer) -> None:
+    peer = await server.connect()
+    for request_id in range(5):
+        await peer.ask(generate(request_id))
+        await server.engine.last.put(chunk(0, last=True))
+    await peer.received()
+    server.engine.prepared.clear()
+    refusal = error(await peer.ask(*(Tokenize(request_id, "x") for request_id in range(MAX_TEXTS + 1))))
+    assert (refusal.request_id, refusal.code) == (MAX_TEXTS, "RESOURCE_EXHAUSTED")
+    server.engine.prepared.set()
+    assert len(await peer.received()) == MAX_TEXTS
+
+
 # Readers that do not read
+
+
+@every_kind
+async def test_a_reader_that_grants_no_credit_counts_as_a_slow_reader(
+    serve: Serve, clock: FakeClock, kind: dict[str, Any]
+) -> None:
+    """The time begins when there are tokens to send, and anew with each grant."""
+    server = serve(credit_timeout_ms=1000)
+    peer = await server.connect()
+    await peer.ask(generate(1, credit=1, **kind))
+    await clock.advance(5)
+    await server.engine.last.put(chunk(0), chunk(1), chunk(2))
+    await clock.advance(0.9)
+    assert names(await peer.ask(Credit(1, 1))) == ["Tokens", "Tokens"]
+    await clock.advance(0.9)
+    assert await peer.received() == []
+    await clock.advance(0.1)
+    assert error(await peer.received()).code == "DEADLINE_EXCEEDED"
+    assert server.engine.last.is_cancelled
+    assert server.metric('quire_cancelled_total{cause="slow_reader"}') == 1
+    assert error(await peer.ask(Resume(1, 0))).code == "NOT_FOUND"
 
 
 @every_kind

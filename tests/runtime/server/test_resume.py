@@ -202,6 +202,17 @@ async def test_one_reader_cancels_for_itself_and_the_last_one_for_all(server: Fa
     assert server.engine.last.is_cancelled
 
 
+async def test_a_request_cancelled_after_its_end_is_done(server: FakeServer) -> None:
+    peer = await server.connect()
+    await peer.ask(resumable(credit=0))
+    await server.engine.last.put(chunk(0, last=True))
+    (done,) = await peer.ask(Cancel(1))
+    assert isinstance(done, Done)
+    assert done.finish_reason == "length"
+    assert server.metric('quire_cancelled_total{cause="client"}') == 0
+    assert is_error(await peer.ask(Resume(1, 0)), "NOT_FOUND")
+
+
 async def test_cancel_leaves_the_request_to_those_that_may_resume_it(server: FakeServer) -> None:
     lost, peer = [await server.connect() for _ in range(2)]
     await lost.ask(resumable(5, key="k"))
