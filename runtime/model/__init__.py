@@ -1,18 +1,15 @@
-"""Models: from a Hugging Face folder to a program, and what it will take."""
+"""Models: from a Hugging Face folder to packed weights and a program, and the memory that they take."""
 
-from .families.registry import ARCHITECTURES, read_spec
-from .fingerprint import fingerprint
-from .footprint import MemoryPlan, plan_memory
-from .packed_model import BUNDLED_MODEL, PackedModel, kv_layout, model_folder, pack_model
-from .sizes import KNOWN_SHAPES, KnownShape, describe_sizes
+from .families.registry import read_spec
+from .memory_plan import MemoryPlan, plan_memory
+from .packed_model import BUNDLED_MODEL, PackedModel, fingerprint, kv_layout, model_folder, pack_model
+from .sizes import KNOWN_SHAPES, describe_sizes
 from .spec import DecoderSpec
 
 __all__ = [
-    "ARCHITECTURES",
     "BUNDLED_MODEL",
     "KNOWN_SHAPES",
     "DecoderSpec",
-    "KnownShape",
     "MemoryPlan",
     "PackedModel",
     "describe_sizes",

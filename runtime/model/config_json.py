@@ -1,9 +1,8 @@
-"""config.json to checked values: every key is read here once, with what is allowed and what its absence means.
+"""Reading of config.json: each key's allowed values, and its default.
 
-It must not know families; they ask for their keys by name. The one invariant: a value that leaves this file has the
-right type and a size a machine can hold; anything else raised UnsupportedModel naming the key.
-
-Files are read as transformers 4 writes them (`rope_theta`, `rope_scaling`) and as 5 does (`rope_parameters`).
+Every value has the right type and a size that a machine can hold; anything else raises UnsupportedModel naming the key.
+Must not import families, which ask for their keys by name. Files of transformers 4 (`rope_theta`, `rope_scaling`) and 5
+(`rope_parameters`) are read.
 """
 
 from __future__ import annotations
@@ -25,58 +24,60 @@ MAX_HEADS = 1024
 MAX_WIDTH = 1 << 20  # of hidden and intermediate
 MAX_VOCAB = 1 << 22
 MAX_POSITIONS = 1 << 27
-MAX_HEAD_DIM = 512  # QUIRE_MAX_HEAD: the kernels' scratch is sized for it
-MAX_GROUP = 64  # QUIRE_TILE: query heads of one KV head share a tile
+MAX_HEAD_DIM = 512  # QUIRE_MAX_HEAD of the kernels
+MAX_GROUP = 64  # QUIRE_TILE of the kernels: the query heads of one KV head share a tile
 
-DEFAULT_THETA = 10_000.0  # where config.json is silent, as in transformers
+DEFAULT_THETA = 10_000.0  # as in transformers
 
 
 class ConfigTable:
-    """A mapping of config.json, or of a table inside it, read key by key. `where` prefixes keys in messages."""
+    """The object in config.json, or an object inside it. `where` prefixes keys in messages."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
         self.values = values
         self.where = where
 
     def __contains__(self, key: str) -> bool:
-        """Present and not null."""
+        """Return whether the key is present and not null."""
         return self.values.get(key) is not None
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
-        """An integer in low..high; `default` where the key is absent or null, an error where there is none."""
+        """Return an integer in low..high; `default` if the key is absent or null, an error without a default."""
         value = self._present(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.refused(key, f"an integer from {low} to {high}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A number above 0, within bounds that keep all arithmetic on it finite in f32."""
+        """Return a number above 0, within bounds that keep arithmetic with it finite in f32."""
         value = self._present(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-12 <= value <= 1e12:
             raise self.refused(key, "a number from 1e-12 to 1e12")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
+        """Return true or false; `default` if the key is absent or null."""
         value = self._present(key, default)
         if not isinstance(value, bool):
             raise self.refused(key, "true or false")
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
+        """Return a string; `default` if the key is absent or null, an error without a default."""
         value = self._present(key, default)
         if not isinstance(value, str):
             raise self.refused(key, "a string")
         return value
 
     def table(self, key: str) -> ConfigTable:
-        """The object under `key`; empty where absent or null."""
+        """Return the object under `key`; an empty one if the key is absent or null."""
         value = self._present(key, {})
         if not isinstance(value, dict):
             raise self.refused(key, "an object")
         return ConfigTable(value, f"{self.where}{key}.")
 
     def refused(self, key: str, allowed: str) -> UnsupportedModel:
-        """The error for the value under `key`, to be raised."""
+        """Return the error to raise for the value under `key`."""
         got = "missing" if key not in self.values else json.dumps(self.values[key])[:80]
         return UnsupportedModel(f"{CONFIG_FILE}: {self.where}{key} is {got}; it must be {allowed}")
 
@@ -86,7 +87,7 @@ class ConfigTable:
 
 
 def read_config(folder: str | Path) -> ConfigTable:
-    """The folder's config.json. Raises ModelNotFound without one, CorruptCheckpoint when it is not a JSON object."""
+    """Read a folder's config.json. Raises ModelNotFound without one, CorruptCheckpoint if it is not a JSON object."""
     path = Path(folder) / CONFIG_FILE
     if not isfile(path):
         raise ModelNotFound(f"{folder} has no {CONFIG_FILE}; a Hugging Face model folder is needed")
@@ -109,10 +110,9 @@ def build_spec(
     o_bias: bool = False,
     mlp_bias: bool = False,
     default_head_dim: int | None = None,
-    default_bos: int | None = None,
     default_eos: int | None = None,
 ) -> DecoderSpec:
-    """What all families share, read by the names and defaults they share; the arguments are how they differ."""
+    """Read the keys that all families share; the arguments are what differs between families."""
     _refuse_unsupported(config)
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = config.integer("num_attention_heads", 1, MAX_HEADS)
@@ -136,24 +136,24 @@ def build_spec(
         mlp_bias=mlp_bias,
         tie_embeddings=config.flag("tie_word_embeddings", False),
         max_position_embeddings=max_positions,
-        bos_token_id=_bos(config, default_bos),
         eos_token_ids=_eos(config, default_eos),
     )
 
 
 def num_layers(config: ConfigTable) -> int:
+    """Return the number of layers."""
     return config.integer("num_hidden_layers", 1, MAX_LAYERS)
 
 
 def sliding_window(config: ConfigTable) -> int:
-    """Tokens a sliding layer sees; 0 for null. Absent means 4096 in both families that have the key."""
+    """Return the tokens that a sliding layer sees; 0 for null. The default is 4096 in all families with the key."""
     if "sliding_window" in config.values and "sliding_window" not in config:
         return 0
     return config.integer("sliding_window", 1, MAX_POSITIONS, 4096)
 
 
 def qwen_windows(config: ConfigTable) -> tuple[int, ...]:
-    """Qwen's layers slide only with `use_sliding_window`: those `layer_types` says, or all from `max_window_layers`."""
+    """Return Qwen's windows: with `use_sliding_window`, those of `layer_types`, or all from `max_window_layers` on."""
     layers = num_layers(config)
     window = sliding_window(config) if config.flag("use_sliding_window", False) else 0
     if "layer_types" in config:
@@ -203,14 +203,8 @@ def _head_dim(config: ConfigTable, hidden_size: int, num_heads: int, default: in
     return head_dim
 
 
-def _bos(config: ConfigTable, default: int | None) -> int | None:
-    if "bos_token_id" not in config:
-        return None if "bos_token_id" in config.values else default
-    return config.integer("bos_token_id", 0, MAX_VOCAB)
-
-
 def _eos(config: ConfigTable, default: int | None) -> tuple[int, ...]:
-    """One id or several, as newer chat models have."""
+    """Return the end-of-sequence ids; chat models may have several."""
     if "eos_token_id" not in config:
         return () if "eos_token_id" in config.values or default is None else (default,)
     ids = config.values["eos_token_id"]
@@ -255,7 +249,7 @@ def _scaling(
 
 
 def _original_positions(config: ConfigTable, table: ConfigTable, max_positions: int) -> int:
-    """The context of pre-training; a top-level key wins over the table's, as in transformers."""
+    """Return the context of pre-training; a top-level key takes precedence over the table's, as in transformers."""
     source = config if "original_max_position_embeddings" in config else table
     return source.integer("original_max_position_embeddings", 1, MAX_POSITIONS, max_positions)
 
@@ -278,7 +272,7 @@ def _yarn(table: ConfigTable, original: int, max_positions: int) -> YarnScaling:
 
 
 def _yarn_attention_factor(table: ConfigTable, factor: float) -> float:
-    """Given, or 0.1 ln(factor) + 1 as the paper suggests, or DeepSeek's ratio of two such."""
+    """Return the given factor, or 0.1 ln(factor) + 1 as in the paper, or DeepSeek's ratio of two such values."""
 
     def suggested(mscale: float = 1.0) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -1,7 +1,7 @@
-"""The decoder, once for all families: reads top to bottom like the model's paper and emits the program that runs it.
+"""The decoder, the same for all families: emits the program of a model, from the embedding to the logits.
 
-It must not know files, families or arithmetic. The one invariant: what is emitted depends on the spec and the packed
-weights alone; where families differ, the spec says so in data.
+The program depends on the spec and the packed weights alone; differences between families are fields of the spec. Must
+not import families.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .weights.packing import DecoderWeights, LayerWeights
 def emit_decoder(
     builder: ProgramBuilder, spec: DecoderSpec, weights: DecoderWeights, rotary: npt.NDArray[np.float32]
 ) -> Logits:
-    """Token ids to the logits of the rows that sample, f32 [samples, vocab]. `rotary` is f32 [positions, head_dim]."""
+    """Emit the ops from token ids to the logits of the rows that sample. `rotary` is f32 [positions, head_dim]."""
     x = builder.embed(weights.embedding)
     for layer, layer_weights in enumerate(weights.layers):
         _attention_block(builder, spec, layer_weights, weights, layer, x, rotary)
@@ -37,7 +37,7 @@ def _attention_block(
     x: Value,
     rotary: npt.NDArray[np.float32],
 ) -> None:
-    """x += o(attention(qkv(norm(x))))"""
+    """Emit x += o(attention(qkv(norm(x))))."""
     group, slot = place_layers(spec.windows)[index]
     heads = Heads(group, slot, spec.num_heads, spec.num_kv_heads, spec.head_dim)
     normed = builder.norm(x, layer.input_norm, spec.norm_eps, weights.dtype)
@@ -51,7 +51,7 @@ def _attention_block(
 def _mlp_block(
     builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, weights: DecoderWeights, x: Value
 ) -> None:
-    """x += down(silu(gate(norm(x))) * up(norm(x)))"""
+    """Emit x += down(silu(gate(norm(x))) * up(norm(x)))."""
     normed = builder.norm(x, layer.mlp_norm, spec.norm_eps, weights.dtype)
     activated = builder.swiglu(normed, layer.gate_up, layer.gate_up_bias, spec.intermediate_size, weights.dtype)
     builder.linear_add(activated, layer.down, layer.down_bias, x)

@@ -1,11 +1,11 @@
-"""From a model folder to something that runs: the spec, the packed weights, and a program for given capacities.
+"""Model folders and packed models: the spec, the packed weights, and the program for given capacities.
 
-It must not know requests or who owns pages. The one invariant: everything that can be wrong with a folder is found
-before the first large allocation.
+Every error in a folder is found before the first large allocation.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from os.path import isdir
 from pathlib import Path
@@ -13,7 +13,8 @@ from typing import get_args
 
 from ...pager.layout import KVLayout
 from ..common.config import KVCacheDtype, WeightDtype
-from ..common.errors import ConfigError, ModelNotFound
+from ..common.errors import ConfigError, CorruptCheckpoint, ModelNotFound
+from .config_json import CONFIG_FILE
 from .decoder import emit_decoder
 from .families.registry import read_spec
 from .program import ProgramBuilder, ProgramPlan
@@ -28,24 +29,24 @@ BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
 
 @dataclass(frozen=True, slots=True)
 class PackedModel:
-    """A loaded model. Its weights are read-only; any number of programs may be compiled from it."""
+    """A model's spec and packed weights. The weights are read-only; programs for several capacities may share them."""
 
     folder: Path
     spec: DecoderSpec
     weights: DecoderWeights
 
     def compile(self, *, max_positions: int, max_tokens: int, max_samples: int) -> ProgramPlan:
-        """The program of a step of up to `max_tokens` rows, `max_samples` of them sampling, below `max_positions`."""
+        """Return the program for steps of `max_tokens` rows, `max_samples` of which sample, below `max_positions`."""
         rotary = rotary_table(self.spec.rope, self.spec.head_dim, max_positions)
         builder = ProgramBuilder(max_tokens, max_samples)
         return builder.build(emit_decoder(builder, self.spec, self.weights, rotary))
 
 
 def pack_model(folder: str | Path | None, weights: WeightDtype) -> PackedModel:
-    """Check, then pack the folder's weights as `weights`; None is the bundled model.
+    """Check the folder, then pack its weights as dtype `weights`; None is the bundled model.
 
-    Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, MissingTensor or WrongTensor, each naming the culprit, or
-    ModelError when the system has no memory for the weights.
+    Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, MissingTensor or WrongTensor, each naming the file or
+    key, or ModelError when the system has no memory for the weights.
     """
     if weights not in get_args(WeightDtype):
         raise ConfigError(f"weights is {weights!r}; it must be one of {', '.join(get_args(WeightDtype))}")
@@ -57,7 +58,7 @@ def pack_model(folder: str | Path | None, weights: WeightDtype) -> PackedModel:
 
 
 def model_folder(model: str | Path | None) -> Path:
-    """What a setting names: a folder, or None for the bundled model. Raises ModelNotFound."""
+    """Return the folder of a model setting; None is the bundled model. Raises ModelNotFound."""
     if model is None:
         return BUNDLED_MODEL
     if not isdir(model):
@@ -66,5 +67,21 @@ def model_folder(model: str | Path | None) -> Path:
 
 
 def kv_layout(spec: DecoderSpec, kv_dtype: KVCacheDtype, page_size: int) -> KVLayout:
-    """The KV cache a spec implies."""
+    """Return the layout of the KV cache that a spec implies."""
     return KVLayout(spec.num_layers, spec.num_kv_heads, spec.head_dim, kv_dtype, page_size, spec.windows)
+
+
+def fingerprint(folder: Path) -> bytes:
+    """Return a sha256 over names and contents of config.json and all safetensors files; takes about a second per GB.
+
+    Models with the same fingerprint compute the same keys and values. Raises CorruptCheckpoint for an unreadable file.
+    """
+    digest = hashlib.sha256()
+    try:
+        for path in [folder / CONFIG_FILE, *sorted(folder.glob("*.safetensors*"))]:
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            digest.update(f"{path.name} {content}\n".encode())
+    except OSError as error:
+        raise CorruptCheckpoint(f"{folder} cannot be read completely: {error}") from error
+    return digest.digest()

@@ -1,7 +1,8 @@
-"""The rotary table: cos and sin of every position a model may reach, as the kernels read them.
+"""The rotary table: cos and sin of every position that a model may reach, as the kernels read them
+(RoPE: Su et al., 2021).
 
-It must not know config.json. The one invariant: frequencies and angles are rounded to f32 where transformers rounds
-them, because a trained model has learnt those very angles; at position 40,000 an unrounded angle differs by 2e-3.
+Frequencies and angles are rounded to f32 where transformers rounds them, because models are trained with these angles;
+at position 40,000 an unrounded angle differs by 2e-3.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ ROWS_AT_ONCE = 4096  # positions whose angles are held in f64 at a time
 
 
 def rotary_nbytes(max_positions: int, head_dim: int) -> int:
+    """Return the bytes of `rotary_table`."""
     return max_positions * head_dim * 4
 
 
 def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> npt.NDArray[np.float32]:
-    """f32 [max_positions, head_dim]: cos in the first half of the columns, sin in the second (Su et al., 2021)."""
+    """Return f32 [max_positions, head_dim]: cos in the first half of the columns, sin in the second."""
     frequencies, factor = inverse_frequencies(rope, head_dim)
     table = np.empty((max_positions, head_dim), np.float32)
     for start in range(0, max_positions, ROWS_AT_ONCE):
@@ -36,7 +38,7 @@ def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> npt.NDArray[n
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Frequencies, float]:
-    """Radians per position of each pair of dimensions, and the factor on cos and sin."""
+    """Return the radians per position of each pair of dimensions, and the factor on cos and sin."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     wavelengths = (np.float64(rope.theta) ** exponents.astype(np.float64)).astype(np.float32)  # over 2 pi
     plain = np.float32(1) / wavelengths
@@ -52,7 +54,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Frequencies, float]:
 
 
 def _llama3(plain: Frequencies, scaling: Llama3Scaling) -> Frequencies:
-    """Turns within the original context decide: few are slowed by `factor`, many kept, those between interpolated."""
+    """Divide the frequencies with few turns in the original context by `factor`, keep those with many, interpolate."""
     wavelengths = np.float32(2 * math.pi) / plain
     turns = np.float32(scaling.original_max_position_embeddings) / wavelengths
     low, high = np.float32(scaling.low_freq_factor), np.float32(scaling.high_freq_factor)
@@ -64,7 +66,7 @@ def _llama3(plain: Frequencies, scaling: Llama3Scaling) -> Frequencies:
 
 
 def _yarn(wavelengths: Frequencies, theta: float, head_dim: int, scaling: YarnScaling) -> Frequencies:
-    """Fast dimensions keep their frequency, slow ones are divided by `factor`, a linear ramp between the two."""
+    """Keep the frequency of fast dimensions, divide that of slow ones by `factor`, with a linear ramp in between."""
     first, last = _yarn_ramp(theta, head_dim, scaling)
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(first)) / np.float32(last - first)
     kept = 1 - np.clip(ramp, 0, 1)
@@ -74,7 +76,7 @@ def _yarn(wavelengths: Frequencies, theta: float, head_dim: int, scaling: YarnSc
 
 
 def _yarn_ramp(theta: float, head_dim: int, scaling: YarnScaling) -> tuple[float, float]:
-    """Dimensions that turn `beta_fast` and `beta_slow` times within the original context."""
+    """Return the dimensions that turn `beta_fast` and `beta_slow` times in the original context."""
 
     def dimension(turns: float) -> float:
         wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)

@@ -1,6 +1,6 @@
-"""KV cache sizes of well-known models, exactly: the table the README prints and every reader can check.
+"""The table of KV cache sizes of well-known models, which the README shows.
 
-It must not know files. The one invariant: bytes come from `KVLayout`; only public shapes are written down here.
+This file has the models' published shapes only; the bytes are computed by `KVLayout`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DTYPES: tuple[KVCacheDtype, ...] = ("f32", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class KnownShape:
-    """A published model's KV shape and a context to show it at. `windows` is one per layer; empty: all are full."""
+    """A published model's KV shape and a context length. `windows` has one per layer; empty: all layers are full."""
 
     name: str
     num_layers: int
@@ -25,7 +25,7 @@ class KnownShape:
     windows: tuple[int, ...] = ()
 
     def kv_bytes(self, dtype: KVCacheDtype) -> int:
-        """Keys and values of one sequence of `num_tokens`; a sliding layer holds those in its window."""
+        """Return the bytes of one sequence of `num_tokens`; a sliding layer holds the tokens in its window."""
         layout = KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, dtype, windows=self.windows)
         return layout.sequence_bytes(self.num_tokens)
 
@@ -51,12 +51,12 @@ KNOWN_SHAPES = (
 
 
 def describe_sizes() -> str:
-    """The table for people: exact bytes, and the same in binary units. What slides is shown without windows too."""
+    """Return the table as text: exact bytes and binary units. Models with windows are shown without them too."""
     header = f"{'model':<18}{'tokens':>8}" + "".join(f"{dtype + ', bytes':>20}{'':>11}" for dtype in DTYPES)
-    return "\n".join([header.rstrip(), *(_row(shape) for known in KNOWN_SHAPES for shape in _shown(known))])
+    return "\n".join([header.rstrip(), *(_row(shape) for known in KNOWN_SHAPES for shape in _variants(known))])
 
 
-def _shown(shape: KnownShape) -> list[KnownShape]:
+def _variants(shape: KnownShape) -> list[KnownShape]:
     return [shape, replace(shape, name="  were all full", windows=())] if shape.windows else [shape]
 
 
@@ -66,7 +66,7 @@ def _row(shape: KnownShape) -> str:
 
 
 def human(size: int) -> str:
-    """224 MiB, 2.0 GiB, 126 GiB."""
+    """Return a size as text, for example 224 MiB, 2.0 GiB or 126 GiB."""
     if size < 1 << 30:
         return f"{size / (1 << 20):.3g} MiB"
     gib = size / (1 << 30)

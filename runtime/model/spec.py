@@ -1,7 +1,6 @@
-"""What a decoder is, as numbers: the one description every family's config.json is turned into.
+"""The description of a decoder that every family's config.json is read into.
 
-It must not know files, tensors or arithmetic. The one invariant: a `DecoderSpec` that exists can be run; whoever builds
-one (`config.py`) has refused everything else.
+Every `DecoderSpec` can be run: `config_json.py` refuses all other values.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Every frequency divided by `factor` (kaiokendev, 2023)."""
+    """All frequencies divided by `factor` (kaiokendev, 2023)."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1: long wavelengths divided by `factor`, short ones kept, a smooth passage between."""
+    """Llama 3.1: low frequencies divided by `factor`, high ones kept, interpolated in between."""
 
     factor: float
     low_freq_factor: float
@@ -28,7 +27,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (Peng et al., 2023), with the factor on cos and sin already decided."""
+    """YaRN (Peng et al., 2023); `attention_factor` multiplies cos and sin."""
 
     factor: float
     attention_factor: float
@@ -40,7 +39,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding over the whole head: base and how positions beyond training are reached (None: not)."""
+    """Rotary embedding over the whole head: the base, and the scaling for positions beyond those of training."""
 
     theta: float
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
@@ -60,22 +59,23 @@ class DecoderSpec:
     intermediate_size: int
     norm_eps: float
     rope: Rope
-    windows: tuple[int, ...]  # one per layer: attend to the last so many tokens; 0: to all
+    windows: tuple[int, ...]  # one per layer: the number of tokens it sees; 0: all
     qk_norm: bool  # RMS norm of each query and key head before rotation
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
-    tie_embeddings: bool  # the embedding is the lm_head too
+    tie_embeddings: bool  # the embedding is also the lm_head
     max_position_embeddings: int
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
     @property
     def q_size(self) -> int:
+        """Columns of all query heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
+        """Columns of all key heads; value heads have as many."""
         return self.num_kv_heads * self.head_dim
 
     @property

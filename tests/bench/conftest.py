@@ -14,8 +14,7 @@ from quire.runtime.model.packed_model import kv_layout
 from quire.runtime.model.program import ProgramBuilder
 from quire.runtime.model.rope import rotary_table
 from quire.runtime.model.spec import DecoderSpec, Rope
-from quire.runtime.model.weights.memory import map_block
-from quire.runtime.model.weights.packing import assemble
+from quire.runtime.model.weights.packing import build_weights, map_block
 
 LAYERS = 8  # enough that the weights do not fit into a cache, in any dtype
 QWEN3 = DecoderSpec(
@@ -36,7 +35,6 @@ QWEN3 = DecoderSpec(
     mlp_bias=False,
     tie_embeddings=True,
     max_position_embeddings=40960,
-    bos_token_id=None,
     eos_token_ids=(0,),
 )
 
@@ -79,7 +77,9 @@ class OneOp:
         pages = self.layout.pages_for(end)
         builder = ProgramBuilder(self.users * self.rows, self.users)
         rotary = rotary_table(QWEN3.rope, QWEN3.head_dim, end)
-        plan = builder.build(emit_decoder(builder, QWEN3, assemble(QWEN3, self.weights, Zeros(self.weights)), rotary))
+        plan = builder.build(
+            emit_decoder(builder, QWEN3, build_weights(QWEN3, self.weights, Zeros(self.weights)), rotary)
+        )
         self.ops = [op for op in plan.ops if type(op).__name__ == self.kind]
         if self.kind == "Linear":
             self.ops = [op for op in self.ops if (op.maxima is not None) == self.head]

@@ -1,1 +1,1 @@
-"""One module per model family: config.json in, a `DecoderSpec` out."""
+"""One module per model family, which reads its config.json into a `DecoderSpec`."""

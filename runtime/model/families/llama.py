@@ -1,4 +1,4 @@
-"""Llama 1 to 3.x: the plain decoder. One flag puts biases on all of q, k, v and o, another on the MLP."""
+"""Llama 1 to 3.x: `attention_bias` puts biases on q, k, v and o, `mlp_bias` on the MLP."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from ..spec import DecoderSpec
 
 
 def read_llama(config: ConfigTable) -> DecoderSpec:
+    """Read a `LlamaForCausalLM`."""
     attention_bias = config.flag("attention_bias", False)
     return build_spec(
         config,
@@ -15,6 +16,5 @@ def read_llama(config: ConfigTable) -> DecoderSpec:
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         mlp_bias=config.flag("mlp_bias", False),
-        default_bos=1,
         default_eos=2,
     )

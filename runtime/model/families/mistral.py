@@ -1,4 +1,4 @@
-"""Mistral 7B and its line: no biases; every layer slides, unless `sliding_window` is null (from v0.2 on it is)."""
+"""Mistral 7B and later: no biases; every layer slides unless `sliding_window` is null, as it is from v0.2 on."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from ..spec import DecoderSpec
 
 
 def read_mistral(config: ConfigTable) -> DecoderSpec:
+    """Read a `MistralForCausalLM`."""
     return build_spec(
         config,
         family="mistral",
         windows=(sliding_window(config),) * num_layers(config),
-        default_bos=1,
         default_eos=2,
     )

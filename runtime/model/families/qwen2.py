@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: biases on q, k and v always, never on o; upper layers may slide."""
+"""Qwen2 and Qwen2.5: biases on q, k and v but not on o; upper layers may slide."""
 
 from __future__ import annotations
 
@@ -7,4 +7,5 @@ from ..spec import DecoderSpec
 
 
 def read_qwen2(config: ConfigTable) -> DecoderSpec:
+    """Read a `Qwen2ForCausalLM`."""
     return build_spec(config, family="qwen2", windows=qwen_windows(config), qkv_bias=True)

@@ -1,4 +1,4 @@
-"""Qwen3: each query and key head is normalised before rotation; head_dim is its own number, 128 where not given."""
+"""Qwen3: query and key heads are normed before rotation; `head_dim` is 128 where config.json does not have it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from ..spec import DecoderSpec
 
 
 def read_qwen3(config: ConfigTable) -> DecoderSpec:
+    """Read a `Qwen3ForCausalLM`."""
     attention_bias = config.flag("attention_bias", False)
     return build_spec(
         config,

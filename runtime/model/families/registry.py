@@ -1,7 +1,4 @@
-"""Which families are run, and the way from a folder to its `DecoderSpec`.
-
-It must not know what the families' keys mean. The one invariant: an architecture not listed here is refused by name.
-"""
+"""The supported families, and the reading of a folder's config.json into a `DecoderSpec`."""
 
 from __future__ import annotations
 
@@ -33,13 +30,13 @@ MODEL_TYPES: dict[str, Reader] = {
 
 
 def read_spec(folder: str | Path) -> DecoderSpec:
-    """The folder's config.json as a spec. Raises ModelNotFound, CorruptCheckpoint or UnsupportedModel."""
+    """Read a folder's config.json. Raises ModelNotFound, CorruptCheckpoint or UnsupportedModel."""
     config = read_config(folder)
     return _reader(config)(config)
 
 
 def _reader(config: ConfigTable) -> Reader:
-    """By `architectures[0]`; by `model_type` where config.json has no architectures."""
+    """Return the reader for `architectures[0]`, or for `model_type` if config.json has no architectures."""
     if "architectures" not in config:
         return _pick(config, "model_type", config.text("model_type"), MODEL_TYPES)
     names = config.values["architectures"]

@@ -1,4 +1,4 @@
-"""Programs: a builder a model's description speaks to, and the planner that gives its values their places."""
+"""Building of programs: from a model's layers to a list of ops, with every value placed in the arena."""
 
 from .builder import Heads, Logits, PlacedValue, ProgramBuilder, ProgramPlan, Value
 

@@ -1,10 +1,8 @@
-"""From a model's description to a program: the methods are the model's vocabulary, the result is a list of ops.
+"""The builder of programs: its methods are the layers of a decoder, its result is a list of ops.
 
-It must not know any model, nor run anything. The one invariant: every op of the result reads only values that an
-earlier op wrote and that nothing has overwritten since.
+Independent of models. Every op of the result reads only values that an earlier op wrote and no later op overwrote.
 
-A `Value` is symbolic until `build` gives it a place in the arena. Values over tokens have `max_tokens` rows, those
-behind `gather` have `max_samples`.
+A `Value` is symbolic until `build` places it in the arena. Values have `max_tokens` rows, after `gather` `max_samples`.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ from ....kernels.ops import (
     region_nbytes,
 )
 from ....kernels.pack import PackedMatrix
-from .memory import ArenaLayout, Lifetime, lay_out
+from .arena_layout import ArenaLayout, Lifetime, lay_out
 
 Vector = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What an op yields: f32, bf16 or q8 [rows, columns], not yet anywhere. Meaningful to the builder that made it."""
+    """The result of an op, f32, bf16 or q8 [rows, columns], before it is placed. Valid for its own builder only."""
 
     index: int
     name: str
@@ -55,7 +53,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class NormedValue:
-    """What `norm` yields: a `kernels.ops.Normed`, not yet anywhere. Only a linear layer can read it."""
+    """The result of `norm`: a `kernels.ops.Normed` before it is placed. Only a linear layer can read it."""
 
     data: Value
     squares: Value
@@ -76,7 +74,7 @@ class NormedValue:
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """What a program is for, and the largest of each 32 of them, which spares greedy sampling most of the reading."""
+    """The result of a program, and the maximum of each 32 logits, so that greedy sampling reads few of them."""
 
     values: Value  # f32 [samples, vocab]
     maxima: Value  # f32 [samples, padded(vocab) / 32]
@@ -84,9 +82,9 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The shape of one attention layer, and where its keys and values lie."""
+    """The shape of one attention layer, and the place of its keys and values."""
 
-    group: int  # of layers that share a page table
+    group: int  # layer group: layers that share a page table
     layer: int  # slot in the group's pages
     num_heads: int
     num_kv_heads: int
@@ -95,7 +93,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class PlacedValue:
-    """One value in the arena, and the ops that first and last touch it."""
+    """A value in the arena, and the first and last op that use it."""
 
     name: str
     region: Region
@@ -105,7 +103,7 @@ class PlacedValue:
 
 @dataclass(frozen=True, slots=True)
 class ProgramPlan:
-    """What `kernels.Program` is made of, and the arena's map."""
+    """The ops and the arena's size for `kernels.Program`, and the map of the arena."""
 
     ops: list[Op]
     arena_bytes: int
@@ -114,7 +112,7 @@ class ProgramPlan:
     values: tuple[PlacedValue, ...]
 
     def describe(self) -> str:
-        """The arena's map for people: one line per place and use, with how often it is used."""
+        """Return the arena's map as text: one line per place and use, with the number of uses."""
         uses: dict[tuple[int, str, str], int] = {}
         for value in self.values:
             shape = f"{value.region.dtype} [{value.region.rows}, {value.region.columns}]"
@@ -126,32 +124,33 @@ class ProgramPlan:
 
 
 class ProgramBuilder:
-    """Collects ops in order of execution for steps of up to `max_tokens` rows, `max_samples` of which sample."""
+    """Collects the ops of a program, in order, for steps of up to `max_tokens` rows, `max_samples` of which sample."""
 
     def __init__(self, max_tokens: int, max_samples: int) -> None:
         self.max_tokens = max_tokens
         self.max_samples = max_samples
         self._values: list[Value] = []
         self._first: list[int] = []  # per value: the op that writes it
-        self._last: list[int] = []  # per value: the last op that touches it
-        self._emit: list[Callable[[Sequence[Region]], Op]] = []  # one per op, given every value's region
-        self._unnormed: dict[int, int] = {}  # values whose last writer can leave a norm of them, and has not: that op
+        self._last: list[int] = []  # per value: the last op that uses it
+        self._emit: list[Callable[[Sequence[Region]], Op]] = []  # per op: makes it from the regions of all values
+        self._norm_writers: dict[int, int] = {}  # value -> the op that wrote it last and can still write its norm
 
     def embed(self, weight: PackedMatrix) -> Value:
-        """f32 [tokens, hidden]: the residual stream begins."""
+        """Start the residual stream: the embedding of each token, f32 [tokens, hidden]."""
         out = self._value("residual", self.max_tokens, weight.in_features, "f32")
-        self._unnormed[out.index] = len(self._emit)
+        self._norm_writers[out.index] = len(self._emit)
         self._add([out], lambda at: Embed(weight, out.placed(at)))
         return out
 
     def norm(self, x: Value, weight: Vector, eps: float, dtype: DType) -> NormedValue:
-        """RMS norm of each row, in the dtype the next linear layer reads. Not an op: whoever wrote `x` leaves it too.
+        """Norm each row (RMS norm), in the dtype the next linear layer reads.
 
-        Raises ValueError where that is not `embed`, `linear_add` or `gather`, or has left a norm already.
+        This is no op of its own: the op that wrote `x` writes the norm too. Raises ValueError if that op is not
+        `embed`, `linear_add` or `gather`, or if it writes a norm already.
         """
-        writer = self._unnormed.pop(x.index, None)
+        writer = self._norm_writers.pop(x.index, None)
         if writer is None:
-            raise ValueError(f"the op that wrote {x.name} cannot leave a norm of it, or has already left one")
+            raise ValueError(f"the op that wrote {x.name} cannot write its norm, or already writes one")
         out = NormedValue(
             self._value("normed", x.rows, x.columns, dtype, writer),
             self._value("squares", x.rows, padded(x.columns) // BLOCK, "f32", writer),
@@ -159,11 +158,11 @@ class ProgramBuilder:
             eps,
         )
         write = self._emit[writer]
-        self._emit[writer] = lambda at: _leaving(write(at), out.placed(at))
+        self._emit[writer] = lambda at: _with_norm(write(at), out.placed(at))
         return out
 
     def convert(self, x: Value, dtype: DType) -> Value:
-        """`x` in another dtype; `x` itself where it has that dtype already."""
+        """Convert `x` to another dtype; return `x` itself if it has that dtype."""
         if x.dtype == dtype:
             return x
         out = self._value(f"{x.name}:{dtype}", x.rows, x.columns, dtype)
@@ -171,22 +170,22 @@ class ProgramBuilder:
         return out
 
     def linear(self, x: Value | NormedValue, weight: PackedMatrix, bias: Vector | None, name: str) -> Value:
-        """x @ weight.T + bias, f32 [rows, out_features]."""
+        """Compute x @ weight.T + bias, f32 [rows, out_features]."""
         out = self._value(name, x.rows, weight.out_features, "f32")
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), "store"))
         return out
 
     def linear_add(self, x: Value, weight: PackedMatrix, bias: Vector | None, residual: Value) -> None:
-        """residual += x @ weight.T + bias, in place."""
-        self._unnormed[residual.index] = len(self._emit)
+        """Add x @ weight.T + bias to `residual`, in place."""
+        self._norm_writers[residual.index] = len(self._emit)
         self._add([x, residual], lambda at: Linear(x.placed(at), weight, bias, residual.placed(at), "add"))
 
     def swiglu(
         self, x: Value | NormedValue, weight: PackedMatrix, bias: Vector | None, columns: int, dtype: DType
     ) -> Value:
-        """silu(gate) * up, [rows, columns] in the dtype the next linear layer reads.
+        """Compute silu(gate) * up, [rows, columns] in the dtype the next linear layer reads.
 
-        The weight's columns interleave gate and up by 16.
+        The weight's columns are 16 of gate and 16 of up in turn.
         """
         out = self._value("activated", x.rows, columns, dtype)
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), "swiglu"))
@@ -203,10 +202,10 @@ class ProgramBuilder:
         window: int,
         dtype: DType,
     ) -> Value:
-        """Causal attention of the rotated heads over the pages, [tokens, num_heads * head_dim].
+        """Attend causally over the pages, [tokens, num_heads * head_dim] in `dtype`.
 
-        K and V go to their pages; queries are scaled by head_dim ** -0.5; `window` 0 sees everything. In `dtype` where
-        the query heads of a KV head fill whole blocks, else in f32.
+        Stores K and V in their pages. Queries are scaled by head_dim ** -0.5. A `window` of 0 sees all earlier tokens.
+        If the query heads of a KV head do not fill whole blocks, the op's result is f32 and a `Convert` follows.
         """
         whole = heads.num_heads // heads.num_kv_heads * heads.head_dim % BLOCK == 0
         out = self._value("attended", qkv.rows, heads.num_heads * heads.head_dim, dtype if whole else "f32")
@@ -231,14 +230,14 @@ class ProgramBuilder:
         return self.convert(out, dtype)
 
     def gather(self, x: Value) -> Value:
-        """The rows of `x` that sample, [samples, columns]."""
+        """Take the rows of `x` that sample, [samples, columns]."""
         out = self._value("sampled", self.max_samples, x.columns, x.dtype)
-        self._unnormed[out.index] = len(self._emit)
+        self._norm_writers[out.index] = len(self._emit)
         self._add([x, out], lambda at: Gather(x.placed(at), out.placed(at)))
         return out
 
     def logits(self, x: Value | NormedValue, weight: PackedMatrix) -> Logits:
-        """x @ weight.T."""
+        """Compute x @ weight.T, the logits of the rows that sample."""
         values = self._value("logits", x.rows, weight.out_features, "f32")
         maxima = self._value("maxima", x.rows, padded(weight.out_features) // BLOCK, "f32")
         self._add(
@@ -248,7 +247,7 @@ class ProgramBuilder:
         return Logits(values, maxima)
 
     def build(self, logits: Logits) -> ProgramPlan:
-        """Places every value and emits the ops. `logits` stay readable after the step."""
+        """Place every value and make the ops. `logits` stay readable after the step."""
         self._last[logits.values.index] = self._last[logits.maxima.index] = len(self._emit)
         layout = self._lay_out()
         regions = [
@@ -267,15 +266,15 @@ class ProgramBuilder:
         )
 
     def _value(self, name: str, rows: int, columns: int, dtype: DType, writer: int | None = None) -> Value:
-        """A value that op `writer` will write, or else the next op added."""
+        """Return a new value, written by op `writer` or else by the next op added."""
         value = Value(len(self._values), name, rows, columns, dtype)
         self._values.append(value)
         self._first.append(len(self._emit) if writer is None else writer)
         self._last.append(len(self._emit) if writer is None else writer)
         return value
 
-    def _add(self, touched: Sequence[Value], emit: Callable[[Sequence[Region]], Op]) -> None:
-        for value in touched:
+    def _add(self, used: Sequence[Value], emit: Callable[[Sequence[Region]], Op]) -> None:
+        for value in used:
             self._last[value.index] = len(self._emit)
         self._emit.append(emit)
 
@@ -288,6 +287,6 @@ class ProgramBuilder:
         )
 
 
-def _leaving(op: Op, normed: Normed) -> Op:
+def _with_norm(op: Op, normed: Normed) -> Op:
     assert isinstance(op, Embed | Linear | Gather)
     return replace(op, normed=normed)

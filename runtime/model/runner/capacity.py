@@ -1,6 +1,6 @@
-"""How much of everything: from the configuration, the model's shape and this machine to fixed numbers.
+"""The capacity of an engine: fixed numbers from the configuration, the model's shape and this machine.
 
-It must not load or allocate. `quire plan` prints what is decided here, and `load_model` takes it.
+Nothing is loaded or allocated. `quire plan` prints these numbers, and `load_model` allocates by them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from .. import DecoderSpec, MemoryPlan, kv_layout, plan_memory
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
+    """The sizes that a model runner is built with."""
+
     layout: KVLayout
     num_pages: int
     max_model_len: int  # tokens
@@ -28,12 +30,12 @@ class Capacity:
 
 
 def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
-    """Raises ConfigError where the configuration asks for what the model or this machine cannot do."""
+    """Decide all sizes. Raises ConfigError if the model or this machine cannot do what the configuration asks for."""
     layout = _layout(config, spec)
     cpus = pick_cpus(config)
-    max_model_len = _longest_wanted(config, spec)
+    max_model_len = _wanted_model_len(config, spec)
     num_pages = _num_pages(config, layout, max_model_len)
-    max_model_len = _model_len_in(config, layout, num_pages, max_model_len)
+    max_model_len = _fitting_model_len(config, layout, num_pages, max_model_len)
     max_num_samples = _max_num_samples(config)
     memory = plan_memory(
         spec,
@@ -61,7 +63,7 @@ def _layout(config: EngineConfig, spec: DecoderSpec) -> KVLayout:
 
 
 def pick_cpus(config: EngineConfig) -> CpuBudget:
-    """How many threads, and why. Raises ConfigError."""
+    """Return the number of threads and the reason for it. Raises ConfigError."""
     if config.threads is None:
         return available_cpus()
     if config.threads > 1024:
@@ -70,14 +72,14 @@ def pick_cpus(config: EngineConfig) -> CpuBudget:
 
 
 def pick_isa(config: EngineConfig) -> str:
-    """Raises ConfigError for a level this build or machine does not have."""
+    """Return the ISA level. Raises ConfigError for a level that this build or machine does not have."""
     try:
         return pick_level(config.isa)
     except ValueError as error:
         raise ConfigError(f"isa: {error}") from error
 
 
-def _longest_wanted(config: EngineConfig, spec: DecoderSpec) -> int:
+def _wanted_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
     if config.max_model_len is not None and config.max_model_len > spec.max_position_embeddings:
         raise ConfigError(
             f"max_model_len {config.max_model_len} is more than the {spec.max_position_embeddings} positions this "
@@ -87,14 +89,14 @@ def _longest_wanted(config: EngineConfig, spec: DecoderSpec) -> int:
 
 
 def _max_num_samples(config: EngineConfig) -> int:
-    """One row of every running sequence, or all guesses of one of them and the row after them."""
+    """Return one row per running sequence, but at least all draft tokens of one sequence and the row after them."""
     return min(config.max_num_batched_tokens, max(config.max_num_seqs, 1 + config.num_speculative_tokens))
 
 
 def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int) -> int:
-    """As many as were asked for; else enough for every sequence at its longest, within a share of free memory.
+    """Return the configured number of pages, or enough for all sequences at full length, within a share of free memory.
 
-    A chunk of prefill needs all its pages before a sliding layer group can give any back, so a step's worth is added.
+    A chunk of prefill needs all its pages before a sliding layer group releases any, so one step's pages are added.
     """
     least = layout.pages_for(1)
     if config.kv_cache_memory is not None:
@@ -111,8 +113,8 @@ def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int) -> in
     return max(least, min(wanted, layout.pages_in(int(free_memory_bytes() * config.kv_cache_share))))
 
 
-def _model_len_in(config: EngineConfig, layout: KVLayout, num_pages: int, max_model_len: int) -> int:
-    """No request may need more than the whole pool; asking for that explicitly is an error."""
+def _fitting_model_len(config: EngineConfig, layout: KVLayout, num_pages: int, max_model_len: int) -> int:
+    """Return the longest request whose pages fit the pool. Raises ConfigError if the configured length does not fit."""
     fits = bisect_right(range(max_model_len + 1), num_pages, key=layout.pages_for) - 1
     if config.max_model_len is not None and fits < max_model_len:
         raise ConfigError(
@@ -123,7 +125,7 @@ def _model_len_in(config: EngineConfig, layout: KVLayout, num_pages: int, max_mo
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """What the system could give now, within this process's cgroup limit (v2)."""
+    """Return the memory that the system has available now, within this process's cgroup limit (v2)."""
     available = _meminfo(root) or 1 << 30
     limit, used = _number(root / "sys/fs/cgroup/memory.max"), _number(root / "sys/fs/cgroup/memory.current")
     return available if limit is None else max(0, min(available, limit - (used or 0)))

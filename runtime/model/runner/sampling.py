@@ -1,6 +1,6 @@
-"""From a scheduled sequence to the kernels' sampling row: what to add to which logit, and which random number to draw.
+"""The arguments of the kernels' sampler for the sequences of a step.
 
-Pure: a row depends on the request's parameters, its seed and its own tokens, never on the step it is computed in.
+A row depends on the request's parameters, its seed and its own tokens only, never on the step it is computed in.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ Adjustment = tuple[int, int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """What the executor needs to sample for one request; the scheduler carries it without looking inside."""
+    """The sampling parameters of one request. The scheduler passes it on without reading it."""
 
     params: SamplingParams
-    seed: int  # resolved: the client's or the engine's
+    seed: int  # of the client, or chosen by the engine
     stop_token_ids: frozenset[int]  # forbidden before min_tokens
 
 
 def sampling_rows(sequences: Sequence[ScheduledSequence]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """The kernels' (rows, adjustments) arrays for all samples, in order: each after its own part of the context."""
+    """Return the sampler's (rows, adjustments) for all samples in order, each after its own part of the context."""
     rows: list[Row] = []
     adjustments: list[Adjustment] = []
     for sequence in sequences:
-        known = len(sequence.context)
-        for position in range(known - sequence.num_samples + 1, known + 1):
+        length = len(sequence.context)
+        for position in range(length - sequence.num_samples + 1, length + 1):
             rows.append(_row(sequence, position, adjustments))
     return np.array(rows, ROW), np.array(adjustments, ADJUSTMENT)
 
 
 def _row(sequence: ScheduledSequence, position: int, adjustments: list[Adjustment]) -> Row:
-    """The row of the token that comes after the first `position` of the context; its adjustments are appended."""
+    """Return the row for the token after the first `position` tokens of the context, and append its adjustments."""
     spec, first = sequence.sampling, len(adjustments)
     assert isinstance(spec, SamplingSpec)
     adjustments.extend(_adjustments(spec, sequence.context, position, sequence.num_prompt_tokens))
@@ -66,7 +66,7 @@ def _row(sequence: ScheduledSequence, position: int, adjustments: list[Adjustmen
 def _adjustments(
     spec: SamplingSpec, context: Sequence[int], position: int, num_prompt_tokens: int
 ) -> Iterator[Adjustment]:
-    """(token id, count in the output, seen at all, bias) of every logit this request changes at a position."""
+    """Yield (token id, count in the output, occurs at all, bias) of each logit that the request changes here."""
     p = spec.params
     bias = dict(p.logit_bias or {})
     if position - num_prompt_tokens < p.min_tokens:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk as named arrays; knows no model."""
+"""The weights of a model: tensors in a checkpoint, and packed matrices."""
 
 from .safetensors import Checkpoint
 

@@ -1,7 +1,7 @@
-"""A decoder's weights as the kernels read them: which tensors make which matrix, and the one block they all lie in.
+"""Packing of a decoder's weights for the kernels: which tensors form which matrix, in one block of memory.
 
-It must not know config.json or the order of execution. The one invariant: `assemble` alone says what a model's weights
-are, so the block's size, the memory plan and what is filled cannot disagree.
+`build_weights` is the only description of a model's weights: the memory plan and the packing both run it, so they
+cannot disagree. Must not import config.json's reader or the program.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import numpy.typing as npt
 from ....kernels import available_cpus
 from ....kernels.ops import padded
 from ....kernels.pack import PackedMatrix, packed_nbytes
+from ....pager import OutOfMemory, map_memory
 from ...common.config import WeightDtype
+from ...common.errors import ModelError
 from ..spec import DecoderSpec
 from . import Checkpoint
-from .memory import map_block
 from .tensors import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 
 Vector = npt.NDArray[np.float32]
@@ -28,7 +29,7 @@ Vector = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Biases and the norms of heads are None where the family has none."""
+    """The weights of one layer. Biases and head norms that the family does not have are None."""
 
     input_norm: Vector  # [hidden]
     qkv: PackedMatrix  # [q_size + 2 kv_size, hidden]
@@ -46,7 +47,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All of a model. With tied embeddings `lm_head` is the very object `embedding` is."""
+    """The weights of a model. With tied embeddings, `lm_head` is the same object as `embedding`."""
 
     dtype: WeightDtype
     embedding: PackedMatrix  # [vocab, hidden]
@@ -57,59 +58,71 @@ class DecoderWeights:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor and where its rows go among the columns of a packed matrix (see `PackedMatrix.fill`)."""
+    """A tensor, and the columns of a packed matrix that its rows fill (see `PackedMatrix.fill`)."""
 
     tensor: str
     start: int = 0
     interleave: int | None = None
 
 
-class Source(Protocol):
-    """Makes the pieces `assemble` asks for, in the order they lie in memory."""
+class WeightFactory(Protocol):
+    """Makes the matrices and vectors of `build_weights`, in the order of their place in memory."""
 
     def matrix(self, out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix: ...
     def vector(self, size: int, parts: Sequence[Part]) -> Vector: ...
 
 
 def pack_weights(spec: DecoderSpec, checkpoint: Checkpoint, dtype: WeightDtype) -> DecoderWeights:
-    """Every matrix into one block of exactly the planned size. The checkpoint must have passed `check_tensors`."""
+    """Pack every matrix into one block of exactly the planned size. The checkpoint must have passed `check_tensors`.
+
+    Raises ModelError when the system has no memory for the block.
+    """
     _, nbytes = plan_weights(spec, dtype)
     block = map_block(nbytes)
     with ThreadPoolExecutor(available_cpus().threads) as threads:
         packer = _Packer(checkpoint, dtype, block, threads)
-        weights = assemble(spec, dtype, packer)
+        weights = build_weights(spec, dtype, packer)
         packer.finish()
     return weights
 
 
 def plan_weights(spec: DecoderSpec, dtype: WeightDtype) -> tuple[DecoderWeights, int]:
-    """Stand-ins with every shape and no memory, to plan a program that is never run; and the bytes of all matrices."""
+    """Return weights of the right shapes without memory, to plan a program that is never run; and the packed bytes."""
     planner = _Planner(dtype)
-    weights = assemble(spec, dtype, planner)
+    weights = build_weights(spec, dtype, planner)
     return weights, planner.nbytes
 
 
-def assemble(spec: DecoderSpec, dtype: WeightDtype, source: Source) -> DecoderWeights:
-    embedding = source.matrix(spec.vocab_size, spec.hidden_size, [Part(EMBEDDING)])
-    layers = tuple(_assemble_layer(spec, layer_prefix(layer), source) for layer in range(spec.num_layers))
-    final_norm = source.vector(spec.hidden_size, [Part(FINAL_NORM)])
+def map_block(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Return zeroed memory, aligned to a huge page and freed with its last view. Raises ModelError."""
+    try:
+        return map_memory(nbytes)
+    except OutOfMemory as error:
+        raise ModelError(f"the weights do not fit: {error}; try weights q8") from error
+
+
+def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory) -> DecoderWeights:
+    """Make all weights of a model with `factory`."""
+    embedding = factory.matrix(spec.vocab_size, spec.hidden_size, [Part(EMBEDDING)])
+    layers = tuple(_build_layer(spec, layer_prefix(layer), factory) for layer in range(spec.num_layers))
+    final_norm = factory.vector(spec.hidden_size, [Part(FINAL_NORM)])
     tied = spec.tie_embeddings
-    lm_head = embedding if tied else source.matrix(spec.vocab_size, spec.hidden_size, [Part(LM_HEAD)])
+    lm_head = embedding if tied else factory.matrix(spec.vocab_size, spec.hidden_size, [Part(LM_HEAD)])
     return DecoderWeights(dtype, embedding, layers, final_norm, lm_head)
 
 
-def _assemble_layer(spec: DecoderSpec, prefix: str, source: Source) -> LayerWeights:
+def _build_layer(spec: DecoderSpec, prefix: str, factory: WeightFactory) -> LayerWeights:
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
     hidden, intermediate = spec.hidden_size, spec.intermediate_size
 
     def norm(name: str, size: int) -> Vector:
-        return source.vector(size, [Part(f"{name}.weight")])
+        return factory.vector(size, [Part(f"{name}.weight")])
 
     def matrix(out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
-        return source.matrix(out_features, in_features, _named(parts, "weight"))
+        return factory.matrix(out_features, in_features, _named(parts, "weight"))
 
     def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
-        return source.vector(size, _named(parts, "bias")) if present else None
+        return factory.vector(size, _named(parts, "bias")) if present else None
 
     qkv = [
         Part(f"{attention}q_proj"),
@@ -140,14 +153,14 @@ def _named(parts: Sequence[Part], suffix: str) -> list[Part]:
 
 
 class _Packer:
-    """Deals the block out front to back; threads fill the matrices meanwhile, since filling holds no GIL."""
+    """Takes memory for matrices from the block, front to back, and fills them on threads: filling releases the GIL."""
 
     def __init__(
         self, checkpoint: Checkpoint, dtype: WeightDtype, block: npt.NDArray[np.uint8], threads: ThreadPoolExecutor
     ) -> None:
         self._checkpoint = checkpoint
         self._dtype: WeightDtype = dtype
-        self._rest = block
+        self._unused = block
         self._threads = threads
         self._filling: list[Future[None]] = []
 
@@ -157,7 +170,7 @@ class _Packer:
         return matrix
 
     def finish(self) -> None:
-        """Returns when every matrix is whole."""
+        """Wait until every matrix is filled; raise the first error."""
         for filling in self._filling:
             filling.result()
 
@@ -174,12 +187,12 @@ class _Packer:
 
     def _take(self, out_features: int, in_features: int) -> npt.NDArray[np.uint8]:
         nbytes = packed_nbytes(out_features, in_features, self._dtype)
-        taken, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        taken, self._unused = self._unused[:nbytes], self._unused[nbytes:]
         return taken
 
 
 def _columns(part: Part, count: int) -> npt.NDArray[np.int64]:
-    """Where a bias's values go: as `PackedMatrix.fill` places the rows they belong to."""
+    """Return the columns of a bias's values, which are those of the weight's rows in `PackedMatrix.fill`."""
     rows = np.arange(count)
     if part.interleave is None:
         return part.start + rows
@@ -187,7 +200,7 @@ def _columns(part: Part, count: int) -> npt.NDArray[np.int64]:
 
 
 def _widen(values: npt.NDArray[np.generic]) -> Vector:
-    """bf16 bits, f16 or f32 as f32, exactly."""
+    """Return bf16 bits, f16 or f32 as f32, exactly."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32)
@@ -195,7 +208,7 @@ def _widen(values: npt.NDArray[np.generic]) -> Vector:
 
 @dataclass(frozen=True, slots=True)
 class _MatrixShape:
-    """What a program's plan asks of a PackedMatrix."""
+    """The attributes of a `PackedMatrix` that planning a program reads."""
 
     out_features: int
     in_features: int
@@ -203,7 +216,7 @@ class _MatrixShape:
 
 
 class _Planner:
-    """Counts bytes and hands out shapes."""
+    """Counts bytes and returns shapes instead of matrices."""
 
     def __init__(self, dtype: WeightDtype) -> None:
         self._dtype: WeightDtype = dtype

@@ -1,10 +1,8 @@
-"""A Hugging Face folder's tensors: names, shapes, dtypes, and the arrays themselves straight from the mapped files.
+"""The tensors of a Hugging Face folder: shapes, dtypes and arrays, which are views of the mapped files.
 
-It must not know models: which tensors matter, and in what shape, is for `models/` to say. The one invariant: once a
-`Checkpoint` is open, every tensor it names lies wholly inside its file.
-
-The safetensors library validates each file (header, offsets without gap or overlap, no byte missing or left over). It
-cannot hand out bf16 as numpy, so the arrays are our own views of a memory map, at the offsets it validated.
+Once a `Checkpoint` is open, every one of its tensors lies completely inside its file. The safetensors library validates
+each file (header, offsets without gap or overlap, no byte missing or left over). It cannot return bf16 as numpy arrays,
+so the arrays are views of a memory map at the offsets that it validated.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ READABLE: dict[str, type[np.generic]] = {"BF16": np.uint16, "F16": np.float16, "
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """One tensor's header entry and the bytes of the file it is in."""
+    """The header entry of a tensor, and the mapped file that contains it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,34 +40,28 @@ class _Stored:
 
 
 class Checkpoint:
-    """The tensors of `folder`, from `model.safetensors` or from the shards its index lists.
+    """The tensors of `folder`, from `model.safetensors` or from the shards in its index; no tensor is read on opening.
 
-    Raises ModelNotFound without a folder or weights in it, CorruptCheckpoint when a file cannot be trusted,
-    MissingTensor when a shard lacks what the index promises. No tensor is read before it is asked for.
+    Raises ModelNotFound without a folder or weights in it, CorruptCheckpoint when a file is invalid, MissingTensor when
+    a shard does not have a tensor of the index.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._stored = _open_folder(self.folder)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(sorted(self._stored))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._stored
-
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape. Raises MissingTensor."""
         return self._find(name).shape
 
     def dtype(self, name: str) -> str:
-        """As safetensors spells it: BF16, F16, F32, I64, …"""
+        """Return a tensor's dtype as safetensors names it: BF16, F16, F32, I64, … Raises MissingTensor."""
         return self._find(name).dtype
 
     def tensor(self, name: str) -> npt.NDArray[np.generic]:
-        """The array, read-only: float32, float16, or bf16 bits as uint16. Shares the mapped file where aligned.
+        """Return a tensor, read-only: float32, float16, or bf16 bits as uint16. It is a view of the file if aligned.
 
-        Raises MissingTensor, or WrongTensor for a dtype that holds no floats we compute with.
+        Raises MissingTensor, or WrongTensor for a dtype that is not in READABLE.
         """
         stored = self._find(name)
         if stored.dtype not in READABLE:
@@ -149,7 +141,7 @@ def _read_header(path: Path, file: npt.NDArray[np.uint8]) -> tuple[Mapping[str, 
 
 
 def _locate(path: Path, name: str, entry: Any, file: npt.NDArray[np.uint8], data_start: int) -> _Stored:
-    """The library agreed to this entry; it is checked again because a repeated key may not mean the same to both."""
+    """Check a header entry again: of a repeated key, the library may have validated the other entry."""
     dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     inside = 0 <= begin <= end <= len(file) - data_start
     if not inside or (dtype in READABLE and end - begin != prod(shape) * np.dtype(READABLE[dtype]).itemsize):

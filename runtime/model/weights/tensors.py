@@ -1,8 +1,7 @@
-"""The tensors a spec implies, by name and shape, and the check that a checkpoint has exactly those.
+"""The tensors that a spec implies, by name and shape, and the check that a checkpoint has them.
 
-It must not know packing or kernels. The one invariant: a checkpoint that passed `check_tensors` can be packed without
-meeting a missing name, another shape or a dtype we cannot widen. Names beyond these are none of our business (old
-checkpoints carry rotary buffers, tied ones a copy of the head).
+A checkpoint that passed `check_tensors` can be packed without errors. Other tensors are ignored: old checkpoints have
+rotary buffers, and tied ones may have a copy of the head.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ LM_HEAD = "lm_head.weight"
 
 
 def layer_prefix(layer: int) -> str:
-    """All four families name a layer's tensors alike, below this."""
+    """Return the common prefix of a layer's tensor names, which is the same in all families."""
     return f"model.layers.{layer}."
 
 
 def expected_tensors(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every (name, shape) the spec implies. Matrices are [out_features, in_features], as torch stores them."""
+    """Yield every (name, shape) that the spec implies. Matrices are [out_features, in_features], as in torch."""
     yield EMBEDDING, (spec.vocab_size, spec.hidden_size)
     for layer in range(spec.num_layers):
         for name, shape in _layer_tensors(spec):
@@ -58,7 +57,7 @@ def _linear(name: str, out_features: int, in_features: int, bias: bool) -> Itera
 
 
 def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> None:
-    """Presence, shape and dtype of every tensor, reading none. Raises MissingTensor or WrongTensor naming the first."""
+    """Check presence, shape and dtype of every tensor, reading none. Raises MissingTensor or WrongTensor."""
     for name, shape in expected_tensors(spec):
         found, dtype = checkpoint.shape(name), checkpoint.dtype(name)
         where = f"tensor {name} in {checkpoint.folder}"

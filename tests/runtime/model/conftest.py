@@ -1,4 +1,4 @@
-"""Helpers: run an emitted program over a token sequence, and copies of golden folders to damage."""
+"""Fixtures that run a model over a token sequence, and copy golden folders to damage them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from quire.kernels.ops import aligned
 from quire.kernels.pool import Pool
 from quire.kernels.program import Program
 from quire.runtime.model import PackedModel, kv_layout
+from quire.runtime.model.program.arena_layout import Lifetime
 
 from tests.kernels.reference import ReferenceProgram
 
@@ -31,7 +33,7 @@ def goldens() -> Path:
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Callable[..., Path]:
-    """A private copy of one golden folder, its config.json edited: `model_folder("llama", edit)`."""
+    """Copy a golden folder and edit its config.json: `model_folder("llama", edit)`."""
 
     def copy(name: str, edit: ConfigEdit = lambda config: None) -> Path:
         folder = tmp_path / name
@@ -46,7 +48,7 @@ def model_folder(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def compute_logits() -> Callable[..., Logits]:
-    """Logits of every token of one sequence, by the compiled kernels."""
+    """Compute the logits of every token of one sequence by the kernels."""
 
     def compute(
         model: PackedModel, token_ids: Sequence[int], *, kv_dtype: Any = "f32", chunk: int | None = None
@@ -77,7 +79,7 @@ def compute_logits() -> Callable[..., Logits]:
 
 @pytest.fixture
 def reference_logits() -> Callable[..., Logits]:
-    """The same by the numpy twins, in float64."""
+    """Compute the logits of every token of one sequence by the numpy reference, in float64."""
 
     def compute(model: PackedModel, token_ids: Sequence[int]) -> Logits:
         count = len(token_ids)
@@ -96,7 +98,7 @@ def run_in_chunks(
     chunk: int,
     read: Callable[[int], Any],
 ) -> Logits:
-    """Each layer group keeps all of its pages."""
+    """Run a sequence in chunks; each layer group keeps all of its pages."""
     pages = np.arange(num_pages, dtype=np.int32)[::-1].copy()
     page_start = np.arange(0, num_pages + 1, pages_of(token_ids), dtype=np.int32)
     out = []
@@ -108,8 +110,14 @@ def run_in_chunks(
     return np.concatenate(out)
 
 
+def max_live_bytes(values: Sequence[Lifetime]) -> int:
+    """Return the most bytes that are live at one op: no arena can be smaller."""
+    ops = {value.first for value in values}
+    return max((sum(aligned(v.nbytes) for v in values if v.first <= op <= v.last) for op in ops), default=0)
+
+
 def pages_of(token_ids: Sequence[int]) -> int:
-    """Of one layer group."""
+    """Return the number of pages of one layer group."""
     return -(-len(token_ids) // PAGE_SIZE)
 
 

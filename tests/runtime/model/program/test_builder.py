@@ -1,4 +1,4 @@
-"""The builder: the ops a decoder emits, in order, over regions that are never overwritten while they are read."""
+"""The builder: the ops of a decoder in order, and regions that are not overwritten while they are still read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from quire.kernels.ops import (
 from quire.kernels.pack import PackedMatrix, packed_nbytes
 from quire.runtime.model import pack_model
 from quire.runtime.model.program import ProgramBuilder, ProgramPlan
-from quire.runtime.model.program.memory import Lifetime, live_bytes
+from quire.runtime.model.program.arena_layout import Lifetime
+
+from tests.runtime.model.conftest import max_live_bytes
 
 GOLDENS = Path(__file__).parents[3] / "goldens"
 
@@ -62,13 +64,13 @@ def names(ops: list[Op]) -> list[str]:
     ]
 
 
-def test_one_layer_reads_like_the_paper() -> None:
+def test_the_ops_of_a_decoder() -> None:
     block = ["Linear:store", "Attention", "Linear:add, norm", "Linear:swiglu", "Linear:add"]
     first, last = [*block[:-1], "Linear:add, norm"], block
     assert names(compiled("llama", "q8").ops) == ["Embed, norm", *first, *last, "Gather, norm", "Linear:store"]
 
 
-def test_heads_that_fill_no_whole_blocks_are_converted_together() -> None:
+def test_heads_that_do_not_fill_blocks_are_converted_by_an_op() -> None:
     assert names(compiled("qwen3", "q8").ops)[2:5] == ["Attention", "Convert", "Linear:add, norm"]  # 2 heads of 24
 
 
@@ -77,7 +79,7 @@ def test_f32_weights_need_no_conversion() -> None:
 
 
 @pytest.mark.parametrize("weights", ["bf16", "q8", "f32"])
-def test_linears_read_the_weights_own_form(weights: Any) -> None:
+def test_linears_read_the_dtype_of_their_weights(weights: Any) -> None:
     linears = [op for op in compiled("llama", weights).ops if isinstance(op, Linear)]
     assert {regions(op.input)[0].dtype for op in linears} == {weights}
     assert {(op.epilogue, op.out.dtype) for op in linears} == {("store", "f32"), ("add", "f32"), ("swiglu", weights)}
@@ -108,8 +110,8 @@ def test_windows_come_from_the_spec() -> None:
 
 @pytest.mark.parametrize(("max_tokens", "max_samples"), [(1, 1), (33, 33), (64, 4), (512, 64)])
 @pytest.mark.parametrize("weights", ["bf16", "q8", "f32"])
-def test_what_an_op_reads_is_what_was_written(weights: Any, max_tokens: int, max_samples: int) -> None:
-    """Follow each byte: whoever wrote it last wrote exactly the region that is read."""
+def test_an_op_reads_what_an_earlier_op_wrote(weights: Any, max_tokens: int, max_samples: int) -> None:
+    """For each byte, the op that wrote it last wrote exactly the region that is read."""
     plan = compiled("mistral", weights, max_tokens, max_samples)
     owner: dict[int, Region] = {}
     for op in plan.ops:
@@ -133,8 +135,8 @@ def packed(out_features: int, in_features: int) -> PackedMatrix:
     return PackedMatrix(out_features, in_features, "f32", memory[-memory.ctypes.data % 64 :])
 
 
-def test_what_is_built_stays_readable_to_the_end() -> None:
-    """Even if it is not what the last op wrote: here the result comes first, and a longer chain follows it."""
+def test_the_logits_stay_readable_to_the_end() -> None:
+    """Also if later ops follow: here the logits come first, and a longer chain behind them."""
     embedding = packed(64, 64)
     builder = ProgramBuilder(8, 8)
     other = builder.embed(embedding)
@@ -145,17 +147,17 @@ def test_what_is_built_stays_readable_to_the_end() -> None:
     (kept,) = [value for value in plan.values if value.region == plan.logits]
     (maxima,) = [value for value in plan.values if value.region == plan.maxima]
     assert [(value.first_op, value.last_op) for value in (kept, maxima)] == [(1, len(plan.ops))] * 2
-    assert plan.arena_bytes == 3 * kept.region.nbytes + maxima.region.nbytes  # the result, and two of the chain
+    assert plan.arena_bytes == 3 * kept.region.nbytes + maxima.region.nbytes  # the logits, and two values of the chain
 
 
-def test_a_norm_follows_whoever_wrote_the_residual_stream_last() -> None:
+def test_the_last_op_that_wrote_the_residual_stream_writes_the_norm() -> None:
     builder, weight = ProgramBuilder(8, 8), np.ones(64, np.float32)
     square = packed(64, 64)
     x = builder.embed(square)
     y = builder.linear(builder.norm(x, weight, 1e-6, "f32"), square, None, "y")
-    with pytest.raises(ValueError, match="has already left one"):
+    with pytest.raises(ValueError, match="already writes one"):
         builder.norm(x, weight, 1e-6, "f32")
-    with pytest.raises(ValueError, match="cannot leave a norm"):
+    with pytest.raises(ValueError, match="cannot write its norm"):
         builder.norm(y, weight, 1e-6, "f32")
     builder.linear_add(y, square, None, x)
     normed = builder.norm(x, weight, 1e-6, "f32")
@@ -164,14 +166,14 @@ def test_a_norm_follows_whoever_wrote_the_residual_stream_last() -> None:
 
 
 @pytest.mark.parametrize("weights", ["bf16", "q8", "f32"])
-def test_the_arena_is_no_larger_than_the_busiest_moment(weights: Any) -> None:
+def test_the_arena_is_little_larger_than_the_most_live_bytes(weights: Any) -> None:
     plan = compiled("llama", weights, max_tokens=512, max_samples=16)
     values = [Lifetime(value.region.nbytes, value.first_op, value.last_op) for value in plan.values]
-    assert plan.arena_bytes <= 1.1 * live_bytes(values)
+    assert plan.arena_bytes <= 1.1 * max_live_bytes(values)
     assert plan.arena_bytes < sum(value.nbytes for value in values) / 2
 
 
-def test_the_map_shows_every_place_in_order() -> None:
+def test_the_map_lists_every_value_by_offset() -> None:
     plan = compiled("qwen3", "q8")
     *lines, last = plan.describe().splitlines()
     offsets = [int(line.split()[0].replace(",", "")) for line in lines]

@@ -1,7 +1,6 @@
-"""Where each value of a step lies in the arena: intervals to offsets, as a compiler assigns registers.
+"""The layout of a step's arena: an offset for each value, from its lifetime, as a compiler assigns registers.
 
-It must not know ops or models; a value is a name, a size and the ops that first and last touch it. The one invariant:
-two values that are alive at the same op never share a byte.
+Independent of ops and models. Two values that are live at the same op never share a byte.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from ....kernels.ops import aligned
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """A value of `nbytes`, alive from op `first` to op `last`, both included."""
+    """A value of `nbytes` that is live from op `first` to op `last`, both included."""
 
     nbytes: int
     first: int
@@ -31,17 +30,18 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """An offset per value, in the order given, and the bytes that hold them all."""
+    """One offset per value, in the order of the values, and the bytes of the whole arena."""
 
     offsets: tuple[int, ...]
     nbytes: int
 
 
 def lay_out(values: Sequence[Lifetime]) -> ArenaLayout:
-    """Longest-lived first, then biggest, each into the tightest gap between the values it meets.
+    """Place the values, longest lifetime first, then largest, each in the smallest gap between overlapping lifetimes.
 
-    As Pisarchyk and Lee's greedy by size (2020), but what lives long meets most others, so it comes before they cut the
-    space up. Offsets are aligned for every plane of a region. Deterministic: equals go by first op.
+    This is Pisarchyk and Lee's greedy by size (2020), except that long lifetimes come first: they overlap most others,
+    and the others would fragment the space. Offsets are aligned for every plane of a region. The result is
+    deterministic: equal values are placed in order of their first op.
     """
     offsets = [0] * len(values)
     placed: list[tuple[int, int, int]] = []  # (offset, end, index), sorted: neighbours are found in order
@@ -53,23 +53,10 @@ def lay_out(values: Sequence[Lifetime]) -> ArenaLayout:
 
 
 def _tightest_gap(neighbours: Sequence[tuple[int, int]], size: int) -> int:
-    """The offset of the smallest gap that fits; behind all of them where none does. `neighbours` come by offset."""
+    """Return the offset of the smallest gap that fits, or the end of all `neighbours`, which are sorted by offset."""
     best, best_size, end = -1, 0, 0
     for start, stop in neighbours:
         if size <= start - end and (best < 0 or start - end < best_size):
             best, best_size = end, start - end
         end = max(end, stop)
     return best if best >= 0 else end
-
-
-def live_bytes(values: Sequence[Lifetime]) -> int:
-    """The most bytes alive at one op: no layout can need less."""
-    changes: dict[int, int] = {}
-    for value in values:
-        changes[value.first] = changes.get(value.first, 0) + aligned(value.nbytes)
-        changes[value.last + 1] = changes.get(value.last + 1, 0) - aligned(value.nbytes)
-    now = most = 0
-    for op in sorted(changes):
-        now += changes[op]
-        most = max(most, now)
-    return most

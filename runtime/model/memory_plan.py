@@ -1,7 +1,7 @@
-"""What serving a model takes, in bytes, from config.json and capacities alone: what `quire plan` prints.
+"""The memory that serving a model takes, from config.json and the capacities alone; `quire plan` prints it.
 
-It must not load or allocate anything. Each figure is what `pack_model`, `PackedModel.compile`, the KV arena and
-`Program` allocate, because the same code plans both.
+Nothing is loaded or allocated. Each figure equals what `pack_model`, `PackedModel.compile`, the KV arena and `Program`
+allocate, because the same code computes both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .weights.packing import plan_weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes by purpose, and the program whose arena is among them (a plan: its ops cannot be run)."""
+    """Bytes by purpose, and the program that the arena is planned for; its ops cannot be run."""
 
     weights_bytes: int  # packed matrices; norms and biases are negligible
     kv_pages: int
@@ -41,7 +41,7 @@ class MemoryPlan:
         return self.weights_bytes + self.kv_bytes + step
 
     def describe(self) -> str:
-        """The plan for people, one line each."""
+        """Return the plan as text, one line per purpose."""
         lines = [
             ("weights", self.weights_bytes, ""),
             ("KV pages", self.kv_bytes, f"{self.kv_pages:,} pages"),
@@ -66,11 +66,11 @@ def plan_memory(
     max_samples: int,
     workers: int,
 ) -> MemoryPlan:
-    """The same arguments as loading, compiling and running take."""
-    stand_ins, weights_bytes = plan_weights(spec, weights)
+    """Plan the memory; the arguments are those of loading, compiling and running."""
+    shapes, weights_bytes = plan_weights(spec, weights)
     rotary = np.broadcast_to(np.float32(0), (max_positions, spec.head_dim))
     builder = ProgramBuilder(max_tokens, max_samples)
-    program = builder.build(emit_decoder(builder, spec, stand_ins, rotary))
+    program = builder.build(emit_decoder(builder, spec, shapes, rotary))
     return MemoryPlan(
         weights_bytes=weights_bytes,
         kv_pages=num_pages,

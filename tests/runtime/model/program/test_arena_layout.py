@@ -1,4 +1,4 @@
-"""Placing values: never two alive at one byte, and no more memory than the busiest moment needs by much."""
+"""The arena's layout: no byte has two live values, and the arena is little larger than what is live at one op."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from quire.kernels.ops import ALIGNMENT, aligned
-from quire.runtime.model.program.memory import ArenaLayout, Lifetime, lay_out, live_bytes
+from quire.runtime.model.program.arena_layout import ArenaLayout, Lifetime, lay_out
+
+from tests.runtime.model.conftest import max_live_bytes
 
 LIFETIME = st.builds(
     lambda nbytes, first, length: Lifetime(nbytes, first, first + length),
@@ -20,7 +22,7 @@ LIFETIME = st.builds(
 
 
 def clashes(values: Sequence[Lifetime], layout: ArenaLayout) -> list[tuple[int, int]]:
-    """Pairs that are alive together and share a byte, found the slow way."""
+    """Return pairs that are live at the same op and share a byte, by comparing every byte."""
     occupied = [
         {(op, block) for op in range(v.first, v.last + 1) for block in range(at // 64, (at + v.nbytes + 63) // 64)}
         for v, at in zip(values, layout.offsets, strict=True)
@@ -37,8 +39,8 @@ def test_no_two_live_values_overlap(values: list[Lifetime]) -> None:
 
 
 @given(st.lists(LIFETIME, max_size=30))
-def test_the_arena_is_between_the_busiest_moment_and_the_sum(values: list[Lifetime]) -> None:
-    assert live_bytes(values) <= lay_out(values).nbytes <= sum(aligned(v.nbytes) for v in values)
+def test_the_arena_is_between_the_most_live_bytes_and_the_sum(values: list[Lifetime]) -> None:
+    assert max_live_bytes(values) <= lay_out(values).nbytes <= sum(aligned(v.nbytes) for v in values)
 
 
 @pytest.mark.parametrize(
@@ -46,9 +48,13 @@ def test_the_arena_is_between_the_busiest_moment_and_the_sum(values: list[Lifeti
     [
         ([], (), 0),
         ([Lifetime(100, 0, 1), Lifetime(100, 2, 3)], (0, 0), 128),
-        ([Lifetime(100, 0, 1), Lifetime(100, 1, 2)], (0, 128), 256),  # read and written by op 1: both alive
+        (
+            [Lifetime(100, 0, 1), Lifetime(100, 1, 2)],
+            (0, 128),
+            256,
+        ),  # op 1 reads one and writes the other: both are live
         ([Lifetime(64, 0, 9), Lifetime(640, 0, 1), Lifetime(320, 2, 3)], (0, 64, 64), 704),
-        # What the second leaves is a gap below the fourth, where the last goes.
+        # The second value leaves a gap below the fourth, in which the last one fits.
         (
             [Lifetime(64, 0, 9), Lifetime(128, 0, 6), Lifetime(64, 0, 5), Lifetime(64, 6, 9), Lifetime(64, 7, 9)],
             (0, 64, 192, 192, 64),
@@ -56,10 +62,5 @@ def test_the_arena_is_between_the_busiest_moment_and_the_sum(values: list[Lifeti
         ),
     ],
 )
-def test_exact_places(values: list[Lifetime], offsets: tuple[int, ...], nbytes: int) -> None:
+def test_exact_offsets(values: list[Lifetime], offsets: tuple[int, ...], nbytes: int) -> None:
     assert lay_out(values) == ArenaLayout(offsets, nbytes)
-
-
-def test_the_busiest_moment() -> None:
-    assert live_bytes([]) == 0
-    assert live_bytes([Lifetime(64, 0, 1), Lifetime(65, 1, 2), Lifetime(64, 2, 2)]) == 192
