@@ -1,4 +1,4 @@
-"""A checkpoint of layers that slide and layers that do not, with random weights."""
+"""A checkpoint with sliding and full layers and random weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HYBRID: dict[str, Any] = {
 
 @pytest.fixture
 def hybrid_folder(tmp_path: Path) -> Callable[[str], Path]:
-    """`hybrid_folder("s.s.ss")`: layers that slide, and full ones."""
+    """Write a checkpoint: `hybrid_folder("s.s.ss")` has sliding layers (s) and full ones (.)."""
 
     def write(layers: str) -> Path:
         types = ["sliding_attention" if kind == "s" else "full_attention" for kind in layers]

@@ -46,7 +46,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0, "original_m
 class Case:
     config_class: str
     dtype: torch.dtype  # on disk
-    style: int  # the transformers whose config.json it has
+    style: int  # the version of transformers whose config.json it has
     config: dict[str, Any]
     max_shard_size: str = "1GB"
 
@@ -150,7 +150,7 @@ def write_case(folder: Path, case: Case) -> None:
 
 
 def randomise(model: torch.nn.Module) -> None:
-    """Larger than an initialisation, so that attention is far from uniform and every part moves the logits."""
+    """Set weights larger than an initialisation, so that attention is not uniform and every part changes the logits."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)
@@ -165,7 +165,7 @@ def randomise(model: torch.nn.Module) -> None:
 
 
 def write_configs(folder: Path, style: int) -> None:
-    """config.json as transformers of `style` writes it, other_config.json as the other does."""
+    """Write config.json as transformers of version `style` does, and other_config.json as the other version does."""
     five = json.loads((folder / "config.json").read_text())
     for name, wanted in (("config.json", style), ("other_config.json", 9 - style)):
         config = five if wanted == 5 else as_transformers_4(five)
@@ -173,7 +173,7 @@ def write_configs(folder: Path, style: int) -> None:
 
 
 def as_transformers_4(five: dict[str, Any]) -> dict[str, Any]:
-    """The same config with transformers 4's names: torch_dtype, rope_theta at the top, the rest in rope_scaling."""
+    """Convert a config to transformers 4: torch_dtype, rope_theta at the top level, the rest in rope_scaling."""
     four = {key: value for key, value in five.items() if key not in ("dtype", "rope_parameters", "layer_types")}
     rope = dict(five["rope_parameters"])
     four["rope_theta"] = rope.pop("rope_theta")
@@ -182,7 +182,7 @@ def as_transformers_4(five: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_golden(folder: Path) -> None:
-    """Through transformers' own loading of what lies on disk, so the configs above are part of what is tested."""
+    """Write the logits of transformers, which loads the folder from disk, so that the configs are tested too."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()

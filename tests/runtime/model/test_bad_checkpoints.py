@@ -1,4 +1,4 @@
-"""A folder that cannot be served is refused by the right error, naming the culprit, before memory is taken."""
+"""An invalid folder is refused by the right error, which names the file or key, before memory is allocated."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from quire.runtime.common.errors import (
     UnsupportedModel,
     WrongTensor,
 )
-from quire.runtime.model import pack_model
-from quire.runtime.model.weights import Checkpoint, packing
+from quire.runtime.model import pack_model, read_spec
+from quire.runtime.model.weights import packing
+from quire.runtime.model.weights.tensors import expected_tensors
 from safetensors.numpy import save_file
 
 LAYER = "model.layers.1."
@@ -36,12 +37,12 @@ def no_large_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rewritten(model_folder: Callable[..., Path]) -> Callable[[str, Edit], Path]:
-    """A golden folder whose tensors (bf16 becomes zeros in f16) have been edited."""
+    """Copy a golden folder with other tensors: f16 zeros of the same shapes, edited."""
 
     def rewrite(name: str, edit: Edit) -> Path:
         folder = model_folder(name)
-        checkpoint = Checkpoint(folder)
-        tensors = {tensor: np.zeros(checkpoint.shape(tensor), np.float16) for tensor in checkpoint.names}
+        expected = expected_tensors(read_spec(folder))
+        tensors: Tensors = {tensor: np.zeros(shape, np.float16) for tensor, shape in expected}
         edit(tensors)
         for file in folder.glob("*.safetensors*"):
             file.unlink()
@@ -134,6 +135,6 @@ def test_an_unknown_weight_dtype(goldens: Path) -> None:
         pack_model(goldens / "llama", "fp8")  # type: ignore[arg-type]
 
 
-def test_the_error_tree_puts_them_all_under_one_base() -> None:
+def test_all_are_model_errors() -> None:
     for error in (CorruptCheckpoint, MissingTensor, ModelNotFound, UnsupportedModel, WrongTensor):
         assert issubclass(error, ModelError)

@@ -1,4 +1,4 @@
-"""What config.json means: each family's own rules, and every bad value refused by name."""
+"""Reading of config.json: each family's rules, and every invalid value refused by the name of its key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Read = Callable[..., DecoderSpec]
 
 @pytest.fixture
 def read(tmp_path: Path) -> Read:
-    """The spec of a minimal config of one family with the given keys; a key given as `...` is left out."""
+    """Read a minimal config of one family with the given keys; a key whose value is `...` is left out."""
 
     def read(family: str, **keys: Any) -> DecoderSpec:
         config = {"architectures": [ARCHITECTURE[family]], **MINIMAL, **keys}
@@ -44,7 +44,7 @@ def read(tmp_path: Path) -> Read:
     return read
 
 
-def test_what_silence_means(read: Read) -> None:
+def test_defaults(read: Read) -> None:
     assert read("llama") == DecoderSpec(
         family="llama",
         vocab_size=100,
@@ -63,7 +63,6 @@ def test_what_silence_means(read: Read) -> None:
         mlp_bias=False,
         tie_embeddings=False,
         max_position_embeddings=512,
-        bos_token_id=1,
         eos_token_ids=(2,),
     )
 
@@ -167,16 +166,11 @@ def test_rope_in_both_styles(read: Read, keys: Any, rope: Rope) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "bos", "eos"),
-    [
-        ({"eos_token_id": [5, 6], "bos_token_id": 4}, 4, (5, 6)),
-        ({"eos_token_id": None, "bos_token_id": None}, None, ()),
-        ({}, 1, (2,)),
-    ],
+    ("keys", "eos"),
+    [({"eos_token_id": [5, 6]}, (5, 6)), ({"eos_token_id": 5}, (5,)), ({"eos_token_id": None}, ()), ({}, (2,))],
 )
-def test_special_tokens(read: Read, keys: Any, bos: int | None, eos: tuple[int, ...]) -> None:
-    spec = read("mistral", **keys)
-    assert (spec.bos_token_id, spec.eos_token_ids) == (bos, eos)
+def test_end_of_sequence_tokens(read: Read, keys: Any, eos: tuple[int, ...]) -> None:
+    assert read("mistral", **keys).eos_token_ids == eos
 
 
 def test_model_type_decides_where_there_are_no_architectures(read: Read) -> None:
@@ -209,7 +203,6 @@ def test_model_type_decides_where_there_are_no_architectures(read: Read) -> None
         ({"tie_word_embeddings": "true"}, "tie_word_embeddings"),
         ({"eos_token_id": -1}, "eos_token_id"),
         ({"eos_token_id": [1, True]}, "eos_token_id"),
-        ({"bos_token_id": "<s>"}, "bos_token_id"),
         ({"rope_theta": 0}, "rope_theta"),
         ({"rope_theta": 0.5}, "rope_theta"),
         ({"rope_theta": float("inf")}, "rope_theta"),
@@ -230,14 +223,14 @@ def test_model_type_decides_where_there_are_no_architectures(read: Read) -> None
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
-def test_a_bad_value_is_refused_by_name(read: Read, keys: Any, culprit: str) -> None:
+def test_an_invalid_value_is_refused_by_name(read: Read, keys: Any, culprit: str) -> None:
     with pytest.raises(UnsupportedModel, match=culprit):
         read("llama", **keys)
 
 
 @pytest.mark.parametrize("key", MINIMAL)
 @pytest.mark.parametrize("value", [..., None, 0, -1, True, "64", 64.0, [64], 1 << 40])
-def test_a_size_must_be_there_and_be_a_sane_integer(read: Read, key: str, value: Any) -> None:
+def test_a_size_must_be_given_and_be_an_integer_in_range(read: Read, key: str, value: Any) -> None:
     with pytest.raises(UnsupportedModel, match=f"{key} is .*it must be an integer from 1 to"):
         read("llama", **{key: value})
 
@@ -256,7 +249,7 @@ def test_a_size_must_be_there_and_be_a_sane_integer(read: Read, key: str, value:
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
     ],
 )
-def test_a_bad_window_is_refused_by_name(read: Read, family: str, keys: Any, culprit: str) -> None:
+def test_an_invalid_window_is_refused_by_name(read: Read, family: str, keys: Any, culprit: str) -> None:
     with pytest.raises(UnsupportedModel, match=culprit):
         read(family, **keys)
 
@@ -269,7 +262,7 @@ def test_no_folder_and_no_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"a": 1', "[1]", '"config"', "null", "\xff", "[" * 100_000])
-def test_what_is_not_a_json_object_is_corrupt(tmp_path: Path, text: str) -> None:
+def test_a_config_that_is_not_a_json_object_is_corrupt(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(CorruptCheckpoint, match=r"config\.json"):
         read_spec(tmp_path)

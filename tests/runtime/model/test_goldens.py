@@ -1,4 +1,4 @@
-"""Each family, from the folder transformers wrote to logits, against transformers' own in f32."""
+"""The logits of each family, from a folder that transformers wrote, compared with transformers in f32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HELDOUT = Path(__file__).parents[2] / "data" / "heldout.json"
 
 
 def distance(logits: Any, golden: Any) -> float:
-    """Largest difference, relative to the golden logits' own range."""
+    """Return the largest difference, relative to the range of the golden logits."""
     return float(np.abs(logits - golden).max() / (golden.max() - golden.min()))
 
 
@@ -32,7 +32,7 @@ def golden(goldens: Path, family: str) -> tuple[list[int], Any]:
         return data["token_ids"].tolist(), data["logits"]
 
 
-def test_the_program_means_what_transformers_computes(
+def test_the_program_on_the_reference_matches_transformers(
     goldens: Path, family: str, golden: tuple[list[int], Any], reference_logits: Callable[..., Any]
 ) -> None:
     token_ids, expected = golden
@@ -49,7 +49,7 @@ def test_f32_kernels_are_within_2e_4(
 
 
 @pytest.mark.parametrize("weights", ["bf16", "q8"])
-def test_smaller_weights_stay_near(
+def test_smaller_weights_stay_close(
     goldens: Path, family: str, golden: tuple[list[int], Any], compute_logits: Callable[..., Any], weights: Any
 ) -> None:
     token_ids, expected = golden
@@ -79,5 +79,5 @@ def test_the_bundled_model_predicts_text_it_never_saw(
     assert nll == pytest.approx(reference, abs=tolerance if weights == "f32" else tolerance * reference)
 
 
-def test_the_bundled_model_is_where_the_default_points() -> None:
+def test_the_bundled_model_can_be_read() -> None:
     assert read_spec(BUNDLED_MODEL).family == "qwen3"

@@ -1,4 +1,4 @@
-"""Shapes no tile was made for: the compiled program against the numpy twins, on checkpoints written here."""
+"""Shapes that fill no tile: the kernels against the numpy reference, on checkpoints with random weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.runtime.model.weights.tensors import expected_tensors
 from safetensors.numpy import save_file
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "everything tiny": {
+    "tiny sizes": {
         "vocab_size": 3,
         "hidden_size": 2,
         "num_hidden_layers": 1,
@@ -32,7 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "mlp_bias": True,
     },
-    "layers that slide, two to a page, and layers that do not": {
+    "sliding and full layers": {
         "architectures": ["Qwen2ForCausalLM"],
         "vocab_size": 60,
         "hidden_size": 32,
@@ -68,7 +68,7 @@ def write_random_model(folder: Path, config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernels_and_twins_agree(
+def test_kernels_match_the_reference(
     tmp_path: Path, shape: str, compute_logits: Callable[..., Any], reference_logits: Callable[..., Any]
 ) -> None:
     write_random_model(tmp_path, SHAPES[shape])

@@ -1,4 +1,4 @@
-"""Packed weights: everything at its place, in one block of exactly the planned size."""
+"""Packed weights: every tensor in its columns, in one block of exactly the planned size."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from quire.pager.arena import HUGE_PAGE_BYTES
 from quire.runtime.common.errors import ModelError
 from quire.runtime.model import PackedModel, pack_model
 from quire.runtime.model.weights import Checkpoint
-from quire.runtime.model.weights.memory import map_block
-from quire.runtime.model.weights.packing import plan_weights
-from safetensors.numpy import save_file
+from quire.runtime.model.weights.packing import map_block, plan_weights
+from safetensors.numpy import load_file, save_file
 
 
 def widened(checkpoint: Checkpoint, name: str) -> Any:
@@ -36,7 +35,7 @@ def test_q_k_and_v_are_one_matrix_in_that_order(goldens: Path) -> None:
     np.testing.assert_array_equal(layer.qkv.unpack(), np.concatenate(parts))
 
 
-def test_gate_and_up_alternate_by_16_and_end_in_zeros(goldens: Path) -> None:
+def test_gate_and_up_alternate_by_16_and_are_padded_with_zeros(goldens: Path) -> None:
     checkpoint, layer = Checkpoint(goldens / "qwen3"), pack_model(goldens / "qwen3", "f32").weights.layers[0]
     gate, up = (widened(checkpoint, f"model.layers.0.mlp.{name}_proj.weight") for name in ("gate", "up"))
     pairs = layer.gate_up.unpack().reshape(-1, 2, 16, 64)  # 176 columns of each, padded to 192
@@ -45,7 +44,7 @@ def test_gate_and_up_alternate_by_16_and_end_in_zeros(goldens: Path) -> None:
     assert not pairs[11:].any()
 
 
-def test_biases_lie_as_the_columns_they_belong_to(goldens: Path) -> None:
+def test_biases_have_the_order_of_their_columns(goldens: Path) -> None:
     checkpoint, layer = Checkpoint(goldens / "llama"), pack_model(goldens / "llama", "bf16").weights.layers[0]
     prefix = "model.layers.0."
     qkv = [widened(checkpoint, f"{prefix}self_attn.{name}_proj.bias") for name in "qkv"]
@@ -69,17 +68,16 @@ def test_the_planned_bytes_are_the_packed_bytes(goldens: Path, family: str, weig
     assert plan_weights(model.spec, weights)[1] == sum(matrix.nbytes for matrix in matrices(model))
 
 
-def test_extra_tensors_are_none_of_our_business(model_folder: Callable[..., Path]) -> None:
+def test_other_tensors_are_ignored(model_folder: Callable[..., Path]) -> None:
     folder = model_folder("mistral")
-    checkpoint = Checkpoint(folder)
-    tensors: dict[str, Any] = {name: checkpoint.tensor(name) for name in checkpoint.names}
+    tensors: dict[str, Any] = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(16, np.int64)
     save_file(tensors, folder / "model.safetensors")
     assert pack_model(folder, "f32").spec.family == "mistral"
 
 
 def test_a_matrix_that_cannot_be_filled_fails_the_load(goldens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Filling happens on other threads; nothing there may go unnoticed."""
+    """Matrices are filled on other threads; their errors are raised on this one."""
     read = Checkpoint.tensor
 
     def fail_once(checkpoint: Checkpoint, name: str) -> Any:
@@ -100,6 +98,6 @@ def test_the_block_is_zeroed_and_starts_on_a_huge_page() -> None:
     block[-1] = 1
 
 
-def test_a_machine_without_the_memory_says_how_much_was_needed() -> None:
+def test_a_machine_without_the_memory_reports_the_bytes_needed() -> None:
     with pytest.raises(ModelError, match="the weights do not fit: cannot map 1,152,921,504,606,846,976 bytes"):
         map_block(1 << 60)

@@ -15,7 +15,7 @@ GOLDENS = Path(__file__).parents[2] / "goldens"
 HEAD_DIM = 128
 LN4 = math.log(4)
 
-# As rope.json says, in our own words: the reading of config.json has tests of its own.
+# The kinds of rope.json as specs; test_config_json.py tests the reading of config.json.
 ROPES = {
     "default": Rope(10000.0),
     "linear": Rope(10000.0, LinearScaling(3.0)),
@@ -32,7 +32,7 @@ def test_every_golden_kind_is_tested() -> None:
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_frequencies_are_those_of_transformers(kind: str) -> None:
+def test_frequencies_match_transformers(kind: str) -> None:
     with np.load(GOLDENS / "rope.npz") as golden:
         frequencies, factor = inverse_frequencies(ROPES[kind], HEAD_DIM)
         assert frequencies.dtype == np.float32
@@ -41,7 +41,7 @@ def test_frequencies_are_those_of_transformers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_tables_agree_even_at_position_40_000(kind: str) -> None:
+def test_tables_match_transformers_up_to_position_40_000(kind: str) -> None:
     with np.load(GOLDENS / "rope.npz") as golden:
         positions = golden["positions"]
         table = rotary_table(ROPES[kind], HEAD_DIM, int(positions.max()) + 1)
@@ -50,5 +50,5 @@ def test_tables_agree_even_at_position_40_000(kind: str) -> None:
         np.testing.assert_allclose(table[positions], golden[f"{kind}.table"], atol=1e-6)
 
 
-def test_position_0_turns_nothing() -> None:
+def test_position_0_rotates_by_0() -> None:
     assert rotary_table(Rope(10000.0), 6, 1).tolist() == [[1, 1, 1, 0, 0, 0]]

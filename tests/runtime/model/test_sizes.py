@@ -1,4 +1,4 @@
-"""The published table of KV sizes, and the memory plan: exact bytes."""
+"""The table of KV cache sizes and the memory plan, in exact bytes."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_the_table_prints_every_model_with_exact_bytes() -> None:
     assert any(row.startswith("Llama-3-405B") and "126 GiB" in row and "63 GiB" in row for row in rows)
 
 
-def test_the_bundled_model_is_in_the_table_as_it_is() -> None:
+def test_the_bundled_model_in_the_table_has_its_real_size() -> None:
     shape, layout = SHAPES["Quire demo (4 M)"], kv_layout(pack_model(None, "q8").spec, "bf16", 32)
     assert shape.kv_bytes("bf16") == layout.sequence_bytes(shape.num_tokens)
 
 
-def test_a_plan_is_what_loading_and_compiling_give(goldens: Path) -> None:
+def test_a_plan_equals_what_loading_and_compiling_allocate(goldens: Path) -> None:
     model = pack_model(goldens / "qwen3", "q8")
     compiled = model.compile(max_positions=200, max_tokens=48, max_samples=8)
     plan = plan_memory(

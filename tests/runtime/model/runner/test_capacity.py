@@ -1,4 +1,4 @@
-"""What is decided from configuration, model and machine, before anything is loaded."""
+"""The capacity for a configuration, a model and a machine; nothing is loaded."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def test_f32_pages_are_twice_as_big() -> None:
     assert decided(page_size=64, kv_cache_dtype="f32").layout.page_bytes == 4 * PAGE
 
 
-def test_memory_asked_for_is_rounded_down_to_pages() -> None:
+def test_configured_memory_is_rounded_down_to_pages() -> None:
     assert decided(kv_cache_memory=10 * PAGE + PAGE - 1).num_pages == 10
     assert decided(kv_cache_memory=PAGE).num_pages == 1
 
 
-def test_less_than_a_page() -> None:
+def test_less_memory_than_a_page_is_refused() -> None:
     with pytest.raises(ConfigError, match=f"{PAGE - 1} holds no page; a page of 32 tokens takes {PAGE} bytes"):
         decided(kv_cache_memory=PAGE - 1)
 
 
-def test_a_small_pool_shortens_requests_unless_their_length_was_asked_for() -> None:
+def test_a_small_pool_shortens_requests_unless_their_length_is_configured() -> None:
     assert decided(kv_cache_memory=4 * PAGE).max_model_len == 128
     assert decided(kv_cache_memory=4 * PAGE, max_model_len=128).max_model_len == 128
     with pytest.raises(ConfigError, match=r"max_model_len 129 needs .* raise kv_cache_memory"):
@@ -55,7 +55,7 @@ def test_no_request_is_longer_than_the_model_allows() -> None:
         decided(max_model_len=2049)
 
 
-def test_by_default_the_pool_holds_every_sequence_at_its_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_the_pool_holds_every_sequence_at_full_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity_module, "free_memory_bytes", lambda: 1 << 40)
     assert decided(max_num_seqs=3, max_model_len=100).num_pages == 3 * 4
 
@@ -80,7 +80,7 @@ def test_half_the_layers_make_half_a_page() -> None:
 
 
 def test_with_windows_a_request_may_be_longer_than_the_pool() -> None:
-    """As long as its most pages at once fit: of a full layer group those of all tokens, of a sliding one six."""
+    """The pages it holds at once must fit: those of all tokens for a full layer group, six for a sliding one."""
 
     def longest(spec: Any, pages: int) -> int:
         return decide_capacity(
@@ -97,7 +97,7 @@ def test_with_windows_a_request_may_be_longer_than_the_pool() -> None:
         decide_capacity(EngineConfig(kv_cache_memory=PAGE - 1), HYBRID)
 
 
-def test_by_default_sliding_layers_have_room_for_every_window_and_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_sliding_layers_have_pages_for_every_window_and_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity_module, "free_memory_bytes", lambda: 1 << 40)
     config = EngineConfig(max_num_seqs=3, max_num_batched_tokens=128)
     assert decide_capacity(config, SLIDING).num_pages == 3 * SLIDING_PAGES + 4
@@ -115,7 +115,7 @@ def test_by_default_sliding_layers_have_room_for_every_window_and_a_chunk(monkey
         ({"isa": "mmx"}, "isa: unknown ISA level 'mmx'"),
     ],
 )
-def test_what_cannot_be(settings: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         decided(**settings)
 
@@ -142,7 +142,7 @@ def test_rows_that_sample(settings: dict[str, Any], samples: int) -> None:
     assert capacity.memory.program.logits.rows == samples
 
 
-# Free memory, as the system tells it
+# Free memory
 
 
 def system(root: Path, **files: str) -> Path:

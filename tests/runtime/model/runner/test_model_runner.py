@@ -8,29 +8,29 @@ from quire.runtime.common.errors import ConfigError, ModelNotFound
 from quire.runtime.model.runner import load_model
 
 
-def test_what_was_planned_is_what_is_taken() -> None:
+def test_the_allocated_memory_is_the_planned_memory() -> None:
     runner = load_model(EngineConfig(kv_cache_memory=1 << 20, threads=2))
     assert runner.arena.memory.nbytes == runner.capacity.memory.kv_bytes == 1 << 20
     runner.close()
 
 
-def test_steps_too_big_for_the_system() -> None:
+def test_steps_too_large_for_the_system_are_refused() -> None:
     with pytest.raises(ConfigError, match="lower max_num_batched_tokens"):
         load_model(EngineConfig(kv_cache_memory=1 << 20, max_num_batched_tokens=10**9))
 
 
-def test_a_pool_too_big_for_the_system() -> None:
+def test_a_pool_too_large_for_the_system_is_refused() -> None:
     with pytest.raises(ConfigError, match="kv_cache_memory: cannot map"):
         load_model(EngineConfig(kv_cache_memory=1 << 60))
 
 
 @pytest.mark.parametrize("model", ["/nowhere", __file__])
-def test_a_model_that_is_no_folder(model: str) -> None:
+def test_a_model_that_is_not_a_folder_is_refused(model: str) -> None:
     with pytest.raises(ModelNotFound, match="is not a folder"):
         load_model(EngineConfig(model=model))
 
 
-def test_time_by_op_is_told_once() -> None:
+def test_time_by_op_is_reset_by_each_call() -> None:
     runner = load_model(EngineConfig(kv_cache_memory=1 << 20))
     runner.score([1, 2, 3], 0, [[0]], 1)
     spent = runner.op_seconds()

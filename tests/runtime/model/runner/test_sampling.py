@@ -1,4 +1,4 @@
-"""From a request's parameters to the kernels' rows: which logits are changed, by what, and which number is drawn."""
+"""The sampler's rows for a request's parameters: changed logits, and the position of the random number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sequence(
 
 
 def adjustments(*sequences: ScheduledSequence) -> list[tuple[int, int, int, float]]:
-    """(token id, count in the output, seen at all, bias)"""
+    """Return (token id, count in the output, occurs at all, bias) of every adjustment."""
     return [tuple(row.item()) for row in sampling_rows(sequences)[1]]
 
 
@@ -33,8 +33,8 @@ def test_plain_sampling_adjusts_nothing() -> None:
     assert (row["logprobs"], row["num_adjustments"]) == (-1, 0)
 
 
-def test_the_random_number_follows_the_position_only() -> None:
-    """The same for any split of the same tokens into prompt and output: a replayed request draws the same."""
+def test_the_random_number_depends_on_the_position_only() -> None:
+    """Not on the split of the same tokens into prompt and output, so a replayed request draws the same."""
     rows, _ = sampling_rows([sequence([1, 2, 3], []), sequence([1], [2, 3])])
     assert rows[0]["position"] == rows[1]["position"] == 3
 
@@ -47,8 +47,8 @@ def test_each_row_points_at_its_own_adjustments() -> None:
     assert changes["token_id"].tolist() == [5, 6, 7]
 
 
-def test_every_sample_is_drawn_as_if_nothing_came_after_it() -> None:
-    """Rows that verify guesses: the penalties, the forbidden tokens and the random number of each one's own prefix."""
+def test_every_sample_is_drawn_as_if_no_draft_token_followed() -> None:
+    """Rows that verify draft tokens have the penalties, forbidden tokens and random number of their own prefix."""
     params: dict[str, Any] = {"presence_penalty": 0.5, "repetition_penalty": 1.5, "min_tokens": 3, "stops": (0,)}
     rows, changes = sampling_rows(
         [sequence([1], [], num_samples=0), sequence([1, 2], [3, 3, 4], num_samples=3, **params)]
@@ -61,22 +61,22 @@ def test_every_sample_is_drawn_as_if_nothing_came_after_it() -> None:
         assert (row["position"], row["seed"]) == (expected[0]["position"], expected[0]["seed"])
 
 
-def test_bias_alone_counts_nothing() -> None:
+def test_bias_without_penalties_counts_no_tokens() -> None:
     assert adjustments(sequence([5, 5], [5], logit_bias={5: 1.5})) == [(5, 0, 0, 1.5)]
 
 
-def test_presence_and_frequency_see_the_output_only() -> None:
+def test_presence_and_frequency_count_the_output_only() -> None:
     asked = sequence([1, 2], [3, 3, 4], presence_penalty=0.5)
     assert adjustments(asked) == [(3, 2, 1, 0.0), (4, 1, 1, 0.0)]
     assert adjustments(sequence([1, 2], [], frequency_penalty=0.5)) == []
 
 
-def test_repetition_sees_prompt_and_output() -> None:
+def test_repetition_counts_prompt_and_output() -> None:
     asked = sequence([2, 1, 1], [3, 3], repetition_penalty=1.5)
     assert adjustments(asked) == [(1, 0, 1, 0.0), (2, 0, 1, 0.0), (3, 2, 1, 0.0)]
 
 
-def test_penalties_and_bias_meet_in_one_row_per_token() -> None:
+def test_penalties_and_bias_of_a_token_are_one_adjustment() -> None:
     asked = sequence([1], [3], frequency_penalty=0.1, logit_bias={3: 2.0, 9: -2.0})
     assert adjustments(asked) == [(3, 1, 1, 2.0), (9, 0, 0, -2.0)]
 

@@ -1,4 +1,4 @@
-"""Steps below the scheduler: layer groups with tables of their own, and several samples of one sequence."""
+"""Steps of a model runner: layer groups with separate page tables, and several samples of one sequence."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pager_of(runner: ModelRunner, *, prefix_caching: bool = False) -> Pager:
 
 
 def last_logits(runner: ModelRunner, pager: Pager, table: PageTable, chunk: int) -> list[bytes]:
-    """Of the end of the prompt and the tokens after it, one by one; the pager commits after each step."""
+    """Return the logits at the end of the prompt and after each later token; the pager commits after each step."""
     logits, prompt = [], LENGTH - 4
     while table.num_tokens < LENGTH:
         first = table.num_tokens
@@ -62,7 +62,7 @@ def last_logits(runner: ModelRunner, pager: Pager, table: PageTable, chunk: int)
 
 
 def logits_of_kept_pages(runner: ModelRunner, chunk: int) -> list[bytes]:
-    """The same through tables that give nothing back."""
+    """Return the same logits with page tables that never release a page."""
     pages, logits, prompt = -(-LENGTH // runner.capacity.layout.page_size), [], LENGTH - 4
     tables = [range(g * pages, (g + 1) * pages) for g in range(len(runner.capacity.layout.groups))]
     for first in [*range(0, prompt, chunk), *range(prompt, LENGTH)]:
@@ -73,12 +73,12 @@ def logits_of_kept_pages(runner: ModelRunner, chunk: int) -> list[bytes]:
 
 @pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize(("kv_dtype", "page_size"), [("bf16", 32), ("int8", 16), ("f32", 64)])
-def test_giving_pages_back_changes_no_bit(load: Load, layers: str, kv_dtype: str, page_size: int) -> None:
+def test_releasing_pages_changes_no_bit(load: Load, layers: str, kv_dtype: str, page_size: int) -> None:
     runner = load(layers, kv_cache_dtype=kv_dtype, page_size=page_size)
     pager = pager_of(runner)
     want = logits_of_kept_pages(runner, 160)
     for chunk in (160, 37, 1):
-        runner.arena.memory[:] = 0xFF  # what nobody wrote is NaN
+        runner.arena.memory[:] = 0xFF  # pages that were not written are NaN
         table = pager.open(())
         assert last_logits(runner, pager, table, chunk) == want
         assert pager.pool.num_owned < pager.pages_for(LENGTH) + 1
@@ -111,7 +111,7 @@ def test_a_sliding_model_serves_sequences_longer_than_its_pool(load: Load) -> No
     assert smaller.capacity.max_model_len == (pages - 1) * small.capacity.layout.page_size
 
 
-def test_a_pool_that_holds_no_sequence(load: Load) -> None:
+def test_a_pool_too_small_for_any_sequence_is_refused(load: Load) -> None:
     page_bytes = load("s.s.ss").capacity.layout.page_bytes
     with pytest.raises(ConfigError, match=f"holds 2 of the 3 pages that a sequence .* takes {page_bytes} bytes"):
         load("s.s.ss", 3 * page_bytes - 1)
@@ -140,8 +140,10 @@ def scheduled(
         {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "min_tokens": 24, "logprobs": 0},
     ],
 )
-def test_verified_guesses_give_what_one_token_at_a_time_gives(load: Load, layers: str, params: dict[str, Any]) -> None:
-    """Right guesses, in one step between two other sequences, and wrong ones up to the first difference."""
+def test_verified_draft_tokens_give_the_results_of_single_steps(
+    load: Load, layers: str, params: dict[str, Any]
+) -> None:
+    """Right draft tokens in one step between two other sequences, and wrong ones up to the first difference."""
     runner, spec = load(layers, max_num_seqs=8), sampling(**params)
     pages = range(-(-140 // 32))
     tables, others = (
