@@ -23,7 +23,7 @@ def percentile(values: ArrayLike, percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LatencySummary:
-    """Milliseconds."""
+    """Mean, percentiles and maximum of a latency, in milliseconds."""
 
     mean: float
     p50: float
@@ -34,7 +34,7 @@ class LatencySummary:
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> LatencySummary | None:
-        """Summarize `seconds` in milliseconds. None: there were none."""
+        """Summarize latencies in seconds. None: there are none."""
         values = np.fromiter(seconds, np.float64) * 1000
         if not values.size:
             return None

@@ -47,12 +47,12 @@ STYLE = {
 }
 
 
-def load_pyplot(flag: str) -> Any:
-    """Return pyplot, set up to draw into files. Raises MissingDependency that names the `flag` that needs it."""
+def load_pyplot(option: str) -> Any:
+    """Return pyplot, set up to draw into files. Raises MissingDependency that names the `option` that needs it."""
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise MissingDependency(f"{flag} needs matplotlib: pip install 'quire[plot]'") from error
+        raise MissingDependency(f"{option} needs matplotlib: pip install 'quire[plot]'") from error
     mpl.use("Agg")
     from matplotlib import pyplot
 
@@ -68,9 +68,9 @@ class SvgFigure:
 
 
 @contextmanager
-def svg_figure(flag: str, width_in: float, height_in: float) -> Iterator[SvgFigure]:
+def svg_figure(option: str, width_in: float, height_in: float) -> Iterator[SvgFigure]:
     """Give an empty figure to draw on, and render it when the block ends. Raises MissingDependency."""
-    pyplot = load_pyplot(flag)
+    pyplot = load_pyplot(option)
     with pyplot.rc_context(STYLE):
         picture = SvgFigure(pyplot.figure(figsize=(width_in, height_in), layout="constrained"))
         try:

@@ -1,4 +1,4 @@
-"""Compares Quire with OpenVINO GenAI's continuous batching, alternating in one run: tokens per second and ratios.
+"""Compare Quire with OpenVINO GenAI's continuous batching, alternating in one run: tokens per second and ratios.
 
 usage: beside_openvino.py --openvino-python PYTHON --openvino-model FOLDER --model FOLDER [--shapes 1x128,8x128] …
 

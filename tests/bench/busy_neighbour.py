@@ -1,4 +1,4 @@
-"""Measures what another busy process costs: decode speed alone and with a process that spins, alternating.
+"""Measure what another busy process costs: decode speed alone and with a process that spins, alternating.
 
 usage: busy_neighbour.py [MODEL] [--weights q8] [--users 1,8] [--repeats 5]
 

@@ -1,4 +1,4 @@
-"""Measures fairness: the time to first token of a tenant while another one sends 20 times as much.
+"""Measure fairness: the time to first token of a tenant while another one sends 20 times as much.
 
     python tests/bench/fairness.py [FOLDER] [--rate 0.1] [--requests 6] [--prompt 512] [--new-tokens 32] [--target 150]
 

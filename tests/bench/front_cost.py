@@ -1,4 +1,4 @@
-"""Measures what sockets and a separate engine process cost: `quire serve` against the engine alone, in turns.
+"""Measure what sockets and a separate engine process cost: `quire serve` against the engine alone, in turns.
 
 usage: front_cost.py [--model DIR] [--users 32] [--prompt-tokens 128] [--new-tokens 64] [--rounds 5] [--requests 60]
                      [-- FLAGS OF BOTH]

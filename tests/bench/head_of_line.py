@@ -1,4 +1,4 @@
-"""Measures head-of-line blocking: a long prompt arrives while many users decode.
+"""Measure head-of-line blocking: a long prompt arrives while many users decode.
 
     python tests/bench/head_of_line.py FOLDER [--users 16] [--prompt 4096] [--targets 150,250,0] [--runs 3]
 

@@ -1,4 +1,4 @@
-"""Writes a Hugging Face checkpoint with random weights in the shape of a real model: speed depends on the shape only.
+"""Write a Hugging Face checkpoint with random weights in the shape of a real model: speed depends on the shape only.
 
 usage: make_checkpoint.py SHAPE FOLDER        SHAPE: qwen3-0.6b | llama-3.2-1b | qwen2.5-0.5b
 Needs only the project's dependencies. There is no tokenizer: `quire bench` sends token ids.

@@ -1,4 +1,4 @@
-"""Measures a real server at ten times its capacity: the latency of accepted requests, and how fast it rejects others.
+"""Measure a real server at ten times its capacity: the latency of accepted requests, and how fast it rejects others.
 
 usage: overload.py [--model DIR] [--seconds 30] [--prompt-tokens N] [--new-tokens 32] [-- FLAGS OF quire serve]
 

@@ -1,4 +1,4 @@
-"""Measures what batch-invariant results cost: times builds that break one rule each against the unchanged build.
+"""Measure what batch-invariant results cost: time builds that break one rule each against the unchanged build.
 
     python tests/bench/price_of_same_bits.py build SCRATCH
     python tests/bench/price_of_same_bits.py measure SCRATCH CHECKPOINT

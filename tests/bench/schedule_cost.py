@@ -1,4 +1,4 @@
-"""Measures what scheduling costs: microseconds per running sequence and step, of `schedule` and of `commit`.
+"""Measure what scheduling costs: microseconds per running sequence and step, of `schedule` and of `commit`.
 
     python tests/bench/schedule_cost.py [--sequences 32,256] [--steps 300]
 

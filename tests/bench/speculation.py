@@ -1,4 +1,4 @@
-"""Measures speculative decoding: decode speed with and without draft tokens, alternating, for few and many users.
+"""Measure speculative decoding: decode speed with and without draft tokens, alternating, for few and many users.
 
     python tests/bench/speculation.py [FOLDER] [--weights q8] [--users 1,4,16,32] [--draft-tokens 4] [--repeats 3]
 

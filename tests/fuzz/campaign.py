@@ -1,4 +1,4 @@
-"""Runs an attack on a live server while bystander clients read their streams, and reports what the attack broke.
+"""Run an attack on a live server while bystander clients read their streams, and report what the attack broke.
 
 Exit status 1 after any breach: a crash, a leak, a changed byte, a lost connection of a well-behaved client, or a
 traceback in the log.

@@ -1,4 +1,4 @@
-"""Feeds broken frames to the decoder: for any bytes it must return frames or Malformed, or raise ProtocolError.
+"""Feed broken frames to the decoder: for any bytes it must return frames or Malformed, or raise ProtocolError.
 
 usage: fuzz_codec.py [--seconds 60] [--seed 1] [--atheris]
 

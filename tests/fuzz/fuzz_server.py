@@ -1,4 +1,4 @@
-"""Sends broken frames to a live `quire serve` while bystanders read their streams.
+"""Send broken frames to a live `quire serve` while bystanders read their streams.
 
 usage: fuzz_server.py [--seconds 60] [--seed 1] [--connections 16] [-- FLAGS OF quire serve]
 

@@ -1,4 +1,4 @@
-"""Attacks a live `quire serve` with clients that misbehave, all at once, while bystanders read their streams.
+"""Attack a live `quire serve` with clients that misbehave, all at once, while bystanders read their streams.
 
 usage: hostile_clients.py [--seconds 60] [--seed 1] [--connections 5000] [-- FLAGS OF quire serve]
 

@@ -1,4 +1,4 @@
-"""Generates the cases of both frame fuzzers: valid frames of every client type, and ways to break them.
+"""Generate the cases of both frame fuzzers: valid frames of every client type, and ways to break them.
 
 A case depends on its `random.Random` only, so a seed and a number identify it.
 """

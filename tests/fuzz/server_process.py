@@ -1,4 +1,4 @@
-"""Starts `quire serve` as a process, and measures it from outside: memory, descriptors, pages, metrics.
+"""Start `quire serve` as a process, and measure it from outside: memory, descriptors, pages, metrics.
 
 The process and its children are gone when `start_server` ends. `RawClient` sends arbitrary bytes to the server.
 """

@@ -1,4 +1,4 @@
-"""Sends random traffic at capacity for a long time: memory, descriptors, metric series and pages must stay flat.
+"""Send random traffic at capacity for a long time: memory, descriptors, metric series and pages must stay flat.
 
 usage: soak.py [--minutes 30] [--users 96] [--seed 1] [--sample-seconds 60] [-- FLAGS OF quire serve]
 

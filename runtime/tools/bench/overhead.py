@@ -1,4 +1,4 @@
-"""Measures what a step costs besides its kernels: the Python between and around them, per running sequence.
+"""Measure what a step costs besides its kernels: the Python between and around them, per running sequence.
 
 The bundled model serves 32 users through the whole engine; their output is encoded as TOKENS frames and counted in the
 metrics, as in the server. These costs do not depend on the model, so the bundled one, which has a tokenizer, always
@@ -80,7 +80,7 @@ async def _serve_user(engine: LocalEngine, request: GenerateRequest, user: int, 
 
 
 class _DecodeTimes(PrometheusObserver):
-    """Adds up the times of steps in which all users decode."""
+    """An observer that adds up the times of steps in which all users decode."""
 
     def __init__(self, engine: LocalEngine) -> None:
         super().__init__()

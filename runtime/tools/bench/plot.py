@@ -1,4 +1,4 @@
-"""Draws the pictures of `quire bench --plot`. Needs matplotlib."""
+"""Draw the pictures of `quire bench --plot`. Needs matplotlib."""
 
 from __future__ import annotations
 

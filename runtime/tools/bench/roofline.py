@@ -1,4 +1,4 @@
-"""Measures the machine's roofline: read bandwidth and peak arithmetic, with the threads and ISA level of the engine.
+"""Measure the machine's roofline: read bandwidth and peak arithmetic, with the threads and ISA level of the engine.
 
 A shared machine changes by the minute, so measure before and after the speeds that are compared with the roofline.
 """
@@ -28,7 +28,7 @@ class Roofline:
 
 
 class RooflineMeter:
-    """Measures rooflines. Raises ConfigError if there is too little memory for the block that it reads."""
+    """The threads and memory for measuring rooflines. Raises ConfigError if there is too little memory."""
 
     def __init__(self, threads: int, isa: str) -> None:
         self._isa = isa

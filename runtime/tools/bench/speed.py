@@ -1,4 +1,4 @@
-"""Measures the speed of prefill and of decode through the whole engine: queue, scheduler, kernels, sampling.
+"""Measure the speed of prefill and of decode through the whole engine: queue, scheduler, kernels, sampling.
 
 Prefill is the time until every user has its first token. Decode is timed in a second run, over steps in which all users
 decode and none prefills. Prompts are random ids and EOS is ignored, so every user does the same work. The machine's
@@ -130,7 +130,7 @@ def _median(runs: list[Phase]) -> Phase:
 
 
 class StepClock(SilentObserver):
-    """Times the first `num_steps` steps in which all users decode and none prefills."""
+    """An observer that times the first `num_steps` steps in which all users decode and none prefills."""
 
     def __init__(self, runner: ModelRunner, users: int, num_steps: int) -> None:
         self._runner = runner
@@ -156,7 +156,7 @@ class StepClock(SilentObserver):
 
 
 class _ContextCollector(SilentObserver):
-    """Collects the contexts of every step."""
+    """An observer that collects the contexts of every step."""
 
     def __init__(self) -> None:
         self.contexts: list[Contexts] = []

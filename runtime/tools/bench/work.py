@@ -1,4 +1,4 @@
-"""Computes the least work of a phase from the model's program: bytes read from memory, and useful operations.
+"""Compute the least work of a phase from the model's program: bytes read from memory, and useful operations.
 
 Only what the model's definition requires is counted: no padded rows, no masked half of a tile, no byte read twice in a
 step. So the share of the roofline is never too high.

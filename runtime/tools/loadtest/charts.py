@@ -1,4 +1,4 @@
-"""Draws the charts of a load test as inline SVG with matplotlib, the optional extra `plot`.
+"""Draw the charts of a load test as inline SVG with matplotlib, the optional extra `plot`.
 
 Text of users or servers must not get into a picture: it would not be escaped. Runs differ by colour and dash, and the
 page has the legend. Percentiles are drawn on a probit axis, on which those of a normal distribution are equally
@@ -18,7 +18,7 @@ from ..plotting import GRID, INK, QUIET, load_pyplot, svg_figure
 from .latency import PARTS, Values
 from .timeline import RunTimeline
 
-FLAG = "report"  # that needs matplotlib
+OPTION = "report"  # the option that needs matplotlib
 
 ALARM = "#c0392b"
 PART_COLOURS = dict(zip(PARTS, ("#e69f00", "#56b4e9", "#0072b2", "#d55e00", "#b8bfc8"), strict=True))  # Okabe and Ito's
@@ -49,7 +49,7 @@ def series_colours(count: int) -> list[str]:
     """Return colours for runs at rising load: dark to light, safe for colour-blind readers, dark enough on white."""
     if count == 1:
         return [SINGLE]
-    shades = load_pyplot(FLAG).get_cmap("plasma")(np.linspace(0.0, 0.68, count))
+    shades = load_pyplot(OPTION).get_cmap("plasma")(np.linspace(0.0, 0.68, count))
     return [f"#{round(255 * r):02x}{round(255 * g):02x}{round(255 * b):02x}" for r, g, b, _ in shades]
 
 
@@ -60,7 +60,7 @@ def series_dash(index: int) -> tuple[float, ...]:
 
 def draw_distribution(title: str, series: Sequence[Values]) -> str:
     """Draw cumulative distributions, one line per run that has values, with milliseconds on a log axis."""
-    with svg_figure(FLAG, 5.2, 3.3) as picture:
+    with svg_figure(OPTION, 5.2, 3.3) as picture:
         axes = picture.figure.subplots()
         colours = series_colours(len(series))
         for index, values in enumerate(series):
@@ -76,7 +76,7 @@ def draw_curve(points: Sequence[CurvePoint]) -> str:
     """Draw latency against output tokens per second; with objectives, also goodput against the request rate."""
     with_goodput = [point for point in points if point.goodput is not None and point.request_rate is not None]
     panels = 3 if with_goodput else 2
-    with svg_figure(FLAG, 10.6, 3.6) as picture:
+    with svg_figure(OPTION, 10.6, 3.6) as picture:
         axes = picture.figure.subplots(1, panels)
         _latency_curve(axes[0], "Time to first token", points, [point.ttft_ms for point in points])
         _latency_curve(axes[1], "Time per output token", points, [point.tpot_ms for point in points])
@@ -88,7 +88,7 @@ def draw_curve(points: Sequence[CurvePoint]) -> str:
 def draw_timeline(timeline: RunTimeline) -> str:
     """Draw a run over time: arrivals and errors, output tokens, requests in flight, KV pool usage."""
     sampled = timeline.sampled_s.size > 0
-    with svg_figure(FLAG, 10.6, 6.6 if sampled else 5.0) as picture:
+    with svg_figure(OPTION, 10.6, 6.6 if sampled else 5.0) as picture:
         rows = picture.figure.subplots(4 if sampled else 3, 1, sharex=True)
         _arrivals(rows[0], timeline)
         _steps(rows[1], timeline, timeline.tokens / timeline.bin_s, SINGLE)
@@ -108,7 +108,7 @@ def draw_timeline(timeline: RunTimeline) -> str:
 
 def draw_parts(rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     """Draw where the time of requests went: a bar per row, of the mean milliseconds of each of PARTS."""
-    with svg_figure(FLAG, 10.6, 0.75 + 0.36 * len(rows)) as picture:
+    with svg_figure(OPTION, 10.6, 0.75 + 0.36 * len(rows)) as picture:
         axes = picture.figure.subplots()
         left = np.zeros(len(rows))
         rows_y = np.arange(len(rows))

@@ -1,4 +1,4 @@
-"""Turns the options into a load: the requests to send, the time of each, and how their clients behave.
+"""Turn the options into a load: the requests to send, the time of each, and how their clients behave.
 
 The same options give the same load, prompt for prompt and second for second. As in vLLM, the random intervals of a
 fixed number of requests are stretched to end exactly at number / rate, so that every seed gives the same mean rate; a

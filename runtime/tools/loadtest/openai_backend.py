@@ -1,4 +1,4 @@
-"""Sends requests to any OpenAI-compatible server over HTTP, and reads its server-sent events. Needs aiohttp.
+"""Send requests to any OpenAI-compatible server over HTTP, and read its server-sent events. Needs aiohttp.
 
 The time of a chunk is the time its bytes arrived, before they are parsed. As in vLLM, each event with a choice counts
 as one token until the server's usage says otherwise, except the first event of a chat, which holds only the role.

@@ -1,4 +1,4 @@
-"""Sends requests to a Quire server through AsyncClient, so that a load test times what a client sees."""
+"""Send requests to a Quire server through AsyncClient, so that a load test times what a client sees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the report of a load test: one self-contained HTML page with inline charts, no scripts and nothing to load.
+"""Write the report of a load test: one self-contained HTML page with inline charts, no scripts and nothing to load.
 
 Text from options, servers and datasets must appear as text, never as markup: the template escapes everything except
 the charts. Every chart has its figures in words as its alternative text.
@@ -21,7 +21,7 @@ from ...common.errors import ConfigError
 from ..percentiles import percentile
 from ..plotting import load_pyplot
 from .charts import (
-    FLAG,
+    OPTION,
     PART_COLOURS,
     CurvePoint,
     draw_curve,
@@ -77,7 +77,7 @@ class RunView:
 
 def check_report(path: Path) -> None:
     """Check, before the run, that the report can be written. Raises MissingDependency or ConfigError."""
-    load_pyplot(FLAG)
+    load_pyplot(OPTION)
     if path.suffix not in (".html", ".htm"):
         raise ConfigError(f"`report` {path}: the name must end in .html")
     if not path.absolute().parent.is_dir():
@@ -132,7 +132,6 @@ def _settings(run: LoadTestRun) -> dict[str, str]:
     server = run.metrics.server if run.metrics else {}
     settings = {
         "date": summary.get("date"),
-        "server": own.get("address"),
         "backend": summary.get("backend"),
         "dataset": own.get("dataset"),
         "requests": summary.get("num_prompts"),

@@ -1,4 +1,4 @@
-"""Sends the requests of a load test when they are due, and records when each part of the answers arrives.
+"""Send the requests of a load test when they are due, and record when each part of the answers arrives.
 
 In an open loop each request is due at a fixed time, whatever happened to earlier requests; how late it was really sent
 is recorded. In a closed loop a request is due as soon as one of the simulated users is free.

@@ -1,4 +1,4 @@
-"""Samples the server's own `/metrics` once per second during a run.
+"""Sample the server's own `/metrics` once per second during a run.
 
 A scrape that fails is counted and never fails the run. Scrapes are parsed only after the run: parsing would delay the
 event loop that times the tokens.
@@ -105,7 +105,7 @@ def add_scrape(metrics: ServerMetrics, time_s: float, text: str) -> None:
 
 
 class _Sampler:
-    """Scrapes until `stop` is set, and keeps the lines of each scrape that `add_scrape` needs."""
+    """A task that scrapes until `stop` is set, and keeps the lines of each scrape that `add_scrape` needs."""
 
     def __init__(self, url: str, interval_s: float) -> None:
         self.stop = asyncio.Event()

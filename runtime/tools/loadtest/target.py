@@ -1,4 +1,4 @@
-"""Connects to the server under load, and finds out what prompts can be made of: its vocabulary and its tokenizer."""
+"""Connect to the server under load, and find out what prompts can be made of: its vocabulary and its tokenizer."""
 
 from __future__ import annotations
 

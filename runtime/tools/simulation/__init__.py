@@ -1,6 +1,6 @@
 """Simulations: what to expect of a model, a machine and a stream of users. Runs the real scheduler in virtual time."""
 
-from ..traffic import Arrival, Process
+from ..traffic import Arrival
 from .build import build_simulator, given_roofline
 from .cost import NoisyCost, RooflineCost, StepCost, roofline_cost
 from .report import LatencyObjective, SimulationReport, parse_objectives, summarize
@@ -11,7 +11,6 @@ __all__ = [
     "Arrival",
     "LatencyObjective",
     "NoisyCost",
-    "Process",
     "RequestOutcome",
     "RooflineCost",
     "SimulatedSpill",

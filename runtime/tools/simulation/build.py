@@ -1,4 +1,4 @@
-"""Builds a simulated server: capacity, pager and scheduler as the engine builds them, on a machine with a roofline."""
+"""Build a simulated server: capacity, pager and scheduler as the engine builds them, on a machine with a roofline."""
 
 from __future__ import annotations
 

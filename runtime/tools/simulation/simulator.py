@@ -1,4 +1,4 @@
-"""Runs the real scheduler and pager in virtual time, on a stream of requests and a cost of steps.
+"""Run the real scheduler and pager in virtual time, on a stream of requests and a cost of steps.
 
 How long a step takes is the caller's `StepCost`. Every request that arrived is in exactly one outcome, and the clock
 never runs backwards. Requests arrive while a step computes, as in the engine; each is added at its own time.
@@ -114,7 +114,7 @@ class SimulatedSpill:
 
 
 class Simulator:
-    """Drives `scheduler`, whose clock is `clock`, with `arrivals` in order of time.
+    """A simulation: `scheduler`, whose clock is `clock`, serves `arrivals`, which are in order of time.
 
     A request id is the index of the request in `outcomes`. Requests longer than `max_model_len` are refused, as in the
     engine. `spill` is the pager's store.

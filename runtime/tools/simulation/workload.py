@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 from ...common.errors import ConfigError
 from ..checks import check_number
 from ..traffic import (
     MAX_LENGTH,
     Arrival,
-    Process,
     bursty,
     constant,
     draw_arrivals,
@@ -23,6 +23,8 @@ from ..traffic import (
     read_mooncake,
     rescale,
 )
+
+Process = Literal["poisson", "bursty", "constant", "mooncake", "azure"]
 
 MAX_REQUESTS = 1_000_000
 DEFAULT_REQUESTS = 500

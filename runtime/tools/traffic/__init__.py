@@ -3,7 +3,6 @@
 from .arrivals import (
     MAX_LENGTH,
     Arrival,
-    Process,
     bursty,
     constant,
     draw_arrivals,
@@ -18,7 +17,6 @@ from .traces import read_azure, read_burstgpt, read_mooncake, text_lines
 __all__ = [
     "MAX_LENGTH",
     "Arrival",
-    "Process",
     "bursty",
     "constant",
     "draw_arrivals",

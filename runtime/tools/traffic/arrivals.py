@@ -11,14 +11,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Literal
 
 from ...common.errors import ConfigError
 
 MAX_LENGTH = 10_000_000  # tokens; more than any model takes
 MAX_SIGMA = 4.0
 
-Process = Literal["poisson", "bursty", "constant", "mooncake", "azure"]
 Lengths = Callable[[Random], int]  # draws a number of tokens, at least 1
 
 
@@ -92,20 +90,20 @@ def draw_interval(rate: float, burstiness: float, random: Random) -> float:
     return 1 / rate if math.isinf(burstiness) else random.gammavariate(burstiness, 1 / (rate * burstiness))
 
 
-def rescale(arrivals: Sequence[Arrival], rate: float, flag: str) -> list[Arrival]:
+def rescale(arrivals: Sequence[Arrival], rate: float, option: str) -> list[Arrival]:
     """Return the same pattern from time 0 on, stretched or squeezed to a mean of `rate` requests per second.
 
-    Raises ConfigError naming `flag` if all requests arrive at the same time.
+    Raises ConfigError naming `option` if all requests arrive at the same time.
     """
     span = arrivals[-1].time_s - arrivals[0].time_s
     if span <= 0:
-        raise ConfigError(f"{flag}: {len(arrivals)} requests that arrive at the same time have no rate to change")
+        raise ConfigError(f"{option}: {len(arrivals)} requests that arrive at the same time have no rate to change")
     factor = (len(arrivals) - 1) / rate / span
     return [replace(arrival, time_s=(arrival.time_s - arrivals[0].time_s) * factor) for arrival in arrivals]
 
 
-def parse_lengths(flag: str, text: str) -> Lengths:
-    """Parse `512`, uniform `64-1024`, or `lognormal:512,0.8` (median, sigma). Raises ConfigError naming `flag`."""
+def parse_lengths(option: str, text: str) -> Lengths:
+    """Parse `512`, uniform `64-1024`, or `lognormal:512,0.8` (median, sigma). Raises ConfigError naming `option`."""
     if found := re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text):
         low, high = int(found[1]), int(found[2] or found[1])
         if 1 <= low <= high <= MAX_LENGTH:
@@ -116,7 +114,7 @@ def parse_lengths(flag: str, text: str) -> Lengths:
             mu = math.log(median)
             return lambda random: min(MAX_LENGTH, max(1, round(random.lognormvariate(mu, sigma))))
     raise ConfigError(
-        f"{flag}: {text!r} is not allowed; allowed: tokens from 1 to {MAX_LENGTH} such as 512, a range such as "
+        f"{option}: {text!r} is not allowed; allowed: tokens from 1 to {MAX_LENGTH} such as 512, a range such as "
         f"64-1024, or lognormal:MEDIAN,SIGMA with a sigma of at most {MAX_SIGMA:g}"
     )
 
