@@ -10,6 +10,8 @@ itself, of the whole machine for instance, is nobody's stall.
 
 from __future__ import annotations
 
+from ..common.stall import StallDetector
+
 TICK_S = 0.25
 
 
@@ -18,24 +20,22 @@ class HealthMonitor:
         self._silence_limit = max(2, round(heartbeat_timeout_s / TICK_S))
         self._stall_limit = max(2.0, stall_timeout_s / TICK_S)
         self._silent = 0  # ticks since its pulse was last felt
-        self._stalled = 0  # ticks since it was last seen to advance, or to have nothing to do
-        self._step = -1
+        self._ticks = 0
+        self._stall = StallDetector(0)
 
     def note_heartbeat(self) -> None:
         self._silent = 0
 
     def note_step(self, step: int, has_work: bool) -> None:
         """It said how far it is."""
-        if step != self._step or not has_work:
-            self._step = step
-            self._stalled = 0
+        self._stall.note(step, has_work, self._ticks)
 
     def tick(self) -> str | None:
         """Why it should be replaced, or None."""
         self._silent += 1
-        self._stalled += 1
+        self._ticks += 1
         if self._silent > self._silence_limit:
             return f"no sign of life for {self._silence_limit * TICK_S:.1f} s"
-        if self._stalled > self._stall_limit:
+        if self._stall.stalled_for(self._ticks) > self._stall_limit:
             return f"no step finished for {self._stall_limit * TICK_S:.1f} s while requests wait or run"
         return None

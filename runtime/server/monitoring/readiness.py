@@ -1,8 +1,4 @@
-"""Readiness as progress: the step counter advances while work exists, not merely that the port answers.
-
-It must not know HTTP. One invariant: an engine that is idle or finished a step within the limit is ready, any other
-is not, and none is behind a server that leaves.
-"""
+"""Readiness: the engine finishes steps while there is work, and the server is not draining."""
 
 from __future__ import annotations
 
@@ -11,13 +7,14 @@ import time
 from collections.abc import Callable
 
 from ...common.errors import QuireError
+from ...common.stall import StallDetector
 from ...engine.facade import EngineStats
 
 WATCH_INTERVAL_S = 1.0
 
 
 class Readiness:
-    """Remembers when the engine was last seen to be idle or to advance."""
+    """Answers /readyz. An idle engine is ready, and one that finished a step within `stall_timeout_s`."""
 
     def __init__(
         self, stats: Callable[[], EngineStats], stall_timeout_s: float, clock: Callable[[], float] = time.monotonic
@@ -25,30 +22,27 @@ class Readiness:
         self._stats = stats
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock
-        self._leaving = False
-        self._step = -1
-        self._advanced_at = clock()
+        self._is_leaving = False
+        self._detector = StallDetector(clock())
 
     def leave(self) -> None:
-        """The server drains: requests should go elsewhere from now on."""
-        self._leaving = True
+        """Stop being ready: the server drains."""
+        self._is_leaving = True
 
     def problem(self) -> str | None:
-        """Why requests should go elsewhere now, or None."""
-        if self._leaving:
+        """Return why requests should go elsewhere now, or None."""
+        if self._is_leaving:
             return "the server is shutting down"
         try:
             stats = self._stats()
         except QuireError as error:
             return f"the engine does not answer: {error}"
-        now = self._clock()
-        if stats.step != self._step or stats.running + stats.waiting == 0:
-            self._step = stats.step
-            self._advanced_at = now
-        stalled_s = now - self._advanced_at
+        now, num_requests = self._clock(), stats.running + stats.waiting
+        self._detector.note(stats.step, num_requests > 0, now)
+        stalled_s = self._detector.stalled_for(now)
         if stalled_s < self._stall_timeout_s:
             return None
-        return f"no step finished for {stalled_s:.1f} s while {stats.running + stats.waiting} requests wait or run"
+        return f"no step finished for {stalled_s:.1f} s while {num_requests} requests wait or run"
 
     async def watch(self) -> None:
         """Look regularly, so that a probe after a long idle time does not mistake new work for a stall."""
