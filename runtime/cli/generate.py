@@ -16,7 +16,7 @@ from ..common.types import SAMPLING, CompletionOutput, SamplingParams, Usage, jo
 from ..engine import Engine, GenerateRequest
 from .flags import MemoryFlags, SchedulingFlags, settings_from, typed_flags
 
-NOT_FLAGS = ("logit_bias", "logprobs")  # a map that nobody types, and figures that are not printed
+NOT_FLAGS = ("logit_bias", "logprobs")  # a map, and figures that the command does not print
 
 if TYPE_CHECKING:
     SamplingFlags: TypeAlias = Any

@@ -9,7 +9,7 @@ import secrets
 
 from ..server import check_tenant_name, hash_key
 
-KEY_BYTES = 32  # of randomness: a key cannot be guessed, so its hash need not be slow
+KEY_BYTES = 32  # of randomness: too much to try all keys, so the hash need not be slow
 
 
 def token(tenant: str, /) -> None:

@@ -1,1 +1,1 @@
-"""Errors, types, configuration, settings and logs: what every layer above uses."""
+"""Errors, types, options, settings and logs, which every layer above uses."""

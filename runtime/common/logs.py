@@ -1,10 +1,8 @@
-"""How log lines leave a process: `log_to_stderr` once at its start, in a server's front and in each engine process.
+"""Set-up of logging: each server and engine process calls `log_to_stderr` once at its start.
 
-It must not know who logs what. One invariant: a line never holds a secret that it was given under that secret's name,
-nor the variables of a failing function; what others log with `logging` takes the same way.
-
-Whoever logs binds what a line is about: `connection`, `tenant`, and `request`, a `new_id` of this server's own, because
-ids of clients are unique on one connection only.
+Lines of structlog and of `logging` are written alike. Values under the names in SECRETS are removed, and tracebacks do
+not show local variables. Callers bind what a line is about: `connection`, `tenant` and `request`. The latter is a
+`new_id` of the server, because clients' ids are unique on one connection only.
 """
 
 from __future__ import annotations
@@ -26,16 +24,16 @@ _numbers = itertools.count(1)
 
 
 def new_id() -> str:
-    """Short, and unlike any other of this process and, most likely, of the one before it."""
+    """Return a short id, unique in this process and most likely different from those of earlier processes."""
     return f"{_START}-{next(_numbers)}"
 
 
 def log_to_stderr(
     form: Literal["console", "json"] = "console", level: str = "info", stream: TextIO | None = None
 ) -> None:
-    """Everything of `level` and above as one line each; of other libraries only warnings and above.
+    """Write events of `level` and above to standard error, one line each; of other libraries only warnings and above.
 
-    `structlog.contextvars.bind_contextvars(engine=1)` adds to every line of a process.
+    `structlog.contextvars.bind_contextvars(engine=1)` adds a value to every line of a process.
     """
     stream = stream or sys.stderr
     threshold = logging.getLevelNamesMapping()[level.upper()]
@@ -60,7 +58,7 @@ def log_to_stderr(
 
 
 def redact(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """A structlog processor: the values of names in SECRETS are gone, also in maps within."""
+    """Replace the values of names in SECRETS, also in nested maps; a structlog processor."""
     return {name: _without_secrets(name, value) for name, value in event.items()}
 
 
@@ -77,9 +75,9 @@ def _json() -> Processor:
 
 
 def _console(stream: TextIO) -> Processor:
-    """Text is quoted, so that what a peer sent can neither begin a line nor talk to a terminal."""
+    """Quote text, so that input of a peer can neither begin a line nor control the terminal."""
     return structlog.dev.ConsoleRenderer(
         colors=stream.isatty(),
         repr_native_str=True,
-        exception_formatter=structlog.dev.plain_traceback,  # the default prints local variables: prompts, tokens
+        exception_formatter=structlog.dev.plain_traceback,  # the default prints local variables, such as prompts
     )

@@ -105,7 +105,7 @@ _open_threads: WeakSet[LoopThread] = WeakSet()
 
 def _close_all() -> None:
     for thread in list(_open_threads):
-        with contextlib.suppress(Exception):  # nobody is left to handle it
+        with contextlib.suppress(Exception):  # the interpreter is exiting, so an error cannot be handled
             thread.close()
 
 

@@ -1,1 +1,1 @@
-"""The protocol between client and server: frames, their bytes, addresses and errors. Knows no socket and no engine."""
+"""The protocol between client and server: frames, their encoding, addresses and errors; no sockets, no engine."""

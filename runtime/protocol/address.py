@@ -1,6 +1,6 @@
-"""Where a server listens: `host:port`, `[v6]:port` or `unix:/path`, as text and as a value.
+"""Addresses of servers: `host:port`, `[v6]:port` or `unix:/path`.
 
-It must not resolve or connect. One invariant: formatting a parsed address and parsing it again gives the same value.
+Parsing an address that was formatted with `str` gives the same value.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from ..common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TCPAddress:
+    """A host, by name or IP address, and a port."""
+
     host: str
     port: int
 
@@ -21,6 +23,8 @@ class TCPAddress:
 
 @dataclass(frozen=True, slots=True)
 class UnixAddress:
+    """The path of a unix socket."""
+
     path: str
 
     def __str__(self) -> str:
@@ -31,7 +35,7 @@ Address = TCPAddress | UnixAddress
 
 
 def parse_address(text: str) -> Address:
-    """Raises ConfigError when `text` is none of the three forms."""
+    """Return the address that `text` names. Raises ConfigError if it has none of the three forms."""
     if text.startswith("unix:"):
         path = text.removeprefix("unix:")
         if path and "\0" not in path:

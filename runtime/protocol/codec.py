@@ -1,7 +1,7 @@
-"""Frames to bytes and back: u32 big-endian length, then one msgpack array. The only parser of foreign bytes.
+"""Encodes frames to bytes and decodes bytes from the network: a length, then one msgpack array.
 
-It must not know sockets or requests. One invariant: whatever the bytes, decoding gives frames, `Malformed` or
-ProtocolError, and never holds more than one frame's declared length, itself checked against the limit first.
+Decoding any bytes gives frames, `Malformed` or ProtocolError. It buffers at most one frame, whose declared length is
+checked against the limit first.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from ..common.errors import InvalidRequest, ProtocolError
 from .frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Frame, Generate
 from .framing import PREFIX_BYTES, next_payload, with_prefix
 
-MAX_DEPTH = 8  # TOKENS needs 5: frame, logprobs, token, alternatives, pair
+MAX_DEPTH = 8  # levels of nesting; TOKENS needs 5: frame, logprobs, token, alternatives, pair
 MAX_ARRAY_LENGTH = 1 << 20
 MAX_ARRAYS = 1 << 18  # per frame; logprobs of 8,192 tokens with 20 alternatives need 180,000
-MAX_MAP_ENTRIES = 1 << 15  # of all maps in a frame, each map counting as one more: 15 ms of reading
-UNCHECKED_BYTES = 1 << 10  # a shorter frame can claim what it likes: it costs 3 MB and 2 ms at most
-MAX_ERROR_CHARACTERS = 500  # messages may quote what was sent
+MAX_MAP_ENTRIES = 1 << 15  # of all maps in a frame, plus one per map; parsing that many takes 15 ms
+UNCHECKED_BYTES = 1 << 10  # shorter frames skip a check: false array lengths cost at most 3 MB and 2 ms there
+MAX_ERROR_CHARACTERS = 500  # messages quote the peer's input
 
 _CONTAINERS = frozenset({tuple, dict})
-_WANT_A_LOOK = _CONTAINERS | {bytes}
+_CHECKED_TYPES = _CONTAINERS | {bytes}
 
 
 @dataclass(frozen=True, slots=True)
 class Malformed:
-    """A well-framed GENERATE with a readable id whose body does not fit the schema: that request's failure only."""
+    """A GENERATE frame with a readable id whose other fields do not fit the schema; only that request fails."""
 
     request_id: int
     error: InvalidRequest
 
 
 def encode(frame: Frame, max_frame_bytes: int = MAX_FRAME_BYTES) -> bytes:
-    """One frame with its length. Raises InvalidRequest when a value has no msgpack form or the frame is too long."""
+    """Return a frame with its length. Raises InvalidRequest if a value has no msgpack form or the frame is too long."""
     try:
         payload: bytes = msgpack.packb(msgspec.to_builtins(frame))
     except (ValueError, TypeError, OverflowError) as error:
@@ -48,8 +48,10 @@ def encode(frame: Frame, max_frame_bytes: int = MAX_FRAME_BYTES) -> bytes:
 
 
 def check_limits(data: bytes) -> None:
-    """Of one frame as `encode` gives it. Raises InvalidRequest for what a `Decoder` calls a breach of the protocol: a
-    user's values may nest deeper, or be more, than a connection may carry."""
+    """Raise InvalidRequest if a `Decoder` would refuse `data`, one encoded frame, as a breach of the protocol.
+
+    A user's values can nest too deeply or have too many items.
+    """
     try:
         _unpack(data[PREFIX_BYTES:])
     except ProtocolError as error:
@@ -57,10 +59,10 @@ def check_limits(data: bytes) -> None:
 
 
 class Decoder:
-    """An incremental decoder of one direction of one connection.
+    """Incremental decoder for one direction of one connection.
 
-    `max_frame_bytes` may be raised between two frames, also while one `feed` is being iterated. After a ProtocolError
-    the stream has lost its framing and the connection must be closed.
+    `max_frame_bytes` may be raised between two frames, also while the result of `feed` is being iterated. After a
+    ProtocolError the frame boundaries are lost and the connection must be closed.
     """
 
     def __init__(self, schema: Mapping[str, type[Frame]], max_frame_bytes: int = MIN_FRAME_BYTES) -> None:
@@ -74,7 +76,7 @@ class Decoder:
         return bool(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[Frame | Malformed]:
-        """Take `data`, iterate the frames it completes. Raises ProtocolError at the breach, after the good frames."""
+        """Add `data` and iterate the complete frames. Raises ProtocolError at a breach, after the frames before it."""
         self._buffer += data
         return self._complete_frames()
 
@@ -84,7 +86,7 @@ class Decoder:
 
 
 def parse_frame(message: tuple[Any, ...], schema: Mapping[str, type[Frame]]) -> Frame | Malformed:
-    """The frame a decoded array stands for. Raises ProtocolError for an unknown type or a body that does not fit."""
+    """Return the frame of a decoded array. Raises ProtocolError if its type is unknown or its fields do not fit."""
     name = message[0] if message else None
     frame_type = schema.get(name) if isinstance(name, str) else None
     if frame_type is None:
@@ -111,8 +113,8 @@ def _unpack(payload: bytes) -> tuple[Any, ...]:
         message = msgpack.unpackb(
             payload,
             use_list=False,
-            strict_map_key=False,  # logit_bias has integer keys; _MapReader is the stricter judge
-            list_hook=_ArrayCounter() if len(payload) > MAX_ARRAYS else None,  # each has a byte at least
+            strict_map_key=False,  # logit_bias has integer keys; _MapReader checks keys
+            list_hook=_ArrayCounter() if len(payload) > MAX_ARRAYS else None,  # an array takes at least a byte
             object_pairs_hook=_MapReader(),
             ext_hook=_refuse_extension,
             max_str_len=len(payload),
@@ -123,7 +125,7 @@ def _unpack(payload: bytes) -> tuple[Any, ...]:
         )
     except ProtocolError:
         raise
-    # The library documents no common base: malformed, truncated, trailing and nested input differ by type.
+    # msgpack documents no common base class: malformed, truncated, trailing and nested input raise different ones.
     except Exception as error:
         raise ProtocolError(
             f"a frame is not one msgpack value within limits: {error}"[:MAX_ERROR_CHARACTERS]
@@ -135,15 +137,18 @@ def _unpack(payload: bytes) -> tuple[Any, ...]:
 
 
 def _check_complete(payload: bytes) -> None:
-    """Walk it without building anything. Arrays are built as long as they say they are, before their items are read:
-    3 KB of a thousand, each in the one before, cost 80 MB and 86 ms to be found incomplete."""
+    """Raise an error unless `payload` holds one complete value, without building it.
+
+    msgpack allocates an array with its declared length before it reads the items: 3 KB of a thousand nested arrays
+    would take 80 MB and 86 ms before they are found incomplete.
+    """
     walker = msgpack.Unpacker(max_buffer_size=len(payload))
     walker.feed(payload)
     walker.skip()
 
 
 class _ArrayCounter:
-    """Passes the arrays of one frame on: a bounded number. Four million would cost a second, and 200 MB."""
+    """Limits the number of arrays in one frame; four million would take a second and 200 MB."""
 
     def __init__(self) -> None:
         self._arrays = 0
@@ -156,7 +161,7 @@ class _ArrayCounter:
 
 
 class _MapReader:
-    """Builds the maps of one frame: not too much of them together, keys strings or integers, none twice."""
+    """Builds the maps of one frame; limits their entries, and allows only text and integers as keys, none twice."""
 
     def __init__(self) -> None:
         self._entries = 0
@@ -180,16 +185,19 @@ def _refuse_extension(code: int, data: bytes) -> None:
 
 
 def _check_contents(value: tuple[Any, ...] | dict[Any, Any], levels: int) -> None:
-    """Long flat arrays, the common case, are cleared by one C-speed pass over their items' types."""
+    """Raise ProtocolError if `value` nests too deeply or contains msgpack's binary type.
+
+    Long flat arrays, the common case, need one pass over the types of their items, which runs in C.
+    """
     if levels == 0:
         raise ProtocolError(f"a frame nests deeper than {MAX_DEPTH} levels")
     items = value.values() if isinstance(value, dict) else value
-    if _WANT_A_LOOK.isdisjoint(map(type, items)):
+    if _CHECKED_TYPES.isdisjoint(map(type, items)):
         return
     for item in items:
         if type(item) in _CONTAINERS:
             _check_contents(item, levels - 1)
-        elif type(item) is bytes:  # empty: max_bin_len lets no other through
+        elif type(item) is bytes:  # empty, because max_bin_len is 0
             raise ProtocolError("msgpack's binary type is not part of the protocol")
 
 

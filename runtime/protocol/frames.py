@@ -1,33 +1,29 @@
-"""Every frame of the protocol as a struct: `[TYPE, field, …]` on the wire, the upper-case name in element 0.
+"""Every frame of the protocol as a struct, sent as the array `[TYPE, field, …]`.
 
-No bytes and no sockets here. One invariant: an accepted id ends in exactly one DONE or one ERROR. Fields are only ever
-added at the end, with a default, and only sent to a peer that negotiated them.
+A request id that was accepted ends in exactly one DONE or ERROR. Fields are added at the end only, with a default, and
+are sent only to a peer that negotiated them. PROTOCOL.md is the full description for authors of clients. The rules that
+the types do not show:
 
-The rules that the types alone do not say:
-
-* A connection opens with HELLO, answered by WELCOME or ERROR. Ids are the client's, unique among its live requests on
-  that connection; an id may be used again after its DONE or ERROR.
-* GENERATE gives exactly one of a prompt and messages. One answer each comes to TOKENIZE, MODELS and STATS, under an id
-  of the same kind.
-* ERROR with a request id ends that request, with one exception: code `ALREADY_EXISTS` refuses a GENERATE whose id is
-  live and says nothing about the request that owns the id.
-* ERROR without a request id is the last frame of its connection. A frame type that was not negotiated is such a
-  breach: a peer can know from WELCOME what is understood.
-* A request has as many choices as its `n` says, each ends once: in TOKENS with a finish reason, the last one in DONE.
-* CANCEL and CREDIT of an id that is not live are ignored: they may have crossed that request's DONE.
-* A request with `credit` is sent TOKENS while that is above zero. They are not divided, so the last may overdraw it, by
-  less than its own tokens; CREDIT adds to it. What has no tokens needs none.
-* A resumable request outlives its connection for a while. RESUME under its id, on a connection whose HELLO named the
-  session that its WELCOME had told, is answered as GENERATE is, with what followed the `next_index` tokens received, of
-  all its choices. TOKENS without tokens only ever end a choice; they may come again then, and are to be ignored.
-* WELCOME tells the session that HELLO named while that has something to resume, else a new one.
-* GENERATE with the idempotency key of a request that this tenant sent before is answered with that one's stream, if its
-  prompt, messages and params are the same. Only what finished stays known; after an error, a retry is a new attempt.
-* After GOAWAY no GENERATE is accepted; what was accepted goes on until the deadline, and may be resumed.
-* PROGRESS is sent to whoever negotiated `progress`. Who negotiated `heartbeat` is sent PING after `heartbeat_ms` of
-  silence, and closed when nothing came from it for three times as long. PING is answered by PONG, both ways.
-
-`PROTOCOL.md` says all this for whoever writes a client in another language.
+* A connection begins with HELLO, which is answered with WELCOME or ERROR. The client chooses request ids; an id must be
+  unique among the connection's live requests and may be used again after DONE or ERROR.
+* GENERATE has either a prompt or messages. TOKENIZE, MODELS and STATS get one answer each, under their id.
+* ERROR with a request id ends that request. One exception: ALREADY_EXISTS refuses a GENERATE whose id is live and does
+  not affect the request that owns the id.
+* ERROR without a request id is the last frame of its connection. Sending a frame type that was not negotiated is a
+  breach of the protocol.
+* A request has `n` outputs. Each ends once: in TOKENS with a finish reason, the last one in DONE.
+* CANCEL and CREDIT for an id that is not live are ignored, because they may have crossed the request's DONE.
+* The server sends the TOKENS of a request with `credit` while its credit is above zero. TOKENS frames are not split, so
+  the last one may overdraw the credit. CREDIT adds to it. Frames without tokens need no credit.
+* A resumable request outlives its connection for a while. RESUME continues it on a connection whose HELLO named the
+  session of the request's WELCOME. The answer is that of GENERATE, from the token at `next_index`, which counts the
+  tokens of all outputs. TOKENS without ids end an output; they may be repeated after RESUME and are then ignored.
+* WELCOME repeats the session of HELLO while that session has something to resume; otherwise it names a new one.
+* GENERATE with an idempotency key that this tenant has used before is answered with the stream of the first request, if
+  prompt, messages and parameters are the same. Only completed outputs are kept: after an error, a retry runs again.
+* After GOAWAY no GENERATE is accepted. Accepted requests continue until the deadline and may be resumed.
+* PROGRESS is sent to a peer that negotiated `progress`. A peer that negotiated `heartbeat` is sent PING after
+  `heartbeat_ms` of silence, and its connection is closed after three times that. PING is answered with PONG, both ways.
 """
 
 from __future__ import annotations
@@ -39,15 +35,15 @@ import msgspec
 from ..common.types import FinishReason, SamplingParams, TokenLogprobs, Usage
 
 PROTOCOL_VERSION = 1
-MAX_FRAME_BYTES = 4 << 20  # default of what each side offers; the smaller offer holds
-MIN_FRAME_BYTES = 64 << 10  # holds until WELCOME, and the least a peer may offer
-HEARTBEATS_MISSED = 3  # then the other side counts as gone
-FEATURES = ("heartbeat", "progress")  # that HELLO may want and WELCOME grant
+MAX_FRAME_BYTES = 4 << 20  # default of what each side offers; the smaller offer applies
+MIN_FRAME_BYTES = 64 << 10  # limit before WELCOME, and the least that a peer may offer
+HEARTBEATS_MISSED = 3  # intervals of silence after which a connection is closed
+FEATURES = ("heartbeat", "progress")  # HELLO requests them, WELCOME grants them
 ALREADY_EXISTS = "ALREADY_EXISTS"
 
-RequestId = Annotated[int, msgspec.Meta(ge=0)]  # u64; msgpack knows no larger integer
+RequestId = Annotated[int, msgspec.Meta(ge=0)]  # u64, msgpack's largest integer type
 NumTokens = Annotated[int, msgspec.Meta(ge=0)]
-Message = dict[str, Any]  # of a chat: `role`, `content`, and whatever the model's template knows besides
+Message = dict[str, Any]  # of a chat: `role`, `content` and other keys that the model's template uses
 IdempotencyKey = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
@@ -59,11 +55,11 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Hello(_Frame, tag="HELLO", frozen=True):
-    versions: tuple[int, ...]  # the client speaks, any order
+    versions: tuple[int, ...]  # that the client supports, in any order
     token: str | None = None
-    features: tuple[str, ...] = ()  # wanted
+    features: tuple[str, ...] = ()  # requested
     max_frame_bytes: Annotated[int, msgspec.Meta(ge=MIN_FRAME_BYTES)] = MAX_FRAME_BYTES
-    session: str | None = None  # of an earlier WELCOME, whose requests are to be resumed
+    session: str | None = None  # of an earlier WELCOME, to resume its requests
 
 
 class Generate(_Frame, tag="GENERATE", frozen=True):
@@ -71,12 +67,12 @@ class Generate(_Frame, tag="GENERATE", frozen=True):
     prompt: str | tuple[int, ...] | None
     params: SamplingParams = SamplingParams()
     deadline_ms: Annotated[int, msgspec.Meta(ge=0)] | None = None  # from arrival
-    priority: int = 0  # lower runs earlier
-    pin_ms: Annotated[int, msgspec.Meta(ge=0)] | None = None  # keep the prompt's pages cached so long after the end
+    priority: int = 0  # requests with a lower number run earlier
+    pin_ms: Annotated[int, msgspec.Meta(ge=0)] | None = None  # how long the prompt stays cached after the end
     messages: tuple[Message, ...] | None = None  # instead of a prompt; rendered by the model's chat template
-    credit: NumTokens | None = None  # generated tokens that may be sent before CREDIT; None: all
+    credit: NumTokens | None = None  # tokens that may be sent before CREDIT; None: no limit
     idempotency_key: IdempotencyKey | None = None  # unique for this tenant
-    resumable: bool = False  # goes on for a while when its connection is lost
+    resumable: bool = False  # continue for a while after the connection is lost
 
 
 class Cancel(_Frame, tag="CANCEL", frozen=True):
@@ -85,13 +81,13 @@ class Cancel(_Frame, tag="CANCEL", frozen=True):
 
 class Credit(_Frame, tag="CREDIT", frozen=True):
     request_id: RequestId
-    tokens: Annotated[int, msgspec.Meta(ge=1)]  # more that may be sent
+    tokens: Annotated[int, msgspec.Meta(ge=1)]  # added to the credit
 
 
 class Resume(_Frame, tag="RESUME", frozen=True):
     request_id: RequestId  # as in its GENERATE
-    next_index: NumTokens  # generated tokens received so far, of all choices
-    credit: NumTokens | None = None  # from here on
+    next_index: NumTokens  # tokens received so far, of all outputs
+    credit: NumTokens | None = None  # replaces the credit of the request
 
 
 class Tokenize(_Frame, tag="TOKENIZE", frozen=True):
@@ -127,7 +123,7 @@ class Welcome(_Frame, tag="WELCOME", frozen=True):
     features: tuple[str, ...]  # granted
     max_frame_bytes: int
     model: str  # served name
-    session: str = ""  # names this connection's resumable requests; keep it secret
+    session: str = ""  # secret name of this connection, needed to resume its requests
     heartbeat_ms: int | None = None  # if `heartbeat` was granted
 
 
@@ -135,7 +131,7 @@ class Accepted(_Frame, tag="ACCEPTED", frozen=True):
     """The request was accepted: its place in the queue, and how many pages it needs and how many are free."""
 
     request_id: RequestId
-    position: int  # requests ahead of it
+    position: int  # requests ahead in the queue
     pages_needed: int
     pages_free: int
     predicted_wait_ms: float | None = None
@@ -145,23 +141,23 @@ class Progress(_Frame, tag="PROGRESS", frozen=True):
     """Progress of prefill, sent before the first TOKENS."""
 
     request_id: RequestId
-    computed_tokens: int  # of the prompt, those found in the prefix cache included
+    computed_tokens: int  # prompt tokens computed or found in the prefix cache
     prompt_tokens: int
 
 
 class Tokens(_Frame, tag="TOKENS", frozen=True):
     request_id: RequestId
-    first_index: int  # of token_ids[0] among its choice's generated tokens
+    first_index: int  # of token_ids[0] among the output's tokens
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    choice: int = 0
-    finish_reason: FinishReason | None = None  # where this choice ends and others go on
-    cumulative_logprob: float | None = None  # of the whole choice; where choices were ranked by it
+    choice: int = 0  # index of the output
+    finish_reason: FinishReason | None = None  # if this output ends and others continue
+    cumulative_logprob: float | None = None  # of the whole output, if outputs were ranked by it
 
 
 class Done(_Frame, tag="DONE", frozen=True):
-    """`finish_reason` is that of the one choice that had not ended."""
+    """The end of a request; `finish_reason` is that of the one output that had not ended."""
 
     request_id: RequestId
     finish_reason: FinishReason
@@ -169,7 +165,7 @@ class Done(_Frame, tag="DONE", frozen=True):
 
 
 class Error(_Frame, tag="ERROR", frozen=True):
-    request_id: RequestId | None  # None: of the connection, which closes
+    request_id: RequestId | None  # None: the error ends the connection
     code: str  # gRPC code name
     message: str
     retryable: bool = False
@@ -177,10 +173,10 @@ class Error(_Frame, tag="ERROR", frozen=True):
 
 
 class Goaway(_Frame, tag="GOAWAY", frozen=True):
-    """The server is about to leave: send new requests elsewhere."""
+    """The server is shutting down; clients send new requests to another server."""
 
-    last_accepted_id: int | None  # the latest on this connection that will be served
-    deadline_ms: int  # from now; what has not ended then ends in a retryable ERROR
+    last_accepted_id: int | None  # of the newest request on this connection that will be served
+    deadline_ms: int  # from now; requests that are still running then end in a retryable ERROR
     message: str = ""
 
 

@@ -8,10 +8,11 @@ from ..common.errors import ProtocolError
 
 _LENGTH = struct.Struct(">I")
 PREFIX_BYTES = _LENGTH.size
-MAX_PAYLOAD_BYTES = (1 << 32) - 1  # that the prefix can express
+MAX_PAYLOAD_BYTES = (1 << 32) - 1  # the largest length that the prefix can express
 
 
 def with_prefix(payload: bytes) -> bytes:
+    """Return `payload` after its length."""
     return _LENGTH.pack(len(payload)) + payload
 
 

@@ -1,7 +1,7 @@
-"""Errors across the wire: a QuireError to its ERROR frame and back to the same class.
+"""Converts a QuireError to an ERROR frame and an ERROR frame to the same class of error.
 
-It must not know who raised. One invariant: a code, with whether a retry can help, maps to one class per scope (request
-or connection), and an unknown code still arrives as a QuireError with its message and retry advice.
+A code and its `retryable` map to one class for requests and one for connections. An unknown code becomes a QuireError
+with its message and retry advice.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..common.errors import (
 )
 from .frames import Error
 
-MAX_MESSAGE_CHARACTERS = 2000  # a message may quote the request; a frame must stay small
+MAX_MESSAGE_CHARACTERS = 2000  # messages may quote the request; ERROR frames stay small
 
 
 class RetryableError(QuireError):
-    """Of a code that is not known here, whose sender says that trying again can help."""
+    """An error with an unknown code, of which the server says that a retry can help."""
 
     retryable = True
 
@@ -53,12 +53,12 @@ _CLASS_BY_CODE = {(error_class.code, error_class.retryable): error_class for err
 
 
 def error_frame(request_id: int | None, error: QuireError) -> Error:
-    """The ERROR frame that ends a request, or the connection when `request_id` is None."""
+    """Return the ERROR frame that ends a request, or the connection if `request_id` is None."""
     return Error(request_id, error.code, str(error)[:MAX_MESSAGE_CHARACTERS], error.retryable, error.retry_after_ms)
 
 
 def error_from_frame(frame: Error) -> QuireError:
-    """The error a client raises for `frame`."""
+    """Return the error that a client raises for `frame`."""
     error_class = _CLASS_BY_CODE.get((frame.code, frame.retryable))
     if error_class is None:
         unknown_class = RetryableError if frame.retryable else QuireError

@@ -103,10 +103,10 @@ def test_limits_of_parameters_are_the_validators() -> None:
     }.items():
         assert re.search(rf"\| `{name}` \|.*{re.escape(text)}", TEXT), name
     for prose, number in {
-        "HELLO, within 10 s": 10_000 - ServerConfig().handshake_timeout_ms,
+        "HELLO within 10 s": 10_000 - ServerConfig().handshake_timeout_ms,
         "up to 1024 by default": 1024 - ServerConfig().max_requests_per_connection,
         "no credit for 30 s ends": 30_000 - ServerConfig().credit_timeout_ms,
-        "once 8 MiB are unsent or it has taken nothing for 30 s": (8 << 20) - ServerConfig().max_outgoing_bytes,
+        "when 8 MiB are unsent, or when no byte could be sent for 30 s": (8 << 20) - ServerConfig().max_outgoing_bytes,
         "outlives its connection for 60 s": 60_000 - ServerConfig().resume_timeout_ms,
         "is known for 600 s": 600_000 - ServerConfig().idempotency_window_ms,
         "a server keeps 64 MiB": (64 << 20) - ServerConfig().max_kept_bytes,
