@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = PAGES[0].read_text("utf-8")
 ADDRESS = "127.0.0.1:7070"
+TESTS_OF_THE_TREE = ("tests/test_imports.py", "tests/test_lint.py")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
 
 BLOCKS = [
@@ -129,25 +130,25 @@ def test_every_link_in_a_document_has_a_target(document):
 @pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
 def test_every_file_named_in_a_document_exists(document):
     text = (ROOT / document).read_text("utf-8")
-    named = set(re.findall(r"`((?:kernels|pager|scheduler|runtime|tests)/[\w./-]*)`", text))
+    named = set(re.findall(r"`((?:deploy|docs|kernels|pager|scheduler|runtime|tests)/[\w./-]*)`", text))
     assert named
     for path in sorted(named):
         assert (ROOT / path).exists(), path
 
 
-def test_every_name_in_the_architecture_is_in_the_code():
-    text = re.sub(r"^```.*?^```", "", (ROOT / "ARCHITECTURE.md").read_text("utf-8"), flags=re.M | re.S)
+@pytest.mark.parametrize(("document", "at_least"), [("ARCHITECTURE.md", 50), ("CONTRIBUTING.md", 30)])
+def test_every_name_in_a_document_is_in_the_code(document, at_least):
+    text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text("utf-8"), flags=re.M | re.S)
     named = {name.split(".")[-1] for name in re.findall(r"`([A-Za-z_]\w+(?:\.\w+)*)`", text)}
     words = set(re.findall(r"\w+", "\n".join(path.read_text("utf-8") for path in sources())))
-    assert len(named) > 50
+    assert len(named) > at_least
     assert named - words == set()
 
 
 def sources():
-    """Yield the files that may define the names in ARCHITECTURE.md: the code and its build files."""
+    """Yield the files that may define the names in a document: the code and its build files."""
     yield from (
-        ROOT / name
-        for name in ("Makefile", "meson.build", "kernels/meson.build", "pyproject.toml", "tests/test_imports.py")
+        ROOT / name for name in ("Makefile", "meson.build", "kernels/meson.build", "pyproject.toml", *TESTS_OF_THE_TREE)
     )
     for folder in ("kernels", "pager", "scheduler", "runtime"):
         for kind in ("py", "pyi", "pyx", "pxd", "c", "h"):

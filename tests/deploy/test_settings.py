@@ -21,7 +21,7 @@ from quire.runtime.server.auth import Keyring
 from quire.runtime.server.server import CLOSE_TIMEOUT_S
 from quire.runtime.workers.engine_process import STOP_TIMEOUT_S
 
-from tests.deploy.queries import DEPLOY
+from tests.deploy.queries import DEPLOY, ROOT
 from tests.test_docs import QWEN3_06B
 
 MARGIN_S = CLOSE_TIMEOUT_S + STOP_TIMEOUT_S  # added to --shutdown-timeout: time to close connections, then engines
@@ -124,8 +124,9 @@ def test_kubernetes_waits_for_endpoints_and_the_drain(folder: str) -> None:
     assert pod()["terminationGracePeriodSeconds"] >= needed
 
 
-def test_the_readme_shows_the_same_times() -> None:
-    shown = dict(re.findall(r"`(\w+)` \| (\d+) s \|$", (DEPLOY / "README.md").read_text("utf-8"), re.MULTILINE))
+@pytest.mark.parametrize("document", ["deploy/README.md", "docs/operations.md"])
+def test_the_documents_show_the_same_times(document: str) -> None:
+    shown = dict(re.findall(r"`(\w+)` \| (\d+) s \|$", (ROOT / document).read_text("utf-8"), re.MULTILINE))
     assert shown == {
         "TimeoutStopSec": re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)[0],
         "stop_grace_period": load("compose.yaml")["services"]["quire"]["stop_grace_period"].removesuffix("s"),
