@@ -3,12 +3,11 @@
 from .families.registry import read_spec
 from .memory_plan import MemoryPlan, plan_memory
 from .packed_model import BUNDLED_MODEL, PackedModel, fingerprint, kv_layout, model_folder, pack_model
-from .sizes import KNOWN_SHAPES, describe_sizes
+from .sizes import describe_sizes
 from .spec import DecoderSpec
 
 __all__ = [
     "BUNDLED_MODEL",
-    "KNOWN_SHAPES",
     "DecoderSpec",
     "MemoryPlan",
     "PackedModel",

@@ -66,14 +66,14 @@ def test_rows_of_any_size_are_normed_to_the_same_accuracy(dtype, isa):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 def test_a_row_that_is_not_finite_is_nan_and_changes_no_other(dtype, bad, isa):
     x = RNG.normal(0, 1, (8, COLUMNS)).astype(np.float32)
-    well, *_ = norm_then_linear(x, dtype, isa, BIAS)
-    sick = x.copy()
-    sick[3, 77] = bad
+    clean, *_ = norm_then_linear(x, dtype, isa, BIAS)
+    poisoned = x.copy()
+    poisoned[3, 77] = bad
     with np.errstate(all="ignore"):
-        got, *_ = norm_then_linear(sick, dtype, isa, BIAS)
+        got, *_ = norm_then_linear(poisoned, dtype, isa, BIAS)
     assert np.isnan(got[3]).all()
     others = np.arange(8) != 3
-    assert got[others].tobytes() == well[others].tobytes()
+    assert got[others].tobytes() == clean[others].tobytes()
 
 
 @pytest.mark.parametrize("isa", LEVELS)

@@ -217,12 +217,13 @@ def test_a_page_full_of_stale_numbers_changes_nothing(toy):
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
 def test_a_row_that_is_not_finite_changes_no_other(toy, weights, isa):
-    sick, well = toy(weights=weights, kv="bf16", isa=isa), toy(weights=weights, kv="bf16", isa=isa)
+    poisoned, clean = toy(weights=weights, kv="bf16", isa=isa), toy(weights=weights, kv="bf16", isa=isa)
     other = (tokens(20), 0, pages(4))
-    want = well.run(other)[0].tobytes()
-    sick.run((tokens(20, 3), 0, pages(5)))
-    sick.kv_memory[5 * sick.layout.page_bytes : 6 * sick.layout.page_bytes] = 0xFF  # every K and V of page 5 is NaN
-    logits = sick.run((tokens(1), 20, pages(5)), other)
+    want = clean.run(other)[0].tobytes()
+    poisoned.run((tokens(20, 3), 0, pages(5)))
+    page_bytes = poisoned.layout.page_bytes
+    poisoned.kv_memory[5 * page_bytes : 6 * page_bytes] = 0xFF  # every K and V of page 5 is NaN
+    logits = poisoned.run((tokens(1), 20, pages(5)), other)
     assert np.isnan(logits[0]).all()
     assert logits[1].tobytes() == want
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from quire.runtime.model import KNOWN_SHAPES, describe_sizes, kv_layout, pack_model, plan_memory, read_spec
+from quire.runtime.model import describe_sizes, kv_layout, pack_model, plan_memory, read_spec
+from quire.runtime.model.sizes import KNOWN_SHAPES
 
 GIB, MIB = 1 << 30, 1 << 20
 SHAPES = {shape.name: shape for shape in KNOWN_SHAPES}
