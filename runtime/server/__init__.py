@@ -1,4 +1,4 @@
-"""The serving socket: whoever speaks the protocol, over any engine that keeps the facade's promises."""
+"""The server: Quire's protocol on a TCP or unix socket, over any `EngineFacade`; metrics and probes over HTTP."""
 
 from .auth import check_tenant_name, hash_key
 from .server import Server, check_config

@@ -1,9 +1,9 @@
-"""`Keyring`: from the token in a HELLO to the tenant it stands for.
+"""`Keyring`: finds the tenant of the token in a HELLO.
 
-It must not know connections, and holds only hashes. Keys are random (`quire token` makes them), so that one sha256 is
-as good as a slow hash. One invariant: how long `authenticate` takes tells nothing about any key.
+Only hashes of keys are held. Keys are random (`quire token` makes them), so sha256 is as good as a slow hash. The time
+that `authenticate` takes depends on no key. Must not import connections.
 
-A file of `--auth-tokens` has one table per tenant; only `keys` must be there:
+A file of `auth_tokens` has one table per tenant, in which only `keys` is required:
 
     [acme]
     keys = ["<sha256 of a key, 64 hex digits>"]
@@ -39,22 +39,24 @@ def hash_key(key: str) -> bytes:
 
 
 def check_tenant_name(name: str, where: str = "") -> None:
-    """Raises ConfigError. A name goes into logs and metrics, and is a bare key of TOML."""
+    """Raise ConfigError unless `name` can stand in logs and metrics, and as a bare key of TOML."""
     if not _TENANT_NAME.fullmatch(name):
         raise ConfigError(f"tenant {name!r}{where}: a name is 1 to 64 of A-Z a-z 0-9 _ -")
 
 
 class Keyring:
-    """Who may connect. Made by `of`, `load`, `single` or `none`; one per server."""
+    """The keys of one server's clients. Made by `of`, `load`, `single` or `none`."""
 
-    def __init__(self, keys: Mapping[bytes, Tenant], anyone: Tenant | None = None, path: Path | None = None) -> None:
+    def __init__(
+        self, keys: Mapping[bytes, Tenant], default_tenant: Tenant | None = None, path: Path | None = None
+    ) -> None:
         self._keys = dict(keys)  # sha256 -> its tenant
-        self._anyone = anyone
+        self._default_tenant = default_tenant
         self._path = path
 
     @classmethod
     def of(cls, config: ServerConfig) -> Keyring:
-        """As the settings say. Raises ConfigError."""
+        """Return the keyring that the settings ask for. Raises ConfigError."""
         if config.token is not None and config.auth_tokens is not None:
             raise ConfigError("`token` and `auth_tokens` exclude each other; put the token's hash in the file")
         if config.auth_tokens is not None:
@@ -63,30 +65,30 @@ class Keyring:
 
     @classmethod
     def load(cls, path: Path) -> Keyring:
-        """From a file of tenants. Raises ConfigError that names the file, the tenant and what is allowed."""
+        """Read a file of tenants. The ConfigError names the file, the tenant and what is allowed."""
         return cls(_read_keys(path, {}), path=path)
 
     @classmethod
     def single(cls, token: str) -> Keyring:
-        """One key, one tenant without name or limits. Raises ConfigError for an empty one."""
+        """Return one key of one tenant without name or limits. Raises ConfigError for an empty token."""
         if not token:
             raise ConfigError("token is empty; allowed: any other text, better a long random one")
         return cls({hash_key(token): Tenant("")})
 
     @classmethod
     def none(cls) -> Keyring:
-        """Whoever reaches the socket may use it, with or without a token."""
-        return cls({}, anyone=Tenant(""))
+        """Return a keyring that admits every connection, with or without a token."""
+        return cls({}, default_tenant=Tenant(""))
 
     def authenticate(self, token: str | None) -> Tenant:
-        """Raises Unauthenticated."""
-        if self._anyone is not None:
-            return self._anyone
+        """Return the tenant of `token`. Raises Unauthenticated."""
+        if self._default_tenant is not None:
+            return self._default_tenant
         if token is None:
             raise Unauthenticated("a valid token is required")
         presented = hash_key(token)
         found = None
-        for key_hash, tenant in self._keys.items():  # all of them, whichever fits
+        for key_hash, tenant in self._keys.items():  # compare all of them: the time must not tell which fits
             if hmac.compare_digest(key_hash, presented):
                 found = tenant
         if found is None:
@@ -94,10 +96,10 @@ class Keyring:
         return found
 
     def reload(self) -> None:
-        """Read the file again; without one, nothing. A broken file changes nothing and the log says why.
+        """Read the file again, if there is one. A broken file changes nothing but the log.
 
-        Tenants keep their connections and counts; new limits hold from the next request. One that is gone from the file
-        is refused every further request, a key that is gone every further connection.
+        Tenants keep their connections and counts, and new limits apply from the next request on. A tenant that is gone
+        from the file has every further request refused, a key that is gone every further connection.
         """
         if self._path is None:
             return
@@ -114,7 +116,7 @@ class Keyring:
 
 
 def _read_keys(path: Path, known: Mapping[str, Tenant]) -> dict[bytes, Tenant]:
-    """Key hash -> tenant. Nothing changes before all of the file is right; a known tenant stays the same object."""
+    """Return key hash -> tenant. Known tenants change only once the whole file is valid, and stay the same objects."""
     tables = {name: _tenant_table(name, table, path) for name, table in read_toml(path).items()}
     owners = _owners(path, tables)
     _warn_of_permissions(path)
@@ -125,6 +127,7 @@ def _read_keys(path: Path, known: Mapping[str, Tenant]) -> dict[bytes, Tenant]:
 
 
 def _tenant_table(name: str, table: object, path: Path) -> tuple[list[str], TenantLimits]:
+    """Return the keys and limits of one table. Raises ConfigError."""
     where = f"tenant {name!r} in {path}"
     check_tenant_name(name, f" in {path}")
     if not isinstance(table, dict):
@@ -139,12 +142,12 @@ def _tenant_table(name: str, table: object, path: Path) -> tuple[list[str], Tena
 
 
 def _owners(path: Path, tables: Mapping[str, tuple[list[str], TenantLimits]]) -> dict[bytes, str]:
-    """Key hash -> tenant."""
+    """Return key hash -> tenant's name. Raises ConfigError for a key of two tenants, and for a file without keys."""
     owners: dict[bytes, str] = {}
     for name, (keys, _) in tables.items():
         for key in keys:
             if (owner := owners.setdefault(bytes.fromhex(key), name)) != name:
-                raise ConfigError(f"{path}: tenants {owner!r} and {name!r} share a key; one key stands for one tenant")
+                raise ConfigError(f"{path}: tenants {owner!r} and {name!r} share a key; a key belongs to one tenant")
     if not owners:
         raise ConfigError(f"{path} names no tenant; `quire token NAME` makes a key and the lines for the file")
     return owners

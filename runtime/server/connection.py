@@ -1,7 +1,7 @@
-"""One client's connection: its greeting, its reading and its end.
+"""`Connection`: one client's connection: its greeting, its reading and its end.
 
-It must not know listeners, other connections or what its frames ask for. One invariant: however it ends, its requests
-are told, its last frame says why where there is a reason, and no task of it remains.
+However it ends, its requests are left or failed, its last frame says why where there is a reason, and none of its tasks
+remains. Must not import the server or the listening sockets.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from .watchdog import Watchdog
 
 READ_BYTES = 64 << 10
 LINGER_S = 1.0
-FRAMES_AT_ONCE = 64  # of one connection, before others have their turn
+FRAMES_PER_TURN = 64  # of one connection, before other tasks run
 
 _log = structlog.get_logger("quire.server")
 
 
 class Connection:
-    """`run` serves the peer until either side ends it. One task reads, one writes, one more per live request."""
+    """`run` serves the client until either side ends the connection.
+
+    One task reads, one writes, and each live request has a task of its own.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: AppContext) -> None:
         self._reader = reader
@@ -53,7 +56,7 @@ class Connection:
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
-        """One per live request."""
+        """One task per live request."""
         return [] if self._handler is None else self._handler.tasks
 
     @property
@@ -61,15 +64,18 @@ class Connection:
         return self._send_buffer.has_unsent
 
     async def run(self, refusal: QuireError | None = None) -> None:
-        """Serve, or only say `refusal`, then close. Never raises."""
-        bind_contextvars(connection=new_id(), peer=self._peer)
+        """Serve the client, or only send `refusal`, then close. Never raises."""
+        bind_contextvars(connection=new_id(), peer=str(self._writer.get_extra_info("peername") or "unix"))
         self._reading = asyncio.create_task(self._converse(refusal))
         sending = asyncio.create_task(self._send_buffer.run())
         try:
             await asyncio.wait({self._reading, sending}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._reading.cancel()
-            self._leave("slow_reader" if self._send_buffer.stuck else self._end_cause)
+            if self._watchdog is not None:
+                self._watchdog.stop()
+            if self._handler is not None:
+                self._handler.leave("slow_reader" if self._send_buffer.is_stuck else self._end_cause)
             self._send_buffer.close()
             tasks = [self._reading, sending, *self.tasks]
             try:
@@ -81,7 +87,7 @@ class Connection:
                 self._writer.transport.abort()
 
     def go_away(self) -> None:
-        """The server leaves soon: say so."""
+        """Send GOAWAY: the server is draining."""
         if self._handler is not None:
             self._handler.go_away()
 
@@ -102,16 +108,10 @@ class Connection:
         if self._reading is not None:
             self._reading.cancel()
 
-    def _leave(self, cause: CancelCause) -> None:
-        if self._watchdog is not None:
-            self._watchdog.stop()
-        if self._handler is not None:
-            self._handler.leave(cause)
-
     # Reading
 
     async def _converse(self, refusal: QuireError | None) -> None:
-        """Read frames until the peer closes or breaks the protocol."""
+        """Handle frames until the client closes the connection or breaks the protocol."""
         try:
             if refusal is not None:
                 raise refusal
@@ -137,13 +137,13 @@ class Connection:
             for frame in self._decoder.feed(data):
                 num_frames += 1
                 yield frame
-                if num_frames % FRAMES_AT_ONCE == 0:
-                    await asyncio.sleep(0)  # the others' turn: reading what is buffered does not wait
+                if num_frames % FRAMES_PER_TURN == 0:
+                    await asyncio.sleep(0)  # reading what is buffered does not wait
             if self._watchdog is not None:
                 self._watchdog.received(num_frames, self._decoder.is_inside_frame)
 
     async def _greeting(self, frames: AsyncIterator[Frame | Malformed]) -> Hello | None:
-        """None when the peer left without a word."""
+        """Return the first frame; None when the client closed the connection before it."""
         try:
             async with asyncio.timeout(self._config.handshake_timeout_ms / 1000):
                 first = await anext(frames, None)
@@ -152,7 +152,7 @@ class Connection:
         return None if first is None else check_hello(first)
 
     def _welcome(self, hello: Hello) -> RequestHandler:
-        """Raises Unauthenticated."""
+        """Send WELCOME. Raises Unauthenticated."""
         tenant = self._context.keyring.authenticate(hello.token)
         bind_contextvars(tenant=tenant.name)
         session = self._context.replays.resume_index.session_name(tenant.name, hello.session)
@@ -178,18 +178,14 @@ class Connection:
             heartbeat=heartbeat,
             idle_since=lambda: handler.idle_since,
             ping=lambda: self._send_buffer.send(Ping()),
-            bite=self._refuse,
+            on_timeout=self._refuse,
         )
         return handler
-
-    @property
-    def _peer(self) -> str:
-        return str(self._writer.get_extra_info("peername") or "unix")
 
     # The end
 
     async def _linger(self) -> None:
-        """Closing on unread bytes would reset the connection and could destroy our last frame on its way."""
+        """Read until the client closes: closing on unread bytes would reset the connection and lose the last frame."""
         if self._writer.is_closing():
             return
         with contextlib.suppress(OSError, TimeoutError):

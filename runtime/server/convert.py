@@ -1,6 +1,6 @@
-"""From frames to the engine's words and back: what a GENERATE asks, what a chunk or an error becomes.
+"""Pure functions from frames to the engine's structs and back.
 
-Pure functions: no socket, no task, no state. One invariant: the tenant comes from the connection, never from a frame.
+A request's tenant comes from its connection, never from a frame.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..protocol.frames import (
 
 
 def check_hello(frame: Frame | Malformed) -> Hello:
-    """The greeting, if it is one and speaks our version. Raises ProtocolError."""
+    """Return `frame` if it is a HELLO of this server's protocol version. Raises ProtocolError otherwise."""
     if not isinstance(frame, Hello):
         raise ProtocolError("the first frame must be HELLO")
     if PROTOCOL_VERSION not in frame.versions:
@@ -61,8 +61,8 @@ def accepted_frame(request_id: int, admission: AdmissionEstimate) -> Accepted:
 
 
 def tokens_frame(request_id: int, chunk: OutputChunk) -> Tokens | None:
-    """None when the chunk only ends the stream."""
-    ends_choice = None if chunk.usage is not None else chunk.finish_reason  # the last one's end is DONE's to tell
+    """Return the chunk as TOKENS; None if it only ends the stream."""
+    ends_choice = None if chunk.usage is not None else chunk.finish_reason  # DONE has the last choice's end
     if not chunk.token_ids and not chunk.text and ends_choice is None:
         return None
     return Tokens(
@@ -78,14 +78,14 @@ def tokens_frame(request_id: int, chunk: OutputChunk) -> Tokens | None:
 
 
 def done_frame(request_id: int, chunk: OutputChunk) -> Done | None:
-    """None when the stream goes on."""
+    """Return the stream's last frame; None if the stream goes on."""
     if chunk.finish_reason is None or chunk.usage is None:
         return None
     return Done(request_id, chunk.finish_reason, chunk.usage)
 
 
 def duplicate_frame(request_id: int) -> Error:
-    """Refuses the newcomer; by its code it says nothing about the live request of that id."""
+    """Refuse a second request with a live id. By its code, this ERROR does not end the live request."""
     return Error(request_id, ALREADY_EXISTS, f"request id {request_id} is live on this connection; use a fresh one")
 
 
@@ -101,6 +101,6 @@ def models_frame(request_id: int, name: str, info: EngineInfo) -> Models:
 
 
 def stats_frame(request_id: int, stats: EngineStats) -> Stats:
-    """Those that are numbers."""
+    """Return the statistics that are numbers."""
     values: dict[str, object] = msgspec.to_builtins(stats)
     return Stats(request_id, {name: value for name, value in values.items() if type(value) is int})

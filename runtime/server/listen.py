@@ -1,7 +1,7 @@
-"""Listening sockets: bound, with the right permissions, before anyone can connect.
+"""Listening sockets, bound with the right permissions before a client can connect.
 
-It must not know what is served on them. One invariant: a unix socket is never reachable by another user, not even
-between bind and chmod, and an existing file is removed only when it is a socket nobody answers on.
+A unix socket is never reachable by another user, not even between bind and chmod. An existing file is removed only if
+it is a socket on which no server answers.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ BACKLOG = 1024
 @dataclass(frozen=True, slots=True)
 class ListeningSocket:
     socket: socket.socket
-    address: Address  # as clients reach it, port 0 resolved
+    address: Address  # for clients; port 0 is resolved
     inode: int | None = None  # of the unix socket's file
 
     def close(self) -> None:
-        """Close and, if the file is still ours, remove it."""
+        """Close, and remove the file if it is still this socket's."""
         self.socket.close()
         if isinstance(self.address, UnixAddress):
             with contextlib.suppress(FileNotFoundError):
@@ -38,12 +38,12 @@ class ListeningSocket:
 
 
 async def listen_tcp(host: str, port: int) -> ListeningSocket:
-    """On the first address `host` stands for. Raises ConfigError when it cannot be resolved or bound."""
+    """Listen on the first address of `host`. Raises ConfigError if it cannot be resolved or bound."""
     family, sockaddr = (await _resolve(host, port))[0]
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Accepted sockets inherit it; without it a small frame may wait 40 ms for the peer's acknowledgement.
+        # Accepted sockets inherit this. Without it a small frame may wait 40 ms for the client's acknowledgement.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listening.bind(sockaddr)
         listening.listen(BACKLOG)
@@ -56,12 +56,12 @@ async def listen_tcp(host: str, port: int) -> ListeningSocket:
 
 
 def listen_unix(path: Path) -> ListeningSocket:
-    """With mode 0600. Raises ConfigError when `path` is taken or cannot be bound."""
+    """Listen on a socket file with mode 0600. Raises ConfigError if `path` is taken or cannot be bound."""
     _remove_stale(path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listening.bind(str(path))
-        path.chmod(0o600)  # nobody can connect before listen
+        path.chmod(0o600)  # no client can connect before listen
         listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
@@ -71,7 +71,7 @@ def listen_unix(path: Path) -> ListeningSocket:
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the soft limit of this process to `count`, or as far as the hard limit lets it."""
+    """Raise this process's soft limit of open files to `count`, or to the hard limit if that is less."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -79,7 +79,7 @@ def allow_open_files(count: int) -> None:
 
 
 async def is_loopback(host: str) -> bool:
-    """Whether every address `host` stands for is this machine only."""
+    """Return whether every address of `host` is reachable from this machine only."""
     addresses = [sockaddr[0] for _, sockaddr in await _resolve(host, 0)]
     return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses)
 
@@ -95,7 +95,7 @@ async def _resolve(host: str, port: int) -> list[tuple[int, tuple[object, ...]]]
 
 
 def _remove_stale(path: Path) -> None:
-    """A server that was killed leaves its socket file behind."""
+    """Remove the socket file that a killed server has left behind. Raises ConfigError for any other file."""
     try:
         mode = path.lstat().st_mode
     except OSError:
@@ -109,6 +109,6 @@ def _remove_stale(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
         except OSError as error:
-            raise ConfigError(f"unix socket {path} is in use or not ours: {error}") from error
+            raise ConfigError(f"unix socket {path} is in use, or belongs to another user: {error}") from error
         else:
             raise ConfigError(f"another server is listening on unix socket {path}")

@@ -44,7 +44,7 @@ class Delivery(NamedTuple):
 class OutputStream:
     """The stream of a request that only this connection reads. `run` it in a task, and call `end` after the task."""
 
-    waits_for_room = False  # whether chunks may be at hand faster than the peer reads
+    is_paced = False  # whether chunks may come faster than the client reads, so that sending waits for it
 
     def __init__(self, request: LiveRequest, delivery: Delivery) -> None:
         self.request = request
@@ -69,7 +69,7 @@ class OutputStream:
         request_id, send = self._request_id, self._send_buffer.send
         done: Done | None = None
         async for chunk in chunks:
-            if self._credit <= 0 or self.waits_for_room:
+            if self._credit <= 0 or self.is_paced:
                 chunk = await self._wait_to_send(chunk)
             num_tokens = len(chunk.token_ids)
             self._credit -= num_tokens
@@ -88,12 +88,12 @@ class OutputStream:
         self._credited.set()
 
     def cancel(self, cause: CancelCause) -> None:
-        """The client does not want the rest: end soon."""
+        """End soon: the client does not want the rest."""
         self.discard_unsent()
         self.request.cancel(cause)
 
     def leave(self, cause: CancelCause) -> None:
-        """The connection is lost: end soon."""
+        """End soon: the connection is lost."""
         self.cancel(cause)
 
     def end(self) -> None:
@@ -116,8 +116,8 @@ class OutputStream:
 
     async def _wait_to_send(self, chunk: OutputChunk) -> OutputChunk:
         """Return `chunk` once it may be sent; without its tokens where those are not wanted any more."""
-        if self.waits_for_room:
-            await self._send_buffer.room()
+        if self.is_paced:
+            await self._send_buffer.wait_until_short()
         while self._credit <= 0 and chunk.token_ids:
             if self._is_unwanted:
                 return msgspec.structs.replace(chunk, token_ids=(), text="", logprobs=None)

@@ -188,7 +188,7 @@ class ReplayBuffer:
 class Subscriber(OutputStream):
     """The output stream of one connection that reads a replay buffer."""
 
-    waits_for_room = True
+    is_paced = True
 
     def __init__(self, buffer: ReplayBuffer, delivery: Delivery, next_index: int = 0) -> None:
         """Start after the first `next_index` tokens. Raises InvalidRequest if no chunk ends there."""

@@ -136,7 +136,7 @@ class RequestHandler:
         self._send_buffer.send(Goaway(self._last_accepted_id, round(left_s * 1000), reason))
 
     def leave(self, cause: CancelCause) -> None:
-        """The connection is lost: what is resumable stays for a while, the rest is cancelled."""
+        """Leave the live requests: the connection is lost. Resumable ones stay for a while, the rest is cancelled."""
         for request_id, task in self._tasks.items():
             if (stream := self._streams.get(request_id)) is not None:
                 stream.leave(cause)

@@ -62,7 +62,9 @@ class ResumeIndex:
         """Raise RequestNotFound when there is nothing to resume."""
         entry = self._sessions.get(session, {}).get(request_id)
         if entry is None:
-            raise RequestNotFound("nothing to resume under this id: unknown, over for too long, or somebody else's")
+            raise RequestNotFound(
+                "there is nothing to resume under this id: it is unknown, expired or of another tenant"
+            )
         return entry
 
     def entry_of(self, subscriber: Subscriber) -> ResumeEntry | None:

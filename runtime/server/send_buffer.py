@@ -1,7 +1,7 @@
-"""The bounded way out of one connection: whoever sends never waits for the peer.
+"""`SendBuffer`: the frames of one connection that are not sent yet. Sending never waits for the client.
 
-It must not know requests. One invariant: what is unsent is at most `max_bytes`; a peer that lets it grow past that,
-or takes none of a write for `write_timeout_s`, loses this connection and nothing else.
+At most `max_bytes` are unsent. A client that lets more wait, or takes nothing of a write for `write_timeout_s`, loses
+its connection. Must not import requests.
 """
 
 from __future__ import annotations
@@ -12,36 +12,39 @@ import contextlib
 from ..protocol.codec import encode
 from ..protocol.frames import MAX_FRAME_BYTES, Frame
 
-WRITE_BYTES = 64 << 10  # written at once; each such piece has `write_timeout_s` to leave
-ROOM_BYTES = 4 * WRITE_BYTES  # with so much unsent, or half the limit, who can wait should
+WRITE_BYTES = 64 << 10  # written at once; each such piece must be taken within `write_timeout_s`
+MAX_PACED_BYTES = (
+    4 * WRITE_BYTES
+)  # a stream that can wait sends only while less is unsent, and less than half the limit
 
 
 class SendBuffer:
-    """`send` from anywhere in the event loop; `run` is the one task that writes."""
+    """`send` may be called anywhere in the event loop; `run` is the only task that writes."""
 
     def __init__(self, writer: asyncio.StreamWriter, *, max_bytes: int, write_timeout_s: float) -> None:
         self._writer = writer
         self._max_bytes = max_bytes
-        self._room_bytes = min(ROOM_BYTES, max_bytes // 2)
+        self._max_paced_bytes = min(MAX_PACED_BYTES, max_bytes // 2)
         self._write_timeout_s = write_timeout_s
         self._unsent = bytearray()
         self._changed = asyncio.Event()
-        self._has_room = asyncio.Event()
+        self._shrank = asyncio.Event()
         self._closed = False
-        self.stuck = False
-        self.max_frame_bytes = MAX_FRAME_BYTES  # what the peer takes; raised or lowered by WELCOME
-        # drain() then waits until the system has taken everything, so a time limit on it measures progress. All but one
-        # byte: TLS transports call a buffer that is as large as its limit full, with 0 they would never write again.
+        self.is_stuck = False  # the client was too slow
+        self.max_frame_bytes = MAX_FRAME_BYTES  # that the client takes; set with WELCOME
+        # With a limit of 1, drain() waits until the system has taken all but one byte, so a time limit on it measures
+        # progress. With a limit of 0 a TLS transport would never write again: to it, an empty buffer is full.
         writer.transport.set_write_buffer_limits(high=1)
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the system has yet to take some of it."""
+        """Whether the system has not yet taken every byte."""
         return bool(self._unsent) or self._writer.transport.get_write_buffer_size() > 0
 
     def send(self, frame: Frame) -> None:
-        """Queue `frame`; dropped when the connection is already lost or closing. Raises InvalidRequest, having queued
-        nothing, for one that is longer than the peer takes.
+        """Queue `frame`, or drop it if the connection is lost or closing.
+
+        Raises InvalidRequest, and queues nothing, if the frame is longer than the client takes.
         """
         if self._closed:
             return
@@ -50,17 +53,17 @@ class SendBuffer:
             self._give_up()
         self._changed.set()
 
-    async def room(self) -> None:
-        """Wait while much is unsent: for whoever has a long stream at hand. Returns at once on a lost connection."""
-        while len(self._unsent) > self._room_bytes and not self._closed:
-            self._has_room.clear()
-            await self._has_room.wait()
+    async def wait_until_short(self) -> None:
+        """Wait while much is unsent. Returns at once on a lost connection."""
+        while len(self._unsent) > self._max_paced_bytes and not self._closed:
+            self._shrank.clear()
+            await self._shrank.wait()
 
     def close(self) -> None:
-        """Nothing more will be sent; `run` ends once the rest has left."""
+        """Accept no further frame; `run` ends once the rest is sent."""
         self._closed = True
         self._changed.set()
-        self._has_room.set()
+        self._shrank.set()
 
     async def run(self) -> None:
         """Write until closed or lost. Never raises."""
@@ -75,7 +78,7 @@ class SendBuffer:
     async def _write(self) -> None:
         piece = bytes(self._unsent[:WRITE_BYTES])
         del self._unsent[: len(piece)]
-        self._has_room.set()
+        self._shrank.set()
         self._writer.write(piece)
         try:
             async with asyncio.timeout(self._write_timeout_s):
@@ -84,7 +87,7 @@ class SendBuffer:
             self._give_up()
 
     def _give_up(self) -> None:
-        self.stuck = True
+        self.is_stuck = True
         self.close()
         self._unsent.clear()
         self._writer.transport.abort()

@@ -1,7 +1,7 @@
 """`Server`: one engine behind a TCP or unix socket, with metrics and probes on the operator's HTTP port.
 
-It must not know models or scheduling; the engine is the facade's protocol and stays its owner's to close. One
-invariant: after `close` returns no socket is open, no task runs, and every request it accepted has been cancelled.
+When `close` returns, no socket is open, no task runs and every accepted request has ended. The engine is closed by its
+owner. Must not import models or the scheduler's internals.
 """
 
 from __future__ import annotations
@@ -37,44 +37,32 @@ from .tls import TLS
 CLOSE_TIMEOUT_S = 5.0
 DRAIN_POLL_S = 0.05
 DEFAULT_MODEL_NAME = "quire"
-MAX_REFUSALS = 256  # connections beyond max_connections that are told so; the rest are closed without a word
-OTHER_FILES = 256  # that a process has open besides its connections
+MAX_REFUSALS = 256  # connections beyond max_connections that receive an ERROR; the others are closed at once
+OTHER_FILES = 256  # open files of a process besides its connections
 
 _log = structlog.get_logger("quire.server")
 
 
 class Server:
-    """`await start(engine, config)`, then `address` and `http_address` say where; `await close()` ends it.
-
-    A given `observer` carries what only its maker knows (build, ISA, threads).
-    """
+    """Serves from `start` to `close`. `observer` exposes the metrics; its caller gives it build, ISA and threads."""
 
     def __init__(self, observer: PrometheusObserver | None = None) -> None:
         self.observer = observer or PrometheusObserver()
+        self.address = ""  # where clients connect: `host:port`, `[v6]:port` or `unix:/path`
+        self.http_address = ""
         self._connections: dict[Connection, asyncio.Task[None]] = {}
         self._closing = False
         self._context: AppContext | None = None  # while started
-        self._progress: Readiness | None = None
-        self._open = contextlib.AsyncExitStack()
-        self._address = ""
-        self._http_address = ""
+        self._readiness: Readiness | None = None
         self._tls: TLS | None = None
-
-    @property
-    def address(self) -> str:
-        """As clients take it: `host:port`, `[v6]:port` or `unix:/path`."""
-        return self._address
-
-    @property
-    def http_address(self) -> str:
-        return self._http_address
+        self._open = contextlib.AsyncExitStack()
 
     @property
     def num_connections(self) -> int:
         return len(self._connections)
 
     def live_requests(self, limit: int = 200) -> list[RequestStatus]:
-        """The oldest of those that have not ended, those that go on without a connection included."""
+        """Return the oldest live requests, those without a connection included."""
         return [] if self._context is None else self._context.requests.oldest(limit)
 
     async def start(self, engine: EngineFacade, config: ServerConfig) -> None:
@@ -88,84 +76,93 @@ class Server:
             http_listening = await listen_tcp(config.http_host, config.http_port)
             opening.callback(http_listening.close)
 
-            model = config.served_model_name or DEFAULT_MODEL_NAME
-            mirror = VllmNames(model, lambda: engine.info) if config.metrics_compat == "vllm" else None
-            self.observer.watch(engine.stats, lambda: len(self._connections), mirror)
             engine.set_observer(self.observer)
             requests = LiveRequests(engine, self.observer)
             context = AppContext(engine, config, self.observer, keyring, requests, ReplayStore(requests, config))
-            progress = Readiness(engine.stats, config.stall_timeout_ms / 1000)
-            opening.push_async_callback(_stop, asyncio.create_task(progress.watch()))
-            status = StatusCollector(
-                engine,
-                self.observer,
-                model=model,
-                problem=progress.problem,
-                num_connections=lambda: self.num_connections,
-                live_requests=self.live_requests,
-            )
-            opening.push_async_callback(_stop, asyncio.create_task(status.history.watch()))
-            app = operator_app(self.observer.registry, progress, status.collect)
-            operator = OperatorServer(app, http_listening.socket)
-            opening.push_async_callback(operator.close)
+            readiness = Readiness(engine.stats, config.stall_timeout_ms / 1000)
+            opening.push_async_callback(_stop, asyncio.create_task(readiness.watch()))
+            self._serve_operators(context, readiness, http_listening, opening)
             allow_open_files(config.max_connections + MAX_REFUSALS + OTHER_FILES)
-            await self._serve(context, listening, opening)
+            await self._serve_clients(context, listening, opening)
             self._open = opening.pop_all()
-        self._context, self._progress = context, progress
-        self._address = str(listening.address)
-        self._http_address = str(http_listening.address)
-        _log.info("listening", address=self._address, http_address=self._http_address)
+        self._context, self._readiness = context, readiness
+        self.address = str(listening.address)
+        self.http_address = str(http_listening.address)
+        _log.info("listening", address=self.address, http_address=self.http_address)
 
     async def drain(self, timeout_s: float) -> None:
-        """Accept no request any more, say so to everybody, and wait until the accepted ones have ended, all frames have
-        left, and whoever lost its connection before the end has resumed. What has not ended after `timeout_s` ends in
-        Unavailable. Connections stay until `close`, also new ones: they may resume.
+        """Refuse new requests, send GOAWAY, and wait for accepted requests, unsent frames and clients that may resume.
+
+        A request that has not ended after `timeout_s` ends in Unavailable. Connections stay open until `close`, and
+        new ones are accepted: they may resume.
         """
-        if self._context is None or self._progress is None:
+        if self._context is None or self._readiness is None:
             return
-        self._progress.leave()
+        self._readiness.leave()
         self._context.leaves_at = asyncio.get_running_loop().time() + timeout_s
         for connection in self._connections:
             connection.go_away()
         _log.info("draining", timeout_s=timeout_s, requests=len(self._context.requests))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._is_busy(self._context):  # noqa: ASYNC110 - sockets tell nobody when they are empty
+                while self._is_busy(self._context):  # noqa: ASYNC110 - no event tells when a socket is empty
                     await asyncio.sleep(DRAIN_POLL_S)
         self._fail_requests(Unavailable("the server shut down before this request ended; try again"))
 
     def reload(self) -> None:
-        """Read keys and certificate anew, where there are files of them. A broken file changes nothing."""
+        """Read the files of keys and certificate again. A broken file changes nothing."""
         if self._context is not None:
             self._context.keyring.reload()
         if self._tls is not None:
             self._tls.reload()
 
     async def close(self) -> None:
-        """Stop accepting, end every request and every connection with UNAVAILABLE, then the HTTP port. Idempotent."""
+        """Stop listening, end every request and connection with UNAVAILABLE, then the HTTP port. Idempotent."""
         await self._open.aclose()
         self._context = None
 
-    async def _serve(self, context: AppContext, listening: ListeningSocket, opening: contextlib.AsyncExitStack) -> None:
+    def _serve_operators(
+        self,
+        context: AppContext,
+        readiness: Readiness,
+        listening: ListeningSocket,
+        opening: contextlib.AsyncExitStack,
+    ) -> None:
+        engine, config = context.engine, context.config
+        model = config.served_model_name or DEFAULT_MODEL_NAME
+        mirror = VllmNames(model, lambda: engine.info) if config.metrics_compat == "vllm" else None
+        self.observer.watch(engine.stats, lambda: self.num_connections, mirror)
+        status = StatusCollector(
+            engine,
+            self.observer,
+            model=model,
+            problem=readiness.problem,
+            num_connections=lambda: self.num_connections,
+            live_requests=self.live_requests,
+        )
+        opening.push_async_callback(_stop, asyncio.create_task(status.history.watch()))
+        app = operator_app(self.observer.registry, readiness, status.collect)
+        opening.push_async_callback(OperatorServer(app, listening.socket).close)
+
+    async def _serve_clients(
+        self, context: AppContext, listening: ListeningSocket, opening: contextlib.AsyncExitStack
+    ) -> None:
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             excess = len(self._connections) - context.config.max_connections
-            if excess >= MAX_REFUSALS or self._closing:  # TLS may have shaken hands a moment too long
+            if excess >= MAX_REFUSALS or self._closing:  # a TLS handshake may end after the listening socket is closed
                 writer.transport.abort()
             else:
                 self._run(Connection(reader, writer, context), refuse=excess >= 0)
 
+        tls: dict[str, Any] = {}
+        if self._tls is not None:
+            timeout_s = context.config.handshake_timeout_ms / 1000
+            tls = {"ssl": self._tls.context, "ssl_handshake_timeout": timeout_s}
         start: Any = asyncio.start_unix_server if isinstance(listening.address, UnixAddress) else asyncio.start_server
-        server: asyncio.Server = await start(
-            accept, sock=listening.socket, backlog=BACKLOG, **self._tls_options(context.config)
-        )
+        server: asyncio.Server = await start(accept, sock=listening.socket, backlog=BACKLOG, **tls)
         opening.push_async_callback(context.replays.close)
         opening.push_async_callback(self._close_connections)
         opening.callback(server.close)
-
-    def _tls_options(self, config: ServerConfig) -> dict[str, Any]:
-        if self._tls is None:
-            return {}
-        return {"ssl": self._tls.context, "ssl_handshake_timeout": config.handshake_timeout_ms / 1000}
 
     def _run(self, connection: Connection, refuse: bool) -> None:
         full = Overloaded("the server has as many connections as it allows; retry later") if refuse else None
@@ -197,7 +194,7 @@ class Server:
 
 
 async def check_config(config: ServerConfig) -> None:
-    """What can be told of it without an engine: keys, certificate, who may connect. Raises ConfigError."""
+    """Check what needs no engine: keys, certificate and the address. Raises ConfigError."""
     Keyring.of(config)
     TLS.of(config)
     has_keys = config.token is not None or config.auth_tokens is not None

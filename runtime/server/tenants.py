@@ -1,7 +1,7 @@
-"""`Tenant`: who a connection belongs to, and how much it may ask at a time and per minute.
+"""`Tenant`: the owner of connections, and its limits on requests at a time and per minute.
 
-It must not know keys, sockets or requests, and never waits: what is too much is refused at once. One invariant: a
-refusal changes nothing, and a wait that it names is exact: so much later one request of this tenant is let in.
+A request beyond a limit is refused at once, and the refusal changes nothing. A wait that it names is exact: after it,
+one request of this tenant is accepted. Must not import keys, sockets or requests.
 """
 
 from __future__ import annotations
@@ -21,39 +21,41 @@ Requests = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 
 
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """None: no limit. Both count GENERATE only."""
+    """Limits of one tenant; None: no limit. They count GENERATE only."""
 
     max_concurrent_requests: Requests | None = None  # queued ones included
     requests_per_minute: Requests | None = None
-    burst: Requests | None = None  # that may come at once; None: a minute's worth
+    burst: Requests | None = None  # requests that may come at once; None: `requests_per_minute`
 
 
 class Tenant:
-    """One per tenant and server, shared by the tenant's connections. `enter` before a request is submitted, and `leave`
-    exactly once when it has ended, however it ended, also when the engine refused it.
+    """One tenant of a server, shared by the tenant's connections.
+
+    Call `enter` before a request is submitted, and `leave` once when it has ended, in whatever way: a request that the
+    engine refused has ended too.
     """
 
     def __init__(
         self, name: str, limits: TenantLimits | None = None, clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self.name = name
-        self.revoked = False  # its keys are gone, its connections may not be
+        self.revoked = False  # its keys were removed; its connections may still be open
         self._limits = limits or TenantLimits()
         self._clock_ns = clock_ns
         self._num_live = 0
-        self._full_at_ns = 0  # when the bucket is full again: the whole state of a token bucket, without refilling it
+        self._full_at_ns = 0  # when the token bucket is full again: its whole state, which needs no refilling
 
     @property
     def limits(self) -> TenantLimits:
         return self._limits
 
     def change_limits(self, limits: TenantLimits) -> None:
-        """From the next request on. What the old limits had let in never costs more than the new ones' whole burst."""
+        """Apply `limits` from the next request on. Earlier requests cost at most the whole new burst."""
         self._limits = limits
         self._full_at_ns = min(self._full_at_ns, self._clock_ns() + _price_ns(limits) * _burst(limits))
 
     def enter(self) -> None:
-        """Count a request in. Raises Overloaded, with the wait where one is known, or Unauthenticated once revoked."""
+        """Count a request. Raises Overloaded, with the wait if it is known, or Unauthenticated once revoked."""
         self._check_revoked()
         limit = self._limits.max_concurrent_requests
         if limit is not None and self._num_live >= limit:
@@ -62,11 +64,12 @@ class Tenant:
         self._num_live += 1
 
     def replay(self) -> None:
-        """Count a request that an earlier one answers: for the rate alone. Raises what `enter` raises."""
+        """Count a request that an earlier one answers: for the rate only. Raises as `enter` does."""
         self._check_revoked()
         self._spend()
 
     def leave(self) -> None:
+        """Record the end of a request."""
         self._num_live -= 1
 
     def _check_revoked(self) -> None:
@@ -74,7 +77,7 @@ class Tenant:
             raise Unauthenticated("this tenant's keys were revoked")
 
     def _spend(self) -> None:
-        """Take a request's price out of the bucket, if there is one, or say when there is enough in it."""
+        """Take the price of one request out of the token bucket. Raises Overloaded if there is too little in it."""
         if self._limits.requests_per_minute is None:
             return
         now_ns, price_ns = self._clock_ns(), _price_ns(self._limits)
@@ -88,7 +91,7 @@ class Tenant:
 
 
 def _price_ns(limits: TenantLimits) -> int:
-    """Of one request: the time in which the bucket gains it. Rounded up, so that the rate is never exceeded."""
+    """Return the time in which the bucket gains one request, rounded up so that the rate is never exceeded."""
     return -(-NS_PER_MINUTE // limits.requests_per_minute) if limits.requests_per_minute else 0
 
 

@@ -1,7 +1,7 @@
-"""TLS for the clients' TCP port: a context from two PEM files.
+"""TLS for the clients' TCP port, from two PEM files.
 
-It must not know sockets or tokens: who a client is, its token says, not a certificate. One invariant: no context is
-handed out, and none is changed, before its certificate and key were seen to fit.
+A context is returned or changed only after its certificate and key were found to match. Clients authenticate with
+tokens, not with certificates.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ _log = structlog.get_logger("quire.server")
 
 
 class TLS:
-    """What `ServerConfig.tls_cert` and `tls_key` say. TLS 1.2 or later. Raises ConfigError."""
+    """A server-side context of TLS 1.2 or later, with the certificate and key of two files."""
 
     def __init__(self, cert: str, key: str) -> None:
+        """Read the files. Raises ConfigError."""
         self._files = cert, key
         self.context = _context(cert, key)
 
     @classmethod
     def of(cls, config: ServerConfig) -> TLS | None:
-        """None: clients speak plainly."""
+        """Return what `tls_cert` and `tls_key` ask for, None without them. Raises ConfigError."""
         match config.tls_cert, config.tls_key:
             case None, None:
                 return None
@@ -39,7 +40,7 @@ class TLS:
         return cls(str(config.tls_cert), str(config.tls_key))
 
     def reload(self) -> None:
-        """Read the files again, for connections to come. Broken files change nothing and the log says why."""
+        """Read the files again, for later connections. Broken files change nothing but the log."""
         try:
             _context(*self._files)
         except ConfigError as error:
@@ -76,5 +77,5 @@ def _diagnosis(cert: str, key: str, error: ssl.SSLError) -> str:
 
 
 def _refuse_encrypted() -> NoReturn:
-    """Instead of OpenSSL's question on the terminal, which nobody answers."""
+    """Raise ConfigError where OpenSSL would ask for a password on the terminal."""
     raise ConfigError("tls_key is encrypted; allowed: an unencrypted private key, readable by the server only")

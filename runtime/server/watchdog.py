@@ -1,6 +1,6 @@
-"""When a connection's silence, or its slowness, ends it: idle, dead behind a heartbeat, or never done with a frame.
+"""`Watchdog`: ends a connection that is idle, silent in spite of its heartbeat, or too slow with a frame.
 
-It must not know frames or requests. One invariant: its timers are as many as connections, never as reads.
+It has two timers per connection, however many reads there are. Must not import requests.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from ..protocol.frames import HEARTBEATS_MISSED
 
 
 class Watchdog:
-    """Of one welcomed connection, until `stop`. Silence is that nothing was received.
+    """Watches one welcomed connection until `stop`. A connection is silent while nothing is received.
 
-    `idle_since`: when the last live request ended, None while some take their time. `ping` is called
-    after every `heartbeat_ms` of silence if the peer wants it; `bite` once, with the reason.
+    `idle_since` returns when the last live request ended, None while there are some. `ping` is called after each
+    `heartbeat_ms` of silence if the client negotiated it; `on_timeout` is called once, with the reason.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Watchdog:
         heartbeat: bool,
         idle_since: Callable[[], float | None],
         ping: Callable[[], None],
-        bite: Callable[[QuireError], None],
+        on_timeout: Callable[[QuireError], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._frame_timeout_ms = config.frame_timeout_ms
@@ -35,15 +35,15 @@ class Watchdog:
         self._heartbeat_ms = config.heartbeat_ms if heartbeat else None
         self._idle_since = idle_since
         self._ping = ping
-        self._bite = bite
-        self._received_at = self._pinged_at = self._next_check_at = self._loop.time()
-        self._silent_intervals = 0  # of heartbeat_ms, since something came
+        self._on_timeout = on_timeout
+        self._received_at = self._pinged_at = self._loop.time()
+        self._silent_intervals = 0  # of heartbeat_ms, since something was received
         self._frame_timer: asyncio.TimerHandle | None = None
         self._silence_timer: asyncio.TimerHandle | None = None
         self._check_silence()
 
     def received(self, num_frames: int, inside_frame: bool) -> None:
-        """Bytes came that completed so many frames; `inside_frame`: another one has begun."""
+        """Record bytes that completed `num_frames` frames; `inside_frame`: another one has begun."""
         self._received_at = self._loop.time()
         self._silent_intervals = 0
         if self._frame_timer is not None and (num_frames or not inside_frame):
@@ -68,23 +68,21 @@ class Watchdog:
         if now >= idle_at:
             self._end(Unavailable(f"this connection was idle for {self._idle_timeout_ms} ms; open another one"))
             return
-        self._next_check_at = idle_at
-        if self._heartbeat_ms is not None and not self._hears_a_heart(now, self._heartbeat_ms / 1000):
-            self._end(Unavailable(f"nothing came for {HEARTBEATS_MISSED * self._heartbeat_ms} ms, not even PONG"))
-            return
-        self._silence_timer = self._loop.call_at(self._next_check_at, self._check_silence)
-
-    def _hears_a_heart(self, now: float, heartbeat_s: float) -> bool:
-        """Ping when it is time. Intervals are counted, not seconds: this process may have been the one that slept."""
-        if now >= max(self._received_at, self._pinged_at) + heartbeat_s:
-            self._silent_intervals += 1
-            if self._silent_intervals == HEARTBEATS_MISSED:
-                return False
-            self._pinged_at = now
-            self._ping()
-        self._next_check_at = min(self._next_check_at, max(self._received_at, self._pinged_at) + heartbeat_s)
-        return True
+        next_check_at = idle_at
+        if self._heartbeat_ms is not None:
+            heartbeat_s = self._heartbeat_ms / 1000
+            if now >= max(self._received_at, self._pinged_at) + heartbeat_s:
+                # Intervals are counted instead of seconds: this process itself may have been suspended.
+                self._silent_intervals += 1
+                if self._silent_intervals == HEARTBEATS_MISSED:
+                    silent_ms = HEARTBEATS_MISSED * self._heartbeat_ms
+                    self._end(Unavailable(f"the client sent nothing for {silent_ms} ms, not even PONG"))
+                    return
+                self._pinged_at = now
+                self._ping()
+            next_check_at = min(next_check_at, max(self._received_at, self._pinged_at) + heartbeat_s)
+        self._silence_timer = self._loop.call_at(next_check_at, self._check_silence)
 
     def _end(self, reason: QuireError) -> None:
         self.stop()
-        self._bite(reason)
+        self._on_timeout(reason)

@@ -224,7 +224,7 @@ async def test_a_heartbeat_closes_a_dead_peer(serve: Serve, eventually: Eventual
     client.send("GENERATE", 1, "hold", LONG)
     frames = await client.until("ERROR")
     assert [frame[0] for frame in frames].count("PING") == 2
-    assert frames[-1][1:4] == [None, "UNAVAILABLE", "nothing came for 60 ms, not even PONG"]
+    assert frames[-1][1:4] == [None, "UNAVAILABLE", "the client sent nothing for 60 ms, not even PONG"]
     assert await client.receive() == []
     await eventually(lambda: not system.engine.live)
 

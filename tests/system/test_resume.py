@@ -18,7 +18,7 @@ Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 LONG = {"max_tokens": 1_000_000}
 NOT_FOUND = [
     "NOT_FOUND",
-    "nothing to resume under this id: unknown, over for too long, or somebody else's",
+    "there is nothing to resume under this id: it is unknown, expired or of another tenant",
     False,
     None,
 ]

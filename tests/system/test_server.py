@@ -322,7 +322,7 @@ async def test_a_token_is_required_when_set(serve: Serve, hello: list[Any], mess
 
 async def test_an_address_off_loopback_requires_a_token() -> None:
     from_outside = ServerConfig(host="0.0.0.0", port=0, http_port=0)
-    with pytest.raises(ConfigError, match="requires --token"):
+    with pytest.raises(ConfigError, match="requires `token`"):
         await Server().start(None, from_outside)  # type: ignore[arg-type]
 
 

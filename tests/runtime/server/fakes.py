@@ -273,7 +273,7 @@ class FakeServer:
         engine: Any = self.engine
         self.requests = LiveRequests(engine, self.observer)
         self.replays = ReplayStore(self.requests, self.config)
-        keyring = Keyring({}, anyone=self.tenant)
+        keyring = Keyring({}, default_tenant=self.tenant)
         self.context = AppContext(engine, self.config, self.observer, keyring, self.requests, self.replays)
         self.peers: list[FakePeer] = []
 

@@ -79,7 +79,7 @@ async def test_a_peer_that_lets_too_much_wait_is_cut_and_what_waits_is_dropped(w
     for _ in range(2):
         assert not one.writer.transport.aborted
         one.buffer.send(text(60_000))
-    assert (one.buffer.stuck, one.writer.transport.aborted) == (True, True)
+    assert (one.buffer.is_stuck, one.writer.transport.aborted) == (True, True)
     await settle()
     assert one.task.done()
     one.buffer.send(text(60_000))
@@ -92,9 +92,9 @@ async def test_a_peer_that_takes_nothing_of_a_write_in_time_is_cut(wire: Callabl
     one.buffer.send(Ping(1))
     await settle()
     await clock.advance(9.9)
-    assert not one.buffer.stuck
+    assert not one.buffer.is_stuck
     await clock.advance(0.1)
-    assert (one.buffer.stuck, one.writer.transport.aborted, one.task.done()) == (True, True, True)
+    assert (one.buffer.is_stuck, one.writer.transport.aborted, one.task.done()) == (True, True, True)
 
 
 async def test_each_write_has_the_whole_time(wire: Callable[..., Wire], clock: FakeClock) -> None:
@@ -134,7 +134,7 @@ async def test_a_lost_connection_ends_the_task_without_an_error(wire: Callable[.
     await settle()
     assert one.task.done()
     assert one.task.exception() is None
-    assert not one.buffer.stuck
+    assert not one.buffer.is_stuck
 
 
 # Room: for a sender that has a long stream at hand
@@ -142,11 +142,11 @@ async def test_a_lost_connection_ends_the_task_without_an_error(wire: Callable[.
 
 async def test_room_is_waited_for_while_much_is_unsent(wire: Callable[..., Wire]) -> None:
     one = wire(max_bytes=1 << 20)
-    await asyncio.wait_for(one.buffer.room(), 1)
+    await asyncio.wait_for(one.buffer.wait_until_short(), 1)
     one.writer.stop_reading()
     for _ in range(6):
         one.buffer.send(text(64 << 10))
-    waiting = asyncio.create_task(one.buffer.room())
+    waiting = asyncio.create_task(one.buffer.wait_until_short())
     await settle()
     assert not waiting.done()
     one.writer.read_again()
@@ -162,7 +162,7 @@ async def test_room_is_not_waited_for_on_a_connection_that_ended(
     one.writer.stop_reading()
     for _ in range(6):
         one.buffer.send(text(64 << 10))
-    waiting = [asyncio.create_task(one.buffer.room()) for _ in range(2)]
+    waiting = [asyncio.create_task(one.buffer.wait_until_short()) for _ in range(2)]
     await settle()
     assert not any(each.done() for each in waiting)
     if end == "closed":
@@ -173,7 +173,7 @@ async def test_room_is_not_waited_for_on_a_connection_that_ended(
         await clock.advance(10)
     await settle()
     assert all(each.done() for each in waiting)
-    await one.buffer.room()
+    await one.buffer.wait_until_short()
 
 
 async def test_a_small_limit_leaves_room_for_one_more_frame(wire: Callable[..., Wire]) -> None:
@@ -183,11 +183,11 @@ async def test_a_small_limit_leaves_room_for_one_more_frame(wire: Callable[..., 
     one.buffer.send(Ping(1))
     await settle()
     one.buffer.send(text(51_000))
-    waiting = asyncio.create_task(one.buffer.room())
+    waiting = asyncio.create_task(one.buffer.wait_until_short())
     await settle()
     assert not waiting.done()
     one.buffer.send(Tokenized(1, tuple(range(5000))))
-    assert not one.buffer.stuck
+    assert not one.buffer.is_stuck
     one.writer.read_again()
     await settle()
     assert waiting.done()

@@ -32,7 +32,7 @@ class Scene:
             heartbeat=heartbeat,
             idle_since=lambda: self.idle_since,
             ping=lambda: self.pings.append(loop.now - 1000),
-            bite=lambda reason: self.bites.append(f"{loop.now - 1000:g}: {reason}"),
+            on_timeout=lambda reason: self.bites.append(f"{loop.now - 1000:g}: {reason}"),
         )
 
     async def advance(self, seconds: float, tick: float = 0.5) -> None:
@@ -63,7 +63,7 @@ def test_heartbeats_are_asked_for_twice(scene: Callable[..., None]) -> None:
     async def silence(scene: Scene) -> None:
         await scene.advance(60)
         assert scene.pings == [10, 20]
-        assert scene.bites == ["30: nothing came for 30000 ms, not even PONG"]
+        assert scene.bites == ["30: the client sent nothing for 30000 ms, not even PONG"]
 
     scene(silence, heartbeat=True, heartbeat_ms=10_000)
 
