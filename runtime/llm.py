@@ -23,7 +23,7 @@ from .common.loop_thread import LoopThread
 from .common.settings import resolve_settings
 from .common.types import RequestOutput, SamplingParams, join_chunks
 from .engine import Engine, GenerateRequest, LocalEngine
-from .engine.stream import Stream
+from .engine.output import Stream
 
 Prompt = str | Sequence[int]
 OFFLINE_QUEUE = 1 << 20  # requests; whoever calls `generate` waits for all of them anyway

@@ -1,8 +1,9 @@
 """One engine: requests in, streams of text out. `facade` is all that the rooms above may rely on."""
 
-from .core import Core, CoreInfo, CoreListener, EngineCore, Prefilled
+from .core import Core, CoreListener, EngineCore, Prefilled
 from .engine import Engine, LocalEngine
 from .facade import (
+    CoreInfo,
     EngineFacade,
     EngineInfo,
     EngineObserver,
@@ -10,6 +11,7 @@ from .facade import (
     GenerateRequest,
     Generation,
     RequestStats,
+    SilentObserver,
     StepStats,
 )
 from .snapshot import check_snapshot_path, kept_prefixes
@@ -30,6 +32,7 @@ __all__ = [
     "LocalEngine",
     "Prefilled",
     "RequestStats",
+    "SilentObserver",
     "StepStats",
     "TextProcessor",
     "check_snapshot_path",

@@ -1,7 +1,7 @@
-"""What runs sequences of token ids for an `Engine`: the border, and the core that runs them in this process.
+"""The core protocol: what runs sequences of token ids for an `Engine`; and `EngineCore`, which does so in this process.
 
-A core knows tokens and pages; it must not know text, users' words or sockets. One invariant: every request it took is
-reported to its end exactly once, unless its `Engine` dropped it.
+A core must not import text, frames or sockets. It reports every request it accepted to its end exactly once, unless
+the `Engine` dropped it.
 """
 
 from __future__ import annotations
@@ -33,77 +33,76 @@ from ..common.config import EngineConfig
 from ..common.errors import ContextLengthExceeded, QuireError, Unavailable
 from ..model.runner import ModelRunner, load_model
 from .build import build_pager, build_scheduler, build_spill_file
-from .facade import EngineStats, StepStats
+from .facade import CoreInfo, EngineStats, StepStats
 
 _log = structlog.get_logger("quire.engine")
 
 
-class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What never changes while a core runs."""
-
-    vocab_size: int
-    max_model_len: int
-    max_num_seqs: int
-    num_pages: int
-    page_size: int  # tokens
-    eos_token_ids: frozenset[int]  # that config.json and generation_config.json declare
-    isa: str
-    threads: int
-    threads_reason: str
-    num_processes: int = 0  # 0: it runs in this one
-
-
 class Prefilled(NamedTuple):
-    """A request whose prefill goes on after a step."""
+    """A request whose prefill continues after a step."""
 
     request_id: int
-    num_tokens: int  # that are computed by now, or were found in the prefix cache
+    num_tokens: int  # of its prompt: computed by now, or found in the prefix cache
+
+
+def _ignore(*_: object) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class CoreListener:
-    """Whom a core tells what happens, from the event loop. None of these may raise."""
+    """What a core calls on the event loop. The callables must not raise."""
 
     publish: Callable[[Sequence[RequestUpdate]], None]
-    fail: Callable[[int, QuireError], None]  # a request ended with an error that the scheduler knows nothing of
-    observe: Callable[[StepStats, Sequence[Prefilled]], None]  # after what the step brought was published
-    ended: Callable[[], None]  # nothing will be published any more
-    begin: Callable[[StepPlan], None] = lambda plan: None  # a step is about to be computed, in this process
+    fail: Callable[[int, QuireError], None] = _ignore  # a request ended with an error that is not the scheduler's
+    observe: Callable[[StepStats, Sequence[Prefilled]], None] = _ignore  # a step ended and its updates are published
+    ended: Callable[[], None] = _ignore  # nothing will be published any more
+    begin: Callable[[StepPlan], None] = _ignore  # a step is about to be computed in this process
 
 
 class Core(Protocol):
+    """Runs requests. The engine, its only user, calls it on the event loop."""
+
     @property
-    def info(self) -> CoreInfo: ...
-    def start(self, listener: CoreListener) -> None: ...
+    def info(self) -> CoreInfo:
+        """Model, limits and machine."""
+
+    def start(self, listener: CoreListener) -> None:
+        """Begin to run requests and report to `listener`."""
+
     def check_room(self, tenant: str, count: int) -> None:
-        """Raises QueueFull or NotAccepting where `add` would: a cheap look before a prompt is prepared."""
+        """Raise QueueFull or NotAccepting if `add` would: a cheap check before a prompt is prepared."""
 
     async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
-        """Queue a request, or the samples of one prompt. Raises Refused or NotAccepting, nothing having changed."""
+        """Queue a request, or the samples of one prompt. Raises Refused or NotAccepting and then changes nothing."""
 
     def cancel(self, request_id: int) -> None:
-        """Legal in every state, idempotent; the end is published."""
+        """End a request; its end is published. Allowed in every state, idempotent."""
 
     def drop(self, request_id: int, reason: FinishReason | None = None, error: str | None = None) -> None:
-        """End a request of which nothing is to be published any more. Idempotent."""
+        """End a request without publishing anything more of it. Idempotent."""
 
     def stats(self) -> EngineStats:
-        """Raises Unavailable while nothing can be computed."""
+        """Return the current statistics. Raises Unavailable while nothing can be computed."""
 
     async def drain(self) -> None:
-        """Accept nothing more and return once every request has ended."""
+        """Refuse new requests and wait until every accepted one has ended."""
 
     async def stop(self) -> None:
-        """End everything now and compute nothing more. Idempotent."""
+        """End all requests now and compute nothing more. Idempotent."""
 
     async def close(self) -> None:
-        """`stop`, and give back memory and threads. Idempotent."""
+        """Stop, and free memory and threads. Idempotent."""
 
 
 class EngineCore:
-    """One scheduler, one model runner and one step thread. Everything but the step itself happens on the event loop's
-    thread, so nothing here locks.
+    """Implements `Core` with one scheduler, one model runner and one step thread.
+
+    Everything but the computation of a step runs on the event loop's thread, so there are no locks.
     """
+
+    _engine_loop: EngineLoop  # set by `start`
+    _listener: CoreListener  # set by `start`
 
     def __init__(
         self,
@@ -117,14 +116,13 @@ class EngineCore:
         self.pager = build_pager(config, runner, spill_file)
         self.scheduler = build_scheduler(config, self.pager, runner.capacity.max_num_samples)
         self._worker = ThreadPoolExecutor(1, "quire-step")
-        self._engine_loop = EngineLoop(self.scheduler, self._execute, self._publish, self._observe)
-        self._listener: CoreListener | None = None
-        self._scoring = False
+        self._started = False
+        self._scoring = False  # `logits` is computing
         self._closed = False
 
     @classmethod
     async def load(cls, config: EngineConfig) -> EngineCore:
-        """Load the model, plan and take all memory. Raises ModelError or ConfigError."""
+        """Load the model and allocate all memory. Raises ModelError or ConfigError."""
         runner = await asyncio.to_thread(load_model, config)
         with ExitStack() as undo:
             undo.callback(runner.close)
@@ -137,6 +135,7 @@ class EngineCore:
 
     @property
     def info(self) -> CoreInfo:
+        """See `Core.info`."""
         runner, capacity = self.runner, self.runner.capacity
         return CoreInfo(
             vocab_size=runner.spec.vocab_size,
@@ -152,62 +151,71 @@ class EngineCore:
 
     @property
     def is_broken(self) -> bool:
-        """Nothing will be computed any more, though nobody asked for the end."""
-        return self._engine_loop.is_broken
+        """Whether the engine loop ended because of an internal error."""
+        return self._started and self._engine_loop.is_broken
 
     def start(self, listener: CoreListener) -> None:
+        """See `Core.start`."""
         self._listener = listener
+        self._engine_loop = EngineLoop(self.scheduler, self._execute, listener.publish, self._observe)
         self._engine_loop.start(listener.ended)
+        self._started = True
 
     def check_room(self, tenant: str, count: int) -> None:
+        """See `Core.check_room`."""
         self._engine_loop.check_room(tenant, count)
 
     async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
-        return self.queue(requests)
-
-    def queue(self, requests: Sequence[Request]) -> AdmissionEstimate:
-        """`add`, for who cannot wait: there is nothing to wait for."""
+        """See `Core.add`. It does not suspend."""
         if self._scoring:
-            raise Unavailable("this engine computes logits for somebody now; try again")
+            raise Unavailable("this engine is computing logits; try again")
         return self._engine_loop.add(*requests)
 
     def readmit(self, request: Request) -> None:
-        """Queue a request that another core had accepted; limits do not apply again."""
+        """Queue a request that another core had accepted; the queue's limits are not checked again."""
         self._engine_loop.readmit(request)
 
     def cancel(self, request_id: int) -> None:
+        """See `Core.cancel`."""
         self._engine_loop.cancel(request_id)
 
     def drop(self, request_id: int, reason: FinishReason | None = None, error: str | None = None) -> None:
+        """See `Core.drop`."""
         self.scheduler.finish(request_id, reason, error)
 
     def stats(self) -> EngineStats:
+        """See `Core.stats`."""
         if self.is_broken:
             raise Unavailable("the engine has stopped after an internal error; restart it")
         return msgspec.convert(self.scheduler.stats(), EngineStats, from_attributes=True)
 
     async def drain(self) -> None:
+        """See `Core.drain`."""
         await self._engine_loop.drain()
 
     async def stop(self) -> None:
-        """Pages stay as they are until `close`."""
-        await self._engine_loop.close()
+        """See `Core.stop`. Pages keep their content until `close`."""
+        if self._started:
+            await self._engine_loop.close()
 
     async def close(self) -> None:
+        """See `Core.close`. Raises what broke the engine loop, if anything did."""
         if self._closed:
             return
         self._closed = True
         try:
             await self.stop()
-        finally:  # whatever broke the loop, and also when nobody waits for the end any more
+        finally:  # also if the loop is broken or this call is cancelled
             self._worker.shutdown()
             if self._spill_file is not None:
                 self._spill_file.close()
             self.runner.close()
 
     async def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Raw logits [len(token_ids), vocab] after each token, all computed, past the scheduler. For evaluation, on a
-        core that serves nobody: raises Unavailable while a request is alive, and none is accepted meanwhile.
+        """Return the raw logits [len(token_ids), vocab] after each token, for evaluation.
+
+        They bypass the scheduler and the prefix cache. Raises Unavailable while requests run; none is accepted
+        meanwhile.
         """
         if self._closed or self.scheduler.has_work or self._scoring:
             raise Unavailable("logits are computed between requests; wait until the running ones have ended")
@@ -230,10 +238,9 @@ class EngineCore:
             table.release()
             self._scoring = False
 
-    # Stepping.
+    # Called by the engine loop
 
     async def _execute(self, plan: StepPlan) -> StepResult:
-        assert self._listener is not None, "steps come after `start`"
         self._listener.begin(plan)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._worker, self.runner.execute, plan)
@@ -241,13 +248,7 @@ class EngineCore:
             _log.exception("step failed", step=plan.step_id, sequences=len(plan.sequences))
             raise
 
-    def _publish(self, updates: Sequence[RequestUpdate]) -> None:
-        if updates:  # the end of a core that was never started has none
-            assert self._listener is not None, "requests come after `start`"
-            self._listener.publish(updates)
-
     def _observe(self, step: FinishedStep) -> None:
-        assert self._listener is not None, "steps come after `start`"
         sequences = step.plan.sequences
         stats = StepStats(
             duration_s=step.result.duration_s,

@@ -1,11 +1,9 @@
-"""What the scheduler refuses, in the words and classes that users meet. Pure.
-
-One invariant: a refusal says how things stand: the place in the queue, pages needed and free, and the predicted wait.
-"""
+"""From the scheduler's errors to those that users get."""
 
 from __future__ import annotations
 
 from ...scheduler import (
+    DEADLINE_PASSED,
     AdmissionEstimate,
     CannotMeetDeadline,
     NotAccepting,
@@ -18,13 +16,16 @@ from ...scheduler import (
 from ..common import errors
 
 
-def translate(error: SchedulerError) -> errors.QuireError:
-    """The one place where the scheduler's errors become ours. What is no refusal is a bug, and passed on as it is."""
+def refusal_error(error: SchedulerError) -> errors.QuireError:
+    """Return the error to raise for a refused request; its message includes the queue, the pages and the wait.
+
+    An error that is no refusal is a bug in Quire and is raised again.
+    """
     if isinstance(error, NotAccepting):
         return errors.Unavailable(str(error))
     if not isinstance(error, Refused):
         raise error
-    message = f"{error}; {_stands(error.estimate)}"
+    message = f"{error}; {_estimate_text(error.estimate)}"
     match error:
         case QueueFull():
             return errors.Overloaded(message, _milliseconds(error.estimate.predicted_wait_s))
@@ -37,7 +38,14 @@ def translate(error: SchedulerError) -> errors.QuireError:
     raise error
 
 
-def _stands(estimate: AdmissionEstimate) -> str:
+def failure_error(reason: str, deadline_ms: int | None) -> errors.QuireError:
+    """Return the error to raise for a request that the scheduler ended with the error `reason`."""
+    if reason == DEADLINE_PASSED:
+        return errors.DeadlineExceeded(f"the request's deadline of {deadline_ms} ms passed")
+    return errors.GenerationFailed(reason)
+
+
+def _estimate_text(estimate: AdmissionEstimate) -> str:
     wait_s = estimate.predicted_wait_s
     needed = f"needed {estimate.pages_needed}, " if estimate.pages_needed else ""  # not known before tokenizing
     pages = f"{needed}free {estimate.pages_free}"

@@ -1,7 +1,7 @@
-"""The Engine facade: all that the server, the offline `LLM` and the tests know of an engine.
+"""The engine's interface: all that the server, `LLM`, the tools and the tests use of an engine.
 
-It must not know sockets, frames or metrics libraries. One invariant: a submitted request ends in exactly one way, its
-last chunk with `usage`, or a `QuireError` raised from its iterator.
+A submitted request ends in exactly one way: with a last chunk that has `usage`, or with a `QuireError` raised from its
+iterator.
 """
 
 from __future__ import annotations
@@ -17,67 +17,80 @@ from ..common.types import FinishReason, OutputChunk, SamplingParams, Usage
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request: text or token ids, and how to sample. `tenant` comes from authentication, never from its body."""
+    """One request: a prompt (text, token ids or chat messages) and how to sample."""
 
     prompt: str | tuple[int, ...] | None
     sampling_params: SamplingParams = SamplingParams()
     messages: tuple[dict[str, Any], ...] | None = None  # instead of a prompt; rendered by the model's chat template
-    tenant: str = ""
+    tenant: str = ""  # from authentication, never from the request's body
     priority: int = 0  # lower runs earlier
     deadline_ms: int | None = None  # from submission
-    pin_ms: int | None = None  # keep the prompt's pages in the prefix cache so long after the request ends
+    pin_ms: int | None = None  # how long the prompt's pages stay in the prefix cache after the request ends
 
 
 class Generation(Protocol):
-    """An accepted request's stream. Iterate it once; closing the iterator early cancels the request."""
+    """The stream of an accepted request. Iterate it once; closing the iterator early cancels the request."""
 
     @property
-    def admission(self) -> AdmissionEstimate: ...
+    def admission(self) -> AdmissionEstimate:
+        """The estimate with which the request was accepted."""
+
     @property
-    def prompt_token_ids(self) -> tuple[int, ...]: ...
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt as the model gets it."""
+
     def __aiter__(self) -> AsyncIterator[OutputChunk]: ...
+
     def cancel(self) -> None:
-        """Legal in every state, idempotent; every page is returned before the next step."""
+        """End the request; its pages are free before the next step. Allowed in every state, idempotent."""
 
     def watch_prefill(self, callback: Callable[[int], None]) -> None:
-        """Call back from the event loop, at every step that leaves prefill unfinished, with the number of prompt tokens
-        that are computed by now. Must not raise."""
+        """Call `callback` after every step that leaves prefill unfinished, with the number of computed prompt tokens.
+
+        It is called on the event loop and must not raise.
+        """
 
 
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What never changes while an engine runs."""
+class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a core reports of itself; constant while it runs."""
 
     vocab_size: int
-    max_model_len: int
+    max_model_len: int  # prompt and generated tokens of one request
     max_num_seqs: int
     num_pages: int  # of all engine processes together
     page_size: int  # tokens
     isa: str
     threads: int
     threads_reason: str
+    eos_token_ids: frozenset[int] = frozenset()  # from config.json and generation_config.json
+    num_processes: int = 0  # engine processes; 0: the core runs in this process
+
+
+class EngineInfo(CoreInfo, frozen=True, kw_only=True):
+    """What an engine reports of itself; constant while it runs."""
+
     has_tokenizer: bool
     has_chat_template: bool
-    num_processes: int = 0  # 0: it runs in this one
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot for metrics, health and tests. Counters count from the start."""
+    """A snapshot for metrics, health checks and tests. Counters count from the start."""
 
-    step: int  # counter of finished steps; readiness is that it advances while work exists
+    step: int  # finished steps; an engine with work is ready as long as this advances
     running: int
     waiting: int
     pages_total: int  # = owned + cached + free
-    pages_owned: int  # referenced by live requests
-    pages_cached: int  # free to evict, content still indexed
+    pages_owned: int  # referenced by running requests
+    pages_cached: int  # unreferenced, found by prefix; evicted when pages are needed
     pages_free: int
     prefix_queries_tokens: int
     prefix_hits_tokens: int
     preemptions: int
     waiting_by_reason: dict[str, int] = {}
-    pages_reserved: int = 0  # of the cached and free: kept for certain running requests
-    pages_pinned: int = 0  # of the cached: evicted last
-    pages_spilled: int = 0  # outside the pool, in the spill file
-    preemptions_spilled: int = 0  # their pages were kept in the spill file
+    pages_reserved: int = 0  # cached or free, kept for certain running requests
+    pages_pinned: int = 0  # cached, evicted last
+    pages_spilled: int = 0  # in the spill file
+    preemptions_spilled: int = 0  # preemptions that moved pages to the spill file
     recomputed_tokens: int = 0  # lost to preemption and computed again
     draft_tokens: int = msgspec.field(default=0, name="guessed_tokens")  # verified; the protocol's name for them
     accepted_draft_tokens: int = msgspec.field(default=0, name="right_guesses")
@@ -87,56 +100,85 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished step, for an observer. The step itself took `duration_s`; the other times were spent around it."""
+    """One finished step. The step took `duration_s`; the other times were spent before and after it."""
 
     duration_s: float
-    prefill_tokens: int  # computed, so without what the prefix cache held
+    prefill_tokens: int  # computed, without those found in the prefix cache
     decode_tokens: int
-    context_tokens: tuple[int, ...]  # per sequence: tokens in the KV cache after it
+    context_tokens: tuple[int, ...]  # per sequence: its tokens in the KV cache after the step
     schedule_s: float
     commit_s: float
-    publish_s: float  # detokenizing included
+    publish_s: float  # including detokenizing
 
 
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One ended request, for an observer. Times in seconds; None where it never got that far."""
+    """One ended request. Times are in seconds, None for what it did not reach."""
 
     tenant: str
-    finish_reason: FinishReason | None  # None: it ended in `error`
-    error: QuireError | None
+    finish_reason: FinishReason | None  # None: it ended with `error`
+    error: QuireError | None  # without its traceback, so that keeping it does not keep the request
     prompt_tokens: int
     usage: Usage | None
     e2e_s: float
     time_to_first_token_s: float | None
-    time_per_output_token_s: float | None = None  # mean after the first, of the sequence that decoded longest
+    time_per_output_token_s: float | None = None  # mean after the first token, of the sequence that decoded longest
 
 
 class EngineObserver(Protocol):
-    """Told what happens, synchronously, from the event loop. Must be cheap and must not raise."""
+    """Receives an engine's events on the event loop. Its methods must be cheap and must not raise."""
 
     def on_step(self, stats: StepStats) -> None: ...
+
     def on_tokens(self, count: int, since_last_s: float | None) -> None:
-        """`count` tokens of one request were published, `since_last_s` after its previous ones (None: the first)."""
+        """Note `count` new tokens of one request, `since_last_s` after its previous ones (None: they are the first)."""
 
     def on_rejected(self, error: QuireError) -> None: ...
+
     def on_finished(self, stats: RequestStats) -> None: ...
 
 
+class SilentObserver:
+    """An `EngineObserver` that ignores everything; a base for observers of some events."""
+
+    def on_step(self, stats: StepStats) -> None:
+        """Ignore the step."""
+
+    def on_tokens(self, count: int, since_last_s: float | None) -> None:
+        """Ignore the tokens."""
+
+    def on_rejected(self, error: QuireError) -> None:
+        """Ignore the refusal."""
+
+    def on_finished(self, stats: RequestStats) -> None:
+        """Ignore the end."""
+
+
 class EngineFacade(Protocol):
+    """An engine, as its users see it."""
+
     def submit(self, request: GenerateRequest) -> Awaitable[Generation]:
-        """Validate, then tokenize and queue when awaited. The call itself refuses what needs no tokens to be refused,
-        so that a full queue costs its server no task. Raises InvalidRequest, ContextLengthExceeded, Overloaded,
-        QuotaExceeded, DeadlineExceeded or Unavailable before any work; nothing of a rejected request remains."""
+        """Check a request and prepare its prompt; when awaited, queue it and return its stream.
+
+        The call itself refuses what needs no token ids to be refused, so a full queue costs the server no task. Raises
+        InvalidRequest, ContextLengthExceeded, Overloaded, QuotaExceeded, DeadlineExceeded or Unavailable, before any
+        computation; a refused request leaves nothing behind.
+        """
 
     @property
-    def info(self) -> EngineInfo: ...
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Raises InvalidRequest without a tokenizer or for a text that cannot be a prompt."""
+    def info(self) -> EngineInfo:
+        """Model, limits and machine."""
 
-    def stats(self) -> EngineStats: ...
-    def set_observer(self, observer: EngineObserver) -> None: ...
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the token ids of `text`. Raises InvalidRequest without a tokenizer, and as `submit` for the text."""
+
+    def stats(self) -> EngineStats:
+        """Return the current statistics. Raises Unavailable while nothing can be computed."""
+
+    def set_observer(self, observer: EngineObserver) -> None:
+        """Report to `observer` from now on, instead of the one before."""
+
     async def drain(self) -> None:
-        """Stop admitting (Unavailable) and wait until every accepted request has ended."""
+        """Refuse new requests (Unavailable) and wait until every accepted one has ended."""
 
     async def close(self) -> None:
-        """End everything now: open streams get Unavailable. Idempotent."""
+        """End all requests now, open streams with Unavailable, and free everything. Idempotent."""

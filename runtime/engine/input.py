@@ -1,6 +1,7 @@
-"""From a validated request to what the scheduler runs: one sequence, one for each sample, or one beam search.
+"""From a user's request to what the scheduler runs: token ids, then one or several scheduler requests.
 
-Pure. One invariant: sample i of a request is, bit for bit, what a request of its own with seed + i would be.
+A request becomes one sequence, one for each of its samples, or one beam search. Sample i has, bit for bit, the output
+of a request of its own with seed + i.
 """
 
 from __future__ import annotations
@@ -11,7 +12,22 @@ from ...scheduler import BeamSpec, Request, RequestSpec
 from ..common.types import SamplingParams
 from ..model.runner import SamplingSpec
 from .facade import GenerateRequest
-from .validator import SEED_LIMIT
+from .text_processor import TextProcessor
+from .validator import SEED_LIMIT, Validator
+
+
+def prompt_token_ids(request: GenerateRequest, text_processor: TextProcessor, validator: Validator) -> tuple[int, ...]:
+    """Return the prompt as token ids; a chat is rendered first. A long text takes its time: call it in a thread.
+
+    Raises InvalidRequest, ContextLengthExceeded or GenerationFailed.
+    """
+    if isinstance(request.prompt, tuple):
+        return request.prompt
+    if request.prompt is not None:
+        return text_processor.encode(request.prompt)
+    text = text_processor.render(request.messages or ())
+    validator.check_text(text)
+    return text_processor.encode(text, add_special_tokens=False)  # the template has written them
 
 
 def scheduled_requests(
@@ -23,10 +39,14 @@ def scheduled_requests(
     eos_token_ids: frozenset[int],
     submitted: float,
 ) -> list[Request]:
-    """In the order of its samples, with ids from `first_id` on. `submitted` is on the scheduler's clock."""
+    """Return the scheduler's requests, one per sample, with ids from `first_id` on.
+
+    `submitted` is a time of the scheduler's clock.
+    """
     params = request.sampling_params
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-    sampled = _as_sampled(params)
+    sampling_params = _with_ranking_logprobs(params)
+    beam = BeamSpec(params.beam_width, params.length_penalty, params.n) if params.beam_width else None
     return [
         Request(
             RequestSpec(
@@ -35,12 +55,12 @@ def scheduled_requests(
                 max_tokens=params.max_tokens,
                 min_tokens=params.min_tokens,
                 stop_token_ids=stop_ids,
-                sampling=SamplingSpec(sampled, (seed + i) % SEED_LIMIT, stop_ids),
+                sampling=SamplingSpec(sampling_params, (seed + i) % SEED_LIMIT, stop_ids),
                 tenant=request.tenant,
                 priority=request.priority,
                 deadline=None if request.deadline_ms is None else submitted + request.deadline_ms / 1000,
                 pin_s=None if request.pin_ms is None else request.pin_ms / 1000,
-                beam=_beam_search(params),
+                beam=beam,
             )
         )
         for i in range(num_sequences(params))
@@ -48,20 +68,14 @@ def scheduled_requests(
 
 
 def num_sequences(params: SamplingParams) -> int:
-    """How many requests the scheduler gets for one of a user's."""
+    """Return how many scheduler requests a user's request becomes."""
     return 1 if params.beam_width else params.best_of or params.n
 
 
-def _as_sampled(params: SamplingParams) -> SamplingParams:
-    """With the logprobs that ranking and searching need, which may be more than were asked for."""
+def _with_ranking_logprobs(params: SamplingParams) -> SamplingParams:
+    """Return `params` with the logprobs that ranking and beam search need, which may be more than requested."""
     if params.beam_width:
         return msgspec.structs.replace(params, logprobs=2 * params.beam_width)
     if params.best_of is not None and params.logprobs is None:
         return msgspec.structs.replace(params, logprobs=0)
     return params
-
-
-def _beam_search(params: SamplingParams) -> BeamSpec | None:
-    if not params.beam_width:
-        return None
-    return BeamSpec(params.beam_width, params.length_penalty, params.n)

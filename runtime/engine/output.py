@@ -1,52 +1,101 @@
-"""One accepted request until its end: what the scheduler reports of its sequences, as the chunks its user sees.
+"""From the core's updates to the chunks of text that a request's reader gets.
 
-It must not know the scheduler's door, sockets or metrics. One invariant: a chunk depends on the tokens alone, never on
-how many of them came in one update; what comes after a stop string was never there.
+A `Stream` carries the chunks of one request. What makes them depends on the request: `StreamingOutput` passes on
+tokens as they come, `BestOfOutput` and `BeamOutput` wait until the outputs can be ranked. A chunk's content depends on
+the tokens alone, not on how the core grouped them into updates, and tokens after a stop string are dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from operator import attrgetter
 
-from ...scheduler import Request, RequestUpdate, SampledToken
+from ...scheduler import AdmissionEstimate, Request, RequestUpdate, SampledToken
 from ..common.errors import QuireError
 from ..common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
 from .facade import GenerateRequest
-from .stream import Stream
 from .text import IncrementalDetokenizer
 
 NewDetokenizer = Callable[[], IncrementalDetokenizer | None]  # None: the model has no tokenizer
 
+_token_id = attrgetter("token_id")
 
-class Piece(NamedTuple):
-    """What is known of a choice that is not streamed."""
 
-    tokens: Sequence[SampledToken]
-    text: str
-    finish_reason: FinishReason | None
+class Stream:
+    """The output of one accepted request: written by the engine, iterated once by its reader.
+
+    Implements `facade.Generation`. `put` never waits, so a slow reader cannot delay a step; the queue holds at most the
+    request's own `n * max_tokens` chunks. Nothing follows the last chunk or the error.
+    """
+
+    admission: AdmissionEstimate  # set before `Engine.submit` returns the stream
+
+    def __init__(self, prompt_token_ids: tuple[int, ...], cancel: Callable[[], None]) -> None:
+        self.prompt_token_ids = prompt_token_ids
+        self._cancel = cancel
+        self._on_prefill: Callable[[int], None] | None = None
+        self._items: asyncio.Queue[OutputChunk | QuireError] = asyncio.Queue()
+        self._ended = False
+        self._iterated = False
+
+    def put(self, item: OutputChunk | QuireError) -> None:
+        """Append a chunk or the error that ends the stream. A chunk with usage ends it too."""
+        if not self._ended:
+            self._ended = isinstance(item, QuireError) or item.usage is not None
+            self._items.put_nowait(item)
+
+    def watch_prefill(self, callback: Callable[[int], None]) -> None:
+        """See `facade.Generation.watch_prefill`."""
+        self._on_prefill = callback
+
+    def note_prefill(self, num_tokens: int) -> None:
+        """Report that the first `num_tokens` tokens of the prompt are computed and the rest is not."""
+        if self._on_prefill is not None:
+            self._on_prefill(min(num_tokens, len(self.prompt_token_ids)))
+
+    def cancel(self) -> None:
+        """See `facade.Generation.cancel`."""
+        if not self._ended:
+            self._cancel()
+
+    async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
+        if self._iterated:
+            raise RuntimeError("a stream can be iterated only once")
+        self._iterated = True
+        try:
+            while True:
+                item = await self._items.get()
+                if isinstance(item, QuireError):
+                    raise item
+                yield item
+                if item.usage is not None:
+                    return
+        finally:
+            self.cancel()
 
 
 @dataclass(slots=True)
 class SequenceOutput:
-    """One scheduled sequence of a live request."""
+    """The output of one scheduled sequence of a request."""
 
-    output: StreamingOutput
-    index: int
+    output: StreamingOutput  # of the request
+    index: int  # among the request's sequences
     request: Request
     detokenizer: IncrementalDetokenizer | None
     num_tokens: int = 0  # generated and kept
-    last_tokens_s: float | None = None  # when the latest of them came
+    last_tokens_s: float | None = None  # when the most recent of them came
     finish_reason: FinishReason | None = None
-    held: list[Piece] = field(default_factory=list)  # where nothing is told before all have ended
+    held_tokens: list[SampledToken] = field(default_factory=list)  # of an output that is not streamed
+    held_text: str = ""
 
     def read(self, update: RequestUpdate) -> tuple[Sequence[SampledToken], str]:
-        """The update's tokens up to a stop string, and their text. Notes how the sequence ended, if it did."""
+        """Return the update's tokens up to a stop string, and the text they finished. Record the sequence's end."""
         tokens, text, reason = update.tokens, "", update.finish_reason
         detokenizer = self.detokenizer
         if detokenizer is not None:
-            text = detokenizer.push(_ids(tokens))
+            text = detokenizer.push(map(_token_id, tokens))
             if detokenizer.stop_string is not None:
                 assert detokenizer.stop_token_index is not None, "set together"
                 tokens, reason = tokens[: detokenizer.stop_token_index + 1 - self.num_tokens], "stop"
@@ -60,7 +109,7 @@ class SequenceOutput:
 
 
 class StreamingOutput:
-    """A request whose choices are streamed as they come, one for each of `requests`."""
+    """The output of a request whose sequences are streamed as they are generated, one for each of `requests`."""
 
     def __init__(
         self,
@@ -76,28 +125,32 @@ class StreamingOutput:
         self.params = request.sampling_params
         self.seed = seed
         self.submitted = submitted
-        self.error: QuireError | None = None  # what a failure should be called, where the scheduler cannot know
-        self.sequences = [SequenceOutput(self, i, request, new_detokenizer()) for i, request in enumerate(requests)]
-        self.num_open = len(self.sequences)  # that have not ended
+        self.error: QuireError | None = None  # the error to raise if the core ends the request with any
+        self.sequences = [SequenceOutput(self, i, each, new_detokenizer()) for i, each in enumerate(requests)]
+        self.num_open = len(self.sequences)  # sequences that have not ended
         self._new_detokenizer = new_detokenizer
 
     def take(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
-        """What may go out now that this is known. The usage is still to be added to the last chunk of all.
+        """Take an update in and return the chunks that can be sent now. The request's last chunk still lacks its usage.
 
-        Raises whatever a detokenizer raises.
+        Raises whatever the detokenizer raises.
         """
         tokens, text = sequence.read(update)
-        if not tokens and sequence.finish_reason is None:
+        reason = sequence.finish_reason
+        if not tokens and reason is None:
             return ()
-        return (self._chunk(sequence.index, sequence.num_tokens - len(tokens), tokens, text, sequence.finish_reason),)
-
-    def note_prefill(self, sequence: SequenceOutput, num_tokens: int) -> None:
-        """So many tokens of its prompt are computed, and the rest is not. Sequences compute one prompt, the first's."""
-        if sequence.index == 0 and sequence.num_tokens == 0:
-            self.stream.note_prefill(num_tokens)
+        chunk = OutputChunk(
+            first_index=sequence.num_tokens - len(tokens),
+            token_ids=tuple(map(_token_id, tokens)),
+            text=text,
+            logprobs=None if self.params.logprobs is None else _logprobs(tokens),
+            finish_reason=reason,
+            choice=sequence.index,
+        )
+        return (chunk,)
 
     def usage(self) -> Usage:
-        """Of a request that has ended."""
+        """Return what a request that has ended used."""
         requests = [sequence.request for sequence in self.sequences]
         first = requests[0]
         return Usage(
@@ -113,60 +166,67 @@ class StreamingOutput:
         )
 
     def first_token_time(self) -> float | None:
+        """Return when the request's first token came."""
         times = [sequence.request.first_token_time for sequence in self.sequences]
         return min((time for time in times if time is not None), default=None)
 
     def time_per_output_token_s(self) -> float | None:
-        """Mean seconds per token after the first, of the sequence that decoded longest."""
+        """Return the mean seconds per token after the first, of the sequence that decoded longest."""
         slowest = max(self.sequences, key=lambda sequence: sequence.request.decode_s)
         return slowest.request.decode_s / (slowest.num_tokens - 1) if slowest.num_tokens > 1 else None
 
-    def _chunk(
+    def _whole(
         self,
         choice: int,
-        first_index: int,
         tokens: Sequence[SampledToken],
         text: str,
         reason: FinishReason | None,
-        cumulative_logprob: float | None = None,
+        logprob: float | None = None,
     ) -> OutputChunk:
-        logprobs = None
-        if self.params.logprobs is not None:
-            logprobs = tuple([TokenLogprobs(t.token_id, t.logprob or 0.0, t.top_logprobs) for t in tokens])
+        """Return one chunk that is a whole output."""
         return OutputChunk(
-            first_index=first_index,
-            token_ids=_ids(tokens),
+            first_index=0,
+            token_ids=tuple(map(_token_id, tokens)),
             text=text,
-            logprobs=logprobs,
+            logprobs=None if self.params.logprobs is None else _logprobs(tokens),
             finish_reason=reason,
             choice=choice,
-            cumulative_logprob=cumulative_logprob,
+            cumulative_logprob=logprob,
         )
 
     def _cancelled(self) -> list[OutputChunk]:
-        """The choices of a request that nobody waits for any more, where none was told before the end."""
-        return [self._chunk(choice, 0, (), "", "cancelled") for choice in range(self.params.n)]
+        """Return the empty outputs of a cancelled request that streams nothing."""
+        return [self._whole(choice, (), "", "cancelled") for choice in range(self.params.n)]
 
 
 class BestOfOutput(StreamingOutput):
-    """`best_of`: all sequences are drawn to their end, the likeliest are told, the earlier of equals first."""
+    """The output of `best_of`: the `n` sequences with the highest cumulative logprob, once all have ended.
+
+    The best comes first, and of equals the one with the lower index.
+    """
 
     def take(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
-        sequence.held.append(Piece(*sequence.read(update), sequence.finish_reason))
+        """Hold the update's tokens; return all outputs with the last update."""
+        tokens, text = sequence.read(update)
+        sequence.held_tokens += tokens
+        sequence.held_text += text
         if self.num_open:
             return ()
-        if any(sequence.finish_reason == "cancelled" for sequence in self.sequences):
+        if any(each.finish_reason == "cancelled" for each in self.sequences):
             return self._cancelled()
-        joined = [_join(sequence.held) for sequence in self.sequences]
-        found = [(_cumulative_logprob(whole.tokens), whole) for whole in joined]
-        found.sort(key=lambda ranked: -ranked[0])
-        return [self._chunk(i, 0, *whole, logprob) for i, (logprob, whole) in enumerate(found[: self.params.n])]
+        ranked = [(sum(token.logprob or 0.0 for token in each.held_tokens), each) for each in self.sequences]
+        ranked.sort(key=lambda pair: -pair[0])
+        return [
+            self._whole(i, each.held_tokens, each.held_text, each.finish_reason, logprob)
+            for i, (logprob, each) in enumerate(ranked[: self.params.n])
+        ]
 
 
 class BeamOutput(StreamingOutput):
-    """`beam_width`: one scheduled request, whose hypotheses are the choices."""
+    """The output of `beam_width`: the hypotheses of one scheduled beam search, once it has ended."""
 
     def take(self, sequence: SequenceOutput, update: RequestUpdate) -> Sequence[OutputChunk]:
+        """Return the hypotheses with the update that ends the search."""
         sequence.read(update)
         if sequence.finish_reason is None:
             return ()
@@ -175,36 +235,24 @@ class BeamOutput(StreamingOutput):
         found = sequence.request.hypotheses
         sequence.num_tokens = sum(len(each.tokens) for each in found)
         return [
-            self._chunk(i, 0, each.tokens, self._text(each.tokens), each.finish_reason, each.cumulative_logprob)
+            self._whole(i, each.tokens, self._text(each.tokens), each.finish_reason, each.cumulative_logprob)
             for i, each in enumerate(found)
         ]
 
     def _text(self, tokens: Sequence[SampledToken]) -> str:
         detokenizer = self._new_detokenizer()
-        return "" if detokenizer is None else detokenizer.push(_ids(tokens)) + detokenizer.finish()
+        return "" if detokenizer is None else detokenizer.push(map(_token_id, tokens)) + detokenizer.finish()
 
-    def time_per_output_token_s(self) -> float | None:
-        """Steps of a search are no tokens."""
-        return None
+    def time_per_output_token_s(self) -> None:
+        """Return None: the steps of a search do not yield one token each."""
 
 
 def output_class(params: SamplingParams) -> type[StreamingOutput]:
-    """How the choices of such a request reach their user."""
+    """Return the class whose instances make the chunks of such a request."""
     if params.beam_width:
         return BeamOutput
     return StreamingOutput if params.best_of is None else BestOfOutput
 
 
-def _ids(tokens: Sequence[SampledToken]) -> tuple[int, ...]:
-    if len(tokens) == 1:  # by far the most frequent
-        return (tokens[0].token_id,)
-    return tuple([token.token_id for token in tokens])
-
-
-def _join(pieces: Sequence[Piece]) -> Piece:
-    tokens = [token for piece in pieces for token in piece.tokens]
-    return Piece(tokens, "".join(piece.text for piece in pieces), pieces[-1].finish_reason)
-
-
-def _cumulative_logprob(tokens: Sequence[SampledToken]) -> float:
-    return sum(token.logprob or 0.0 for token in tokens)
+def _logprobs(tokens: Sequence[SampledToken]) -> tuple[TokenLogprobs, ...]:
+    return tuple([TokenLogprobs(token.token_id, token.logprob or 0.0, token.top_logprobs) for token in tokens])

@@ -123,21 +123,21 @@ class _Served:
 
     async def run(self, messages: asyncio.Queue[ToEngine | None]) -> None:
         """Until the server says Stop, or is gone."""
-        self._core.start(CoreListener(self._publish, _never_fails, self._observe, _nothing, self._begin))
+        self._core.start(CoreListener(self._publish, observe=self._observe, begin=self._begin))
         gc.freeze()
         self._send(Ready(self._core.info, self._core.runner.capacity.memory.kv_bytes))
         while (message := await messages.get()) is not None and not isinstance(message, Stop):
             try:
-                self._handle(message)
+                await self._handle(message)
             except Exception:
                 _die()
         await self._core.stop()
         self._flush()
 
-    def _handle(self, message: ToEngine) -> None:
+    async def _handle(self, message: ToEngine) -> None:
         match message:
             case Add():
-                self._send(self._add(message))
+                self._send(await self._add(message))
             case Readmit(spec, generated):
                 self._core.readmit(Request(spec, generated))
             case Cancel(request_id):
@@ -146,11 +146,11 @@ class _Served:
                 self._core.drop(request_id, reason, error)
                 self._begun.discard(request_id)
 
-    def _add(self, message: Add) -> Answer:
+    async def _add(self, message: Add) -> Answer:
         requests = [Request(spec) for spec in message.requests]
         first, stats = requests[0].request_id, self._core.scheduler
         try:
-            return Answer(first, self._core.queue(requests), stats.num_waiting)
+            return Answer(first, await self._core.add(requests), stats.num_waiting)
         except SchedulerError as refusal:
             estimate = refusal.estimate if isinstance(refusal, Refused) else None
             return Answer(first, estimate, stats.num_waiting, type(refusal).__name__, str(refusal))
@@ -196,14 +196,6 @@ def _die() -> NoReturn:
     """At once, with nothing more said: the server has the log, and goes on where this process was."""
     traceback.print_exc()
     os._exit(os.EX_SOFTWARE)
-
-
-def _never_fails(request_id: int, error: QuireError) -> None:
-    raise AssertionError("a local core ends requests by updates")
-
-
-def _nothing() -> None:
-    pass
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from quire.pager import KVLayout
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.types import SamplingParams, join_chunks
 from quire.runtime.engine import GenerateRequest
-from quire.runtime.engine.observer import SilentObserver
+from quire.runtime.engine.facade import SilentObserver
 
 from tests.system.bits import start_chunked
 

@@ -11,8 +11,7 @@ import pytest
 from quire.kernels import supported_levels
 from quire.runtime.common.types import join_chunks
 from quire.runtime.engine import GenerateRequest, LocalEngine
-from quire.runtime.engine.facade import StepStats
-from quire.runtime.engine.observer import SilentObserver
+from quire.runtime.engine.facade import SilentObserver, StepStats
 from safetensors.numpy import load_file, save_file
 
 from tests.system.bits import asked, chunks_of, outcome, prompt, running, together

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 from quire.kernels import supported_levels
 from quire.runtime.engine import LocalEngine
-from quire.runtime.engine.facade import StepStats
-from quire.runtime.engine.observer import SilentObserver
+from quire.runtime.engine.facade import SilentObserver, StepStats
 from quire.runtime.model import kv_layout, read_spec
 from quire.scheduler import speculative
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from quire.pager import SpillFile, spill
 from quire.runtime.engine import LocalEngine
-from quire.runtime.engine.facade import StepStats
-from quire.runtime.engine.observer import SilentObserver
+from quire.runtime.engine.facade import SilentObserver, StepStats
 from quire.runtime.model import kv_layout, read_spec
 from quire.scheduler import CostModel, speculative
 

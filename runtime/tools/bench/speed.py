@@ -18,7 +18,7 @@ from ...common.config import EngineConfig
 from ...common.errors import ConfigError
 from ...common.types import SamplingParams
 from ...engine import StepStats
-from ...engine.observer import SilentObserver
+from ...engine.facade import SilentObserver
 from ...llm import LLM
 from ...model.runner import ModelRunner
 from .roofline import Roofline, RooflineMeter, mean_roofline

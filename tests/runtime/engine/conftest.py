@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,22 +109,22 @@ class FakeTextProcessor(TextProcessor):
 
     def __init__(self) -> None:
         super().__init__(Tokenizer(BUNDLED_MODEL), ChatTemplate("{{ messages[0].content * 2 }}"))
-        self.gate: asyncio.Event | None = None
+        self.gate: threading.Event | None = None
         self.error: Exception | None = None
         self.calls: list[str] = []
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        await self._called("encode")
-        return await super().encode(text, add_special_tokens)
+    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        self._note("encode")
+        return super().encode(text, add_special_tokens)
 
-    async def render(self, messages: Sequence[Any]) -> str:
-        await self._called("render")
-        return await super().render(messages)
+    def render(self, messages: Sequence[Any]) -> str:
+        self._note("render")
+        return super().render(messages)
 
-    async def _called(self, name: str) -> None:
+    def _note(self, name: str) -> None:
         self.calls.append(name)
         if self.gate is not None:
-            await self.gate.wait()
+            self.gate.wait()
         if self.error is not None:
             raise self.error
 
@@ -134,8 +135,11 @@ def core() -> FakeCore:
 
 
 @pytest.fixture
-def text_processor() -> FakeTextProcessor:
-    return FakeTextProcessor()
+def text_processor() -> Iterator[FakeTextProcessor]:
+    processor = FakeTextProcessor()
+    yield processor
+    if processor.gate is not None:
+        processor.gate.set()  # a test that fails must not leave its threads waiting
 
 
 @pytest.fixture

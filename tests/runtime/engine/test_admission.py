@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -32,10 +33,10 @@ def request(prompt: str | tuple[int, ...] | None = "hi", tenant: str = "", **opt
     return GenerateRequest(prompt=prompt, messages=messages, sampling_params=params, tenant=tenant)
 
 
-async def turns(count: int = 5) -> None:
-    """Let other tasks run until each of them waits."""
-    for _ in range(count):
-        await asyncio.sleep(0)
+async def until(condition: Callable[[], bool]) -> None:
+    """Let tasks and threads run until `condition` holds."""
+    while not condition():
+        await asyncio.sleep(0.001)
 
 
 # Room in the queue while a prompt is prepared
@@ -44,9 +45,8 @@ async def turns(count: int = 5) -> None:
 async def test_requests_being_tokenized_count_as_queued(
     engine: Engine[FakeCore], core: FakeCore, text_processor: FakeTextProcessor
 ) -> None:
-    core.max_num_waiting, text_processor.gate = 3, asyncio.Event()
-    preparing = [asyncio.ensure_future(engine.submit(request())), asyncio.ensure_future(engine.submit(request(n=2)))]
-    await turns()
+    core.max_num_waiting, text_processor.gate = 3, threading.Event()
+    preparing = [engine.submit(request()), engine.submit(request(n=2))]
     with pytest.raises(Overloaded):
         engine.submit(request())  # refused by the call itself, not only once it is awaited
     with pytest.raises(Overloaded):
@@ -55,22 +55,6 @@ async def test_requests_being_tokenized_count_as_queued(
     await asyncio.gather(*preparing)
     assert len(core.requests) == 3
     assert text_processor.calls == ["encode", "encode"]
-
-
-async def test_room_is_checked_again_before_tokenizing(
-    engine: Engine[FakeCore], core: FakeCore, text_processor: FakeTextProcessor
-) -> None:
-    """Requests submitted at the same moment all pass the first check; only those with room are tokenized."""
-    core.max_num_waiting = 2
-    submitted = [engine.submit(request()) for _ in range(4)]
-    text_processor.gate = asyncio.Event()
-    tasks = [asyncio.ensure_future(each) for each in submitted]
-    await turns()
-    assert text_processor.calls == ["encode", "encode"]
-    text_processor.gate.set()
-    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [type(outcome) for outcome in outcomes[2:]] == [Overloaded, Overloaded]
-    assert len(core.requests) == 2
 
 
 @pytest.mark.parametrize("prompt", PREPARED.values(), ids=PREPARED)
@@ -100,14 +84,15 @@ async def test_a_cancelled_preparation_releases_its_place(
     observer: FakeObserver,
     prompt: dict[str, Any],
 ) -> None:
-    core.max_num_waiting, text_processor.gate = 1, asyncio.Event()
-    for _ in range(3):
+    core.max_num_waiting, text_processor.gate = 1, threading.Event()
+    for count in range(1, 4):
         preparing = asyncio.ensure_future(engine.submit(request(**prompt)))
-        await turns()
+        await asyncio.sleep(0)  # its coroutine begins, and waits
+        await until(lambda: len(text_processor.calls) == count)  # noqa: B023
         preparing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await preparing
-    text_processor.gate = None
+    text_processor.gate.set()
     await engine.submit(request(**prompt))
     assert len(core.requests) == 1
     assert observer.rejected == []
@@ -131,6 +116,22 @@ async def test_the_text_of_a_chat_is_checked_before_it_is_tokenized(
         with pytest.raises(error):
             await engine.submit(request(None, messages=({"content": content},)))
     assert "encode" not in text_processor.calls
+
+
+async def test_a_submission_that_is_never_awaited_releases_its_place(
+    engine: Engine[FakeCore], core: FakeCore, text_processor: FakeTextProcessor, observer: FakeObserver
+) -> None:
+    """A connection may be lost between the call of `submit` and the first step of the task that awaits it."""
+    core.max_num_waiting = 1
+    for error in (None, InvalidRequest("no")):
+        text_processor.error = error
+        engine.submit(request()).close()
+        with pytest.raises(Overloaded):
+            engine.submit(request())
+        await until(lambda: not engine._num_preparing)
+    assert core.requests == []
+    text_processor.error = None
+    await engine.submit(request())
 
 
 # Refusals
@@ -172,7 +173,7 @@ async def test_cancelling_while_the_core_decides_drops_the_request(
 ) -> None:
     core.gate = asyncio.Event()
     submitting = asyncio.ensure_future(engine.submit(request((1, 2), n=2)))
-    await turns()
+    await asyncio.sleep(0)
     submitting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await submitting

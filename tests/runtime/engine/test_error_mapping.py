@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from quire.runtime.common import errors
-from quire.runtime.engine.error_mapping import translate
+from quire.runtime.engine.error_mapping import refusal_error
 from quire.scheduler import (
     AdmissionEstimate,
     CannotMeetDeadline,
@@ -29,24 +29,24 @@ ESTIMATE = AdmissionEstimate(position=3, pages_needed=7, pages_free=2, predicted
     ],
 )
 def test_refusals_say_how_things_stand(refusal: type, error_class: type[errors.QuireError], retryable: bool) -> None:
-    error = translate(refusal("no room", ESTIMATE))
+    error = refusal_error(refusal("no room", ESTIMATE))
     assert type(error) is error_class
     assert error.retryable is retryable
     assert str(error) == "no room; position 3 in the queue; pages: needed 7, free 2; predicted wait 1.25 s"
 
 
 def test_when_to_come_back_is_the_predicted_wait() -> None:
-    assert translate(QueueFull("full", ESTIMATE)).retry_after_ms == 1250
-    error = translate(QueueFull("full", AdmissionEstimate(3, 0, 2)))
+    assert refusal_error(QueueFull("full", ESTIMATE)).retry_after_ms == 1250
+    error = refusal_error(QueueFull("full", AdmissionEstimate(3, 0, 2)))
     assert error.retry_after_ms is None
     assert str(error) == "full; position 3 in the queue; pages: free 2; predicted wait unknown"
 
 
 def test_an_engine_that_takes_nothing_is_unavailable() -> None:
-    assert type(translate(NotAccepting("draining"))) is errors.Unavailable
+    assert type(refusal_error(NotAccepting("draining"))) is errors.Unavailable
 
 
 def test_a_bug_is_not_dressed_up_as_a_refusal() -> None:
     bug: SchedulerError = StepMismatch("step 3 is not in flight")
     with pytest.raises(StepMismatch):
-        translate(bug)
+        refusal_error(bug)

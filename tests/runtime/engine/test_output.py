@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from quire.runtime.common.types import CompletionOutput, OutputChunk, SamplingParams, join_chunks
 from quire.runtime.engine.facade import GenerateRequest
-from quire.runtime.engine.output import StreamingOutput, output_class
-from quire.runtime.engine.stream import Stream
+from quire.runtime.engine.output import Stream, StreamingOutput, output_class
 from quire.runtime.engine.text import IncrementalDetokenizer, Tokenizer
 from quire.runtime.model import BUNDLED_MODEL
 from quire.scheduler import Request, RequestSpec, RequestUpdate, SampledToken
