@@ -1,4 +1,4 @@
-"""Our `AsyncClient`'s driver for run.py, whose head says what commands and answers are."""
+"""Driver of `AsyncClient` for run.py, which describes the commands and answers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from quire import AsyncClient, OutputChunk, QuireError, SamplingParams
 
 
 class Stream:
+    """A stream of chunks and its outcome so far."""
+
     def __init__(self, chunks: AsyncGenerator[OutputChunk, None]) -> None:
         self.chunks = chunks
         self._tokens = 0
@@ -22,7 +24,7 @@ class Stream:
         self._usage: dict[str, Any] | None = None
 
     async def read(self, tokens: float) -> dict[str, Any]:
-        """On to so many tokens, or to the end: all there is of it by then."""
+        """Read until `tokens` tokens were received, or to the end; return the outcome."""
         while self._tokens < tokens and (chunk := await anext(self.chunks, None)) is not None:
             self._add(chunk)
         return {"choices": [self._choices[index] for index in sorted(self._choices)], "usage": self._usage}
@@ -41,11 +43,14 @@ class Stream:
 
 
 class Driver:
+    """One client and its streams by name."""
+
     def __init__(self) -> None:
         self._client: AsyncClient | None = None
         self._streams: dict[str, Stream] = {}
 
-    async def obey(self, command: dict[str, Any]) -> Any:
+    async def execute(self, command: dict[str, Any]) -> Any:
+        """Execute one command and return its answer."""
         match command:
             case {"do": "connect"}:
                 await self._connect(**{name: value for name, value in command.items() if name != "do"})
@@ -69,7 +74,7 @@ class Driver:
         self._streams = {}
         client = AsyncClient(address, token, tls=ssl.create_default_context(cafile=ca) if ca else False)
         if first_id is not None:
-            client._ids = itertools.count(int(first_id))  # a user has no use for it
+            client._ids = itertools.count(int(first_id))  # not public, because only this test needs it
         self._client = await client.__aenter__()
 
     def _begin(self, *, prompt: Any = None, params: dict[str, Any], **options: Any) -> Stream:
@@ -85,10 +90,11 @@ class Driver:
 
 
 async def main() -> None:
+    """Execute the commands on standard input."""
     driver = Driver()
     while line := await asyncio.to_thread(sys.stdin.readline):
         try:
-            answer = {"ok": await driver.obey(json.loads(line))}
+            answer = {"ok": await driver.execute(json.loads(line))}
         except QuireError as error:
             answer = {"error": {"code": error.code, "retryable": error.retryable, "message": str(error)}}
         print(json.dumps(answer), flush=True)

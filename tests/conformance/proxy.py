@@ -1,7 +1,7 @@
-"""Between a client and the server: counts what passes, gets in the way when told to.
+"""A proxy between a client and the server: counts tokens and credit, and cuts connections on request.
 
-It must not know clients. One invariant: what passes, passes unchanged, but for the versions of a HELLO if others are
-to be offered. It listens on TCP and on a unix socket; the server is reached over TCP.
+Bytes pass unchanged, except for the versions in HELLO if a case sets others. The proxy listens on TCP and on a unix
+socket and connects to the server over TCP.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Overdrawn(Exception):
 
 
 class Proxy:
-    """What has passed since `reset`, and what is to be done about what comes."""
+    """What has passed since `reset`, and what to do with later frames."""
 
     def __init__(self) -> None:
         self.server = ""  # host:port
@@ -48,22 +48,23 @@ class Proxy:
         self.reset()
 
     def reset(self, versions: tuple[int, ...] | None = None) -> None:
+        """Forget the frames so far; offer `versions` in later HELLOs instead of the client's."""
         self.connections = 0
-        self.ids: list[int] = []  # of GENERATE
+        self.ids: list[int] = []  # of GENERATE frames
         self.breach: Exception | None = None
-        self._versions = versions  # to offer instead of the client's
-        self._cuts: list[int] = []  # numbers of tokens after which the connection is lost
+        self._versions = versions  # offered instead of the client's
+        self._cuts: list[int] = []  # token counts at which the connection is cut
         self._tokens = 0
-        self._credit: dict[int, int] = {}  # left, by id
+        self._credit: dict[int, int] = {}  # request id -> remaining credit
         self._seen: defaultdict[str, set[int]] = defaultdict(set)
         self._changed = asyncio.Event()
 
     def cut(self, after_tokens: int) -> None:
-        """Lose the connection, inside a frame, once so many tokens have passed since `reset`."""
+        """Cut the connection inside a frame once `after_tokens` tokens have passed since `reset`."""
         self._cuts.append(after_tokens)
 
     async def wait_for(self, what: str) -> None:
-        """`cancelled`: CANCEL and that request's end have passed; `paused`: a stream has no credit left; `goaway`."""
+        """Wait for `cancelled` (CANCEL and the request's end), `paused` (a stream without credit) or `goaway`."""
         async with asyncio.timeout(WAIT_S):
             while not self._has_happened(what):
                 self._changed.clear()
@@ -93,7 +94,7 @@ class Proxy:
         return b""
 
     def _from_server(self, frame: Frame | Malformed) -> bool:
-        """Whether the connection is to be lost here."""
+        """Return whether to cut the connection at this frame."""
         match frame:
             case Tokens(request_id, _, token_ids) if token_ids:
                 if self._credit.get(request_id, 1) <= 0:
@@ -112,7 +113,7 @@ class Proxy:
         return False
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One client, until either side leaves."""
+        """Serve one connection until either side closes it."""
         self.connections += 1
         host, _, port = self.server.rpartition(":")
         try:
@@ -120,13 +121,13 @@ class Proxy:
         except OSError:
             writer.transport.abort()
             return
-        ways = [
+        directions = [
             asyncio.ensure_future(self._upwards(reader, up_writer)),
             asyncio.ensure_future(self._downwards(up_reader, writer)),
         ]
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        for way in ways:
-            way.cancel()
+        await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+        for direction in directions:
+            direction.cancel()
         for end in (writer, up_writer):
             with contextlib.suppress(OSError):
                 end.close()
@@ -134,17 +135,17 @@ class Proxy:
     async def _upwards(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         decoder = Decoder(CLIENT_FRAMES, MAX_FRAME_BYTES)
         async for data in _pieces(reader):
-            instead = b"".join([self._from_client(frame) for frame in decoder.feed(data)])
+            changed = b"".join([self._from_client(frame) for frame in decoder.feed(data)])
             self._changed.set()
-            writer.write(instead or data)
+            writer.write(changed or data)
 
     async def _downwards(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         decoder = Decoder(SERVER_FRAMES, MAX_FRAME_BYTES)
         async for data in _pieces(reader):
-            lost = True in [self._from_server(frame) for frame in decoder.feed(data)]  # all are counted
+            cut = True in [self._from_server(frame) for frame in decoder.feed(data)]  # a list: every frame counts
             self._changed.set()
-            writer.write(data[: len(data) // 2] if lost else data)
-            if lost:
+            writer.write(data[: len(data) // 2] if cut else data)
+            if cut:
                 return
 
 
@@ -159,7 +160,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 @asynccontextmanager
 async def proxying(folder: Path) -> AsyncIterator[Proxy]:
-    """With its unix socket in `folder`."""
+    """Run a proxy whose unix socket is in `folder`."""
     proxy = Proxy()
     path = str(folder / "proxy.sock")
     async with (

@@ -1,22 +1,22 @@
-"""Any language's client against a real server, by script.json: the same cases, the same bytes.
+"""Test a client, written in any language, against a real server with the cases of script.json.
 
 usage: run.py [--case WORDS] python | node | COMMAND ARGUMENTS…
 
-A client is tried through a driver: a program that reads commands from standard input, one JSON object a line, and
-answers each with one on standard output, {"ok": …} or {"error": {"code", "retryable", "message"}}. Seeds and other
-64-bit integers are decimal strings. Commands:
+A driver runs the client: a program that reads commands from standard input, one JSON object per line, and answers each
+with a line on standard output, {"ok": …} or {"error": {"code", "retryable", "message"}}. Seeds and other 64-bit
+integers are decimal strings. The commands:
 
-    {"do": "connect", "address", "token"?, "ca"?, "first_id"?}   a fresh client; ca: PEM file to trust, TLS then
-    {"do": "start", "stream", "request"}   name a stream; request: prompt | messages, params, resumable?,
+    {"do": "connect", "address", "token"?, "ca"?, "first_id"?}   make a new client; ca: trusted PEM file, implies TLS
+    {"do": "start", "stream", "request"}   start a stream by name; request: prompt | messages, params, resumable?,
                                            idempotency_key?, deadline_ms?
-    {"do": "read", "stream", "tokens"}     on until so many tokens came, of all choices; answers with all there is
-    {"do": "finish", "stream"}             on to the end; likewise
-    {"do": "leave", "stream"}              stop reading: the client cancels the request
-    {"do": "run", "requests"}              all at once, each to its end; answers with a list
+    {"do": "read", "stream", "tokens"}     read until N tokens of all outputs came; answer with the outcome so far
+    {"do": "finish", "stream"}             read to the end; answer with the outcome
+    {"do": "leave", "stream"}              stop reading, so that the client cancels the request
+    {"do": "run", "requests"}              read all requests to the end at the same time; answer with their outcomes
 
-All there is: {"choices": [{"token_ids", "text", "logprobs", "finish_reason"}], "usage"}. What must come is what the
-model in this process says to the same request. A proxy between the two counts tokens and credit, and cuts connections.
-Exit status 1 if a case failed.
+An outcome is {"choices": [{"token_ids", "text", "logprobs", "finish_reason"}], "usage"}. The model in this process gives
+the expected outcomes. A proxy between client and server counts tokens and credit, and cuts connections. The exit
+status is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ TOKEN = "a token for this run"
 CERTIFICATE, KEY = ROOT / "tests" / "data" / "tls" / "cert.pem", ROOT / "tests" / "data" / "tls" / "key.pem"
 SMALL = ("--port", "0", "--http-port", "0", "--threads", "1", "--kv-cache-memory", "16MiB")
 GUARDED = ("--in-process", "--token", TOKEN, "--tls-cert", str(CERTIFICATE), "--tls-key", str(KEY))
-ANSWER_S = 15.0
+CASE_TIMEOUT_S = 60.0
 MAX_REASON_CHARACTERS = 2000
 
 
 class Failed(Exception):
-    """What came is not what must come."""
+    """A client's answer differs from the expected one."""
 
 
 def main() -> int:
+    """Run the cases of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", default="", help="only those whose name has these words")
+    parser.add_argument("--case", default="", help="run only cases whose name contains WORDS")
     parser.add_argument("driver", nargs="+", help="python, node, or a command")
     options = parser.parse_args()
     command = DRIVERS.get(options.driver[0], options.driver)
@@ -66,7 +67,7 @@ def main() -> int:
 
 
 async def conform(command: list[str], script: dict[str, Any], only: str = "") -> list[str]:
-    """Names of the cases that failed; every case is printed as it ends."""
+    """Print every case with its result and return the names of those that failed."""
     failures = []
     async with AsyncExitStack() as stack:
         plain, guarded, wanted = await asyncio.gather(
@@ -87,7 +88,7 @@ async def conform(command: list[str], script: dict[str, Any], only: str = "") ->
             if only not in case["name"]:
                 continue
             try:
-                async with asyncio.timeout(ANSWER_S):
+                async with asyncio.timeout(CASE_TIMEOUT_S):
                     await run.try_case(case)
             except (Failed, TimeoutError) as error:
                 failures.append(case["name"])
@@ -98,11 +99,15 @@ async def conform(command: list[str], script: dict[str, Any], only: str = "") ->
 
 
 class _Server:
+    """A `quire serve` process."""
+
     def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
         self.process, self.address = process, address
 
 
 class _Driver:
+    """A driver process."""
+
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
@@ -112,13 +117,13 @@ class _Driver:
         assert stdout is not None
         stdin.write(json.dumps(command).encode() + b"\n")
         if not (line := await stdout.readline()):
-            raise Failed(f"the driver died at {command}")
+            raise Failed(f"the driver ended at {command}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
 
 class _Run:
-    """The servers, the driver and what lies between them."""
+    """The servers, the driver, the proxy between them, and the expected outcomes."""
 
     def __init__(
         self,
@@ -131,7 +136,7 @@ class _Run:
     ) -> None:
         self._plain, self._guarded, self._proxy, self._driver = plain, guarded, proxy, driver
         self._requests, self._wanted = requests, wanted
-        self._streams: dict[str, str] = {}  # names of their requests
+        self._streams: dict[str, str] = {}  # stream -> name of its request
         self._remembered: dict[str, Any] = {}
 
     async def try_case(self, case: dict[str, Any]) -> None:
@@ -202,9 +207,9 @@ class _Run:
 def _compare_error(answer: dict[str, Any], expected: dict[str, Any]) -> None:
     error = answer.get("error")
     if error is None and "error" in expected:
-        raise Failed(f"no error, but {expected['error']} must come")
+        raise Failed(f"no error, expected {expected['error']}")
     if error is not None and (error["code"], error["retryable"]) != (expected.get("error"), expected.get("retryable")):
-        raise Failed(f"{error}, where {expected.get('error', 'no error')} must come")
+        raise Failed(f"{error}, expected {expected.get('error', 'no error')}")
 
 
 def _compare_whole(name: str, outcome: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -212,7 +217,7 @@ def _compare_whole(name: str, outcome: dict[str, Any], wanted: dict[str, Any]) -
         raise Failed(f"{name}: {outcome['choices']}, not {wanted['choices']}")
     for what, value in wanted["usage"].items():
         if (outcome["usage"] or {}).get(what) != value:
-            raise Failed(f"{name}: usage {outcome['usage']}, {what} must be {value}")
+            raise Failed(f"{name}: usage {outcome['usage']}, expected {what} {value}")
 
 
 def _compare_prefix(name: str, outcome: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -224,10 +229,10 @@ def _compare_prefix(name: str, outcome: dict[str, Any], wanted: dict[str, Any]) 
 
 
 def _references(requests: dict[str, Any]) -> dict[str, Any]:
-    """What the model in this process says. Without a seed there is nothing to compare with."""
+    """Return the outcomes of the model in this process, except for samples without a seed."""
     with LLM(kv_cache_memory=16 << 20, threads=1) as llm:
         return {
-            name: _plain(llm.generate(request["prompt"], _params(request["params"]))[0], request["params"])
+            name: _outcome(llm.generate(request["prompt"], _params(request["params"]))[0], request["params"])
             for name, request in requests.items()
             if "seed" in request["params"] or not request["params"].get("temperature")
         }
@@ -237,8 +242,8 @@ def _params(params: dict[str, Any]) -> SamplingParams:
     return msgspec.convert(params, SamplingParams, strict=False, str_keys=True)
 
 
-def _plain(output: RequestOutput, params: dict[str, Any]) -> dict[str, Any]:
-    """As a driver puts it. A seed is told, too, where one was given."""
+def _outcome(output: RequestOutput, params: dict[str, Any]) -> dict[str, Any]:
+    """Return the outcome as drivers write it, with the seed if the request has one."""
     fields = ("token_ids", "text", "logprobs", "finish_reason")
     choices = [{field: msgspec.to_builtins(getattr(choice, field)) for field in fields} for choice in output.outputs]
     usage = {"completion_tokens": output.usage.completion_tokens, "prompt_tokens": output.usage.prompt_tokens}
@@ -256,7 +261,7 @@ async def _serving(*flags: str) -> AsyncIterator[_Server]:
     )
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(ANSWER_S):
+        async with asyncio.timeout(CASE_TIMEOUT_S):
             ready = re.search(r"clients (\S+)", (await process.stdout.readline()).decode())
         if ready is None:
             raise Failed("the server did not start")

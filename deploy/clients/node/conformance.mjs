@@ -1,4 +1,4 @@
-// The Node client's driver for tests/conformance/run.py, whose head says what commands and answers are.
+// Driver of the Node client for tests/conformance/run.py, which describes the commands and answers.
 import { readFileSync } from "node:fs";
 import { createInterface } from "node:readline";
 import { Client, QuireError } from "./quire.mjs";

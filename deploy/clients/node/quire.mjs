@@ -1,11 +1,11 @@
-// A minimal client of the Quire protocol, version 1 (runtime/protocol/PROTOCOL.md): many streams over one connection.
+// A minimal client of the Quire protocol, version 1 (runtime/protocol/PROTOCOL.md), with many streams per connection.
 // Leaving a stream's loop cancels its request. Integers above 2^53 are BigInt; `logit_bias` is a Map with integer keys.
 import net from "node:net";
 import tls from "node:tls";
 import { Packr } from "msgpackr";
 
 const VERSION = 1, MAX_FRAME_BYTES = 4 << 20, RESUME_FOR_MS = 60_000, MAX_RETRY_MS = 2_000;
-const CREDIT = 256; // tokens of a stream that may be under way or unread
+const CREDIT = 256; // most tokens of a stream that are in transit or unread
 const msgpack = new Packr({ useRecords: false, encodeUndefinedAsNil: true, int64AsType: "auto" });
 
 export class QuireError extends Error {
@@ -16,9 +16,9 @@ export class QuireError extends Error {
 
 export class Client {
   #address; #options; #nextId;
-  #socket = null; #opening = null; // welcomed, or about to be
-  #session = null; // names the requests that can be resumed
-  #leaving = false; #closed = false; // GOAWAY came; `close` was called
+  #socket = null; #opening = null; // after WELCOME; a promise until then
+  #session = null; // of the last WELCOME, for RESUME
+  #leaving = false; #closed = false; // GOAWAY was received; `close` was called
   #inboxes = new Map(); // by request id, as BigInt
 
   static async connect(address, options = {}) {
@@ -37,8 +37,8 @@ export class Client {
     const ask = ["GENERATE", id, prompt, exact(params), ...how];
     if (this.#leaving && this.#socket) throw unavailable("the server is shutting down; send new requests elsewhere");
     await this.#connected();
-    let inbox = this.#ask(id, ask), received = 0, credited = 0; // tokens, of all choices
-    const ended = new Set(), bare = new Set(); // choices; those that had a frame without tokens, which may come twice
+    let inbox = this.#ask(id, ask), received = 0, credited = 0; // tokens of all outputs
+    const ended = new Set(), bare = new Set(); // outputs; those that got TOKENS without ids, which may be repeated
     try {
       for (;;) {
         const [type, ...fields] = await inbox.get();
@@ -51,7 +51,7 @@ export class Client {
           const read = received - credited;
           if (2 * read >= CREDIT && this.#send(["CREDIT", id, read])) credited = received;
         } else if (type === "DONE") {
-          let choice = 0; // the one that has not ended
+          let choice = 0; // the output that has not ended
           while (ended.has(choice)) choice++;
           return yield { choice, tokenIds: [], text: "", logprobs: null, finishReason: fields[1], usage: fields[2] };
         } else if (type === "LOST") {
@@ -60,7 +60,7 @@ export class Client {
           [inbox, credited] = [this.#ask(id, ["RESUME", id, received, CREDIT]), received];
         } else if (type === "ERROR") {
           if (fields[1] !== "NOT_FOUND" || !resumable || received) throw new QuireError(...fields.slice(1));
-          inbox = this.#ask(id, ask); // the connection was lost before it arrived
+          inbox = this.#ask(id, ask); // GENERATE was lost with the connection
         }
       }
     } finally {
@@ -104,7 +104,7 @@ export class Client {
       const socket = secure ? tls.connect({ ...where, ...(secure === true ? {} : secure) }) : net.connect(where);
       let buffer = Buffer.alloc(0), reason = unavailable("the server closed the connection");
       socket.setNoDelay(true).on("error", (error) => { reason = unavailable(error.message); });
-      socket.on("timeout", () => socket.destroy(new Error("nothing came from the server, not even PING")));
+      socket.on("timeout", () => socket.destroy(new Error("the server sent nothing, not even PING")));
       socket.on("close", () => {
         if (this.#socket === socket) this.#socket = null;
         for (const id of [...this.#inboxes.keys()]) this.#answer(id, ["LOST", reason], true);
