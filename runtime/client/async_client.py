@@ -50,7 +50,7 @@ class AsyncClient:
     def __init__(self, address: str, token: str | None = None, tls: bool | ssl.SSLContext = False) -> None:
         self._address = parse_address(address)
         if tls and isinstance(self._address, UnixAddress):
-            raise ConfigError("a unix socket does not speak TLS; leave `tls` out, or give host:port")
+            raise ConfigError("TLS is not supported over a unix socket; leave out `tls`, or give host:port")
         self._token = token
         self._tls = ssl.create_default_context() if tls is True else tls or None
         self._ids = itertools.count(1)  # shared by all connections: a resumed request keeps its id

@@ -14,8 +14,8 @@ integers are decimal strings. The commands:
     {"do": "leave", "stream"}              stop reading, so that the client cancels the request
     {"do": "run", "requests"}              read all requests to the end at the same time; answer with their outcomes
 
-An outcome is {"choices": [{"token_ids", "text", "logprobs", "finish_reason"}], "usage"}. The model in this process gives
-the expected outcomes. A proxy between client and server counts tokens and credit, and cuts connections. The exit
+An outcome is {"choices": [{"token_ids", "text", "logprobs", "finish_reason"}], "usage"}. The model in this process
+gives the expected outcomes. A proxy between client and server counts tokens and credit, and cuts connections. The exit
 status is 1 if a case failed.
 """
 

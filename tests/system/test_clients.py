@@ -1,4 +1,4 @@
-"""`AsyncClient` and `Client` against a real server: streams, early leaving, errors, lost connections."""
+"""`AsyncClient` and `Client` against a real server: streams, leaving early, errors and lost connections."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_a_completion_is_the_chunks_joined(client: AsyncClient) -> None:
     assert (await client.complete("hi", THREE)).logprobs is None
 
 
-async def test_what_is_asked_is_what_the_engine_gets(system: Any, client: AsyncClient) -> None:
+async def test_the_engine_receives_the_request_as_it_was_sent(system: Any, client: AsyncClient) -> None:
     params = SamplingParams(max_tokens=1, stop=("a", "b"), logit_bias={3: -1.5}, seed=2**64 - 1, temperature=0.5)
     await client.complete([5, 6], params, deadline_ms=1234, priority=-7)
     (request,) = system.engine.requests
@@ -111,7 +111,7 @@ async def test_over_ipv6(serve: Serve) -> None:
         await client.ping()
 
 
-async def test_several_choices_are_told_apart(client: AsyncClient) -> None:
+async def test_chunks_of_several_outputs_carry_their_index(client: AsyncClient) -> None:
     params = SamplingParams(max_tokens=3, n=3)
     chunks = [chunk async for chunk in client.generate("hi", params)]
     assert [(chunk.choice, chunk.token_ids, chunk.finish_reason) for chunk in chunks] == [
@@ -132,39 +132,39 @@ async def test_several_choices_are_told_apart(client: AsyncClient) -> None:
     assert (whole.text, whole.token_ids, whole.usage.completion_tokens) == (whole.outputs[0].text, (0, 1, 2), 9)
 
 
-async def test_a_cumulative_logprob_is_the_sum_where_nothing_was_ranked(client: AsyncClient) -> None:
+async def test_the_cumulative_logprob_is_the_sum_if_outputs_are_not_ranked(client: AsyncClient) -> None:
     whole = await client.complete("hi", SamplingParams(max_tokens=3, logprobs=0))
     assert whole.outputs[0].cumulative_logprob == -1.5
 
 
-async def test_an_absurd_number_of_choices_is_the_servers_to_refuse(client: AsyncClient) -> None:
+async def test_the_server_refuses_too_many_outputs(client: AsyncClient) -> None:
     with pytest.raises(Overloaded):
         await client.complete("full", SamplingParams(n=2**40))
 
 
-async def test_pinning_is_asked_for(system: Any, client: AsyncClient) -> None:
+async def test_pin_ms_is_sent(system: Any, client: AsyncClient) -> None:
     await client.complete("hi", THREE, pin_ms=5000)
     assert [request.pin_ms for request in system.engine.requests] == [5000]
 
 
-async def test_messages_instead_of_a_prompt(system: Any, client: AsyncClient) -> None:
+async def test_messages_are_sent_instead_of_a_prompt(system: Any, client: AsyncClient) -> None:
     await client.complete(sampling_params=THREE, messages=[{"role": "user", "content": "hi"}])
     (request,) = system.engine.requests
     assert (request.prompt, request.messages) == (None, ({"role": "user", "content": "hi"},))
 
 
-async def test_what_happens_before_the_first_token_is_told(client: AsyncClient) -> None:
-    told: list[tuple[Any, ...]] = []
+async def test_callbacks_receive_accepted_and_progress(client: AsyncClient) -> None:
+    received: list[tuple[Any, ...]] = []
     await client.complete(
         "prefill",
         THREE,
-        on_accepted=lambda accepted: told.append((accepted.position, accepted.pages_needed)),
-        on_progress=lambda progress: told.append((progress.computed_tokens, progress.prompt_tokens)),
+        on_accepted=lambda accepted: received.append((accepted.position, accepted.pages_needed)),
+        on_progress=lambda progress: received.append((progress.computed_tokens, progress.prompt_tokens)),
     )
-    assert told == [(1, 2), (1, 3), (2, 3)]
+    assert received == [(1, 2), (1, 3), (2, 3)]
 
 
-async def test_a_reader_that_pauses_is_sent_no_more_than_it_takes(
+async def test_a_reader_that_pauses_receives_no_more_than_its_credit(
     serve: Serve, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.runtime.client.stream.CREDIT_TOKENS", 10)
@@ -179,7 +179,7 @@ async def test_a_reader_that_pauses_is_sent_no_more_than_it_takes(
     assert [token for chunk in chunks for token in chunk.token_ids] == list(range(100))
 
 
-async def test_a_reader_that_pauses_too_long_is_told(
+async def test_a_reader_that_pauses_too_long_gets_deadline_exceeded(
     serve: Serve, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.runtime.client.stream.CREDIT_TOKENS", 4)
@@ -193,7 +193,7 @@ async def test_a_reader_that_pauses_too_long_is_told(
         assert (await client.complete("hi", THREE)).token_ids == (0, 1, 2)
 
 
-async def test_a_retry_with_the_same_key_is_the_same_request(system: Any, client: AsyncClient) -> None:
+async def test_a_retry_with_the_same_key_returns_the_first_stream(system: Any, client: AsyncClient) -> None:
     first = await client.complete("hi", THREE, idempotency_key="k")
     assert await client.complete("hi", THREE, idempotency_key="k") == first
     assert len(system.engine.requests) == 1
@@ -233,22 +233,22 @@ async def test_closing_the_client_cancels_everything(system: Any, eventually: Ev
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True], ids=["waits", "is cancelled"])
-async def test_closing_while_the_server_reads_nothing(
+async def test_close_does_not_hang_if_the_server_does_not_read(
     eventually: Eventually, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
 ) -> None:
-    """Megabytes are unsent then: neither `close` nor who waits for them to leave may hang."""
+    """Neither `close` nor the requests whose bytes are unsent may hang."""
     monkeypatch.setattr("quire.runtime.client.connection.CLOSE_TIMEOUT_S", 60.0 if is_cancelled else 0.05)
-    frozen: list[asyncio.StreamWriter] = []
+    writers: list[asyncio.StreamWriter] = []
 
-    async def freeze(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def stop_reading(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1024)
         writer.write(framed("WELCOME", 1, [], 4 << 20, "m"))
         writer.transport.pause_reading()  # type: ignore[attr-defined]
-        frozen.append(writer)
+        writers.append(writer)
 
-    server = await asyncio.start_server(freeze, "127.0.0.1", 0)
+    server = await asyncio.start_server(stop_reading, "127.0.0.1", 0)
     client = await AsyncClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}").__aenter__()
-    await eventually(lambda: bool(frozen))
+    await eventually(lambda: bool(writers))
     streams = [asyncio.create_task(client.complete("x" * (3 << 20))) for _ in range(5)]
     await asyncio.sleep(0)
     closing = asyncio.create_task(client.close())
@@ -263,13 +263,13 @@ async def test_closing_while_the_server_reads_nothing(
     for stream in streams:
         with pytest.raises(Unavailable, match="closed"):
             await stream
-    frozen[0].transport.abort()
+    writers[0].transport.abort()
     server.close()
     await server.wait_closed()
 
 
-def test_the_same_on_uvloop(serve: Serve, eventually: Eventually) -> None:
-    """The loop `quire serve` installs."""
+def test_clients_work_on_uvloop(serve: Serve, eventually: Eventually) -> None:
+    """Run streams, leaving and closing on the event loop that `quire serve` installs."""
 
     async def scenario() -> None:
         system = await serve()
@@ -296,7 +296,7 @@ def test_the_same_on_uvloop(serve: Serve, eventually: Eventually) -> None:
     ("prompt", "error_class", "message"),
     [("full", Overloaded, "the queue is full"), ("fail", GenerationFailed, "the logits are NaN")],
 )
-async def test_the_servers_errors_keep_their_class(
+async def test_errors_of_the_server_keep_their_class(
     client: AsyncClient, prompt: str, error_class: type[Exception], message: str
 ) -> None:
     with pytest.raises(error_class, match=message) as caught:
@@ -307,7 +307,7 @@ async def test_the_servers_errors_keep_their_class(
 
 
 @pytest.mark.parametrize("prompt", ["\ud800", "x" * (5 << 20), [2**70]], ids=["surrogate", "too long", "beyond u64"])
-async def test_what_cannot_be_sent_fails_before_sending(client: AsyncClient, prompt: Any) -> None:
+async def test_a_request_that_cannot_be_encoded_is_refused(client: AsyncClient, prompt: Any) -> None:
     with pytest.raises(InvalidRequest):
         await client.complete(prompt)
     await client.ping()
@@ -327,7 +327,7 @@ def nested(depth: int) -> list[Any]:
     ],
     ids=["nested too deep", "a float as key", "too many entries", "too many ids"],
 )
-async def test_what_the_protocol_does_not_allow_harms_no_other_stream(
+async def test_a_request_beyond_the_limits_of_the_protocol_fails_alone(
     client: AsyncClient, prompt: Any, options: dict[str, Any]
 ) -> None:
     stream = client.generate("hold", ENDLESS)
@@ -341,16 +341,16 @@ async def test_what_the_protocol_does_not_allow_harms_no_other_stream(
     following.cancel()
 
 
-async def test_what_the_protocol_just_allows_is_sent(system: Any, client: AsyncClient) -> None:
+async def test_a_request_at_the_limits_of_the_protocol_is_sent(system: Any, client: AsyncClient) -> None:
     await client.complete(sampling_params=THREE, messages=[{"role": "user", "content": nested(5)}])
     assert len(system.engine.requests) == 1
 
 
-async def test_a_connection_lost_to_a_breach_is_replaced() -> None:
-    """The server's, here: what it says is no protocol the first time."""
+async def test_a_connection_is_replaced_after_a_breach() -> None:
+    """The server reports a breach on the first connection."""
     num_connections = 0
 
-    async def breach_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def report_breach_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal num_connections
         num_connections += 1
         await reader.read(1024)
@@ -362,7 +362,7 @@ async def test_a_connection_lost_to_a_breach_is_replaced() -> None:
         await reader.read()
         writer.close()
 
-    server = await asyncio.start_server(breach_once, "127.0.0.1", 0)
+    server = await asyncio.start_server(report_breach_once, "127.0.0.1", 0)
     async with AsyncClient(f"127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
         with pytest.raises(ProtocolError, match="a breach"):
             await client.ping()
@@ -371,7 +371,7 @@ async def test_a_connection_lost_to_a_breach_is_replaced() -> None:
     await server.wait_closed()
 
 
-async def test_the_servers_frame_limit_is_respected(serve: Serve) -> None:
+async def test_the_frame_limit_of_the_server_is_respected(serve: Serve) -> None:
     system = await serve(max_frame_bytes=100_000)
     async with AsyncClient(system.address) as client:
         with pytest.raises(InvalidRequest, match="the limit is 100000"):
@@ -382,14 +382,14 @@ async def test_the_servers_frame_limit_is_respected(serve: Serve) -> None:
 async def test_a_wrong_token(serve: Serve) -> None:
     system = await serve(token="secret")
     with pytest.raises(Unauthenticated, match="not valid"):
-        async with AsyncClient(system.address, token="guess"):
+        async with AsyncClient(system.address, token="wrong"):
             pass
     async with AsyncClient(system.address, token="secret") as client:
         await client.ping()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "unix:/nonexistent/quire.sock", "no such host:1"])
-async def test_nobody_there(address: str) -> None:
+async def test_unavailable_if_no_server_listens(address: str) -> None:
     with pytest.raises(Unavailable, match="cannot connect"):
         async with AsyncClient(address):
             pass
@@ -398,7 +398,7 @@ async def test_nobody_there(address: str) -> None:
 def test_a_bad_address() -> None:
     with pytest.raises(ConfigError, match="host:port"):
         AsyncClient("localhost")
-    with pytest.raises(ConfigError, match="does not speak TLS"):
+    with pytest.raises(ConfigError, match="TLS is not supported over a unix socket"):
         AsyncClient("unix:/run/quire.sock", tls=True)
 
 
@@ -418,7 +418,7 @@ async def test_a_server_that_closes_ends_every_stream(system: Any, client: Async
         await client.ping()
 
 
-# Servers that misbehave
+# Servers that break the protocol
 
 
 def framed(*message: object) -> bytes:
@@ -441,14 +441,14 @@ WELCOME = framed("WELCOME", 1, [], 1 << 20, "m")
     ],
     ids=["leaves", "garbage", "two welcomes", "bad tokens", "http", "silent close"],
 )
-async def test_a_misbehaving_server_is_a_typed_error(answer: bytes, error_class: type[Exception]) -> None:
-    async def misbehave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def test_a_server_that_breaks_the_protocol_raises_an_error(answer: bytes, error_class: type[Exception]) -> None:
+    async def send_answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1024)
         writer.write(answer)
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(misbehave, "127.0.0.1", 0)
+    server = await asyncio.start_server(send_answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     with pytest.raises(error_class):
         async with AsyncClient(f"127.0.0.1:{port}") as client:
@@ -462,7 +462,7 @@ async def test_a_misbehaving_server_is_a_typed_error(answer: bytes, error_class:
 
 @pytest.fixture
 def address(serve: Serve) -> Iterator[tuple[str, Any]]:
-    """A server on a loop in another thread, as a blocking program meets it."""
+    """Return the address and the engine of a server on another thread, for clients without asyncio."""
     started: list[Any] = []
     ready = threading.Event()
     stop: list[Callable[[], None]] = []
@@ -477,7 +477,7 @@ def address(serve: Serve) -> Iterator[tuple[str, Any]]:
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
-    assert ready.wait(5)
+    assert ready.wait(60)
     yield started[0].address, started[0].engine
     stop[0]()
     thread.join()
@@ -490,7 +490,7 @@ def test_the_blocking_client_streams(address: tuple[str, Any]) -> None:
         assert client.ping() > 0
 
 
-def test_the_blocking_client_asks(address: tuple[str, Any]) -> None:
+def test_the_blocking_client_sends_tokenize_models_and_stats(address: tuple[str, Any]) -> None:
     with Client(address[0]) as client:
         assert client.tokenize("h") == (0, 104)
         assert [model.vocab_size for model in client.models()] == [256]
@@ -519,13 +519,13 @@ def test_closing_a_blocking_client_frees_other_threads(address: tuple[str, Any])
             client.ping()
         client.close()
         with pytest.raises(Unavailable, match="closed"):
-            waiting.result(5)
+            waiting.result(60)
     client.close()
     with pytest.raises(Unavailable):
         client.ping()
 
 
-def test_blocking_errors_are_the_same(address: tuple[str, Any]) -> None:
+def test_the_blocking_client_raises_the_same_errors(address: tuple[str, Any]) -> None:
     with Client(address[0]) as client, pytest.raises(Overloaded, match="the queue is full"):
         client.complete("full")
     with pytest.raises(Unavailable), Client("127.0.0.1:1"):
