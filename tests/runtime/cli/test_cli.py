@@ -1,4 +1,4 @@
-"""The `quire` command as people run it: a process of its own, in any folder, one line for every refusal."""
+"""The `quire` command in its own process, in any folder; errors are one line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 @pytest.fixture
 def hostile_folder(tmp_path: Path) -> Path:
-    """A working directory whose packages are named like ours and must never be imported."""
+    """Return a working directory with packages named like Quire's, which must not be imported."""
     for name in ("kernels", "runtime", "pager", "scheduler", "quire"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('a stranger was imported')\n")
@@ -60,7 +60,7 @@ def quire(hostile_folder: Path) -> Callable[..., subprocess.CompletedProcess[str
 Quire = Callable[..., subprocess.CompletedProcess[str]]
 
 
-# What it prints
+# Output
 
 
 @pytest.mark.parametrize("command", [MODULE, SCRIPT], ids=["module", "script"])
@@ -114,8 +114,8 @@ def test_generate_prints_choices_one_after_another(
     )
 
 
-def test_output_that_nobody_reads(hostile_folder: Path) -> None:
-    """`quire generate … | head -c 1`: no traceback when the pipe breaks."""
+def test_a_closed_pipe_is_no_traceback(hostile_folder: Path) -> None:
+    """Run `quire generate … | head -c 1`."""
     process = subprocess.Popen(
         [*MODULE, "generate", "This", "--max-tokens", "1000", "--ignore-eos", *QUICK],
         cwd=hostile_folder,
@@ -187,7 +187,7 @@ def test_bench_without_the_cache(quire: Quire, tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-# Refusals: exit status 2 and one line
+# Errors: exit status 2 and one line
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_bench_without_the_cache(quire: Quire, tmp_path: Path) -> None:
         (["serve", __file__], "is not a folder"),
     ],
 )
-def test_refusals(quire: Quire, arguments: list[str], message: str) -> None:
+def test_errors_of_a_process(quire: Quire, arguments: list[str], message: str) -> None:
     refused(quire(*arguments), message)
 
 
@@ -234,10 +234,10 @@ def test_refusals(quire: Quire, arguments: list[str], message: str) -> None:
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
-def test_refusals_in_this_process(
+def test_errors_in_this_process(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As above without a process each: a server changes its process's logging, these change nothing."""
+    """Run commands that, unlike `serve`, change nothing in the process, such as its logging."""
     monkeypatch.setattr(sys, "argv", ["quire", *arguments])
     with pytest.raises(SystemExit) as end:
         main()
@@ -248,7 +248,7 @@ def test_refusals_in_this_process(
 @pytest.mark.parametrize(
     ("variable", "value"), [("QUIRE_MAX_NUM_SEQS", "many"), ("QUIRE_WEIGHTS", "int3"), ("QUIRE_THREADS", "0")]
 )
-def test_refused_environment(quire: Quire, variable: str, value: str) -> None:
+def test_errors_of_environment_variables(quire: Quire, variable: str, value: str) -> None:
     refused(quire("plan", **{variable: value}), f"{variable} must be ")
 
 
@@ -264,7 +264,7 @@ def refused(done: subprocess.CompletedProcess[str], message: str) -> None:
 
 @contextmanager
 def server(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`quire serve` on free ports: the process and its ready line."""
+    """Run `quire serve` on free ports; yield the process and its ready line."""
     process = subprocess.Popen(
         [*SCRIPT, "serve", "--http-port", "0", *QUICK, *flags],
         cwd=folder,
@@ -293,24 +293,24 @@ def test_serve_over_tcp_until_terminated(hostile_folder: Path) -> None:
         process.send_signal(signal.SIGTERM)
         out, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0
-    assert out == "", "the ready line is the only thing on standard output"
+    assert out == "", "standard output has only the ready line"
     assert "Traceback" not in errors
 
 
-def test_serve_on_a_unix_socket_that_is_gone_afterwards(hostile_folder: Path, tmp_path: Path) -> None:
+def test_serve_removes_its_unix_socket(hostile_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
     with server(hostile_folder, "--uds", str(path)) as (process, ready):
         assert address_in(ready) == f"unix:{path}"
         with Client(f"unix:{path}") as client:
             stream = client.generate("This module", SamplingParams(max_tokens=2000, ignore_eos=True))
             next(stream)
-            process.send_signal(signal.SIGINT)  # with a stream under way
+            process.send_signal(signal.SIGINT)  # while a stream runs
             process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0
     assert not path.exists()
 
 
-def test_a_port_in_use(quire: Quire) -> None:
+def test_a_port_in_use_is_an_error(quire: Quire) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         refused(quire("serve", "--port", port, "--http-port", "0", *QUICK), f"cannot listen on 127.0.0.1:{port}")
@@ -323,7 +323,7 @@ WARM = "This module provides access to the functions that are defined by the C s
 
 
 def served(folder: Path, snapshot: Path, *flags: str) -> tuple[Any, str]:
-    """One prompt through a server that is then terminated: what came of it, and what the server logged."""
+    """Send one prompt to a server and terminate it; return the completion and the server's log."""
     with server(folder, "--port", "0", "--prefix-snapshot", str(snapshot), *flags) as (process, ready):
         with Client(address_in(ready)) as client:
             done = client.complete(WARM, SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2))
@@ -334,7 +334,7 @@ def served(folder: Path, snapshot: Path, *flags: str) -> tuple[Any, str]:
     return done, errors
 
 
-def test_a_restart_is_warm_and_damage_only_makes_it_cold(hostile_folder: Path, tmp_path: Path) -> None:
+def test_a_snapshot_makes_a_restart_warm_and_a_damaged_one_is_ignored(hostile_folder: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "prefixes.quire"
     cold, errors = served(hostile_folder, snapshot)
     assert cold.usage.cached_tokens == 0
@@ -344,7 +344,7 @@ def test_a_restart_is_warm_and_damage_only_makes_it_cold(hostile_folder: Path, t
     warm, errors = served(hostile_folder, snapshot)
     assert warm.usage.cached_tokens == 64
     assert "prefix snapshot loaded" in errors
-    assert warm.outputs == cold.outputs, "the same bits, logprobs included"
+    assert warm.outputs == cold.outputs, "the same bits, with logprobs"
 
     whole = snapshot.read_bytes()
     snapshot.write_bytes(whole[:-1000])
@@ -358,7 +358,7 @@ def test_a_restart_is_warm_and_damage_only_makes_it_cold(hostile_folder: Path, t
     assert "to another model" in errors
 
 
-def test_a_file_that_is_no_snapshot_is_not_touched(quire: Quire, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_snapshot_is_not_overwritten(quire: Quire, tmp_path: Path) -> None:
     path = tmp_path / "thesis.txt"
     path.write_text("four years of work")
     done = quire("serve", "--port", "0", "--http-port", "0", *QUICK, "--prefix-snapshot", str(path))
@@ -368,7 +368,7 @@ def test_a_file_that_is_no_snapshot_is_not_touched(quire: Quire, tmp_path: Path)
     assert path.read_text() == "four years of work"
 
 
-def test_where_no_snapshot_can_be_kept(quire: Quire, tmp_path: Path) -> None:
+def test_paths_that_cannot_hold_a_snapshot_are_errors(quire: Quire, tmp_path: Path) -> None:
     serve = ("serve", "--port", "0", "--http-port", "0", *QUICK, "--prefix-snapshot")
     refused(quire(*serve, str(tmp_path)), "is a folder; name a file")
     refused(quire(*serve, "/nowhere/at/all"), "no file can be made in /nowhere/at")
@@ -377,7 +377,7 @@ def test_where_no_snapshot_can_be_kept(quire: Quire, tmp_path: Path) -> None:
 # demo
 
 
-def test_demo_shows_its_users_and_leaves_no_process(quire: Quire) -> None:
+def test_demo_shows_its_users_and_ends_its_processes(quire: Quire) -> None:
     mark = secrets.token_hex()
     done = quire("demo", "--users", "3", "--max-tokens", "20", COLUMNS="120", MARK=mark)
     assert done.returncode == 0, done.stderr
@@ -387,7 +387,7 @@ def test_demo_shows_its_users_and_leaves_no_process(quire: Quire) -> None:
 
 
 def processes_with(mark: str) -> list[int]:
-    """That have `mark` in their environment."""
+    """Return the ids of the processes with `mark` in their environment."""
     entries = (entry for entry in Path("/proc").iterdir() if entry.name.isdigit())
     return [int(entry.name) for entry in entries if mark.encode() in _environment_of(entry)]
 

@@ -1,7 +1,7 @@
 """`quire info`, `quire serve` and its metrics under real limits: affinity, cpusets and CPU quotas of this kernel.
 
-Cgroups are made here, v1 or v2 as mounted, and removed afterwards; without the right to make them a test is skipped
-and says why. `tests/kernels/test_cpus.py` has the cases that no single machine has.
+The tests create and remove cgroups, v1 or v2, and are skipped where that is not allowed. `tests/kernels/test_cpus.py`
+has the cases that one machine cannot have together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")} | {
-    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # an editable install may ask for its tools
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # an editable install may rebuild with these tools
 }
 QUIRE = (sys.executable, "-P", "-m", "quire.runtime.cli.main")
 CPUS = sorted(os.sched_getaffinity(0))
@@ -26,12 +26,12 @@ MakeGroup = Callable[..., Path]
 
 
 def home_of_groups(controller: str) -> Path:
-    """A folder below which a cgroup of `controller` can be made: our own in v1, the mount's in v2."""
-    ours = dict(re.findall(r"^\d+:(.*):(.*)$", Path("/proc/self/cgroup").read_text(), re.M))
+    """Return a folder in which a cgroup of `controller` can be created: this process's in v1, the mount's in v2."""
+    own = dict(re.findall(r"^\d+:(.*):(.*)$", Path("/proc/self/cgroup").read_text(), re.M))
     mount = r"^\S+ \S+ \S+ / (\S+) .* - (cgroup2?) \S+ (\S+)$"
     for mount_point, kind, options in re.findall(mount, Path("/proc/self/mountinfo").read_text(), re.M):
         if kind == "cgroup" and controller in options.split(","):
-            return Path(mount_point + next(ours[names] for names in ours if controller in names.split(",")))
+            return Path(mount_point + next(own[names] for names in own if controller in names.split(",")))
         if kind == "cgroup2" and controller in Path(mount_point, "cgroup.subtree_control").read_text().split():
             return Path(mount_point)
     pytest.skip(f"no cgroup hierarchy with the {controller} controller is mounted here")
@@ -39,7 +39,7 @@ def home_of_groups(controller: str) -> Path:
 
 @pytest.fixture
 def make_group() -> Iterator[MakeGroup]:
-    """`make_group(home, settings)`: a cgroup in the folder `home`, its controller's files written."""
+    """Return `make_group(home, settings)`, which creates a cgroup in the folder `home` and writes its files."""
     made: list[Path] = []
 
     def make(home: Path, settings: dict[str, str]) -> Path:
@@ -50,7 +50,7 @@ def make_group() -> Iterator[MakeGroup]:
             for name, value in settings.items():
                 (folder / name).write_text(value)
         except OSError as error:
-            pytest.skip(f"a cgroup cannot be made here: {error}")
+            pytest.skip(f"cgroups cannot be created here: {error}")
         return folder
 
     yield make
@@ -60,7 +60,7 @@ def make_group() -> Iterator[MakeGroup]:
 
 @pytest.fixture
 def make_quota(make_group: MakeGroup) -> Callable[[float], Path]:
-    """A cgroup that may use so many CPUs."""
+    """Return a function that creates a cgroup with a quota of `cpus`."""
 
     def make(cpus: float) -> Path:
         home, quota = home_of_groups("cpu"), str(round(cpus * 100_000))
@@ -72,7 +72,7 @@ def make_quota(make_group: MakeGroup) -> Callable[[float], Path]:
 
 
 def inside(group: Path, *command: str) -> tuple[str, ...]:
-    """`command`, run as a member of the cgroup."""
+    """Return a command that runs `command` as a member of the cgroup."""
     return "sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(group), *command
 
 
@@ -82,7 +82,7 @@ def threads_line(*command: str) -> str:
     return next(line for line in done.stdout.splitlines() if line.startswith("threads"))
 
 
-def test_affinity() -> None:
+def test_affinity_limits_threads() -> None:
     alone = (
         sys.executable,
         "-c",
@@ -91,7 +91,7 @@ def test_affinity() -> None:
     assert threads_line(*alone, *QUIRE, "info") == "threads    1  (affinity and cpuset allow 1)"
 
 
-def test_cpuset(make_group: MakeGroup) -> None:
+def test_a_cpuset_limits_threads(make_group: MakeGroup) -> None:
     home = home_of_groups("cpuset")
     settings = {"cpuset.cpus": str(CPUS[-1])}
     if not (home / "cgroup.controllers").exists():
@@ -101,7 +101,7 @@ def test_cpuset(make_group: MakeGroup) -> None:
 
 
 @pytest.mark.parametrize("cpus", [0.5, len(CPUS) - 0.5, len(CPUS) + 0.5])
-def test_quota(make_quota: Callable[[float], Path], cpus: float) -> None:
+def test_a_quota_limits_threads(make_quota: Callable[[float], Path], cpus: float) -> None:
     group = make_quota(cpus)
     line = threads_line(*inside(group, *QUIRE, "info"))
     if cpus > len(CPUS):
@@ -110,16 +110,14 @@ def test_quota(make_quota: Callable[[float], Path], cpus: float) -> None:
         assert line.startswith(f"threads    {max(1, int(cpus))}  (quota of {cpus:g} CPUs in {group}/cpu.")
 
 
-def test_the_quota_of_a_parent(make_quota: Callable[[float], Path], make_group: MakeGroup) -> None:
+def test_the_quota_of_a_parent_group_counts(make_quota: Callable[[float], Path], make_group: MakeGroup) -> None:
     parent = make_quota(0.5)
     child = make_group(parent, {})
     assert f"(quota of 0.5 CPUs in {parent}/cpu." in threads_line(*inside(child, *QUIRE, "info"))
 
 
-def test_a_hierarchy_mounted_elsewhere_in_a_cgroup_namespace(
-    make_quota: Callable[[float], Path], tmp_path: Path
-) -> None:
-    """As in a container: the group is called / there, and is mounted where somebody liked."""
+def test_a_quota_is_found_in_a_cgroup_namespace(make_quota: Callable[[float], Path], tmp_path: Path) -> None:
+    """In a container, the cgroup is named / and may be mounted anywhere."""
     group = make_quota(0.5)
     kind = "cgroup2" if (group / "cgroup.controllers").exists() else "cgroup -o cpu"
     mount = ("sh", "-c", f'mount -t {kind} none "$0" && exec "$@"', str(tmp_path))
@@ -129,7 +127,7 @@ def test_a_hierarchy_mounted_elsewhere_in_a_cgroup_namespace(
     assert f"(quota of 0.5 CPUs in {tmp_path}/cpu." in threads_line(*contained, *QUIRE, "info")
 
 
-def test_serve_and_its_metrics_say_why(make_quota: Callable[[float], Path]) -> None:
+def test_ready_line_and_metrics_give_the_reason_for_the_threads(make_quota: Callable[[float], Path]) -> None:
     group = make_quota(0.5)
     serve = inside(group, *QUIRE, "serve", "--port", "0", "--http-port", "0", "--kv-cache-memory", "4MiB")
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""`quire plan` of models whose layers slide."""
+"""`quire plan` for models with sliding-window layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAGE = 2 * 32 * 16 * 2 * 2  # keys and values of 32 tokens, two heads of 16 in b
         ("....", [], "2,048 tokens in the pool; at most 64 sequences, 2,048 tokens each"),
     ],
 )
-def test_layer_groups_are_shown_where_a_layer_slides(
+def test_layer_groups_are_shown_if_a_layer_has_a_window(
     hybrid_folder: Callable[[str], Path], layers: str, groups: list[str], pool: str
 ) -> None:
     per_page = {"s.s.ss": 2, "s": 1, "....": 4}[layers]

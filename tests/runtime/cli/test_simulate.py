@@ -1,4 +1,4 @@
-"""`quire simulate` as people run it: what it prints, and one line for every refusal."""
+"""`quire simulate`: what it prints, and its errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POOL = ("--kv-cache-memory", "64MiB")
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The command in this process: status and what it printed to both streams."""
+    """Return a function that runs the command in this process and returns its status, output and errors."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["quire", "simulate", *arguments])
@@ -31,10 +31,10 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
-def test_what_to_expect(run: Any) -> None:
+def test_tables_show_every_figure(run: Any) -> None:
     status, printed, errors = run(*MACHINE, *POOL, "--rate", "20", "--requests", "60", "--tenants", "a=20,b=1")
     assert (status, errors) == (0, "")
-    for what in (
+    for figure in (
         "time to first token",
         "inter-token latency",
         "throughput",
@@ -42,14 +42,14 @@ def test_what_to_expect(run: Any) -> None:
         "fairness",
         "tokens per second",
     ):
-        assert what in printed
+        assert figure in printed
     assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_json_is_the_same_for_the_same_seed(run: Any) -> None:
     flags = (*MACHINE, *POOL, "--requests", "30", "--noise", "0.1", "--goodput", "ttft:2000", "itl:200", "--json")
-    first, again = run(*flags)[1], run(*flags)[1]
-    assert first == again
+    first, second = run(*flags)[1], run(*flags)[1]
+    assert first == second
     report = json.loads(first)
     assert (report["offered"], report["finished"], report["goodput_share"]) == (30, 30, 1.0)
     assert report["objectives"] == {"ttft": 2000, "itl": 200}
@@ -57,7 +57,7 @@ def test_json_is_the_same_for_the_same_seed(run: Any) -> None:
     assert run(*flags, "--seed", "2")[1] != first
 
 
-def test_the_schedulers_flags_count(run: Any) -> None:
+def test_scheduling_options_have_an_effect(run: Any) -> None:
     flags = (*MACHINE, *POOL, "--requests", "60", "--rate", "200", "--max-num-seqs", "4", "--json")
     plain = json.loads(run(*flags)[1])
     bounded = json.loads(run(*flags, "--itl-target-ms", "10", "--max-num-waiting", "20")[1])
@@ -65,7 +65,7 @@ def test_the_schedulers_flags_count(run: Any) -> None:
     assert set(bounded["refused"]) == {"QueueFull"}
 
 
-def test_a_models_shape_and_a_trace_are_enough(run: Any) -> None:
+def test_a_config_json_and_a_trace_are_enough(run: Any) -> None:
     model = str(DATA / "qwen3-0.6b")
     trace = ("--arrivals", "mooncake", "--trace", str(DATA / "mooncake.jsonl"))
     flags = ("--weights", "q8", "--kv-cache-memory", "1GiB", *trace, *MACHINE, "--json")
@@ -74,7 +74,7 @@ def test_a_models_shape_and_a_trace_are_enough(run: Any) -> None:
     assert report["cached_share"] == pytest.approx(1024 / 2724)
 
 
-def test_the_machine_is_measured_where_it_is_not_given(run: Any) -> None:
+def test_the_machine_is_measured_if_it_is_not_given(run: Any) -> None:
     report = json.loads(run(*POOL, "--requests", "2", "--peak", "920", "--json")[1])
     assert report["read_bytes_per_s"] > 1e8
     assert report["peak_ops_per_s"] == {"q8": 920e9, "bf16": 460e9, "f32": 230e9}
@@ -100,7 +100,7 @@ def test_the_machine_is_measured_where_it_is_not_given(run: Any) -> None:
         (["--num-speculative-tokens", "3"], "--num-speculative-tokens cannot be simulated"),
     ],
 )
-def test_refusals(arguments: list[str], message: str, run: Any) -> None:
+def test_errors_are_one_line_and_status_2(arguments: list[str], message: str, run: Any) -> None:
     machine = () if arguments[0] in MACHINE else MACHINE
     status, printed, errors = run(*machine, *POOL, "--requests", "2", *arguments)
     assert (status, printed) == (2, "")

@@ -1,4 +1,4 @@
-"""One line per event, in either form; nothing secret and no local variables in it, whoever logs."""
+"""Log lines: one per event, in both forms, without secrets and local variables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.runtime.server.request_log import log_end
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    """Logging is a process's own: put back what the test changed."""
+    """Yield a stream for log lines, and restore the process's logging afterwards."""
     root, before = logging.getLogger(), (logging.getLogger().handlers[:], logging.getLogger().level)
     yield io.StringIO()
     structlog.contextvars.clear_contextvars()
@@ -30,7 +30,7 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_a_line_is_one_json_object_with_what_was_bound(stream: io.StringIO) -> None:
+def test_a_line_is_one_json_object_with_the_bound_values(stream: io.StringIO) -> None:
     log_to_stderr("json", stream=stream)
     structlog.contextvars.bind_contextvars(connection="c")
     structlog.get_logger("quire.server").bind(tenant="é").info("request ended", tokens=3)
@@ -40,7 +40,7 @@ def test_a_line_is_one_json_object_with_what_was_bound(stream: io.StringIO) -> N
 
 
 @pytest.mark.parametrize("form", ["console", "json"])
-def test_secrets_and_local_variables_stay_out(stream: io.StringIO, form: Any) -> None:
+def test_secrets_and_local_variables_are_not_logged(stream: io.StringIO, form: Any) -> None:
     log_to_stderr(form, stream=stream)
     log = structlog.get_logger("quire.server")
     password_of_a_caller = "hunter2"
@@ -57,30 +57,30 @@ def test_secrets_and_local_variables_stay_out(stream: io.StringIO, form: Any) ->
 
 
 @pytest.mark.parametrize("form", ["console", "json"])
-def test_what_a_peer_sent_neither_begins_a_line_nor_talks_to_a_terminal(stream: io.StringIO, form: Any) -> None:
+def test_input_of_a_peer_neither_begins_a_line_nor_controls_the_terminal(stream: io.StringIO, form: Any) -> None:
     log_to_stderr(form, stream=stream)
     structlog.get_logger("quire.server").warning("refused", reason="a\nquire ready \x1b[31m")
     assert len(stream.getvalue().splitlines()) == 1
     assert "\x1b" not in stream.getvalue()
 
 
-def test_levels_are_ours_and_of_other_libraries_only_warnings(stream: io.StringIO) -> None:
+def test_other_libraries_log_only_warnings(stream: io.StringIO) -> None:
     log_to_stderr("json", "debug", stream)
-    structlog.get_logger("quire.server").debug("ours")
-    logging.getLogger("uvicorn").info("theirs")
-    logging.getLogger("uvicorn").warning("%s", "worse")
+    structlog.get_logger("quire.server").debug("quire")
+    logging.getLogger("uvicorn").info("library")
+    logging.getLogger("uvicorn").warning("%s", "library")
     log_to_stderr("json", "warning", stream)
-    structlog.get_logger("quire.server").info("too much")
-    assert [(line["event"], line["level"]) for line in lines(stream)] == [("ours", "debug"), ("worse", "warning")]
+    structlog.get_logger("quire.server").info("below the level")
+    assert [(line["event"], line["level"]) for line in lines(stream)] == [("quire", "debug"), ("library", "warning")]
 
 
-def test_ids_are_short_and_unlike() -> None:
+def test_ids_are_short_and_unique() -> None:
     ids = [new_id() for _ in range(1000)]
     assert len(set(ids)) == 1000
     assert max(map(len, ids)) <= 12
 
 
-def test_the_end_of_a_request_is_one_line_that_quotes_nothing(stream: io.StringIO) -> None:
+def test_the_line_of_a_finished_request_quotes_no_message(stream: io.StringIO) -> None:
     log_to_stderr("json", stream=stream)
     structlog.contextvars.bind_contextvars(request="r", connection="c", tenant="acme")
     log_end(Done(7, "stop", Usage(prompt_tokens=3, completion_tokens=2, queue_ms=1.26)))

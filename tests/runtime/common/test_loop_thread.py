@@ -1,4 +1,4 @@
-"""An event loop on its own thread: whoever waits gets an answer, and closing leaves nothing."""
+"""`LoopThread`: every call of `run` returns or raises, and closing ends the thread and its coroutines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def value(result: int) -> int:
     return result
 
 
-def test_results_and_errors_come_back() -> None:
+def test_run_returns_results_and_raises_errors() -> None:
     thread = LoopThread("t")
     assert thread.run(value(3)) == 3
     with pytest.raises(ZeroDivisionError):
@@ -30,39 +30,39 @@ async def fail() -> None:
     raise ZeroDivisionError
 
 
-def test_after_closing_everything_is_refused() -> None:
-    thread = LoopThread("the thing")
+def test_run_raises_after_close() -> None:
+    thread = LoopThread("this client")
     thread.close()
     thread.close()
-    with pytest.raises(Unavailable, match="the thing is closed"):
+    with pytest.raises(Unavailable, match="this client is closed"):
         thread.run(value(1))
-    assert "the thing" not in [running.name for running in threading.enumerate()]
+    assert "this client" not in [running.name for running in threading.enumerate()]
 
 
-def test_a_program_that_forgets_to_close_still_ends() -> None:
+def test_a_program_ends_without_closing_its_threads() -> None:
     program = (
         "from quire.runtime.common.loop_thread import LoopThread; import asyncio\n"
         "async def begin(): globals()['task'] = asyncio.create_task(asyncio.Event().wait())\n"
         "thread = LoopThread('t'); thread.run(begin())\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_farewell_decides_what_others_see() -> None:
+def test_on_close_decides_the_outcome_of_waiting_calls() -> None:
     thread = LoopThread("t")
     gate = thread.run(make_gate())
 
-    async def farewell() -> None:
+    async def fail_the_gate() -> None:
         gate.set_exception(KeyError("gone"))
 
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(thread.run, wait_for(gate))
-        thread.run(until_waited_for(gate))
-        thread.on_close = farewell
+        thread.run(until_awaited(gate))
+        thread.on_close = fail_the_gate
         thread.close()
         with pytest.raises(KeyError, match="gone"):
-            waiting.result(5)
+            waiting.result(60)
 
 
 async def make_gate() -> asyncio.Future[int]:
@@ -73,13 +73,13 @@ async def wait_for(gate: asyncio.Future[int]) -> int:
     return await gate
 
 
-async def until_waited_for(gate: asyncio.Future[int]) -> None:
+async def until_awaited(gate: asyncio.Future[int]) -> None:
     while not gate._callbacks:  # type: ignore[attr-defined]
         await asyncio.sleep(0)
 
 
-def test_what_no_farewell_ends_is_cancelled_and_told() -> None:
-    thread = LoopThread("the thing")
+def test_waiting_calls_raise_if_on_close_does_not_end_them() -> None:
+    thread = LoopThread("this client")
     cleaned: list[str] = []
 
     async def forever() -> None:
@@ -95,11 +95,11 @@ def test_what_no_farewell_ends_is_cancelled_and_told() -> None:
         thread.run(value(0))
         thread.close()
         with pytest.raises(Unavailable, match="was closed meanwhile"):
-            waiting.result(5)
+            waiting.result(60)
     assert cleaned == ["yes"]
 
 
-def test_a_failing_farewell_is_raised_and_the_thread_still_ends() -> None:
+def test_close_raises_the_error_of_on_close_and_ends_the_thread() -> None:
     thread = LoopThread("t")
     thread.on_close = fail
     with pytest.raises(ZeroDivisionError):
@@ -108,7 +108,7 @@ def test_a_failing_farewell_is_raised_and_the_thread_still_ends() -> None:
     assert not thread._thread.is_alive()
 
 
-def test_interrupting_the_caller_cancels_what_it_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupting_run_cancels_its_coroutine(monkeypatch: pytest.MonkeyPatch) -> None:
     thread = LoopThread("t")
     cancelled = threading.Event()
 
@@ -118,8 +118,8 @@ def test_interrupting_the_caller_cancels_what_it_waited_for(monkeypatch: pytest.
         finally:
             cancelled.set()
 
-    def interrupted(self: object) -> None:
-        thread_started.wait(5)
+    def raise_interrupt(self: object) -> None:
+        thread_started.wait(60)
         raise KeyboardInterrupt
 
     thread_started = threading.Event()
@@ -129,8 +129,8 @@ def test_interrupting_the_caller_cancels_what_it_waited_for(monkeypatch: pytest.
         await forever()
 
     with monkeypatch.context() as patch:
-        patch.setattr("concurrent.futures.Future.result", interrupted)
+        patch.setattr("concurrent.futures.Future.result", raise_interrupt)
         with pytest.raises(KeyboardInterrupt):
             thread.run(started())
-    assert cancelled.wait(5)
+    assert cancelled.wait(60)
     thread.close()

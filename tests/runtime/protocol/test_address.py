@@ -1,4 +1,4 @@
-"""The three forms of an address, and everything else refused."""
+"""The three forms of an address; other texts are refused."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def test_addresses(text: str, address: Address) -> None:
         "::1:7070", "[::1]", "[]:7070", "[host]:7070", "unix:", "unix:\0", "host:70 ",
     ],
 )  # fmt: skip
-def test_anything_else_is_refused_with_the_allowed_forms(text: str) -> None:
+def test_other_texts_are_refused_with_the_allowed_forms(text: str) -> None:
     with pytest.raises(ConfigError, match=r"write host:port, \[v6\]:port or unix:/path"):
         parse_address(text)

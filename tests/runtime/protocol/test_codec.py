@@ -1,4 +1,4 @@
-"""Bytes to frames: any split gives the same frames, any bytes give frames or typed errors, limits hold first."""
+"""The codec: any split of the bytes gives the same frames, any bytes give frames or errors, and limits hold."""
 
 from __future__ import annotations
 
@@ -103,23 +103,23 @@ def packed(message: object) -> bytes:
     return framed(msgpack.packb(message))
 
 
-def test_the_wire_form_is_length_then_an_array_led_by_the_type() -> None:
-    """Pinned bytes: clients in other languages depend on them."""
+def test_a_frame_is_a_length_and_an_array_that_begins_with_the_type() -> None:
+    """Compare with fixed bytes, because clients in other languages depend on them."""
     assert encode(frames.Cancel(5)) == b"\x00\x00\x00\x09\x92\xa6CANCEL\x05"
     assert encode(frames.Error(None, "CANCELLED", "x")) == packed(["ERROR", None, "CANCELLED", "x", False, None])
 
 
 @given(frame=CLIENT_FRAME)
-def test_client_frames_survive(frame: Frame) -> None:
+def test_client_frames_are_decoded_as_encoded(frame: Frame) -> None:
     assert decode_all(encode(frame)) == [frame]
 
 
 @given(frame=SERVER_FRAME)
-def test_server_frames_survive(frame: Frame) -> None:
+def test_server_frames_are_decoded_as_encoded(frame: Frame) -> None:
     assert decode_all(encode(frame), SERVER_FRAMES) == [frame]
 
 
-def test_fields_with_defaults_may_be_left_out() -> None:
+def test_trailing_fields_with_defaults_may_be_omitted() -> None:
     assert decode_all(packed(["GENERATE", 1, "hi"])) == [frames.Generate(1, "hi")]
 
 
@@ -143,7 +143,7 @@ def test_any_split_gives_the_same_frames(sent: list[Frame]) -> None:
     assert [frame for byte in data for frame in decoder.feed(bytes([byte]))] == sent
 
 
-# Arbitrary input
+# Any input
 
 
 def decodes_or_refuses(data: bytes) -> None:
@@ -179,7 +179,7 @@ def test_any_mutated_frame_is_decoded_or_refused(frame: Frame, position: int, by
     decodes_or_refuses(bytes(data))
 
 
-# Breaches of framing
+# Breaches of the protocol
 
 
 def nested(levels: int) -> bytes:
@@ -234,14 +234,14 @@ BREACHES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("data", "message"), BREACHES.values(), ids=BREACHES)
-def test_a_breach_is_a_protocol_error_after_the_good_frames(data: bytes, message: str) -> None:
+def test_a_breach_raises_after_the_frames_before_it(data: bytes, message: str) -> None:
     arriving = Decoder(CLIENT_FRAMES).feed(encode(frames.Ping(1)) + data)
     assert next(arriving) == frames.Ping(1)
     with pytest.raises(ProtocolError, match=message):
         next(arriving)
 
 
-def test_too_many_arrays_in_a_large_frame() -> None:
+def test_too_many_arrays_are_a_breach() -> None:
     with pytest.raises(ProtocolError, match=f"more than {MAX_ARRAYS} arrays"):
         decode_all(packed([[], *[[[[]]]] * (MAX_ARRAYS // 3)]))
 
@@ -276,18 +276,18 @@ def bytes_to_refuse(payload: bytes) -> int:
         tracemalloc.stop()
 
 
-def test_the_deepest_level_allowed_is_read() -> None:
+def test_the_deepest_allowed_level_is_decoded() -> None:
     with pytest.raises(ProtocolError, match="unknown frame type"):
         decode_all(framed(nested(MAX_DEPTH)))
 
 
 @pytest.mark.parametrize("length", [MIN_FRAME_BYTES + 1, 2**32 - 1])
-def test_a_lying_length_is_refused_before_its_bytes_arrive(length: int) -> None:
+def test_a_length_beyond_the_limit_is_refused_before_the_payload(length: int) -> None:
     with pytest.raises(ProtocolError, match=f"declares {length} bytes, the limit is {MIN_FRAME_BYTES}"):
         list(Decoder(CLIENT_FRAMES).feed(struct.pack(">I", length)))
 
 
-def test_the_limit_may_grow_between_two_frames_of_one_read() -> None:
+def test_the_limit_may_be_raised_between_two_frames() -> None:
     large = frames.Generate(1, "x" * MIN_FRAME_BYTES)
     decoder = Decoder(CLIENT_FRAMES)
     received = []
@@ -304,7 +304,7 @@ def test_a_chat_of_thousands_of_messages_is_within_the_limits() -> None:
     assert frame.messages == messages
 
 
-# A well-framed GENERATE that asks for nonsense
+# A GENERATE frame whose fields do not fit
 
 
 MALFORMED: dict[str, list[Any]] = {
@@ -317,8 +317,8 @@ MALFORMED: dict[str, list[Any]] = {
     "text key in logit_bias": ["x", {"logit_bias": {"5": 1.0}}],
     "parameters not a map": ["x", [1]],
     "negative deadline": ["x", {}, -1],
-    "a field too many": ["x", {}, None, 0, None, None, None, None, False, 0],
-    "messages that are no maps": [None, {}, None, 0, None, ["hi"]],
+    "one field too many": ["x", {}, None, 0, None, None, None, None, False, 0],
+    "messages that are not maps": [None, {}, None, 0, None, ["hi"]],
     "an empty key": ["x", {}, None, 0, None, None, None, ""],
     "a key too long": ["x", {}, None, 0, None, None, None, "k" * 257],
 }
@@ -334,13 +334,13 @@ def test_a_malformed_generate_fails_its_own_request_only(body: list[Any]) -> Non
     assert following == frames.Ping(1)
 
 
-def test_error_messages_are_bounded_whatever_was_sent() -> None:
+def test_error_messages_have_a_greatest_length() -> None:
     (malformed,) = decode_all(packed(["GENERATE", 9, "x", {"y" * 100_000: 1}]))
     assert isinstance(malformed, Malformed)
     assert len(str(malformed.error)) <= 500
 
 
-# What cannot be sent
+# Frames that cannot be encoded
 
 
 UNSENDABLE: dict[str, Callable[[], Frame]] = {
@@ -351,6 +351,6 @@ UNSENDABLE: dict[str, Callable[[], Frame]] = {
 
 
 @pytest.mark.parametrize("frame", UNSENDABLE.values(), ids=UNSENDABLE)
-def test_what_has_no_wire_form_is_an_invalid_request(frame: Callable[[], Frame]) -> None:
+def test_a_frame_that_cannot_be_encoded_is_an_invalid_request(frame: Callable[[], Frame]) -> None:
     with pytest.raises(InvalidRequest):
         encode(frame())

@@ -1,4 +1,4 @@
-"""Errors cross the wire as their class, code, message and retry advice."""
+"""ERROR frames keep the class, code, message and retry advice of an error."""
 
 from __future__ import annotations
 

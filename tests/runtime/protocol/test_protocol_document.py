@@ -1,4 +1,4 @@
-"""PROTOCOL.md is true: every frame and field stands at its place, numbers are the constants, the bytes decode."""
+"""PROTOCOL.md agrees with the code: every frame and field with its position, the constants, and the bytes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ EXAMPLES = re.findall(r"^    ([→←]) (.*)\n((?:      [0-9a-f ]+\n)+)", TEXT, 
 
 
 def rows(section: str) -> list[list[str]]:
-    """Cells of its tables' rows, without headings and rules."""
+    """Return the cells of a section's table rows, without headings and rules."""
     lines = [line for line in SECTIONS[section].splitlines() if re.match(r"\| [^|]", line)]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def defaults(struct: type[Any]) -> list[tuple[str, str, bool]]:
-    """Name, default as the document writes it, and whether nil is allowed."""
+    """Return each field's name, its default as the document writes it, and whether nil is allowed."""
     hints = get_type_hints(struct)
     found = []
     for field in msgspec.structs.fields(struct):
@@ -63,23 +63,23 @@ def documented(table: list[list[str]]) -> list[tuple[str, str, bool]]:
     return [(name.strip("`"), default, "nil" in kind) for name, kind, default, *_ in table]
 
 
-def test_every_frame_has_its_section_and_no_other() -> None:
+def test_every_frame_has_a_section() -> None:
     assert {title for title in SECTIONS if re.match(r"[A-Z]+, ", title)} == set(FRAMES)
 
 
 @pytest.mark.parametrize("title", FRAMES)
-def test_every_field_stands_at_its_position_with_its_default(title: str) -> None:
+def test_every_field_is_listed_with_its_position_and_default(title: str) -> None:
     table = rows(title)
     assert [row[0] for row in table] == [str(position) for position in range(1, len(table) + 1)]
     assert documented([row[1:] for row in table]) == defaults(FRAMES[title])
 
 
 @pytest.mark.parametrize("title", MAPS)
-def test_every_name_of_a_map_is_there_with_its_default(title: str) -> None:
+def test_every_name_of_a_map_is_listed_with_its_default(title: str) -> None:
     assert documented(rows(title)) == defaults(MAPS[title])
 
 
-def test_numbers_are_the_constants() -> None:
+def test_numbers_equal_the_constants() -> None:
     known = {"frames": frames, "codec": codec, "config": ServerConfig()}
     cited = re.findall(r"^\|.*\| (\d+) \| `(\w+)\.(\w+)` \|$", TEXT, re.M)
     assert len(cited) == 19
@@ -88,7 +88,7 @@ def test_numbers_are_the_constants() -> None:
     }
 
 
-def test_limits_of_parameters_are_the_validators() -> None:
+def test_limits_of_parameters_equal_those_of_the_validator() -> None:
     for name, text in {
         "deadline_ms": f"1 to {validator.MAX_DEADLINE_MS},",
         "priority": f"-{validator.MAX_PRIORITY} to {validator.MAX_PRIORITY},",
@@ -117,19 +117,19 @@ def test_limits_of_parameters_are_the_validators() -> None:
         assert number == 0, prose
 
 
-def test_every_error_code_is_there() -> None:
+def test_every_error_code_is_listed() -> None:
     classes = {(error.code, error.retryable) for error in (*wire_errors._CLASSES, errors.ProtocolError)}
     table = {(row[0].strip("`"), row[1] == "yes") for row in rows("Errors") if row[0].startswith("`")}
     assert table == classes | {(frames.ALREADY_EXISTS, False)}
 
 
-def test_every_feature_is_there() -> None:
+def test_every_feature_is_described() -> None:
     for feature in frames.FEATURES:
         assert f"`{feature}`" in SECTIONS["Greeting"]
 
 
 @pytest.mark.parametrize(("arrow", "message", "dump"), EXAMPLES, ids=[message[2:9] for _, message, _ in EXAMPLES])
-def test_the_bytes_are_what_the_text_says(arrow: str, message: str, dump: str) -> None:
+def test_the_bytes_of_examples_decode_to_their_text(arrow: str, message: str, dump: str) -> None:
     data = bytes.fromhex(dump)
     assert int.from_bytes(data[:4]) == len(data) - 4
     assert msgpack.unpackb(data[4:]) == json.loads(message)
@@ -138,7 +138,7 @@ def test_the_bytes_are_what_the_text_says(arrow: str, message: str, dump: str) -
         assert encode(frame) == data  # a client may leave fields out
 
 
-def test_the_conversation_is_a_whole_one() -> None:
+def test_the_conversation_has_every_step() -> None:
     assert [json.loads(message)[0] for arrow, message, _ in EXAMPLES if arrow == "→"] == [
         "HELLO", "GENERATE", "CREDIT", "GENERATE", "CANCEL", "PING",
     ]  # fmt: skip
