@@ -29,6 +29,7 @@ from quire.runtime.tools.simulation import (
     roofline_cost,
     summarize,
 )
+from quire.runtime.tools.simulation.cost import SEQUENCE_S
 from quire.scheduler import CostModel, LatencyBudget, Policy, Scheduler, SchedulerConfig, TokenBudget
 
 SHAPE = Path(__file__).parents[1] / "data" / "qwen3-0.6b"
@@ -101,7 +102,7 @@ def serve(cost: RooflineCost) -> Callable[..., Served]:
         config = SchedulerConfig(max_num_seqs=max_num_seqs, **limits)
         scheduler = Scheduler(pager, budget, config, cost=learned, policy=policy, clock=clock)
         true_cost = NoisyCost(cost, noise, seed=1) if noise else cost
-        simulator = Simulator(scheduler, pager, clock, true_cost, arrivals, spill=spill)
+        simulator = Simulator(scheduler, pager, clock, true_cost, arrivals, spill=spill, sequence_s=SEQUENCE_S)
         simulator.run()
         return Served(simulator)
 

@@ -25,7 +25,7 @@ CountTokens = Callable[[str], int]
 
 
 def dataset_requests(
-    options: DatasetOptions, tokens: RandomTokens, count_tokens: CountTokens | None = None, limit: int | None = None
+    options: DatasetOptions, tokens: RandomTokens, count_tokens: CountTokens | None, limit: int | None
 ) -> Iterator[LoadRequest]:
     """Yield the requests of a dataset that is not a trace, endlessly unless `no_oversample` is set.
 

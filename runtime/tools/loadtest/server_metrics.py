@@ -22,6 +22,7 @@ from prometheus_client.samples import Sample as PrometheusSample
 
 from ...common.errors import ConfigError
 
+INTERVAL_S = 1.0
 TIMEOUT_S = 2.0
 MAX_SCRAPE_BYTES = 4 << 20
 
@@ -55,8 +56,8 @@ class ServerMetrics(msgspec.Struct):
 
 
 @contextlib.asynccontextmanager
-async def sample_metrics(url: str | None, interval_s: float = 1.0) -> AsyncIterator[ServerMetrics]:
-    """Sample `url` at once, then every `interval_s`, and once more at the end. Without a URL, sample nothing.
+async def sample_metrics(url: str | None) -> AsyncIterator[ServerMetrics]:
+    """Sample `url` at once, then every INTERVAL_S, and once more at the end. Without a URL, sample nothing.
 
     Raises ConfigError unless `url` is an http(s) address.
     """
@@ -64,7 +65,7 @@ async def sample_metrics(url: str | None, interval_s: float = 1.0) -> AsyncItera
     if url is None:
         yield metrics
         return
-    sampler = _Sampler(_checked(url), interval_s)
+    sampler = _Sampler(_checked(url))
     sampling = asyncio.create_task(sampler.run())
     try:
         yield metrics
@@ -107,18 +108,17 @@ def add_scrape(metrics: ServerMetrics, time_s: float, text: str) -> None:
 class _Sampler:
     """A task that scrapes until `stop` is set, and keeps the lines of each scrape that `add_scrape` needs."""
 
-    def __init__(self, url: str, interval_s: float) -> None:
+    def __init__(self, url: str) -> None:
         self.stop = asyncio.Event()
         self.scrapes: list[tuple[float, str]] = []
         self.failures = 0
         self._url = url
-        self._interval_s = interval_s
 
     async def run(self) -> None:
         while not self.stop.is_set():
             started = time.perf_counter()
             await self._scrape()
-            rest = self._interval_s - (time.perf_counter() - started)
+            rest = INTERVAL_S - (time.perf_counter() - started)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stop.wait(), max(0.0, rest))
         await self._scrape()

@@ -12,7 +12,7 @@ from ...model import DecoderSpec
 from ...model.runner import Capacity
 from ..bench import Roofline
 from ..traffic import Arrival
-from .cost import NoisyCost, StepCost, roofline_cost
+from .cost import SEQUENCE_S, NoisyCost, StepCost, roofline_cost
 from .simulator import SimulatedSpill, Simulator, VirtualClock
 
 
@@ -58,4 +58,5 @@ def build_simulator(
         arrivals,
         max_model_len=capacity.max_model_len,
         spill=spill,
+        sequence_s=SEQUENCE_S,
     )

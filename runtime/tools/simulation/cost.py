@@ -30,6 +30,7 @@ ATTENTION_PEAK: dict[DType, float] = {
     "bf16": 0.74,
     "f32": 0.60,
 }  # 512 rows after 3,584 tokens; f32: 1 x 1,024
+SEQUENCE_S = 30e-6  # between steps, per sequence: schedule, commit, publish, arrays (measured by `quire bench`)
 HEAD_S = 1.3e-6  # of attention, per sequence, layer and KV head, whatever the context
 
 

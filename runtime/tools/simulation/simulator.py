@@ -27,8 +27,6 @@ from ....scheduler import (
 from ..traffic import Arrival
 from .cost import StepCost
 
-SEQUENCE_S = 30e-6  # between steps, per sequence: schedule, commit, publish, arrays (measured by `quire bench`)
-
 
 class SimulationStalled(Exception):
     """Requests are unfinished, none can run and no event is left: they would wait forever."""
@@ -117,7 +115,7 @@ class Simulator:
     """A simulation: `scheduler`, whose clock is `clock`, serves `arrivals`, which are in order of time.
 
     A request id is the index of the request in `outcomes`. Requests longer than `max_model_len` are refused, as in the
-    engine. `spill` is the pager's store.
+    engine. `spill` is the pager's store. Between steps, `sequence_s` pass per sequence.
     """
 
     def __init__(
@@ -130,7 +128,7 @@ class Simulator:
         *,
         max_model_len: int | None = None,
         spill: SimulatedSpill | None = None,
-        sequence_s: float = SEQUENCE_S,
+        sequence_s: float = 0.0,
     ) -> None:
         self.scheduler = scheduler
         self.pager = pager

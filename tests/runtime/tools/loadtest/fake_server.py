@@ -136,24 +136,24 @@ def fake_server(protocol: str, count: int, seed: int, ranges: ScriptRanges = Scr
         finally:
             process.stdin.close()
             left_s = json.loads(process.stdout.read())
-            server.kept = [Script.of(times) for times in left_s if times]
+            server.actual = [Script.of(times) for times in left_s if times]
 
 
 @dataclass
 class FakeServer:
     """A running fake server: what it should do, and once it has ended what it really did."""
 
-    promised: list[Script]
+    expected: list[Script]
     address: str
-    kept: list[Script] = field(default_factory=list)  # of the requests that arrived
+    actual: list[Script] = field(default_factory=list)  # of the requests that arrived
 
     @property
     def lateness_ms(self) -> list[float]:
         """How late each token was sent."""
         return [
-            1000 * (kept - promised)
-            for script, done in zip(self.promised, self.kept, strict=True)
-            for promised, kept in zip(script.token_times, done.token_times, strict=True)
+            1000 * (actual - expected)
+            for script, done in zip(self.expected, self.actual, strict=True)
+            for expected, actual in zip(script.token_times, done.token_times, strict=True)
         ]
 
 
@@ -192,9 +192,9 @@ class Timer:
 class Answers:
     """The scripts, and when each token really left, in seconds since the arrival of its request."""
 
-    def __init__(self, promised: Sequence[Script]) -> None:
-        self.promised = promised
-        self.left_s: list[list[float]] = [[] for _ in promised]
+    def __init__(self, expected: Sequence[Script]) -> None:
+        self.expected = expected
+        self.left_s: list[list[float]] = [[] for _ in expected]
         self.timer = Timer()
 
 
@@ -215,7 +215,7 @@ class FakeConnection(asyncio.Protocol):
     def answer(self, request_id: int, prompt: str, received_s: float, encode_token: Encode) -> None:
         number = re.search(r"(\d+)$", prompt)
         assert number is not None, f"the prompt {prompt!r} does not end in a number"
-        script, left_s = self._answers.promised[int(number[1])], self._answers.left_s[int(number[1])]
+        script, left_s = self._answers.expected[int(number[1])], self._answers.left_s[int(number[1])]
         due_s = [received_s + after_s for after_s in script.token_times]
 
         def send(index: int) -> None:

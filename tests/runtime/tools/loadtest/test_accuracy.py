@@ -113,7 +113,7 @@ async def connect(protocol: str, address: str, endpoint: str) -> Backend:
 async def test_tokens_of_a_real_server_arrive_in_order(protocol: str) -> None:
     """Send half of the requests in an open loop, half in a closed one, which uses OpenAI's other endpoint."""
     with fake_server(protocol, 12, 3, ScriptRanges(ttft_ms=(5, 20), itl_ms=(1, 5), tokens=(1, 12))) as server:
-        requests, records = requests_for(server.promised), []
+        requests, records = requests_for(server.expected), []
         backend = await connect(protocol, server.address, COMPLETIONS)
         try:
             records += (
@@ -126,15 +126,15 @@ async def test_tokens_of_a_real_server_arrive_in_order(protocol: str) -> None:
             records += (await send_closed_loop(backend, requests[6:], LoadProgress(), max_concurrency=3)).records
         finally:
             await backend.close()
-    for record, promised, kept in zip(records, server.promised, server.kept, strict=True):
+    for record, expected, actual in zip(records, server.expected, server.actual, strict=True):
         assert record.error is None
         assert record.finish_reason == "length"
-        assert record.output_tokens == promised.num_tokens == kept.num_tokens
+        assert record.output_tokens == expected.num_tokens == actual.num_tokens
         assert record.prompt_tokens == PROMPT_TOKENS
-        assert record.text.split() == [str(index) for index in range(promised.num_tokens)]
+        assert record.text.split() == [str(index) for index in range(expected.num_tokens)]
         assert record.scheduled_s <= record.sent_s < record.token_times[0]
         assert record.token_times == sorted(record.token_times)
         assert record.token_times[-1] <= record.ended_s
-        assert record.token_times[0] - record.sent_s >= kept.ttft_s  # no token is seen before it was sent
-        assert record.token_times[-1] - record.sent_s >= kept.e2el_s
-        assert kept.ttft_s >= promised.ttft_s
+        assert record.token_times[0] - record.sent_s >= actual.ttft_s  # no token is seen before it was sent
+        assert record.token_times[-1] - record.sent_s >= actual.e2el_s
+        assert actual.ttft_s >= expected.ttft_s

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 import pytest
 from prometheus_client import generate_latest
 from quire.runtime.common.errors import ConfigError
 from quire.runtime.server.monitoring.metrics import PrometheusObserver
+from quire.runtime.tools.loadtest import server_metrics
 from quire.runtime.tools.loadtest.server_metrics import MetricsSample, ServerMetrics, add_scrape, sample_metrics
 
 QUIRE = """\
@@ -39,16 +41,26 @@ def read(text: str) -> ServerMetrics:
     return metrics
 
 
+@dataclass
+class FakeMetricsServer:
+    url: str
+    num_scrapes: int = 0
+
+
 @asynccontextmanager
-async def serving(body: str, status: str = "200 OK") -> AsyncIterator[str]:
+async def serving(body: str, status: str = "200 OK") -> AsyncIterator[FakeMetricsServer]:
+    fake = FakeMetricsServer("")
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        fake.num_scrapes += 1
         await reader.readuntil(b"\r\n\r\n")
         writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode())
         writer.close()
         await writer.wait_closed()
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-        yield "http://{}:{}/metrics".format(*server.sockets[0].getsockname())
+        fake.url = "http://{}:{}/metrics".format(*server.sockets[0].getsockname())
+        yield fake
 
 
 def test_quires_names_come_first() -> None:
@@ -77,11 +89,13 @@ def test_a_scrape_without_metrics_counts_as_a_failure(text: str) -> None:
     assert (metrics.samples, metrics.failures) == ([], 1)
 
 
-async def test_a_run_is_sampled_at_its_start_at_intervals_and_at_its_end() -> None:
-    async with serving(QUIRE) as url:
-        async with sample_metrics(url, interval_s=0.01) as metrics:
-            await asyncio.sleep(0.05)
-        assert len(metrics.samples) >= 2
+async def test_a_run_is_sampled_repeatedly_and_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_metrics, "INTERVAL_S", 0.001)
+    async with serving(QUIRE) as fake:
+        async with sample_metrics(fake.url) as metrics:
+            while fake.num_scrapes < 3:
+                await asyncio.sleep(0.001)
+        assert len(metrics.samples) == fake.num_scrapes > 3
         assert metrics.failures == 0
         times = [sample.time_s for sample in metrics.samples]
         assert times == sorted(times)
@@ -89,14 +103,14 @@ async def test_a_run_is_sampled_at_its_start_at_intervals_and_at_its_end() -> No
 
 async def test_the_metrics_of_quire_serve_are_parsed() -> None:
     observer = PrometheusObserver(version="1.2.3", isa="avx512", threads=4)
-    async with serving(generate_latest(observer.registry).decode()) as url, sample_metrics(url) as metrics:
+    async with serving(generate_latest(observer.registry).decode()) as fake, sample_metrics(fake.url) as metrics:
         pass
     assert metrics.failures == 0
     assert metrics.server | {"version": "1.2.3", "isa": "avx512", "threads": "4"} == metrics.server
 
 
 async def test_failed_scrapes_do_not_end_the_run() -> None:
-    async with serving("no", status="503 Service Unavailable") as url, sample_metrics(url) as metrics:
+    async with serving("no", status="503 Service Unavailable") as fake, sample_metrics(fake.url) as metrics:
         pass
     assert metrics.samples == []
     assert metrics.failures >= 1

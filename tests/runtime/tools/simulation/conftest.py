@@ -37,7 +37,7 @@ def make_simulator(
         debug=debug,
         **options,
     )
-    return Simulator(scheduler, pager, clock, cost, arrivals, max_model_len=max_model_len, sequence_s=0.0)
+    return Simulator(scheduler, pager, clock, cost, arrivals, max_model_len=max_model_len)
 
 
 @pytest.fixture(name="make_simulator")
