@@ -161,7 +161,6 @@ class EngineLoop:
             raise NotAccepting("no new requests are accepted: the engine is draining or closed")
 
     def _publish_ends(self, updates: Sequence[RequestUpdate]) -> None:
-        self._wake.set()  # queued requests may fit now
         self._publish(updates)
         self._note_idle()
 

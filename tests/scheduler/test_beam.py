@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from quire.scheduler import BeamSearch, BeamSpec, CostModel, LatencyBudget, SampledToken, TooLong
+from quire.scheduler import BeamSearch, BeamSpec, CostModel, Fair, LatencyBudget, SampledToken, TooLong
 
 from tests.scheduler.conftest import top_logprobs
 
@@ -107,6 +107,10 @@ def test_cancelling_drops_every_beam(make_world: MakeWorld, steps: int) -> None:
     world.commit(plan)
     assert world.ended == {1: "cancelled"}
     assert world.scheduler.stats().pages_owned == world.scheduler.stats().pages_reserved == 0
+    world.ended.clear()
+    world.add(1, PROMPT, max_tokens=8, beam=BeamSpec(4))
+    world.run()
+    assert world.ended == {1: "length"}
 
 
 def test_a_failing_beam_or_step_ends_the_whole_search(make_world: MakeWorld) -> None:
@@ -140,3 +144,13 @@ def test_a_search_wider_than_the_latency_target_allows_runs_alone(make_world: Ma
     world.add(3, [4, 5], max_tokens=6)
     world.run()
     assert set(world.ended.values()) == {"length"}
+
+
+def test_every_beam_is_charged_to_its_tenant(make_world: MakeWorld) -> None:
+    """A step costs 2 per beam, as if each beam were a request that decodes."""
+    policy = Fair(credit_tokens=0)
+    world = make_world(num_pages=64, vocabulary=VOCABULARY, policy=policy)
+    world.add(1, PROMPT, max_tokens=3, tenant="search", beam=BeamSpec(4))
+    world.run()
+    search = world.requests[1]
+    assert policy.rank(search)[0] == 2 * (1 + 4 + 4)  # the step that computes the prompt has one beam

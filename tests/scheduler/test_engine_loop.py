@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from quire.scheduler import (
+    DEADLINE_PASSED,
     EngineLoop,
     FinishedStep,
     NotAccepting,
@@ -56,8 +57,8 @@ class Engine:
             self.world.note(update)
             self.on_publish(update)
 
-    def add(self, request_id: int, prompt: Sequence[int], max_tokens: int = 4) -> None:
-        request = Request(RequestSpec(request_id, prompt, max_tokens=max_tokens))
+    def add(self, request_id: int, prompt: Sequence[int], max_tokens: int = 4, **options: Any) -> None:
+        request = Request(RequestSpec(request_id, prompt, max_tokens=max_tokens, **options))
         self.loop.add(request)
         self.world.requests[request_id] = request
         self.world.outputs[request_id] = []
@@ -281,3 +282,58 @@ async def test_a_broken_loop_ends_every_request_and_tells_who_closes_it(make_wor
         with pytest.raises(Exception, match="do not match the lists"):
             await engine.loop.close()
     assert world.ended == {1: "the engine stopped unexpectedly", 2: "the engine stopped unexpectedly"}
+
+
+async def test_every_deadline_has_a_timer(make_world: MakeWorld) -> None:
+    """The world's clock jumps to the next deadline when a request has ended, so that no timer waits in real time."""
+    async with running(make_world(max_num_seqs=1)) as engine:
+        engine.gate.clear()
+        engine.add(1, [1])
+        await engine.executing.wait()
+        engine.add(2, [2], deadline=90.0)
+        engine.add(3, [2], deadline=70.0)
+        engine.world.now = 50.0
+        engine.on_publish = lambda update: setattr(engine.world, "now", engine.world.now + 20)
+        engine.add(4, [2], deadline=50.0)  # earlier than the timer that is set
+        while len(engine.world.ended) < 3:
+            await asyncio.sleep(0)
+        assert list(engine.world.ended) == [4, 3, 2]
+        assert set(engine.world.ended.values()) == {DEADLINE_PASSED}
+
+
+async def test_a_deadline_ends_a_request_in_flight_with_its_step(make_world: MakeWorld) -> None:
+    async with running(make_world()) as engine:
+        engine.gate.clear()
+        engine.add(1, [1], max_tokens=50, deadline=10.0)
+        await engine.executing.wait()
+        engine.world.now = 10.0
+        engine.add(2, [2], deadline=9.0)
+        while 2 not in engine.world.ended:
+            await asyncio.sleep(0)
+        assert 1 not in engine.world.ended
+        engine.gate.set()
+        await engine.loop.drain()
+        assert engine.world.ended == {1: DEADLINE_PASSED, 2: DEADLINE_PASSED}
+
+
+async def test_a_readmitted_request_wakes_an_idle_loop(make_world: MakeWorld, expected: Expected) -> None:
+    async with running(make_world()) as engine:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        tokens = expected([1] * 5, 4)
+        request = Request(RequestSpec(7, [1] * 5, max_tokens=4), tokens[:1])
+        engine.world.requests[7], engine.world.outputs[7] = request, tokens[:1]
+        engine.loop.readmit(request)
+        await engine.loop.drain()
+        assert engine.world.outputs[7] == tokens
+
+
+async def test_a_refused_request_does_not_keep_a_drain_waiting(make_world: MakeWorld) -> None:
+    async with running(make_world(num_pages=4)) as engine:
+        with pytest.raises(TooLong):
+            engine.add(1, [1] * 20)
+        with pytest.raises(QueueFull):
+            engine.loop.check_room("", 2000)
+        await engine.loop.drain()
+        with pytest.raises(NotAccepting):
+            engine.loop.check_room("")

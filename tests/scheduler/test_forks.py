@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from quire.scheduler import DuplicateRequest, QueueFull, State
+from quire.scheduler import DuplicateRequest, Priority, QueueFull, State, TooLong
 
 MakeWorld = Callable[..., Any]
 Expected = Callable[..., list[int]]
@@ -66,6 +66,16 @@ def test_a_cancelled_source_leaves_its_branches(make_world: MakeWorld, expected:
     assert world.outputs[2] == expected(PROMPT, 4)
 
 
+def test_a_fork_cancelled_before_its_parent_is_ready_never_runs(make_world: MakeWorld) -> None:
+    world = make_world(max_num_batched_tokens=8)
+    world.add_forks((1, 2, 3), PROMPT)
+    world.step()
+    assert world.cancel(3).finish_reason == "cancelled"
+    world.run()
+    assert world.ended == {1: "length", 2: "length", 3: "cancelled"}
+    assert world.outputs[3] == []
+
+
 def test_all_are_accepted_or_none(make_world: MakeWorld) -> None:
     world = make_world(max_num_waiting=4)
     world.add(1, PROMPT)
@@ -99,3 +109,62 @@ def test_a_branch_waits_for_pages(make_world: MakeWorld, expected: Expected) -> 
     assert world.scheduler.stats().pages_owned == 3
     world.run()
     assert world.outputs[1] == world.outputs[2] == expected(PROMPT, 4)
+
+
+@pytest.mark.parametrize(("max_num_seqs", "cancelled"), [(2, False), (1, True)])
+def test_released_forks_run_before_newer_requests(make_world: MakeWorld, max_num_seqs: int, cancelled: bool) -> None:
+    """Even before more urgent ones: they were accepted together with a parent that has run."""
+    world = make_world(max_num_seqs=max_num_seqs, policy=Priority(), max_num_batched_tokens=8 if cancelled else 10)
+    world.add_forks((1, 2), PROMPT, priority=5)
+    world.step()
+    if cancelled:  # before its prompt is computed
+        world.cancel(1)
+    world.add(3, [7], priority=0)
+    world.step()
+    assert world.requests[2].table is not None
+    assert world.requests[3].state is State.WAITING
+
+
+def test_forks_of_a_parent_that_fails_run_alone(make_world: MakeWorld, expected: Expected) -> None:
+    for failure in ("logits", "step", "cancel in flight"):
+        world = make_world()
+        world.add_forks((1, 2, 3), PROMPT)
+        plan = world.scheduler.schedule()
+        if failure == "logits":
+            world.failing[1] = "not numbers"
+            world.commit(plan)
+        elif failure == "step":
+            for update in world.scheduler.abandon("failed"):
+                world.note(update)
+        else:
+            world.cancel(1)
+            world.commit(plan)
+        assert list(world.ended) == [1]
+        world.run()
+        assert world.outputs == {1: [], 2: expected(PROMPT, 4), 3: expected(PROMPT, 4)}
+
+
+def test_each_fork_counts_its_own_time(make_world: MakeWorld) -> None:
+    world = make_world(max_num_seqs=3)
+    world.add_forks((1, 2, 3), PROMPT, max_tokens=9)
+    world.step()
+    world.now = 2.0
+    world.step()
+    world.now = 5.0
+    world.scheduler.preempt(3)
+    world.now = 9.0
+    world.run()
+    assert [world.requests[each].queue_s for each in (1, 2, 3)] == [0.0, 2.0, 2.0]
+    assert [world.requests[each].stall_s for each in (1, 2, 3)] == [0.0, 0.0, 4.0]
+
+
+def test_forks_that_are_refused_leave_nothing(make_world: MakeWorld) -> None:
+    world = make_world(num_pages=4)
+    before = world.scheduler.stats()
+    with pytest.raises(TooLong):
+        world.add_forks((1, 2), PROMPT, max_tokens=10)
+    assert world.scheduler.stats() == before
+    assert not world.scheduler.has_work
+    world.add_forks((1, 2), PROMPT)
+    world.run()
+    assert set(world.ended.values()) == {"length"}

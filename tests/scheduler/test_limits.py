@@ -12,10 +12,13 @@ from quire.scheduler import (
     CannotMeetDeadline,
     Coefficients,
     CostModel,
+    DuplicateRequest,
     Fair,
     LatencyBudget,
     PageQuotaExceeded,
     QueueFull,
+    Request,
+    RequestSpec,
     State,
     StepLoad,
 )
@@ -38,6 +41,64 @@ def test_a_tenant_has_its_own_limit_in_the_queue(make_world: MakeWorld) -> None:
     world.add(3, PROMPT, tenant="b")
     world.step()
     world.add(4, PROMPT, tenant="a")
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_num_waiting": 3}, "1 requests are waiting, the limit is 3"),
+        ({"max_num_waiting_per_tenant": 3}, "1 requests of this tenant are waiting, the limit is 3"),
+    ],
+)
+def test_queue_limits_count_every_fork(make_world: MakeWorld, limits: dict[str, int], message: str) -> None:
+    world = make_world(**limits)
+    world.add(1, PROMPT, tenant="a")
+    before = world.scheduler.stats()
+    for ask in (
+        lambda: world.add_forks((2, 3, 4), PROMPT, tenant="a"),
+        lambda: world.scheduler.check_room("a", 3),
+    ):
+        with pytest.raises(QueueFull, match=message):
+            ask()
+    assert world.scheduler.stats() == before
+    world.scheduler.check_room("a", 2)
+    world.add_forks((2, 3), PROMPT, tenant="a")
+    assert world.scheduler.stats().waiting == 3
+
+
+@pytest.mark.parametrize("name", ["max_num_waiting", "max_num_waiting_per_tenant", "max_kv_pages_per_tenant"])
+def test_a_limit_below_1_is_refused(make_world: MakeWorld, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        make_world(**{name: 0})
+
+
+def test_a_deadline_ends_a_fork_that_waits_for_its_parent(make_world: MakeWorld, expected: Expected) -> None:
+    world = make_world(max_num_batched_tokens=8)
+    world.add_forks((1, 2, 3), PROMPT, deadline=5.0)
+    plan = world.scheduler.schedule()
+    world.now = 5.0
+    world.expire()
+    assert world.ended == {2: DEADLINE_PASSED, 3: DEADLINE_PASSED}  # the parent is in flight
+    world.commit(plan)
+    assert world.ended[1] == DEADLINE_PASSED
+    assert not world.scheduler.has_work
+
+
+def test_readmitted_requests_are_not_refused_again(make_world: MakeWorld, expected: Expected) -> None:
+    """Another scheduler accepted them; they continue after the tokens it generated."""
+    world = make_world(max_num_waiting=1, max_num_waiting_per_tenant=1, max_num_batched_tokens=16)
+    world.add(1, PROMPT)
+    tokens = expected(PROMPT, 6)
+    for request_id in (2, 3):
+        request = Request(RequestSpec(request_id, PROMPT, max_tokens=6), tokens[:2])
+        world.requests[request_id], world.outputs[request_id] = request, tokens[:2]
+        world.scheduler.readmit(request)
+    assert world.scheduler.stats().waiting == 3
+    with pytest.raises(DuplicateRequest):
+        world.scheduler.readmit(Request(RequestSpec(2, PROMPT, max_tokens=6)))
+    world.run()
+    assert world.outputs == {1: expected(PROMPT, 4), 2: tokens, 3: tokens}
+    assert set(world.ended.values()) == {"length"}
 
 
 def test_what_could_never_fit_its_quota_is_refused(make_world: MakeWorld) -> None:
@@ -109,6 +170,28 @@ def test_the_wait_is_predicted_from_what_is_ahead(make_world: MakeWorld) -> None
     world = learned(make_world, max_num_batched_tokens=10)
     waits = [world.add(request_id, PROMPT).predicted_wait_s for request_id in range(4)]
     assert waits == pytest.approx([0.1, 0.2, 0.3, 0.4], rel=0.05)
+
+
+def test_the_wait_is_predicted_from_8_measured_steps_on(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.step_s = 0.1
+    world.add(1, PROMPT, max_tokens=8)
+    for request_id in range(2, 9):
+        world.step()
+        assert world.add(request_id, [1], max_tokens=1).predicted_wait_s is None
+        world.cancel(request_id)
+    world.step()
+    assert world.add(9, [1], max_tokens=1).predicted_wait_s is not None
+
+
+def test_requests_that_have_left_the_queue_do_not_count(make_world: MakeWorld) -> None:
+    world = learned(make_world, max_num_batched_tokens=10)
+    world.step_s = 0.0
+    for request_id in range(4):
+        world.add(request_id, PROMPT)
+    world.cancel(3)
+    world.run()
+    assert world.add(9, PROMPT).predicted_wait_s == pytest.approx(0.1, rel=0.05)
 
 
 def test_the_wait_for_a_place_is_part_of_it(make_world: MakeWorld) -> None:

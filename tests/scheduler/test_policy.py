@@ -151,3 +151,23 @@ def test_decode_rows_are_taken_off_the_token_budget() -> None:
 def test_an_empty_budget_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         TokenBudget(0)
+
+
+def test_service_level_survives_an_empty_queue() -> None:
+    """A new tenant must not run ahead of a tenant that was served while the queue was empty."""
+    queue = Fair(credit_tokens=100)
+    busy = request(1, "busy")
+    queue.push(busy)
+    queue.served(busy, 1000, 0)
+    queue.remove(busy)
+    late = request(2, "late")
+    queue.push(late)
+    assert queue.rank(late)[0] == 900.0
+
+
+def test_requests_that_ran_before_come_before_new_ones_of_their_tenant() -> None:
+    for queue in (FirstComeFirstServed(), Priority(), Fair()):
+        again, new = request(1, priority=9), request(2, priority=0)
+        queue.push(new)
+        queue.push_front(again)
+        assert drain(queue) == [1, 2]

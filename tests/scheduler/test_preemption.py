@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quire.scheduler import State
+import pytest
+from quire.scheduler import Fair, FirstComeFirstServed, Policy, Priority, State
 
 MakeWorld = Callable[..., Any]
 Expected = Callable[..., list[int]]
@@ -109,11 +110,13 @@ def test_recomputed_tokens_are_counted_when_they_are_computed(make_world: MakeWo
     assert (request.recomputed_tokens, request.preemptions) == (12, 2)
 
 
-def test_the_preempted_come_back_before_newcomers(make_world: MakeWorld) -> None:
-    world = make_world(max_num_seqs=2)
-    world.add(1, [1] * 3, max_tokens=9)
-    world.add(2, [2] * 3, max_tokens=9)
-    world.add(3, [3] * 3, max_tokens=9)
+@pytest.mark.parametrize("policy", [FirstComeFirstServed, Priority, Fair])
+def test_the_preempted_come_back_before_newcomers(make_world: MakeWorld, policy: type[Policy]) -> None:
+    world = make_world(max_num_seqs=2, policy=policy())
+    world.add(1, [1] * 3, max_tokens=9, priority=5)
+    world.add(2, [2] * 3, max_tokens=9, priority=5)
+    world.step()
+    world.add(3, [3] * 3, max_tokens=9, priority=0)
     world.step()
     world.scheduler.preempt(2)
     world.step()
@@ -167,3 +170,35 @@ def test_a_pool_for_one_serves_many_one_after_another(make_world: MakeWorld, exp
     world.run()
     assert world.outputs == {request_id: expected([request_id] * 5, 11) for request_id in range(6)}
     assert world.scheduler.stats().pages_owned == 0
+
+
+def test_no_request_is_admitted_in_a_step_that_preempts(make_world: MakeWorld) -> None:
+    """Its pages would be those that were just taken from a running request."""
+    world = make_world(num_pages=10, policy=Fair())
+    for request_id, length in enumerate([4, 8, 6, 7], 1):
+        world.add(request_id, [request_id] * length, max_tokens=11, tenant="old")
+    for _ in range(3):
+        world.step()
+    world.add(9, [9], max_tokens=1, tenant="new")
+    plan = world.step()
+    assert world.scheduler.stats().preemptions == 1
+    assert world.scheduler.stats().waiting_by_reason == {"pages": 2}
+    assert [row.request_id for row in plan.sequences] == [1, 2, 3]
+    assert 9 in [row.request_id for row in world.step().sequences]
+
+
+def test_a_step_that_preempts_does_not_keep_later_steps_from_admitting(make_world: MakeWorld) -> None:
+    world = make_world(num_pages=4)
+    run_until_one_is_preempted(world, [2, 5])
+    assert states(world) == {1: "DECODE", 2: "PREEMPTED"}
+    world.cancel(1)
+    assert [row.request_id for row in world.step().sequences] == [2]
+
+
+def test_promised_pages_are_counted_anew_in_every_step(make_world: MakeWorld) -> None:
+    """Request 1 was promised its third page; from the step on that takes the page, the rest is free for request 2."""
+    world = make_world(num_pages=6)
+    world.add(1, [1] * 8, max_tokens=4)
+    world.step()
+    world.add(2, [2] * 11, max_tokens=1)
+    assert [row.request_id for row in world.step().sequences] == [1, 2]

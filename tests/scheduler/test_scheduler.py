@@ -327,6 +327,34 @@ class TestEnds:
         world.commit(plan)
         assert world.ended == {1: "too late"}
 
+    def test_an_ending_asked_for_during_a_step_is_gone_with_the_step(
+        self, make_world: MakeWorld, expected: Expected
+    ) -> None:
+        """A later request with the same id runs to its own end."""
+        for fails in (False, True):
+            world = make_world()
+            world.add(1, [1] * 3)
+            plan = world.scheduler.schedule()
+            world.cancel(1)
+            updates = world.scheduler.abandon("failed") if fails else world.scheduler.commit(world.execute(plan))
+            assert [(update.finish_reason, update.tokens) for update in updates] == [("cancelled", ())]
+            world.add(1, [2] * 3)
+            world.run()
+            assert (world.outputs[1], world.ended[1]) == (expected([2] * 3, 4), "length")
+
+    def test_ending_all_ends_the_step_in_flight_too(self, make_world: MakeWorld, expected: Expected) -> None:
+        world = make_world(max_num_seqs=1)
+        world.add(1, [1] * 3)
+        world.add(2, [2] * 3)
+        world.scheduler.schedule()
+        world.cancel(1)
+        updates = world.scheduler.end_all("closed")
+        assert [(update.finish_reason, update.error) for update in updates] == [("cancelled", None), (None, "closed")]
+        assert world.scheduler.stats().pages_owned == 0
+        world.add(1, [2] * 3)
+        world.run()
+        assert (world.outputs[1], world.ended[1]) == (expected([2] * 3, 4), "length")
+
     @pytest.mark.parametrize("ending", [{}, {"reason": "stop", "error": "both"}])
     def test_an_ending_is_a_reason_or_an_error(self, make_world: MakeWorld, ending: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="a reason or with an error"):

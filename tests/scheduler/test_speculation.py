@@ -135,3 +135,53 @@ def test_the_longest_known_run_is_looked_up_first() -> None:
     ngrams.extend(tokens)
     assert ngrams.draft(tokens, 2) == [7, 7]  # of the two tokens, the last place
     assert ngrams.draft([5], 2) == []
+
+
+def test_drafts_of_an_ended_request_are_forgotten(make_world: MakeWorld, expected: Expected) -> None:
+    """A later request with the same id is drafted as if it were the first."""
+    prompt = PERIODIC[:13]
+    fresh = speculative(make_world)
+    fresh.add(1, prompt, max_tokens=30)
+    fresh.run()
+    world = speculative(make_world)
+    world.add(1, [0, 1, 1] * 9, max_tokens=30)
+    world.run()
+    before = world.scheduler.stats().draft_tokens
+    world.ended.clear()
+    world.add(1, prompt, max_tokens=30)
+    world.run()
+    assert world.outputs[1] == expected(prompt, 30, 2)
+    assert world.scheduler.stats().draft_tokens - before == fresh.scheduler.stats().draft_tokens > 0
+
+
+def test_drafts_are_for_one_step(make_world: MakeWorld, expected: Expected) -> None:
+    """Steps with drafts are followed by steps without, while another request waits."""
+    world = speculative(make_world, max_num_seqs=1, max_num_samples=8)
+    world.add(1, PERIODIC, max_tokens=60)
+    while not world.requests[1].accepted_draft_tokens and not world.ended:
+        world.step()
+    assert not world.ended
+    world.add(2, [1], max_tokens=1)
+    plan = world.scheduler.schedule()
+    (row,) = plan.sequences
+    assert (len(row.token_ids), row.num_samples, row.context) == (1, 1, world.requests[1].token_ids)
+    world.commit(plan)
+    world.cancel(2)
+    world.run()
+    assert world.outputs[1] == expected(PERIODIC, 60, 2)
+
+
+def test_the_acceptance_rate_follows_what_was_accepted_and_recovers() -> None:
+    ngrams = NGramIndex()
+    start = ngrams.acceptance_rate
+    ngrams.note(3, 3)
+    high = ngrams.acceptance_rate
+    ngrams.note(3, 0)  # only the first of the three is known to be wrong
+    assert start < ngrams.acceptance_rate < high
+    for _ in range(20):
+        ngrams.note(2, 0)
+    low = ngrams.acceptance_rate
+    for _ in range(500):
+        ngrams.recover()
+    assert low < 0.01
+    assert ngrams.acceptance_rate == pytest.approx(start, rel=0.01)

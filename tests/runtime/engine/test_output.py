@@ -11,7 +11,7 @@ from quire.runtime.engine.facade import GenerateRequest
 from quire.runtime.engine.output import Stream, StreamingOutput, output_class
 from quire.runtime.engine.text import IncrementalDetokenizer, Tokenizer
 from quire.runtime.model import BUNDLED_MODEL
-from quire.scheduler import Request, RequestSpec, RequestUpdate, SampledToken
+from quire.scheduler import Request, RequestSpec, RequestUpdate, SampledToken, State
 
 TOKENIZER = Tokenizer(BUNDLED_MODEL)
 TEXT = "This module provides a queue. Changed in version 3.11: added «日本» and a lock."
@@ -161,3 +161,20 @@ def test_a_cancelled_ranking_tells_only_that() -> None:
         (0, (), "cancelled"),
         (1, (), "cancelled"),
     ]
+
+
+def test_usage_has_the_longest_stall_of_all_sequences() -> None:
+    """Whichever sequence was preempted, the first or a later fork."""
+    for stalled in range(3):
+        output = output_with(3, n=3)
+        for index, sequence in enumerate(output.sequences):
+            request = sequence.request
+            request.arrive(index, 0.0)
+            request.enter(State.PREFILL, 1.0)
+            request.enter(State.DECODE, 2.0)
+            if index == stalled:
+                request.enter(State.PREEMPTED, 3.0)
+                request.enter(State.PREFILL, 10.0)
+            request.enter(State.ENDED, 12.0)
+        usage = output.usage()
+        assert (usage.stall_ms, usage.queue_ms, usage.decode_ms) == (7000.0, 1000.0, 10000.0)
