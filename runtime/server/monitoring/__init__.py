@@ -1,4 +1,4 @@
-"""What operators see of a server: metrics, probes and the status page, on an HTTP port that only reads."""
+"""Metrics, probes and the status page of a server, on an HTTP port that changes nothing."""
 
 from .http import OperatorServer, operator_app
 from .metrics import CancelCause, PrometheusObserver

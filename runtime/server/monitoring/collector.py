@@ -1,7 +1,6 @@
-"""What a scrape sees: the server's instruments, the engine's own numbers, and both again under foreign names.
+"""`MetricsCollector`: what a scrape reads: the server's instruments and the engine's statistics.
 
-It must not know who counts or what a request is. One invariant: the engine is asked once per scrape, and while it
-cannot answer only its numbers are missing.
+Each scrape asks the engine once. While the engine does not answer, only its own metrics are missing.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ WAITING_REASONS = ("sequences", "pages", "latency", "tokens", "quota", "source")
 
 
 class MetricsCollector(Collector):
-    """`info` never changes, `instruments` are read at each scrape, and what `watch` names too."""
+    """Exposes `info`, which never changes, and at each scrape `instruments` and the sources given to `watch`."""
 
     def __init__(self, info: Sequence[Metric], instruments: Sequence[Counter | LabelledCounter | Histogram]) -> None:
         self._info = info
@@ -34,6 +33,7 @@ class MetricsCollector(Collector):
     def watch(
         self, stats: Callable[[], EngineStats], num_connections: Callable[[], int] | None, mirror: Mirror | None
     ) -> None:
+        """Read engine statistics and connections at each scrape too; `mirror` returns more families from all others."""
         self._stats, self._num_connections, self._mirror = stats, num_connections, mirror
 
     def describe(self) -> Iterable[Metric]:
@@ -60,30 +60,32 @@ def _engine_families(stats: EngineStats) -> list[Metric]:
     pages = {"owned": stats.pages_owned, "cached": stats.pages_cached, "free": stats.pages_free}
     kinds = {"recompute": stats.preemptions - stats.preemptions_spilled, "spill": stats.preemptions_spilled}
     return [
-        _gauge("num_requests_running", "In the batch.", stats.running),
-        _gauge("num_requests_waiting", "In the queue.", stats.waiting),
-        _gauges("requests_waiting_by_reason", "What the queue waits for.", "reason", _waiting(stats)),
-        _gauge("kv_cache_usage_perc", "Share of pages live requests own, 0 to 1.", kv_cache_usage(stats)),
-        _gauges("kv_pages", "KV pages by state; together they are all there are.", "state", pages),
-        _gauge("kv_pages_reserved", "Cached or free, kept for somebody.", stats.pages_reserved),
-        _gauge("kv_pages_pinned", "Cached and evicted last.", stats.pages_pinned),
-        _gauge("kv_pages_spilled", "In the spill file.", stats.pages_spilled),
-        _counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries_tokens),
-        _counter("prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits_tokens),
-        _counter("num_preemptions", "Requests put back to the queue.", stats.preemptions),
-        _counters("preemptions_by_kind", "What became of their pages.", "kind", kinds),
-        _counter("recomputed_tokens", "Lost to preemption.", stats.recomputed_tokens),
-        _counter("spec_decode_num_draft_tokens", "Guessed and verified.", stats.draft_tokens),
-        _counter("spec_decode_num_accepted_tokens", "Of those, right.", stats.accepted_draft_tokens),
-        _counter("steps", "Finished steps.", stats.step),
-        _counter("engine_restarts", "Of engine processes that died or stalled.", stats.restarts),
-        _counter("replayed_requests", "Requests that went on in a new engine process.", stats.replayed_requests),
-        _counter("quarantined_requests", "Requests refused after two crashes.", stats.quarantined_requests),
+        _gauge("num_requests_running", "Requests in the running batch.", stats.running),
+        _gauge("num_requests_waiting", "Requests in the queue.", stats.waiting),
+        _gauges("requests_waiting_by_reason", "Queued requests by what they wait for.", "reason", _waiting(stats)),
+        _gauge("kv_cache_usage_perc", "Share of pages that live requests own, 0 to 1.", kv_cache_usage(stats)),
+        _gauges("kv_pages", "KV pages by state; the states add up to all pages.", "state", pages),
+        _gauge("kv_pages_reserved", "Cached or free pages reserved for running requests.", stats.pages_reserved),
+        _gauge("kv_pages_pinned", "Cached pages that are evicted last.", stats.pages_pinned),
+        _gauge("kv_pages_spilled", "Pages in the spill file.", stats.pages_spilled),
+        _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries_tokens),
+        _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits_tokens),
+        _counter("num_preemptions", "Requests put back into the queue.", stats.preemptions),
+        _counters("preemptions_by_kind", "Preemptions by what becomes of the pages.", "kind", kinds),
+        _counter("recomputed_tokens", "Tokens computed again after a preemption.", stats.recomputed_tokens),
+        _counter("spec_decode_num_draft_tokens", "Draft tokens that were verified.", stats.draft_tokens),
+        _counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", stats.accepted_draft_tokens),
+        _counter("steps", "Finished engine steps.", stats.step),
+        _counter("engine_restarts", "Engine processes started in place of one that died or stalled.", stats.restarts),
+        _counter("replayed_requests", "Requests continued in a new engine process.", stats.replayed_requests),
+        _counter(
+            "quarantined_requests", "Requests ended after they crashed the engine twice.", stats.quarantined_requests
+        ),
     ]
 
 
 def _waiting(stats: EngineStats) -> dict[str, int]:
-    """Every reason there is, so that a series does not vanish with its last request."""
+    """Return every known reason, so that a series does not vanish with its last request."""
     counts = dict.fromkeys((*WAITING_REASONS, OTHER), 0)
     for reason, count in stats.waiting_by_reason.items():
         counts[reason if reason in counts else OTHER] += count

@@ -1,7 +1,6 @@
-"""What a person wants to see of the last minutes: rates second by second, and quantiles of latencies.
+"""`History`: rates of the last two minutes, second by second, and quantiles of latencies over the last five.
 
-It must not know Prometheus or HTTP; it reads the instruments that are counted anyway. One invariant: its memory is
-fixed at start, whatever the traffic.
+It reads the instruments of the metrics. Its memory is fixed at start. Must not import Prometheus or HTTP.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from ...engine.facade import EngineStats
 from .instruments import Counter, Histogram
 
 TICK_S = 1.0
-TICKS = 120  # that rates are remembered for
+TICKS = 120  # kept for rates: 2 minutes
 TICKS_PER_SLICE = 10
-SLICES = 30  # that quantiles look back over: 5 minutes
+SLICES = 30  # kept for quantiles: 5 minutes
 
 FINE_BOUNDS_S = tuple(1e-4 * 10 ** (step / 24) for step in range(24 * 7))  # 10 % apart, from 0.1 ms to 1,000 s
 
 
 class Quantiles(msgspec.Struct, frozen=True):
-    """Seconds, within 10 %, the distance of two bounds; None when there was nothing."""
+    """Quantiles in seconds, within 10 %, the distance of two bounds. None where nothing was observed."""
 
     count: int
     p50: float | None
@@ -36,7 +35,7 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True):
-    """One second. While the engine does not answer, its gauges are 0."""
+    """One second of the history. While the engine does not answer, its gauges are 0."""
 
     generation_tokens_per_s: float
     prefill_tokens_per_s: float
@@ -46,7 +45,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Window:
-    """The last `SLICES` slices of a histogram: how it stands now, without how it stood when the first of them began."""
+    """The last `SLICES` slices of a histogram: its counts now less its counts when the first of them began."""
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
@@ -54,11 +53,12 @@ class Window:
         self.turn()
 
     def turn(self) -> None:
+        """Begin a new slice."""
         self._earlier.append((tuple(self._histogram.counts), self._histogram.total))
 
     def quantiles(self) -> Quantiles:
         counts, bounds = self._counts(), self._histogram.bounds
-        return Quantiles(sum(counts), *(quantile(bounds, counts, share) for share in (0.5, 0.9, 0.99)))
+        return Quantiles(sum(counts), *(histogram_quantile(bounds, counts, share) for share in (0.5, 0.9, 0.99)))
 
     def mean(self) -> float | None:
         count = sum(self._counts())
@@ -69,7 +69,7 @@ class Window:
 
 
 class History:
-    """Call `tick` once a second, or let `watch` do so."""
+    """The recent past of one server. `watch` calls `tick` once a second."""
 
     def __init__(
         self,
@@ -127,12 +127,12 @@ class History:
 
 
 def kv_cache_usage(stats: EngineStats) -> float:
-    """The share of pages that live requests own, 0 to 1."""
+    """Return the share of pages that live requests own, 0 to 1."""
     return stats.pages_owned / stats.pages_total if stats.pages_total else 0.0
 
 
-def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """Where `share` of the values lie below, linear between the bounds around it; beyond all bounds it is the last."""
+def histogram_quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
+    """Return the value below which `share` of the values lie, linear within its bucket; at most the last bound."""
     up_to = list(accumulate(counts))
     rank = share * up_to[-1]
     if not rank:

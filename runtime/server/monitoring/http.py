@@ -1,7 +1,7 @@
 """The operator's HTTP port: `/metrics`, `/healthz`, `/readyz` and a status page at `/`, in the server's own event loop.
 
-It must not know the protocol or requests. One invariant: it only reads; nothing here can change what is served, and a
-browser runs and loads nothing but the page's own two files.
+No answer changes what is served. A browser loads only the page's own script and style sheet. Must not import the
+protocol.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAGE_HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-PAGE = {  # path -> file beside this one, its type
+PAGE = {  # path -> file in this folder, media type
     "/": ("status.html", "text/html"),
     "/status.css": ("status.css", "text/css"),
     "/status.js": ("status.js", "text/javascript"),
@@ -47,7 +47,7 @@ def operator_app(registry: CollectorRegistry, progress: Readiness, status: Calla
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def healthz(request: Request) -> Response:
-        """The event loop turns."""
+        """Answer while the event loop runs."""
         return PlainTextResponse("ok\n")
 
     async def readyz(request: Request) -> Response:
@@ -75,7 +75,7 @@ def _file(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Resp
 
 
 class OperatorServer:
-    """uvicorn on a socket that is already listening, so it answers from the moment it exists."""
+    """uvicorn on a socket that listens already."""
 
     def __init__(self, app: Starlette, listening: socket.socket) -> None:
         config = uvicorn.Config(
@@ -98,7 +98,7 @@ class OperatorServer:
 
 
 class _Protocol(H11Protocol):
-    """Few at a time, and who asks nothing is not waited for: operators share the process's files with clients."""
+    """HTTP/1.1 with few connections and a timeout for the first request: clients need the process's files too."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -111,7 +111,7 @@ class _Protocol(H11Protocol):
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals belong to the command that owns the event loop; nothing here needs uvicorn's ten ticks a second."""
+    """uvicorn without its signal handlers, which are the command's, and without its ten ticks a second."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

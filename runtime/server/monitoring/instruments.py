@@ -1,7 +1,7 @@
-"""Counters and histograms of one server, cheap enough to be touched for every stream and step.
+"""Counters and histograms of one server, cheap enough to be updated for every stream and step.
 
-They must not know what is counted, nor who reads it. One invariant: only the event loop touches them, so nothing here
-locks, and a label has the values it was made with for ever: whatever else comes counts as `OTHER`.
+Only the event loop updates them, so nothing locks. A label keeps the values it was made with; any other value counts as
+`OTHER`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OTHER = "other"
 
 
 class Counter:
-    """Exposed as `quire_{name}_total`."""
+    """A counter, exposed as `quire_{name}_total`."""
 
     __slots__ = ("_name", "_text", "value")
 
@@ -53,7 +53,7 @@ class LabelledCounter:
 
 
 class Histogram:
-    """Exposed as `quire_{name}` with the bounds `exposed`; `finer` ones are counted beside them, for quantiles."""
+    """A histogram, exposed as `quire_{name}` with the bounds `exposed`; `finer` bounds are for quantiles only."""
 
     __slots__ = ("_exposed", "_name", "_text", "bounds", "counts", "total")
 
@@ -62,7 +62,7 @@ class Histogram:
         self._text = text
         self._exposed = frozenset(exposed)
         self.bounds = tuple(sorted({*self._exposed, *finer}))
-        self.counts = [0] * (len(self.bounds) + 1)  # of values up to each bound, the last beyond all
+        self.counts = [0] * (len(self.bounds) + 1)  # values up to each bound, then those above the last
         self.total = 0.0
 
     def observe(self, value: float) -> None:

@@ -1,7 +1,7 @@
-"""Prometheus metrics of one server: an engine observer that counts, and a registry that tells when scraped.
+"""`PrometheusObserver`: the metrics of one server, counted by an engine observer, and the registry that exposes them.
 
-It must not know sockets or HTTP. One invariant: names are `quire_` plus vLLM's suffixes with vLLM's buckets, so that
-dashboards port, and every label has a small fixed set of values; those of the info metrics never change at all.
+Names are `quire_` plus vLLM's suffixes, with vLLM's buckets, so that dashboards can be ported. Every label has a small,
+fixed set of values. Must not import sockets or HTTP.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .instruments import Counter, Histogram, LabelledCounter
 
 CancelCause = Literal["client", "disconnect", "slow_reader", "shutdown"]
 
-NUM_RECENT = 50  # ended requests that are remembered
+NUM_RECENT = 50  # ended requests that are kept for the status page
 
 TIME_TO_FIRST_TOKEN_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
@@ -48,7 +48,7 @@ class Ended(NamedTuple):
 
 
 class PrometheusObserver:
-    """One server's metrics in a registry of their own. `isa`, `threads` and why so many: what the kernels run with."""
+    """One server's metrics, in a registry of their own. The arguments go into the info metrics."""
 
     def __init__(
         self, version: str = "unknown", isa: str = "unknown", threads: int = 0, threads_reason: str = "unknown"
@@ -58,8 +58,10 @@ class PrometheusObserver:
         self._make_counters()
         self._make_histograms()
         cpu = {"isa": isa, "threads": str(threads), "threads_reason": threads_reason}
-        build = InfoMetricFamily("quire_build", "What is running.", value={"version": version})
-        kernels = InfoMetricFamily("quire_cpu", "What the kernels run with, and why so many threads.", value=cpu)
+        build = InfoMetricFamily("quire_build", "Version of Quire.", value={"version": version})
+        kernels = InfoMetricFamily(
+            "quire_cpu", "ISA level and threads of the kernels, and the reason for that number.", value=cpu
+        )
         instruments = [each for each in vars(self).values() if isinstance(each, Counter | LabelledCounter | Histogram)]
         self._collector = MetricsCollector((build, kernels), instruments)
         self.registry = CollectorRegistry()
@@ -71,8 +73,7 @@ class PrometheusObserver:
         num_connections: Callable[[], int] | None = None,
         mirror: Mirror | None = None,
     ) -> None:
-        """From now on read gauges from `stats` and `num_connections` at every scrape, and tell under the names of
-        `mirror` what they all say."""
+        """Read gauges from `stats` and `num_connections` at each scrape; `mirror` renames all metrics once more."""
         self._collector.watch(stats, num_connections, mirror)
 
     # EngineObserver
@@ -122,15 +123,19 @@ class PrometheusObserver:
         codes = sorted(error_codes())
         self.generation_tokens = Counter("generation_tokens", "Tokens published.")
         self.prompt_tokens = Counter("prompt_tokens", "Prompt tokens of ended requests.")
-        self.prompt_tokens_cached = Counter("prompt_tokens_cached", "Those found in the prefix cache.")
-        self.prefill_tokens = Counter("prefill_tokens", "Computed in prefill, so without cached ones, as they happen.")
+        self.prompt_tokens_cached = Counter(
+            "prompt_tokens_cached", "Prompt tokens of ended requests found in the prefix cache."
+        )
+        self.prefill_tokens = Counter(
+            "prefill_tokens", "Prompt tokens computed in prefill, as they are computed; without cached ones."
+        )
         self.success = LabelledCounter(
             "request_success", "Finished requests.", "finished_reason", get_args(FinishReason)
         )
         self.failures = LabelledCounter("request_failures", "Accepted requests that ended in an error.", "code", codes)
         self.rejections = LabelledCounter("admission_rejections", "Requests refused before any work.", "reason", codes)
         self.cancelled = LabelledCounter(
-            "cancelled", "Requests cancelled by the server's side.", "cause", get_args(CancelCause)
+            "cancelled", "Requests cancelled by the server, by cause.", "cause", get_args(CancelCause)
         )
 
     def _make_histograms(self) -> None:
@@ -141,25 +146,34 @@ class PrometheusObserver:
             FINE_BOUNDS_S,
         )
         self.inter_token_latency = Histogram(
-            "inter_token_latency_seconds", "Between tokens of one request.", TOKEN_LATENCY_BUCKETS, FINE_BOUNDS_S
+            "inter_token_latency_seconds", "Between two tokens of one request.", TOKEN_LATENCY_BUCKETS, FINE_BOUNDS_S
         )
         self.time_per_output_token = Histogram(
-            "request_time_per_output_token_seconds", "A request's mean, after its first.", TOKEN_LATENCY_BUCKETS
+            "request_time_per_output_token_seconds",
+            "Mean of a request between tokens, after its first.",
+            TOKEN_LATENCY_BUCKETS,
         )
         self.e2e_latency = Histogram(
-            "e2e_request_latency_seconds", "From submission to the end.", REQUEST_TIME_BUCKETS, FINE_BOUNDS_S
+            "e2e_request_latency_seconds",
+            "From submission to the end of a request.",
+            REQUEST_TIME_BUCKETS,
+            FINE_BOUNDS_S,
         )
-        self.queue_time = Histogram("request_queue_time_seconds", "Waiting to run.", REQUEST_TIME_BUCKETS)
+        self.queue_time = Histogram("request_queue_time_seconds", "In the queue.", REQUEST_TIME_BUCKETS)
         self.prefill_time = Histogram("request_prefill_time_seconds", "In prefill.", REQUEST_TIME_BUCKETS)
         self.decode_time = Histogram("request_decode_time_seconds", "In decode.", REQUEST_TIME_BUCKETS)
-        self.request_prompt_tokens = Histogram("request_prompt_tokens", "Per request.", TOKEN_COUNT_BUCKETS)
-        self.request_generation_tokens = Histogram("request_generation_tokens", "Per request.", TOKEN_COUNT_BUCKETS)
-        self.step_duration = Histogram(
-            "step_duration_seconds", "Of engine steps.", STEP_DURATION_BUCKETS, FINE_BOUNDS_S
+        self.request_prompt_tokens = Histogram(
+            "request_prompt_tokens", "Prompt tokens per request.", TOKEN_COUNT_BUCKETS
         )
-        self.batch_size = Histogram("batch_size", "Sequences per step.", BATCH_SIZE_BUCKETS)
+        self.request_generation_tokens = Histogram(
+            "request_generation_tokens", "Generated tokens per request.", TOKEN_COUNT_BUCKETS
+        )
+        self.step_duration = Histogram(
+            "step_duration_seconds", "Duration of engine steps.", STEP_DURATION_BUCKETS, FINE_BOUNDS_S
+        )
+        self.batch_size = Histogram("batch_size", "Sequences in a step.", BATCH_SIZE_BUCKETS)
 
 
 def error_codes(root: type[QuireError] = QuireError) -> set[str]:
-    """Every code of the tree in `errors.py`, in lower case."""
+    """Return every code of the tree in `errors.py`, in lower case."""
     return {root.code.lower()}.union(*(error_codes(each) for each in root.__subclasses__()))

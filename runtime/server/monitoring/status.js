@@ -1,5 +1,5 @@
-// Draws status.json (class Status in status.py) once a second while the page is seen. Whatever comes from a user is
-// set as text, never as markup.
+// Draws status.json (class Status in status.py) once a second while the page is visible. Clients' strings are set as
+// text, never as markup.
 "use strict";
 
 const MAX_CELLS = 480;
@@ -8,7 +8,7 @@ const PHASES = ["queue", "prefill", "decode", "stall"];
 
 const $ = (id) => document.getElementById(id);
 
-// Numbers as people read them
+// Numbers for people
 
 const whole = new Intl.NumberFormat("en");
 const count = (value) => (value === null || value === undefined ? "–" : whole.format(Math.round(value)));
@@ -55,11 +55,11 @@ function legend(list, entries) { // [class, name, text]
   }));
 }
 
-function rows(body, columns, made, nothing) {
+function rows(body, columns, made, placeholder) {
   if (made.length) {
     body.replaceChildren(...made);
   } else {
-    const only = cell("empty", nothing);
+    const only = cell("empty", placeholder);
     only.colSpan = columns;
     body.replaceChildren(element("tr", "", only));
   }
@@ -145,7 +145,7 @@ function drawPool({ engine, info }) {
   legend($("pages-legend"), kinds.map(([kind, pages]) => [kind, kind, count(pages)]));
   const facts = [`${count(engine.pages_total)} pages`];
   if (info) facts.push(`of ${info.page_size} tokens`);
-  $("pool-note").textContent = facts.join(" ") + (perCell > 1 ? `, ${perCell} to a square` : "");
+  $("pool-note").textContent = facts.join(" ") + (perCell > 1 ? `, ${perCell} per square` : "");
   const asked = engine.prefix_queries_tokens;
   const found = asked ? percent(engine.prefix_hits_tokens / asked) : "none yet";
   $("cache-note").textContent =
@@ -154,7 +154,7 @@ function drawPool({ engine, info }) {
 }
 
 function drawCells(grid, kinds, perCell) {
-  // The cell at position p stands for the page p * perCell; whatever exists has at least one.
+  // A cell stands for perCell pages. A state with any page has at least one cell.
   const classes = kinds.flatMap(([kind, pages]) => Array(pages ? Math.max(1, Math.round(pages / perCell)) : 0).fill(kind));
   while (grid.childElementCount > classes.length) grid.lastElementChild.remove();
   while (grid.childElementCount < classes.length) grid.append(element("i"));
@@ -172,7 +172,7 @@ function drawOutcomes({ outcomes }) {
 function drawEngine({ info, engine, batch_size }) {
   const pairs = [];
   $("threads-note").textContent = info ? `${info.threads} threads: ${info.threads_reason}` : "";
-  if (info) pairs.push(["processes", info.num_processes ? count(info.num_processes) : "the server's"]);
+  if (info) pairs.push(["engine processes", info.num_processes ? count(info.num_processes) : "in the server process"]);
   if (engine) {
     pairs.push(
       ["restarts", count(engine.restarts)],
@@ -181,9 +181,9 @@ function drawEngine({ info, engine, batch_size }) {
       ["steps", count(engine.step)],
       ["sequences per step", batch_size === null ? "–" : batch_size.toFixed(1)],
       ["preemptions", count(engine.preemptions)],
-      ["tokens computed again", count(engine.recomputed_tokens)],
+      ["recomputed tokens", count(engine.recomputed_tokens)],
     );
-    if (engine.guessed_tokens) pairs.push(["right guesses", percent(engine.right_guesses / engine.guessed_tokens)]);
+    if (engine.guessed_tokens) pairs.push(["draft tokens accepted", percent(engine.right_guesses / engine.guessed_tokens)]);
   }
   counts($("engine"), pairs.length ? pairs : [["the engine does not answer", ""]]);
 }
@@ -195,8 +195,8 @@ const tenantCell = (tenant) => {
 };
 
 function drawRequests({ requests, engine }) {
-  const alive = engine ? engine.running + engine.waiting : requests.length;
-  $("requests-note").textContent = requests.length ? `${count(Math.max(alive, requests.length))}, the oldest first` : "";
+  const live = engine ? engine.running + engine.waiting : requests.length;
+  $("requests-note").textContent = requests.length ? `${count(Math.max(live, requests.length))}, oldest first` : "";
   rows($("requests"), 6, requests.map((request) => {
     const { prompt_tokens: all, prefilled: done } = request;
     const known = all !== null && done !== null;
@@ -206,7 +206,7 @@ function drawRequests({ requests, engine }) {
     return element("tr", "", tenantCell(request.tenant), cell("wide", request.request_id),
       cell("", element("span", `state ${request.state}`, request.state)), cell("grow", line),
       cell("right", count(request.generated)), cell("right", duration(request.age_s)));
-  }), "nobody is being served");
+  }), "no live requests");
 }
 
 function drawRecent({ recent }) {

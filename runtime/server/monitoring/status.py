@@ -1,7 +1,7 @@
-"""What the status page shows, as one frozen struct: `/status.json`.
+"""`Status`: everything the status page shows, as one frozen struct, `/status.json`.
 
-It must not know HTTP, and it counts nothing itself. One invariant: its size is bounded, whatever the traffic: so many
-live requests, so many ended ones, so many seconds; and a user's strings are cut to a length.
+Its size is bounded: at most `MAX_LIVE` live requests, `NUM_RECENT` ended ones and `TICKS` seconds, and clients' strings
+are cut. It counts nothing itself. Must not import HTTP.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ RequestState = Literal["queued", "prefill", "decode"]
 
 
 class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that has not ended."""
+    """A live request."""
 
     tenant: str
-    request_id: str  # its client's number, unique within one connection; JavaScript's numbers end at 2**53
+    request_id: str  # the client's number, unique on its connection; JavaScript's numbers end at 2**53
     age_s: float
     state: RequestState
     prompt_tokens: int | None  # None: not tokenized yet
-    prefilled: int | None  # of them; None: no step was seen yet
+    prefilled: int | None  # computed prompt tokens; None before the first step
     generated: int
 
 
 class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of a request went. Milliseconds; None and 0 where it never got that far."""
+    """An ended request and where its time went, in milliseconds; None or 0 for a phase that it did not reach."""
 
     tenant: str
     ended_s_ago: float
-    outcome: str  # a finish reason, or the code of the error it ended in
-    ok: bool  # it finished
+    outcome: str  # the finish reason, or the code of the error
+    ok: bool  # it has a finish reason
     prompt_tokens: int
     cached_tokens: int  # of the prompt
     generated: int
@@ -58,7 +58,7 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Latencies(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the last five minutes."""
+    """Latencies of the last five minutes."""
 
     time_to_first_token: Quantiles
     inter_token: Quantiles
@@ -67,7 +67,7 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcomes(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests since the start by how they ended; the names are those of the metrics, what never happened is absent."""
+    """Counts of requests since the start by how they ended, under the names of the metrics, without zeros."""
 
     finished: dict[str, int]
     failed: dict[str, int]
@@ -76,12 +76,12 @@ class Outcomes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """All there is to see, at one moment."""
+    """The state of one server at one moment."""
 
     model: str
     version: str
     uptime_s: float
-    problem: str | None  # why requests should go elsewhere now, as /readyz tells
+    problem: str | None  # why requests should go elsewhere now, as in /readyz
     info: EngineInfo | None
     engine: EngineStats | None  # None: it does not answer
     connections: int
@@ -94,9 +94,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusCollector:
-    """`watch` keeps the history while the server runs; `collect` tells how things stand now. `live_requests` gives the
-    oldest, at most so many.
-    """
+    """Collects the status of one server. `live_requests` returns the oldest live requests, at most its argument."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""`--metrics-compat vllm`: what a scrape says, once more under the names that routers and dashboards hard-code.
+"""`metrics_compat = "vllm"`: the metrics once more, under the names that routers and dashboards hard-code.
 
-It must not count anything. One invariant: a mirrored sample has the value of ours; only its name differs, a finish
-reason's word, and the labels `model_name` and `engine` that vLLM puts on every series.
+A mirrored sample has the value of Quire's own. Its name differs, a finish reason's word, and the labels `model_name`
+and `engine`, which vLLM puts on every series.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from prometheus_client.samples import Sample
 from ...common.errors import QuireError
 from ...engine.facade import EngineInfo
 
-# Ours without `quire_` -> theirs without `vllm:`. Where several are given, later ones are older spellings that are
-# still asked for: gpu_* by vLLM's production stack and early Gateway API endpoint pickers, time_per_output_token by
-# dashboards from before it was called inter-token latency.
+# Quire's name without `quire_` -> vLLM's names without `vllm:`. The later ones of several are older spellings that are
+# still in use: gpu_* by vLLM's production stack and early Gateway API endpoint pickers, time_per_output_token by
+# dashboards that are older than the name inter-token latency.
 NAMES = {
     "num_requests_running": ("num_requests_running",),
     "num_requests_waiting": ("num_requests_waiting",),
@@ -41,11 +41,11 @@ NAMES = {
     "request_generation_tokens": ("request_generation_tokens",),
 }
 FINISHED_REASONS = {"cancelled": "abort"}
-ENGINE = "0"  # the server as a whole: its processes are not told apart
+ENGINE = "0"  # all engine processes together
 
 
 class VllmNames:
-    """Called with our families; yields the mirrored ones, and what vLLM tells of its cache."""
+    """Yields the mirror of the given families, and vLLM's description of the cache."""
 
     def __init__(self, model_name: str, info: Callable[[], EngineInfo]) -> None:
         self._labels = {"model_name": model_name, "engine": ENGINE}
@@ -77,6 +77,8 @@ class VllmNames:
         except QuireError:
             return
         labels = {"block_size": str(info.page_size), "num_gpu_blocks": str(info.num_pages), "engine": ENGINE}
-        family = GaugeMetricFamily("vllm:cache_config_info", "Pages there are and tokens in one.", labels=list(labels))
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "Number of pages, and tokens per page.", labels=list(labels)
+        )
         family.add_metric(list(labels.values()), 1)
         yield family

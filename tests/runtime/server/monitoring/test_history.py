@@ -15,7 +15,7 @@ from quire.runtime.server.monitoring.history import (
     TICKS_PER_SLICE,
     History,
     Tick,
-    quantile,
+    histogram_quantile,
 )
 from quire.runtime.server.monitoring.instruments import Counter, Histogram
 
@@ -112,10 +112,10 @@ def test_quantiles_are_within_ten_percent(watched: Watched) -> None:
 
 
 def test_quantile_between_bounds() -> None:
-    assert quantile((1, 2, 4), (0, 0, 4, 0), 0.5) == 3
-    assert quantile((1, 2, 4), (2, 2, 0, 0), 0.75) == 1.5
-    assert quantile((1, 2, 4), (1, 0, 0, 9), 0.9) == 4  # beyond all bounds
-    assert quantile((1, 2, 4), (0, 0, 0, 0), 0.9) is None
+    assert histogram_quantile((1, 2, 4), (0, 0, 4, 0), 0.5) == 3
+    assert histogram_quantile((1, 2, 4), (2, 2, 0, 0), 0.75) == 1.5
+    assert histogram_quantile((1, 2, 4), (1, 0, 0, 9), 0.9) == 4  # beyond all bounds
+    assert histogram_quantile((1, 2, 4), (0, 0, 0, 0), 0.9) is None
 
 
 def test_finer_bounds_are_not_exposed(watched: Watched) -> None:

@@ -346,7 +346,7 @@ async def test_a_browser_draws_what_the_json_says(page: Page, tmp_path: Path) ->
         "waiting-note": "3 for pages",
         "usage": "35 %",
         "usage-note": "22,400 tokens",
-        "pool-note": "2,000 pages of 32 tokens, 5 to a square",
+        "pool-note": "2,000 pages of 32 tokens, 5 per square",
         "pages-legend": "owned 700pinned 50cached 350reserved 100free 800",
         "cache-note": "Prompt tokens found in the prefix cache: 25 %.",
     }
