@@ -14,7 +14,7 @@ from .fakes import FakeClock, FakeServer
 
 @pytest.fixture
 async def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """The event loop's time stands still and is the test's to move."""
+    """Stop the event loop's time; the test moves it."""
     loop = asyncio.get_running_loop()
     clock = FakeClock(loop)
     monkeypatch.setattr(loop, "time", clock)
@@ -23,14 +23,14 @@ async def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 @pytest.fixture
 def logs() -> Iterator[list[MutableMapping[str, Any]]]:
-    """What is logged, instead of its printing."""
+    """Capture log lines instead of printing them."""
     with capture_logs() as captured:
         yield captured
 
 
 @pytest.fixture
 async def serve(clock: FakeClock, logs: object) -> AsyncIterator[Callable[..., FakeServer]]:
-    """`serve(resume_timeout_ms=30)`: a server in memory. Afterwards no request is live and no task runs."""
+    """Make a server in memory with `serve(resume_timeout_ms=30)`. Afterwards no request is live and no task runs."""
     servers: list[FakeServer] = []
 
     def make(**settings: object) -> FakeServer:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from prometheus_client import generate_latest
 from quire.runtime.common.config import ServerConfig
 from quire.runtime.common.errors import InvalidRequest
-from quire.runtime.common.types import FinishReason, OutputChunk, TokenLogprobs, Usage
+from quire.runtime.common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
 from quire.runtime.engine.facade import EngineInfo, EngineStats, GenerateRequest
 from quire.runtime.protocol.codec import Decoder, encode
-from quire.runtime.protocol.frames import MAX_FRAME_BYTES, SERVER_FRAMES, Frame, Hello, Welcome
+from quire.runtime.protocol.frames import MAX_FRAME_BYTES, SERVER_FRAMES, Frame, Generate, Hello, Welcome
 from quire.runtime.server.auth import Keyring
 from quire.runtime.server.connection import Connection
 from quire.runtime.server.live_requests import LiveRequests
@@ -46,11 +47,20 @@ def chunk(
     )
 
 
+def generate(request_id: int = 1, prompt: str = "hi", **fields: Any) -> Generate:
+    return Generate(request_id, prompt, SamplingParams(), **fields)
+
+
+def names(frames: list[Frame]) -> list[str]:
+    """Return the types of `frames`."""
+    return [type(frame).__name__ for frame in frames]
+
+
 class FakeClock:
     """The time of the running event loop, moved by `advance` only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.now = loop.time()
+        self.now = float(math.ceil(loop.time()))
 
     def __call__(self) -> float:
         return self.now
@@ -100,7 +110,7 @@ class FakeGeneration:
 
 
 class FakeEngine:
-    """Accepts every request, unless told otherwise.
+    """An engine that accepts every request, except where a test sets a refusal.
 
     `refusal` is raised by the call of `submit`; `late_refusal` where its result is awaited, as for a prompt that is too
     long once tokenized. While `prepared` is not set, prompts and texts are being tokenized.
@@ -175,14 +185,14 @@ class FakeEngine:
 
 
 class FakeTransport:
-    """Takes bytes while `is_open`; a stuck peer's transport keeps them for ever."""
+    """The transport of a `FakeWriter`. While `reads` is not set, the peer reads nothing."""
 
     def __init__(self) -> None:
         self.taken = bytearray()
         self.waiting = bytearray()
         self.aborted = False
-        self.takes = asyncio.Event()
-        self.takes.set()
+        self.reads = asyncio.Event()
+        self.reads.set()
 
     def set_write_buffer_limits(self, high: int) -> None: ...
 
@@ -191,7 +201,7 @@ class FakeTransport:
 
     def abort(self) -> None:
         self.aborted = True
-        self.takes.set()
+        self.reads.set()
 
 
 class FakeWriter:
@@ -201,16 +211,16 @@ class FakeWriter:
         self.transport = FakeTransport()
 
     def stop_reading(self) -> None:
-        self.transport.takes.clear()
+        self.transport.reads.clear()
 
     def read_again(self) -> None:
-        self.transport.takes.set()
+        self.transport.reads.set()
 
     def write(self, data: bytes) -> None:
         self.transport.waiting += data
 
     async def drain(self) -> None:
-        await self.transport.takes.wait()
+        await self.transport.reads.wait()
         if self.transport.aborted:
             raise ConnectionResetError("aborted")
         self.transport.taken += self.transport.waiting
@@ -245,14 +255,14 @@ class FakePeer:
             self.reader.feed_data(encode(frame))
 
     async def received(self) -> list[Frame]:
-        """Everything that came since the last call."""
+        """Return the frames that came since the last call."""
         await settle()
         data = bytes(self.writer.transport.taken[self._num_read :])
         self._num_read += len(data)
         return list(self._decoder.feed(data))  # type: ignore[arg-type]
 
     async def ask(self, *frames: Frame) -> list[Frame]:
-        """Send `frames` and return everything that came since the last call."""
+        """Send `frames` and return the frames that came since the last call."""
         self.send(*frames)
         return await self.received()
 
@@ -278,7 +288,7 @@ class FakeServer:
         self.peers: list[FakePeer] = []
 
     async def connect(self, **hello: Any) -> FakePeer:
-        """A welcomed connection. Its WELCOME is not among what `received` returns."""
+        """Open a connection. Its WELCOME is not among the frames that `received` returns."""
         peer = FakePeer(self.context, Hello((1,), **hello))
         self.peers.append(peer)
         (welcome,) = await peer.received()
@@ -287,7 +297,7 @@ class FakeServer:
         return peer
 
     def metric(self, sample: str) -> float:
-        """The value of one sample of /metrics, with its labels."""
+        """Return the value of one sample of /metrics; the name includes the labels."""
         lines = generate_latest(self.observer.registry).decode().splitlines()
         return float(next(line for line in lines if line.startswith(sample + " ")).rpartition(" ")[2])
 

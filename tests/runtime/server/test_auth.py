@@ -1,4 +1,4 @@
-"""Tokens to tenants: the file, its errors, its reload; that a comparison is of all keys, whichever fits."""
+"""Keyrings: the file of tenants, its errors and its reload, and the comparison with every key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write(tmp_path: Path) -> Write:
     return write
 
 
-def test_each_key_stands_for_its_tenant(write: Write) -> None:
+def test_each_key_belongs_to_its_tenant(write: Write) -> None:
     keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]\nrequests_per_minute = 60\n[lab]\nkeys = ["{B}"]\n'))
     acme, lab = keyring.authenticate("key a"), keyring.authenticate("key b")
     assert (acme.name, lab.name) == ("acme", "lab")
@@ -37,7 +37,7 @@ def test_each_key_stands_for_its_tenant(write: Write) -> None:
 
 
 @pytest.mark.parametrize("token", [None, "", "key", "key A", "key a ", A, "\ud800", "x" * 100_000])
-def test_anything_else_is_nobody(write: Write, token: str | None) -> None:
+def test_any_other_token_is_refused(write: Write, token: str | None) -> None:
     for keyring in (Keyring.load(write(f'[acme]\nkeys = ["{A}"]')), Keyring.single("key a")):
         with pytest.raises(Unauthenticated):
             keyring.authenticate(token)
@@ -47,12 +47,12 @@ def test_one_token_is_one_tenant_without_a_name() -> None:
     assert Keyring.single("t").authenticate("t").name == ""
 
 
-def test_without_keys_whoever_comes_is_let_in() -> None:
+def test_without_keys_every_connection_is_admitted() -> None:
     assert Keyring.none().authenticate(None).name == ""
     assert Keyring.none().authenticate("t").name == ""
 
 
-def test_every_key_is_compared_whichever_fits(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_compared_with_every_key(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     keyring = Keyring.load(write(f'[a]\nkeys = ["{A}"]\n[b]\nkeys = ["{B}"]'))
     compared: list[bytes] = []
     compare = hmac.compare_digest
@@ -66,7 +66,7 @@ def test_every_key_is_compared_whichever_fits(write: Write, monkeypatch: pytest.
     assert [key_hash.hex() for key_hash in compared] == [A, B]
 
 
-def test_which_keyring_the_settings_mean(write: Write) -> None:
+def test_the_settings_choose_the_keyring(write: Write) -> None:
     path = str(write(f'[acme]\nkeys = ["{A}"]'))
     assert Keyring.of(ServerConfig()).authenticate(None).name == ""
     assert Keyring.of(ServerConfig(auth_tokens=path)).authenticate("key a").name == "acme"
@@ -110,13 +110,13 @@ def test_a_bad_file_says_what_is_allowed(write: Write, text: str) -> None:
     assert "the key itself" not in str(error.value)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
         Keyring.load(tmp_path / "none.toml")
 
 
 @pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, False), (0o644, True), (0o620, True)])
-def test_a_file_that_others_can_read_or_write_is_warned_of(write: Write, mode: int, warned: bool) -> None:
+def test_a_file_that_other_users_can_read_or_write_is_logged(write: Write, mode: int, warned: bool) -> None:
     path = write(f'[acme]\nkeys = ["{A}"]')
     path.chmod(mode)
     with capture_logs() as logs:
@@ -124,7 +124,7 @@ def test_a_file_that_others_can_read_or_write_is_warned_of(write: Write, mode: i
     assert [entry["log_level"] for entry in logs] == ["warning"] * warned
 
 
-def test_a_made_key_is_let_in_by_its_lines(write: Write) -> None:
+def test_a_new_key_is_admitted_by_the_lines_printed_with_it(write: Write) -> None:
     text = token_text("lab-1")
     key, lines = text.splitlines()[2], text[text.index("[lab-1]") :]
     assert len(key) == len("quire_") + 43
@@ -132,7 +132,7 @@ def test_a_made_key_is_let_in_by_its_lines(write: Write) -> None:
     assert token_text("lab-1") != text
 
 
-def test_a_key_for_a_name_that_a_file_could_not_have() -> None:
+def test_no_key_is_made_for_a_bad_name() -> None:
     with pytest.raises(ConfigError, match="a name is 1 to 64"):
         token_text("lab 1")
 
@@ -140,7 +140,7 @@ def test_a_key_for_a_name_that_a_file_could_not_have() -> None:
 # Reload
 
 
-def test_a_reload_takes_new_keys_and_limits_and_keeps_tenants_and_their_counts(write: Write) -> None:
+def test_a_reload_applies_new_keys_and_limits_and_keeps_tenants_and_their_counts(write: Write) -> None:
     keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]\nmax_concurrent_requests = 2'))
     acme = keyring.authenticate("key a")
     acme.enter()
@@ -153,7 +153,7 @@ def test_a_reload_takes_new_keys_and_limits_and_keeps_tenants_and_their_counts(w
         acme.enter()
 
 
-def test_a_tenant_that_is_gone_is_refused_further_requests(write: Write) -> None:
+def test_a_tenant_that_is_gone_has_further_requests_refused(write: Write) -> None:
     keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]\n[lab]\nkeys = ["{B}"]'))
     acme, lab = keyring.authenticate("key a"), keyring.authenticate("key b")
     write(f'[lab]\nkeys = ["{B}"]')
@@ -164,7 +164,7 @@ def test_a_tenant_that_is_gone_is_refused_further_requests(write: Write) -> None
 
 
 @pytest.mark.parametrize("text", ["[acme", "", f'[lab]\nkeys = ["{B}"]\n[acme]\nkeys = ["{A}"]\nburst = 0'])
-def test_a_broken_file_changes_nothing_and_the_log_says_why(write: Write, text: str) -> None:
+def test_a_broken_file_changes_nothing_and_is_logged(write: Write, text: str) -> None:
     keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]\nrequests_per_minute = 60'))
     acme = keyring.authenticate("key a")
     write(text)
@@ -177,5 +177,5 @@ def test_a_broken_file_changes_nothing_and_the_log_says_why(write: Write, text: 
     acme.enter()
 
 
-def test_reload_without_a_file_is_nothing() -> None:
+def test_a_reload_without_a_file_does_nothing() -> None:
     Keyring.single("t").reload()

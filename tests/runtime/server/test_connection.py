@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 from quire.runtime.common.errors import GenerationFailed, Overloaded, Unavailable
-from quire.runtime.common.types import SamplingParams
 from quire.runtime.protocol.frames import (
     MIN_FRAME_BYTES,
     Cancel,
@@ -16,7 +15,6 @@ from quire.runtime.protocol.frames import (
     Done,
     Error,
     Frame,
-    Generate,
     Ping,
     Pong,
     Progress,
@@ -28,7 +26,7 @@ from quire.runtime.protocol.frames import (
 from quire.runtime.server.request_handler import MAX_TEXTS
 from quire.runtime.server.tenants import Tenant, TenantLimits
 
-from .fakes import FakeClock, FakeEngine, FakePeer, FakeServer, chunk, settle
+from .fakes import FakeClock, FakeEngine, FakePeer, FakeServer, chunk, generate, names, settle
 
 Serve = Callable[..., FakeServer]
 
@@ -42,36 +40,28 @@ INTERNAL_ERROR = "an internal error ended this request; see the server's log"
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
-def generate(request_id: int = 1, prompt: str = "hi", **fields: Any) -> Generate:
-    return Generate(request_id, prompt, SamplingParams(), **fields)
-
-
-def names(frames: list[Frame]) -> list[str]:
-    return [type(frame).__name__ for frame in frames]
-
-
 def texts(frames: list[Frame]) -> list[str]:
     return [frame.text for frame in frames if isinstance(frame, Tokens)]
 
 
 def error(frames: list[Frame]) -> Error:
-    """The only frame, an ERROR."""
+    """Return the only frame, an ERROR."""
     (frame,) = frames
     assert isinstance(frame, Error), frame
     return frame
 
 
-# One request at a time of this tenant: a slot that leaks, or is freed twice, shows at once
+# A tenant with one slot: a slot that leaks, or is freed twice, shows at once
 
 
 @pytest.fixture
 def narrow(serve: Serve) -> FakeServer:
-    """A server whose tenant may have one live request."""
+    """Make a server whose tenant may have one live request."""
     return serve(tenant=Tenant("ann", TenantLimits(max_concurrent_requests=1)))
 
 
 async def assert_one_slot_is_free(server: FakeServer) -> None:
-    """Exactly one request is accepted, and the next one refused."""
+    """Check that one request is accepted and the next one refused."""
     peer = await server.connect()
     assert names(await peer.ask(generate(1))) == ["Accepted"]
     refusal = error(await peer.ask(generate(2)))
@@ -100,7 +90,7 @@ async def test_a_refused_request_holds_no_slot_of_its_tenant(
 
 
 @every_kind
-async def test_a_request_that_its_tenant_may_not_send_holds_no_slot(narrow: FakeServer, kind: dict[str, Any]) -> None:
+async def test_a_request_refused_by_its_tenants_limit_holds_no_slot(narrow: FakeServer, kind: dict[str, Any]) -> None:
     peer = await narrow.connect()
     assert names(await peer.ask(generate(1))) == ["Accepted"]
     for request_id in range(2, 5):
@@ -139,7 +129,7 @@ async def shut_down(peer: FakePeer, engine: FakeEngine) -> None:
 
 @pytest.mark.parametrize("kind", [KINDS["plain"], KINDS["keyed"]], ids=["plain", "keyed"])
 @pytest.mark.parametrize("end", [finish, fail, crash, cancel, leave, shut_down], ids=lambda end: end.__name__)
-async def test_however_a_request_ends_its_slot_is_freed_once(
+async def test_every_kind_of_end_frees_the_slot_once(
     narrow: FakeServer, kind: dict[str, Any], end: Callable[[FakePeer, FakeEngine], Any]
 ) -> None:
     peer = await narrow.connect()
@@ -149,9 +139,7 @@ async def test_however_a_request_ends_its_slot_is_freed_once(
     await assert_one_slot_is_free(narrow)
 
 
-async def test_a_resumable_request_holds_its_slot_until_it_can_be_resumed_no_more(
-    serve: Serve, clock: FakeClock
-) -> None:
+async def test_a_resumable_request_holds_its_slot_until_it_expires(serve: Serve, clock: FakeClock) -> None:
     server = serve(tenant=Tenant("ann", TenantLimits(max_concurrent_requests=1)), resume_timeout_ms=1000)
     peer = await server.connect()
     await peer.ask(generate(1, resumable=True))
@@ -162,11 +150,13 @@ async def test_a_resumable_request_holds_its_slot_until_it_can_be_resumed_no_mor
     await assert_one_slot_is_free(server)
 
 
-# A request that is still being prepared: its prompt is tokenized, and the engine has not answered
+# A request in preparation: its prompt is being tokenized, and the engine has not answered
 
 
 @every_kind
-async def test_cancelled_while_it_is_prepared(server: FakeServer, kind: dict[str, Any]) -> None:
+async def test_a_request_cancelled_in_preparation_is_accepted_and_cancelled(
+    server: FakeServer, kind: dict[str, Any]
+) -> None:
     server.engine.prepared.clear()
     peer = await server.connect()
     assert await peer.ask(generate(1, **kind), Cancel(1)) == []
@@ -178,7 +168,7 @@ async def test_cancelled_while_it_is_prepared(server: FakeServer, kind: dict[str
 
 
 @every_kind
-async def test_accepted_as_soon_as_it_is_prepared(server: FakeServer, kind: dict[str, Any]) -> None:
+async def test_accepted_is_sent_when_preparation_ends(server: FakeServer, kind: dict[str, Any]) -> None:
     server.engine.prepared.clear()
     peer = await server.connect()
     assert await peer.ask(generate(1, **kind)) == []
@@ -187,7 +177,9 @@ async def test_accepted_as_soon_as_it_is_prepared(server: FakeServer, kind: dict
 
 
 @pytest.mark.parametrize("kind", [KINDS["plain"], KINDS["keyed"]], ids=["plain", "keyed"])
-async def test_its_connection_is_lost_while_it_is_prepared(server: FakeServer, kind: dict[str, Any]) -> None:
+async def test_a_request_whose_connection_is_lost_in_preparation_is_cancelled(
+    server: FakeServer, kind: dict[str, Any]
+) -> None:
     server.engine.prepared.clear()
     peer = await server.connect()
     await peer.ask(generate(1, **kind))
@@ -200,7 +192,9 @@ async def test_its_connection_is_lost_while_it_is_prepared(server: FakeServer, k
 
 
 @every_kind
-async def test_refused_after_it_was_cancelled_it_ends_in_one_error(server: FakeServer, kind: dict[str, Any]) -> None:
+async def test_a_request_refused_after_its_cancellation_ends_in_one_error(
+    server: FakeServer, kind: dict[str, Any]
+) -> None:
     server.engine.prepared.clear()
     peer = await server.connect()
     await peer.ask(generate(1, **kind), Cancel(1))
@@ -211,7 +205,7 @@ async def test_refused_after_it_was_cancelled_it_ends_in_one_error(server: FakeS
 
 
 @every_kind
-async def test_ended_by_the_server_while_it_is_prepared(server: FakeServer, kind: dict[str, Any]) -> None:
+async def test_the_server_ends_a_request_in_preparation(server: FakeServer, kind: dict[str, Any]) -> None:
     server.engine.prepared.clear()
     peer = await server.connect()
     await peer.ask(generate(1, **kind))
@@ -224,8 +218,8 @@ async def test_ended_by_the_server_while_it_is_prepared(server: FakeServer, kind
     assert names(await peer.ask(Ping(1))) == ["Pong"]
 
 
-async def test_a_lost_connection_leaves_texts_to_tokenize_to_others(server: FakeServer) -> None:
-    """Few are tokenized at a time: those whose connection is lost must make room."""
+async def test_texts_of_a_lost_connection_are_not_tokenized(server: FakeServer) -> None:
+    """Only two texts of all connections are tokenized at a time."""
     server.engine.prepared.clear()
     for _ in range(3):
         lost = await server.connect()
@@ -238,11 +232,11 @@ async def test_a_lost_connection_leaves_texts_to_tokenize_to_others(server: Fake
     assert await peer.received() == [Tokenized(1, (120,))]
 
 
-# An id that is used again, and a request after another: nothing of the first is left to the second
+# State of one request that must not reach the next one with its id
 
 
 @every_kind
-async def test_credit_of_an_ended_request_is_not_the_next_ones(server: FakeServer, kind: dict[str, Any]) -> None:
+async def test_credit_of_an_ended_request_is_not_given_to_the_next(server: FakeServer, kind: dict[str, Any]) -> None:
     peer = await server.connect()
     await peer.ask(generate(1, credit=1000))
     await server.engine.last.put(chunk(0, last=True))
@@ -254,7 +248,9 @@ async def test_credit_of_an_ended_request_is_not_the_next_ones(server: FakeServe
 
 
 @every_kind
-async def test_debt_of_an_ended_request_is_not_the_next_ones(server: FakeServer, kind: dict[str, Any]) -> None:
+async def test_overdrawn_credit_of_an_ended_request_is_not_taken_from_the_next(
+    server: FakeServer, kind: dict[str, Any]
+) -> None:
     peer = await server.connect()
     await peer.ask(generate(1, credit=1))
     await server.engine.last.put(chunk(0, 50), chunk(50))
@@ -265,7 +261,7 @@ async def test_debt_of_an_ended_request_is_not_the_next_ones(server: FakeServer,
 
 
 @every_kind
-async def test_cancel_of_an_ended_request_is_not_the_next_ones(server: FakeServer, kind: dict[str, Any]) -> None:
+async def test_cancelling_an_ended_request_does_not_cancel_the_next(server: FakeServer, kind: dict[str, Any]) -> None:
     peer = await server.connect()
     await peer.ask(generate(1))
     await server.engine.last.put(chunk(0, last=True))
@@ -275,8 +271,7 @@ async def test_cancel_of_an_ended_request_is_not_the_next_ones(server: FakeServe
     assert not server.engine.last.is_cancelled
 
 
-async def test_an_ended_stream_sends_nothing_under_the_id_of_the_next(server: FakeServer) -> None:
-    """The engine of a refused or failed request may be late with its progress."""
+async def test_late_progress_of_an_ended_request_is_not_sent(server: FakeServer) -> None:
     peer = await server.connect(features=("progress",))
     await peer.ask(generate(1))
     first = server.engine.last
@@ -289,7 +284,7 @@ async def test_an_ended_stream_sends_nothing_under_the_id_of_the_next(server: Fa
     assert await peer.received() == [Progress(1, 1, 3)]
 
 
-async def test_progress_ends_with_the_first_tokens_and_begins_anew(server: FakeServer) -> None:
+async def test_progress_is_sent_until_the_first_tokens_of_each_request(server: FakeServer) -> None:
     peer = await server.connect(features=("progress",))
     for _ in range(2):
         await peer.ask(generate(1))
@@ -301,7 +296,7 @@ async def test_progress_ends_with_the_first_tokens_and_begins_anew(server: FakeS
         assert names(await peer.received()) == ["Tokens", "Tokens", "Done"]
 
 
-async def test_a_refused_id_is_free_at_once(server: FakeServer) -> None:
+async def test_the_id_of_a_refused_request_is_free(server: FakeServer) -> None:
     peer = await server.connect()
     server.engine.refusal = Overloaded("the queue is full")
     assert error(await peer.ask(generate(1))).code == "RESOURCE_EXHAUSTED"
@@ -318,7 +313,7 @@ async def test_a_refused_request_leaves_no_key_and_nothing_to_resume(server: Fak
     assert names(await peer.ask(generate(2, "another prompt", idempotency_key="k"))) == ["Accepted"]
 
 
-async def test_a_new_session_has_nothing_of_the_one_before(server: FakeServer) -> None:
+async def test_a_new_session_cannot_resume_requests_of_another(server: FakeServer) -> None:
     first = await server.connect()
     await first.ask(generate(1, resumable=True))
     await first.leave()
@@ -327,7 +322,7 @@ async def test_a_new_session_has_nothing_of_the_one_before(server: FakeServer) -
     assert names(await second.ask(generate(1))) == ["Accepted"]
 
 
-async def test_texts_are_limited_after_other_requests_too(server: FakeServer) -> None:
+async def test_ended_requests_do_not_raise_the_limit_of_texts(server: FakeServer) -> None:
     peer = await server.connect()
     for request_id in range(5):
         await peer.ask(generate(request_id))
@@ -340,14 +335,14 @@ async def test_texts_are_limited_after_other_requests_too(server: FakeServer) ->
     assert len(await peer.received()) == MAX_TEXTS
 
 
-# Readers that do not read
+# Slow readers
 
 
 @every_kind
 async def test_a_reader_that_grants_no_credit_counts_as_a_slow_reader(
     serve: Serve, clock: FakeClock, kind: dict[str, Any]
 ) -> None:
-    """The time begins when there are tokens to send, and anew with each grant."""
+    """The timeout begins when tokens wait to be sent, and again with each grant."""
     server = serve(credit_timeout_ms=1000)
     peer = await server.connect()
     await peer.ask(generate(1, credit=1, **kind))
@@ -365,7 +360,9 @@ async def test_a_reader_that_grants_no_credit_counts_as_a_slow_reader(
 
 
 @every_kind
-async def test_a_stuck_reader_counts_as_a_slow_reader(serve: Serve, clock: FakeClock, kind: dict[str, Any]) -> None:
+async def test_a_reader_that_takes_nothing_in_time_counts_as_a_slow_reader(
+    serve: Serve, clock: FakeClock, kind: dict[str, Any]
+) -> None:
     server = serve(write_timeout_ms=1000, resume_timeout_ms=1)
     peer = await server.connect()
     await peer.ask(generate(1, **kind))
@@ -379,7 +376,7 @@ async def test_a_stuck_reader_counts_as_a_slow_reader(serve: Serve, clock: FakeC
     assert server.metric('quire_cancelled_total{cause="disconnect"}') == (1 if "resumable" in kind else 0)
 
 
-async def test_a_reader_that_lets_too_much_wait_counts_as_a_slow_reader(serve: Serve) -> None:
+async def test_a_reader_with_too_many_unsent_bytes_counts_as_a_slow_reader(serve: Serve) -> None:
     server = serve(max_outgoing_bytes=300_000)
     peer = await server.connect()
     await peer.ask(generate(1), generate(2))
@@ -392,10 +389,9 @@ async def test_a_reader_that_lets_too_much_wait_counts_as_a_slow_reader(serve: S
 
 
 @pytest.mark.parametrize("kind", list(KINDS.values())[1:], ids=list(KINDS)[1:])
-async def test_a_replay_that_waits_for_its_reader_ends_with_the_connection(
+async def test_a_replay_that_waits_for_its_reader_ends_with_a_lost_connection(
     serve: Serve, clock: FakeClock, kind: dict[str, Any]
 ) -> None:
-    """More is at hand than the peer has taken, so the stream waits; then the peer goes."""
     server = serve(resume_timeout_ms=1000)
     peer = await server.connect()
     await peer.ask(generate(1, **kind))
@@ -425,12 +421,12 @@ async def test_a_replay_waits_for_its_reader_and_goes_on(server: FakeServer, kin
     assert sum(map(len, texts(frames))) == 200 * 60_000 + 1
 
 
-# Frames that the peer cannot take
+# Frames longer than the client takes
 
 
 @every_kind
 @pytest.mark.parametrize("offers", [{"peer": MIN_FRAME_BYTES}, {"server": MIN_FRAME_BYTES}], ids=["peer", "server"])
-async def test_no_frame_is_longer_than_both_sides_take(
+async def test_no_frame_is_longer_than_the_smaller_offer(
     serve: Serve, kind: dict[str, Any], offers: dict[str, int]
 ) -> None:
     server = serve(max_frame_bytes=offers.get("server", 1 << 20))
@@ -445,14 +441,14 @@ async def test_no_frame_is_longer_than_both_sides_take(
     assert names(await peer.received()) == ["Tokens", "Done"], "the other request goes on"
 
 
-async def test_an_answer_that_the_peer_cannot_take_is_an_error(server: FakeServer) -> None:
+async def test_an_answer_that_is_too_long_becomes_an_error(server: FakeServer) -> None:
     peer = await server.connect(max_frame_bytes=MIN_FRAME_BYTES)
     frame = error(await peer.ask(Tokenize(1, "x" * 60_000 + "é" * 2500)))
     assert (frame.request_id, frame.code) == (1, "INVALID_ARGUMENT")
     assert await peer.ask(Ping(1)) == [Pong(1)]
 
 
-async def test_larger_frames_than_before_welcome_are_sent_and_taken(server: FakeServer) -> None:
+async def test_frames_after_welcome_may_be_longer_than_before(server: FakeServer) -> None:
     peer = await server.connect()
     await peer.ask(generate(1, "p" * 2 * MIN_FRAME_BYTES))
     assert server.engine.last.request.prompt == "p" * 2 * MIN_FRAME_BYTES

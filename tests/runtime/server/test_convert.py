@@ -1,4 +1,4 @@
-"""Frames made of the engine's structs."""
+"""Frames from the engine's structs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listening sockets beyond what the system tests see through a server."""
+"""Listening sockets, where the tests of a whole server do not reach."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.runtime.common.errors import ConfigError
 from quire.runtime.server.listen import allow_open_files, is_loopback, listen_tcp
 
 
-async def test_small_frames_leave_at_once() -> None:
+async def test_accepted_sockets_send_small_frames_at_once() -> None:
     listening = await listen_tcp("127.0.0.1", 0)
     listening.socket.setblocking(True)
     with socket.create_connection(listening.socket.getsockname()):
@@ -32,7 +32,7 @@ async def test_no_host_means_every_address() -> None:
     assert not await is_loopback("")
 
 
-async def test_an_unknown_host() -> None:
+async def test_an_unknown_host_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="cannot be resolved"):
         await is_loopback("no such host")
 
@@ -47,7 +47,7 @@ async def test_an_unknown_host() -> None:
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 2000, None),
     ],
 )
-def test_as_many_open_files_as_the_system_allows(
+def test_open_files_are_raised_up_to_the_hard_limit(
     limits: tuple[int, int], wanted: int, set_to: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_limits: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""What is kept of resumable and keyed requests, for how long, and how much memory it may take."""
+"""Resumable requests and idempotency keys: what a reader receives, for how long it is kept, and in how much memory."""
 
 from __future__ import annotations
 
@@ -7,29 +7,20 @@ from typing import Any
 
 import pytest
 from quire.runtime.common.errors import Unavailable
-from quire.runtime.common.types import SamplingParams
 from quire.runtime.protocol.frames import Cancel, Credit, Done, Error, Frame, Generate, Resume, Tokens
 from quire.runtime.server.tenants import Tenant, TenantLimits
 
-from .fakes import FakeClock, FakePeer, FakeServer, chunk, settle
+from .fakes import FakeClock, FakePeer, FakeServer, chunk, generate, names, settle
 
 Serve = Callable[..., FakeServer]
-
-
-def generate(request_id: int = 1, prompt: str = "hi", key: str | None = None, **fields: Any) -> Generate:
-    return Generate(request_id, prompt, SamplingParams(), idempotency_key=key, **fields)
 
 
 def resumable(request_id: int = 1, **fields: Any) -> Generate:
     return generate(request_id, resumable=True, **fields)
 
 
-def names(frames: list[Frame]) -> list[str]:
-    return [type(frame).__name__ for frame in frames]
-
-
 def streamed(frames: list[Frame]) -> list[tuple[Any, ...]]:
-    """Everything of TOKENS and DONE but the request's id."""
+    """Return every field of TOKENS and DONE except the request's id."""
     return [
         tuple(getattr(frame, field) for field in frame.__struct_fields__ if field != "request_id")
         for frame in frames
@@ -57,13 +48,13 @@ def assert_nothing_is_kept(server: FakeServer) -> None:
     assert not replays.is_busy
 
 
-# The same stream for each of its readers
+# Several readers of one stream
 
 
-async def test_readers_see_the_same_chunks_at_their_own_pace(server: FakeServer) -> None:
+async def test_readers_receive_the_same_chunks_at_their_own_pace(server: FakeServer) -> None:
     early, slow, late = [await server.connect() for _ in range(3)]
-    await early.ask(generate(1, key="k"))
-    await slow.ask(generate(2, key="k", credit=1))
+    await early.ask(generate(1, idempotency_key="k"))
+    await slow.ask(generate(2, idempotency_key="k", credit=1))
     chunks = [chunk(0), chunk(1, 2), chunk(3, 0, ""), chunk(3, 1, last=True)]
     await server.engine.last.put(*chunks[:2])
     seen = await early.received()
@@ -71,13 +62,13 @@ async def test_readers_see_the_same_chunks_at_their_own_pace(server: FakeServer)
     await server.engine.last.put(*chunks[2:])
     seen += await early.received()
     assert names(seen) == ["Tokens", "Tokens", "Tokens", "Done"]
-    assert len(server.requests) == 0, "the request has ended, whatever its readers have read"
-    assert streamed(await late.ask(generate(3, key="k"))) == streamed(seen)
+    assert len(server.requests) == 0, "the request has ended, however much its readers have read"
+    assert streamed(await late.ask(generate(3, idempotency_key="k"))) == streamed(seen)
     assert streamed(await slow.ask(Credit(2, 100))) == streamed(seen[1:])
     assert len(server.engine.generations) == 1
 
 
-async def test_resumed_after_the_last_token_there_is_still_an_end(server: FakeServer) -> None:
+async def test_a_stream_resumed_after_its_last_token_still_ends(server: FakeServer) -> None:
     peer = await server.connect()
     await peer.ask(resumable())
     await server.engine.last.put(chunk(0, 2), chunk(2, 1, last=True))
@@ -88,7 +79,7 @@ async def test_resumed_after_the_last_token_there_is_still_an_end(server: FakeSe
     assert names(await again.ask(Resume(1, 2))) == ["Accepted", "Tokens", "Done"]
 
 
-async def test_a_bug_is_logged_once_and_reported_as_one(
+async def test_a_bug_is_logged_once_and_reported_as_an_internal_error(
     server: FakeServer, logs: list[MutableMapping[str, Any]]
 ) -> None:
     peer = await server.connect()
@@ -100,10 +91,10 @@ async def test_a_bug_is_logged_once_and_reported_as_one(
     assert [log["event"] for log in logs if log["log_level"] == "error"] == ["request failed"]
 
 
-# For how long
+# Timeouts
 
 
-async def test_resume_stops_the_time_to_resume(serve: Serve, clock: FakeClock) -> None:
+async def test_resume_cancels_the_expiry_timer(serve: Serve, clock: FakeClock) -> None:
     server = serve(resume_timeout_ms=1000)
     peer = await server.connect()
     await peer.ask(resumable())
@@ -113,7 +104,7 @@ async def test_resume_stops_the_time_to_resume(serve: Serve, clock: FakeClock) -
         peer, frames = await resume(server, peer)
         assert names(frames) == ["Accepted"]
         await clock.advance(5)
-        assert not server.engine.last.is_cancelled, "a connection has it"
+        assert not server.engine.last.is_cancelled, "a connection reads it"
     await server.engine.last.put(chunk(0))
     assert names(await peer.received()) == ["Tokens"]
     await peer.leave()
@@ -125,10 +116,8 @@ async def test_resume_stops_the_time_to_resume(serve: Serve, clock: FakeClock) -
     assert server.metric('quire_cancelled_total{cause="disconnect"}') == 1
 
 
-async def test_the_connection_that_had_it_before_does_not_start_the_time_to_resume(
-    serve: Serve, clock: FakeClock
-) -> None:
-    """It may be half open, and be found lost long after another has resumed."""
+async def test_the_end_of_an_earlier_reader_does_not_start_the_expiry_timer(serve: Serve, clock: FakeClock) -> None:
+    """A half-open connection may be found lost long after another one has resumed its request."""
     server = serve(resume_timeout_ms=1000)
     first = await server.connect()
     await first.ask(resumable())
@@ -141,7 +130,7 @@ async def test_the_connection_that_had_it_before_does_not_start_the_time_to_resu
     assert names(await second.received()) == ["Tokens", "Done"]
 
 
-async def test_an_ended_stream_can_be_resumed_for_as_long(serve: Serve, clock: FakeClock) -> None:
+async def test_an_ended_stream_can_be_resumed_until_the_timeout(serve: Serve, clock: FakeClock) -> None:
     server = serve(resume_timeout_ms=1000)
     peer = await server.connect()
     await peer.ask(resumable())
@@ -155,54 +144,54 @@ async def test_an_ended_stream_can_be_resumed_for_as_long(serve: Serve, clock: F
     assert server.replays.num_bytes == 0
 
 
-async def test_a_key_is_known_for_its_window_from_the_end(serve: Serve, clock: FakeClock) -> None:
+async def test_a_key_is_remembered_for_its_window_after_the_end(serve: Serve, clock: FakeClock) -> None:
     server = serve(idempotency_window_ms=1000)
     peer = await server.connect()
-    await peer.ask(generate(1, key="k"))
+    await peer.ask(generate(1, idempotency_key="k"))
     await clock.advance(5)
     await server.engine.last.put(chunk(0, last=True))
     await peer.received()
     for _ in range(3):
         await clock.advance(0.3)
-        assert names(await peer.ask(generate(1, key="k"))) == ["Accepted", "Tokens", "Done"]
+        assert names(await peer.ask(generate(1, idempotency_key="k"))) == ["Accepted", "Tokens", "Done"]
     assert len(server.engine.generations) == 1
     await clock.advance(0.1)
-    assert names(await peer.ask(generate(1, key="k"))) == ["Accepted"]
+    assert names(await peer.ask(generate(1, idempotency_key="k"))) == ["Accepted"]
     assert len(server.engine.generations) == 2
 
 
 async def test_a_cancelled_request_does_not_answer_its_key(server: FakeServer) -> None:
-    """Neither before the engine has ended it, nor afterwards."""
+    """Check both before and after the engine has ended it."""
     peer = await server.connect()
-    await peer.ask(generate(1, key="k"))
-    peer.send(Cancel(1), generate(2, key="k"))
+    await peer.ask(generate(1, idempotency_key="k"))
+    peer.send(Cancel(1), generate(2, idempotency_key="k"))
     await settle()
     assert [each.is_cancelled for each in server.engine.generations] == [True, False]
     assert names(await peer.received()) == ["Accepted", "Done"]
     await server.engine.last.put(chunk(0, last=True))
-    assert names(await peer.ask(generate(3, key="k"))) == ["Tokens", "Done", "Accepted", "Tokens", "Done"]
+    assert names(await peer.ask(generate(3, idempotency_key="k"))) == ["Tokens", "Done", "Accepted", "Tokens", "Done"]
     assert len(server.engine.generations) == 2
 
 
 async def test_a_request_that_the_engine_cancelled_does_not_answer_its_key(server: FakeServer) -> None:
     peer = await server.connect()
-    await peer.ask(generate(1, key="k"))
+    await peer.ask(generate(1, idempotency_key="k"))
     await server.engine.last.put(chunk(0, last=True, reason="cancelled"))
-    assert names(await peer.ask(generate(2, key="k"))) == ["Tokens", "Done", "Accepted"]
+    assert names(await peer.ask(generate(2, idempotency_key="k"))) == ["Tokens", "Done", "Accepted"]
     assert len(server.engine.generations) == 2
 
 
-async def test_one_reader_cancels_for_itself_and_the_last_one_for_all(server: FakeServer) -> None:
+async def test_only_the_last_reader_cancels_the_request(server: FakeServer) -> None:
     peers = [await server.connect() for _ in range(2)]
     for peer in peers:
-        await peer.ask(generate(1, key="k"))
+        await peer.ask(generate(1, idempotency_key="k"))
     assert is_error(await peers[0].ask(Cancel(1)), "CANCELLED")
     assert not server.engine.last.is_cancelled
     assert names(await peers[1].ask(Cancel(1))) == ["Done"]
     assert server.engine.last.is_cancelled
 
 
-async def test_a_request_cancelled_after_its_end_is_done(server: FakeServer) -> None:
+async def test_a_request_cancelled_after_its_end_finishes_normally(server: FakeServer) -> None:
     peer = await server.connect()
     await peer.ask(resumable(credit=0))
     await server.engine.last.put(chunk(0, last=True))
@@ -213,31 +202,34 @@ async def test_a_request_cancelled_after_its_end_is_done(server: FakeServer) -> 
     assert is_error(await peer.ask(Resume(1, 0)), "NOT_FOUND")
 
 
-async def test_cancel_leaves_the_request_to_those_that_may_resume_it(server: FakeServer) -> None:
+async def test_a_request_that_another_client_may_resume_is_not_cancelled(server: FakeServer) -> None:
     lost, peer = [await server.connect() for _ in range(2)]
-    await lost.ask(resumable(5, key="k"))
+    await lost.ask(resumable(5, idempotency_key="k"))
     await lost.leave()
-    await peer.ask(generate(1, key="k"))
+    await peer.ask(generate(1, idempotency_key="k"))
     assert is_error(await peer.ask(Cancel(1)), "CANCELLED")
     assert not server.engine.last.is_cancelled
     assert names((await resume(server, lost, 5))[1]) == ["Accepted"]
 
 
-# How much
+# Memory and limits
 
 
 async def test_a_replay_counts_for_the_rate_and_not_as_a_live_request(serve: Serve) -> None:
     server = serve(tenant=Tenant("ann", TenantLimits(max_concurrent_requests=1, requests_per_minute=2)))
     peer = await server.connect()
-    assert names(await peer.ask(generate(1, key="k"), generate(2, key="k"))) == ["Accepted", "Accepted"]
-    assert is_error(await peer.ask(generate(3, key="k")), "RESOURCE_EXHAUSTED")
+    assert names(await peer.ask(generate(1, idempotency_key="k"), generate(2, idempotency_key="k"))) == [
+        "Accepted",
+        "Accepted",
+    ]
+    assert is_error(await peer.ask(generate(3, idempotency_key="k")), "RESOURCE_EXHAUSTED")
     assert len(server.requests) == 1
 
 
 async def test_a_stream_over_the_limit_holds_no_more_than_is_unread(serve: Serve) -> None:
     server = serve(max_kept_bytes=10_000)
     peer = await server.connect()
-    await peer.ask(resumable(1, key="k", credit=1))
+    await peer.ask(resumable(1, idempotency_key="k", credit=1))
     (buffer,) = server.replays.buffers
     await server.engine.last.put(*(chunk(index, text="x" * 1000) for index in range(20)))
     assert is_error((await resume(server, peer))[1], "NOT_FOUND")
@@ -250,7 +242,7 @@ async def test_a_stream_over_the_limit_holds_no_more_than_is_unread(serve: Serve
     assert server.replays.num_bytes == 0
 
 
-async def test_a_stream_over_the_limit_that_no_one_reads_is_cancelled(serve: Serve) -> None:
+async def test_a_stream_over_the_limit_without_a_reader_is_cancelled(serve: Serve) -> None:
     server = serve(max_kept_bytes=10_000)
     peer = await server.connect()
     await peer.ask(resumable())
@@ -260,7 +252,7 @@ async def test_a_stream_over_the_limit_that_no_one_reads_is_cancelled(serve: Ser
     assert server.engine.last.is_cancelled
 
 
-async def test_streams_without_a_chunk_take_memory_too(serve: Serve) -> None:
+async def test_streams_without_chunks_count_as_memory(serve: Serve) -> None:
     server = serve(max_kept_bytes=20_000)
     peer = await server.connect()
     for index in range(10):
@@ -273,41 +265,41 @@ async def test_streams_without_a_chunk_take_memory_too(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("ended", [True, False])
-async def test_each_id_that_may_be_resumed_takes_memory(serve: Serve, ended: bool) -> None:
+async def test_each_resumable_id_counts_as_memory(serve: Serve, ended: bool) -> None:
     server = serve(max_kept_bytes=20_000)
     first = await server.connect()
-    await first.ask(resumable(0, key="k"))
+    await first.ask(resumable(0, idempotency_key="k"))
     await server.engine.last.put(chunk(0, last=ended))
     for index in range(1, 40):
         peer = await server.connect()
-        await peer.ask(resumable(index, key="k"))
+        await peer.ask(resumable(index, idempotency_key="k"))
         await peer.leave()
         assert server.replays.num_bytes <= 20_000
-    assert len(server.engine.generations) > 1, "the first was not kept for ever"
+    assert len(server.engine.generations) > 1, "the first was given up"
 
 
 @pytest.mark.parametrize("again", ["retried", "resumed"])
-async def test_a_stream_that_is_read_again_goes_after_those_that_are_not(serve: Serve, again: str) -> None:
+async def test_a_stream_that_is_being_read_is_given_up_last(serve: Serve, again: str) -> None:
     server = serve(max_kept_bytes=20_000)
     peer = await server.connect()
     for index in range(2):
-        await peer.ask(resumable(index, key=f"k{index}"))
+        await peer.ask(resumable(index, idempotency_key=f"k{index}"))
         await server.engine.last.put(chunk(0, last=True))
     slow = await server.connect(session=peer.session)
-    frames = await slow.ask(generate(0, key="k0", credit=0) if again == "retried" else Resume(0, 0, 0))
+    frames = await slow.ask(generate(0, idempotency_key="k0", credit=0) if again == "retried" else Resume(0, 0, 0))
     assert names(frames) == ["Accepted"]
-    await peer.ask(resumable(2, key="k2"))
+    await peer.ask(resumable(2, idempotency_key="k2"))
     await server.engine.last.put(chunk(0, text="x" * 8000, last=True))
-    assert names(await peer.ask(generate(3, key="k0")))[-1] == "Done"
+    assert names(await peer.ask(generate(3, idempotency_key="k0")))[-1] == "Done"
     assert len(server.engine.generations) == 3
-    assert names(await peer.ask(generate(4, key="k1")))[-1] == "Accepted", "this one was let go"
+    assert names(await peer.ask(generate(4, idempotency_key="k1")))[-1] == "Accepted", "this one was given up"
 
 
 async def test_nothing_is_left_when_everything_has_expired(serve: Serve, clock: FakeClock) -> None:
     server = serve(resume_timeout_ms=1000, idempotency_window_ms=2000)
     peer = await server.connect()
     for index in range(4):
-        await peer.ask(resumable(index, key=f"k{index}"))
+        await peer.ask(resumable(index, idempotency_key=f"k{index}"))
         await server.engine.last.put(chunk(0), chunk(1, last=True) if index % 2 else Unavailable("gone"))
         assert names(await peer.received()) == ["Tokens", "Tokens", "Done"] if index % 2 else ["Tokens", "Error"]
     assert server.replays.num_bytes > 0
@@ -316,7 +308,6 @@ async def test_nothing_is_left_when_everything_has_expired(serve: Serve, clock: 
 
 
 async def test_a_stream_that_ended_in_an_error_does_not_hold_its_prompt(server: FakeServer) -> None:
-    """The frames of a traceback would."""
     peer = await server.connect()
     await peer.ask(resumable())
     (buffer,) = server.replays.buffers
@@ -326,10 +317,10 @@ async def test_a_stream_that_ended_in_an_error_does_not_hold_its_prompt(server: 
     assert is_error(await peer.received(), "UNAVAILABLE")
 
 
-async def test_closing_lets_go_of_everything(server: FakeServer) -> None:
+async def test_closing_releases_everything(server: FakeServer) -> None:
     peer = await server.connect()
     for index in range(3):
-        await peer.ask(resumable(index, key=f"k{index}"))
+        await peer.ask(resumable(index, idempotency_key=f"k{index}"))
     await server.engine.generations[0].put(chunk(0, last=True))
     await server.replays.close()
     assert_nothing_is_kept(server)

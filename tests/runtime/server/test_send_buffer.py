@@ -1,4 +1,4 @@
-"""The way out of a connection: bounded, in order, and never in the way of whoever sends."""
+"""The send buffer: bounded and in order; sending never waits, and a paced stream can wait until little is unsent."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_each_write_has_the_whole_time(wire: Callable[..., Wire], clock: F
     assert one.arrived() == [Ping(index) for index in range(5)]
 
 
-async def test_closed_it_sends_what_it_has_and_takes_nothing_more(wire: Callable[..., Wire]) -> None:
+async def test_a_closed_buffer_sends_its_rest_and_takes_nothing_more(wire: Callable[..., Wire]) -> None:
     one = wire()
     one.writer.stop_reading()
     one.buffer.send(Ping(1))
@@ -137,10 +137,10 @@ async def test_a_lost_connection_ends_the_task_without_an_error(wire: Callable[.
     assert not one.buffer.is_stuck
 
 
-# Room: for a sender that has a long stream at hand
+# Waiting until little is unsent, as a stream that replays does
 
 
-async def test_room_is_waited_for_while_much_is_unsent(wire: Callable[..., Wire]) -> None:
+async def test_a_paced_stream_waits_while_much_is_unsent(wire: Callable[..., Wire]) -> None:
     one = wire(max_bytes=1 << 20)
     await asyncio.wait_for(one.buffer.wait_until_short(), 1)
     one.writer.stop_reading()
@@ -155,7 +155,7 @@ async def test_room_is_waited_for_while_much_is_unsent(wire: Callable[..., Wire]
 
 
 @pytest.mark.parametrize("end", ["closed", "lost", "stuck"])
-async def test_room_is_not_waited_for_on_a_connection_that_ended(
+async def test_a_paced_stream_does_not_wait_on_a_connection_that_ended(
     wire: Callable[..., Wire], clock: FakeClock, end: str
 ) -> None:
     one = wire(max_bytes=1 << 20, write_timeout_s=10)
@@ -176,8 +176,8 @@ async def test_room_is_not_waited_for_on_a_connection_that_ended(
     await one.buffer.wait_until_short()
 
 
-async def test_a_small_limit_leaves_room_for_one_more_frame(wire: Callable[..., Wire]) -> None:
-    """Half of what may be unsent is used by those that can wait; the rest is for frames that cannot."""
+async def test_paced_streams_use_half_of_a_small_limit(wire: Callable[..., Wire]) -> None:
+    """The other half is for frames that cannot wait."""
     one = wire(max_bytes=100_000)
     one.writer.stop_reading()
     one.buffer.send(Ping(1))

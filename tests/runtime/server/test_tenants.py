@@ -1,4 +1,4 @@
-"""What a tenant may ask at a time and per minute, on a clock that the test moves: exact counts, exact waits."""
+"""A tenant's limits on requests at a time and per minute, on a clock that the test moves: exact counts and waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NS_PER_S = 10**9
 
 
 @dataclass
-class Clock:
+class FakeClock:
     now_ns: int = 10**15
 
     def __call__(self) -> int:
@@ -22,7 +22,7 @@ class Clock:
 
 
 def admitted(tenant: Tenant, attempts: int) -> int:
-    """How many of so many requests, each ended at once, are let in."""
+    """Return how many of `attempts` requests are accepted, each ended at once."""
     count = 0
     for _ in range(attempts):
         try:
@@ -40,7 +40,7 @@ def wait_ms(tenant: Tenant) -> int | None:
     return refusal.value.retry_after_ms
 
 
-def test_without_limits_everything_is_let_in() -> None:
+def test_without_limits_every_request_is_accepted() -> None:
     assert admitted(Tenant("a"), 1000) == 1000
 
 
@@ -48,14 +48,14 @@ def test_as_many_at_a_time_as_allowed() -> None:
     tenant = Tenant("a", TenantLimits(max_concurrent_requests=2))
     tenant.enter()
     tenant.enter()
-    assert wait_ms(tenant) is None  # who knows when one ends
+    assert wait_ms(tenant) is None  # no one can tell when a request ends
     tenant.leave()
     tenant.enter()
     assert wait_ms(tenant) is None
 
 
 def test_a_minutes_worth_at_once_then_the_steady_rate() -> None:
-    clock = Clock()
+    clock = FakeClock()
     tenant = Tenant("a", TenantLimits(requests_per_minute=60), clock)
     assert admitted(tenant, 100) == 60
     assert wait_ms(tenant) == 1000
@@ -66,7 +66,7 @@ def test_a_minutes_worth_at_once_then_the_steady_rate() -> None:
 
 
 def test_a_burst_smaller_than_a_minutes_worth() -> None:
-    clock = Clock()
+    clock = FakeClock()
     tenant = Tenant("a", TenantLimits(requests_per_minute=600, burst=3), clock)
     assert admitted(tenant, 10) == 3
     assert wait_ms(tenant) == 100
@@ -74,24 +74,24 @@ def test_a_burst_smaller_than_a_minutes_worth() -> None:
     assert admitted(tenant, 10) == 3
 
 
-def test_what_concurrency_refuses_costs_nothing_of_the_rate() -> None:
-    tenant = Tenant("a", TenantLimits(max_concurrent_requests=1, requests_per_minute=60, burst=2), Clock())
+def test_a_request_refused_for_concurrency_does_not_count_for_the_rate() -> None:
+    tenant = Tenant("a", TenantLimits(max_concurrent_requests=1, requests_per_minute=60, burst=2), FakeClock())
     tenant.enter()
     assert [wait_ms(tenant) for _ in range(5)] == [None] * 5
     tenant.leave()
     assert admitted(tenant, 5) == 1
 
 
-def test_what_the_rate_refuses_holds_no_place() -> None:
-    clock = Clock()
+def test_a_request_refused_for_the_rate_does_not_count_as_live() -> None:
+    clock = FakeClock()
     tenant = Tenant("a", TenantLimits(max_concurrent_requests=1, requests_per_minute=60, burst=1), clock)
     assert admitted(tenant, 3) == 1
     clock.now_ns += NS_PER_S
     assert admitted(tenant, 3) == 1
 
 
-def test_new_limits_hold_from_the_next_request_on_and_old_debt_is_no_larger_than_they_allow() -> None:
-    clock = Clock()
+def test_new_limits_apply_from_the_next_request_and_old_requests_cost_at_most_their_burst() -> None:
+    clock = FakeClock()
     tenant = Tenant("a", TenantLimits(requests_per_minute=1, burst=60), clock)
     assert admitted(tenant, 60) == 60  # an hour's worth
     tenant.change_limits(TenantLimits(requests_per_minute=60, burst=2))
@@ -115,7 +115,7 @@ def test_a_revoked_tenant_is_refused_but_its_live_requests_end() -> None:
     pauses=st.lists(st.integers(0, 3 * NS_PER_S), min_size=1, max_size=60),
 )
 def test_never_more_than_allowed_and_every_wait_is_exact(rate: int, burst: int | None, pauses: list[int]) -> None:
-    clock = Clock()
+    clock = FakeClock()
     tenant = Tenant("a", TenantLimits(requests_per_minute=rate, burst=burst), clock)
     started = clock.now_ns
     for let_in, pause in enumerate(pauses, start=1):

@@ -1,4 +1,4 @@
-"""Certificates that do not fit are said so before anything listens. The files in tests/data/tls are for tests only."""
+"""Bad certificates are refused before anything listens. The files in tests/data/tls are for tests only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILES = Path(__file__).resolve().parents[2] / "data" / "tls"
 CERT, KEY = str(FILES / "cert.pem"), str(FILES / "key.pem")
 
 
-def test_only_what_is_still_held_to_be_safe() -> None:
+def test_only_safe_versions_and_options() -> None:
     context = TLS(CERT, KEY).context
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
     assert context.options & ssl.OP_NO_COMPRESSION
@@ -36,7 +36,7 @@ def test_only_what_is_still_held_to_be_safe() -> None:
         ({"tls_cert": CERT, "tls_key": str(FILES / "encrypted_key.pem")}, "is encrypted"),
     ],
 )
-def test_what_is_not_a_certificate_and_its_key(settings: dict[str, str], message: str) -> None:
+def test_a_bad_certificate_or_key_is_a_config_error(settings: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TLS.of(ServerConfig(**settings))  # type: ignore[arg-type]
 
