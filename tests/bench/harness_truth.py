@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     worst = 0.0
-    columns = ("mean", *(f"p{percent}" for percent in PERCENTILES), "worst single")
+    columns = ("mean", *(f"p{percent}" for percent in PERCENTILES), "worst one")
     print(f"{'ms: reported - true':24}" + "".join(f"{name:>12}" for name in columns))
     for protocol in ("quire", "openai"):
         for loop in ("open", "closed"):
