@@ -1,7 +1,6 @@
-"""`LLM`: a model in this process, without a server. The engine is the same one, behind a synchronous face.
+"""`LLM`: a model in this process, without a server. It runs the same engine on an event loop in another thread.
 
-It must not know kernels, pages or sockets. One invariant: `generate` returns one finished output per prompt, in order,
-or raises and leaves nothing running.
+`generate` returns one finished output per prompt, in order, or raises and leaves no request running.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from .engine import Engine, GenerateRequest, LocalEngine
 from .engine.output import Stream
 
 Prompt = str | Sequence[int]
-OFFLINE_QUEUE = 1 << 20  # requests; whoever calls `generate` waits for all of them anyway
+OFFLINE_QUEUE = 1 << 20  # requests; a caller of `generate` waits for all of its prompts anyway
 
 
 class LLM:
-    """Load a model and generate. Use as a context manager, or `close` it.
+    """A model that generates text in this process. Use it as a context manager, or call `close`.
 
     `model` is a folder in Hugging Face's format; None is the bundled model. `options` are those of `EngineConfig`, such
     as weights="q8" or kv_cache_memory="4GiB"; docs/reference/options.md lists them. QUIRE_* variables have no effect.
@@ -47,7 +46,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        """As the constructor, for callers that have resolved flags, environment and file into a config."""
+        """Load the model that a resolved configuration describes."""
         llm = cls.__new__(cls)
         llm._start(config)
         return llm
@@ -70,9 +69,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return one output per prompt, in order. A prompt is text or token ids.
 
-        `sampling_params`: one for all prompts, or one for each.
-
-        Raises InvalidRequest, ContextLengthExceeded or GenerationFailed if any of them is refused or fails.
+        `sampling_params` is one for all prompts or one for each. Raises InvalidRequest, ContextLengthExceeded or
+        GenerationFailed if any prompt is refused or fails; the others are then cancelled.
         """
         each = _prompt_list(prompts)
         params = _params_list(sampling_params, len(each))
@@ -84,9 +82,9 @@ class LLM:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None
     ) -> RequestOutput:
-        """Answer a conversation, `[{"role": "user", "content": …}, …]`, by the model's own chat template.
+        """Return the answer to a chat, `[{"role": "user", "content": …}, …]`, with the model's own chat template.
 
-        Raises InvalidRequest if the model has none or it refuses the messages; else as `generate`.
+        Raises InvalidRequest if the model has no template or the template refuses the messages, and as `generate`.
         """
         engine = self._open_engine()
         request = GenerateRequest(
@@ -95,12 +93,12 @@ class LLM:
         return self._thread.run(_generate(engine, [request]))[0]
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Raw logits [len(token_ids), vocab] after each token, for evaluation. Bypasses the prefix cache."""
+        """Return the raw logits [len(token_ids), vocab] after each token, for evaluation, without the prefix cache."""
         return self._thread.run(self._open_engine().logits(_token_ids(token_ids)))
 
     @property
     def engine(self) -> LocalEngine:
-        """The engine itself, for tools and tests; it lives on another thread."""
+        """The engine, for tools and tests. It runs on another thread."""
         return self._open_engine()
 
     def close(self) -> None:
@@ -123,7 +121,7 @@ class LLM:
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[str | tuple[int, ...]]:
-    """A single text or a single list of token ids is one prompt."""
+    """Return a list of prompts; a single text or a single list of token ids is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     try:
@@ -136,9 +134,9 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[str | tuple[int, ..
 
 
 def _token_ids(prompt: object) -> tuple[int, ...]:
-    """Any sequence of whole numbers, numpy's included."""
+    """Return the token ids of any sequence of integers, numpy's included."""
     try:
-        return tuple(operator.index(token) for token in prompt)  # type: ignore[attr-defined]  # what is being tried
+        return tuple(operator.index(token) for token in prompt)  # type: ignore[attr-defined]  # TypeError is caught
     except TypeError:
         raise InvalidRequest(f"a prompt is text or a sequence of token ids, not {_shown(prompt)}") from None
 
@@ -167,7 +165,7 @@ async def _generate(engine: LocalEngine, requests: Sequence[GenerateRequest]) ->
             outputs.append(asyncio.create_task(_collect(streams[-1])))
         if outputs:
             await asyncio.wait(outputs, return_when=asyncio.FIRST_EXCEPTION)
-    finally:  # after a failure or an interruption, everything else ends before this does
+    finally:  # after a failure or a cancellation, wait until the other requests have ended
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*outputs, return_exceptions=True)

@@ -22,7 +22,7 @@ import uvloop
 from ..common.config import EngineConfig
 from ..common.logs import log_to_stderr
 from ..common.settings import Settings
-from ..engine import Core, Engine, EngineCore, TextProcessor, check_snapshot_path, kept_prefixes
+from ..engine import Core, Engine, EngineCore, TextProcessor, check_snapshot_path, prefix_snapshot
 from ..model import model_folder
 from ..server import Server, check_config
 from ..server.monitoring import PrometheusObserver
@@ -79,7 +79,7 @@ async def _core(settings: Settings) -> AsyncIterator[Core]:
     core = await EngineCore.load(settings.engine)
     try:
         snapshot = server.prefix_snapshot
-        async with nullcontext() if snapshot is None else kept_prefixes(core, Path(snapshot)):
+        async with nullcontext() if snapshot is None else prefix_snapshot(core, Path(snapshot)):
             yield core
     finally:
         await core.close()

@@ -1,4 +1,4 @@
-"""One engine: requests in, streams of text out. `facade` is all that the rooms above may rely on."""
+"""One engine: requests in, streams of text out. The server and `LLM` use it through `facade.EngineFacade`."""
 
 from .core import Core, CoreListener, EngineCore, Prefilled
 from .engine import Engine, LocalEngine
@@ -14,7 +14,7 @@ from .facade import (
     SilentObserver,
     StepStats,
 )
-from .snapshot import check_snapshot_path, kept_prefixes
+from .snapshot import check_snapshot_path, prefix_snapshot
 from .text_processor import TextProcessor
 
 __all__ = [
@@ -36,5 +36,5 @@ __all__ = [
     "StepStats",
     "TextProcessor",
     "check_snapshot_path",
-    "kept_prefixes",
+    "prefix_snapshot",
 ]

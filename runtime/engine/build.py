@@ -25,7 +25,7 @@ from ..model.runner import ModelRunner
 
 
 def build_spill_file(config: EngineConfig, runner: ModelRunner) -> SpillFile | None:
-    """None where pages are not to be spilled. Raises ConfigError."""
+    """Return the file for spilled pages; None if `kv_spill_size` is 0. Raises ConfigError."""
     if not config.kv_spill_size:
         return None
     try:
@@ -37,6 +37,7 @@ def build_spill_file(config: EngineConfig, runner: ModelRunner) -> SpillFile | N
 
 
 def build_pager(config: EngineConfig, runner: ModelRunner, spill_file: SpillFile | None) -> Pager:
+    """Return a pager over the runner's KV memory."""
     return Pager(
         runner.capacity.layout.page_size,
         runner.capacity.num_pages,
@@ -53,6 +54,7 @@ def build_scheduler(
     max_num_samples: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
+    """Return the scheduler that the configuration describes."""
     cost = CostModel()
     share = config.max_kv_share_per_tenant
     limits = SchedulerConfig(

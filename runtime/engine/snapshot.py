@@ -1,7 +1,7 @@
-"""The prefix cache over a restart: read from a file before an engine serves, written back after it has stopped.
+"""The prefix cache across restarts: loaded from a file before a core serves, saved to it after the core has stopped.
 
-It must not know the file's format. One invariant: a file that is not ours is never written over, and pages are used
-only by the very build, settings and model contents that computed them.
+A file that is no snapshot is never overwritten. Pages are loaded only into the build, settings and model that computed
+them. The file format is in `pager/snapshot.py`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _log = structlog.get_logger("quire.engine")
 
 
 def check_snapshot_path(path: Path) -> None:
-    """Whether a snapshot can be kept there, before anything is loaded. Raises ConfigError."""
+    """Check that a snapshot can be saved at `path`, before a model is loaded. Raises ConfigError."""
     if path.is_dir():
         raise ConfigError(f"prefix_snapshot: {path} is a folder; name a file")
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"prefix_snapshot: no file can be made in {path.parent}")
+        raise ConfigError(f"prefix_snapshot: cannot create a file in {path.parent}")
 
 
 @asynccontextmanager
-async def kept_prefixes(core: EngineCore, path: Path) -> AsyncIterator[None]:
-    """Inside, `core` serves with the cached pages that `path` held; afterwards it is stopped and they are kept there.
+async def prefix_snapshot(core: EngineCore, path: Path) -> AsyncIterator[None]:
+    """Load the prefix cache of `core` from `path`; on leaving, stop the core and save the cache there.
 
-    A snapshot of another model or build, a truncated or a damaged one, is logged and replaced in the end. Raises
-    ConfigError for a file that is none, and without a prefix cache. What failed inside leaves the file as it was.
+    A snapshot of another model or build, or a truncated or damaged one, is logged, and replaced on leaving. Raises
+    ConfigError if the file is no snapshot or the core has no prefix cache. After an exception inside, nothing is saved.
     """
     if core.pager.prefix is None:
         raise ConfigError("prefix_snapshot needs enable_prefix_caching, which is off")
@@ -59,7 +59,7 @@ async def kept_prefixes(core: EngineCore, path: Path) -> AsyncIterator[None]:
 
 
 def _identity(core: EngineCore) -> bytes:
-    """Everything that decides the bits of a page."""
+    """Return a digest of everything that determines the bits of a page."""
     runner, config = core.runner, core.config
     build = (version("quire"), runner.capacity.isa, config.weights, config.kv_cache_dtype, runner.capacity.layout)
     return hashlib.sha256(repr(build).encode() + fingerprint(runner.folder)).digest()

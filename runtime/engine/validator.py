@@ -1,5 +1,6 @@
-"""The one place that decides what a request may ask. Knows limits, not engines: pure checks, each with a typed error
-that names the parameter, the value and what is allowed.
+"""Checks of what a request asks for. Each raises a typed error that names the parameter, its value and what is allowed.
+
+The functions are pure and independent of the engine: they depend on the request and on `RequestLimits` only.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 MAX_PIN_MS = 24 * 3600 * 1000
 MAX_PRIORITY = 1_000_000
-MAX_CHOICES = 128  # samples or beams of one request, if that many may run at once
-MAX_BEAM_WIDTH = MAX_TOP_LOGPROBS // 2  # a beam looks at twice as many continuations
+MAX_CHOICES = 128  # samples or beams of one request; at most `max_num_seqs` anyway
+MAX_BEAM_WIDTH = MAX_TOP_LOGPROBS // 2  # a beam search needs twice as many continuations
 SEED_LIMIT = 1 << 64
 NEUTRAL_FOR_BEAMS: dict[str, object] = {
     "temperature": 0,
@@ -33,24 +34,27 @@ NEUTRAL_FOR_BEAMS: dict[str, object] = {
     "logit_bias": None,
     "stop": (),
 }
-SMALLEST = 1e-6  # of what must be above 0: kernels compute in f32, where a smaller number may be 0
+SMALLEST = 1e-6  # least value of parameters that must be above 0: kernels compute in f32
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What the loaded model and the pool allow."""
+    """Limits that the loaded model and the configuration set."""
 
     vocab_size: int
-    max_model_len: int  # prompt + generated tokens of one request
-    max_prompt_characters: int  # no tokenizer makes fewer tokens than allowed out of more text
+    max_model_len: int  # prompt and generated tokens of one request
+    max_prompt_characters: int  # a longer text has more than `max_model_len` tokens
     max_num_seqs: int  # sequences that run at once
 
 
 class Validator:
+    """Checks of requests against one set of limits. The methods raise InvalidRequest or ContextLengthExceeded."""
+
     def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
 
     def check_params(self, params: SamplingParams) -> None:
+        """Check types and ranges of all sampling parameters."""
         _check_types(params)
         _integer("max_tokens", params.max_tokens, 1, self._limits.max_model_len)
         _integer("min_tokens", params.min_tokens, 0, params.max_tokens)
@@ -70,6 +74,7 @@ class Validator:
         self._check_choices(params)
 
     def check_schedule(self, priority: int, deadline_ms: int | None, pin_ms: int | None) -> None:
+        """Check priority, deadline and pin time."""
         _integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
         if deadline_ms is not None:
             _integer("deadline_ms", deadline_ms, 1, MAX_DEADLINE_MS)
@@ -77,18 +82,19 @@ class Validator:
             _integer("pin_ms", pin_ms, 0, MAX_PIN_MS)
 
     def check_text(self, prompt: str) -> None:
-        """Before tokenizing, so that an absurd text costs nothing."""
+        """Check a prompt before it is tokenized, so that a text that is far too long costs nothing."""
         if not prompt:
             raise InvalidRequest("the prompt is empty; give at least one character or one token id")
         if len(prompt) > self._limits.max_prompt_characters:
             raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} characters; one of {self._limits.max_model_len} tokens, the most this "
-                f"model takes, has at most {self._limits.max_prompt_characters}"
+                f"the prompt has {len(prompt)} characters; a prompt of {self._limits.max_model_len} tokens, the limit "
+                f"of this model, has at most {self._limits.max_prompt_characters}"
             )
         if not _is_encodable(prompt):
             raise InvalidRequest("the prompt is not valid Unicode: it contains a lone surrogate")
 
     def check_prompt(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
+        """Check a prompt's token ids, and that they and `max_tokens` fit the model."""
         limit = self._limits.max_model_len
         if len(token_ids) + params.max_tokens > limit:
             raise ContextLengthExceeded(
@@ -97,6 +103,7 @@ class Validator:
         self.check_token_ids(token_ids)
 
     def check_token_ids(self, token_ids: tuple[int, ...]) -> None:
+        """Check the number of tokens, and each id."""
         if not token_ids:
             raise InvalidRequest("the prompt is empty; give at least one character or one token id")
         if len(token_ids) > self._limits.max_model_len:
@@ -143,7 +150,7 @@ class Validator:
 
 
 def _check_beam(params: SamplingParams) -> None:
-    """A search follows the model's own probabilities: what changes or draws from them has no meaning there."""
+    """Refuse parameters that change the model's probabilities or sample from them: beam search does neither."""
     if params.n > params.beam_width:
         raise InvalidRequest(f"n must be at most beam_width {params.beam_width}, not {params.n}")
     if params.logprobs:
@@ -155,7 +162,7 @@ def _check_beam(params: SamplingParams) -> None:
 
 
 def _check_types(params: SamplingParams) -> None:
-    """What came over the wire has the declared types; what a program wrote may not, as in `stop="text"`."""
+    """Check the declared types. The wire decoder has done so; a Python caller may pass `stop="text"`."""
     try:
         msgspec.convert(msgspec.to_builtins(params, enc_hook=_plain_number), SamplingParams, strict=True)
     except (msgspec.ValidationError, TypeError) as error:
@@ -165,7 +172,7 @@ def _check_types(params: SamplingParams) -> None:
 def _plain_number(value: object) -> object:
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"a {type(value).__name__} is none of the types they take")
+    raise TypeError(f"{type(value).__name__} is not a supported type")
 
 
 def _integer(name: str, value: int, low: int, high: int) -> None:
@@ -174,7 +181,7 @@ def _integer(name: str, value: int, low: int, high: int) -> None:
 
 
 def _number(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:  # also when it is not a number
+    if not low <= value <= high:  # also true of NaN
         raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}")
 
 

@@ -27,7 +27,7 @@ import uvloop
 from ...scheduler import Refused, Request, RequestUpdate, SchedulerError, StepPlan
 from ..common.errors import QuireError, Unavailable
 from ..common.logs import log_to_stderr
-from ..engine import CoreListener, EngineCore, Prefilled, StepStats, kept_prefixes
+from ..engine import CoreListener, EngineCore, Prefilled, StepStats, prefix_snapshot
 from .engine_link import (
     BEAT_INTERVAL_S,
     TO_ENGINE,
@@ -80,7 +80,7 @@ async def _run(end: socket.socket) -> None:
     try:
         core = await EngineCore.load(start.config)
         try:
-            async with nullcontext() if start.snapshot is None else kept_prefixes(core, Path(start.snapshot)):
+            async with nullcontext() if start.snapshot is None else prefix_snapshot(core, Path(start.snapshot)):
                 telling = asyncio.create_task(_tell_stats(core, channel))
                 await _Served(core, channel).run(messages)
         finally:

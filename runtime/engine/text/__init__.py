@@ -1,4 +1,4 @@
-"""Text in and out of token ids: the tokenizer, streaming decode with stop strings, chat templates. Knows no engine."""
+"""Text to token ids and back: tokenizer, streaming detokenizer with stop strings, chat templates."""
 
 from .chat import ChatTemplate
 from .detokenizer import IncrementalDetokenizer

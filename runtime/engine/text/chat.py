@@ -1,7 +1,7 @@
-"""Chat messages to one prompt, by the template the model's authors wrote.
+"""Chat messages to one prompt, by the template in the model's folder.
 
-It must not know models by name. One invariant: a template is foreign code and messages are foreign data, so it runs
-only in the sandbox of `sandbox.py`, on copies of bounded size and depth; whatever goes wrong in it is a typed error.
+A template is untrusted code and messages are untrusted data: templates run only in the sandbox of `sandbox.py`, on
+copies of the messages that are limited in size and depth. Every failure is a typed error.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from ...common.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
 from .sandbox import Sandbox
 
 MAX_MESSAGES = 4096
-MAX_VALUES = 1 << 16  # in all messages together: texts, numbers, lists, maps
-MAX_DEPTH = 8  # of lists and maps in a message
+MAX_VALUES = 1 << 16  # texts, numbers, lists and maps in all messages together
+MAX_DEPTH = 8  # nested lists and maps in one message
 MAX_SOURCE_CHARACTERS = 1 << 20
-MAX_ERROR_CHARACTERS = 500  # a template's words may quote what was sent
+MAX_ERROR_CHARACTERS = 500  # a template's error may quote the messages
 RENDER_TIMEOUT_S = 2.0
 
 
 class ChatTemplate:
-    """A compiled chat template. `special_tokens` (bos_token, eos_token …) are visible to it by name.
+    """A compiled chat template, which can use `variables` (bos_token, eos_token, …) by name.
 
-    Raises CorruptCheckpoint when the source is not a template.
+    Raises CorruptCheckpoint if the source is not a template.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        self._special_tokens = dict(special_tokens or {})
+    def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
+        self._variables = {"tools": None, "add_generation_prompt": True, **(variables or {})}
         if len(source) > MAX_SOURCE_CHARACTERS:
             raise CorruptCheckpoint(f"the chat template has {len(source)} characters; at most {MAX_SOURCE_CHARACTERS}")
         self._sandbox = _sandbox()
@@ -40,60 +40,51 @@ class ChatTemplate:
             self._template = self._sandbox.from_string(source)
         except TemplateSyntaxError as error:
             raise CorruptCheckpoint(f"the chat template is broken at line {error.lineno}: {error.message}") from error
-        # The compilers of jinja2 and Python refuse by a dozen types what is nested too deeply.
+        # The compilers of jinja2 and Python raise a dozen other types for deep nesting.
         except Exception as error:
             raise CorruptCheckpoint(f"the chat template cannot be compiled: {error}") from error
 
     @classmethod
     def load(cls, folder: str | Path) -> ChatTemplate:
-        """From chat_template.jinja or tokenizer_config.json. Raises UnsupportedModel when the model has no template."""
+        """Read chat_template.jinja or tokenizer_config.json. Raises UnsupportedModel if neither has a template."""
         config = _tokenizer_config(Path(folder))
         source = _file_source(Path(folder)) or _config_source(config)
         if source is None:
             raise UnsupportedModel(f"{folder} has no chat template; send a plain prompt instead of messages")
         return cls(source, _special_tokens(config))
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> str:
-        """The prompt text; it holds its special tokens, so encode it with `add_special_tokens=False`.
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the prompt text. It includes special tokens, so encode it with `add_special_tokens=False`.
 
-        Takes as long as the template, at most RENDER_TIMEOUT_S: call it by `asyncio.to_thread`. Messages are maps with
-        text keys, of texts, numbers, booleans, None, lists and maps. Raises InvalidRequest when they are not, or when
-        the template refuses them, makes too much of them, or does not end.
+        It may take up to RENDER_TIMEOUT_S: call it in a thread. Messages are maps with text keys, of texts, numbers,
+        booleans, None, lists and maps. Raises InvalidRequest if they are not, and if the template refuses them, exceeds
+        its limits or does not end.
         """
-        scope = {
-            **self._special_tokens,
-            **variables,
-            "messages": _checked("messages", messages),
-            "tools": None if tools is None else _checked("tools", tools),
-            "add_generation_prompt": add_generation_prompt,
-        }
+        variables = {**self._variables, "messages": _checked_copy(messages)}
         try:
-            return self._sandbox.run(lambda: self._template.render(scope), RENDER_TIMEOUT_S)
+            return self._sandbox.run(lambda: self._template.render(variables), RENDER_TIMEOUT_S)
         except TimeoutError:
             raise InvalidRequest(
                 f"the chat template took longer than {RENDER_TIMEOUT_S} s for these messages"
             ) from None
-        # A template may raise anything its expressions can: TypeError, ZeroDivisionError, SecurityError …
+        # A template can raise whatever its expressions raise: TypeError, ZeroDivisionError, SecurityError, …
         except Exception as error:
             reason = f"the chat template refused these messages: {error}"[:MAX_ERROR_CHARACTERS]
             raise InvalidRequest(reason) from error
 
 
-def _checked(what: str, maps: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """A copy with lists where tuples were, as templates expect them. Raises InvalidRequest."""
-    if not isinstance(maps, list | tuple) or not maps or not all(isinstance(each, Mapping) for each in maps):
-        raise InvalidRequest(f'{what} must be a list of at least one map, such as {{"role": "user", "content": "…"}}')
-    if len(maps) > MAX_MESSAGES:
-        raise InvalidRequest(f"{len(maps)} {what}; at most {MAX_MESSAGES}")
+def _checked_copy(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return a copy with lists instead of tuples, as templates expect. Raises InvalidRequest."""
+    if (
+        not isinstance(messages, list | tuple)
+        or not messages
+        or not all(isinstance(each, Mapping) for each in messages)
+    ):
+        raise InvalidRequest('messages must be a list of at least one map, such as {"role": "user", "content": "…"}')
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"{len(messages)} messages; at most {MAX_MESSAGES}")
     left = [MAX_VALUES]
-    return [_copy(each, MAX_DEPTH, left) for each in maps]
+    return [_copy(each, MAX_DEPTH, left) for each in messages]
 
 
 def _copy(value: Any, depth: int, left: list[int]) -> Any:
@@ -114,7 +105,7 @@ def _copy(value: Any, depth: int, left: list[int]) -> Any:
 
 
 def _sandbox() -> Sandbox:
-    """With the helpers that templates are written for, transformers'."""
+    """Return a sandbox with the functions that transformers offers to templates."""
     sandbox = Sandbox(filters={"tojson": _to_json})
     sandbox.globals["raise_exception"] = _raise_exception
     sandbox.globals["strftime_now"] = _strftime_now
@@ -129,8 +120,8 @@ def _raise_exception(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -154,7 +145,7 @@ def _file_source(folder: Path) -> str | None:
 
 
 def _config_source(config: Mapping[str, Any]) -> str | None:
-    """One template, or a list of named ones of which `default` is for chat."""
+    """Return the only template, or the one named `default` of a list."""
     declared = config.get("chat_template")
     if isinstance(declared, list):
         named = {entry.get("name"): entry.get("template") for entry in declared if isinstance(entry, dict)}

@@ -1,8 +1,7 @@
-"""Streaming decode of one request: token ids in, finished text out, stop strings found as they complete.
+"""Streaming detokenizer of one sequence: token ids in, finished text out, up to the first stop string.
 
-It must not know the engine or why a request ends. One invariant: the deltas, joined, are the whole decode cut at the
-stop string; none of them ends inside a UTF-8 character or inside what may yet become a stop string. Each token costs
-the same however long the stream is.
+The pieces of text, joined, are the decoded sequence cut at the stop string. No piece ends inside a UTF-8 character or
+inside a possible stop string. The cost of a token does not depend on the length of the stream.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
-    """`push` tokens, send what it returns, look at `stopped`; `finish` when no more tokens come.
+    """Detokenizer of one sequence: `push` its tokens, and `finish` when it has ended without a stop string.
 
-    A stop string that completes before `min_tokens` tokens were pushed is ordinary text.
+    A stop string counts only if its last token is the `min_tokens`-th or later; before, it is ordinary text.
     """
 
     def __init__(
@@ -29,41 +28,40 @@ class IncrementalDetokenizer:
         self._matcher = _StopMatcher(stop) if stop else None
         self._include_stop_str = include_stop_str
         self._min_tokens = min_tokens
-        self._held = ""  # could be the start of a stop string
+        self._held = ""  # text that could be the start of a stop string
         self.num_tokens = 0
         self.stop_string: str | None = None  # the one that ended the text
-        self.stop_token_index: int | None = None  # of the token that completed it, counted from the first push
-
-    @property
-    def stopped(self) -> bool:
-        return self.stop_string is not None
+        self.stop_token_index: int | None = None  # index of the token that completed it
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Text these tokens finished. Tokens after one that completes a stop string are not looked at."""
+        """Return the text that these tokens finished. Tokens after a complete stop string are ignored."""
         finished: list[str] = []
         for token_id in token_ids:
-            if self.stopped:
+            if self.stop_string is not None:
                 break
             self.num_tokens += 1
-            finished.append(self._release(self._text.push(token_id)))
+            piece = self._text.push(token_id)
+            finished.append(piece if self._matcher is None else self._release(piece, self._matcher))
         return "".join(finished)
 
     def finish(self) -> str:
-        """What was held back; an unfinished character becomes U+FFFD. Nothing after a stop."""
-        if self.stopped:
+        """Return the text that was held back; an unfinished character becomes U+FFFD. Empty after a stop string."""
+        if self.stop_string is not None:
             return ""
-        rest = self._release(self._text.finish()) + self._held
+        rest = self._text.finish()
+        if self._matcher is not None:
+            rest = self._release(rest, self._matcher) + self._held
         self._held = ""
         return rest
 
-    def _release(self, piece: str) -> str:
-        """Append `piece` to the held text and take off what is certain."""
-        if self._matcher is None or not piece:
+    def _release(self, piece: str, matcher: _StopMatcher) -> str:
+        """Append `piece` to the held text, and return the part that cannot belong to a stop string."""
+        if not piece:
             return piece
         text = self._held + piece
-        found = self._matcher.feed(piece, armed=self.num_tokens >= self._min_tokens)
+        found = matcher.feed(piece, armed=self.num_tokens >= self._min_tokens)
         if found is None:
-            certain = len(text) - self._matcher.pending
+            certain = len(text) - matcher.pending
             self._held = text[certain:]
             return text[:certain]
         self.stop_string, end_in_piece = found
@@ -74,12 +72,12 @@ class IncrementalDetokenizer:
 
 
 class _TextStream:
-    """Text of a token sequence, piece by piece, never ending inside a character."""
+    """Decoder of a token sequence, piece by piece; no piece ends inside a character."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = _UTF8(errors="replace")
-        self._previous: int | None = None  # last token that has text: the context of the next
+        self._previous: int | None = None  # last token with text: the context of the next
 
     def push(self, token_id: int) -> str:
         raw = self._tokenizer.token_bytes(token_id)
@@ -93,11 +91,11 @@ class _TextStream:
         return text
 
     def finish(self) -> str:
-        """Close an unfinished character."""
+        """Return an unfinished character as U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
     def _text_in_context(self, token_id: int) -> str:
-        """SentencePiece-style decoders drop a leading space at the start of a text only: show them one token before."""
+        """Decode a token behind the previous one: SentencePiece decoders drop the leading space of a whole text."""
         if self._previous is None:
             return self._tokenizer.decode([token_id])
         before = self._tokenizer.decode([self._previous])
@@ -105,9 +103,9 @@ class _TextStream:
 
 
 class _StopMatcher:
-    """Several stop strings searched at once, a character at a time, so text is never rescanned (Knuth, Morris, Pratt).
+    """Search for several stop strings at once, one character at a time, without rescanning (Knuth, Morris, Pratt).
 
-    The string that ends first wins, the longest of those that end together; where tokens begin makes no difference.
+    The stop string that ends first wins, and of those that end together the longest. Token borders play no part.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
@@ -115,7 +113,7 @@ class _StopMatcher:
             raise InvalidRequest("a stop string must not be empty")
         self._patterns = sorted(set(stop), key=len, reverse=True)
         self._borders = [_border_lengths(pattern) for pattern in self._patterns]
-        self._matched = [0] * len(self._patterns)  # characters of each pattern that the text now ends with
+        self._matched = [0] * len(self._patterns)  # per pattern: length of its prefix that the text ends with
 
     @property
     def pending(self) -> int:
@@ -123,7 +121,7 @@ class _StopMatcher:
         return max(self._matched)
 
     def feed(self, piece: str, armed: bool) -> tuple[str, int] | None:
-        """The stop string that `piece` completed and the offset in `piece` just after it. Unarmed: none is reported."""
+        """Return the stop string that `piece` completes and the offset after it. Unless `armed`, report none."""
         for offset, character in enumerate(piece, 1):
             for index, pattern in enumerate(self._patterns):
                 if self._advance(index, pattern, character) and armed:
@@ -143,7 +141,7 @@ class _StopMatcher:
 
 
 def _border_lengths(pattern: str) -> list[int]:
-    """For each prefix, the length of its longest proper prefix that is also its suffix."""
+    """Return for each prefix of `pattern` the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(pattern)
     length = 0
     for index in range(1, len(pattern)):

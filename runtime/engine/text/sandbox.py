@@ -1,11 +1,11 @@
-"""The environment of chat templates: jinja2's immutable sandbox with a limit on time and on what a template makes.
+"""The environment of chat templates: jinja2's immutable sandbox, with limits on time and on the size of what it makes.
 
-It must not know what a chat is. jinja2 keeps a template away from Python's insides, but lets it fill the memory with
-`"x" * 10**9`: so what makes text or a list larger is charged before it happens. One invariant: `run` answers within its
-time, and no text that it returns is longer than MAX_SIZE.
+jinja2 denies a template access to Python's internals, but lets it fill the memory with `"x" * 10**9`. So every
+operation that makes text or a list larger is charged before it runs. `run` returns within its time limit, and no text
+that it returns is longer than MAX_SIZE.
 
-The charges are a fence, no wall: they go by name, and a computation inside one call of C is not interrupted; its
-thread then goes on, alone, until that call returns.
+The limits are not complete: operations are recognised by name, and one long call of C code is not interrupted. Its
+thread runs until that call returns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_SIZE = 16 << 20  # characters of a text, items of a list
-MAX_WORK = 256 << 20  # of all that one run makes, whether it keeps it or not
+MAX_WORK = 256 << 20  # characters and items that one run makes in total
 MAX_NUMBER_BITS = 4096
 INTERRUPTS, INTERRUPT_INTERVAL_S = 10, 0.02
 
@@ -38,13 +38,13 @@ _WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(\d{4}|\{)")
 _FORMATS = frozenset({"%", "format", "format_map"})
 _MAKES_TEXT = frozenset({"tojson", "string", "pprint", "urlencode", "xmlattr", "escape", "e", "forceescape", "join"})
 _TAKES_ANY_NUMBER = frozenset({"default", "d", "int", "float", "sum", *_FORMATS})
-_REFUSED = frozenset({"translate", "expandtabs"})  # what they make cannot be told beforehand
+_REFUSED = frozenset({"translate", "expandtabs"})  # the size of their result is not known beforehand
 
 _log = structlog.get_logger("quire.text")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """With transformers' whitespace rules and loop controls. Templates are rendered within `run` only."""
+    """A jinja2 environment with transformers' whitespace rules and loop controls. Render only within `run`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -53,7 +53,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols"],
-            optimized=False,  # nothing is computed while compiling
+            optimized=False,  # compute nothing while compiling
             finalize=self._charged,
         )
         self.code_generator_class = _CodeGenerator
@@ -62,7 +62,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self._run = threading.local()
 
     def run(self, work: Callable[[], T], timeout_s: float) -> T:
-        """What `work` returns or raises, from a thread of its own. Raises TimeoutError and interrupts the thread."""
+        """Run `work` in a new thread and return its result. After `timeout_s`, interrupt it and raise TimeoutError."""
         outcome: list[T] = []
         failure: list[Exception] = []
 
@@ -88,17 +88,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
     # Charges
 
     def charge(self, size: int) -> None:
-        """For a text or list of `size` to be made. Raises SecurityError."""
+        """Account for a text or list of `size` that is about to be made. Raises SecurityError beyond a limit."""
         self._run.made += size
         if size > MAX_SIZE or self._run.made > MAX_WORK:
-            raise SecurityError("it makes more out of them than is allowed")
+            raise SecurityError("its output is larger than is allowed")
 
     def concat(self, pieces: Iterable[Any], /) -> str:
-        """Of blocks, macros, `~` and the whole."""
+        """Join the pieces of a block, a macro, `~` or the whole template."""
         size, texts = 0, []
         for piece in pieces:
             texts.append(piece if isinstance(piece, str) else str(self._charged(piece)))
-            size += len(texts[-1]) + 16  # a million empty ones take memory, too
+            size += len(texts[-1]) + 16  # empty texts take memory too
             if size > MAX_SIZE:
                 break
         self.charge(size)
@@ -127,8 +127,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that is charged for first. Some get a context before their value."""
-        first = int(hasattr(function, "jinja_pass_arg"))
+        """Return a filter that charges before it runs."""
+        first = int(hasattr(function, "jinja_pass_arg"))  # index of the value: some filters get a context before it
 
         @wraps(function)
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return guarded
 
     def _charge_call(self, name: str, value: Any, args: tuple[Any, ...]) -> None:
-        """For a filter, or a method of a text or number: what it is applied to and the widths that it is given."""
+        """Charge for a filter, or a method of a text or number: for its value, its arguments and their widths."""
         if name in _REFUSED:
             raise SecurityError(f"it calls {name}")
         if name not in _TAKES_ANY_NUMBER:
@@ -149,7 +149,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.charge(lines * sum(arg for arg in args if isinstance(arg, int) and arg > 0))
         if name in _FORMATS and isinstance(value, str):
             if _WIDE_PERCENT.search(value) or (name != "%" and _WIDE_BRACES.search(value)):
-                raise SecurityError("it formats with a width that is too large or not written out")
+                raise SecurityError("it formats with a width that is too large or an argument")
             self.charge(_weight((value, args)))
         elif name == "join" and args:
             texts, separator = (args[0], value) if isinstance(value, str) else (value, args[0])
@@ -161,14 +161,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.charge(_weight(value))
 
     def _charged(self, value: T) -> T:
-        """`value`, which is about to become text."""
+        """Charge for `value`, which is about to become text, and return it."""
         self.charge(_weight(value))
         return value
 
 
 class _CodeGenerator(CodeGenerator):
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
-        """`a ~ b`, which is no operator to `call_binop`."""
+        """Compile `a ~ b` into a call of `concat`; `call_binop` does not see this operator."""
         self.write("environment.concat((")
         for part in node.nodes:
             self.visit(part, frame)
@@ -181,13 +181,13 @@ def _is_sequence(value: object) -> bool:
 
 
 def _weight(value: object) -> int:
-    """Characters of all that is within and something for each item, counted as often as it is there, up to MAX_SIZE."""
-    if isinstance(value, str):  # nearly always
+    """Return the characters in `value`, nested values included, and 64 for each item; it stops beyond MAX_SIZE."""
+    if isinstance(value, str):  # the most frequent case
         return len(value)
     weight, unseen = 0, [value]
     while unseen and weight <= MAX_SIZE:
         each = unseen.pop()
-        weight += 64  # about what Python keeps for one
+        weight += 64  # about what Python allocates for an item
         if isinstance(each, str | bytes):
             weight += len(each)
         elif isinstance(each, list | tuple):
@@ -199,10 +199,10 @@ def _weight(value: object) -> int:
 
 
 def _interrupt(thread: threading.Thread) -> None:
-    """By an exception that Python raises in it at its next instruction; more than once, should something catch it."""
+    """Raise SystemExit in the thread at its next instruction, repeatedly in case something catches it."""
     for _ in range(INTERRUPTS):
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
         thread.join(INTERRUPT_INTERVAL_S)
         if not thread.is_alive():
             return
-    _log.error("a chat template does not stop; it holds a thread until it does")
+    _log.error("a chat template does not stop; its thread runs on")

@@ -1,7 +1,6 @@
-"""A model folder's tokenizer: text to token ids and back, and the ids that end a generation.
+"""The tokenizer of a model folder: text to token ids and back, and the ids that end a generation.
 
-It must not know requests or streams. One invariant: after loading nothing in it changes except a memo of token bytes,
-so any number of threads may use one instance.
+After loading, only a cache of token bytes changes, so any number of threads may use one instance.
 """
 
 from __future__ import annotations
@@ -18,21 +17,15 @@ from ...common.errors import CorruptCheckpoint, ModelNotFound
 
 
 class Tokenizer:
-    """`tokenizer.json` of a Hugging Face folder, with the special ids its config files name.
+    """`tokenizer.json` of a Hugging Face folder, and the end ids that its config files declare.
 
-    Raises ModelNotFound when the folder or the file is missing, CorruptCheckpoint when a file cannot be read.
+    Raises ModelNotFound if the folder or the file is missing, CorruptCheckpoint if a file cannot be read.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self._fast = _load_fast(self.folder)
-        config = _read_json(self.folder / "config.json")
-        generation_config = _read_json(self.folder / "generation_config.json")
-        tokenizer_config = _read_json(self.folder / "tokenizer_config.json")
-        self.bos_token: str | None = _token_text(tokenizer_config.get("bos_token"))
-        self.eos_token: str | None = _token_text(tokenizer_config.get("eos_token"))
-        self.bos_token_id: int | None = self._id_of(self.bos_token, config.get("bos_token_id"))
-        self.eos_token_ids: frozenset[int] = self._eos_ids(generation_config, config)
+        folder = Path(folder)
+        self._fast = _load_fast(folder)
+        self.eos_token_ids: frozenset[int] = _eos_token_ids(folder, self._fast)
         self.special_token_ids: frozenset[int] = frozenset(
             token_id for token_id, token in self._fast.get_added_tokens_decoder().items() if token.special
         )
@@ -43,7 +36,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids the tokenizer knows, added tokens included; a model's vocabulary may be padded beyond it."""
+        """Number of ids, with added tokens; a model's vocabulary may be padded beyond it."""
         return self._fast.get_vocab_size(with_added_tokens=True)
 
     @cached_property
@@ -52,21 +45,22 @@ class Tokenizer:
         return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, as transformers gives them. Releases the GIL, which the library's `encode` of one text
-        does not.
+        """Return the token ids of `text`, the same as transformers returns.
+
+        `encode_batch_fast` releases the GIL; the library's `encode` does not.
         """
         ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; unknown ids give nothing, bytes that are not UTF-8 give U+FFFD."""
-        text: str = self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of `token_ids` without special tokens. Unknown ids yield nothing, invalid UTF-8 U+FFFD."""
+        text: str = self._fast.decode(list(token_ids), skip_special_tokens=True)
         return text
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """The raw bytes a token stands for, or None if its text depends on its neighbours and `decode` must be asked.
+        """Return the raw bytes of a token, or None if its text depends on its neighbours: then use `decode`.
 
-        Byte-level tokens and `<0xNN>` fallback tokens are bytes: only they can hold part of a UTF-8 character.
+        Byte-level tokens and `<0xNN>` fallback tokens are bytes; only they can hold part of a UTF-8 character.
         """
         try:
             return self._bytes_by_id[token_id]
@@ -84,17 +78,16 @@ class Tokenizer:
             return _hex_byte(token[3:5])
         return None
 
-    def _id_of(self, token: str | None, otherwise: object) -> int | None:
-        if token is not None and (token_id := self._fast.token_to_id(token)) is not None:
-            return int(token_id)
-        return otherwise if isinstance(otherwise, int) else None
 
-    def _eos_ids(self, generation_config: dict[str, Any], config: dict[str, Any]) -> frozenset[int]:
-        """The tokenizer's own end token, and those of generation_config.json or, where it names none, config.json."""
-        declared = generation_config.get("eos_token_id", config.get("eos_token_id"))
-        ids = set(declared if isinstance(declared, list) else [declared])
-        ids.add(self._id_of(self.eos_token, None))
-        return frozenset(token_id for token_id in ids if isinstance(token_id, int))
+def _eos_token_ids(folder: Path, fast: FastTokenizer) -> frozenset[int]:
+    """Return the ids of generation_config.json or else of config.json, and that of the tokenizer's own end token."""
+    config = _read_json(folder / "config.json")
+    declared = _read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
+    ids = set(declared if isinstance(declared, list) else [declared])
+    token = _token_text(_read_json(folder / "tokenizer_config.json").get("eos_token"))
+    if token is not None:
+        ids.add(fast.token_to_id(token))
+    return frozenset(token_id for token_id in ids if isinstance(token_id, int))
 
 
 def _load_fast(folder: Path) -> FastTokenizer:
@@ -105,14 +98,14 @@ def _load_fast(folder: Path) -> FastTokenizer:
         fast = FastTokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise CorruptCheckpoint(f"{path} is not a readable tokenizer: {error}") from error
-    # A file saved during training may carry these; a prompt must be neither cut nor filled.
+    # A file saved during training may enable these; prompts must be neither truncated nor padded.
     fast.no_truncation()
     fast.no_padding()
     return fast
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """An object, empty when the file is absent: none of these files is required."""
+    """Return the file's JSON object; an empty one if there is no file."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -125,7 +118,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(declared: object) -> str | None:
-    """A special token is written as its text or as an AddedToken object."""
+    """Return the text of a special token, which is declared as text or as an AddedToken object."""
     if isinstance(declared, dict):
         declared = declared.get("content")
     return declared if isinstance(declared, str) else None
@@ -146,7 +139,7 @@ def _hex_byte(digits: str) -> bytes | None:
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """GPT-2's alphabet maps each byte to one printable character; a token outside it (an added one) is plain text."""
+    """Decode GPT-2's alphabet, which has one character per byte; a token outside of it (an added one) is plain text."""
     try:
         return bytes([_BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:

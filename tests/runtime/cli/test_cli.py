@@ -371,7 +371,7 @@ def test_a_file_that_is_not_a_snapshot_is_not_overwritten(quire: Quire, tmp_path
 def test_paths_that_cannot_hold_a_snapshot_are_errors(quire: Quire, tmp_path: Path) -> None:
     serve = ("serve", "--port", "0", "--http-port", "0", *QUICK, "--prefix-snapshot")
     refused(quire(*serve, str(tmp_path)), "is a folder; name a file")
-    refused(quire(*serve, "/nowhere/at/all"), "no file can be made in /nowhere/at")
+    refused(quire(*serve, "/nowhere/at/all"), "cannot create a file in /nowhere/at")
 
 
 # demo

@@ -27,12 +27,12 @@ def test_blocks_leave_no_whitespace_and_nothing_is_escaped() -> None:
 
 
 def test_special_tokens_and_variables_are_visible() -> None:
-    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}{{ tone }}", {"bos_token": "<s>"})
-    assert template.render(MESSAGES, tone="!") == "<s><hi>!"
+    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}{{ tools }}", {"bos_token": "<s>"})
+    assert template.render(MESSAGES) == "<s><hi>None"
 
 
 def test_json_keeps_unicode() -> None:
-    assert ChatTemplate("{{ tools | tojson }}").render(MESSAGES, tools=[{"名": "<é>"}]) == '[{"名": "<é>"}]'
+    assert ChatTemplate("{{ messages | tojson }}").render([{"名": "<é>"}]) == '[{"名": "<é>"}]'
 
 
 def test_the_jinja_file_wins_over_the_config(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_output_beyond_the_size_limit_is_refused_before_it_is_made(
 ) -> None:
     monkeypatch.setattr(chat, "RENDER_TIMEOUT_S", 120.0)  # a busy machine must not reach the time limit first
     with pytest.raises(InvalidRequest, match="chat template refused"):
-        ChatTemplate(source).render(MESSAGES, width=10**9, text="x" * 10**5)
+        ChatTemplate(source, {"width": 10**9, "text": "x" * 10**5}).render(MESSAGES)
 
 
 def test_usual_widths_formats_and_sums_are_fine() -> None:
@@ -164,11 +164,11 @@ def test_who_waits_for_a_template_is_answered_though_it_does_not_stop(monkeypatc
     monkeypatch.setattr(chat, "RENDER_TIMEOUT_S", 0.05)
     monkeypatch.setattr(sandbox, "INTERRUPTS", 1)
     released = threading.Event()
-    template = ChatTemplate("{{ wait() }}")
+    template = ChatTemplate("{{ wait() }}", {"wait": released.wait})
     with capture_logs() as logs, pytest.raises(InvalidRequest, match="longer than"):
-        template.render(MESSAGES, wait=released.wait)
+        template.render(MESSAGES)
     released.set()
-    assert [entry["event"] for entry in logs] == ["a chat template does not stop; it holds a thread until it does"]
+    assert [entry["event"] for entry in logs] == ["a chat template does not stop; its thread runs on"]
 
 
 def test_one_templates_runs_are_charged_apart() -> None:

@@ -107,7 +107,7 @@ def test_text_is_cut_at_the_first_stop_string(
     found = first_stop(text, stops)
     expected = text if found is None else text[: found[1] if include else found[0]]
     assert "".join(pieces) == expected
-    assert detokenizer.stopped == (found is not None)
+    assert (detokenizer.stop_string is not None) == (found is not None)
 
 
 @given(text=STOP_TEXT, stops=STOPS)
@@ -135,7 +135,7 @@ def test_finish_gives_back_what_only_looked_like_a_stop(byte_level: Tokenizer) -
     detokenizer = IncrementalDetokenizer(byte_level, ["END"])
     assert detokenizer.push(byte_level.encode("the EN")) == "the "
     assert detokenizer.finish() == "EN"
-    assert not detokenizer.stopped
+    assert detokenizer.stop_string is None
 
 
 def test_a_stop_before_min_tokens_is_text(byte_level: Tokenizer) -> None:
