@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-from quire.runtime.engine.facade import EngineStats
 from quire.runtime.protocol.frames import Accepted
 from quire.runtime.server.convert import accepted_frame, stats_frame
 from quire.scheduler import AdmissionEstimate
 
-STATS = EngineStats(
-    step=7,
-    running=2,
-    waiting=1,
-    pages_total=10,
-    pages_owned=4,
-    pages_cached=1,
-    pages_free=5,
-    prefix_queries_tokens=100,
-    prefix_hits_tokens=30,
-    preemptions=2,
-)
+from .monitoring.samples import STATS
 
 
 def test_accepted_frame_gives_the_predicted_wait_in_milliseconds() -> None:

@@ -1,4 +1,4 @@
-"""What a small engine might tell of itself; a test replaces what it is about."""
+"""Statistics and facts of a small engine; a test replaces the fields it is about."""
 
 from __future__ import annotations
 

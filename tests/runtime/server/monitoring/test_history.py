@@ -1,4 +1,4 @@
-"""Rates second by second, and quantiles of the last five minutes, in memory that does not grow."""
+"""The history: rates second by second, and quantiles of the last five minutes, in fixed memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def watched() -> Watched:
     return Watched()
 
 
-def test_a_tick_is_what_was_counted_since_the_last(watched: Watched) -> None:
+def test_a_tick_has_the_rates_since_the_last_one(watched: Watched) -> None:
     watched.generation.value, watched.prefill.value = 50, 400
     watched.tick()
     watched.generation.value += 30
@@ -75,7 +75,7 @@ def test_a_tick_is_what_was_counted_since_the_last(watched: Watched) -> None:
     assert list(watched.history.ticks) == [tick(50, 400), tick(15, 0)]
 
 
-def test_an_engine_that_does_not_answer_leaves_the_rates(watched: Watched) -> None:
+def test_rates_are_known_while_the_engine_does_not_answer(watched: Watched) -> None:
     watched.stats = None
     watched.generation.value = 5
     watched.tick()
@@ -87,7 +87,7 @@ def test_memory_is_fixed(watched: Watched) -> None:
     assert len(watched.history.ticks) == TICKS
 
 
-def test_quantiles_forget_what_is_older_than_the_window(watched: Watched) -> None:
+def test_quantiles_cover_the_window_only(watched: Watched) -> None:
     watched.latency.observe(5)
     assert watched.window.quantiles().count == 1
     watched.tick((SLICES - 1) * TICKS_PER_SLICE)
@@ -111,7 +111,7 @@ def test_quantiles_are_within_ten_percent(watched: Watched) -> None:
     assert found.p99 == pytest.approx(values[4950], rel=0.1)
 
 
-def test_quantile_between_bounds() -> None:
+def test_quantiles_are_linear_between_bounds() -> None:
     assert histogram_quantile((1, 2, 4), (0, 0, 4, 0), 0.5) == 3
     assert histogram_quantile((1, 2, 4), (2, 2, 0, 0), 0.75) == 1.5
     assert histogram_quantile((1, 2, 4), (1, 0, 0, 9), 0.9) == 4  # beyond all bounds

@@ -1,4 +1,4 @@
-"""What /metrics exposes: vLLM's names under `quire_`, fed by what the engine reports."""
+"""/metrics: vLLM's names under `quire_`, with the numbers that the engine reports."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def observer() -> PrometheusObserver:
 
 
 def exposed(observer: PrometheusObserver) -> dict[str, float]:
-    """Sample line -> value."""
+    """Return sample line -> value."""
     lines = generate_latest(observer.registry).decode().splitlines()
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
@@ -116,13 +116,13 @@ def test_the_engine_is_read_when_scraped(observer: PrometheusObserver) -> None:
     assert samples["quire_connections"] == 6
 
 
-def test_pages_of_all_states_are_all_pages(observer: PrometheusObserver) -> None:
+def test_pages_by_state_add_up_to_all_pages(observer: PrometheusObserver) -> None:
     samples = exposed(observer)
     assert sum(value for name, value in samples.items() if name.startswith("quire_kv_pages{")) == STATS.pages_total
     assert [samples[f"quire_kv_pages_{name}"] for name in ("reserved", "pinned", "spilled")] == [3, 1, 8]
 
 
-def test_every_reason_to_wait_has_its_series(observer: PrometheusObserver) -> None:
+def test_every_waiting_reason_has_a_series(observer: PrometheusObserver) -> None:
     samples = exposed(observer)
     assert {
         reason: samples[f'quire_requests_waiting_by_reason{{reason="{reason}"}}']
@@ -131,14 +131,14 @@ def test_every_reason_to_wait_has_its_series(observer: PrometheusObserver) -> No
 
 
 class Hostile(QuireError):
-    """With a code that was made for this very request."""
+    """An error whose code is unique."""
 
     def __init__(self, code: str) -> None:
         super().__init__("x" * 1000)
         self.code = code  # type: ignore[misc]
 
 
-def test_series_do_not_grow_whatever_comes(observer: PrometheusObserver) -> None:
+def test_unknown_values_add_no_series(observer: PrometheusObserver) -> None:
     before = set(exposed(observer))
     for i in range(100):
         name: Any = f'"}}\n# {i} <script>\u202e'
@@ -220,7 +220,7 @@ def test_a_finished_request(observer: PrometheusObserver) -> None:
     assert samples["quire_request_generation_tokens_sum"] == 5
 
 
-def test_a_failed_request_is_no_success(observer: PrometheusObserver) -> None:
+def test_a_failed_request_does_not_count_as_a_success(observer: PrometheusObserver) -> None:
     observer.on_finished(
         RequestStats(
             tenant="acme",
@@ -261,7 +261,7 @@ def test_rejections_and_cancels_have_a_small_set_of_labels(observer: PrometheusO
         ),
     ],
 )
-def test_buckets_are_vllms(observer: PrometheusObserver, name: str, bounds: str) -> None:
+def test_buckets_are_those_of_vllm(observer: PrometheusObserver, name: str, bounds: str) -> None:
     found = [re.search(r'le="(.+)"', sample) for sample in exposed(observer) if f"quire_{name}_bucket" in sample]
     assert " ".join(match[1] for match in found if match) == bounds
 
@@ -271,7 +271,7 @@ def test_no_created_series(observer: PrometheusObserver) -> None:
     assert "_created" not in generate_latest(observer.registry).decode()
 
 
-def test_an_engine_that_cannot_answer_leaves_the_rest_readable() -> None:
+def test_other_metrics_are_exposed_while_the_engine_does_not_answer() -> None:
     def gone() -> EngineStats:
         raise Unavailable("gone")
 

@@ -1,4 +1,4 @@
-"""The status page: what it tells, that it is bounded, and that nothing a user chose becomes markup or code."""
+"""The status page: its contents, its bounded size, and that no client's string becomes markup or code."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class FakeEngine:
 
 @dataclass
 class Page:
-    """A collector and all it collects from."""
+    """A collector and its sources."""
 
     engine: FakeEngine = field(default_factory=FakeEngine)
     observer: PrometheusObserver = field(default_factory=lambda: PrometheusObserver(version="1.2.3"))
@@ -180,7 +180,7 @@ def get(page: Page) -> Get:
     return lambda path: asyncio.to_thread(ask, path)
 
 
-def test_what_is_told_is_what_was_counted() -> None:
+def test_the_status_has_the_numbers_that_were_counted() -> None:
     status = Page().collector.collect()
     assert (status.version, status.problem, status.connections, status.batch_size) == ("1.2.3", None, 5, 3)
     assert (status.engine, status.info, status.requests) == (STATS, INFO, [LIVE])
@@ -198,7 +198,7 @@ def test_what_is_told_is_what_was_counted() -> None:
     assert [(tick.running, tick.waiting, tick.kv_cache_usage) for tick in status.ticks] == [(2, 3, 0.35)]
 
 
-def test_an_engine_that_does_not_answer_leaves_a_page() -> None:
+def test_the_status_is_collected_while_the_engine_does_not_answer() -> None:
     page = Page()
     page.engine.answers = False
     status = page.collector.collect()
@@ -206,7 +206,7 @@ def test_an_engine_that_does_not_answer_leaves_a_page() -> None:
     assert status.problem == "the engine does not answer: gone"
 
 
-def test_the_page_is_bounded() -> None:
+def test_the_status_has_a_bounded_size() -> None:
     page = Page()
     page.live = [msgspec.structs.replace(LIVE, tenant="é" * 10_000)] * 1000
     for _ in range(1000):
@@ -228,7 +228,7 @@ async def test_the_json_is_the_struct(get: Get) -> None:
 @pytest.mark.parametrize(
     ("path", "media_type"), [("/", "text/html"), ("/status.js", "text/javascript"), ("/status.css", "text/css")]
 )
-async def test_the_page_allows_itself_only_its_own_files(get: Get, path: str, media_type: str) -> None:
+async def test_the_page_may_load_only_its_own_files(get: Get, path: str, media_type: str) -> None:
     answer = await get(path)
     assert answer.status_code == 200
     assert answer.headers["content-type"] == f"{media_type}; charset=utf-8"
@@ -240,7 +240,7 @@ async def test_the_page_allows_itself_only_its_own_files(get: Get, path: str, me
     assert "*" not in policy
 
 
-async def test_nothing_is_fetched_from_elsewhere(get: Get) -> None:
+async def test_nothing_is_loaded_from_another_host(get: Get) -> None:
     html, js, css = [(await get(path)).text for path in ("/", "/status.js", "/status.css")]
     links = re.findall(r'(?:src|href)="([^"]+)"', html)
     assert {link for link in links if not link.startswith("data:")} == {
@@ -251,7 +251,7 @@ async def test_nothing_is_fetched_from_elsewhere(get: Get) -> None:
     assert not re.search(r"<style|style=|\son\w+=|<script>", html), "the policy would block it"
 
 
-async def test_the_script_writes_text_never_markup(get: Get) -> None:
+async def test_the_script_sets_text_and_no_markup(get: Get) -> None:
     js, html = (await get("/status.js")).text, (await get("/")).text
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|setTimeout\(\"", js
@@ -280,7 +280,7 @@ CHROMIUM_FLAGS = (
 
 
 class Texts(HTMLParser):
-    """The text of every element with an id, and of every table cell; the tags there are."""
+    """The text of every element with an id and of every table cell, and all tags."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ class Texts(HTMLParser):
 
 
 async def rendered(address: str, profile: Path) -> tuple[Texts, str]:
-    """The page's document after one of its periods, and what the browser's console said."""
+    """Return the page's document after one of its periods, and the lines of the browser's console."""
     process = await asyncio.create_subprocess_exec(
         "chromium",
         *CHROMIUM_FLAGS,
@@ -331,7 +331,7 @@ async def rendered(address: str, profile: Path) -> tuple[Texts, str]:
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium on PATH")
-async def test_a_browser_draws_what_the_json_says(page: Page, tmp_path: Path) -> None:
+async def test_a_browser_draws_the_numbers_of_the_json(page: Page, tmp_path: Path) -> None:
     shown, console = await rendered(page.address, tmp_path)
     assert console == ""
     assert "img" not in shown.tags

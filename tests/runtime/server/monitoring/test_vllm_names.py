@@ -1,4 +1,4 @@
-"""`--metrics-compat vllm`: the same numbers under the names that routers and dashboards look for."""
+"""`metrics_compat = "vllm"`: the same numbers under the names that routers and dashboards hard-code."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def scrape(observer: PrometheusObserver) -> Samples:
     return found
 
 
-# What they look for: the endpoint picker of the Gateway API inference extension, the router of vLLM's production stack,
+# Names in use: by the endpoint picker of the Gateway API inference extension, the router of vLLM's production stack,
 # vLLM's own Grafana dashboard.
-ASKED_FOR = (
+NAMES_IN_USE = (
     "vllm:num_requests_waiting",
     "vllm:num_requests_running",
     "vllm:kv_cache_usage_perc",
@@ -75,12 +75,12 @@ ASKED_FOR = (
 )
 
 
-@pytest.mark.parametrize("name", ASKED_FOR)
-def test_what_others_hard_code_is_there(observer: PrometheusObserver, name: str) -> None:
+@pytest.mark.parametrize("name", NAMES_IN_USE)
+def test_every_name_in_use_is_exposed(observer: PrometheusObserver, name: str) -> None:
     assert name in scrape(observer)
 
 
-def test_values_are_ours_with_their_labels(observer: PrometheusObserver) -> None:
+def test_values_are_those_of_quire_with_labels_of_vllm(observer: PrometheusObserver) -> None:
     samples = scrape(observer)
     labels = {"model_name": 'meta/"llama"', "engine": "0"}
     mirrored = {name.removeprefix("vllm:"): series for name, series in samples.items() if name.startswith("vllm:")}
@@ -94,18 +94,18 @@ def test_values_are_ours_with_their_labels(observer: PrometheusObserver) -> None
                 assert list(mirrored.get(name + suffix, {}).values()) == list(expected.values()), name + suffix
 
 
-def test_a_cancelled_request_is_aborted_in_their_words(observer: PrometheusObserver) -> None:
+def test_cancelled_requests_are_called_aborted(observer: PrometheusObserver) -> None:
     by_reason = {dict(each)["finished_reason"]: n for each, n in scrape(observer)["vllm:request_success_total"].items()}
     assert by_reason == {"stop": 0, "length": 0, "abort": 1, "other": 0}
 
 
-def test_the_cache_is_told_as_labels(observer: PrometheusObserver) -> None:
+def test_the_cache_is_described_by_labels(observer: PrometheusObserver) -> None:
     assert scrape(observer)["vllm:cache_config_info"] == {
         (("block_size", "32"), ("engine", "0"), ("num_gpu_blocks", "10")): 1
     }
 
 
-def test_an_engine_that_cannot_answer_leaves_the_rest_readable() -> None:
+def test_other_metrics_are_mirrored_while_the_engine_does_not_answer() -> None:
     def gone() -> EngineInfo:
         raise Unavailable("gone")
 
@@ -116,7 +116,7 @@ def test_an_engine_that_cannot_answer_leaves_the_rest_readable() -> None:
     assert "vllm:cache_config_info" not in samples
 
 
-def test_without_the_flag_nothing_is_mirrored() -> None:
+def test_nothing_is_mirrored_by_default() -> None:
     observer = PrometheusObserver()
     observer.watch(lambda: STATS)
     assert not [name for name in scrape(observer) if name.startswith("vllm:")]
