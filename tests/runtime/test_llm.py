@@ -1,4 +1,4 @@
-"""`LLM`: one output per prompt, in order, in whatever form prompts come; or a typed error and nothing left running."""
+"""`LLM`: one output per prompt, in order, for every form of prompt; or a typed error and nothing left running."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_more_prompts_than_run_at_once(llm: LLM) -> None:
     assert [output.prompt_token_ids for output in outputs] == [(n + 1,) for n in range(150)]
 
 
-def test_params_for_all_or_one_each(llm: LLM) -> None:
+def test_sampling_params_for_all_or_for_each(llm: LLM) -> None:
     each = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 2, 3)]
     assert [len(output.token_ids) for output in llm.generate([[9]] * 3, each)] == [1, 2, 3]
     assert [len(output.token_ids) for output in llm.generate([[9]] * 3, each[1])] == [2, 2, 2]
@@ -108,7 +108,7 @@ def test_params_for_all_or_one_each(llm: LLM) -> None:
         ("\ud800", None, "lone surrogate"),
     ],
 )
-def test_what_cannot_be_generated(llm: LLM, prompts: Any, params: Any, message: str) -> None:
+def test_invalid_prompts_and_sampling_params(llm: LLM, prompts: Any, params: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         llm.generate(prompts, params)
 
@@ -139,8 +139,8 @@ def test_one_failed_prompt_leaves_nothing_running(llm: LLM, monkeypatch: pytest.
     assert llm.generate([5, 6, 7], FOUR)[0].outputs == wanted[0].outputs
 
 
-def test_interrupting_leaves_nothing_running(llm: LLM) -> None:
-    """Ctrl-C while the main thread waits in `generate`; afterwards the same prompts give the same outputs."""
+def test_an_interrupted_call_leaves_nothing_running(llm: LLM) -> None:
+    """Press Ctrl-C while the main thread waits in `generate`; later calls give the same outputs as before."""
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=3, n=2, repetition_penalty=1.2, stop=("x",), logprobs=1)
     wanted = llm.generate(["This", [5, 6, 7]], params)
     steps = llm.engine.stats().step
@@ -161,14 +161,14 @@ def test_interrupting_leaves_nothing_running(llm: LLM) -> None:
     assert [output.outputs for output in llm.generate(["This", [5, 6, 7]], params)] == [one.outputs for one in wanted]
 
 
-def test_many_threads_share_one(llm: LLM) -> None:
+def test_threads_share_one_llm(llm: LLM) -> None:
     wanted = [llm.generate([n + 1], FOUR)[0].token_ids for n in range(20)]
     with ThreadPoolExecutor(5) as pool:
         seen = list(pool.map(lambda n: llm.generate([n + 1], FOUR)[0].token_ids, range(20)))
     assert seen == wanted
 
 
-def test_several_choices(llm: LLM) -> None:
+def test_several_outputs(llm: LLM) -> None:
     params = SamplingParams(max_tokens=6, ignore_eos=True, temperature=1.0, seed=4, n=3, logprobs=0)
     one, two = llm.generate([[5, 6], [7]], params)
     assert [len(choice.token_ids) for choice in one.outputs] == [6] * 3
@@ -183,10 +183,10 @@ def test_several_choices(llm: LLM) -> None:
     assert two.prompt_token_ids == (7,)
 
 
-# Conversations
+# Chats
 
 
-def test_a_conversation_is_rendered_by_the_models_own_template(tmp_path: Path) -> None:
+def test_chat_uses_the_models_template(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
     template = "{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     (folder / "chat_template.jinja").write_text(template)
@@ -197,7 +197,7 @@ def test_a_conversation_is_rendered_by_the_models_own_template(tmp_path: Path) -
         assert answer.token_ids == llm.generate([answer.prompt_token_ids], FOUR)[0].token_ids
 
 
-def test_a_model_without_a_template_says_so(llm: LLM) -> None:
+def test_a_model_without_a_template(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="has no chat template"):
         llm.chat([{"role": "user", "content": "Hello"}])
 
@@ -205,7 +205,7 @@ def test_a_model_without_a_template_says_so(llm: LLM) -> None:
 # Logits
 
 
-def test_logits_are_those_that_generation_samples_from(llm: LLM) -> None:
+def test_logits_agree_with_generation(llm: LLM) -> None:
     (output,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1))
     logits = llm.logits((5, 6, 7, *output.token_ids))
     assert logits.shape == (9, 4096)
@@ -217,7 +217,7 @@ def test_logits_are_those_that_generation_samples_from(llm: LLM) -> None:
     assert [entry.logprob for entry in output.logprobs] == pytest.approx(logprobs.tolist(), abs=1e-4)
 
 
-def test_logits_are_the_same_bits_in_any_chunks(llm: LLM) -> None:
+def test_logits_do_not_depend_on_chunking(llm: LLM) -> None:
     tokens = HELDOUT["token_ids"][:200]
     with LLM(kv_cache_memory=8 << 20, max_num_seqs=7) as other:
         assert np.array_equal(other.logits(tokens), llm.logits(np.array(tokens)))
@@ -228,7 +228,7 @@ def test_logits_of_text_are_refused(llm: LLM) -> None:
         llm.logits("text")  # type: ignore[arg-type]
 
 
-# Settings
+# Options
 
 
 @pytest.mark.parametrize(
@@ -251,32 +251,32 @@ def test_logits_of_text_are_refused(llm: LLM) -> None:
     ],
     ids=str,
 )
-def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+def test_invalid_options(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(**settings)
 
 
 @pytest.mark.parametrize("model", ["/nowhere", "", __file__, Path("/nowhere"), "\0"])
-def test_models_that_are_not_there(model: Any) -> None:
+def test_missing_models(model: Any) -> None:
     with pytest.raises(ModelNotFound):
         LLM(model)
 
 
-def test_a_path_is_a_model_too() -> None:
+def test_a_model_given_as_a_path() -> None:
     with LLM(BUNDLED_MODEL, kv_cache_memory=1 << 20) as llm:
         assert llm.generate([1], FOUR)[0].finish_reason == "length"
 
 
-def test_environment_variables_are_for_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "none")
     with LLM(kv_cache_memory=1 << 20) as llm:
         assert llm.engine.core.config.max_num_seqs == 64
 
 
-# The end
+# Closing and internal errors
 
 
-def test_closing_twice_and_using_it_afterwards() -> None:
+def test_close_is_idempotent_and_later_calls_raise() -> None:
     llm = LLM(kv_cache_memory=1 << 20)
     llm.close()
     llm.close()
@@ -285,7 +285,7 @@ def test_closing_twice_and_using_it_afterwards() -> None:
             use()
 
 
-def test_closing_ends_what_other_threads_wait_for() -> None:
+def test_close_ends_calls_of_other_threads() -> None:
     before = set(threading.enumerate())
     llm = LLM(kv_cache_memory=8 << 20)
     with ThreadPoolExecutor(1) as pool:
@@ -362,7 +362,7 @@ started.wait()
     assert (done.returncode, done.stdout, done.stderr) == (0, "Unavailable\n", "")
 
 
-def test_an_llm_that_nothing_refers_to_ends_its_threads() -> None:
+def test_an_unreferenced_llm_ends_its_threads() -> None:
     before = set(threading.enumerate())
     llm = LLM(kv_cache_memory=1 << 20)
     llm.generate([1, 2], FOUR)

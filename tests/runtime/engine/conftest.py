@@ -1,4 +1,4 @@
-"""Fakes for tests of the engine: a core that computes nothing, and an observer that keeps what it receives."""
+"""Fakes for tests of the engine: a core that computes nothing, a text processor that waits, an observer."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class FakeCore:
 
 @dataclass
 class FakeObserver:
-    """Keeps what the engine reports."""
+    """An observer that keeps what the engine reports."""
 
     rejected: list[QuireError] = field(default_factory=list)
     finished: list[RequestStats] = field(default_factory=list)
@@ -149,7 +149,7 @@ def observer() -> FakeObserver:
 
 @pytest.fixture
 def engine(core: FakeCore, text_processor: FakeTextProcessor, observer: FakeObserver) -> Engine[FakeCore]:
-    """An engine over the fake core, observed."""
+    """Return an engine over the fake core, with the observer set."""
     engine = Engine(core, text_processor)
     engine.set_observer(observer)
     return engine

@@ -39,7 +39,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-# Room in the queue while a prompt is prepared
+# The queue while prompts are prepared
 
 
 async def test_requests_being_tokenized_count_as_queued(
@@ -48,7 +48,7 @@ async def test_requests_being_tokenized_count_as_queued(
     core.max_num_waiting, text_processor.gate = 3, threading.Event()
     preparing = [engine.submit(request()), engine.submit(request(n=2))]
     with pytest.raises(Overloaded):
-        engine.submit(request())  # refused by the call itself, not only once it is awaited
+        engine.submit(request())  # refused by the call itself, before it is awaited
     with pytest.raises(Overloaded):
         engine.submit(request((1, 2)))
     text_processor.gate.set()
@@ -58,7 +58,7 @@ async def test_requests_being_tokenized_count_as_queued(
 
 
 @pytest.mark.parametrize("prompt", PREPARED.values(), ids=PREPARED)
-async def test_a_failed_preparation_releases_its_place(
+async def test_a_failed_preparation_frees_its_queue_slot(
     engine: Engine[FakeCore],
     core: FakeCore,
     text_processor: FakeTextProcessor,
@@ -77,7 +77,7 @@ async def test_a_failed_preparation_releases_its_place(
 
 
 @pytest.mark.parametrize("prompt", PREPARED.values(), ids=PREPARED)
-async def test_a_cancelled_preparation_releases_its_place(
+async def test_a_cancelled_preparation_frees_its_queue_slot(
     engine: Engine[FakeCore],
     core: FakeCore,
     text_processor: FakeTextProcessor,
@@ -98,7 +98,7 @@ async def test_a_cancelled_preparation_releases_its_place(
     assert observer.rejected == []
 
 
-async def test_a_prompt_that_is_too_long_releases_its_place(
+async def test_a_prompt_that_is_too_long_frees_its_queue_slot(
     engine: Engine[FakeCore], core: FakeCore, observer: FakeObserver
 ) -> None:
     core.max_num_waiting = 1
@@ -118,7 +118,7 @@ async def test_the_text_of_a_chat_is_checked_before_it_is_tokenized(
     assert "encode" not in text_processor.calls
 
 
-async def test_a_submission_that_is_never_awaited_releases_its_place(
+async def test_a_submission_that_is_never_awaited_frees_its_queue_slot(
     engine: Engine[FakeCore], core: FakeCore, text_processor: FakeTextProcessor, observer: FakeObserver
 ) -> None:
     """A connection may be lost between the call of `submit` and the first step of the task that awaits it."""
@@ -168,7 +168,7 @@ async def test_a_refused_request_leaves_nothing_in_the_engine(
     assert [stats.finish_reason for stats in observer.finished] == ["length"], "the refused one never ran"
 
 
-async def test_cancelling_while_the_core_decides_drops_the_request(
+async def test_cancelling_while_the_core_adds_a_request_drops_it(
     engine: Engine[FakeCore], core: FakeCore, observer: FakeObserver
 ) -> None:
     core.gate = asyncio.Event()
@@ -193,7 +193,7 @@ async def test_a_refusal_is_reported_once(engine: Engine[FakeCore], core: FakeCo
     assert observer.finished == []
 
 
-async def test_updates_may_come_before_the_cores_answer(engine: Engine[FakeCore], core: FakeCore) -> None:
+async def test_updates_may_come_before_add_returns(engine: Engine[FakeCore], core: FakeCore) -> None:
     def publish(requests: Sequence[Request]) -> None:
         core.listener.publish([RequestUpdate(requests[0].request_id, (SampledToken(0, 7),), "length")])
 

@@ -1,4 +1,4 @@
-"""What the scheduler refuses, as users meet it: the class, whether to retry and when, and how things stand."""
+"""The errors that users get for the scheduler's refusals: class, message, and when to retry."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ ESTIMATE = AdmissionEstimate(position=3, pages_needed=7, pages_free=2, predicted
         (PageQuotaExceeded, errors.QuotaExceeded, False),
     ],
 )
-def test_refusals_say_how_things_stand(refusal: type, error_class: type[errors.QuireError], retryable: bool) -> None:
-    error = refusal_error(refusal("no room", ESTIMATE))
+def test_a_refusal_includes_the_estimate(refusal: type, error_class: type[errors.QuireError], retryable: bool) -> None:
+    error = refusal_error(refusal("refused", ESTIMATE))
     assert type(error) is error_class
     assert error.retryable is retryable
-    assert str(error) == "no room; position 3 in the queue; pages: needed 7, free 2; predicted wait 1.25 s"
+    assert str(error) == "refused; position 3 in the queue; pages: needed 7, free 2; predicted wait 1.25 s"
 
 
-def test_when_to_come_back_is_the_predicted_wait() -> None:
+def test_retry_after_is_the_predicted_wait() -> None:
     assert refusal_error(QueueFull("full", ESTIMATE)).retry_after_ms == 1250
     error = refusal_error(QueueFull("full", AdmissionEstimate(3, 0, 2)))
     assert error.retry_after_ms is None
     assert str(error) == "full; position 3 in the queue; pages: free 2; predicted wait unknown"
 
 
-def test_an_engine_that_takes_nothing_is_unavailable() -> None:
+def test_not_accepting_is_unavailable() -> None:
     assert type(refusal_error(NotAccepting("draining"))) is errors.Unavailable
 
 
-def test_a_bug_is_not_dressed_up_as_a_refusal() -> None:
+def test_other_scheduler_errors_are_raised_again() -> None:
     bug: SchedulerError = StepMismatch("step 3 is not in flight")
     with pytest.raises(StepMismatch):
         refusal_error(bug)

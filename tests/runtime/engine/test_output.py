@@ -1,4 +1,4 @@
-"""From updates to chunks: in whatever pieces tokens come, what is published is what one token at a time publishes."""
+"""From updates to chunks: the result does not depend on how tokens are grouped into updates."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sampled(index: int) -> SampledToken:
 def published(
     output: StreamingOutput, sizes: list[int], reason: Any = "length", sequence: int = 0
 ) -> list[OutputChunk]:
-    """The chunks of updates of so many tokens each, the last with `reason`; nothing is read after an end."""
+    """Return the chunks for updates of `sizes` tokens, the last with `reason`; stop at the sequence's end."""
     chunks: list[OutputChunk] = []
     first = 0
     for count, size in enumerate(sizes, 1):
@@ -68,7 +68,7 @@ def random_sizes(seed: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("stop", ["queue", "e", "3.1", "日本", "lock.", "never", "s a q"])
-def test_tokens_behind_a_stop_string_were_never_there(stop: str, include: bool, seed: int) -> None:
+def test_tokens_after_a_stop_string_are_dropped(stop: str, include: bool, seed: int) -> None:
     params = {"stop": (stop,), "include_stop_str_in_output": include, "logprobs": 1}
     output = output_with(**params)
     wanted = outcome(output, published(output, [1] * len(IDS)))
@@ -85,7 +85,7 @@ def test_tokens_behind_a_stop_string_were_never_there(stop: str, include: bool, 
 @pytest.mark.parametrize("size", [1, 3, len(IDS)])
 @pytest.mark.parametrize("include", [False, True])
 def test_the_token_that_completes_a_stop_string_is_kept(include: bool, size: int) -> None:
-    """It is in ids, logprobs and usage, whether the text includes the stop string or not."""
+    """Token ids, logprobs and usage include it, whether or not the text includes the stop string."""
     sizes = [size] * (len(IDS) // size) + [len(IDS) % size][: len(IDS) % size]
     output = output_with(stop=("queue",), include_stop_str_in_output=include, logprobs=0)
     (choice,) = join_chunks(published(output, sizes))
@@ -96,14 +96,14 @@ def test_the_token_that_completes_a_stop_string_is_kept(include: bool, size: int
     assert choice.text == ("This module provides a queue" if include else "This module provides a ")
 
 
-def test_a_stop_string_counts_from_min_tokens_on_in_one_update_too() -> None:
+def test_min_tokens_and_stop_strings_within_one_update() -> None:
     one, all_at_once = (output_with(stop=("e",), min_tokens=12) for _ in range(2))
     wanted = outcome(one, published(one, [1] * len(IDS)))
     assert wanted[1] >= 12
     assert outcome(all_at_once, published(all_at_once, [len(IDS)])) == wanted
 
 
-def test_an_error_behind_a_stop_string_was_never_there_either() -> None:
+def test_an_error_after_a_stop_string_is_dropped() -> None:
     output = output_with(stop=("module",))
     (sequence,) = output.sequences
     (chunk,) = output.take(
@@ -113,7 +113,7 @@ def test_an_error_behind_a_stop_string_was_never_there_either() -> None:
     assert len(chunk.token_ids) < len(IDS)
 
 
-def test_an_error_brings_the_tokens_before_it() -> None:
+def test_tokens_before_an_error_are_kept() -> None:
     output = output_with()
     (sequence,) = output.sequences
     (chunk,) = output.take(sequence, RequestUpdate(sequence.request.request_id, (sampled(0), sampled(1)), None, "NaN"))
@@ -122,7 +122,7 @@ def test_an_error_brings_the_tokens_before_it() -> None:
     assert output.num_open == 1
 
 
-def test_choices_are_streamed_as_they_come() -> None:
+def test_outputs_are_streamed_as_they_come() -> None:
     output = output_with(2, n=2)
     second = published(output, [1, 2], sequence=1)
     assert [(chunk.choice, chunk.first_index, chunk.finish_reason) for chunk in second] == [
@@ -135,7 +135,7 @@ def test_choices_are_streamed_as_they_come() -> None:
     assert (output.num_open, output.usage().completion_tokens, output.usage().prompt_tokens) == (0, 7, 3)
 
 
-def test_best_of_returns_the_likeliest_best_first_and_the_earlier_of_equals() -> None:
+def test_best_of_ranks_by_logprob_then_by_index() -> None:
     output = output_with(4, n=3, best_of=4)
     assert published(output, [5], sequence=3) == []
     assert published(output, [3], sequence=1) == []
@@ -148,11 +148,11 @@ def test_best_of_returns_the_likeliest_best_first_and_the_earlier_of_equals() ->
         (1, 0, "length"),
         (2, 0, "length"),
     ]
-    assert all(chunk.logprobs is None for chunk in chunks), "they were needed, not asked for"
-    assert output.usage().completion_tokens == 12, "what is not returned was computed all the same"
+    assert all(chunk.logprobs is None for chunk in chunks), "they were needed for ranking, not requested"
+    assert output.usage().completion_tokens == 12, "outputs that are not returned count too"
 
 
-def test_a_cancelled_ranking_tells_only_that() -> None:
+def test_a_cancelled_best_of_returns_empty_outputs() -> None:
     output = output_with(3, n=2, best_of=3)
     assert published(output, [5], sequence=0) == []
     assert published(output, [3], "cancelled", sequence=1) == []
@@ -164,7 +164,7 @@ def test_a_cancelled_ranking_tells_only_that() -> None:
 
 
 def test_usage_has_the_longest_stall_of_all_sequences() -> None:
-    """Whichever sequence was preempted, the first or a later fork."""
+    """The preempted sequence may be the first or a fork."""
     for stalled in range(3):
         output = output_with(3, n=3)
         for index, sequence in enumerate(output.sequences):

@@ -1,4 +1,4 @@
-"""What the engine reports of a request's end: to its stream and to the observer, once each, however it ended."""
+"""The end of a request is reported once to its stream and once to the observer, whatever ended it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def request(**params: Any) -> GenerateRequest:
 
 
 async def outcome(stream: Any) -> str:
-    """The finish reason, or the error as text."""
+    """Return the finish reason, or the error as text."""
     try:
         return [chunk.finish_reason async for chunk in stream][-1]
     except QuireError as error:

@@ -1,4 +1,4 @@
-"""A model's words: what its folder must have, and what it may lack."""
+"""The text files of a model folder: broken and missing ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_broken_tokenizer(folder: Path) -> None:
         TextProcessor.load(folder)
 
 
-async def test_without_a_tokenizer_token_ids_are_taken_and_the_declared_end_still_ends(folder: Path) -> None:
+async def test_a_model_without_a_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     engine = await Engine.start(EngineConfig(model=str(folder), kv_cache_memory=1 << 20))
     try:

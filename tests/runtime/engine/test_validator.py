@@ -1,4 +1,4 @@
-"""What a request may ask: each limit from both sides."""
+"""The limits of a request, each from both sides."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ EDGES: list[tuple[str, Any, Any]] = [  # parameter, the last allowed value, the 
 
 
 @pytest.mark.parametrize(("name", "allowed", "refused"), EDGES, ids=[f"{edge[0]}-{edge[2]!s:.12}" for edge in EDGES])
-def test_edges(name: str, allowed: Any, refused: Any) -> None:
+def test_limits_of_each_parameter(name: str, allowed: Any, refused: Any) -> None:
     base = SamplingParams(max_tokens=20)
     VALIDATOR.check_params(msgspec.structs.replace(base, **{name: allowed}))
     with pytest.raises(InvalidRequest, match=name.split("_")[0]):
         VALIDATOR.check_params(msgspec.structs.replace(base, **{name: refused}))
 
 
-def test_many_run_at_once_but_a_request_has_128_choices_at_most() -> None:
+def test_a_request_has_at_most_128_outputs() -> None:
     roomy = Validator(RequestLimits(vocab_size=100, max_model_len=50, max_prompt_characters=200, max_num_seqs=100_000))
     roomy.check_params(SamplingParams(max_tokens=1, n=128))
     for name in ("n", "best_of", "beam_width"):
@@ -81,12 +81,12 @@ def test_many_run_at_once_but_a_request_has_128_choices_at_most() -> None:
         ({"logprobs": 1}, "logprobs must be None or 0 with beam_width, not 1"),
     ],
 )
-def test_what_does_not_go_together(params: dict[str, Any], message: str) -> None:
+def test_parameters_that_exclude_each_other(params: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         VALIDATOR.check_params(SamplingParams(**{"max_tokens": 4, "beam_width": 2, **params}))
 
 
-def test_the_message_names_parameter_value_and_what_is_allowed() -> None:
+def test_the_message_names_parameter_value_and_limits() -> None:
     with pytest.raises(InvalidRequest, match="top_p must be between 1e-06 and 1, not nan"):
         VALIDATOR.check_params(SamplingParams(max_tokens=1, top_p=float("nan")))
 

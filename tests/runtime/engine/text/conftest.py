@@ -1,4 +1,4 @@
-"""Tokenizers of the two kinds that exist: the bundled byte-level one, and a small SentencePiece-style one."""
+"""The bundled byte-level tokenizer, and a small tokenizer in SentencePiece style."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def byte_level(demo_folder: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """Llama-2's pipeline: ▁ for spaces, <0xNN> for what the vocabulary lacks, one leading space stripped."""
+    """Return a tokenizer like Llama-2's: ▁ for spaces, <0xNN> for unknown bytes, one leading space stripped."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", "▁▁", "a", "b", "é", "▁a", "▁the", "ca", "t", "▁ca", "END", "E", "N", "D", "\n", "▁cat"]
     vocab = {piece: index for index, piece in enumerate(pieces)}

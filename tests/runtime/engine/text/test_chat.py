@@ -1,4 +1,4 @@
-"""Chat templates: rendered as transformers renders them, sandboxed, every failure typed."""
+"""Chat templates: rendered as transformers renders them, in a sandbox, with typed errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_blocks_leave_no_whitespace_and_nothing_is_escaped() -> None:
     assert ChatTemplate(CHATML).render(MESSAGES) == ("    <|im_start|>user\n<hi><|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_special_tokens_and_variables_are_visible() -> None:
+def test_special_tokens_are_visible() -> None:
     template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}{{ tools }}", {"bos_token": "<s>"})
     assert template.render(MESSAGES) == "<s><hi>None"
 
@@ -44,13 +44,13 @@ def test_the_jinja_file_wins_over_the_config(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path).render(MESSAGES) == "file</s>"
 
 
-def test_of_several_templates_the_default_is_taken(tmp_path: Path) -> None:
+def test_the_default_of_several_templates_is_used(tmp_path: Path) -> None:
     named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert ChatTemplate.load(tmp_path).render(MESSAGES) == "yes"
 
 
-def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:
+def test_a_model_without_a_template(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="no chat template"):
         ChatTemplate.load(tmp_path)
 
@@ -60,7 +60,7 @@ def test_a_broken_template_names_its_line() -> None:
         ChatTemplate("\n{% if %}")
 
 
-# What a template may not do
+# Limits of templates
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_broken_template_names_its_line() -> None:
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     ],
 )
-def test_what_is_not_its_own_is_refused(source: str) -> None:
+def test_forbidden_operations_are_refused(source: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template refused"):
         ChatTemplate(source).render(MESSAGES)
 
@@ -160,7 +160,7 @@ def test_an_endless_template_is_interrupted(source: str, monkeypatch: pytest.Mon
     assert logs == []
 
 
-def test_who_waits_for_a_template_is_answered_though_it_does_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_returns_although_the_template_does_not_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "RENDER_TIMEOUT_S", 0.05)
     monkeypatch.setattr(sandbox, "INTERRUPTS", 1)
     released = threading.Event()
@@ -171,13 +171,13 @@ def test_who_waits_for_a_template_is_answered_though_it_does_not_stop(monkeypatc
     assert [entry["event"] for entry in logs] == ["a chat template does not stop; its thread runs on"]
 
 
-def test_one_templates_runs_are_charged_apart() -> None:
+def test_each_run_is_charged_separately() -> None:
     template = ChatTemplate("{{ 'x' * 10 ** 7 }}")
     for _ in range(30):
         assert len(template.render(MESSAGES)) == 10**7
 
 
-def test_an_error_says_at_most_500_characters() -> None:
+def test_an_error_has_at_most_500_characters() -> None:
     with pytest.raises(InvalidRequest) as error:
         ChatTemplate("{{ raise_exception('x' * 10000) }}").render(MESSAGES)
     assert len(str(error.value)) == 500
@@ -196,7 +196,7 @@ def test_a_template_that_is_too_long() -> None:
         ChatTemplate("x" * (chat.MAX_SOURCE_CHARACTERS + 1))
 
 
-# What messages may be
+# Limits of messages
 
 
 def nested_lists(levels: int) -> Any:
@@ -231,7 +231,7 @@ def nested_maps(levels: int) -> Any:
         ([{"content": ["x"] * 70_000}], "more than 65536 values"),
     ],
 )
-def test_messages_that_are_not_a_chat(messages: Any, reason: str) -> None:
+def test_invalid_messages(messages: Any, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         ChatTemplate(CHATML).render(messages)
 
@@ -241,12 +241,12 @@ def test_messages_may_nest_eight_levels_deep(message: dict[str, Any]) -> None:
     assert ChatTemplate("{{ messages | tojson }}").render([message]) == json.dumps([message])
 
 
-def test_arrays_are_lists_to_a_template_whatever_brought_them() -> None:
+def test_tuples_become_lists() -> None:
     messages = [{"content": ({"type": "text", "text": "a"},)}]
     assert ChatTemplate("{{ messages[0].content + [] }}").render(messages) == "[{'type': 'text', 'text': 'a'}]"
 
 
-def test_a_template_cannot_change_its_callers_messages() -> None:
+def test_a_template_cannot_change_the_messages() -> None:
     messages = [{"role": "user", "content": "x"}]
     ChatTemplate("{% set m = messages[0] %}{{ m.content }}").render(messages)
     assert messages == [{"role": "user", "content": "x"}]

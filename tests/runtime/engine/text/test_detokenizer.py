@@ -1,4 +1,4 @@
-"""Streaming decode: the deltas joined are the whole decode, characters are never split, stop strings never leak."""
+"""The streaming detokenizer: pieces join to the decoded text, characters stay whole, stop strings are held back."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def stream(detokenizer: IncrementalDetokenizer, token_ids: list[int]) -> list[st
 
 
 @given(text=TEXT)
-def test_deltas_join_to_the_whole_decode(byte_level: Tokenizer, text: str) -> None:
+def test_pieces_join_to_the_decoded_text(byte_level: Tokenizer, text: str) -> None:
     ids = byte_level.encode(text)
     assert "".join(stream(IncrementalDetokenizer(byte_level), ids)) == byte_level.decode(ids) == text
 
 
 @given(ids=st.lists(st.integers(0, 5000), max_size=60))
-def test_any_token_ids_join_to_the_whole_decode(byte_level: Tokenizer, ids: list[int]) -> None:
-    """A random model writes broken UTF-8, special tokens and padded ids."""
+def test_pieces_of_any_token_ids_join_to_the_decoded_text(byte_level: Tokenizer, ids: list[int]) -> None:
+    """Include broken UTF-8, special tokens and padded ids, which a random model generates."""
     assert "".join(stream(IncrementalDetokenizer(byte_level), ids)) == byte_level.decode(ids)
 
 
@@ -35,7 +35,7 @@ def test_broken_utf8_gives_the_same_replacement_characters(byte_level: Tokenizer
 
 
 @given(text=TEXT, cuts=st.lists(st.integers(1, 4), max_size=40))
-def test_how_tokens_are_grouped_makes_no_difference(byte_level: Tokenizer, text: str, cuts: list[int]) -> None:
+def test_the_grouping_of_tokens_does_not_matter(byte_level: Tokenizer, text: str, cuts: list[int]) -> None:
     ids = byte_level.encode(text)
     detokenizer, grouped, rest = IncrementalDetokenizer(byte_level, ["END"]), [], ids
     for cut in cuts:
@@ -64,7 +64,7 @@ def test_an_unfinished_character_is_replaced_at_the_end(byte_level: Tokenizer) -
 
 
 @given(text=TEXT)
-def test_sentencepiece_deltas_join_to_the_whole_decode(sentencepiece: Tokenizer, text: str) -> None:
+def test_sentencepiece_pieces_join_to_the_decoded_text(sentencepiece: Tokenizer, text: str) -> None:
     ids = sentencepiece.encode(text)
     assert "".join(stream(IncrementalDetokenizer(sentencepiece), ids)) == sentencepiece.decode(ids)
 
@@ -73,7 +73,7 @@ def test_sentencepiece_deltas_join_to_the_whole_decode(sentencepiece: Tokenizer,
     ids=st.lists(st.integers(256 + 3, 256 + 18) | st.integers(3 + 0x20, 3 + 0x7E) | st.sampled_from([0, 1, 2, 9999]))
 )
 def test_sentencepiece_spaces_depend_on_their_context(sentencepiece: Tokenizer, ids: list[int]) -> None:
-    """Pieces, ASCII bytes, special and unknown ids in any order; only the text's first space is dropped."""
+    """Use pieces, ASCII bytes, special and unknown ids in any order; only the first space of the text is dropped."""
     assert "".join(stream(IncrementalDetokenizer(sentencepiece), ids)) == sentencepiece.decode(ids)
 
 
@@ -92,7 +92,7 @@ STOP_TEXT = st.text(alphabet="abEND \n中文👧", max_size=40)
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, int] | None:
-    """(start, end) of the stop string that ends first, the longest of those: the definition, by brute force."""
+    """Return (start, end) of the stop string that ends first, of several the longest, by brute force."""
     ends = [(text.find(stop) + len(stop), -len(stop)) for stop in stops if stop in text]
     return None if not ends else (min(ends)[0] + min(ends)[1], min(ends)[0])
 
@@ -111,7 +111,7 @@ def test_text_is_cut_at_the_first_stop_string(
 
 
 @given(text=STOP_TEXT, stops=STOPS)
-def test_the_stop_token_is_the_first_whose_text_holds_the_stop(
+def test_stop_token_index_is_the_first_token_that_completes_a_stop_string(
     byte_level: Tokenizer, text: str, stops: list[str]
 ) -> None:
     ids = byte_level.encode(text)
@@ -122,7 +122,7 @@ def test_the_stop_token_is_the_first_whose_text_holds_the_stop(
     assert detokenizer.stop_token_index == (holding[0] if holding else None)
 
 
-def test_a_stop_string_across_token_borders_never_leaks(byte_level: Tokenizer) -> None:
+def test_a_stop_string_across_tokens_is_held_back(byte_level: Tokenizer) -> None:
     detokenizer = IncrementalDetokenizer(byte_level, ["END"])
     ids = [byte_level.encode(character)[0] for character in "xENyENDz"]
     assert [detokenizer.push([token_id]) for token_id in ids] == ["x", "", "", "ENy", "", "", "", ""]
@@ -131,14 +131,14 @@ def test_a_stop_string_across_token_borders_never_leaks(byte_level: Tokenizer) -
     assert detokenizer.finish() == ""
 
 
-def test_finish_gives_back_what_only_looked_like_a_stop(byte_level: Tokenizer) -> None:
+def test_finish_returns_held_text(byte_level: Tokenizer) -> None:
     detokenizer = IncrementalDetokenizer(byte_level, ["END"])
     assert detokenizer.push(byte_level.encode("the EN")) == "the "
     assert detokenizer.finish() == "EN"
     assert detokenizer.stop_string is None
 
 
-def test_a_stop_before_min_tokens_is_text(byte_level: Tokenizer) -> None:
+def test_a_stop_string_before_min_tokens_is_text(byte_level: Tokenizer) -> None:
     ids = [byte_level.encode(character)[0] for character in "aENDbENDc"]
     detokenizer = IncrementalDetokenizer(byte_level, ["END"], min_tokens=5)
     assert "".join(stream(detokenizer, ids)) == "aENDb"
@@ -146,10 +146,10 @@ def test_a_stop_before_min_tokens_is_text(byte_level: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(("min_tokens", "last"), [(3, 3), (4, 3), (5, 7)])
-def test_a_stop_string_counts_from_its_min_tokens_th_token_on(
+def test_a_stop_string_counts_if_it_ends_at_min_tokens_or_later(
     byte_level: Tokenizer, min_tokens: int, last: int
 ) -> None:
-    """The first END completes with the fourth token, so it stops at `min_tokens` of up to 4."""
+    """The first END ends with the fourth token, so it counts if `min_tokens` is at most 4."""
     ids = [byte_level.encode(character)[0] for character in "aENDbENDc"]
     detokenizer = IncrementalDetokenizer(byte_level, ["END"], min_tokens=min_tokens)
     detokenizer.push(ids)
@@ -161,7 +161,7 @@ def test_a_stop_string_counts_from_its_min_tokens_th_token_on(
     ("stop", "text", "min_tokens", "expected"),
     [("aa", "baaab", 4, "ba"), ("aba", "cababab", 6, "cab"), ("abab", "abababx", 5, "ab")],
 )
-def test_a_stop_string_may_overlap_one_that_came_before_min_tokens(
+def test_a_stop_string_may_overlap_one_before_min_tokens(
     byte_level: Tokenizer, stop: str, text: str, min_tokens: int, expected: str
 ) -> None:
     ids = [byte_level.encode(character)[0] for character in text]

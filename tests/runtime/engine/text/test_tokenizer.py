@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder: ids as transformers gives them, every end id, typed errors for bad folders."""
+"""The tokenizer of a model folder: ids, end ids, and typed errors for invalid folders."""
 
 from __future__ import annotations
 
