@@ -53,7 +53,7 @@ def _ignore(*_: object) -> None:
 class CoreListener:
     """What a core calls on the event loop. The callables must not raise."""
 
-    publish: Callable[[Sequence[RequestUpdate]], None]
+    publish: Callable[[Sequence[RequestUpdate]], None] = _ignore
     fail: Callable[[int, QuireError], None] = _ignore  # a request ended with an error that is not the scheduler's
     observe: Callable[[StepStats, Sequence[Prefilled]], None] = _ignore  # a step ended and its updates are published
     ended: Callable[[], None] = _ignore  # nothing will be published any more
@@ -101,7 +101,7 @@ class EngineCore:
     Everything but the computation of a step runs on the event loop's thread, so there are no locks.
     """
 
-    _engine_loop: EngineLoop  # set by `start`
+    engine_loop: EngineLoop  # set by `start`
     _listener: CoreListener  # set by `start`
 
     def __init__(
@@ -152,32 +152,28 @@ class EngineCore:
     @property
     def is_broken(self) -> bool:
         """Whether the engine loop ended because of an internal error."""
-        return self._started and self._engine_loop.is_broken
+        return self._started and self.engine_loop.is_broken
 
     def start(self, listener: CoreListener) -> None:
         """See `Core.start`."""
         self._listener = listener
-        self._engine_loop = EngineLoop(self.scheduler, self._execute, listener.publish, self._observe)
-        self._engine_loop.start(listener.ended)
+        self.engine_loop = EngineLoop(self.scheduler, self._execute, listener.publish, self._observe)
+        self.engine_loop.start(listener.ended)
         self._started = True
 
     def check_room(self, tenant: str, count: int) -> None:
         """See `Core.check_room`."""
-        self._engine_loop.check_room(tenant, count)
+        self.engine_loop.check_room(tenant, count)
 
     async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
         """See `Core.add`. It does not suspend."""
         if self._scoring:
             raise Unavailable("this engine is computing logits; try again")
-        return self._engine_loop.add(*requests)
-
-    def readmit(self, request: Request) -> None:
-        """Queue a request that another core had accepted; the queue's limits are not checked again."""
-        self._engine_loop.readmit(request)
+        return self.engine_loop.add(*requests)
 
     def cancel(self, request_id: int) -> None:
         """See `Core.cancel`."""
-        self._engine_loop.cancel(request_id)
+        self.engine_loop.cancel(request_id)
 
     def drop(self, request_id: int, reason: FinishReason | None = None, error: str | None = None) -> None:
         """See `Core.drop`."""
@@ -191,12 +187,12 @@ class EngineCore:
 
     async def drain(self) -> None:
         """See `Core.drain`."""
-        await self._engine_loop.drain()
+        await self.engine_loop.drain()
 
     async def stop(self) -> None:
         """See `Core.stop`. Pages keep their content until `close`."""
         if self._started:
-            await self._engine_loop.close()
+            await self.engine_loop.close()
 
     async def close(self) -> None:
         """See `Core.close`. Raises what broke the engine loop, if anything did."""

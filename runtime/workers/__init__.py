@@ -1,6 +1,6 @@
-"""Engine processes: started, watched, replaced when they die, and what they had taken on replayed, bit for bit."""
+"""Engine processes: started, watched and replaced, with their requests replayed bit for bit."""
 
 from .engine_pool import EnginePool
-from .supervised_engine import HealthTimeouts
+from .health import HealthTimeouts
 
 __all__ = ["EnginePool", "HealthTimeouts"]

@@ -1,8 +1,7 @@
-"""The engine link: what passes between the server and an engine process, and how.
+"""The engine link: the messages between the server and an engine process, and the socket they pass.
 
-Frames on a unix socketpair: u32 big-endian length, then one msgpack array `[type, field, …]` per struct below. Both
-ends are the same build, so this is no protocol for others; a child may die in the middle of a frame, and nothing more.
-It must not know why somebody sends. One invariant: what crosses is the same on both sides, to the last bit.
+Each message is a length prefix and one msgpack array, `[type, field, …]`. Both ends are the same build, so fields may
+change freely. Requests, updates and tokens are the scheduler's own structs.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from ..engine import CoreInfo, EngineStats, Prefilled, StepStats
 from ..model.runner import SamplingSpec
 from ..protocol.framing import next_payload, with_prefix
 
-LogForm = tuple[Literal["console", "json"], str]  # form and level
+STATS_INTERVAL_S = 0.25  # each message wakes a process whose CPUs compute
+READ_BYTES = 1 << 16
 
-
-class _Message(msgspec.Struct, frozen=True, array_like=True):
-    pass
+LogOptions = tuple[Literal["console", "json"], str]  # format and level
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,77 +39,81 @@ def as_read(spec: RequestSpec) -> SampledRequestSpec:
     return cast(SampledRequestSpec, spec)
 
 
-# Server to engine
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    pass
 
 
-class Start(_Message, tag="START", frozen=True):
+# Server to engine process
+
+
+class StartEngine(_Message, tag="START", frozen=True):
     config: EngineConfig
     cpus: frozenset[int] | None  # to run on; None: all that are allowed
     snapshot: str | None  # file that keeps the prefix cache
-    name: str  # for its log lines
-    log: LogForm | None  # None: it does not log
+    name: str  # for log lines
+    log: LogOptions | None  # None: no logging
 
 
-class Add(_Message, tag="ADD", frozen=True):
-    """Answered by Answer under the id of the first."""
+class AddRequests(_Message, tag="ADD", frozen=True):
+    """A request, or the samples of one. It is answered by an AddAnswer with the id of the first."""
 
     requests: tuple[SampledRequestSpec, ...]
 
 
-class Readmit(_Message, tag="READMIT", frozen=True):
-    """Not answered: it had been accepted."""
+class ReadmitRequest(_Message, tag="READMIT", frozen=True):
+    """A request that a former process had accepted, with the tokens generated so far. It has no answer."""
 
     request: SampledRequestSpec
     generated: tuple[int, ...]
 
 
-class Cancel(_Message, tag="CANCEL", frozen=True):
+class CancelRequest(_Message, tag="CANCEL", frozen=True):
     request_id: int
 
 
-class Drop(_Message, tag="DROP", frozen=True):
+class DropRequest(_Message, tag="DROP", frozen=True):
     request_id: int
     finish_reason: FinishReason | None
     error: str | None
 
 
-class Stop(_Message, tag="STOP", frozen=True):
-    """End what is alive, keep the prefix cache if asked to, and exit."""
+class StopEngine(_Message, tag="STOP", frozen=True):
+    """End every request, write the snapshot if there is one, and exit."""
 
 
-# Engine to server
+# Engine process to server
 
 
-class Ready(_Message, tag="READY", frozen=True):
+class EngineReady(_Message, tag="READY", frozen=True):
     info: CoreInfo
     kv_bytes: int
 
 
-class Failed(_Message, tag="FAILED", frozen=True):
-    """It could not start."""
+class EngineFailed(_Message, tag="FAILED", frozen=True):
+    """The engine could not start."""
 
-    error: str  # class name in `errors`
+    error: str  # name of a class in common/errors.py
     message: str
 
 
-class Answer(_Message, tag="ANSWER", frozen=True):
-    """Accepted with an estimate, or refused, then with the name of a class in `scheduler.admission`."""
+class AddAnswer(_Message, tag="ANSWER", frozen=True):
+    """The outcome of AddRequests: accepted, or refused with an exception of the scheduler."""
 
     request_id: int
     estimate: AdmissionEstimate | None
     num_waiting: int
-    refusal: str | None = None
+    refusal: str | None = None  # name of the exception's class
     message: str = ""
 
 
-class Begun(_Message, tag="BEGUN", frozen=True):
-    """These will be computed for the first time now: if the process dies of it, they were there."""
+class RequestsBegun(_Message, tag="BEGUN", frozen=True):
+    """Requests that the next step computes for the first time. Sent before the step, which may crash the process."""
 
     requests: tuple[Prefilled, ...]  # with the tokens that the prefix cache had
 
 
-class Report(_Message, tag="REPORT", frozen=True):
-    """What a step brought, or what happened between steps."""
+class StepReport(_Message, tag="REPORT", frozen=True):
+    """The outcome of a step, or what happened between steps."""
 
     updates: tuple[RequestUpdate, ...]
     num_waiting: int
@@ -120,35 +122,33 @@ class Report(_Message, tag="REPORT", frozen=True):
     prefilled: tuple[Prefilled, ...] = ()
 
 
-class Beat(_Message, tag="BEAT", frozen=True):
-    """How it does, every BEAT_INTERVAL_S."""
+class StatsReport(_Message, tag="STATS", frozen=True):
+    """Sent every STATS_INTERVAL_S."""
 
-    stats: EngineStats | None  # None: its loop has broken
+    stats: EngineStats | None  # None: the engine loop has ended unexpectedly
 
 
-BEAT_INTERVAL_S = 0.25  # each wakes a process whose CPUs compute
-
-ToEngine = Start | Add | Readmit | Cancel | Drop | Stop
-FromEngine = Ready | Failed | Answer | Begun | Report | Beat
+ToEngine = StartEngine | AddRequests | ReadmitRequest | CancelRequest | DropRequest | StopEngine
+FromEngine = EngineReady | EngineFailed | AddAnswer | RequestsBegun | StepReport | StatsReport
 TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
-class Channel(asyncio.Protocol):
-    """One end. `take` gets each message in order, `lost` is called once when the other end is gone."""
+class EngineLink(asyncio.Protocol):
+    """One end of the link. `receive` gets each message, in order; `lost` is called when the other end is closed."""
 
     def __init__(
         self,
         end: socket.socket,
         decoder: msgspec.msgpack.Decoder[ToEngine] | msgspec.msgpack.Decoder[FromEngine],
-        take: Callable[..., None],
+        receive: Callable[..., None],
         lost: Callable[[], None],
     ) -> None:
+        self.receive = receive
+        self._lost = lost
         self._end = end
         self._decode = decoder.decode
         self._encode = msgspec.msgpack.Encoder().encode
-        self._take = take
-        self._lost = lost
         self._received = bytearray()
         self._transport: asyncio.Transport | None = None
 
@@ -157,21 +157,21 @@ class Channel(asyncio.Protocol):
         cls,
         end: socket.socket,
         decoder: msgspec.msgpack.Decoder[ToEngine] | msgspec.msgpack.Decoder[FromEngine],
-        take: Callable[..., None],
+        receive: Callable[..., None],
         lost: Callable[[], None],
-    ) -> Channel:
+    ) -> EngineLink:
         end.setblocking(False)
         loop = asyncio.get_running_loop()
-        _, channel = await loop.create_unix_connection(lambda: cls(end.dup(), decoder, take, lost), sock=end)
-        return channel
+        _, link = await loop.create_unix_connection(lambda: cls(end.dup(), decoder, receive, lost), sock=end)
+        return link
 
     def send(self, message: ToEngine | FromEngine) -> None:
-        """Never waits. Dropped when the other end is gone."""
+        """Write `message` without waiting; drop it when the other end is closed."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(with_prefix(self._encode(message)))
 
     def close(self) -> None:
-        """What was sent before still leaves."""
+        """Close this end after what was sent before has left."""
         if self._transport is not None:
             self._transport.close()
 
@@ -183,11 +183,11 @@ class Channel(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += data
         while (payload := next_payload(self._received)) is not None:
-            self._take(self._decode(payload))
+            self.receive(self._decode(payload))
 
     def connection_lost(self, error: Exception | None) -> None:
-        with contextlib.suppress(OSError):  # a write to one that is gone fails before its last words are read
-            while data := self._end.recv(1 << 16):
+        with contextlib.suppress(OSError):  # a failed write closes the transport before all has been read
+            while data := self._end.recv(READ_BYTES):
                 self.data_received(data)
         self._end.close()
         self._lost()

@@ -1,7 +1,7 @@
-"""The engine process: a `EngineCore` at the other end of the link.
+"""The main program of an engine process: an `EngineCore` at the other end of the link.
 
-It must not know users, text or sockets other than the link's. One invariant: it does not outlive its server; signals to
-end are the server's to handle, which then says so.
+It must not import users' text or other sockets. The process ends with its server, and ignores the signals that end one:
+the server handles them and then sends StopEngine.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from ..common.errors import QuireError, Unavailable
 from ..common.logs import log_to_stderr
 from ..engine import CoreListener, EngineCore, Prefilled, StepStats, prefix_snapshot
 from .engine_link import (
-    BEAT_INTERVAL_S,
+    STATS_INTERVAL_S,
     TO_ENGINE,
-    Add,
-    Answer,
-    Beat,
-    Begun,
-    Cancel,
-    Channel,
-    Drop,
-    Failed,
-    FromEngine,
-    Readmit,
-    Ready,
-    Report,
-    Start,
-    Stop,
+    AddAnswer,
+    AddRequests,
+    CancelRequest,
+    DropRequest,
+    EngineFailed,
+    EngineLink,
+    EngineReady,
+    ReadmitRequest,
+    RequestsBegun,
+    StartEngine,
+    StatsReport,
+    StepReport,
+    StopEngine,
     ToEngine,
 )
 
+HEARTBEAT_INTERVAL_S = 0.25
 PR_SET_PDEATHSIG = 1
 
 
@@ -55,46 +55,49 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    link, heartbeat = map(int, sys.argv[1:])
-    threading.Thread(target=_beat, args=(heartbeat,), name="quire-heartbeat", daemon=True).start()
-    uvloop.run(_run(socket.socket(fileno=link)))
+    link_fd, heartbeat_fd = map(int, sys.argv[1:])
+    threading.Thread(target=_send_heartbeats, args=(heartbeat_fd,), name="quire-heartbeat", daemon=True).start()
+    uvloop.run(_run(socket.socket(fileno=link_fd)))
 
 
-def _beat(heartbeat: int) -> None:
-    """In a thread of its own: whatever the event loop does, the process lives."""
+def _send_heartbeats(heartbeat_fd: int) -> None:
+    """Show that the process runs, whatever its event loop does."""
     while True:
-        os.write(heartbeat, b".")
-        time.sleep(BEAT_INTERVAL_S)
+        os.write(heartbeat_fd, b".")
+        time.sleep(HEARTBEAT_INTERVAL_S)
 
 
 async def _run(end: socket.socket) -> None:
-    messages: asyncio.Queue[ToEngine | None] = asyncio.Queue()  # None: the server is gone
-    channel = await Channel.open(end, TO_ENGINE, messages.put_nowait, lambda: messages.put_nowait(None))
-    start = await messages.get()
-    if not isinstance(start, Start):
+    first: asyncio.Future[ToEngine | None] = asyncio.get_running_loop().create_future()  # None: the server is gone
+    stopping = asyncio.Event()
+
+    def on_server_gone() -> None:
+        stopping.set()
+        if not first.done():
+            first.set_result(None)
+
+    link = await EngineLink.open(end, TO_ENGINE, first.set_result, on_server_gone)
+    start = await first
+    if not isinstance(start, StartEngine):
         return
-    _log_as(start)
+    _configure_logging(start)
     if start.cpus is not None:
         os.sched_setaffinity(0, start.cpus)  # before there are threads, and before memory is touched
-    telling: asyncio.Task[None] | None = None
     try:
         core = await EngineCore.load(start.config)
         try:
             async with nullcontext() if start.snapshot is None else prefix_snapshot(core, Path(start.snapshot)):
-                telling = asyncio.create_task(_tell_stats(core, channel))
-                await _Served(core, channel).run(messages)
+                await CoreServer(core, link, stopping).run()
         finally:
             await core.close()
     except QuireError as error:
-        channel.send(Failed(type(error).__name__, str(error)))
+        link.send(EngineFailed(type(error).__name__, str(error)))
     finally:
-        if telling is not None:
-            telling.cancel()
-        channel.close()
-        await asyncio.sleep(0)  # so that what was written leaves
+        link.close()
+        await asyncio.sleep(0)  # lets the link write what is left
 
 
-def _log_as(start: Start) -> None:
+def _configure_logging(start: StartEngine) -> None:
     if start.log is None:
         structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     else:
@@ -102,98 +105,96 @@ def _log_as(start: Start) -> None:
         structlog.contextvars.bind_contextvars(engine=start.name)
 
 
-async def _tell_stats(core: EngineCore, channel: Channel) -> None:
-    while True:
-        try:
-            channel.send(Beat(core.stats()))
-        except Unavailable:
-            channel.send(Beat(None))
-        await asyncio.sleep(BEAT_INTERVAL_S)
+class CoreServer:
+    """Serves a core to the other end of the link until `stopping` is set."""
 
-
-class _Served:
-    """A core, told what to do and asked what happened over the link."""
-
-    def __init__(self, core: EngineCore, channel: Channel) -> None:
+    def __init__(self, core: EngineCore, link: EngineLink, stopping: asyncio.Event) -> None:
         self._core = core
-        self._channel = channel
-        self._begun: set[int] = set()  # of live requests
-        self._updates: list[RequestUpdate] = []  # to be reported
-        self._flushing: asyncio.Handle | None = None
+        self._link = link
+        self._stopping = stopping
+        self._begun: set[int] = set()  # ids of live requests that have been computed
+        self._updates: list[RequestUpdate] = []  # not sent yet
+        self._flush_handle: asyncio.Handle | None = None
 
-    async def run(self, messages: asyncio.Queue[ToEngine | None]) -> None:
-        """Until the server says Stop, or is gone."""
-        self._core.start(CoreListener(self._publish, observe=self._observe, begin=self._begin))
+    async def run(self) -> None:
+        self._core.start(CoreListener(publish=self._publish, observe=self._observe, begin=self._begin))
         gc.freeze()
-        self._send(Ready(self._core.info, self._core.runner.capacity.memory.kv_bytes))
-        while (message := await messages.get()) is not None and not isinstance(message, Stop):
-            try:
-                await self._handle(message)
-            except Exception:
-                _die()
+        self._link.receive = self._receive
+        self._link.send(EngineReady(self._core.info, self._core.runner.capacity.memory.kv_bytes))
+        sending_stats = asyncio.create_task(self._send_stats())
+        await self._stopping.wait()
         await self._core.stop()
+        sending_stats.cancel()
         self._flush()
 
-    async def _handle(self, message: ToEngine) -> None:
-        match message:
-            case Add():
-                self._send(await self._add(message))
-            case Readmit(spec, generated):
-                self._core.readmit(Request(spec, generated))
-            case Cancel(request_id):
-                self._core.cancel(request_id)
-            case Drop(request_id, reason, error):
-                self._core.drop(request_id, reason, error)
-                self._begun.discard(request_id)
-
-    async def _add(self, message: Add) -> Answer:
-        requests = [Request(spec) for spec in message.requests]
-        first, stats = requests[0].request_id, self._core.scheduler
+    def _receive(self, message: ToEngine) -> None:
         try:
-            return Answer(first, await self._core.add(requests), stats.num_waiting)
+            match message:
+                case AddRequests(specs):
+                    self._add([Request(spec) for spec in specs])
+                case ReadmitRequest(spec, generated):
+                    self._core.engine_loop.readmit(Request(spec, generated))
+                case CancelRequest(request_id):
+                    self._core.cancel(request_id)
+                case DropRequest(request_id, reason, error):
+                    self._core.drop(request_id, reason, error)
+                    self._begun.discard(request_id)
+                case StopEngine():
+                    self._stopping.set()
+        except Exception:
+            _exit()
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        request_id, scheduler = requests[0].request_id, self._core.scheduler
+        try:
+            answer = AddAnswer(request_id, self._core.engine_loop.add(*requests), scheduler.num_waiting)
         except SchedulerError as refusal:
             estimate = refusal.estimate if isinstance(refusal, Refused) else None
-            return Answer(first, estimate, stats.num_waiting, type(refusal).__name__, str(refusal))
+            answer = AddAnswer(request_id, estimate, scheduler.num_waiting, type(refusal).__name__, str(refusal))
+        self._link.send(answer)
 
-    # What the core tells.
+    async def _send_stats(self) -> None:
+        while True:
+            try:
+                self._link.send(StatsReport(self._core.stats()))
+            except Unavailable:
+                self._link.send(StatsReport(None))
+            await asyncio.sleep(STATS_INTERVAL_S)
+
+    # CoreListener
 
     def _begin(self, plan: StepPlan) -> None:
-        """Said before the step, for the case that the process dies of it."""
+        """Report requests that the step computes for the first time, before it may crash the process."""
         new = [row for row in plan.sequences if row.request_id not in self._begun and row.request_id >= 0]
         if new:
             self._begun.update(row.request_id for row in new)
-            self._send(Begun(tuple([Prefilled(row.request_id, row.first_position) for row in new])))
+            self._link.send(RequestsBegun(tuple([Prefilled(row.request_id, row.first_position) for row in new])))
 
     def _publish(self, updates: Sequence[RequestUpdate]) -> None:
-        """Held until the step that brought them is observed, or this turn of the loop is over."""
+        """Hold updates until their step is observed; between steps, until the event loop has run this turn."""
         self._updates += updates
         self._begun.difference_update(update.request_id for update in updates if update.ended)
-        if self._flushing is None:
-            self._flushing = asyncio.get_running_loop().call_soon(self._flush)
+        if self._flush_handle is None:
+            self._flush_handle = asyncio.get_running_loop().call_soon(self._flush)
 
-    def _observe(self, step: StepStats, prefilled: Sequence[Prefilled]) -> None:
-        self._report(step, tuple(prefilled))
-
-    def _flush(self) -> None:
-        if self._core.is_broken:  # what it reports are the endings of those that can go on elsewhere
-            _die()
-        if self._updates:
-            self._report()
-
-    def _report(self, step: StepStats | None = None, prefilled: tuple[Prefilled, ...] = ()) -> None:
-        if self._flushing is not None:
-            self._flushing.cancel()
-            self._flushing = None
+    def _observe(self, step: StepStats | None, prefilled: Sequence[Prefilled]) -> None:
+        """Send a step and the updates held for it."""
+        if self._flush_handle is not None:
+            self._flush_handle.cancel()
+            self._flush_handle = None
         updates, self._updates = tuple(self._updates), []
         scheduler = self._core.scheduler
-        self._send(Report(updates, scheduler.num_waiting, scheduler.num_steps, step, prefilled))
+        self._link.send(StepReport(updates, scheduler.num_waiting, scheduler.num_steps, step, tuple(prefilled)))
 
-    def _send(self, message: FromEngine) -> None:
-        self._channel.send(message)
+    def _flush(self) -> None:
+        if self._core.is_broken:  # the updates say that requests have failed, but they can go on in the next process
+            _exit()
+        if self._updates:
+            self._observe(None, ())
 
 
-def _die() -> NoReturn:
-    """At once, with nothing more said: the server has the log, and goes on where this process was."""
+def _exit() -> NoReturn:
+    """Exit at once and send nothing more: requests go on in the next process."""
     traceback.print_exc()
     os._exit(os.EX_SOFTWARE)
 

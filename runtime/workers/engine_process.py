@@ -1,6 +1,6 @@
-"""One life of an engine process: its start, its end of the link, its death.
+"""One engine process, seen from the server: its start, its end of the link, its heartbeat and its exit.
 
-It must not know requests or whether another life follows. One invariant: after `end` the process is gone and reaped.
+It does not know requests, nor whether another process follows.
 """
 
 from __future__ import annotations
@@ -15,136 +15,132 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..common import errors
-from .engine_link import FROM_ENGINE, Channel, Failed, FromEngine, Ready, Start, Stop, ToEngine
+from .engine_link import FROM_ENGINE, EngineFailed, EngineLink, EngineReady, FromEngine, StartEngine, StopEngine
 
-STOP_TIMEOUT_S = 20.0  # for what it does at the end, such as writing a snapshot
-FALL_TIMEOUT_S = 1.0  # from the end of its link to its exit
+STOP_TIMEOUT_S = 20.0  # for what the process does at its end, such as writing a snapshot
+EXIT_TIMEOUT_S = 1.0  # between the end of its link and its exit
 COMMAND = (sys.executable, "-P", "-m", "quire.runtime.workers.engine_main")
 
 
 class EngineProcess:
-    """`take` gets what it says, `note_heartbeat` is called as long as it lives, `ended` is set when the link is gone.
+    """Made by `spawn`.
 
-    `ready` comes when the model is loaded; or the typed error that kept it from that, Unavailable if it died.
+    `ready` is set when the model is loaded, or to the error that prevented it. `closed` is set when the process has
+    closed its end of the link, which it does by exiting.
     """
 
+    link: EngineLink
+
     def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        take: Callable[[FromEngine], None],
-        note_heartbeat: Callable[[], None],
-        heartbeat: int,
+        self, process: asyncio.subprocess.Process, on_heartbeat: Callable[[], None], heartbeat_fd: int
     ) -> None:
-        self.ended = asyncio.Event()
-        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
+        self.closed = asyncio.Event()
         self._process = process
-        self._take = take
-        self._note_heartbeat = note_heartbeat
-        self._heartbeat = heartbeat  # file descriptor
-        self._channel: Channel | None = None
-        self._is_heard = True
+        self._on_heartbeat = on_heartbeat
+        self._heartbeat_fd = heartbeat_fd
 
     @classmethod
     async def spawn(
-        cls, start: Start, take: Callable[[FromEngine], None], note_heartbeat: Callable[[], None]
+        cls, start: StartEngine, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[], None]
     ) -> EngineProcess:
-        """Raises OSError when the system gives no process."""
+        """Start a process. `receive` gets every message but EngineReady and EngineFailed. Raises OSError."""
         ours, theirs = socket.socketpair()
-        heartbeat, beating = os.pipe()
+        heartbeat_fd, their_heartbeat_fd = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
                 *COMMAND,
-                *(str(theirs.fileno()), str(beating)),
-                pass_fds=(theirs.fileno(), beating),
+                *(str(theirs.fileno()), str(their_heartbeat_fd)),
+                pass_fds=(theirs.fileno(), their_heartbeat_fd),
                 stdin=asyncio.subprocess.DEVNULL,
             )
         except BaseException:
             ours.close()
-            os.close(heartbeat)
+            os.close(heartbeat_fd)
             raise
         finally:
             theirs.close()
-            os.close(beating)
-        engine = cls(process, take, note_heartbeat, heartbeat)
-        asyncio.get_running_loop().add_reader(heartbeat, engine._read_heartbeat)
-        engine._channel = await Channel.open(ours, FROM_ENGINE, engine._hear, engine._lose)
-        engine._channel.send(start)
+            os.close(their_heartbeat_fd)
+        engine = cls(process, on_heartbeat, heartbeat_fd)
+        asyncio.get_running_loop().add_reader(heartbeat_fd, engine._read_heartbeat)
+        engine.link = await EngineLink.open(
+            ours, FROM_ENGINE, lambda message: engine._receive_while_loading(message, receive), engine._on_closed
+        )
+        engine.link.send(start)
         return engine
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def send(self, message: ToEngine) -> None:
-        if self._channel is not None:
-            self._channel.send(message)
-
     @property
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped it (SIGSTOP, a debugger): it has not got stuck."""
+        """Whether the process is stopped by a signal or a debugger."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
         except OSError:
             return False
 
     async def stop(self) -> None:
-        """Let it end what it does and exit by itself, if it does so in time."""
-        self.send(Stop())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_TIMEOUT_S):
-                await self._process.wait()
-        await self.end()
+        """Let the process end its requests, write its snapshot and exit, then kill it if it takes too long."""
+        self.link.send(StopEngine())
+        await self._wait(STOP_TIMEOUT_S)
+        await self.kill()
 
-    async def fall(self) -> None:
-        """Its link went first: let it end as it does, so that the status is its own."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FALL_TIMEOUT_S):
-                await self._process.wait()
+    async def wait_after_close(self) -> None:
+        """Let a process exit that has closed its link, so that its exit status is its own."""
+        await self._wait(EXIT_TIMEOUT_S)
 
-    async def end(self) -> int:
-        """`kill`, and wait until it is gone. Its exit status, negative for a signal."""
-        self.kill()
-        return await self._process.wait()
+    async def kill(self) -> int:
+        """Kill the process and return its exit status, negative for a signal. No message of it is received any more.
 
-    def kill(self) -> None:
-        """Whatever state it is in; nothing of it is heard any more. Idempotent."""
+        Idempotent. It also ends a process that is stopped, and one that has exited.
+        """
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)  # also ends a stopped one
-        self._is_heard = False
-        if self._channel is not None:
-            self._channel.close()
+                os.kill(self.pid, signal.SIGKILL)
+        self.link.receive = _ignore
+        self.link.close()
         self._stop_reading_heartbeat()
-        self._lose()
+        self._on_closed()
+        return await self._process.wait()
 
-    def _read_heartbeat(self) -> None:
-        if os.read(self._heartbeat, 4096):
-            self._note_heartbeat()
-        else:
-            self._stop_reading_heartbeat()
+    async def _wait(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._process.wait()
 
-    def _stop_reading_heartbeat(self) -> None:
-        """Idempotent."""
-        if self._heartbeat >= 0:
-            asyncio.get_running_loop().remove_reader(self._heartbeat)
-            os.close(self._heartbeat)
-            self._heartbeat = -1
-
-    def _hear(self, message: FromEngine) -> None:
-        if not self._is_heard:
-            return
-        if isinstance(message, Ready):
+    def _receive_while_loading(self, message: FromEngine, receive: Callable[[FromEngine], None]) -> None:
+        if isinstance(message, EngineReady):
+            self.link.receive = receive
             self.ready.set_result(message)
-        elif isinstance(message, Failed):
+        elif isinstance(message, EngineFailed):
             self._fail(getattr(errors, message.error, errors.Unavailable)(message.message))
         else:
-            self._take(message)
+            receive(message)
 
-    def _lose(self) -> None:
-        self.ended.set()
+    def _on_closed(self) -> None:
+        self.closed.set()
         self._fail(errors.Unavailable("the engine process ended before it was ready"))
 
     def _fail(self, error: errors.QuireError) -> None:
         if not self.ready.done():
             self.ready.set_exception(error)
-            self.ready.exception()  # retrieved: nobody may wait for it
+            self.ready.exception()  # marked as retrieved: it may be that no task waits for it
+
+    def _read_heartbeat(self) -> None:
+        if os.read(self._heartbeat_fd, 4096):
+            self._on_heartbeat()
+        else:
+            self._stop_reading_heartbeat()
+
+    def _stop_reading_heartbeat(self) -> None:
+        """Idempotent."""
+        if self._heartbeat_fd >= 0:
+            asyncio.get_running_loop().remove_reader(self._heartbeat_fd)
+            os.close(self._heartbeat_fd)
+            self._heartbeat_fd = -1
+
+
+def _ignore(message: FromEngine) -> None:
+    """Receive nothing more of a process that was killed."""

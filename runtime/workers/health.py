@@ -1,41 +1,57 @@
-"""Whether an engine process is alive: its pulse beats, and where there is work its step counter advances.
+"""Decides when an engine process has to be replaced: it sends no heartbeat, finishes no step, or says it is broken.
 
-Two signs, because they tell different things. The pulse comes from a thread of its own, so a process that is stopped or
-stuck is found within a second, while one that copies a gigabyte for somebody is not. Progress is slow to judge: one
-step may take long.
+Heartbeats come from a thread of their own: a process that is stopped or stuck is found within a second, one that copies
+a gigabyte is not mistaken for it. A step may take long, so the timeout for steps is longer.
 
-Pure: whoever watches calls `tick` at a steady pace. One invariant: time is counted in ticks, so a pause of the watcher
-itself, of the whole machine for instance, is nobody's stall.
+Time is counted in calls of `check`, which come every TICK_S. A pause of this process, or of the whole machine, is not
+counted against the engine process.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from ..common.stall import StallDetector
 
 TICK_S = 0.25
 
 
+@dataclass(frozen=True, slots=True)
+class HealthTimeouts:
+    """Seconds an engine process may go without a heartbeat, and with work but without finishing a step."""
+
+    heartbeat_s: float = 1.0
+    stall_s: float = 30.0
+
+
 class HealthMonitor:
-    def __init__(self, heartbeat_timeout_s: float, stall_timeout_s: float) -> None:
-        self._silence_limit = max(2, round(heartbeat_timeout_s / TICK_S))
-        self._stall_limit = max(2.0, stall_timeout_s / TICK_S)
-        self._silent = 0  # ticks since its pulse was last felt
-        self._ticks = 0
-        self._stall = StallDetector(0)
+    def __init__(self, timeouts: HealthTimeouts) -> None:
+        self._now = 0.0  # TICK_S for each check
+        self._heartbeat_at = 0.0
+        self._heartbeat_timeout_s = max(2 * TICK_S, timeouts.heartbeat_s)
+        self._stall_timeout_s = max(2 * TICK_S, timeouts.stall_s)
+        self._stall = StallDetector(self._now)
+        self._is_broken = False
 
     def note_heartbeat(self) -> None:
-        self._silent = 0
+        self._heartbeat_at = self._now
 
     def note_step(self, step: int, has_work: bool) -> None:
-        """It said how far it is."""
-        self._stall.note(step, has_work, self._ticks)
+        """Record the number of finished steps, and whether requests wait or run."""
+        self._stall.note(step, has_work, self._now)
 
-    def tick(self) -> str | None:
-        """Why it should be replaced, or None."""
-        self._silent += 1
-        self._ticks += 1
-        if self._silent > self._silence_limit:
-            return f"no sign of life for {self._silence_limit * TICK_S:.1f} s"
-        if self._stall.stalled_for(self._ticks) > self._stall_limit:
-            return f"no step finished for {self._stall_limit * TICK_S:.1f} s while requests wait or run"
+    def note_broken(self) -> None:
+        """Record that the process lives, but its engine loop has ended."""
+        self._is_broken = True
+
+    def check(self) -> str | None:
+        """Return why the process has to be replaced, or None. Call it every TICK_S."""
+        silent_s, stalled_s = self._now - self._heartbeat_at, self._stall.stalled_for(self._now)
+        self._now += TICK_S
+        if self._is_broken:
+            return "its engine loop ended"
+        if silent_s >= self._heartbeat_timeout_s:
+            return f"no heartbeat for {silent_s:.1f} s"
+        if stalled_s >= self._stall_timeout_s:
+            return f"no step finished for {stalled_s:.1f} s while requests wait or run"
         return None

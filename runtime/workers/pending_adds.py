@@ -1,10 +1,9 @@
-"""Requests that an engine process has not answered for yet: who waits to ask, who has asked, and what becomes of both
-when the process dies.
+"""Requests that an engine process has not answered yet, and what becomes of them when it exits.
 
-Pure but for the futures their askers wait on. One invariant: every asker gets an answer or an error, once.
+Pure, but for the futures that callers wait for. Every caller gets one answer or one error.
 
-Who got no answer because the process died asks the next one anew, and alone: then it is known whose fault it is if that
-one dies of it too.
+A request whose process crashed before it answered is sent to the next process alone: if that crashes too, the request
+is the cause.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 
 from ...scheduler import NotAccepting, Request
 from ..common.errors import Quarantined
-from .engine_link import Answer
+from .engine_link import AddAnswer
 
 
 @dataclass(slots=True, eq=False)
@@ -24,71 +23,76 @@ class PendingAdd:
     """A request, or the samples of one."""
 
     requests: Sequence[Request]
-    answer: asyncio.Future[Answer]
-    was_lost: bool = False  # with a process that it was sent to, and that was not killed from outside
+    answer: asyncio.Future[AddAnswer]
+    crash_suspect: bool = False  # it had been sent to a process that crashed
 
     @property
     def first_id(self) -> int:
-        """What its answer will name."""
+        """Id that the answer names."""
         return self.requests[0].request_id
 
 
 class PendingAdds:
     def __init__(self) -> None:
         self._waiting: deque[PendingAdd] = deque()
-        self._sent: dict[int, PendingAdd] = {}
+        self._sent: dict[int, PendingAdd] = {}  # by first_id
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._sent)
 
     @property
     def num_sequences(self) -> int:
-        return sum(len(asked.requests) for asked in self._all())
+        return sum(len(pending.requests) for pending in self._all())
 
     def add(self, requests: Sequence[Request]) -> PendingAdd:
-        asked = PendingAdd(requests, asyncio.get_running_loop().create_future())
-        self._waiting.append(asked)
-        return asked
+        pending = PendingAdd(requests, asyncio.get_running_loop().create_future())
+        self._waiting.append(pending)
+        return pending
 
     def send(self) -> Iterator[PendingAdd]:
-        """Who may ask now, one after another."""
-        while self._waiting and not any(asked.was_lost for asked in self._sent.values()):
-            asked = self._waiting.popleft()
-            self._sent[asked.first_id] = asked
-            yield asked
+        """Yield what may be sent now, in order: everything, or one crash suspect alone."""
+        while self._waiting and not any(pending.crash_suspect for pending in self._sent.values()):
+            pending = self._waiting.popleft()
+            self._sent[pending.first_id] = pending
+            yield pending
 
     def answered(self, first_id: int) -> PendingAdd | None:
-        """Who asked. None if nobody waits for it."""
-        return self._sent.pop(first_id, None)
+        """Remove and return what an answer is for; None if its caller has left."""
+        pending = self._sent.get(first_id)
+        if pending is None or pending.answer.done():
+            return None
+        return self._sent.pop(first_id)
 
-    def leave(self, asked: PendingAdd) -> bool:
-        """Its asker wants no more, or has been answered. Whether the engine may still have it."""
-        if asked in self._waiting:
-            self._waiting.remove(asked)
+    def remove(self, pending: PendingAdd) -> bool:
+        """Remove an entry whose caller left. Return whether the process may have it."""
+        if pending in self._waiting:
+            self._waiting.remove(pending)
             return False
-        return self._sent.pop(asked.first_id, None) is not None
+        return self._sent.pop(pending.first_id, None) is not None
 
-    def on_process_exit(self, by_others: bool) -> int:
-        """The process died, perhaps killed by others. How many must not ask again."""
+    def on_process_exit(self, from_outside: bool) -> int:
+        """Put back what was sent, in its order, before what waits. Return how many were quarantined instead.
+
+        `from_outside`: the process was killed or stopped by another one.
+        """
         num_quarantined = 0
-        for asked in reversed(self._sent.values()):
-            if asked.answer.done():
+        for pending in reversed(self._sent.values()):
+            if pending.answer.done():
                 continue
-            if asked.was_lost and not by_others:
+            if pending.crash_suspect and not from_outside:
                 num_quarantined += 1
-                why = "the engine crashed twice over taking this request on; it is not tried again"
-                asked.answer.set_exception(Quarantined(why))
+                error = "the engine crashed twice over taking this request on; it is not tried again"
+                pending.answer.set_exception(Quarantined(error))
             else:
-                asked.was_lost = asked.was_lost or not by_others
-                self._waiting.appendleft(asked)
+                pending.crash_suspect = pending.crash_suspect or not from_outside
+                self._waiting.appendleft(pending)
         self._sent.clear()
         return num_quarantined
 
-    def refuse(self, why: str) -> None:
-        """All of them."""
-        for asked in self._all():
-            if not asked.answer.done():
-                asked.answer.set_exception(NotAccepting(why))
+    def refuse_all(self, reason: str) -> None:
+        for pending in self._all():
+            if not pending.answer.done():
+                pending.answer.set_exception(NotAccepting(reason))
         self._waiting.clear()
         self._sent.clear()
 

@@ -1,6 +1,6 @@
-"""How many engine processes, and which CPUs each runs on: one per NUMA node, or as many as asked for.
+"""Divides the CPUs between engine processes: one process for each NUMA node, or a given number of processes.
 
-Reads the system only; `root` lets a test inject files. One invariant: every allowed CPU belongs to exactly one process.
+Every allowed CPU belongs to exactly one process. `root` is the file system's root, for tests.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ NODES = "sys/devices/system/node"
 
 
 def place(num_processes: int, allowed: frozenset[int] | None = None, root: Path = Path("/")) -> list[frozenset[int]]:
-    """CPUs of each process; 0: one for each node that has any. Raises ConfigError for more than there are CPUs."""
+    """Return the CPUs of each process; 0 processes: one for each node with allowed CPUs. Raises ConfigError."""
     allowed = frozenset(os.sched_getaffinity(0)) if allowed is None else allowed
     nodes = [node & allowed for node in numa_nodes(root) if node & allowed] or [allowed]
     if num_processes in (0, len(nodes)):
         return nodes
     if num_processes > len(allowed):
         raise ConfigError(f"engine_processes must be at most {len(allowed)}, one per CPU, not {num_processes}")
-    # CPUs of one node lie together, so that few processes cross a border.
+    # CPUs of a node stay together, so that few processes use the memory of two nodes.
     return _shares([cpu for node in nodes for cpu in sorted(node)], num_processes)
 
 
 def numa_nodes(root: Path = Path("/")) -> list[frozenset[int]]:
-    """CPUs of each node, in the order of their numbers; none where the system does not tell."""
+    """Return the CPUs of each node, in the order of node numbers; an empty list where the system has no such files."""
     folders = [path for path in (root / NODES).glob("node[0-9]*") if path.name[4:].isdigit()]
     lists = [_read(path / "cpulist") for path in sorted(folders, key=lambda path: int(path.name[4:]))]
     return [parse_cpu_list(text) for text in lists if text]
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """`0-3,8,10-11`, as the kernel writes it."""
+    """Parse the kernel's format: `0-3,8,10-11`."""
     cpus: set[int] = set()
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
@@ -44,7 +44,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def _shares(cpus: Sequence[int], count: int) -> list[frozenset[int]]:
-    """As even as can be."""
+    """Divide `cpus` into `count` parts whose sizes differ by at most 1."""
     bounds = [len(cpus) * i // count for i in range(count + 1)]
     return [frozenset(cpus[start:end]) for start, end in pairwise(bounds)]
 

@@ -1,54 +1,54 @@
-"""Which engine process a request goes to: where its prompt's beginning was computed, unless too much is waiting there.
+"""Chooses the engine process for a request: the one that computed most of its prompt, unless it has too many requests.
 
-Pure: token ids and loads in, a number out. The keys are the prefix cache's own (`pager/prefix.py`), which every process
-computes alike. One invariant: what is remembered is bounded, and a wrong memory costs time, never a result.
+Pure: token ids and loads in, an index out. The keys are those of the prefix cache (`pager/prefix.py`), which are the
+same in every process. A cache may have evicted what the router remembers: that costs time, never a wrong result.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ...pager import page_keys, root_key
 
-REMEMBERED_PAGES = 1 << 16  # per engine
-SLACK = 8  # requests that a familiar engine may have more than the idlest
+MAX_KEYS = 1 << 16  # remembered per engine, the latest ones
+LOAD_SLACK = 8  # requests that the engine with the prompt may have more than the least loaded one
 
 
 class Router:
     def __init__(self, num_engines: int, page_size: int) -> None:
         self._page_size = page_size
-        self._known: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_engines)]
+        self._keys_of: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_engines)]  # oldest first
 
-    def choose(self, tenant: str, token_ids: Sequence[int], loads: Sequence[int]) -> int:
-        """The engine that knows most of the prompt; of equals, the one with the fewest live requests. The choice is
-        remembered. `loads`: live requests of each engine.
+    def choose(self, tenant: str, token_ids: Sequence[int], loads: Mapping[int, int]) -> int:
+        """Choose one of the engines in `loads` (engine -> number of its requests) and remember that.
+
+        Of engines with equally much of the prompt it is the one with the fewest requests, of those the first.
         """
-        keys = self._keys(tenant, token_ids)
-        least = min(loads)
-        familiar = [self._num_known(engine, keys) for engine in range(len(self._known))]
-        near = [engine for engine, load in enumerate(loads) if load <= least + SLACK]
-        chosen = min(near, key=lambda engine: (-familiar[engine], loads[engine], engine))
+        keys = self._prompt_keys(tenant, token_ids)
+        max_load = min(loads.values()) + LOAD_SLACK
+        near = [engine for engine, load in loads.items() if load <= max_load]
+        chosen = min(near, key=lambda engine: (-self._num_known(engine, keys), loads[engine], engine))
         self._remember(chosen, keys)
         return chosen
 
     def forget(self, engine: int) -> None:
-        """It was restarted, and knows nothing."""
-        self._known[engine].clear()
+        """Forget the prompts of an engine whose cache is empty after a restart."""
+        self._keys_of[engine].clear()
 
-    def _keys(self, tenant: str, token_ids: Sequence[int]) -> list[bytes]:
-        """One for each full page."""
+    def _prompt_keys(self, tenant: str, token_ids: Sequence[int]) -> list[bytes]:
+        """Return the key of each full page."""
         root, size = root_key(tenant.encode()), self._page_size
         return [key for key, _ in page_keys(root, token_ids, size, 0, len(token_ids) // size)]
 
     def _num_known(self, engine: int, keys: Sequence[bytes]) -> int:
-        known = self._known[engine]
+        known = self._keys_of[engine]
         return next((depth for depth, key in enumerate(keys) if key not in known), len(keys))
 
     def _remember(self, engine: int, keys: Sequence[bytes]) -> None:
-        known = self._known[engine]
+        known = self._keys_of[engine]
         for key in keys:
             known[key] = None
             known.move_to_end(key)
-        while len(known) > REMEMBERED_PAGES:
+        while len(known) > MAX_KEYS:
             known.popitem(last=False)

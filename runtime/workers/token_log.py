@@ -1,14 +1,13 @@
-"""The token log: every live request with all its tokens so far, so that a new engine process can go on with it.
+"""Every accepted request with its tokens so far, so that the next engine process can continue where one exited.
 
-Pure: it must not know processes, sockets or clocks other than its own. One invariant: a request in the log is in the
-engine, or will be sent to it, and leaves the log with its end.
+Pure: it must not import processes or sockets. A request leaves the log when it ends.
 
-**After a crash** those that were being computed are suspects: promise 1 makes whatever killed the process happen again
-at the same token. So they go back one at a time, each only after the one before it has proved itself: it gained the
-tokens of a prefill and of a decoding step, or ended. The rest waits until all are through. If the process crashes
-again, only one request was computed that had not proved itself since, the one on trial: it is quarantined, and nobody
-else is harmed. Where the process was killed from outside, nobody is suspected, and all go back at once; unless that
-happens again and again before anybody gained anything.
+**After a crash** the requests that were being computed are suspects: a request's tokens do not depend on others, so
+whatever crashed the process happens again at the same token. Suspects are replayed one at a time. The next one is sent
+when the one before has gained the token of its prefill and one of a decoding step, or has ended; all other requests
+wait. If the process crashes again, only the isolated request was computed without gaining tokens: it alone is
+quarantined. After a process was killed from outside no request is a suspect and all are replayed at once, unless that
+happens several times before any request gains a token.
 """
 
 from __future__ import annotations
@@ -17,104 +16,114 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ...scheduler import FinalCounters, Request, RequestUpdate, State
 from ..engine import Prefilled
 
-MAX_UNPRODUCTIVE_EXITS = 3  # from outside, in a row, before any request gains a token: then all are suspects
-MAX_UNBEGUN_EXITS = 2  # more in a row, and being taken on may be what kills
-PROOF_TOKENS = 2  # that a suspect must gain: a replay's first comes of a prefill, only the second of a decoding step
+MAX_UNPRODUCTIVE_EXITS = 3  # from outside and in a row, before any request gained a token; more count as crashes
+MAX_UNBEGUN_EXITS = 2  # in a row, of processes that had a request and never computed it; then it is suspected, too
+MIN_GAINED_TOKENS = 2  # that clear a suspect: the first comes from the replay's prefill, the second from decoding
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
-    """One request, and what its former lives took."""
+class LoggedRequest:
+    """A request, what the current process did for it, and what former processes (incarnations) did."""
 
     request: Request
-    sent: bool = False  # to the engine process that lives now
-    begun: float | None = None  # when its computation began in this life
-    crash_suspect: bool = False  # it was being computed when a process crashed, and has not proved itself since
-    num_gained: int = 0  # tokens in this life
-    unbegun_incarnations: int = 0  # in a row, that it was sent to and that ended before its computation began
-    incarnations: int = 0  # that have ended
-    seconds_in: list[float] = field(default_factory=lambda: [0.0] * len(State))  # of those lives
-    incarnation_began: float = 0.0
-    lost_tokens: int = 0  # computed in the life before this one
-    cancelled: bool = False  # the engine was told, and has not answered yet
+    incarnation_began: float  # when the current process got it; while none has it, when the last one exited
+    is_sent: bool = False  # the current process has it
+    is_cancelled: bool = False  # the current process has been told, and has not reported the end yet
+    begun_at: float | None = None  # when the current process began to compute it
+    num_gained: int = 0  # tokens from the current process
+    crash_suspect: bool = False  # it was being computed when a process crashed, and has not gained tokens since
+    num_unbegun_exits: int = 0  # see MAX_UNBEGUN_EXITS
+    num_incarnations: int = 0  # former ones
+    seconds_in: list[float] = field(default_factory=lambda: [0.0] * len(State))  # in former ones
+    lost_tokens: int = 0  # whose keys and values the last incarnation took with it
 
 
 class EndedRequests(NamedTuple):
-    """Requests that a new process must not have, gone from the log."""
+    """Ids of requests that must not be replayed; they have left the log."""
 
-    quarantined: list[Request]
-    cancelled: list[Request]
+    quarantined: list[int]
+    cancelled: list[int]
 
 
 class TokenLog:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._entries: dict[int, Entry] = {}  # in the order in which they were accepted
-        self._unsent: deque[Entry] = deque()
-        self._suspects: deque[Entry] = deque()
-        self._isolated: Entry | None = None
-        self._has_gained = False  # anybody, a token or an end, in this life
-        self._num_unproductive = 0  # lives in a row
+        self._entries: dict[int, LoggedRequest] = {}  # by id, in the order of their acceptance
+        self._unsent: deque[LoggedRequest] = deque()
+        self._suspects: deque[LoggedRequest] = deque()  # unsent, too
+        self._isolated: LoggedRequest | None = None  # the suspect that the process has
+        self._has_gained = False  # any request, a token or an end, in the current process
+        self._num_unproductive = 0  # see MAX_UNPRODUCTIVE_EXITS
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def requests(self) -> list[Request]:
-        return [entry.request for entry in self._entries.values()]
-
     def add(self, request: Request) -> None:
-        """One that the engine has accepted."""
-        now = self._clock()
-        self._entries[request.request_id] = Entry(request, sent=True, incarnation_began=now)
+        """Add a request that the process has accepted."""
+        self._entries[request.request_id] = LoggedRequest(request, self._clock(), is_sent=True)
 
     def forget(self, request_id: int) -> bool:
-        """Its user gave it up. Whether the engine has it and must be told."""
+        """Remove a request, if it is there. Return whether the process has it."""
         entry = self._entries.pop(request_id, None)
         if entry is None:
             return False
-        if not entry.sent:
+        was_sent = entry.is_sent
+        if not was_sent:
             (self._suspects if entry.crash_suspect else self._unsent).remove(entry)
         self._clear_suspicion(entry)
-        sent = entry.sent
-        self._leave(entry)
-        return sent
+        self._close(entry)
+        return was_sent
 
-    def cancel(self, request_id: int) -> Request | bool:
-        """Its user gave it up and waits for its end: the request, if that is now; else whether to tell the engine."""
+    def forget_all(self) -> list[int]:
+        """Remove every request and return their ids."""
+        request_ids = list(self._entries)
+        for request_id in request_ids:
+            self.forget(request_id)
+        return request_ids
+
+    def cancel(self, request_id: int) -> Literal["sent", "ended", "unknown"]:
+        """Cancel a request.
+
+        "sent": the process has it and will report its end. "ended": no process had it, and it has left the log.
+        """
         entry = self._entries.get(request_id)
         if entry is None:
-            return False
-        if entry.sent:
-            entry.cancelled = True
-            return True
+            return "unknown"
+        if entry.is_sent:
+            entry.is_cancelled = True
+            return "sent"
         self.forget(request_id)
-        return entry.request
+        return "ended"
 
-    def expire(self) -> list[Request]:
-        """Those whose deadline passed while no engine has them, gone from the log."""
+    def expire(self) -> list[int]:
+        """Remove requests that no process has and whose deadline has passed. Return their ids."""
         now = self._clock()
-        waiting = [entry.request for entry in self._entries.values() if not entry.sent]
-        late = [request for request in waiting if request.spec.deadline is not None and request.spec.deadline <= now]
-        for request in late:
-            self.forget(request.request_id)
+        late = [
+            entry.request.request_id
+            for entry in self._entries.values()
+            if not entry.is_sent and (deadline := entry.request.spec.deadline) is not None and deadline <= now
+        ]
+        for request_id in late:
+            self.forget(request_id)
         return late
 
     def note_begun(self, begun: Iterable[Prefilled]) -> None:
+        """Record requests that the process is about to compute for the first time."""
         now = self._clock()
         for request_id, cached_tokens in begun:
             entry = self._entries.get(request_id)
-            if entry is not None and entry.begun is None:
-                entry.begun = now
-                if not entry.incarnations:
+            if entry is not None and entry.begun_at is None:
+                entry.begun_at = now
+                if not entry.num_incarnations:
                     entry.request.cached_tokens = cached_tokens
 
-    def take(self, update: RequestUpdate) -> bool:
-        """Write an update down in its request. Return whether there is one: it may have been given up meanwhile."""
+    def record(self, update: RequestUpdate) -> bool:
+        """Record tokens and end of a request. Return False if it has left the log before."""
         entry = self._entries.get(update.request_id)
         if entry is None:
             return False
@@ -125,51 +134,51 @@ class TokenLog:
             request.token_ids.extend([token.token_id for token in update.tokens])
             self._has_gained = True
             entry.num_gained += len(update.tokens)
-            if entry.num_gained >= PROOF_TOKENS:
+            if entry.num_gained >= MIN_GAINED_TOKENS:
                 self._clear_suspicion(entry)
         if update.counters is not None:
             self._has_gained = True
             del self._entries[update.request_id]
             self._clear_suspicion(entry)
-            _settle(entry, update.counters)
+            _set_final_counters(entry, update.counters)
         return True
 
-    def on_process_exit(self, by_others: bool = False) -> EndedRequests:
-        """The process died: everybody is to be sent again, but for those that are returned.
+    def on_process_exit(self, from_outside: bool = False) -> EndedRequests:
+        """Prepare every request to be replayed, but for those that are returned.
 
-        `by_others`: none of them can have been the cause.
+        `from_outside`: the process was killed or stopped by another one.
         """
         now = self._clock()
-        self._num_unproductive = 0 if self._has_gained or not by_others else self._num_unproductive + 1
+        self._num_unproductive = self._num_unproductive + 1 if from_outside and not self._has_gained else 0
+        is_crash = not from_outside or self._num_unproductive > MAX_UNPRODUCTIVE_EXITS
         self._has_gained = False
-        by_others = by_others and self._num_unproductive <= MAX_UNPRODUCTIVE_EXITS
         self._isolated = None
         self._unsent.clear()
         self._suspects.clear()
         ended = EndedRequests([], [])
         for request_id, entry in list(self._entries.items()):
-            entry.unbegun_incarnations = entry.unbegun_incarnations + entry.sent if entry.begun is None else 0
-            is_there = entry.begun is not None or (entry.sent and entry.unbegun_incarnations >= MAX_UNBEGUN_EXITS)
-            is_suspect = is_there and not by_others
-            if entry.cancelled or (entry.crash_suspect and is_suspect):
-                (ended.cancelled if entry.cancelled else ended.quarantined).append(entry.request)
+            entry.num_unbegun_exits = entry.num_unbegun_exits + entry.is_sent if entry.begun_at is None else 0
+            was_taken_on = entry.is_sent and entry.num_unbegun_exits >= MAX_UNBEGUN_EXITS
+            may_be_cause = is_crash and (entry.begun_at is not None or was_taken_on)
+            if entry.is_cancelled or (entry.crash_suspect and may_be_cause):
+                (ended.cancelled if entry.is_cancelled else ended.quarantined).append(request_id)
                 del self._entries[request_id]
-                self._leave(entry)
+                self._close(entry)
                 continue
-            entry.crash_suspect = entry.crash_suspect or is_suspect
+            entry.crash_suspect = entry.crash_suspect or may_be_cause
             _end_incarnation(entry, now)
             (self._suspects if entry.crash_suspect else self._unsent).append(entry)
-        # A beam search gains no token before its end: nobody shall wait for that behind it.
+        # A beam search gains no token before its end: it goes last, so that no other suspect waits for that.
         self._suspects = deque(sorted(self._suspects, key=lambda entry: entry.request.beam is not None))
         return ended
 
     @property
     def is_replaying(self) -> bool:
-        """Newcomers have to wait: they would be computed beside a suspect."""
+        """Whether new requests have to wait, because they would be computed together with a suspect."""
         return bool(self._isolated or self._suspects or self._unsent)
 
     def next_to_send(self) -> list[Request]:
-        """Whom the engine may have now; all at once when no suspect is left."""
+        """Return the requests that the process may have now: the next suspect alone, or all when none is left."""
         if self._isolated is not None:
             return []
         if self._suspects:
@@ -177,56 +186,56 @@ class TokenLog:
             return [self._send(self._isolated)]
         return [self._send(self._unsent.popleft()) for _ in range(len(self._unsent))]
 
-    def _send(self, entry: Entry) -> Request:
+    def _send(self, entry: LoggedRequest) -> Request:
         now = self._clock()
         entry.seconds_in[State.PREEMPTED] += now - entry.incarnation_began
         entry.incarnation_began = now
-        entry.sent = True
+        entry.is_sent = True
         return entry.request
 
-    def _leave(self, entry: Entry) -> None:
-        """It ends without final counters: where its time went, as far as we know."""
+    def _close(self, entry: LoggedRequest) -> None:
+        """Set the counters of a request that ends without final ones, as far as the log knows them."""
         entry.request.recomputed_tokens = entry.lost_tokens
         _end_incarnation(entry, self._clock())
         entry.request.seconds_in = entry.seconds_in
 
-    def _clear_suspicion(self, entry: Entry) -> None:
+    def _clear_suspicion(self, entry: LoggedRequest) -> None:
         entry.crash_suspect = False
         if entry is self._isolated:
             self._isolated = None
 
 
-def _end_incarnation(entry: Entry, now: float) -> None:
-    """What the dead process can no longer say about where the time went."""
-    first_token = entry.request.first_token_time
-    phases: tuple[tuple[State, float | None], ...]
-    if entry.incarnations:
-        phases = ((State.PREEMPTED, entry.begun), (State.DECODE, now))
+def _end_incarnation(entry: LoggedRequest, now: float) -> None:
+    """Add up the seconds that the process, which is gone, cannot report any more."""
+    first_token_time = entry.request.first_token_time
+    phases: tuple[tuple[State, float | None], ...]  # each with its end
+    if entry.num_incarnations:
+        phases = ((State.PREEMPTED, entry.begun_at), (State.DECODE, now))
     else:
-        phases = ((State.WAITING, entry.begun), (State.PREFILL, first_token), (State.DECODE, now))
+        phases = ((State.WAITING, entry.begun_at), (State.PREFILL, first_token_time), (State.DECODE, now))
     since = entry.incarnation_began
-    for state, until in phases:
-        until = now if until is None else until
+    for state, end in phases:
+        until = now if end is None else end
         entry.seconds_in[state] += until - since
         since = until
-    entry.lost_tokens = 0 if first_token is None else len(entry.request.token_ids) - 1
-    entry.incarnations += 1
+    entry.lost_tokens = 0 if first_token_time is None else len(entry.request.token_ids) - 1
+    entry.num_incarnations += 1
     entry.incarnation_began = now
-    entry.sent = False
-    entry.begun = None
+    entry.is_sent = False
+    entry.begun_at = None
     entry.num_gained = 0
 
 
-def _settle(entry: Entry, counters: FinalCounters) -> None:
-    """The request's counters, over all its lives: waiting for a new process, and in it, is a stall."""
-    request, in_last = entry.request, list(counters.seconds_in)
-    request.recomputed_tokens = counters.recomputed_tokens
-    request.hypotheses = list(counters.hypotheses)
-    if not entry.incarnations:
-        request.seconds_in = in_last
-        request.cached_tokens = counters.cached_tokens
+def _set_final_counters(entry: LoggedRequest, last: FinalCounters) -> None:
+    """Set the request's counters over all incarnations. Waiting for or in a later process counts as a stall."""
+    request, seconds_in = entry.request, list(last.seconds_in)
+    request.recomputed_tokens = last.recomputed_tokens
+    request.hypotheses = list(last.hypotheses)
+    if not entry.num_incarnations:
+        request.seconds_in = seconds_in
+        request.cached_tokens = last.cached_tokens
         return
-    request.recomputed_tokens += max(0, entry.lost_tokens - counters.cached_tokens)
-    in_last[State.PREEMPTED] += in_last[State.WAITING]
-    in_last[State.WAITING] = 0.0
-    request.seconds_in = [before + last for before, last in zip(entry.seconds_in, in_last, strict=True)]
+    request.recomputed_tokens += max(0, entry.lost_tokens - last.cached_tokens)
+    seconds_in[State.PREEMPTED] += seconds_in[State.WAITING]
+    seconds_in[State.WAITING] = 0.0
+    request.seconds_in = [former + this for former, this in zip(entry.seconds_in, seconds_in, strict=True)]

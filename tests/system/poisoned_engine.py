@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
-from quire.runtime.engine import EngineCore
 from quire.runtime.model.runner import ModelRunner
 from quire.runtime.workers import engine_main
-from quire.scheduler import AdmissionEstimate, Request, StepPlan, StepResult
+from quire.scheduler import AdmissionEstimate, EngineLoop, Request, StepPlan, StepResult
 
 FATAL_TO_COMPUTE = 3999
 FATAL_TO_ADD = 3998
-_execute, _queue = ModelRunner.execute, EngineCore.queue
+_execute, _add = ModelRunner.execute, EngineLoop.add
 
 
 def execute(self: ModelRunner, plan: StepPlan) -> StepResult:
@@ -21,13 +19,13 @@ def execute(self: ModelRunner, plan: StepPlan) -> StepResult:
     return _execute(self, plan)
 
 
-def queue(self: EngineCore, requests: Sequence[Request]) -> AdmissionEstimate:
+def add(self: EngineLoop, *requests: Request) -> AdmissionEstimate:
     if any(FATAL_TO_ADD in request.spec.prompt_token_ids for request in requests):
         os.abort()
-    return _queue(self, requests)
+    return _add(self, *requests)
 
 
 if __name__ == "__main__":
     ModelRunner.execute = execute  # type: ignore[method-assign]
-    EngineCore.queue = queue  # type: ignore[method-assign]
+    EngineLoop.add = add  # type: ignore[method-assign]
     engine_main.main()

@@ -14,15 +14,15 @@ from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import CoreInfo, CoreListener, EngineStats, Prefilled, StepStats
 from quire.runtime.model.runner import SamplingSpec
 from quire.runtime.workers.engine_link import (
-    Add,
-    Answer,
-    Beat,
-    Begun,
+    AddAnswer,
+    AddRequests,
+    EngineReady,
     FromEngine,
-    Readmit,
-    Ready,
-    Report,
-    Start,
+    ReadmitRequest,
+    RequestsBegun,
+    StartEngine,
+    StatsReport,
+    StepReport,
     ToEngine,
 )
 from quire.scheduler import (
@@ -89,10 +89,10 @@ def loop_clock() -> float:
 
 
 class FakeProcess:
-    """An engine process as `SupervisedEngine` sees it: `sent` holds its messages, the test speaks for it."""
+    """An engine process and its link, as the server sees them: `sent` holds its messages, the test answers them."""
 
     def __init__(
-        self, pid: int, start: Start, receive: Callable[[FromEngine], None], note_heartbeat: Callable[[], None]
+        self, pid: int, start: StartEngine, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[], None]
     ) -> None:
         self.pid = pid
         self.start = start
@@ -102,31 +102,32 @@ class FakeProcess:
         self.is_stopped = False  # by SIGSTOP
         self.exit_delay_s = 0.0  # between the end of its link and its exit
         self.was_asked_to_stop = False
-        self.was_ended = False  # killed if need be, and waited for
+        self.was_killed = False
         self.status: int | None = None  # of its exit
         self.step = 0
-        self.ended = asyncio.Event()
-        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.closed = asyncio.Event()
+        self.link = self
+        self.ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self._receive = receive
-        self._note_heartbeat = note_heartbeat
+        self._on_heartbeat = on_heartbeat
         self._beat()
 
-    # For the supervised engine
+    # As EngineProcess and EngineLink
 
     def send(self, message: ToEngine) -> None:
         self.sent.append(message)
-        if isinstance(message, Add) and self.answers_adds:
+        if isinstance(message, AddRequests) and self.answers_adds:
             asyncio.get_running_loop().call_soon(self.accept, message.requests[0].request_id)
 
     async def stop(self) -> None:
         self.was_asked_to_stop = True
-        await self.end()
+        await self.kill()
 
-    async def fall(self) -> None:
+    async def wait_after_close(self) -> None:
         await asyncio.sleep(self.exit_delay_s)
 
-    async def end(self) -> int:
-        self.was_ended = True
+    async def kill(self) -> int:
+        self.was_killed = True
         self.exit(-signal.SIGKILL)
         assert self.status is not None
         return self.status
@@ -137,27 +138,27 @@ class FakeProcess:
         """End with `status`, unless it has ended before."""
         if self.status is None:
             self.status = status
-            self.ended.set()
+            self.closed.set()
 
-    def say(self, message: FromEngine) -> None:
+    def reply(self, message: FromEngine) -> None:
         if self.status is None:
             self._receive(message)
 
     def accept(self, request_id: int) -> None:
-        self.say(Answer(request_id, ESTIMATE, 0))
+        self.reply(AddAnswer(request_id, ESTIMATE, 0))
 
     def refuse(self, request_id: int, refusal: str, estimate: AdmissionEstimate | None = ESTIMATE) -> None:
-        self.say(Answer(request_id, estimate, 0, refusal, "no"))
+        self.reply(AddAnswer(request_id, estimate, 0, refusal, "no"))
 
     def tell_stats(self, **changes: int) -> None:
-        self.say(Beat(engine_stats(**changes)))
+        self.reply(StatsReport(engine_stats(**changes)))
 
     def tell_broken(self) -> None:
-        self.say(Beat(None))
+        self.reply(StatsReport(None))
 
     def begin(self, *request_ids: int) -> None:
         """Announce that these are computed for the first time."""
-        self.say(Begun(tuple(Prefilled(request_id, 0) for request_id in request_ids)))
+        self.reply(RequestsBegun(tuple(Prefilled(request_id, 0) for request_id in request_ids)))
 
     def generate(self, request_id: int, *token_ids: int) -> None:
         """Report tokens of a step."""
@@ -171,20 +172,20 @@ class FakeProcess:
         """Ids of the requests that it received, in order."""
         ids = []
         for message in self.sent:
-            if isinstance(message, Add):
+            if isinstance(message, AddRequests):
                 ids += [spec.request_id for spec in message.requests]
-            elif isinstance(message, Readmit):
+            elif isinstance(message, ReadmitRequest):
                 ids.append(message.request.request_id)
         return ids
 
     def _report(self, update: RequestUpdate) -> None:
         self.step += 1
-        self.say(Report((update,), 0, self.step))
+        self.reply(StepReport((update,), 0, self.step))
 
     def _beat(self) -> None:
         if self.status is None:
             if self.heartbeats:
-                self._note_heartbeat()
+                self._on_heartbeat()
             asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
 
 
@@ -201,10 +202,10 @@ class FakeSpawner:
         self._num_returned = 1  # by `next`; the first is there after the launch
 
     async def spawn(
-        self, start: Start, receive: Callable[[FromEngine], None], note_heartbeat: Callable[[], None]
+        self, start: StartEngine, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[], None]
     ) -> FakeProcess:
         self.num_attempts += 1
-        process = FakeProcess(1000 + self.num_attempts, start, receive, note_heartbeat)
+        process = FakeProcess(1000 + self.num_attempts, start, receive, on_heartbeat)
         process.answers_adds = self.answers_adds
         self.started.append(process)
         if self.error is not None:
@@ -214,7 +215,7 @@ class FakeSpawner:
         return process
 
     def make_ready(self, process: FakeProcess) -> None:
-        process.ready.set_result(Ready(self.info, 8 << 20))
+        process.ready.set_result(EngineReady(self.info, 8 << 20))
 
     @property
     def last(self) -> FakeProcess:

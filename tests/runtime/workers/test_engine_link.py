@@ -16,10 +16,10 @@ from quire.runtime.model.runner import SamplingSpec
 from quire.runtime.workers.engine_link import (
     FROM_ENGINE,
     TO_ENGINE,
-    Add,
-    Channel,
-    Readmit,
-    Report,
+    AddRequests,
+    EngineLink,
+    ReadmitRequest,
+    StepReport,
 )
 from quire.scheduler import BeamSpec, FinalCounters, Hypothesis, Request, RequestSpec, RequestUpdate, SampledToken
 
@@ -55,12 +55,12 @@ def test_a_request(
         deadline=deadline,
         beam=BeamSpec(4, 0.7, 2),
     )
-    readmit = TO_ENGINE.decode(ENCODE(Readmit(spec, tuple(generated))))  # type: ignore[arg-type]
-    assert isinstance(readmit, Readmit)
+    readmit = TO_ENGINE.decode(ENCODE(ReadmitRequest(spec, tuple(generated))))  # type: ignore[arg-type]
+    assert isinstance(readmit, ReadmitRequest)
     assert dataclasses.astuple(readmit.request) == dataclasses.astuple(spec)
     assert Request(readmit.request, readmit.generated).output_token_ids == generated
-    add = TO_ENGINE.decode(ENCODE(Add((spec, spec))))  # type: ignore[arg-type]
-    assert isinstance(add, Add)
+    add = TO_ENGINE.decode(ENCODE(AddRequests((spec, spec))))  # type: ignore[arg-type]
+    assert isinstance(add, AddRequests)
     assert add.requests == (readmit.request, readmit.request)
 
 
@@ -68,9 +68,9 @@ def test_a_request(
 def test_logprobs_to_the_last_bit(logprob: float) -> None:
     token = SampledToken(1, 5, logprob, ((5, logprob), (6, -math.inf)))
     counters = FinalCounters((0.5, logprob), 1, 2, (Hypothesis((token,), logprob, logprob, "stop"),))
-    report = Report((RequestUpdate(1, (token,), "stop", None, counters),), 3, 4)
+    report = StepReport((RequestUpdate(1, (token,), "stop", None, counters),), 3, 4)
     received = FROM_ENGINE.decode(ENCODE(report))
-    assert isinstance(received, Report)
+    assert isinstance(received, StepReport)
     (update,) = received.updates
     assert isinstance(update.tokens[0], SampledToken)
     assert update.tokens[0].logprob is not None
@@ -84,8 +84,8 @@ async def test_frames_arrive_whole_and_in_order_and_the_end_is_told() -> None:
     ours, theirs = socket.socketpair()
     received: list[object] = []
     lost = asyncio.Event()
-    channel = await Channel.open(ours, FROM_ENGINE, received.append, lost.set)
-    reports = [Report((), step, step, None) for step in range(100)]
+    channel = await EngineLink.open(ours, FROM_ENGINE, received.append, lost.set)
+    reports = [StepReport((), step, step, None) for step in range(100)]
     payloads = [ENCODE(report) for report in reports]
     data = b"".join(struct.pack(">I", len(payload)) + payload for payload in payloads)
     theirs.setblocking(False)

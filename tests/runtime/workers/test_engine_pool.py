@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError, Unavailable
-from quire.runtime.workers import EnginePool, engine_pool, supervised_engine
-from quire.runtime.workers.engine_link import Add, Cancel, Drop
+from quire.runtime.workers import EnginePool, engine_pool, supervisor
+from quire.runtime.workers.engine_link import AddRequests, CancelRequest, DropRequest
 from quire.runtime.workers.supervised_engine import COUNTERS
 from quire.scheduler import NotAccepting, QueueFull
 
@@ -24,7 +24,7 @@ PROMPT = tuple(range(4 * PAGE_SIZE))
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> FakeSpawner:
     spawner = FakeSpawner()
-    monkeypatch.setattr(supervised_engine, "EngineProcess", spawner)
+    monkeypatch.setattr(supervisor, "EngineProcess", spawner)
     monkeypatch.setattr(engine_pool, "place", lambda count: [frozenset({cpu}) for cpu in range(count)])
     return spawner
 
@@ -145,7 +145,7 @@ async def test_a_request_goes_rather_to_an_engine_that_is_not_being_restarted(
 async def test_all_samples_of_a_request_go_to_one_engine(pool: EnginePool, processes: FakeSpawner) -> None:
     await pool.add(new_requests(1, 2, 3))
     (message,) = processes.of("engine-0").sent
-    assert isinstance(message, Add)
+    assert isinstance(message, AddRequests)
     assert processes.of("engine-1").sent == []
 
 
@@ -167,7 +167,7 @@ async def test_a_refused_request_belongs_to_no_engine_any_more(pool: EnginePool,
     await pool.add(new_requests(3))
     await pool.add(new_requests(1))
     pool.cancel(1)
-    assert second.sent[-1] == Cancel(1), "an id that was refused is free again"
+    assert second.sent[-1] == CancelRequest(1), "an id that was refused is free again"
     assert [member.num_requests for member in pool.members] == [1, 1]
 
 
@@ -185,7 +185,7 @@ async def test_a_request_whose_caller_left_belongs_to_no_engine_any_more(
         adding.cancel()
         await asyncio.wait([adding])
         assert [member.num_requests for member in pool.members] == [0, 0]
-        dropped = [message.request_id for message in first.sent if isinstance(message, Drop)]
+        dropped = [message.request_id for message in first.sent if isinstance(message, DropRequest)]
         assert set(request_ids) <= set(dropped)
 
 
@@ -194,8 +194,8 @@ async def test_cancel_and_drop_reach_the_engine_that_has_the_request(pool: Engin
     await pool.add(new_requests(2))
     pool.cancel(2)
     pool.drop(1, None, "the user left")
-    assert processes.of("engine-0").sent[-1] == Drop(1, None, "the user left")
-    assert processes.of("engine-1").sent[-1] == Cancel(2)
+    assert processes.of("engine-0").sent[-1] == DropRequest(1, None, "the user left")
+    assert processes.of("engine-1").sent[-1] == CancelRequest(2)
     pool.cancel(7)
     pool.drop(7)
     assert [len(process.sent) for process in processes.started] == [2, 2]

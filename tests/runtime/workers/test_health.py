@@ -1,38 +1,53 @@
-"""When an engine process is given up."""
+"""When an engine process has to be replaced."""
 
 from __future__ import annotations
 
-from quire.runtime.workers.health import TICK_S, HealthMonitor
+from quire.runtime.workers.health import TICK_S, HealthMonitor, HealthTimeouts
+
+TIMEOUTS = HealthTimeouts(heartbeat_s=1.0, stall_s=30.0)
 
 
-def ticks(health: HealthMonitor, seconds: float, *, heartbeat: bool = True) -> str | None:
+def problem_within(health: HealthMonitor, seconds: float, *, heartbeats: bool = True) -> str | None:
+    """Check for that long, and return the first problem."""
     for _ in range(round(seconds / TICK_S)):
-        if heartbeat:
+        if heartbeats:
             health.note_heartbeat()
-        if (why := health.tick()) is not None:
-            return why
+        if (problem := health.check()) is not None:
+            return problem
     return None
 
 
-def test_without_a_pulse() -> None:
-    health = HealthMonitor(1.0, 30.0)
-    assert ticks(health, 1.0, heartbeat=False) is None
-    assert ticks(health, TICK_S, heartbeat=False) == "no sign of life for 1.0 s"
+def test_a_process_without_heartbeats_is_replaced_after_the_timeout() -> None:
+    health = HealthMonitor(TIMEOUTS)
+    assert problem_within(health, 1.0, heartbeats=False) is None
+    assert problem_within(health, TICK_S, heartbeats=False) == "no heartbeat for 1.0 s"
 
 
-def test_with_a_pulse_a_step_may_take_long_but_not_for_ever() -> None:
-    health = HealthMonitor(1.0, 30.0)
+def test_a_process_with_heartbeats_may_compute_a_long_step_but_not_for_ever() -> None:
+    health = HealthMonitor(TIMEOUTS)
     health.note_step(5, has_work=True)
-    assert ticks(health, 30.0) is None
-    assert ticks(health, 2 * TICK_S) == "no step finished for 30.0 s while requests wait or run"
+    assert problem_within(health, 30.0) is None
+    assert problem_within(health, 2 * TICK_S) == "no step finished for 30.0 s while requests wait or run"
 
 
-def test_the_idle_and_the_advancing_live() -> None:
-    health = HealthMonitor(1.0, 2.0)
+def test_a_process_that_finishes_steps_or_has_no_work_is_healthy() -> None:
+    health = HealthMonitor(HealthTimeouts(stall_s=2.0))
     for step in range(10):
-        assert ticks(health, 1.5) is None
+        assert problem_within(health, 1.5) is None
         health.note_step(step, has_work=True)
     for _ in range(10):
-        assert ticks(health, 1.5) is None
+        assert problem_within(health, 1.5) is None
         health.note_step(9, has_work=False)
-    assert ticks(health, 3.0) is not None
+    assert problem_within(health, 3.0) is not None
+
+
+def test_a_broken_engine_loop_is_a_problem_at_once() -> None:
+    health = HealthMonitor(TIMEOUTS)
+    health.note_broken()
+    assert health.check() == "its engine loop ended"
+
+
+def test_timeouts_shorter_than_two_ticks_count_as_two() -> None:
+    health = HealthMonitor(HealthTimeouts(heartbeat_s=0.0, stall_s=0.0))
+    assert problem_within(health, 2 * TICK_S, heartbeats=False) is None
+    assert health.check() is not None

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from quire.runtime.common.errors import Quarantined
-from quire.runtime.workers.engine_link import Answer
+from quire.runtime.workers.engine_link import AddAnswer
 from quire.runtime.workers.pending_adds import PendingAdd, PendingAdds
 from quire.scheduler import NotAccepting
 
@@ -44,13 +44,13 @@ async def test_samples_of_one_request_are_one_entry_and_count_each() -> None:
 async def test_an_answer_that_no_caller_waits_for() -> None:
     pending = PendingAdds()
     (each,) = add(pending, 1)
-    assert not pending.leave(each), "it was never sent"
+    assert not pending.remove(each), "it was never sent"
     assert sent(pending) == []
     (each,) = add(pending, 2)
     sent(pending)
-    assert pending.leave(each), "the engine may have it"
+    assert pending.remove(each), "the engine may have it"
     assert pending.answered(2) is None
-    assert not pending.leave(each)
+    assert not pending.remove(each)
     assert len(pending) == 0
 
 
@@ -59,7 +59,7 @@ async def test_after_a_crash_sent_ones_go_first_one_at_a_time_in_their_order() -
     add(pending, 1, 2, 3)
     sent(pending)
     add(pending, 4, 5)
-    assert pending.on_process_exit(by_others=False) == 0
+    assert pending.on_process_exit(from_outside=False) == 0
     for request_id in (1, 2, 3):
         assert sent(pending) == [request_id]
         assert sent(pending) == [], "until it is answered"
@@ -71,9 +71,9 @@ async def test_only_the_one_that_was_sent_alone_is_quarantined_by_a_second_crash
     pending = PendingAdds()
     first, second, third = add(pending, 1, 2, 3)
     sent(pending)
-    pending.on_process_exit(by_others=False)
+    pending.on_process_exit(from_outside=False)
     assert sent(pending) == [1]
-    assert pending.on_process_exit(by_others=False) == 1
+    assert pending.on_process_exit(from_outside=False) == 1
     assert isinstance(first.answer.exception(), Quarantined)
     assert not second.answer.done()
     assert sent(pending) == [2]
@@ -87,11 +87,11 @@ async def test_a_process_killed_from_outside_makes_no_request_a_suspect() -> Non
     add(pending, 1, 2)
     for _ in range(3):
         assert sent(pending) == [1, 2]
-        assert pending.on_process_exit(by_others=True) == 0
+        assert pending.on_process_exit(from_outside=True) == 0
     sent(pending)
-    pending.on_process_exit(by_others=False)
+    pending.on_process_exit(from_outside=False)
     assert sent(pending) == [1]
-    assert pending.on_process_exit(by_others=True) == 0, "this exit proves nothing"
+    assert pending.on_process_exit(from_outside=True) == 0, "this exit proves nothing"
     assert sent(pending) == [1], "and it is a suspect still"
 
 
@@ -100,7 +100,7 @@ async def test_a_caller_that_left_is_not_sent_again() -> None:
     first, _ = add(pending, 1, 2)
     sent(pending)
     first.answer.cancel()
-    pending.on_process_exit(by_others=False)
+    pending.on_process_exit(from_outside=False)
     assert sent(pending) == [2]
 
 
@@ -109,8 +109,8 @@ async def test_refusing_reaches_every_caller_that_still_waits() -> None:
     first, second = add(pending, 1, 2)
     sent(pending)
     (third,) = add(pending, 3)
-    first.answer.set_result(Answer(1, ESTIMATE, 0))
-    pending.refuse("the engine was closed")
+    first.answer.set_result(AddAnswer(1, ESTIMATE, 0))
+    pending.refuse_all("the engine was closed")
     assert first.answer.result().estimate == ESTIMATE
     for each in (second, third):
         with pytest.raises(NotAccepting, match="the engine was closed"):

@@ -15,14 +15,15 @@ import msgspec
 import pytest
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import DeadlineExceeded, ModelError, Quarantined, Unavailable
-from quire.runtime.workers import HealthTimeouts, supervised_engine
-from quire.runtime.workers.engine_link import Cancel, Drop, Readmit
+from quire.runtime.workers import HealthTimeouts, supervisor
+from quire.runtime.workers.engine_link import CancelRequest, DropRequest, ReadmitRequest
 from quire.runtime.workers.supervised_engine import COUNTERS, SupervisedEngine
 from quire.scheduler import (
     DEADLINE_PASSED,
     AdmissionEstimate,
     CannotMeetDeadline,
     NotAccepting,
+    PageQuotaExceeded,
     QueueFull,
     Refused,
     TooLong,
@@ -39,13 +40,13 @@ from .fakes import (
     until,
 )
 
-TIMEOUTS = HealthTimeouts(heartbeat_timeout_s=1.0, stall_timeout_s=30.0)
+TIMEOUTS = HealthTimeouts(heartbeat_s=1.0, stall_s=30.0)
 
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> FakeSpawner:
     spawner = FakeSpawner()
-    monkeypatch.setattr(supervised_engine, "EngineProcess", spawner)
+    monkeypatch.setattr(supervisor, "EngineProcess", spawner)
     return spawner
 
 
@@ -94,7 +95,7 @@ async def test_updates_of_an_accepted_request_are_published(
     assert engine.num_requests == 0
 
 
-@pytest.mark.parametrize("refusal", [QueueFull, CannotMeetDeadline, TooLong])
+@pytest.mark.parametrize("refusal", [QueueFull, CannotMeetDeadline, TooLong, PageQuotaExceeded])
 async def test_a_refusal_is_raised_with_its_estimate_and_nothing_of_the_request_remains(
     engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener, refusal: type[Refused]
 ) -> None:
@@ -134,7 +135,7 @@ async def test_cancel_and_drop_reach_the_engine_process(
     await add(engine, 1, 2)
     engine.cancel(1)
     engine.drop(2, "stop", None)
-    assert processes.last.sent[-2:] == [Cancel(1), Drop(2, "stop", None)]
+    assert processes.last.sent[-2:] == [CancelRequest(1), DropRequest(2, "stop", None)]
     assert listener.updates == [], "the engine process says when request 1 has ended; request 2 is not mentioned again"
     processes.last.finish(1, reason="cancelled")
     processes.last.generate(2, 5)
@@ -149,7 +150,7 @@ async def test_an_engine_does_not_keep_a_request_whose_caller_left(
     (adding,) = await ask(engine, 1)
     adding.cancel()
     await asyncio.wait([adding])
-    (drop,) = [message for message in processes.last.sent if isinstance(message, Drop)]
+    (drop,) = [message for message in processes.last.sent if isinstance(message, DropRequest)]
     assert drop.request_id == 1
     assert engine.num_requests == 0
     processes.last.accept(1)  # it had been on its way
@@ -164,7 +165,7 @@ async def test_an_engine_does_not_keep_a_request_whose_caller_leaves_with_the_an
     adding.cancel()
     processes.last.accept(1)  # before the task has noticed
     await asyncio.wait([adding])
-    assert any(isinstance(message, Drop) and message.request_id == 1 for message in processes.last.sent)
+    assert any(isinstance(message, DropRequest) and message.request_id == 1 for message in processes.last.sent)
     assert engine.num_requests == 0
 
 
@@ -229,7 +230,7 @@ async def test_tokens_survive_the_process_and_the_next_one_goes_on_behind_them(
     first.exit(1)
     second = await processes.next()
     (readmit,) = second.sent
-    assert isinstance(readmit, Readmit)
+    assert isinstance(readmit, ReadmitRequest)
     assert readmit.request.prompt_token_ids == (4, 5)
     assert readmit.generated == (7, 8)
     second.finish(1, 9)
@@ -261,7 +262,7 @@ async def test_a_process_that_finishes_no_step_while_it_has_work_is_replaced(
 ) -> None:
     await add(engine, 1)
     processes.last.generate(1, 7)
-    await asyncio.sleep(TIMEOUTS.stall_timeout_s - 1)
+    await asyncio.sleep(TIMEOUTS.stall_s - 1)
     assert engine.num_restarts == 0
     await asyncio.sleep(2)
     assert engine.num_restarts == 1
@@ -269,7 +270,7 @@ async def test_a_process_that_finishes_no_step_while_it_has_work_is_replaced(
 
 async def test_an_idle_process_is_not_replaced(engine: SupervisedEngine, processes: FakeSpawner) -> None:
     for _ in range(4):
-        await asyncio.sleep(TIMEOUTS.stall_timeout_s / 2)
+        await asyncio.sleep(TIMEOUTS.stall_s / 2)
         processes.last.tell_stats(step=5)
     assert engine.num_restarts == 0
 
@@ -277,7 +278,7 @@ async def test_an_idle_process_is_not_replaced(engine: SupervisedEngine, process
 async def test_a_process_that_finishes_steps_is_not_replaced(engine: SupervisedEngine, processes: FakeSpawner) -> None:
     await add(engine, 1)
     for _ in range(4):
-        await asyncio.sleep(TIMEOUTS.stall_timeout_s / 2)
+        await asyncio.sleep(TIMEOUTS.stall_s / 2)
         processes.last.generate(1, 7)
     assert engine.num_restarts == 0
 
@@ -646,7 +647,7 @@ async def test_close_ends_every_request_and_the_process(processes: FakeSpawner, 
         (adding,) = await ask(engine, 2)
     with pytest.raises(NotAccepting, match="the engine was closed"):
         await adding
-    assert listener.ends() == {1: "the engine was closed"}
+    assert listener.ends() == {1: "Unavailable"}
     assert listener.num_ended == 1
     assert processes.last.was_asked_to_stop, "it may write its snapshot"
     assert processes.last.status is not None
@@ -664,7 +665,7 @@ async def test_close_during_a_restart_ends_the_new_process(processes: FakeSpawne
         assert engine.pid is None
     with pytest.raises(NotAccepting, match="the engine was closed"):
         await adding
-    assert listener.ends() == {1: "the engine was closed"}
+    assert listener.ends() == {1: "Unavailable"}
     assert listener.num_ended == 1
     assert [process.status is not None for process in processes.started] == [True, True]
     await asyncio.sleep(60)
@@ -680,9 +681,9 @@ async def test_close_while_a_process_exits(processes: FakeSpawner, listener: Fak
         await until(lambda: engine.pid is None)
         with pytest.raises(Unavailable, match="restarted"):
             engine.stats()
-    assert processes.last.was_ended
+    assert processes.last.was_killed
     assert len(processes.started) == 1
-    assert listener.ends() == {1: "the engine was closed"}
+    assert listener.ends() == {1: "Unavailable"}
 
 
 async def test_close_between_failed_restarts(processes: FakeSpawner, listener: FakeListener) -> None:

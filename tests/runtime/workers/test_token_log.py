@@ -1,33 +1,30 @@
-"""The token log after a crash: who goes back, in which order, and who must not."""
+"""The token log after a process has exited: which requests are replayed, in which order, and which are not."""
 
 from __future__ import annotations
 
 import pytest
 from quire.runtime.engine import Prefilled
 from quire.runtime.workers.token_log import MAX_UNBEGUN_EXITS, MAX_UNPRODUCTIVE_EXITS, TokenLog
-from quire.scheduler import BeamSpec, FinalCounters, Request, RequestSpec, RequestUpdate, SampledToken, State
+from quire.scheduler import BeamSpec, FinalCounters, Request, RequestUpdate, SampledToken, State
 
+from .fakes import FakeClock, new_requests
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+NO_COUNTERS = FinalCounters((0.0,) * len(State), 0, 0, ())
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 @pytest.fixture
-def log(clock: Clock) -> TokenLog:
+def log(clock: FakeClock) -> TokenLog:
     return TokenLog(clock)
 
 
 def add(log: TokenLog, *ids: int, begun: bool = True) -> list[Request]:
-    requests = [Request(RequestSpec(request_id, (1, 2, 3), max_tokens=10)) for request_id in ids]
+    """Add requests that the process has accepted and, if `begun`, computes."""
+    requests = new_requests(*ids)
     for request in requests:
         log.add(request)
     if begun:
@@ -35,188 +32,202 @@ def add(log: TokenLog, *ids: int, begun: bool = True) -> list[Request]:
     return requests
 
 
-def token(log: TokenLog, request_id: int, token_id: int = 7) -> None:
-    log.take(RequestUpdate(request_id, (SampledToken(request_id, token_id),)))
+def gain(log: TokenLog, request_id: int, *token_ids: int) -> None:
+    """Record one update for each token."""
+    for token_id in token_ids:
+        log.record(RequestUpdate(request_id, (SampledToken(request_id, token_id),)))
 
 
-def prove(log: TokenLog, request_id: int) -> None:
-    """One token of prefill, one of decoding."""
-    token(log, request_id)
-    token(log, request_id)
-
-
-def end(log: TokenLog, request_id: int, counters: FinalCounters = FinalCounters((0.0,) * len(State), 0, 0, ())) -> None:  # noqa: B008
-    log.take(RequestUpdate(request_id, (), "length", None, counters))
+def end(log: TokenLog, request_id: int, counters: FinalCounters = NO_COUNTERS) -> None:
+    log.record(RequestUpdate(request_id, (), "length", None, counters))
 
 
 def sent(log: TokenLog) -> list[int]:
-    """Sent and, the engine being quick, begun."""
+    """Send what may be sent, and let the process begin to compute all of it."""
     ids = [request.request_id for request in log.next_to_send()]
     log.note_begun(Prefilled(request_id, 0) for request_id in ids)
     return ids
 
 
-def test_tokens_are_written_down(log: TokenLog) -> None:
+def test_tokens_are_recorded(log: TokenLog) -> None:
     (request,) = add(log, 1)
-    token(log, 1, 8)
-    token(log, 1, 9)
+    gain(log, 1, 8, 9)
     assert request.output_token_ids == [8, 9]
     end(log, 1)
     assert len(log) == 0
+    assert log.record(RequestUpdate(1)) is False
 
 
-def test_suspects_go_back_one_at_a_time_each_after_the_one_before_has_proved_itself(log: TokenLog) -> None:
+def test_suspects_are_replayed_one_at_a_time_each_after_the_former_gained_tokens(log: TokenLog) -> None:
     add(log, 1, 2, 3)
-    add(log, 4, begun=False)  # waited: it cannot have been the cause
+    add(log, 4, begun=False)  # it waited, so it is no suspect
     assert log.on_process_exit() == ([], [])
     assert log.is_replaying
     assert sent(log) == [1]
     assert sent(log) == []
-    token(log, 1)
+    gain(log, 1, 7)
     assert sent(log) == [], "the token of its prefill proves nothing about decoding"
-    token(log, 1)
+    gain(log, 1, 7)
     assert sent(log) == [2]
-    prove(log, 1)
+    gain(log, 1, 7, 7)
     assert sent(log) == [], "the second has gained nothing yet"
     end(log, 2)
     assert sent(log) == [3]
-    prove(log, 3)
+    gain(log, 3, 7, 7)
     assert sent(log) == [4]
     assert not log.is_replaying
 
 
-def test_who_kills_it_twice_is_quarantined_alone(log: TokenLog) -> None:
+def test_only_the_request_that_was_computed_in_two_crashes_is_quarantined(log: TokenLog) -> None:
     add(log, 1, 2, 3)
     log.on_process_exit()
     sent(log)
-    prove(log, 1)
+    gain(log, 1, 7, 7)
     assert sent(log) == [2]
-    ended = log.on_process_exit()
-    assert [request.request_id for request in ended.quarantined] == [2]
-    assert sent(log) == [1], "it had proved itself, so it is on trial anew"
-    prove(log, 1)
+    assert log.on_process_exit().quarantined == [2]
+    assert sent(log) == [1], "it had gained tokens, so the second crash makes it a suspect for the first time"
+    gain(log, 1, 7, 7)
     assert sent(log) == [3]
-    prove(log, 3)
+    gain(log, 3, 7, 7)
     assert not log.is_replaying
 
 
-def test_who_survives_its_trial_may_meet_another_crash(log: TokenLog) -> None:
+def test_a_request_that_gains_tokens_after_each_crash_is_never_quarantined(log: TokenLog) -> None:
     add(log, 1)
     for _ in range(20):
         assert log.on_process_exit() == ([], [])
         assert sent(log) == [1]
-        prove(log, 1)
+        gain(log, 1, 7, 7)
 
 
-def test_a_process_that_others_killed_accuses_nobody(log: TokenLog) -> None:
+def test_a_process_killed_from_outside_makes_no_request_a_suspect(log: TokenLog) -> None:
     add(log, 1, 2)
     for _ in range(3):
-        assert log.on_process_exit(by_others=True) == ([], [])
+        assert log.on_process_exit(from_outside=True) == ([], [])
         assert sent(log) == [1, 2], "all at once, whether they gained a token or not"
     assert not log.is_replaying
     log.on_process_exit()
     assert sent(log) == [1]
-    assert log.on_process_exit(by_others=True) == ([], [])
-    assert sent(log) == [1], "still on trial"
+    assert log.on_process_exit(from_outside=True) == ([], [])
+    assert sent(log) == [1], "it remains a suspect"
 
 
-def test_who_kills_it_in_decoding_is_found_too(log: TokenLog) -> None:
+def test_a_request_that_crashes_in_decoding_is_quarantined_too(log: TokenLog) -> None:
     add(log, 1, 2)
-    token(log, 1)
+    gain(log, 1, 7)
     log.on_process_exit()
     sent(log)
-    token(log, 1)  # of the replay's prefill; its next step kills
-    ended = log.on_process_exit()
-    assert [request.request_id for request in ended.quarantined] == [1]
+    gain(log, 1, 7)  # from the replay's prefill; the decoding step crashes
+    assert log.on_process_exit().quarantined == [1]
     assert sent(log) == [2]
 
 
-def test_others_are_not_believed_for_ever(log: TokenLog) -> None:
-    """The system's own killer comes from outside too, for whatever takes its memory."""
+def test_exits_from_outside_count_as_crashes_when_they_repeat_before_any_token(log: TokenLog) -> None:
+    """The kernel kills processes, too, when a request takes all memory."""
     add(log, 1, 2)
     for _ in range(MAX_UNPRODUCTIVE_EXITS):
-        assert log.on_process_exit(by_others=True) == ([], [])
+        assert log.on_process_exit(from_outside=True) == ([], [])
         assert sent(log) == [1, 2]
-    log.on_process_exit(by_others=True)
+    log.on_process_exit(from_outside=True)
     assert sent(log) == [1], "one at a time now"
-    prove(log, 1)
+    gain(log, 1, 7, 7)
     assert sent(log) == [2]
-    assert log.on_process_exit(by_others=True) == ([], []), "somebody gained something, so others are believed again"
+    assert log.on_process_exit(from_outside=True) == ([], []), "a token was gained, so the count starts again"
 
 
-def test_who_kills_it_by_being_taken_on_again_is_found(log: TokenLog) -> None:
+def test_a_request_whose_readmission_crashes_processes_is_quarantined(log: TokenLog) -> None:
     add(log, 1, begun=False)
     for _ in range(MAX_UNBEGUN_EXITS):
         assert log.on_process_exit() == ([], [])
         log.next_to_send()
-    assert [request.request_id for request in log.on_process_exit().quarantined] == [1]
+    assert log.on_process_exit().quarantined == [1]
 
 
-def test_deadlines_pass_while_nobody_computes(log: TokenLog, clock: Clock) -> None:
-    late = Request(RequestSpec(1, (1, 2), max_tokens=4, deadline=105.0))
+def test_deadlines_pass_while_no_process_has_the_request(log: TokenLog, clock: FakeClock) -> None:
+    (late,) = new_requests(1, deadline=105.0)
     log.add(late)
     add(log, 2)
     clock.now = 106.0
-    assert log.expire() == [], "the engine sees to that"
+    assert log.expire() == [], "the process does that"
     log.on_process_exit()
-    assert log.expire() == [late]
+    assert log.expire() == [1]
     assert len(log) == 1
 
 
-def test_a_process_that_dies_before_it_computed_anything_accuses_nobody(log: TokenLog) -> None:
+def test_a_crash_before_a_suspect_is_computed_again_does_not_count(log: TokenLog) -> None:
     add(log, 1, 2)
     log.on_process_exit()
-    assert [request.request_id for request in log.next_to_send()] == [1]  # sent, but never begun
+    assert [request.request_id for request in log.next_to_send()] == [1]  # sent, but not begun
     assert log.on_process_exit() == ([], [])
     assert sent(log) == [1]
 
 
-def test_what_is_given_up_does_not_come_back(log: TokenLog) -> None:
-    first, second, _ = add(log, 1, 2, 3)
-    assert log.cancel(1) is True, "the engine has to be told"
+def test_requests_that_were_given_up_are_not_replayed(log: TokenLog) -> None:
+    add(log, 1, 2, 3)
+    assert log.cancel(1) == "sent"
     log.on_process_exit()
     assert len(log) == 2
-    assert log.cancel(2) is second, "nobody has to be told"
+    assert log.cancel(2) == "ended"
     assert sent(log) == [3]
     assert log.forget(3) is True
     assert not log.is_replaying
     assert log.forget(9) is False
-    assert log.cancel(first.request_id) is False
+    assert log.cancel(1) == "unknown"
 
 
-def test_a_cancelled_one_is_returned_by_the_crash_that_swallowed_its_end(log: TokenLog) -> None:
-    (request,) = add(log, 1)
+def test_all_requests_can_be_given_up(log: TokenLog) -> None:
+    add(log, 1, 2)
+    log.on_process_exit()
+    sent(log)
+    add(log, 3)
+    assert log.forget_all() == [1, 2, 3]
+    assert (len(log), log.is_replaying) == (0, False)
+
+
+def test_a_cancelled_request_is_returned_when_the_process_exits_before_it_reports_the_end(log: TokenLog) -> None:
+    add(log, 1)
     log.cancel(1)
-    assert log.on_process_exit() == ([], [request])
+    assert log.on_process_exit() == ([], [1])
     assert len(log) == 0
 
 
-def test_a_search_goes_last_since_it_gains_no_token_before_its_end(log: TokenLog) -> None:
-    log.add(Request(RequestSpec(1, (1, 2), max_tokens=4, beam=BeamSpec(2))))
+def test_a_beam_search_is_replayed_last_because_it_gains_no_token_before_its_end(log: TokenLog) -> None:
+    (search,) = new_requests(1, beam=BeamSpec(2))
+    log.add(search)
     log.note_begun([Prefilled(1, 0)])
     add(log, 2)
     log.on_process_exit()
     assert sent(log) == [2]
-    prove(log, 2)
+    gain(log, 2, 7, 7)
     assert sent(log) == [1]
     end(log, 1)
     assert not log.is_replaying
 
 
-def test_every_second_is_counted_once_over_all_lives(log: TokenLog, clock: Clock) -> None:
+def test_every_second_is_counted_once_over_all_processes(log: TokenLog, clock: FakeClock) -> None:
     (request,) = add(log, 1, begun=False)
-    clock.now = 101.0  # waited 1 s
+    clock.now = 101.0  # 1 s of waiting
     log.note_begun([Prefilled(1, 2)])
-    clock.now = 103.0  # prefilled 2 s
-    token(log, 1)
-    token(log, 1)
-    clock.now = 106.0  # decoded 3 s
+    clock.now = 103.0  # 2 s of prefill
+    gain(log, 1, 7, 7)
+    clock.now = 106.0  # 3 s of decoding
     log.on_process_exit()
-    clock.now = 110.0  # no process for 4 s
+    clock.now = 110.0  # 4 s without a process
     sent(log)
     clock.now = 125.0
     end(log, 1, FinalCounters((5.0, 6.0, 4.0, 0.0, 0.0), 1, 0, ()))
     assert (request.queue_s, request.prefill_s, request.decode_s, request.stall_s) == (1.0, 8.0, 7.0, 9.0)
     assert sum(request.seconds_in) == 25.0
-    assert request.cached_tokens == 2, "of its first life"
-    assert request.recomputed_tokens == 3 + 2 - 1 - 1, "all that it knew, but for the last and what was cached"
+    assert request.cached_tokens == 2, "of the first process"
+    assert request.recomputed_tokens == 3 + 2 - 1 - 1, "all known tokens but the last, less those that were cached"
+
+
+def test_a_request_that_ends_without_counters_has_those_that_the_log_knows(log: TokenLog, clock: FakeClock) -> None:
+    (request,) = add(log, 1)
+    clock.now = 103.0
+    gain(log, 1, 7, 7)
+    log.on_process_exit()
+    clock.now = 105.0
+    log.forget(1)
+    assert (request.prefill_s, request.stall_s, sum(request.seconds_in)) == (3.0, 2.0, 5.0)
+    assert request.recomputed_tokens == 3 + 2 - 1
