@@ -161,8 +161,8 @@ def accept_samples(
     """Append the samples to the request as long as the draft token before each was right.
 
     Returns the accepted samples, and the request's end if one of them ends it. Without draft tokens a failed sample is
-    the end. With them, the key and value of a wrong draft may be to blame, which all rows of the step read, masked
-    (0 * NaN is NaN): that row must be computed again without drafts.
+    the end. With them, the failure may come from the key and value of a wrong draft, which every row of the step reads,
+    masked (0 * NaN is NaN): that row must be computed again without drafts.
     """
     last = len(samples) - 1
     for index, sample in enumerate(samples):

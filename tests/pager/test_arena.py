@@ -1,4 +1,4 @@
-"""The memory behind the pages."""
+"""The memory of the KV pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_memory_is_the_layouts_bytes_aligned_and_zero() -> None:
     assert not arena.memory.any()
 
 
-def test_copying_a_page_takes_all_layers_and_no_neighbour() -> None:
+def test_copying_a_page_copies_all_layers_and_no_other_page() -> None:
     arena = KVArena(LAYOUT, 4)
     pages = arena.memory.reshape(3, 4, LAYOUT.layer_page_bytes)  # [layers, pages, bytes]
     for layer in range(3):
@@ -44,7 +44,7 @@ def test_a_view_survives_closing() -> None:
     assert view.tolist() == [9, 9, 9, 9]
 
 
-def test_more_memory_than_there_is_address_space_is_a_typed_error() -> None:
+def test_more_memory_than_address_space_raises_a_typed_error() -> None:
     with pytest.raises(OutOfMemory, match="cannot map"):
         KVArena(LAYOUT, 1 << 50)
 
@@ -55,7 +55,7 @@ def test_an_empty_arena_is_refused() -> None:
 
 
 @pytest.mark.skipif(LINUX < (5, 14), reason="MADV_POPULATE_WRITE came with Linux 5.14")
-def test_the_memory_is_taken_at_start() -> None:
+def test_the_memory_is_populated_at_start() -> None:
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 

@@ -1,10 +1,8 @@
-"""Any interleaving of the pager's operations keeps the books balanced and every sequence readable by its tables."""
+"""In any order of operations every page is accounted for and every sequence reads back its own tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -13,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from quire.pager import OutOfPages, PageTable, Spilled, check
 from quire.pager.layout import first_kept_token
 
-World = Any
+from tests.pager.conftest import MakeHarness, PagerHarness
+
 tokens_of_few = st.lists(st.integers(0, 1), min_size=1, max_size=14)  # few values: hits and duplicates are common
 salts = st.sampled_from([b"", b"other"])
 few_pages = st.integers(0, 4)
@@ -24,14 +23,14 @@ choice = st.integers(0, 1000)
 class Sequence:
     table: PageTable
     salt: bytes
-    tokens: list[int] = field(default_factory=list)  # what its tables must read back
+    tokens: list[int] = field(default_factory=list)  # tokens that its tables must read back
 
 
 class PagerMachine(RuleBasedStateMachine):
-    def __init__(self, world: World) -> None:
+    def __init__(self, harness: PagerHarness) -> None:
         super().__init__()
-        self.world = world
-        self.pager = world.pager
+        self.harness = harness
+        self.pager = harness.pager
         self.live: list[Sequence] = []
         self.spilled: list[tuple[Spilled, bytes, list[int]]] = []
 
@@ -50,7 +49,7 @@ class PagerMachine(RuleBasedStateMachine):
         self._grow(self.live[-1], tokens[cached:])
 
     @rule(tokens=tokens_of_few, salt=salts, spare=few_pages)
-    def open_with_room_to_finish(self, tokens: list[int], salt: bytes, spare: int) -> None:
+    def open_with_spare_pages(self, tokens: list[int], salt: bytes, spare: int) -> None:
         before = self._counts()
         try:
             table = self.pager.open(tokens, salt, spare)
@@ -61,7 +60,7 @@ class PagerMachine(RuleBasedStateMachine):
         sequence = Sequence(table, salt, tokens[:cached])
         self.live.append(sequence)
         for end in range(cached + 1, len(tokens) + 1):
-            self.world.extend(table, tokens[end - 1 : end])  # promised: never OutOfPages
+            self.harness.extend(table, tokens[end - 1 : end])  # `open` has checked that the pages are available
             self.pager.commit(table, tokens[:end])
         sequence.tokens = tokens
         assert self.pager.pool.num_available >= spare
@@ -131,7 +130,7 @@ class PagerMachine(RuleBasedStateMachine):
     def restore(self, which: int, spare: int, damaged: bool) -> None:
         spilled, salt, tokens = self.spilled[which % len(self.spilled)]
         before = self._counts()
-        self.world.store.damaged = damaged
+        self.harness.store.damaged = damaged
         try:
             table = self.pager.restore(spilled, tokens, salt, spare)
         except OutOfPages:
@@ -153,7 +152,7 @@ class PagerMachine(RuleBasedStateMachine):
     @rule(tokens=tokens_of_few, salt=salts, seconds=st.integers(0, 5))
     def pin(self, tokens: list[int], salt: bytes, seconds: int) -> None:
         before = self._counts()
-        kept = self.pager.pin(tokens, salt, self.world.now + seconds)
+        kept = self.pager.pin(tokens, salt, self.harness.now + seconds)
         assert kept <= len(tokens)
         assert self._counts() == before
 
@@ -161,11 +160,11 @@ class PagerMachine(RuleBasedStateMachine):
     @rule(which=choice, seconds=st.integers(0, 5))
     def pin_a_live_one(self, which: int, seconds: int) -> None:
         sequence = self._pick(which)
-        self.pager.pin(sequence.tokens, sequence.salt, self.world.now + seconds)
+        self.pager.pin(sequence.tokens, sequence.salt, self.harness.now + seconds)
 
     @rule(seconds=st.integers(1, 3))
     def expire(self, seconds: int) -> None:
-        self.world.now += seconds
+        self.harness.now += seconds
 
     @precondition(lambda self: self.live)
     @rule(which=choice)
@@ -175,20 +174,20 @@ class PagerMachine(RuleBasedStateMachine):
         sequence.table.release()
 
     @invariant()
-    def books_balance(self) -> None:
+    def pages_are_accounted_for(self) -> None:
         check(self.pager, [sequence.table for sequence in self.live])
 
     @invariant()
     def the_store_holds_what_was_spilled(self) -> None:
         held = sum(spilled.num_pages for spilled, _, _ in self.spilled)
-        assert self.pager.num_spilled == self.world.store.num_used == held
+        assert self.pager.num_spilled == self.harness.store.num_used == held
 
     @invariant()
     def every_sequence_reads_its_own_tokens(self) -> None:
         for sequence in self.live:
             for group, window in enumerate(self.pager.windows):
                 first = first_kept_token(len(sequence.tokens), window)
-                assert self.world.cells.read(sequence.table, group, first) == sequence.tokens[first:]
+                assert self.harness.memory.read(sequence.table, group, first) == sequence.tokens[first:]
 
     def teardown(self) -> None:
         for sequence in self.live:
@@ -196,7 +195,7 @@ class PagerMachine(RuleBasedStateMachine):
         for spilled, _, _ in self.spilled:
             self.pager.discard(spilled)
         check(self.pager, [])
-        assert self.pager.pool.num_owned == self.pager.num_spilled == self.world.store.num_used == 0
+        assert self.pager.pool.num_owned == self.pager.num_spilled == self.harness.store.num_used == 0
         assert self.pager.pool.num_available == self.pager.pool.num_pages
 
     def _pick(self, which: int) -> Sequence:
@@ -211,7 +210,7 @@ class PagerMachine(RuleBasedStateMachine):
         before = (table.num_tokens, [list(pages) for pages in table.pages], self._counts())
         overflows = len(tokens) > table.max_append()
         try:
-            self.world.extend(table, tokens)
+            self.harness.extend(table, tokens)
         except OutOfPages:
             assert overflows
             assert (table.num_tokens, [list(pages) for pages in table.pages], self._counts()) == before
@@ -223,9 +222,9 @@ class PagerMachine(RuleBasedStateMachine):
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("windows", "num_pages"), [((0,), 9), ((8,), 11), ((0, 8), 19), ((0, 8, 8), 28)])
 def test_any_interleaving_conserves_pages_and_tokens(
-    make_world: Callable[..., World], windows: tuple[int, ...], num_pages: int
+    make_harness: MakeHarness, windows: tuple[int, ...], num_pages: int
 ) -> None:
     run_state_machine_as_test(
-        lambda: PagerMachine(make_world(num_pages, windows, store_pages=8)),
+        lambda: PagerMachine(make_harness(num_pages, windows, store_pages=8)),
         settings=settings(max_examples=60, stateful_step_count=40, deadline=None, database=None),
     )

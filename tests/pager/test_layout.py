@@ -1,4 +1,4 @@
-"""Bytes of the KV cache, against figures anyone can compute."""
+"""Sizes of the KV cache, compared with published figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_strides_of_a_page() -> None:
     assert layout.page_bytes == 32 * layout.token_bytes
 
 
-def test_head_dim_is_padded_in_memory_but_not_in_the_fields_formula() -> None:
+def test_head_dim_is_padded_in_memory_but_not_in_token_bytes() -> None:
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=20, dtype="f32", page_size=16)
     assert layout.padded_head_dim == 32
     assert layout.page_bytes == 2 * 16 * 32 * 4
@@ -84,13 +84,13 @@ def test_layers_are_grouped_by_window_in_equal_pages(
     assert all(layout.groups[group].window == window for (group, _), window in zip(places, windows, strict=True))
 
 
-def test_every_layer_has_a_window_or_none_has() -> None:
+def test_all_layers_have_a_window_entry_or_none() -> None:
     with pytest.raises(ValueError, match="windows must be empty or have 3 entries, one per layer, got 2"):
         KVLayout(3, 2, 16, windows=(0, 128))
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 100, 128, 4096])
-def test_what_is_kept_is_whole_tiles_and_all_that_the_next_row_sees(window: int) -> None:
+def test_kept_tokens_are_whole_tiles_and_include_all_that_the_next_row_sees(window: int) -> None:
     kept = [first_kept_token(n, window) for n in range(3 * TILE + window)]
     assert kept == sorted(kept), "what was given back is never needed again"
     for n, first in enumerate(kept):
@@ -104,7 +104,7 @@ def test_what_is_kept_is_whole_tiles_and_all_that_the_next_row_sees(window: int)
 @pytest.mark.parametrize("windows", [(0,), (1,), (64,), (100,), (0, 100), (0, 37, 37, 130)])
 def test_pages_held_is_the_most_a_growing_sequence_holds(page_size: int, windows: tuple[int, ...]) -> None:
     def held(n: int, window: int) -> int:
-        """Of a table that has just been given a slot for its n-th token."""
+        """Return the pages of a table that has just added a slot for its n-th token."""
         return -(-n // page_size) - (first_kept_token(n - 1, window) if n else 0) // page_size
 
     most = [0] * len(windows)

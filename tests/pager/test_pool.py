@@ -1,4 +1,4 @@
-"""The pool's order, by exact page ids."""
+"""The pool's allocation and eviction order, by exact page ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_fresh_pages_are_allocated_ascending() -> None:
     assert pool.allocate(3) == [2, 3, 4]
 
 
-def test_freed_pages_wait_behind_fresh_ones_tail_of_the_sequence_first() -> None:
+def test_freed_pages_come_after_fresh_ones_tail_of_the_sequence_first() -> None:
     pool = PagePool(6)
     pages = pool.allocate(3)
     pool.release(pages)
@@ -32,7 +32,7 @@ def test_pages_freed_earlier_are_allocated_earlier() -> None:
     assert pool.allocate(4) == [3, 2, 1, 0]
 
 
-def test_cached_pages_are_taken_last_and_least_recently_released_first() -> None:
+def test_cached_pages_are_allocated_last_and_least_recently_released_first() -> None:
     pool = PagePool(5)
     pages = pool.allocate(4)
     for page in (0, 1, 2):
@@ -44,7 +44,7 @@ def test_cached_pages_are_taken_last_and_least_recently_released_first() -> None
     assert pool.allocate(5) == [4, 3, 1, 0, 2]
 
 
-def test_an_evicted_page_loses_its_content_and_only_it() -> None:
+def test_only_an_evicted_page_loses_its_content() -> None:
     pool = PagePool(2)
     pool.allocate(2)
     pool.label(0, content("a"))

@@ -1,18 +1,15 @@
-"""Pages kept for one table: nobody else can allocate them, its own growth uses them up first."""
+"""Reservations: reserved pages are for one table only, and its growth uses them up first."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from quire.pager import OutOfPages, check
 
-World = Any
+from tests.pager.conftest import MakeHarness
 
 
-def test_reserved_pages_are_not_available_to_others(make_world: Callable[..., World]) -> None:
-    pager = make_world(5).pager
+def test_reserved_pages_are_not_available_to_others(make_harness: MakeHarness) -> None:
+    pager = make_harness(5).pager
     mine = pager.open([])
     other = pager.open([])
     mine.reserve(3)
@@ -25,8 +22,8 @@ def test_reserved_pages_are_not_available_to_others(make_world: Callable[..., Wo
     check(pager, [mine, other])
 
 
-def test_growth_uses_up_the_reservation_before_anything_else(make_world: Callable[..., World]) -> None:
-    pager = make_world(5).pager
+def test_growth_uses_up_the_reservation_before_anything_else(make_harness: MakeHarness) -> None:
+    pager = make_harness(5).pager
     table = pager.open([])
     table.reserve(2)
     table.append(4)
@@ -36,20 +33,20 @@ def test_growth_uses_up_the_reservation_before_anything_else(make_world: Callabl
     check(pager, [table])
 
 
-def test_a_copy_on_write_is_growth(make_world: Callable[..., World]) -> None:
-    world = make_world(2)
-    table = world.pager.open([])
-    world.extend(table, [1])
+def test_a_copy_on_write_is_growth(make_harness: MakeHarness) -> None:
+    harness = make_harness(2)
+    table = harness.pager.open([])
+    harness.extend(table, [1])
     twin = table.fork()
     twin.reserve(1)
     assert table.max_append() == 0
-    world.extend(twin, [2])
-    assert (twin.reserved, world.cells.read(twin)) == (0, [1, 2])
-    check(world.pager, [table, twin])
+    harness.extend(twin, [2])
+    assert (twin.reserved, harness.memory.read(twin)) == (0, [1, 2])
+    check(harness.pager, [table, twin])
 
 
-def test_a_reservation_is_absolute_and_zero_clears_it(make_world: Callable[..., World]) -> None:
-    pager = make_world(5).pager
+def test_a_reservation_replaces_the_previous_one_and_0_clears_it(make_harness: MakeHarness) -> None:
+    pager = make_harness(5).pager
     table = pager.open([])
     for wanted in (4, 2, 5, 0):
         table.reserve(wanted)
@@ -58,8 +55,8 @@ def test_a_reservation_is_absolute_and_zero_clears_it(make_world: Callable[..., 
         table.reserve(-1)
 
 
-def test_reserving_too_much_changes_nothing(make_world: Callable[..., World]) -> None:
-    pager = make_world(5).pager
+def test_reserving_too_much_changes_nothing(make_harness: MakeHarness) -> None:
+    pager = make_harness(5).pager
     mine = pager.open([])
     other = pager.open([])
     mine.reserve(3)
@@ -69,8 +66,10 @@ def test_reserving_too_much_changes_nothing(make_world: Callable[..., World]) ->
     assert (mine.reserved, other.reserved, pager.pool.num_reserved) == (3, 1, 4)
 
 
-def test_release_drops_the_reservation_and_rollback_does_not_refill_it(make_world: Callable[..., World]) -> None:
-    pager = make_world(5).pager
+def test_release_drops_the_reservation_and_rollback_does_not_refill_it(
+    make_harness: MakeHarness,
+) -> None:
+    pager = make_harness(5).pager
     table = pager.open([])
     table.reserve(3)
     table.append(8)
@@ -80,30 +79,30 @@ def test_release_drops_the_reservation_and_rollback_does_not_refill_it(make_worl
     assert (table.reserved, pager.pool.num_reserved, pager.pool.num_available) == (0, 0, 5)
 
 
-def test_a_fork_reserves_nothing(make_world: Callable[..., World]) -> None:
-    pager = make_world(5).pager
+def test_a_fork_reserves_nothing(make_harness: MakeHarness) -> None:
+    pager = make_harness(5).pager
     table = pager.open([])
     table.reserve(3)
     assert table.fork().reserved == 0
     assert pager.pool.num_reserved == 3
 
 
-def test_open_with_spare_pages_does_not_count_reserved_ones(make_world: Callable[..., World]) -> None:
-    world = make_world(6)
-    table = world.pager.open([])
+def test_open_with_spare_pages_does_not_count_reserved_ones(make_harness: MakeHarness) -> None:
+    harness = make_harness(6)
+    table = harness.pager.open([])
     table.reserve(4)
     with pytest.raises(OutOfPages, match="needs 3 pages, 2 are available"):
-        world.pager.open([6], spare_pages=2)
-    world.pager.open([6], spare_pages=1)
-    check(world.pager, [table])
+        harness.pager.open([6], spare_pages=2)
+    harness.pager.open([6], spare_pages=1)
+    check(harness.pager, [table])
 
 
-def test_cached_pages_that_are_reserved_cannot_be_taken_as_a_hit(make_world: Callable[..., World]) -> None:
-    world = make_world(2)
-    world.compute([1, 2, 3, 4, 5])[0].release()
-    table = world.pager.open([])
+def test_cached_pages_that_are_reserved_cannot_be_taken_as_a_hit(make_harness: MakeHarness) -> None:
+    harness = make_harness(2)
+    harness.compute([1, 2, 3, 4, 5])[0].release()
+    table = harness.pager.open([])
     table.reserve(2)
     with pytest.raises(OutOfPages, match="needs 1 pages, 0 are available"):
-        world.pager.open([1, 2, 3, 4, 5])
-    assert (world.pager.prefix_queried_tokens, world.pager.pool.num_cached) == (5, 1)
-    check(world.pager, [table])
+        harness.pager.open([1, 2, 3, 4, 5])
+    assert (harness.pager.prefix_queried_tokens, harness.pager.pool.num_cached) == (5, 1)
+    check(harness.pager, [table])

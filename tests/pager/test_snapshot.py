@@ -1,4 +1,4 @@
-"""A prefix cache that outlives its process. Pages hold 16 tokens of two layers, tiles 64."""
+"""Snapshots of the prefix cache. Pages hold 16 tokens of two layers, tiles 64."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ HYBRID = KVLayout(num_layers=2, num_kv_heads=1, head_dim=16, page_size=16, windo
 PROMPT = list(range(1000, 1100))
 
 
-class Machine:
-    """A pager and its memory; computing a page writes bytes that only its tokens and group determine."""
+class SnapshotHarness:
+    """A pager and its memory; the bytes of a page depend only on its tokens and group."""
 
     def __init__(self, num_pages: int = 16, layout: KVLayout = FULL) -> None:
         self.arena = KVArena(layout, num_pages)
@@ -58,7 +58,7 @@ class Machine:
         return np.random.default_rng(seed).integers(0, 256, self.arena.layout.page_bytes, np.uint8)
 
     def holds(self, table: PageTable, token_ids: list[int]) -> bool:
-        """Whether each page listed has the bytes of its tokens."""
+        """Return whether each listed page has the bytes of its tokens."""
         out = np.empty(self.arena.layout.page_bytes, np.uint8)
         for group, pages in enumerate(table.pages):
             for depth, page in enumerate(pages):
@@ -69,7 +69,7 @@ class Machine:
         return True
 
     def state(self) -> Any:
-        """Everything that loading could change."""
+        """Return everything that loading could change."""
         pool = self.pager.pool
         return (
             list(pool.free_pages()),
@@ -84,22 +84,22 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "prefix.snapshot"
 
 
-def saved(path: Path, layout: KVLayout = FULL) -> Machine:
-    """Two prompts that share a page, one of another tenant; the first is still running."""
-    machine = Machine(layout=layout)
-    machine.compute(PROMPT[:50])
-    machine.compute([*PROMPT[:20], *range(30)]).release()
-    machine.compute(PROMPT[:40], b"other").release()
-    assert save_snapshot(path, machine.pager, machine.arena, MODEL) == 3 + 2 + 2
-    return machine
+def saved(path: Path, layout: KVLayout = FULL) -> SnapshotHarness:
+    """Save two prompts that share a page and one of another tenant; the first is still open."""
+    harness = SnapshotHarness(layout=layout)
+    harness.compute(PROMPT[:50])
+    harness.compute([*PROMPT[:20], *range(30)]).release()
+    harness.compute(PROMPT[:40], b"other").release()
+    assert save_snapshot(path, harness.pager, harness.arena, MODEL) == 3 + 2 + 2
+    return harness
 
 
 def test_a_restart_is_warm(path: Path) -> None:
     saved(path)
-    machine = Machine()
-    assert load_snapshot(path, machine.pager, machine.arena, MODEL) == 7
-    assert (machine.pager.pool.num_cached, machine.pager.pool.num_owned, machine.pager.pool.num_free) == (7, 0, 9)
-    check(machine.pager, [])
+    harness = SnapshotHarness()
+    assert load_snapshot(path, harness.pager, harness.arena, MODEL) == 7
+    assert (harness.pager.pool.num_cached, harness.pager.pool.num_owned, harness.pager.pool.num_free) == (7, 0, 9)
+    check(harness.pager, [])
     tables = []
     for tokens, salt, expected in (
         (PROMPT[:50], b"", 48),
@@ -107,45 +107,45 @@ def test_a_restart_is_warm(path: Path) -> None:
         (PROMPT[:40], b"other", 32),
         (PROMPT[:40], b"third", 0),
     ):
-        table = machine.pager.open(tokens, salt)
+        table = harness.pager.open(tokens, salt)
         cached = table.num_tokens
         assert cached == expected
-        assert machine.holds(table, tokens)
+        assert harness.holds(table, tokens)
         tables.append(table)
-    check(machine.pager, tables)
+    check(harness.pager, tables)
 
 
-def test_pages_come_back_in_their_order_of_eviction(path: Path) -> None:
-    before = Machine()
+def test_pages_are_loaded_in_their_eviction_order(path: Path) -> None:
+    before = SnapshotHarness()
     for prompt in (PROMPT[:33], PROMPT[50:83]):
         before.compute(prompt).release()
     before.pager.open(PROMPT[:33]).release()
     save_snapshot(path, before.pager, before.arena, MODEL)
-    after = Machine()
+    after = SnapshotHarness()
     load_snapshot(path, after.pager, after.arena, MODEL)
     orders = [
-        [machine.pager.pool.content(page) for page in machine.pager.pool.cached_pages()] for machine in (before, after)
+        [harness.pager.pool.content(page) for page in harness.pager.pool.cached_pages()] for harness in (before, after)
     ]
     assert orders[0] == orders[1]
     assert [content.depth for content in orders[1]] == [1, 0, 1, 0]
 
 
-def test_a_smaller_pool_takes_what_would_be_evicted_last(path: Path) -> None:
+def test_a_smaller_pool_loads_the_pages_that_would_be_evicted_last(path: Path) -> None:
     saved(path)
-    machine = Machine(num_pages=4)
-    assert load_snapshot(path, machine.pager, machine.arena, MODEL) == 4
-    check(machine.pager, [])
-    table = machine.pager.open(PROMPT[:50])
+    harness = SnapshotHarness(num_pages=4)
+    assert load_snapshot(path, harness.pager, harness.arena, MODEL) == 4
+    check(harness.pager, [])
+    table = harness.pager.open(PROMPT[:50])
     cached = table.num_tokens
     assert cached == 48
-    assert machine.holds(table, PROMPT[:50])
+    assert harness.holds(table, PROMPT[:50])
 
 
-def test_windows_survive(path: Path) -> None:
-    before = Machine(26, HYBRID)
+def test_pages_of_sliding_groups_are_loaded(path: Path) -> None:
+    before = SnapshotHarness(26, HYBRID)
     before.compute(PROMPT * 2).release()
     save_snapshot(path, before.pager, before.arena, MODEL)
-    after = Machine(26, HYBRID)
+    after = SnapshotHarness(26, HYBRID)
     load_snapshot(path, after.pager, after.arena, MODEL)
     check(after.pager, [])
     table = after.pager.open([*PROMPT, *PROMPT])
@@ -154,13 +154,13 @@ def test_windows_survive(path: Path) -> None:
     assert after.holds(table, PROMPT * 2)
 
 
-def test_an_empty_cache_makes_a_snapshot_too(path: Path) -> None:
-    machine = Machine()
-    assert save_snapshot(path, machine.pager, machine.arena, MODEL) == 0
-    assert load_snapshot(path, machine.pager, machine.arena, MODEL) == 0
+def test_an_empty_cache_can_be_saved_and_loaded(path: Path) -> None:
+    harness = SnapshotHarness()
+    assert save_snapshot(path, harness.pager, harness.arena, MODEL) == 0
+    assert load_snapshot(path, harness.pager, harness.arena, MODEL) == 0
 
 
-def test_the_file_is_private_and_nothing_is_left_beside_it(path: Path) -> None:
+def test_the_file_is_private_and_no_temporary_file_remains(path: Path) -> None:
     path.write_bytes(b"an older one")
     saved(path)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -181,15 +181,15 @@ def test_a_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.Monk
 
 
 def refused(path: Path, error: type[SnapshotError], match: str, identity: bytes = MODEL, **options: Any) -> None:
-    machine = Machine(**options)
-    before = machine.state()
+    harness = SnapshotHarness(**options)
+    before = harness.state()
     with pytest.raises(error, match=match) as caught:
-        load_snapshot(path, machine.pager, machine.arena, identity)
+        load_snapshot(path, harness.pager, harness.arena, identity)
     assert caught.type is error
-    assert machine.state() == before
+    assert harness.state() == before
 
 
-def test_each_kind_of_wrong_file_is_told_apart(path: Path) -> None:
+def test_each_kind_of_wrong_file_has_its_own_error(path: Path) -> None:
     saved(path)
     data = path.read_bytes()
     refused(path, SnapshotMismatch, "another model", identity=b"another model")
@@ -218,16 +218,16 @@ def test_each_kind_of_wrong_file_is_told_apart(path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_pages", [8, 1 << 20, (1 << 64) - 1])
-def test_a_length_that_lies_takes_no_memory(path: Path, num_pages: int) -> None:
+def test_a_wrong_page_count_allocates_no_memory(path: Path, num_pages: int) -> None:
     saved(path)
-    machine = Machine()
-    header = snapshot._header(machine.pager, machine.arena, MODEL, num_pages)
+    harness = SnapshotHarness()
+    header = snapshot._header(harness.pager, harness.arena, MODEL, num_pages)
     data = header + struct.pack("<I", crc32(header))
     path.write_bytes(data)
     refused(path, SnapshotTruncated, "bytes too short")
     stride = snapshot._record(16).size + 4 + FULL.page_bytes
     if num_pages * stride < 1 << 40:
-        os.truncate(path, len(data) + num_pages * stride)  # as long as it says, and empty
+        os.truncate(path, len(data) + num_pages * stride)  # the length that the header states, all zeros
         refused(path, SnapshotDamaged, "record of page 0")
 
 
@@ -241,7 +241,7 @@ def test_a_length_that_lies_takes_no_memory(path: Path, num_pages: int) -> None:
         lambda key, parent, depth, group, tokens: (bytes(32), parent, depth, group, tokens),
     ],
 )
-def test_a_chain_that_lies_is_found_whatever_the_checksums_say(path: Path, forge: Callable[..., Any]) -> None:
+def test_a_forged_chain_with_valid_checksums_is_found(path: Path, forge: Callable[..., Any]) -> None:
     saved(path)
     data = bytearray(path.read_bytes())
     start = snapshot.HEADER_BYTES
@@ -264,7 +264,7 @@ def test_the_same_page_twice_is_found(path: Path) -> None:
 
 def test_a_file_that_changes_while_it_is_read_indexes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(path)
-    machine = Machine()
+    harness = SnapshotHarness()
     passed = snapshot._SnapshotReader.check
 
     def check_then_change(reader: Any) -> Any:
@@ -274,26 +274,26 @@ def test_a_file_that_changes_while_it_is_read_indexes_nothing(path: Path, monkey
 
     monkeypatch.setattr(snapshot._SnapshotReader, "check", check_then_change)
     with pytest.raises(SnapshotTruncated, match="ends within page 6"):
-        load_snapshot(path, machine.pager, machine.arena, MODEL)
-    assert (machine.pager.pool.num_free, machine.pager.pool.indexed_pages()) == (16, {})
+        load_snapshot(path, harness.pager, harness.arena, MODEL)
+    assert (harness.pager.pool.num_free, harness.pager.pool.indexed_pages()) == (16, {})
 
 
-def test_only_a_new_pager_is_warmed(path: Path) -> None:
-    machine = saved(path)
+def test_only_a_new_pager_can_load_a_snapshot(path: Path) -> None:
+    harness = saved(path)
     with pytest.raises(ValueError, match="empty pager with prefix caching"):
-        load_snapshot(path, machine.pager, machine.arena, MODEL)
+        load_snapshot(path, harness.pager, harness.arena, MODEL)
 
 
 @pytest.mark.parametrize("layout", [FULL, HYBRID])
 def test_any_flipped_or_missing_bytes_change_nothing(path: Path, layout: KVLayout) -> None:
-    machine = Machine(layout=layout)
-    machine.compute(PROMPT[:50]).release()
-    save_snapshot(path, machine.pager, machine.arena, MODEL)
+    harness = SnapshotHarness(layout=layout)
+    harness.compute(PROMPT[:50]).release()
+    save_snapshot(path, harness.pager, harness.arena, MODEL)
     data = path.read_bytes()
-    fresh = Machine(layout=layout)
+    fresh = SnapshotHarness(layout=layout)
     before = fresh.state()
     within = st.integers(0, len(data) - 1)
-    heads = st.integers(0, 400)  # header and first record, oftener than by chance
+    heads = st.integers(0, 400)  # header and first record more often than by chance
 
     @settings(max_examples=150, deadline=None, database=None)
     @given(
@@ -319,6 +319,6 @@ def test_any_flipped_or_missing_bytes_change_nothing(path: Path, layout: KVLayou
 def test_any_other_file_is_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes, headed: bool) -> None:
     path = tmp_path_factory.getbasetemp() / "any"
     path.write_bytes(snapshot.MAGIC + data if headed else data)
-    machine = Machine(2)
+    harness = SnapshotHarness(2)
     with pytest.raises(SnapshotError):
-        load_snapshot(path, machine.pager, machine.arena, MODEL)
+        load_snapshot(path, harness.pager, harness.arena, MODEL)

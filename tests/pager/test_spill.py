@@ -1,4 +1,4 @@
-"""Pages that leave memory for a file and come back, or do not. Pages hold 4 tokens, tiles 8."""
+"""Spilling pages to a file and restoring them. Pages hold 4 tokens, tiles 8."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ import numpy as np
 import pytest
 from quire.pager import KVArena, KVLayout, OutOfPages, Pager, SpillFile, SpillUnavailable, check
 
-World = Any
+from tests.pager.conftest import MakeHarness
+
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=16, page_size=16)
 TOKENS = list(range(100, 140))
 
 
-# The file.
+# SpillFile
 
 
 @pytest.fixture
 def arena() -> KVArena:
-    """Eight pages of noise."""
+    """Eight pages of random bytes."""
     arena = KVArena(LAYOUT, 8)
     arena.memory[:] = np.random.default_rng(1).integers(0, 256, arena.memory.size, np.uint8)
     return arena
 
 
-class Clock:
+class FakeClock:
     now = 100.0
 
     def __call__(self) -> float:
@@ -37,13 +38,13 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 @pytest.fixture
-def file(arena: KVArena, clock: Clock, tmp_path: Path) -> Iterator[SpillFile]:
-    """Room for four pages, and for no byte of a fifth."""
+def file(arena: KVArena, clock: FakeClock, tmp_path: Path) -> Iterator[SpillFile]:
+    """Yield a spill file of four pages and 5 bytes."""
     file = SpillFile(arena, 4 * LAYOUT.page_bytes + 5, tmp_path, clock)
     yield file
     file.close()
@@ -59,7 +60,7 @@ def page_of(arena: KVArena, page: int) -> bytes:
     return out.tobytes()
 
 
-def test_what_is_saved_comes_back_into_other_pages(arena: KVArena, file: SpillFile) -> None:
+def test_saved_pages_can_be_loaded_into_other_pages(arena: KVArena, file: SpillFile) -> None:
     before = [page_of(arena, page) for page in range(8)]
     slots = file.save([2, 5, 0])
     assert (slots, num_used(file)) == ([0, 1, 2], 3)
@@ -85,7 +86,7 @@ def test_the_file_has_no_name_and_is_private(file: SpillFile, tmp_path: Path) ->
     assert (status.st_nlink, status.st_mode & 0o777) == (0, 0o600)
 
 
-def test_where_nameless_files_are_unknown_it_loses_its_name(
+def test_without_o_tmpfile_the_file_is_unlinked_at_once(
     arena: KVArena, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "O_TMPFILE")
@@ -96,8 +97,8 @@ def test_where_nameless_files_are_unknown_it_loses_its_name(
 
 
 @pytest.mark.parametrize("failure", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_a_disk_that_fails_is_left_alone_for_a_minute(
-    file: SpillFile, clock: Clock, monkeypatch: pytest.MonkeyPatch, failure: int
+def test_after_a_disk_failure_the_store_pauses_for_a_minute(
+    file: SpillFile, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, failure: int
 ) -> None:
     calls = []
 
@@ -166,8 +167,8 @@ def test_a_real_full_disk(arena: KVArena, tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_speeds_are_measured_as_it_goes(
-    arena: KVArena, file: SpillFile, clock: Clock, monkeypatch: pytest.MonkeyPatch
+def test_predicted_seconds_follow_measured_speeds(
+    arena: KVArena, file: SpillFile, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert file.seconds(2) == pytest.approx(2 * LAYOUT.page_bytes * (1 / 1e9 + 1 / 2e9))
     read_page, write_page = arena.read_page, arena.write_page
@@ -190,7 +191,7 @@ def test_speeds_are_measured_as_it_goes(
     assert file.seconds(5) is None
 
 
-def test_a_closed_file_takes_nothing(file: SpillFile) -> None:
+def test_a_closed_file_saves_and_loads_nothing(file: SpillFile) -> None:
     slots = file.save([0])
     file.close()
     file.close()
@@ -198,18 +199,20 @@ def test_a_closed_file_takes_nothing(file: SpillFile) -> None:
     assert file.save([0]) is None
 
 
-def test_a_file_that_cannot_be_made_is_a_typed_error(arena: KVArena, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_created_raises_a_typed_error(arena: KVArena, tmp_path: Path) -> None:
     with pytest.raises(SpillUnavailable, match=r"cannot create a spill file in .*missing \(No such file"):
         SpillFile(arena, LAYOUT.page_bytes, tmp_path / "missing")
     with pytest.raises(ValueError, match="a spill file needs at least one page"):
         SpillFile(arena, LAYOUT.page_bytes - 1, tmp_path)
 
 
-# The pager over a real file.
+# Pager with a SpillFile
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_sequence_survives_the_file_unless_its_bytes_changed(arena: KVArena, file: SpillFile, damaged: bool) -> None:
+def test_a_sequence_is_restored_unless_its_bytes_in_the_file_changed(
+    arena: KVArena, file: SpillFile, damaged: bool
+) -> None:
     pager = Pager(16, 8, copy_page=arena.copy_page, store=file, enable_prefix_caching=False)
     table = pager.open([])
     table.append(40)
@@ -225,116 +228,118 @@ def test_a_sequence_survives_the_file_unless_its_bytes_changed(arena: KVArena, f
         assert [page_of(arena, page) for page in table.pages[0]] == before
 
 
-# The pager's side, with a store of cells.
+# Pager with a fake store
 
 
-def test_a_spilled_sequence_comes_back(make_world: Callable[..., World]) -> None:
-    world = make_world(4, enable_prefix_caching=False, store_pages=4)
-    pager = world.pager
-    table, _ = world.compute(TOKENS[:10])
+def test_a_spilled_sequence_is_restored(make_harness: MakeHarness) -> None:
+    harness = make_harness(4, enable_prefix_caching=False, store_pages=4)
+    pager = harness.pager
+    table, _ = harness.compute(TOKENS[:10])
     table.reserve(1)
     spilled = pager.spill(table, 10)
     assert (spilled.num_tokens, spilled.num_pages, pager.num_spilled) == (10, 3, 3)
     assert (pager.pool.num_free, pager.pool.num_reserved, table.num_tokens) == (4, 0, 0)
-    other, _ = world.compute(TOKENS[20:36])
+    other, _ = harness.compute(TOKENS[20:36])
     with pytest.raises(OutOfPages, match="needs 3 pages, 0 are available"):
         pager.restore(spilled, TOKENS)
     other.release()
     table = pager.restore(spilled, TOKENS)
-    assert world.cells.read(table) == TOKENS[:10]
+    assert harness.memory.read(table) == TOKENS[:10]
     assert (pager.num_spilled, pager.spilled_pages_total, pager.restored_pages_total) == (0, 3, 3)
-    assert world.store.num_used == 0
-    world.extend(table, TOKENS[10:13])
-    assert world.cells.read(table) == TOKENS[:13]
+    assert harness.store.num_used == 0
+    harness.extend(table, TOKENS[10:13])
+    assert harness.memory.read(table) == TOKENS[:13]
     check(pager, [table])
 
 
-def test_pages_still_cached_are_not_read_back(make_world: Callable[..., World]) -> None:
-    world = make_world(4, store_pages=4)
-    pager = world.pager
-    table, _ = world.compute(TOKENS[:14])
+def test_pages_still_cached_are_not_read_back(make_harness: MakeHarness) -> None:
+    harness = make_harness(4, store_pages=4)
+    pager = harness.pager
+    table, _ = harness.compute(TOKENS[:14])
     spilled = pager.spill(table, 14)
-    world.compute([1, 2, 3, 4, 5])[0].release()  # takes the free page and evicts the leaf
+    harness.compute([1, 2, 3, 4, 5])[0].release()  # allocates the free page and evicts the leaf
     table = pager.restore(spilled, TOKENS)
-    assert world.cells.read(table) == TOKENS[:14]
+    assert harness.memory.read(table) == TOKENS[:14]
     assert (pager.restored_pages_total, table.num_committed) == (2, 3)
     check(pager, [table])
 
 
-def test_cached_pages_taken_back_count_as_taken(make_world: Callable[..., World]) -> None:
-    world = make_world(4, store_pages=4)
-    table, _ = world.compute(TOKENS[:14])
-    spilled = world.pager.spill(table, 14)
-    other, _ = world.compute([1])  # on the one page that was not cached
+def test_restored_cached_pages_count_as_allocated(make_harness: MakeHarness) -> None:
+    harness = make_harness(4, store_pages=4)
+    table, _ = harness.compute(TOKENS[:14])
+    spilled = harness.pager.spill(table, 14)
+    other, _ = harness.compute([1])  # on the one page that was not cached
     with pytest.raises(OutOfPages, match="needs 4 pages, 3 are available"):
-        world.pager.restore(spilled, TOKENS)
-    assert (world.pager.pool.num_cached, world.pager.num_spilled) == (3, 4)
-    check(world.pager, [other])
+        harness.pager.restore(spilled, TOKENS)
+    assert (harness.pager.pool.num_cached, harness.pager.num_spilled) == (3, 4)
+    check(harness.pager, [other])
 
 
-def test_only_computed_tokens_are_spilled(make_world: Callable[..., World]) -> None:
-    world = make_world(8, store_pages=4)
-    table, _ = world.compute(TOKENS[:6])
+def test_only_computed_tokens_are_spilled(make_harness: MakeHarness) -> None:
+    harness = make_harness(8, store_pages=4)
+    table, _ = harness.compute(TOKENS[:6])
     table.append(6)
-    spilled = world.pager.spill(table, 6)
+    spilled = harness.pager.spill(table, 6)
     assert (spilled.num_tokens, spilled.num_pages) == (6, 2)
     with pytest.raises(ValueError, match="cannot roll back to 1 tokens, the table holds 0"):
-        world.pager.spill(table, 1)
+        harness.pager.spill(table, 1)
 
 
 @pytest.mark.usefixtures("small_tiles")
-def test_a_sliding_group_spills_what_its_window_reaches(make_world: Callable[..., World]) -> None:
-    world = make_world(20, windows=(0, 8), store_pages=20)
-    table, _ = world.compute(TOKENS[:18])
-    spilled = world.pager.spill(table, 18)
+def test_a_sliding_group_spills_what_its_window_reaches(make_harness: MakeHarness) -> None:
+    harness = make_harness(20, windows=(0, 8), store_pages=20)
+    table, _ = harness.compute(TOKENS[:18])
+    spilled = harness.pager.spill(table, 18)
     assert spilled.num_pages == 5 + 3
-    blocker = world.pager.open([])
+    blocker = harness.pager.open([])
     blocker.append(40)
     blocker.release()
-    table = world.pager.restore(spilled, TOKENS)
+    table = harness.pager.restore(spilled, TOKENS)
     assert [pages.count(-1) for pages in table.pages] == [0, 2]
-    assert world.cells.read(table, 0) == TOKENS[:18]
-    assert world.cells.read(table, 1, 8) == TOKENS[8:18]
+    assert harness.memory.read(table, 0) == TOKENS[:18]
+    assert harness.memory.read(table, 1, 8) == TOKENS[8:18]
     assert [table.can_roll_back(to) for to in (14, 15)] == [False, True]
-    check(world.pager, [table])
+    check(harness.pager, [table])
 
 
-def test_without_a_store_or_room_nothing_is_spilled_and_nothing_changes(make_world: Callable[..., World]) -> None:
+def test_without_a_store_or_free_slots_spill_changes_nothing(
+    make_harness: MakeHarness,
+) -> None:
     for options in ({}, {"store_pages": 2}):
-        world = make_world(8, **options)
-        table, _ = world.compute(TOKENS[:10])
-        assert world.pager.spill(table, 10) is None
-        assert (table.num_tokens, world.pager.num_spilled) == (10, 0)
-        assert world.pager.spill_seconds(3) is None
-        check(world.pager, [table])
-    assert world.pager.spill_seconds(2) == 2.0
+        harness = make_harness(8, **options)
+        table, _ = harness.compute(TOKENS[:10])
+        assert harness.pager.spill(table, 10) is None
+        assert (table.num_tokens, harness.pager.num_spilled) == (10, 0)
+        assert harness.pager.spill_seconds(3) is None
+        check(harness.pager, [table])
+    assert harness.pager.spill_seconds(2) == 2.0
 
 
-def test_damaged_pages_are_not_restored(make_world: Callable[..., World]) -> None:
-    world = make_world(6, store_pages=4)
-    table, _ = world.compute(TOKENS[:10])
+def test_damaged_pages_are_not_restored(make_harness: MakeHarness) -> None:
+    harness = make_harness(6, store_pages=4)
+    table, _ = harness.compute(TOKENS[:10])
     twin = table.fork()
-    spilled = world.pager.spill(table, 10)
-    world.store.damaged = True
-    assert world.pager.restore(spilled, TOKENS) is None
-    assert (world.pager.num_spilled, world.store.num_used, world.pager.restored_pages_total) == (0, 0, 0)
-    check(world.pager, [twin])
+    spilled = harness.pager.spill(table, 10)
+    harness.store.damaged = True
+    assert harness.pager.restore(spilled, TOKENS) is None
+    assert (harness.pager.num_spilled, harness.store.num_used, harness.pager.restored_pages_total) == (0, 0, 0)
+    check(harness.pager, [twin])
     with pytest.raises(ValueError, match="this handle is used up"):
-        world.pager.restore(spilled, TOKENS)
+        harness.pager.restore(spilled, TOKENS)
 
 
-def test_discarding_frees_the_store_once(make_world: Callable[..., World]) -> None:
-    world = make_world(6, store_pages=4)
-    spilled = world.pager.spill(world.compute(TOKENS[:10])[0], 10)
-    world.pager.discard(spilled)
-    world.pager.discard(spilled)
-    assert (world.pager.num_spilled, world.store.num_used) == (0, 0)
+def test_discarding_frees_the_store_once(make_harness: MakeHarness) -> None:
+    harness = make_harness(6, store_pages=4)
+    spilled = harness.pager.spill(harness.compute(TOKENS[:10])[0], 10)
+    harness.pager.discard(spilled)
+    harness.pager.discard(spilled)
+    assert (harness.pager.num_spilled, harness.store.num_used) == (0, 0)
 
 
-def test_restore_leaves_spare_pages_for_others(make_world: Callable[..., World]) -> None:
-    world = make_world(6, enable_prefix_caching=False, store_pages=4)
-    pager = world.pager
-    spilled = pager.spill(world.compute(TOKENS[:10])[0], 10)
+def test_restore_leaves_spare_pages_for_others(make_harness: MakeHarness) -> None:
+    harness = make_harness(6, enable_prefix_caching=False, store_pages=4)
+    pager = harness.pager
+    spilled = pager.spill(harness.compute(TOKENS[:10])[0], 10)
     with pytest.raises(OutOfPages, match="needs 7 pages, 6 are available"):
         pager.restore(spilled, TOKENS, spare_pages=4)
     table = pager.restore(spilled, TOKENS, spare_pages=3)
@@ -342,15 +347,15 @@ def test_restore_leaves_spare_pages_for_others(make_world: Callable[..., World])
     check(pager, [table])
 
 
-def test_an_empty_sequence_spills_nothing(make_world: Callable[..., World]) -> None:
-    world = make_world(6, store_pages=4)
-    spilled = world.pager.spill(world.pager.open([]), 0)
+def test_an_empty_sequence_spills_nothing(make_harness: MakeHarness) -> None:
+    harness = make_harness(6, store_pages=4)
+    spilled = harness.pager.spill(harness.pager.open([]), 0)
     assert spilled.num_pages == 0
-    assert world.pager.restore(spilled, []).num_tokens == 0
+    assert harness.pager.restore(spilled, []).num_tokens == 0
 
 
-def test_a_handle_needs_the_tokens_it_holds(make_world: Callable[..., World]) -> None:
-    world = make_world(6, store_pages=4)
-    spilled = world.pager.spill(world.compute(TOKENS[:10])[0], 10)
+def test_a_handle_needs_the_tokens_it_holds(make_harness: MakeHarness) -> None:
+    harness = make_harness(6, store_pages=4)
+    spilled = harness.pager.spill(harness.compute(TOKENS[:10])[0], 10)
     with pytest.raises(ValueError, match="10 tokens were spilled, token_ids has only 9"):
-        world.pager.restore(spilled, TOKENS[:9])
+        harness.pager.restore(spilled, TOKENS[:9])

@@ -1,7 +1,7 @@
-"""A world for the scheduler: pages of 4 tokens, a clock that is set by hand, and an executor that reads through pages.
+"""A scheduler with pages of 4 tokens, a clock that tests set, and a fake model that reads its context through pages.
 
-The executor's memory holds token ids where a model's would hold keys and values. It computes the next token from what
-it reads back through the page tables, and from nothing else: a page lost, shared or freed too early changes the output.
+The fake model stores token ids where a real one stores keys and values. It computes the next token only from what it
+reads back through the page tables, so a page that is lost, shared or released too early changes the output.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ VOCABULARY = 50
 
 
 def next_token(context: Sequence[int], vocabulary: int = VOCABULARY) -> int:
-    """The model: a pure function of the whole context."""
+    """Return the token that the fake model samples: a pure function of the whole context."""
     return crc32(bytes(context)) % vocabulary
 
 
 def continuation(prompt: Sequence[int], length: int, vocabulary: int = VOCABULARY) -> list[int]:
-    """What any schedule must generate for this prompt."""
+    """Return the tokens that any schedule must generate for this prompt."""
     tokens = list(prompt)
     for _ in range(length):
         tokens.append(next_token(tokens, vocabulary))
@@ -50,14 +50,14 @@ def continuation(prompt: Sequence[int], length: int, vocabulary: int = VOCABULAR
 
 
 def top_logprobs(context: Sequence[int], vocabulary: int) -> list[tuple[int, float]]:
-    """The model's whole distribution, likeliest first; next_token is not its maximum, beams do not need that."""
+    """Return the distribution for beam search, likeliest first. `next_token` is not its maximum."""
     weights = [1 + crc32(bytes([*context, token])) % 1000 for token in range(vocabulary)]
     order = sorted(range(vocabulary), key=lambda token: (-weights[token], token))
     return [(token, log(weights[token] / sum(weights))) for token in order]
 
 
-class Store:
-    """Room for some pages outside the world's memory; implements the pager's PageStore."""
+class FakePageStore:
+    """A PageStore of `num_slots` slots in memory."""
 
     def __init__(self, pages: list[list[int]], num_slots: int) -> None:
         self.pages = pages
@@ -88,8 +88,8 @@ class Store:
         return num_pages * self.seconds_per_page
 
 
-class World:
-    """A scheduler, its pager and an executor, stepped by hand."""
+class SchedulerHarness:
+    """A scheduler, its pager and a fake model; tests run each step."""
 
     def __init__(
         self,
@@ -107,11 +107,11 @@ class World:
         **limits: Any,
     ) -> None:
         self.now = 0.0
-        self.step_s = 0.0  # that each step takes, by the clock and by its own account
+        self.step_s = 0.0  # duration of each step, on the clock and in its result
         self.vocabulary = vocabulary
         self.windows = windows
         self.pages = [[-1] * PAGE_SIZE for _ in range(num_pages)]
-        self.store = Store(self.pages, store_slots)
+        self.store = FakePageStore(self.pages, store_slots)
         self.pager = Pager(
             PAGE_SIZE,
             num_pages,
@@ -132,8 +132,8 @@ class World:
             debug=True,
         )
         self.requests: dict[int, Request] = {}
-        self.outputs: dict[int, list[int]] = {}  # as told by updates
-        self.ended: dict[int, str] = {}  # finish reason or error, by updates
+        self.outputs: dict[int, list[int]] = {}  # tokens reported by updates
+        self.ended: dict[int, str] = {}  # finish reason or error reported by updates
         self.failing: dict[int, str] = {}  # requests whose logits cannot be sampled
 
     def add(self, request_id: int, prompt: Sequence[int], max_tokens: int = 4, **options: Any) -> Any:
@@ -148,7 +148,7 @@ class World:
         return estimate
 
     def step(self) -> StepPlan | None:
-        """Schedule, execute, commit."""
+        """Schedule a step, execute it and commit the result."""
         plan = self.scheduler.schedule()
         if plan is not None:
             self.commit(plan)
@@ -169,7 +169,7 @@ class World:
         return update
 
     def run(self, max_steps: int = 1000) -> int:
-        """Step until nothing is left. Returns the number of steps."""
+        """Run steps until every request has ended. Return the number of steps."""
         for steps in range(max_steps):
             if self.step() is None:
                 assert not self.scheduler.has_work
@@ -221,11 +221,15 @@ class World:
         self.pages[destination] = list(self.pages[source])
 
 
-@pytest.fixture
-def make_world() -> Callable[..., World]:
-    return World
+MakeHarness = Callable[..., SchedulerHarness]
+Expected = Callable[..., list[int]]
 
 
 @pytest.fixture
-def expected() -> Callable[..., list[int]]:
+def make_harness() -> MakeHarness:
+    return SchedulerHarness
+
+
+@pytest.fixture
+def expected() -> Expected:
     return continuation

@@ -1,16 +1,12 @@
-"""Beam search: the hypotheses of a search over whole contexts, on forked pages that go back when a beam is dropped."""
+"""Beam search on forked pages: same results as a search over whole contexts, and no page is lost."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from quire.scheduler import BeamSearch, BeamSpec, CostModel, Fair, LatencyBudget, SampledToken, TooLong
 
-from tests.scheduler.conftest import top_logprobs
+from tests.scheduler.conftest import MakeHarness, top_logprobs
 
-MakeWorld = Callable[..., Any]
 VOCABULARY = 12
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -18,7 +14,7 @@ PROMPT = [3, 1, 4, 1, 5]
 def search(
     prompt: list[int], width: int, length: int, stops: frozenset[int], min_tokens: int = 0, penalty: float = 1.0
 ) -> list[tuple[list[int], float]]:
-    """Written once more, without pages, parents or early ending: (tokens, score), best first."""
+    """Run a reference search over whole contexts. Return (tokens, score), best first."""
     live: list[tuple[list[int], float]] = [([], 0.0)]
     complete: list[tuple[list[int], float]] = []
     for step in range(1, length + 1):
@@ -28,10 +24,10 @@ def search(
                 candidates.append((-(logprob + more), number, token, [*tokens, token]))
         candidates.sort(key=lambda each: each[:3])
         live = []
-        for place, (cost, _, token, tokens) in enumerate(candidates):
+        for rank, (cost, _, token, tokens) in enumerate(candidates):
             if token not in stops or step < min_tokens:
                 live.append((tokens, -cost))
-            elif place < width:
+            elif rank < width:
                 complete.append((tokens, -cost / step**penalty))
         live = live[:width]
         if not live:
@@ -47,85 +43,85 @@ def search(
 @pytest.mark.parametrize("width", [1, 2, 4])
 @pytest.mark.parametrize("stops", [frozenset[int](), frozenset({2, 7})])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
-@pytest.mark.parametrize("company", [0, 3])
-def test_it_finds_what_a_search_over_contexts_finds(
-    make_world: MakeWorld, width: int, stops: frozenset[int], penalty: float, company: int
+@pytest.mark.parametrize("others", [0, 3])
+def test_results_equal_those_of_a_search_over_whole_contexts(
+    make_harness: MakeHarness, width: int, stops: frozenset[int], penalty: float, others: int
 ) -> None:
-    world = make_world(num_pages=64, vocabulary=VOCABULARY)
-    for other in range(company):
-        world.add(10 + other, [*PROMPT[:other], other], max_tokens=9)
+    harness = make_harness(num_pages=64, vocabulary=VOCABULARY)
+    for other in range(others):
+        harness.add(10 + other, [*PROMPT[:other], other], max_tokens=9)
     beam = BeamSpec(width, penalty)
-    world.add(1, PROMPT, max_tokens=8, min_tokens=2, stop_token_ids=stops, beam=beam)
-    world.run()
-    found = world.requests[1].hypotheses
+    harness.add(1, PROMPT, max_tokens=8, min_tokens=2, stop_token_ids=stops, beam=beam)
+    harness.run()
+    found = harness.requests[1].hypotheses
     wanted = search(PROMPT, width, 8, stops, min_tokens=2, penalty=penalty)
     assert [[token.token_id for token in each.tokens] for each in found] == [tokens for tokens, _ in wanted]
     assert [each.score for each in found] == pytest.approx([score for _, score in wanted])
-    assert world.ended[1] == found[0].finish_reason
+    assert harness.ended[1] == found[0].finish_reason
 
 
-def test_pages_of_dropped_beams_are_back_before_the_next_step(make_world: MakeWorld) -> None:
-    world = make_world(num_pages=64, vocabulary=VOCABULARY, enable_prefix_caching=False)
-    world.add(1, PROMPT, max_tokens=12, beam=BeamSpec(4))
-    while world.scheduler.has_work:
-        world.step()  # the audit explains every page by a live table
-        beams = list(world.scheduler._batch.requests.values())
+def test_pages_of_dropped_beams_are_released_before_the_next_step(make_harness: MakeHarness) -> None:
+    harness = make_harness(num_pages=64, vocabulary=VOCABULARY, enable_prefix_caching=False)
+    harness.add(1, PROMPT, max_tokens=12, beam=BeamSpec(4))
+    while harness.scheduler.has_work:
+        harness.step()  # the audit accounts for every page
+        beams = list(harness.scheduler._batch.requests.values())
         pages = {page for beam in beams for page in beam.table.pages[0]}
-        assert world.scheduler.stats().pages_owned == len(pages)
+        assert harness.scheduler.stats().pages_owned == len(pages)
         assert len(beams) <= 4
-    assert world.scheduler.stats().pages_owned == 0
+    assert harness.scheduler.stats().pages_owned == 0
 
 
-def test_beams_count_as_places_and_their_pages_are_reserved(make_world: MakeWorld) -> None:
-    world = make_world(num_pages=20, max_num_seqs=4, vocabulary=VOCABULARY)
-    world.add(1, PROMPT, max_tokens=7, beam=BeamSpec(3))  # 3 pages at its longest, and 1 to copy: 3 times
-    world.add(2, PROMPT, max_tokens=4)
-    world.add(3, PROMPT, max_tokens=4)
-    world.step()
-    stats = world.scheduler.stats()
+def test_beams_use_sequence_slots_and_reserve_their_pages(make_harness: MakeHarness) -> None:
+    harness = make_harness(num_pages=20, max_num_seqs=4, vocabulary=VOCABULARY)
+    harness.add(1, PROMPT, max_tokens=7, beam=BeamSpec(3))  # each beam: 3 pages at its longest and 1 copy
+    harness.add(2, PROMPT, max_tokens=4)
+    harness.add(3, PROMPT, max_tokens=4)
+    harness.step()
+    stats = harness.scheduler.stats()
     assert (stats.running, stats.waiting, stats.waiting_by_reason) == (2, 1, {"sequences": 1})
-    assert stats.pages_reserved == 3 * 4 - 2  # they have 2 pages, and share them
-    assert not world.scheduler.preempt(1)
-    world.run()
-    assert world.scheduler.stats().preemptions == 0
+    assert stats.pages_reserved == 3 * 4 - 2  # the beams share 2 pages
+    assert not harness.scheduler.preempt(1)
+    harness.run()
+    assert harness.scheduler.stats().preemptions == 0
 
 
-def test_a_search_that_cannot_fit_is_refused(make_world: MakeWorld) -> None:
-    world = make_world(num_pages=11)
+def test_a_search_that_needs_more_pages_than_the_pool_is_refused(make_harness: MakeHarness) -> None:
+    harness = make_harness(num_pages=11)
     with pytest.raises(TooLong, match="need 12 pages of 11"):
-        world.add(1, PROMPT, max_tokens=7, beam=BeamSpec(3))
+        harness.add(1, PROMPT, max_tokens=7, beam=BeamSpec(3))
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_cancelling_drops_every_beam(make_world: MakeWorld, steps: int) -> None:
-    world = make_world(num_pages=64, vocabulary=VOCABULARY)
-    world.add(1, PROMPT, max_tokens=8, beam=BeamSpec(4))
+def test_cancelling_a_search_drops_every_beam(make_harness: MakeHarness, steps: int) -> None:
+    harness = make_harness(num_pages=64, vocabulary=VOCABULARY)
+    harness.add(1, PROMPT, max_tokens=8, beam=BeamSpec(4))
     for _ in range(steps):
-        world.step()
-    plan = world.scheduler.schedule()
-    assert world.cancel(1) is None  # in flight
-    world.commit(plan)
-    assert world.ended == {1: "cancelled"}
-    assert world.scheduler.stats().pages_owned == world.scheduler.stats().pages_reserved == 0
-    world.ended.clear()
-    world.add(1, PROMPT, max_tokens=8, beam=BeamSpec(4))
-    world.run()
-    assert world.ended == {1: "length"}
+        harness.step()
+    plan = harness.scheduler.schedule()
+    assert harness.cancel(1) is None  # in flight
+    harness.commit(plan)
+    assert harness.ended == {1: "cancelled"}
+    assert harness.scheduler.stats().pages_owned == harness.scheduler.stats().pages_reserved == 0
+    harness.ended.clear()
+    harness.add(1, PROMPT, max_tokens=8, beam=BeamSpec(4))
+    harness.run()
+    assert harness.ended == {1: "length"}
 
 
-def test_a_failing_beam_or_step_ends_the_whole_search(make_world: MakeWorld) -> None:
-    world = make_world(num_pages=64, vocabulary=VOCABULARY)
-    world.add(1, PROMPT, max_tokens=8, beam=BeamSpec(2))
-    world.step()
-    world.failing[-1] = "not numbers"
-    world.step()
-    assert world.ended == {1: "not numbers"}
-    world.add(2, PROMPT, max_tokens=8, beam=BeamSpec(2))
-    world.step()
-    world.scheduler.schedule()
-    updates = world.scheduler.abandon("the step failed")
+def test_a_failing_beam_or_step_ends_the_whole_search(make_harness: MakeHarness) -> None:
+    harness = make_harness(num_pages=64, vocabulary=VOCABULARY)
+    harness.add(1, PROMPT, max_tokens=8, beam=BeamSpec(2))
+    harness.step()
+    harness.failing[-1] = "NaN"
+    harness.step()
+    assert harness.ended == {1: "NaN"}
+    harness.add(2, PROMPT, max_tokens=8, beam=BeamSpec(2))
+    harness.step()
+    harness.scheduler.schedule()
+    updates = harness.scheduler.abandon("the step failed")
     assert [(update.request_id, update.error) for update in updates] == [(2, "the step failed")]
-    assert world.scheduler.stats().pages_owned == 0
+    assert harness.scheduler.stats().pages_owned == 0
 
 
 def test_ties_go_to_the_earlier_hypothesis_then_to_the_lower_token() -> None:
@@ -137,20 +133,20 @@ def test_ties_go_to_the_earlier_hypothesis_then_to_the_lower_token() -> None:
     assert [(each.parent, each.token.token_id) for each in second] == [(0, 0), (0, 1)]
 
 
-def test_a_search_wider_than_the_latency_target_allows_runs_alone(make_world: MakeWorld) -> None:
-    world = make_world(num_pages=64, vocabulary=VOCABULARY, budget=LatencyBudget(CostModel(), 1e-3, 64))
-    world.add(1, [2, 3], max_tokens=6)
-    world.add(2, PROMPT, max_tokens=6, beam=BeamSpec(4))
-    world.add(3, [4, 5], max_tokens=6)
-    world.run()
-    assert set(world.ended.values()) == {"length"}
+def test_a_search_wider_than_the_latency_target_allows_runs_alone(make_harness: MakeHarness) -> None:
+    harness = make_harness(num_pages=64, vocabulary=VOCABULARY, budget=LatencyBudget(CostModel(), 1e-3, 64))
+    harness.add(1, [2, 3], max_tokens=6)
+    harness.add(2, PROMPT, max_tokens=6, beam=BeamSpec(4))
+    harness.add(3, [4, 5], max_tokens=6)
+    harness.run()
+    assert set(harness.ended.values()) == {"length"}
 
 
-def test_every_beam_is_charged_to_its_tenant(make_world: MakeWorld) -> None:
+def test_every_beam_is_charged_to_its_tenant(make_harness: MakeHarness) -> None:
     """A step costs 2 per beam, as if each beam were a request that decodes."""
     policy = Fair(credit_tokens=0)
-    world = make_world(num_pages=64, vocabulary=VOCABULARY, policy=policy)
-    world.add(1, PROMPT, max_tokens=3, tenant="search", beam=BeamSpec(4))
-    world.run()
-    search = world.requests[1]
+    harness = make_harness(num_pages=64, vocabulary=VOCABULARY, policy=policy)
+    harness.add(1, PROMPT, max_tokens=3, tenant="search", beam=BeamSpec(4))
+    harness.run()
+    search = harness.requests[1]
     assert policy.rank(search)[0] == 2 * (1 + 4 + 4)  # the step that computes the prompt has one beam

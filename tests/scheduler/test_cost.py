@@ -1,4 +1,4 @@
-"""The cost model learns what steps cost, and the latency budget keeps steps within a target by it."""
+"""The cost model learns what steps cost; the latency budget uses it to keep steps within a target."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def some_load(generator: random.Random) -> StepLoad:
 
 
 @pytest.mark.parametrize("scale", [1e-2, 1.0, 30.0])
-def test_it_learns_costs_far_from_its_prior(scale: float) -> None:
+def test_the_model_learns_costs_far_from_its_prior(scale: float) -> None:
     generator, model = random.Random(1), CostModel()
     for _ in range(400):
         load = some_load(generator)
@@ -33,7 +33,7 @@ def test_it_learns_costs_far_from_its_prior(scale: float) -> None:
         assert model.predict(load) == pytest.approx(scale * true_seconds(load), rel=0.25)
 
 
-def test_what_is_not_exercised_is_not_forgotten() -> None:
+def test_coefficients_without_new_data_are_kept() -> None:
     generator, model = random.Random(1), CostModel()
     for _ in range(300):
         load = some_load(generator)
@@ -52,7 +52,7 @@ def test_no_coefficient_is_ever_negative() -> None:
         assert min(model.coefficients) >= 0
 
 
-def test_one_slow_step_is_somebody_elses_doing() -> None:
+def test_one_slow_step_changes_little() -> None:
     generator, model = random.Random(3), CostModel()
     for _ in range(200):
         load = some_load(generator)
@@ -61,7 +61,7 @@ def test_one_slow_step_is_somebody_elses_doing() -> None:
     assert model.predict(StepLoad(8, 0, 8000)) < 2.5 * true_seconds(StepLoad(8, 0, 8000))
 
 
-def test_pairs_of_a_chunk() -> None:
+def test_query_key_pairs_of_a_chunk() -> None:
     assert chunk_pairs(0, 4) == 1 + 2 + 3 + 4
     assert chunk_pairs(10, 3) == 11 + 12 + 13
 
@@ -81,7 +81,7 @@ def test_prefill_fills_a_step_up_to_the_target(context: int, target_s: float) ->
     assert step.prefill_tokens(context) <= 1
 
 
-def test_several_prefills_share_what_is_left() -> None:
+def test_several_prefills_share_the_budget() -> None:
     step = LatencyBudget(CostModel(TRUE), 0.2, 512).begin(4, 400)
     first = step.prefill_tokens(0)
     step.spend(first // 2, 0)
@@ -89,18 +89,18 @@ def test_several_prefills_share_what_is_left() -> None:
 
 
 def test_prefill_never_starves() -> None:
-    """However far decoding alone is above the target, some prefill joins, but not twice."""
+    """A step over the target still gets the least prefill, but only once."""
     step = LatencyBudget(CostModel(TRUE), 0.01, 512).begin(64, 64 * 4000)
     assert step.prefill_tokens(0) == LEAST_PREFILL
     step.spend(LEAST_PREFILL, 0)
     assert step.prefill_tokens(0) == 0
 
 
-def test_with_nobody_decoding_there_is_nobody_to_wait() -> None:
+def test_without_decoding_sequences_prefill_fills_the_step() -> None:
     assert LatencyBudget(CostModel(TRUE), 0.01, 512).begin(0, 0).prefill_tokens(0) == 512
 
 
-def test_sequences_that_would_break_the_target_do_not_join() -> None:
+def test_sequences_that_would_exceed_the_target_do_not_join() -> None:
     budget = LatencyBudget(CostModel(TRUE), 0.05, 512)
     assert budget.may_join(8, 8 * 500)
     assert not budget.may_join(16, 16 * 500)

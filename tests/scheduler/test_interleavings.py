@@ -1,7 +1,7 @@
-"""Any interleaving of all there is gives every request the tokens it would get alone, and every page back.
+"""In any order of operations every request gets the tokens it would get alone, and every page is released.
 
-Adding (also branches and beams), stepping, failing, cancelling, preempting, spilling, guessing, pinning, deadlines: in
-any order, under any policy, budget and quota, with full and sliding layer groups.
+Operations: adding requests, forks and beam searches, stepping, failing, cancelling, preempting, spilling, drafting,
+pinning and deadlines, under any policy, budget and quota, with full and sliding layer groups.
 """
 
 from __future__ import annotations
@@ -35,19 +35,21 @@ from quire.scheduler import (
     TokenBudget,
 )
 
-from tests.scheduler.conftest import World, continuation
+from tests.scheduler.conftest import SchedulerHarness, continuation
 
-prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)  # few values: shared prefixes and right guesses abound
+prompts = st.lists(
+    st.integers(0, 1), min_size=1, max_size=14
+)  # few values: shared prefixes and accepted drafts are frequent
 tenants = st.sampled_from(["a", "b", "c"])
 choice = st.integers(0, 1000)
 COSTS = Coefficients(20e-3, 1e-3, 1e-3, 1e-5, 1e-5)
-ENDINGS = ("cancelled", "failed", "not numbers", DEADLINE_PASSED)
+ENDINGS = ("cancelled", "failed", "NaN", DEADLINE_PASSED)
 COUNTED_STATES = {"running": (State.PREFILL, State.DECODE), "waiting": (State.WAITING, State.PREEMPTED)}
 POLICIES = (FirstComeFirstServed, Priority, Fair, lambda: Fair({"a": 3.0, "b": 0.5}))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Steps are split in two, so that everything can also happen while one is in flight."""
+    """A step is scheduled and committed by two rules, so any other rule can run while it is in flight."""
 
     longest_prompt = 14
     pools = st.integers(4, 14)
@@ -61,7 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         has_target=st.booleans(),
         vocabulary=st.sampled_from([2, 50]),
-        num_guesses=st.sampled_from([0, 3]),
+        num_drafts=st.sampled_from([0, 3]),
         store_slots=st.sampled_from([0, 3, 30]),
         quota=st.none() | st.integers(3, 9),
         caching=st.booleans(),
@@ -75,7 +77,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy: Callable[[], Any],
         has_target: bool,
         vocabulary: int,
-        num_guesses: int,
+        num_drafts: int,
         store_slots: int,
         quota: int | None,
         caching: bool,
@@ -86,7 +88,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.max_num_seqs = max_num_seqs
         self.plan: StepPlan | None = None
         self.next_id = 0
-        self.world = World(
+        self.harness = SchedulerHarness(
             data.draw(self.pools) * len(windows),
             max_num_seqs=max_num_seqs,
             enable_prefix_caching=caching,
@@ -101,10 +103,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_kv_pages_per_tenant=quota and quota * len(windows),
             max_chunk=chunk,
             max_num_samples=max_num_seqs + 3,
-            num_speculative_tokens=num_guesses,
+            num_speculative_tokens=num_drafts,
         )
-        self.world.step_s = 0.02
-        self.scheduler = self.world.scheduler
+        self.harness.step_s = 0.02
+        self.scheduler = self.harness.scheduler
 
     @rule(
         data=st.data(),
@@ -135,7 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_tokens=min(2, max_tokens),
             tenant=tenant,
             priority=priority,
-            deadline=None if lifetime is None else self.world.now + lifetime,
+            deadline=None if lifetime is None else self.harness.now + lifetime,
             pin_s=pin_s,
         )
 
@@ -155,31 +157,31 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plan is not None)
     @rule()
     def commit(self) -> None:
-        self.world.commit(self.plan)
+        self.harness.commit(self.plan)
         self.plan = None
 
     @precondition(lambda self: self.plan is None)
     @rule(count=st.integers(1, 6))
     def several_steps(self, count: int) -> None:
         for _ in range(count):
-            self.world.step()
+            self.harness.step()
 
     @precondition(lambda self: self.plan is not None)
     @rule()
     def fail_the_step(self) -> None:
         for update in self.scheduler.abandon("failed"):
-            self.world.note(update)
+            self.harness.note(update)
         self.plan = None
 
     @precondition(lambda self: self.next_id)
     @rule(which=choice)
     def cancel(self, which: int) -> None:
-        self.world.cancel(which % self.next_id)
+        self.harness.cancel(which % self.next_id)
 
     @precondition(lambda self: self.next_id)
     @rule(which=choice)
     def give_bad_logits(self, which: int) -> None:
-        self.world.failing[which % self.next_id] = "not numbers"
+        self.harness.failing[which % self.next_id] = "NaN"
 
     @precondition(lambda self: self.next_id)
     @rule(which=choice)
@@ -188,12 +190,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(0, 0.3))
     def expire(self, seconds: float) -> None:
-        self.world.now += seconds
-        self.world.expire()
+        self.harness.now += seconds
+        self.harness.expire()
 
     @rule(is_damaged=st.booleans(), seconds_per_page=st.sampled_from([1e-9, 1e-3, 1e9]))
     def change_the_store(self, is_damaged: bool, seconds_per_page: float) -> None:
-        self.world.store.is_damaged, self.world.store.seconds_per_page = is_damaged, seconds_per_page
+        self.harness.store.is_damaged, self.harness.store.seconds_per_page = is_damaged, seconds_per_page
 
     @invariant()
     def counters_agree_with_states(self) -> None:
@@ -201,9 +203,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert stats.pages_free + stats.pages_cached + stats.pages_owned == stats.pages_total
         assert stats.pages_reserved <= stats.pages_free + stats.pages_cached
         assert sum(stats.waiting_by_reason.values()) == stats.waiting
-        assert stats.pages_spilled == len(self.world.store.slots) - self.world.store.slots.count(None)
+        assert stats.pages_spilled == len(self.harness.store.slots) - self.harness.store.slots.count(None)
         for name, states in COUNTED_STATES.items():
-            counted = sum(request.state in states for request in self.world.requests.values())
+            counted = sum(request.state in states for request in self.harness.requests.values())
             assert getattr(stats, name) == counted
 
     @invariant()
@@ -213,21 +215,21 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def streams_are_prefixes_of_what_they_would_be_alone(self) -> None:
-        for request_id, request in self.world.requests.items():
-            output = self.world.outputs[request_id]
+        for request_id, request in self.harness.requests.items():
+            output = self.harness.outputs[request_id]
             assert output == continuation(request.spec.prompt_token_ids, len(output), self.vocabulary)
 
     @invariant()
-    def nobody_is_preempted_for_ever(self) -> None:
-        assert all(request.preemptions <= MAX_PREEMPTIONS for request in self.world.requests.values())
+    def preemptions_are_limited(self) -> None:
+        assert all(request.preemptions <= MAX_PREEMPTIONS for request in self.harness.requests.values())
 
     def teardown(self) -> None:
-        if not hasattr(self, "world"):
+        if not hasattr(self, "harness"):
             return
         if self.plan is not None:
-            self.world.commit(self.plan)
-        self.world.run()
-        for request_id, request in self.world.requests.items():
+            self.harness.commit(self.plan)
+        self.harness.run()
+        for request_id, request in self.harness.requests.items():
             assert request.state is State.ENDED
             self._check_end(request_id, request)
         self.counters_agree_with_states()
@@ -236,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _add(self, ids: Any, prompt: list[int], max_tokens: int, **options: Any) -> None:
         before = self.scheduler.stats()
         try:
-            self.world.add_forks(ids, prompt, max_tokens, **options)
+            self.harness.add_forks(ids, prompt, max_tokens, **options)
         except Refused:
             assert self.scheduler.stats() == before
             return
@@ -250,7 +252,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sum(row.num_samples for row in plan.sequences) <= self.max_num_seqs + 3
 
     def _check_end(self, request_id: int, request: Any) -> None:
-        output, end = self.world.outputs[request_id], self.world.ended[request_id]
+        output, end = self.harness.outputs[request_id], self.harness.ended[request_id]
         spec = request.spec
         stopped = len(output) >= spec.min_tokens and output[-1] in spec.stop_token_ids if output else False
         if end in ENDINGS:
@@ -267,7 +269,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class SlidingMachine(SchedulerMachine):
-    """Sequences that are longer than a tile and a window, so that pages are given back as they go."""
+    """Sequences longer than a tile and a window, so that pages are released while they run."""
 
     longest_prompt = 90
     pools = st.integers(30, 60)

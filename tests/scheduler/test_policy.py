@@ -1,4 +1,4 @@
-"""The waiting queue's order, and the budget."""
+"""The order in which policies admit requests, and the token budget."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_first_come_first_served() -> None:
     assert len(queue) == 0
 
 
-def test_the_preempted_come_before_all_that_never_ran() -> None:
+def test_preempted_requests_come_before_those_that_never_ran() -> None:
     queue = FirstComeFirstServed()
     queue.push(request(1))
     queue.push(request(2))
@@ -55,7 +55,7 @@ def test_tenants_can_be_passed_over() -> None:
         assert queue.head({"a", "b"}) is None
 
 
-def test_priority_goes_first_but_waiting_makes_up_for_it() -> None:
+def test_priority_goes_first_and_waiting_makes_up_for_it() -> None:
     queue = Priority(ageing_s=10)
     queue.push(request(1, priority=5, now=0))
     queue.push(request(2, priority=0, now=49))
@@ -64,8 +64,8 @@ def test_priority_goes_first_but_waiting_makes_up_for_it() -> None:
     assert drain(queue) == [4, 2, 1, 3]
 
 
-def test_no_priority_waits_for_ever() -> None:
-    """Against a stream of more urgent requests, one a second, the least urgent runs after its ageing."""
+def test_the_lowest_priority_does_not_starve() -> None:
+    """With one more urgent request per second, it runs when its age makes up for its priority."""
     queue = Priority(ageing_s=2)
     queue.push(request(0, priority=10))
     for second in range(1, 100):
@@ -98,7 +98,7 @@ def test_service_is_shared_by_weight() -> None:
 @pytest.mark.parametrize(
     ("credit_tokens", "expected"), [(0, [3, 4, 103, 104, 200, 201]), (200, [3, 4, 103, 200, 201, 202])]
 )
-def test_nobody_saves_up_more_service_than_the_credit_while_away(credit_tokens: int, expected: list[int]) -> None:
+def test_an_idle_tenant_saves_up_at_most_the_credit(credit_tokens: int, expected: list[int]) -> None:
     queue = Fair(credit_tokens=credit_tokens)
     for request_id in range(10):
         queue.push(request(request_id, "busy"))
@@ -114,8 +114,8 @@ def test_nobody_saves_up_more_service_than_the_credit_while_away(credit_tokens: 
     assert sorted(first) == expected
 
 
-def test_credit_is_not_handed_on() -> None:
-    """A tenant that comes while another has credit left starts no lower than that one did."""
+def test_credit_does_not_lower_the_start_of_the_next_tenant() -> None:
+    """A tenant that comes while another has credit left starts at the same level as that tenant."""
     queue = Fair(credit_tokens=100)
     queue.push(request(1, "busy"))
     queue.served(request(2, "busy"), 1000, 0)
@@ -127,14 +127,14 @@ def test_credit_is_not_handed_on() -> None:
 @pytest.mark.parametrize(
     ("num_seqs", "gives_way"), [((8, 0), True), ((5, 3), True), ((4, 3), False), ((4, 4), False), ((1, 0), False)]
 )
-def test_who_holds_more_places_gives_way(num_seqs: tuple[int, int], gives_way: bool) -> None:
+def test_the_tenant_with_more_sequences_is_displaced(num_seqs: tuple[int, int], gives_way: bool) -> None:
     running, newcomer = request(1, "flood"), request(2, "other")
     held = {"flood": num_seqs[0], "other": num_seqs[1]}.__getitem__
     assert Fair().may_displace(newcomer, running, held) == gives_way
     assert not FirstComeFirstServed().may_displace(newcomer, running, held)
 
 
-def test_places_are_shared_by_weight() -> None:
+def test_sequence_slots_are_shared_by_weight() -> None:
     running, newcomer = request(1, "gold"), request(2, "free")
     assert not Fair({"gold": 3}).may_displace(newcomer, running, {"gold": 6, "free": 1}.__getitem__)
     assert Fair({"gold": 3}).may_displace(newcomer, running, {"gold": 7, "free": 1}.__getitem__)

@@ -1,4 +1,4 @@
-"""A request's states, its times and its ends."""
+"""A request's states, times and finish reasons."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def test_stop_tokens_count_only_from_min_tokens_on() -> None:
     assert with_output(9, 9, stop_token_ids=stops, min_tokens=2).natural_end() == "stop"
 
 
-def test_prompt_and_output_are_told_apart() -> None:
+def test_prompt_and_output_are_separate() -> None:
     made = with_output(1, 2)
     assert (made.token_ids, made.output_token_ids, made.num_prompt_tokens) == ([5, 6, 7, 1, 2], [1, 2], 3)
 
 
-def test_the_callers_prompt_is_not_the_requests_own_list() -> None:
+def test_a_request_copies_its_prompt() -> None:
     prompt = [5, 6]
     made = Request(RequestSpec(1, prompt, max_tokens=1))
     made.append(7, 0.0)
@@ -85,6 +85,6 @@ def test_the_callers_prompt_is_not_the_requests_own_list() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens", "message"), [([], 1, "1 prompt token"), ([1], 0, "max_tokens")])
-def test_nonsense_is_refused(prompt: list[int], max_tokens: int, message: str) -> None:
+def test_impossible_requests_are_refused(prompt: list[int], max_tokens: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Request(RequestSpec(1, prompt, max_tokens=max_tokens))

@@ -1,174 +1,176 @@
-"""Guesses: the same tokens in fewer steps, where verifying them pays, and none where it does not."""
+"""Draft tokens: the same output in fewer steps where verifying them pays, and no drafts where it does not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from quire.scheduler import Coefficients, CostModel, SampledToken, State
 from quire.scheduler.speculative import NGramIndex
 
-MakeWorld = Callable[..., Any]
-Expected = Callable[..., list[int]]
+from tests.scheduler.conftest import Expected, MakeHarness
+
 CHEAP_ROWS = Coefficients(20e-3, 1e-4, 1e-3, 0.0, 0.0)
 DEAR_ROWS = Coefficients(1e-4, 20e-3, 1e-3, 0.0, 0.0)
 PERIODIC = [1, 0, 0, 1, 1, 0] * 4
 
 
-def speculative(make_world: MakeWorld, coefficients: Coefficients = CHEAP_ROWS, **options: Any) -> Any:
+def speculative(make_harness: MakeHarness, coefficients: Coefficients = CHEAP_ROWS, **options: Any) -> Any:
     options = {"vocabulary": 2, "num_pages": 64, "num_speculative_tokens": 4, **options}
-    return make_world(cost=CostModel(coefficients), **options)
+    return make_harness(cost=CostModel(coefficients), **options)
 
 
 @pytest.mark.parametrize("prompt", [PERIODIC, [1, 0] * 9, [1], [0, 0, 1, 0, 1, 1, 0, 1, 0, 0, 0, 1]])
 @pytest.mark.parametrize("max_tokens", [1, 2, 40])
-def test_on_or_off_the_tokens_are_the_same(
-    make_world: MakeWorld, expected: Expected, prompt: list[int], max_tokens: int
+def test_drafts_do_not_change_the_tokens(
+    make_harness: MakeHarness, expected: Expected, prompt: list[int], max_tokens: int
 ) -> None:
-    world = speculative(make_world)
-    world.add(1, prompt, max_tokens)
-    steps = world.run()
-    assert world.outputs[1] == expected(prompt, max_tokens, 2)
-    assert steps == max_tokens - world.requests[1].accepted_draft_tokens
-    assert world.scheduler.stats().pages_owned == 0
+    harness = speculative(make_harness)
+    harness.add(1, prompt, max_tokens)
+    steps = harness.run()
+    assert harness.outputs[1] == expected(prompt, max_tokens, 2)
+    assert steps == max_tokens - harness.requests[1].accepted_draft_tokens
+    assert harness.scheduler.stats().pages_owned == 0
 
 
-def test_right_guesses_save_steps_and_are_counted(make_world: MakeWorld) -> None:
-    world = speculative(make_world)
-    world.add(1, PERIODIC, max_tokens=60)
-    assert world.run() < 50
-    stats = world.scheduler.stats()
+def test_accepted_drafts_save_steps_and_are_counted(make_harness: MakeHarness) -> None:
+    harness = speculative(make_harness)
+    harness.add(1, PERIODIC, max_tokens=60)
+    assert harness.run() < 50
+    stats = harness.scheduler.stats()
     assert 0 < stats.accepted_draft_tokens < stats.draft_tokens
-    assert stats.accepted_draft_tokens == world.requests[1].accepted_draft_tokens
+    assert stats.accepted_draft_tokens == harness.requests[1].accepted_draft_tokens
 
 
-def test_a_stop_token_among_right_guesses_ends_the_request_there(make_world: MakeWorld, expected: Expected) -> None:
+def test_a_stop_token_among_accepted_drafts_ends_the_request_there(
+    make_harness: MakeHarness, expected: Expected
+) -> None:
     for min_tokens in range(1, 30):
-        world = speculative(make_world)
-        world.add(1, PERIODIC, max_tokens=60, min_tokens=min_tokens, stop_token_ids=frozenset({1}))
-        world.run()
+        harness = speculative(make_harness)
+        harness.add(1, PERIODIC, max_tokens=60, min_tokens=min_tokens, stop_token_ids=frozenset({1}))
+        harness.run()
         tokens = expected(PERIODIC, 60, 2)
-        assert world.outputs[1] == tokens[: tokens.index(1, min_tokens - 1) + 1]
+        assert harness.outputs[1] == tokens[: tokens.index(1, min_tokens - 1) + 1]
 
 
-def test_guesses_that_cost_more_than_they_save_are_not_verified(make_world: MakeWorld) -> None:
-    world = speculative(make_world, DEAR_ROWS)
-    world.add(1, PERIODIC, max_tokens=60)
-    assert world.run() == 60
-    assert world.scheduler.stats().draft_tokens == 0
+def test_drafts_that_cost_more_than_they_save_are_not_verified(make_harness: MakeHarness) -> None:
+    harness = speculative(make_harness, DEAR_ROWS)
+    harness.add(1, PERIODIC, max_tokens=60)
+    assert harness.run() == 60
+    assert harness.scheduler.stats().draft_tokens == 0
 
 
-def test_the_wider_the_batch_the_fewer_guesses(make_world: MakeWorld) -> None:
-    """A row costs a tenth of a step: alone a guess pays, among many, where a token costs no more than a row, none."""
-    guessed = {}
+def test_wider_batches_make_fewer_drafts(make_harness: MakeHarness) -> None:
+    """A row costs a tenth of a step: a draft pays for one sequence, but not in a batch whose tokens cost a row."""
+    drafted = {}
     for users in (1, 4, 24):
-        world = speculative(make_world, Coefficients(20e-3, 2e-3, 1e-3, 0.0, 0.0), max_num_seqs=32, num_pages=600)
+        harness = speculative(make_harness, Coefficients(20e-3, 2e-3, 1e-3, 0.0, 0.0), max_num_seqs=32, num_pages=600)
         for user in range(users):
-            world.add(user, PERIODIC, max_tokens=30)
-        world.run()
-        guessed[users] = world.scheduler.stats().draft_tokens / users
-    assert guessed[1] > guessed[4] > guessed[24] == 0
+            harness.add(user, PERIODIC, max_tokens=30)
+        harness.run()
+        drafted[users] = harness.scheduler.stats().draft_tokens / users
+    assert drafted[1] > drafted[4] > drafted[24] == 0
 
 
-def test_nothing_is_guessed_while_anything_prefills_or_waits(make_world: MakeWorld) -> None:
-    world = speculative(make_world, max_num_seqs=2, max_num_batched_tokens=8)
-    world.add(1, PERIODIC, max_tokens=60)
+def test_no_drafts_while_a_request_prefills_or_waits(make_harness: MakeHarness) -> None:
+    harness = speculative(make_harness, max_num_seqs=2, max_num_batched_tokens=8)
+    harness.add(1, PERIODIC, max_tokens=60)
     for _ in range(10):
-        world.step()
-    world.add(2, PERIODIC * 2, max_tokens=30)
-    while world.requests[2].state is not State.DECODE:
-        assert world.step().num_decode_rows <= 1
+        harness.step()
+    harness.add(2, PERIODIC * 2, max_tokens=30)
+    while harness.requests[2].state is not State.DECODE:
+        assert harness.step().num_decode_rows <= 1
 
 
 @pytest.mark.parametrize("windows", [(0,), (3,), (0, 2)])
 @pytest.mark.parametrize("spoils", ["its own row", "all rows"])
-def test_a_wrong_guess_that_is_not_a_number_leaves_no_trace(
-    make_world: MakeWorld, expected: Expected, windows: tuple[int, ...], spoils: str
+def test_a_rejected_draft_that_produced_nan_leaves_no_trace(
+    make_harness: MakeHarness, expected: Expected, windows: tuple[int, ...], spoils: str
 ) -> None:
-    """Its key and value may not be numbers either. The others of the step may have read them: their samples are lost.
-    Their page is written anew from its first slot, where a window has left what that needs, everything is.
+    """Its key and value may be NaN, and other rows of the step may have read them, so their samples fail too.
+
+    The page is computed again from its first slot, or the whole sequence if a window has released what that needs.
     """
     spoilt = rewritten = from_the_start = 0
-    for length in range(56, 68):  # in one of them, a guess is wrong just behind the end of the first tile
-        world = speculative(make_world, windows=windows)
+    for length in range(56, 68):  # in one of them, a draft is rejected just after the first tile
+        harness = speculative(make_harness, windows=windows)
         prompt = (PERIODIC * 3)[:length]
-        world.add(1, prompt, max_tokens=20)
-        while (plan := world.scheduler.schedule()) is not None:
+        harness.add(1, prompt, max_tokens=20)
+        while (plan := harness.scheduler.schedule()) is not None:
             row = plan.sequences[0]
-            result = world.execute(plan)
+            result = harness.execute(plan)
             samples = list(result.sampled)
             right = [row.token_ids[i + 1] == samples[i].token_id for i in range(len(samples) - 1)]
             if len(samples) > 1 and False in right:
                 spoilt += 1
                 first = right.index(False) + 1 if spoils == "its own row" else 0
-                samples[first:] = [SampledToken(1, -1, error="not a number")] * (len(samples) - first)
-            for update in world.scheduler.commit(type(result)(result.step_id, tuple(samples), 0.0)):
-                world.note(update)
-            request = world.requests[1]
+                samples[first:] = [SampledToken(1, -1, error="NaN")] * (len(samples) - first)
+            for update in harness.scheduler.commit(type(result)(result.step_id, tuple(samples), 0.0)):
+                harness.note(update)
+            request = harness.requests[1]
             if len(samples) > 1 and request.state is State.PREFILL:
                 rewritten += 1
                 from_the_start += request.num_computed_tokens == 0
                 assert request.num_computed_tokens % 4 == 0
-        assert world.outputs[1] == expected(prompt, 20, 2)
+        assert harness.outputs[1] == expected(prompt, 20, 2)
     assert 0 < rewritten <= spoilt
     assert (from_the_start > 0) == (windows != (0,))
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 5, 6])
-def test_what_is_not_a_number_without_guesses_either_ends_the_request(make_world: MakeWorld, num_steps: int) -> None:
-    world = speculative(make_world)
-    world.add(1, PERIODIC, max_tokens=40)
+def test_nan_without_drafts_ends_the_request(make_harness: MakeHarness, num_steps: int) -> None:
+    harness = speculative(make_harness)
+    harness.add(1, PERIODIC, max_tokens=40)
     for _ in range(num_steps):
-        world.step()
-    world.failing[1] = "not a number"
-    world.run(3)
-    assert world.ended[1] == "not a number"
+        harness.step()
+    harness.failing[1] = "NaN"
+    harness.run(3)
+    assert harness.ended[1] == "NaN"
 
 
-def test_the_longest_known_run_is_looked_up_first() -> None:
+def test_the_longest_indexed_run_is_looked_up_first() -> None:
     ngrams = NGramIndex()
     tokens = [1, 2, 3, 4, 9, 9, 3, 4, 8, 1, 2, 3, 4]
     ngrams.extend(tokens)
     assert ngrams.draft(tokens, 3) == [9, 9, 3]
     tokens += [7, 7, 3, 4]
     ngrams.extend(tokens)
-    assert ngrams.draft(tokens, 2) == [7, 7]  # of the two tokens, the last place
+    assert ngrams.draft(tokens, 2) == [7, 7]  # what followed the last occurrence
     assert ngrams.draft([5], 2) == []
 
 
-def test_drafts_of_an_ended_request_are_forgotten(make_world: MakeWorld, expected: Expected) -> None:
+def test_drafts_of_an_ended_request_are_forgotten(make_harness: MakeHarness, expected: Expected) -> None:
     """A later request with the same id is drafted as if it were the first."""
     prompt = PERIODIC[:13]
-    fresh = speculative(make_world)
+    fresh = speculative(make_harness)
     fresh.add(1, prompt, max_tokens=30)
     fresh.run()
-    world = speculative(make_world)
-    world.add(1, [0, 1, 1] * 9, max_tokens=30)
-    world.run()
-    before = world.scheduler.stats().draft_tokens
-    world.ended.clear()
-    world.add(1, prompt, max_tokens=30)
-    world.run()
-    assert world.outputs[1] == expected(prompt, 30, 2)
-    assert world.scheduler.stats().draft_tokens - before == fresh.scheduler.stats().draft_tokens > 0
+    harness = speculative(make_harness)
+    harness.add(1, [0, 1, 1] * 9, max_tokens=30)
+    harness.run()
+    before = harness.scheduler.stats().draft_tokens
+    harness.ended.clear()
+    harness.add(1, prompt, max_tokens=30)
+    harness.run()
+    assert harness.outputs[1] == expected(prompt, 30, 2)
+    assert harness.scheduler.stats().draft_tokens - before == fresh.scheduler.stats().draft_tokens > 0
 
 
-def test_drafts_are_for_one_step(make_world: MakeWorld, expected: Expected) -> None:
+def test_drafts_are_for_one_step(make_harness: MakeHarness, expected: Expected) -> None:
     """Steps with drafts are followed by steps without, while another request waits."""
-    world = speculative(make_world, max_num_seqs=1, max_num_samples=8)
-    world.add(1, PERIODIC, max_tokens=60)
-    while not world.requests[1].accepted_draft_tokens and not world.ended:
-        world.step()
-    assert not world.ended
-    world.add(2, [1], max_tokens=1)
-    plan = world.scheduler.schedule()
+    harness = speculative(make_harness, max_num_seqs=1, max_num_samples=8)
+    harness.add(1, PERIODIC, max_tokens=60)
+    while not harness.requests[1].accepted_draft_tokens and not harness.ended:
+        harness.step()
+    assert not harness.ended
+    harness.add(2, [1], max_tokens=1)
+    plan = harness.scheduler.schedule()
     (row,) = plan.sequences
-    assert (len(row.token_ids), row.num_samples, row.context) == (1, 1, world.requests[1].token_ids)
-    world.commit(plan)
-    world.cancel(2)
-    world.run()
-    assert world.outputs[1] == expected(PERIODIC, 60, 2)
+    assert (len(row.token_ids), row.num_samples, row.context) == (1, 1, harness.requests[1].token_ids)
+    harness.commit(plan)
+    harness.cancel(2)
+    harness.run()
+    assert harness.outputs[1] == expected(PERIODIC, 60, 2)
 
 
 def test_the_acceptance_rate_follows_what_was_accepted_and_recovers() -> None:

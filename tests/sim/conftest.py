@@ -38,7 +38,7 @@ PAGE_BYTES = PAGE_SIZE * 60_032  # int8 keys and values of 28 layers with 8 KV h
 
 
 class Served:
-    """A simulation that has ended: everybody did, and no page was lost."""
+    """A finished simulation: every request has ended and no page is lost."""
 
     def __init__(self, simulator: Simulator) -> None:
         assert not simulator.scheduler.has_work
@@ -50,15 +50,15 @@ class Served:
         self.report = summarize(simulator)
 
     def of(self, tenant: str | None = None) -> list[RequestOutcome]:
-        """Who was served, of all or of one tenant."""
+        """Return the finished requests, of all tenants or of one."""
         return [each for each in self.outcomes if each.finished and tenant in (None, each.arrival.tenant)]
 
     def ttft(self, tenant: str | None = None, percent: float = 50) -> float:
-        """Seconds."""
+        """Return a percentile of the time to first token in seconds."""
         return float(np.percentile([outcome.ttft_s for outcome in self.of(tenant)], percent))
 
     def itl(self, tenant: str | None = None, percent: float = 99, during: tuple[float, float] = (0, math.inf)) -> float:
-        """Seconds; of the gaps that overlap a stretch of time."""
+        """Return a percentile of the inter-token latency in seconds, of gaps that overlap `during`."""
         start, end = during
         gaps = [
             after - before

@@ -1,4 +1,4 @@
-"""A long prompt arrives among sixteen users who are reading along: their tokens keep coming, and the prompt gets on."""
+"""A long prompt arrives while sixteen requests decode: decoding continues and the prompt progresses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONG = Arrival(20.0, 4096, 8, "long")
 
 @pytest.fixture
 def arrives(serve: Callable[..., Any]) -> Callable[..., tuple[float, float]]:
-    """The readers' p99 inter-token latency while the prompt is computed, and its TTFT relative to running alone."""
+    """Return the p99 inter-token latency during the prompt, and the prompt's TTFT relative to running alone."""
     alone_s = serve([Arrival(0.0, 4096, 8)]).ttft()
 
     def arrives(**options: Any) -> tuple[float, float]:
@@ -27,7 +27,7 @@ def arrives(serve: Callable[..., Any]) -> Callable[..., tuple[float, float]]:
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("target_s", [0.15, 0.2, 0.3])
-def test_the_target_holds_and_the_prompt_is_not_starved(
+def test_latency_stays_near_the_target_and_the_prompt_progresses(
     target_s: float, noise: float, arrives: Callable[..., tuple[float, float]]
 ) -> None:
     itl_s, ttft_ratio = arrives(itl_target_s=target_s, noise=noise)
@@ -35,12 +35,12 @@ def test_the_target_holds_and_the_prompt_is_not_starved(
     assert ttft_ratio < 2.2
 
 
-def test_without_noise_the_target_itself_holds(arrives: Callable[..., tuple[float, float]]) -> None:
+def test_without_noise_latency_stays_within_the_target(arrives: Callable[..., tuple[float, float]]) -> None:
     assert arrives(itl_target_s=0.15)[0] < 0.15
 
 
-def test_a_token_budget_trades_the_one_for_the_other(arrives: Callable[..., tuple[float, float]]) -> None:
-    """What a target in seconds is for: how many tokens fit depends on the machine, the model and the contexts."""
+def test_a_token_budget_trades_latency_for_prefill_speed(arrives: Callable[..., tuple[float, float]]) -> None:
+    """A token count cannot express a latency target: how many tokens fit depends on machine, model and contexts."""
     large, small = arrives(max_num_batched_tokens=512), arrives(max_num_batched_tokens=64)
     assert large[0] > 1.0 > 0.3 > small[0]
     assert large[1] < 1.1 < small[1]

@@ -1,4 +1,4 @@
-"""Ten thousand users, and users who come in bursts."""
+"""Ten thousand requests, bursts, and shared prefixes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ten times as many requests as can be served: who is let in is served as well as ever, the others are told at once."""
+"""Ten times the requests that can be served: accepted ones are served as usual, the others are refused at once."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def overload(serve: Callable[..., Any], factor: float, requests: int) -> Any:
     return serve(arrivals, itl_target_s=TARGET_S, max_num_seqs=16, max_num_waiting=QUEUE)
 
 
-def test_the_queue_is_bounded_and_the_others_are_refused(serve: Callable[..., Any]) -> None:
+def test_the_queue_is_limited_and_other_requests_are_refused(serve: Callable[..., Any]) -> None:
     report = overload(serve, 10, 1000).report
     assert set(report.refused) == {"QueueFull"}
     assert report.refused["QueueFull"] > 0.8 * report.offered
     assert report.most_waiting <= QUEUE
 
 
-def test_throughput_does_not_suffer(serve: Callable[..., Any]) -> None:
+def test_throughput_does_not_fall(serve: Callable[..., Any]) -> None:
     busy, overloaded = overload(serve, 1, 200), overload(serve, 10, 1000)
     assert overloaded.report.request_throughput > 0.95 * busy.report.request_throughput
 
 
-def test_the_latency_of_running_streams_stays_flat(serve: Callable[..., Any]) -> None:
-    """As flat as on a server that is just full, and at the end as at the beginning."""
+def test_the_latency_of_running_requests_stays_flat(serve: Callable[..., Any]) -> None:
+    """It equals that of a server that is just full, and does not grow over time."""
     full, overloaded = overload(serve, 1.5, 300), overload(serve, 10, 1000)
     assert overloaded.itl() < TARGET_S
     half = overloaded.simulator.clock.now / 2
@@ -42,7 +42,7 @@ def test_the_latency_of_running_streams_stays_flat(serve: Callable[..., Any]) ->
         )
 
 
-def test_waiting_is_bounded_by_the_queue(serve: Callable[..., Any]) -> None:
-    """No longer than the service of all who can be ahead."""
+def test_waiting_time_is_limited_by_the_queue(serve: Callable[..., Any]) -> None:
+    """No request waits longer than serving the full queue ahead of it takes."""
     overloaded = overload(serve, 10, 1000)
     assert overloaded.ttft(percent=100) < 1.2 * (QUEUE + 16) / CAPACITY

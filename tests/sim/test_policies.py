@@ -1,4 +1,4 @@
-"""Who comes first when there is too much to do: whoever was served least, or whoever matters most."""
+"""Policies under overload: fair shares between tenants, and priorities."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ def by_time(arrivals: list[Arrival]) -> list[Arrival]:
 
 @pytest.fixture(params=[1024, 2048])
 def flood(request: pytest.FixtureRequest, serve: Callable[..., Any]) -> Callable[[Policy], tuple[float, float]]:
-    """A tenant that sends twenty times as much as another, several times what can be served: the other's median TTFT
-    relative to being alone, and the fairness index.
+    """Return the median TTFT of a tenant relative to being alone, and the fairness index, under a policy.
+
+    Another tenant sends twenty times as much, several times what can be served.
     """
     prompt_tokens: int = request.param
     options: dict[str, Any] = {"max_num_seqs": 16, "itl_target_s": 0.2, "max_num_waiting": UNLIMITED}
@@ -41,20 +42,20 @@ def flood(request: pytest.FixtureRequest, serve: Callable[..., Any]) -> Callable
     return flood
 
 
-def test_under_fair_a_flood_hardly_slows_another_tenant(flood: Callable[[Policy], tuple[float, float]]) -> None:
+def test_fair_protects_a_tenant_from_a_flooding_one(flood: Callable[[Policy], tuple[float, float]]) -> None:
     slowdown, fairness = flood(Fair())
     assert slowdown < 1.3
     assert fairness > 0.99
 
 
-def test_under_first_come_first_served_it_does(flood: Callable[[Policy], tuple[float, float]]) -> None:
+def test_first_come_first_served_does_not(flood: Callable[[Policy], tuple[float, float]]) -> None:
     slowdown, fairness = flood(FirstComeFirstServed())
     assert slowdown > 20
     assert fairness < 0.95
 
 
-def test_equal_tenants_share_equally_and_weights_count(serve: Callable[..., Any]) -> None:
-    """Both always have something waiting."""
+def test_tenants_share_service_by_weight(serve: Callable[..., Any]) -> None:
+    """Both tenants always have requests in the queue."""
     arrivals = by_time(stream("a", 2, 300, 128, seed=1) + stream("b", 2, 300, 128, seed=2))
     last = arrivals[-1].time_s
     for weights, ratio in (({}, 1.0), ({"a": 3.0}, 3.0)):
@@ -69,7 +70,7 @@ def test_equal_tenants_share_equally_and_weights_count(serve: Callable[..., Any]
 
 
 class UrgentTenant(Priority):
-    """Gives the requests of the tenant `urgent` a higher priority."""
+    """Priority that puts the requests of tenant `urgent` first."""
 
     def push(self, request: Request) -> None:
         if request.spec.tenant == "urgent":
@@ -77,7 +78,7 @@ class UrgentTenant(Priority):
         super().push(request)
 
 
-def test_the_urgent_come_first_but_others_age(serve: Callable[..., Any]) -> None:
+def test_urgent_requests_come_first_and_others_age(serve: Callable[..., Any]) -> None:
     arrivals = [
         replace(arrival, tenant="urgent") if number % 10 == 0 else arrival
         for number, arrival in enumerate(stream("patient", 2, 300, 256, seed=1))

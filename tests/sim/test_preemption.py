@@ -1,4 +1,4 @@
-"""A pool too small for all who run: work is lost, or kept on a disk, but nobody is."""
+"""A pool too small for all running requests: work is computed again or spilled, and every request finishes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.scheduler import MAX_PREEMPTIONS
 
 
 def crowd(serve: Callable[..., Any], **options: Any) -> Any:
-    """Requests that grow to twice their prompts, of which four fit at their longest."""
+    """Serve requests that grow to twice their prompts; four of them fit at their longest."""
     workload = Workload(rate=3, requests=60, prompt_tokens="512", output_tokens="512")
     return serve(make_arrivals(workload), num_tokens=4096, max_num_seqs=16, itl_target_s=0.2, **options)
 
@@ -21,7 +21,7 @@ def recomputed(serve: Callable[..., Any]) -> Any:
     return crowd(serve)
 
 
-def test_nobody_is_lost_nor_preempted_forever(recomputed: Any) -> None:
+def test_every_request_finishes_and_preemptions_are_limited(recomputed: Any) -> None:
     assert recomputed.report.finished == 60
     assert recomputed.report.preemptions > 10
     assert 0 < recomputed.report.wasted_share < 0.3
@@ -35,7 +35,7 @@ def test_spilled_pages_are_not_computed_again(serve: Callable[..., Any], recompu
     assert spilled.request_throughput > 1.03 * recomputed.report.request_throughput
 
 
-def test_what_the_disk_has_no_room_for_is_computed_again(serve: Callable[..., Any]) -> None:
+def test_pages_that_do_not_fit_the_store_are_computed_again(serve: Callable[..., Any]) -> None:
     report = crowd(serve, spill_bytes=64 << 20).report
     assert 0 < report.spilled < report.preemptions
     assert report.wasted_share > 0
