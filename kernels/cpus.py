@@ -36,7 +36,7 @@ def available_cpus(root: Path = Path("/")) -> CpuBudget:
 
 def _quotas(root: Path) -> Iterator[tuple[Path, float]]:
     """Yield the quotas of this process's cgroups and of all their parents that are mounted here."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_system_file(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
@@ -52,7 +52,7 @@ def _mounts(root: Path, controller: str | None) -> Iterator[tuple[Path, PurePosi
 
     The fields are those of proc_pid_mountinfo(5): `36 35 98:0 GROUP MOUNT_POINT options [tags] - TYPE source options`.
     """
-    for line in _read(root / "proc/self/mountinfo").splitlines():
+    for line in read_system_file(root / "proc/self/mountinfo").splitlines():
         mount, _, filesystem = line.partition(" - ")
         (group, mount_point), (kind, _, options) = mount.split(" ")[3:5], filesystem.split(" ", 2)
         if kind == "cgroup2" if controller is None else kind == "cgroup" and controller in options.split(","):
@@ -76,13 +76,13 @@ def _upwards(mount_point: Path, mount_root: PurePosixPath, group: PurePosixPath)
 
 def _v2_quota(folder: Path) -> tuple[Path, float | None]:
     path = folder / "cpu.max"
-    quota, _, period = _read(path).partition(" ")
+    quota, _, period = read_system_file(path).partition(" ")
     return path, _ratio(quota, period)
 
 
 def _v1_quota(folder: Path) -> tuple[Path, float | None]:
     path = folder / "cpu.cfs_quota_us"
-    return path, _ratio(_read(path), _read(folder / "cpu.cfs_period_us"))
+    return path, _ratio(read_system_file(path), read_system_file(folder / "cpu.cfs_period_us"))
 
 
 def _ratio(quota: str, period: str) -> float | None:
@@ -97,7 +97,8 @@ def _unescaped(field: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field)
 
 
-def _read(path: Path) -> str:
+def read_system_file(path: Path) -> str:
+    """Return the text of a file in /proc or /sys; empty if the system does not have it."""
     try:
         return path.read_text()
     except OSError:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from ...kernels.cpus import read_system_file
 from ..common.errors import ConfigError
 
 NODES = "sys/devices/system/node"
@@ -30,7 +31,9 @@ def place(num_processes: int, allowed: frozenset[int] | None = None, root: Path 
 def numa_nodes(root: Path = Path("/")) -> list[frozenset[int]]:
     """Return the CPUs of each node, in the order of node numbers; an empty list where the system has no such files."""
     folders = [path for path in (root / NODES).glob("node[0-9]*") if path.name[4:].isdigit()]
-    lists = [_read(path / "cpulist") for path in sorted(folders, key=lambda path: int(path.name[4:]))]
+    lists = [
+        read_system_file(path / "cpulist").strip() for path in sorted(folders, key=lambda path: int(path.name[4:]))
+    ]
     return [parse_cpu_list(text) for text in lists if text]
 
 
@@ -47,10 +50,3 @@ def _shares(cpus: Sequence[int], count: int) -> list[frozenset[int]]:
     """Divide `cpus` into `count` parts whose sizes differ by at most 1."""
     bounds = [len(cpus) * i // count for i in range(count + 1)]
     return [frozenset(cpus[start:end]) for start, end in pairwise(bounds)]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

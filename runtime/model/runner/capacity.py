@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....kernels import CpuBudget, available_cpus, pick_level
+from ....kernels.cpus import read_system_file
 from ....pager import PAGE_SIZES, KVLayout
 from ...common.config import EngineConfig
 from ...common.errors import ConfigError
@@ -132,19 +133,12 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def _meminfo(root: Path) -> int | None:
-    for line in _read(root / "proc/meminfo").splitlines():
+    for line in read_system_file(root / "proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
 
 
 def _number(path: Path) -> int | None:
-    text = _read(path).strip()
+    text = read_system_file(path).strip()
     return int(text) if text.isdigit() else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
