@@ -1,4 +1,4 @@
-"""For tests of bad behaviour: a user beside it whose bytes must not change, and one answer to each bad request."""
+"""For tests of bad clients: a bystander whose stream must not change, and the answers to bad requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG = SamplingParams(max_tokens=200, temperature=0.8, seed=4, ignore_eos=True)
 
 @asynccontextmanager
 async def others_unharmed(real: Any) -> AsyncIterator[None]:
-    """A long stream on another connection, begun before the block and not yet ended inside it, keeps its bytes."""
+    """Check that a long stream on another connection, which runs during the block, keeps its bytes."""
     async with AsyncClient(real.address) as client:
         wanted = await client.complete("This module provides", LONG)
         stream = client.generate("This module provides", LONG)
@@ -27,7 +27,7 @@ async def others_unharmed(real: Any) -> AsyncIterator[None]:
 
 
 async def refusals(peer: Any, requests: list[tuple[Any, dict[str, Any]]]) -> list[list[Any]]:
-    """The one answer to each request, in the order asked."""
+    """Return the only answer to each request, in the order of the requests."""
     answers = {}
     for request_id, (prompt, params) in enumerate(requests):
         peer.send("GENERATE", request_id, prompt, params)
@@ -38,10 +38,10 @@ async def refusals(peer: Any, requests: list[tuple[Any, dict[str, Any]]]) -> lis
     return [answers[request_id] for request_id in range(len(requests))]
 
 
-def only(answers: list[list[Any]], cases: list[Any], code: str) -> None:
+def all_errors(answers: list[list[Any]], cases: list[Any], code: str) -> None:
     wrong = [(case, answer) for case, answer in zip(cases, answers, strict=True) if answer[::2][:2] != ["ERROR", code]]
     assert wrong == []
-    assert all(answer[3] and answer[4] is False for answer in answers), "a reason, and no retry"
+    assert all(answer[3] and answer[4] is False for answer in answers), "a message, and not retryable"
 
 
 def framed(payload: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""A real server, in front of a fake engine that keeps the facade's promises with scripted streams, or of a real one."""
+"""A real server on real sockets, over a fake engine with scripted streams or over a real one."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ RECEIVE_TIMEOUT_S = 20
 
 
 class FakeGeneration:
-    """max_tokens tokens with text made of the prompt; `hold` never ends by itself, `fail` and `crash` break, `prefill`
-    takes several steps for its prompt of three tokens.
+    """A stream of max_tokens tokens, whose text contains the prompt.
 
-    Several choices take turns, the first ends first; all but choice 0 end with one chunk.
+    The prompt `hold` never ends by itself, `fail` and `crash` raise an error, and `prefill` takes several steps for its
+    prompt of three tokens.
+
+    Of several choices, the first ends first; each of the others is one chunk.
     """
 
     def __init__(self, engine: FakeEngine, request: GenerateRequest) -> None:
@@ -173,7 +175,7 @@ class FakeEngine:
 
 
 class RawClient:
-    """Speaks bytes, right or wrong ones."""
+    """A client that sends any frame or bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -183,7 +185,7 @@ class RawClient:
         self.writer.write(struct.pack(">I", len(payload)) + payload)
 
     async def receive(self) -> list[Any]:
-        """The next frame; empty when the connection is closed. Fails rather than hangs."""
+        """Return the next frame; an empty list when the connection is closed."""
         try:
             async with asyncio.timeout(RECEIVE_TIMEOUT_S):
                 (length,) = struct.unpack(">I", await self.reader.readexactly(4))
@@ -193,7 +195,7 @@ class RawClient:
         return message
 
     async def until(self, *types: str) -> list[list[Any]]:
-        """Frames up to and including the first of `types`."""
+        """Return the frames up to and including the first of `types`."""
         frames: list[list[Any]] = []
         while not frames or frames[-1][0] not in types:
             frames.append(await self.receive())
@@ -229,7 +231,7 @@ class System:
 
 @pytest.fixture
 async def serve() -> AsyncIterator[Callable[..., Awaitable[System]]]:
-    """`await serve(token="x")`: a server with these settings on free ports, closed after the test with nothing left."""
+    """Start a server on free ports with `await serve(token="x")`. It is closed after the test with no request left."""
     servers: list[Server] = []
     writers: list[asyncio.StreamWriter] = []
     engines: list[FakeEngine] = []
@@ -264,10 +266,10 @@ async def system(serve: Callable[..., Awaitable[System]]) -> System:
 
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
-    """Wait for what another task will do, and fail rather than hang."""
+    """Return a function that waits until a condition holds."""
 
     async def wait(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not condition():
                 await asyncio.sleep(0.002)
 
@@ -298,13 +300,13 @@ class Real:
         return client
 
     async def idle(self) -> None:
-        """Wait until no request is alive."""
+        """Wait until no request is live."""
         async with asyncio.timeout(20):
             while self.engine.core.scheduler.has_work:
                 await asyncio.sleep(0.002)
 
     def check_books(self) -> None:
-        """Zero pages owned, and every page accounted for."""
+        """Check that no page is owned and every page is accounted for."""
         stats = self.engine.stats()
         assert stats.pages_owned == 0
         assert stats.pages_free + stats.pages_cached + stats.pages_owned == stats.pages_total
@@ -317,9 +319,9 @@ class Real:
 
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractAsyncContextManager[Real]]:
-    """`async with serving(max_num_seqs=4, uds="…") as real`: the bundled model behind a socket, audited at every step.
+    """Serve the bundled model with `async with serving(max_num_seqs=4, uds="…") as real`, audited at every step.
 
-    Afterwards nothing is left: no request, no page.
+    Afterwards no request is live and no page is owned.
     """
     monkeypatch.setenv("QUIRE_DEBUG", "1")
 

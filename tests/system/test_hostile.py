@@ -1,6 +1,6 @@
-"""Frames made to do harm, each beside another user's stream, whose bytes must not change.
+"""Hostile frames, each beside another client's stream, whose bytes must not change.
 
-A request that is only wrong ends alone, in a typed ERROR; a breach of the protocol ends its connection. Bad parameters
+A bad request ends alone, in a typed ERROR; a breach of the protocol ends its connection. Bad parameters
 and prompts are in test_bad_input.py, the same bytes against the codec alone in tests/runtime/protocol/test_codec.py.
 """
 
@@ -50,7 +50,7 @@ def packed(*values: object) -> list[bytes]:
 
 
 def generate(*fields: bytes) -> bytes:
-    """A GENERATE of these fields, one msgpack value each, however wrong they are."""
+    """Return a GENERATE of these fields, one msgpack value each, valid or not."""
     return framed(bytes([0x91 + len(fields)]) + b"".join([*packed("GENERATE"), *fields]))
 
 
@@ -83,30 +83,30 @@ BREACHES: dict[str, bytes] = {
     "a message nested 10,000 deep": generate(*packed(1, None, {}, None, 0, None), b"\x91\x81\xa1a" + b"\x91" * 10_000),
     "a role twice": generate(*packed(1, None, {}, None, 0, None), b"\x91\x82\xa4role\xa1a\xa4role\xa1b"),
     "a bias twice": generate(*packed(1, "x"), b"\x81\xaalogit_bias\x82\x01\xca\x00\x00\x00\x00\x01\xc0"),
-    "a message with a key that is no text": generate(*packed(1, None, {}, None, 0, None), b"\x91\x81\xc0\x01"),
+    "a message with a key that is not a string": generate(*packed(1, None, {}, None, 0, None), b"\x91\x81\xc0\x01"),
     "more messages than a frame may hold": generate(*packed(1, None, {}, None, 0, None, [{}] * 40_000)),
-    "credit of nothing": framed(msgpack.packb(["CREDIT", 1, 0])),
-    "credit below nothing": framed(msgpack.packb(["CREDIT", 1, -5])),
+    "credit of 0": framed(msgpack.packb(["CREDIT", 1, 0])),
+    "credit below 0": framed(msgpack.packb(["CREDIT", 1, -5])),
     "credit of a fraction": framed(msgpack.packb(["CREDIT", 1, 0.5])),
-    "a resumption before the beginning": framed(msgpack.packb(["RESUME", 1, -1])),
+    "a resumption at index -1": framed(msgpack.packb(["RESUME", 1, -1])),
 }
 
 REFUSED: dict[str, tuple[list[Any], str]] = {
     "no prompt and no messages": ([None, QUICK], "INVALID_ARGUMENT"),
-    "both": (["x", QUICK, None, 0, None, [{"role": "user", "content": "x"}]], "INVALID_ARGUMENT"),
+    "a prompt and messages": (["x", QUICK, None, 0, None, [{"role": "user", "content": "x"}]], "INVALID_ARGUMENT"),
     "a field too many": (["x", QUICK, None, 0, None, None, None, None, False, "tenant"], "INVALID_ARGUMENT"),
     "a parameter of the wrong kind": (["x", QUICK, "soon"], "INVALID_ARGUMENT"),
     "a deadline of infinity": (["x", QUICK, math.inf], "INVALID_ARGUMENT"),
-    "a pin for ever": (["x", QUICK, None, 0, 2**63], "INVALID_ARGUMENT"),
+    "a pin without end": (["x", QUICK, None, 0, 2**63], "INVALID_ARGUMENT"),
     "a priority of -2^63": (["x", QUICK, None, -(2**63)], "INVALID_ARGUMENT"),
-    "credit below nothing": (["x", QUICK, None, 0, None, None, -1], "INVALID_ARGUMENT"),
+    "credit below 0": (["x", QUICK, None, 0, None, None, -1], "INVALID_ARGUMENT"),
     "credit of NaN": (["x", QUICK, None, 0, None, None, math.nan], "INVALID_ARGUMENT"),
     "an empty key": (["x", QUICK, None, 0, None, None, None, ""], "INVALID_ARGUMENT"),
     "a key of a million characters": (["x", QUICK, None, 0, None, None, None, "k" * 1_000_000], "INVALID_ARGUMENT"),
-    "resumable by number": (["x", QUICK, None, 0, None, None, None, None, 1], "INVALID_ARGUMENT"),
-    "no messages at all": ([None, QUICK, None, 0, None, []], "INVALID_ARGUMENT"),
-    "a message that is a text": ([None, QUICK, None, 0, None, ["hi"]], "INVALID_ARGUMENT"),
-    "a message as deep as may be": ([None, QUICK, None, 0, None, [{"content": nested(4)}]], "INVALID_ARGUMENT"),
+    "resumable as a number": (["x", QUICK, None, 0, None, None, None, None, 1], "INVALID_ARGUMENT"),
+    "an empty list of messages": ([None, QUICK, None, 0, None, []], "INVALID_ARGUMENT"),
+    "a message that is a string": ([None, QUICK, None, 0, None, ["hi"]], "INVALID_ARGUMENT"),
+    "a message at the depth limit": ([None, QUICK, None, 0, None, [{"content": nested(4)}]], "INVALID_ARGUMENT"),
     "a message that is a template": (
         [None, QUICK, None, 0, None, [{"role": "{{ [].__class__ }}"}]],
         "INVALID_ARGUMENT",
@@ -115,29 +115,29 @@ REFUSED: dict[str, tuple[list[Any], str]] = {
 
 GREETINGS: dict[str, list[Any]] = {
     "no versions": [[]],
-    "versions without end": [list(range(2, 20_000))],
-    "a version that is a text": [["1"]],
+    "20,000 versions": [list(range(2, 20_000))],
+    "a version that is a string": [["1"]],
     "a version beyond u64": [[1.8446744073709552e19]],
     "a frame limit too small": [[1], None, [], 65_535],
-    "a frame limit below nothing": [[1], None, [], -1],
+    "a frame limit below 0": [[1], None, [], -1],
     "a token that is a number": [[1], 5],
     "features of numbers": [[1], None, [1, 2]],
-    "a tenant of its own": [[1], None, [], 1 << 20, None, "tenant"],
+    "a field for the tenant": [[1], None, [], 1 << 20, None, "tenant"],
 }
 
 
-async def test_breaches_end_their_connection_and_nothing_else(serving: Serving) -> None:
+async def test_breaches_end_their_connection_only(serving: Serving) -> None:
     async with serving() as real, others_unharmed(real):
         for name, data in BREACHES.items():
             peer = await real.raw()
             peer.writer.write(data)
             last = await peer.receive()
             assert last[:3] == ["ERROR", None, "INVALID_ARGUMENT"], f"{name}: {last}"
-            assert "extra data" not in last[3], f"{name} is not the breach that was meant: {last}"
+            assert "extra data" not in last[3], f"{name} is another breach than the intended one: {last}"
             assert await peer.receive() == [], f"{name}: still open"
 
 
-async def test_wrong_requests_end_alone(serving: Serving) -> None:
+async def test_bad_requests_end_alone(serving: Serving) -> None:
     async with serving() as real, others_unharmed(real):
         peer = await real.raw()
         for request_id, (name, (fields, code)) in enumerate(REFUSED.items()):
@@ -148,7 +148,7 @@ async def test_wrong_requests_end_alone(serving: Serving) -> None:
         assert await peer.receive() == ["PONG", 2**64 - 1]
 
 
-async def test_greetings_that_are_refused(serving: Serving) -> None:
+async def test_bad_hellos_are_refused(serving: Serving) -> None:
     async with serving() as real, others_unharmed(real):
         for name, fields in GREETINGS.items():
             peer = await real.raw(hello=False)
@@ -157,7 +157,7 @@ async def test_greetings_that_are_refused(serving: Serving) -> None:
             assert await peer.receive() == []
 
 
-async def test_the_largest_numbers_are_only_numbers(serving: Serving) -> None:
+async def test_the_largest_numbers_are_accepted(serving: Serving) -> None:
     async with serving() as real, others_unharmed(real):
         peer = await real.raw()
         last = 2**64 - 1
@@ -168,7 +168,7 @@ async def test_the_largest_numbers_are_only_numbers(serving: Serving) -> None:
         assert (done[1], done[3]["seed"]) == (last, last)
 
 
-async def test_nothing_of_others_can_be_resumed(serving: Serving) -> None:
+async def test_requests_of_other_sessions_cannot_be_resumed(serving: Serving) -> None:
     async with serving() as real:
         owner = await real.raw()
         owner.send("GENERATE", 1, "hi", QUICK, None, 0, None, None, None, None, True)

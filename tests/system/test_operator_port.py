@@ -1,4 +1,4 @@
-"""The operator's HTTP port beside a live server."""
+"""The operator's HTTP port of a live server."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_metrics_are_prometheus_text(system: Any) -> None:
     assert 'quire_kv_pages{state="owned"} 4.0' in answer.text
 
 
-async def test_the_status_page_tells_of_real_requests(serving: Callable[..., Any]) -> None:
+async def test_the_status_has_the_numbers_of_real_requests(serving: Callable[..., Any]) -> None:
     async with serving() as real:
         async with AsyncClient(real.address) as client:
             params = SamplingParams(max_tokens=9, ignore_eos=True)
@@ -123,7 +123,7 @@ async def test_no_counter_falls_when_the_engine_restarts() -> None:
 
 
 async def counters(server: Server, condition: Callable[[dict[str, float]], bool]) -> dict[str, float]:
-    """Every sample of a counter or histogram in /metrics, once the engine's are there and `condition` holds."""
+    """Wait for the engine's metrics and `condition`; return every counter and histogram sample."""
     async with asyncio.timeout(30):
         while True:
             text = (await fetch(server.http_address, "/metrics")).text

@@ -1,4 +1,4 @@
-"""TLS over real sockets, and the log of a real server with rightful and other clients: no key and no prompt in it."""
+"""TLS over real sockets, and the log of a real server, which contains no key and no prompt."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ async def test_an_old_tls_version_is_refused(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16", b"\x00\x00\x00\x09\x92\xa6CANCEL\x05"])
-async def test_who_does_not_shake_hands_is_cut(serve: Serve, sent: bytes) -> None:
+async def test_a_connection_without_a_tls_handshake_is_closed(serve: Serve, sent: bytes) -> None:
     system = await serve(**SETTINGS, handshake_timeout_ms=50)
     plain = await system.raw(hello=False)
     plain.writer.write(sent)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await plain.receive() == []
 
 
-async def test_a_breach_over_tls_is_told(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TLS has no half-close, and still the last frame arrives."""
+async def test_the_last_frame_arrives_over_tls(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TLS has no half-close."""
     monkeypatch.setattr(connection, "LINGER_S", 0.05)
     system = await serve(**SETTINGS)
     client = await system.raw(ssl=trusting())
@@ -69,8 +69,8 @@ SERVE = (sys.executable, "-m", "quire.runtime.cli.main", "serve", "--port", "0",
 LOGGED = ("--kv-cache-memory", "8MiB", "--log-format", "json", "--log-level", "debug")
 
 
-async def test_the_log_of_a_real_session_holds_no_key_and_no_prompt(tmp_path: Path) -> None:
-    """Keys in a file, a client of each kind, a new key by SIGHUP, a broken file by another."""
+async def test_the_log_of_a_real_server_contains_no_key_and_no_prompt(tmp_path: Path) -> None:
+    """Admit and refuse clients, reload a new key by SIGHUP, then a broken file."""
     tokens, log = tmp_path / "tokens.toml", tmp_path / "log"
     first, second = (token_text("acme") for _ in range(2))
     keys = [text.splitlines()[2] for text in (first, second)]

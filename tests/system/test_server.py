@@ -1,4 +1,4 @@
-"""The server on real sockets: streams, breaches, cancels, stuck readers. Nobody's trouble is another's."""
+"""The server on real sockets: streams, breaches of the protocol, cancelled requests and slow readers."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ async def test_ping_is_answered(system: Any) -> None:
     assert await client.receive() == ["PONG", 2**64 - 1]
 
 
-async def test_an_id_is_free_again_once_its_request_ended(system: Any) -> None:
+async def test_the_id_of_an_ended_request_is_free(system: Any) -> None:
     client = await system.raw()
     for _ in range(20):
         client.send("GENERATE", 1, "again", {"max_tokens": 1})
         assert (await client.until("DONE", "ERROR"))[-1][0] == "DONE"
 
 
-# One request's failure is its own
+# Failures that end one request only
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ async def test_a_failing_request_ends_in_one_error(
     assert await client.receive() == ["PONG", 1]
 
 
-async def test_a_generate_that_does_not_fit_the_schema_fails_alone(system: Any) -> None:
+async def test_a_generate_that_does_not_fit_the_schema_ends_only_its_request(system: Any) -> None:
     client = await system.raw()
     client.send("GENERATE", 5, "x", {"temprature": 1.0})
     error = await client.receive()
@@ -91,7 +91,7 @@ async def test_a_generate_that_does_not_fit_the_schema_fails_alone(system: Any) 
 
 
 @pytest.mark.parametrize("body", [["again"], ["again", {"temprature": 1}]], ids=["valid", "malformed"])
-async def test_a_live_id_is_refused_and_its_owner_untouched(system: Any, body: list[object]) -> None:
+async def test_a_live_id_is_refused_and_its_request_goes_on(system: Any, body: list[object]) -> None:
     client = await system.raw()
     client.send("GENERATE", 3, "hold", LONG)
     await client.until("TOKENS")
@@ -116,13 +116,13 @@ async def test_too_many_requests_on_one_connection_are_refused(serve: Serve) -> 
     "body",
     [
         ["hi", {}, None, 0, None, "tenant"],
-        ["hi", {"tenant": "somebody"}],
-        [{"prompt": "hi", "tenant": "somebody"}],
+        ["hi", {"tenant": "another"}],
+        [{"prompt": "hi", "tenant": "another"}],
     ],
     ids=["one field more", "among the params", "a map"],
 )
-async def test_no_body_says_whose_a_request_is(system: Any, body: list[object]) -> None:
-    """The prefix cache is salted with the tenant: it comes from the connection's identity alone."""
+async def test_no_field_of_a_request_sets_its_tenant(system: Any, body: list[object]) -> None:
+    """The tenant salts the prefix cache, so it comes from the connection only."""
     client = await system.raw()
     client.send("GENERATE", 1, *body)
     assert (await client.receive())[:3] == ["ERROR", 1, "INVALID_ARGUMENT"]
@@ -156,7 +156,7 @@ async def test_cancel_ends_the_request_as_cancelled(system: Any) -> None:
     assert await client.receive() == ["PONG", 4]
 
 
-async def test_cancel_before_the_engine_answered(system: Any, eventually: Eventually) -> None:
+async def test_cancel_before_the_engine_has_accepted(system: Any, eventually: Eventually) -> None:
     system.engine.submitting.clear()
     client = await system.raw()
     client.send("GENERATE", 1, "hold", LONG)
@@ -177,7 +177,7 @@ async def test_a_lost_connection_cancels_its_requests(system: Any, eventually: E
     await eventually(lambda: not system.engine.live)
 
 
-# Breaches close the connection, and only it
+# Breaches of the protocol close their connection only
 
 
 def framed(payload: bytes) -> bytes:
@@ -208,8 +208,8 @@ async def test_a_breach_is_answered_then_closed(system: Any, eventually: Eventua
     await eventually(lambda: not system.engine.live)
 
 
-async def test_other_streams_do_not_notice(system: Any) -> None:
-    """The same bytes, alone and beside hostile connections."""
+async def test_breaches_do_not_change_the_streams_of_other_connections(system: Any) -> None:
+    """Compare the bytes of one stream, alone and beside hostile connections."""
 
     async def collect() -> list[list[Any]]:
         client = await system.raw()
@@ -229,7 +229,7 @@ async def test_other_streams_do_not_notice(system: Any) -> None:
     assert await crowded == alone
 
 
-async def test_a_breach_before_hello_is_bounded_to_the_small_frame(system: Any) -> None:
+async def test_frames_before_hello_have_the_smallest_limit(system: Any) -> None:
     client = await system.raw(hello=False)
     client.writer.write((65537).to_bytes(4, "big"))
     assert "limit is 65536" in (await client.receive())[3]
@@ -244,7 +244,7 @@ async def test_a_breach_before_hello_is_bounded_to_the_small_frame(system: Any) 
         (["HELLO"], "HELLO does not fit"),
     ],
 )
-async def test_a_conversation_must_open_with_a_hello_we_speak(system: Any, first: list[Any], message: str) -> None:
+async def test_the_first_frame_must_be_a_hello_of_a_known_version(system: Any, first: list[Any], message: str) -> None:
     client = await system.raw(hello=False)
     client.send(*first)
     error = await client.receive()
@@ -253,7 +253,7 @@ async def test_a_conversation_must_open_with_a_hello_we_speak(system: Any, first
     assert await client.receive() == []
 
 
-async def test_silence_instead_of_hello_is_ended(serve: Serve) -> None:
+async def test_a_connection_without_hello_ends_after_the_timeout(serve: Serve) -> None:
     client = await (await serve(handshake_timeout_ms=20)).raw(hello=False)
     client.writer.write(b"\x00\x00")
     assert "no HELLO within 20 ms" in (await client.receive())[3]
@@ -270,7 +270,7 @@ async def test_connections_beyond_the_limit_are_refused(serve: Serve, eventually
     assert await first.receive() == ["PONG", 1]
 
 
-# Readers that do not read
+# Slow readers
 
 
 async def stuck_reader(system: Any) -> Any:
@@ -285,7 +285,7 @@ async def stuck_reader(system: Any) -> Any:
     [{"max_outgoing_bytes": 200_000}, {"write_timeout_ms": 50, "max_outgoing_bytes": 1 << 30}],
     ids=["by bytes", "by time"],
 )
-async def test_a_stuck_reader_loses_its_connection_only(
+async def test_a_slow_reader_loses_its_connection_only(
     serve: Serve, eventually: Eventually, limits: dict[str, int]
 ) -> None:
     system = await serve(**limits)
@@ -302,7 +302,7 @@ async def test_a_stuck_reader_loses_its_connection_only(
     assert await healthy.receive() == ["PONG", 1]
 
 
-# Who may connect
+# Authentication and addresses
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ async def test_an_address_off_loopback_requires_a_token() -> None:
         await Server().start(None, from_outside)  # type: ignore[arg-type]
 
 
-async def test_an_address_off_loopback_with_a_token(serve: Serve) -> None:
+async def test_an_address_off_loopback_is_allowed_with_a_token(serve: Serve) -> None:
     assert (await serve(host="0.0.0.0", token="x")).address.startswith("0.0.0.0:")
 
 
@@ -384,7 +384,7 @@ async def test_a_path_too_long_is_a_config_error(tmp_path: Path) -> None:
         await Server().start(None, ServerConfig(uds=str(tmp_path / ("x" * 200)), http_port=0))  # type: ignore[arg-type]
 
 
-# The end
+# Closing the server
 
 
 async def test_closing_the_server_ends_every_connection(system: Any) -> None:

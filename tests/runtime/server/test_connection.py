@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from quire.runtime.common.errors import GenerationFailed, Overloaded, Unavailable
+from quire.runtime.protocol.codec import encode
 from quire.runtime.protocol.frames import (
     MIN_FRAME_BYTES,
     Cancel,
@@ -479,3 +480,51 @@ async def test_a_generation_that_ends_without_a_finish_reason_is_an_error(
     tokens, last = await peer.received()
     assert isinstance(tokens, Tokens)
     assert error([last]).message == "the engine ended this stream without a finish reason"
+
+
+# Timeouts, on the test's own clock
+
+
+async def test_a_connection_with_a_live_request_is_not_idle(serve: Serve, clock: FakeClock) -> None:
+    server = serve(idle_timeout_ms=1000)
+    peer = await server.connect()
+    await peer.ask(generate(1))
+    await clock.advance(5)
+    assert not peer.task.done()
+    await server.engine.last.put(chunk(0, last=True))
+    await clock.advance(0.9)
+    assert names(await peer.received()) == ["Tokens", "Done"]
+    await clock.advance(0.2)
+    assert error(await peer.received()).message == "this connection was idle for 1000 ms; open another one"
+
+
+async def test_a_reader_without_credit_may_wait_while_there_is_nothing_to_send(serve: Serve, clock: FakeClock) -> None:
+    server = serve(credit_timeout_ms=1000)
+    peer = await server.connect()
+    assert names(await peer.ask(generate(1, credit=0))) == ["Accepted"]
+    await clock.advance(5)
+    assert await peer.received() == []
+
+
+async def test_frames_that_end_in_time_may_follow_each_other_without_a_pause(serve: Serve, clock: FakeClock) -> None:
+    """Each read ends inside a frame."""
+    server = serve(frame_timeout_ms=1000)
+    peer = await server.connect()
+    data = encode(Ping(1))
+    peer.reader.feed_data(data[:4])
+    for _ in range(5):
+        await clock.advance(0.9)
+        peer.reader.feed_data(data[4:] + data[:4])
+        assert await peer.received() == [Pong(1)]
+    await clock.advance(1)
+    assert "complete within 1000 ms" in error(await peer.received()).message
+
+
+async def test_only_clients_that_negotiated_a_heartbeat_are_pinged(serve: Serve, clock: FakeClock) -> None:
+    server = serve(heartbeat_ms=1000)
+    with_heartbeat, without = await server.connect(features=("heartbeat",)), await server.connect()
+    await clock.advance(1.5)
+    assert names(await with_heartbeat.received()) == ["Ping"]
+    await clock.advance(10, step=0.5)
+    assert error((await with_heartbeat.received())[-1:]).message == "the client sent nothing for 3000 ms, not even PONG"
+    assert await without.ask(Ping(5)) == [Pong(5)]

@@ -1,4 +1,4 @@
-"""How connections end by themselves: a server that drains, peers that are silent, dead or never done with a frame."""
+"""A draining server, and the ends of connections that are idle, silent, slow with a frame or too many."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def greet(system: Any, features: list[str], session: str | None = None) ->
 # Draining
 
 
-async def test_draining_accepts_nothing_and_lets_what_runs_end(system: Any) -> None:
+async def test_a_draining_server_refuses_new_requests_and_finishes_live_ones(system: Any) -> None:
     client, _ = await greet(system, [])
     client.send("GENERATE", 4, "hold", LONG)
     await client.until("TOKENS")
@@ -50,7 +50,7 @@ async def test_draining_accepts_nothing_and_lets_what_runs_end(system: Any) -> N
     assert await client.receive() == ["PONG", 1], "connections stay until close"
 
 
-async def test_what_has_not_ended_in_time_is_to_be_tried_again(system: Any, eventually: Eventually) -> None:
+async def test_requests_that_outlast_the_drain_end_in_a_retryable_error(system: Any, eventually: Eventually) -> None:
     client, welcome = await greet(system, [])
     client.send("GENERATE", 1, "hold", LONG)
     client.send("GENERATE", 2, "hold", LONG, None, 0, None, None, None, None, True)
@@ -91,8 +91,8 @@ async def test_a_lost_connection_may_resume_while_draining(system: Any, eventual
     await draining
 
 
-async def test_draining_waits_for_whoever_has_not_seen_the_end(system: Any, eventually: Eventually) -> None:
-    """The stream ends while its client is away."""
+async def test_draining_waits_for_a_lost_client_that_may_resume(system: Any, eventually: Eventually) -> None:
+    """The stream ends while its client is disconnected."""
     client, welcome = await greet(system, [])
     client.send("GENERATE", 1, "hi", {"max_tokens": 4}, None, 0, None, None, 2, None, True)
     await client.until("TOKENS")
@@ -107,8 +107,8 @@ async def test_draining_waits_for_whoever_has_not_seen_the_end(system: Any, even
     await draining
 
 
-async def test_draining_waits_until_everything_has_left(serve: Serve, eventually: Eventually) -> None:
-    """Much more than sockets hold, for a peer that reads nothing until the requests have ended."""
+async def test_draining_waits_until_every_frame_is_sent(serve: Serve, eventually: Eventually) -> None:
+    """The frames exceed the socket's buffers, and the client reads nothing until the request has ended."""
     system = await serve(max_outgoing_bytes=64 << 20)
     system.engine.text_bytes = 1_000_000
     client, _ = await greet(system, [])
@@ -123,7 +123,7 @@ async def test_draining_waits_until_everything_has_left(serve: Serve, eventually
     await draining
 
 
-async def test_draining_does_not_wait_for_who_saw_the_end(system: Any) -> None:
+async def test_draining_does_not_wait_for_a_client_that_received_the_end(system: Any) -> None:
     client, _ = await greet(system, [])
     client.send("GENERATE", 1, "hi", {"max_tokens": 4}, None, 0, None, None, None, None, True)
     await client.until("DONE")
@@ -147,8 +147,8 @@ async def test_a_draining_server_is_not_ready(system: Any) -> None:
     assert await asyncio.to_thread(status) == 503
 
 
-async def test_a_client_that_was_sent_away_asks_elsewhere(system: Any) -> None:
-    """Here that is the same server, which refuses; what runs goes on."""
+async def test_a_client_opens_another_connection_after_goaway(system: Any) -> None:
+    """Here that is to the same server, which refuses. The running stream continues."""
     async with AsyncClient(system.address) as client:
         running = client.generate("hi", SamplingParams(max_tokens=4))
         first = await anext(running)
@@ -161,7 +161,7 @@ async def test_a_client_that_was_sent_away_asks_elsewhere(system: Any) -> None:
         await draining
 
 
-# Silence
+# Timeouts
 
 
 async def test_an_idle_connection_is_closed(serve: Serve) -> None:
@@ -173,19 +173,8 @@ async def test_an_idle_connection_is_closed(serve: Serve) -> None:
     assert await client.receive() == []
 
 
-async def test_a_connection_with_a_live_request_is_not_idle(serve: Serve) -> None:
-    system = await serve(idle_timeout_ms=50)
-    client, _ = await greet(system, [])
-    client.send("GENERATE", 1, "hold", LONG)
-    await client.until("TOKENS")
-    await asyncio.sleep(0.15)
-    client.send("CANCEL", 1)
-    assert (await client.receive())[:3] == ["DONE", 1, "cancelled"]
-    assert "idle" in (await client.receive())[3]
-
-
-async def test_a_frame_that_does_not_end_ends_the_connection(serve: Serve, eventually: Eventually) -> None:
-    """However slowly it goes on."""
+async def test_a_frame_that_takes_too_long_ends_the_connection(serve: Serve, eventually: Eventually) -> None:
+    """Bytes keep coming, but too slowly."""
     system = await serve(frame_timeout_ms=60)
     client, _ = await greet(system, [])
     client.send("GENERATE", 1, "hold", LONG)
@@ -205,19 +194,7 @@ async def drip(client: Any) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_frames_that_do_end_may_follow_each_other_for_long(serve: Serve) -> None:
-    """Every read ends inside a frame, none of which takes long."""
-    system = await serve(frame_timeout_ms=2_000)
-    client, _ = await greet(system, [])
-    ping = b"\x00\x00\x00\x07\x92\xa4PING\x01"
-    client.writer.write(ping[:4])
-    for _ in range(20):
-        await asyncio.sleep(0.01)
-        client.writer.write(ping[4:] + ping[:4])
-        assert await client.receive() == ["PONG", 1]
-
-
-async def test_a_heartbeat_closes_a_dead_peer(serve: Serve, eventually: Eventually) -> None:
+async def test_a_connection_that_does_not_answer_pings_is_closed(serve: Serve, eventually: Eventually) -> None:
     system = await serve(heartbeat_ms=20)
     client, welcome = await greet(system, HEARTBEAT)
     assert (welcome[2], welcome[6]) == (["heartbeat"], 20)
@@ -229,7 +206,7 @@ async def test_a_heartbeat_closes_a_dead_peer(serve: Serve, eventually: Eventual
     await eventually(lambda: not system.engine.live)
 
 
-async def test_a_peer_that_answers_lives(serve: Serve) -> None:
+async def test_a_connection_that_answers_pings_stays_open(serve: Serve) -> None:
     system = await serve(heartbeat_ms=20)
     client, _ = await greet(system, HEARTBEAT)
     for _ in range(10):
@@ -237,16 +214,7 @@ async def test_a_peer_that_answers_lives(serve: Serve) -> None:
         client.send("PONG", 0)
 
 
-async def test_a_heartbeat_is_for_those_who_want_it(serve: Serve) -> None:
-    system = await serve(heartbeat_ms=10)
-    client, welcome = await greet(system, [])
-    assert welcome[6] is None
-    await asyncio.sleep(0.06)
-    client.send("PING", 5)
-    assert await client.receive() == ["PONG", 5]
-
-
-async def test_the_clients_heart_beats_while_it_waits(serve: Serve) -> None:
+async def test_the_client_answers_pings_while_it_waits(serve: Serve) -> None:
     system = await serve(heartbeat_ms=20)
     async with AsyncClient(system.address) as client:
         running = client.generate("hold", SamplingParams(max_tokens=9))
@@ -257,10 +225,10 @@ async def test_the_clients_heart_beats_while_it_waits(serve: Serve) -> None:
         await running.aclose()
 
 
-# The many
+# Too many connections
 
 
-async def test_far_beyond_the_limit_connections_are_closed_without_a_word(
+async def test_connections_far_beyond_the_limit_are_closed_without_an_error(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.runtime.server.server.MAX_REFUSALS", 1)

@@ -1,4 +1,4 @@
-"""TOKENIZE, MODELS and STATS: one answer each, under an id like any other."""
+"""TOKENIZE, MODELS and STATS: one answer each, under a request id."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def test_tokenize(client: Any) -> None:
     assert await client.receive() == ["TOKENIZED", 1, [104]]
 
 
-async def test_tokenizing_may_fail(client: Any) -> None:
+async def test_a_text_that_cannot_be_tokenized_is_an_error(client: Any) -> None:
     client.send("TOKENIZE", 1, "")
     assert await client.receive() == ["ERROR", 1, "INVALID_ARGUMENT", "the text is empty", False, None]
 
@@ -42,7 +42,7 @@ async def test_models(client: Any) -> None:
     assert await client.receive() == ["MODELS", 2, [model]]
 
 
-async def test_stats_are_the_numbers_of_the_engine(client: Any) -> None:
+async def test_stats_are_numbers_of_the_engine(client: Any) -> None:
     client.send("STATS", 3)
     kind, request_id, stats = await client.receive()
     assert (kind, request_id) == ("STATS", 3)
@@ -51,7 +51,7 @@ async def test_stats_are_the_numbers_of_the_engine(client: Any) -> None:
 
 
 @pytest.mark.parametrize("question", [["TOKENIZE", 1, "x"], ["MODELS", 1], ["STATS", 1]], ids=lambda frame: frame[0])
-async def test_a_live_id_asks_nothing(system: Any, question: list[Any]) -> None:
+async def test_a_live_id_is_refused(system: Any, question: list[Any]) -> None:
     client = await system.raw()
     client.send("GENERATE", 1, "hold", {"max_tokens": 9})
     await client.until("TOKENS")
@@ -61,7 +61,7 @@ async def test_a_live_id_asks_nothing(system: Any, question: list[Any]) -> None:
     assert (await client.receive())[:3] == ["DONE", 1, "cancelled"]
 
 
-async def test_a_question_counts_while_it_is_answered(serve: Serve, eventually: Eventually) -> None:
+async def test_a_text_counts_as_a_live_request_while_it_is_tokenized(serve: Serve, eventually: Eventually) -> None:
     system = await serve(max_requests_per_connection=1)
     system.engine.submitting.clear()
     client = await system.raw()
@@ -74,7 +74,7 @@ async def test_a_question_counts_while_it_is_answered(serve: Serve, eventually: 
     assert await client.receive() == ["TOKENIZED", 1, [0, 120]]
 
 
-async def test_the_client_asks_the_same(serving: Callable[..., Any]) -> None:
+async def test_the_client_sends_all_three(serving: Callable[..., Any]) -> None:
     async with serving() as real, AsyncClient(real.address) as client:
         ids = await client.tokenize("This module provides")
         assert (await client.complete(ids)).token_ids == (await client.complete("This module provides")).token_ids
