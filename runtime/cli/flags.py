@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import asdict, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_type_hints
@@ -22,12 +22,12 @@ _NAMES = tuple(_OPTIONS)
 CONFIG_HELP = "TOML file of options; QUIRE_* variables override it, flags override both."
 
 
-def make_flags(group: str, options: Iterable[Option]) -> type:
-    """Return a dataclass whose fields are the flags of `options`; None means that a flag was not given."""
-    fields: list[tuple[str, Any, Any]] = [(option.name, _flag(option), None) for option in options]
-    if group == MEMORY:
-        fields.append(("config", Annotated[Path | None, Parameter(help=CONFIG_HELP)], None))
-    return _flag_class(group, fields)
+def settings_from(model: str | None, *flags: Any) -> Settings:
+    """Return the settings of a command: flags before QUIRE_* variables before --config before defaults."""
+    given: dict[str, Any] = {"model": model}
+    for group in flags:
+        given |= asdict(group) if group is not None else {}
+    return resolve_settings(given, os.environ, given.pop("config", None))
 
 
 def typed_flags(struct: type[msgspec.Struct], group: str, *, without: Collection[str]) -> type:
@@ -35,23 +35,10 @@ def typed_flags(struct: type[msgspec.Struct], group: str, *, without: Collection
     types = get_type_hints(struct)
     fields: list[tuple[str, Any, Any]] = []
     for option in options_of(struct).values():
-        parameter = Parameter(help=option.help, show_default=option.default_as_text(), negative="")
+        parameter = Parameter(help=option.help, show_default=option.default_as_text() or False)
         if option.name not in without:
             fields.append((option.name, Annotated[types[option.name], parameter], option.default))
     return _flag_class(group, fields)
-
-
-def _flag_class(group: str, fields: list[tuple[str, Any, Any]]) -> type:
-    module = {"__module__": __name__}  # cyclopts takes classes of the standard library for single values
-    return Parameter(name="*", group=group)(make_dataclass("Flags", fields, namespace=module))
-
-
-def settings_from(model: str | None, *flags: Any) -> Settings:
-    """Return the settings of a command: flags before QUIRE_* variables before --config before defaults."""
-    given: dict[str, Any] = {"model": model}
-    for group in flags:
-        given |= asdict(group) if group is not None else {}
-    return resolve_settings(given, os.environ, given.pop("config", None))
 
 
 def _flag(option: Option) -> Any:
@@ -83,9 +70,9 @@ def with_flags(message: str, options: Collection[str]) -> str:
     """
     every, long = "|".join(options), "|".join(name for name in options if "_" in name)
     pattern = rf"""
-        '[^']*'
+        (?<!\w) '[^']*'
         | `(?P<quoted>{every})`
-        | ^(?P<first>{every})(?= \ (must|needs|is|has)\b | :)
+        | ^(?P<first>{every})(?= \ (must|needs|is|has|cannot)\b | :)
         | (?<![\w/.-]) (?P<long>{long}) (?![\w/] | [.-]\w)
     """
     return re.sub(pattern, _as_flag, message, flags=re.VERBOSE)
@@ -96,8 +83,18 @@ def _as_flag(match: re.Match[str]) -> str:
     return flag_name(name) if name else match[0]
 
 
-def _group(group: str) -> type:
-    return make_flags(group, (each for each in _OPTIONS.values() if each.group == group and each.name != "model"))
+def _flags(group: str) -> type:
+    """Return a dataclass with one flag per option of the group; None means that a flag was not given."""
+    options = [option for option in _OPTIONS.values() if option.group == group and option.name != "model"]
+    fields: list[tuple[str, Any, Any]] = [(option.name, _flag(option), None) for option in options]
+    if group == MEMORY:
+        fields.append(("config", Annotated[Path | None, Parameter(help=CONFIG_HELP)], None))
+    return _flag_class(group, fields)
+
+
+def _flag_class(group: str, fields: list[tuple[str, Any, Any]]) -> type:
+    module = {"__module__": __name__}  # cyclopts takes classes of the standard library for single values
+    return Parameter(name="*", group=group)(make_dataclass("Flags", fields, namespace=module))
 
 
 if TYPE_CHECKING:
@@ -106,4 +103,4 @@ if TYPE_CHECKING:
     ServerFlags: TypeAlias = Any
     LimitFlags: TypeAlias = Any
 else:
-    MemoryFlags, SchedulingFlags, ServerFlags, LimitFlags = map(_group, (MEMORY, SCHEDULING, SERVER, LIMITS))
+    MemoryFlags, SchedulingFlags, ServerFlags, LimitFlags = map(_flags, (MEMORY, SCHEDULING, SERVER, LIMITS))

@@ -68,8 +68,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Return the content of a TOML file. Raises ConfigError if it cannot be read."""
     try:
         return tomllib.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"config file {path} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
 def _find(name: str, options: Mapping[str, Option], where: str) -> Option:

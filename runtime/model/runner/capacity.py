@@ -69,7 +69,7 @@ def pick_cpus(config: EngineConfig) -> CpuBudget:
         return available_cpus()
     if config.threads > 1024:
         raise ConfigError(f"threads must be between 1 and 1024, not {config.threads}")
-    return CpuBudget(config.threads, "as configured")
+    return CpuBudget(config.threads, "--threads")
 
 
 def pick_isa(config: EngineConfig) -> str:

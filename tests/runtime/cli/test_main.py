@@ -56,6 +56,7 @@ def test_every_option_is_a_flag_of_serve() -> None:
         ("set `token` or `auth_tokens`", "set --token or --auth-tokens"),
         ("lower max_num_seqs, or raise kv_cache_memory.", "lower --max-num-seqs, or raise --kv-cache-memory."),
         ("'max_num_seqs' in /max_num_seqs/quire.toml must be", "'max_num_seqs' in /max_num_seqs/quire.toml must be"),
+        ("the tenant's max_num_seqs and the server's", "the tenant's --max-num-seqs and the server's"),
         ("QUIRE_MAX_NUM_SEQS must be", "QUIRE_MAX_NUM_SEQS must be"),
         ("max_num_seqs.toml cannot be read", "max_num_seqs.toml cannot be read"),
         ("my_max_num_seqs and max_num_seqs_2 and `python`", "my_max_num_seqs and max_num_seqs_2 and `python`"),
