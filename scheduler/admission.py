@@ -15,25 +15,26 @@ A refused request has changed nothing. runtime/engine translates these errors in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of a scheduler. Raises ValueError if one of them is below 1."""
+    """Limits of a scheduler. Raises ValueError if a limit is below 1."""
 
     max_num_seqs: int  # sequences that run at once
     max_num_samples: int | None = None  # rows of a step that sample; None: max_num_seqs
-    num_speculative_tokens: int = 0  # draft tokens per sequence and step
+    num_speculative_tokens: int = 0  # draft tokens per sequence and step; 0: none
     max_num_waiting: int = 1024  # requests in the queue
     max_num_waiting_per_tenant: int | None = None  # None: no limit besides max_num_waiting
     max_kv_pages_per_tenant: int | None = None  # of running requests, each counted at its longest; None: no limit
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_waiting", "max_num_waiting_per_tenant", "max_kv_pages_per_tenant"):
-            limit = getattr(self, name)
-            if limit is not None and limit < 1:
-                raise ValueError(f"{name} must be at least 1, got {limit}")
+        for field in fields(self):
+            limit = getattr(self, field.name)
+            least = 0 if field.name == "num_speculative_tokens" else 1
+            if limit is not None and limit < least:
+                raise ValueError(f"{field.name} must be at least {least}, got {limit}")
 
 
 @dataclass(frozen=True, slots=True)

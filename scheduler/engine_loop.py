@@ -58,6 +58,7 @@ class EngineLoop:
         self._timer_at = 0.0
 
     async def _run(self) -> None:
+        """Plan, run, commit and publish steps until `close` is called or something breaks."""
         try:
             while self._closing is None:
                 started = time.perf_counter()

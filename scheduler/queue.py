@@ -157,9 +157,6 @@ class DeadlineHeap:
             heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
 
 def _add(counts: Counter[str], tenant: str, amount: int) -> None:
     """Add to a tenant's count, and drop the tenant when it reaches 0."""

@@ -109,7 +109,7 @@ class RunningBatch:
 
     def oldest(self) -> Request | None:
         """Return the running request that arrived first."""
-        return min(self.requests.values(), key=arrival_order, default=None)
+        return min(self.requests.values(), key=lambda request: request.order, default=None)
 
     def victims(self, request: Request) -> Iterator[Request]:
         """Iterate over the running requests that `request` may preempt."""
@@ -247,11 +247,6 @@ class RunningBatch:
         table = table_of(request)
         soon = self._pager.pages_for(len(request.token_ids)) + len(table.pages)
         return max(0, min(soon, request.pages_needed) - table.num_pages)
-
-
-def arrival_order(request: Request) -> int:
-    """Return the sort key of a request's arrival."""
-    return request.order
 
 
 def table_of(request: Request) -> PageTable:

@@ -151,7 +151,7 @@ def test_deadlines_of_ended_requests_are_forgotten(make_harness: MakeHarness) ->
         harness.add(request_id, [1], max_tokens=1, deadline=1e6)
         harness.run()
         assert harness.scheduler.next_deadline is None
-    assert len(harness.scheduler._deadlines) == 0
+    assert len(harness.scheduler._deadlines._heap) == 0
 
 
 def learned(make_harness: MakeHarness, **options: Any) -> Any:
