@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ...scheduler import Request, RequestUpdate, SchedulerError
 from ..common.config import EngineConfig
-from ..common.errors import GenerationFailed, InvalidRequest, QuireError, Unavailable
+from ..common.errors import GenerationFailed, QuireError, Unavailable
 from ..common.types import FinishReason, OutputChunk, Usage
 from ..model import model_folder
 from .core import Core, CoreListener, EngineCore, Prefilled
@@ -29,7 +29,7 @@ from .facade import EngineInfo, EngineObserver, EngineStats, GenerateRequest, Re
 from .input import num_sequences, prompt_token_ids, scheduled_requests
 from .output import SequenceOutput, Stream, StreamingOutput, output_class
 from .text_processor import TextProcessor
-from .validator import RequestLimits, Validator
+from .validator import Validator
 
 CoreT = TypeVar("CoreT", bound=Core)
 
@@ -46,14 +46,7 @@ class Engine(Generic[CoreT]):
             has_tokenizer=text_processor.tokenizer is not None,
             has_chat_template=text_processor.chat_template is not None,
         )
-        self._validator = Validator(
-            RequestLimits(
-                info.vocab_size,
-                info.max_model_len,
-                info.max_model_len * text_processor.longest_token,
-                info.max_num_seqs,
-            )
-        )
+        self._validator = Validator(self.info, info.max_model_len * text_processor.longest_token)
         self._eos_token_ids = frozenset(
             token for token in info.eos_token_ids | text_processor.eos_token_ids if token < info.vocab_size
         )
@@ -73,16 +66,18 @@ class Engine(Generic[CoreT]):
         """See `facade.EngineFacade.submit`."""
         submitted = time.monotonic()
         try:
-            self._check(request)
+            self._validator.check_options(request)
+            # Count requests that are still being tokenized as queued; otherwise more are tokenized than can be queued.
+            num_queued = num_sequences(request.sampling_params)
+            self.core.check_room(request.tenant, num_queued + self._num_preparing[request.tenant])
+            self._validator.check_prompt(request)  # after the queue: checking a long text takes its time
         except (SchedulerError, QuireError) as error:
             self._refuse(error)
-        if isinstance(request.prompt, tuple):
-            return self._accept(request, request.prompt, submitted)
-        return self._accept(request, self._prepare(request), submitted)
+        prompt = request.prompt if isinstance(request.prompt, tuple) else self._prepare(request, num_queued)
+        return self._accept(request, prompt, submitted)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """See `facade.EngineFacade.tokenize`."""
-        self.text_processor.require_tokenizer()
         self._validator.check_text(text)
         return await asyncio.to_thread(self.text_processor.encode, text, add_special_tokens)
 
@@ -119,30 +114,12 @@ class Engine(Generic[CoreT]):
 
     # From a request to the core's queue
 
-    def _check(self, request: GenerateRequest) -> None:
-        """Check everything that needs no token ids. The queue comes before the text, which may be long."""
-        params, prompt = request.sampling_params, request.prompt
-        self._validator.check_params(params)
-        self._validator.check_schedule(request.priority, request.deadline_ms, request.pin_ms)
-        # Count requests that are still being tokenized as queued; otherwise more are tokenized than the queue accepts.
-        self.core.check_room(request.tenant, num_sequences(params) + self._num_preparing[request.tenant])
-        if (prompt is None) == (request.messages is None):
-            raise InvalidRequest("give a prompt or messages, and not both")
-        if request.messages is not None:
-            self.text_processor.require_chat_template()
-        if not isinstance(prompt, tuple):
-            self.text_processor.require_tokenizer()
-        elif params.stop and self.text_processor.tokenizer is None:
-            raise InvalidRequest("stop strings cannot be found without a tokenizer.json; use stop_token_ids")
-        if isinstance(prompt, str):
-            self._validator.check_text(prompt)
-
-    def _prepare(self, request: GenerateRequest) -> asyncio.Future[tuple[int, ...]]:
-        """Begin to tokenize the prompt in a helper thread. Its sequences count as queued until that has ended."""
-        tenant, count = request.tenant, num_sequences(request.sampling_params)
+    def _prepare(self, request: GenerateRequest, num_queued: int) -> asyncio.Future[tuple[int, ...]]:
+        """Begin to tokenize the prompt in a helper thread; `num_queued` sequences count as queued until it is done."""
+        tenant = request.tenant
 
         def release(done: asyncio.Future[tuple[int, ...]]) -> None:
-            self._num_preparing[tenant] -= count
+            self._num_preparing[tenant] -= num_queued
             if not self._num_preparing[tenant]:
                 del self._num_preparing[tenant]
             if not done.cancelled():
@@ -152,7 +129,7 @@ class Engine(Generic[CoreT]):
         preparing = asyncio.get_running_loop().run_in_executor(
             None, context.run, prompt_token_ids, request, self.text_processor, self._validator
         )
-        self._num_preparing[tenant] += count
+        self._num_preparing[tenant] += num_queued
         preparing.add_done_callback(release)
         return preparing
 
@@ -164,7 +141,7 @@ class Engine(Generic[CoreT]):
         output: StreamingOutput | None = None
         try:
             token_ids = prompt if isinstance(prompt, tuple) else await prompt
-            self._validator.check_prompt(token_ids, params)
+            self._validator.check_token_ids(token_ids, params.max_tokens)
             seed = secrets.randbits(64) if params.seed is None else int(params.seed)
             requests = scheduled_requests(
                 request,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import GenerationFailed, InvalidRequest, QuireError, UnsupportedModel
+from ..common.errors import GenerationFailed, UnsupportedModel
 from ..common.types import SamplingParams
 from .text import ChatTemplate, IncrementalDetokenizer, Tokenizer
 
@@ -44,31 +44,18 @@ class TextProcessor:
         """Ids that end a generation; empty without a tokenizer."""
         return self.tokenizer.eos_token_ids if self.tokenizer else frozenset()
 
-    def require_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer. Raises InvalidRequest if the model has none."""
-        if self.tokenizer is None:
-            raise InvalidRequest("this model has no tokenizer.json; give the prompt as token ids")
-        return self.tokenizer
-
-    def require_chat_template(self) -> ChatTemplate:
-        """Return the chat template. Raises InvalidRequest if the model has none."""
-        if self.chat_template is None:
-            raise InvalidRequest("this model has no chat template; send a prompt instead of messages")
-        return self.chat_template
-
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the token ids of `text`. Raises InvalidRequest without a tokenizer, GenerationFailed if it fails."""
-        tokenizer = self.require_tokenizer()
+        """Return the token ids of `text`. Raises GenerationFailed if the tokenizer fails."""
+        assert self.tokenizer is not None, "Validator.check_text refuses text for a model without tokenizer"
         try:
-            return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        except QuireError:
-            raise
+            return tuple(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
         except Exception as error:  # the library raises bare Exception
             raise GenerationFailed(f"the prompt could not be tokenized: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return a chat as prompt text that includes its special tokens. Raises InvalidRequest."""
-        return self.require_chat_template().render(messages)
+        assert self.chat_template is not None, "Validator.check_prompt refuses chats for a model without template"
+        return self.chat_template.render(messages)
 
     def detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
         """Return a new detokenizer for one sequence; None without a tokenizer."""

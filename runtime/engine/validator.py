@@ -1,11 +1,11 @@
 """Checks of what a request asks for. Each raises a typed error that names the parameter, its value and what is allowed.
 
-The functions are pure and independent of the engine: they depend on the request and on `RequestLimits` only.
+They depend on the request and on the engine's constant `EngineInfo` only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from ...kernels.sample import MAX_TOP_LOGPROBS
 from ..common.errors import ContextLengthExceeded, InvalidRequest
 from ..common.types import SamplingParams
+from .facade import EngineInfo, GenerateRequest
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -37,26 +38,18 @@ NEUTRAL_FOR_BEAMS: dict[str, object] = {
 SMALLEST = 1e-6  # least value of parameters that must be above 0: kernels compute in f32
 
 
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Limits that the loaded model and the configuration set."""
-
-    vocab_size: int
-    max_model_len: int  # prompt and generated tokens of one request
-    max_prompt_characters: int  # a longer text has more than `max_model_len` tokens
-    max_num_seqs: int  # sequences that run at once
-
-
 class Validator:
-    """Checks of requests against one set of limits. The methods raise InvalidRequest or ContextLengthExceeded."""
+    """Checks of requests to one engine. The methods raise InvalidRequest or ContextLengthExceeded."""
 
-    def __init__(self, limits: RequestLimits) -> None:
-        self._limits = limits
+    def __init__(self, info: EngineInfo, max_prompt_characters: int) -> None:
+        self._info = info
+        self._max_prompt_characters = max_prompt_characters  # a longer text has more than `max_model_len` tokens
 
-    def check_params(self, params: SamplingParams) -> None:
-        """Check types and ranges of all sampling parameters."""
+    def check_options(self, request: GenerateRequest) -> None:
+        """Check everything but the prompt: types and ranges of all parameters."""
+        params = request.sampling_params
         _check_types(params)
-        _integer("max_tokens", params.max_tokens, 1, self._limits.max_model_len)
+        _integer("max_tokens", params.max_tokens, 1, self._info.max_model_len)
         _integer("min_tokens", params.min_tokens, 0, params.max_tokens)
         _number("temperature", params.temperature, 0, 100)
         _integer("top_k", params.top_k, -1, 2**31 - 1)
@@ -72,44 +65,55 @@ class Validator:
         self._check_bias(params)
         self._check_stops(params)
         self._check_choices(params)
+        _integer("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if request.deadline_ms is not None:
+            _integer("deadline_ms", request.deadline_ms, 1, MAX_DEADLINE_MS)
+        if request.pin_ms is not None:
+            _integer("pin_ms", request.pin_ms, 0, MAX_PIN_MS)
 
-    def check_schedule(self, priority: int, deadline_ms: int | None, pin_ms: int | None) -> None:
-        """Check priority, deadline and pin time."""
-        _integer("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
-        if deadline_ms is not None:
-            _integer("deadline_ms", deadline_ms, 1, MAX_DEADLINE_MS)
-        if pin_ms is not None:
-            _integer("pin_ms", pin_ms, 0, MAX_PIN_MS)
+    def check_prompt(self, request: GenerateRequest) -> None:
+        """Check the prompt before it is rendered or tokenized."""
+        if (request.prompt is None) == (request.messages is None):
+            raise InvalidRequest("give a prompt or messages, and not both")
+        if isinstance(request.prompt, str):
+            self.check_text(request.prompt)
+        elif request.messages is not None:
+            if not self._info.has_chat_template:
+                raise InvalidRequest("this model has no chat template; send a prompt instead of messages")
+            self._check_tokenizer()
+        elif request.sampling_params.stop and not self._info.has_tokenizer:
+            raise InvalidRequest("stop strings cannot be found without a tokenizer.json; use stop_token_ids")
 
-    def check_text(self, prompt: str) -> None:
-        """Check a prompt before it is tokenized, so that a text that is far too long costs nothing."""
-        if not prompt:
+    def check_text(self, text: str) -> None:
+        """Check a text before it is tokenized, so that one that is far too long costs nothing."""
+        self._check_tokenizer()
+        if not text:
             raise InvalidRequest("the prompt is empty; give at least one character or one token id")
-        if len(prompt) > self._limits.max_prompt_characters:
+        if len(text) > self._max_prompt_characters:
             raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} characters; a prompt of {self._limits.max_model_len} tokens, the limit "
-                f"of this model, has at most {self._limits.max_prompt_characters}"
+                f"the prompt has {len(text)} characters; a prompt of {self._info.max_model_len} tokens, the limit of "
+                f"this model, has at most {self._max_prompt_characters}"
             )
-        if not _is_encodable(prompt):
-            raise InvalidRequest("the prompt is not valid Unicode: it contains a lone surrogate")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest("the prompt is not valid Unicode: it contains a lone surrogate") from None
 
-    def check_prompt(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
-        """Check a prompt's token ids, and that they and `max_tokens` fit the model."""
-        limit = self._limits.max_model_len
-        if len(token_ids) + params.max_tokens > limit:
-            raise ContextLengthExceeded(
-                f"prompt of {len(token_ids)} tokens + max_tokens {params.max_tokens} exceed the limit of {limit} tokens"
-            )
-        self.check_token_ids(token_ids)
-
-    def check_token_ids(self, token_ids: tuple[int, ...]) -> None:
-        """Check the number of tokens, and each id."""
+    def check_token_ids(self, token_ids: Sequence[int], max_tokens: int = 0) -> None:
+        """Check a prompt's ids, and that they and `max_tokens` generated tokens fit the model."""
         if not token_ids:
             raise InvalidRequest("the prompt is empty; give at least one character or one token id")
-        if len(token_ids) > self._limits.max_model_len:
-            raise ContextLengthExceeded(f"{len(token_ids)} tokens exceed the limit of {self._limits.max_model_len}")
-        for token in token_ids:
+        limit = self._info.max_model_len
+        if len(token_ids) + max_tokens > limit:
+            raise ContextLengthExceeded(
+                f"prompt of {len(token_ids)} tokens + max_tokens {max_tokens} exceed the limit of {limit} tokens"
+            )
+        for token in (min(token_ids), max(token_ids)):
             self._check_token("prompt", token)
+
+    def _check_tokenizer(self) -> None:
+        if not self._info.has_tokenizer:
+            raise InvalidRequest("this model has no tokenizer.json; give the prompt as token ids")
 
     def _check_bias(self, params: SamplingParams) -> None:
         bias = params.logit_bias or {}
@@ -135,7 +139,7 @@ class Validator:
             self._check_token("stop_token_ids", token)
 
     def _check_choices(self, params: SamplingParams) -> None:
-        most = min(MAX_CHOICES, self._limits.max_num_seqs)
+        most = min(MAX_CHOICES, self._info.max_num_seqs)
         _integer("n", params.n, 1, most)
         _integer("beam_width", params.beam_width, 0, min(MAX_BEAM_WIDTH, most))
         _number("length_penalty", params.length_penalty, -10, 10)
@@ -145,8 +149,8 @@ class Validator:
             _check_beam(params)
 
     def _check_token(self, name: str, token: int) -> None:
-        if not 0 <= token < self._limits.vocab_size:
-            raise InvalidRequest(f"{name}: token id {token} is outside the vocabulary 0..{self._limits.vocab_size - 1}")
+        if not 0 <= token < self._info.vocab_size:
+            raise InvalidRequest(f"{name}: token id {token} is outside the vocabulary 0..{self._info.vocab_size - 1}")
 
 
 def _check_beam(params: SamplingParams) -> None:
@@ -183,11 +187,3 @@ def _integer(name: str, value: int, low: int, high: int) -> None:
 def _number(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:  # also true of NaN
         raise InvalidRequest(f"{name} must be between {low} and {high}, not {value}")
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -8,9 +8,27 @@ import msgspec
 import pytest
 from quire.runtime.common.errors import ContextLengthExceeded, InvalidRequest
 from quire.runtime.common.types import SamplingParams
-from quire.runtime.engine.validator import RequestLimits, Validator
+from quire.runtime.engine import EngineInfo, GenerateRequest
+from quire.runtime.engine.validator import Validator
 
-VALIDATOR = Validator(RequestLimits(vocab_size=100, max_model_len=50, max_prompt_characters=200, max_num_seqs=16))
+INFO = EngineInfo(
+    vocab_size=100,
+    max_model_len=50,
+    max_num_seqs=16,
+    num_pages=8,
+    page_size=16,
+    isa="scalar",
+    threads=1,
+    threads_reason="a test",
+    has_tokenizer=True,
+    has_chat_template=True,
+)
+VALIDATOR = Validator(INFO, max_prompt_characters=200)
+
+
+def check(params: SamplingParams, validator: Validator = VALIDATOR, **options: Any) -> None:
+    validator.check_options(GenerateRequest(prompt=(1,), sampling_params=params, **options))
+
 
 EDGES: list[tuple[str, Any, Any]] = [  # parameter, the last allowed value, the first that is not
     ("max_tokens", 1, 0),
@@ -55,17 +73,17 @@ EDGES: list[tuple[str, Any, Any]] = [  # parameter, the last allowed value, the 
 @pytest.mark.parametrize(("name", "allowed", "refused"), EDGES, ids=[f"{edge[0]}-{edge[2]!s:.12}" for edge in EDGES])
 def test_limits_of_each_parameter(name: str, allowed: Any, refused: Any) -> None:
     base = SamplingParams(max_tokens=20)
-    VALIDATOR.check_params(msgspec.structs.replace(base, **{name: allowed}))
+    check(msgspec.structs.replace(base, **{name: allowed}))
     with pytest.raises(InvalidRequest, match=name.split("_")[0]):
-        VALIDATOR.check_params(msgspec.structs.replace(base, **{name: refused}))
+        check(msgspec.structs.replace(base, **{name: refused}))
 
 
 def test_a_request_has_at_most_128_outputs() -> None:
-    roomy = Validator(RequestLimits(vocab_size=100, max_model_len=50, max_prompt_characters=200, max_num_seqs=100_000))
-    roomy.check_params(SamplingParams(max_tokens=1, n=128))
+    many = Validator(msgspec.structs.replace(INFO, max_num_seqs=100_000), max_prompt_characters=200)
+    check(SamplingParams(max_tokens=1, n=128), many)
     for name in ("n", "best_of", "beam_width"):
         with pytest.raises(InvalidRequest, match=name):
-            roomy.check_params(SamplingParams(max_tokens=1, **{name: 10**9}))
+            check(SamplingParams(max_tokens=1, **{name: 10**9}), many)
 
 
 @pytest.mark.parametrize(
@@ -83,27 +101,56 @@ def test_a_request_has_at_most_128_outputs() -> None:
 )
 def test_parameters_that_exclude_each_other(params: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        VALIDATOR.check_params(SamplingParams(**{"max_tokens": 4, "beam_width": 2, **params}))
+        check(SamplingParams(**{"max_tokens": 4, "beam_width": 2, **params}))
 
 
 def test_the_message_names_parameter_value_and_limits() -> None:
     with pytest.raises(InvalidRequest, match="top_p must be between 1e-06 and 1, not nan"):
-        VALIDATOR.check_params(SamplingParams(max_tokens=1, top_p=float("nan")))
+        check(SamplingParams(max_tokens=1, top_p=float("nan")))
 
 
-def test_prompts() -> None:
-    params = SamplingParams(max_tokens=10)
-    VALIDATOR.check_prompt((99,) * 40, params)
+def test_token_ids() -> None:
+    VALIDATOR.check_token_ids((99,) * 40, max_tokens=10)
+    VALIDATOR.check_token_ids((0,) * 50)
     for token_ids, error in (((1,) * 41, ContextLengthExceeded), ((), InvalidRequest), ((100,), InvalidRequest)):
         with pytest.raises(error):
-            VALIDATOR.check_prompt(token_ids, params)
+            VALIDATOR.check_token_ids(token_ids, max_tokens=10)
 
 
-def test_texts_are_refused_before_they_are_tokenized() -> None:
+def test_texts() -> None:
     VALIDATOR.check_text("x" * 200)
     for text, error in (("x" * 201, ContextLengthExceeded), ("", InvalidRequest), ("\ud800", InvalidRequest)):
         with pytest.raises(error):
             VALIDATOR.check_text(text)
+
+
+CHAT = ({"role": "user", "content": "hi"},)
+
+
+@pytest.mark.parametrize(
+    ("request_", "has_tokenizer", "has_chat_template", "message"),
+    [
+        (GenerateRequest(prompt=None), True, True, "give a prompt or messages, and not both"),
+        (GenerateRequest(prompt="hi", messages=CHAT), True, True, "give a prompt or messages, and not both"),
+        (GenerateRequest(prompt=""), True, True, "the prompt is empty"),
+        (GenerateRequest(prompt="hi"), False, True, "no tokenizer.json; give the prompt as token ids"),
+        (GenerateRequest(prompt=None, messages=CHAT), True, False, "no chat template; send a prompt"),
+        (GenerateRequest(prompt=None, messages=CHAT), False, True, "no tokenizer.json; give the prompt as token ids"),
+        (
+            GenerateRequest(prompt=(1,), sampling_params=SamplingParams(stop=("x",))),
+            False,
+            False,
+            "stop strings cannot be found without a tokenizer.json; use stop_token_ids",
+        ),
+    ],
+)
+def test_prompts(request_: GenerateRequest, has_tokenizer: bool, has_chat_template: bool, message: str) -> None:
+    info = msgspec.structs.replace(INFO, has_tokenizer=has_tokenizer, has_chat_template=has_chat_template)
+    with pytest.raises(InvalidRequest, match=message):
+        Validator(info, max_prompt_characters=200).check_prompt(request_)
+    for fine in (GenerateRequest(prompt="hi"), GenerateRequest(prompt=None, messages=CHAT)):
+        VALIDATOR.check_prompt(fine)
+    Validator(info, max_prompt_characters=0).check_prompt(GenerateRequest(prompt=(1,)))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +163,8 @@ def test_texts_are_refused_before_they_are_tokenized() -> None:
         (0, None, 24 * 3600 * 1000 + 1),
     ],
 )
-def test_schedules(priority: int, deadline_ms: int | None, pin_ms: int | None) -> None:
-    VALIDATOR.check_schedule(-(10**6), 7 * 24 * 3600 * 1000, 24 * 3600 * 1000)
+def test_priority_deadline_and_pin(priority: int, deadline_ms: int | None, pin_ms: int | None) -> None:
+    params = SamplingParams(max_tokens=1)
+    check(params, priority=-(10**6), deadline_ms=7 * 24 * 3600 * 1000, pin_ms=24 * 3600 * 1000)
     with pytest.raises(InvalidRequest):
-        VALIDATOR.check_schedule(priority, deadline_ms, pin_ms)
+        check(params, priority=priority, deadline_ms=deadline_ms, pin_ms=pin_ms)
