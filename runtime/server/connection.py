@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
 
 import structlog
 from structlog.contextvars import bind_contextvars
 
 from ..common.errors import ProtocolError, QuireError
 from ..common.logs import new_id
-from ..protocol.codec import Decoder, Malformed
-from ..protocol.frames import CLIENT_FRAMES, FEATURES, PROTOCOL_VERSION, Frame, Hello, Ping, Welcome
+from ..protocol.codec import Decoder
+from ..protocol.frames import CLIENT_FRAMES, FEATURES, PROTOCOL_VERSION, Hello, Ping, Welcome
 from ..protocol.wire_errors import error_frame
 from .convert import check_hello
 from .monitoring import CancelCause
@@ -50,7 +49,7 @@ class Connection:
             write_timeout_s=self._config.write_timeout_ms / 1000,
         )
         self._handler: RequestHandler | None = None  # from WELCOME on
-        self._watchdog: Watchdog | None = None
+        self._watchdog: Watchdog | None = None  # likewise
         self._reading: asyncio.Task[None] | None = None
         self._end_cause: CancelCause = "disconnect"
 
@@ -66,7 +65,7 @@ class Connection:
     async def run(self, refusal: QuireError | None = None) -> None:
         """Serve the client, or only send `refusal`, then close. Never raises."""
         bind_contextvars(connection=new_id(), peer=str(self._writer.get_extra_info("peername") or "unix"))
-        self._reading = asyncio.create_task(self._converse(refusal))
+        self._reading = asyncio.create_task(self._read(refusal))
         sending = asyncio.create_task(self._send_buffer.run())
         try:
             await asyncio.wait({self._reading, sending}, return_when=asyncio.FIRST_COMPLETED)
@@ -110,49 +109,42 @@ class Connection:
 
     # Reading
 
-    async def _converse(self, refusal: QuireError | None) -> None:
+    async def _read(self, refusal: QuireError | None) -> None:
         """Handle frames until the client closes the connection or breaks the protocol."""
+        timeout_ms = self._config.handshake_timeout_ms
+        too_late = ProtocolError(f"no HELLO within {timeout_ms} ms")
+        hello_timer = asyncio.get_running_loop().call_later(timeout_ms / 1000, self._refuse, too_late)
         try:
             if refusal is not None:
                 raise refusal
-            async with contextlib.aclosing(self._frames()) as frames:
-                if (hello := await self._greeting(frames)) is not None:
-                    handler = self._welcome(hello)
-                    async for frame in frames:
-                        handler.handle(frame)
+            while data := await self._reader.read(READ_BYTES):
+                num_frames = 0
+                for frame in self._decoder.feed(data):
+                    if self._handler is None:
+                        self._welcome(check_hello(frame))
+                        hello_timer.cancel()
+                    else:
+                        self._handler.handle(frame)
+                    num_frames += 1
+                    if num_frames % FRAMES_PER_TURN == 0:
+                        await asyncio.sleep(0)  # reading what is buffered does not wait
+                if self._watchdog is not None:
+                    self._watchdog.received(num_frames, self._decoder.is_inside_frame)
         except OSError:
             pass
         except QuireError as error:
             self._refuse(error)
         except Exception as error:
             self._end(quire_error(error, "connection"))
+        finally:
+            hello_timer.cancel()
 
     def _refuse(self, error: QuireError) -> None:
         _log.warning("connection refused", code=error.code, reason=str(error))
         self._end(error)
 
-    async def _frames(self) -> AsyncGenerator[Frame | Malformed, None]:
-        while data := await self._reader.read(READ_BYTES):
-            num_frames = 0
-            for frame in self._decoder.feed(data):
-                num_frames += 1
-                yield frame
-                if num_frames % FRAMES_PER_TURN == 0:
-                    await asyncio.sleep(0)  # reading what is buffered does not wait
-            if self._watchdog is not None:
-                self._watchdog.received(num_frames, self._decoder.is_inside_frame)
-
-    async def _greeting(self, frames: AsyncIterator[Frame | Malformed]) -> Hello | None:
-        """Return the first frame; None when the client closed the connection before it."""
-        try:
-            async with asyncio.timeout(self._config.handshake_timeout_ms / 1000):
-                first = await anext(frames, None)
-        except TimeoutError:
-            raise ProtocolError(f"no HELLO within {self._config.handshake_timeout_ms} ms") from None
-        return None if first is None else check_hello(first)
-
-    def _welcome(self, hello: Hello) -> RequestHandler:
-        """Send WELCOME. Raises Unauthenticated."""
+    def _welcome(self, hello: Hello) -> None:
+        """Send WELCOME, and accept requests from now on. Raises Unauthenticated."""
         tenant = self._context.keyring.authenticate(hello.token)
         bind_contextvars(tenant=tenant.name)
         session = self._context.replays.resume_index.session_name(tenant.name, hello.session)
@@ -180,7 +172,6 @@ class Connection:
             ping=lambda: self._send_buffer.send(Ping()),
             on_timeout=self._refuse,
         )
-        return handler
 
     # The end
 

@@ -32,7 +32,7 @@ class LiveRequests:
 
         Raises the refusal of `Tenant.enter` or of the engine; nothing is counted then.
         """
-        self.count(tenant.enter)
+        self._check(tenant.enter)
         try:
             submission = self._engine.submit(request)
         except BaseException:
@@ -42,16 +42,20 @@ class LiveRequests:
         self._all[live] = None
         return live
 
-    def count(self, enter: Callable[[], None]) -> None:
-        """Call `Tenant.enter` or `Tenant.replay`, and count its refusal as a rejection."""
+    def replay(self, tenant: Tenant) -> None:
+        """Count a request that an earlier one answers. Raises the refusal of `Tenant.replay`."""
+        self._check(tenant.replay)
+
+    def oldest(self, limit: int) -> list[RequestStatus]:
+        return [live.status() for live in islice(self._all, limit)]
+
+    def _check(self, enter: Callable[[], None]) -> None:
+        """Call `enter`, and report its refusal as a rejection: the engine reports its own."""
         try:
             enter()
         except QuireError as error:
             self._observer.on_rejected(error)
             raise
-
-    def oldest(self, limit: int) -> list[RequestStatus]:
-        return [live.status() for live in islice(self._all, limit)]
 
 
 class Reader(Protocol):

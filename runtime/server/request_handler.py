@@ -162,27 +162,22 @@ class RequestHandler:
         if self._context.leaves_at is not None:
             self._refuse(frame.request_id, Unavailable("the server is shutting down; send this request elsewhere"))
             return
-        try:
-            stream = self._open_stream(frame)
-        except Exception as error:
-            request_id = frame.request_id
-            self._send_last(request_id, error_frame(request_id, quire_error(error, client_id=request_id)))
-            return
-        self._last_accepted_id = frame.request_id
-        self._start(frame.request_id, stream.run, stream)
-
-    def _open_stream(self, frame: Generate) -> OutputStream:
-        """Submit the request, or join the one that had its key. Raises the refusal."""
         context, request_id = self._context, frame.request_id
         request, delivery = engine_request(frame, self._tenant.name), self._delivery(frame)
-        if not frame.resumable and frame.idempotency_key is None:
-            return OutputStream(context.requests.submit(self._tenant, request_id, request), delivery)
-        subscriber = Subscriber(
-            context.replays.open(self._tenant, request_id, request, frame.idempotency_key), delivery
-        )
-        if frame.resumable:
-            context.replays.resume_index.add(self._session, request_id, subscriber)
-        return subscriber
+        stream: OutputStream
+        try:
+            if frame.resumable or frame.idempotency_key is not None:
+                buffer = context.replays.open(self._tenant, request_id, request, frame.idempotency_key)
+                stream = subscriber = Subscriber(buffer, delivery)
+                if frame.resumable:
+                    context.replays.resume_index.add(self._session, request_id, subscriber)
+            else:
+                stream = OutputStream(context.requests.submit(self._tenant, request_id, request), delivery)
+        except Exception as error:
+            self._send_last(request_id, error_frame(request_id, quire_error(error, client_id=request_id)))
+            return
+        self._last_accepted_id = request_id
+        self._start(request_id, stream.run, stream)
 
     def _resume(self, frame: Resume) -> None:
         if not self._accepts_id(frame.request_id):

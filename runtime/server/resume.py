@@ -171,7 +171,7 @@ class ReplayStore:
             return self._submit(tenant, request_id, request)
         buffer = self.idempotency_index.find((tenant.name, key), request)
         if buffer is not None:
-            self._requests.count(tenant.replay)
+            self._requests.replay(tenant)
             return buffer
         buffer = self._submit(tenant, request_id, request)
         self.idempotency_index.add((tenant.name, key), request, buffer)

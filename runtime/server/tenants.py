@@ -12,7 +12,7 @@ from typing import Annotated
 
 import msgspec
 
-from ..common.errors import Overloaded, Unauthenticated
+from ..common.errors import Overloaded
 
 NS_PER_MINUTE = 60 * 10**9
 NS_PER_MS = 10**6
@@ -39,7 +39,7 @@ class Tenant:
         self, name: str, limits: TenantLimits | None = None, clock_ns: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self.name = name
-        self.revoked = False  # its keys were removed; its connections may still be open
+        self.revoked = False  # its keys were removed; its open connections are refused every request
         self._limits = limits or TenantLimits()
         self._clock_ns = clock_ns
         self._num_live = 0
@@ -55,31 +55,18 @@ class Tenant:
         self._full_at_ns = min(self._full_at_ns, self._clock_ns() + _price_ns(limits) * _burst(limits))
 
     def enter(self) -> None:
-        """Count a request. Raises Overloaded, with the wait if it is known, or Unauthenticated once revoked."""
-        self._check_revoked()
+        """Count a request. Raises Overloaded, with the wait if it is known."""
         limit = self._limits.max_concurrent_requests
         if limit is not None and self._num_live >= limit:
             raise Overloaded(f"{self._num_live} requests of this tenant are live, as many as it may have at a time")
-        self._spend()
+        self.replay()
         self._num_live += 1
 
     def replay(self) -> None:
-        """Count a request that an earlier one answers: for the rate only. Raises as `enter` does."""
-        self._check_revoked()
-        self._spend()
-
-    def leave(self) -> None:
-        """Record the end of a request."""
-        self._num_live -= 1
-
-    def _check_revoked(self) -> None:
-        if self.revoked:
-            raise Unauthenticated("this tenant's keys were revoked")
-
-    def _spend(self) -> None:
-        """Take the price of one request out of the token bucket. Raises Overloaded if there is too little in it."""
+        """Count a request for the rate only: an earlier request answers it. Raises Overloaded with the wait."""
         if self._limits.requests_per_minute is None:
             return
+        # Take the price of one request out of the token bucket.
         now_ns, price_ns = self._clock_ns(), _price_ns(self._limits)
         full_at_ns = max(self._full_at_ns, now_ns) + price_ns
         missing_ns = full_at_ns - now_ns - price_ns * _burst(self._limits)
@@ -88,6 +75,10 @@ class Tenant:
             wait_ms = -(-missing_ns // NS_PER_MS)
             raise Overloaded(f"this tenant may send {rate} requests per minute", retry_after_ms=wait_ms)
         self._full_at_ns = full_at_ns
+
+    def leave(self) -> None:
+        """Record the end of a request."""
+        self._num_live -= 1
 
 
 def _price_ns(limits: TenantLimits) -> int:

@@ -11,11 +11,13 @@ from quire.runtime.common.errors import GenerationFailed, Overloaded, Unavailabl
 from quire.runtime.protocol.codec import encode
 from quire.runtime.protocol.frames import (
     MIN_FRAME_BYTES,
+    AskStats,
     Cancel,
     Credit,
     Done,
     Error,
     Frame,
+    ListModels,
     Ping,
     Pong,
     Progress,
@@ -67,6 +69,19 @@ async def assert_one_slot_is_free(server: FakeServer) -> None:
     assert names(await peer.ask(generate(1))) == ["Accepted"]
     refusal = error(await peer.ask(generate(2)))
     assert (refusal.code, "requests of this tenant" in refusal.message) == ("RESOURCE_EXHAUSTED", True)
+    await server.engine.last.put(chunk(0, last=True))
+    assert names(await peer.received()) == ["Tokens", "Done"]
+
+
+async def test_a_revoked_tenant_is_refused_every_request_and_its_live_ones_finish(server: FakeServer) -> None:
+    peer = await server.connect()
+    await peer.ask(generate(1, resumable=True))
+    server.tenant.revoked = True
+    requests: list[Frame] = [*(generate(2, **kind) for kind in KINDS.values()), Resume(2, 0), Tokenize(2, "x")]
+    for request in [*requests, ListModels(2), AskStats(2)]:
+        refusal = error(await peer.ask(request))
+        assert (refusal.code, refusal.message) == ("UNAUTHENTICATED", "this tenant's keys were revoked")
+    assert server.metric('quire_admission_rejections_total{reason="unauthenticated"}') == len(requests) + 2
     await server.engine.last.put(chunk(0, last=True))
     assert names(await peer.received()) == ["Tokens", "Done"]
 
