@@ -1,4 +1,4 @@
-"""For tests of promise 1: an engine that leaves nothing behind, and all of an outcome that a user can compare."""
+"""Helpers for the tests of equal bits: requests, engines that must release every page, and exact outcomes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.scheduler import TokenBudget
 
 from tests.scheduler.chunked_budget import ChunkedBudget
 
-EVERYTHING: dict[str, dict[str, Any]] = {  # one for each thing that changes what is drawn, when it ends or what is told
+EVERYTHING: dict[str, dict[str, Any]] = {  # one entry per parameter that affects sampling, the end or the output
     "greedy": {},
     "sampled": {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "seed": 3},
     "min_p": {"temperature": 1.1, "min_p": 0.02, "seed": 2**64 - 1},
@@ -27,7 +27,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {  # one for each thing that changes wha
     "frequency": {"frequency_penalty": 0.7, "repetition_penalty": 0.9, "temperature": 0.5, "seed": 6},
     "bias": {"logit_bias": {13: 4.0, 200: 3.5, 7: -100.0}, "temperature": 1.0, "seed": 7},
     "min_tokens": {"ignore_eos": False, "logit_bias": {0: 100.0}, "min_tokens": 9},
-    "min_tokens of the seeded": {
+    "min_tokens with a seed": {
         "ignore_eos": False,
         "logit_bias": {0: 4.0},
         "min_tokens": 3,
@@ -59,7 +59,7 @@ async def start_chunked(config: EngineConfig, max_chunk: int | None) -> LocalEng
 
 @asynccontextmanager
 async def running(chunk: int | None = None, **settings: Any) -> AsyncIterator[LocalEngine]:
-    """An engine; afterwards every page is back."""
+    """Run an engine, then check that no request and no owned or spilled page is left."""
     config = EngineConfig(**{"kv_cache_memory": 8 << 20, "threads": 2, **settings})
     engine = await start_chunked(config, chunk)
     try:
@@ -76,7 +76,7 @@ async def chunks_of(engine: LocalEngine, request: GenerateRequest) -> list[Outpu
 
 
 def bits(chunks: list[OutputChunk]) -> list[str]:
-    """Tokens, text, logprobs and reasons of every choice, each number to its last bit, and how many were generated."""
+    """Return every choice as JSON, which keeps all bits of each number, and the number of completion tokens."""
     assert chunks[-1].usage is not None
     choices = [msgspec.json.encode(choice).decode() for choice in join_chunks(chunks)]
     return [*choices, f"{chunks[-1].usage.completion_tokens} tokens"]

@@ -1,4 +1,4 @@
-"""`AsyncClient` and `Client` against a real server: streams, leaving early, errors and lost connections."""
+"""`AsyncClient` and `Client` against a real server: streams, early cancellation, errors and lost connections."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ async def test_a_retry_with_the_same_key_returns_the_first_stream(system: Any, c
     assert len(system.engine.requests) == 1
 
 
-# Leaving early
+# Cancellation before the end
 
 
 async def test_leaving_the_loop_cancels(system: Any, client: AsyncClient, eventually: Eventually) -> None:
@@ -269,7 +269,7 @@ async def test_close_does_not_hang_if_the_server_does_not_read(
 
 
 def test_clients_work_on_uvloop(serve: Serve, eventually: Eventually) -> None:
-    """Run streams, leaving and closing on the event loop that `quire serve` installs."""
+    """Run streams, cancellation and closing on the event loop that `quire serve` installs."""
 
     async def scenario() -> None:
         system = await serve()

@@ -1,5 +1,5 @@
-"""Promise 1 on the whole engine: a request's tokens and logprobs are bitwise the same alone or in any company, with any
-chunking of its prompt, any thread count, after a prefix hit or a preemption, at every ISA level.
+"""Promise 1 on the whole engine: a request's tokens and logprobs have the same bits in every batch composition, with
+any chunking of its prompt and any number of threads, after a prefix hit or a preemption, at every ISA level.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def running(isa, dtypes, *, chunk=None, **settings):
 
 
 async def outcome(engine, request):
-    """Everything a user can compare: ids and logprobs, to the last bit."""
+    """Return the token ids and logprobs, to the last bit."""
     return bits([chunk async for chunk in await engine.submit(request)])
 
 
@@ -72,7 +72,7 @@ _alone: dict = {}
 
 
 async def alone(isa, dtypes):
-    """What each request yields with the engine to itself; computed once per level and dtypes."""
+    """Return the outcome of each request run alone; computed once per ISA level and dtypes."""
     key = (isa, dtypes)
     if key not in _alone:
         async with running(isa, dtypes, enable_prefix_caching=False, threads=1) as engine:
@@ -83,7 +83,7 @@ async def alone(isa, dtypes):
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
 @pytest.mark.parametrize("threads", [1, 2])
-async def test_together_as_alone(isa, dtypes, threads):
+async def test_requests_together_match_requests_alone(isa, dtypes, threads):
     async with running(isa, dtypes, threads=threads) as engine:
         assert await together(engine, REQUESTS) == await alone(isa, dtypes)
 
@@ -100,19 +100,19 @@ async def test_any_chunking_of_the_prompt(isa, dtypes, chunk):
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
 @pytest.mark.parametrize("batch", [2, 3, 5, 8, 17, 32, 33])
 async def test_any_batch(isa, dtypes, batch):
-    company = [
+    others = [
         GenerateRequest(prompt=prompt(3 + i % 40, 1000 + i), sampling_params=(GREEDY, SEEDED, PENALISED)[i % 3])
         for i in range(batch - 1)
     ]
     wanted = (await alone(isa, dtypes))[1]
     async with running(isa, dtypes) as engine:
-        results = await together(engine, [*company[: batch // 2], REQUESTS[1], *company[batch // 2 :]])
+        results = await together(engine, [*others[: batch // 2], REQUESTS[1], *others[batch // 2 :]])
     assert results[batch // 2] == wanted
 
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
-async def test_a_prefix_hit_changes_nothing_but_the_work(isa, dtypes):
+async def test_a_prefix_hit_changes_only_the_tokens_computed(isa, dtypes):
     async with running(isa, dtypes) as engine:
         first = await outcome(engine, REQUESTS[0])
         chunks = [chunk async for chunk in await engine.submit(REQUESTS[0])]
@@ -121,8 +121,8 @@ async def test_a_prefix_hit_changes_nothing_but_the_work(isa, dtypes):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-async def test_preempted_for_want_of_pages(isa):
-    """Six pages for three requests that grow to four each: somebody is thrown out and computed again, unnoticed."""
+async def test_preempted_when_pages_run_out(isa):
+    """Three requests grow to four pages each in a pool of six: the scheduler must preempt and recompute."""
     dtypes = ("bf16", "bf16")
     growing = [
         GenerateRequest(prompt=prompt(length, length), sampling_params=msgspec.structs.replace(params, max_tokens=80))
@@ -136,7 +136,7 @@ async def test_preempted_for_want_of_pages(isa):
 
 
 class Preemptor(SilentObserver):
-    """Throws request 0 out between two steps, once it has `after` tokens."""
+    """Observer that preempts request 0 between two steps, once it has `after` tokens."""
 
     def __init__(self, engine, after):
         self.engine, self.after, self.seen = engine, after, 0
@@ -157,7 +157,7 @@ async def test_preempted_at_any_token(dtypes, after):
     assert bits(chunks) == (await alone(LEVELS[-1], dtypes))[2]
 
 
-# Choices, guesses, policies
+# Several outputs, draft tokens and policies
 
 REPEATED = (11, 12, 13, 14) * 12
 KINDS = [
@@ -172,10 +172,10 @@ KINDS = [
     ]
 ]
 SETTINGS = {
-    "guessing": {"num_speculative_tokens": 4},
-    "guessing in a small pool": {"num_speculative_tokens": 3, "kv_cache_memory": 24 * PAGE_BYTES},
+    "draft tokens": {"num_speculative_tokens": 4},
+    "draft tokens in a small pool": {"num_speculative_tokens": 3, "kv_cache_memory": 24 * PAGE_BYTES},
     "spilling from a small pool": {"kv_spill_size": 8 << 20, "kv_cache_memory": 24 * PAGE_BYTES},
-    "few at once": {"max_num_seqs": 4, "scheduling_policy": "priority", "num_speculative_tokens": 2},
+    "few sequence slots": {"max_num_seqs": 4, "scheduling_policy": "priority", "num_speculative_tokens": 2},
     "a latency target": {"itl_target_ms": 0.5, "scheduling_policy": "fair", "max_num_batched_tokens": 64},
 }
 
@@ -194,13 +194,13 @@ async def choices_of(engine, request):
     )
 
 
-@pytest.mark.parametrize("isa", LEVELS[-2:])  # what is asked here is not the kernels', and scalar takes its time
+@pytest.mark.parametrize("isa", LEVELS[-2:])  # independent of the kernels, and scalar is slow
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-async def test_choices_guesses_and_policies(isa, settings):
-    """However requests are drawn, guessed, ordered, forked, thrown out and kept: what they yield alone."""
+async def test_outputs_draft_tokens_and_policies(isa, settings):
+    """Sampling, draft tokens, scheduling order, forks, preemption and caching do not change the outcome."""
     dtypes = ("q8", "int8")
     async with running(isa, dtypes, enable_prefix_caching=False) as engine:
         wanted = [await choices_of(engine, request) for request in KINDS]
     async with running(isa, dtypes, **settings) as engine:
-        for _ in range(2):  # the second time with the prefix cache warm
+        for _ in range(2):  # the second time with a warm prefix cache
             assert await asyncio.gather(*(choices_of(engine, request) for request in KINDS)) == wanted

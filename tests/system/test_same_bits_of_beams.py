@@ -1,4 +1,4 @@
-"""Beam search equals, to the last bit, a search in this file that asks for every prefix in a request of its own."""
+"""Beam search equals, to the last bit, a reference search that sends one request per prefix."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def top_logprobs(engine: LocalEngine, ids: tuple[int, ...], count: int) ->
 
 
 async def search(engine: LocalEngine, request: GenerateRequest) -> list[Found]:
-    """All there is to know of the hypotheses, best first."""
+    """Search with one request per prefix and return the hypotheses, best first."""
     start, params = request.prompt, request.sampling_params
     assert isinstance(start, tuple)
     width = params.beam_width
@@ -86,7 +86,7 @@ def searching(length: int, width: int, n: int | None = None, **params: Any) -> G
 
 
 async def requests_with_stops(engine: LocalEngine) -> list[GenerateRequest]:
-    """Searches of several widths, to the full length and with stop tokens that are on their way."""
+    """Return searches of several widths: some run to the full length, some meet a stop token."""
     requests = [searching(33, 1), searching(64, 3), searching(1, 4, n=2), searching(95, 2, max_tokens=6)]
     for length, width in ((33, 3), (20, 4)):
         best = (await found(engine, searching(length, width)))[0][0]
@@ -102,19 +102,19 @@ async def requests_with_stops(engine: LocalEngine) -> list[GenerateRequest]:
     + [{}, {"weights": "q8"}, {"weights": "q8", "kv_cache_dtype": "int8"}],
     ids=str,
 )
-async def test_alone_and_in_company(settings: dict[str, Any]) -> None:
+async def test_alone_and_together_with_others(settings: dict[str, Any]) -> None:
     async with running(**settings) as engine:
         requests = await requests_with_stops(engine)
         wanted = [await search(engine, request) for request in requests]
         assert {reason for each in wanted for _, _, _, reason in each} == {"stop", "length"}
         assert [await found(engine, request) for request in requests] == wanted
-        company = together(engine, [asked(prompt(40 + i), temperature=1.0, seed=i) for i in range(5)])
-        seen, _ = await asyncio.gather(asyncio.gather(*(found(engine, request) for request in requests)), company)
+        others = together(engine, [asked(prompt(40 + i), temperature=1.0, seed=i) for i in range(5)])
+        seen, _ = await asyncio.gather(asyncio.gather(*(found(engine, request) for request in requests)), others)
     assert seen == wanted
 
 
-async def test_in_want_of_pages() -> None:
-    """Beams keep their pages, others are preempted for them; and where two searches do not fit, one waits."""
+async def test_preemption_when_pages_run_out() -> None:
+    """Beam searches keep their pages and other requests are preempted; a search that does not fit waits."""
     requests = [searching(length, 3, max_tokens=40) for length in (20, 40, 60)]
     greedy = [asked(prompt(n), max_tokens=60) for n in (25, 30)]
     async with running(enable_prefix_caching=False) as engine:
@@ -122,14 +122,14 @@ async def test_in_want_of_pages() -> None:
         others = [await outcome(engine, request) for request in greedy]
         page_bytes = engine.core.runner.capacity.layout.page_bytes
     async with running(kv_cache_memory=18 * page_bytes, max_num_seqs=5) as engine:
-        company = together(engine, greedy)
+        greedy_seen = together(engine, greedy)
         seen = asyncio.gather(*(found(engine, request) for request in requests))
-        assert await asyncio.gather(company, seen) == [others, wanted]
+        assert await asyncio.gather(greedy_seen, seen) == [others, wanted]
 
 
 @pytest.mark.parametrize("layers", ["...", "s.s.ss"])
 async def test_ties_and_windows(hybrid_folder: Callable[[str], Path], layers: str) -> None:
-    """Tokens come in pairs that the model cannot tell apart: the earlier hypothesis is before, then the lower token."""
+    """Pairs of tokens have equal logits: the earlier hypothesis ranks first, then the lower token id."""
     folder = hybrid_folder(layers)
     tensors = load_file(folder / "model.safetensors")
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -144,7 +144,7 @@ async def test_ties_and_windows(hybrid_folder: Callable[[str], Path], layers: st
 
 
 class Canceller(SilentObserver):
-    """Cancels a stream after so many steps."""
+    """Observer that cancels a stream after `steps` steps."""
 
     def __init__(self, steps: int) -> None:
         self.steps, self.stream = steps, None
@@ -156,16 +156,16 @@ class Canceller(SilentObserver):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 9])
-async def test_cancelled_on_its_way(steps: int) -> None:
-    """All pages of all its hypotheses are back, and nobody else noticed."""
-    company = asked(prompt(50), temperature=1.0, seed=1, max_tokens=30)
+async def test_cancelled_while_it_runs(steps: int) -> None:
+    """The pages of all hypotheses return to the pool, and the other request keeps its bits."""
+    other = asked(prompt(50), temperature=1.0, seed=1, max_tokens=30)
     async with running() as engine:
-        wanted = await outcome(engine, company)
+        wanted = await outcome(engine, other)
     async with running(max_num_batched_tokens=64) as engine:
         canceller = Canceller(steps)
         engine.set_observer(canceller)
         canceller.stream = await engine.submit(searching(100, 4, max_tokens=500))  # type: ignore[assignment]
-        seen = await outcome(engine, company)
+        seen = await outcome(engine, other)
         choices = join_chunks([chunk async for chunk in canceller.stream])  # type: ignore[attr-defined]
     assert seen == wanted
     assert [choice.finish_reason for choice in choices] == ["cancelled"] * 4

@@ -1,7 +1,7 @@
-"""Speculation is invisible: with guesses, right or wrong, of whatever number, a request's outcome is the same bits.
+"""Draft tokens do not change a request's bits, whether they are accepted or rejected and however many there are.
 
-Prompt lookup guesses where a text repeats itself. A prophet, who knows what comes and errs now and then, makes guesses
-right for every text, so that all that sampling depends on is verified in rows of guesses.
+Prompt lookup drafts only in text that repeats itself. `OracleDrafter` replays recorded outputs and so drafts for every
+text: every sampling parameter is verified on rows with draft tokens.
 """
 
 from __future__ import annotations
@@ -37,91 +37,91 @@ STOPS: list[dict[str, Any]] = [
 ]
 
 
-class Prophet:
-    """Guesses what is going to come, except that every so often it errs."""
+class OracleDrafter:
+    """Drafter that replays recorded outputs, with a wrong token at `error_rate`."""
 
     def __init__(self, error_rate: float) -> None:
-        self.futures: list[tuple[int, ...]] = []
+        self.recorded: list[tuple[int, ...]] = []
         self._chance = random.Random(1)
         self._error_rate = error_rate
 
-    def guess(self, tokens: Sequence[int], most: int) -> list[int]:
+    def draft(self, tokens: Sequence[int], most: int) -> list[int]:
         known = tuple(tokens)
-        for future in self.futures:
-            if future[: len(known)] == known:
-                coming = [*future[len(known) :], *known][:most]  # and something beyond the end
+        for recorded in self.recorded:
+            if recorded[: len(known)] == known:
+                coming = [*recorded[len(known) :], *known][:most]  # and tokens past the end
                 return [max(t, 1) - 1 if self._chance.random() < self._error_rate else t for t in coming]
         return list(known[-most:])
 
-    async def learn(self, engine: LocalEngine, requests: Sequence[GenerateRequest]) -> list[list[str]]:
-        """Every request alone, without guesses: what is to be foretold, and what is to be seen."""
+    async def record(self, engine: LocalEngine, requests: Sequence[GenerateRequest]) -> list[list[str]]:
+        """Run each request alone without draft tokens, record its outputs and return the outcomes."""
         outcomes = []
         for request in requests:
             assert isinstance(request.prompt, tuple)
             chunks = await chunks_of(engine, request)
             outcomes.append(bits(chunks))
-            self.futures += [(*request.prompt, *choice.token_ids) for choice in join_chunks(chunks)]
+            self.recorded += [(*request.prompt, *choice.token_ids) for choice in join_chunks(chunks)]
         return outcomes
 
 
 @pytest.fixture(autouse=True)
-def every_guess_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those that would not pay."""
+def every_draft_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verify also drafts that are predicted to cost more time than they save."""
     monkeypatch.setattr(speculative, "MARGIN", 0.0)
 
 
 @pytest.fixture
-def prophet(monkeypatch: pytest.MonkeyPatch) -> Prophet:
-    prophet = Prophet(error_rate=0.15)
-    monkeypatch.setattr(NGramIndex, "draft", lambda index, tokens, most: prophet.guess(tokens, most))
-    return prophet
+def drafter(monkeypatch: pytest.MonkeyPatch) -> OracleDrafter:
+    drafter = OracleDrafter(error_rate=0.15)
+    monkeypatch.setattr(NGramIndex, "draft", lambda index, tokens, most: drafter.draft(tokens, most))
+    return drafter
 
 
-def check_luck(engine: LocalEngine, least: int) -> None:
-    """Some guesses were right, and some were not."""
+def check_acceptance(engine: LocalEngine, least: int) -> None:
+    """Check that at least `least` draft tokens were accepted and at least one was rejected."""
     stats = engine.stats()
     assert least <= stats.accepted_draft_tokens < stats.draft_tokens
 
 
 @pytest.mark.parametrize(("isa", "dtypes"), COMBINATIONS)
-async def test_alone_together_and_after_a_prefix_hit(prophet: Prophet, isa: str, dtypes: tuple[str, str]) -> None:
+async def test_alone_together_and_after_a_prefix_hit(drafter: OracleDrafter, isa: str, dtypes: tuple[str, str]) -> None:
     weights, kv = dtypes
     settings: dict[str, Any] = {"weights": weights, "kv_cache_dtype": kv, "isa": isa}
     async with running(**settings, enable_prefix_caching=False, threads=1) as engine:
-        wanted = await prophet.learn(engine, REQUESTS)
+        wanted = await drafter.record(engine, REQUESTS)
     async with running(**settings, num_speculative_tokens=5) as engine:
         assert await together(engine, REQUESTS) == wanted
-        check_luck(engine, least=40)
+        check_acceptance(engine, least=40)
         hits = engine.stats().prefix_hits_tokens
         assert await one_by_one(engine, REQUESTS) == wanted
         assert engine.stats().prefix_hits_tokens > hits
 
 
 @pytest.mark.parametrize("count", [1, 16])
-async def test_any_number_of_guesses(prophet: Prophet, count: int) -> None:
+async def test_any_number_of_draft_tokens(drafter: OracleDrafter, count: int) -> None:
     async with running() as engine:
-        wanted = await prophet.learn(engine, REQUESTS)
+        wanted = await drafter.record(engine, REQUESTS)
     async with running(num_speculative_tokens=count, max_num_seqs=8, max_num_batched_tokens=16) as engine:
         assert await together(engine, REQUESTS) == wanted
-        check_luck(engine, least=10)
+        check_acceptance(engine, least=10)
 
 
-async def test_no_token_too_many_however_many_are_guessed(prophet: Prophet) -> None:
+async def test_draft_tokens_do_not_exceed_max_tokens(drafter: OracleDrafter) -> None:
     def requests(max_tokens: int) -> list[GenerateRequest]:
-        drawn: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "seed": 1})
-        return [asked(prompt(30), max_tokens=max_tokens, **params) for params in drawn]
+        sampling: tuple[dict[str, Any], ...] = ({}, {"temperature": 1.0, "seed": 1})
+        return [asked(prompt(30), max_tokens=max_tokens, **params) for params in sampling]
 
     short = [request for max_tokens in range(1, 9) for request in requests(max_tokens)]
     async with running() as engine:
-        await prophet.learn(engine, requests(12))
+        await drafter.record(engine, requests(12))
         wanted = await one_by_one(engine, short)
     async with running(num_speculative_tokens=4) as engine:
         assert await one_by_one(engine, short) == wanted
-        check_luck(engine, least=10)
+        check_acceptance(engine, least=10)
 
 
-async def test_text_that_repeats_itself_and_stops() -> None:
-    """With the n-grams as they are: stop strings that end, or begin, inside what one step yields."""
+async def test_repeating_text_with_stop_strings() -> None:
+    """Prompt lookup drafts: stop strings begin or end among the tokens of one step."""
     requests = [asked(REPEATING, **params) for params in (*map(EVERYTHING.__getitem__, NAMES), *STOPS)]
     async with running() as engine:
         wanted = await one_by_one(engine, requests)
@@ -131,40 +131,40 @@ async def test_text_that_repeats_itself_and_stops() -> None:
     assert sum('"stop"' in each[0] for each in wanted) >= 5
     async with running(num_speculative_tokens=6) as engine:
         assert await one_by_one(engine, [*requests, *stopping]) == wanted
-        check_luck(engine, least=30)
+        check_acceptance(engine, least=30)
         assert await together(engine, [*requests, *stopping]) == wanted
 
 
-async def test_preempted_for_want_of_pages(prophet: Prophet) -> None:
+async def test_preempted_when_pages_run_out(drafter: OracleDrafter) -> None:
     requests = [asked(prompt(n), **{**EVERYTHING[name], "max_tokens": 80}) for n, name in enumerate(NAMES, 28)]
     async with running() as engine:
-        wanted = await prophet.learn(engine, requests)
+        wanted = await drafter.record(engine, requests)
         page_bytes = engine.core.runner.capacity.layout.page_bytes
     async with running(num_speculative_tokens=4, kv_cache_memory=9 * page_bytes) as engine:
         assert await together(engine, requests) == wanted
         assert engine.stats().preemptions > 0
-        check_luck(engine, least=20)
+        check_acceptance(engine, least=20)
 
 
-async def test_where_layers_slide(prophet: Prophet, hybrid_folder: Callable[[str], Path]) -> None:
+async def test_with_sliding_windows(drafter: OracleDrafter, hybrid_folder: Callable[[str], Path]) -> None:
     folder = hybrid_folder("s.s.ss")
     requests = [asked(prompt(n), **{**EVERYTHING[name], "max_tokens": 110}) for n, name in enumerate(NAMES, 60)]
     async with running(model=str(folder)) as engine:
-        wanted = await prophet.learn(engine, requests)
+        wanted = await drafter.record(engine, requests)
     layout = kv_layout(read_spec(folder), "bf16", 32)
     small = 2 * layout.pages_for(200) * layout.page_bytes
     for memory in (16 << 20, small):
         async with running(model=str(folder), num_speculative_tokens=6, kv_cache_memory=memory) as engine:
             assert await together(engine, requests) == wanted
             assert (engine.stats().preemptions > 0) == (memory == small)
-            check_luck(engine, least=20)
+            check_acceptance(engine, least=20)
 
 
 @pytest.mark.parametrize("layers", ["...", "s.s.ss"])
-async def test_a_wrong_guess_that_is_not_a_number(
-    prophet: Prophet, hybrid_folder: Callable[[str], Path], layers: str
+async def test_a_rejected_draft_token_with_nan_logits(
+    drafter: OracleDrafter, hybrid_folder: Callable[[str], Path], layers: str
 ) -> None:
-    """A token whose embedding is broken, which the model never chooses, but which is guessed."""
+    """Draft a token with a NaN embedding, which the model itself never samples."""
     folder, broken = hybrid_folder(layers), 305
     tensors = load_file(folder / "model.safetensors")
     tensors["model.embed_tokens.weight"][broken] = np.nan
@@ -174,15 +174,15 @@ async def test_a_wrong_guess_that_is_not_a_number(
         for n, params in ((64, {}), (90, {"temperature": 1.0, "seed": 1}), (1, {"temperature": 1.0, "seed": 2}))
     ]
     async with running(model=str(folder)) as engine:
-        wanted = await prophet.learn(engine, requests)
-    sound = prophet.guess
+        wanted = await drafter.record(engine, requests)
+    draft_sound = drafter.draft
 
     def poisoned(tokens: Sequence[int], most: int) -> list[int]:
-        guess = sound(tokens, most)
-        return [*guess[: len(tokens) % 5], broken][:most] if len(tokens) % 3 == 0 else guess
+        drafted = draft_sound(tokens, most)
+        return [*drafted[: len(tokens) % 5], broken][:most] if len(tokens) % 3 == 0 else drafted
 
-    prophet.guess = poisoned  # type: ignore[method-assign]
+    drafter.draft = poisoned  # type: ignore[method-assign]
     async with running(model=str(folder), num_speculative_tokens=5) as engine:
         assert await one_by_one(engine, requests) == wanted
-        check_luck(engine, least=20)
+        check_acceptance(engine, least=20)
         assert await together(engine, requests) == wanted

@@ -1,4 +1,4 @@
-"""n and best_of: choice i is, bit for bit, what a request with seed + i yields, whoever shares its prompt's pages."""
+"""`n` and `best_of`: output i has the same bits as a request with seed + i, although the outputs share prompt pages."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from quire.scheduler import speculative
 from tests.system.bits import asked, one_by_one, outcome, prompt, running, together
 
 LEVELS = supported_levels()
-LENGTHS = (1, 31, 32, 33, 40, 64, 100)  # at and around the ends of pages
+LENGTHS = (1, 31, 32, 33, 40, 64, 100)  # at and around page boundaries
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "max_tokens": 12}
-N, SEED = 4, 2**64 - 2  # it wraps around
+N, SEED = 4, 2**64 - 2  # seeds wrap around at 2**64
 
 
 class Recorder(SilentObserver):
-    """What the steps computed, and how many pages were owned at most."""
+    """Observer that counts prefill tokens and the maximum of owned pages."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self.engine, self.prefill_tokens, self.most_pages = engine, 0, 0
@@ -38,12 +38,12 @@ class Recorder(SilentObserver):
 
 
 async def choices_alone(engine: LocalEngine, length: int, count: int = N, **params: Any) -> list[str]:
-    """Each choice as a request of its own."""
+    """Return each output, computed as a separate request."""
     seeds = [(SEED + i) % 2**64 for i in range(count)]
     return [each[0] for each in await one_by_one(engine, [asked(prompt(length), seed=s, **params) for s in seeds])]
 
 
-def branching(length: int, n: int = N, **params: Any) -> Any:
+def forking(length: int, n: int = N, **params: Any) -> Any:
     return asked(prompt(length), seed=SEED, n=n, **params)
 
 
@@ -53,64 +53,64 @@ def branching(length: int, n: int = N, **params: Any) -> Any:
     + [{}, {"weights": "q8"}, {"weights": "q8", "kv_cache_dtype": "int8"}, {"enable_prefix_caching": False}],
     ids=str,
 )
-async def test_alone_in_company_and_after_a_prefix_hit(settings: dict[str, Any]) -> None:
+async def test_alone_together_and_after_a_prefix_hit(settings: dict[str, Any]) -> None:
     async with running(**{**settings, "enable_prefix_caching": False, "threads": 1}) as engine:
         wanted = [await choices_alone(engine, length, **SAMPLING) for length in LENGTHS]
     async with running(**settings) as engine:
         for _ in range(2):
-            seen = await together(engine, [branching(length, **SAMPLING) for length in LENGTHS])
+            seen = await together(engine, [forking(length, **SAMPLING) for length in LENGTHS])
             assert [each[:-1] for each in seen] == wanted
             assert [each[-1] for each in seen] == [f"{N * 12} tokens"] * len(LENGTHS)
 
 
 @pytest.mark.parametrize("caching", [True, False])
-async def test_the_prompt_is_computed_and_held_once(caching: bool) -> None:
-    """But for its last token, after which each choice samples for itself, and the page that it goes on in."""
+async def test_the_prompt_is_computed_and_stored_once(caching: bool) -> None:
+    """Exceptions: each output computes the last prompt token and owns the page that it continues in."""
     async with running(enable_prefix_caching=caching) as engine:
         for length in LENGTHS:
             recorder = Recorder(engine)
-            await outcome(engine, branching(length, **SAMPLING))
+            await outcome(engine, forking(length, **SAMPLING))
             shared = (length - 1) // 32
             assert recorder.prefill_tokens == length + N - 1
             assert recorder.most_pages <= shared + N * (-(-(length + 11) // 32) - shared)
 
 
-async def test_preempted_for_want_of_pages() -> None:
+async def test_preempted_when_pages_run_out() -> None:
     params = {"temperature": 1.0, "max_tokens": 60}
     async with running() as engine:
         wanted = [await choices_alone(engine, length, **params) for length in (40, 64, 1)]
         page_bytes = engine.core.runner.capacity.layout.page_bytes
     async with running(kv_cache_memory=7 * page_bytes) as engine:
-        seen = await together(engine, [branching(length, **params) for length in (40, 64, 1)])
+        seen = await together(engine, [forking(length, **params) for length in (40, 64, 1)])
         assert engine.stats().preemptions > 0
     assert [each[:-1] for each in seen] == wanted
 
 
-async def test_with_hardly_enough_seats() -> None:
-    """Choices wait for each other, and for other requests: some begin when the first have ended."""
+async def test_with_few_sequence_slots() -> None:
+    """Outputs queue for a slot: some start only after others of the same request have ended."""
     async with running() as engine:
         wanted = [await choices_alone(engine, length, **SAMPLING) for length in LENGTHS]
         single = await outcome(engine, asked(prompt(50), max_tokens=40))
     async with running(max_num_seqs=N, max_num_batched_tokens=33) as engine:
-        requests = [branching(length, **SAMPLING) for length in LENGTHS]
+        requests = [forking(length, **SAMPLING) for length in LENGTHS]
         seen = await together(engine, [asked(prompt(50), max_tokens=40), *requests])
     assert seen[0] == single
     assert [each[:-1] for each in seen[1:]] == wanted
 
 
-async def test_with_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_with_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculative, "MARGIN", 0.0)
-    params = {"temperature": 0.4, "max_tokens": 40, "frequency_penalty": -0.5}  # which repeats itself
+    params = {"temperature": 0.4, "max_tokens": 40, "frequency_penalty": -0.5}  # so that the text repeats itself
     async with running() as engine:
         wanted = [await choices_alone(engine, length, **params) for length in (1, 33, 100)]
     async with running(num_speculative_tokens=4) as engine:
-        seen = await together(engine, [branching(length, **params) for length in (1, 33, 100)])
+        seen = await together(engine, [forking(length, **params) for length in (1, 33, 100)])
         assert 0 < engine.stats().accepted_draft_tokens < engine.stats().draft_tokens
     assert [each[:-1] for each in seen] == wanted
 
 
-async def test_where_layers_slide(hybrid_folder: Callable[[str], Path]) -> None:
-    """The first choice may have left the prompt's window when another is let in."""
+async def test_with_sliding_windows(hybrid_folder: Callable[[str], Path]) -> None:
+    """The first output may have left the window of the prompt when the next output starts."""
     folder, params = hybrid_folder("s.s.ss"), {"temperature": 0.9, "max_tokens": 90}
     lengths = (30, 150, 163)
     async with running(model=str(folder)) as engine:
@@ -119,20 +119,20 @@ async def test_where_layers_slide(hybrid_folder: Callable[[str], Path]) -> None:
     small = {"kv_cache_memory": 2 * layout.pages_for(253) * layout.page_bytes}
     for settings in ({}, {"max_num_seqs": 3, "enable_prefix_caching": False}, small):
         async with running(model=str(folder), **settings) as engine:
-            seen = await together(engine, [branching(length, 3, **params) for length in lengths])
+            seen = await together(engine, [forking(length, 3, **params) for length in lengths])
             assert (engine.stats().preemptions > 0) == (settings is small)
         assert [each[:-1] for each in seen] == wanted
 
 
-async def test_the_best_are_those_of_the_drawn() -> None:
-    """Also where they were preempted meanwhile."""
+async def test_best_of_returns_the_best_samples() -> None:
+    """Preempted samples are ranked like the others."""
     params = {"temperature": 1.0, "max_tokens": 70}
     async with running() as engine:
-        drawn = [await choices_alone(engine, length, 5, **params) for length in (33, 40)]
+        samples = [await choices_alone(engine, length, 5, **params) for length in (33, 40)]
         page_bytes = engine.core.runner.capacity.layout.page_bytes
     async with running(kv_cache_memory=9 * page_bytes) as engine:
-        seen = await together(engine, [branching(length, 2, best_of=5, **params) for length in (33, 40)])
+        seen = await together(engine, [forking(length, 2, best_of=5, **params) for length in (33, 40)])
         assert engine.stats().preemptions > 0
-    for choices, best in zip(drawn, seen, strict=True):
+    for choices, best in zip(samples, seen, strict=True):
         ranked = sorted(choices, key=lambda choice: -msgspec.json.decode(choice)["cumulative_logprob"])
         assert best == [*ranked[:2], "350 tokens"]

@@ -1,4 +1,4 @@
-"""Whoever's turn it is: under any policy, for any tenant, with a latency target or without, the same bits."""
+"""A request has the same bits under every scheduling policy, for every tenant, with and without a latency target."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def alone() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-async def test_same_bits(alone: list[list[str]], settings: dict[str, Any]) -> None:
+async def test_same_bits_under_every_policy(alone: list[list[str]], settings: dict[str, Any]) -> None:
     few = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "kv_cache_memory": 2 << 20}
     async with running(**settings, **few, num_speculative_tokens=3) as engine:
         assert await together(engine, REQUESTS) == alone

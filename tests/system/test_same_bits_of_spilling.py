@@ -1,4 +1,4 @@
-"""Pages that went to the spill file and came back, or did not come back: the same bits as of a request alone."""
+"""A request has the same bits whether its pages are restored from the spill file or computed again."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.system.bits import EVERYTHING, asked, one_by_one, outcome, prompt, ru
 NAMES = ("greedy", "sampled", "repetition", "presence", "frequency", "bias", "min_p")
 REQUESTS = [asked(prompt(n), **{**EVERYTHING[name], "max_tokens": 80}) for n, name in enumerate(NAMES, 28)]
 REQUESTS.append(asked(prompt(40), temperature=1.0, seed=4, n=3, max_tokens=70))
-PAGES = 9  # each needs four
+PAGES = 9  # in the pool; each request needs four
 
 
 @pytest.fixture(autouse=True)
 def spilling_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However fast this machine computes and however slow its disk is; and failures are forgotten at once."""
+    """Make spilling always cheaper than recomputing, and retry at once after a failed write."""
     monkeypatch.setattr(CostModel, "predict_prefill", lambda self, num_tokens: 1e9)
     monkeypatch.setattr(spill, "PAUSE_S", 0.0)
 
@@ -34,7 +34,7 @@ _alone: dict[tuple[str, str], tuple[list[list[str]], int]] = {}
 
 
 async def alone(weights: str = "bf16", kv: str = "bf16") -> tuple[list[list[str]], int]:
-    """What is wanted, and the bytes of a page; computed once."""
+    """Return the outcomes of requests run alone and the bytes of a page; computed once."""
     if (weights, kv) not in _alone:
         async with running(enable_prefix_caching=False, weights=weights, kv_cache_dtype=kv) as engine:
             _alone[weights, kv] = await one_by_one(engine, REQUESTS), engine.core.runner.capacity.layout.page_bytes
@@ -45,7 +45,7 @@ async def alone(weights: str = "bf16", kv: str = "bf16") -> tuple[list[list[str]
     ("weights", "kv", "caching"),
     [("bf16", "bf16", True), ("bf16", "bf16", False), ("q8", "int8", True)],
 )
-async def test_what_is_kept_is_not_computed_again(weights: str, kv: str, caching: bool, tmp_path: Path) -> None:
+async def test_spilled_pages_are_not_computed_again(weights: str, kv: str, caching: bool, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"weights": weights, "kv_cache_dtype": kv, "enable_prefix_caching": caching}
     wanted, page_bytes = await alone(weights, kv)
     spilling = {"kv_spill_size": 64 << 20, "kv_spill_dir": str(tmp_path), "kv_cache_memory": PAGES * page_bytes}
@@ -54,10 +54,10 @@ async def test_what_is_kept_is_not_computed_again(weights: str, kv: str, caching
         stats = engine.stats()
         assert stats.preemptions == stats.preemptions_spilled > 0
         assert stats.recomputed_tokens == 0
-        assert not os.listdir(tmp_path), "the file has no name"
+        assert not os.listdir(tmp_path), "the spill file must be unlinked"
 
 
-async def test_with_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_with_draft_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculative, "MARGIN", 0.0)
     wanted, page_bytes = await alone()
     spilling = {"kv_spill_size": 64 << 20, "kv_cache_memory": PAGES * page_bytes, "num_speculative_tokens": 5}
@@ -67,7 +67,7 @@ async def test_with_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
         assert engine.stats().recomputed_tokens == 0
 
 
-async def test_where_layers_slide(hybrid_folder: Callable[[str], Path]) -> None:
+async def test_with_sliding_windows(hybrid_folder: Callable[[str], Path]) -> None:
     folder = hybrid_folder("s.s.ss")
     requests = [asked(prompt(n), max_tokens=140, temperature=1.0, seed=n) for n in (1, 40, 90, 130, 170)]
     async with running(model=str(folder), enable_prefix_caching=False) as engine:
@@ -82,7 +82,7 @@ async def test_where_layers_slide(hybrid_folder: Callable[[str], Path]) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5])
-async def test_a_file_with_little_room(size: int) -> None:
+async def test_a_small_spill_file(size: int) -> None:
     wanted, page_bytes = await alone()
     spilling = {"kv_spill_size": size * page_bytes, "kv_cache_memory": PAGES * page_bytes}
     async with running(**spilling) as engine:
@@ -93,8 +93,8 @@ async def test_a_file_with_little_room(size: int) -> None:
 
 
 @pytest.mark.parametrize("damaged_pages", [1, 3])
-async def test_a_file_that_is_damaged_meanwhile(monkeypatch: pytest.MonkeyPatch, damaged_pages: int) -> None:
-    """Every so many pages a bit flips; what was kept with it is computed again."""
+async def test_damaged_pages_are_computed_again(monkeypatch: pytest.MonkeyPatch, damaged_pages: int) -> None:
+    """One bit flips in every `damaged_pages`-th page that is written."""
     wanted, page_bytes = await alone()
     write, written = SpillFile._write, []
 
@@ -131,7 +131,7 @@ async def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, fits: int) -> None:
 
 
 class Preemptor(SilentObserver):
-    """Throws request 0 out between two steps, once it decodes, and has it cancelled."""
+    """Observer that preempts request 0 between two steps, once it decodes, and cancels its stream."""
 
     def __init__(self, engine: LocalEngine) -> None:
         self.engine, self.spilled, self.stream = engine, 0, None
@@ -143,7 +143,7 @@ class Preemptor(SilentObserver):
             self.stream.cancel()  # type: ignore[attr-defined]
 
 
-async def test_cancelled_while_its_pages_are_in_the_file() -> None:
+async def test_cancelled_while_its_pages_are_spilled() -> None:
     wanted, _ = await alone()
     async with running(kv_spill_size=64 << 20) as engine:
         preemptor = Preemptor(engine)

@@ -1,5 +1,5 @@
-"""Promise 1 where layers slide: the same bits alone, in company, after a prefix hit, and in a pool so small that pages
-which left a window are soon somebody else's and requests are preempted.
+"""Promise 1 with sliding windows: a request has the same bits alone, together with others, after a prefix hit, and in a
+small pool, where other requests reuse the pages that left a window and requests are preempted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def running(folder, **settings):
 
 
 @pytest.mark.parametrize("layers", ["s.s.ss", "ssss"])
-async def test_same_bits_where_layers_slide(hybrid_folder, layers):
+async def test_same_bits_with_sliding_windows(hybrid_folder, layers):
     folder = hybrid_folder(layers)
     async with running(folder, enable_prefix_caching=False, threads=1) as engine:
         alone = await one_by_one(engine, REQUESTS)
@@ -47,7 +47,7 @@ async def test_same_bits_where_layers_slide(hybrid_folder, layers):
 
 
 async def test_logits_of_a_sequence_longer_than_the_pool(hybrid_folder):
-    """Sliding layers give back pages between chunks; whatever the chunk, the logits are the same."""
+    """Layers with a window release pages between chunks; the chunking does not change the logits."""
     folder = hybrid_folder("ssss")
     tokens = REQUESTS[3].prompt
     async with running(folder) as engine:
