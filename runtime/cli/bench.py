@@ -17,19 +17,24 @@ from ..tools.bench import CacheComparison, compare_cache, measure_overhead, meas
 from ..tools.bench.console import SpeedReport
 from ..tools.bench.plot import check_plot, plot_cache_comparison, plot_roofline
 from ..tools.bench.speed import Shape, bench_config
-from .flags import MemoryFlags, SchedulingFlags, settings_from
+from .flags import Json, MemoryFlags, ModelFolder, SchedulingFlags, settings_from
 
 
 def bench(
-    model: str | None = None,
+    model: ModelFolder = None,
     /,
     *,
-    shapes: str = "1x128,8x128,32x128",
-    new_tokens: int = 32,
-    repeats: int = 3,
-    json: bool = False,
-    kv_cache: Annotated[bool, Parameter(negative="--no-kv-cache")] = True,
-    plot: Path | None = None,
+    shapes: Annotated[str, Parameter(help="Users x prompt tokens of each measurement.")] = "1x128,8x128,32x128",
+    new_tokens: Annotated[int, Parameter(help="Tokens to generate per user.")] = 32,
+    repeats: Annotated[int, Parameter(help="Runs of each measurement.")] = 3,
+    json: Json = False,
+    kv_cache: Annotated[
+        bool,
+        Parameter(negative="--no-kv-cache", help="Off: compare with a run that recomputes everything for each token."),
+    ] = True,
+    plot: Annotated[
+        Path | None, Parameter(help="Draw the results in this file: a roofline, or the runs of --no-kv-cache.")
+    ] = None,
     memory: MemoryFlags | None = None,
     scheduling: SchedulingFlags | None = None,
 ) -> None:
@@ -51,7 +56,7 @@ def _bench_speed(
     if plot is not None:
         check_plot(plot)
     with LLM.from_config(bench_config(config, shapes, new_tokens)) as llm:
-        about = _circumstances(config, llm.engine.core.runner)
+        about = _configuration(config, llm.engine.core.runner)
         results = list(measure_shapes(llm, shapes, new_tokens, repeats, _progress))
     report = SpeedReport(about, results, measure_overhead(config))
     _progress("")
@@ -75,7 +80,7 @@ def _bench_cache(config: EngineConfig, shapes_text: str, new_tokens: int, as_jso
         if plot is not None:
             plot_cache_comparison(comparison, plot)
         if as_json:
-            about = _circumstances(config, llm.engine.core.runner)
+            about = _configuration(config, llm.engine.core.runner)
             print(dumps({**about, **_comparison_as_dict(comparison)}, indent=1))
         else:
             _print_comparison(comparison, new_tokens)
@@ -86,7 +91,7 @@ def _progress(text: str) -> None:
         print(f"\r{text:<40}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
-def _circumstances(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
+def _configuration(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
     return {
         "model": config.model or "bundled demo",
         "weights": config.weights,

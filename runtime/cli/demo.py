@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from cyclopts import Parameter
 from rich.columns import Columns
 from rich.console import Console
 from rich.live import Live
@@ -55,7 +57,11 @@ class User:
     turns: list[Turn] = field(default_factory=list)
 
 
-def demo(*, users: int = 8, max_tokens: int = 120) -> None:
+def demo(
+    *,
+    users: Annotated[int, Parameter(help="Users that stream at the same time.")] = 8,
+    max_tokens: Annotated[int, Parameter(help="Tokens per stream.")] = 120,
+) -> None:
     """Run the demo. Raises Unavailable if the server does not start, ConfigError if there are no users."""
     if users < 1:
         raise ConfigError(f"--users must be at least 1, not {users}")

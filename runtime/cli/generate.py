@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ..common.config import EngineConfig
 from ..common.types import SAMPLING, CompletionOutput, SamplingParams, Usage, join_chunks
 from ..engine import Engine, GenerateRequest
-from .flags import MemoryFlags, SchedulingFlags, settings_from, typed_flags
+from .flags import MemoryFlags, ModelFolder, SchedulingFlags, settings_from, typed_flags
 
 NOT_FLAGS = ("logit_bias", "logprobs")  # a map, and figures that the command does not print
 
@@ -28,7 +28,7 @@ def generate(
     prompt: str,
     /,
     *,
-    model: str | None = None,
+    model: ModelFolder = None,
     sampling: SamplingFlags | None = None,
     memory: MemoryFlags | None = None,
     scheduling: SchedulingFlags | None = None,

@@ -47,6 +47,9 @@ from ..tools.loadtest.sweep import LoadPoint, SweepFolder, parse_sweep, run_swee
 from ..tools.loadtest.target import OpenTarget, given_address, open_target
 from .local_server import local_server
 
+GOODPUT_HELP = "Milliseconds within which a request counts as good, such as ttft:2000 tpot:200; of ttft, tpot and e2el."
+METADATA_HELP = "KEY=VALUE pairs that are copied to the result."
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
@@ -98,8 +101,12 @@ def loadtest(
     behaviour: Annotated[ClientBehaviour | None, Parameter(name="*", group="How clients behave")] = None,
     sampling: Annotated[SamplingOptions | None, Parameter(name="*", group="Sampling", negative="")] = None,
     output: Annotated[OutputOptions | None, Parameter(name="*", group="Results", negative="")] = None,
-    goodput: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", group="Results")] = (),
-    metadata: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", group="Results")] = (),
+    goodput: Annotated[
+        tuple[str, ...], Parameter(consume_multiple=True, negative="", group="Results", help=GOODPUT_HELP)
+    ] = (),
+    metadata: Annotated[
+        tuple[str, ...], Parameter(consume_multiple=True, negative="", group="Results", help=METADATA_HELP)
+    ] = (),
 ) -> None:
     """Run a load test. Raises ConfigError before anything is sent, and Unavailable if no request succeeded."""
     load = LoadOptions(
@@ -113,8 +120,8 @@ def loadtest(
         goodput=goodput,
         metadata=metadata,
     )
-    wanted = _Wanted.of(test)
-    runs = uvloop.run(_loadtest(test, wanted))
+    parsed = _ParsedOptions.of(test)
+    runs = uvloop.run(_loadtest(test, parsed))
     if test.output.report is not None:
         write_report(test.output.report, runs)
     if not any(run.summary["completed"] for run in runs):
@@ -123,7 +130,7 @@ def loadtest(
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _ParsedOptions:
     """Options that flags give as text, parsed."""
 
     metrics: tuple[str, ...]
@@ -133,7 +140,7 @@ class _Wanted:
     points: tuple[LoadPoint, ...]
 
     @classmethod
-    def of(cls, test: LoadTest) -> _Wanted:
+    def of(cls, test: LoadTest) -> _ParsedOptions:
         check_target(test.target)
         check_load(test.load)
         if test.output.report is not None:
@@ -149,17 +156,17 @@ class _Wanted:
         )
 
 
-async def _loadtest(test: LoadTest, wanted: _Wanted) -> list[LoadTestRun]:
+async def _loadtest(test: LoadTest, parsed: _ParsedOptions) -> list[LoadTestRun]:
     async with _reachable(test) as (test, address):
         ignore_eos = test.load.dataset.dataset_name in FIXED_OUTPUT
         async with open_target(test.target, test.sampling, address, ignore_eos=ignore_eos) as target:
-            if not wanted.points:
-                return [await _run(test, wanted, target, test.output.label or test.target.backend)]
+            if not parsed.points:
+                return [await _run(test, parsed, target, test.output.label or test.target.backend)]
 
             async def run_point(point: LoadPoint) -> LoadTestRun:
-                return await _run(_at_load(test, point), wanted, target, point.label)
+                return await _run(_at_load(test, point), parsed, target, point.label)
 
-            return await run_sweep(wanted.points, run_point, _folder(test))
+            return await run_sweep(parsed.points, run_point, _folder(test))
 
 
 @contextlib.asynccontextmanager
@@ -195,7 +202,7 @@ def _folder(test: LoadTest) -> SweepFolder | None:
     return SweepFolder(test.output.sweep_dir, settings)
 
 
-async def _run(test: LoadTest, wanted: _Wanted, target: OpenTarget, label: str) -> LoadTestRun:
+async def _run(test: LoadTest, parsed: _ParsedOptions, target: OpenTarget, label: str) -> LoadTestRun:
     """Run one load: warm up, send the requests, print and save the result."""
     load = await asyncio.to_thread(make_load, test.load, target.vocabulary)  # slow: it reads files
     await _warm_up(target, load)
@@ -203,8 +210,8 @@ async def _run(test: LoadTest, wanted: _Wanted, target: OpenTarget, label: str) 
     async with sample_metrics(test.output.metrics_url) as metrics:
         with shown_progress(progress, quiet=test.output.disable_tqdm):
             sent = await _send(test, target, load, progress)
-    summary = summarize(sent.records, _run_options(test, wanted, target, sent, metrics.server))
-    print_result(summary, wanted.metrics, wanted.percentiles)
+    summary = summarize(sent.records, _run_options(test, parsed, target, sent, metrics.server))
+    print_result(summary, parsed.metrics, parsed.percentiles)
     _save(test, summary)
     return LoadTestRun(label=label, started_s=sent.started_s, summary=summary, records=sent.records, metrics=metrics)
 
@@ -234,7 +241,7 @@ async def _send(test: LoadTest, target: OpenTarget, load: PreparedLoad, progress
 
 
 def _run_options(
-    test: LoadTest, wanted: _Wanted, target: OpenTarget, sent: SendResult, server: dict[str, str]
+    test: LoadTest, parsed: _ParsedOptions, target: OpenTarget, sent: SendResult, server: dict[str, str]
 ) -> RunOptions:
     tokenizer = test.target.tokenizer
     return RunOptions(
@@ -245,10 +252,10 @@ def _run_options(
         label=test.output.label,
         tokenizer_id=None if tokenizer is None else str(tokenizer),
         pacing=test.load.pacing,
-        percentile_metrics=wanted.metrics,
-        metric_percentiles=wanted.percentiles,
-        goodput=wanted.goodput,
-        metadata=wanted.metadata,
+        percentile_metrics=parsed.metrics,
+        metric_percentiles=parsed.percentiles,
+        goodput=parsed.goodput,
+        metadata=parsed.metadata,
         generator_delays_s=sent.generator_delays_s,
         extra={"dataset": test.load.dataset.dataset_name, "seed": test.load.dataset.seed, "server": server},
     )

@@ -14,25 +14,16 @@ from cyclopts import App, CycloptsError
 from ..common.errors import QuireError
 
 COMMANDS = {  # each is the function of that name in the file of that name
-    "serve": "Serve MODEL, a folder in Hugging Face's format (default: the bundled model), until interrupted.",
+    "serve": "Serve a model until interrupted.",
     "generate": "Continue PROMPT in this process and print the text as it is generated.",
     "demo": "Start a server on the bundled model, stream from it as several users, print what each user saw, and stop.",
-    "bench": """Measure prefill and decode of MODEL (default: the bundled model) and compare with the machine's limits.
-
---shapes lists users x prompt tokens; --plot FILE draws the results as a roofline. With --no-kv-cache, compare the run
-with one that recomputes everything for each token; --plot FILE draws both.""",
-    "simulate": """Predict how MODEL (default: the bundled model) serves a stream of requests.
-
-The scheduler and the pager run in virtual time. Nothing is loaded; config.json is enough. --goodput ttft:2000 itl:200
-sets the milliseconds within which a request counts as good, for ttft, tpot, itl and e2el.""",
-    "loadtest": """Put a server under load and report the latencies of its clients, as `vllm bench serve` does.
-
-Flags and result keys are those of vLLM. Without an address, a server on the bundled model runs for the duration.
---goodput ttft:2000 tpot:200 sets the milliseconds within which a request counts as good, for ttft, tpot and e2el.
---metadata KEY=VALUE is copied to the result.""",
-    "plan": """Print the memory that serving MODEL (default: the bundled model) takes, without loading it.
-
---sizes prints the KV cache sizes of known models instead; --arena adds the map of the step arena.""",
+    "bench": "Measure prefill and decode of a model and compare them with the limits of this machine.",
+    "simulate": "Predict how a model serves a stream of requests.\n\n"
+    "The scheduler and the pager run in virtual time. Nothing is loaded; config.json is enough.",
+    "loadtest": "Put a server under load and report the latencies of its clients.\n\n"
+    "Flags and result keys are those of `vllm bench serve`. Without an address, a server on the bundled model runs for "
+    "the duration of the test.",
+    "plan": "Print the memory that serving a model takes, without loading it.",
     "token": "Make a key for TENANT; print it and the lines that admit it in the file of `quire serve --auth-tokens`.",
     "info": "Print versions, the instruction set level and the number of threads.",
 }

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from cyclopts import Parameter
+
 from ...pager import KVLayout
 from ..common.config import EngineConfig
 from ..model import describe_sizes, model_folder, read_spec
 from ..model.runner import Capacity, decide_capacity
-from .flags import MemoryFlags, settings_from
+from .flags import MemoryFlags, ModelFolder, settings_from
 
 
 def plan(
-    model: str | None = None, /, *, sizes: bool = False, arena: bool = False, memory: MemoryFlags | None = None
+    model: ModelFolder = None,
+    /,
+    *,
+    sizes: Annotated[bool, Parameter(help="Print the KV cache sizes of known models instead.")] = False,
+    arena: Annotated[bool, Parameter(help="Add the map of the step arena.")] = False,
+    memory: MemoryFlags | None = None,
 ) -> None:
     """Print the memory map. Raises ModelError or ConfigError."""
     print(describe_sizes() if sizes else plan_text(settings_from(model, memory).engine, arena))

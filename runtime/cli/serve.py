@@ -27,11 +27,11 @@ from ..model import model_folder
 from ..server import Server, check_config
 from ..server.monitoring import PrometheusObserver
 from ..workers import EnginePool, HealthTimeouts
-from .flags import LimitFlags, MemoryFlags, SchedulingFlags, ServerFlags, settings_from
+from .flags import LimitFlags, MemoryFlags, ModelFolder, SchedulingFlags, ServerFlags, settings_from
 
 
 def serve(
-    model: str | None = None,
+    model: ModelFolder = None,
     /,
     *,
     memory: MemoryFlags | None = None,

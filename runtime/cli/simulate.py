@@ -17,10 +17,11 @@ from ..tools.bench import Roofline
 from ..tools.bench.roofline import RooflineMeter
 from ..tools.simulation import Workload, build_simulator, given_roofline, make_arrivals, parse_objectives, summarize
 from ..tools.simulation.console import print_report
-from .flags import MemoryFlags, SchedulingFlags, settings_from
+from .flags import Json, MemoryFlags, ModelFolder, SchedulingFlags, settings_from
 
 MAX_GIGA = 1e6
 MAX_NOISE = 2.0
+GOODPUT_HELP = "Milliseconds within which a request is good, such as ttft:2000 itl:200; of ttft, tpot, itl and e2el."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +37,12 @@ class MachineOptions:
 
 
 def simulate(
-    model: str | None = None,
+    model: ModelFolder = None,
     /,
     *,
     workload: Annotated[Workload | None, Parameter(name="*", group="Workload")] = None,
-    goodput: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="")] = (),
-    json: bool = False,
+    goodput: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", help=GOODPUT_HELP)] = (),
+    json: Json = False,
     machine: Annotated[MachineOptions | None, Parameter(name="*", group="Machine")] = None,
     memory: MemoryFlags | None = None,
     scheduling: SchedulingFlags | None = None,
@@ -59,7 +60,7 @@ def simulate(
     start = time.process_time()
     simulator.run()
     spent_s = time.process_time() - start
-    about = _circumstances(config, capacity, roofline)
+    about = _configuration(config, capacity, roofline)
     report = summarize(simulator, objectives, config.tenant_weights)
     if json:
         print(dumps({**about, **report.as_dict()}, indent=1))
@@ -86,7 +87,7 @@ def _roofline(capacity: Capacity, bandwidth: float | None, peak: float | None) -
     )
 
 
-def _circumstances(config: EngineConfig, capacity: Capacity, roofline: Roofline) -> dict[str, Any]:
+def _configuration(config: EngineConfig, capacity: Capacity, roofline: Roofline) -> dict[str, Any]:
     return {
         "model": config.model or "bundled demo",
         "weights": config.weights,

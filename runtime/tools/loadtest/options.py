@@ -36,8 +36,10 @@ class TargetOptions:
     backend: Literal["quire", "openai"] = "quire"
     "Protocol: Quire's own, or OpenAI's API over HTTP."
     base_url: str | None = None
-    """Address of the server: host:port, [v6]:port or unix:/path for quire, http://HOST:PORT for openai. Default: start
-    a server on the bundled model for the run; for openai http://127.0.0.1:8000."""
+    (
+        "Address of the server: host:port, [v6]:port or unix:/path for quire, http://HOST:PORT for openai. "
+        "Default: start a server on the bundled model for the run; for openai http://127.0.0.1:8000."
+    )
     host: str | None = None
     "Host, instead of --base-url. Default 127.0.0.1."
     port: int | None = None
@@ -51,8 +53,10 @@ class TargetOptions:
     tls: bool = False
     "For quire: connect with TLS."
     tokenizer: Path | None = None
-    """Folder with the model's tokenizer.json, to count the tokens of text and to make text of random tokens. Not needed
-    for a Quire server, which tokenizes itself."""
+    (
+        "Folder with the model's tokenizer.json, to count the tokens of text and to make text of random tokens. "
+        "Not needed for a Quire server, which tokenizes itself."
+    )
     vocab_size: int | None = None
     "Random token ids are below this. Default: from the server or the tokenizer, else 1000."
     num_connections: int = 1
@@ -86,8 +90,10 @@ class DatasetOptions:
     """Which requests are sent."""
 
     dataset_name: DatasetName = "random"
-    """random or prefix_repetition (random tokens), sharegpt, custom (JSONL of prompts), or a recorded trace: mooncake,
-    azure, burstgpt."""
+    (
+        "random or prefix_repetition (random tokens), sharegpt, custom (JSONL of prompts), or a recorded trace: "
+        "mooncake, azure, burstgpt."
+    )
     dataset_path: Path | None = None
     "File of the dataset."
     num_prompts: int | None = None
