@@ -1,7 +1,4 @@
-"""One engine process, seen from the server: its start, its end of the link, its heartbeat and its exit.
-
-It does not know requests, nor whether another process follows.
-"""
+"""One engine process, seen from the server: its start, its end of the link, its heartbeat and its exit."""
 
 from __future__ import annotations
 

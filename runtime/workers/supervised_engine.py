@@ -1,6 +1,6 @@
-"""An engine process as a core that outlives crashes: requests of a process that is gone go on in the next one.
+"""An engine process as a core whose requests outlive crashes: each goes on in the next process.
 
-Every accepted request ends exactly once, however many processes that takes. It does not know text.
+Every accepted request ends exactly once, however many processes that takes.
 """
 
 from __future__ import annotations
@@ -58,6 +58,10 @@ COUNTERS = (  # fields of EngineStats that a new process counts from 0
     "draft_tokens",
     "accepted_draft_tokens",
 )
+QUARANTINE_REASON = (
+    "the engine crashed twice while it computed this request, the second time with no other request that could have "
+    "been the cause; it is not tried again"
+)
 
 _log = structlog.get_logger("quire.supervisor")
 
@@ -81,8 +85,8 @@ class SupervisedEngine:
         self._former_counts = dict.fromkeys(COUNTERS, 0)  # of the processes before this one
         self._num_replayed = 0
         self._num_quarantined = 0
-        self._down: str | None = None  # why no process can be started
-        self._leaving = False  # draining or stopped
+        self._down: str | None = None  # why processes fail to start; nothing is accepted meanwhile
+        self._leaving = False  # draining or stopped; nothing is accepted any more
         self._stopped = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -241,13 +245,7 @@ class SupervisedEngine:
         if ended.cancelled:
             self._listener.publish([RequestUpdate(each, finish_reason="cancelled") for each in ended.cancelled])
         for request_id in ended.quarantined:
-            self._listener.fail(
-                request_id,
-                Quarantined(
-                    "the engine crashed twice while it computed this request, the second time with no other that could "
-                    "have been the cause; it is not tried again"
-                ),
-            )
+            self._listener.fail(request_id, Quarantined(QUARANTINE_REASON))
         self._note_idle()
 
     def on_restarts_failing(self, reason: str) -> None:
@@ -279,13 +277,13 @@ class SupervisedEngine:
 
     def _send_next(self) -> None:
         """Send the requests that the process may have now: replays first, as the log allows them, then new ones."""
-        if self._supervisor.process is not None:
+        if (process := self._supervisor.process) is not None:
             for request in self._tokens.next_to_send():
                 self._num_replayed += 1
-                self._send(ReadmitRequest(as_read(request.spec), tuple(request.output_token_ids)))
+                process.link.send(ReadmitRequest(as_read(request.spec), tuple(request.output_token_ids)))
             if not self._tokens.is_replaying:
                 for pending in self._pending_adds.send():
-                    self._send(AddRequests(tuple([as_read(request.spec) for request in pending.requests])))
+                    process.link.send(AddRequests(tuple([as_read(request.spec) for request in pending.requests])))
         self._note_idle()
 
     def _withdraw(self, pending: PendingAdd) -> None:

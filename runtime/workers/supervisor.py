@@ -1,6 +1,6 @@
 """Keeps one engine process running: starts it, watches its health, and starts another when it is gone.
 
-It does not know requests: their owner learns from callbacks what happens to the process.
+It must not import the scheduler. The owner of the requests is notified by callbacks.
 """
 
 from __future__ import annotations

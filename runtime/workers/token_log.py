@@ -33,7 +33,7 @@ class LoggedRequest:
     request: Request
     incarnation_began: float  # when the current process got it; while none has it, when the last one exited
     is_sent: bool = False  # the current process has it
-    is_cancelled: bool = False  # the current process has been told, and has not reported the end yet
+    is_cancelled: bool = False  # a CancelRequest was sent; the current process has not reported the end yet
     begun_at: float | None = None  # when the current process began to compute it
     num_gained: int = 0  # tokens from the current process
     crash_suspect: bool = False  # it was being computed when a process crashed, and has not gained tokens since

@@ -36,7 +36,7 @@ LONG = 1500  # tokens that take longer than anything that a test does meanwhile
 async def engine_pool(
     timeouts: HealthTimeouts | None = None, num_processes: int = 1, **settings: Any
 ) -> AsyncIterator[Engine[EnginePool]]:
-    """An engine over processes. Afterwards every page has been released and every process is gone."""
+    """Run an engine over processes; check that every page is released and every process gone at the end."""
     core = await EnginePool.launch(EngineConfig(**SETTINGS | settings), timeouts, num_processes=num_processes)
     engine = Engine(core, TEXT_PROCESSOR)
     try:

@@ -1,4 +1,4 @@
-"""What crosses the engine link is the same on both sides, to the last bit."""
+"""Messages of the engine link are received as they were sent, to the last bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENCODE = msgspec.msgpack.Encoder().encode
     tenant=st.text(max_size=5),
     deadline=st.none() | st.floats(0, 1e9),
 )
-def test_a_request(
+def test_requests_are_received_as_they_were_sent(
     prompt: list[int],
     generated: list[int],
     seed: int,
@@ -65,7 +65,7 @@ def test_a_request(
 
 
 @given(st.floats())
-def test_logprobs_to_the_last_bit(logprob: float) -> None:
+def test_updates_are_received_to_the_last_bit(logprob: float) -> None:
     token = SampledToken(1, 5, logprob, ((5, logprob), (6, -math.inf)))
     counters = FinalCounters((0.5, logprob), 1, 2, (Hypothesis((token,), logprob, logprob, "stop"),))
     report = StepReport((RequestUpdate(1, (token,), "stop", None, counters),), 3, 4)
@@ -80,11 +80,11 @@ def test_logprobs_to_the_last_bit(logprob: float) -> None:
     assert ENCODE(received) == ENCODE(report)
 
 
-async def test_frames_arrive_whole_and_in_order_and_the_end_is_told() -> None:
+async def test_messages_arrive_whole_and_in_order_and_then_the_end() -> None:
     ours, theirs = socket.socketpair()
     received: list[object] = []
     lost = asyncio.Event()
-    channel = await EngineLink.open(ours, FROM_ENGINE, received.append, lost.set)
+    link = await EngineLink.open(ours, FROM_ENGINE, received.append, lost.set)
     reports = [StepReport((), step, step, None) for step in range(100)]
     payloads = [ENCODE(report) for report in reports]
     data = b"".join(struct.pack(">I", len(payload)) + payload for payload in payloads)
@@ -92,8 +92,8 @@ async def test_frames_arrive_whole_and_in_order_and_the_end_is_told() -> None:
     loop = asyncio.get_running_loop()
     for start in range(0, len(data), 7):
         await loop.sock_sendall(theirs, data[start : start + 7])
-    await loop.sock_sendall(theirs, struct.pack(">I", 1000) + b"half of a frame")
+    await loop.sock_sendall(theirs, struct.pack(">I", 1000) + b"an incomplete message")
     theirs.close()
     await lost.wait()
     assert received == reports
-    channel.close()
+    link.close()

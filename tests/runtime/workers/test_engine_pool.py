@@ -41,7 +41,7 @@ async def launched(num_processes: int, listener: FakeListener, **config: Any) ->
 
 @pytest.fixture
 async def pool(processes: FakeSpawner, listener: FakeListener) -> AsyncIterator[EnginePool]:
-    """A pool of two engines."""
+    """Launch a pool of two engines."""
     async with launched(2, listener) as pool:
         yield pool
 

@@ -1,4 +1,4 @@
-"""Which CPUs an engine process gets."""
+"""The CPUs of each engine process."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def two_nodes(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_cpu_lists() -> None:
+def test_cpu_lists_are_parsed() -> None:
     assert parse_cpu_list("0-3,8,10-11") == {0, 1, 2, 3, 8, 10, 11}
 
 
-def test_nodes_in_order(two_nodes: Path) -> None:
+def test_nodes_are_in_the_order_of_their_numbers(two_nodes: Path) -> None:
     assert [min(node) for node in numa_nodes(two_nodes)] == [0, 4]
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_one_for_each_node(two_nodes: Path, count: int) -> None:
+def test_there_is_one_process_for_each_node(two_nodes: Path, count: int) -> None:
     assert place(count, frozenset(range(16)), two_nodes) == [{0, 1, 2, 3, 8, 9, 10, 11}, {4, 5, 6, 7, 12, 13, 14, 15}]
 
 
-def test_nodes_that_are_not_allowed_do_not_count(two_nodes: Path) -> None:
+def test_nodes_without_allowed_cpus_get_no_process(two_nodes: Path) -> None:
     assert place(0, frozenset({5, 6}), two_nodes) == [{5, 6}]
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 16])
-def test_as_many_as_asked_for_as_even_as_can_be(two_nodes: Path, count: int) -> None:
+def test_a_given_number_of_processes_get_even_shares(two_nodes: Path, count: int) -> None:
     places = place(count, frozenset(range(16)), two_nodes)
     assert len(places) == count
     assert sorted(cpu for cpus in places for cpu in cpus) == list(range(16))
@@ -45,10 +45,10 @@ def test_as_many_as_asked_for_as_even_as_can_be(two_nodes: Path, count: int) -> 
         assert all(cpus <= node for cpus, node in zip(places, numa_nodes(two_nodes) * 2, strict=True) if 0 in cpus)
 
 
-def test_a_machine_that_tells_nothing(tmp_path: Path) -> None:
+def test_a_system_without_node_files_is_one_node(tmp_path: Path) -> None:
     assert place(0, frozenset({0, 1}), tmp_path) == [{0, 1}]
 
 
-def test_no_more_processes_than_cpus(tmp_path: Path) -> None:
+def test_more_processes_than_cpus_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="engine_processes must be at most 2, one per CPU, not 3"):
         place(3, frozenset({0, 1}), tmp_path)

@@ -1,0 +1,270 @@
+"""What an engine process sends over the link, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
+
+import pytest
+from quire.runtime.common.errors import Unavailable
+from quire.runtime.engine import CoreInfo, CoreListener, EngineCore, EngineStats, Prefilled, StepStats
+from quire.runtime.workers import engine_main
+from quire.runtime.workers.engine_link import (
+    STATS_INTERVAL_S,
+    AddAnswer,
+    AddRequests,
+    CancelRequest,
+    DropRequest,
+    EngineLink,
+    EngineReady,
+    FromEngine,
+    ReadmitRequest,
+    RequestsBegun,
+    StatsReport,
+    StepReport,
+    StopEngine,
+    as_read,
+)
+from quire.runtime.workers.engine_main import CoreServer
+from quire.scheduler import (
+    AdmissionEstimate,
+    FinishReason,
+    NotAccepting,
+    QueueFull,
+    Request,
+    RequestUpdate,
+    SampledToken,
+    ScheduledSequence,
+    StepPlan,
+)
+
+from .fakes import ESTIMATE, core_info, engine_stats, new_requests
+
+STEP = StepStats(
+    duration_s=0.5, prefill_tokens=0, decode_tokens=1, context_tokens=(4,), schedule_s=0.0, commit_s=0.0, publish_s=0.0
+)
+
+
+@dataclass
+class FakeCore:
+    """A core whose steps the test makes; it is its own engine loop and scheduler."""
+
+    info: CoreInfo = field(default_factory=core_info)
+    runner: Any = field(
+        default_factory=lambda: SimpleNamespace(capacity=SimpleNamespace(memory=SimpleNamespace(kv_bytes=9)))
+    )
+    listener: CoreListener = field(default_factory=CoreListener)
+    added: list[Request] = field(default_factory=list)
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    refusal: Exception | None = None
+    is_broken: bool = False
+    num_waiting: int = 3
+    num_steps: int = 7
+    on_stop: Callable[[], None] = lambda: None
+
+    @property
+    def engine_loop(self) -> FakeCore:
+        return self
+
+    @property
+    def scheduler(self) -> FakeCore:
+        return self
+
+    def start(self, listener: CoreListener) -> None:
+        self.listener = listener
+
+    def add(self, *requests: Request) -> AdmissionEstimate:
+        if self.refusal is not None:
+            raise self.refusal
+        self.added += requests
+        return ESTIMATE
+
+    def readmit(self, request: Request) -> None:
+        self.added.append(request)
+
+    def cancel(self, request_id: int) -> None:
+        self.calls.append(("cancel", request_id))
+
+    def drop(self, request_id: int, reason: FinishReason | None, error: str | None) -> None:
+        self.calls.append(("drop", request_id, reason, error))
+
+    def stats(self) -> EngineStats:
+        if self.is_broken:
+            raise Unavailable("broken")
+        return engine_stats(step=self.num_steps)
+
+    async def stop(self) -> None:
+        self.on_stop()
+
+    # For tests
+
+    def begin(self, *request_ids: int) -> None:
+        rows = [ScheduledSequence(each, (), 2, (5,), 1, None, (5,), 1) for each in request_ids]
+        self.listener.begin(StepPlan(1, tuple(rows), len(rows), 0))
+
+    def publish(self, *updates: RequestUpdate) -> None:
+        self.listener.publish(updates)
+
+    def observe(self, prefilled: Sequence[Prefilled] = ()) -> None:
+        self.listener.observe(STEP, prefilled)
+
+
+class FakeLink:
+    """Holds what was sent; `receive` is set by the server under test."""
+
+    receive: Callable[[Any], None]
+
+    def __init__(self) -> None:
+        self.sent: list[FromEngine] = []
+
+    def send(self, message: FromEngine) -> None:
+        self.sent.append(message)
+
+    def take(self, *types: type) -> list[FromEngine]:
+        """Return what was sent of these types, and forget everything."""
+        found = [message for message in self.sent if isinstance(message, types)]
+        self.sent.clear()
+        return found
+
+
+class Exited(Exception):
+    pass
+
+
+@dataclass
+class Scene:
+    core: FakeCore
+    link: FakeLink
+    stopping: asyncio.Event
+    running: asyncio.Task[None]
+
+
+@pytest.fixture
+async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
+    """Run a server, whose exit raises `Exited`."""
+
+    def exit_process() -> NoReturn:
+        raise Exited
+
+    monkeypatch.setattr(engine_main, "_exit", exit_process)
+    monkeypatch.setattr(engine_main.gc, "freeze", lambda: None)
+    core, link, stopping = FakeCore(), FakeLink(), asyncio.Event()
+    server = CoreServer(cast(EngineCore, core), cast(EngineLink, link), stopping)
+    running = asyncio.create_task(server.run())
+    await asyncio.sleep(0.01)
+    assert link.take(EngineReady) == [EngineReady(core.info, 9)]
+    yield Scene(core, link, stopping, running)
+    core.is_broken = False
+    stopping.set()
+    await running
+
+
+def token(request_id: int) -> RequestUpdate:
+    return RequestUpdate(request_id, (SampledToken(request_id, 5),))
+
+
+def ended(request_id: int) -> RequestUpdate:
+    return RequestUpdate(request_id, (), "length")
+
+
+async def test_an_added_request_is_answered_under_the_id_of_the_first(scene: Scene) -> None:
+    specs = tuple(as_read(request.spec) for request in new_requests(4, 5))
+    scene.link.receive(AddRequests(specs))
+    assert [request.spec for request in scene.core.added] == list(specs)
+    assert scene.link.take(AddAnswer) == [AddAnswer(4, ESTIMATE, 3)]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "estimate"), [(QueueFull("no", ESTIMATE), ESTIMATE), (NotAccepting("no"), None)], ids=["full", "closed"]
+)
+async def test_a_refusal_is_answered(scene: Scene, refusal: Exception, estimate: AdmissionEstimate | None) -> None:
+    scene.core.refusal = refusal
+    scene.link.receive(AddRequests((as_read(new_requests(4)[0].spec),)))
+    assert scene.link.take(AddAnswer) == [AddAnswer(4, estimate, 3, type(refusal).__name__, "no")]
+
+
+async def test_a_readmitted_request_has_its_tokens_and_no_answer(scene: Scene) -> None:
+    scene.link.receive(ReadmitRequest(as_read(new_requests(4)[0].spec), (8, 9)))
+    assert scene.core.added[0].output_token_ids == [8, 9]
+    assert scene.link.sent == []
+
+
+async def test_cancel_and_drop_reach_the_core(scene: Scene) -> None:
+    scene.link.receive(CancelRequest(4))
+    scene.link.receive(DropRequest(5, "stop", None))
+    assert scene.core.calls == [("cancel", 4), ("drop", 5, "stop", None)]
+
+
+async def test_an_error_in_handling_a_message_ends_the_process(scene: Scene) -> None:
+    scene.core.refusal = ZeroDivisionError()
+    with pytest.raises(Exited):
+        scene.link.receive(AddRequests((as_read(new_requests(4)[0].spec),)))
+
+
+async def test_requests_are_reported_before_they_are_computed_for_the_first_time(scene: Scene) -> None:
+    scene.core.begin(4, 5)
+    assert scene.link.take(RequestsBegun) == [RequestsBegun((Prefilled(4, 2), Prefilled(5, 2)))]
+    scene.core.begin(4, 5)
+    assert scene.link.sent == []
+    scene.core.begin(-1, 5, 6)  # negative ids are beams of a request
+    assert scene.link.take(RequestsBegun) == [RequestsBegun((Prefilled(6, 2),))]
+
+
+async def test_an_id_is_reported_again_once_its_request_has_ended_or_was_dropped(scene: Scene) -> None:
+    scene.core.begin(4, 5, 6)
+    scene.core.publish(ended(4), token(6))
+    scene.link.receive(DropRequest(5, None, None))
+    scene.link.take()
+    scene.core.begin(4, 5, 6)
+    assert scene.link.take(RequestsBegun) == [RequestsBegun((Prefilled(4, 2), Prefilled(5, 2)))]
+
+
+async def test_the_updates_of_a_step_are_sent_with_the_step_in_one_report(scene: Scene) -> None:
+    scene.core.publish(token(4))
+    scene.core.publish(token(5))
+    assert scene.link.sent == []
+    scene.core.observe([Prefilled(6, 2)])
+    assert scene.link.take(StepReport) == [StepReport((token(4), token(5)), 3, 7, STEP, (Prefilled(6, 2),))]
+    await asyncio.sleep(0.01)
+    assert scene.link.take(StepReport) == [], "nothing is sent twice"
+
+
+async def test_updates_between_steps_are_sent_in_the_same_turn_of_the_event_loop(scene: Scene) -> None:
+    scene.core.publish(ended(4))
+    scene.core.publish(ended(5))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert scene.link.take(StepReport) == [StepReport((ended(4), ended(5)), 3, 7)]
+
+
+async def test_failures_that_a_broken_loop_publishes_are_not_sent(scene: Scene) -> None:
+    """The requests can go on in the next process."""
+    loop_errors: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: loop_errors.append(context))
+    scene.core.is_broken = True
+    scene.core.publish(RequestUpdate(4, (), None, "the engine stopped unexpectedly"))
+    await asyncio.sleep(0.01)
+    assert [type(context["exception"]) for context in loop_errors] == [Exited]
+    assert scene.link.take(StepReport) == []
+
+
+async def test_stats_are_sent_at_intervals_and_say_when_the_loop_is_broken(scene: Scene) -> None:
+    await asyncio.sleep(2 * STATS_INTERVAL_S)
+    assert scene.link.take(StatsReport) == [StatsReport(engine_stats(step=7))] * 2
+    scene.core.is_broken = True
+    await asyncio.sleep(STATS_INTERVAL_S)
+    assert scene.link.take(StatsReport) == [StatsReport(None)]
+
+
+@pytest.mark.parametrize("by_message", [True, False], ids=["StopEngine", "server gone"])
+async def test_stopping_sends_the_last_updates(scene: Scene, by_message: bool) -> None:
+    scene.core.on_stop = lambda: scene.core.publish(ended(4))
+    if by_message:
+        scene.link.receive(StopEngine())
+    else:
+        scene.stopping.set()
+    await scene.running
+    assert scene.link.take(StepReport) == [StepReport((ended(4),), 3, 7)]
