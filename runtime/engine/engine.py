@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -71,8 +71,11 @@ class Engine(Generic[CoreT]):
             num_queued = num_sequences(request.sampling_params)
             self.core.check_room(request.tenant, num_queued + self._num_preparing[request.tenant])
             self._validator.check_prompt(request)  # after the queue: checking a long text takes its time
-        except (SchedulerError, QuireError) as error:
-            self._refuse(error)
+        except SchedulerError as error:
+            raise self._rejected(refusal_error(error)) from error
+        except QuireError as error:
+            self._rejected(error)
+            raise
         prompt = request.prompt if isinstance(request.prompt, tuple) else self._prepare(request, num_queued)
         return self._accept(request, prompt, submitted)
 
@@ -162,18 +165,17 @@ class Engine(Generic[CoreT]):
         except BaseException as error:
             if output is not None:
                 self._forget(output, "it was refused")
-            self._refuse(error)
+            if isinstance(error, SchedulerError):
+                raise self._rejected(refusal_error(error)) from error
+            if isinstance(error, QuireError):
+                self._rejected(error)
+            raise
         return stream
 
-    def _refuse(self, error: BaseException) -> NoReturn:
-        """Raise `error` in the form that users get, and report a refusal."""
-        if isinstance(error, SchedulerError):
-            refusal = refusal_error(error)
-            self._observer.on_rejected(refusal)
-            raise refusal from error
-        if isinstance(error, QuireError):
-            self._observer.on_rejected(error)
-        raise error
+    def _rejected(self, error: QuireError) -> QuireError:
+        """Report a refused request to the observer, and return its error."""
+        self._observer.on_rejected(error)
+        return error
 
     def _cancel(self, requests: Sequence[Request]) -> None:
         for request in requests:
