@@ -18,7 +18,6 @@ from ..protocol.codec import Decoder
 from ..protocol.frames import CLIENT_FRAMES, FEATURES, PROTOCOL_VERSION, Hello, Ping, Welcome
 from ..protocol.wire_errors import error_frame
 from .convert import check_hello
-from .monitoring import CancelCause
 from .request_handler import AppContext, RequestHandler
 from .request_log import quire_error
 from .send_buffer import SendBuffer
@@ -51,7 +50,6 @@ class Connection:
         self._handler: RequestHandler | None = None  # from WELCOME on
         self._watchdog: Watchdog | None = None  # likewise
         self._reading: asyncio.Task[None] | None = None
-        self._end_cause: CancelCause = "disconnect"
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -74,7 +72,7 @@ class Connection:
             if self._watchdog is not None:
                 self._watchdog.stop()
             if self._handler is not None:
-                self._handler.leave("slow_reader" if self._send_buffer.is_stuck else self._end_cause)
+                self._handler.leave("slow_reader" if self._send_buffer.is_stuck else "disconnect")
             self._send_buffer.close()
             tasks = [self._reading, sending, *self.tasks]
             try:
@@ -98,10 +96,9 @@ class Connection:
     def shut_down(self, error: QuireError) -> None:
         """End the connection from the server's side: `error` is the last frame of its requests and its own."""
         self.fail_requests(error)
-        self._end(error, "shutdown")
+        self._end(error)
 
-    def _end(self, error: QuireError, cause: CancelCause = "disconnect") -> None:
-        self._end_cause = cause
+    def _end(self, error: QuireError) -> None:
         self._send_buffer.send(error_frame(None, error))
         self._send_buffer.close()
         if self._reading is not None:

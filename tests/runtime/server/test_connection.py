@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import msgspec
 import pytest
 from quire.runtime.common.errors import GenerationFailed, Overloaded, Unavailable
-from quire.runtime.protocol.codec import encode
+from quire.runtime.protocol.codec import MAX_ARRAY_LENGTH, encode
 from quire.runtime.protocol.frames import (
     MIN_FRAME_BYTES,
     AskStats,
@@ -240,6 +241,7 @@ async def test_texts_of_a_lost_connection_are_not_tokenized(server: FakeServer) 
     for _ in range(3):
         lost = await server.connect()
         await lost.ask(*(Tokenize(request_id, "x") for request_id in range(5)))
+        assert server.engine.num_preparing == 2
         await lost.leave()
     assert server.engine.num_preparing == 0
     peer = await server.connect()
@@ -464,6 +466,13 @@ async def test_an_answer_that_is_too_long_becomes_an_error(server: FakeServer) -
     assert await peer.ask(Ping(1)) == [Pong(1)]
 
 
+async def test_a_text_of_more_tokens_than_a_frame_may_hold_is_an_error(server: FakeServer) -> None:
+    peer = await server.connect()
+    frame = error(await peer.ask(Tokenize(1, "x" * (MAX_ARRAY_LENGTH + 1))))
+    assert (frame.request_id, frame.code) == (1, "INVALID_ARGUMENT")
+    assert f"a frame holds at most {MAX_ARRAY_LENGTH}" in frame.message
+
+
 async def test_frames_after_welcome_may_be_longer_than_before(server: FakeServer) -> None:
     peer = await server.connect()
     await peer.ask(generate(1, "p" * 2 * MIN_FRAME_BYTES))
@@ -504,10 +513,10 @@ async def test_a_connection_with_a_live_request_is_not_idle(serve: Serve, clock:
     server = serve(idle_timeout_ms=1000)
     peer = await server.connect()
     await peer.ask(generate(1))
-    await clock.advance(5)
+    await clock.advance(4.5, step=0.5)
     assert not peer.task.done()
     await server.engine.last.put(chunk(0, last=True))
-    await clock.advance(0.9)
+    await clock.advance(0.9, step=0.1)
     assert names(await peer.received()) == ["Tokens", "Done"]
     await clock.advance(0.2)
     assert error(await peer.received()).message == "this connection was idle for 1000 ms; open another one"
@@ -543,3 +552,32 @@ async def test_only_clients_that_negotiated_a_heartbeat_are_pinged(serve: Serve,
     await clock.advance(10, step=0.5)
     assert error((await with_heartbeat.received())[-1:]).message == "the client sent nothing for 3000 ms, not even PONG"
     assert await without.ask(Ping(5)) == [Pong(5)]
+
+
+@pytest.mark.parametrize("hello", [True, False])
+async def test_an_ended_connection_has_no_timers(
+    serve: Serve, clock: FakeClock, logs: list[MutableMapping[str, Any]], hello: bool
+) -> None:
+    server = serve(idle_timeout_ms=1000, handshake_timeout_ms=1000)
+    if hello:
+        peer = await server.connect(features=("heartbeat",))
+    else:
+        peer = FakePeer(server.context, None)
+        server.peers.append(peer)
+    await peer.leave()
+    assert peer.task.done()
+    await clock.advance(60, step=1)
+    assert logs == []
+
+
+async def test_a_connection_with_many_frames_does_not_delay_others(server: FakeServer) -> None:
+    busy, other = await server.connect(), await server.connect()
+    welcome_bytes = len(other.writer.transport.taken)
+    busy.reader.feed_data(encode(Ping(1)) * 2000)
+    other.send(Ping(2))
+    while len(other.writer.transport.taken) == welcome_bytes:
+        await asyncio.sleep(0)
+    assert len(busy.writer.transport.taken) < 1000 * len(encode(Pong(1)))
+    assert await other.received() == [Pong(2)]
+    await settle()
+    assert await busy.received() == [Pong(1)] * 2000
