@@ -100,7 +100,7 @@ class OutputStream:
         """Release the request, after the task."""
         self.request.end()
 
-    # What a replay does in another way
+    # Overridden by Subscriber, as are cancel, leave and end
 
     async def accepted(self) -> Chunks:
         """Wait until the engine has accepted the request. Raises its refusal."""

@@ -99,7 +99,7 @@ class RequestHandler:
         return None if self._tasks else self._last_ended_at
 
     def handle(self, frame: Frame | Malformed) -> None:
-        """Raise ProtocolError for a frame that must end the connection."""
+        """Handle one frame. Raises ProtocolError if it must end the connection."""
         match frame:
             case Generate():
                 self._generate(frame)
