@@ -306,8 +306,9 @@ def test_a_failed_start_leaves_no_thread() -> None:
 
 
 UNCLOSED = """
-import gc, threading
+import gc, logging, threading
 from quire import LLM, SamplingParams
+logging.getLogger("asyncio").setLevel(logging.ERROR)  # callbacks are slow on a busy machine, which -X dev would log
 llm = LLM(kv_cache_memory=1 << 20)
 many = SamplingParams(max_tokens=400, ignore_eos=True)
 """
