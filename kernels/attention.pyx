@@ -5,7 +5,7 @@ Prefill and decode run the same loops. Tiles of 64 tokens and splits of 256 are 
 merged in ascending order, so a row's arithmetic depends neither on the worker nor on the rest of the step.
 
 A sequence with one row stores its own key and value before it attends, so a step that only decodes needs no barrier.
-Rows of a longer chunk see each other, so their keys and values are all stored first, with a barrier behind.
+Rows of a longer chunk see each other, so their keys and values are all stored first, followed by a barrier.
 """
 from libc.math cimport INFINITY
 from libc.stdint cimport int32_t
@@ -75,7 +75,7 @@ cdef Workspace _workspace(char *scratch, int64_t d) noexcept nogil:
     cdef Workspace workspace
     workspace.q.data = scratch
     workspace.q.width = d
-    workspace.q.scales = <float *>(scratch + QUIRE_TILE * d)                     # of int8, behind the data
+    workspace.q.scales = <float *>(scratch + QUIRE_TILE * d)                     # of int8, after the data
     workspace.q.sums = <int32_t *>(workspace.q.scales + QUIRE_TILE * d // 32)
     workspace.s = <float *>(scratch + QUIRE_TILE * d * 4)
     workspace.p = <char *>(workspace.s + QUIRE_TILE * QUIRE_TILE)

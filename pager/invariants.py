@@ -10,8 +10,8 @@ Recounts everything and repairs nothing. The equation:
 
 Also: no page is twice in a list or in a table; each group's index (key -> page) and the contents (page -> key) are
 inverse; in a full group, a page's parent is indexed as long as the page is, and evicted after it (leaf first); a cached
-page is in the pinned list exactly if it has a pin; a table lists exactly the pages its tokens fill, in a sliding group
-only from a page on that no later row can see behind.
+page is in the pinned list exactly if it has a pin; a table lists exactly the pages its tokens fill; in a sliding group,
+pages before the window may be missing.
 """
 
 from __future__ import annotations

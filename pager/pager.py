@@ -75,8 +75,8 @@ class Pager:
     def commit(self, table: PageTable, token_ids: Sequence[int]) -> None:
         """Record that all tokens of `table` are computed; `token_ids` starts with them.
 
-        Adds the full pages to the prefix cache and releases the pages that left their group's window. Returns at once
-        if neither has changed.
+        Adds the full pages to the prefix cache and releases the pages that left their group's window. Returns
+        immediately if neither has changed.
         """
         if table.num_tokens < table.commit_at:
             return

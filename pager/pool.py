@@ -50,7 +50,7 @@ class Pin(NamedTuple):
 class PagePool:
     """Reference counts and three intrusive circular lists over page ids.
 
-    Every operation is O(number of given pages), `pin` also times log(number of pins).
+    Every operation is O(number of given pages); `pin` has an additional factor log(number of pins).
     """
 
     def __init__(self, num_pages: int, num_groups: int = 1, clock: Callable[[], float] = time.monotonic) -> None:

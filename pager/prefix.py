@@ -10,8 +10,8 @@ Keys form a chain that is fixed for all versions of this scheme, so other proces
     key of page i = sha256(key of page i-1, or root + page_size u32 little-endian token ids)
 
 All layer groups use the same keys, each with its own index. Only full pages are indexed. An open table keeps the pages
-of its hit by its references. Eviction is least recently used, in the pool's order: leaf first in a full group, oldest
-first in a sliding group, whose early pages have no owner any more.
+of its hit by its references. Eviction is least recently used, in the pool's order: leaf first in a full group; in a
+sliding group, oldest first: pages before the window have no owner.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PrefixHit(NamedTuple):
     pages: list[list[int]]  # [groups][pages]; NULL_PAGE before a window
 
     def page_ids(self) -> list[int]:
-        """Return all pages, each position of all groups before the next."""
+        """Return all pages, ordered by position, then group."""
         return listed_pages(self.pages)
 
 

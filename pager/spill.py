@@ -153,7 +153,7 @@ class SpillFile:
 
 
 def _open_nameless(directory: Path) -> int:
-    """Open a file without a name; where the system has no O_TMPFILE, create one and unlink it at once."""
+    """Open a file without a name; where the system has no O_TMPFILE, create one and unlink it immediately."""
     if hasattr(os, "O_TMPFILE"):
         with suppress(OSError):
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -59,7 +59,7 @@ class PageTable:
         self._windows = windows
         self._copy_page = copy_page
         self._num_null = [each.count(NULL_PAGE) for each in pages]  # leading null pages, per group
-        self._shortest = 0  # fewest tokens to roll back to; with fewer, a window would reach released pages
+        self._shortest = 0  # smallest length for `rollback`; below it the window would include released pages
         self._writable = num_tokens  # slots up to here need no check; if above num_tokens, the last page is private
         self.root = root  # start of the chain of prefix keys
         self.keys = list(keys)  # prefix keys of the leading pages, as far as they are indexed
@@ -240,5 +240,5 @@ class PageTable:
 
 
 def listed_pages(tables: Iterable[Sequence[int]]) -> list[int]:
-    """Return the page ids of parallel page tables, each position of all groups before the next: the release order."""
+    """Return the page ids of parallel page tables, ordered by position, then group, which is the release order."""
     return [page for row in zip(*tables, strict=True) for page in row if page != NULL_PAGE]

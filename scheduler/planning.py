@@ -125,7 +125,7 @@ class Planner:
             return "sequences"
         if not step.prefill_tokens(0):
             return "tokens"
-        if not self._batch.requests:  # alone, even a search that is wider than the latency target allows may run
+        if not self._batch.requests:  # a request may always run alone, even a beam search that exceeds the target
             return None
         kv_tokens = sum(len(other.token_ids) for other in self._batch.requests.values()) + len(request.token_ids)
         return None if self._budget.may_join(num_seqs, kv_tokens) else "latency"

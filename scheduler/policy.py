@@ -194,7 +194,10 @@ class Fair(FirstComeFirstServed):
         return self._counts.get(tenant, 0.0)
 
     def _level(self, tenant: str) -> float:
-        """Return a tenant's service as if its credit were used up: the next tenant must not start lower."""
+        """Return a tenant's service as if its credit were used up.
+
+        A tenant that joins later must not start below this level.
+        """
         return max(self._count(tenant), self._starts.get(tenant, 0.0))
 
     def _weight(self, tenant: str) -> float:

@@ -61,7 +61,7 @@ class RequestQueue:
         return self._running_seqs[tenant]
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue new requests: the first at once, its forks when its prompt is computed."""
+        """Queue new requests: the first immediately, its forks when its prompt is computed."""
         first, *forks = requests
         for request in requests:
             self._count_waiting(request, 1)

@@ -54,7 +54,7 @@ class RunningBatch:
     def admit(self, request: Request, now: float) -> None:
         """Run a request, starting with the pages that need no computing.
 
-        Raises OutOfPages, changing nothing, unless its known tokens fit besides what running requests were promised.
+        Raises OutOfPages, changing nothing, unless its known tokens fit in the pages not promised to running requests.
         """
         promised = self._pages_promised()
         table = self._open(request, promised)
@@ -257,7 +257,7 @@ def table_of(request: Request) -> PageTable:
 
 
 def _num_distinct(tables: Sequence[PageTable]) -> int:
-    """Return how many different pages the tables list. A single table, the usual case, knows its number."""
+    """Return how many different pages the tables list. With a single table, the usual case, this is `num_pages`."""
     if len(tables) == 1:
         return tables[0].num_pages
     return len({page for table in tables for pages in table.pages for page in pages if page >= 0})

@@ -199,7 +199,7 @@ class Scheduler:
         return [update for update in updates if update is not None]
 
     def abandon(self, error: str) -> list[RequestUpdate]:
-        """End all requests of the step in flight, which has failed, with `error` or as `finish` asked meanwhile."""
+        """End all requests of the failed step in flight with `error`, or as requested by a `finish` during the step."""
         if self._in_flight is None:
             raise StepMismatch("no step is in flight")
         updates = []

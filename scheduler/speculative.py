@@ -5,8 +5,8 @@ steps it takes.
 
 Where the last few tokens of a text occurred before in it, the tokens that followed them are the draft. Text that quotes
 its prompt (code, summaries, tables) is drafted well, other text not at all, so the share of accepted tokens is tracked
-for each request. A draft token is verified only where it is expected to yield tokens for less time than tokens cost
-now. In a wide batch a row costs as much as a token, so no draft is made.
+for each request. A draft token is verified only while its expected time per accepted token is below the current
+time per token. In a wide batch a row costs as much as a token, so no draft is made.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Speculator:
         """Return how many draft tokens one sequence of a decoding step should verify.
 
         The j-th is used with probability acceptance_rate^j, and adds a row. The step yields a token per sequence: a
-        draft token pays as long as its tokens cost no more time than tokens cost now.
+        draft token is verified only while its expected time per accepted token is below the current time per token.
         """
         if not load.decode_rows:
             return 0

@@ -20,7 +20,7 @@ typedef struct {
   int64_t width;
 } quire_rows;
 
-// The destination of f32 results: converted to `dtype`; with `norm`, prepared for the linear layer behind an RMS norm.
+// The destination of f32 results: converted to `dtype`; with `norm`, prepared for the linear layer after an RMS norm.
 typedef struct {
   int dtype;
   quire_rows rows;
@@ -37,7 +37,7 @@ typedef struct {
   quire_rows a;
   const float *factors;    // [rows], multiply each row's sums; or NULL
   const float *bias;       // [32] or NULL
-  const char *next;        // prefetched into L2 meanwhile, `next_lines` cache lines per 32 of K; or NULL
+  const char *next;        // prefetched into L2 in the meantime, `next_lines` cache lines per 32 of K; or NULL
   int next_lines;
   float *c;                // first output column of the pair; for SWIGLU the pair yields 16 columns
   int64_t ldc;             // floats
@@ -57,7 +57,7 @@ typedef struct {
                              // int8 [d/16][page/4][16][4] unsigned
   const float *v_scales[4];  // int8: of 16 tokens each
   int num_pages, page_size;  // v[0 .. num_pages); the sequence may end inside the last page
-  const void *next_k[4];     // prefetched meanwhile: K of each page of the next tile, or NULL
+  const void *next_k[4];     // prefetched in the meantime: K of each page of the next tile, or NULL
   float *m, *l;              // [rows] running maximum and sum of the split
   float *s;                  // scratch [64][64] f32
   void *p;                   // scratch [64][64] in the KV dtype; for int8 two of them: high and low digits

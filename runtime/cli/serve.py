@@ -1,7 +1,7 @@
 """`quire serve`: run one server and its engine processes until a signal ends them.
 
 The first SIGTERM or SIGINT drains the server: it refuses new requests, and running ones have `--shutdown-timeout`
-seconds to finish. The second exits at once, engine processes included. SIGHUP reloads the keys and the certificate.
+seconds to finish. The second exits immediately, engine processes included. SIGHUP reloads the keys and the certificate.
 Standard output gets one line, the ready line, once both ports answer.
 """
 

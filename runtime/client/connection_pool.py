@@ -1,6 +1,6 @@
 """The connections of one client: the newest one takes new requests, older ones finish theirs.
 
-At most one connection is being opened at a time; callers that need a connection meanwhile wait for that one.
+At most one connection is being opened at a time; callers that need a connection in the meantime wait for that one.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ OnProgress = Callable[[Progress], None]
 
 
 class TokenStream:
-    """The stream of one GENERATE frame, complete except for its credit. Iterate `chunks` once.
+    """The stream of one GENERATE frame. `frame` must have every field set but `credit`. Iterate `chunks` once.
 
     Leaving the iteration early cancels the request. If the connection is lost at that moment, the server cancels the
     request when its resume time has passed.

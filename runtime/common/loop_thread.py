@@ -1,7 +1,7 @@
 """An event loop on its own thread, for the synchronous classes (`LLM`, `Client`) over asynchronous code.
 
-Every call of `run` returns or raises, even if another thread closes the loop meanwhile. After `close` the thread and
-every coroutine on its loop have ended.
+Every call of `run` returns or raises, even if another thread closes the loop in the meantime. After `close` the thread
+and every coroutine on its loop have ended.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LoopThread:
         try:
             return future.result()
         except CancelledError:
-            raise Unavailable(f"{self._name} was closed meanwhile") from None
+            raise Unavailable(f"{self._name} was closed in the meantime") from None
         except BaseException:
             future.cancel()
             raise

@@ -1,4 +1,4 @@
-"""`StallDetector`: how long an engine with work has not finished a step."""
+"""Measure how long an engine with work has gone without finishing a step."""
 
 from __future__ import annotations
 

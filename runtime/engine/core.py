@@ -210,8 +210,8 @@ class EngineCore:
     async def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return the raw logits [len(token_ids), vocab] after each token, for evaluation.
 
-        They bypass the scheduler and the prefix cache. Raises Unavailable while requests run; none is accepted
-        meanwhile.
+        They bypass the scheduler and the prefix cache. Raises Unavailable while requests run; none is accepted in
+        the meantime.
         """
         if self._closed or self.scheduler.has_work or self._scoring:
             raise Unavailable("logits are computed between requests; wait until the running ones have ended")

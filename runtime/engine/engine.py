@@ -182,7 +182,7 @@ class Engine(Generic[CoreT]):
             self.core.cancel(request.request_id)
 
     def _forget(self, output: StreamingOutput, why: str) -> None:
-        """End the request's sequences on the core without publishing anything; their pages are free at once."""
+        """End the request's sequences on the core without publishing anything; their pages are free immediately."""
         for sequence in output.sequences:
             if self._sequences.pop(sequence.request.request_id, None) is not None:
                 self.core.drop(sequence.request.request_id, error=why)

@@ -125,7 +125,8 @@ class StreamingOutput:
         self.params = request.sampling_params
         self.seed = seed
         self.submitted = submitted
-        self.error: QuireError | None = None  # the error to raise if the core ends the request with any
+        # Raised instead of the core's error, if the core ends the request with one.
+        self.error: QuireError | None = None
         self.sequences = [SequenceOutput(self, i, each, new_detokenizer()) for i, each in enumerate(requests)]
         self.num_open = len(self.sequences)  # sequences that have not ended
         self._new_detokenizer = new_detokenizer

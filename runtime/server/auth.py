@@ -1,7 +1,7 @@
 """`Keyring`: finds the tenant of the token in a HELLO.
 
-Only hashes of keys are held. Keys are random (`quire token` makes them), so sha256 is as good as a slow hash. The time
-that `authenticate` takes depends on no key. Must not import connections.
+Only hashes of keys are held. Keys are random (`quire token` makes them), so sha256 is as good as a slow hash.
+`authenticate` takes the same time for every key. Must not import connections.
 
 A file of `auth_tokens` has one table per tenant, in which only `keys` is required:
 

@@ -1,7 +1,7 @@
 """`Connection`: one client's connection: its greeting, its reading and its end.
 
-However it ends, its requests are left or failed, its last frame says why where there is a reason, and none of its tasks
-remains. Must not import the server or the listening sockets.
+At the end every request is detached or failed; the last frame carries the error if there is one. No task of the
+connection remains. Must not import the server or the listening sockets.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ class ReplayBuffer:
     def chunk(self, position: int) -> OutputChunk | None:
         """Return the chunk at `position`, or None if it has not come yet.
 
-        The position behind the last chunk holds the end alone, for a subscriber that received every token before.
+        The position after the last chunk returns only the end of the stream, for a subscriber that already received
+        every token.
         """
         index = position - self._first
         if index < len(self._chunks):

@@ -156,7 +156,7 @@ class RequestHandler:
     # Requests
 
     def _generate(self, frame: Generate) -> None:
-        """Start the request. One that is refused at once never becomes a task: under overload most are."""
+        """Start the request. One that is refused immediately never becomes a task: under overload most are."""
         if not self._accepts_id(frame.request_id):
             return
         if self._context.leaves_at is not None:
@@ -197,7 +197,7 @@ class RequestHandler:
         return Delivery(frame.request_id, self._send_buffer, frame.credit, timeout_ms, self._progress)
 
     def _tokenize(self, frame: Tokenize) -> None:
-        """Answer in a task. Texts wait in memory meanwhile, so their number is limited."""
+        """Answer in a task. Texts wait in memory in the meantime, so their number is limited."""
         if not self._accepts_id(frame.request_id):
             return
         num_texts = len(self._tasks) - len(self._streams)
@@ -215,7 +215,7 @@ class RequestHandler:
         self._start(frame.request_id, tokenized)
 
     def _answer(self, request_id: int, answer: Callable[[], Frame]) -> None:
-        """Send `answer()` at once."""
+        """Send `answer()` immediately."""
         if not self._accepts_id(request_id):
             return
         try:

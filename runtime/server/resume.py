@@ -50,7 +50,7 @@ class ResumeIndex:
         return secrets.token_urlsafe(SESSION_BYTES)
 
     def add(self, session: Session, request_id: int, subscriber: Subscriber) -> None:
-        """Make the subscriber's request resumable, and an earlier one of this id no more."""
+        """Make the subscriber's request resumable; it replaces an earlier request with the same id."""
         if (earlier := self._sessions.get(session, {}).get(request_id)) is not None:
             self.remove(earlier)
         entry = ResumeEntry(session, request_id, subscriber.buffer, subscriber)
@@ -139,8 +139,8 @@ class IdempotencyIndex:
 class ReplayStore:
     """The replay buffers of one server. Implements `replay_buffer.Owner`.
 
-    Together they take at most `max_kept_bytes`. Beyond that the ended ones that no connection reads are given up, the
-    longest unused first, then the one that grows: its subscribers go on, and no other can join.
+    Together they take at most `max_kept_bytes`. Above the limit, ended buffers without readers are dropped, least
+    recently used first; then the buffer that is growing: its subscribers go on, and no other can join.
     """
 
     def __init__(self, requests: LiveRequests, config: ServerConfig) -> None:
@@ -163,9 +163,10 @@ class ReplayStore:
         return bool(self._tasks) or self.resume_index.awaits_a_client
 
     def open(self, tenant: Tenant, request_id: int, request: GenerateRequest, key: str | None) -> ReplayBuffer:
-        """Return the buffer of a new request, or of the one that had this idempotency key before; subscribe at once.
+        """Return the buffer of a new request, or of the one that had this idempotency key before.
 
-        Raises InvalidRequest when the key's request was another one, or a refusal of `LiveRequests`.
+        The caller must subscribe immediately. Raises InvalidRequest when the key's request was another one, or a refusal
+        of `LiveRequests`.
         """
         if key is None:
             return self._submit(tenant, request_id, request)

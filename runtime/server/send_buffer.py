@@ -1,7 +1,7 @@
 """`SendBuffer`: the frames of one connection that are not sent yet. Sending never waits for the client.
 
-At most `max_bytes` are unsent. A client that lets more wait, or takes nothing of a write for `write_timeout_s`, loses
-its connection. Must not import requests.
+A connection with more than `max_bytes` unsent bytes, or whose write makes no progress for `write_timeout_s`, is closed.
+Must not import requests.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import contextlib
 from ..protocol.codec import encode
 from ..protocol.frames import MAX_FRAME_BYTES, Frame
 
-WRITE_BYTES = 64 << 10  # written at once; each such piece must be taken within `write_timeout_s`
-MAX_PACED_BYTES = (
-    4 * WRITE_BYTES
-)  # a stream that can wait sends only while less is unsent, and less than half the limit
+WRITE_BYTES = 64 << 10  # of one write; each such piece must be taken within `write_timeout_s`
+# A stream that can wait sends only while fewer bytes than this, and than half of `max_bytes`, are unsent.
+MAX_PACED_BYTES = 4 * WRITE_BYTES
 
 
 class SendBuffer:
@@ -54,7 +53,7 @@ class SendBuffer:
         self._changed.set()
 
     async def wait_until_short(self) -> None:
-        """Wait while much is unsent. Returns at once on a lost connection."""
+        """Wait while much is unsent. Returns immediately on a lost connection."""
         while len(self._unsent) > self._max_paced_bytes and not self._closed:
             self._shrank.clear()
             await self._shrank.wait()

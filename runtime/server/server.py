@@ -37,7 +37,7 @@ from .tls import TLS
 CLOSE_TIMEOUT_S = 5.0
 DRAIN_POLL_S = 0.05
 DEFAULT_MODEL_NAME = "quire"
-MAX_REFUSALS = 256  # connections beyond max_connections that receive an ERROR; the others are closed at once
+MAX_REFUSALS = 256  # connections beyond max_connections that receive an ERROR; the others are closed immediately
 OTHER_FILES = 256  # open files of a process besides its connections
 
 _log = structlog.get_logger("quire.server")

@@ -1,7 +1,7 @@
 """`Tenant`: the owner of connections, and its limits on requests at a time and per minute.
 
-A request beyond a limit is refused at once, and the refusal changes nothing. A wait that it names is exact: after it,
-one request of this tenant is accepted. Must not import keys, sockets or requests.
+A request beyond a limit is refused immediately, and the refusal changes nothing. The retry time in the refusal is
+exact: after it, one request of this tenant is accepted. Must not import keys, sockets or requests.
 """
 
 from __future__ import annotations

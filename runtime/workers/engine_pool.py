@@ -143,7 +143,7 @@ class EnginePool:
     def _choose(self, request: Request, count: int) -> SupervisedEngine:
         """Return the member that a request goes to: one with room and a process that is ready, if there is one.
 
-        Without any room the first member is asked, which knows best why it refuses.
+        Without any room the first member is asked; its refusal is returned.
         """
         tenant = request.spec.tenant
         candidates = self._with_room(tenant, count)

@@ -85,7 +85,7 @@ class EngineProcess:
         await self.kill()
 
     async def wait_after_close(self) -> None:
-        """Let a process exit that has closed its link, so that its exit status is its own."""
+        """Wait for the real exit status of a process that closed its link before it exited."""
         await self._wait(EXIT_TIMEOUT_S)
 
     async def kill(self) -> int:

@@ -81,7 +81,7 @@ class PendingAdds:
                 continue
             if pending.crash_suspect and not from_outside:
                 num_quarantined += 1
-                error = "the engine crashed twice over taking this request on; it is not tried again"
+                error = "the engine crashed twice while it accepted this request; it is not tried again"
                 pending.answer.set_exception(Quarantined(error))
             else:
                 pending.crash_suspect = pending.crash_suspect or not from_outside

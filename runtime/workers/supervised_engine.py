@@ -80,12 +80,12 @@ class SupervisedEngine:
         self._listener = CoreListener()
         self._tokens = TokenLog(clock)
         self._pending_adds = PendingAdds()
-        self._num_waiting = 0  # in the process, as it said last
+        self._num_waiting = 0  # last reported by the process
         self._stats: EngineStats | None = None  # of this process; None until it has sent some
         self._former_counts = dict.fromkeys(COUNTERS, 0)  # of the processes before this one
         self._num_replayed = 0
         self._num_quarantined = 0
-        self._down: str | None = None  # why processes fail to start; nothing is accepted meanwhile
+        self._down: str | None = None  # why processes fail to start; nothing is accepted in the meantime
         self._leaving = False  # draining or stopped; nothing is accepted any more
         self._stopped = False
         self._idle = asyncio.Event()
@@ -131,7 +131,7 @@ class SupervisedEngine:
         self._listener = listener
 
     def check_room(self, tenant: str, count: int) -> None:
-        """Raise QueueFull or NotAccepting by what the process said last. It alone knows the limits of each tenant."""
+        """Raise QueueFull or NotAccepting by what the process last reported. It alone has the limits of each tenant."""
         self._check_accepting()
         num_waiting = self._num_waiting + self._pending_adds.num_sequences
         if num_waiting + count > self._max_num_waiting:

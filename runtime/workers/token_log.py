@@ -6,7 +6,7 @@ Pure: it must not import processes or sockets. A request leaves the log when it 
 whatever crashed the process happens again at the same token. Suspects are replayed one at a time. The next one is sent
 when the one before has gained the token of its prefill and one of a decoding step, or has ended; all other requests
 wait. If the process crashes again, only the isolated request was computed without gaining tokens: it alone is
-quarantined. After a process was killed from outside no request is a suspect and all are replayed at once, unless that
+quarantined. After a process was killed from outside no request is a suspect and all are replayed together, unless that
 happens several times before any request gains a token.
 """
 
@@ -28,7 +28,7 @@ MIN_GAINED_TOKENS = 2  # that clear a suspect: the first comes from the replay's
 
 @dataclass(slots=True, eq=False)
 class LoggedRequest:
-    """A request, what the current process did for it, and what former processes (incarnations) did."""
+    """A request, what the current process did for it, and what earlier processes (incarnations) did."""
 
     request: Request
     incarnation_began: float  # when the current process got it; while none has it, when the last one exited
@@ -38,9 +38,9 @@ class LoggedRequest:
     num_gained: int = 0  # tokens from the current process
     crash_suspect: bool = False  # it was being computed when a process crashed, and has not gained tokens since
     num_unbegun_exits: int = 0  # see MAX_UNBEGUN_EXITS
-    num_incarnations: int = 0  # former ones
-    seconds_in: list[float] = field(default_factory=lambda: [0.0] * len(State))  # in former ones
-    lost_tokens: int = 0  # whose keys and values the last incarnation took with it
+    num_incarnations: int = 0  # earlier processes
+    seconds_in: list[float] = field(default_factory=lambda: [0.0] * len(State))  # in earlier processes
+    lost_tokens: int = 0  # whose keys and values were lost with the last process
 
 
 class EndedRequests(NamedTuple):

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 async def measure_submit() -> None:
-    """Time `Engine.submit` while the queue is full. Nothing awaits in between, so no step runs meanwhile."""
+    """Time `Engine.submit` while the queue is full. Nothing awaits in between, so no step runs in the meantime."""
     engine = await Engine.start(EngineConfig(max_num_seqs=1, max_num_waiting=1))
     try:
         for _ in range(2):

@@ -215,7 +215,7 @@ def _descendants(pid: int) -> list[int]:
             try:
                 parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
-                continue  # it ended meanwhile
+                continue  # it ended in the meantime
     found, wave = [], [pid]
     while wave := [child for child, parent in parents.items() if parent in wave]:
         found += wave

@@ -1,5 +1,6 @@
-"""A simulated server of Qwen3-0.6B's shape (q8, int8 KV) on the README's machine: reads 34.5 GB/s, computes 920 GOP/s.
+"""A simulated server of Qwen3-0.6B's shape (q8, int8 KV) on the machine of tests/bench/LOG.md.
 
+The machine reads 34.5 GB/s and computes 920 GOP/s.
 Budget, policy and every other option of the scheduler are plugged in by the scenario.
 """
 

@@ -29,7 +29,7 @@ from .poisoned_engine import FATAL_TO_ADD, FATAL_TO_COMPUTE
 
 SETTINGS: dict[str, Any] = {"kv_cache_memory": 8 << 20}
 TEXT_PROCESSOR = TextProcessor.load(model_folder(None))
-LONG = 1500  # tokens that take longer than anything that a test does meanwhile
+LONG = 1500  # tokens that take longer than anything that a test does in the meantime
 
 
 @asynccontextmanager
@@ -166,7 +166,7 @@ async def test_only_the_request_whose_adding_crashes_two_processes_is_quarantine
     async with engine_pool() as engine:
         stream = await engine.submit(asked(prompt(9), max_tokens=60))
         fatal, harmless = [Reader(engine, asked((7, token), max_tokens=4)) for token in (FATAL_TO_ADD, 8)]
-        with pytest.raises(Quarantined, match="crashed twice over taking this request on"):
+        with pytest.raises(Quarantined, match="crashed twice while it accepted this request"):
             await fatal.task
         assert (await harmless.task)[-1].finish_reason == "length"
         assert (await read(stream))[-1].finish_reason == "length"

@@ -95,7 +95,7 @@ class _TextStream:
         return self._utf8.decode(b"", final=True)
 
     def _text_in_context(self, token_id: int) -> str:
-        """Decode a token behind the previous one: SentencePiece decoders drop the leading space of a whole text."""
+        """Decode a token after the previous one: SentencePiece decoders drop the leading space of a whole text."""
         if self._previous is None:
             return self._tokenizer.decode([token_id])
         before = self._tokenizer.decode([self._previous])
@@ -105,7 +105,7 @@ class _TextStream:
 class _StopMatcher:
     """Search for several stop strings at once, one character at a time, without rescanning (Knuth, Morris, Pratt).
 
-    The stop string that ends first wins, and of those that end together the longest. Token borders play no part.
+    The stop string that ends first wins, and of those that end together the longest. Token boundaries do not matter.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:

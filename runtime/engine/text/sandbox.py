@@ -1,4 +1,4 @@
-"""The environment of chat templates: jinja2's immutable sandbox, with limits on time and on the size of what it makes.
+"""The environment of chat templates: jinja2's immutable sandbox, with limits on time and on the size of its output.
 
 jinja2 denies a template access to Python's internals, but lets it fill the memory with `"x" * 10**9`. So every
 operation that makes text or a list larger is charged before it runs. `run` returns within its time limit, and no text

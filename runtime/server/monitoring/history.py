@@ -45,7 +45,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Window:
-    """The last `SLICES` slices of a histogram: its counts now less its counts when the first of them began."""
+    """The last `SLICES` slices of a histogram: current counts minus the counts at the start of the oldest slice."""
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram

@@ -42,7 +42,7 @@ PAGE = {  # path -> file in this folder, media type
 }
 
 
-def operator_app(registry: CollectorRegistry, progress: Readiness, status: Callable[[], Status]) -> Starlette:
+def operator_app(registry: CollectorRegistry, readiness: Readiness, status: Callable[[], Status]) -> Starlette:
     async def metrics(request: Request) -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -51,7 +51,7 @@ def operator_app(registry: CollectorRegistry, progress: Readiness, status: Calla
         return PlainTextResponse("ok\n")
 
     async def readyz(request: Request) -> Response:
-        problem = progress.problem()
+        problem = readiness.problem()
         return PlainTextResponse(f"{problem or 'ready'}\n", status_code=503 if problem else 200)
 
     async def status_json(request: Request) -> Response:
@@ -98,7 +98,10 @@ class OperatorServer:
 
 
 class _Protocol(H11Protocol):
-    """HTTP/1.1 with few connections and a timeout for the first request: clients need the process's files too."""
+    """HTTP/1.1 with few connections and a timeout for the first request.
+
+    File descriptors are shared with the protocol port.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -111,7 +114,7 @@ class _Protocol(H11Protocol):
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers, which are the command's, and without its ten ticks a second."""
+    """uvicorn without its signal handlers, which are the command's, and without its 10 Hz polling loop."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -1,7 +1,7 @@
 """`metrics_compat = "vllm"`: the metrics once more, under the names that routers and dashboards hard-code.
 
-A mirrored sample has the value of Quire's own. Its name differs, a finish reason's word, and the labels `model_name`
-and `engine`, which vLLM puts on every series.
+A mirrored sample has the value of Quire's own. The name and one finish reason differ, and two labels are added:
+`model_name` and `engine`, which vLLM puts on every series.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class ServerMetrics(msgspec.Struct):
 
 @contextlib.asynccontextmanager
 async def sample_metrics(url: str | None) -> AsyncIterator[ServerMetrics]:
-    """Sample `url` at once, then every INTERVAL_S, and once more at the end. Without a URL, sample nothing.
+    """Sample `url` immediately, then every INTERVAL_S, and once more at the end. Without a URL, sample nothing.
 
     Raises ConfigError unless `url` is an http(s) address.
     """

@@ -133,8 +133,8 @@ def fairness_index(
 ) -> float:
     """Return Jain's index of each tenant's service relative to its max-min fair share of the total; 1 is fair.
 
-    A fair share is at most what the tenant asked for; the rest goes to the other tenants by `weights`. So it is fair
-    that a tenant that asks for much gets what the others leave, and unfair that one that asks for little waits.
+    A fair share is at most what the tenant asked for; the rest goes to the other tenants by `weights`. So a heavy
+    tenant gets the remainder; a light tenant that waits lowers the index.
     """
     fair = _max_min_shares(sum(served.values()), asked, weights or {})
     ratios = [served[tenant] / share for tenant, share in fair.items() if share > 0]

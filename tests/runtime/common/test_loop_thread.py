@@ -94,7 +94,7 @@ def test_waiting_calls_raise_if_on_close_does_not_end_them() -> None:
             pass
         thread.run(value(0))
         thread.close()
-        with pytest.raises(Unavailable, match="was closed meanwhile"):
+        with pytest.raises(Unavailable, match="was closed in the meantime"):
             waiting.result(60)
     assert cleaned == ["yes"]
 

@@ -457,7 +457,7 @@ async def test_a_request_whose_adding_crashes_two_processes_is_quarantined_alone
     await asyncio.sleep(0.01)
     assert second.sent_ids() == [1, 2]
     second.exit(1)
-    with pytest.raises(Quarantined, match="crashed twice over taking this request on"):
+    with pytest.raises(Quarantined, match="crashed twice while it accepted this request"):
         await adding[1]
     third = await processes.next()
     assert third.sent_ids() == [1, 3], "accepted ones go back before others are added"

@@ -1,4 +1,4 @@
-"""Statistics and facts of a small engine; a test replaces the fields it is about."""
+"""Example statistics and info of a small engine; a test replaces the fields it is about."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost of a step: the speeds measured on the README's machine, and how the cost grows."""
+"""The cost of a step: the speeds measured on the machine of tests/bench/LOG.md, and how the cost grows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.runtime.tools.simulation.cost import LayerCost
 from quire.scheduler import ScheduledSequence, StepPlan
 
 SHAPE = Path(__file__).parents[3] / "data" / "qwen3-0.6b"
-MACHINE = given_roofline(34.5e9, 920e9)  # as in the README: 32-37 GB/s, 926-939 GOP/s
+MACHINE = given_roofline(34.5e9, 920e9)  # as in tests/bench/LOG.md: 32-37 GB/s, 926-939 GOP/s
 
 Chunk = tuple[int, int, int]  # of one sequence: first position, rows, samples
 
@@ -44,7 +44,10 @@ def cost() -> RooflineCost:
     [(1, 128, 47.1), (8, 128, 292), (32, 128, 398), (1, 4096, 33.9), (8, 2048, 135)],
 )
 def test_decode_is_as_fast_as_measured(users: int, context: int, tokens_per_s: float, cost: RooflineCost) -> None:
-    """Check against the README: shape of Qwen3-0.6B, q8, int8 KV, avx512-vnni-bf16; 47.1 is `quire bench`, one user."""
+    """Compare with the machine of tests/bench/LOG.md: shape of Qwen3-0.6B, q8 weights, int8 KV cache.
+
+    47.1 is `quire bench` with one user.
+    """
     assert users / cost(plan(*[(context + 16, 1, 1)] * users)) == pytest.approx(tokens_per_s, rel=0.1)
 
 
