@@ -165,8 +165,8 @@ class ReplayStore:
     def open(self, tenant: Tenant, request_id: int, request: GenerateRequest, key: str | None) -> ReplayBuffer:
         """Return the buffer of a new request, or of the one that had this idempotency key before.
 
-        The caller must subscribe immediately. Raises InvalidRequest when the key's request was another one, or a refusal
-        of `LiveRequests`.
+        The caller must subscribe immediately. Raises InvalidRequest when the key's request was another one, or a
+        refusal of `LiveRequests`.
         """
         if key is None:
             return self._submit(tenant, request_id, request)
