@@ -38,6 +38,9 @@ from quire.scheduler import (
 
 HEARTBEAT_S = 0.2
 MAX_VIRTUAL_S = 600.0
+STEP_STATS = StepStats(
+    duration_s=0.5, prefill_tokens=0, decode_tokens=1, context_tokens=(4,), schedule_s=0.0, commit_s=0.0, publish_s=0.0
+)
 ESTIMATE = AdmissionEstimate(0, 1, 9)
 
 
@@ -168,6 +171,11 @@ class FakeProcess:
         counters = FinalCounters((0.0,) * len(State), 0, 0, ())
         self._report(RequestUpdate(request_id, _tokens(request_id, token_ids), reason, None, counters))
 
+    def finish_step(self, *updates: RequestUpdate, num_waiting: int = 0) -> None:
+        """Report a step with its statistics."""
+        self.step += 1
+        self.reply(StepReport(updates, num_waiting, self.step, STEP_STATS, (Prefilled(9, 2),)))
+
     def sent_ids(self) -> list[int]:
         """Ids of the requests that it received, in order."""
         ids = []
@@ -239,7 +247,7 @@ class FakeListener:
 
     updates: list[RequestUpdate] = field(default_factory=list)
     failures: dict[int, QuireError] = field(default_factory=dict)
-    steps: list[StepStats] = field(default_factory=list)
+    steps: list[tuple[StepStats, Sequence[Prefilled], int]] = field(default_factory=list)  # with updates before it
     num_ended: int = 0
 
     def listener(self) -> CoreListener:
@@ -265,7 +273,7 @@ class FakeListener:
         self.failures[request_id] = error
 
     def _observe(self, step: StepStats, prefilled: Sequence[Prefilled]) -> None:
-        self.steps.append(step)
+        self.steps.append((step, prefilled, len(self.updates)))
 
     def _note_end(self) -> None:
         self.num_ended += 1

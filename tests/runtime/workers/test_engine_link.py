@@ -20,6 +20,7 @@ from quire.runtime.workers.engine_link import (
     EngineLink,
     ReadmitRequest,
     StepReport,
+    StopEngine,
 )
 from quire.scheduler import BeamSpec, FinalCounters, Hypothesis, Request, RequestSpec, RequestUpdate, SampledToken
 
@@ -97,3 +98,16 @@ async def test_messages_arrive_whole_and_in_order_and_then_the_end() -> None:
     await lost.wait()
     assert received == reports
     link.close()
+
+
+async def test_what_was_sent_before_a_close_is_received_although_a_write_fails_first() -> None:
+    ours, theirs = socket.socketpair()
+    received: list[object] = []
+    lost = asyncio.Event()
+    link = await EngineLink.open(ours, FROM_ENGINE, received.append, lost.set)
+    report = StepReport((), 1, 2)
+    theirs.sendall(struct.pack(">I", len(ENCODE(report))) + ENCODE(report))
+    theirs.close()
+    link.send(StopEngine())
+    await lost.wait()
+    assert received == [report]

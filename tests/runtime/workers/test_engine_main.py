@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 
 import pytest
 from quire.runtime.common.errors import Unavailable
-from quire.runtime.engine import CoreInfo, CoreListener, EngineCore, EngineStats, Prefilled, StepStats
+from quire.runtime.engine import CoreInfo, CoreListener, EngineCore, EngineStats, Prefilled
 from quire.runtime.workers import engine_main
 from quire.runtime.workers.engine_link import (
     STATS_INTERVAL_S,
@@ -41,11 +41,7 @@ from quire.scheduler import (
     StepPlan,
 )
 
-from .fakes import ESTIMATE, core_info, engine_stats, new_requests
-
-STEP = StepStats(
-    duration_s=0.5, prefill_tokens=0, decode_tokens=1, context_tokens=(4,), schedule_s=0.0, commit_s=0.0, publish_s=0.0
-)
+from .fakes import ESTIMATE, STEP_STATS, core_info, engine_stats, new_requests
 
 
 @dataclass
@@ -109,7 +105,7 @@ class FakeCore:
         self.listener.publish(updates)
 
     def observe(self, prefilled: Sequence[Prefilled] = ()) -> None:
-        self.listener.observe(STEP, prefilled)
+        self.listener.observe(STEP_STATS, prefilled)
 
 
 class FakeLink:
@@ -227,9 +223,14 @@ async def test_the_updates_of_a_step_are_sent_with_the_step_in_one_report(scene:
     scene.core.publish(token(5))
     assert scene.link.sent == []
     scene.core.observe([Prefilled(6, 2)])
-    assert scene.link.take(StepReport) == [StepReport((token(4), token(5)), 3, 7, STEP, (Prefilled(6, 2),))]
+    assert scene.link.take(StepReport) == [StepReport((token(4), token(5)), 3, 7, STEP_STATS, (Prefilled(6, 2),))]
     await asyncio.sleep(0.01)
-    assert scene.link.take(StepReport) == [], "nothing is sent twice"
+    scene.core.publish(token(4))
+    scene.core.observe()
+    assert scene.link.take(StepReport) == [StepReport((token(4),), 3, 7, STEP_STATS)], "nothing is sent twice"
+    scene.core.publish(ended(5))
+    await asyncio.sleep(0.01)
+    assert scene.link.take(StepReport) == [StepReport((ended(5),), 3, 7)], "after a step, too"
 
 
 async def test_updates_between_steps_are_sent_in_the_same_turn_of_the_event_loop(scene: Scene) -> None:

@@ -123,6 +123,8 @@ async def test_a_request_goes_to_an_engine_with_room(processes: FakeSpawner, lis
         processes.of("engine-1").tell_stats(waiting=2)
         with pytest.raises(QueueFull, match="2 of 2"):
             pool.check_room("", 1)
+        processes.of("engine-0").tell_stats(waiting=0)
+        pool.check_room("", 1)
 
 
 async def test_a_request_goes_rather_to_an_engine_that_is_not_being_restarted(

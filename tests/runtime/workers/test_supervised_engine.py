@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import DeadlineExceeded, ModelError, Quarantined, Unavailable
+from quire.runtime.engine import Prefilled
 from quire.runtime.workers import HealthTimeouts, supervisor
 from quire.runtime.workers.engine_link import CancelRequest, DropRequest, ReadmitRequest
 from quire.runtime.workers.supervised_engine import COUNTERS, SupervisedEngine
@@ -26,11 +27,14 @@ from quire.scheduler import (
     PageQuotaExceeded,
     QueueFull,
     Refused,
+    RequestUpdate,
+    SampledToken,
     TooLong,
 )
 
 from .fakes import (
     ESTIMATE,
+    STEP_STATS,
     FakeListener,
     FakeSpawner,
     core_info,
@@ -93,6 +97,15 @@ async def test_updates_of_an_accepted_request_are_published(
     assert listener.tokens(1) == [7, 8]
     assert listener.ends() == {1: "length"}
     assert engine.num_requests == 0
+
+
+async def test_a_step_is_observed_after_its_updates_are_published(
+    engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener
+) -> None:
+    await add(engine, 1)
+    processes.last.finish_step(RequestUpdate(1, (SampledToken(1, 7),)))
+    assert listener.tokens(1) == [7]
+    assert listener.steps == [(STEP_STATS, (Prefilled(9, 2),), 1)]
 
 
 @pytest.mark.parametrize("refusal", [QueueFull, CannotMeetDeadline, TooLong, PageQuotaExceeded])
@@ -200,6 +213,13 @@ async def test_room_counts_requests_that_wait_in_the_engine_and_those_on_their_w
         processes.last.accept(1)
         await adding
         engine.check_room("tenant", 5)  # the answer said that none wait
+        processes.last.finish_step(num_waiting=5)
+        with pytest.raises(QueueFull):
+            engine.check_room("tenant", 1)
+        processes.makes_ready = False
+        processes.last.exit(1)
+        await processes.next()
+        engine.check_room("tenant", 5)  # no process has any
 
 
 async def test_drain_refuses_new_requests_and_waits_for_the_others(

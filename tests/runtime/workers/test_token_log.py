@@ -125,7 +125,8 @@ def test_a_request_that_crashes_in_decoding_is_quarantined_too(log: TokenLog) ->
 def test_exits_from_outside_count_as_crashes_when_they_repeat_before_any_token(log: TokenLog) -> None:
     """The kernel kills processes, too, when a request takes all memory."""
     add(log, 1, 2)
-    for _ in range(MAX_UNPRODUCTIVE_EXITS):
+    gain(log, 1, 7)
+    for _ in range(1 + MAX_UNPRODUCTIVE_EXITS):  # the first of them after a token
         assert log.on_process_exit(from_outside=True) == ([], [])
         assert sent(log) == [1, 2]
     log.on_process_exit(from_outside=True)
