@@ -28,8 +28,8 @@ over the default.
 | environment variable | `QUIRE_MAX_NUM_SEQS=32 QUIRE_ENABLE_PREFIX_CACHING=off quire serve` |
 | TOML file, without sections | `max_num_seqs = 32` in `quire.toml`, then `quire serve --config quire.toml` |
 
-In Python, engine options are keyword arguments: `LLM("path/to/model", max_num_seqs=32)`; variables and files have no
-effect there.
+In Python, engine options are keyword arguments: `LLM("path/to/model", max_num_seqs=32)`; files have no effect
+there, and of the variables only `QUIRE_ISA` and `QUIRE_DEBUG` have one.
 
 A size may be a number of bytes or have a unit: `4GiB`, `512MiB`, `1.5GB`; KiB, MiB, GiB and TiB are powers of 1024, kB,
 MB, GB and TB powers of 1000. `bfloat16` and `float32` are accepted for `bf16` and `f32`, `block_size` for `page_size`.

@@ -9,7 +9,7 @@ import asyncio
 import operator
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from .common.config import EngineConfig, EngineOptions
 from .common.errors import InvalidRequest, Unavailable
 from .common.loop_thread import LoopThread
+from .common.options import suggestion
 from .common.settings import resolve_settings
 from .common.types import RequestOutput, SamplingParams, join_chunks
 from .engine import Engine, GenerateRequest, LocalEngine
@@ -32,15 +33,16 @@ class LLM:
     """A model that generates text in this process. Use it as a context manager, or call `close`.
 
     `model` is a folder in Hugging Face's format; None is the bundled model. `options` are those of `EngineConfig`, such
-    as weights="q8" or kv_cache_memory="4GiB"; docs/reference/options.md lists them. QUIRE_* variables have no effect.
+    as weights="q8" or kv_cache_memory="4GiB"; docs/reference/options.md lists them. Of the QUIRE_* variables,
+    only QUIRE_ISA and QUIRE_DEBUG have an effect.
     Raises ModelError or ConfigError.
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **options: Unpack[EngineOptions]) -> None:
-        if unknown := options.keys() - EngineOptions.__annotations__.keys():
-            raise TypeError(
-                f"LLM has no option {min(unknown)!r}; the options are {', '.join(EngineOptions.__annotations__)}"
-            )
+        names = EngineOptions.__annotations__
+        if unknown := options.keys() - names.keys():
+            name = min(unknown)
+            raise TypeError(f"LLM has no option {name!r}{suggestion(name, names)}; the options are {', '.join(names)}")
         given = {"max_num_waiting": OFFLINE_QUEUE, **options, "model": None if model is None else os.fspath(model)}
         self._start(resolve_settings(given, environ={}).engine)
 
@@ -88,7 +90,7 @@ class LLM:
         """
         engine = self._open_engine()
         request = GenerateRequest(
-            prompt=None, messages=tuple(map(dict, messages)), sampling_params=sampling_params or SamplingParams()
+            prompt=None, messages=_message_list(messages), sampling_params=sampling_params or SamplingParams()
         )
         return self._thread.run(_generate(engine, [request]))[0]
 
@@ -139,6 +141,15 @@ def _token_ids(prompt: object) -> tuple[int, ...]:
         return tuple(operator.index(token) for token in prompt)  # type: ignore[attr-defined]  # TypeError is caught
     except TypeError:
         raise InvalidRequest(f"a prompt is text or a sequence of token ids, not {_shown(prompt)}") from None
+
+
+def _message_list(messages: object) -> tuple[dict[str, Any], ...]:
+    if isinstance(messages, Iterable):
+        items = tuple(messages)
+        if not isinstance(messages, Mapping | str) and all(isinstance(item, Mapping) for item in items):
+            return tuple(map(dict, items))
+    example = '{"role": "user", "content": "Hello"}'
+    raise InvalidRequest(f"messages must be a list of maps such as {example}, not {_shown(messages)}")
 
 
 def _shown(value: object) -> str:

@@ -68,7 +68,7 @@ class OutputOptions:
     save_detailed: bool = False
     "Include every request in that file."
     result_dir: Path | None = None
-    "Folder of that file. Default: the current one."
+    "Folder of the result file. Default: the current one."
     result_filename: str | None = None
     "Name of that file. Default: made of label, rate, model and time."
     report: Path | None = None

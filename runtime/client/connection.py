@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import os
+import re
 import ssl
 import time
 from typing import Any, NamedTuple
@@ -97,7 +99,7 @@ class ClientConnection:
             if isinstance(error, TimeoutError):
                 raise Unavailable(f"{address} did not answer within {CONNECT_TIMEOUT_S:.0f} s") from None
             if isinstance(error, OSError):
-                raise Unavailable(f"cannot connect to {address}: {error.strerror or error}") from error
+                raise Unavailable(f"cannot connect to {address}: {_reason(error)}") from error
             raise
         return connection
 
@@ -265,6 +267,15 @@ def _may_exceed_limits(frame: Generate, num_bytes: int) -> bool:
     long as encoding, so frames without maps and too short to hold a too long array skip it.
     """
     return bool(frame.messages or frame.params.logit_bias) or num_bytes > MAX_ARRAY_LENGTH
+
+
+def _reason(error: OSError) -> str:
+    """Return the system's text for the error; asyncio replaces it with the address, which the caller names anyway."""
+    text = error.strerror or str(error)
+    if "Connect call failed" not in text:
+        return text
+    numbers = [error.errno] if error.errno else map(int, re.findall(r"\[Errno (\d+)\]", text))  # several addresses
+    return ", ".join(dict.fromkeys(map(os.strerror, numbers))) or text
 
 
 async def _connect(address: Address, tls: ssl.SSLContext | None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

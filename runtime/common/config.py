@@ -61,7 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
     kv_cache_share: Annotated[
-        Share, _memory("Most of the memory free at start that the KV cache takes if its size is not set.")
+        Share, _memory("Maximum share of the memory free at start for the KV cache if its size is not set.")
     ] = 0.4
     threads: Annotated[
         Count | None,
@@ -77,9 +77,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = None
 
-    max_num_waiting: Annotated[Count, _scheduling("Most requests in the queue.", unit="requests")] = 1024
+    max_num_waiting: Annotated[Count, _scheduling("Maximum number of requests in the queue.", unit="requests")] = 1024
     max_num_waiting_per_tenant: Annotated[
-        Count | None, _scheduling("Most requests of one tenant in the queue.", unit="requests", default="no limit")
+        Count | None,
+        _scheduling("Maximum number of requests of one tenant in the queue.", unit="requests", default="no limit"),
     ] = None
     scheduling_policy: Annotated[
         SchedulingPolicy,
@@ -93,7 +94,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _scheduling("Shares of tenants under the fair policy, such as a=2,b=0.5.", default="1 for every tenant"),
     ] = {}
     max_kv_share_per_tenant: Annotated[
-        Share | None, _scheduling("Most of the KV pages that one tenant's requests hold.", default="no limit")
+        Share | None,
+        _scheduling("Maximum share of the KV pages that one tenant's requests hold.", default="no limit"),
     ] = None
     itl_target_ms: Annotated[
         Positive | None,
@@ -107,7 +109,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_speculative_tokens: Annotated[
         DraftTokens,
         _scheduling(
-            "Most draft tokens per sequence and step, found in earlier text; the output stays the same. 0: none.",
+            "Maximum number of draft tokens per sequence and step, found in earlier text; the output stays the same. "
+            "0: none.",
             unit="tokens",
         ),
     ] = 0
@@ -117,7 +120,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 0
     kv_spill_dir: Annotated[
         str | None,
-        _scheduling("Folder of that file.", unit="folder", default="the system's folder for temporary files"),
+        _scheduling("Folder of the spill file.", unit="folder", default="the system's folder for temporary files"),
     ] = None
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, cast
 
 import msgspec
@@ -16,6 +18,7 @@ from msgspec import inspect
 from .errors import ConfigError
 
 SPELLINGS = {"bfloat16": "bf16", "float32": "f32"}  # vLLM's names of data types
+NAMES_ELSEWHERE = {"dtype": "weights"}  # vLLM's name of an option -> the name here
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]i?)?B?", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
@@ -93,6 +96,14 @@ def options_of(struct: type[msgspec.Struct]) -> dict[str, Option]:
 def flag_name(option: str) -> str:
     """Return an option's name as the command line spells it: `max_num_seqs` becomes `--max-num-seqs`."""
     return "--" + option.replace("_", "-")
+
+
+def suggestion(name: str, options: Iterable[str]) -> str:
+    """Return ` (did you mean 'weights'?)` with the option that an unknown name is close to, empty if there is none."""
+    options = list(options)
+    known = NAMES_ELSEWHERE.get(name)
+    nearest = [known] if known in options else get_close_matches(name, options, n=1)
+    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
 
 
 def _option_of(field: inspect.Field) -> Option:

@@ -6,7 +6,7 @@ This file names no option. The strongest source that sets an option wins: flag, 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import msgspec
 
 from .config import EngineConfig, ServerConfig
 from .errors import ConfigError
-from .options import Option, options_of
+from .options import Option, options_of, suggestion
 
 ENVIRONMENT_PREFIX = "QUIRE_"
 S = TypeVar("S", bound=msgspec.Struct)
@@ -39,17 +39,13 @@ def resolve_settings(
     options = options_of(EngineConfig) | options_of(ServerConfig)
     given: dict[str, tuple[object, str]] = {}  # option name -> value, where it was set; a stronger source comes later
     if config_file is not None:
-        for name, value in read_toml(Path(config_file)).items():
-            where = f"{name!r} in {config_file}"
-            given[_find(name, options, where).name] = value, where
-    for option in options.values():
-        for name in filter(None, (option.alias, option.name)):
-            variable = ENVIRONMENT_PREFIX + name.upper()
-            if environ.get(variable):
-                given[option.name] = environ[variable], variable
-    for name, value in flags.items():
-        if value is not None:
-            given[_find(name, options, name).name] = value, name
+        content = read_toml(Path(config_file))
+        given |= _one_source(((name, content[name], f"{name!r} in {config_file}") for name in content), options)
+    names = [name for option in options.values() for name in (option.name, option.alias) if name]
+    variables = [(name, ENVIRONMENT_PREFIX + name.upper()) for name in names]
+    set_ones = ((name, environ[variable], variable) for name, variable in variables if environ.get(variable))
+    given |= _one_source(set_ones, options)
+    given |= _one_source(((name, value, name) for name, value in flags.items() if value is not None), options)
     values = {name: options[name].convert(value, where) for name, (value, where) in given.items()}
     return Settings(engine=_build(EngineConfig, values), server=_build(ServerConfig, values))
 
@@ -64,20 +60,39 @@ def convert_table(struct: type[S], table: Mapping[str, object], where: str) -> S
     return struct(**values)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return the content of a TOML file. Raises ConfigError if it cannot be read."""
+def read_toml(path: Path, what: str = "") -> dict[str, Any]:
+    """Return the content of a TOML file. Raises ConfigError that says `what` it is if it cannot be read."""
+    name = f"{what} {path}".lstrip()
     try:
         return tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{name} cannot be read: {error}") from error
+
+
+def _one_source(
+    entries: Iterable[tuple[str, object, str]], options: Mapping[str, Option]
+) -> dict[str, tuple[object, str]]:
+    """Return option name -> value, where it was set, for the (name, value, where) of one source.
+
+    Raises ConfigError for an unknown option, and for one that is set under both of its names.
+    """
+    given: dict[str, tuple[object, str]] = {}
+    for name, value, where in entries:
+        option = _find(name, options, where)
+        if option.name in given:
+            raise ConfigError(f"{given[option.name][1]} and {where} are two names of one option; give one of them")
+        given[option.name] = value, where
+    return given
 
 
 def _find(name: str, options: Mapping[str, Option], where: str) -> Option:
     found = options.get(name) or next((option for option in options.values() if option.alias == name), None)
     if found is None:
-        raise ConfigError(f"{where} is not an option; the options are {', '.join(sorted(options))}")
+        raise ConfigError(
+            f"{where} is not an option{suggestion(name, options)}; the options are {', '.join(sorted(options))}"
+        )
     return found
 
 

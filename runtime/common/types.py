@@ -29,7 +29,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     at the end instead of as a stream.
     """
 
-    max_tokens: Annotated[int, _option("Most tokens to generate.", unit="tokens")] = 128
+    max_tokens: Annotated[int, _option("Maximum number of tokens to generate.", unit="tokens")] = 128
     min_tokens: Annotated[int, _option("Tokens to generate before the output may end.", unit="tokens")] = 0
     temperature: Annotated[float, _option("Randomness of the samples; 0 takes the most likely token.")] = 0.0
     top_k: Annotated[int, _option("Sample from the k most likely tokens; 0: from all.", unit="tokens")] = 0

@@ -6,8 +6,9 @@ Every error in a folder is found before the first large allocation.
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
-from os.path import isdir
+from os.path import exists, isdir
 from pathlib import Path
 from typing import get_args
 
@@ -25,6 +26,7 @@ from .weights.packing import DecoderWeights, pack_weights
 from .weights.tensors import check_tensors
 
 BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a model on Hugging Face: organisation/name
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,11 @@ def model_folder(model: str | Path | None) -> Path:
     """Return the folder of a model setting; None is the bundled model. Raises ModelNotFound."""
     if model is None:
         return BUNDLED_MODEL
+    if not exists(model) and _REPOSITORY.fullmatch(str(model)):
+        raise ModelNotFound(
+            f"{model} does not exist; download it first, for example with "
+            f"`hf download {model} --local-dir DIR`, and give the folder"
+        )
     if not isdir(model):
         raise ModelNotFound(f"{model} is not a folder")
     return Path(model)

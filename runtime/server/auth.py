@@ -117,7 +117,8 @@ class Keyring:
 
 def _read_keys(path: Path, known: Mapping[str, Tenant]) -> dict[bytes, Tenant]:
     """Return key hash -> tenant. Known tenants change only once the whole file is valid, and stay the same objects."""
-    tables = {name: _tenant_table(name, table, path) for name, table in read_toml(path).items()}
+    content = read_toml(path, "the file of keys")
+    tables = {name: _tenant_table(name, table, path) for name, table in content.items()}
     owners = _owners(path, tables)
     _warn_of_permissions(path)
     tenants = {name: known.get(name) or Tenant(name) for name in tables}

@@ -14,6 +14,7 @@ from structlog.contextvars import bind_contextvars
 
 from ..common.errors import ProtocolError, QuireError
 from ..common.logs import new_id
+from ..protocol.address import TCPAddress
 from ..protocol.codec import Decoder
 from ..protocol.frames import CLIENT_FRAMES, FEATURES, PROTOCOL_VERSION, Hello, Ping, Welcome
 from ..protocol.wire_errors import error_frame
@@ -62,7 +63,7 @@ class Connection:
 
     async def run(self, refusal: QuireError | None = None) -> None:
         """Serve the client, or only send `refusal`, then close. Never raises."""
-        bind_contextvars(connection=new_id(), peer=str(self._writer.get_extra_info("peername") or "unix"))
+        bind_contextvars(connection=new_id(), peer=_peer(self._writer))
         self._reading = asyncio.create_task(self._read(refusal))
         sending = asyncio.create_task(self._send_buffer.run())
         try:
@@ -182,3 +183,8 @@ class Connection:
             async with asyncio.timeout(LINGER_S):
                 while await self._reader.read(READ_BYTES):
                     pass
+
+
+def _peer(writer: asyncio.StreamWriter) -> str:
+    name = writer.get_extra_info("peername")
+    return str(TCPAddress(*name[:2])) if isinstance(name, tuple) else "unix"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from cyclopts import CycloptsError
-from quire.runtime.cli.main import app
+from quire.runtime.cli.app import app
 from quire.runtime.common.config import ServerConfig
 from quire.runtime.common.settings import Settings, resolve_settings
 from quire.runtime.model import BUNDLED_MODEL, read_spec

@@ -202,6 +202,12 @@ def test_a_model_without_a_template(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "Hello"}])
 
 
+@pytest.mark.parametrize("messages", ["hi", ["hi"], {"role": "user", "content": "hi"}, None, 5], ids=str)
+def test_messages_of_another_form(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match="messages must be a list of maps such as"):
+        llm.chat(messages)
+
+
 # Logits
 
 
@@ -260,6 +266,11 @@ def test_invalid_options(settings: dict[str, Any], message: str) -> None:
 def test_missing_models(model: Any) -> None:
     with pytest.raises(ModelNotFound):
         LLM(model)
+
+
+def test_the_name_of_a_repository_is_not_a_folder() -> None:
+    with pytest.raises(ModelNotFound, match="download it first, for example with `hf download Qwen/"):
+        LLM("Qwen/Qwen3-0.6B")
 
 
 def test_a_model_given_as_a_path() -> None:

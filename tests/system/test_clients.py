@@ -395,6 +395,13 @@ async def test_unavailable_if_no_server_listens(address: str) -> None:
             pass
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:1"])
+async def test_a_refused_connection_names_its_address_once(address: str) -> None:
+    with pytest.raises(Unavailable, match=f"^cannot connect to {address}: Connection refused$"):
+        async with AsyncClient(address):
+            pass
+
+
 def test_a_bad_address() -> None:
     with pytest.raises(ConfigError, match="host:port"):
         AsyncClient("localhost")

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.cli.main import app, main
+from quire.runtime.cli.app import app
+from quire.runtime.cli.main import main
 from quire.runtime.common.errors import Unavailable
 
 DATA = Path(__file__).parents[1] / "data"

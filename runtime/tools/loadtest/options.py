@@ -139,7 +139,7 @@ class Pacing:
     burstiness: float = 1.0
     "Shape of the gamma distribution of intervals: 1 is Poisson, below 1 comes in bursts, inf is constant."
     max_concurrency: int | None = None
-    "Most requests that run at once."
+    "Maximum number of requests that run at once."
     ramp_up_strategy: RampUp | None = None
     "linear or exponential, from --ramp-up-start-rps to --ramp-up-end-rps over all requests."
     ramp_up_start_rps: float | None = None

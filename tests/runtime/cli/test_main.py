@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from quire.runtime.cli.app import COMMANDS, app
 from quire.runtime.cli.flags import with_flags
-from quire.runtime.cli.main import COMMANDS, app, main
+from quire.runtime.cli.main import main
 from quire.runtime.common.config import EngineConfig, ServerConfig
 from quire.runtime.common.options import flag_name, options_of
 
@@ -19,7 +20,7 @@ NAMES = ("max_num_seqs", "kv_cache_memory", "threads", "token", "auth_tokens", "
 def test_help_imports_no_command() -> None:
     program = (
         "import sys\n"
-        "from quire.runtime.cli.main import app\n"
+        "from quire.runtime.cli.app import app\n"
         "app(['--help'], result_action='return_value')\n"
         f"print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)\n"
     )
@@ -27,6 +28,21 @@ def test_help_imports_no_command() -> None:
     assert done.stderr == "[]\n"
     for command in COMMANDS:
         assert re.search(rf"^│ {command} +\S", done.stdout, re.MULTILINE), command
+
+
+def test_an_interrupt_during_the_imports_exits_with_130() -> None:
+    program = (
+        "import builtins\n"
+        "from quire.runtime.cli.main import main\n"
+        "real = builtins.__import__\n"
+        "def interrupted(name, *rest):\n"
+        "    if name.startswith('cyclopts'): raise KeyboardInterrupt\n"
+        "    return real(name, *rest)\n"
+        "builtins.__import__ = interrupted\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -71,8 +71,15 @@ def members(kind: Any) -> set[Any]:
 
 
 def test_an_unknown_keyword_argument_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match=r"LLM has no option 'max_seqs'; the options are weights, .*max_num_seqs"):
+    with pytest.raises(
+        TypeError,
+        match=r"no option 'max_seqs' \(did you mean 'max_num_seqs'\?\); the options are weights, .*max_num_seqs",
+    ):
         LLM(max_seqs=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"no option 'dtype' \(did you mean 'weights'\?\)"):
+        LLM(dtype="bf16")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="no option 'xyzzy'; the options are"):
+        LLM(xyzzy=1)  # type: ignore[call-arg]
 
 
 def test_the_reference_page_is_up_to_date() -> None:

@@ -42,6 +42,17 @@ def test_page_size_has_vllms_name_too(file: Path) -> None:
     assert resolve_settings({"block_size": 32}, {"QUIRE_BLOCK_SIZE": "64"}).engine.page_size == 32
 
 
+def test_both_names_of_an_option_in_one_source_are_refused(file: Path) -> None:
+    both = {"block_size": 16, "page_size": 32}
+    with pytest.raises(ConfigError, match=r"^block_size and page_size are two names of one option"):
+        resolve_settings(both, {})
+    with pytest.raises(ConfigError, match="QUIRE_PAGE_SIZE and QUIRE_BLOCK_SIZE are two names"):
+        resolve_settings({}, {"QUIRE_BLOCK_SIZE": "16", "QUIRE_PAGE_SIZE": "32"})
+    file.write_text("block_size = 16\npage_size = 32")
+    with pytest.raises(ConfigError, match=r"'block_size' in .* and 'page_size' in .* are two names"):
+        resolve_settings({}, {}, file)
+
+
 @pytest.mark.parametrize(("value", "number"), [("0.25", 0.25), (1, 1.0), (0.5, 0.5), (" 1e-3 ", 1e-3)])
 def test_numbers(value: object, number: float) -> None:
     assert resolve_settings({"max_kv_share_per_tenant": value}, {}).engine.max_kv_share_per_tenant == number
@@ -110,7 +121,7 @@ BAD_VALUES = [
     ({"num_speculative_tokens": 17}, r"num_speculative_tokens must be a whole number from 0 to 16, not 17"),
     ({"kv_spill_size": "-1"}, r"kv_spill_size must be a size in bytes of at least 0, .*, not '-1'"),
     ({"model": 3}, r"model must be text, not 3"),
-    ({"modle": "x"}, r"modle is not an option; the options are .*model"),
+    ({"modle": "x"}, r"modle is not an option \(did you mean 'model'\?\); the options are .*model"),
 ]
 
 

@@ -97,7 +97,7 @@ BAD_FILES = {
     f'[acme]\nkeys = ["{A}"]\nrequests_per_minute = true': "must be a whole number .*, not True",
     f'[acme]\nkeys = ["{A}"]\nburst = 3': "burst of tenant 'acme' in .* needs requests_per_minute",
     f'[acme]\nkeys = ["{A}"]\nrequests_per_second = 3': (
-        "'requests_per_second' of tenant 'acme' in .* is not an option; the options are burst, max_concurrent_requests"
+        "'requests_per_second' of tenant 'acme' in .* is not an option .*; .* burst, max_concurrent_requests"
     ),
 }
 
@@ -111,7 +111,9 @@ def test_a_bad_file_says_what_is_allowed(write: Write, text: str) -> None:
 
 
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.toml cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"^the file of keys \S+none\.toml cannot be read: No such file or directory$"
+    ):
         Keyring.load(tmp_path / "none.toml")
 
 

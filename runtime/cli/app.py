@@ -1,0 +1,29 @@
+"""The subcommands of `quire`: their names and help texts. Each is imported when it runs."""
+
+from __future__ import annotations
+
+from cyclopts import App
+
+COMMANDS = {  # each is the function of that name in the file of that name
+    "serve": "Serve a model until interrupted.",
+    "generate": "Continue PROMPT in this process and print the text as it is generated.",
+    "demo": "Start a server on the bundled model, stream from it as several users, print what each user saw, and stop.",
+    "bench": "Measure prefill and decode of a model and compare them with the limits of this machine.",
+    "simulate": "Predict how a model serves a stream of requests.\n\n"
+    "The scheduler and the pager run in virtual time. Nothing is loaded; config.json is enough.",
+    "loadtest": "Put a server under load and report the latencies of its clients.\n\n"
+    "Flags and result keys are those of `vllm bench serve`. Without an address, a server on the bundled model runs for "
+    "the duration of the test.",
+    "plan": "Print the memory that serving a model takes, without loading it.",
+    "token": "Make a key for TENANT; print it and the lines that admit it in the file of `quire serve --auth-tokens`.",
+    "info": "Print versions, the instruction set level and the number of threads.",
+}
+
+app = App(
+    name="quire",
+    help="Serve language models on CPUs with paged KV memory; outputs do not depend on the load.",
+    version_flags=["--version"],
+    help_format="plaintext",  # without it, every help text imports a markdown parser
+)
+for _name, _help in COMMANDS.items():
+    app.command(f"quire.runtime.cli.{_name}:{_name}", name=_name, help=_help)
