@@ -139,6 +139,15 @@ def test_one_failed_prompt_leaves_nothing_running(llm: LLM, monkeypatch: pytest.
     assert llm.generate([5, 6, 7], FOUR)[0].outputs == wanted[0].outputs
 
 
+@pytest.fixture
+def default_sigint() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt, whatever handler the process had before."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_sigint")
 def test_an_interrupted_call_leaves_nothing_running(llm: LLM) -> None:
     """Press Ctrl-C while the main thread waits in `generate`; later calls give the same outputs as before."""
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=3, n=2, repetition_penalty=1.2, stop=("x",), logprobs=1)
