@@ -19,6 +19,7 @@ from ..protocol.address import Address, UnixAddress
 from ..protocol.codec import MAX_ARRAY_LENGTH, Decoder, Malformed, check_limits, encode
 from ..protocol.frames import (
     FEATURES,
+    HEARTBEAT_NONCE,
     HEARTBEATS_MISSED,
     MAX_FRAME_BYTES,
     MIN_FRAME_BYTES,
@@ -75,7 +76,7 @@ class ClientConnection:
         self._max_frame_bytes = MIN_FRAME_BYTES
         self._inboxes: dict[int, Inbox] = {}
         self._pings: dict[int, asyncio.Future[None]] = {}
-        self._next_nonce = 1
+        self._next_nonce = HEARTBEAT_NONCE
         self._welcome: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self._closes_when_idle = False
         self._heartbeat_s = 0.0
@@ -239,7 +240,7 @@ class ClientConnection:
             self._writer.transport.abort()
             return
         if self._silent_intervals:
-            self.send(Ping())
+            self.send(Ping(HEARTBEAT_NONCE))
         self._silent_intervals += 1
         self._heartbeat = asyncio.get_running_loop().call_later(self._heartbeat_s, self._await_heartbeat)
 

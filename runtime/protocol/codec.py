@@ -14,7 +14,8 @@ import msgpack  # type: ignore[import-untyped]
 import msgspec
 
 from ..common.errors import InvalidRequest, ProtocolError
-from .frames import MAX_FRAME_BYTES, MIN_FRAME_BYTES, Frame, Generate
+from ..common.types import SamplingParams
+from .frames import CLIENT_FRAMES, MAX_FRAME_BYTES, MIN_FRAME_BYTES, SERVER_FRAMES, Frame, Generate
 from .framing import PREFIX_BYTES, next_payload, with_prefix
 
 MAX_DEPTH = 8  # levels of nesting; TOKENS needs 5: frame, logprobs, token, alternatives, pair
@@ -24,6 +25,12 @@ MAX_MAP_ENTRIES = 1 << 15  # of all maps in a frame, plus one per map; parsing t
 UNCHECKED_BYTES = 1 << 10  # shorter frames skip a check: false array lengths cost at most 3 MB and 2 ms there
 MAX_ERROR_CHARACTERS = 500  # messages quote the peer's input
 
+PARAMS_POSITION = 3  # of the sampling parameters in GENERATE
+_DEFAULT_PARAMS = msgspec.to_builtins(SamplingParams())
+_DEFAULTS: dict[type[Frame], tuple[object, ...]] = {  # of the trailing fields, last field first
+    frame: tuple({} if isinstance(default, SamplingParams) else default for default in frame.__struct_defaults__[::-1])
+    for frame in (*CLIENT_FRAMES.values(), *SERVER_FRAMES.values())
+}
 _CONTAINERS = frozenset({tuple, dict})
 _CHECKED_TYPES = _CONTAINERS | {bytes}
 
@@ -39,12 +46,29 @@ class Malformed:
 def encode(frame: Frame, max_frame_bytes: int = MAX_FRAME_BYTES) -> bytes:
     """Return a frame with its length. Raises InvalidRequest if a value has no msgpack form or the frame is too long."""
     try:
-        payload: bytes = msgpack.packb(msgspec.to_builtins(frame))
+        payload: bytes = msgpack.packb(_as_array(frame))
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidRequest(f"cannot be sent: {error}") from error
     if len(payload) > max_frame_bytes:
         raise InvalidRequest(f"needs a frame of {len(payload)} bytes, the limit is {max_frame_bytes}")
     return with_prefix(payload)
+
+
+def _as_array(frame: Frame) -> list[Any]:
+    """Return the frame as an array without what has its default: a peer of an earlier release may not know it.
+
+    Trailing fields and sampling parameters are left out.
+    """
+    array: list[Any] = msgspec.to_builtins(frame)
+    if type(frame) is Generate:
+        array[PARAMS_POSITION] = {
+            name: value for name, value in array[PARAMS_POSITION].items() if value != _DEFAULT_PARAMS[name]
+        }
+    for default in _DEFAULTS[type(frame)]:
+        if array[-1] != default:
+            break
+        array.pop()
+    return array
 
 
 def check_limits(data: bytes) -> None:

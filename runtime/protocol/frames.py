@@ -1,8 +1,8 @@
 """Every frame of the protocol as a struct, sent as the array `[TYPE, field, …]`.
 
-A request id that was accepted ends in exactly one DONE or ERROR. Fields are added at the end only, with a default, and
-are sent only to a peer that negotiated them. PROTOCOL.md is the full description for authors of clients. The rules that
-the types do not show:
+A request id that was accepted ends in exactly one DONE or ERROR. Fields are added at the end only, with a default. The
+default is not sent; another value is sent only to a peer that negotiated the field. PROTOCOL.md is the full description
+for authors of clients. The rules that the types do not show:
 
 * A connection begins with HELLO, which is answered with WELCOME or ERROR. The client chooses request ids; an id must be
   unique among the connection's live requests and may be used again after DONE or ERROR.
@@ -37,6 +37,7 @@ from ..common.types import FinishReason, SamplingParams, TokenLogprobs, Usage
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 4 << 20  # default of what each side offers; the smaller offer applies
 MIN_FRAME_BYTES = 64 << 10  # limit before WELCOME, and the least that a peer may offer
+HEARTBEAT_NONCE = 1  # of a PING that only breaks silence; a default would not be sent, and earlier peers expect a nonce
 HEARTBEATS_MISSED = 3  # intervals of silence after which a connection is closed
 FEATURES = ("heartbeat", "progress")  # HELLO requests them, WELCOME grants them
 ALREADY_EXISTS = "ALREADY_EXISTS"

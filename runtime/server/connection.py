@@ -16,7 +16,7 @@ from ..common.errors import ProtocolError, QuireError
 from ..common.logs import new_id
 from ..protocol.address import TCPAddress
 from ..protocol.codec import Decoder
-from ..protocol.frames import CLIENT_FRAMES, FEATURES, PROTOCOL_VERSION, Hello, Ping, Welcome
+from ..protocol.frames import CLIENT_FRAMES, FEATURES, HEARTBEAT_NONCE, PROTOCOL_VERSION, Hello, Ping, Welcome
 from ..protocol.wire_errors import error_frame
 from .convert import check_hello
 from .request_handler import AppContext, RequestHandler
@@ -167,7 +167,7 @@ class Connection:
             self._config,
             heartbeat=heartbeat,
             idle_since=lambda: handler.idle_since,
-            ping=lambda: self._send_buffer.send(Ping()),
+            ping=lambda: self._send_buffer.send(Ping(HEARTBEAT_NONCE)),
             on_timeout=self._refuse,
         )
 

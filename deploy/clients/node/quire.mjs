@@ -34,7 +34,7 @@ export class Client {
   async *generate(prompt, params = {}, options = {}) {
     const { messages, deadlineMs, priority = 0, pinMs, idempotencyKey, resumable = false } = options;
     const id = this.#nextId++, how = [deadlineMs, priority, pinMs, messages, CREDIT, idempotencyKey, resumable];
-    const ask = ["GENERATE", id, prompt, exact(params), ...how];
+    const ask = short(["GENERATE", id, prompt, exact(params), ...how]);
     if (this.#leaving && this.#socket) throw unavailable("the server is shutting down; send new requests elsewhere");
     await this.#connected();
     let inbox = this.#ask(id, ask), received = 0, credited = 0; // tokens of all outputs
@@ -115,7 +115,7 @@ export class Client {
           [this.#session, this.#leaving, this.#socket] = [fields[4], false, socket];
           resolve(socket.setTimeout(3 * (fields[5] ?? 0)));
         } else if (type === "ERROR" && fields[0] === null) reason = new QuireError(...fields.slice(1));
-        else if (type === "PING") this.#send(["PONG", fields[0]], socket);
+        else if (type === "PING") this.#send(["PONG", fields[0] ?? 0], socket);
         else if (type === "GOAWAY") this.#leaving = true;
         else this.#answer(fields[0], [type, ...fields], !["ACCEPTED", "PROGRESS", "TOKENS"].includes(type));
       };
@@ -127,7 +127,7 @@ export class Client {
           buffer = buffer.subarray(end);
         }
       });
-      this.#send(["HELLO", [VERSION], token, ["heartbeat"], MAX_FRAME_BYTES, this.#session], socket);
+      this.#send(short(["HELLO", [VERSION], token, ["heartbeat"], MAX_FRAME_BYTES, this.#session]), socket);
     });
   }
 }
@@ -142,6 +142,12 @@ const unavailable = (message) => new QuireError("UNAVAILABLE", message, true);
 // msgpackr writes numbers beyond 32 bits as floats; as BigInt they stay integers.
 const exact = (params) => Object.fromEntries(Object.entries(params).map(([name, value]) =>
   [name, Number.isSafeInteger(value) && Math.abs(value) > 0x7fffffff ? BigInt(value) : value]));
+
+// Trailing fields with defaults are left out: an older server may not know them.
+function short(frame) {
+  while ([undefined, null, false].includes(frame.at(-1))) frame.pop();
+  return frame;
+}
 
 function parse(address) {
   const [, path, host, port] = address.match(/^(?:unix:(.+)|\[?(.+?)\]?:(\d+))$/) ?? [];
