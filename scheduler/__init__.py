@@ -14,10 +14,10 @@ from .admission import (
     TooLong,
 )
 from .beam import BeamSearch, BeamSpec, Hypothesis
+from .budget import LEAST_PREFILL, PREFILL_SHARE, Budget, LatencyBudget, StepBudget, TokenBudget
 from .cost import Coefficients, CostModel, StepLoad, chunk_pairs
 from .engine_loop import EngineLoop, FinishedStep
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
-from .planning import LEAST_PREFILL, Budget, LatencyBudget, StepBudget, TokenBudget
 from .policy import Fair, FirstComeFirstServed, Policy, Priority
 from .request import TRANSITIONS, FinalCounters, FinishReason, Request, RequestSpec, RequestUpdate, State
 from .running_batch import MAX_PREEMPTIONS
@@ -27,6 +27,7 @@ __all__ = [
     "DEADLINE_PASSED",
     "LEAST_PREFILL",
     "MAX_PREEMPTIONS",
+    "PREFILL_SHARE",
     "TRANSITIONS",
     "AdmissionEstimate",
     "BeamSearch",

@@ -1,4 +1,4 @@
-"""Planning of a step: which sequences run, how many tokens each computes, and how long new requests would wait.
+"""Planning of a step: which sequences run, and how many tokens each computes.
 
 Must not import the scheduler. Planning grows page tables and changes which requests run, nothing else. The plan is what
 the tables have grown by, so a plan that is never executed costs no token.
@@ -9,23 +9,18 @@ requests included, within the budget; then draft tokens, if no other request cou
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from ..pager import OutOfPages
 from .admission import SchedulerConfig
-from .cost import CostModel, StepLoad, chunk_pairs
+from .budget import TARGET_SHARE, Budget, StepBudget
+from .cost import StepLoad, chunk_pairs
 from .plan import ScheduledSequence, StepPlan
 from .policy import Policy
 from .queue import RequestQueue
 from .request import Request, State
 from .running_batch import RunningBatch, table_of
 from .speculative import Speculator
-
-TARGET_SHARE = 0.9  # share of the latency target to plan for; the rest is for work around a step and for errors
-LEAST_PREFILL = 16  # prefill tokens in every step, whatever the target: limits how long a prompt takes
-OUTPUT_MEMORY = 0.95  # weight of the earlier mean output length, per finished request
 
 
 class Planner:
@@ -41,6 +36,8 @@ class Planner:
         clock: Callable[[], float],
     ) -> None:
         self.load = StepLoad()  # of the last plan
+        self.itl_overrun = 0.0  # share of the latency target that decoding alone takes; 0: the target can be met
+        self.num_itl_overruns = 0  # steps planned while it could not be met
         self._batch = batch
         self._queue = queue
         self._policy: Policy = queue.policy
@@ -56,6 +53,7 @@ class Planner:
         self._has_preempted = False
         self._batch.begin_step()
         step = self._grow_decodes()
+        self._note_target(step)
         self._fill(step)
         drafts: Mapping[int, list[int]] = {}
         if not self._queue and not step.load.prefill_tokens:
@@ -82,6 +80,13 @@ class Planner:
                 rows += 1
                 kv_tokens += request.num_computed_tokens
         return self._budget.begin(rows, kv_tokens)
+
+    def _note_target(self, step: StepBudget) -> None:
+        """Note whether decoding alone exceeds the latency target. A step near the target changes nothing."""
+        if step.load.decode_rows:
+            is_over = step.decode_share > (TARGET_SHARE if self.itl_overrun else 1.0)
+            self.itl_overrun = step.decode_share if is_over else 0.0
+            self.num_itl_overruns += is_over
 
     def _fill(self, step: StepBudget) -> None:
         """Add prefill chunks in the policy's order: the next chunks of running requests, the first of admitted ones."""
@@ -124,7 +129,7 @@ class Planner:
         if num_seqs > self._max_num_seqs:
             return "sequences"
         if not step.prefill_tokens(0):
-            return "tokens"
+            return step.limit
         if not self._batch.requests:  # a request may always run alone, even a beam search that exceeds the target
             return None
         kv_tokens = sum(len(other.token_ids) for other in self._batch.requests.values()) + len(request.token_ids)
@@ -202,141 +207,6 @@ class Planner:
         return StepPlan(self._num_plans, (*decodes, *prefills), decode_rows, prefill_tokens)
 
 
-class Budget(Protocol):
-    """How much work a step may contain."""
-
-    max_num_batched_tokens: int  # rows of a step; the model runner's buffers have this size
-
-    def begin(self, decode_rows: int, kv_tokens: int) -> StepBudget:
-        """Return the budget of a step with `decode_rows` decode rows that read `kv_tokens` keys and values."""
-
-    def may_join(self, decode_rows: int, kv_tokens: int) -> bool:
-        """Return whether `decode_rows` sequences with `kv_tokens` tokens together may run, the new one included."""
-
-
-class TokenBudget:
-    """A fixed number of rows per step, decode rows first: the highest throughput."""
-
-    def __init__(self, max_num_batched_tokens: int) -> None:
-        _check_rows(max_num_batched_tokens)
-        self.max_num_batched_tokens = max_num_batched_tokens
-
-    def begin(self, decode_rows: int, kv_tokens: int) -> StepBudget:
-        return StepBudget(StepLoad(decode_rows, 0, kv_tokens), self.max_num_batched_tokens - decode_rows)
-
-    def may_join(self, decode_rows: int, kv_tokens: int) -> bool:
-        return True
-
-
-class LatencyBudget:
-    """As much prefill as keeps a step within `itl_target_s` while any sequence decodes, as predicted by `cost`.
-
-    A sequence that would make steps too long even without prefill waits, unless it would run alone.
-    """
-
-    def __init__(self, cost: CostModel, itl_target_s: float, max_num_batched_tokens: int) -> None:
-        _check_rows(max_num_batched_tokens)
-        if not itl_target_s > 0:
-            raise ValueError(f"itl_target_s must be above 0, got {itl_target_s}")
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self._cost = cost
-        self._step_s = TARGET_SHARE * itl_target_s
-
-    def begin(self, decode_rows: int, kv_tokens: int) -> StepBudget:
-        load = StepLoad(decode_rows, 0, kv_tokens)
-        tokens = self.max_num_batched_tokens - decode_rows
-        if not decode_rows:
-            return StepBudget(load, tokens)
-        return StepBudget(load, tokens, self._step_s - self._cost.predict(load), self._cost)
-
-    def may_join(self, decode_rows: int, kv_tokens: int) -> bool:
-        return decode_rows <= 1 or self._cost.predict(StepLoad(decode_rows, 0, kv_tokens)) <= self._step_s
-
-
-class StepBudget:
-    """What is left of one step: rows, and seconds if there is a latency target.
-
-    Allows at least `LEAST_PREFILL` prefill tokens as long as rows are left, so that prefill never starves.
-    """
-
-    __slots__ = ("_cost", "_least", "_seconds", "_tokens", "load")
-
-    def __init__(self, load: StepLoad, tokens: int, seconds: float = math.inf, cost: CostModel | None = None) -> None:
-        self.load = load  # of the step so far: decode rows, then what `spend` adds
-        self._tokens = tokens
-        self._seconds = seconds
-        self._cost = cost
-        self._least = LEAST_PREFILL
-
-    def prefill_tokens(self, context: int) -> int:
-        """Return the most prefill tokens that a sequence with `context` computed tokens may add."""
-        if self._cost is None:
-            return self._tokens
-        fits = _chunk_in(self._seconds, context, self._cost)
-        return min(self._tokens, max(fits, self._least))
-
-    def spend(self, num_tokens: int, context: int) -> None:
-        """Take `num_tokens` prefill tokens of a sequence with `context` computed tokens from the budget."""
-        pairs = chunk_pairs(context, num_tokens)
-        rows, tokens, kv_tokens, earlier_pairs = self.load
-        self.load = StepLoad(rows, tokens + num_tokens, kv_tokens, earlier_pairs + pairs)
-        self._tokens -= num_tokens
-        self._least = max(0, self._least - num_tokens)
-        if self._cost is not None:
-            self._seconds -= self._cost.predict(StepLoad(0, num_tokens, 0, pairs)) - self._cost.predict(StepLoad())
-
-
-class WaitForecast:
-    """Predicts the time to a request's first token from step costs and recent output lengths."""
-
-    def __init__(self, cost: CostModel, budget: Budget, max_num_seqs: int) -> None:
-        self._cost = cost
-        self._budget = budget
-        self._max_num_seqs = max_num_seqs
-        self._mean_output: float | None = None
-
-    def note_output(self, num_tokens: int) -> None:
-        """Record that a request ended after `num_tokens` output tokens."""
-        mean = self._mean_output
-        self._mean_output = num_tokens if mean is None else OUTPUT_MEMORY * mean + (1 - OUTPUT_MEMORY) * num_tokens
-
-    def wait_s(self, prefill_tokens: int, position: int, running: int, kv_tokens: int) -> float | None:
-        """Return the seconds to the first token of a request with `position` requests ahead of it in the queue.
-
-        `prefill_tokens` must be computed before it, its own prompt included; `running` sequences hold `kv_tokens`
-        tokens. Returns None until step costs have been measured.
-        """
-        if not self._cost.is_warm:
-            return None
-        step_s = self._cost.predict(StepLoad(running, 0, kv_tokens))
-        per_step = self._budget.begin(min(running, self._max_num_seqs - 1), kv_tokens).prefill_tokens(0)
-        prefill_s = self._cost.coefficients.prefill_token * prefill_tokens + -(-prefill_tokens // per_step) * step_s
-        return prefill_s + self._slot_s(position, running, step_s)
-
-    def _slot_s(self, position: int, running: int, step_s: float) -> float:
-        """Return the seconds until a slot is free: of n sequences, one ends every (output length / n) steps."""
-        must_end = running + position + 1 - self._max_num_seqs
-        if must_end <= 0 or self._mean_output is None:
-            return 0.0
-        return must_end * self._mean_output * step_s / self._max_num_seqs
-
-
 def _computed_work(request: Request) -> tuple[int, int]:
     """Order requests by the computed tokens that preempting them would lose, the youngest first among equals."""
     return request.num_computed_tokens, -request.order
-
-
-def _check_rows(max_num_batched_tokens: int) -> None:
-    if max_num_batched_tokens < 1:
-        raise ValueError(f"max_num_batched_tokens must be at least 1, got {max_num_batched_tokens}")
-
-
-def _chunk_in(seconds: float, context: int, cost: CostModel) -> int:
-    """Return the largest chunk after `context` tokens that takes at most `seconds`: the root of a quadratic."""
-    if seconds <= 0:
-        return 0
-    _, _, token, _, pair = cost.coefficients
-    linear, square = token + pair * (context + 0.5), pair / 2
-    if square > 0:
-        return int((math.sqrt(linear * linear + 4 * square * seconds) - linear) / (2 * square))
-    return int(seconds / linear) if linear > 0 else 1 << 30

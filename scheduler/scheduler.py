@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 from ..pager import Pager, check
 from .admission import AdmissionEstimate, DuplicateRequest, QueueFull, SchedulerConfig, StepMismatch
+from .budget import Budget, WaitForecast
 from .cost import CostModel
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
-from .planning import Budget, Planner, WaitForecast
+from .planning import Planner
 from .policy import FirstComeFirstServed, Policy
 from .queue import DeadlineHeap, RequestQueue
 from .request import Ending, FinishReason, Request, RequestUpdate, State
@@ -53,6 +54,7 @@ class SchedulerStats:
     recomputed_tokens: int  # computed again after a preemption
     draft_tokens: int  # verified
     accepted_draft_tokens: int
+    steps_over_itl_target: int  # whose decoding alone was predicted to exceed the latency target
 
 
 class Scheduler:
@@ -236,6 +238,11 @@ class Scheduler:
         return self._num_finished_steps
 
     @property
+    def itl_overrun(self) -> float:
+        """Predicted time of decoding alone in the last step, relative to the latency target; 0 if it can be met."""
+        return self._planner.itl_overrun
+
+    @property
     def next_deadline(self) -> float | None:
         """The next time at which `expire` has something to do, in seconds of the clock."""
         return self._deadlines.earliest(len(self._requests))
@@ -266,6 +273,7 @@ class Scheduler:
             recomputed_tokens=self._recomputed_tokens,
             draft_tokens=self._speculator.num_draft_tokens,
             accepted_draft_tokens=self._speculator.num_accepted_tokens,
+            steps_over_itl_target=self._planner.num_itl_overruns,
         )
 
     # Adding.

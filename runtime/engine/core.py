@@ -119,6 +119,7 @@ class EngineCore:
         self._started = False
         self._scoring = False  # `logits` is computing
         self._closed = False
+        self._misses_itl_target = False  # and that is logged
 
     @classmethod
     async def load(cls, config: EngineConfig) -> EngineCore:
@@ -246,6 +247,8 @@ class EngineCore:
 
     def _observe(self, step: FinishedStep) -> None:
         sequences = step.plan.sequences
+        if bool(self.scheduler.itl_overrun) != self._misses_itl_target:
+            self._log_itl_target(step.plan.num_decode_rows)
         stats = StepStats(
             duration_s=step.result.duration_s,
             prefill_tokens=step.plan.num_prefill_tokens,
@@ -259,3 +262,17 @@ class EngineCore:
             Prefilled(s.request_id, s.first_position + len(s.token_ids)) for s in sequences if not s.num_samples
         ]
         self._listener.observe(stats, prefilled)
+
+    def _log_itl_target(self, num_decode_rows: int) -> None:
+        """Log once that decoding alone exceeds the latency target, and once that it no longer does."""
+        overrun, target_ms = self.scheduler.itl_overrun, self.config.itl_target_ms
+        self._misses_itl_target = bool(overrun)
+        if overrun and target_ms is not None:
+            _log.warning(
+                "inter-token target cannot be met: decoding alone takes longer",
+                target_ms=target_ms,
+                decode_ms=round(overrun * target_ms, 1),
+                sequences=num_decode_rows,
+            )
+        else:
+            _log.info("inter-token target can be met again", target_ms=target_ms)

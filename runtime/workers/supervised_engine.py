@@ -57,6 +57,7 @@ COUNTERS = (  # fields of EngineStats that a new process counts from 0
     "recomputed_tokens",
     "draft_tokens",
     "accepted_draft_tokens",
+    "steps_over_itl_target",
 )
 QUARANTINE_REASON = (
     "the engine crashed twice while it computed this request, the second time with no other request that could have "

@@ -31,6 +31,14 @@ class _ChunkedStep:
     def load(self) -> StepLoad:
         return self._step.load
 
+    @property
+    def decode_share(self) -> float:
+        return self._step.decode_share
+
+    @property
+    def limit(self) -> str:
+        return self._step.limit
+
     def prefill_tokens(self, context: int) -> int:
         return min(self._step.prefill_tokens(context), self._max_chunk)
 

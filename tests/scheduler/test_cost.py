@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from quire.scheduler import LEAST_PREFILL, Coefficients, CostModel, LatencyBudget, StepLoad
+from quire.scheduler import LEAST_PREFILL, PREFILL_SHARE, Coefficients, CostModel, LatencyBudget, StepLoad
 from quire.scheduler.cost import chunk_pairs
 
 TRUE = Coefficients(18e-3, 2.4e-3, 1.4e-3, 1.2e-6, 2.5e-7)
@@ -89,11 +89,30 @@ def test_several_prefills_share_the_budget() -> None:
 
 
 def test_prefill_never_starves() -> None:
-    """A step over the target still gets the least prefill, but only once."""
-    step = LatencyBudget(CostModel(TRUE), 0.01, 512).begin(64, 64 * 4000)
+    """A step that decoding fills still gets the least prefill, but only once."""
+    load = StepLoad(8, 0, 8 * 500)
+    step = LatencyBudget(CostModel(TRUE), true_seconds(load) / 0.899, 512).begin(*load[::2])
     assert step.prefill_tokens(0) == LEAST_PREFILL
     step.spend(LEAST_PREFILL, 0)
     assert step.prefill_tokens(0) == 0
+    assert step.limit == "latency"
+
+
+@pytest.mark.parametrize("load", [StepLoad(64, 0, 32_000), StepLoad(64, 0, 256_000)])
+def test_prefill_gets_its_share_where_decoding_alone_exceeds_the_target(load: StepLoad) -> None:
+    step = LatencyBudget(CostModel(TRUE), 0.01, 2048).begin(*load[::2])
+    decode_s = true_seconds(load)
+    tokens = step.prefill_tokens(0)
+    step.spend(tokens, 0)
+    share = (true_seconds(step.load) - decode_s) / true_seconds(step.load)
+    assert PREFILL_SHARE - 0.02 < share <= PREFILL_SHARE
+    assert tokens > LEAST_PREFILL
+
+
+def test_a_step_that_is_full_of_tokens_says_so() -> None:
+    budget = LatencyBudget(CostModel(TRUE), 10.0, 10)
+    assert budget.begin(10, 10).limit == "tokens"
+    assert budget.begin(4, 10).limit == "latency"
 
 
 def test_without_decoding_sequences_prefill_fills_the_step() -> None:
@@ -105,6 +124,12 @@ def test_sequences_that_would_exceed_the_target_do_not_join() -> None:
     assert budget.may_join(8, 8 * 500)
     assert not budget.may_join(16, 16 * 500)
     assert LatencyBudget(CostModel(TRUE), 1e-3, 512).may_join(1, 500)
+
+
+def test_no_sequence_waits_for_a_target_that_one_sequence_alone_exceeds() -> None:
+    alone_s = true_seconds(StepLoad(1, 0, 500))
+    assert LatencyBudget(CostModel(TRUE), alone_s, 512).may_join(8, 8 * 500)
+    assert not LatencyBudget(CostModel(TRUE), alone_s / 0.89, 512).may_join(8, 8 * 500)
 
 
 @pytest.mark.parametrize("target_s", [0.0, -1.0, float("nan")])

@@ -226,6 +226,38 @@ def test_requests_that_would_exceed_the_latency_target_wait(make_harness: MakeHa
     assert all(harness.outputs[each] == expected([each], 4) for each in range(6))
 
 
+def test_a_prompt_that_finds_no_time_in_a_step_waits_for_latency(make_harness: MakeHarness) -> None:
+    cost = CostModel(Coefficients(0.01, 0.001, 0.01, 0.0, 0.0))
+    harness = make_harness(cost=cost, budget=LatencyBudget(cost, 0.05, 64), num_pages=64)
+    harness.add(1, [1], max_tokens=4)
+    harness.step()
+    for request_id in (2, 3):
+        harness.add(request_id, [request_id] * 40, max_tokens=4)
+    harness.step()
+    assert harness.scheduler.stats().waiting_by_reason == {"latency": 1}
+
+
+def test_steps_whose_decoding_alone_exceeds_the_latency_target_are_counted(make_harness: MakeHarness) -> None:
+    cost = CostModel(Coefficients(0.01, 0.01, 1e-4, 0.0, 0.0))
+    harness = make_harness(cost=cost, budget=LatencyBudget(cost, 0.015, 32), num_pages=64)
+    harness.step_s = 0.02
+    harness.add(1, PROMPT, max_tokens=150)
+    overruns = []
+    for _ in range(60):
+        harness.step()
+        overruns.append(harness.scheduler.itl_overrun)
+    assert overruns[0] == 0.0  # prefill alone
+    assert overruns[4] == 0.0  # costs are not measured yet
+    assert 1.2 < overruns[-1] < 1.4
+    assert harness.scheduler.stats().steps_over_itl_target == sum(map(bool, overruns))
+    harness.step_s = 0.01
+    while harness.scheduler.itl_overrun:
+        overrun = harness.scheduler.itl_overrun
+        harness.step()
+    assert overrun < 1.05  # it ends below 0.9
+    assert harness.scheduler.stats().running == 1
+
+
 def test_fair_preempts_for_a_request_of_a_tenant_with_fewer_sequences(
     make_harness: MakeHarness, expected: Expected
 ) -> None:

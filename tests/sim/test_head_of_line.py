@@ -39,6 +39,17 @@ def test_without_noise_latency_stays_within_the_target(arrives: Callable[..., tu
     assert arrives(itl_target_s=0.15)[0] < 0.15
 
 
+@pytest.mark.parametrize("target_s", [0.005, 0.01, 0.02])
+def test_a_target_that_one_sequence_cannot_meet_does_not_serialise_requests(
+    target_s: float, serve: Callable[..., Any]
+) -> None:
+    """Decoding one sequence takes 0.023 s. Eight requests one after another would take 2.4 times as long."""
+    arrivals = [Arrival(0.01 * index, 512, 128) for index in range(8)]
+    without, served = serve(arrivals), serve(arrivals, itl_target_s=target_s)
+    assert served.report.duration_s < 1.2 * without.report.duration_s
+    assert served.ttft(percent=100) < 1.6 * without.ttft(percent=100)
+
+
 def test_a_token_budget_trades_latency_for_prefill_speed(arrives: Callable[..., tuple[float, float]]) -> None:
     """A token count cannot express a latency target: how many tokens fit depends on machine, model and contexts."""
     large, small = arrives(max_num_batched_tokens=512), arrives(max_num_batched_tokens=64)

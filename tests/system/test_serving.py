@@ -14,6 +14,7 @@ from quire import LLM
 from quire.runtime.client import AsyncClient
 from quire.runtime.common.errors import Cancelled, DeadlineExceeded, Overloaded, Unavailable
 from quire.runtime.common.types import SamplingParams, join_chunks
+from structlog.testing import capture_logs
 
 Serving = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -73,6 +74,14 @@ async def test_choices_over_the_wire_equal_those_of_an_llm_in_this_process(servi
     assert join_chunks(streamed) == wanted[0].outputs
     assert {chunk.choice for chunk in streamed} == {0, 1, 2}
     assert all(choice.cumulative_logprob is not None for one in seen for choice in one.outputs)
+
+
+def test_an_inter_token_target_that_cannot_be_met_is_logged_once() -> None:
+    with capture_logs() as logs, LLM(kv_cache_memory=8 << 20, itl_target_ms=0.001) as llm:
+        llm.generate(PROMPTS, SamplingParams(max_tokens=60, ignore_eos=True))
+    (warning,) = [line for line in logs if line["log_level"] == "warning"]
+    assert warning["event"].startswith("inter-token target cannot be met")
+    assert warning["target_ms"] == 0.001 < warning["decode_ms"]
 
 
 # Many clients at random

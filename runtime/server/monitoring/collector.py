@@ -76,6 +76,11 @@ def _engine_families(stats: EngineStats) -> list[Metric]:
         _counter("spec_decode_num_draft_tokens", "Draft tokens that were verified.", stats.draft_tokens),
         _counter("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", stats.accepted_draft_tokens),
         _counter("steps", "Finished engine steps.", stats.step),
+        _counter(
+            "steps_over_itl_target",
+            "Steps whose decoding alone was predicted to exceed the inter-token target.",
+            stats.steps_over_itl_target,
+        ),
         _counter("engine_restarts", "Engine processes started in place of one that died or stalled.", stats.restarts),
         _counter("replayed_requests", "Requests continued in a new engine process.", stats.replayed_requests),
         _counter(

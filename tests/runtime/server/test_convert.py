@@ -37,4 +37,5 @@ def test_stats_frame_keeps_the_names_of_the_protocol() -> None:
         "restarts",
         "replayed_requests",
         "quarantined_requests",
+        "steps_over_itl_target",
     ]

@@ -28,6 +28,7 @@ STATS = msgspec.structs.replace(
     restarts=3,
     replayed_requests=5,
     quarantined_requests=1,
+    steps_over_itl_target=9,
 )
 USAGE = Usage(prompt_tokens=10, completion_tokens=5, cached_tokens=4, queue_ms=20, prefill_ms=30, decode_ms=400)
 
@@ -69,6 +70,7 @@ def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
         "quire_spec_decode_num_draft_tokens_total": "counter",
         "quire_spec_decode_num_accepted_tokens_total": "counter",
         "quire_steps_total": "counter",
+        "quire_steps_over_itl_target_total": "counter",
         "quire_engine_restarts_total": "counter",
         "quire_replayed_requests_total": "counter",
         "quire_quarantined_requests_total": "counter",
@@ -113,6 +115,7 @@ def test_the_engine_is_read_when_scraped(observer: PrometheusObserver) -> None:
     assert samples["quire_engine_restarts_total"] == 3
     assert samples["quire_replayed_requests_total"] == 5
     assert samples["quire_quarantined_requests_total"] == 1
+    assert samples["quire_steps_over_itl_target_total"] == 9
     assert samples["quire_connections"] == 6
 
 
