@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-import operator
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -20,6 +19,7 @@ from .common.config import EngineConfig, EngineOptions
 from .common.errors import InvalidRequest, Unavailable
 from .common.loop_thread import LoopThread
 from .common.options import suggestion
+from .common.prompts import as_token_ids, chat_messages
 from .common.settings import resolve_settings
 from .common.types import RequestOutput, SamplingParams, join_chunks
 from .engine import Engine, GenerateRequest, LocalEngine
@@ -90,13 +90,13 @@ class LLM:
         """
         engine = self._open_engine()
         request = GenerateRequest(
-            prompt=None, messages=_message_list(messages), sampling_params=sampling_params or SamplingParams()
+            prompt=None, messages=chat_messages(messages), sampling_params=sampling_params or SamplingParams()
         )
         return self._thread.run(_generate(engine, [request]))[0]
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return the raw logits [len(token_ids), vocab] after each token, for evaluation, without the prefix cache."""
-        return self._thread.run(self._open_engine().logits(_token_ids(token_ids)))
+        return self._thread.run(self._open_engine().logits(as_token_ids(token_ids)))
 
     @property
     def engine(self) -> LocalEngine:
@@ -131,30 +131,8 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[str | tuple[int, ..
     except TypeError:
         raise InvalidRequest(f"prompts are text, token ids or a list of those, not {type(prompts).__name__}") from None
     if items and all(isinstance(item, (int, np.integer)) for item in items):
-        return [_token_ids(items)]
-    return [item if isinstance(item, str) else _token_ids(item) for item in items]
-
-
-def _token_ids(prompt: object) -> tuple[int, ...]:
-    """Return the token ids of any sequence of integers, numpy's included."""
-    try:
-        return tuple(operator.index(token) for token in prompt)  # type: ignore[attr-defined]  # TypeError is caught
-    except TypeError:
-        raise InvalidRequest(f"a prompt is text or a sequence of token ids, not {_shown(prompt)}") from None
-
-
-def _message_list(messages: object) -> tuple[dict[str, Any], ...]:
-    if isinstance(messages, Iterable):
-        items = tuple(messages)
-        if not isinstance(messages, Mapping | str) and all(isinstance(item, Mapping) for item in items):
-            return tuple(map(dict, items))
-    example = '{"role": "user", "content": "Hello"}'
-    raise InvalidRequest(f"messages must be a list of maps such as {example}, not {_shown(messages)}")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
+        return [as_token_ids(items)]
+    return [item if isinstance(item, str) else as_token_ids(item) for item in items]
 
 
 def _params_list(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -13,7 +13,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from ..common.errors import ConfigError, GenerationFailed, ProtocolError, QuireError, Unavailable
+from ..common.errors import ConfigError, GenerationFailed, InvalidRequest, ProtocolError, QuireError, Unavailable
+from ..common.options import nearest_name
+from ..common.prompts import as_token_ids, chat_messages
 from ..common.types import OutputChunk, RequestOutput, SamplingParams, join_chunks
 from ..protocol.address import UnixAddress, parse_address
 from ..protocol.frames import AskStats, Generate, ListModels, Models, ServedModel, Stats, Tokenize, Tokenized
@@ -72,7 +74,7 @@ class AsyncClient:
         if self._pool is not None:
             await self._pool.close()
 
-    async def generate(
+    def generate(
         self,
         prompt: str | Sequence[int] | None = None,
         sampling_params: SamplingParams | None = None,
@@ -80,27 +82,29 @@ class AsyncClient:
     ) -> AsyncGenerator[OutputChunk, None]:
         """Stream the continuation of a text, of token ids or of `messages`; the last chunk has `usage`.
 
-        Leaving the loop early cancels the request. Raises the server's error by its class, or Unavailable if the
-        connection is lost. Keep reading: the server ends a stream that is not read in time with DeadlineExceeded. The
-        chunks of several choices arrive interleaved, each with its `choice`; the last one of a choice has its
-        `finish_reason`. Callbacks run between two chunks.
+        Leaving the loop early cancels the request. The call itself raises TypeError for an unknown argument and
+        InvalidRequest for a prompt, `messages` or `sampling_params` of another form. The loop raises the server's error
+        by its class, or Unavailable if the connection is lost. Keep reading: the server ends a stream that is not read
+        in time with DeadlineExceeded. The chunks of several choices arrive interleaved, each with its `choice`; the
+        last one of a choice has its `finish_reason`. Callbacks run between two chunks.
         """
+        _check_names(options)
+        if not isinstance(sampling_params, SamplingParams | None):
+            kind = type(sampling_params).__name__
+            raise InvalidRequest(f"sampling_params must be a SamplingParams such as SamplingParams(), not {kind}")
         messages = options.get("messages")
         frame = Generate(
             next(self._ids),
-            tuple(prompt) if prompt is not None and not isinstance(prompt, str) else prompt,
+            prompt if prompt is None or isinstance(prompt, str) else as_token_ids(prompt),
             sampling_params or SamplingParams(),
             options.get("deadline_ms"),
             options.get("priority", 0),
             options.get("pin_ms"),
-            None if messages is None else tuple(dict(message) for message in messages),
+            None if messages is None else chat_messages(messages),
             idempotency_key=options.get("idempotency_key"),
             resumable=options.get("resumable", False),
         )
-        stream = TokenStream(self._entered(), frame, options.get("on_accepted"), options.get("on_progress"))
-        async with contextlib.aclosing(stream.chunks()) as chunks:
-            async for chunk in chunks:
-                yield chunk
+        return TokenStream(self._entered(), frame, options.get("on_accepted"), options.get("on_progress")).chunks()
 
     async def complete(
         self,
@@ -155,3 +159,14 @@ class AsyncClient:
         if self._pool is None:
             raise Unavailable("this client is not connected; enter it with `async with` first")
         return self._pool
+
+
+def _check_names(options: Mapping[str, object]) -> None:
+    """Raise TypeError that names the right argument if one of them does not exist."""
+    arguments = ("prompt", "sampling_params", *RequestOptions.__annotations__)
+    for name in sorted(options.keys() - set(arguments)):
+        nearest = nearest_name(name, (*SamplingParams.__struct_fields__, *arguments))
+        advice = f"did you mean {nearest}=…?" if nearest else f"the arguments are {', '.join(arguments)}"
+        if nearest in SamplingParams.__struct_fields__:
+            advice = f"write sampling_params=SamplingParams({nearest}=…)"
+        raise TypeError(f"a request has no argument {name!r}; {advice}")

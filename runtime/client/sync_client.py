@@ -60,7 +60,9 @@ class Client:
 
         Leaving the loop early or closing the generator cancels the request. Callbacks run on the client's thread.
         """
-        chunks = self._client.generate(prompt, sampling_params, **options)
+        return self._read(self._client.generate(prompt, sampling_params, **options))
+
+    def _read(self, chunks: AsyncGenerator[OutputChunk, None]) -> Iterator[OutputChunk]:
         try:
             while (chunk := self._await(_next(chunks))) is not None:
                 yield chunk

@@ -18,7 +18,13 @@ from msgspec import inspect
 from .errors import ConfigError
 
 SPELLINGS = {"bfloat16": "bf16", "float32": "f32"}  # vLLM's names of data types
-NAMES_ELSEWHERE = {"dtype": "weights"}  # vLLM's name of an option -> the name here
+NAMES_ELSEWHERE = {  # a name in vLLM, transformers or OpenAI's API -> the name here
+    "dtype": "weights",
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "num_beams": "beam_width",
+    "params": "sampling_params",
+}
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) *([KMGT]i?)?B?", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
@@ -100,10 +106,15 @@ def flag_name(option: str) -> str:
 
 def suggestion(name: str, options: Iterable[str]) -> str:
     """Return ` (did you mean 'weights'?)` with the option that an unknown name is close to, empty if there is none."""
+    nearest = nearest_name(name, options)
+    return f" (did you mean {nearest!r}?)" if nearest else ""
+
+
+def nearest_name(name: str, options: Iterable[str]) -> str | None:
+    """Return the option that an unknown name is close to, None if there is none."""
     options = list(options)
     known = NAMES_ELSEWHERE.get(name)
-    nearest = [known] if known in options else get_close_matches(name, options, n=1)
-    return f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    return known if known in options else next(iter(get_close_matches(name, options, n=1)), None)
 
 
 def _option_of(field: inspect.Field) -> Option:
@@ -218,6 +229,10 @@ def _allowed(kind: inspect.Type, unit: str) -> str:
             return f"a whole number{_range(kind)}"
         case inspect.FloatType():
             return f"a number{_range(kind)}"
+        case inspect.VarTupleType():
+            return f"a list of {'texts' if isinstance(kind.item_type, inspect.StrType) else 'whole numbers'}"
+        case inspect.DictType() if isinstance(kind.key_type, inspect.IntType):
+            return "a map of whole numbers to numbers"
         case inspect.DictType():
             return "names with a number each, such as a=2,b=0.5"
         case inspect.BoolType():

@@ -1,28 +1,48 @@
 """Types of requests and outputs that engine, server, clients and `LLM` share.
 
-Frozen structs, and a function that joins chunks; no I/O and no range checks, which `engine/validator.py` makes.
+Frozen structs, and a function that joins chunks; no I/O. `SamplingParams` checks the types of its fields; ranges depend
+on the model, and `engine/validator.py` checks them.
 `SamplingParams` is sent as a msgpack map, the other structs as parts of TOKENS and DONE.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from numbers import Integral, Real
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
 from ...scheduler import FinishReason as FinishReason  # exported: the runtime uses the type from here
-from .errors import GenerationFailed
-from .options import option
+from .errors import GenerationFailed, InvalidRequest
+from .options import Option, option, options_of, suggestion
+from .prompts import shown
 
 SAMPLING = "Sampling"
 _option = partial(option, SAMPLING)
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _NamesRightArgument(msgspec.StructMeta):
+    """Metaclass whose structs name the nearest field in the TypeError for an unknown argument."""
+
+    def __call__(self, *args: Any, **fields: Any) -> Any:
+        if unknown := sorted(fields.keys() - set(self.__struct_fields__)):
+            name = unknown[0]
+            names = ", ".join(self.__struct_fields__)
+            advice = suggestion(name, self.__struct_fields__)
+            raise TypeError(f"{self.__name__} has no field {name!r}{advice}; the fields are {names}")
+        return super().__call__(*args, **fields)
+
+
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesRightArgument
+):
     """How logits become tokens, and when to stop. Names are vLLM's; the default is greedy decoding.
 
+    Raises InvalidRequest for a value of another type, TypeError for an unknown name. Numbers and arrays of numpy are
+    accepted.
     Order of application: logit_bias, penalties, temperature, min_p, top_k, top_p. The tokens of a request with a seed
     depend on the model, the prompt and these parameters only, whatever else runs. `n` samples: output i has the tokens
     of a request with seed + i (modulo 2^64). The outputs of `best_of` and `beam_width` are ranked, best first, and come
@@ -63,6 +83,51 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     length_penalty: Annotated[
         float, _option("A beam's score is its cumulative log probability / length ** length_penalty.")
     ] = 1.0
+
+    def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if value is not kind.option.default:
+                msgspec.structs.force_setattr(self, name, kind.checked(value))
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The type of one sampling parameter."""
+
+    option: Option
+    hint: Any
+
+    def checked(self, value: object) -> object:
+        """Return the value as the field's type. Raises InvalidRequest."""
+        try:
+            try:
+                return msgspec.convert(value, self.hint, strict=True)
+            except msgspec.ValidationError:  # rare, and slower: a number of numpy
+                return msgspec.convert(_plain(value), self.hint, strict=True)
+        except msgspec.ValidationError:
+            allowed = f"{self.option.allowed()}{' or None' if self.option.default is None else ''}"
+            raise InvalidRequest(f"{self.option.name} must be {allowed}, not {shown(value)}") from None
+
+
+def _plain(value: object) -> object:
+    """Return a value of Python's own types, also of numpy's."""
+    match value:
+        case bool() | str() | bytes():
+            return value
+        case Integral():
+            return int(value)
+        case Real():
+            return float(value)
+        case Mapping():
+            return {_plain(key): _plain(item) for key, item in value.items()}
+        case Iterable():
+            return [_plain(item) for item in value]
+    return value
+
+
+_HINTS = get_type_hints(SamplingParams)
+_KINDS = {name: _Kind(option, _HINTS[name]) for name, option in options_of(SamplingParams).items()}
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from ...scheduler import BeamSpec, Request, RequestSpec
+from ..common.prompts import chat_messages
 from ..common.types import SamplingParams
 from ..model.runner import SamplingSpec
 from .facade import GenerateRequest
@@ -25,7 +26,7 @@ def prompt_token_ids(request: GenerateRequest, text_processor: TextProcessor, va
         return request.prompt
     if request.prompt is not None:
         return text_processor.encode(request.prompt)
-    text = text_processor.render(request.messages or ())
+    text = text_processor.render(chat_messages(request.messages))
     validator.check_text(text)
     return text_processor.encode(text, add_special_tokens=False)  # the template has written them
 

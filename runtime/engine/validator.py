@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-import numpy as np
-
 from ...kernels.sample import MAX_TOP_LOGPROBS
 from ..common.errors import ContextLengthExceeded, InvalidRequest
 from ..common.types import SamplingParams
@@ -46,9 +43,8 @@ class Validator:
         self._max_prompt_characters = max_prompt_characters  # a longer text has more than `max_model_len` tokens
 
     def check_options(self, request: GenerateRequest) -> None:
-        """Check everything but the prompt: types and ranges of all parameters."""
+        """Check everything but the prompt: the ranges of all parameters."""
         params = request.sampling_params
-        _check_types(params)
         _integer("max_tokens", params.max_tokens, 1, self._info.max_model_len)
         _integer("min_tokens", params.min_tokens, 0, params.max_tokens)
         _number("temperature", params.temperature, 0, 100)
@@ -163,20 +159,6 @@ def _check_beam(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value != neutral:
             raise InvalidRequest(f"{name} cannot be used with beam_width: leave it at {neutral!r}, not {value!r}")
-
-
-def _check_types(params: SamplingParams) -> None:
-    """Check the declared types. The wire decoder has done so; a Python caller may pass `stop="text"`."""
-    try:
-        msgspec.convert(msgspec.to_builtins(params, enc_hook=_plain_number), SamplingParams, strict=True)
-    except (msgspec.ValidationError, TypeError) as error:
-        raise InvalidRequest(f"sampling_params: {error}") from error
-
-
-def _plain_number(value: object) -> object:
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} is not a supported type")
 
 
 def _integer(name: str, value: int, low: int, high: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import struct
 import threading
@@ -32,6 +33,7 @@ Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
 TLS = Path(__file__).parent.parent / "data" / "tls"
 THREE = SamplingParams(max_tokens=3)
+MESSAGE = {"role": "user", "content": "hi"}
 ENDLESS = SamplingParams(max_tokens=1_000_000)
 
 
@@ -320,8 +322,8 @@ def nested(depth: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("prompt", "options"),
     [
-        (None, {"messages": [{"role": "user", "content": nested(6)}]}),
-        (None, {"messages": [{"role": "user", 1.5: "hi"}]}),
+        (None, {"messages": [{**MESSAGE, "other": nested(6)}]}),
+        (None, {"messages": [{**MESSAGE, 1.5: "hi"}]}),
         ("hi", {"sampling_params": SamplingParams(logit_bias=dict.fromkeys(range(40_000), 1.0))}),
         ([1] * ((1 << 20) + 1), {}),
     ],
@@ -342,7 +344,7 @@ async def test_a_request_beyond_the_limits_of_the_protocol_fails_alone(
 
 
 async def test_a_request_at_the_limits_of_the_protocol_is_sent(system: Any, client: AsyncClient) -> None:
-    await client.complete(sampling_params=THREE, messages=[{"role": "user", "content": nested(5)}])
+    await client.complete(sampling_params=THREE, messages=[{**MESSAGE, "other": nested(5)}])
     assert len(system.engine.requests) == 1
 
 
@@ -407,6 +409,52 @@ def test_a_bad_address() -> None:
         AsyncClient("localhost")
     with pytest.raises(ConfigError, match="TLS is not supported over a unix socket"):
         AsyncClient("unix:/run/quire.sock", tls=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [
+        ({"max_tokens": 3}, "no argument 'max_tokens'; write sampling_params=SamplingParams(max_tokens=…)"),
+        ({"max_new_tokens": 3}, "no argument 'max_new_tokens'; write sampling_params=SamplingParams(max_tokens=…)"),
+        ({"params": THREE}, "no argument 'params'; did you mean sampling_params=…?"),
+        ({"resumeable": True}, "no argument 'resumeable'; did you mean resumable=…?"),
+        ({"colour": "red"}, "no argument 'colour'; the arguments are prompt, sampling_params, messages, deadline_ms,"),
+    ],
+    ids=["max_tokens", "max_new_tokens", "params", "resumeable", "colour"],
+)
+async def test_an_unknown_argument_is_a_type_error_that_names_the_right_one(
+    system: Any, client: AsyncClient, options: dict[str, Any], advice: str
+) -> None:
+    with pytest.raises(TypeError, match=re.escape(advice)):
+        client.generate("def f", **options)  # raised by the call, before the loop
+    with pytest.raises(TypeError, match=re.escape(advice)):
+        await client.complete("def f", **options)
+    assert system.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"messages": "hello"}, "messages must be a list of at least one map such as"),
+        ({"messages": [{"role": "user"}]}, "messages[0] has no 'content'"),
+        ({"prompt": 5}, "a prompt is text or a sequence of token ids, not 5"),
+        ({"prompt": "hi", "sampling_params": {"max_tokens": 3}}, "sampling_params must be a SamplingParams"),
+    ],
+    ids=["messages", "content", "prompt", "sampling_params"],
+)
+async def test_arguments_of_another_form_are_refused(
+    system: Any, client: AsyncClient, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(message)):
+        client.generate(**arguments)
+    assert system.engine.requests == []
+
+
+async def test_text_parts_are_sent_as_text(system: Any, client: AsyncClient) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    await client.complete(sampling_params=THREE, messages=[{"role": "user", "content": parts}])
+    (request,) = system.engine.requests
+    assert request.messages == ({"role": "user", "content": "one\ntwo"},)
 
 
 async def test_a_client_must_be_entered(system: Any) -> None:

@@ -5,6 +5,7 @@ import tls from "node:tls";
 import { Packr } from "msgpackr";
 
 const VERSION = 1, MAX_FRAME_BYTES = 4 << 20, RESUME_FOR_MS = 60_000, MAX_RETRY_MS = 2_000;
+const OPTIONS = "messages, deadlineMs, priority, pinMs, idempotencyKey and resumable";
 const CREDIT = 256; // most tokens of a stream that are in transit or unread
 const msgpack = new Packr({ useRecords: false, encodeUndefinedAsNil: true, int64AsType: "auto" });
 
@@ -32,7 +33,8 @@ export class Client {
 
   // Chunks { choice, firstIndex, tokenIds, text, logprobs, finishReason, usage }; the last one has `usage`.
   async *generate(prompt, params = {}, options = {}) {
-    const { messages, deadlineMs, priority = 0, pinMs, idempotencyKey, resumable = false } = options;
+    const { messages, deadlineMs, priority = 0, pinMs, idempotencyKey, resumable = false, ...unknown } = options;
+    for (const name in unknown) throw new TypeError(`generate has no option '${name}'; the options are ${OPTIONS}`);
     const id = this.#nextId++, how = [deadlineMs, priority, pinMs, messages, CREDIT, idempotencyKey, resumable];
     const ask = short(["GENERATE", id, prompt, exact(params), ...how]);
     if (this.#leaving && this.#socket) throw unavailable("the server is shutting down; send new requests elsewhere");

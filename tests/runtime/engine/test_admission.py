@@ -102,7 +102,10 @@ async def test_a_prompt_that_is_too_long_frees_its_queue_slot(
     engine: Engine[FakeCore], core: FakeCore, observer: FakeObserver
 ) -> None:
     core.max_num_waiting = 1
-    for prompt in ({"prompt": "a b c d " * 100}, {"prompt": None, "messages": ({"content": "a b c d " * 100},)}):
+    for prompt in (
+        {"prompt": "a b c d " * 100},
+        {"prompt": None, "messages": ({**CHAT[0], "content": "a b c d " * 100},)},
+    ):
         with pytest.raises(ContextLengthExceeded):
             await engine.submit(request(**prompt))
     assert [type(error) for error in observer.rejected] == [ContextLengthExceeded] * 2
@@ -114,8 +117,20 @@ async def test_the_text_of_a_chat_is_checked_before_it_is_tokenized(
 ) -> None:
     for content, error in (("x" * 1_000_000, ContextLengthExceeded), ("", InvalidRequest), ("\ud800", InvalidRequest)):
         with pytest.raises(error):
-            await engine.submit(request(None, messages=({"content": content},)))
+            await engine.submit(request(None, messages=({**CHAT[0], "content": content},)))
     assert "encode" not in text_processor.calls
+
+
+async def test_a_message_without_content_is_refused(engine: Engine[FakeCore], observer: FakeObserver) -> None:
+    with pytest.raises(InvalidRequest, match=r"messages\[0\] has no 'content'"):
+        await engine.submit(request(None, messages=({"role": "user"},)))
+    assert [type(error) for error in observer.rejected] == [InvalidRequest]
+
+
+async def test_text_parts_are_rendered_as_text(engine: Engine[FakeCore], text_processor: FakeTextProcessor) -> None:
+    content = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    stream = await engine.submit(request(None, messages=({"role": "user", "content": content},)))
+    assert stream.prompt_token_ids == text_processor.encode("one\ntwo" * 2, add_special_tokens=False)
 
 
 async def test_a_submission_that_is_never_awaited_frees_its_queue_slot(

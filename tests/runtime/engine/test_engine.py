@@ -12,7 +12,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppres
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from quire.pager import check
@@ -739,11 +738,7 @@ async def test_logits_of_invalid_prompts(running: Running, token_ids: tuple[int,
             await engine.logits(token_ids)
 
 
-async def test_sampling_params_of_wrong_types(running: Running) -> None:
+async def test_sampling_params_of_numpys_types(running: Running) -> None:
     async with running() as engine:
-        for wrong in ({"stop": "text"}, {"temperature": "hot"}, {"max_tokens": 1.5}, {"logit_bias": {"a": 1}}):
-            request = msgspec.structs.replace(new_request(), sampling_params=SamplingParams(**wrong))  # type: ignore[arg-type]
-            with pytest.raises(InvalidRequest, match="sampling_params"):
-                await engine.submit(request)
         numpy = SamplingParams(max_tokens=2, seed=np.int64(3), temperature=np.float32(0.5))  # type: ignore[arg-type]
         assert len(ids_of(await chunks_of(engine, GenerateRequest(prompt=(1,), sampling_params=numpy)))) == 2

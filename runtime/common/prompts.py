@@ -1,0 +1,71 @@
+"""The forms of a prompt that users may pass to `LLM` and to the clients: token ids, and the messages of a chat.
+
+Both functions raise InvalidRequest that names the fault and what is allowed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .errors import InvalidRequest
+
+EXAMPLE = '{"role": "user", "content": "Hello"}'
+
+
+def as_token_ids(prompt: object) -> tuple[int, ...]:
+    """Return the token ids of any sequence of integers, numpy's included."""
+    try:
+        return tuple(operator.index(token) for token in prompt)  # type: ignore[attr-defined]  # TypeError is caught
+    except TypeError:
+        raise InvalidRequest(f"a prompt is text or a sequence of token ids, not {shown(prompt)}") from None
+
+
+def chat_messages(messages: object) -> tuple[dict[str, Any], ...]:
+    """Return the messages of a chat as maps whose `content` is text; OpenAI's text parts are joined with line breaks.
+
+    A message needs a role, and content unless it is an assistant's message with `tool_calls`. Other keys are for the
+    model's template.
+    """
+    items = (
+        tuple(messages) if isinstance(messages, Iterable) and not isinstance(messages, str | bytes | Mapping) else ()
+    )
+    if not items or not all(isinstance(item, Mapping) for item in items):
+        raise InvalidRequest(f"messages must be a list of at least one map such as {EXAMPLE}, not {shown(messages)}")
+    return tuple(_message(dict(item), f"messages[{index}]") for index, item in enumerate(items))
+
+
+def shown(value: object) -> str:
+    """Return the value as Python writes it, cut to 80 characters."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    for key in ("role", "content"):
+        if key not in message and not (key == "content" and _has_tool_calls(message)):
+            raise InvalidRequest(f"{where} has no {key!r}; a message is a map such as {EXAMPLE}")
+    if not isinstance(message["role"], str) or not message["role"]:
+        raise InvalidRequest(f"{where}: role must be text such as user or assistant, not {shown(message['role'])}")
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        message["content"] = "\n".join(_text(part, f"{where}: content[{index}]") for index, part in enumerate(content))
+    elif not isinstance(content, str) and not (content is None and _has_tool_calls(message)):
+        raise InvalidRequest(f"{where}: content must be text or a list of text parts, not {shown(content)}")
+    return message
+
+
+def _has_tool_calls(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "assistant" and bool(message.get("tool_calls"))
+
+
+def _text(part: object, where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or not isinstance(kind, str):
+        raise InvalidRequest(f'{where} must be a part such as {{"type": "text", "text": "Hello"}}, not {shown(part)}')
+    if kind != "text":
+        raise InvalidRequest(f"{where} is a part of type {shown(kind)}, which is not supported; only text parts are")
+    if not isinstance(part.get("text"), str):
+        raise InvalidRequest(f"{where}: text must be text, not {shown(part.get('text'))}")
+    return str(part["text"])

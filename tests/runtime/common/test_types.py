@@ -1,0 +1,60 @@
+"""`SamplingParams` refuses values of other types, and unknown names, when it is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from quire import SamplingParams
+from quire.runtime.common.errors import InvalidRequest
+
+
+@pytest.mark.parametrize(
+    ("values", "fault"),
+    [
+        ({"max_tokens": "5"}, "max_tokens must be a whole number, not '5'"),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number, not 1.5"),
+        ({"max_tokens": None}, "max_tokens must be a whole number, not None"),
+        ({"n": True}, "n must be a whole number, not True"),
+        ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
+        ({"stop": "text"}, "stop must be a list of texts, not 'text'"),
+        ({"stop": [5]}, r"stop must be a list of texts, not \[5\]"),
+        ({"stop_token_ids": ["a"]}, r"stop_token_ids must be a list of whole numbers, not \['a'\]"),
+        ({"logit_bias": {"a": 1}}, "logit_bias must be a map of whole numbers to numbers or None, not {'a': 1}"),
+        ({"ignore_eos": "yes"}, "ignore_eos must be true or false, not 'yes'"),
+        ({"seed": 0.5}, "seed must be a whole number or None, not 0.5"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(values: dict[str, Any], fault: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{fault}$"):
+        SamplingParams(**values)
+
+
+def test_lists_and_numpys_types_become_pythons() -> None:
+    params = SamplingParams(
+        max_tokens=np.int64(3),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        stop=["a"],  # type: ignore[arg-type]
+        stop_token_ids=np.array([5, 6]),  # type: ignore[arg-type]
+        logit_bias={np.int32(3): np.float32(1)},  # type: ignore[dict-item]
+    )
+    assert msgspec.to_builtins(params) == msgspec.to_builtins(
+        SamplingParams(max_tokens=3, temperature=0.5, stop=("a",), stop_token_ids=(5, 6), logit_bias={3: 1.0})
+    )
+    assert type(params.max_tokens) is int
+    assert isinstance(params.stop, tuple)
+
+
+def test_replacing_a_field_checks_it() -> None:
+    with pytest.raises(InvalidRequest, match="n must be a whole number"):
+        msgspec.structs.replace(SamplingParams(), n="2")
+
+
+@pytest.mark.parametrize(
+    ("name", "right"), [("max_token", "max_tokens"), ("max_new_tokens", "max_tokens"), ("num_beams", "beam_width")]
+)
+def test_an_unknown_name_is_a_type_error_that_names_the_right_one(name: str, right: str) -> None:
+    with pytest.raises(TypeError, match=rf"no field '{name}' \(did you mean '{right}'\?\); the fields are max_tokens,"):
+        SamplingParams(**{name: 3})  # type: ignore[arg-type]
