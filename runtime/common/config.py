@@ -215,6 +215,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engine_heartbeat_timeout_ms: Annotated[
         Count, _limit("Time without a heartbeat after which an engine process is replaced.", unit="ms")
     ] = 1_000
+    engine_restart_timeout_ms: Annotated[
+        Count,
+        _limit("Time that requests wait for the next engine process while its start fails; then they end.", unit="ms"),
+    ] = 30_000
 
 
 class EngineOptions(TypedDict, total=False):

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from ..common import errors
@@ -41,28 +42,32 @@ class EngineProcess:
     async def spawn(
         cls, start: StartEngine, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[], None]
     ) -> EngineProcess:
-        """Start a process. `receive` gets every message but EngineReady and EngineFailed. Raises OSError."""
-        ours, theirs = socket.socketpair()
-        heartbeat_fd, their_heartbeat_fd = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *COMMAND,
-                *(str(theirs.fileno()), str(their_heartbeat_fd)),
-                pass_fds=(theirs.fileno(), their_heartbeat_fd),
-                stdin=asyncio.subprocess.DEVNULL,
+        """Start a process. `receive` gets every message but EngineReady and EngineFailed.
+
+        Raises OSError, such as too many open files, and then leaves neither a process nor a descriptor behind.
+        """
+        with ExitStack() as undo:
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            with theirs:
+                heartbeat_fd, their_heartbeat_fd = os.pipe()
+                undo.callback(os.close, heartbeat_fd)
+                try:
+                    process = await asyncio.create_subprocess_exec(
+                        *COMMAND,
+                        *(str(theirs.fileno()), str(their_heartbeat_fd)),
+                        pass_fds=(theirs.fileno(), their_heartbeat_fd),
+                        stdin=asyncio.subprocess.DEVNULL,
+                    )
+                finally:
+                    os.close(their_heartbeat_fd)
+            undo.callback(process.kill)
+            engine = cls(process, on_heartbeat, heartbeat_fd)
+            engine.link = await EngineLink.open(
+                ours, FROM_ENGINE, lambda message: engine._receive_while_loading(message, receive), engine._on_closed
             )
-        except BaseException:
-            ours.close()
-            os.close(heartbeat_fd)
-            raise
-        finally:
-            theirs.close()
-            os.close(their_heartbeat_fd)
-        engine = cls(process, on_heartbeat, heartbeat_fd)
+            undo.pop_all()
         asyncio.get_running_loop().add_reader(heartbeat_fd, engine._read_heartbeat)
-        engine.link = await EngineLink.open(
-            ours, FROM_ENGINE, lambda message: engine._receive_while_loading(message, receive), engine._on_closed
-        )
         engine.link.send(start)
         return engine
 

@@ -13,13 +13,13 @@ from typing import Protocol
 import msgspec
 import structlog
 
-from ..common.errors import QuireError, Unavailable
+from ..common.errors import Unavailable
 from .engine_link import EngineReady, FromEngine, StartEngine
 from .engine_process import EngineProcess
 from .health import TICK_S, HealthMonitor, HealthTimeouts
 
-MAX_QUIET_FAILURES = 3  # starts that may fail in a row before requests fail too
-MAX_PAUSE_S = 10.0  # between two attempts
+FIRST_PAUSE_S = 0.2  # after a failed start; each further one doubles it
+MAX_PAUSE_S = 5.0
 LOADING_TIMEOUTS = HealthTimeouts(heartbeat_s=15.0, stall_s=float("inf"))
 
 _log = structlog.get_logger("quire.supervisor")
@@ -33,7 +33,9 @@ class ProcessOwner(Protocol):
     def on_process_exit(self, from_outside: bool) -> None:
         """`from_outside`: another process killed or stopped it, so no request can have been the cause."""
 
-    def on_restarts_failing(self, reason: str) -> None: ...
+    def on_restarts_failing(self, reason: str) -> None:
+        """No process has started for `HealthTimeouts.restart_s`. Called again after each further failed start."""
+
     def on_tick(self) -> None:
         """Do what is due by time; called every TICK_S, whether a process is ready or not."""
 
@@ -106,22 +108,34 @@ class Supervisor:
         return was_stopped or (problem is None and status == -signal.SIGKILL)
 
     async def _restart(self) -> EngineProcess:
-        """Try until a process is ready, with growing pauses."""
-        num_failures = 0
+        """Try until a process is ready, with growing pauses. Notify the owner when that takes longer than `restart_s`.
+
+        A process that is loading may take as long as it needs; only failed starts count.
+        """
+        now = asyncio.get_running_loop().time
+        num_failures, pause_s, failing_at = 0, FIRST_PAUSE_S, now() + self._timeouts.restart_s
         while True:
             try:
                 process, _ = await self._spawn()
-            except (QuireError, OSError) as error:
+            except Exception as error:  # whatever it was, such as too many open files: it may be over at the next start
                 num_failures += 1
                 self._log.error("engine process did not start", attempt=num_failures, reason=str(error))
-                if num_failures == MAX_QUIET_FAILURES:
+                left_s = failing_at - now()
+                if left_s <= 0:
                     self._owner.on_restarts_failing(f"the engine cannot be restarted: {error}")
-                await asyncio.sleep(min(MAX_PAUSE_S, 0.1 * 2**num_failures))
+                await self._pause(pause_s if left_s <= 0 else min(pause_s, left_s))
+                pause_s = min(MAX_PAUSE_S, 2 * pause_s)
             else:
                 self.num_restarts += 1
                 self._use(process)
                 self._log.info("engine process restarted", pid=process.pid)
                 return process
+
+    async def _pause(self, seconds: float) -> None:
+        while seconds > 0:
+            await asyncio.sleep(min(TICK_S, seconds))
+            seconds -= TICK_S
+            self._owner.on_tick()
 
     async def _spawn(self) -> tuple[EngineProcess, EngineReady]:
         """Start a process and wait until it is ready. Raises the error that prevents that."""

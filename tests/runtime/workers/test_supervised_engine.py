@@ -9,6 +9,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from errno import EMFILE
 from typing import Any
 
 import msgspec
@@ -612,9 +613,11 @@ async def test_waiting_requests_fail_when_restarts_fail_again_and_again(
     processes.error = OSError("no memory")
     processes.last.exit(1)
     await until(lambda: engine.pid is None)
+    lost_at = loop_clock()
     (adding,) = await ask(engine, 2)
     with pytest.raises(NotAccepting, match="the engine cannot be restarted: no memory"):
         await adding
+    assert loop_clock() - lost_at == pytest.approx(TIMEOUTS.restart_s, abs=1)
     assert listener.ends() == {1: "Unavailable"}
     assert "no memory" in str(listener.failures[1])
     with pytest.raises(NotAccepting, match="cannot be restarted"):
@@ -640,21 +643,65 @@ async def test_failed_starts_are_repeated_with_growing_pauses(engine: Supervised
     before = processes.num_attempts
     await asyncio.sleep(60)
     assert at_first >= 3
-    assert 5 <= processes.num_attempts - before <= 7, "every 10 s"
+    assert 11 <= processes.num_attempts - before <= 13, "every 5 s"
     assert all(process.status is not None for process in processes.started), "none is left behind"
 
 
-async def test_one_failed_restart_is_not_an_error_of_any_request(
-    engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener
+@pytest.mark.parametrize(
+    "error", [OSError(EMFILE, "Too many open files"), RuntimeError("can't start new thread"), MemoryError()], ids=repr
+)
+async def test_failed_restarts_of_less_than_the_time_limit_are_no_error_of_any_request(
+    engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener, error: Exception
 ) -> None:
     await add(engine, 1)
-    processes.error = OSError("try again")
+    processes.error = error
     processes.last.exit(1)
-    await until(lambda: processes.num_attempts == 2)
+    await asyncio.sleep(TIMEOUTS.restart_s - 1)
+    assert processes.num_attempts >= 6
+    engine.check_room("", 1)
+    (adding,) = await ask(engine, 2)
     processes.error = None
     await until(lambda: engine.pid is not None)
     processes.last.finish(1)
+    await adding
     assert listener.ends() == {1: "length"}
+
+
+async def test_a_process_that_loads_for_longer_than_the_time_limit_is_no_error_of_any_request(
+    engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener
+) -> None:
+    await add(engine, 1)
+    processes.makes_ready = False
+    processes.last.exit(1)
+    loading = await processes.next()
+    await asyncio.sleep(2 * TIMEOUTS.restart_s)
+    processes.make_ready(loading)
+    await until(lambda: engine.pid is not None)
+    loading.finish(1)
+    assert listener.ends() == {1: "length"}
+
+
+async def test_a_deadline_that_passes_between_failed_starts_ends_its_request_in_time(
+    engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener
+) -> None:
+    deadline = loop_clock() + 20  # within the longest pause
+    await add(engine, 1, deadline=deadline)
+    processes.error = OSError("no memory")
+    processes.last.exit(1)
+    await until(lambda: listener.ends() != {})
+    assert listener.ends() == {1: DEADLINE_PASSED}
+    assert loop_clock() - deadline < 0.5
+
+
+async def test_starts_that_fail_for_hours_do_not_end_the_attempts(
+    engine: SupervisedEngine, processes: FakeSpawner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "MAX_PAUSE_S", 0.2)
+    processes.error = OSError("no memory")
+    processes.last.exit(1)
+    await until(lambda: processes.num_attempts > 1100)
+    processes.error = None
+    await until(lambda: engine.pid is not None)
 
 
 # The end
