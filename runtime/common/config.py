@@ -180,7 +180,18 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "info"
 
     max_frame_bytes: Annotated[FrameBytes, _limit("Longest payload of a frame.", unit="bytes")] = 4 << 20
-    max_connections: Annotated[Count, _limit("Connections at the same time.", unit="connections")] = 4096
+    max_connections: Annotated[Count, _limit("Connections at the same time, at most what the limit of open files allows.", unit="connections")] = 4096
+    max_pending_connections: Annotated[
+        Count,
+        _limit(
+            "Connections before HELLO, TLS handshakes included, at most half of max_connections; beyond it, the one "
+            "that is pending longest is closed.",
+            unit="connections",
+        ),
+    ] = 512
+    max_pending_connections_per_address: Annotated[
+        Count, _limit("Connections before HELLO from one address; an IPv6 /64 is one.", unit="connections")
+    ] = 256
     max_requests_per_connection: Annotated[Count, _limit("Live requests of one connection.", unit="requests")] = 1024
     max_outgoing_bytes: Annotated[
         Count, _limit("Unsent output of a connection at which it is closed as too slow.", unit="bytes")

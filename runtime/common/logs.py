@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import secrets
 import sys
+import time
+from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
 import structlog
@@ -19,6 +22,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 SECRETS = frozenset(
     {"token", "key", "keys", "api_key", "authorization", "password", "secret", "session", "prompt", "messages", "text"}
 )
+MAX_LINES, LINES_INTERVAL_S = 10, 10.0  # of one BoundedLog
 _START = secrets.token_hex(2)
 _numbers = itertools.count(1)
 
@@ -55,6 +59,30 @@ def log_to_stderr(
     remove_meta = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(processors=[*shared, remove_meta, render]))
     logging.basicConfig(handlers=[handler], level=max(threshold, logging.WARNING), force=True)
+
+
+class BoundedLog:
+    """Writes at most `MAX_LINES` lines per `LINES_INTERVAL_S`; the first line after that says how many were left out.
+
+    For lines that a peer can cause as often as it likes.
+    """
+
+    def __init__(self, log: structlog.typing.FilteringBoundLogger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._clock = clock
+        self._began_at = -math.inf  # of the interval
+        self._num_lines = 0  # in this interval, those left out included
+
+    def write(self, level: int, event: str, **fields: object) -> None:
+        """Write a line at `level`, a number of `logging`, or count it as left out."""
+        now = self._clock()
+        if now - self._began_at >= LINES_INTERVAL_S:
+            if (left_out := self._num_lines - MAX_LINES) > 0:
+                fields["lines_left_out"] = left_out
+            self._began_at, self._num_lines = now, 0
+        self._num_lines += 1
+        if self._num_lines <= MAX_LINES:
+            self._log.log(level, event, **fields)
 
 
 def redact(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:

@@ -18,6 +18,7 @@ from ..protocol.address import TCPAddress
 from ..protocol.codec import Decoder
 from ..protocol.frames import CLIENT_FRAMES, FEATURES, HEARTBEAT_NONCE, PROTOCOL_VERSION, Hello, Ping, Welcome
 from ..protocol.wire_errors import error_frame
+from .acceptor import AcceptedConnection
 from .convert import check_hello
 from .request_handler import AppContext, RequestHandler
 from .request_log import quire_error
@@ -37,9 +38,10 @@ class Connection:
     One task reads, one writes, and each live request has a task of its own.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: AppContext) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, accepted: AcceptedConnection, context: AppContext) -> None:
+        self._accepted = accepted
+        self._reader = accepted.reader
+        self._writer = writer = accepted.writer
         self._context = context
         self._config = context.config
         self._decoder = Decoder(CLIENT_FRAMES)
@@ -58,8 +60,8 @@ class Connection:
         return [] if self._handler is None else self._handler.tasks
 
     @property
-    def has_unsent(self) -> bool:
-        return self._send_buffer.has_unsent
+    def unsent_bytes(self) -> int:
+        return self._send_buffer.unsent_bytes
 
     async def run(self, refusal: QuireError | None = None) -> None:
         """Serve the client, or only send `refusal`, then close. Never raises."""
@@ -98,6 +100,10 @@ class Connection:
         """End the connection from the server's side: `error` is the last frame of its requests and its own."""
         self.fail_requests(error)
         self._end(error)
+
+    def abort(self) -> None:
+        """Close without sending the rest."""
+        self._writer.transport.abort()
 
     def _end(self, error: QuireError) -> None:
         self._send_buffer.send(error_frame(None, error))
@@ -144,6 +150,7 @@ class Connection:
     def _welcome(self, hello: Hello) -> None:
         """Send WELCOME, and accept requests from now on. Raises Unauthenticated."""
         tenant = self._context.keyring.authenticate(hello.token)
+        self._accepted.settle()
         bind_contextvars(tenant=tenant.name)
         session = self._context.replays.resume_index.session_name(tenant.name, hello.session)
         features = tuple(feature for feature in FEATURES if feature in hello.features)

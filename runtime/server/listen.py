@@ -70,12 +70,25 @@ def listen_unix(path: Path) -> ListeningSocket:
     return ListeningSocket(listening, UnixAddress(str(path)), path.lstat().st_ino)
 
 
-def allow_open_files(count: int) -> None:
-    """Raise this process's soft limit of open files to `count`, or to the hard limit if that is less."""
+def fit_connections(wanted: int, reserved: int) -> int:
+    """Return how many of `wanted` client connections may be open, so that `reserved` files can be open besides.
+
+    Raises this process's soft limit of open files as far as needed, at most to the hard limit. Raises ConfigError if
+    there is no room for a client.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    needed = wanted + reserved
+    if soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else max(soft, min(needed, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    if soft <= reserved:
+        raise ConfigError(
+            f"this process may open {soft} files, and {reserved} are reserved for engines, operators and files; "
+            f"raise the limit (`ulimit -n {needed}`)"
+        )
+    return min(wanted, soft - reserved)
 
 
 async def is_loopback(host: str) -> bool:

@@ -36,9 +36,9 @@ class SendBuffer:
         writer.transport.set_write_buffer_limits(high=1)
 
     @property
-    def has_unsent(self) -> bool:
-        """Whether the system has not yet taken every byte."""
-        return bool(self._unsent) or self._writer.transport.get_write_buffer_size() > 0
+    def unsent_bytes(self) -> int:
+        """Number of bytes that the system has not yet taken."""
+        return len(self._unsent) + self._writer.transport.get_write_buffer_size()
 
     def send(self, frame: Frame) -> None:
         """Queue `frame`, or drop it if the connection is lost or closing.

@@ -17,9 +17,10 @@ from ..common.config import ServerConfig
 from ..common.errors import ConfigError, Overloaded, QuireError, Unavailable
 from ..engine.facade import EngineFacade
 from ..protocol.address import UnixAddress
+from .acceptor import AcceptedConnection, Acceptor, ConnectionLimits
 from .auth import Keyring
 from .connection import Connection
-from .listen import BACKLOG, ListeningSocket, allow_open_files, is_loopback, listen_tcp, listen_unix
+from .listen import ListeningSocket, fit_connections, is_loopback, listen_tcp, listen_unix
 from .live_requests import LiveRequests
 from .monitoring import (
     OperatorServer,
@@ -28,17 +29,17 @@ from .monitoring import (
     RequestStatus,
     StatusCollector,
     VllmNames,
-    operator_app,
 )
 from .request_handler import AppContext
 from .resume import ReplayStore
 from .tls import TLS
 
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 1.0  # for clients to read the last frames and close their connections
+STUCK_S = 0.1
 DRAIN_POLL_S = 0.05
 DEFAULT_MODEL_NAME = "quire"
-MAX_REFUSALS = 256  # connections beyond max_connections that receive an ERROR; the others are closed immediately
-OTHER_FILES = 256  # open files of a process besides its connections
+MAX_REFUSALS = 64  # connections beyond max_connections that receive an ERROR; the others are closed immediately
+RESERVED_FILES = 256  # open files for engine processes, operators, the model, snapshots and logs
 
 _log = structlog.get_logger("quire.server")
 
@@ -82,13 +83,22 @@ class Server:
             readiness = Readiness(engine.stats, config.stall_timeout_ms / 1000)
             opening.push_async_callback(_stop, asyncio.create_task(readiness.watch()))
             self._serve_operators(context, readiness, http_listening, opening)
-            allow_open_files(config.max_connections + MAX_REFUSALS + OTHER_FILES)
-            await self._serve_clients(context, listening, opening)
+            max_connections = fit_connections(config.max_connections, MAX_REFUSALS + RESERVED_FILES)
+            if max_connections < config.max_connections:
+                _log.warning(
+                    "fewer connections than configured: the limit of open files is too low",
+                    max_connections=max_connections,
+                    configured=config.max_connections,
+                    needed_open_files=config.max_connections + MAX_REFUSALS + RESERVED_FILES,
+                )
+            self._serve_clients(context, listening, max_connections, opening)
             self._open = opening.pop_all()
         self._context, self._readiness = context, readiness
         self.address = str(listening.address)
         self.http_address = str(http_listening.address)
-        _log.info("listening", address=self.address, http_address=self.http_address)
+        _log.info(
+            "listening", address=self.address, http_address=self.http_address, max_connections=max_connections
+        )
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, send GOAWAY, and wait for accepted requests, unsent frames and clients that may resume.
@@ -141,38 +151,47 @@ class Server:
             live_requests=self.live_requests,
         )
         opening.push_async_callback(_stop, asyncio.create_task(status.history.watch()))
-        app = operator_app(self.observer.registry, readiness, status.collect)
-        opening.push_async_callback(OperatorServer(app, listening.socket).close)
+        operators = OperatorServer(self.observer.registry, readiness, status.collect, listening.socket)
+        opening.push_async_callback(operators.close)
 
-    async def _serve_clients(
-        self, context: AppContext, listening: ListeningSocket, opening: contextlib.AsyncExitStack
+    def _serve_clients(
+        self,
+        context: AppContext,
+        listening: ListeningSocket,
+        max_connections: int,
+        opening: contextlib.AsyncExitStack,
     ) -> None:
-        def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            excess = len(self._connections) - context.config.max_connections
-            if excess >= MAX_REFUSALS or self._closing:  # a TLS handshake may end after the listening socket is closed
-                writer.transport.abort()
-            else:
-                self._run(Connection(reader, writer, context), refuse=excess >= 0)
+        config = context.config
 
-        tls: dict[str, Any] = {}
-        if self._tls is not None:
-            timeout_s = context.config.handshake_timeout_ms / 1000
-            tls = {"ssl": self._tls.context, "ssl_handshake_timeout": timeout_s}
-        start: Any = asyncio.start_unix_server if isinstance(listening.address, UnixAddress) else asyncio.start_server
-        server: asyncio.Server = await start(accept, sock=listening.socket, backlog=BACKLOG, **tls)
+        async def serve(accepted: AcceptedConnection) -> None:
+            task = asyncio.current_task()
+            if self._closing or task is None:  # a TLS handshake may end after the listening socket is closed
+                return
+            full = Overloaded("the server has as many connections as it allows; retry later")
+            connection = Connection(accepted, context)
+            self._connections[connection] = task
+            try:
+                await connection.run(full if accepted.number > max_connections else None)
+            finally:
+                del self._connections[connection]
+
+        pending = min(config.max_pending_connections, max(1, max_connections // 2))
+        acceptor = Acceptor(
+            listening.socket,
+            serve,
+            ConnectionLimits(max_connections + MAX_REFUSALS, pending, config.max_pending_connections_per_address),
+            tls=None if self._tls is None else self._tls.context,
+            handshake_timeout_s=config.handshake_timeout_ms / 1000,
+            on_refused=self.observer.on_connection_refused,
+        )
+        opening.push_async_callback(acceptor.close)
         opening.push_async_callback(context.replays.close)
         opening.push_async_callback(self._close_connections)
-        opening.callback(server.close)
-
-    def _run(self, connection: Connection, refuse: bool) -> None:
-        full = Overloaded("the server has as many connections as it allows; retry later") if refuse else None
-        task = asyncio.create_task(connection.run(full))
-        self._connections[connection] = task
-        task.add_done_callback(lambda _: self._connections.pop(connection))
+        opening.callback(acceptor.stop)
 
     def _is_busy(self, context: AppContext) -> bool:
         connections = self._connections
-        return context.replays.is_busy or any(connection.tasks or connection.has_unsent for connection in connections)
+        return context.replays.is_busy or any(connection.tasks or connection.unsent_bytes for connection in connections)
 
     def _fail_requests(self, error: QuireError) -> None:
         if self._context is not None:
@@ -184,13 +203,24 @@ class Server:
         self._closing = True
         leaving = Unavailable("the server is shutting down")
         self._fail_requests(leaving)
-        tasks = list(self._connections.values())
         for connection in list(self._connections):
             connection.shut_down(leaving)
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
-            for task in late:
-                await _stop(task)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._until_read()
+        for connection in self._connections:
+            connection.abort()
+
+    async def _until_read(self) -> None:
+        """Wait until every connection is closed; abort those whose client has read nothing for `STUCK_S`."""
+        unsent: dict[Connection, int] = {}
+        while self._connections:
+            await asyncio.wait(self._connections.values(), timeout=STUCK_S)
+            for connection in self._connections:
+                left = connection.unsent_bytes
+                if left and left == unsent.get(connection):
+                    connection.abort()
+                unsent[connection] = left
 
 
 async def check_config(config: ServerConfig) -> None:

@@ -1,6 +1,6 @@
 """Metrics, probes and the status page of a server, on an HTTP port that changes nothing."""
 
-from .http import OperatorServer, operator_app
+from .http import OperatorServer
 from .metrics import CancelCause, PrometheusObserver
 from .readiness import Readiness
 from .status import RequestState, RequestStatus, StatusCollector
@@ -15,5 +15,4 @@ __all__ = [
     "RequestStatus",
     "StatusCollector",
     "VllmNames",
-    "operator_app",
 ]

@@ -1,30 +1,43 @@
 """The operator's HTTP port: `/metrics`, `/healthz`, `/readyz` and a status page at `/`, in the server's own event loop.
 
-No answer changes what is served. A browser loads only the page's own script and style sheet. Must not import the
-protocol.
+No answer changes what is served. Clients cannot stall the event loop or close the port: metrics and status are made at
+most once per `max_age_s` and shared; a connection has one request at a time, with a time limit for the request and one
+for reading the answer; beyond the limits of connections, the one that has been silent longest is closed for the newcomer.
+A browser loads only the page's own script and style sheet. Must not import the protocol.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
 from importlib.resources import files
+from typing import NamedTuple
 
+import h11
 import msgspec
-import uvicorn
+import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from prometheus_client.core import Metric
 
+from ...common.logs import BoundedLog
+from ..acceptor import AcceptedConnection, Acceptor, ConnectionLimits
 from .readiness import Readiness
 from .status import Status
 
-MAX_CONNECTIONS = 64
+LIMITS = ConnectionLimits(open=96, pending=64, pending_per_address=32)
+REQUEST_TIMEOUT_S = 5.0  # from the accept, or the end of the last answer, to the end of the request
+ANSWER_TIMEOUT_S = 5.0  # from the first to the last byte of an answer
+PAUSE_S = 0.05  # between the answers of one connection
+MAX_REQUEST_BYTES = 16 << 10
+READ_BYTES = 4 << 10
+METRICS_MAX_AGE_S = 1.0
+STATUS_MAX_AGE_S = 0.5
+
 PAGE_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -36,93 +49,197 @@ PAGE_HEADERS = {
     "cache-control": "no-store",
 }
 PAGE = {  # path -> file in this folder, media type
-    "/": ("status.html", "text/html"),
-    "/status.css": ("status.css", "text/css"),
-    "/status.js": ("status.js", "text/javascript"),
+    "/": ("status.html", "text/html; charset=utf-8"),
+    "/status.css": ("status.css", "text/css; charset=utf-8"),
+    "/status.js": ("status.js", "text/javascript; charset=utf-8"),
 }
+TEXT = "text/plain; charset=utf-8"
+
+_log = structlog.get_logger("quire.server")
 
 
-def operator_app(registry: CollectorRegistry, readiness: Readiness, status: Callable[[], Status]) -> Starlette:
-    async def metrics(request: Request) -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+class Answer(NamedTuple):
+    """One HTTP answer; `headers` are added to content-type and content-length."""
 
-    async def healthz(request: Request) -> Response:
-        """Answer while the event loop runs."""
-        return PlainTextResponse("ok\n")
-
-    async def readyz(request: Request) -> Response:
-        problem = readiness.problem()
-        return PlainTextResponse(f"{problem or 'ready'}\n", status_code=503 if problem else 200)
-
-    async def status_json(request: Request) -> Response:
-        return Response(msgspec.json.encode(status()), media_type="application/json", headers=PAGE_HEADERS)
-
-    answers = {"/metrics": metrics, "/healthz": healthz, "/readyz": readyz, "/status.json": status_json}
-    return Starlette(routes=[*(Route(path, answer) for path, answer in answers.items()), *_page_routes()])
-
-
-def _page_routes() -> Iterator[Route]:
-    for path, (name, media_type) in PAGE.items():
-        content = (files(__package__) / name).read_bytes()
-        yield Route(path, _file(content, media_type))
-
-
-def _file(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
-    async def answer(request: Request) -> Response:
-        return Response(content, media_type=media_type, headers=PAGE_HEADERS)
-
-    return answer
+    content: bytes
+    media_type: str = TEXT
+    status_code: int = 200
+    headers: dict[str, str] = {}
 
 
 class OperatorServer:
-    """uvicorn on a socket that listens already."""
+    """Answers on a socket that listens already, until `close`."""
 
-    def __init__(self, app: Starlette, listening: socket.socket) -> None:
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            http=_Protocol,
-            ws="none",
-            date_header=False,
-            server_header=False,
-            timeout_graceful_shutdown=1,
-        )
-        self._server = _Uvicorn(config)
-        self._task = asyncio.create_task(self._server.serve(sockets=[listening]))
+    def __init__(
+        self, registry: CollectorRegistry, readiness: Readiness, status: Callable[[], Status], listening: socket.socket
+    ) -> None:
+        self._readiness = readiness
+        self._status = status
+        self._metrics_cache = SharedResult(lambda: render_metrics(registry), METRICS_MAX_AGE_S)
+        self._status_cache = SharedResult(self._render_status, STATUS_MAX_AGE_S)
+        self._answers = {
+            "/metrics": self._metrics,
+            "/healthz": self._healthz,
+            "/readyz": self._readyz,
+            "/status.json": self._status_json,
+        }
+        self._page = {path: _read_page(*entry) for path, entry in PAGE.items()}
+        self._warnings = BoundedLog(_log)
+        self._acceptor = Acceptor(listening, self._serve, LIMITS)
+
+    @property
+    def num_connections(self) -> int:
+        return self._acceptor.num_open
 
     async def close(self) -> None:
-        self._server.leave.set()
-        await self._task
+        await self._acceptor.close()
+        await self._metrics_cache.close()
+        await self._status_cache.close()
+
+    # Answers
+
+    async def _metrics(self) -> Answer:
+        return Answer(await self._metrics_cache.get(), CONTENT_TYPE_LATEST)
+
+    async def _healthz(self) -> Answer:
+        """Answer while the event loop runs."""
+        return Answer(b"ok\n")
+
+    async def _readyz(self) -> Answer:
+        problem = self._readiness.problem()
+        return Answer(f"{problem or 'ready'}\n".encode(), status_code=503 if problem else 200)
+
+    async def _status_json(self) -> Answer:
+        return Answer(await self._status_cache.get(), "application/json", headers=PAGE_HEADERS)
+
+    async def _render_status(self) -> bytes:
+        return msgspec.json.encode(self._status())
+
+    async def _answer(self, request: h11.Request) -> Answer:
+        if request.method not in (b"GET", b"HEAD"):
+            return Answer(b"allowed: GET and HEAD\n", status_code=405, headers={"allow": "GET, HEAD"})
+        path = request.target.partition(b"?")[0].decode("ascii")
+        if path in self._page:
+            return self._page[path]
+        if path not in self._answers:
+            return Answer(b"not found\n", status_code=404)
+        try:
+            return await self._answers[path]()
+        except Exception as error:
+            _log.error("http request failed", exc_info=error, path=path)
+            return Answer(b"an internal error; see the server's log\n", status_code=500)
+
+    # Connections
+
+    async def _serve(self, accepted: AcceptedConnection) -> None:
+        """Answer one request after the other, until the client closes or is too slow."""
+        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_REQUEST_BYTES)
+        accepted.writer.transport.set_write_buffer_limits(high=0)  # drain waits until the system has every byte
+        with contextlib.suppress(OSError):
+            try:
+                while (request := await self._read(connection, accepted.reader)) is not None:
+                    accepted.renew()
+                    answer, has_body = await self._answer(request), request.method != b"HEAD"
+                    await _write(connection, accepted.writer, answer, has_body=has_body)
+                    if connection.our_state is not h11.DONE or connection.their_state is not h11.DONE:
+                        return
+                    connection.start_next_cycle()
+                    await asyncio.sleep(PAUSE_S)
+            except h11.RemoteProtocolError as error:
+                self._warnings.write(logging.WARNING, "http request refused", peer=accepted.address, reason=str(error))
+                if connection.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                    answer = Answer(f"{error}\n".encode(), TEXT, error.error_status_hint, {"connection": "close"})
+                    await _write(connection, accepted.writer, answer)
+
+    async def _read(self, connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
+        """Return the next request, None at the end of the connection. Raises RemoteProtocolError, also for a body."""
+        request: h11.Request | None = None
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                while True:
+                    event = connection.next_event()
+                    if event is h11.NEED_DATA and request is None:
+                        connection.receive_data(await reader.read(READ_BYTES))
+                    elif isinstance(event, h11.Request):
+                        request = event
+                    elif isinstance(event, h11.EndOfMessage):
+                        return request
+                    elif isinstance(event, h11.ConnectionClosed):
+                        return None
+                    else:
+                        raise h11.RemoteProtocolError("a request must not have a body", error_status_hint=413)
+        except TimeoutError:
+            if not connection.trailing_data[0]:
+                return None
+            limit = f"a request must be complete within {REQUEST_TIMEOUT_S:g} s"
+            raise h11.RemoteProtocolError(limit, error_status_hint=408) from None
 
 
-class _Protocol(H11Protocol):
-    """HTTP/1.1 with few connections and a timeout for the first request.
+async def _write(
+    connection: h11.Connection, writer: asyncio.StreamWriter, answer: Answer, *, has_body: bool = True
+) -> None:
+    """Send `answer`. Raises TimeoutError, an OSError, if the client does not read it in time."""
+    headers = {"content-type": answer.media_type, "content-length": str(len(answer.content)), **answer.headers}
+    status = HTTPStatus(answer.status_code)
+    events: list[h11.Event] = [h11.Response(status_code=status, reason=status.phrase, headers=list(headers.items()))]
+    if has_body:
+        events.append(h11.Data(data=answer.content))
+    events.append(h11.EndOfMessage())
+    data = b"".join(connection.send(event) or b"" for event in events)
+    async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        writer.write(data)
+        await writer.drain()
 
-    File descriptors are shared with the protocol port.
-    """
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
-            transport.abort()
-        else:
-            self.timeout_keep_alive_task = self.loop.call_later(
-                self.timeout_keep_alive, self.timeout_keep_alive_handler
-            )
+class SharedResult:
+    """What `make` returns, made at most once per `max_age_s` and shared by every caller of `get`."""
+
+    def __init__(
+        self, make: Callable[[], Awaitable[bytes]], max_age_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._make = make
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._made_at = 0.0
+        self._task: asyncio.Task[bytes] | None = None
+
+    async def get(self) -> bytes:
+        """Return a result that is at most `max_age_s` old. Raises what `make` raises; the next call tries again."""
+        if self._task is None or (self._task.done() and self._is_stale(self._task)):
+            self._made_at = self._clock()
+            self._task = asyncio.create_task(self._run())
+        return await asyncio.shield(self._task)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def _is_stale(self, task: asyncio.Task[bytes]) -> bool:
+        return task.cancelled() or task.exception() is not None or self._clock() - self._made_at >= self._max_age_s
+
+    async def _run(self) -> bytes:
+        return await self._make()
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers, which are the command's, and without its 10 Hz polling loop."""
+class _Families:
+    """A registry of metric families that were collected already."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.leave = asyncio.Event()
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
 
-    async def main_loop(self) -> None:
-        await self.leave.wait()
+    def collect(self) -> list[Metric]:
+        return self._families
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+
+async def render_metrics(registry: CollectorRegistry) -> bytes:
+    """Return the text for Prometheus: values of one moment, one family per turn of the event loop."""
+    text = []
+    for family in list(registry.collect()):
+        text.append(generate_latest(_Families([family])))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+    return b"".join(text)
+
+
+def _read_page(name: str, media_type: str) -> Answer:
+    return Answer((files(__package__) / name).read_bytes(), media_type, headers=PAGE_HEADERS)

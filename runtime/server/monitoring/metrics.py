@@ -17,6 +17,7 @@ from prometheus_client.core import InfoMetricFamily
 from ...common.errors import QuireError
 from ...common.types import FinishReason, Usage
 from ...engine.facade import EngineStats, RequestStats, StepStats
+from ..acceptor import RefusalCause
 from .collector import MetricsCollector, Mirror
 from .history import FINE_BOUNDS_S
 from .instruments import Counter, Histogram, LabelledCounter
@@ -112,6 +113,9 @@ class PrometheusObserver:
     def on_cancelled(self, cause: CancelCause) -> None:
         self.cancelled.add(cause)
 
+    def on_connection_refused(self, cause: RefusalCause) -> None:
+        self.connections_refused.add(cause)
+
     def _observe_usage(self, usage: Usage) -> None:
         self.prompt_tokens_cached.value += usage.cached_tokens
         self.request_generation_tokens.observe(usage.completion_tokens)
@@ -136,6 +140,13 @@ class PrometheusObserver:
         self.rejections = LabelledCounter("admission_rejections", "Requests refused before any work.", "reason", codes)
         self.cancelled = LabelledCounter(
             "cancelled", "Requests cancelled by the server, by cause.", "cause", get_args(CancelCause)
+        )
+        self.connections_refused = LabelledCounter(
+            "connections_refused",
+            "Connections closed before HELLO: at the limit of all or of pending ones, in the TLS handshake, or for want "
+            "of descriptors.",
+            "cause",
+            get_args(RefusalCause),
         )
 
     def _make_histograms(self) -> None:

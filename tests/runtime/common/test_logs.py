@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import structlog
-from quire.runtime.common.logs import log_to_stderr, new_id
+from quire.runtime.common.logs import LINES_INTERVAL_S, MAX_LINES, BoundedLog, log_to_stderr, new_id
 from quire.runtime.common.types import Usage
 from quire.runtime.protocol.frames import Done, Error
 from quire.runtime.server.request_log import log_end
@@ -90,3 +90,19 @@ def test_the_line_of_a_finished_request_quotes_no_message(stream: io.StringIO) -
     assert (ended["event"], ended["request"], ended["tenant"], ended["queue_ms"]) == ("request ended", "r", "acme", 1.3)
     assert (failed["event"], failed["client_id"], failed["code"]) == ("request failed", 8, "INTERNAL")
     assert "hunter2" not in stream.getvalue()
+
+
+def test_a_bounded_log_says_how_many_lines_it_left_out(stream: io.StringIO) -> None:
+    log_to_stderr("json", stream=stream)
+    now = 0.0
+    log = BoundedLog(structlog.get_logger("quire.server"), clock=lambda: now)
+    for _ in range(MAX_LINES + 3):
+        log.write(logging.WARNING, "refused", peer="x")
+    assert len(lines(stream)) == MAX_LINES
+    now += LINES_INTERVAL_S
+    log.write(logging.WARNING, "refused", peer="x")
+    now += LINES_INTERVAL_S
+    log.write(logging.WARNING, "refused", peer="x")
+    written = lines(stream)
+    assert {line["level"] for line in written} == {"warning"}
+    assert [line.get("lines_left_out") for line in written[MAX_LINES:]] == [3, None]

@@ -242,13 +242,18 @@ class FakePeer:
     def __init__(self, context: AppContext, hello: Hello | None) -> None:
         self.reader = asyncio.StreamReader()
         self.writer = FakeWriter()
-        self.connection = Connection(self.reader, self.writer, context)  # type: ignore[arg-type]
+        self.is_settled = False
+        self.connection = Connection(self, context)  # type: ignore[arg-type]
         self.task = asyncio.create_task(self.connection.run())
         self.session = ""
         self._decoder = Decoder(SERVER_FRAMES, MAX_FRAME_BYTES)
         self._num_read = 0
         if hello is not None:
             self.send(hello)
+
+    def settle(self) -> None:
+        """Stop being pending, as an `AcceptedConnection`."""
+        self.is_settled = True
 
     def send(self, *frames: Frame) -> None:
         for frame in frames:

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 from quire.runtime.common.errors import ConfigError
-from quire.runtime.server.listen import allow_open_files, is_loopback, listen_tcp
+from quire.runtime.server.listen import fit_connections, is_loopback, listen_tcp
 
 
 async def test_accepted_sockets_send_small_frames_at_once() -> None:
@@ -38,20 +38,29 @@ async def test_an_unknown_host_is_a_config_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "wanted", "set_to"),
+    ("limits", "fits", "set_to"),
     [
-        ((1024, 4096), 2000, (2000, 4096)),
-        ((1024, 4096), 9000, (4096, 4096)),
-        ((1024, resource.RLIM_INFINITY), 9000, (9000, resource.RLIM_INFINITY)),
-        ((2048, 4096), 2000, None),
-        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 2000, None),
+        ((1024, 4096), 1700, (2000, 4096)),
+        ((1024, 1500), 1200, (1500, 1500)),
+        ((1024, resource.RLIM_INFINITY), 1700, (2000, resource.RLIM_INFINITY)),
+        ((2048, 4096), 1700, None),
+        ((301, 301), 1, None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 1700, None),
     ],
 )
-def test_open_files_are_raised_up_to_the_hard_limit(
-    limits: tuple[int, int], wanted: int, set_to: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+def test_connections_that_fit_beside_the_reserved_files(
+    limits: tuple[int, int], fits: int, set_to: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The soft limit is raised up to the hard one."""
     set_limits: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_limits.append(limits))
-    allow_open_files(wanted)
-    assert set_limits == ([] if set_to is None else [set_to])
+    assert fit_connections(1700, 300) == fits
+    assert [each for each in set_limits if each != limits] == ([] if set_to is None else [set_to])
+
+
+def test_no_room_for_a_client_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"may open 256 files, and 300 are reserved.*ulimit -n 2000"):
+        fit_connections(1700, 300)

@@ -53,7 +53,7 @@ async def test_frames_arrive_whole_and_in_order(wire: Callable[..., Wire]) -> No
     one = wire(max_bytes=16 << 20)
     for frame in sent:
         one.buffer.send(frame)
-    while one.buffer.has_unsent:
+    while one.buffer.unsent_bytes:
         await settle()
     assert one.arrived() == sent
 
@@ -117,12 +117,12 @@ async def test_a_closed_buffer_sends_its_rest_and_takes_nothing_more(wire: Calla
     one.buffer.close()
     one.buffer.send(Ping(3))
     await settle()
-    assert one.buffer.has_unsent
+    assert one.buffer.unsent_bytes
     one.writer.read_again()
     await settle()
     assert one.task.done()
     assert one.arrived() == [Ping(1), Ping(2)]
-    assert not one.buffer.has_unsent
+    assert not one.buffer.unsent_bytes
 
 
 async def test_a_lost_connection_ends_the_task_without_an_error(wire: Callable[..., Wire]) -> None:

@@ -83,6 +83,7 @@ def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
         "quire_request_failures_total": "counter",
         "quire_admission_rejections_total": "counter",
         "quire_cancelled_total": "counter",
+        "quire_connections_refused_total": "counter",
         "quire_time_to_first_token_seconds": "histogram",
         "quire_inter_token_latency_seconds": "histogram",
         "quire_request_time_per_output_token_seconds": "histogram",

@@ -19,7 +19,7 @@ from quire.runtime.common.errors import Quarantined, Unavailable
 from quire.runtime.common.types import Usage
 from quire.runtime.engine.facade import EngineInfo, EngineStats, RequestStats, StepStats
 from quire.runtime.server.listen import listen_tcp
-from quire.runtime.server.monitoring.http import OperatorServer, operator_app
+from quire.runtime.server.monitoring.http import OperatorServer
 from quire.runtime.server.monitoring.metrics import NUM_RECENT, PrometheusObserver
 from quire.runtime.server.monitoring.readiness import Readiness
 from quire.runtime.server.monitoring.status import (
@@ -159,8 +159,7 @@ Get = Callable[[str], Awaitable[Answer]]
 async def page() -> AsyncIterator[Page]:
     page = Page()
     listening = await listen_tcp("127.0.0.1", 0)
-    app = operator_app(page.observer.registry, page.progress, page.collector.collect)
-    server = OperatorServer(app, listening.socket)
+    server = OperatorServer(page.observer.registry, page.progress, page.collector.collect, listening.socket)
     page.address = str(listening.address)
     try:
         yield page

@@ -1,0 +1,210 @@
+"""Accepting connections within limits, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire.runtime.common.logs import MAX_LINES
+from quire.runtime.server.acceptor import AcceptedConnection, Acceptor, ConnectionLimits, _address
+from quire.runtime.server.listen import ListeningSocket, listen_tcp, listen_unix
+from quire.runtime.server.tls import TLS
+
+FILES = Path(__file__).resolve().parents[2] / "data" / "tls"
+
+
+class Port:
+    """A port that greets each connection and settles it at its first byte; `renew` renews it instead."""
+
+    def __init__(self) -> None:
+        self.refusals: list[str] = []
+        self.num_served = 0
+        self.clients: list[socket.socket] = []
+
+    async def serve(self, accepted: AcceptedConnection) -> None:
+        self.num_served += 1
+        accepted.writer.write(b"%d" % accepted.number)
+        while data := await accepted.reader.read(1):
+            accepted.renew() if data == b"r" else accepted.settle()
+            accepted.writer.write(data)
+
+    def accept(self, listening: ListeningSocket, limits: ConnectionLimits, **options: Any) -> Acceptor:
+        self.address = listening.socket.getsockname()
+        self.acceptor = Acceptor(listening.socket, self.serve, limits, on_refused=self.refusals.append, **options)
+        return self.acceptor
+
+    async def connect(self, greeting: bytes) -> socket.socket:
+        """Return a connection that was greeted."""
+        client = await self.connect_silently()
+        assert await asyncio.get_running_loop().sock_recv(client, 9) == greeting
+        return client
+
+    async def connect_silently(self) -> socket.socket:
+        client = socket.socket(socket.AF_UNIX if isinstance(self.address, str) else socket.AF_INET)
+        self.clients.append(client)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, self.address)
+        return client
+
+
+async def send(client: socket.socket, data: bytes) -> bytes:
+    """Return the echo; nothing from a closed connection."""
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(ConnectionError):
+        await loop.sock_sendall(client, data)
+        return await loop.sock_recv(client, 9)
+    return b""
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+Start = Callable[..., Awaitable[Port]]
+
+
+@pytest.fixture
+async def start(logs: object, tmp_path: Path) -> AsyncIterator[Start]:
+    ports: list[Port] = []
+    sockets: list[ListeningSocket] = []
+
+    async def make(*limits: int, uds: bool = False, **options: Any) -> Port:
+        sockets.append(listen_unix(tmp_path / "s") if uds else await listen_tcp("127.0.0.1", 0))
+        ports.append(Port())
+        ports[-1].accept(sockets[-1], ConnectionLimits(*limits), **options)
+        return ports[-1]
+
+    yield make
+    for port in ports:
+        for client in port.clients:
+            client.close()
+        await port.acceptor.close()
+        assert port.acceptor.num_open == port.acceptor.num_pending == 0
+    for listening in sockets:
+        listening.close()
+
+
+async def test_a_connection_beyond_the_limit_is_closed_at_the_accept(start: Start) -> None:
+    port = await start(2, 2, 2)
+    clients = [await port.connect(b"1"), await port.connect(b"2")]
+    refused = await port.connect_silently()
+    assert await send(refused, b"x") == b""
+    assert (port.refusals, port.num_served) == (["full"], 2)
+    clients[0].close()
+    await until(lambda: port.acceptor.num_open == 1)
+    assert await send(await port.connect(b"2"), b"x") == b"x"
+
+
+async def test_the_longest_pending_connection_gives_way(start: Start) -> None:
+    port = await start(9, 2, 9)
+    settled = await port.connect(b"1")
+    assert await send(settled, b"x") == b"x"
+    silent = [await port.connect(b"2"), await port.connect(b"3")]
+    newest = await port.connect(b"4")
+    assert await send(silent[0], b"x") == b""
+    for client in (settled, silent[1], newest):
+        assert await send(client, b"x") == b"x"
+    assert port.refusals == ["pending"]
+    assert port.acceptor.num_pending == 0
+
+
+async def test_a_renewed_connection_gives_way_last(start: Start) -> None:
+    port = await start(9, 2, 9)
+    first, second = await port.connect(b"1"), await port.connect(b"2")
+    assert await send(first, b"r") == b"r"
+    await port.connect(b"3")
+    assert await send(second, b"x") == b""
+    assert await send(first, b"x") == b"x"
+
+
+async def test_an_address_beyond_its_limit_loses_its_own(start: Start) -> None:
+    port = await start(9, 9, 1)
+    first = await port.connect(b"1")
+    second = await port.connect(b"2")
+    assert await send(first, b"x") == b""
+    assert await send(second, b"x") == b"x"
+
+
+async def test_clients_of_a_unix_socket_have_no_limit_per_address(start: Start) -> None:
+    port = await start(9, 2, 1, uds=True)
+    first, second = await port.connect(b"1"), await port.connect(b"2")
+    assert [await send(first, b"x"), await send(second, b"x")] == [b"x", b"x"]
+
+
+async def test_silent_tls_handshakes_give_way(start: Start) -> None:
+    """Connections are counted and limited before their handshake."""
+    port = await start(50, 3, 3, tls=TLS(str(FILES / "cert.pem"), str(FILES / "key.pem")).context)
+    clients = [await port.connect_silently() for _ in range(20)]
+    await until(lambda: port.refusals == ["pending"] * 17 and port.acceptor.num_open == 3)
+    assert (port.acceptor.num_pending, port.num_served) == (3, 0)
+    assert await send(clients[0], b"x") == b""
+
+
+async def test_a_failed_tls_handshake_is_counted(start: Start) -> None:
+    port = await start(9, 9, 9, tls=TLS(str(FILES / "cert.pem"), str(FILES / "key.pem")).context)
+    client = await port.connect_silently()
+    await send(client, b"GET / HTTP/1.1\r\n\r\n")
+    await until(lambda: port.refusals == ["tls"])
+    await until(lambda: port.acceptor.num_open == 0)
+
+
+async def test_a_tls_handshake_has_a_time_limit(start: Start) -> None:
+    context = TLS(str(FILES / "cert.pem"), str(FILES / "key.pem")).context
+    port = await start(9, 9, 9, tls=context, handshake_timeout_s=0.001)
+    await port.connect_silently()
+    await until(lambda: port.refusals == ["tls"] and port.acceptor.num_open == 0)
+
+
+async def test_without_a_descriptor_it_tries_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection waits in the system's queue meanwhile."""
+    monkeypatch.setattr("quire.runtime.server.acceptor.RETRY_S", 0.001)
+    failures = [OSError(errno.EMFILE, "Too many open files")] * 2
+
+    class Listening(socket.socket):
+        def accept(self) -> Any:
+            if failures:
+                raise failures.pop()
+            return super().accept()
+
+    listening = Listening(socket.AF_INET)
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    listening.setblocking(False)
+    port = Port()
+    acceptor = port.accept(ListeningSocket(listening, None), ConnectionLimits(9, 9, 9))  # type: ignore[arg-type]
+    assert await send(await port.connect(b"1"), b"x") == b"x"
+    assert port.refusals == ["system", "system"]
+    await acceptor.close()
+    port.clients[0].close()
+    listening.close()
+
+
+async def test_refusals_are_logged_at_a_bounded_rate(start: Start, logs: list[MutableMapping[str, Any]]) -> None:
+    port = await start(1, 1, 1)
+    await port.connect(b"1")
+    for _ in range(MAX_LINES + 5):
+        assert await send(await port.connect_silently(), b"x") == b""
+    assert len(logs) == MAX_LINES
+    assert len(port.refusals) == MAX_LINES + 5
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        (("10.0.0.1", 5), "10.0.0.1"),
+        (("2001:db8:1:2:3::4", 5, 0, 0), "2001:db8:1:2::/64"),
+        (("fe80::1%eth0", 5, 0, 2), "fe80::/64"),
+        (("::ffff:10.0.0.1", 5, 0, 0), "10.0.0.1"),
+        ("", "local"),
+    ],
+)
+def test_the_address_that_is_limited(peer: object, address: str) -> None:
+    assert _address(peer) == address
