@@ -180,7 +180,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "info"
 
     max_frame_bytes: Annotated[FrameBytes, _limit("Longest payload of a frame.", unit="bytes")] = 4 << 20
-    max_connections: Annotated[Count, _limit("Connections at the same time, at most what the limit of open files allows.", unit="connections")] = 4096
+    max_connections: Annotated[
+        Count, _limit("Connections at the same time, at most what the limit of open files allows.", unit="connections")
+    ] = 4096
     max_pending_connections: Annotated[
         Count,
         _limit(

@@ -1,8 +1,8 @@
 """`Acceptor`: accepts the connections of one listening socket, within limits that count from the accept on.
 
 A connection is pending until `settle`: during its TLS handshake and until its first complete message. Beyond a limit of
-pending connections the one that is pending longest is closed, so clients that connect and stay silent cannot keep others
-out. Must not import frames, HTTP or requests.
+pending connections the one that is pending longest is closed, so clients that stay silent cannot keep others out. Must
+not import frames, HTTP or requests.
 """
 
 from __future__ import annotations
@@ -155,7 +155,9 @@ class Acceptor:
         if len(self._open) >= self._limits.open:
             accepted.close()
             self._on_refused("full")
-            self._warnings.write(logging.WARNING, "connection refused", reason="too many connections", open=len(self._open))
+            self._warnings.write(
+                logging.WARNING, "connection refused", reason="too many connections", open=len(self._open)
+            )
             return
         connection = AcceptedConnection(self, address, len(self._open) + 1)
         self._open[connection] = self._loop.create_task(self._run(connection, accepted))
@@ -177,7 +179,9 @@ class Acceptor:
         else:
             self._open[oldest].cancel()
         self._on_refused("pending")
-        self._warnings.write(logging.WARNING, "pending connection closed for a newer one", peer=address, pending=self.num_pending)
+        self._warnings.write(
+            logging.WARNING, "pending connection closed for a newer one", peer=address, pending=self.num_pending
+        )
 
     async def _run(self, connection: AcceptedConnection, accepted: socket.socket) -> None:
         try:

@@ -16,7 +16,6 @@ import structlog
 from ..common.config import ServerConfig
 from ..common.errors import ConfigError, Overloaded, QuireError, Unavailable
 from ..engine.facade import EngineFacade
-from ..protocol.address import UnixAddress
 from .acceptor import AcceptedConnection, Acceptor, ConnectionLimits
 from .auth import Keyring
 from .connection import Connection
@@ -96,9 +95,7 @@ class Server:
         self._context, self._readiness = context, readiness
         self.address = str(listening.address)
         self.http_address = str(http_listening.address)
-        _log.info(
-            "listening", address=self.address, http_address=self.http_address, max_connections=max_connections
-        )
+        _log.info("listening", address=self.address, http_address=self.http_address, max_connections=max_connections)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, send GOAWAY, and wait for accepted requests, unsent frames and clients that may resume.

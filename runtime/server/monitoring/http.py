@@ -1,8 +1,10 @@
 """The operator's HTTP port: `/metrics`, `/healthz`, `/readyz` and a status page at `/`, in the server's own event loop.
 
-No answer changes what is served. Clients cannot stall the event loop or close the port: metrics and status are made at
-most once per `max_age_s` and shared; a connection has one request at a time, with a time limit for the request and one
-for reading the answer; beyond the limits of connections, the one that has been silent longest is closed for the newcomer.
+No answer changes what is served. Clients can neither stall the event loop nor close the port:
+* Metrics and status are made at most once per `max_age_s` and shared.
+* A connection has one request at a time, with time limits for the request and for reading the answer.
+* Beyond the limits of connections, the one that has been silent longest is closed for the newcomer.
+
 A browser loads only the page's own script and style sheet. Must not import the protocol.
 """
 
@@ -13,9 +15,10 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from importlib.resources import files
+from types import MappingProxyType
 from typing import NamedTuple
 
 import h11
@@ -64,7 +67,7 @@ class Answer(NamedTuple):
     content: bytes
     media_type: str = TEXT
     status_code: int = 200
-    headers: dict[str, str] = {}
+    headers: Mapping[str, str] = MappingProxyType({})
 
 
 class OperatorServer:
@@ -236,7 +239,7 @@ async def render_metrics(registry: CollectorRegistry) -> bytes:
     """Return the text for Prometheus: values of one moment, one family per turn of the event loop."""
     text = []
     for family in list(registry.collect()):
-        text.append(generate_latest(_Families([family])))  # type: ignore[arg-type]
+        text.append(generate_latest(_Families([family])))
         await asyncio.sleep(0)
     return b"".join(text)
 

@@ -143,8 +143,7 @@ class PrometheusObserver:
         )
         self.connections_refused = LabelledCounter(
             "connections_refused",
-            "Connections closed before HELLO: at the limit of all or of pending ones, in the TLS handshake, or for want "
-            "of descriptors.",
+            "Connections closed before HELLO: too many, too many pending, failed TLS handshake, no descriptor left.",
             "cause",
             get_args(RefusalCause),
         )
