@@ -22,6 +22,9 @@ docs: $(BIN)/quire
 check-kernels: $(BIN)/quire
 	tests/kernels/check.sh
 
+attack: $(BIN)/quire
+	$(BIN)/python tests/fuzz/attack.py $(ATTACK)
+
 bench: $(BIN)/quire
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[bench]'
 	$(BIN)/python -m pytest -q tests/bench/bench_ops.py $(BENCH)
@@ -37,4 +40,4 @@ $(BIN)/quire: pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-.PHONY: demo loadtest dashboard test docs bench check-kernels conformance
+.PHONY: demo loadtest dashboard test docs attack bench check-kernels conformance

@@ -19,7 +19,7 @@ from mutations import Case, mutated
 from quire.runtime.common.errors import ProtocolError
 from quire.runtime.protocol.codec import encode
 from quire.runtime.protocol.frames import Error, Ping, Pong
-from server_process import RawClient, ServerProcess
+from server_process import Endpoint, RawClient, ServerProcess
 
 CASES_PER_CONNECTION = 20
 SILENCE_S = 30.0
@@ -29,14 +29,14 @@ NONCE = 0x5EED
 async def attack(server: ServerProcess, report: CampaignReport, options: argparse.Namespace) -> None:
     async with asyncio.TaskGroup() as group:
         for index in range(options.connections):
-            group.create_task(_fuzz(server, report, f"{options.seed}:{index}"))
+            group.create_task(fuzz(server.endpoint, report, f"{options.seed}:{index}"))
 
 
-async def _fuzz(server: ServerProcess, report: CampaignReport, seed: str) -> None:
-    """Open connections one after another, and send several cases over each, until it is closed."""
+async def fuzz(endpoint: Endpoint, report: CampaignReport, seed: str, pause_s: float = 0.0) -> None:
+    """Open connections one after another, and send several cases over each, `pause_s` apart, until it is closed."""
     rng = Random(seed)
     while True:
-        client = await RawClient.open(server.address, hello=rng.random() < 0.9)
+        client = await RawClient.open(endpoint, hello=rng.random() < 0.9)
         try:
             for _ in range(CASES_PER_CONNECTION):
                 case = mutated(rng)
@@ -50,6 +50,7 @@ async def _fuzz(server: ServerProcess, report: CampaignReport, seed: str) -> Non
                     report.breach(f"an invalid answer: {error}, to {case.data.hex()} (seed {seed})")
                     outcome = "invalid answer"
                 report.cases[outcome] += 1
+                await asyncio.sleep(pause_s)
                 if outcome != "answered":
                     break
         finally:
@@ -61,8 +62,10 @@ async def _try(client: RawClient, case: Case) -> str:
     client.writer.write(case.data)
     if case.framed:
         client.writer.write(encode(Ping(NONCE)))
-    else:
+    elif client.writer.can_write_eof():
         client.writer.write_eof()
+    else:  # TLS
+        return "left"
     last = None
     while frame := await client.receive():
         if frame == Pong(NONCE):

@@ -24,7 +24,7 @@ from quire.runtime.common.errors import ProtocolError
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.protocol.codec import encode
 from quire.runtime.protocol.frames import ALREADY_EXISTS, Accepted, Cancel, Done, Error, Frame, Generate, Tokens
-from server_process import RawClient, ServerProcess
+from server_process import Endpoint, RawClient, ServerProcess
 
 CLIENTS_PER_KIND = 4
 LONG = SamplingParams(max_tokens=1500, ignore_eos=True, logprobs=20)
@@ -39,18 +39,20 @@ async def attack(server: ServerProcess, report: CampaignReport, options: argpars
     async with asyncio.TaskGroup() as group:
         for kind in KINDS:
             for index in range(CLIENTS_PER_KIND):
-                group.create_task(_repeat(kind, server, report, Random(f"{options.seed}:{kind.__name__}:{index}")))
+                group.create_task(
+                    repeat(kind, server.endpoint, report, Random(f"{options.seed}:{kind.__name__}:{index}"))
+                )
         group.create_task(_crowd(server, report, options.connections))
 
 
 Kind = Callable[[RawClient, Random], Awaitable[str]]
 
 
-async def _repeat(kind: Kind, server: ServerProcess, report: CampaignReport, rng: Random) -> None:
-    """Run one client after another. Silence and invalid frames are breaches."""
+async def repeat(kind: Kind, endpoint: Endpoint, report: CampaignReport, rng: Random, pause_s: float = 0.0) -> None:
+    """Run one client after another, `pause_s` apart. Silence and invalid frames are breaches."""
     name = kind.__name__.strip("_")
     while True:
-        client = await RawClient.open(server.address)
+        client = await RawClient.open(endpoint)
         try:
             if not client.is_welcome:  # the crowd has taken all connections
                 report.cases[f"{name}: not welcome"] += 1
@@ -66,6 +68,7 @@ async def _repeat(kind: Kind, server: ServerProcess, report: CampaignReport, rng
             report.breach(f"{name}: {error}")
         finally:
             client.abort()
+        await asyncio.sleep(pause_s)
 
 
 class WrongAnswer(Exception):
@@ -187,7 +190,7 @@ async def _crowd(server: ServerProcess, report: CampaignReport, connections: int
     async def join(index: int) -> RawClient | None:
         async with gate:
             try:
-                client = await RawClient.open(server.address, hello=bool(index % 2))
+                client = await RawClient.open(server.endpoint, hello=bool(index % 2))
             except OSError:
                 report.cases["crowd: connection refused"] += 1
                 return None

@@ -6,16 +6,17 @@ The process and its children are gone when `start_server` ends. `RawClient` send
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -35,6 +36,7 @@ from quire.runtime.protocol.frames import (
 MIB = 1 << 20
 SHORT_TIMEOUTS = {  # settings without a flag, so that abandoned requests end within a short run
     "QUIRE_RESUME_TIMEOUT_MS": "3000",
+    "QUIRE_IDEMPOTENCY_WINDOW_MS": "30000",
     "QUIRE_CREDIT_TIMEOUT_MS": "3000",
     "QUIRE_HANDSHAKE_TIMEOUT_MS": "5000",
     "QUIRE_FRAME_TIMEOUT_MS": "5000",
@@ -45,12 +47,27 @@ STOP_TIMEOUT_S = 45.0
 
 
 @dataclass(frozen=True)
+class Endpoint:
+    """Where a server listens, and what a client needs to connect."""
+
+    address: str
+    metrics_url: str
+    token: str | None = None
+    ca: str | None = None  # certificate file; None: no TLS
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        return None if self.ca is None else ssl.create_default_context(cafile=self.ca)
+
+
+@dataclass(frozen=True)
 class Vitals:
     """One sample of the server: bytes of resident memory, descriptors of all its processes, pages by state."""
 
     server_rss: int  # of the API server process
     engines_rss: int
     descriptors: int
+    threads: int  # of all its processes
     series: int  # number of series in /metrics
     pages: dict[str, int]
     pages_total: int
@@ -68,7 +85,8 @@ class Vitals:
         pages = " ".join(f"{state} {self.pages[state]}" for state in ("owned", "cached", "free"))
         return (
             f"server {self.server_rss / MIB:7.1f} MiB  engines {self.engines_rss / MIB:7.1f} MiB  "
-            f"descriptors {self.descriptors:5}  series {self.series:4}  live {self.live:4}  pages {pages}"
+            f"descriptors {self.descriptors:5}  threads {self.threads:3}  series {self.series:4}  live {self.live:4}  "
+            f"pages {pages}"
         )
 
 
@@ -77,7 +95,7 @@ class ServerProcess:
 
     def __init__(self, process: subprocess.Popen[str], ready: str, log: IO[str]) -> None:
         self.address = ready.partition("clients ")[2].split()[0]
-        self._metrics_url = ready.partition("metrics ")[2].split()[0]
+        self.endpoint = Endpoint(self.address, ready.partition("metrics ")[2].split()[0])
         self._process = process
         self._log = log
 
@@ -89,6 +107,21 @@ class ServerProcess:
         """Return the process ids of the engines."""
         return _descendants(self._process.pid)
 
+    def server_rss(self) -> int:
+        """Return the bytes of resident memory of the API server process."""
+        return _rss(self._process.pid)
+
+    def pinned_share(self) -> float:
+        """Return the share of the KV pages that are pinned. Raises OSError or KeyError if it cannot be read."""
+        metrics = self._metrics()
+        pages = sum(value for series, value in metrics.items() if series.startswith("quire_kv_pages{"))
+        return metrics["quire_kv_pages_pinned"] / pages
+
+    async def terminate(self) -> int:
+        """Send SIGTERM and return the exit status, negative for a signal. Raises TimeoutExpired."""
+        self._process.terminate()
+        return await asyncio.to_thread(self._process.wait, STOP_TIMEOUT_S)
+
     def log(self) -> str:
         self._log.seek(0)
         return self._log.read()
@@ -99,9 +132,10 @@ class ServerProcess:
         metrics = self._metrics()
         pages = {state: int(metrics[f'quire_kv_pages{{state="{state}"}}']) for state in ("owned", "cached", "free")}
         return Vitals(
-            server_rss=_rss(pid),
+            server_rss=self.server_rss(),
             engines_rss=sum(map(_rss, engines)),
             descriptors=sum(map(_descriptors, (pid, *engines))),
+            threads=sum(map(_threads, (pid, *engines))),
             series=len(metrics),
             pages=pages,
             pages_total=self._pages_total(pages),
@@ -122,7 +156,7 @@ class ServerProcess:
         return vitals
 
     def _metrics(self) -> dict[str, float]:
-        with urllib.request.urlopen(self._metrics_url, timeout=30) as answer:
+        with urllib.request.urlopen(self.endpoint.metrics_url, timeout=30) as answer:
             text = answer.read().decode()
         samples = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
         return {series: float(value) for series, _, value in samples}
@@ -134,13 +168,16 @@ class ServerProcess:
         return self._total
 
 
-@contextmanager
-def start_server(*flags: str) -> Iterator[ServerProcess]:
-    """Serve the bundled model on free ports, unless `flags` say otherwise. `log` returns what it logged."""
+@contextlib.contextmanager
+def start_server(*flags: str, variables: Mapping[str, str] = SHORT_TIMEOUTS) -> Iterator[ServerProcess]:
+    """Serve the bundled model on free ports, unless `flags` say otherwise. `log` returns what it logged.
+
+    Variables of the environment win over `variables`.
+    """
     command = [str(Path(sys.executable).with_name("quire")), "serve", "--port", "0", "--http-port", "0", *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env={**SHORT_TIMEOUTS, **os.environ}
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env={**variables, **os.environ}
         )
         try:
             assert process.stdout is not None
@@ -155,6 +192,8 @@ def start_server(*flags: str) -> Iterator[ServerProcess]:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
+    if process.poll() is not None:
+        return
     children = _descendants(process.pid)
     process.terminate()
     try:
@@ -173,19 +212,29 @@ class RawClient:
         self._reader = reader
         self._decoder = Decoder(SERVER_FRAMES, MAX_FRAME_BYTES)
         self._arrived: list[ServerFrame] = []
-        self.is_welcome = False
+        self.welcome: Welcome | None = None
 
     @classmethod
-    async def open(cls, address: str, hello: bool = True) -> RawClient:
-        parsed = parse_address(address)
-        if isinstance(parsed, UnixAddress):
-            client = cls(*await asyncio.open_unix_connection(parsed.path))
+    async def open(
+        cls, endpoint: Endpoint, hello: bool = True, *, session: str | None = None, source: str | None = None
+    ) -> RawClient:
+        """Connect, from the local address `source` if given. Without `hello`, send nothing."""
+        address = parse_address(endpoint.address)
+        if isinstance(address, UnixAddress):
+            client = cls(*await asyncio.open_unix_connection(address.path))
         else:
-            client = cls(*await asyncio.open_connection(parsed.host, parsed.port))
+            local = None if source is None else (source, 0)
+            streams = await asyncio.open_connection(address.host, address.port, ssl=endpoint.tls, local_addr=local)
+            client = cls(*streams)
         if hello:
-            client.send(Hello((PROTOCOL_VERSION,)))
-            client.is_welcome = isinstance(await client.receive(), Welcome)
+            client.send(Hello((PROTOCOL_VERSION,), token=endpoint.token, session=session))
+            answer = await client.receive()
+            client.welcome = answer if isinstance(answer, Welcome) else None
         return client
+
+    @property
+    def is_welcome(self) -> bool:
+        return self.welcome is not None
 
     def send(self, *frames: Frame) -> None:
         if not self.writer.transport.is_closing():
@@ -202,6 +251,12 @@ class RawClient:
                 return None
             self._arrived += self._decoder.feed(data)  # type: ignore[arg-type]  # Malformed is only for GENERATE
         return self._arrived.pop(0)
+
+    async def discard(self) -> None:
+        """Read until the connection is closed, and drop what arrives."""
+        with contextlib.suppress(OSError):
+            while await self._reader.read(1 << 16):
+                pass
 
     def abort(self) -> None:
         self.writer.transport.abort()
@@ -225,6 +280,13 @@ def _descendants(pid: int) -> list[int]:
 def _rss(pid: int) -> int:
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _threads(pid: int) -> int:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
         return 0
 

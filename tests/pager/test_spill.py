@@ -146,6 +146,17 @@ def test_a_short_or_failing_read_is_a_failure(file: SpillFile, monkeypatch: pyte
     assert not file.load(slots[:1], [2])
 
 
+def test_after_a_failing_read_the_store_pauses_for_a_minute(
+    file: SpillFile, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = file.save([0])
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    assert not file.load(slots, [1])
+    assert file.seconds(1) is None
+    clock.now += 60
+    assert file.seconds(1) is not None
+
+
 def test_a_real_full_disk(arena: KVArena, tmp_path: Path) -> None:
     mount = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={3 * LAYOUT.page_bytes}", "tmpfs", str(tmp_path)],

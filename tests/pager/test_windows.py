@@ -200,6 +200,18 @@ def test_a_fork_cannot_roll_back_further_than_its_original(make_harness: MakeHar
     assert [hit.can_roll_back(to) for to in (14, 15, 16)] == [False, True, True]
 
 
+def test_a_fork_and_its_original_slide_independently(make_harness: MakeHarness) -> None:
+    harness = make_harness(16, windows=(8,))
+    table, _ = harness.compute(TOKENS[:14])
+    fork = table.fork()
+    for each in (table, fork):
+        harness.extend(each, TOKENS[14:15])
+        harness.pager.commit(each, TOKENS[:15])
+    assert [pages(each)[0].count(-1) for each in (table, fork)] == [2, 2]
+    assert [each.num_pages for each in (table, fork)] == [2, 2]
+    check(harness.pager, [table, fork])
+
+
 def test_open_counts_the_pages_that_the_windows_will_hold(make_harness: MakeHarness) -> None:
     pager = make_harness(9, windows=(8,)).pager
     assert pager.pages_for(1000) == 4

@@ -287,6 +287,17 @@ def test_a_length_beyond_the_limit_is_refused_before_the_payload(length: int) ->
         list(Decoder(CLIENT_FRAMES).feed(struct.pack(">I", length)))
 
 
+def test_a_frame_of_exactly_the_limit_is_sent_and_received() -> None:
+    frame = frames.Tokenize(1, "x" * 5000)
+    num_bytes = len(encode(frame)) - 4
+    data = encode(frame, num_bytes)
+    assert list(Decoder(CLIENT_FRAMES, num_bytes).feed(data)) == [frame]
+    with pytest.raises(ProtocolError, match=f"declares {num_bytes} bytes, the limit is {num_bytes - 1}"):
+        list(Decoder(CLIENT_FRAMES, num_bytes - 1).feed(data))
+    with pytest.raises(InvalidRequest, match=f"a frame of {num_bytes} bytes, the limit is {num_bytes - 1}"):
+        encode(frame, num_bytes - 1)
+
+
 def test_the_limit_may_be_raised_between_two_frames() -> None:
     large = frames.Generate(1, "x" * MIN_FRAME_BYTES)
     decoder = Decoder(CLIENT_FRAMES)

@@ -1,0 +1,317 @@
+"""Bugs in `runtime/engine/`, text excepted."""
+
+from mutant import Mutant
+
+TESTS = "tests/runtime/engine"
+CORE, ENGINE, OUTPUT, INPUT = (f"runtime/engine/{name}.py" for name in ("core", "engine", "output", "input"))
+VALIDATOR, SNAPSHOT, ERRORS, BUILD, PROCESSOR = (
+    f"runtime/engine/{name}.py" for name in ("validator", "snapshot", "error_mapping", "build", "text_processor")
+)
+
+MUTANTS = [
+    Mutant(
+        ENGINE,
+        "num_queued + self._num_preparing[request.tenant])",
+        "num_queued)",
+        "requests being tokenized do not count as queued: one tenant has any number tokenized",
+    ),
+    Mutant(
+        ENGINE,
+        "            self._num_preparing[tenant] -= num_queued\n",
+        "            if not done.cancelled() and done.exception() is None:\n"
+        "                self._num_preparing[tenant] -= num_queued\n",
+        "places held for tokenizing leak when it fails or is cancelled: the tenant is locked out",
+    ),
+    Mutant(
+        ENGINE,
+        "self._num_preparing[tenant] += num_queued",
+        "self._num_preparing[tenant] += 1",
+        "samples being tokenized count as one request, and the count falls below zero",
+    ),
+    Mutant(
+        ENGINE,
+        '                self._forget(output, "it was refused")\n',
+        "                pass\n",
+        "a refused request stays registered: its memory is never freed",
+    ),
+    Mutant(
+        ENGINE,
+        "        except BaseException as error:\n            if output is not None:",
+        "        except Exception as error:\n            if output is not None:",
+        "a request cancelled while it is queued runs to its end for nobody",
+    ),
+    Mutant(
+        ENGINE,
+        "        if not update.ended:  # it ended at a stop string, which the core cannot see\n"
+        "            self.core.drop(request_id, sequence.finish_reason)\n",
+        "",
+        "after a stop string the sequence computes on to max_tokens",
+    ),
+    Mutant(
+        ENGINE,
+        "                self._fail(output, GenerationFailed(text), now)\n                continue",
+        "                raise GenerationFailed(text) from error",
+        "one request whose text cannot be decoded ends all requests",
+    ),
+    Mutant(
+        ENGINE,
+        "last_s, sequence.last_tokens_s = sequence.last_tokens_s, now",
+        "last_s = sequence.last_tokens_s",
+        "the inter-token latency metric stays empty",
+    ),
+    Mutant(
+        ENGINE,
+        "sequence.output.error = sequence.output.error or closed",
+        "sequence.output.error = closed",
+        "a request that has already failed ends with a retryable error when the server closes",
+    ),
+    Mutant(
+        ENGINE,
+        '            error = output.error or GenerationFailed("the engine stopped unexpectedly")',
+        '            error = GenerationFailed("the engine stopped unexpectedly")',
+        "requests cut by a shutdown are reported as failures that must not be retried",
+    ),
+    Mutant(
+        ENGINE,
+        "            output.stream.put(error)\n            self._report(output, None, error, output.usage(), now)\n"
+        "        self._sequences.clear()",
+        "            output.stream.put(error)\n        self._sequences.clear()",
+        "lost requests are not reported to the observer: metrics say that they still run",
+    ),
+    Mutant(
+        ENGINE,
+        "error=copy.copy(error),  # without its traceback",
+        "error=error,",
+        "a remembered error holds its request and its prompt by the traceback",
+    ),
+    Mutant(
+        ENGINE,
+        "            self._next_id += len(requests)\n",
+        "            self._next_id += 1\n",
+        "the samples of one request get the ids of the next request: outputs mix",
+    ),
+    Mutant(
+        ENGINE,
+        "e2e_s=now - output.submitted,",
+        "e2e_s=now - (output.first_token_time() or now),",
+        "the latency metric leaves out the queue and the prefill",
+    ),
+    Mutant(
+        ENGINE,
+        "                self._rejected(error)\n            raise\n        return stream",
+        "                pass\n            raise\n        return stream",
+        "a prompt that is too long is not counted as refused",
+    ),
+    Mutant(
+        ENGINE,
+        " if token < info.vocab_size\n",
+        "\n",
+        "an end token of the tokenizer outside the model's vocabulary fails every request",
+    ),
+    Mutant(
+        OUTPUT,
+        "tokens[: detokenizer.stop_token_index + 1 - self.num_tokens]",
+        "tokens[: detokenizer.stop_token_index - self.num_tokens]",
+        "the token that completes a stop string is lost from ids and usage",
+    ),
+    Mutant(
+        OUTPUT,
+        "            elif reason is not None:\n                text += detokenizer.finish()",
+        "            elif reason is None:\n                pass",
+        "text held back for a stop string is lost at the end",
+    ),
+    Mutant(
+        OUTPUT,
+        "min(num_tokens, len(self.prompt_token_ids))",
+        "num_tokens",
+        "progress after a preemption exceeds the length of the prompt",
+    ),
+    Mutant(
+        OUTPUT,
+        "stall_ms=max(request.stall_s for request in requests) * 1000",
+        "stall_ms=first.stall_s * 1000",
+        "stall time of later branches is lost",
+    ),
+    Mutant(
+        OUTPUT,
+        "recomputed_tokens=sum(request.recomputed_tokens for request in requests)",
+        "recomputed_tokens=first.recomputed_tokens",
+        "recomputed tokens of later branches are lost",
+    ),
+    Mutant(
+        OUTPUT,
+        "decode_ms=max(request.decode_s for request in requests) * 1000",
+        "decode_ms=max(request.decode_s for request in requests)",
+        "usage gives the decode time in seconds",
+    ),
+    Mutant(
+        OUTPUT,
+        "                if item.usage is not None:\n                    return\n        finally:\n            self.cancel()",
+        "                if item.usage is not None:\n                    return\n        except QuireError:\n            raise",
+        "a reader that leaves early does not cancel its request",
+    ),
+    Mutant(
+        OUTPUT,
+        "        if self.num_open:\n            return ()\n        if any",
+        "        if self.num_open > 1:\n            return ()\n        if any",
+        "best_of ranks its candidates before the last one has ended",
+    ),
+    Mutant(
+        OUTPUT,
+        "ranked.sort(key=lambda pair: -pair[0])",
+        "ranked.sort(key=lambda pair: -pair[0] / max(1, len(pair[1].held_tokens)))",
+        "best_of ranks by the mean logprob, not by the cumulative one",
+    ),
+    Mutant(
+        OUTPUT,
+        "sequence.num_tokens = sum(len(each.tokens) for each in found)",
+        "sequence.num_tokens = len(found[0].tokens)",
+        "beams beyond the first are not in the usage",
+    ),
+    Mutant(
+        INPUT,
+        "(seed + i) % SEED_LIMIT",
+        "(seed + i)",
+        "n with a seed near 2**64 fails",
+    ),
+    Mutant(
+        INPUT,
+        "submitted + request.deadline_ms / 1000,",
+        "submitted + request.deadline_ms,",
+        "deadlines are a thousand times later",
+    ),
+    Mutant(
+        INPUT,
+        "(frozenset() if params.ignore_eos else eos_token_ids)",
+        "eos_token_ids",
+        "ignore_eos has no effect",
+    ),
+    Mutant(
+        INPUT,
+        "    validator.check_text(text)\n",
+        "",
+        "a short chat whose template repeats it is tokenized whatever its length",
+    ),
+    Mutant(
+        INPUT,
+        "return text_processor.encode(text, add_special_tokens=False)",
+        "return text_processor.encode(text)",
+        "chats begin with two BOS tokens",
+    ),
+    Mutant(
+        INPUT,
+        "None if request.pin_ms is None else request.pin_ms / 1000",
+        "None if not request.pin_ms else request.pin_ms",
+        "pins last a thousand times longer",
+    ),
+    Mutant(
+        CORE,
+        "            if self._spill_file is not None:\n                self._spill_file.close()\n            self.runner.close()",
+        "            self.runner.close()",
+        "close leaks the spill file",
+    ),
+    Mutant(
+        CORE,
+        "            if spill_file is not None:\n                undo.callback(spill_file.close)\n",
+        "",
+        "a start that fails leaks the spill file",
+        equivalent="nothing between the callback and pop_all can be made to fail: the pager and scheduler take "
+        "settings that are checked before",
+    ),
+    Mutant(
+        CORE,
+        "        finally:\n            table.release()\n            self._scoring = False",
+        "        finally:\n            self._scoring = False",
+        "computing logits leaks its pages",
+    ),
+    Mutant(
+        CORE,
+        "        finally:\n            table.release()\n            self._scoring = False",
+        "        finally:\n            table.release()",
+        "after logits were computed once, no request is accepted",
+    ),
+    Mutant(
+        CORE,
+        "        if self._closed or self.scheduler.has_work or self._scoring:",
+        "        if self._closed or self._scoring:",
+        "logits are computed beside a running step, and both use the same buffers",
+    ),
+    Mutant(
+        CORE,
+        " for s in sequences if not s.num_samples\n",
+        " for s in sequences\n",
+        "progress of prefill is reported for decoding sequences",
+    ),
+    Mutant(
+        CORE,
+        "        if self.is_broken:\n",
+        "        if False:\n",
+        "a broken loop in a live process goes unnoticed: statistics look healthy",
+    ),
+    Mutant(
+        VALIDATOR,
+        "if len(token_ids) + max_tokens > limit:",
+        "if len(token_ids) + max_tokens > limit + 1:",
+        "a request one token too long is accepted",
+    ),
+    Mutant(
+        VALIDATOR,
+        "for token in (min(token_ids), max(token_ids)):",
+        "for token in (token_ids[0], max(token_ids)):",
+        "a negative token id in the middle of a prompt reads memory before the embedding",
+    ),
+    Mutant(
+        VALIDATOR,
+        "    if not low <= value <= high:  # also true of NaN",
+        "    if value < low or value > high:",
+        "a temperature of NaN is accepted",
+    ),
+    Mutant(
+        VALIDATOR,
+        '        _integer("min_tokens", params.min_tokens, 0, params.max_tokens)',
+        '        _integer("min_tokens", params.min_tokens, 0, self._info.max_model_len)',
+        "min_tokens above max_tokens is accepted",
+    ),
+    Mutant(
+        ERRORS,
+        "max(1, round(seconds * 1000))",
+        "max(1, round(seconds))",
+        "retry_after_ms is in seconds",
+    ),
+    Mutant(
+        ERRORS,
+        "    if reason == DEADLINE_PASSED:\n",
+        "    if False:\n",
+        "a passed deadline is reported as an internal failure",
+    ),
+    Mutant(
+        BUILD,
+        "max(1, int(share * pager.pool.num_pages))",
+        "max(1, int(share * config.max_num_seqs))",
+        "the page share of a tenant is computed from the number of sequences",
+    ),
+    Mutant(
+        BUILD,
+        "config.itl_target_ms / 1000",
+        "config.itl_target_ms",
+        "the inter-token target is a thousand times larger",
+    ),
+    Mutant(
+        SNAPSHOT,
+        "    await core.stop()\n    _save(core, path, identity)",
+        "    _save(core, path, identity)",
+        "the snapshot is written while steps change pages",
+    ),
+    Mutant(
+        SNAPSHOT,
+        "config.weights, config.kv_cache_dtype,",
+        "config.kv_cache_dtype,",
+        "pages computed with q8 weights are loaded under bf16 weights: other bits",
+    ),
+    Mutant(
+        PROCESSOR,
+        "params.include_stop_str_in_output, params.min_tokens)",
+        "params.include_stop_str_in_output, 0)",
+        "min_tokens does not hold stop strings back",
+    ),
+]

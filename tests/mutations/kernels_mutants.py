@@ -1,0 +1,158 @@
+"""Bugs in `kernels/`. Each is compiled, which takes up to a minute or two."""
+
+from mutant import Mutant
+
+TESTS = "tests/kernels"
+SAMPLING = "tests/kernels/test_sample.py"
+ATTENTION, HEADS, LINEAR, SAMPLE = (f"kernels/{name}.pyx" for name in ("attention", "heads", "linear", "sample"))
+SIMD_ATTENTION, ROWS, SIMD_LINEAR, SIMD_HEADS = (
+    f"kernels/simd/{name}.c" for name in ("attention", "rows", "linear", "heads")
+)
+STEPS = "tests/kernels/test_program.py tests/kernels/test_memory.py tests/kernels/test_known_values.py"
+BITS = "tests/kernels tests/system/test_same_bits.py"
+
+MUTANTS = [
+    Mutant(
+        ATTENTION,
+        "    memset(state.o, 0, rows * d * sizeof(float))    # an earlier step may have left NaN, and 0 * NaN is NaN\n",
+        "",
+        "a NaN that one request's step leaves in scratch reaches another request's next step",
+    ),
+    Mutant(
+        HEADS,
+        "        memset(kv.k, 0, step.head_bytes)    # masked lanes must read numbers: 0 * NaN is NaN\n",
+        "        pass\n",
+        "a NaN in a page of an earlier request reaches the next owner of the page",
+    ),
+    Mutant(
+        ATTENTION,
+        "workspace.positions[end - 1] - op.window + 1 >= token + QUIRE_TILE",
+        "workspace.positions[end - 1] - op.window >= token",
+        "rows with a window miss the oldest tokens that they should see",
+    ),
+    Mutant(
+        ATTENTION,
+        "quire_signal_set(shared.merged, 0 if is_last else",
+        "quire_signal_set(shared.merged,",
+        "the second step of a decoding sequence with few heads hangs or merges old splits",
+    ),
+    Mutant(
+        SAMPLE,
+        "range(row.first_adjustment + row.num_adjustments - 1, row.first_adjustment - 1, -1):",
+        "range(row.first_adjustment, row.first_adjustment + row.num_adjustments):",
+        "logits are restored in the wrong order for an id named twice in a bias",
+        SAMPLING,
+    ),
+    Mutant(
+        SAMPLE,
+        "        _restore(draw, row, x)\n    draw.tokens[index]",
+        "        pass\n    draw.tokens[index]",
+        "a request's logprobs include its bias",
+        SAMPLING,
+    ),
+    Mutant(
+        SAMPLE,
+        "        _forbid(draw, row, x, weights)\n",
+        "",
+        "a token with a bias of minus infinity can be drawn",
+        SAMPLING,
+    ),
+    Mutant(
+        SAMPLE,
+        "            if weights[i] < row.min_p:",
+        "            if weights[i] <= row.min_p:",
+        "min_p of 1 keeps no token",
+        SAMPLING,
+    ),
+    Mutant(
+        SAMPLE,
+        "while candidates > 0 and (kept == 0 or (kept < most and sum < mass)):",
+        "while candidates > 0 and (kept < most and sum < mass):",
+        "a tiny top_p keeps no token",
+        SAMPLING,
+    ),
+    Mutant(
+        SAMPLE,
+        "<uint32_t>(<uint64_t>position >> 32)",
+        "0",
+        "positions above 2**32 repeat random numbers",
+        SAMPLING,
+    ),
+    Mutant(
+        SAMPLE,
+        "<uint32_t>seed, <uint32_t>(seed >> 32), out)",
+        "<uint32_t>seed, 0, out)",
+        "seeds with equal lower halves give the same text",
+        SAMPLING,
+    ),
+    Mutant(
+        SAMPLE,
+        "            logit -= row.presence + row.frequency * <float>a.count",
+        "            logit -= (row.presence + row.frequency) * <float>a.count",
+        "the presence penalty grows with each occurrence",
+        SAMPLING,
+    ),
+    Mutant(
+        SAMPLE,
+        "            logit = logit / row.repetition if logit > 0 else logit * row.repetition",
+        "            logit = logit / row.repetition",
+        "the repetition penalty favours tokens with negative logits",
+        SAMPLING,
+    ),
+    Mutant(
+        SAMPLE,
+        "        if found == wanted and not maxima[block] > logprobs[found - 1]:",
+        "        if found == wanted and not maxima[block] > logprobs[0]:",
+        "top logprobs miss tokens of later blocks",
+        SAMPLING,
+    ),
+    Mutant(
+        SIMD_ATTENTION,
+        "    if (total_l[r] == 0.f) {    // nor of any split before it",
+        "    if (0) {    // nor of any split before it",
+        "rows of a chunk whose window lies in a later split get NaN",
+        BITS,
+    ),
+    Mutant(
+        SIMD_ATTENTION,
+        "    const float now = m[r] > total_m[r] ? m[r] : total_m[r];",
+        "    const float now = total_m[r];",
+        "attention over long contexts overflows",
+    ),
+    Mutant(
+        SIMD_ATTENTION,
+        "    to[j] = (int)(hi < 0 ? 0 : hi > 16 ? 16 : hi);",
+        "    to[j] = (int)(hi < 0 ? 0 : hi >= 16 ? 16 : hi + (hi > 0));",
+        "a row sees one token of its future",
+    ),
+    Mutant(
+        ROWS,
+        "  if (nan) return -1;\n",
+        "",
+        "a request with NaN logits gets a token or hangs",
+    ),
+    Mutant(
+        ROWS,
+        "  out->scales[block] = finite ? top / 127.f : NAN;",
+        "  out->scales[block] = top / 127.f;",
+        "an overflow in one request's activations gives wrong tokens instead of an error",
+    ),
+    Mutant(
+        SIMD_LINEAR,
+        "    if (t->epilogue == QUIRE_ADD) y0 = vf_add(vf_load(c), y0), y1 = vf_add(vf_load(c + 16), y1);",
+        "    if (t->epilogue == QUIRE_ADD) y0 = vf_add(vf_load(c), y0);",
+        "half of the residual stream is lost",
+    ),
+    Mutant(
+        LINEAR,
+        "        if tile.factors != NULL:\n            tile.factors += n\n",
+        "",
+        "later rows of a chunk are scaled by the norm of the first ones",
+    ),
+    Mutant(
+        SIMD_HEADS,
+        "(int)(slot % 2) * 16, 16);",
+        "0, 16);",
+        "the values of odd tokens overwrite those of even ones",
+    ),
+]

@@ -1,0 +1,149 @@
+"""Bugs in `runtime/engine/text/`."""
+
+from mutant import Mutant
+
+TESTS = "tests/runtime/engine/text tests/runtime/engine/test_text_processor.py"
+DETOKENIZER, CHAT, TOKENIZER, SANDBOX = (
+    f"runtime/engine/text/{name}.py" for name in ("detokenizer", "chat", "tokenizer", "sandbox")
+)
+
+MUTANTS = [
+    Mutant(
+        DETOKENIZER,
+        "armed=self.num_tokens >= self._min_tokens)",
+        "armed=self.num_tokens > self._min_tokens)",
+        "stop strings are armed one token late at min_tokens",
+    ),
+    Mutant(
+        DETOKENIZER,
+        "self._matched[index] = borders[matched - 1] if complete else matched",
+        "self._matched[index] = 0 if complete else matched",
+        "a match that overlaps an unarmed stop string is missed",
+    ),
+    Mutant(
+        DETOKENIZER,
+        "        while matched and pattern[matched] != character:\n            matched = borders[matched - 1]",
+        "        if matched and pattern[matched] != character:\n            matched = 0",
+        "a stop string that begins inside a failed match is missed",
+    ),
+    Mutant(
+        DETOKENIZER,
+        "self._patterns = sorted(set(stop), key=len, reverse=True)",
+        "self._patterns = sorted(set(stop), key=len)",
+        "of two stop strings that end together the shorter wins",
+    ),
+    Mutant(
+        DETOKENIZER,
+        "        return max(self._matched)",
+        "        return min(self._matched)",
+        "the start of a stop string is streamed before it is known not to be one",
+    ),
+    Mutant(
+        DETOKENIZER,
+        "self.stop_token_index = self.num_tokens - 1",
+        "self.stop_token_index = self.num_tokens",
+        "a token after the stop string is kept",
+    ),
+    Mutant(
+        DETOKENIZER,
+        "            rest = self._release(rest, self._matcher) + self._held",
+        "            rest = self._held + self._release(rest, self._matcher)",
+        "at the end the held text comes twice or in the wrong order",
+    ),
+    Mutant(
+        DETOKENIZER,
+        "        self._previous = token_id\n",
+        "        self._previous = self._previous if self._previous is not None else token_id\n",
+        "SentencePiece tokens are decoded after the first token, and spaces are lost",
+    ),
+    Mutant(
+        DETOKENIZER,
+        '        if raw == b"" or token_id in self._tokenizer.special_token_ids:',
+        '        if raw == b"":',
+        "special tokens appear in the text",
+    ),
+    Mutant(
+        CHAT,
+        "    return {key: _copy(item, depth - 1, left) for key, item in value.items()}",
+        "    return {key: _copy(item, depth, left) for key, item in value.items()}",
+        "the depth of maps in a chat is unlimited",
+    ),
+    Mutant(
+        CHAT,
+        "        return [_copy(item, depth - 1, left) for item in value]",
+        "        return [_copy(item, depth, left) for item in value]",
+        "the depth of lists in a chat is unlimited",
+    ),
+    Mutant(
+        CHAT,
+        "    left[0] -= 1\n",
+        "    left = [left[0] - 1]\n",
+        "the number of values in a chat is unlimited",
+    ),
+    Mutant(
+        CHAT,
+        '        declared = named.get("default")',
+        "        declared = next(iter(named.values()), None)",
+        "a model with several templates uses the first, such as that for tools",
+    ),
+    Mutant(
+        CHAT,
+        "        source = _file_source(Path(folder)) or _config_source(config)",
+        "        source = _config_source(config) or _file_source(Path(folder))",
+        "an outdated template in tokenizer_config.json wins over chat_template.jinja",
+    ),
+    Mutant(
+        CHAT,
+        'text = declared.get("content") if isinstance(declared, dict) else declared',
+        "text = declared",
+        "templates of models that declare tokens as objects lack bos_token",
+    ),
+    Mutant(
+        TOKENIZER,
+        "    fast.no_truncation()\n",
+        "",
+        "long prompts are cut in silence",
+    ),
+    Mutant(
+        TOKENIZER,
+        "    fast.no_padding()\n",
+        "",
+        "short prompts are padded",
+    ),
+    Mutant(
+        TOKENIZER,
+        'get("eos_token_id", config.get("eos_token_id"))',
+        'get("eos_token_id")',
+        "a model without generation_config.json never ends",
+    ),
+    Mutant(
+        TOKENIZER,
+        "return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)",
+        "return max(map(len, self._fast.get_vocab(with_added_tokens=False)), default=1)",
+        "a prompt of long added tokens is refused as too long",
+    ),
+    Mutant(
+        SANDBOX,
+        "        self._run.made += size\n",
+        "        self._run.made = size\n",
+        "a template may make any amount of text in pieces",
+    ),
+    Mutant(
+        SANDBOX,
+        "            self.charge(len(left) * right)",
+        "            self.charge(len(left) + right)",
+        "a template may repeat a text a billion times",
+    ),
+    Mutant(
+        SANDBOX,
+        "            _interrupt(thread)\n            raise TimeoutError",
+        "            raise TimeoutError",
+        "a template that does not end burns a core for ever",
+    ),
+    Mutant(
+        SANDBOX,
+        'bits = left.bit_length() * right if operator == "**"',
+        'bits = left.bit_length() + right if operator == "**"',
+        "a template may compute a number of gigabytes",
+    ),
+]
