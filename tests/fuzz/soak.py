@@ -5,9 +5,9 @@ usage: soak.py [--minutes 30] [--users 96] [--seed 1] [--sample-seconds 60] [-- 
 There are more users than sequence slots, and each sends its next request when the last one has ended: random prompts of
 any length, random sampling parameters, at times several choices. Some users cancel, some read slowly, some grant credit
 token by token, some leave in mid-stream and may resume; bystanders must get the same bytes throughout. Every sample is
-printed. The first quarter is warm-up. Flat means that the median of the last third of the rest exceeds that of the first
-third by at most 2 % for the resident memory of each process, and by no more than a few descriptors, threads and series.
-Exit status 1 if not flat, or on a breach.
+printed. The first quarter is warm-up. Flat means that the median of the last third of the rest exceeds that of the
+first third by at most 2 % for the resident memory of each process, and by no more than a few descriptors, threads and
+metric series. Exit status 1 if not flat, or on a breach.
 """
 
 from __future__ import annotations
