@@ -4,10 +4,10 @@ usage: run.py [--package NAME]... [--only TEXT] [--sample N] [--seed S] [--check
 
 The lists of bugs are the modules beside this file, one per package. The copy lies in a temporary folder and is
 installed there in editable form, with the dependencies of this environment. Before the first bug of a set of tests,
-these tests must pass without a bug. Results are appended to FILE, one JSON object per line. A bug that was caught is not
-tried again while its file is the same, nor one that survived while its tests are the same too, unless `--again` is
-given. `--check` only checks that every text occurs exactly once. Exit status 1 if a bug does not apply, or if less than
-95 % of the bugs tried were caught.
+these tests must pass without a bug. Results are appended to FILE, one JSON object per line. A bug that was caught is
+not tried again while its file is the same, nor one that survived while its tests are the same too, unless `--again`
+is given. `--check` only checks that every text occurs exactly once. Exit status 1 if a bug does not apply, or if less
+than 95 % of the bugs tried were caught.
 """
 
 from __future__ import annotations
