@@ -13,7 +13,9 @@ CONNECTION, HANDLER, STREAM, SEND, REPLAY, RESUME = (
 LIVE, TENANTS, AUTH, LISTEN, SERVER, WATCHDOG = (
     f"runtime/server/{name}.py" for name in ("live_requests", "tenants", "auth", "listen", "server", "watchdog")
 )
-CONVERT = "runtime/server/convert.py"
+CONVERT, ACCEPTOR = "runtime/server/convert.py", "runtime/server/acceptor.py"
+HTTP, LOGS = "runtime/server/monitoring/http.py", "runtime/common/logs.py"
+OPERATORS = "tests/runtime/server/test_acceptor.py tests/runtime/server/monitoring tests/system/test_operator_port.py"
 
 MUTANTS = [
     Mutant(
@@ -329,13 +331,6 @@ MUTANTS = [
     ),
     Mutant(
         SERVER,
-        "            if excess >= MAX_REFUSALS or self._closing:",
-        "            if excess >= MAX_REFUSALS:",
-        "a connection that arrives during the close is served by nobody and hangs",
-        "tests/runtime/server tests/system/test_drain_and_timeouts.py tests/system/test_security.py",
-    ),
-    Mutant(
-        SERVER,
         "        self._readiness.leave()\n",
         "",
         "a draining server stays ready",
@@ -365,5 +360,131 @@ MUTANTS = [
         "",
         "pins are ignored",
         "tests/runtime/server tests/system/test_server.py",
+    ),
+    Mutant(
+        ACCEPTOR,
+        "        if len(self._open) >= self._limits.open:",
+        "        if len(self._open) > self._limits.open:",
+        "one connection more than the limit is open",
+        OPERATORS,
+    ),
+    Mutant(
+        ACCEPTOR,
+        "            if not same_address:\n                del self._pending[connection.address]",
+        "            pass",
+        "memory grows with each address that ever connected",
+        OPERATORS,
+    ),
+    Mutant(
+        ACCEPTOR,
+        "            same_address[connection] = same_address.pop(connection)",
+        "            pass",
+        "a probe that keeps its connection is closed in favour of clients that are silent",
+        OPERATORS,
+    ),
+    Mutant(
+        ACCEPTOR,
+        "        oldest = next(iter(self._pending[address]))",
+        "        oldest = next(reversed(self._pending[address]))",
+        "silent clients keep their connections and new clients lose theirs",
+        OPERATORS,
+    ),
+    Mutant(
+        ACCEPTOR,
+        "            self._shed(max(self._pending, key=lambda address: len(self._pending[address])))",
+        "            self._shed(newest)",
+        "an address with a single connection loses it to one with thousands",
+        OPERATORS,
+    ),
+    Mutant(
+        ACCEPTOR,
+        "        self._retry = self._loop.call_later(RETRY_S, self._start)",
+        "        self._retry = None",
+        "after the system had no descriptor for a moment, no connection is accepted any more",
+        OPERATORS,
+    ),
+    Mutant(
+        ACCEPTOR,
+        "            else:\n                accepted.close()\n            self.settle(connection)",
+        "            self.settle(connection)",
+        "each failed TLS handshake leaks a descriptor",
+        OPERATORS,
+    ),
+    Mutant(
+        ACCEPTOR,
+        "            self.settle(connection)\n            del self._open[connection]",
+        "            del self._open[connection]",
+        "connections that ended count as pending for ever",
+        OPERATORS,
+    ),
+    Mutant(
+        ACCEPTOR,
+        "return str(ipaddress.ip_network((address, IPV6_SITE_BITS), strict=False))",
+        "return str(address)",
+        "an IPv6 client escapes the limit per address by taking another address of its network",
+        OPERATORS,
+    ),
+    Mutant(
+        HTTP,
+        "self._clock() - self._made_at >= self._max_age_s",
+        "True",
+        "each request for /metrics renders all metrics again",
+        OPERATORS,
+    ),
+    Mutant(
+        HTTP,
+        "return task.cancelled() or task.exception() is not None or",
+        "return",
+        "one failed rendering is shown until it is old",
+        OPERATORS,
+    ),
+    Mutant(
+        HTTP,
+        "        return await asyncio.shield(self._task)",
+        "        return await self._task",
+        "a client that leaves cancels the rendering that others wait for",
+        OPERATORS,
+    ),
+    Mutant(
+        HTTP,
+        "            async with asyncio.timeout(REQUEST_TIMEOUT_S):",
+        "            async with asyncio.timeout(None):",
+        "a half-sent request holds its connection for ever",
+        OPERATORS,
+    ),
+    Mutant(
+        HTTP,
+        "    async with asyncio.timeout(ANSWER_TIMEOUT_S):",
+        "    async with asyncio.timeout(None):",
+        "a client that does not read its answer holds its connection for ever",
+        OPERATORS,
+    ),
+    Mutant(
+        HTTP,
+        "status_code=503 if problem else 200)",
+        "status_code=200)",
+        "a probe of a server that is not ready succeeds",
+        OPERATORS,
+    ),
+    Mutant(
+        HTTP,
+        "        text.append(generate_latest(_Families([family])))\n        await asyncio.sleep(0)\n",
+        "        text.append(generate_latest(_Families([family])))\n",
+        "rendering the metrics delays all clients",
+        OPERATORS,
+    ),
+    Mutant(
+        LOGS,
+        "            self._began_at, self._num_lines = now, 0",
+        "            self._began_at = now",
+        "after a burst of bad requests no further one is logged",
+        "tests/runtime/common/test_logs.py",
+    ),
+    Mutant(
+        LOGS,
+        "        if self._num_lines <= MAX_LINES:",
+        "        if True:",
+        "a client can fill the log",
+        "tests/runtime/common/test_logs.py",
     ),
 ]

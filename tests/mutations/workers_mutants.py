@@ -133,8 +133,8 @@ MUTANTS = [
     ),
     Mutant(
         SUPERVISOR,
-        "min(MAX_PAUSE_S, 0.1 * 2**num_failures)",
-        "0.1 * 2**num_failures",
+        "pause_s = min(MAX_PAUSE_S, 2 * pause_s)",
+        "pause_s = 2 * pause_s",
         "after an hour of failing starts the next attempt is hours away",
     ),
     Mutant(
@@ -352,9 +352,39 @@ MUTANTS = [
     ),
     Mutant(
         PROCESS,
-        "            ours.close()\n            os.close(heartbeat_fd)\n            raise",
-        "            raise",
-        "each failed start leaks two descriptors",
+        "            undo.callback(ours.close)\n",
+        "",
+        "each failed start leaks a socket",
+    ),
+    Mutant(
+        PROCESS,
+        "            undo.callback(process.kill)\n",
+        "",
+        "a process whose link cannot be opened runs on",
+    ),
+    Mutant(
+        SUPERVISOR,
+        "            seconds -= TICK_S\n            self._owner.on_tick()",
+        "            seconds -= TICK_S",
+        "deadlines do not expire between two failed starts",
+    ),
+    Mutant(
+        SUPERVISOR,
+        "            except Exception as error:  # whatever",
+        "            except Unavailable as error:  # whatever",
+        "one failed fork ends all attempts to restart the engine",
+    ),
+    Mutant(
+        SUPERVISOR,
+        "failing_at = 0, FIRST_PAUSE_S, now() + self._timeouts.restart_s",
+        "failing_at = 0, FIRST_PAUSE_S, now()",
+        "the first failed restart ends all requests",
+    ),
+    Mutant(
+        SUPERVISOR,
+        "await self._pause(pause_s if left_s <= 0 else min(pause_s, left_s))",
+        "await self._pause(pause_s)",
+        "requests fail seconds later than the time limit for restarts says",
     ),
     Mutant(
         PROCESS,

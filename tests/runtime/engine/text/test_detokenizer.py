@@ -110,6 +110,22 @@ def test_text_is_cut_at_the_first_stop_string(
     assert (detokenizer.stop_string is not None) == (found is not None)
 
 
+@pytest.mark.parametrize(
+    ("stops", "text", "expected"),
+    [
+        (["aab"], "aaab", "a"),  # begins inside a match that failed
+        (["abac"], "ababac", "ab"),
+        (["ababb"], "abaababb", "aba"),
+        (["b", "ab"], "cab", "c"),  # of two that end together the longest, in either order
+        (["ab", "b"], "cab", "c"),
+        (["abcd", "bc"], "abcd", "a"),  # the first that ends, though another began earlier
+    ],
+)
+def test_overlapping_stop_strings(byte_level: Tokenizer, stops: list[str], text: str, expected: str) -> None:
+    ids = [byte_level.encode(character)[0] for character in text]
+    assert "".join(stream(IncrementalDetokenizer(byte_level, stops), ids)) == expected
+
+
 @given(text=STOP_TEXT, stops=STOPS)
 def test_stop_token_index_is_the_first_token_that_completes_a_stop_string(
     byte_level: Tokenizer, text: str, stops: list[str]
