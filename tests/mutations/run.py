@@ -37,6 +37,7 @@ from mutant import Mutant
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("pager", "protocol", "measuring", "scheduler", "server", "kernels", "engine", "text", "workers")
 LEAST_CAUGHT = 0.95
+TEST_TIMEOUT_S = 60  # of one test
 LEAST_TIMEOUT_S = 60.0  # of a whole test run
 USAGE_ERROR = 4  # of pytest
 TIMEOUT_FACTOR = 6  # of the time without a bug
@@ -86,19 +87,10 @@ class Copy:
             cwd=self.root, env=self._variables, check=True,
         )  # fmt: skip
 
-    def test(self, paths: Sequence[str], timeout_s: float | None) -> tuple[bool, str]:
-        """Run the tests; return whether all passed, and the first failure."""
-        command = [
-            self._python,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--tb=no",
-            *self._quick_first(paths),
-        ]
+    def test(self, paths: Sequence[str], timeout_s: float | None, changed: str = "") -> tuple[bool, str]:
+        """Run the tests, those of the `changed` file first; return whether all passed, and the first failure."""
+        options = ("-x", "-q", "-p", "no:cacheprovider", "--tb=no", f"--timeout={TEST_TIMEOUT_S}")
+        command = [self._python, "-m", "pytest", *options, *self._ordered(paths, Path(changed).stem)]
         process = subprocess.Popen(
             command, cwd=self.root, env=self._variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, start_new_session=True,
@@ -114,14 +106,14 @@ class Copy:
         lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))] or output.splitlines()
         return process.returncode == 0, lines[0 if process.returncode == 1 else -1] if lines else ""
 
-    def _quick_first(self, tests: Sequence[str]) -> list[str]:
-        """Return the test files of folders, those that try thousands of random interleavings last."""
+    def _ordered(self, tests: Sequence[str], stem: str) -> list[str]:
+        """Return the test files of folders: test_`stem` first, those of thousands of random interleavings last."""
         paths: list[str] = []
         for test in tests:
             folder = self.root / test
             found = sorted(folder.rglob("test_*.py")) if folder.is_dir() else []
             paths += [str(path.relative_to(self.root)) for path in found] or [test]
-        return sorted(paths, key=lambda path: "interleavings" in path)
+        return sorted(paths, key=lambda path: ("interleavings" in path, not path.endswith(f"/test_{stem}.py")))
 
     @contextmanager
     def bug(self, mutant: Mutant) -> Iterator[None]:
@@ -232,7 +224,7 @@ def _try(copy: Copy, trial: Trial, limit_s: float) -> tuple[str, str, float]:
     """Return the outcome, the first failure and the time in seconds."""
     started = time.monotonic()
     with copy.bug(trial.mutant):
-        passed, detail = copy.test(trial.tests, limit_s)
+        passed, detail = copy.test(trial.tests, limit_s, trial.mutant.file)
     return "survived" if passed else "caught", "" if passed else detail, time.monotonic() - started
 
 

@@ -154,6 +154,12 @@ def test_finish_returns_held_text(byte_level: Tokenizer) -> None:
     assert detokenizer.stop_string is None
 
 
+def test_finish_returns_held_text_before_an_unfinished_character(byte_level: Tokenizer) -> None:
+    detokenizer = IncrementalDetokenizer(byte_level, ["END"])
+    assert detokenizer.push([*byte_level.encode("xEN"), byte_level.encode("é")[0]]) == "x"
+    assert detokenizer.finish() == "EN\ufffd"
+
+
 def test_a_stop_string_before_min_tokens_is_text(byte_level: Tokenizer) -> None:
     ids = [byte_level.encode(character)[0] for character in "aENDbENDc"]
     detokenizer = IncrementalDetokenizer(byte_level, ["END"], min_tokens=5)
