@@ -196,8 +196,21 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 256
     max_requests_per_connection: Annotated[Count, _limit("Live requests of one connection.", unit="requests")] = 1024
     max_outgoing_bytes: Annotated[
-        Count, _limit("Unsent output of a connection at which it is closed as too slow.", unit="bytes")
+        Count,
+        _limit(
+            "Unsent output of one connection, with what waits for credit; beyond it, its largest stream ends, or the "
+            "connection.",
+            unit="bytes",
+        ),
     ] = 8 << 20
+    max_unsent_bytes: Annotated[
+        Count,
+        _limit(
+            "Unsent output of all connections. Each tenant has an equal share; beyond it, its largest stream or "
+            "connection ends.",
+            unit="bytes",
+        ),
+    ] = 128 << 20
     write_timeout_ms: Annotated[
         Count, _limit("Time without progress in sending after which a connection is closed as too slow.", unit="ms")
     ] = 30_000
@@ -210,7 +223,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Count, _limit("Silence after which a client that negotiated heartbeats is sent PING.", unit="ms")
     ] = 15_000
     credit_timeout_ms: Annotated[
-        Count, _limit("Time that a request's tokens wait for credit before the request ends.", unit="ms")
+        Count,
+        _limit(
+            "Time in which a client must take one in 32 of the tokens that wait for credit before the request ends.",
+            unit="ms",
+        ),
     ] = 30_000
     resume_timeout_ms: Annotated[
         Count, _limit("Time that a resumable request is kept after its connection was lost.", unit="ms")
@@ -219,8 +236,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Count, _limit("Time that the output of a request with an idempotency key is kept.", unit="ms")
     ] = 600_000
     max_kept_bytes: Annotated[
-        Count, _limit("Output kept for resumable requests and idempotency keys.", unit="bytes")
-    ] = 64 << 20
+        Count,
+        _limit(
+            "Output kept for resumable requests and idempotency keys. Each tenant has an equal share, in which a "
+            "running request reserves what it may generate; one without room is refused.",
+            unit="bytes",
+        ),
+    ] = 128 << 20
     stall_timeout_ms: Annotated[
         Count,
         _limit("Time without a finished step after which /readyz fails and the engine is restarted.", unit="ms"),

@@ -152,7 +152,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     stall_ms: float = 0.0  # preempted; of the output that was preempted longest
 
 
-class OutputChunk(msgspec.Struct, frozen=True, kw_only=True):
+class OutputChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One piece of a stream: tokens of one output that arrived together, and the text that they completed.
 
     `text` never ends inside a UTF-8 character or inside a possible stop string, so it may lag behind `token_ids`. A

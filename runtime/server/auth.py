@@ -53,6 +53,7 @@ class Keyring:
         self._keys = dict(keys)  # sha256 -> its tenant
         self._default_tenant = default_tenant
         self._path = path
+        self._num_tenants = _num_tenants(self._keys)
 
     @classmethod
     def of(cls, config: ServerConfig) -> Keyring:
@@ -79,6 +80,10 @@ class Keyring:
     def none(cls) -> Keyring:
         """Return a keyring that admits every connection, with or without a token."""
         return cls({}, default_tenant=Tenant(""))
+
+    @property
+    def num_tenants(self) -> int:
+        return self._num_tenants
 
     def authenticate(self, token: str | None) -> Tenant:
         """Return the tenant of `token`. Raises Unauthenticated."""
@@ -109,10 +114,15 @@ class Keyring:
         except ConfigError as error:
             _log.error("auth tokens not reloaded", reason=str(error))
             return
+        self._num_tenants = _num_tenants(self._keys)
         present = {tenant.name for tenant in self._keys.values()}
         for name, tenant in before.items():
             tenant.revoked = name not in present
         _log.info("auth tokens reloaded", tenants=len(present), keys=len(self._keys))
+
+
+def _num_tenants(keys: Mapping[bytes, Tenant]) -> int:
+    return max(len(set(keys.values())), 1)  # without keys, all connections are of one tenant
 
 
 def _read_keys(path: Path, known: Mapping[str, Tenant]) -> dict[bytes, Tenant]:

@@ -84,6 +84,7 @@ class Connection:
             finally:
                 for task in tasks:
                     task.cancel()
+                self._send_buffer.leave()
                 self._writer.transport.abort()
 
     def go_away(self) -> None:
@@ -152,6 +153,7 @@ class Connection:
         tenant = self._context.keyring.authenticate(hello.token)
         self._accepted.settle()
         bind_contextvars(tenant=tenant.name)
+        self._send_buffer.join(self._context.unsent_output(tenant))
         session = self._context.replays.resume_index.session_name(tenant.name, hello.session)
         features = tuple(feature for feature in FEATURES if feature in hello.features)
         heartbeat = "heartbeat" in features

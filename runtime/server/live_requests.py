@@ -8,12 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ..common.errors import QuireError
 from ..engine.facade import EngineFacade, GenerateRequest, Generation
 from .monitoring import CancelCause, PrometheusObserver, RequestState, RequestStatus
 from .tenants import Tenant
+
+T = TypeVar("T")
 
 
 class LiveRequests:
@@ -32,7 +34,7 @@ class LiveRequests:
 
         Raises the refusal of `Tenant.enter` or of the engine; nothing is counted then.
         """
-        self._check(tenant.enter)
+        self.check(tenant.enter)
         try:
             submission = self._engine.submit(request)
         except BaseException:
@@ -44,15 +46,21 @@ class LiveRequests:
 
     def replay(self, tenant: Tenant) -> None:
         """Count a request that an earlier one answers. Raises the refusal of `Tenant.replay`."""
-        self._check(tenant.replay)
+        self.check(tenant.replay)
 
     def oldest(self, limit: int) -> list[RequestStatus]:
         return [live.status() for live in islice(self._all, limit)]
 
-    def _check(self, enter: Callable[[], None]) -> None:
-        """Call `enter`, and report its refusal as a rejection: the engine reports its own."""
+    def most_tokens(self, request: GenerateRequest) -> int:
+        """Return the most tokens that the request's outputs can have together."""
+        info, params = self._engine.info, request.sampling_params
+        num_outputs = min(max(params.n, 0), info.max_num_seqs)
+        return num_outputs * min(max(params.max_tokens, 0), info.max_model_len)
+
+    def check(self, check: Callable[[], T]) -> T:
+        """Return what `check` returns, and report its refusal as a rejection: the engine reports its own."""
         try:
-            enter()
+            return check()
         except QuireError as error:
             self._observer.on_rejected(error)
             raise

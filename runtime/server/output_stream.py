@@ -1,26 +1,35 @@
 """`OutputStream`: one request on one connection; it sends the request's chunks as frames, as fast as credit allows.
 
 The engine never waits for a reader. With `credit`, TOKENS are sent while it is above zero, so that it is overdrawn by
-less than one chunk. Must not import the connection or the request handler.
+less than one chunk. Chunks without credit wait here in msgpack, and their bytes count as unsent output of the
+connection. Must not import the connection or the request handler.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import AsyncIterator
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from ...scheduler import AdmissionEstimate
-from ..common.errors import DeadlineExceeded, GenerationFailed
+from ..common.errors import DeadlineExceeded, GenerationFailed, QuireError
 from ..common.types import OutputChunk
 from ..protocol.frames import Done, Progress
 from .convert import accepted_frame, done_frame, tokens_frame
 from .live_requests import LiveRequest
 from .monitoring import CancelCause
 from .send_buffer import SendBuffer
+
+CHUNK_BYTES = 56  # measured: a chunk in memory besides its encoding
+READ_SHARE = 32  # a client must take 1 of this many waiting tokens within the credit timeout
+CHUNKS_PER_TURN = 64  # of one stream that were waiting, before other tasks run
+
+encode_chunk = msgspec.msgpack.Encoder().encode
+decode_chunk = msgspec.msgpack.Decoder(OutputChunk).decode
 
 
 class Chunks(Protocol):
@@ -42,50 +51,70 @@ class Delivery(NamedTuple):
 
 
 class OutputStream:
-    """The stream of a request that only this connection reads. `run` it in a task, and call `end` after the task."""
+    """The stream of a request that only this connection reads. `run` it in a task, and call `end` after the task.
 
-    is_paced = False  # whether chunks may come faster than the client reads, so that sending waits for it
+    While tokens wait for credit, the client must take one in `READ_SHARE` of them within each credit timeout, else the
+    stream ends in DeadlineExceeded.
+    """
 
     def __init__(self, request: LiveRequest, delivery: Delivery) -> None:
         self.request = request
-        self.generated = 0
+        self.generated = 0  # tokens, sent or not
         self._request_id, self._send_buffer, credit, self._credit_timeout_ms, self._wants_progress = delivery
         self._credit = math.inf if credit is None else credit
-        self._credited = asyncio.Event()
-        self._is_unwanted = False
+        self._num_sent = 0  # tokens
+        self._waiting: deque[bytes] = deque()  # chunks without credit, the oldest first
+        self._done: Done | None = None
+        self._is_unwanted = False  # tokens without credit are dropped
+        self._stopped: QuireError | None = None
+        self._changed = asyncio.Event()
+        self._reading_timer: asyncio.TimerHandle | None = None  # while tokens wait for credit
+        self._reading_goal = 0  # value of `_num_sent` that the client must reach before the timer ends
 
     async def run(self) -> Done:
         """Send every frame but the last one, which is returned. Raises the error that ended the request."""
-        chunks = await self.accepted()
-        self._send_buffer.send(accepted_frame(self._request_id, chunks.admission))
-        if self._wants_progress:
-            self.request.prefill_watchers.add(self._send_progress)
         try:
+            chunks = await self.accepted()
+            self._send_buffer.send(accepted_frame(self._request_id, chunks.admission))
+            if self._wants_progress:
+                self.request.prefill_watchers.add(self._send_progress)
             return await self._send_chunks(chunks)
         finally:
             self.request.prefill_watchers.discard(self._send_progress)  # nothing follows the last frame
+            self._drop_waiting()
 
     async def _send_chunks(self, chunks: Chunks) -> Done:
-        request_id, send = self._request_id, self._send_buffer.send
-        done: Done | None = None
-        async for chunk in chunks:
-            if self._credit <= 0 or self.is_paced:
-                chunk = await self._wait_to_send(chunk)
-            num_tokens = len(chunk.token_ids)
-            self._credit -= num_tokens
-            self.generated += num_tokens
-            if (tokens := tokens_frame(request_id, chunk)) is not None:
-                send(tokens)
-            if chunk.usage is not None:
-                done = done_frame(request_id, chunk)
-        if done is None:
+        try:
+            async for chunk in chunks:
+                self.generated += len(chunk.token_ids)
+                if self._credit > 0 and not self._waiting:
+                    self._send(chunk)
+                elif self._stopped is None:
+                    self._send_or_hold(chunk)
+        except Exception:
+            await self._wait_until_sent()  # the error follows the tokens that came before it
+            raise
+        await self._wait_until_sent()
+        if self._done is None:
             raise GenerationFailed("the engine ended this stream without a finish reason")
-        return done
+        return self._done
 
     def grant(self, tokens: int) -> None:
         """Add to the credit."""
         self._credit += tokens
-        self._credited.set()
+        self._send_waiting()
+
+    def stop(self, error: QuireError) -> None:
+        """End soon, in `error`; what waits is dropped."""
+        self._stopped = self._stopped or error
+        self._credit = -math.inf  # nothing may follow the gap
+        self._drop_waiting()
+        self._changed.set()
+
+    def shed(self, error: QuireError) -> None:
+        """Cancel the request and end in `error`: the client reads too slowly."""
+        self.stop(error)
+        self.cancel("slow_reader")
 
     def cancel(self, cause: CancelCause) -> None:
         """End soon: the client does not want the rest."""
@@ -107,34 +136,100 @@ class OutputStream:
         self.request.reader = self
         return await self.request.accepted()
 
-    # Waiting
+    @property
+    def _num_waiting(self) -> int:
+        """The tokens that are generated and not sent."""
+        return self.generated - self._num_sent
+
+    # Sending and waiting
 
     def discard_unsent(self) -> None:
         """Stop waiting for credit: drop tokens that have none."""
         self._is_unwanted = True
-        self._credited.set()
+        self._send_waiting()
 
-    async def _wait_to_send(self, chunk: OutputChunk) -> OutputChunk:
-        """Return `chunk` once it may be sent; without its tokens where those are not wanted any more."""
-        if self.is_paced:
-            await self._send_buffer.wait_until_short()
-        while self._credit <= 0 and chunk.token_ids:
-            if self._is_unwanted:
-                return msgspec.structs.replace(chunk, token_ids=(), text="", logprobs=None)
-            await self._wait_for_credit()
-        return chunk
+    def _may_send(self, chunk: OutputChunk) -> bool:
+        return self._credit > 0 or not chunk.token_ids or self._is_unwanted
 
-    async def _wait_for_credit(self) -> None:
-        self._credited.clear()
+    def _send(self, chunk: OutputChunk) -> None:
+        if self._credit <= 0 and chunk.token_ids:  # unwanted
+            chunk = msgspec.structs.replace(chunk, token_ids=(), text="", logprobs=None)
+        num_tokens = len(chunk.token_ids)
+        self._credit -= num_tokens
+        self._num_sent += num_tokens
+        if (tokens := tokens_frame(self._request_id, chunk)) is not None:
+            self._send_buffer.send(tokens)
+        if chunk.usage is not None:
+            self._done = done_frame(self._request_id, chunk)
+        if self._reading_timer is not None and self._num_sent >= self._reading_goal:
+            self._stop_reading_timer()
+
+    def _send_or_hold(self, chunk: OutputChunk) -> None:
+        if not self._waiting and self._may_send(chunk):
+            self._send(chunk)
+            return
+        data = encode_chunk(chunk)
+        self._waiting.append(data)
+        self._watch_reader()
+        self._send_buffer.hold(self, len(data) + CHUNK_BYTES)
+
+    def _send_waiting(self) -> None:
+        """Send the waiting chunks that have credit."""
         try:
-            async with asyncio.timeout(self._credit_timeout_ms / 1000):
-                await self._credited.wait()
-        except TimeoutError:
-            self.cancel("slow_reader")
-            raise DeadlineExceeded(
-                f"{self._credit_timeout_ms} ms passed with tokens to send and no credit; grant CREDIT as you read"
-            ) from None
+            for _ in range(CHUNKS_PER_TURN):
+                if not (self._waiting and self._may_send(chunk := decode_chunk(self._waiting[0]))):
+                    break
+                self._send_buffer.hold(self, -len(self._waiting.popleft()) - CHUNK_BYTES)
+                self._send(chunk)
+            else:
+                asyncio.get_running_loop().call_soon(self._send_waiting)
+        except QuireError as error:  # the frame is longer than the client takes
+            self.stop(error)
+            self.request.cancel("client")
+        if self._waiting:
+            self._watch_reader()
+        self._changed.set()
+
+    async def _wait_until_sent(self) -> None:
+        """Wait until no chunk waits for credit. Raises the error that stopped this stream."""
+        while self._waiting:
+            await self._wait_for_change()
+        if self._stopped is not None:
+            raise self._stopped
+
+    async def _wait_for_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    def _drop_waiting(self) -> None:
+        self._stop_reading_timer()
+        self._send_buffer.hold(self, -sum(len(data) + CHUNK_BYTES for data in self._waiting))
+        self._waiting.clear()
+
+    # The reader's time limit
+
+    def _watch_reader(self) -> None:
+        """Start the timer in which the client must take its share of the waiting tokens, unless it runs."""
+        if self._reading_timer is None:
+            self._reading_goal = self._num_sent + max(1, self._num_waiting // READ_SHARE)
+            timeout_s = self._credit_timeout_ms / 1000
+            self._reading_timer = asyncio.get_running_loop().call_later(timeout_s, self._end_slow_reader)
+
+    def _stop_reading_timer(self) -> None:
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+            self._reading_timer = None
+
+    def _end_slow_reader(self) -> None:
+        self._reading_timer = None
+        if self._credit <= 0:
+            self.shed(
+                DeadlineExceeded(
+                    f"{self._num_waiting} tokens wait for credit, and in {self._credit_timeout_ms} ms the client took "
+                    f"fewer than one in {READ_SHARE} of those that waited; grant CREDIT as you read"
+                )
+            )
 
     def _send_progress(self, computed_tokens: int, prompt_tokens: int) -> None:
-        if not (self.generated or self._is_unwanted):
+        if not (self._num_sent or self._is_unwanted):
             self._send_buffer.send(Progress(self._request_id, computed_tokens, prompt_tokens))

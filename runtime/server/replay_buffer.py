@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections import deque
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,19 +16,19 @@ import msgspec
 
 from ...scheduler import AdmissionEstimate
 from ..common.errors import Cancelled, GenerationFailed, InvalidRequest, QuireError
-from ..common.types import FinishReason, OutputChunk
+from ..common.types import FinishReason, OutputChunk, SamplingParams
 from .live_requests import LiveRequest
 from .monitoring import CancelCause
-from .output_stream import Delivery, OutputStream
+from .output_stream import CHUNK_BYTES, Delivery, OutputStream, decode_chunk, encode_chunk
 from .request_log import quire_error
 
 # Measured bytes of Python objects.
 BUFFER_BYTES = 4096  # a buffer without chunks, with a session and a key of its own
-CHUNK_BYTES = 120  # a chunk besides its encoding
 ENTRY_BYTES = 1024  # a resume entry, with a session of its own
-
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(OutputChunk).decode
+# Reserved for each token that a request may generate, as a chunk of its own.
+TOKEN_BYTES = CHUNK_BYTES + 40  # its encoding, with 16 bytes of text
+LOGPROB_BYTES = 20  # the token's own log probability
+TOP_LOGPROB_BYTES = 16  # an alternative
 
 Session = tuple[str, str]  # tenant, name
 IdempotencyKey = tuple[str, str]  # tenant, key
@@ -68,12 +67,22 @@ class Owner(Protocol):
     def on_subscriber_ended(self, subscriber: Subscriber, cause: CancelCause) -> None: ...
 
 
-class ReplayBuffer:
-    """Reads its request in a task of its own, whether or not a connection reads along."""
+def bytes_to_reserve(params: SamplingParams, max_tokens: int) -> int:
+    """Return the bytes of a buffer whose request generates `max_tokens` tokens, all outputs together."""
+    logprobs = 0 if params.logprobs is None else LOGPROB_BYTES + TOP_LOGPROB_BYTES * params.logprobs
+    return BUFFER_BYTES + max_tokens * (TOKEN_BYTES + logprobs)
 
-    def __init__(self, request: LiveRequest, owner: Owner) -> None:
+
+class ReplayBuffer:
+    """Reads its request in a task of its own, whether or not a connection reads along.
+
+    While the request runs, the buffer counts as at least `reserved_bytes`.
+    """
+
+    def __init__(self, request: LiveRequest, owner: Owner, tenant: str, reserved_bytes: int) -> None:
         self.request = request
         self.owner = owner
+        self.tenant = tenant
         self.subscribers: set[Subscriber] = set()
         self.resume_entries: set[ResumeEntry] = set()
         self.idempotency_entry: IdempotencyEntry | None = None
@@ -81,10 +90,9 @@ class ReplayBuffer:
         self.admission: AdmissionEstimate | None = None
         self.finish_reason: FinishReason | None = None  # of the last chunk
         self.error: QuireError | None = None
-        self._chunks: deque[tuple[int, bytes]] = deque()  # (tokens, msgpack)
-        self._chunk_bytes = 0  # of all chunks so far
-        self._first = 0  # position of _chunks[0]
-        self._keeps_read_chunks = True
+        self._reserved_bytes = reserved_bytes
+        self._chunks: list[bytes] = []
+        self._output_bytes = BUFFER_BYTES  # without resume entries
         request.reader = self
         self.task = asyncio.create_task(self._read())
         self.task.add_done_callback(lambda _: request.end())
@@ -100,21 +108,20 @@ class ReplayBuffer:
 
     @property
     def num_bytes(self) -> int:
-        return BUFFER_BYTES + self._chunk_bytes + ENTRY_BYTES * len(self.resume_entries)
+        output_bytes = self._output_bytes if self.has_ended else max(self._output_bytes, self._reserved_bytes)
+        return output_bytes + ENTRY_BYTES * len(self.resume_entries)
 
     @property
-    def num_chunks(self) -> int:
-        """The chunks that are held now."""
-        return len(self._chunks)
+    def dropped_bytes(self) -> int:
+        """The bytes that remain if the output is dropped: those of the idempotency key."""
+        return 0 if self.idempotency_entry is None else BUFFER_BYTES
 
     def position_after(self, num_tokens: int) -> int:
         """Return the position of the chunk that follows `num_tokens`. Raises InvalidRequest if no chunk ends there."""
-        position = self._first
-        for tokens, _ in self._chunks if num_tokens else ():
-            num_tokens -= tokens
+        position = 0
+        while num_tokens > 0 and position < len(self._chunks):
+            num_tokens -= len(decode_chunk(self._chunks[position]).token_ids)
             position += 1
-            if num_tokens <= 0:
-                break
         if num_tokens:
             raise InvalidRequest("no TOKENS frame of this request ended there; next_index counts the tokens received")
         return position
@@ -125,32 +132,22 @@ class ReplayBuffer:
         The position after the last chunk returns only the end of the stream, for a subscriber that already received
         every token.
         """
-        index = position - self._first
-        if index < len(self._chunks):
-            return _decode(self._chunks[index][1])
+        if position < len(self._chunks):
+            return decode_chunk(self._chunks[position])
         if self.finish_reason is None:
             return None
-        return msgspec.structs.replace(_decode(self._chunks[-1][1]), token_ids=(), text="", logprobs=None)
+        return msgspec.structs.replace(decode_chunk(self._chunks[-1]), token_ids=(), text="", logprobs=None)
 
     def fail(self, error: QuireError) -> None:
         """End with `error` now, whatever the engine does."""
         self.task.cancel()
         self._end(error)
 
-    def drop_read_chunks(self) -> None:
-        """Hold from now on only the chunks that a subscriber has not read."""
-        self._keeps_read_chunks = False
-        self.trim()
-
-    def trim(self) -> None:
-        """Drop the chunks that every subscriber has read, after `drop_read_chunks`."""
-        if self._keeps_read_chunks:
-            return
-        end = self._first + len(self._chunks)
-        unread = min((subscriber.position for subscriber in self.subscribers), default=end)
-        while self._first < unread:
-            self._chunks.popleft()
-            self._first += 1
+    def forget_output(self, error: QuireError) -> None:
+        """Drop the output of an ended request: `error` answers its key from now on."""
+        self.finish_reason, self.error = None, error
+        self._chunks.clear()
+        self._output_bytes = BUFFER_BYTES
 
     async def _read(self) -> None:
         try:
@@ -158,6 +155,8 @@ class ReplayBuffer:
             self.admission = generation.admission
             self._wake_subscribers()
             async for chunk in generation:
+                if self.error is not None:  # the buffer has failed, and this task is being cancelled
+                    return
                 self._append(chunk)
             if not self.has_ended:
                 raise GenerationFailed("the engine ended this stream without a finish reason")
@@ -165,13 +164,13 @@ class ReplayBuffer:
             self._end(copy.copy(quire_error(error)))  # without the traceback, whose frames hold the prompt
 
     def _append(self, chunk: OutputChunk) -> None:
-        data = _encode(chunk)
+        data = encode_chunk(chunk)
         self.generated += len(chunk.token_ids)
-        self._chunks.append((len(chunk.token_ids), data))
-        self._chunk_bytes += len(data) + CHUNK_BYTES
+        self._chunks.append(data)
+        self._output_bytes += len(data) + CHUNK_BYTES
         self._wake_subscribers()
-        self.owner.on_change(self)
-        if chunk.usage is not None:
+        self.owner.on_change(self)  # may fail this buffer: it may be too large
+        if chunk.usage is not None and self.error is None:
             self.finish_reason = chunk.finish_reason
             self.owner.on_end(self)
 
@@ -189,18 +188,14 @@ class ReplayBuffer:
 class Subscriber(OutputStream):
     """The output stream of one connection that reads a replay buffer."""
 
-    is_paced = True
-
     def __init__(self, buffer: ReplayBuffer, delivery: Delivery, next_index: int = 0) -> None:
         """Start after the first `next_index` tokens. Raises InvalidRequest if no chunk ends there."""
         super().__init__(buffer.request, delivery)
         self.buffer = buffer
         self.position = buffer.position_after(next_index)  # of the next chunk
-        self.generated = next_index
         self.was_cut = False  # the connection was lost before the end
-        self._stopped: QuireError | None = None
+        self._num_sent = next_index
         self._cause: CancelCause = "disconnect"
-        self._news = asyncio.Event()
         buffer.subscribers.add(self)
         buffer.owner.on_change(buffer)
 
@@ -211,27 +206,36 @@ class Subscriber(OutputStream):
 
     async def accepted(self) -> Subscriber:
         while self.buffer.admission is None:
-            await self._wait_for_news()
+            if (error := self._stopped or self.buffer.error) is not None:
+                raise copy.copy(error)
+            await self._wait_for_change()
         return self
 
+    @property
+    def _num_waiting(self) -> int:
+        return self.buffer.generated - self._num_sent
+
     async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
-        while True:
-            if self._stopped is None and (chunk := self.buffer.chunk(self.position)) is not None:
+        """Yield each chunk when it may be sent, until the end or `stop`. Raises the error that ended the request."""
+        while self._stopped is None:
+            chunk = self.buffer.chunk(self.position)
+            if chunk is None:
+                if self.buffer.error is not None:
+                    raise copy.copy(self.buffer.error)  # each subscriber raises it
+                await self._wait_for_change()
+            elif not self._may_send(chunk):
+                self._watch_reader()
+                await self._wait_for_change()
+            elif self._send_buffer.is_long:
+                await self._send_buffer.wait_until_short()
+            else:
                 self.position += 1
-                self.buffer.trim()
                 yield chunk
                 if chunk.usage is not None:
                     return
-            else:
-                await self._wait_for_news()
 
     def wake(self) -> None:
-        self._news.set()
-
-    def stop(self, error: QuireError) -> None:
-        """End this subscriber with `error`; its request goes on."""
-        self._stopped = error
-        self.wake()
+        self._changed.set()
 
     def cancel(self, cause: CancelCause) -> None:
         """End soon, and cancel the request unless another connection wants it."""
@@ -246,12 +250,4 @@ class Subscriber(OutputStream):
 
     def end(self) -> None:
         self.buffer.subscribers.discard(self)
-        self.buffer.trim()
         self.buffer.owner.on_subscriber_ended(self, self._cause)
-
-    async def _wait_for_news(self) -> None:
-        """Wait for a change. Raises the error that stopped this subscriber or ended the request."""
-        if (error := self._stopped or self.buffer.error) is not None:
-            raise copy.copy(error)  # each subscriber raises the buffer's error
-        self._news.clear()
-        await self._news.wait()

@@ -44,7 +44,7 @@ from .output_stream import Delivery, OutputStream
 from .replay_buffer import Subscriber
 from .request_log import log_end, quire_error
 from .resume import ReplayStore
-from .send_buffer import SendBuffer
+from .send_buffer import SendBuffer, UnsentOutput
 from .tenants import Tenant
 
 MAX_TEXTS = 32  # of one connection that are being tokenized
@@ -61,7 +61,13 @@ class AppContext:
     requests: LiveRequests
     replays: ReplayStore
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # texts of TOKENIZE at a time
+    unsent: dict[str, UnsentOutput] = field(default_factory=dict)  # by tenants that had a connection
     leaves_at: float | None = None  # the loop's time at which live requests end; None: the server is not draining
+
+    def unsent_output(self, tenant: Tenant) -> UnsentOutput:
+        """Return the tenant's unsent output, which is limited to an equal share of `max_unsent_bytes`."""
+        limit, keyring = self.config.max_unsent_bytes, self.keyring
+        return self.unsent.setdefault(tenant.name, UnsentOutput(lambda: limit // keyring.num_tenants))
 
 
 class RequestHandler:
@@ -167,7 +173,9 @@ class RequestHandler:
         stream: OutputStream
         try:
             if frame.resumable or frame.idempotency_key is not None:
-                buffer = context.replays.open(self._tenant, request_id, request, frame.idempotency_key)
+                buffer = context.replays.open(
+                    self._tenant, request_id, request, frame.idempotency_key, resumable=frame.resumable
+                )
                 stream = subscriber = Subscriber(buffer, delivery)
                 if frame.resumable:
                     context.replays.resume_index.add(self._session, request_id, subscriber)

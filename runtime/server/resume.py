@@ -14,11 +14,20 @@ from collections.abc import Callable
 import msgspec
 
 from ..common.config import ServerConfig
-from ..common.errors import Cancelled, InvalidRequest, QuireError, RequestNotFound
+from ..common.errors import Cancelled, InvalidRequest, Overloaded, QuireError, QuotaExceeded, RequestNotFound
 from ..engine.facade import GenerateRequest
 from .live_requests import LiveRequests
 from .monitoring import CancelCause
-from .replay_buffer import IdempotencyEntry, IdempotencyKey, ReplayBuffer, ResumeEntry, Session, Subscriber
+from .replay_buffer import (
+    ENTRY_BYTES,
+    IdempotencyEntry,
+    IdempotencyKey,
+    ReplayBuffer,
+    ResumeEntry,
+    Session,
+    Subscriber,
+    bytes_to_reserve,
+)
 from .tenants import Tenant
 
 SESSION_BYTES = 18  # of randomness: a session's name is all that RESUME needs to know
@@ -63,7 +72,8 @@ class ResumeIndex:
         entry = self._sessions.get(session, {}).get(request_id)
         if entry is None:
             raise RequestNotFound(
-                "there is nothing to resume under this id: it is unknown, expired or of another tenant"
+                "there is nothing to resume under this id: it is unknown, expired, dropped to keep newer requests of "
+                "this tenant, or of another tenant"
             )
         return entry
 
@@ -136,22 +146,36 @@ class IdempotencyIndex:
         self._on_change(entry.buffer)
 
 
+class KeptOutput:
+    """The kept output of one tenant."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.droppable: dict[ReplayBuffer, int] = {}  # and the bytes that dropping frees; the longest unused first
+
+
 class ReplayStore:
     """The replay buffers of one server. Implements `replay_buffer.Owner`.
 
-    Together they take at most `max_kept_bytes`. Above the limit, ended buffers without readers are dropped, least
-    recently used first; then the buffer that is growing: its subscribers go on, and no other can join.
+    A tenant's buffers take at most its share of `max_kept_bytes`. A running request counts with the most that it may
+    come to hold, so that its promise can be kept. To make room for a new request, ended requests of the same tenant
+    without a reader are dropped, the longest unused first; their idempotency keys are then answered with an error. A
+    request for which there is no room is refused.
     """
 
-    def __init__(self, requests: LiveRequests, config: ServerConfig) -> None:
+    def __init__(self, requests: LiveRequests, config: ServerConfig, num_tenants: Callable[[], int]) -> None:
         self.resume_index = ResumeIndex(config.resume_timeout_ms / 1000, self.on_change)
         self.idempotency_index = IdempotencyIndex(config.idempotency_window_ms / 1000, self.on_change)
-        self.num_bytes = 0
         self._requests = requests
         self._max_bytes = config.max_kept_bytes
+        self._num_tenants = num_tenants
         self._buffers: dict[ReplayBuffer, int] = {}  # with the bytes that are counted for each
-        self._unused: dict[ReplayBuffer, None] = {}  # ended and without subscribers, the longest unused first
+        self._tenants: dict[str, KeptOutput] = {}  # of those that keep something
         self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(kept.num_bytes for kept in self._tenants.values())
 
     @property
     def buffers(self) -> list[ReplayBuffer]:
@@ -162,20 +186,31 @@ class ReplayStore:
         """Whether a request runs, or a client that was lost before the end may yet resume."""
         return bool(self._tasks) or self.resume_index.awaits_a_client
 
-    def open(self, tenant: Tenant, request_id: int, request: GenerateRequest, key: str | None) -> ReplayBuffer:
+    def open(
+        self, tenant: Tenant, request_id: int, request: GenerateRequest, key: str | None, *, resumable: bool
+    ) -> ReplayBuffer:
         """Return the buffer of a new request, or of the one that had this idempotency key before.
 
-        The caller must subscribe immediately. Raises InvalidRequest when the key's request was another one, or a
-        refusal of `LiveRequests`.
+        The caller must subscribe immediately. Raises InvalidRequest when the key's request was another one, Overloaded
+        or QuotaExceeded when the tenant's share has no room, or a refusal of `LiveRequests`.
         """
-        if key is None:
-            return self._submit(tenant, request_id, request)
-        buffer = self.idempotency_index.find((tenant.name, key), request)
+        buffer = None if key is None else self.idempotency_index.find((tenant.name, key), request)
+        entry_bytes = ENTRY_BYTES * resumable
         if buffer is not None:
+            droppable = self._requests.check(lambda: self._check_room(tenant.name, entry_bytes, buffer))
             self._requests.replay(tenant)
+            self._drop(droppable)
             return buffer
-        buffer = self._submit(tenant, request_id, request)
-        self.idempotency_index.add((tenant.name, key), request, buffer)
+        num_bytes = bytes_to_reserve(request.sampling_params, self._requests.most_tokens(request))
+        droppable = self._requests.check(lambda: self._check_room(tenant.name, num_bytes + entry_bytes))
+        buffer = ReplayBuffer(self._requests.submit(tenant, request_id, request), self, tenant.name, num_bytes)
+        self._drop(droppable)
+        self._buffers[buffer] = 0
+        self._tenants.setdefault(tenant.name, KeptOutput())
+        self._tasks.add(buffer.task)
+        buffer.task.add_done_callback(self._tasks.discard)
+        if key is not None:
+            self.idempotency_index.add((tenant.name, key), request, buffer)
         return buffer
 
     def fail(self, error: QuireError) -> None:
@@ -188,7 +223,7 @@ class ReplayStore:
     async def close(self) -> None:
         """Forget everything and end every task."""
         for buffer in self.buffers:
-            self._give_up(buffer)
+            self._forget(buffer)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -202,16 +237,20 @@ class ReplayStore:
             buffer.request.cancel(cause)
         if buffer not in self._buffers:
             return
-        if not buffer.has_ended or buffer.subscribers:
-            self._unused.pop(buffer, None)
-        elif buffer.resume_entries or buffer.idempotency_entry is not None:
-            self._unused[buffer] = None
-        else:
+        is_used = not buffer.has_ended or bool(buffer.subscribers)
+        if not (is_used or buffer.resume_entries or buffer.idempotency_entry is not None):
             self._release(buffer)
             return
-        self.num_bytes += buffer.num_bytes - self._buffers[buffer]
-        self._buffers[buffer] = buffer.num_bytes
-        self._limit(buffer)
+        kept = self._tenants[buffer.tenant]
+        grown = buffer.num_bytes - self._buffers[buffer]
+        self._buffers[buffer] += grown
+        kept.num_bytes += grown
+        if not is_used and (freed := buffer.num_bytes - buffer.dropped_bytes):
+            kept.droppable[buffer] = freed
+        else:
+            kept.droppable.pop(buffer, None)
+        if grown > 0 and not buffer.has_ended:
+            self._limit(buffer, kept)
 
     def on_end(self, buffer: ReplayBuffer) -> None:
         if buffer.idempotency_entry is not None:
@@ -234,32 +273,82 @@ class ReplayStore:
 
     # Memory
 
-    def _submit(self, tenant: Tenant, request_id: int, request: GenerateRequest) -> ReplayBuffer:
-        buffer = ReplayBuffer(self._requests.submit(tenant, request_id, request), self)
-        self._buffers[buffer] = 0
-        self._tasks.add(buffer.task)
-        buffer.task.add_done_callback(self._tasks.discard)
-        return buffer
+    @property
+    def _share(self) -> int:
+        """The bytes that one tenant may keep."""
+        return self._max_bytes // self._num_tenants()
 
-    def _limit(self, grown: ReplayBuffer) -> None:
-        while self.num_bytes > self._max_bytes and self._unused:
-            self._give_up(next(iter(self._unused)))
-        if self.num_bytes > self._max_bytes and grown in self._buffers:
-            self._give_up(grown)
+    def _check_room(self, tenant: str, num_bytes: int, used: ReplayBuffer | None = None) -> list[ReplayBuffer]:
+        """Return the buffers that the tenant must lose to keep `num_bytes` more; `used` is not among them.
 
-    def _give_up(self, buffer: ReplayBuffer) -> None:
+        Raises Overloaded or QuotaExceeded if there is too little to lose.
+        """
+        share, kept = self._share, self._tenants.get(tenant) or KeptOutput()
+        if kept.num_bytes + num_bytes <= share:
+            return []
+        limit = f"a tenant's share of `max_kept_bytes` is {share} bytes"
+        if num_bytes > share:
+            raise QuotaExceeded(
+                f"a request that may generate this much takes up to {num_bytes} bytes to be resumable or to have an "
+                f"idempotency key, and {limit}; lower max_tokens, n or logprobs, or send it without both"
+            )
+        dropped: list[ReplayBuffer] = []
+        missing = kept.num_bytes + num_bytes - share
+        for buffer, freed in kept.droppable.items():
+            if buffer is not used:
+                dropped.append(buffer)
+                missing -= freed
+            if missing <= 0:
+                return dropped
+        raise Overloaded(
+            f"the resumable requests and idempotency keys of this tenant hold {kept.num_bytes} bytes, and {limit}; "
+            "send this request without both, or retry later"
+        )
+
+    def _limit(self, grown: ReplayBuffer, kept: KeptOutput) -> None:
+        """Keep the tenant within its share although `grown` is larger than its reservation."""
+        while kept.num_bytes > self._share and kept.droppable:
+            self._drop([next(iter(kept.droppable))])
+        if kept.num_bytes > self._share:
+            grown.request.cancel("slow_reader")
+            grown.fail(
+                Overloaded(
+                    f"the text of this request is unusually long: with it, this tenant's resumable requests hold more "
+                    f"than {self._share} bytes, its share of `max_kept_bytes`; send it without `resumable` and key"
+                )
+            )
+
+    def _drop(self, buffers: list[ReplayBuffer]) -> None:
+        """Drop the output of ended requests without a reader. Their keys remain, so that a retry does not run twice."""
+        for buffer in buffers:
+            if buffer.idempotency_entry is None:
+                self._forget(buffer)
+                continue
+            buffer.forget_output(
+                RequestNotFound(
+                    "the request with this idempotency key has run, but its output was dropped to keep newer requests "
+                    "of this tenant; take a fresh key to run it again"
+                )
+            )
+            for entry in list(buffer.resume_entries):
+                self.resume_index.remove(entry)
+            self.on_change(buffer)
+
+    def _forget(self, buffer: ReplayBuffer) -> None:
         """Let no one find the buffer any more; its subscribers go on."""
         self._release(buffer)
         for entry in list(buffer.resume_entries):
             self.resume_index.remove(entry)
         if buffer.idempotency_entry is not None:
             self.idempotency_index.remove(buffer.idempotency_entry)
-        buffer.drop_read_chunks()
         self.on_change(buffer)
 
     def _release(self, buffer: ReplayBuffer) -> None:
-        self.num_bytes -= self._buffers.pop(buffer)
-        self._unused.pop(buffer, None)
+        kept = self._tenants[buffer.tenant]
+        kept.num_bytes -= self._buffers.pop(buffer)
+        kept.droppable.pop(buffer, None)
+        if not kept.num_bytes:
+            del self._tenants[buffer.tenant]
 
 
 def _digest(request: GenerateRequest) -> bytes:

@@ -1,14 +1,18 @@
-"""`SendBuffer`: the frames of one connection that are not sent yet. Sending never waits for the client.
+"""`SendBuffer`: the output of one connection that is not sent yet. Sending never waits for the client.
 
-A connection with more than `max_bytes` unsent bytes, or whose write makes no progress for `write_timeout_s`, is closed.
-Must not import requests.
+Unsent output is frames, and chunks that wait for credit. Beyond a limit the largest holder ends: the stream with the
+most waiting output, or the connection. A connection whose write makes no progress for `write_timeout_s` is closed. Must
+not import requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
+from typing import Protocol
 
+from ..common.errors import DeadlineExceeded, QuireError
 from ..protocol.codec import encode
 from ..protocol.frames import MAX_FRAME_BYTES, Frame
 
@@ -17,15 +21,55 @@ WRITE_BYTES = 64 << 10  # of one write; each such piece must be taken within `wr
 MAX_PACED_BYTES = 4 * WRITE_BYTES
 
 
+class WaitingStream(Protocol):
+    """A stream with output that waits for credit."""
+
+    def shed(self, error: QuireError) -> None:
+        """Drop the waiting output, and end in `error`."""
+
+
+class UnsentOutput:
+    """The unsent output of one tenant's connections, in bytes. Beyond its share, the largest connection is shed."""
+
+    def __init__(self, share: Callable[[], int]) -> None:
+        self.num_bytes = 0
+        self._share = share  # bytes
+        self._send_buffers: set[SendBuffer] = set()
+
+    def join(self, send_buffer: SendBuffer) -> None:
+        self._send_buffers.add(send_buffer)
+
+    def leave(self, send_buffer: SendBuffer) -> None:
+        self._send_buffers.discard(send_buffer)
+        self.num_bytes -= send_buffer.num_bytes
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes of a joined send buffer; a negative number of them was sent or dropped."""
+        self.num_bytes += num_bytes
+        if num_bytes > 0 and self.num_bytes > (share := self._share()):
+            while self.num_bytes > share:
+                largest = max(self._send_buffers, key=lambda send_buffer: send_buffer.num_bytes)
+                largest.shed(f"all output of this tenant may be {share} bytes (a share of `max_unsent_bytes`)")
+
+
 class SendBuffer:
     """`send` may be called anywhere in the event loop; `run` is the only task that writes."""
 
-    def __init__(self, writer: asyncio.StreamWriter, *, max_bytes: int, write_timeout_s: float) -> None:
+    def __init__(
+        self,
+        writer: asyncio.StreamWriter,
+        *,
+        max_bytes: int,
+        write_timeout_s: float,
+    ) -> None:
+        self.num_bytes = 0  # unsent; waiting chunks included
         self._writer = writer
         self._max_bytes = max_bytes
         self._max_paced_bytes = min(MAX_PACED_BYTES, max_bytes // 2)
         self._write_timeout_s = write_timeout_s
         self._unsent = bytearray()
+        self._waiting: dict[WaitingStream, int] = {}  # bytes of each stream's output that waits for credit
+        self._tenant_output: UnsentOutput | None = None  # from WELCOME to the end
         self._changed = asyncio.Event()
         self._shrank = asyncio.Event()
         self._closed = False
@@ -47,14 +91,52 @@ class SendBuffer:
         """
         if self._closed:
             return
-        self._unsent += encode(frame, self.max_frame_bytes)
-        if len(self._unsent) > self._max_bytes:
-            self._give_up()
+        data = encode(frame, self.max_frame_bytes)
+        self._unsent += data
+        self._count(len(data))
         self._changed.set()
+
+    def hold(self, stream: WaitingStream, num_bytes: int) -> None:
+        """Count output of `stream` that begins to wait for credit; a negative number of bytes has ceased to."""
+        if num_bytes:
+            self._waiting[stream] = self._waiting.get(stream, 0) + num_bytes
+            if not self._waiting[stream]:
+                del self._waiting[stream]
+            self._count(num_bytes)
+
+    def join(self, tenant_output: UnsentOutput) -> None:
+        """Count for a tenant from now on, until `leave`."""
+        self._tenant_output = tenant_output
+        tenant_output.join(self)
+        tenant_output.add(self.num_bytes)
+
+    def leave(self) -> None:
+        """Stop counting: the connection has ended."""
+        if self._tenant_output is not None:
+            self._tenant_output.leave(self)
+            self._tenant_output = None
+
+    def shed(self, limit: str) -> None:
+        """End the stream with the most waiting output, or the connection if more frames than that are unsent."""
+        stream = max(self._waiting, key=self._waiting.__getitem__, default=None)
+        if stream is None or self._waiting[stream] < len(self._unsent):
+            self._give_up()
+            return
+        stream.shed(
+            DeadlineExceeded(
+                f"the client reads too slowly: {self._waiting[stream]} bytes of this request wait for credit, and "
+                f"{limit}; grant CREDIT as you read"
+            )
+        )
+
+    @property
+    def is_long(self) -> bool:
+        """Whether a stream that can wait should wait; False on a lost connection."""
+        return len(self._unsent) > self._max_paced_bytes and not self._closed
 
     async def wait_until_short(self) -> None:
         """Wait while much is unsent. Returns immediately on a lost connection."""
-        while len(self._unsent) > self._max_paced_bytes and not self._closed:
+        while self.is_long:
             self._shrank.clear()
             await self._shrank.wait()
 
@@ -74,9 +156,17 @@ class SendBuffer:
                     await self._write()
         self.close()
 
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        if self._tenant_output is not None:
+            self._tenant_output.add(num_bytes)
+        while num_bytes > 0 and self.num_bytes > self._max_bytes:
+            self.shed(f"all output of a connection may be {self._max_bytes} bytes (`max_outgoing_bytes`)")
+
     async def _write(self) -> None:
         piece = bytes(self._unsent[:WRITE_BYTES])
         del self._unsent[: len(piece)]
+        self._count(-len(piece))
         self._shrank.set()
         self._writer.write(piece)
         try:
@@ -88,5 +178,6 @@ class SendBuffer:
     def _give_up(self) -> None:
         self.is_stuck = True
         self.close()
+        self._count(-len(self._unsent))
         self._unsent.clear()
         self._writer.transport.abort()

@@ -78,7 +78,8 @@ class Server:
 
             engine.set_observer(self.observer)
             requests = LiveRequests(engine, self.observer)
-            context = AppContext(engine, config, self.observer, keyring, requests, ReplayStore(requests, config))
+            replays = ReplayStore(requests, config, lambda: keyring.num_tenants)
+            context = AppContext(engine, config, self.observer, keyring, requests, replays)
             readiness = Readiness(engine.stats, config.stall_timeout_ms / 1000)
             opening.push_async_callback(_stop, asyncio.create_task(readiness.watch()))
             self._serve_operators(context, readiness, http_listening, opening)

@@ -18,9 +18,8 @@ Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 LONG = {"max_tokens": 1_000_000}
 NOT_FOUND = [
     "NOT_FOUND",
-    "there is nothing to resume under this id: it is unknown, expired or of another tenant",
-    False,
-    None,
+    "there is nothing to resume under this id: it is unknown, expired, dropped to keep newer requests of this tenant, "
+    "or of another tenant",
 ]
 
 
@@ -435,28 +434,28 @@ async def test_a_keyed_request_can_be_resumed_too(system: Any, eventually: Event
     assert len(system.engine.requests) == 1
 
 
-async def test_over_the_memory_limit_the_longest_unused_outcome_is_given_up(serve: Serve) -> None:
-    system = await serve(max_kept_bytes=50_000)
+async def test_over_the_memory_limit_the_longest_unused_output_is_dropped(serve: Serve) -> None:
+    system = await serve(max_kept_bytes=60_000)
     system.engine.text_bytes = 10_000
     client = await system.raw()
-    for key in ("a", "b", "c", "a"):
+    for key in ("a", "b", "c"):
         generate(client, 1, "hi", {"max_tokens": 4}, key=key)
         await client.until("DONE")
-    assert len(system.engine.requests) == 4, "a was forgotten"
+    generate(client, 1, "hi", {"max_tokens": 4}, key="a")
+    assert (await client.until("ERROR"))[-1][2] == "NOT_FOUND", "the output of a was dropped, and a is not run again"
     generate(client, 1, "hi", {"max_tokens": 4}, key="c")
     await client.until("DONE")
-    assert len(system.engine.requests) == 4, "c was not"
+    assert len(system.engine.requests) == 3
 
 
-async def test_a_stream_over_the_memory_limit_goes_on_and_is_not_kept(serve: Serve) -> None:
+async def test_a_stream_that_outgrows_the_memory_limit_ends_in_an_error(serve: Serve) -> None:
+    """Its text is far longer than what the request reserved."""
     system = await serve(max_kept_bytes=50_000)
     system.engine.text_bytes = 10_000
     client = await system.raw()
     generate(client, 1, "hi", {"max_tokens": 40}, key="k", resumable=True)
-    frames = await client.until("DONE")
-    assert [token for frame in tokens_of(frames) for token in frame[3]] == list(range(40))
-    client.send("RESUME", 1, 0)
-    assert await client.receive() == ["ERROR", 1, *NOT_FOUND]
-    generate(client, 1, "hi", {"max_tokens": 40}, key="k")
+    error = (await client.until("ERROR"))[-1]
+    assert error[2] == "RESOURCE_EXHAUSTED"
+    assert "`max_kept_bytes`" in error[3]
+    generate(client, 1, "hi", {"max_tokens": 40})
     await client.until("DONE")
-    assert len(system.engine.requests) == 2

@@ -82,7 +82,7 @@ def test_every_name_of_a_map_is_listed_with_its_default(title: str) -> None:
 def test_numbers_equal_the_constants() -> None:
     known = {"frames": frames, "codec": codec, "config": ServerConfig()}
     cited = re.findall(r"^\|.*\| (\d+) \| `(\w+)\.(\w+)` \|$", TEXT, re.M)
-    assert len(cited) == 19
+    assert len(cited) == 20
     assert {(owner, name): int(number) for number, owner, name in cited} == {
         (owner, name): getattr(known[owner], name) for _, owner, name in cited
     }
@@ -105,11 +105,13 @@ def test_limits_of_parameters_equal_those_of_the_validator() -> None:
     for prose, number in {
         "HELLO within 10 s": 10_000 - ServerConfig().handshake_timeout_ms,
         "up to 1024 by default": 1024 - ServerConfig().max_requests_per_connection,
-        "no credit for 30 s ends": 30_000 - ServerConfig().credit_timeout_ms,
-        "when 8 MiB are unsent, or when no byte could be sent for 30 s": (8 << 20) - ServerConfig().max_outgoing_bytes,
+        "one in 32 of them within 30 s": 30_000 - ServerConfig().credit_timeout_ms,
+        "may be 8 MiB": (8 << 20) - ServerConfig().max_outgoing_bytes,
+        "connections may be 128 MiB": (128 << 20) - ServerConfig().max_unsent_bytes,
+        "no byte could be sent for 30 s": 30_000 - ServerConfig().write_timeout_ms,
         "outlives its connection for 60 s": 60_000 - ServerConfig().resume_timeout_ms,
         "is known for 600 s": 600_000 - ServerConfig().idempotency_window_ms,
-        "a server keeps 64 MiB": (64 << 20) - ServerConfig().max_kept_bytes,
+        "a server keeps 128 MiB": (128 << 20) - ServerConfig().max_kept_bytes,
         "complete within 30 s of its first byte": 30_000 - ServerConfig().frame_timeout_ms,
         "nothing comes for 600 s": 600_000 - ServerConfig().idle_timeout_ms,
     }.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -14,7 +14,7 @@ from quire.runtime.common.types import FinishReason, OutputChunk, SamplingParams
 from quire.runtime.engine.facade import EngineInfo, EngineStats, GenerateRequest
 from quire.runtime.protocol.codec import Decoder, encode
 from quire.runtime.protocol.frames import MAX_FRAME_BYTES, SERVER_FRAMES, Frame, Generate, Hello, Welcome
-from quire.runtime.server.auth import Keyring
+from quire.runtime.server.auth import Keyring, hash_key
 from quire.runtime.server.connection import Connection
 from quire.runtime.server.live_requests import LiveRequests
 from quire.runtime.server.monitoring import PrometheusObserver
@@ -280,15 +280,17 @@ class FakePeer:
 class FakeServer:
     """What the connections of one server share, over a `FakeEngine`."""
 
-    def __init__(self, tenant: Tenant | None = None, **settings: Any) -> None:
+    def __init__(self, tenant: Tenant | None = None, tenants: Sequence[str] = (), **settings: Any) -> None:
+        """Serve `tenant` without a token, or `tenants`, each with its name as token."""
         self.engine = FakeEngine()
         self.tenant = tenant or Tenant("ann")
         self.config = ServerConfig(**settings)
         self.observer = PrometheusObserver()
         engine: Any = self.engine
         self.requests = LiveRequests(engine, self.observer)
-        self.replays = ReplayStore(self.requests, self.config)
-        keyring = Keyring({}, default_tenant=self.tenant)
+        keys = {hash_key(name): Tenant(name) for name in tenants}
+        keyring = Keyring(keys, default_tenant=None if keys else self.tenant)
+        self.replays = ReplayStore(self.requests, self.config, lambda: keyring.num_tenants)
         self.context = AppContext(engine, self.config, self.observer, keyring, self.requests, self.replays)
         self.peers: list[FakePeer] = []
 
@@ -305,6 +307,10 @@ class FakeServer:
         """Return the value of one sample of /metrics; the name includes the labels."""
         lines = generate_latest(self.observer.registry).decode().splitlines()
         return float(next(line for line in lines if line.startswith(sample + " ")).rpartition(" ")[2])
+
+    def unsent_bytes(self) -> int:
+        """Return the unsent output of all tenants."""
+        return sum(unsent.num_bytes for unsent in self.context.unsent.values())
 
     async def close(self) -> None:
         for peer in self.peers:

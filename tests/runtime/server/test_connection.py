@@ -378,6 +378,113 @@ async def test_a_reader_that_grants_no_credit_counts_as_a_slow_reader(
 
 
 @every_kind
+async def test_a_trickle_of_credit_counts_as_a_slow_reader(
+    serve: Serve, clock: FakeClock, kind: dict[str, Any]
+) -> None:
+    """Within each timeout the client must take one in 32 of the tokens that waited when it began."""
+    server = serve(credit_timeout_ms=1000)
+    peer = await server.connect()
+    await peer.ask(generate(1, credit=0, **kind))
+    await server.engine.last.put(*(chunk(index) for index in range(96)))
+    for _ in range(8):
+        await clock.advance(0.9)
+        assert len(texts(await peer.ask(Credit(1, 3)))) == 3
+    await clock.advance(0.9)
+    assert len(texts(await peer.ask(Credit(1, 1)))) == 1
+    await clock.advance(0.1)
+    assert error(await peer.received()).code == "DEADLINE_EXCEEDED"
+    assert server.metric('quire_cancelled_total{cause="slow_reader"}') == 1
+
+
+async def test_the_engine_is_read_while_tokens_wait_for_credit(server: FakeServer) -> None:
+    """What waits is compact, and its bytes are counted."""
+    peer = await server.connect()
+    await peer.ask(generate(1, credit=1))
+    await server.engine.last.put(*(chunk(index) for index in range(101)))
+    assert server.engine.last.items.empty()
+    assert 0 < server.unsent_bytes() < 100 * 200
+    half = server.unsent_bytes()
+    assert len(texts(await peer.ask(Credit(1, 50)))) == 51
+    assert server.unsent_bytes() == pytest.approx(half / 2, rel=0.1)
+    assert len(texts(await peer.ask(Credit(1, 1000)))) == 50
+    assert server.unsent_bytes() == 0
+
+
+@every_kind
+async def test_tokens_that_wait_come_before_the_error(server: FakeServer, kind: dict[str, Any]) -> None:
+    peer = await server.connect()
+    await peer.ask(generate(1, credit=1, **kind))
+    await server.engine.last.put(chunk(0), chunk(1), chunk(2), GenerationFailed("the logits are NaN"))
+    assert names(await peer.received()) == ["Tokens"]
+    assert names(await peer.ask(Credit(1, 5))) == ["Tokens", "Tokens", "Error"]
+
+
+@every_kind
+async def test_a_waiting_frame_that_is_too_long_for_the_client_ends_its_request(
+    server: FakeServer, kind: dict[str, Any]
+) -> None:
+    peer = await server.connect(max_frame_bytes=MIN_FRAME_BYTES)
+    await peer.ask(generate(1, credit=0, **kind))
+    await server.engine.last.put(chunk(0, text="x" * MIN_FRAME_BYTES), chunk(1))
+    assert error(await peer.ask(Credit(1, 5))).code == "INVALID_ARGUMENT"
+    assert names(await peer.ask(Ping(1))) == ["Pong"]
+    assert server.unsent_bytes() == 0
+
+
+async def test_the_largest_stream_without_credit_ends_at_the_limit_of_the_connection(server: FakeServer) -> None:
+    server.context.config = msgspec.structs.replace(server.config, max_outgoing_bytes=100_000)
+    peer = await server.connect()
+    await peer.ask(generate(1, credit=0), generate(2, credit=0))
+    small, large = server.engine.generations
+    await small.put(*(chunk(index, text="x" * 10_000) for index in range(3)))
+    await large.put(*(chunk(index, text="x" * 10_000) for index in range(6)))
+    assert await peer.received() == []
+    await small.put(chunk(3, text="x" * 10_000), chunk(4))
+    slow = error(await peer.received())
+    assert (slow.request_id, slow.code) == (2, "DEADLINE_EXCEEDED")
+    assert "all output of a connection may be 100000 bytes (`max_outgoing_bytes`)" in slow.message
+    assert (small.is_cancelled, large.is_cancelled) == (False, True)
+    assert len(texts(await peer.ask(Credit(2, 100), Credit(1, 100)))) == 5, "nothing follows the gap"
+
+
+async def test_a_tenant_without_credit_ends_its_own_largest_stream_only(serve: Serve) -> None:
+    """However many connections hold output, the server holds no more than its limit."""
+    server = serve(tenants=["a", "b"], max_unsent_bytes=200_000, max_outgoing_bytes=60_000)
+    bystander = await server.connect(token="b")
+    await bystander.ask(generate(1, credit=0))
+    await server.engine.last.put(*(chunk(index, text="x" * 10_000) for index in range(5)))
+    peers = [await server.connect(token="a") for _ in range(5)]
+    for round_number in range(20):
+        for peer in peers:
+            peer.send(generate(round_number, credit=0))
+            await settle()
+            for index in range(3):
+                await server.engine.last.put(chunk(index, text="x" * 9000))
+                assert server.unsent_bytes() <= 60_000 + 100_000
+    ended = [frame for peer in peers for frame in await peer.received() if isinstance(frame, Error)]
+    assert len(ended) >= 95
+    assert {frame.code for frame in ended} == {"DEADLINE_EXCEEDED"}
+    assert any("a share of `max_unsent_bytes`" in frame.message for frame in ended)
+    assert len(texts(await bystander.ask(Credit(1, 100)))) == 5
+
+
+async def test_output_of_connections_that_ended_is_not_counted(server: FakeServer) -> None:
+    for how in ("leave", "abort"):
+        peer = await server.connect()
+        await peer.ask(generate(1, credit=0))
+        await server.engine.last.put(*(chunk(index) for index in range(10)))
+        peer.writer.stop_reading()
+        await server.engine.last.put(chunk(11, 0, "x" * 100_000))
+        if how == "leave":
+            await peer.leave()
+        peer.writer.transport.abort()
+        peer.reader.feed_eof()
+        await settle()
+        assert peer.task.done()
+        assert server.unsent_bytes() == 0
+
+
+@every_kind
 async def test_a_reader_that_takes_nothing_in_time_counts_as_a_slow_reader(
     serve: Serve, clock: FakeClock, kind: dict[str, Any]
 ) -> None:

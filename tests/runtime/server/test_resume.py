@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import msgspec
 import pytest
-from quire.runtime.common.errors import Unavailable
+from quire.runtime.common.errors import Overloaded, Unavailable
+from quire.runtime.common.types import SamplingParams
 from quire.runtime.protocol.frames import Cancel, Credit, Done, Error, Frame, Generate, Resume, Tokens
 from quire.runtime.server.tenants import Tenant, TenantLimits
 
@@ -114,6 +116,23 @@ async def test_resume_cancels_the_expiry_timer(serve: Serve, clock: FakeClock) -
     assert server.engine.last.is_cancelled
     assert is_error((await resume(server, peer))[1], "NOT_FOUND")
     assert server.metric('quire_cancelled_total{cause="disconnect"}') == 1
+
+
+async def test_a_reader_that_waits_for_credit_is_cancelled_when_another_takes_its_stream_over(
+    serve: Serve, clock: FakeClock
+) -> None:
+    server = serve(credit_timeout_ms=1000)
+    first = await server.connect()
+    await first.ask(resumable(credit=1))
+    await server.engine.last.put(chunk(0), chunk(1))
+    assert names(await first.received()) == ["Tokens"]
+    second, frames = await resume(server, first)
+    assert names(frames) == ["Accepted", "Tokens", "Tokens"]
+    assert is_error(await first.received(), "CANCELLED")
+    await clock.advance(5)
+    assert not server.engine.last.is_cancelled
+    await server.engine.last.put(chunk(2, last=True))
+    assert names(await second.received()) == ["Tokens", "Done"]
 
 
 async def test_the_end_of_an_earlier_reader_does_not_start_the_expiry_timer(serve: Serve, clock: FakeClock) -> None:
@@ -226,37 +245,129 @@ async def test_a_replay_counts_for_the_rate_and_not_as_a_live_request(serve: Ser
     assert len(server.requests) == 1
 
 
-async def test_a_stream_over_the_limit_holds_no_more_than_is_unread(serve: Serve) -> None:
-    server = serve(max_kept_bytes=10_000)
-    peer = await server.connect()
-    await peer.ask(resumable(1, idempotency_key="k", credit=1))
-    (buffer,) = server.replays.buffers
-    await server.engine.last.put(*(chunk(index, text="x" * 1000) for index in range(20)))
-    assert is_error((await resume(server, peer))[1], "NOT_FOUND")
-    for num_read in range(1, 20):
-        assert buffer.num_chunks <= 20 - num_read
-        await peer.ask(Credit(1, 1))
-    await server.engine.last.put(chunk(20, last=True))
-    assert names(await peer.ask(Credit(1, 1)))[-1] == "Done"
-    assert buffer.num_chunks == 0
-    assert server.replays.num_bytes == 0
+def small(request_id: int, **fields: Any) -> Generate:
+    """Return a request that reserves 5056 bytes, and 1024 more if it is resumable."""
+    return msgspec.structs.replace(generate(request_id, **fields), params=SamplingParams(max_tokens=10))
 
 
-async def test_a_stream_over_the_limit_without_a_reader_is_cancelled(serve: Serve) -> None:
+async def end(server: FakeServer, peer: FakePeer, frame: Generate, text: str = "x") -> list[Frame]:
+    """Run one request of one token, and return what `peer` received."""
+    frames = await peer.ask(frame)
+    if names(frames) == ["Accepted"]:
+        await server.engine.last.put(chunk(0, text=text, last=True))
+        frames += await peer.received()
+    return frames
+
+
+async def test_a_tenant_cannot_displace_the_output_of_another(serve: Serve, clock: FakeClock) -> None:
+    """Tenant a keeps ended streams busy with a trickle of credit, as many as it can."""
+    server = serve(tenants=["a", "b"], max_kept_bytes=100_000)
+    bystander = await server.connect(token="b")
+    before = await end(server, bystander, small(1, resumable=True, idempotency_key="k"))
+    await bystander.leave()
+    peer = await server.connect(token="a")
+    refusals = 0
+    for index in range(1000):
+        frames = await end(server, peer, small(index, resumable=True, idempotency_key=f"k{index}", credit=0))
+        refusals += is_error(frames[-1:], "RESOURCE_EXHAUSTED")
+        peer.send(Credit(index, 1))
+    assert refusals
+    assert server.replays.num_bytes <= 100_000
+    again = await server.connect(token="b", session=bystander.session)
+    num_requests = len(server.engine.generations)
+    assert streamed(await again.ask(Resume(1, 0))) == streamed(before)
+    assert streamed(await again.ask(small(2, idempotency_key="k"))) == streamed(before)
+    assert len(server.engine.generations) == num_requests, "the retry is not run again"
+
+
+async def test_a_tenant_loses_its_own_output_that_was_longest_unused(serve: Serve) -> None:
+    server = serve(max_kept_bytes=30_000)
+    peer = await server.connect()
+    for index in range(3):
+        assert names(await end(server, peer, small(index, resumable=True), "x" * 4000))[-1] == "Done"
+    assert names(await peer.ask(Resume(0, 0))) == ["Accepted", "Tokens", "Done"], "used last"
+    assert names(await end(server, peer, small(3, resumable=True)))[-1] == "Done"
+    assert is_error(await peer.ask(Resume(1, 0)), "NOT_FOUND")
+    for index in (0, 2, 3):
+        assert names(await peer.ask(Resume(index, 0))) == ["Accepted", "Tokens", "Done"]
+
+
+async def test_a_request_whose_output_was_dropped_is_not_run_again(serve: Serve, clock: FakeClock) -> None:
+    """Its idempotency key is known for the whole window."""
+    server = serve(max_kept_bytes=20_000, idempotency_window_ms=1000)
+    peer = await server.connect()
+    for index in range(2):
+        assert names(await end(server, peer, small(index, idempotency_key=f"k{index}"), "x" * 8000))[-1] == "Done"
+    retry = await peer.ask(small(2, idempotency_key="k0"))
+    assert names(retry[:1]) == ["Accepted"]
+    assert is_error(retry[1:], "NOT_FOUND")
+    assert len(server.engine.generations) == 2
+    assert names(await peer.ask(small(3, idempotency_key="k1")))[-1] == "Done"
+    await clock.advance(1)
+    assert names(await peer.ask(small(2, idempotency_key="k0"))) == ["Accepted"]
+    assert len(server.engine.generations) == 3
+
+
+async def test_a_request_is_refused_when_its_promise_cannot_be_kept(serve: Serve) -> None:
+    """Running requests count with what they may generate; other requests are accepted."""
+    server = serve(max_kept_bytes=15_000)
+    peer = await server.connect()
+    for index in range(2):
+        assert names(await peer.ask(small(index, resumable=True))) == ["Accepted"]
+    for fields in ({"resumable": True}, {"idempotency_key": "k"}):
+        (refusal,) = await peer.ask(small(9, **fields))
+        assert isinstance(refusal, Error)
+        assert (refusal.code, refusal.retryable) == ("RESOURCE_EXHAUSTED", True)
+        assert "hold 12160 bytes, and a tenant's share of `max_kept_bytes` is 15000" in refusal.message
+    assert server.metric('quire_admission_rejections_total{reason="resource_exhausted"}') == 2
+    assert names(await peer.ask(small(3))) == ["Accepted"]
+    await server.engine.generations[1].put(chunk(0, last=True))
+    await peer.received()
+    assert names(await peer.ask(small(4, resumable=True))) == ["Accepted"]
+
+
+async def test_a_request_that_can_never_be_kept_is_refused_for_good(serve: Serve) -> None:
+    server = serve(max_kept_bytes=15_000)
+    peer = await server.connect()
+    params = SamplingParams(max_tokens=50, n=2, logprobs=5)
+    (refusal,) = await peer.ask(Generate(1, "hi", params, resumable=True))
+    assert isinstance(refusal, Error)
+    assert (refusal.code, refusal.retryable) == ("RESOURCE_EXHAUSTED", False)
+    assert f"takes up to {4096 + 1024 + 100 * (96 + 20 + 16 * 5)} bytes" in refusal.message
+    assert names(await peer.ask(Generate(1, "hi", params))) == ["Accepted"]
+
+
+async def test_a_refused_request_drops_nothing(serve: Serve) -> None:
     server = serve(max_kept_bytes=10_000)
     peer = await server.connect()
-    await peer.ask(resumable())
-    await peer.leave()
+    assert names(await end(server, peer, small(0, resumable=True)))[-1] == "Done"
+    server.engine.refusal = Overloaded("the queue is full")
+    assert is_error(await peer.ask(small(1, resumable=True)), "RESOURCE_EXHAUSTED")
+    assert names(await peer.ask(Resume(0, 0))) == ["Accepted", "Tokens", "Done"]
+
+
+async def test_a_request_with_unusually_long_text_drops_ended_ones_and_ends_beyond_the_share(serve: Serve) -> None:
+    server = serve(max_kept_bytes=30_000)
+    peer, lost = [await server.connect() for _ in range(2)]
+    assert names(await end(server, peer, small(0, resumable=True), "x" * 10_000))[-1] == "Done"
+    await lost.ask(small(1, resumable=True))
+    await lost.leave()
+    await server.engine.last.put(chunk(0, text="x" * 15_000))
+    assert is_error(await peer.ask(Resume(0, 0)), "NOT_FOUND")
     assert not server.engine.last.is_cancelled
-    await server.engine.last.put(*(chunk(index, text="x" * 1000) for index in range(20)))
+    await server.engine.last.put(chunk(1, text="x" * 15_000))
     assert server.engine.last.is_cancelled
+    assert len(server.requests) == 0
+    (_, frames) = await resume(server, lost)
+    assert names(frames) == ["Accepted", "Tokens", "Tokens", "Error"]
+    assert is_error(frames[-1:], "RESOURCE_EXHAUSTED")
 
 
 async def test_streams_without_chunks_count_as_memory(serve: Serve) -> None:
     server = serve(max_kept_bytes=20_000)
     peer = await server.connect()
     for index in range(10):
-        await peer.ask(resumable(index))
+        await peer.ask(small(index, resumable=True))
         await server.engine.last.put(Unavailable("gone"))
         assert is_error(await peer.received(), "UNAVAILABLE")
         assert 0 < server.replays.num_bytes <= 20_000
@@ -268,31 +379,31 @@ async def test_streams_without_chunks_count_as_memory(serve: Serve) -> None:
 async def test_each_resumable_id_counts_as_memory(serve: Serve, ended: bool) -> None:
     server = serve(max_kept_bytes=20_000)
     first = await server.connect()
-    await first.ask(resumable(0, idempotency_key="k"))
+    await first.ask(small(0, resumable=True, idempotency_key="k"))
     await server.engine.last.put(chunk(0, last=ended))
     for index in range(1, 40):
         peer = await server.connect()
-        await peer.ask(resumable(index, idempotency_key="k"))
+        frames = await peer.ask(small(index, resumable=True, idempotency_key="k"))
         await peer.leave()
         assert server.replays.num_bytes <= 20_000
-    assert len(server.engine.generations) > 1, "the first was given up"
+    assert is_error(frames, "RESOURCE_EXHAUSTED"), "the ids of one request fill the share"
+    assert len(server.engine.generations) == 1
 
 
 @pytest.mark.parametrize("again", ["retried", "resumed"])
-async def test_a_stream_that_is_being_read_is_given_up_last(serve: Serve, again: str) -> None:
+async def test_output_that_is_being_read_is_not_dropped(serve: Serve, again: str) -> None:
     server = serve(max_kept_bytes=20_000)
     peer = await server.connect()
     for index in range(2):
-        await peer.ask(resumable(index, idempotency_key=f"k{index}"))
-        await server.engine.last.put(chunk(0, last=True))
+        assert names(await end(server, peer, small(index, resumable=True, idempotency_key=f"k{index}")))[-1] == "Done"
     slow = await server.connect(session=peer.session)
-    frames = await slow.ask(generate(0, idempotency_key="k0", credit=0) if again == "retried" else Resume(0, 0, 0))
+    frames = await slow.ask(small(0, idempotency_key="k0", credit=0) if again == "retried" else Resume(0, 0, 0))
     assert names(frames) == ["Accepted"]
-    await peer.ask(resumable(2, idempotency_key="k2"))
-    await server.engine.last.put(chunk(0, text="x" * 8000, last=True))
-    assert names(await peer.ask(generate(3, idempotency_key="k0")))[-1] == "Done"
-    assert len(server.engine.generations) == 3
-    assert names(await peer.ask(generate(4, idempotency_key="k1")))[-1] == "Accepted", "this one was given up"
+    frames = await end(server, peer, small(2, resumable=True, idempotency_key="k2"), "x" * 6000)
+    assert names(frames)[-1] == "Done"
+    assert names(await peer.ask(small(3, idempotency_key="k0")))[-1] == "Done"
+    assert is_error((await peer.ask(small(4, idempotency_key="k1")))[1:], "NOT_FOUND"), "this one was dropped"
+    assert names(await slow.ask(Credit(0, 1))) == ["Tokens", "Done"]
 
 
 async def test_nothing_is_left_when_everything_has_expired(serve: Serve, clock: FakeClock) -> None:
