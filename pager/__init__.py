@@ -17,7 +17,7 @@ from .invariants import check
 from .layout import PAGE_SIZES, KVDtype, KVLayout
 from .pager import Pager
 from .prefix import page_keys, root_key
-from .snapshot import load_snapshot, save_snapshot
+from .snapshot import load_snapshot, prove_writable, save_snapshot
 from .spill import PageStore, Spilled, SpillFile
 from .table import PageTable
 
@@ -45,6 +45,7 @@ __all__ = [
     "load_snapshot",
     "map_memory",
     "page_keys",
+    "prove_writable",
     "root_key",
     "save_snapshot",
 ]

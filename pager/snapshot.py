@@ -16,9 +16,8 @@ corrupt the pager or reveal memory.
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from stat import S_ISREG
@@ -39,12 +38,20 @@ VERSION = 1
 HEADER = Struct("<8s3I2Q32s32s")
 CHECKSUM = Struct("<I")
 HEADER_BYTES = HEADER.size + CHECKSUM.size
+SYNC_BYTES = 4 << 20  # written between two flushes to the disk, after which progress is reported
 
 
-def save_snapshot(path: str | os.PathLike[str], pager: Pager, arena: KVArena, identity: bytes) -> int:
+def save_snapshot(
+    path: str | os.PathLike[str],
+    pager: Pager,
+    arena: KVArena,
+    identity: bytes,
+    progress: Callable[[int], object] = lambda num_bytes: None,
+) -> int:
     """Write every indexed page, owned or cached, to `path`. Return the number of pages.
 
-    No step may be running. Raises SnapshotError if the file cannot be written; `path` then keeps its old content.
+    `progress` is called with the bytes that are on disk so far, every SYNC_BYTES. No step may be running. Raises
+    SnapshotError if the file cannot be written; `path` then keeps its old content.
     """
     path = Path(path)
     pages = _by_recency(pager)
@@ -53,13 +60,33 @@ def save_snapshot(path: str | os.PathLike[str], pager: Pager, arena: KVArena, id
     try:
         with _replacing(path) as file:
             file.write(_checked(_header(pager, arena, identity, len(pages))))
+            num_synced = 0
             for page_id, content in pages:
                 arena.read_page(page_id, page)
                 file.write(_checked(record.pack(*_fields(content), crc32(page.data))))
                 file.write(page.data)
+                if file.tell() - num_synced >= SYNC_BYTES:
+                    num_synced = file.tell()
+                    _sync(file)
+                    progress(num_synced)
     except OSError as error:
         raise SnapshotError(f"cannot write the snapshot {path} ({error.strerror})") from error
     return len(pages)
+
+
+def prove_writable(path: str | os.PathLike[str]) -> None:
+    """Create the temporary file of `save_snapshot` and remove it, also one that a killed process left behind.
+
+    Raises SnapshotError.
+    """
+    path = Path(path)
+    try:
+        with _temporary(path) as file:
+            file.write(MAGIC)
+            _sync(file)
+            _link(file, path)
+    except OSError as error:
+        raise SnapshotError(f"cannot create a file in {path.parent} ({error.strerror})") from error
 
 
 def load_snapshot(path: str | os.PathLike[str], pager: Pager, arena: KVArena, identity: bytes) -> int:
@@ -202,23 +229,55 @@ def _checked(data: bytes) -> bytes:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a private file that replaces `path` once it is complete and on disk; an error removes it."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with open(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
+    """Yield a private file that replaces `path` once it is complete and on disk; after an error nothing remains."""
+    with _temporary(path) as file:
+        yield file
+        _sync(file)
+        _link(file, path)
+        os.replace(_temporary_name(path), path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new private file in the folder of `path`. It has no name, so it disappears with its process.
+
+    Where the file system has no unnamed files, the file has the temporary name, which the next one takes over.
+    """
+    name = _temporary_name(path)
+    name.unlink(missing_ok=True)
+    try:
+        file = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    except OSError:
+        file = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        with open(file, "wb") as stream:
+            yield stream
+    finally:
+        name.unlink(missing_ok=True)
+
+
+def _link(file: BinaryIO, path: Path) -> None:
+    """Give the temporary file its name, if it has none yet."""
+    if os.fstat(file.fileno()).st_nlink == 0:
+        folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+        try:  # with a folder descriptor, Python calls linkat, which can follow the link in /proc
+            os.link(f"/proc/self/fd/{file.fileno()}", _temporary_name(path).name, dst_dir_fd=folder)
+        finally:
+            os.close(folder)
+
+
+def _temporary_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.new")
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The `quire` command: runs one command line and prints its errors.
 
-Exit status: 0; 2 when the command line, an option, the model or a request is wrong; 1 when trying again may help; 130
-when interrupted; 141 when the reader of the output has closed its pipe.
+Exit status: 0; 2 when the command line, an option, the model or a request is wrong; 1 when trying again may help, or
+the prefix cache was not saved; 130 when interrupted; 141 when the reader of the output has closed its pipe.
 """
 
 from __future__ import annotations

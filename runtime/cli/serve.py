@@ -20,6 +20,7 @@ import msgspec
 import uvloop
 
 from ..common.config import EngineConfig
+from ..common.errors import SnapshotNotSaved
 from ..common.logs import log_to_stderr
 from ..common.settings import Settings
 from ..engine import Core, Engine, EngineCore, TextProcessor, check_snapshot_path, prefix_snapshot
@@ -79,6 +80,8 @@ async def _core(settings: Settings) -> AsyncIterator[Core]:
             yield pool
         finally:
             await pool.close()
+        if lost := [member.lost_snapshot for member in pool.members if member.lost_snapshot is not None]:
+            raise SnapshotNotSaved("; ".join(lost))
         return
     core = await EngineCore.load(settings.engine)
     try:

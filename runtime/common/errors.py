@@ -15,6 +15,7 @@ Whatever leaves the engine towards a user is a `QuireError`:
     ├── RequestNotFound           NOT_FOUND
     ├── Quarantined               ABORTED
     ├── GenerationFailed          INTERNAL
+    ├── SnapshotNotSaved          DATA_LOSS
     ├── ConfigError               INVALID_ARGUMENT
     ├── MissingDependency         FAILED_PRECONDITION
     └── ModelError                FAILED_PRECONDITION
@@ -117,6 +118,13 @@ class GenerationFailed(QuireError):
     """The request's computation failed, for example because of NaN logits."""
 
     code = "INTERNAL"
+
+
+class SnapshotNotSaved(QuireError):
+    """The prefix cache could not be saved when the server stopped; the next start may be cold."""
+
+    code = "DATA_LOSS"
+    retryable = True
 
 
 class ConfigError(QuireError):

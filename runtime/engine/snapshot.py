@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -23,9 +22,10 @@ from ...pager import (
     SnapshotMismatch,
     SnapshotTruncated,
     load_snapshot,
+    prove_writable,
     save_snapshot,
 )
-from ..common.errors import ConfigError
+from ..common.errors import ConfigError, SnapshotNotSaved
 from ..model import fingerprint
 from .core import EngineCore
 
@@ -33,19 +33,24 @@ _log = structlog.get_logger("quire.engine")
 
 
 def check_snapshot_path(path: Path) -> None:
-    """Check that a snapshot can be saved at `path`, before a model is loaded. Raises ConfigError."""
+    """Prove that a file can be created at `path`, before a model is loaded. Raises ConfigError."""
     if path.is_dir():
         raise ConfigError(f"prefix_snapshot: {path} is a folder; name a file")
-    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"prefix_snapshot: cannot create a file in {path.parent}")
+    try:
+        prove_writable(path)
+    except SnapshotError as error:
+        raise ConfigError(f"prefix_snapshot: {error}") from error
 
 
 @asynccontextmanager
-async def prefix_snapshot(core: EngineCore, path: Path) -> AsyncIterator[None]:
+async def prefix_snapshot(
+    core: EngineCore, path: Path, progress: Callable[[int], None] = lambda num_bytes: None
+) -> AsyncIterator[None]:
     """Load the prefix cache of `core` from `path`; on leaving, stop the core and save the cache there.
 
-    A snapshot of another model or build, or a truncated or damaged one, is logged, and replaced on leaving. Raises
-    ConfigError if the file is no snapshot or the core has no prefix cache. After an exception inside, nothing is saved.
+    `progress` is called on the event loop with the bytes that are on disk so far. A snapshot of another model or build,
+    or a truncated or damaged one, is logged, and replaced on leaving. Raises ConfigError if the file is no snapshot or
+    the core has no prefix cache, SnapshotNotSaved on leaving. After an exception inside, nothing is saved.
     """
     if core.pager.prefix is None:
         raise ConfigError("prefix_snapshot needs enable_prefix_caching, which is off")
@@ -55,7 +60,10 @@ async def prefix_snapshot(core: EngineCore, path: Path) -> AsyncIterator[None]:
     _load(core, path, identity)
     yield
     await core.stop()
-    _save(core, path, identity)
+    loop = asyncio.get_running_loop()
+    await asyncio.to_thread(
+        _save, core, path, identity, lambda num_bytes: loop.call_soon_threadsafe(progress, num_bytes)
+    )
 
 
 def _identity(core: EngineCore) -> bytes:
@@ -79,12 +87,13 @@ def _load(core: EngineCore, path: Path, identity: bytes) -> None:
         _log.info("prefix snapshot loaded", path=str(path), pages=pages, seconds=_since(start))
 
 
-def _save(core: EngineCore, path: Path, identity: bytes) -> None:
+def _save(core: EngineCore, path: Path, identity: bytes, progress: Callable[[int], object]) -> None:
     start = time.perf_counter()
     try:
-        pages = save_snapshot(path, core.pager, core.runner.arena, identity)
+        pages = save_snapshot(path, core.pager, core.runner.arena, identity, progress)
     except SnapshotError as error:
         _log.error("prefix snapshot not saved", path=str(path), reason=str(error))
+        raise SnapshotNotSaved(str(error)) from error
     else:
         _log.info("prefix snapshot saved", path=str(path), pages=pages, seconds=_since(start))
 

@@ -90,10 +90,16 @@ class EngineReady(_Message, tag="READY", frozen=True):
 
 
 class EngineFailed(_Message, tag="FAILED", frozen=True):
-    """The engine could not start."""
+    """The engine could not start, or could not save its snapshot."""
 
     error: str  # name of a class in common/errors.py
     message: str
+
+
+class SnapshotProgress(_Message, tag="SNAPSHOT", frozen=True):
+    """Bytes of the snapshot that are on disk so far."""
+
+    num_bytes: int
 
 
 class AddAnswer(_Message, tag="ANSWER", frozen=True):
@@ -129,7 +135,7 @@ class StatsReport(_Message, tag="STATS", frozen=True):
 
 
 ToEngine = StartEngine | AddRequests | ReadmitRequest | CancelRequest | DropRequest | StopEngine
-FromEngine = EngineReady | EngineFailed | AddAnswer | RequestsBegun | StepReport | StatsReport
+FromEngine = EngineReady | EngineFailed | SnapshotProgress | AddAnswer | RequestsBegun | StepReport | StatsReport
 TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 

@@ -40,6 +40,7 @@ from .engine_link import (
     EngineReady,
     ReadmitRequest,
     RequestsBegun,
+    SnapshotProgress,
     StartEngine,
     StatsReport,
     StepReport,
@@ -86,7 +87,11 @@ async def _run(end: socket.socket) -> None:
     try:
         core = await EngineCore.load(start.config)
         try:
-            async with nullcontext() if start.snapshot is None else prefix_snapshot(core, Path(start.snapshot)):
+            async with (
+                nullcontext()
+                if start.snapshot is None
+                else prefix_snapshot(core, Path(start.snapshot), lambda num: link.send(SnapshotProgress(num)))
+            ):
                 await CoreServer(core, link, stopping).run()
         finally:
             await core.close()

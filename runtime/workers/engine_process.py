@@ -13,10 +13,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ..common import errors
-from .engine_link import FROM_ENGINE, EngineFailed, EngineLink, EngineReady, FromEngine, StartEngine, StopEngine
+from .engine_link import (
+    FROM_ENGINE,
+    EngineFailed,
+    EngineLink,
+    EngineReady,
+    FromEngine,
+    SnapshotProgress,
+    StartEngine,
+    StopEngine,
+)
 
-STOP_TIMEOUT_S = 20.0  # for what the process does at its end, such as writing a snapshot
-EXIT_TIMEOUT_S = 1.0  # between the end of its link and its exit
+STOP_TIMEOUT_S = 20.0  # to exit, and to write the next bytes of its snapshot
+EXIT_TIMEOUT_S = 1.0  # between the end of its link and its exit, in either order
 COMMAND = (sys.executable, "-P", "-m", "quire.runtime.workers.engine_main")
 
 
@@ -37,6 +46,8 @@ class EngineProcess:
         self._process = process
         self._on_heartbeat = on_heartbeat
         self._heartbeat_fd = heartbeat_fd
+        self._snapshot_bytes = 0  # on disk
+        self._failure: str | None = None  # what the process reported after its start
 
     @classmethod
     async def spawn(
@@ -64,7 +75,7 @@ class EngineProcess:
             undo.callback(process.kill)
             engine = cls(process, on_heartbeat, heartbeat_fd)
             engine.link = await EngineLink.open(
-                ours, FROM_ENGINE, lambda message: engine._receive_while_loading(message, receive), engine._on_closed
+                ours, FROM_ENGINE, lambda message: engine._receive(message, receive), engine._on_closed
             )
             undo.pop_all()
         asyncio.get_running_loop().add_reader(heartbeat_fd, engine._read_heartbeat)
@@ -83,11 +94,26 @@ class EngineProcess:
         except OSError:
             return False
 
-    async def stop(self) -> None:
-        """Let the process end its requests, write its snapshot and exit, then kill it if it takes too long."""
+    async def stop(self) -> str | None:
+        """Let the process end its requests, write its snapshot and exit. Return what went wrong, or None.
+
+        The process may take as long as it writes bytes to the disk. It is killed when it has written none for
+        STOP_TIMEOUT_S.
+        """
+        receive = self.link.receive
+        self.link.receive = lambda message: self._receive(message, receive)
         self.link.send(StopEngine())
-        await self._wait(STOP_TIMEOUT_S)
-        await self.kill()
+        num_bytes = -1
+        while self._process.returncode is None and self._snapshot_bytes > num_bytes:
+            num_bytes = self._snapshot_bytes
+            await self._wait(STOP_TIMEOUT_S)
+        if self._process.returncode is None:
+            self._failure = f"it was killed, having made no progress for {STOP_TIMEOUT_S:g} s"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EXIT_TIMEOUT_S):
+                await self.closed.wait()  # its last message has been received
+        status = await self.kill()
+        return self._failure or (f"it ended with status {status}" if status else None)
 
     async def wait_after_close(self) -> None:
         """Wait for the real exit status of a process that closed its link before it exited."""
@@ -112,14 +138,19 @@ class EngineProcess:
             async with asyncio.timeout(timeout_s):
                 await self._process.wait()
 
-    def _receive_while_loading(self, message: FromEngine, receive: Callable[[FromEngine], None]) -> None:
-        if isinstance(message, EngineReady):
-            self.link.receive = receive
-            self.ready.set_result(message)
-        elif isinstance(message, EngineFailed):
-            self._fail(getattr(errors, message.error, errors.Unavailable)(message.message))
-        else:
-            receive(message)
+    def _receive(self, message: FromEngine, receive: Callable[[FromEngine], None]) -> None:
+        match message:
+            case EngineReady():
+                self.link.receive = receive
+                self.ready.set_result(message)
+            case EngineFailed(error, text) if not self.ready.done():
+                self._fail(getattr(errors, error, errors.Unavailable)(text))
+            case EngineFailed(_, text):
+                self._failure = text
+            case SnapshotProgress(num_bytes):
+                self._snapshot_bytes = num_bytes
+            case _:
+                receive(message)
 
     def _on_closed(self) -> None:
         self.closed.set()

@@ -122,6 +122,11 @@ class SupervisedEngine:
         return self._supervisor.num_restarts
 
     @property
+    def lost_snapshot(self) -> str | None:
+        """Why `stop` could not save the snapshot; None if there is none or it was saved."""
+        return self._supervisor.lost_snapshot
+
+    @property
     def pid(self) -> int | None:
         """Process id; None while no process is ready."""
         return None if self._supervisor.process is None else self._supervisor.process.pid

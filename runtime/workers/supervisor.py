@@ -45,6 +45,7 @@ class Supervisor:
         self.process: EngineProcess | None = None  # None while none is ready
         self.health = HealthMonitor(timeouts)
         self.num_restarts = 0
+        self.lost_snapshot: str | None = None  # why `stop` could not save the snapshot
         self._start = start
         self._timeouts = timeouts
         self._owner = owner
@@ -69,16 +70,23 @@ class Supervisor:
         return ready
 
     async def stop(self) -> None:
-        """Stop the process and start no other. Idempotent."""
+        """Stop the process and start no other; log whether it saved its snapshot. Idempotent."""
         if self._task is None:
             return
         task, self._task = self._task, None
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+        snapshot, problem = self._start.snapshot, None
         if self.process is not None:
-            await self.process.stop()
+            problem = await self.process.stop()
             self.process = None
+        elif snapshot is not None:
+            problem = "no engine process was running"
+        if problem is not None:
+            self._log.error("engine process did not stop well", reason=problem, snapshot=snapshot)
+            if snapshot is not None:
+                self.lost_snapshot = f"the prefix cache was not saved to {snapshot}: {problem}"
 
     async def _run(self, process: EngineProcess) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from quire.pager import (
     SnapshotTruncated,
     check,
     load_snapshot,
+    prove_writable,
     save_snapshot,
     snapshot,
 )
@@ -176,6 +178,53 @@ def test_a_failed_write_leaves_the_old_file(path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(SnapshotError, match=r"cannot write the snapshot .* \(No space left on device\)"):
         saved(path)
+    assert path.read_bytes() == b"an older one"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("unnamed", [True, False], ids=["unnamed", "named"])
+def test_a_process_killed_while_it_writes_leaves_no_file(
+    path: Path, unnamed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without unnamed files one remains, which the next start removes."""
+    path.write_bytes(b"an older one")
+    if not unnamed:
+        monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY | os.O_RDWR)
+    child = os.fork()
+    if not child:
+        monkeypatch.setattr(snapshot, "_sync", lambda file: os.kill(os.getpid(), signal.SIGKILL))
+        saved(path)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert path.read_bytes() == b"an older one"
+    assert len(list(path.parent.iterdir())) == (1 if unnamed else 2)
+    prove_writable(path)
+    assert list(path.parent.iterdir()) == [path]
+    monkeypatch.undo()
+    saved(path)
+    assert path.read_bytes() != b"an older one"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_progress_is_reported_in_bytes_on_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "SYNC_BYTES", 1)
+    harness = SnapshotHarness()
+    harness.compute(PROMPT).release()
+    seen: list[int] = []
+    assert save_snapshot(path, harness.pager, harness.arena, MODEL, seen.append) == len(seen) == 6
+    assert seen == sorted(set(seen))
+    assert seen[-1] == path.stat().st_size
+
+
+@pytest.mark.parametrize("folder", ["absent", "a file"])
+def test_a_path_that_cannot_be_written_is_found_before_there_is_anything_to_write(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "a file").touch()
+    with pytest.raises(SnapshotError, match="cannot create a file in"):
+        prove_writable(tmp_path / folder / "cache.quire")
+
+
+def test_proving_a_path_changes_nothing(path: Path) -> None:
+    path.write_bytes(b"an older one")
+    prove_writable(path)
     assert path.read_bytes() == b"an older one"
     assert list(path.parent.iterdir()) == [path]
 

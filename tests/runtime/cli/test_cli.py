@@ -368,6 +368,25 @@ def test_a_file_that_is_not_a_snapshot_is_not_overwritten(quire: Quire, tmp_path
     assert path.read_text() == "four years of work"
 
 
+@pytest.mark.parametrize("flags", [(), ("--in-process",)], ids=["supervised", "in process"])
+def test_a_snapshot_that_cannot_be_saved_is_in_the_log_and_in_the_exit_status(
+    hostile_folder: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    with server(hostile_folder, "--port", "0", "--prefix-snapshot", str(folder / "cache.quire"), *flags) as (
+        process,
+        _,
+    ):
+        folder.rmdir()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert "prefix snapshot not saved" in errors
+    assert f"cannot write the snapshot {folder / 'cache.quire'} (No such file or directory)" in errors.splitlines()[-1]
+    assert "Traceback" not in errors
+
+
 def test_paths_that_cannot_hold_a_snapshot_are_errors(quire: Quire, tmp_path: Path) -> None:
     serve = ("serve", "--port", "0", "--http-port", "0", *QUICK, "--prefix-snapshot")
     refused(quire(*serve, str(tmp_path)), "is a folder; name a file")

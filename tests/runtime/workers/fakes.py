@@ -105,6 +105,7 @@ class FakeProcess:
         self.is_stopped = False  # by SIGSTOP
         self.exit_delay_s = 0.0  # between the end of its link and its exit
         self.was_asked_to_stop = False
+        self.stop_problem: str | None = None  # that `stop` returns
         self.was_killed = False
         self.status: int | None = None  # of its exit
         self.step = 0
@@ -122,9 +123,10 @@ class FakeProcess:
         if isinstance(message, AddRequests) and self.answers_adds:
             asyncio.get_running_loop().call_soon(self.accept, message.requests[0].request_id)
 
-    async def stop(self) -> None:
+    async def stop(self) -> str | None:
         self.was_asked_to_stop = True
         await self.kill()
+        return self.stop_problem
 
     async def wait_after_close(self) -> None:
         await asyncio.sleep(self.exit_delay_s)

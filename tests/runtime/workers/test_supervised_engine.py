@@ -32,6 +32,7 @@ from quire.scheduler import (
     SampledToken,
     TooLong,
 )
+from structlog.testing import capture_logs
 
 from .fakes import (
     ESTIMATE,
@@ -763,6 +764,32 @@ async def test_close_between_failed_restarts(processes: FakeSpawner, listener: F
     num_attempts = processes.num_attempts
     await asyncio.sleep(60)
     assert processes.num_attempts == num_attempts
+
+
+async def test_a_snapshot_that_was_not_saved_is_reported(processes: FakeSpawner) -> None:
+    engine = await SupervisedEngine.launch(EngineConfig(), snapshot="cache.quire")
+    processes.last.stop_problem = "the disk is full"
+    with capture_logs() as logs:
+        await engine.close()
+    assert engine.lost_snapshot == "the prefix cache was not saved to cache.quire: the disk is full"
+    assert [line["reason"] for line in logs if line["log_level"] == "error"] == ["the disk is full"]
+
+
+async def test_a_snapshot_is_lost_when_no_process_runs_at_the_end(processes: FakeSpawner) -> None:
+    engine = await SupervisedEngine.launch(EngineConfig(), snapshot="cache.quire")
+    processes.error = OSError("no memory")
+    processes.last.exit(1)
+    await until(lambda: engine.pid is None)
+    await engine.close()
+    assert engine.lost_snapshot is not None
+    assert "no engine process was running" in engine.lost_snapshot
+
+
+async def test_nothing_is_lost_without_a_snapshot_or_when_it_was_saved(processes: FakeSpawner) -> None:
+    for snapshot in (None, "cache.quire"):
+        engine = await SupervisedEngine.launch(EngineConfig(), snapshot=snapshot)
+        await engine.close()
+        assert engine.lost_snapshot is None
 
 
 async def test_stop_is_idempotent(engine: SupervisedEngine, listener: FakeListener) -> None:

@@ -1,0 +1,115 @@
+"""Starting an engine process, and what is left behind when that fails; stopping it, and what it must have done by then.
+
+The engine process is a script that does what the test needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from errno import EMFILE
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.workers import engine_process
+from quire.runtime.workers.engine_link import EngineLink, FromEngine, StartEngine
+from quire.runtime.workers.engine_process import EngineProcess
+
+Stopped = Callable[[str], Awaitable[str | None]]
+
+START = StartEngine(EngineConfig(), None, None, "engine-0", None)
+
+
+def no_descriptors(*_: Any, **__: Any) -> NoReturn:
+    raise OSError(EMFILE, "Too many open files")
+
+
+def children() -> set[str]:
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    ("where", "name"), [(os, "pipe"), (asyncio, "create_subprocess_exec"), (EngineLink, "open")], ids=lambda each: each
+)
+async def test_a_failed_start_leaves_no_process_and_no_descriptor(
+    where: object, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
+    processes, files = children(), descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, no_descriptors)
+        with pytest.raises(OSError, match="Too many open files"):
+            await EngineProcess.spawn(START, lambda message: None, lambda: None)
+    while children() != processes:  # the event loop waits for what was killed
+        await asyncio.sleep(0.01)
+    assert descriptors() <= files
+
+
+SCRIPT = """
+import msgspec, os, socket, sys, time
+from quire.runtime.protocol.framing import with_prefix
+from quire.runtime.workers.engine_link import EngineFailed, SnapshotProgress
+link = socket.socket(fileno=int(sys.argv[1]))
+def send(message):
+    link.sendall(with_prefix(msgspec.msgpack.encode(message)))
+link.recv(1 << 16)
+"""
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Awaitable[str | None]]:
+    async def stopped(script: str) -> str | None:
+        """Start a process that runs `script` and stop it; return what `stop` does."""
+        monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-P", "-c", SCRIPT + script))
+        process = await EngineProcess.spawn(START, lambda message: None, lambda: None)
+        process.ready.cancel()  # it is not starting any more
+        return await process.stop()
+
+    return stopped
+
+
+async def test_a_process_that_exits_by_itself_has_done_its_work(stopped: Stopped) -> None:
+    assert await stopped("") is None
+
+
+async def test_a_process_that_is_killed_while_it_stops_is_reported(stopped: Stopped) -> None:
+    assert await stopped("os.kill(os.getpid(), 9)") == "it ended with status -9"
+
+
+async def test_an_error_of_saving_is_reported(stopped: Stopped) -> None:
+    assert await stopped("send(EngineFailed('SnapshotNotSaved', 'the disk is full'))") == "the disk is full"
+
+
+async def test_a_process_may_take_as_long_as_it_writes(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineProcess, "_wait", wait_for_message)
+    assert await stopped("for number in range(1, 6): send(SnapshotProgress(number)); time.sleep(0.01)") is None
+
+
+async def test_a_process_that_writes_nothing_is_killed(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineProcess, "_wait", wait_for_message)
+    problem = await stopped("send(SnapshotProgress(1)); send(SnapshotProgress(1)); time.sleep(600)")
+    assert problem == "it was killed, having made no progress for 20 s"
+
+
+async def wait_for_message(process: EngineProcess, timeout_s: float) -> None:
+    """Wait, in place of the time limit, for one message or the exit."""
+    received, receive = asyncio.Event(), process.link.receive
+
+    def note(message: FromEngine) -> None:
+        receive(message)
+        received.set()
+
+    process.link.receive = note
+    waits = [asyncio.ensure_future(each) for each in (received.wait(), process._process.wait())]
+    _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for each in pending:
+        each.cancel()
+    process.link.receive = receive
