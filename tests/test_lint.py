@@ -41,6 +41,7 @@ PUBLIC_NAMES = {
     "QuireError",
     "QuotaExceeded",
     "RequestNotFound",
+    "SnapshotNotSaved",
     "RequestOptions",
     "RequestOutput",
     "SamplingParams",
