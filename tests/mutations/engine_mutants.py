@@ -215,8 +215,6 @@ MUTANTS = [
         "            if spill_file is not None:\n                undo.callback(spill_file.close)\n",
         "",
         "a start that fails leaks the spill file",
-        equivalent="nothing between the callback and pop_all can be made to fail: the pager and scheduler take "
-        "settings that are checked before",
     ),
     Mutant(
         CORE,

@@ -308,8 +308,8 @@ MUTANTS = [
     Mutant(
         AUTH,
         "            tenant.revoked = name not in present",
-        "            tenant.revoked = tenant.revoked or name not in present",
-        "a tenant that is put back into the file stays refused",
+        "            tenant.revoked = False",
+        "a tenant that is gone from the file goes on over its open connections",
     ),
     Mutant(
         AUTH,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import resource
 import socket
+import stat
+from pathlib import Path
 
 import pytest
 from quire.runtime.common.errors import ConfigError
-from quire.runtime.server.listen import fit_connections, is_loopback, listen_tcp
+from quire.runtime.server.listen import fit_connections, is_loopback, listen_tcp, listen_unix
 
 
 async def test_accepted_sockets_send_small_frames_at_once() -> None:
@@ -35,6 +37,18 @@ async def test_no_host_means_every_address() -> None:
 async def test_an_unknown_host_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="cannot be resolved"):
         await is_loopback("no such host")
+
+
+def test_an_old_socket_does_not_remove_the_file_of_its_successor(tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    old = listen_unix(path)
+    path.unlink()
+    new = listen_unix(path)
+    old.close()
+    assert stat.S_ISSOCK(path.lstat().st_mode)
+    assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+    new.close()
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(
