@@ -40,3 +40,13 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     fast.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": {"content": "</s>"}}))
     return Tokenizer(folder)
+
+
+@pytest.fixture(scope="session")
+def word_ends(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Return a tokenizer of the first BPE kind, whose tokens say where a word ends."""
+    fast = FastTokenizer(models.BPE({"a": 0, "b</w>": 1, "c": 2, "a</w>": 3}, []))
+    fast.decoder = decoders.BPEDecoder(suffix="</w>")
+    folder = tmp_path_factory.mktemp("word_ends")
+    fast.save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)

@@ -77,6 +77,11 @@ def test_sentencepiece_spaces_depend_on_their_context(sentencepiece: Tokenizer, 
     assert "".join(stream(IncrementalDetokenizer(sentencepiece), ids)) == sentencepiece.decode(ids)
 
 
+@given(ids=st.lists(st.integers(0, 3)))
+def test_a_space_depends_on_the_token_just_before(word_ends: Tokenizer, ids: list[int]) -> None:
+    assert "".join(stream(IncrementalDetokenizer(word_ends), ids)) == word_ends.decode(ids)
+
+
 def test_sentencepiece_byte_fallback_waits_for_the_whole_character(sentencepiece: Tokenizer) -> None:
     ids = [3 + byte for byte in "日".encode()]
     assert stream(IncrementalDetokenizer(sentencepiece), ids) == ["", "", "日", ""]

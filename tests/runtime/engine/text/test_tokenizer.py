@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, ModelNotFound
 from quire.runtime.engine.text.tokenizer import Tokenizer
+from tokenizers import Tokenizer as FastTokenizer
 
 
 @pytest.fixture
@@ -59,9 +60,22 @@ def test_end_ids(
 
 def test_truncation_and_padding_left_in_the_file_are_ignored(folder: Path) -> None:
     saved = json.loads((folder / "tokenizer.json").read_text())
+    expected = Tokenizer(folder).encode("one two three four")
     saved["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    padding = {"strategy": {"Fixed": 32}, "direction": "Right", "pad_to_multiple_of": None}
+    saved["padding"] = {**padding, "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"}
     (folder / "tokenizer.json").write_text(json.dumps(saved))
-    assert len(Tokenizer(folder).encode("one two three four")) > 2
+    assert Tokenizer(folder).encode("one two three four") == expected
+    assert 2 < len(expected) < 32
+
+
+def test_the_longest_token_may_be_an_added_one(folder: Path) -> None:
+    fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    fast.add_tokens(["<" + "long " * 100 + ">"])
+    fast.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.longest_token == 502
+    assert len(tokenizer.encode("<" + "long " * 100 + ">")) == 1
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:
