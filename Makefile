@@ -1,5 +1,6 @@
 # All targets work in .venv. You can use its `quire` and `pip` directly.
 BIN := .venv/bin
+SHELL := bash
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Lets the editable install rebuild itself when .venv is not activated.
 export CYTHON := $(CURDIR)/$(BIN)/cython
@@ -34,10 +35,15 @@ conformance: $(BIN)/quire
 	$(BIN)/python tests/conformance/run.py python
 	$(BIN)/python tests/conformance/run.py node
 
+# Prints each package and each compiled file; the whole output is in .venv/install.log.
 $(BIN)/quire: pyproject.toml
-	python3 -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check 'meson-python>=0.22,<0.23' 'meson>=1.12,<2' 'cython>=3.3,<3.4' 'ninja>=1.13,<2'
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[dev]'
+	@echo 'Creating .venv with the build tools'
+	@python3 -m venv .venv
+	@$(BIN)/pip install --quiet --disable-pip-version-check 'meson-python>=0.22,<0.23' 'meson>=1.12,<2' 'cython>=3.3,<3.4' 'ninja>=1.13,<2'
+	@echo 'Installing packages and compiling the kernels'
+	@set -o pipefail; $(BIN)/pip install --verbose --disable-pip-version-check --no-build-isolation --editable '.[dev]' 2>&1 \
+	  | tee .venv/install.log | grep --line-buffered -E '^Collecting|^ +\[[0-9]+/[0-9]+\]|^Installing|rror:' \
+	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
 .PHONY: demo loadtest dashboard test docs attack bench check-kernels conformance

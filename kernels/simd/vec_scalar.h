@@ -1,4 +1,5 @@
-// The vector functions in portable C: 16 lanes are an array. Slow and exact; runs on any machine.
+// The vector functions in portable C, on any machine: 16 lanes are four vectors of GCC and Clang, for which the compiler
+// takes the registers of the baseline, or none.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -7,64 +8,93 @@
 #define ISA_NAME "scalar"
 enum { LINEAR_ROWS = 2, ATTENTION_ROWS = 1 };
 
-typedef struct { float v[16]; } vf;
-typedef struct { int32_t v[16]; } vi;
-typedef struct { int8_t v[64]; } wq8;
-typedef struct { uint16_t v[32]; } wbf;
+typedef float f32x4 __attribute__((vector_size(16)));
+typedef int32_t i32x4 __attribute__((vector_size(16)));
+typedef uint32_t u32x4 __attribute__((vector_size(16)));
+typedef int16_t i16x8 __attribute__((vector_size(16)));
+typedef uint16_t u16x8 __attribute__((vector_size(16)));
 
+typedef struct { f32x4 q[4]; } vf;
+typedef struct { i32x4 q[4]; } vi;
+typedef struct { u16x8 q[4]; } wq8;  // two signed bytes in each element
+typedef struct { u32x4 q[4]; } wbf;  // two bf16 in each element
+
+#define FOR4 _Pragma("GCC unroll 4") for (int i = 0; i < 4; i++)
 #define FOR16 for (int i = 0; i < 16; i++)
-#define MAP(T, expr) T r; FOR16 r.v[i] = (expr); return r
+#define MAP(T, expr) T r; FOR4 r.q[i] = (expr); return r
 
-static inline float widen_bf16(uint16_t h) {
-  const uint32_t u = (uint32_t)h << 16;
-  float f;
-  memcpy(&f, &u, 4);
-  return f;
-}
-static inline uint16_t round_bf16(float f) {  // to nearest even; a NaN stays a NaN
-  uint32_t u;
-  memcpy(&u, &f, 4);
-  if (f != f) return (uint16_t)(u >> 16 | 0x40);
-  return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
-}
-static inline float widen_f16(uint16_t h) {
-  const int exponent = h >> 10 & 31, mantissa = h & 1023;
-  const float magnitude = exponent == 0    ? ldexpf((float)mantissa, -24)
-                          : exponent == 31 ? (mantissa ? NAN : INFINITY)
-                                           : ldexpf((float)(mantissa | 1024), exponent - 25);
-  return h & 0x8000 ? -magnitude : magnitude;
-}
+static inline f32x4 set4(float x) { return (f32x4){x, x, x, x}; }
+static inline f32x4 select4(i32x4 mask, f32x4 a, f32x4 b) { return (f32x4)((mask & (i32x4)a) | (~mask & (i32x4)b)); }
 
-static inline vf vf_zero(void) { MAP(vf, 0); }
-static inline vf vf_set1(float x) { MAP(vf, x); }
-static inline vf vf_load(const float *p) { vf r; memcpy(r.v, p, sizeof r.v); return r; }
-static inline void vf_store(float *p, vf x) { memcpy(p, x.v, sizeof x.v); }
-static inline vf vf_add(vf a, vf b) { MAP(vf, a.v[i] + b.v[i]); }
-static inline vf vf_sub(vf a, vf b) { MAP(vf, a.v[i] - b.v[i]); }
-static inline vf vf_mul(vf a, vf b) { MAP(vf, a.v[i] * b.v[i]); }
-static inline vf vf_div(vf a, vf b) { MAP(vf, a.v[i] / b.v[i]); }
-static inline vf vf_fma(vf a, vf b, vf c) { MAP(vf, a.v[i] * b.v[i] + c.v[i]); }
-static inline vf vf_max(vf a, vf b) { MAP(vf, a.v[i] > b.v[i] ? a.v[i] : b.v[i]); }  // b if either is NaN
-static inline vf vf_min(vf a, vf b) { MAP(vf, a.v[i] < b.v[i] ? a.v[i] : b.v[i]); }  // b if either is NaN
-static inline vf vf_abs(vf a) { MAP(vf, fabsf(a.v[i])); }
-static inline vf vf_round(vf a) { MAP(vf, rintf(a.v[i])); }
+static inline vf vf_set1(float x) { MAP(vf, set4(x)); }
+static inline vf vf_zero(void) { return vf_set1(0.f); }
+static inline vf vf_load(const float *p) { vf r; memcpy(&r, p, sizeof r); return r; }
+static inline void vf_store(float *p, vf x) { memcpy(p, &x, sizeof x); }
+static inline vf vf_add(vf a, vf b) { MAP(vf, a.q[i] + b.q[i]); }
+static inline vf vf_sub(vf a, vf b) { MAP(vf, a.q[i] - b.q[i]); }
+static inline vf vf_mul(vf a, vf b) { MAP(vf, a.q[i] * b.q[i]); }
+static inline vf vf_div(vf a, vf b) { MAP(vf, a.q[i] / b.q[i]); }
+static inline vf vf_fma(vf a, vf b, vf c) { MAP(vf, a.q[i] * b.q[i] + c.q[i]); }
+static inline vf vf_max(vf a, vf b) { MAP(vf, select4(a.q[i] > b.q[i], a.q[i], b.q[i])); }  // b if either is NaN
+static inline vf vf_min(vf a, vf b) { MAP(vf, select4(a.q[i] < b.q[i], a.q[i], b.q[i])); }  // b if either is NaN
+static inline vf vf_abs(vf a) { MAP(vf, (f32x4)((i32x4)a.q[i] & INT32_MAX)); }
+// To nearest even, for |a| < 2^22: 1.5 * 2^23 has no bits for a fraction.
+static inline vf vf_round(vf a) { MAP(vf, (a.q[i] + 12582912.f) - 12582912.f); }
+static inline vi vi_from(vf a) { MAP(vi, (i32x4)(a.q[i] + 12582912.f) - 0x4b400000); }
 static inline vf vf_pow2(vf n) {
-  vf r;
-  FOR16 {
-    const uint32_t u = n.v[i] == n.v[i] ? (uint32_t)((int32_t)n.v[i] + 127) << 23 : 0;
-    memcpy(&r.v[i], &u, 4);
+  const vi exponent = vi_from(n);
+  MAP(vf, (f32x4)((u32x4)(exponent.q[i] + 127) << 23));
+}
+static inline int vf_any_nan(vf a) {
+  i32x4 any = a.q[0] != a.q[0];
+  for (int i = 1; i < 4; i++) any |= a.q[i] != a.q[i];
+  return (any[0] | any[1] | any[2] | any[3]) != 0;
+}
+// Lanes [from, to) of a, the other lanes of b.
+static inline vf vf_blend(vf a, vf b, int from, int to) {
+  const i32x4 lane = {0, 1, 2, 3};
+  MAP(vf, select4((lane >= from - 4 * i) & (lane < to - 4 * i), a.q[i], b.q[i]));
+}
+
+static inline vi vi_set1(int32_t x) { MAP(vi, ((i32x4){x, x, x, x})); }
+static inline vi vi_zero(void) { return vi_set1(0); }
+static inline vi vi_load(const uint32_t *p) { vi r; memcpy(&r, p, sizeof r); return r; }
+static inline void vi_store(uint32_t *p, vi x) { memcpy(p, &x, sizeof x); }
+static inline vi vi_add(vi a, vi b) { MAP(vi, a.q[i] + b.q[i]); }
+static inline vi vi_and(vi a, vi b) { MAP(vi, a.q[i] & b.q[i]); }
+static inline vi vi_or(vi a, vi b) { MAP(vi, a.q[i] | b.q[i]); }
+static inline vi vi_shift_left(vi a, int bits) { MAP(vi, (i32x4)((u32x4)a.q[i] << bits)); }
+static inline vi vi_shift_right(vi a, int bits) { MAP(vi, a.q[i] >> bits); }
+static inline vf vf_from(vi x) { MAP(vf, __builtin_convertvector(x.q[i], f32x4)); }
+static inline int32_t vi_sum(vi x) {
+  const i32x4 four = (x.q[0] + x.q[1]) + (x.q[2] + x.q[3]);
+  return four[0] + four[1] + four[2] + four[3];
+}
+static inline void vi_store_i8(int8_t *p, vi x) { FOR16 p[i] = (int8_t)x.q[i / 4][i % 4]; }
+
+// bf16 bits in the low half of each lane, rounded to nearest even; a NaN stays a NaN.
+static inline vi vi_bf16(vf x) {
+  vi r;
+  FOR4 {
+    const u32x4 u = (u32x4)x.q[i], nan = (u32x4)(x.q[i] != x.q[i]);
+    r.q[i] = (i32x4)((nan & (u >> 16 | 0x40)) | (~nan & (u + 0x7fff + (u >> 16 & 1)) >> 16));
   }
   return r;
 }
-static inline int vf_any_nan(vf a) {
-  int any = 0;
-  FOR16 any |= a.v[i] != a.v[i];
-  return any;
+static inline void vf_store_bf16(uint16_t *p, vf x) {
+  const vi bits = vi_bf16(x);
+  FOR16 p[i] = (uint16_t)bits.q[i / 4][i % 4];
 }
-// Lanes [from, to) of a, the other lanes of b.
-static inline vf vf_blend(vf a, vf b, int from, int to) { MAP(vf, i >= from && i < to ? a.v[i] : b.v[i]); }
+static inline u32x4 load_u16(const uint16_t *p) { return (u32x4){p[0], p[1], p[2], p[3]}; }
+static inline vf vf_load_bf16(const uint16_t *p) { MAP(vf, (f32x4)(load_u16(p + 4 * i) << 16)); }
 
-static inline float f16_widen(uint16_t h) { return widen_f16(h); }
+// fp16 to f32: the product with 2^112 moves the exponent, of subnormal numbers too.
+static inline f32x4 widen_f16(u32x4 h) {
+  const u32x4 infinite = (u32x4)((h & 0x7c00) == 0x7c00) & 0x7f800000, sign = (h & 0x8000) << 16;
+  return (f32x4)((u32x4)((f32x4)((h & 0x7fff) << 13) * 0x1p112f) | infinite | sign);
+}
+static inline vf vf_load_f16(const uint16_t *p) { MAP(vf, widen_f16(load_u16(p + 4 * i))); }
+static inline float f16_widen(uint16_t h) { return widen_f16((u32x4){h})[0]; }
 static inline uint16_t f16_of(float x) {  // a non-negative number, to nearest even
   if (!(x < 65520.f)) return x == x ? 0x7c00 : 0x7e00;
   int exponent;
@@ -73,55 +103,39 @@ static inline uint16_t f16_of(float x) {  // a non-negative number, to nearest e
   const int steps = (int)rintf(ldexpf(x, -unit));
   return (uint16_t)(unit == -24 ? steps : steps + ((unit + 24) << 10));
 }
-
-static inline vf vf_load_f16(const uint16_t *p) { MAP(vf, widen_f16(p[i])); }
-static inline vf vf_load_bf16(const uint16_t *p) { MAP(vf, widen_bf16(p[i])); }
-static inline void vf_store_bf16(uint16_t *p, vf x) { FOR16 p[i] = round_bf16(x.v[i]); }
-
-static inline vi vi_zero(void) { MAP(vi, 0); }
-static inline vi vi_set1(int32_t x) { MAP(vi, x); }
-static inline vi vi_load(const uint32_t *p) { vi r; memcpy(r.v, p, sizeof r.v); return r; }
-static inline void vi_store(uint32_t *p, vi x) { memcpy(p, x.v, sizeof x.v); }
-static inline vi vi_add(vi a, vi b) { MAP(vi, a.v[i] + b.v[i]); }
-static inline vi vi_and(vi a, vi b) { MAP(vi, a.v[i] & b.v[i]); }
-static inline vi vi_or(vi a, vi b) { MAP(vi, a.v[i] | b.v[i]); }
-static inline vi vi_shift_left(vi a, int bits) { MAP(vi, (int32_t)((uint32_t)a.v[i] << bits)); }
-static inline vi vi_shift_right(vi a, int bits) { MAP(vi, a.v[i] >> bits); }
-static inline vi vi_bf16(vf x) { MAP(vi, round_bf16(x.v[i])); }  // bf16 bits in the low half of each lane
-static inline vi vi_from(vf x) { MAP(vi, (int32_t)rintf(x.v[i])); }
-static inline vf vf_from(vi x) { MAP(vf, (float)x.v[i]); }
-static inline int32_t vi_sum(vi x) {
-  int32_t sum = 0;
-  FOR16 sum += x.v[i];
-  return sum;
-}
-static inline void vi_store_i8(int8_t *p, vi x) { FOR16 p[i] = (int8_t)x.v[i]; }
-
 // Fixed reduction trees, the same at every level: halves, quarters, eighths, pairs.
 static inline float vf_sum(vf x) {
-  for (int half = 8; half; half /= 2)
-    for (int i = 0; i < half; i++) x.v[i] += x.v[i + half];
-  return x.v[0];
+  const f32x4 four = (x.q[0] + x.q[2]) + (x.q[1] + x.q[3]);
+  return (four[0] + four[2]) + (four[1] + four[3]);
 }
 static inline float vf_reduce_max(vf x) {
-  for (int half = 8; half; half /= 2)
-    for (int i = 0; i < half; i++) x.v[i] = x.v[i] > x.v[i + half] ? x.v[i] : x.v[i + half];
-  return x.v[0];
+  const vf halves = vf_max(x, (vf){{x.q[2], x.q[3], x.q[2], x.q[3]}});
+  const f32x4 four = select4(halves.q[0] > halves.q[1], halves.q[0], halves.q[1]);
+  const float even = four[0] > four[2] ? four[0] : four[2], odd = four[1] > four[3] ? four[1] : four[3];
+  return even > odd ? even : odd;
 }
-static inline float vf_first(vf x) { return x.v[0]; }
+static inline float vf_first(vf x) { return x.q[0][0]; }
 
-static inline wbf wbf_load(const uint16_t *p) { wbf r; memcpy(r.v, p, sizeof r.v); return r; }
+static inline wbf wbf_load(const uint16_t *p) { wbf r; memcpy(&r, p, sizeof r); return r; }
 static inline vf vf_dot2(vf acc, wbf w, const uint16_t *a) {
-  const float first = widen_bf16(a[0]), second = widen_bf16(a[1]);
-  MAP(vf, (acc.v[i] + widen_bf16(w.v[2 * i]) * first) + widen_bf16(w.v[2 * i + 1]) * second);
+  const f32x4 x = (f32x4)((u32x4){a[0], a[1]} << 16), first = set4(x[0]), second = set4(x[1]);
+  MAP(vf, (acc.q[i] + (f32x4)(w.q[i] << 16) * first) + (f32x4)(w.q[i] & 0xffff0000) * second);
 }
 
+// |w * a| <= 128 * 127, so the sum of two products fits into 16 bits.
 static inline wq8 wq8_load(const uint8_t *p) {
   wq8 r;
-  for (int i = 0; i < 64; i++) r.v[i] = (int8_t)(p[i] ^ 0x80);
+  memcpy(&r, p, sizeof r);
+  FOR4 r.q[i] ^= 0x8080;
   return r;
 }
 static inline vi vi_dot4_start(int32_t sum) { (void)sum; return vi_zero(); }
 static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
-  MAP(vi, acc.v[i] + w.v[4 * i] * a[0] + w.v[4 * i + 1] * a[1] + w.v[4 * i + 2] * a[2] + w.v[4 * i + 3] * a[3]);
+  const i16x8 even = {a[0], a[2], a[0], a[2], a[0], a[2], a[0], a[2]};
+  const i16x8 odd = {a[1], a[3], a[1], a[3], a[1], a[3], a[1], a[3]};
+  FOR4 {
+    const i16x8 pairs = ((i16x8)(w.q[i] << 8) >> 8) * even + ((i16x8)w.q[i] >> 8) * odd;
+    acc.q[i] += ((i32x4)((u32x4)pairs << 16) >> 16) + ((i32x4)pairs >> 16);
+  }
+  return acc;
 }
