@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 
-import structlog
 from structlog.contextvars import bind_contextvars
 
 from ..common.errors import ProtocolError, QuireError
@@ -29,7 +29,11 @@ READ_BYTES = 64 << 10
 LINGER_S = 1.0
 FRAMES_PER_TURN = 64  # of one connection, before other tasks run
 
-_log = structlog.get_logger("quire.server")
+TLS_HANDSHAKE = b"\x16\x03"
+HTTP_METHODS = (b"GET ", b"HEAD ", b"POST ", b"PUT ", b"DELETE ", b"OPTIONS ", b"PATCH ", b"CONNECT ", b"PRI * HTTP")
+HTTP_ANSWER = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
+)
 
 
 class Connection:
@@ -124,6 +128,8 @@ class Connection:
                 raise refusal
             while data := await self._reader.read(READ_BYTES):
                 num_frames = 0
+                if self._handler is None and not self._decoder.is_inside_frame:
+                    self._check_protocol(data)
                 for frame in self._decoder.feed(data):
                     if self._handler is None:
                         self._welcome(check_hello(frame))
@@ -144,8 +150,19 @@ class Connection:
         finally:
             hello_timer.cancel()
 
+    def _check_protocol(self, first_bytes: bytes) -> None:
+        """Raise ProtocolError for HTTP and TLS, whose first bytes would be read as the length of a frame."""
+        if first_bytes.startswith(TLS_HANDSHAKE):
+            raise ProtocolError("the client began a TLS handshake; this port is served without TLS")
+        if first_bytes.startswith(HTTP_METHODS):
+            http_address = self._context.http_address
+            text = f"this port speaks Quire's msgpack frames; metrics and probes (HTTP) are on {http_address}"
+            self._writer.write(HTTP_ANSWER % (len(text) + 1, text.encode()))
+            self._send_buffer.close()  # an ERROR frame would be part of the HTTP answer
+            raise ProtocolError(text)
+
     def _refuse(self, error: QuireError) -> None:
-        _log.warning("connection refused", code=error.code, reason=str(error))
+        self._context.connection_log.write(logging.WARNING, "connection refused", code=error.code, reason=str(error))
         self._end(error)
 
     def _welcome(self, hello: Hello) -> None:

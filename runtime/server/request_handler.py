@@ -11,11 +11,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import structlog
 from structlog.contextvars import bind_contextvars
 
 from ..common.config import ServerConfig
 from ..common.errors import InvalidRequest, Overloaded, ProtocolError, QuireError, Unauthenticated, Unavailable
-from ..common.logs import new_id
+from ..common.logs import BoundedLog, new_id
 from ..engine.facade import EngineFacade
 from ..protocol.codec import MAX_ARRAY_LENGTH, Malformed
 from ..protocol.frames import (
@@ -47,6 +48,8 @@ from .resume import ReplayStore
 from .send_buffer import SendBuffer, UnsentOutput
 from .tenants import Tenant
 
+_log = structlog.get_logger("quire.server")
+
 MAX_TEXTS = 32  # of one connection that are being tokenized
 
 
@@ -60,8 +63,10 @@ class AppContext:
     keyring: Keyring
     requests: LiveRequests
     replays: ReplayStore
+    http_address: str  # of the operator port
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # texts of TOKENIZE at a time
     unsent: dict[str, UnsentOutput] = field(default_factory=dict)  # by tenants that had a connection
+    connection_log: BoundedLog = field(default_factory=lambda: BoundedLog(_log))
     leaves_at: float | None = None  # the loop's time at which live requests end; None: the server is not draining
 
     def unsent_output(self, tenant: Tenant) -> UnsentOutput:

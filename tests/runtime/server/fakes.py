@@ -291,7 +291,9 @@ class FakeServer:
         keys = {hash_key(name): Tenant(name) for name in tenants}
         keyring = Keyring(keys, default_tenant=None if keys else self.tenant)
         self.replays = ReplayStore(self.requests, self.config, lambda: keyring.num_tenants)
-        self.context = AppContext(engine, self.config, self.observer, keyring, self.requests, self.replays)
+        self.context = AppContext(
+            engine, self.config, self.observer, keyring, self.requests, self.replays, "127.0.0.1:7071"
+        )
         self.peers: list[FakePeer] = []
 
     async def connect(self, **hello: Any) -> FakePeer:

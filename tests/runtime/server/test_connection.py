@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from quire.runtime.common.errors import GenerationFailed, Overloaded, Unavailable
+from quire.runtime.common.logs import MAX_LINES
 from quire.runtime.protocol.codec import MAX_ARRAY_LENGTH, encode
 from quire.runtime.protocol.frames import (
     MIN_FRAME_BYTES,
@@ -18,6 +19,7 @@ from quire.runtime.protocol.frames import (
     Done,
     Error,
     Frame,
+    Hello,
     ListModels,
     Ping,
     Pong,
@@ -688,3 +690,46 @@ async def test_a_connection_with_many_frames_does_not_delay_others(server: FakeS
     assert await other.received() == [Pong(2)]
     await settle()
     assert await busy.received() == [Pong(1)] * 2000
+
+
+async def test_http_on_the_protocol_port_is_answered_in_http(
+    server: FakeServer, logs: list[MutableMapping[str, Any]]
+) -> None:
+    peer = FakePeer(server.context, None)
+    server.peers.append(peer)
+    peer.reader.feed_data(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    await settle()
+    head, _, body = bytes(peer.writer.transport.waiting).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert body == b"this port speaks Quire's msgpack frames; metrics and probes (HTTP) are on 127.0.0.1:7071\n"
+    assert head.endswith(b"content-length: %d" % len(body))
+    assert [each["reason"] for each in logs] == [body.decode().strip()]
+
+
+async def test_tls_on_a_port_without_tls_is_named(server: FakeServer) -> None:
+    peer = FakePeer(server.context, None)
+    server.peers.append(peer)
+    peer.reader.feed_data(b"\x16\x03\x01\x02\x00\x01")
+    (refusal,) = await peer.received()
+    assert isinstance(refusal, Error)
+    assert "began a TLS handshake; this port is served without TLS" in refusal.message
+
+
+async def test_malformed_frames_are_logged_at_a_bounded_rate(
+    server: FakeServer, logs: list[MutableMapping[str, Any]]
+) -> None:
+    for _ in range(MAX_LINES + 5):
+        peer = FakePeer(server.context, None)
+        server.peers.append(peer)
+        peer.reader.feed_data(b"\x00\x00\x00\x01\xc1")
+        await peer.received()
+    assert [each["event"] for each in logs] == ["connection refused"] * MAX_LINES
+
+
+async def test_a_connection_is_pending_until_its_hello(server: FakeServer) -> None:
+    peer = FakePeer(server.context, None)
+    server.peers.append(peer)
+    await settle()
+    assert not peer.is_settled
+    await peer.ask(Hello((1,)))
+    assert peer.is_settled
