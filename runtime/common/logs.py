@@ -22,7 +22,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 SECRETS = frozenset(
     {"token", "key", "keys", "api_key", "authorization", "password", "secret", "session", "prompt", "messages", "text"}
 )
-MAX_LINES, LINES_INTERVAL_S = 10, 10.0  # of one BoundedLog
+MAX_LINES, LINES_INTERVAL_S = 10, 10.0  # of a BoundedLog, unless it has other limits
 _START = secrets.token_hex(2)
 _numbers = itertools.count(1)
 
@@ -62,13 +62,21 @@ def log_to_stderr(
 
 
 class BoundedLog:
-    """Writes at most `MAX_LINES` lines per `LINES_INTERVAL_S`; the first line after that says how many were left out.
+    """Writes at most `max_lines` per `interval_s`; the first line after that says how many were left out.
 
     For lines that a peer can cause as often as it likes.
     """
 
-    def __init__(self, log: structlog.typing.FilteringBoundLogger, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        log: structlog.typing.FilteringBoundLogger,
+        max_lines: int = MAX_LINES,
+        interval_s: float = LINES_INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._log = log
+        self._max_lines = max_lines
+        self._interval_s = interval_s
         self._clock = clock
         self._began_at = -math.inf  # of the interval
         self._num_lines = 0  # in this interval, those left out included
@@ -76,12 +84,12 @@ class BoundedLog:
     def write(self, level: int, event: str, **fields: object) -> None:
         """Write a line at `level`, a number of `logging`, or count it as left out."""
         now = self._clock()
-        if now - self._began_at >= LINES_INTERVAL_S:
-            if (left_out := self._num_lines - MAX_LINES) > 0:
+        if now - self._began_at >= self._interval_s:
+            if (left_out := self._num_lines - self._max_lines) > 0:
                 fields["lines_left_out"] = left_out
             self._began_at, self._num_lines = now, 0
         self._num_lines += 1
-        if self._num_lines <= MAX_LINES:
+        if self._num_lines <= self._max_lines:
             self._log.log(level, event, **fields)
 
 

@@ -31,9 +31,7 @@ FRAMES_PER_TURN = 64  # of one connection, before other tasks run
 
 TLS_HANDSHAKE = b"\x16\x03"
 HTTP_METHODS = (b"GET ", b"HEAD ", b"POST ", b"PUT ", b"DELETE ", b"OPTIONS ", b"PATCH ", b"CONNECT ", b"PRI * HTTP")
-HTTP_ANSWER = (
-    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b"
-)
+HTTP_ANSWER = b"HTTP/1.1 400 Bad Request\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%b\n"
 
 
 class Connection:

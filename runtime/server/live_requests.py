@@ -6,13 +6,17 @@ Must not import frames or sockets.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextvars import copy_context
 from itertools import islice
 from typing import Protocol, TypeVar
 
-from ..common.errors import QuireError
+from ...scheduler import AdmissionEstimate
+from ..common.errors import GenerationFailed, QuireError
+from ..common.types import FinishReason, OutputChunk, Usage
 from ..engine.facade import EngineFacade, GenerateRequest, Generation
 from .monitoring import CancelCause, PrometheusObserver, RequestState, RequestStatus
+from .request_log import RequestLog
 from .tenants import Tenant
 
 T = TypeVar("T")
@@ -25,6 +29,7 @@ class LiveRequests:
         self._engine = engine
         self._observer = observer
         self._all: dict[LiveRequest, None] = {}
+        self.log = RequestLog(observer)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -40,13 +45,14 @@ class LiveRequests:
         except BaseException:
             tenant.leave()
             raise
-        live = LiveRequest(submission, tenant, request_id, self._observer, self._all.pop)
+        live = LiveRequest(submission, tenant, request_id, self._observer, self.log, self._all.pop)
         self._all[live] = None
         return live
 
-    def replay(self, tenant: Tenant) -> None:
+    def replay(self, tenant: Tenant, request_id: int) -> None:
         """Count a request that an earlier one answers. Raises the refusal of `Tenant.replay`."""
         self.check(tenant.replay)
+        self.log.replayed(request_id)
 
     def oldest(self, limit: int) -> list[RequestStatus]:
         return [live.status() for live in islice(self._all, limit)]
@@ -75,7 +81,8 @@ class Reader(Protocol):
 class LiveRequest:
     """A request from its submission to `end`. It can be cancelled before the engine has accepted it.
 
-    Its reader awaits `accepted` once, iterates what that returns, and calls `end` once.
+    Its reader awaits `accepted` once, iterates what that returns, and calls `end` once. The end is logged with the
+    context variables of the request's submission.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class LiveRequest:
         tenant: Tenant,
         request_id: int,
         observer: PrometheusObserver,
+        log: RequestLog,
         on_end: Callable[[LiveRequest], object],
     ) -> None:
         self.reader: Reader | None = None
@@ -93,34 +101,66 @@ class LiveRequest:
         self._tenant = tenant
         self._request_id = request_id
         self._observer = observer
+        self._log = log
         self._on_end = on_end
+        self._context = copy_context()
+        self._refusal: tuple[str, int | None] | None = None  # code, retry_after_ms
+        self._failure: str | None = None  # code
+        self._finish_reason: FinishReason | None = None
+        self._usage: Usage | None = None  # of the last chunk
+        self._cause: CancelCause | None = None
         self._started = time.monotonic()
         self._generation: Generation | None = None
         self._prompt_tokens: int | None = None
         self._prefilled: int | None = None
 
-    async def accepted(self) -> Generation:
-        """Wait for the engine's answer and return its stream. Raises the engine's refusal."""
+    @property
+    def admission(self) -> AdmissionEstimate:
+        assert self._generation is not None, "known once `accepted` has returned, until the end"
+        return self._generation.admission
+
+    async def accepted(self) -> LiveRequest:
+        """Wait for the engine's answer. Return this request, to be iterated. Raises the engine's refusal."""
         assert self._submission is not None, "awaited once, before the end"
-        generation = await self._submission
+        try:
+            generation = await self._submission
+        except QuireError as error:
+            self._refusal = error.code, error.retry_after_ms
+            raise
+        except Exception:
+            self._failure = GenerationFailed.code
+            raise
         self._generation = generation
         self._prompt_tokens = len(generation.prompt_token_ids)
         generation.watch_prefill(self._note_prefill)
         if self.is_cancelled:
             generation.cancel()
-        return generation
+        return self
+
+    async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
+        assert self._generation is not None, "iterated once, after `accepted`"
+        try:
+            async for chunk in self._generation:
+                if chunk.usage is not None:
+                    self._finish_reason, self._usage = chunk.finish_reason, chunk.usage
+                yield chunk
+        except Exception as error:
+            self._failure = error.code if isinstance(error, QuireError) else GenerationFailed.code
+            raise
 
     def cancel(self, cause: CancelCause) -> None:
         """Cancel in the engine. Idempotent: the first cause is counted."""
         if self.is_cancelled:
             return
         self.is_cancelled = True
+        self._cause = cause
         self._observer.on_cancelled(cause)
         if self._generation is not None:
             self._generation.cancel()
 
     def end(self) -> None:
         """Stop counting and listing the request, and release the engine's stream, which holds the prompt."""
+        self._context.run(self._log_end)
         self._generation = self._submission = None
         self._tenant.leave()
         self._on_end(self)
@@ -141,6 +181,15 @@ class LiveRequest:
             prefilled=self._prompt_tokens if generated else self._prefilled,
             generated=generated,
         )
+
+    def _log_end(self) -> None:
+        if self._refusal is not None:
+            self._log.refused(self._tenant.name, self._request_id, *self._refusal)
+        elif self._usage is not None:
+            self._log.ended(self._request_id, self._finish_reason, self._usage)
+        else:
+            generated = 0 if self.reader is None else self.reader.generated
+            self._log.cut(self._request_id, self._failure, self._cause, generated)
 
     def _note_prefill(self, computed_tokens: int) -> None:
         self._prefilled = computed_tokens

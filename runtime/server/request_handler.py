@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
-from structlog.contextvars import bind_contextvars
+from structlog.contextvars import bound_contextvars
 
 from ..common.config import ServerConfig
 from ..common.errors import InvalidRequest, Overloaded, ProtocolError, QuireError, Unauthenticated, Unavailable
@@ -23,8 +23,6 @@ from ..protocol.frames import (
     AskStats,
     Cancel,
     Credit,
-    Done,
-    Error,
     Frame,
     Generate,
     Goaway,
@@ -43,7 +41,7 @@ from .live_requests import LiveRequests
 from .monitoring import CancelCause, PrometheusObserver
 from .output_stream import Delivery, OutputStream
 from .replay_buffer import Subscriber
-from .request_log import log_end, quire_error
+from .request_log import quire_error
 from .resume import ReplayStore
 from .send_buffer import SendBuffer, UnsentOutput
 from .tenants import Tenant
@@ -112,10 +110,9 @@ class RequestHandler:
     def handle(self, frame: Frame | Malformed) -> None:
         """Handle one frame. Raises ProtocolError if it must end the connection."""
         match frame:
-            case Generate():
-                self._generate(frame)
-            case Resume():
-                self._resume(frame)
+            case Generate() | Resume() | Tokenize():
+                with bound_contextvars(request=new_id()):
+                    self._start_request(frame)
             case Malformed(request_id, error):
                 if self._accepts_id(request_id):
                     self._refuse(request_id, error)
@@ -125,8 +122,6 @@ class RequestHandler:
             case Credit(request_id, tokens):
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.grant(tokens)
-            case Tokenize():
-                self._tokenize(frame)
             case ListModels(request_id):
                 name = self._context.config.served_model_name or ""
                 self._answer(request_id, lambda: models_frame(request_id, name, self._context.engine.info))
@@ -166,6 +161,15 @@ class RequestHandler:
 
     # Requests
 
+    def _start_request(self, frame: Generate | Resume | Tokenize) -> None:
+        match frame:
+            case Generate():
+                self._generate(frame)
+            case Resume():
+                self._resume(frame)
+            case Tokenize():
+                self._tokenize(frame)
+
     def _generate(self, frame: Generate) -> None:
         """Start the request. One that is refused immediately never becomes a task: under overload most are."""
         if not self._accepts_id(frame.request_id):
@@ -187,7 +191,7 @@ class RequestHandler:
             else:
                 stream = OutputStream(context.requests.submit(self._tenant, request_id, request), delivery)
         except Exception as error:
-            self._send_last(request_id, error_frame(request_id, quire_error(error, client_id=request_id)))
+            self._send_refusal(request_id, quire_error(error, client_id=request_id))
             return
         self._last_accepted_id = request_id
         self._start(request_id, stream.run, stream)
@@ -200,9 +204,10 @@ class RequestHandler:
             entry = index.find(self._session, frame.request_id)
             subscriber = Subscriber(entry.buffer, self._delivery(frame), frame.next_index)
         except QuireError as error:
-            self._send_buffer.send(error_frame(frame.request_id, error))
+            self._send_refusal(frame.request_id, error)
             return
         index.attach(entry, subscriber)
+        self._context.requests.log.resumed(frame.request_id, frame.next_index)
         self._start(frame.request_id, subscriber.run, subscriber)
 
     def _delivery(self, frame: Generate | Resume) -> Delivery:
@@ -242,7 +247,9 @@ class RequestHandler:
     def _accepts_id(self, request_id: int) -> bool:
         """Return whether a request may start under this id; send the refusal otherwise."""
         if request_id in self._tasks:
-            self._send_buffer.send(duplicate_frame(request_id))
+            duplicate = duplicate_frame(request_id)
+            self._context.requests.log.refused(self._tenant.name, request_id, duplicate.code)
+            self._send_buffer.send(duplicate)
         elif self._tenant.revoked:
             self._refuse(request_id, Unauthenticated("this tenant's keys were revoked"))
         elif len(self._tasks) >= self._context.config.max_requests_per_connection:
@@ -254,7 +261,11 @@ class RequestHandler:
     def _refuse(self, request_id: int, error: QuireError) -> None:
         """End a request that never reached the engine."""
         self._context.observer.on_rejected(error)
-        self._send_last(request_id, error_frame(request_id, error))
+        self._send_refusal(request_id, error)
+
+    def _send_refusal(self, request_id: int, error: QuireError) -> None:
+        self._context.requests.log.refused(self._tenant.name, request_id, error.code, error.retry_after_ms)
+        self._send_buffer.send(error_frame(request_id, error))
 
     def _start(
         self, request_id: int, answer: Callable[[], Coroutine[Any, Any, Frame]], stream: OutputStream | None = None
@@ -266,22 +277,21 @@ class RequestHandler:
 
     async def _run(self, request_id: int, answer: Callable[[], Coroutine[Any, Any, Frame]]) -> None:
         """Send what `answer` returns. The id is free again before the client can know that its request ended."""
-        bind_contextvars(request=new_id())
         try:
             last = await answer()
         except Exception as error:
-            last = error_frame(request_id, quire_error(error, client_id=request_id))
+            refusal = quire_error(error, client_id=request_id)
+            if request_id not in self._streams:  # a text; the end of a stream's request is logged by LiveRequest
+                self._context.requests.log.refused(self._tenant.name, request_id, refusal.code)
+            last = error_frame(request_id, refusal)
         del self._tasks[request_id]
         self._streams.pop(request_id, None)
         self._send_last(request_id, last)
         self._last_ended_at = asyncio.get_running_loop().time()
 
     def _send_last(self, request_id: int, frame: Frame) -> None:
-        """Send the last frame of a request, and log it."""
+        """Send the last frame of a request."""
         try:
             self._send_buffer.send(frame)
         except InvalidRequest as error:  # longer than this peer takes
-            frame = error_frame(request_id, error)
-            self._send_buffer.send(frame)
-        if isinstance(frame, Done | Error):
-            log_end(frame)
+            self._send_buffer.send(error_frame(request_id, error))

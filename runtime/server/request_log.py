@@ -1,48 +1,70 @@
-"""Log lines about requests: one at info level for each that ran and ended, one at debug level for each refused.
+"""`RequestLog`: one log line and one count for each request, when it ends or is refused.
 
 A line has numbers and codes, never what a client sent, which the messages of errors may quote. What a line is about
 comes from `structlog.contextvars`, which a task inherits from the task that creates it: a connection's task binds
-`connection=new_id()` at its start and `tenant` once it is known, a request's task binds `request=new_id()`. `client_id`
-is the id that the client gave the request.
+`connection=new_id()` at its start and `tenant` once it is known; `request=new_id()` is bound while a frame is handled
+that starts a request or asks for one. `client_id` is the id that the client gave the request.
 """
 
 from __future__ import annotations
 
+import logging
+
 import structlog
 
 from ..common.errors import GenerationFailed, QuireError
-from ..protocol.frames import Done, Error
+from ..common.logs import BoundedLog
+from ..common.types import FinishReason, Usage
+from .monitoring import CancelCause, PrometheusObserver
 
-_REFUSALS = frozenset({"INVALID_ARGUMENT", "OUT_OF_RANGE", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "NOT_FOUND"})
+MAX_REFUSAL_LINES, REFUSAL_INTERVAL_S = 1000, 10.0  # of one tenant: refusals cost the client nothing
 
 _log = structlog.get_logger("quire.server")
 
 
-def log_end(last: Done | Error) -> None:
-    """Log the frame that ended or refused a request."""
-    if isinstance(last, Error):
-        refused = last.code in _REFUSALS
-        log = _log.debug if refused else _log.info
-        log(
-            "request refused" if refused else "request failed",
-            client_id=last.request_id,
-            code=last.code,
-            retry_after_ms=last.retry_after_ms,
+class RequestLog:
+    """Events of requests: a request ends once in `ended`, `cut` or `refused`; the others are about a second reader."""
+
+    def __init__(self, observer: PrometheusObserver) -> None:
+        self._observer = observer
+        self._refusals: dict[str, BoundedLog] = {}  # by tenant
+
+    def refused(self, tenant: str, client_id: int, code: str, retry_after_ms: int | None = None) -> None:
+        """Record a request that was refused before it ran."""
+        self._observer.on_refused(tenant, code)
+        log = self._refusals.get(tenant)
+        if log is None:
+            log = self._refusals[tenant] = BoundedLog(_log, MAX_REFUSAL_LINES, REFUSAL_INTERVAL_S)
+        log.write(logging.INFO, "request refused", client_id=client_id, code=code, retry_after_ms=retry_after_ms)
+
+    def ended(self, client_id: int, finish_reason: FinishReason | None, usage: Usage) -> None:
+        """Record a request that ran until its last chunk."""
+        _log.info(
+            "request ended",
+            client_id=client_id,
+            finish_reason=finish_reason,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            completion_tokens=usage.completion_tokens,
+            queue_ms=round(usage.queue_ms, 1),
+            prefill_ms=round(usage.prefill_ms, 1),
+            decode_ms=round(usage.decode_ms, 1),
+            stall_ms=round(usage.stall_ms, 1),
         )
-        return
-    usage = last.usage
-    _log.info(
-        "request ended",
-        client_id=last.request_id,
-        finish_reason=last.finish_reason,
-        prompt_tokens=usage.prompt_tokens,
-        cached_tokens=usage.cached_tokens,
-        completion_tokens=usage.completion_tokens,
-        queue_ms=round(usage.queue_ms, 1),
-        prefill_ms=round(usage.prefill_ms, 1),
-        decode_ms=round(usage.decode_ms, 1),
-        stall_ms=round(usage.stall_ms, 1),
-    )
+
+    def cut(self, client_id: int, code: str | None, cause: CancelCause | None, generated: int) -> None:
+        """Record a request that ended without a last chunk: by an error, or because the server stopped reading it."""
+        _log.info("request failed", client_id=client_id, code=code, cause=cause, completion_tokens=generated)
+
+    def resumed(self, client_id: int, next_index: int) -> None:
+        """Record that another connection reads on."""
+        self._observer.resumed_streams.value += 1
+        _log.info("stream resumed", client_id=client_id, next_index=next_index)
+
+    def replayed(self, client_id: int) -> None:
+        """Record that an earlier request answers this one, which has the same idempotency key."""
+        self._observer.idempotent_replays.value += 1
+        _log.info("request answered by an earlier one", client_id=client_id)
 
 
 def quire_error(error: Exception, what: str = "request", **fields: object) -> QuireError:

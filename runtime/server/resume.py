@@ -198,7 +198,7 @@ class ReplayStore:
         entry_bytes = ENTRY_BYTES * resumable
         if buffer is not None:
             droppable = self._requests.check(lambda: self._check_room(tenant.name, entry_bytes, buffer))
-            self._requests.replay(tenant)
+            self._requests.replay(tenant, request_id)
             self._drop(droppable)
             return buffer
         num_bytes = bytes_to_reserve(request.sampling_params, self._requests.most_tokens(request))

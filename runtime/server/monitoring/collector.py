@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from ...common.errors import QuireError
 from ...engine.facade import EngineStats
 from .history import kv_cache_usage
-from .instruments import OTHER, Counter, Histogram, LabelledCounter
+from .instruments import OTHER, Counter, Histogram, LabelledCounter, TenantCounter
 
 Mirror = Callable[[Iterable[Metric]], Iterable[Metric]]
 
@@ -23,7 +23,9 @@ WAITING_REASONS = ("sequences", "pages", "latency", "tokens", "quota", "source")
 class MetricsCollector(Collector):
     """Exposes `info`, which never changes, and at each scrape `instruments` and the sources given to `watch`."""
 
-    def __init__(self, info: Sequence[Metric], instruments: Sequence[Counter | LabelledCounter | Histogram]) -> None:
+    def __init__(
+        self, info: Sequence[Metric], instruments: Sequence[Counter | LabelledCounter | TenantCounter | Histogram]
+    ) -> None:
         self._info = info
         self._instruments = instruments
         self._stats: Callable[[], EngineStats] | None = None

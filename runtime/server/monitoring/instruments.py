@@ -1,6 +1,6 @@
 """Counters and histograms of one server, cheap enough to be updated for every stream and step.
 
-Only the event loop updates them, so nothing locks. A label keeps the values it was made with; any other value counts as
+Only the event loop updates them, so nothing locks. A label has a bounded number of values; any other value counts as
 `OTHER`.
 """
 
@@ -15,6 +15,7 @@ from prometheus_client.utils import floatToGoString
 
 PREFIX = "quire_"
 OTHER = "other"
+MAX_TENANTS = 100  # with series of their own
 
 
 class Counter:
@@ -49,6 +50,35 @@ class LabelledCounter:
         family = CounterMetricFamily(PREFIX + self._name, self._text, labels=[self._label])
         for value, count in self.counts.items():
             family.add_metric([value], count)
+        return family
+
+
+class TenantCounter:
+    """A counter by tenant and `label`, exposed as `quire_{name}_total{tenant="…",label="value"}`, without zeros.
+
+    The first `MAX_TENANTS` tenants have series of their own; the others share `OTHER`.
+    """
+
+    __slots__ = ("_label", "_name", "_tenants", "_text", "_values", "counts")
+
+    def __init__(self, name: str, text: str, label: str, values: Iterable[str]) -> None:
+        self._name = name
+        self._text = text
+        self._label = label
+        self._values = frozenset(values)
+        self._tenants: set[str] = set()
+        self.counts: dict[tuple[str, str], int] = {}
+
+    def add(self, tenant: str, value: str) -> None:
+        if len(self._tenants) < MAX_TENANTS:
+            self._tenants.add(tenant)
+        key = tenant if tenant in self._tenants else OTHER, value if value in self._values else OTHER
+        self.counts[key] = self.counts.get(key, 0) + 1
+
+    def family(self) -> CounterMetricFamily:
+        family = CounterMetricFamily(PREFIX + self._name, self._text, labels=["tenant", self._label])
+        for labels, count in self.counts.items():
+            family.add_metric(labels, count)
         return family
 
 

@@ -1,7 +1,7 @@
 """`PrometheusObserver`: the metrics of one server, counted by an engine observer, and the registry that exposes them.
 
 Names are `quire_` plus vLLM's suffixes, with vLLM's buckets, so that dashboards can be ported. Every label has a small,
-fixed set of values. Must not import sockets or HTTP.
+bounded set of values. Must not import sockets or HTTP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...engine.facade import EngineStats, RequestStats, StepStats
 from ..acceptor import RefusalCause
 from .collector import MetricsCollector, Mirror
 from .history import FINE_BOUNDS_S
-from .instruments import Counter, Histogram, LabelledCounter
+from .instruments import Counter, Histogram, LabelledCounter, TenantCounter
 
 CancelCause = Literal["client", "disconnect", "slow_reader", "shutdown"]
 
@@ -39,6 +39,9 @@ REQUEST_TIME_BUCKETS = (
 STEP_DURATION_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
 TOKEN_COUNT_BUCKETS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
 BATCH_SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+INSTRUMENTS = Counter | LabelledCounter | TenantCounter | Histogram
 
 
 class Ended(NamedTuple):
@@ -63,7 +66,7 @@ class PrometheusObserver:
         kernels = InfoMetricFamily(
             "quire_cpu", "ISA level and threads of the kernels, and the reason for that number.", value=cpu
         )
-        instruments = [each for each in vars(self).values() if isinstance(each, Counter | LabelledCounter | Histogram)]
+        instruments = [each for each in vars(self).values() if isinstance(each, INSTRUMENTS)]
         self._collector = MetricsCollector((build, kernels), instruments)
         self.registry = CollectorRegistry()
         self.registry.register(self._collector)
@@ -113,6 +116,9 @@ class PrometheusObserver:
     def on_cancelled(self, cause: CancelCause) -> None:
         self.cancelled.add(cause)
 
+    def on_refused(self, tenant: str, code: str) -> None:
+        self.refused_requests.add(tenant, code.lower())
+
     def on_connection_refused(self, cause: RefusalCause) -> None:
         self.connections_refused.add(cause)
 
@@ -140,6 +146,13 @@ class PrometheusObserver:
         self.rejections = LabelledCounter("admission_rejections", "Requests refused before any work.", "reason", codes)
         self.cancelled = LabelledCounter(
             "cancelled", "Requests cancelled by the server, by cause.", "cause", get_args(CancelCause)
+        )
+        self.refused_requests = TenantCounter(
+            "refused_requests", "Requests refused before they ran.", "reason", [*codes, "already_exists"]
+        )
+        self.resumed_streams = Counter("resumed_streams", "Streams that another connection read on; not requests.")
+        self.idempotent_replays = Counter(
+            "idempotent_replays", "Requests that an earlier request with their idempotency key answered; not run."
         )
         self.connections_refused = LabelledCounter(
             "connections_refused",

@@ -11,6 +11,7 @@ from prometheus_client import generate_latest
 from quire.runtime.common.errors import Overloaded, QuireError, Unavailable
 from quire.runtime.common.types import Usage
 from quire.runtime.engine.facade import EngineStats, RequestStats, StepStats
+from quire.runtime.server.monitoring.instruments import MAX_TENANTS
 from quire.runtime.server.monitoring.metrics import PrometheusObserver, error_codes
 
 from . import samples
@@ -83,6 +84,9 @@ def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
         "quire_request_failures_total": "counter",
         "quire_admission_rejections_total": "counter",
         "quire_cancelled_total": "counter",
+        "quire_refused_requests_total": "counter",
+        "quire_resumed_streams_total": "counter",
+        "quire_idempotent_replays_total": "counter",
         "quire_connections_refused_total": "counter",
         "quire_time_to_first_token_seconds": "histogram",
         "quire_inter_token_latency_seconds": "histogram",
@@ -289,3 +293,15 @@ def test_two_observers_share_nothing() -> None:
     first, second = PrometheusObserver(), PrometheusObserver()
     first.on_tokens(5, None)
     assert exposed(second)["quire_generation_tokens_total"] == 0
+
+
+def test_refusals_by_tenant_have_a_bounded_number_of_series(observer: PrometheusObserver) -> None:
+    for number in range(MAX_TENANTS + 50):
+        observer.on_refused(f"tenant{number}", "RESOURCE_EXHAUSTED")
+        observer.on_refused("tenant0", "MADE_UP")
+    counts = observer.refused_requests.counts
+    assert len(counts) == MAX_TENANTS + 2
+    assert counts["other", "resource_exhausted"] == 50
+    assert counts["tenant0", "other"] == MAX_TENANTS + 50
+    text = generate_latest(observer.registry).decode()
+    assert 'quire_refused_requests_total{reason="resource_exhausted",tenant="tenant1"} 1.0' in text
