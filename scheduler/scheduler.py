@@ -323,6 +323,10 @@ class Scheduler:
         ending = self._endings.pop(row.request_id, None) if self._endings else None
         if ending is None:
             tokens, ending = accept_samples(request, row, samples, now)
+        if was_decoding:
+            self._policy.served(request, 0, len(tokens))
+        else:
+            self._policy.served(request, len(row.token_ids), 0)
         if len(tokens) < len(samples) and samples[len(tokens)].error is not None and ending is not None:
             return self._end(request, ending, tokens)  # its pages may hold NaN: do not put them in the prefix cache
         table = table_of(request)
@@ -335,13 +339,9 @@ class Scheduler:
             return self._end(request, ending, tokens)
         if self._batch.is_protected(request):
             self._batch.secure(request)
-        if was_decoding:
-            self._policy.served(request, 0, len(tokens))
-        else:
-            self._policy.served(request, len(row.token_ids), 0)
-            if tokens:
-                request.enter(State.DECODE, now)
-                self._queue.release_forks(request)
+        if tokens and not was_decoding:
+            request.enter(State.DECODE, now)
+            self._queue.release_forks(request)
         return RequestUpdate(request.request_id, tuple(tokens)) if tokens else None
 
     def _commit_beams(self, parent: Request, samples: Sequence[SampledToken], now: float) -> RequestUpdate | None:

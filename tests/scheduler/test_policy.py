@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from quire.scheduler import Fair, FirstComeFirstServed, Policy, Priority, Request, RequestSpec, TokenBudget
 
+from tests.scheduler.conftest import MakeHarness
+
 
 def request(request_id: int, tenant: str = "", priority: int = 0, now: float = 0.0, length: int = 1) -> Request:
     made = Request(RequestSpec(request_id, [1] * length, max_tokens=1, tenant=tenant, priority=priority))
@@ -171,3 +173,28 @@ def test_requests_that_ran_before_come_before_new_ones_of_their_tenant() -> None
         queue.push(new)
         queue.push_front(again)
         assert drain(queue) == [1, 2]
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "cost"), [(10, 1, 10), (10, 4, 10 + 2 * 3), (70, 2, 70 + 2)])
+def test_each_prompt_and_output_token_is_charged_to_its_tenant(
+    make_harness: MakeHarness, prompt: int, max_tokens: int, cost: int
+) -> None:
+    """The step of the prompt samples the first token; the token that ends a request counts too."""
+    policy = Fair(credit_tokens=0)
+    harness = make_harness(num_pages=64, policy=policy)
+    harness.add(1, [7] * prompt, max_tokens=max_tokens, tenant="a")
+    harness.run()
+    assert policy.rank(harness.requests[1])[0] == cost
+
+
+def test_accepted_draft_tokens_are_charged_to_their_tenant(make_harness: MakeHarness) -> None:
+    costs = []
+    for num_drafts in (0, 4):
+        policy = Fair(credit_tokens=0)
+        harness = make_harness(num_pages=64, policy=policy, vocabulary=1, num_speculative_tokens=num_drafts)
+        harness.step_s = 0.1
+        harness.add(1, [0] * 20, max_tokens=30, tenant="a")
+        steps = harness.run()
+        costs.append(policy.rank(harness.requests[1])[0])
+    assert steps < 30, "drafts were accepted"
+    assert costs == [20 + 2 * 29] * 2
