@@ -38,7 +38,7 @@ MUTANTS = [
         ENGINE,
         "        except BaseException as error:\n            if output is not None:",
         "        except Exception as error:\n            if output is not None:",
-        "a request cancelled while it is queued runs to its end for nobody",
+        "a request cancelled while it is queued runs to its end without a reader",
     ),
     Mutant(
         ENGINE,

@@ -129,7 +129,7 @@ MUTANTS = [
         SUPERVISOR,
         '                    self._owner.on_restarts_failing(f"the engine cannot be restarted: {error}")\n',
         "                    pass\n",
-        "nobody is told that restarts fail: requests hang",
+        "failing restarts are not reported: requests hang",
     ),
     Mutant(
         SUPERVISOR,
@@ -261,7 +261,7 @@ MUTANTS = [
         LOG,
         "self._num_unproductive + 1 if from_outside and not self._has_gained else 0",
         "self._num_unproductive + 1 if from_outside else 0",
-        "a server whose engines are killed from time to time suspects innocent requests",
+        "a server whose engines are killed from time to time quarantines harmless requests",
     ),
     Mutant(
         LOG,
