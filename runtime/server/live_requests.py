@@ -158,10 +158,14 @@ class LiveRequest:
         if self._generation is not None:
             self._generation.cancel()
 
-    def end(self) -> None:
-        """Stop counting and listing the request, and release the engine's stream, which holds the prompt."""
-        self._context.run(self._log_end)
+    def forget_generation(self) -> None:
+        """Release the engine's stream, which holds the prompt: it has ended."""
         self._generation = self._submission = None
+
+    def end(self) -> None:
+        """Stop counting and listing the request, and release the engine's stream."""
+        self._context.run(self._log_end)
+        self.forget_generation()
         self._tenant.leave()
         self._on_end(self)
 

@@ -24,7 +24,9 @@ from .live_requests import LiveRequest
 from .monitoring import CancelCause
 from .send_buffer import SendBuffer
 
-CHUNK_BYTES = 56  # measured: a chunk in memory besides its encoding
+# Measured bytes of Python objects.
+CHUNK_BYTES = 56  # a chunk besides its encoding
+STREAM_BYTES = 10 << 10  # a stream that waits for credit, with its request and task
 READ_SHARE = 32  # a client must take 1 of this many waiting tokens within the credit timeout
 CHUNKS_PER_TURN = 64  # of one stream that were waiting, before other tasks run
 
@@ -73,31 +75,37 @@ class OutputStream:
 
     async def run(self) -> Done:
         """Send every frame but the last one, which is returned. Raises the error that ended the request."""
+        failure: QuireError | None = None
         try:
-            chunks = await self.accepted()
-            self._send_buffer.send(accepted_frame(self._request_id, chunks.admission))
-            if self._wants_progress:
-                self.request.prefill_watchers.add(self._send_progress)
-            return await self._send_chunks(chunks)
+            try:
+                await self._send_chunks()
+            except QuireError as error:
+                failure = error.with_traceback(None)  # its frames hold the prompt
+            if self._waiting:
+                self.request.forget_generation()
+            while self._waiting:  # the error follows the tokens that came before it
+                await self._wait_for_change()
         finally:
             self.request.prefill_watchers.discard(self._send_progress)  # nothing follows the last frame
             self._drop_waiting()
-
-    async def _send_chunks(self, chunks: Chunks) -> Done:
-        try:
-            async for chunk in chunks:
-                self.generated += len(chunk.token_ids)
-                if self._credit > 0 and not self._waiting:
-                    self._send(chunk)
-                elif self._stopped is None:
-                    self._send_or_hold(chunk)
-        except Exception:
-            await self._wait_until_sent()  # the error follows the tokens that came before it
-            raise
-        await self._wait_until_sent()
+        if (failure := self._stopped or failure) is not None:
+            raise failure
         if self._done is None:
             raise GenerationFailed("the engine ended this stream without a finish reason")
         return self._done
+
+    async def _send_chunks(self) -> None:
+        """Send the output, or hold what has no credit, until the engine ends it."""
+        chunks = await self.accepted()
+        self._send_buffer.send(accepted_frame(self._request_id, chunks.admission))
+        if self._wants_progress:
+            self.request.prefill_watchers.add(self._send_progress)
+        async for chunk in chunks:
+            self.generated += len(chunk.token_ids)
+            if self._credit > 0 and not self._waiting:
+                self._send(chunk)
+            elif self._stopped is None:
+                self._send_or_hold(chunk)
 
     def grant(self, tokens: int) -> None:
         """Add to the credit."""
@@ -190,13 +198,6 @@ class OutputStream:
             self._watch_reader()
         self._changed.set()
 
-    async def _wait_until_sent(self) -> None:
-        """Wait until no chunk waits for credit. Raises the error that stopped this stream."""
-        while self._waiting:
-            await self._wait_for_change()
-        if self._stopped is not None:
-            raise self._stopped
-
     async def _wait_for_change(self) -> None:
         self._changed.clear()
         await self._changed.wait()
@@ -214,14 +215,16 @@ class OutputStream:
             self._reading_goal = self._num_sent + max(1, self._num_waiting // READ_SHARE)
             timeout_s = self._credit_timeout_ms / 1000
             self._reading_timer = asyncio.get_running_loop().call_later(timeout_s, self._end_slow_reader)
+            self._send_buffer.hold(self, STREAM_BYTES)
 
     def _stop_reading_timer(self) -> None:
         if self._reading_timer is not None:
             self._reading_timer.cancel()
             self._reading_timer = None
+            self._send_buffer.hold(self, -STREAM_BYTES)
 
     def _end_slow_reader(self) -> None:
-        self._reading_timer = None
+        self._stop_reading_timer()
         if self._credit <= 0:
             self.shed(
                 DeadlineExceeded(

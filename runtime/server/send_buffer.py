@@ -68,6 +68,7 @@ class SendBuffer:
         self._max_paced_bytes = min(MAX_PACED_BYTES, max_bytes // 2)
         self._write_timeout_s = write_timeout_s
         self._unsent = bytearray()
+        self._writing_bytes = 0  # that the system has not taken yet, of the write that is under way
         self._waiting: dict[WaitingStream, int] = {}  # bytes of each stream's output that waits for credit
         self._tenant_output: UnsentOutput | None = None  # from WELCOME to the end
         self._changed = asyncio.Event()
@@ -166,7 +167,7 @@ class SendBuffer:
     async def _write(self) -> None:
         piece = bytes(self._unsent[:WRITE_BYTES])
         del self._unsent[: len(piece)]
-        self._count(-len(piece))
+        self._writing_bytes = len(piece)
         self._shrank.set()
         self._writer.write(piece)
         try:
@@ -174,10 +175,17 @@ class SendBuffer:
                 await self._writer.drain()
         except TimeoutError:
             self._give_up()
+        finally:
+            self._end_write()
+
+    def _end_write(self) -> None:
+        self._count(-self._writing_bytes)
+        self._writing_bytes = 0
 
     def _give_up(self) -> None:
         self.is_stuck = True
         self.close()
+        self._end_write()
         self._count(-len(self._unsent))
         self._unsent.clear()
         self._writer.transport.abort()
