@@ -83,17 +83,22 @@ class SpillFile:
         self._clock = clock
         self._buffer = np.empty(self._page_bytes, np.uint8)  # the page being copied
         self._bytes = self._buffer.data
-        self._checksums = array("I", bytes(4 * self.num_slots))
-        self._free = list(range(self.num_slots - 1, -1, -1))  # a stack of the lowest slots, which keeps the file short
+        self._checksums = array("I")  # of every slot that was ever used: the memory grows with the file
+        self._free: list[int] = []  # slots that were used before
         self._resume_at = clock()
         self._write_s = self._page_bytes / WRITE_BYTES_PER_S  # per page
         self._read_s = self._page_bytes / READ_BYTES_PER_S
         self._file = _open_nameless(Path(directory))
 
+    @property
+    def num_free(self) -> int:
+        """Slots that hold no page."""
+        return self.num_slots - len(self._checksums) + len(self._free)
+
     def save(self, page_ids: Sequence[int]) -> list[int] | None:
         if self.seconds(len(page_ids)) is None:
             return None
-        slots = [self._free.pop() for _ in page_ids]
+        slots = [self._take_slot() for _ in page_ids]
         start = self._clock()
         try:
             for slot, page in zip(slots, page_ids, strict=True):
@@ -120,7 +125,7 @@ class SpillFile:
         self._free.extend(reversed(slots))
 
     def seconds(self, num_pages: int) -> float | None:
-        if num_pages > len(self._free) or self._clock() < self._resume_at:
+        if num_pages > self.num_free or self._clock() < self._resume_at:
             return None
         return num_pages * (self._write_s + self._read_s)
 
@@ -129,6 +134,13 @@ class SpillFile:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+    def _take_slot(self) -> int:
+        """Return a slot that was used before, which keeps the file short, or else the next one of the file."""
+        if self._free:
+            return self._free.pop()
+        self._checksums.append(0)
+        return len(self._checksums) - 1
 
     def _write(self, slot: int, page: int) -> None:
         self._arena.read_page(page, self._buffer)

@@ -54,7 +54,7 @@ class LLM:
         return llm
 
     def _start(self, config: EngineConfig) -> None:
-        self._thread = LoopThread("this LLM")
+        self._thread = LoopThread("this LLM", uses_thread_pools=True)
         try:
             engine = self._thread.run(Engine.start(config))
         except BaseException:

@@ -1,14 +1,16 @@
 """An event loop on its own thread, for the synchronous classes (`LLM`, `Client`) over asynchronous code.
 
 Every call of `run` returns or raises, even if another thread closes the loop in the meantime. After `close` the thread
-and every coroutine on its loop have ended.
+and every coroutine on its loop have ended. In a child made by fork, where the thread does not run, the loop is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures.thread  # noqa: F401  # registers its exit function first, so that it runs after ours
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
@@ -24,10 +26,11 @@ class LoopThread:
     """A thread that runs an event loop until `close`, or until the interpreter exits.
 
     Any thread may call `run`; interrupting the caller (Ctrl-C) cancels its coroutine. `on_close`, if set, is run by
-    `close` before anything is cancelled.
+    `close` before anything is cancelled. A loop that `uses_thread_pools` is closed when the main thread ends, because
+    Python ends thread pools then; any other loop stays open until the last thread that is not a daemon has ended.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, uses_thread_pools: bool = False) -> None:
         self.on_close: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._name = name
         self._loop = asyncio.new_event_loop()
@@ -37,7 +40,7 @@ class LoopThread:
         self._awaited: set[Future[Any]] = set()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
-        _open_threads.add(self)
+        (_open_with_pools if uses_thread_pools else _open_without_pools).add(self)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return the coroutine's result, or raise what it raised. Raises Unavailable when closed."""
@@ -73,9 +76,17 @@ class LoopThread:
         with self._submitting:
             if self._closing is not None:
                 return None
-            _open_threads.discard(self)
+            _open_with_pools.discard(self)
+            _open_without_pools.discard(self)
             self._closing = asyncio.run_coroutine_threadsafe(self._close(set(self._awaited)), self._loop)
             return self._closing
+
+    def become_closed(self) -> None:
+        """Close without a thread: in a child process, after fork."""
+        self._name += " of the parent process"
+        self._submitting = threading.Lock()  # another thread of the parent may have held the old one
+        self._closing = Future()
+        self._closing.set_result(None)
 
     async def _close(self, awaited: set[Future[Any]]) -> None:
         try:
@@ -100,14 +111,24 @@ class LoopThread:
             runner.run(self._leave.wait())
 
 
-_open_threads: WeakSet[LoopThread] = WeakSet()
+_open_with_pools: WeakSet[LoopThread] = WeakSet()
+_open_without_pools: WeakSet[LoopThread] = WeakSet()
 
 
-def _close_all() -> None:
-    for thread in list(_open_threads):
+def _close_all(threads: WeakSet[LoopThread]) -> None:
+    for thread in list(threads):
         with contextlib.suppress(Exception):  # the interpreter is exiting, so an error cannot be handled
             thread.close()
 
 
-# Functions of `atexit` run too late: the thread pools in which engines compute and tokenize have ended by then.
-threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+def _forget_parent() -> None:
+    for threads in (_open_with_pools, _open_without_pools):
+        for thread in list(threads):
+            thread.become_closed()
+        threads.clear()
+
+
+# Functions of `atexit` run too late for engines: the thread pools in which they compute and tokenize have ended by then.
+threading._register_atexit(_close_all, _open_with_pools)  # type: ignore[attr-defined]
+atexit.register(_close_all, _open_without_pools)
+os.register_at_fork(after_in_child=_forget_parent)

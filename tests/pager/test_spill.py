@@ -51,7 +51,7 @@ def file(arena: KVArena, clock: FakeClock, tmp_path: Path) -> Iterator[SpillFile
 
 
 def num_used(file: SpillFile) -> int:
-    return file.num_slots - len(file._free)
+    return file.num_slots - file.num_free
 
 
 def page_of(arena: KVArena, page: int) -> bytes:
@@ -68,6 +68,13 @@ def test_saved_pages_can_be_loaded_into_other_pages(arena: KVArena, file: SpillF
     assert file.load(slots, [7, 1, 3])
     assert [page_of(arena, page) for page in (7, 1, 3)] == [before[2], before[5], before[0]]
     assert not any(page_of(arena, page).strip(b"\0") for page in (0, 2, 4, 5, 6))
+
+
+def test_a_huge_limit_takes_no_memory_until_it_is_used(arena: KVArena, tmp_path: Path) -> None:
+    file = SpillFile(arena, 1 << 50, tmp_path)
+    assert file.num_free == file.num_slots > 1 << 30
+    assert file.save([0, 1]) == [0, 1]
+    file.close()
 
 
 def test_the_file_is_bounded_and_slots_are_used_again(file: SpillFile) -> None:

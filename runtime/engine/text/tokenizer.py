@@ -83,11 +83,17 @@ def _eos_token_ids(folder: Path, fast: FastTokenizer) -> frozenset[int]:
     """Return the ids of generation_config.json or else of config.json, and that of the tokenizer's own end token."""
     config = _read_json(folder / "config.json")
     declared = _read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
-    ids = set(declared if isinstance(declared, list) else [declared])
+    ids = set()
+    for token_id in declared if isinstance(declared, list) else [] if declared is None else [declared]:
+        if type(token_id) is not int:
+            raise CorruptCheckpoint(
+                f"{folder}: eos_token_id must be a token id or a list of token ids, not {declared!r:.60}"
+            )
+        ids.add(token_id)
     token = _token_text(_read_json(folder / "tokenizer_config.json").get("eos_token"))
     if token is not None:
-        ids.add(fast.token_to_id(token))
-    return frozenset(token_id for token_id in ids if isinstance(token_id, int))
+        ids |= {token_id for token_id in [fast.token_to_id(token)] if token_id is not None}
+    return frozenset(ids)
 
 
 def _load_fast(folder: Path) -> FastTokenizer:

@@ -49,6 +49,38 @@ def test_a_program_ends_without_closing_its_threads() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.parametrize("pools", [False, True])
+def test_a_child_made_by_fork_ends_and_finds_the_loop_closed(pools: bool) -> None:
+    program = (
+        "from quire.runtime.common.loop_thread import LoopThread; import asyncio, multiprocessing, os, sys\n"
+        "def child():\n"
+        "    coroutine = asyncio.sleep(0)\n"
+        "    try: thread.run(coroutine)\n"
+        "    except Exception as error: print(error, flush=True)\n"
+        f"thread = LoopThread('this loop', uses_thread_pools={pools}); thread.run(asyncio.sleep(0))\n"
+        "process = multiprocessing.get_context('fork').Process(target=child); process.start(); process.join()\n"
+        "pid = os.fork()\n"
+        "if not pid: sys.exit(0)\n"
+        "print(process.exitcode, os.waitpid(pid, 0)[1], thread.run(asyncio.sleep(0, 'open')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["this loop of the parent process is closed", "0 0 open"]
+
+
+def test_a_loop_without_thread_pools_outlives_the_main_thread() -> None:
+    program = (
+        "from quire.runtime.common.loop_thread import LoopThread; import asyncio, threading\n"
+        "thread = LoopThread('t')\n"
+        "def work():\n"
+        "    threading.main_thread().join()\n"
+        "    print(thread.run(asyncio.sleep(0.05, 'done')))\n"
+        "threading.Thread(target=work).start()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
 def test_on_close_decides_the_outcome_of_waiting_calls() -> None:
     thread = LoopThread("t")
     gate = thread.run(make_gate())

@@ -102,3 +102,10 @@ def test_many_threads_may_encode_and_decode(byte_level: Tokenizer) -> None:
     texts = [f"thread {index}: naïve 日本語 👧 " * 5 for index in range(64)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda text: byte_level.decode(byte_level.encode(text)), texts)) == texts
+
+
+@pytest.mark.parametrize("declared", [{}, [[0]], True, "0", 1.5, [None]])
+def test_an_end_token_id_of_another_type_is_refused(folder: Path, declared: object) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
+    with pytest.raises(CorruptCheckpoint, match="eos_token_id must be a token id or a list of token ids"):
+        Tokenizer(folder)
