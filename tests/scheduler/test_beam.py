@@ -150,3 +150,13 @@ def test_every_beam_is_charged_to_its_tenant(make_harness: MakeHarness) -> None:
     harness.run()
     search = harness.requests[1]
     assert policy.rank(search)[0] == 2 * (1 + 4 + 4)  # the step that computes the prompt has one beam
+
+
+def test_the_first_token_of_a_search_comes_with_the_step_that_computes_the_prompt(make_harness: MakeHarness) -> None:
+    harness = make_harness(num_pages=64, vocabulary=VOCABULARY, max_chunk=3)
+    harness.step_s = 1.0
+    harness.add(1, PROMPT, max_tokens=3, beam=BeamSpec(2))
+    harness.run()
+    search = harness.requests[1]
+    assert search.first_token_time == 2.0  # after chunks of 3 and 2 tokens
+    assert (search.prefill_s, search.decode_s) == (2.0, 2.0)

@@ -275,16 +275,17 @@ def test_fair_preempts_for_a_request_of_a_tenant_with_fewer_sequences(
     assert harness.outputs[9] == expected(PROMPT, 3)
 
 
-def test_a_pinned_prompt_stays_cached_while_others_are_evicted(make_harness: MakeHarness) -> None:
+@pytest.mark.parametrize("tenant", ["", "acme"])
+def test_a_pinned_prompt_stays_cached_while_others_are_evicted(make_harness: MakeHarness, tenant: str) -> None:
     def cached_after_others(pin_s: float | None, later: float) -> int:
         harness = make_harness(num_pages=8)
-        harness.add(1, PROMPT, max_tokens=1, pin_s=pin_s)
+        harness.add(1, PROMPT, max_tokens=1, pin_s=pin_s, tenant=tenant)
         harness.run()
         harness.now = later
         for other in range(2, 6):
             harness.add(other, [other] * 15, max_tokens=1, tenant=str(other))
             harness.run()
-        harness.add(9, PROMPT, max_tokens=1)
+        harness.add(9, PROMPT, max_tokens=1, tenant=tenant)
         harness.run()
         return int(harness.requests[9].cached_tokens)
 
