@@ -193,6 +193,20 @@ def test_requests_that_have_left_the_queue_do_not_count(make_harness: MakeHarnes
     assert harness.add(9, PROMPT).predicted_wait_s == pytest.approx(0.1, rel=0.05)
 
 
+def test_the_predicted_wait_includes_the_output_that_a_preempted_request_computes_again(
+    make_harness: MakeHarness,
+) -> None:
+    waits = []
+    for num_steps in (1, 31):  # the preempted request has the prompt of 10 tokens and this many more
+        harness = learned(make_harness, max_num_batched_tokens=10)
+        harness.add(1, PROMPT, max_tokens=40)
+        for _ in range(num_steps):
+            harness.step()
+        assert harness.scheduler.preempt(1)
+        waits.append(harness.add(2, PROMPT).predicted_wait_s)
+    assert waits[1] - waits[0] == pytest.approx(0.3, rel=0.1)  # 3 steps of 10 tokens more
+
+
 def test_the_predicted_wait_includes_the_wait_for_a_slot(make_harness: MakeHarness) -> None:
     """It is predicted from recent output lengths: 8 tokens, one step each."""
     harness = learned(make_harness, max_num_seqs=1)
