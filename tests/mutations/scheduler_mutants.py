@@ -186,12 +186,6 @@ MUTANTS = [
         "the timer wakes for deadlines of requests that have ended",
     ),
     Mutant(
-        QUEUE,
-        "    if not counts[tenant]:\n        del counts[tenant]\n",
-        "",
-        "memory grows with the number of tenants ever seen",
-    ),
-    Mutant(
         BATCH,
         "        self._promised = None\n        request.table = None",
         "        request.table = None",

@@ -160,3 +160,16 @@ def test_the_first_token_of_a_search_comes_with_the_step_that_computes_the_promp
     search = harness.requests[1]
     assert search.first_token_time == 2.0  # after chunks of 3 and 2 tokens
     assert (search.prefill_s, search.decode_s) == (2.0, 2.0)
+
+
+def test_each_beam_counts_as_a_sequence_when_tenants_are_compared(make_harness: MakeHarness) -> None:
+    """Tenant b runs 4 beams and a request, tenant a 2 requests: the third of a displaces the request of b."""
+    harness = make_harness(num_pages=64, max_num_seqs=7, vocabulary=VOCABULARY, policy=Fair(credit_tokens=0))
+    harness.add(1, PROMPT, max_tokens=20, tenant="b", beam=BeamSpec(4))
+    harness.add(2, PROMPT, max_tokens=20, tenant="b")
+    for request_id in (3, 4):
+        harness.add(request_id, PROMPT, max_tokens=20, tenant="a")
+    harness.step()
+    harness.add(5, PROMPT, max_tokens=20, tenant="a")
+    harness.step()
+    assert [harness.requests[each].table is not None for each in (1, 2, 3, 4, 5)] == [True, False, True, True, True]
