@@ -196,12 +196,14 @@ MUTANTS = [
         "            request.num_computed_tokens = 0\n            self.num_recomputed += 1",
         "            self.num_recomputed += 1",
         "a preempted request goes on with pages that it has not computed",
+        equivalent="`admit` sets the number again, and it is not read while the request is queued",
     ),
     Mutant(
         BATCH,
         "        request.spilled = None\n        return table",
         "        return table",
         "a request preempted twice is restored from the first time",
+        equivalent="`preempt` sets the handle again, and it is not read while the request runs",
     ),
     Mutant(
         BATCH,

@@ -198,3 +198,14 @@ def test_accepted_draft_tokens_are_charged_to_their_tenant(make_harness: MakeHar
         costs.append(policy.rank(harness.requests[1])[0])
     assert steps < 30, "drafts were accepted"
     assert costs == [20 + 2 * 29] * 2
+
+
+def test_the_pages_promised_to_a_displaced_request_are_free_in_the_same_step(make_harness: MakeHarness) -> None:
+    harness = make_harness(num_pages=7, policy=Fair(credit_tokens=0))
+    for request_id in (1, 2):  # 3 pages each, and the promise of one more
+        harness.add(request_id, [request_id] * 10, max_tokens=8, tenant="b")
+    harness.step()
+    harness.add(3, [3] * 10, max_tokens=8, tenant="a")
+    harness.step()
+    assert [harness.requests[each].table is not None for each in (1, 2, 3)] == [True, False, True]
+    assert harness.scheduler.stats().preemptions == 1
