@@ -296,8 +296,8 @@ MUTANTS = [
     ),
     Mutant(
         SNAPSHOT,
-        "    await core.stop()\n    _save(core, path, identity)",
-        "    _save(core, path, identity)",
+        "    yield\n    await core.stop()\n",
+        "    yield\n",
         "the snapshot is written while steps change pages",
     ),
     Mutant(

@@ -195,8 +195,8 @@ MUTANTS = [
     ),
     Mutant(
         SNAPSHOT,
-        "        os.replace(name, path)\n    except BaseException:\n        with suppress(OSError):\n            os.unlink(name)\n",
-        "        os.replace(name, path)\n    except BaseException:\n",
+        "            yield stream\n    finally:\n        name.unlink(missing_ok=True)",
+        "            yield stream\n    finally:\n        pass",
         "a failed snapshot leaves its temporary file",
     ),
     Mutant(

@@ -79,8 +79,8 @@ MUTANTS = [
     ),
     Mutant(
         SCHEDULER,
-        "            if tokens:\n                request.enter(State.DECODE, now)\n                self._queue.release_forks(request)",
-        "            if tokens:\n                request.enter(State.DECODE, now)",
+        "            request.enter(State.DECODE, now)\n            self._queue.release_forks(request)",
+        "            request.enter(State.DECODE, now)",
         "samples wait until the first sample has ended",
     ),
     Mutant(
@@ -103,8 +103,8 @@ MUTANTS = [
     ),
     Mutant(
         SCHEDULER,
-        "        if self._batch.is_protected(request):\n            self._batch.secure(request)\n        if was_decoding",
-        "        if was_decoding",
+        "        if self._batch.is_protected(request):\n            self._batch.secure(request)\n        if tokens",
+        "        if tokens",
         "a protected request uses up its reservation, and then cannot grow",
     ),
     Mutant(

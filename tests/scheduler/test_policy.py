@@ -116,6 +116,15 @@ def test_an_idle_tenant_saves_up_at_most_the_credit(credit_tokens: int, expected
     assert sorted(first) == expected
 
 
+def test_credit_is_in_tokens_whatever_the_weight() -> None:
+    """A tenant of weight 4 that was idle starts 100 tokens of its own service, 25 units, below the others."""
+    queue = Fair({"heavy": 4.0}, credit_tokens=100)
+    queue.push(request(1, "busy"))
+    queue.served(request(1, "busy"), 1000, 0)
+    queue.push(request(2, "heavy"))
+    assert queue.rank(request(2, "heavy"))[0] == 1000 - 25
+
+
 def test_credit_does_not_lower_the_start_of_the_next_tenant() -> None:
     """A tenant that comes while another has credit left starts at the same level as that tenant."""
     queue = Fair(credit_tokens=100)
