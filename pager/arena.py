@@ -18,6 +18,7 @@ from .layout import KVLayout
 
 HUGE_PAGE_BYTES = 2 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap module has no constant for it yet
+POPULATED_AT_ONCE = 64 << 20  # bytes; `madvise` holds the GIL, so signals and heartbeats wait for it
 
 
 class KVArena:
@@ -73,7 +74,8 @@ def map_memory(size: int) -> npt.NDArray[np.uint8]:
 def _populate(mapping: mmap.mmap, start: int, size: int) -> None:
     """Back the mapping with memory now. Kernels older than 5.14 do it at the first write instead."""
     try:
-        mapping.madvise(MADV_POPULATE_WRITE, start, size)
+        for offset in range(start, start + size, POPULATED_AT_ONCE):
+            mapping.madvise(MADV_POPULATE_WRITE, offset, min(POPULATED_AT_ONCE, start + size - offset))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise OutOfMemory(f"cannot populate {size:,} bytes ({error})") from error

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from cyclopts import App
+import re
+from typing import get_args
+
+from cyclopts import App, ArgumentCollection
+
+from ..common.errors import ConfigError
 
 COMMANDS = {  # each is the function of that name in the file of that name
     "serve": "Serve a model until interrupted.",
@@ -19,8 +24,19 @@ COMMANDS = {  # each is the function of that name in the file of that name
     "info": "Print versions, the instruction set level and the number of threads.",
 }
 
+
+def _check_whole_numbers(_: App, __: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Raise ConfigError for a whole number that is written as another number: the library would round it."""
+    for argument in arguments:
+        if argument.hint is int or int in get_args(argument.hint):
+            for token in argument.tokens:
+                if re.fullmatch(r"[+-]?[0-9]+", token.value) is None:
+                    raise ConfigError(f"{token.keyword} must be a whole number, not {token.value!r}")
+
+
 app = App(
     name="quire",
+    config=_check_whole_numbers,
     help="Serve language models on CPUs with paged KV memory; outputs do not depend on the load.",
     version_flags=["--version"],
     help_format="plaintext",  # without it, every help text imports a markdown parser

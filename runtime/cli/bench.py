@@ -18,6 +18,7 @@ from ..tools.bench.console import SpeedReport
 from ..tools.bench.plot import check_plot, plot_cache_comparison, plot_roofline
 from ..tools.bench.speed import Shape, bench_config
 from .flags import Json, MemoryFlags, ModelFolder, SchedulingFlags, settings_from
+from .interrupts import leaving_at_once
 
 
 def bench(
@@ -55,7 +56,9 @@ def _bench_speed(
     shapes = parse_shapes(shapes_text)
     if plot is not None:
         check_plot(plot)
-    with LLM.from_config(bench_config(config, shapes, new_tokens)) as llm:
+    with leaving_at_once():
+        loaded = LLM.from_config(bench_config(config, shapes, new_tokens))
+    with loaded as llm:
         about = _configuration(config, llm.engine.core.runner)
         results = list(measure_shapes(llm, shapes, new_tokens, repeats, _progress))
     report = SpeedReport(about, results, measure_overhead(config))
@@ -75,7 +78,9 @@ def _bench_cache(config: EngineConfig, shapes_text: str, new_tokens: int, as_jso
         raise ConfigError(f"--new-tokens must be at least 2 without the KV cache, not {new_tokens}")
     if plot is not None:
         check_plot(plot)
-    with LLM.from_config(bench_config(config, [Shape(1, shape.prompt_tokens)], new_tokens)) as llm:
+    with leaving_at_once():
+        loaded = LLM.from_config(bench_config(config, [Shape(1, shape.prompt_tokens)], new_tokens))
+    with loaded as llm:
         comparison = compare_cache(llm.engine.core.runner, shape.prompt_tokens, new_tokens)
         if plot is not None:
             plot_cache_comparison(comparison, plot)

@@ -15,6 +15,7 @@ from ..common.config import EngineConfig
 from ..common.types import SAMPLING, CompletionOutput, SamplingParams, Usage, join_chunks
 from ..engine import Engine, GenerateRequest
 from .flags import MemoryFlags, ModelFolder, SchedulingFlags, settings_from, typed_flags
+from .interrupts import leaving_at_once
 
 NOT_FLAGS = ("logit_bias", "logprobs")  # a map, and figures that the command does not print
 
@@ -45,7 +46,8 @@ def generate(
 
 
 async def _generate(config: EngineConfig, prompt: str, params: SamplingParams) -> Usage:
-    engine = await Engine.start(config)
+    with leaving_at_once():
+        engine = await Engine.start(config)
     try:
         stream = await engine.submit(GenerateRequest(prompt=prompt, sampling_params=params))
         chunks = []

@@ -7,47 +7,110 @@ the prefix cache was not saved; 130 when interrupted; 141 when the reader of the
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from typing import TYPE_CHECKING
 
-from ..common.errors import QuireError
+from .interrupts import INTERRUPTED, leave
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cyclopts import CycloptsError
+
+    from ..common.errors import QuireError
+
+PIPE_CLOSED = 141
 
 
 def main() -> None:
-    """Run one command line and exit."""
+    """Run the command line of this process and exit."""
+    signal.signal(signal.SIGINT, leave)  # a KeyboardInterrupt during an import would not always come through
     try:
-        _run()
+        status = run(sys.argv[1:])
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        status = INTERRUPTED
+    signal.signal(signal.SIGINT, leave)
+    raise SystemExit(status)
 
 
-def _run() -> None:
-    from cyclopts import CycloptsError  # here, so that Ctrl-C during the imports is handled too
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit status. Ctrl-C raises KeyboardInterrupt from the command."""
+    from cyclopts import CycloptsError
 
+    from ..common.errors import QuireError
     from .app import app
 
     try:
-        app(sys.argv[1:], exit_on_error=False, print_error=False)
-        sys.stdout.flush()
-    except QuireError as error:
-        print(f"quire: {_message(error)}", file=sys.stderr)
-        raise SystemExit(1 if error.retryable else 2) from None
-    except CycloptsError as error:
-        print(f"quire: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail again
-        raise SystemExit(141) from None
+        try:
+            command, bound, _ = app.parse_args(arguments, exit_on_error=False, print_error=False)
+            if signal.getsignal(signal.SIGINT) is leave:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            command(*bound.args, **bound.kwargs)
+            sys.stdout.flush()
+        except QuireError as error:
+            print(f"quire: {_with_flags(error, arguments)}", file=sys.stderr)
+            return 1 if error.retryable else 2
+        except CycloptsError as error:
+            print(f"quire: {_in_our_words(error)}", file=sys.stderr)
+            return 2
+    except (BrokenPipeError, SystemExit) as end:
+        if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):  # rich exits with 1
+            raise
+        for stream in (sys.stdout, sys.stderr):  # so that flushing at exit does not fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return PIPE_CLOSED
+    return 0
 
 
-def _message(error: QuireError) -> str:
+def _with_flags(error: QuireError, arguments: Sequence[str]) -> str:
     """Return the error's text with the names of options spelled as flags of the command that failed."""
     from .app import app
     from .flags import with_flags
 
-    _, apps, _ = app.parse_commands(sys.argv[1:])
-    arguments = apps[-1].assemble_argument_collection(parse_docstring=False)
-    names = (name for argument in arguments for name in argument.names if name.startswith("--"))
+    _, apps, _ = app.parse_commands(arguments)
+    collection = apps[-1].assemble_argument_collection(parse_docstring=False)
+    names = (name for argument in collection for name in argument.names if name.startswith("--"))
     return with_flags(str(error), [name.removeprefix("--").replace("-", "_") for name in names])
+
+
+def _in_our_words(error: CycloptsError) -> str:
+    """Return what is wrong with the command line; the library's own texts use its internal terms."""
+    from cyclopts import (
+        CoercionError,
+        MissingArgumentError,
+        RepeatArgumentError,
+        UnknownCommandError,
+        UnknownOptionError,
+        UnusedCliTokensError,
+    )
+
+    from ..common.options import nearest_name
+    from .app import COMMANDS
+
+    kinds = {int: "a whole number", float: "a number", bool: "true or false"}
+    match error:
+        case UnknownCommandError(unused_tokens=[name, *_]):
+            nearest = nearest_name(name, COMMANDS)
+            return f"unknown command {name!r}; {f'did you mean {nearest!r}?' if nearest else 'see `quire --help`'}"
+        case UnknownOptionError(token=token):
+            given = (token.keyword or token.value).partition("=")[0]
+            nearest = nearest_name(given, (name for argument in error.argument_collection for name in argument.names))
+            return f"unknown option {given}; {f'did you mean {nearest}?' if nearest else _see_help(error)}"
+        case UnusedCliTokensError(unused_tokens=[first, *_]):
+            return f"unexpected argument {first!r}; {_see_help(error)}"
+        case MissingArgumentError(argument=argument) if argument is not None:
+            given = error.keyword or next((token.keyword for token in argument.tokens if token.keyword), None)
+            return f"{given} needs a value" if given else f"{argument.name} is missing"
+        case CoercionError(token=token, target_type=kind) if token is not None and kind in kinds:
+            return f"{token.keyword} must be {kinds[kind]}, not {token.value!r}"
+        case RepeatArgumentError(token=token):
+            return f"{token.keyword} is given twice"
+    return str(error)
+
+
+def _see_help(error: CycloptsError) -> str:
+    return f"see `quire {' '.join(error.command_chain or ())} --help`"
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """`quire serve`: run one server and its engine processes until a signal ends them.
 
 The first SIGTERM or SIGINT drains the server: it refuses new requests, and running ones have `--shutdown-timeout`
-seconds to finish. The second exits immediately, engine processes included. SIGHUP reloads the keys and the certificate.
-Standard output gets one line, the ready line, once both ports answer.
+seconds to finish. While the model loads, it ends the start. The second exits immediately, engine processes included.
+The exit status after SIGINT is 130. SIGHUP reloads the keys and the certificate. Standard output gets one line, the
+ready line, once both ports answer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -30,6 +31,8 @@ from ..server.monitoring import PrometheusObserver
 from ..workers import EnginePool, HealthTimeouts
 from .flags import LimitFlags, MemoryFlags, ModelFolder, SchedulingFlags, ServerFlags, settings_from
 
+CANCEL_TIMEOUT_S = 1.0  # to end a start; a thread that loads a model may not end in time
+
 
 def serve(
     model: ModelFolder = None,
@@ -45,18 +48,30 @@ def serve(
     log_to_stderr(settings.server.log_format, settings.server.log_level)
     name = settings.server.served_model_name or model_folder(settings.engine.model).resolve().name
     server = msgspec.structs.replace(settings.server, served_model_name=name)
-    uvloop.run(_serve(msgspec.structs.replace(settings, server=server)))
+    if uvloop.run(_serve(msgspec.structs.replace(settings, server=server))) == signal.SIGINT:
+        raise KeyboardInterrupt
 
 
-async def _serve(settings: Settings) -> None:
-    stop = _stop_signal()
+async def _serve(settings: Settings) -> signal.Signals:
+    """Serve until a signal and return it. A signal that comes while the model loads ends that at once."""
+    stop = _StopSignal()
+    starting = asyncio.create_task(_start_and_serve(settings, stop))
+    stop.cancel_start = starting.cancel
+    try:
+        await starting
+    except asyncio.CancelledError:
+        if stop.number is None:
+            raise
+    assert stop.number is not None, "the server runs until a signal"
+    return stop.number
+
+
+async def _start_and_serve(settings: Settings, stop: _StopSignal) -> None:
     await check_config(settings.server)
     if settings.server.prefix_snapshot is not None:
         check_snapshot_path(Path(settings.server.prefix_snapshot))
     text_processor = await asyncio.to_thread(TextProcessor.load, model_folder(settings.engine.model))
     async with _core(settings) as core:
-        if stop.is_set():  # a signal came while the model was loading
-            return
         await _serve_until(stop, Engine(core, text_processor), settings)
 
 
@@ -92,8 +107,9 @@ async def _core(settings: Settings) -> AsyncIterator[Core]:
         await core.close()
 
 
-async def _serve_until(stop: asyncio.Event, engine: Engine[Core], settings: Settings) -> None:
+async def _serve_until(stop: _StopSignal, engine: Engine[Core], settings: Settings) -> None:
     info = engine.info
+    stop.cancel_start = None
     server = Server(PrometheusObserver(version("quire"), info.isa, info.threads, info.threads_reason))
     await server.start(engine, settings.server)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
@@ -117,16 +133,25 @@ def _ready_line(config: EngineConfig, engine: Engine[Core], server: Server) -> s
     )
 
 
-def _stop_signal() -> asyncio.Event:
-    """Return an event that the first signal sets; the second signal exits, also as process 1 of a container."""
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+class _StopSignal:
+    """The first SIGINT or SIGTERM: ends a start, or lets `wait` return. The second exits, also as process 1."""
 
-    def on_signal(number: signal.Signals) -> None:
-        if stop.is_set():
+    def __init__(self) -> None:
+        self.number: signal.Signals | None = None
+        self.cancel_start: Callable[[], object] | None = None  # while the model loads
+        self._received = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server can reload
+
+    async def wait(self) -> None:
+        await self._received.wait()
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.number is not None:
             os._exit(128 + number)
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the server can reload
-    return stop
+        self.number = number
+        self._received.set()
+        if self.cancel_start is not None:
+            self.cancel_start()
+            asyncio.get_running_loop().call_later(CANCEL_TIMEOUT_S, os._exit, 128 + number)

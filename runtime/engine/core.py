@@ -7,6 +7,7 @@ the `Engine` dropped it.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -123,8 +124,13 @@ class EngineCore:
 
     @classmethod
     async def load(cls, config: EngineConfig) -> EngineCore:
-        """Load the model and allocate all memory. Raises ModelError or ConfigError."""
-        runner = await asyncio.to_thread(load_model, config)
+        """Load the model and allocate all memory. Raises ModelError or ConfigError. Cancelling it stops the load."""
+        stop = threading.Event()
+        try:
+            runner = await asyncio.to_thread(load_model, config, stop)
+        except asyncio.CancelledError:
+            stop.set()
+            raise
         with ExitStack() as undo:
             undo.callback(runner.close)
             spill_file = build_spill_file(config, runner)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from dataclasses import dataclass
 from os.path import exists, isdir
 from pathlib import Path
@@ -44,11 +45,12 @@ class PackedModel:
         return builder.build(emit_decoder(builder, self.spec, self.weights, rotary))
 
 
-def pack_model(folder: str | Path | None, weights: WeightDtype) -> PackedModel:
+def pack_model(folder: str | Path | None, weights: WeightDtype, stop: threading.Event | None = None) -> PackedModel:
     """Check the folder, then pack its weights as dtype `weights`; None is the bundled model.
 
     Raises ModelNotFound, UnsupportedModel, CorruptCheckpoint, MissingTensor or WrongTensor, each naming the file or
-    key, or ModelError when the system has no memory for the weights.
+    key, or ModelError when the system has no memory for the weights. Raises Unavailable soon after another thread has
+    set `stop`.
     """
     if weights not in get_args(WeightDtype):
         raise ConfigError(f"weights is {weights!r}; it must be one of {', '.join(get_args(WeightDtype))}")
@@ -56,7 +58,7 @@ def pack_model(folder: str | Path | None, weights: WeightDtype) -> PackedModel:
     spec = read_spec(path)
     checkpoint = Checkpoint(path)
     check_tensors(spec, checkpoint)
-    return PackedModel(path, spec, pack_weights(spec, checkpoint, weights))
+    return PackedModel(path, spec, pack_weights(spec, checkpoint, weights, stop))
 
 
 def model_folder(model: str | Path | None) -> Path:

@@ -69,6 +69,7 @@ class EngineProcess:
                         *(str(theirs.fileno()), str(their_heartbeat_fd)),
                         pass_fds=(theirs.fileno(), their_heartbeat_fd),
                         stdin=asyncio.subprocess.DEVNULL,
+                        start_new_session=True,  # Ctrl-C in a terminal reaches the server only
                     )
                 finally:
                     os.close(their_heartbeat_fd)

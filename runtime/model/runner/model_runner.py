@@ -6,6 +6,7 @@ the engine calls them from one thread.
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections.abc import Sequence
@@ -28,11 +29,14 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
 
-def load_model(config: EngineConfig) -> ModelRunner:
-    """Read, pack and bind a model. Raises ModelError or ConfigError, before any large allocation where possible."""
+def load_model(config: EngineConfig, stop: threading.Event | None = None) -> ModelRunner:
+    """Read, pack and bind a model. Raises ModelError or ConfigError, before any large allocation where possible.
+
+    Raises Unavailable soon after another thread has set `stop`.
+    """
     folder = model_folder(config.model)
     capacity = decide_capacity(config, read_spec(folder))
-    return ModelRunner(config, pack_model(folder, config.weights), capacity)
+    return ModelRunner(config, pack_model(folder, config.weights, stop), capacity)
 
 
 class ModelRunner:

@@ -6,6 +6,7 @@ cannot disagree. Must not import config.json's reader or the program.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ from ....kernels.ops import padded
 from ....kernels.pack import PackedMatrix, packed_nbytes
 from ....pager import OutOfMemory, map_memory
 from ...common.config import WeightDtype
-from ...common.errors import ModelError
+from ...common.errors import ModelError, Unavailable
 from ..spec import DecoderSpec
 from . import Checkpoint
 from .tensors import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 
 Vector = npt.NDArray[np.float32]
+ROWS_AT_ONCE = 2048  # of a tensor, between two looks at whether the load was cancelled; a multiple of 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +74,18 @@ class WeightFactory(Protocol):
     def vector(self, size: int, parts: Sequence[Part]) -> Vector: ...
 
 
-def pack_weights(spec: DecoderSpec, checkpoint: Checkpoint, dtype: WeightDtype) -> DecoderWeights:
+def pack_weights(
+    spec: DecoderSpec, checkpoint: Checkpoint, dtype: WeightDtype, stop: threading.Event | None = None
+) -> DecoderWeights:
     """Pack every matrix into one block of exactly the planned size. The checkpoint must have passed `check_tensors`.
 
-    Raises ModelError when the system has no memory for the block.
+    Raises ModelError when the system has no memory for the block, and Unavailable after the tensors in work when
+    another thread sets `stop`.
     """
     _, nbytes = plan_weights(spec, dtype)
     block = map_block(nbytes)
     with ThreadPoolExecutor(available_cpus().threads) as threads:
-        packer = _Packer(checkpoint, dtype, block, threads)
+        packer = _Packer(checkpoint, dtype, block, threads, stop or threading.Event())
         weights = build_weights(spec, dtype, packer)
         packer.finish()
     return weights
@@ -156,12 +161,18 @@ class _Packer:
     """Takes memory for matrices from the block, front to back, and fills them on threads: filling releases the GIL."""
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: WeightDtype, block: npt.NDArray[np.uint8], threads: ThreadPoolExecutor
+        self,
+        checkpoint: Checkpoint,
+        dtype: WeightDtype,
+        block: npt.NDArray[np.uint8],
+        threads: ThreadPoolExecutor,
+        stop: threading.Event,
     ) -> None:
         self._checkpoint = checkpoint
         self._dtype: WeightDtype = dtype
         self._unused = block
         self._threads = threads
+        self._stop = stop
         self._filling: list[Future[None]] = []
 
     def matrix(self, out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
@@ -176,7 +187,12 @@ class _Packer:
 
     def _fill(self, matrix: PackedMatrix, parts: Sequence[Part]) -> None:
         for part in parts:
-            matrix.fill(self._checkpoint.tensor(part.tensor), part.start, part.interleave)
+            tensor, columns_per_row = self._checkpoint.tensor(part.tensor), 1 if part.interleave is None else 2
+            for row in range(0, len(tensor), ROWS_AT_ONCE):
+                if self._stop.is_set():
+                    raise Unavailable("loading the model was cancelled")
+                start = part.start + row * columns_per_row
+                matrix.fill(tensor[row : row + ROWS_AT_ONCE], start, part.interleave)
 
     def vector(self, size: int, parts: Sequence[Part]) -> Vector:
         out = np.zeros(size, np.float32)

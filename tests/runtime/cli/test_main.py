@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import textwrap
 
 import pytest
+from cyclopts import App
 from quire.runtime.cli.app import COMMANDS, app
 from quire.runtime.cli.flags import with_flags
-from quire.runtime.cli.main import main
+from quire.runtime.cli.main import main, run
 from quire.runtime.common.config import EngineConfig, ServerConfig
 from quire.runtime.common.options import flag_name, options_of
 
@@ -30,28 +34,96 @@ def test_help_imports_no_command() -> None:
         assert re.search(rf"^│ {command} +\S", done.stdout, re.MULTILINE), command
 
 
-def test_an_interrupt_during_the_imports_exits_with_130() -> None:
-    program = (
-        "import builtins\n"
-        "from quire.runtime.cli.main import main\n"
-        "real = builtins.__import__\n"
-        "def interrupted(name, *rest):\n"
-        "    if name.startswith('cyclopts'): raise KeyboardInterrupt\n"
-        "    return real(name, *rest)\n"
-        "builtins.__import__ = interrupted\n"
-        "main()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+def interrupted(moment: str) -> subprocess.CompletedProcess[str]:
+    """Run `quire plan` with a SIGINT when a module whose name begins with `moment` is imported."""
+    program = f"""
+        import builtins, os, signal, sys
+        from quire.runtime.cli.main import main
+        real = builtins.__import__
+        def interrupting(name, *rest):
+            if name.startswith({moment!r}): os.kill(os.getpid(), signal.SIGINT)
+            return real(name, *rest)
+        builtins.__import__ = interrupting
+        sys.argv = ["quire", "plan"]
+        main()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("moment", ["cyclopts", "numpy", "msgspec"])
+def test_an_interrupt_during_the_imports_exits_with_130(moment: str) -> None:
+    done = interrupted(moment)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_interrupt_of_a_command_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["quire", command, "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        main()
+    def interrupt() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    commands = App(name="quire")
+    commands.command(interrupt)
+    monkeypatch.setattr("quire.runtime.cli.app.app", commands)
+    monkeypatch.setattr("sys.argv", ["quire", "interrupt"])
+    try:
+        with pytest.raises(SystemExit, match="130"):
+            main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "a", "b"], "unexpected argument 'b'; see `quire plan --help`"),
+        (["plan", "--weights"], "--weights needs a value"),
+        (["token"], "TENANT is missing"),
+        (["bench", "--new-tokens", "x"], "--new-tokens must be a whole number, not 'x'"),
+        (["bench", "--new-tokens", "1e3"], "--new-tokens must be a whole number, not '1e3'"),
+        (["loadtest", "--num-prompts", "1.5"], "--num-prompts must be a whole number, not '1.5'"),
+        (["bench", "--bogus"], "unknown option --bogus; see `quire bench --help`"),
+        (["bench", "--kv-cache=3"], "--kv-cache must be true or false, not '3'"),
+        (["demo", "--users", "2.5"], "--users must be a whole number, not '2.5'"),
+        (["plan", "--weights", "q8", "--weights", "f32"], "--weights is given twice"),
+        (["plan", "--weigths", "q8"], "unknown option --weigths; did you mean --weights?"),
+        (["srve"], "unknown command 'srve'; did you mean 'serve'?"),
+        (["fly"], "unknown command 'fly'; see `quire --help`"),
+    ],
+)
+def test_errors_of_the_command_line_are_in_plain_words(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    assert capsys.readouterr().err == f"quire: {message}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["serve", "--help"], ["plan"], ["info"], ["token", "a"], ["--version"]]
+)
+@pytest.mark.parametrize("closed", ["stdout", "both"])
+def test_a_closed_pipe_exits_with_141(arguments: list[str], closed: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "quire.runtime.cli.main", *arguments],
+            stdout=writing,
+            stderr=writing if closed == "both" else subprocess.PIPE,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr or b"") == (141, b"")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"Usage: quire {command}")
 
 

@@ -1,0 +1,28 @@
+"""How a command leaves when it is interrupted where nothing has to be cleaned up, as during imports and loading."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+INTERRUPTED = 130  # exit status
+
+
+def leave(*_: object) -> NoReturn:
+    """Exit at once, as a handler of SIGINT."""
+    os._exit(INTERRUPTED)
+
+
+@contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process at once: threads that read and pack weights cannot be interrupted."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,83 @@
+"""Ctrl-C and SIGTERM while a model loads: the load stops, and the command ends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from quire.runtime.cli import serve as command
+from quire.runtime.cli.interrupts import leave, leaving_at_once
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import Unavailable
+from quire.runtime.common.settings import resolve_settings
+from quire.runtime.engine import EngineCore
+from quire.runtime.engine import core as engine_core
+from quire.runtime.model import pack_model
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_while_the_model_loads_ends_the_start(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = asyncio.Event()
+
+    @asynccontextmanager
+    async def loading(_: Any) -> AsyncIterator[None]:
+        signal.raise_signal(number)
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            left.set()
+
+    monkeypatch.setattr(command, "_core", loading)
+    monkeypatch.setattr(command, "CANCEL_TIMEOUT_S", 1e6)
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert await command._serve(resolve_settings({}, {})) == number
+    finally:
+        for each, handler in handlers.items():
+            asyncio.get_running_loop().remove_signal_handler(each)
+            signal.signal(each, handler)
+    assert left.is_set()
+
+
+async def test_cancelling_a_load_stops_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def load_model(_: EngineConfig, stop: threading.Event) -> None:
+        begun.set()
+        stop.wait()
+        ended.set()
+        raise Unavailable("loading the model was cancelled")
+
+    monkeypatch.setattr(engine_core, "load_model", load_model)
+    loading = asyncio.create_task(EngineCore.load(EngineConfig()))
+    await asyncio.to_thread(begun.wait)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    await asyncio.to_thread(ended.wait)
+
+
+def test_packing_stops_when_it_is_cancelled() -> None:
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Unavailable, match="loading the model was cancelled"):
+        pack_model(None, "bf16", stop)
+
+
+def test_an_interrupt_leaves_at_once_only_while_loading() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with leaving_at_once():
+            assert signal.getsignal(signal.SIGINT) is leave
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
