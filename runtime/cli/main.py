@@ -100,8 +100,8 @@ def _in_our_words(error: CycloptsError) -> str:
         case UnusedCliTokensError(unused_tokens=[first, *_]):
             return f"unexpected argument {first!r}; {_see_help(error)}"
         case MissingArgumentError(argument=argument) if argument is not None:
-            given = error.keyword or next((token.keyword for token in argument.tokens if token.keyword), None)
-            return f"{given} needs a value" if given else f"{argument.name} is missing"
+            flag = error.keyword or next((token.keyword for token in argument.tokens if token.keyword), None)
+            return f"{flag} needs a value" if flag else f"{argument.name} is missing"
         case CoercionError(token=token, target_type=kind) if token is not None and kind in kinds:
             return f"{token.keyword} must be {kinds[kind]}, not {token.value!r}"
         case RepeatArgumentError(token=token):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import ssl
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -22,6 +21,7 @@ from ..protocol.frames import AskStats, Generate, ListModels, Models, ServedMode
 from .connection import ClientConnection, ConnectionLost
 from .connection_pool import ConnectionPool
 from .stream import OnAccepted, OnProgress, TokenStream
+from .tls import TLSOption, tls_context
 
 A = TypeVar("A", Tokenized, Models, Stats)
 
@@ -44,17 +44,18 @@ class AsyncClient:
 
     `async with AsyncClient("127.0.0.1:7070") as client: async for chunk in client.generate(…): …`
 
-    `address` is `host:port`, `[v6]:port` or `unix:/path`; ConfigError otherwise. `tls` is True or an `ssl.SSLContext`.
-    Entering the context raises Unavailable if the server does not answer and Unauthenticated if it refuses the token.
+    `address` is `host:port`, `[v6]:port` or `unix:/path`; ConfigError otherwise. `tls` is True for a certificate that
+    the system trusts, the path of a CA file in PEM, or an `ssl.SSLContext`. Entering the context raises Unavailable if
+    the server does not answer, TLSError if its certificate is not trusted and Unauthenticated if it refuses the token.
     The next call replaces a connection that is lost or whose server is shutting down. Use a client from one event loop.
     """
 
-    def __init__(self, address: str, token: str | None = None, tls: bool | ssl.SSLContext = False) -> None:
+    def __init__(self, address: str, token: str | None = None, tls: TLSOption = False) -> None:
         self._address = parse_address(address)
         if tls and isinstance(self._address, UnixAddress):
             raise ConfigError("TLS is not supported over a unix socket; leave out `tls`, or give host:port")
         self._token = token
-        self._tls = ssl.create_default_context() if tls is True else tls or None
+        self._tls = tls_context(tls)
         self._ids = itertools.count(1)  # shared by all connections: a resumed request keeps its id
         self._pool: ConnectionPool | None = None
 

@@ -47,6 +47,7 @@ from ..protocol.frames import (
     Welcome,
 )
 from ..protocol.wire_errors import error_from_frame
+from .tls import tls_error
 
 CONNECT_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 1.0  # for unsent bytes to leave; the server cancels the requests anyway
@@ -88,7 +89,7 @@ class ClientConnection:
     async def open(
         cls, address: Address, token: str | None, tls: ssl.SSLContext | None, session: str | None = None
     ) -> ClientConnection:
-        """Connect and shake hands. Raises Unavailable, Unauthenticated or ProtocolError."""
+        """Connect and shake hands. Raises Unavailable, Unauthenticated, TLSError or ProtocolError."""
         connection: ClientConnection | None = None
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -99,6 +100,8 @@ class ClientConnection:
                 await connection.close()
             if isinstance(error, TimeoutError):
                 raise Unavailable(f"{address} did not answer within {CONNECT_TIMEOUT_S:.0f} s") from None
+            if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+                raise tls_error(address, error) from error
             if isinstance(error, OSError):
                 raise Unavailable(f"cannot connect to {address}: {_reason(error)}") from error
             raise

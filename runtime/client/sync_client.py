@@ -6,7 +6,6 @@ Runs an event loop on its own thread, so several threads may use one client at t
 from __future__ import annotations
 
 import contextlib
-import ssl
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
@@ -16,6 +15,7 @@ from ..common.loop_thread import LoopThread
 from ..common.types import OutputChunk, RequestOutput, SamplingParams
 from ..protocol.frames import ServedModel
 from .async_client import AsyncClient, RequestOptions
+from .tls import TLSOption
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class Client:
     `with Client("127.0.0.1:7070") as client: for chunk in client.generate(…): …`
     """
 
-    def __init__(self, address: str, token: str | None = None, tls: bool | ssl.SSLContext = False) -> None:
+    def __init__(self, address: str, token: str | None = None, tls: TLSOption = False) -> None:
         self._client = AsyncClient(address, token, tls)
         self._thread: LoopThread | None = None
 

@@ -7,6 +7,7 @@ Whatever leaves the engine towards a user is a `QuireError`:
     │   └── ContextLengthExceeded OUT_OF_RANGE
     ├── ProtocolError             INVALID_ARGUMENT
     ├── Unauthenticated           UNAUTHENTICATED
+    ├── TLSError                  FAILED_PRECONDITION
     ├── Overloaded                RESOURCE_EXHAUSTED
     ├── QuotaExceeded             RESOURCE_EXHAUSTED
     ├── DeadlineExceeded          DEADLINE_EXCEEDED
@@ -64,6 +65,12 @@ class Unauthenticated(QuireError):
     """The token is missing or unknown to the server."""
 
     code = "UNAUTHENTICATED"
+
+
+class TLSError(QuireError):
+    """TLS failed for a reason that a retry does not change, such as a certificate that the client does not trust."""
+
+    code = "FAILED_PRECONDITION"
 
 
 class Overloaded(QuireError):

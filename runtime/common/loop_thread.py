@@ -128,7 +128,7 @@ def _forget_parent() -> None:
         threads.clear()
 
 
-# Functions of `atexit` run too late for engines: the thread pools in which they compute and tokenize have ended by then.
+# Functions of `atexit` run too late for engines: the thread pools in which they compute and tokenize ended by then.
 threading._register_atexit(_close_all, _open_with_pools)  # type: ignore[attr-defined]
 atexit.register(_close_all, _open_without_pools)
 os.register_at_fork(after_in_child=_forget_parent)

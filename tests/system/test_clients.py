@@ -16,6 +16,7 @@ import msgpack
 import pytest
 import uvloop
 from quire.runtime.client import AsyncClient, Client
+from quire.runtime.client.tls import tls_error
 from quire.runtime.common.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -23,10 +24,12 @@ from quire.runtime.common.errors import (
     InvalidRequest,
     Overloaded,
     ProtocolError,
+    TLSError,
     Unauthenticated,
     Unavailable,
 )
 from quire.runtime.common.types import SamplingParams
+from quire.runtime.protocol.address import TCPAddress
 
 Serve = Callable[..., Awaitable[Any]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
@@ -98,12 +101,43 @@ async def test_over_a_unix_socket(serve: Serve, socket_path: Path) -> None:
 
 async def test_over_tls(serve: Serve) -> None:
     system = await serve(tls_cert=str(TLS / "cert.pem"), tls_key=str(TLS / "key.pem"))
-    trusting = ssl.create_default_context(cafile=TLS / "cert.pem")
-    async with AsyncClient(system.address, tls=trusting) as client:
-        assert (await client.complete("hi", THREE)).token_ids == (0, 1, 2)
-    with pytest.raises(Unavailable, match="certificate"):
+    for trusting in (ssl.create_default_context(cafile=TLS / "cert.pem"), TLS / "cert.pem", str(TLS / "cert.pem")):
+        async with AsyncClient(system.address, tls=trusting) as client:
+            assert (await client.complete("hi", THREE)).token_ids == (0, 1, 2)
+
+
+async def test_a_certificate_that_is_not_trusted_is_an_error_that_no_retry_changes(serve: Serve) -> None:
+    system = await serve(tls_cert=str(TLS / "cert.pem"), tls_key=str(TLS / "key.pem"))
+    advice = "is not trusted: self-signed certificate; pass the file of its CA, or of the certificate itself, as tls="
+    with pytest.raises(TLSError, match=advice) as error:
         async with AsyncClient(system.address, tls=True):
             pass
+    assert not error.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"), [(62, "connect by a name in the certificate"), (64, "connect by a name"), (10, "renew it")]
+)
+def test_other_faults_of_a_certificate_have_advice(code: int, advice: str) -> None:
+    fault = ssl.SSLCertVerificationError("certificate verify failed")
+    fault.verify_code, fault.verify_message = code, "the fault"
+    error = tls_error(TCPAddress("host", 1), fault)
+    assert str(error).startswith(f"the certificate of host:1 is not trusted: the fault; {advice}")
+
+
+async def test_tls_to_a_server_without_tls(system: Any) -> None:
+    with pytest.raises(TLSError, match="the server may not use TLS: leave out tls="):
+        async with AsyncClient(system.address, tls=TLS / "cert.pem"):
+            pass
+
+
+def test_a_ca_file_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "empty.pem").write_text("")
+    for ca_file, reason in (("/nowhere.pem", "No such file"), (tmp_path / "empty.pem", "it has no certificate in PEM")):
+        with pytest.raises(ConfigError, match=f"tls: the CA file .* cannot be read: {reason}"):
+            Client("localhost:7070", tls=ca_file)
+    with pytest.raises(ConfigError, match="tls must be True, the path of a CA file or an"):
+        AsyncClient("localhost:7070", tls=5)  # type: ignore[arg-type]
 
 
 async def test_over_ipv6(serve: Serve) -> None:

@@ -1,5 +1,6 @@
 // A minimal client of the Quire protocol, version 1 (runtime/protocol/PROTOCOL.md), with many streams per connection.
 // Leaving a stream's loop cancels its request. Integers above 2^53 are BigInt; `logit_bias` is a Map with integer keys.
+import { readFileSync } from "node:fs";
 import net from "node:net";
 import tls from "node:tls";
 import { Packr } from "msgpackr";
@@ -103,9 +104,10 @@ export class Client {
   #open() {
     return new Promise((resolve, reject) => {
       const { tls: secure, token = null } = this.#options, where = parse(this.#address);
-      const socket = secure ? tls.connect({ ...where, ...(secure === true ? {} : secure) }) : net.connect(where);
+      const trust = typeof secure === "string" ? { ca: readFileSync(secure) } : secure === true ? {} : secure;
+      const socket = secure ? tls.connect({ ...where, ...trust }) : net.connect(where);
       let buffer = Buffer.alloc(0), reason = unavailable("the server closed the connection");
-      socket.setNoDelay(true).on("error", (error) => { reason = unavailable(error.message); });
+      socket.setNoDelay(true).on("error", (error) => { reason = NO_TRUST.test(error.code) ? untrusted(error) : unavailable(error.message); });
       socket.on("timeout", () => socket.destroy(new Error("the server sent nothing, not even PING")));
       socket.on("close", () => {
         if (this.#socket === socket) this.#socket = null;
@@ -140,6 +142,9 @@ class Inbox {
   get = async () => (this.#items.length || await new Promise((wake) => { this.#wake = wake; }), this.#items.shift());
 }
 
+// Codes of TLS errors that a retry does not change: an untrusted, expired or foreign certificate, a server without TLS.
+const NO_TRUST = /^(ERR_(TLS|SSL)_|EPROTO$|CERT_|UNABLE_TO_|DEPTH_ZERO_|SELF_SIGNED_|HOSTNAME_MISMATCH$|INVALID_CA$)/;
+const untrusted = (error) => new QuireError("FAILED_PRECONDITION", `TLS failed: ${error.message}; is \`tls\` the server's CA file?`);
 const unavailable = (message) => new QuireError("UNAVAILABLE", message, true);
 // msgpackr writes numbers beyond 32 bits as floats; as BigInt they stay integers.
 const exact = (params) => Object.fromEntries(Object.entries(params).map(([name, value]) =>

@@ -51,7 +51,9 @@ class TargetOptions:
     token: str | None = None
     "API key. Default: QUIRE_TOKEN, for openai OPENAI_API_KEY, which process lists do not show."
     tls: bool = False
-    "For quire: connect with TLS."
+    "For quire: connect with TLS, to a server whose certificate the system trusts."
+    tls_ca: Path | None = None
+    "For quire: connect with TLS and trust the certificates in this PEM file."
     tokenizer: Path | None = None
     (
         "Folder with the model's tokenizer.json, to count the tokens of text and to make text of random tokens. "
@@ -189,7 +191,7 @@ def check_target(options: TargetOptions) -> None:
         raise ConfigError("base_url names the whole address: leave out `host` and `port`")
     if options.backend != "quire" and options.deadline_ms is not None:
         raise ConfigError("deadline_ms is for `backend` quire: OpenAI's API has no deadlines")
-    if options.backend != "quire" and options.tls:
+    if options.backend != "quire" and (options.tls or options.tls_ca):
         raise ConfigError("tls is for `backend` quire: write https:// before the address of another")
     check_number("port", options.port, 1, 65535)
     check_number("deadline_ms", options.deadline_ms, 1, 1e9)

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from itertools import cycle
+from pathlib import Path
 
 import msgspec
 
@@ -23,7 +24,7 @@ class QuireTarget:
 
     address: str
     token: str | None = None
-    tls: bool = False
+    tls: bool | Path = False  # a path: of the CA's file
     num_connections: int = 1
     params: SamplingParams = field(default_factory=SamplingParams)  # of every request, except max_tokens
     deadline_ms: int | None = None

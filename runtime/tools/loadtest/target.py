@@ -54,7 +54,12 @@ async def open_target(
     params = sampling.given() | ({"ignore_eos": True} if ignore_eos else {})
     if options.backend == "quire":
         target = QuireTarget(
-            address, token, options.tls, options.num_connections, SamplingParams(**params), options.deadline_ms
+            address,
+            token,
+            options.tls_ca or options.tls,
+            options.num_connections,
+            SamplingParams(**params),
+            options.deadline_ms,
         )
         quire = await QuireBackend.open(target)
         opened = OpenTarget(
