@@ -46,8 +46,6 @@ class Pager:
         self.prefix_queried_tokens = 0  # by every `open` that succeeded
         self.prefix_hit_tokens = 0
         self.num_spilled = 0  # pages in the store
-        self.spilled_pages_total = 0
-        self.restored_pages_total = 0  # pages read back from the store; prefix cache hits do not count
         self._copy_page = copy_page
         self._store = store
         self._handles: set[Spilled] = set()
@@ -110,7 +108,6 @@ class Pager:
         )
         self._handles.add(spilled)
         self.num_spilled += len(slots)
-        self.spilled_pages_total += len(slots)
         table.release()
         return spilled
 
@@ -140,7 +137,6 @@ class Pager:
         if not intact:
             self.pool.release(listed_pages(pages))
             return None
-        self.restored_pages_total += len(missing)
         table = self._table(root, PrefixHit([], pages), spilled.num_tokens)
         self.commit(table, token_ids)
         return table
@@ -157,9 +153,18 @@ class Pager:
 
         Pinned pages are evicted after all others, so a pin is a preference and not a reservation.
         """
-        hit = self._match(root_key(tenant_salt), token_ids, len(token_ids) // self.page_size)
-        self.pool.pin(hit.page_ids(), until)
+        root = root_key(tenant_salt)
+        hit = self._match(root, token_ids, len(token_ids) // self.page_size)
+        self.pool.pin(hit.page_ids(), until, root)
         return len(hit.keys) * self.page_size
+
+    def pages_to_pin(self, token_ids: Sequence[int], tenant_salt: bytes) -> tuple[int, int]:
+        """Return how many pages `pin` would pin that are not pinned yet, and how many the tenant has pinned."""
+        root, num_pages = root_key(tenant_salt), len(token_ids) // self.page_size
+        pinned = self.pool.num_pinned_by(root)
+        known = sum(map(self.pool.is_pinned, self._match(root, token_ids, num_pages).page_ids()))
+        firsts = (first_kept_token(num_pages * self.page_size, window) // self.page_size for window in self.windows)
+        return sum(num_pages - first for first in firsts) - known, pinned
 
     def pages_for(self, num_tokens: int) -> int:
         """Return the most pages that a sequence of `num_tokens` tokens holds at once, committed after each token."""

@@ -23,6 +23,7 @@ reserved them.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -45,6 +46,7 @@ class Pin(NamedTuple):
 
     until: float
     order: int
+    holder: bytes  # root of the page's chain, so of its tenant
 
 
 class PagePool:
@@ -72,6 +74,7 @@ class PagePool:
         self._pins: dict[int, Pin] = {}
         self._expiries: list[tuple[Pin, int]] = []  # a heap; entries of renewed or removed pins are skipped
         self._num_pins = 0  # since the start
+        self._num_held: Counter[bytes] = Counter()  # pinned pages by holder
 
     @property
     def num_available(self) -> int:
@@ -87,6 +90,14 @@ class PagePool:
         """Pages, owned or cached, that have a pin."""
         self._expire_pins()
         return len(self._pins)
+
+    def num_pinned_by(self, holder: bytes) -> int:
+        """Return the number of pages, owned or cached, that have a pin of this holder."""
+        self._expire_pins()
+        return self._num_held[holder]
+
+    def is_pinned(self, page: int) -> bool:
+        return page in self._pins
 
     def require(self, count: int, reserved: int = 0) -> None:
         """Raise OutOfPages unless a caller with `reserved` reserved pages can allocate `count` pages."""
@@ -135,11 +146,15 @@ class PagePool:
         self._contents[page] = content
         index[content.key] = page
 
-    def pin(self, page_ids: Sequence[int], until: float) -> None:
-        """Pin these indexed pages until `until`. Pass a whole prefix, head first. A later pin is never shortened."""
+    def pin(self, page_ids: Sequence[int], until: float, holder: bytes = b"") -> None:
+        """Pin these indexed pages until `until`. Pass a whole prefix, head first. A later pin is never shortened.
+
+        `holder` must be the same for all pins of a page.
+        """
         for page in reversed(page_ids):
             previous = self._pins.get(page)
-            pin = Pin(max(until, previous.until) if previous else until, self._num_pins)
+            pin = Pin(max(until, previous.until) if previous else until, self._num_pins, holder)
+            self._num_held[holder] += previous is None
             self._num_pins += 1
             self._pins[page] = pin
             heappush(self._expiries, (pin, page))
@@ -204,16 +219,23 @@ class PagePool:
         if content is not None:
             del self._page_by_key[content.group][content.key]
             self._contents[page] = None
-            self._pins.pop(page, None)
+            if page in self._pins:
+                self._unpin(page)
 
     def _expire_pins(self) -> None:
         while self._expiries and self._expiries[0][0].until <= self._clock():
             pin, page = heappop(self._expiries)
             if self._pins.get(page) == pin:
-                del self._pins[page]
+                self._unpin(page)
                 if self._references[page] == 0:
                     self._unlink(page)
                     self._link_last(self._cached, page)
+
+    def _unpin(self, page: int) -> None:
+        holder = self._pins.pop(page).holder
+        self._num_held[holder] -= 1
+        if not self._num_held[holder]:
+            del self._num_held[holder]
 
     def _park(self, page: int) -> None:
         if self._contents[page] is None:

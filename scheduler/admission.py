@@ -27,7 +27,7 @@ class SchedulerConfig:
     num_speculative_tokens: int = 0  # draft tokens per sequence and step; 0: none
     max_num_waiting: int = 1024  # requests in the queue
     max_num_waiting_per_tenant: int | None = None  # None: no limit besides max_num_waiting
-    max_kv_pages_per_tenant: int | None = None  # of running requests, each counted at its longest; None: no limit
+    max_kv_pages_per_tenant: int | None = None  # of its running requests at their longest, and of its pins; None: any
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -45,6 +45,7 @@ class AdmissionEstimate:
     pages_needed: int  # at its longest
     pages_free: int  # pages that can be allocated now, cached ones included
     predicted_wait_s: float | None = None  # until its first token; None until step costs have been measured
+    pin_refused: bool = False  # its prompt will not be pinned: its tenant's pins would hold too many pages
 
 
 class SchedulerError(Exception):

@@ -29,6 +29,7 @@ class RequestQueue:
         self._waiting: Counter[str] = Counter()  # queued requests by tenant
         self._running_seqs: Counter[str] = Counter()  # running sequences by tenant
         self._running_pages: Counter[str] = Counter()  # pages of running requests at their longest, by tenant
+        self._promised_pins: Counter[str] = Counter()  # pages that live requests will pin, by tenant
         self._forks: dict[int, list[Request]] = {}  # forks that wait for their parent's prompt, by parent id
 
     def __len__(self) -> int:
@@ -70,6 +71,24 @@ class RequestQueue:
             self._forks[first.request_id] = forks
             for fork in forks:
                 fork.fork_parent = first
+
+    def promise_pin(self, requests: Sequence[Request], num_pages: int, num_pinned: int) -> bool:
+        """Promise requests with one prompt that its `num_pages` unpinned pages will be pinned.
+
+        Return False, promising nothing, if the tenant's pins, `num_pinned` by now, would exceed its quota.
+        """
+        tenant, limit = requests[0].spec.tenant, self._config.max_kv_pages_per_tenant
+        if limit is not None and num_pinned + self._promised_pins[tenant] + num_pages > limit:
+            return False
+        for request in requests:
+            request.pages_to_pin = 0
+        requests[0].pages_to_pin = num_pages
+        _add(self._promised_pins, tenant, num_pages)
+        return True
+
+    def release_pin(self, request: Request) -> None:
+        """Forget the promise of a pin: the request has ended."""
+        _add(self._promised_pins, request.spec.tenant, -(request.pages_to_pin or 0))
 
     def requeue(self, request: Request) -> None:
         """Queue a preempted request again, before requests that never ran."""

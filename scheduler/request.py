@@ -81,6 +81,7 @@ class Request:
 
     order: int = field(default=0, init=False)  # number of requests that arrived before it
     pages_needed: int = field(default=0, init=False)  # at its longest
+    pages_to_pin: int | None = field(default=None, init=False)  # at its end; None: its prompt is not pinned
     arrival_time: float = field(default=0.0, init=False)
     first_token_time: float | None = field(default=None, init=False)
     state_since: float = field(default=0.0, init=False)

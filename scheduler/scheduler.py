@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..pager import Pager, check
 from .admission import AdmissionEstimate, DuplicateRequest, QueueFull, SchedulerConfig, StepMismatch
@@ -116,8 +116,7 @@ class Scheduler:
         self.check_room(request.spec.tenant, len(requests))
         estimate = self._estimate(request.pages_needed, request.num_prompt_tokens)
         self._queue.check_fit(request, estimate, now)
-        self._accept(requests, now)
-        return estimate
+        return estimate if self._accept(requests, now) else replace(estimate, pin_refused=True)
 
     def readmit(self, request: Request) -> None:
         """Queue a request that another scheduler with the same limits accepted; limits are not checked again.
@@ -154,17 +153,6 @@ class Scheduler:
             if update is not None:
                 updates.append(update)
         return updates
-
-    def preempt(self, request_id: int) -> bool:
-        """Move a running request back to the queue.
-
-        Returns False if it is not running, is protected, or a step is in flight.
-        """
-        request = self._batch.requests.get(request_id)
-        if request is None or self._in_flight is not None or self._batch.is_protected(request):
-            return False
-        self._planner.preempt(request)
-        return True
 
     # Stepping.
 
@@ -296,13 +284,18 @@ class Scheduler:
         )
         return AdmissionEstimate(len(self._queue), pages_needed, self._pager.pool.num_available, wait_s)
 
-    def _accept(self, requests: Sequence[Request], now: float) -> None:
+    def _accept(self, requests: Sequence[Request], now: float) -> bool:
+        """Queue the requests. Return False if their prompt will not be pinned, though they ask for it."""
         for request in requests:
             request.arrive(self._num_arrived, now)
             self._num_arrived += 1
             self._requests[request.request_id] = request
             self._deadlines.push(request)
         self._queue.add(requests)
+        spec = requests[0].spec
+        return spec.pin_s is None or self._queue.promise_pin(
+            requests, *self._pager.pages_to_pin(spec.prompt_token_ids, spec.tenant.encode())
+        )
 
     # Committing and ending.
 
@@ -384,8 +377,9 @@ class Scheduler:
         self._queue.release_forks(request)
         self._speculator.forget(request)
         spec = request.spec
-        if spec.pin_s is not None:
+        if spec.pin_s is not None and request.pages_to_pin is not None:
             self._pager.pin(spec.prompt_token_ids, spec.tenant.encode(), now + spec.pin_s)
+            self._queue.release_pin(request)
         del self._requests[request.request_id]
         request.finish_reason, request.error = ending
         request.enter(State.ENDED, now)

@@ -39,7 +39,7 @@ MAX_FRAME_BYTES = 4 << 20  # default of what each side offers; the smaller offer
 MIN_FRAME_BYTES = 64 << 10  # limit before WELCOME, and the least that a peer may offer
 HEARTBEAT_NONCE = 1  # of a PING that only breaks silence; a default would not be sent, and earlier peers expect a nonce
 HEARTBEATS_MISSED = 3  # intervals of silence after which a connection is closed
-FEATURES = ("heartbeat", "progress")  # HELLO requests them, WELCOME grants them
+FEATURES = ("heartbeat", "pins", "progress")  # HELLO requests them, WELCOME grants them
 ALREADY_EXISTS = "ALREADY_EXISTS"
 
 RequestId = Annotated[int, msgspec.Meta(ge=0)]  # u64, msgpack's largest integer type
@@ -136,6 +136,7 @@ class Accepted(_Frame, tag="ACCEPTED", frozen=True):
     pages_needed: int
     pages_free: int
     predicted_wait_ms: float | None = None
+    pin_refused: bool = False  # sent if `pins` was negotiated: the prompt is not pinned, see PROTOCOL.md
 
 
 class Progress(_Frame, tag="PROGRESS", frozen=True):

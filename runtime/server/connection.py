@@ -184,9 +184,7 @@ class Connection:
             )
         )
         self._send_buffer.max_frame_bytes = self._decoder.max_frame_bytes
-        handler = self._handler = RequestHandler(
-            self._context, self._send_buffer, tenant, session, progress="progress" in features
-        )
+        handler = self._handler = RequestHandler(self._context, self._send_buffer, tenant, session, features)
         self._watchdog = Watchdog(
             self._config,
             heartbeat=heartbeat,

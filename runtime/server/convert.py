@@ -5,6 +5,8 @@ A request's tenant comes from its connection, never from a frame.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from ...scheduler import AdmissionEstimate
@@ -49,7 +51,7 @@ def engine_request(frame: Generate, tenant: str) -> GenerateRequest:
     )
 
 
-def accepted_frame(request_id: int, admission: AdmissionEstimate) -> Accepted:
+def accepted_frame(request_id: int, admission: AdmissionEstimate, features: Collection[str] = ()) -> Accepted:
     wait_s = admission.predicted_wait_s
     return Accepted(
         request_id,
@@ -57,6 +59,7 @@ def accepted_frame(request_id: int, admission: AdmissionEstimate) -> Accepted:
         admission.pages_needed,
         admission.pages_free,
         None if wait_s is None else wait_s * 1000,
+        admission.pin_refused and "pins" in features,
     )
 
 

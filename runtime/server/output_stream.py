@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -49,7 +49,7 @@ class Delivery(NamedTuple):
     send_buffer: SendBuffer
     credit: int | None  # None: unlimited
     credit_timeout_ms: int
-    progress: bool  # the client negotiated PROGRESS
+    features: Collection[str]  # negotiated
 
 
 class OutputStream:
@@ -62,7 +62,7 @@ class OutputStream:
     def __init__(self, request: LiveRequest, delivery: Delivery) -> None:
         self.request = request
         self.generated = 0  # tokens, sent or not
-        self._request_id, self._send_buffer, credit, self._credit_timeout_ms, self._wants_progress = delivery
+        self._request_id, self._send_buffer, credit, self._credit_timeout_ms, self._features = delivery
         self._credit = math.inf if credit is None else credit
         self._num_sent = 0  # tokens
         self._waiting: deque[bytes] = deque()  # chunks without credit, the oldest first
@@ -97,8 +97,8 @@ class OutputStream:
     async def _send_chunks(self) -> None:
         """Send the output, or hold what has no credit, until the engine ends it."""
         chunks = await self.accepted()
-        self._send_buffer.send(accepted_frame(self._request_id, chunks.admission))
-        if self._wants_progress:
+        self._send_buffer.send(accepted_frame(self._request_id, chunks.admission, self._features))
+        if "progress" in self._features:
             self.request.prefill_watchers.add(self._send_progress)
         async for chunk in chunks:
             self.generated += len(chunk.token_ids)

@@ -7,7 +7,7 @@ it. Must not import sockets or the connection.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,14 +82,13 @@ class RequestHandler:
         send_buffer: SendBuffer,
         tenant: Tenant,
         session: str,
-        *,
-        progress: bool,
+        features: Collection[str],
     ) -> None:
         self._context = context
         self._send_buffer = send_buffer
         self._tenant = tenant
         self._session = tenant.name, session
-        self._progress = progress
+        self._features = features
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the ids of live requests
         self._streams: dict[int, OutputStream] = {}  # of those: the others are TOKENIZE
         self._last_accepted_id: int | None = None
@@ -212,7 +211,7 @@ class RequestHandler:
 
     def _delivery(self, frame: Generate | Resume) -> Delivery:
         timeout_ms = self._context.config.credit_timeout_ms
-        return Delivery(frame.request_id, self._send_buffer, frame.credit, timeout_ms, self._progress)
+        return Delivery(frame.request_id, self._send_buffer, frame.credit, timeout_ms, self._features)
 
     def _tokenize(self, frame: Tokenize) -> None:
         """Answer in a task. Texts wait in memory in the meantime, so their number is limited."""

@@ -45,6 +45,7 @@ class FakePageStore:
         self._slots: dict[int, list[Slot | None]] = {}
         self._num_slots = num_slots
         self.damaged = False
+        self.num_loaded = 0  # slots
 
     @property
     def num_used(self) -> int:
@@ -62,6 +63,7 @@ class FakePageStore:
             return False
         for slot, page in zip(slots, page_ids, strict=True):
             self._memory.pages[page] = self._slots[slot][:]
+        self.num_loaded += len(slots)
         return True
 
     def free(self, slots: Sequence[int]) -> None:

@@ -148,3 +148,29 @@ def test_a_page_that_would_be_evicted_too_early_is_found(make_harness: MakeHarne
     pool.release([1])
     with pytest.raises(InvariantViolated, match="page 0 would be evicted before page 1"):
         check(harness.pager, [])
+
+
+def test_pinned_pages_are_counted_by_tenant(make_harness: MakeHarness) -> None:
+    harness = make_harness(8)
+    for salt in (b"a", b"b"):
+        harness.compute(A, salt)[0].release()
+    assert harness.pager.pages_to_pin([*A, 1], b"a") == (2, 0)
+    harness.pager.pin(A, b"a", until=10)
+    harness.pager.pin(A, b"a", until=12)
+    assert harness.pager.pages_to_pin(A, b"a") == (0, 2)
+    assert harness.pager.pages_to_pin([*A[:4], *B], b"a") == (2, 2), "its first page is pinned"
+    assert harness.pager.pages_to_pin(A, b"b") == (2, 0)
+    harness.pager.pin(A[:4], b"b", until=20)
+    harness.now = 12
+    assert [harness.pager.pages_to_pin(A, salt)[1] for salt in (b"a", b"b")] == [0, 1]
+
+
+def test_evicted_pages_are_pinned_no_more(make_harness: MakeHarness) -> None:
+    harness = make_harness(4)
+    cache(harness, A)
+    harness.pager.pin(A, b"", until=10)
+    table = harness.pager.open([])
+    table.append(4 * 3)
+    assert harness.pager.pages_to_pin(A, b"") == (1, 1)
+    table.append(4)
+    assert harness.pager.pages_to_pin(A, b"") == (2, 0)

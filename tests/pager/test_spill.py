@@ -263,8 +263,7 @@ def test_a_spilled_sequence_is_restored(make_harness: MakeHarness) -> None:
     other.release()
     table = pager.restore(spilled, TOKENS)
     assert harness.memory.read(table) == TOKENS[:10]
-    assert (pager.num_spilled, pager.spilled_pages_total, pager.restored_pages_total) == (0, 3, 3)
-    assert harness.store.num_used == 0
+    assert (pager.num_spilled, harness.store.num_used, harness.store.num_loaded) == (0, 0, 3)
     harness.extend(table, TOKENS[10:13])
     assert harness.memory.read(table) == TOKENS[:13]
     check(pager, [table])
@@ -278,7 +277,7 @@ def test_pages_still_cached_are_not_read_back(make_harness: MakeHarness) -> None
     harness.compute([1, 2, 3, 4, 5])[0].release()  # allocates the free page and evicts the leaf
     table = pager.restore(spilled, TOKENS)
     assert harness.memory.read(table) == TOKENS[:14]
-    assert (pager.restored_pages_total, table.num_committed) == (2, 3)
+    assert (harness.store.num_loaded, table.num_committed) == (2, 3)
     check(pager, [table])
 
 
@@ -340,7 +339,7 @@ def test_damaged_pages_are_not_restored(make_harness: MakeHarness) -> None:
     spilled = harness.pager.spill(table, 10)
     harness.store.damaged = True
     assert harness.pager.restore(spilled, TOKENS) is None
-    assert (harness.pager.num_spilled, harness.store.num_used, harness.pager.restored_pages_total) == (0, 0, 0)
+    assert (harness.pager.num_spilled, harness.store.num_used, harness.store.num_loaded) == (0, 0, 0)
     check(harness.pager, [twin])
     with pytest.raises(ValueError, match="this handle is used up"):
         harness.pager.restore(spilled, TOKENS)

@@ -6,6 +6,7 @@ import pytest
 from quire.scheduler import BeamSearch, BeamSpec, CostModel, Fair, LatencyBudget, SampledToken, TooLong
 
 from tests.scheduler.conftest import MakeHarness, top_logprobs
+from tests.scheduler.forced_preemption import preempt
 
 VOCABULARY = 12
 PROMPT = [3, 1, 4, 1, 5]
@@ -81,7 +82,7 @@ def test_beams_use_sequence_slots_and_reserve_their_pages(make_harness: MakeHarn
     stats = harness.scheduler.stats()
     assert (stats.running, stats.waiting, stats.waiting_by_reason) == (2, 1, {"sequences": 1})
     assert stats.pages_reserved == 3 * 4 - 2  # the beams share 2 pages
-    assert not harness.scheduler.preempt(1)
+    assert not preempt(harness.scheduler, 1)
     harness.run()
     assert harness.scheduler.stats().preemptions == 0
 

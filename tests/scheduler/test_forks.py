@@ -6,6 +6,7 @@ import pytest
 from quire.scheduler import DuplicateRequest, Priority, QueueFull, State, TooLong
 
 from tests.scheduler.conftest import Expected, MakeHarness
+from tests.scheduler.forced_preemption import preempt
 
 PROMPT = list(range(10))  # 2 full pages and a half
 
@@ -90,7 +91,7 @@ def test_a_parent_whose_prompt_left_a_window_is_not_forked(make_harness: MakeHar
     harness = make_harness(num_pages=120, max_num_seqs=1, windows=(0, 3), enable_prefix_caching=False)
     prompt = [each % 7 for each in range(60)]
     harness.add_forks((1, 2), prompt, max_tokens=20)
-    harness.scheduler.preempt(1)
+    preempt(harness.scheduler, 1)
     harness.run()
     assert harness.outputs[1] == harness.outputs[2] == expected(prompt, 20)
     assert harness.requests[2].state is State.ENDED
@@ -150,7 +151,7 @@ def test_each_fork_counts_its_own_time(make_harness: MakeHarness) -> None:
     harness.now = 2.0
     harness.step()
     harness.now = 5.0
-    harness.scheduler.preempt(3)
+    preempt(harness.scheduler, 3)
     harness.now = 9.0
     harness.run()
     assert [harness.requests[each].queue_s for each in (1, 2, 3)] == [0.0, 2.0, 2.0]

@@ -36,10 +36,12 @@ from quire.scheduler import (
 )
 
 from tests.scheduler.conftest import SchedulerHarness, continuation
+from tests.scheduler.forced_preemption import preempt
 
 prompts = st.lists(
     st.integers(0, 1), min_size=1, max_size=14
 )  # few values: shared prefixes and accepted drafts are frequent
+
 tenants = st.sampled_from(["a", "b", "c"])
 choice = st.integers(0, 1000)
 COSTS = Coefficients(20e-3, 1e-3, 1e-3, 1e-5, 1e-5)
@@ -186,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.next_id)
     @rule(which=choice)
     def preempt(self, which: int) -> None:
-        self.scheduler.preempt(which % self.next_id)
+        preempt(self.scheduler, which % self.next_id)
 
     @rule(seconds=st.floats(0, 0.3))
     def expire(self, seconds: float) -> None:

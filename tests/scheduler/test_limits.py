@@ -308,6 +308,52 @@ def test_a_pinned_prompt_stays_cached_while_others_are_evicted(make_harness: Mak
     assert cached_after_others(60.0, 61.0) == 0
 
 
+def test_pins_count_against_the_share_of_their_tenant(make_harness: MakeHarness) -> None:
+    """A prompt of 8 tokens pins 2 pages; the quota is 5."""
+    harness = make_harness(num_pages=40, max_kv_pages_per_tenant=5)
+
+    def add(request_id: int, prompt: list[int], tenant: str = "a", pin_s: float | None = 60.0) -> bool:
+        estimate = harness.add(request_id, prompt, max_tokens=1, tenant=tenant, pin_s=pin_s)
+        return bool(estimate.pin_refused)
+
+    def pinned() -> int:
+        return int(harness.scheduler.stats().pages_pinned)
+
+    assert not add(1, [1] * 8)
+    assert not add(2, [2] * 8)
+    assert add(3, [3] * 8), "the pins of 1 and 2 are promised"
+    assert not add(4, [4] * 8, tenant="b")
+    harness.run()
+    assert pinned() == 6
+    assert add(5, [5] * 8)
+    assert not add(6, [6] * 8, pin_s=None)
+    assert not add(7, [1] * 8), "its pages are pinned already"
+    assert not add(8, [8] * 4), "one page is left"
+    harness.run()
+    assert pinned() == 7
+    harness.now = 61.0
+    assert not add(9, [9] * 16)
+    assert harness.cancel(9) is not None
+    assert not add(10, [10] * 16), "a request that ended early needs its promise no more"
+
+
+def test_samples_of_one_prompt_promise_its_pages_once(make_harness: MakeHarness) -> None:
+    harness = make_harness(num_pages=60, max_kv_pages_per_tenant=12)
+    assert not harness.add_forks((1, 2, 3), PROMPT, max_tokens=4, pin_s=60.0).pin_refused
+    assert not harness.add_forks((4, 5), [7] * 40, max_tokens=4, pin_s=60.0).pin_refused
+    assert harness.add_forks((6, 7), [8] * 4, max_tokens=4, pin_s=60.0).pin_refused
+    harness.run()
+    assert harness.scheduler.stats().pages_pinned == 12
+
+
+def test_without_a_share_every_prompt_may_be_pinned(make_harness: MakeHarness) -> None:
+    harness = make_harness(num_pages=8)
+    for request_id in range(4):
+        assert not harness.add(request_id, [request_id] * 8, max_tokens=1, pin_s=60.0).pin_refused
+        harness.run()
+    assert harness.scheduler.stats().pages_pinned == 8
+
+
 def test_a_search_runs_alone_whatever_the_latency_target(make_harness: MakeHarness) -> None:
     """Its beams alone exceed the target, so waiting would not help."""
     cost = CostModel(Coefficients(20e-3, 1e-3, 1e-3, 0.0, 0.0))

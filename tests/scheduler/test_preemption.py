@@ -8,6 +8,7 @@ import pytest
 from quire.scheduler import Fair, FirstComeFirstServed, Policy, Priority, State
 
 from tests.scheduler.conftest import Expected, MakeHarness
+from tests.scheduler.forced_preemption import preempt
 
 
 def states(harness: Any) -> dict[int, str]:
@@ -57,7 +58,7 @@ def test_a_preempted_request_continues_with_the_same_tokens(make_harness: MakeHa
     harness.add(1, [1] * 6, max_tokens=6)
     harness.step()
     harness.step()
-    assert harness.scheduler.preempt(1)
+    assert preempt(harness.scheduler, 1)
     request = harness.requests[1]
     assert (request.state, request.table, harness.scheduler.stats().pages_owned) == (State.PREEMPTED, None, 0)
     (row,) = harness.step().sequences
@@ -72,7 +73,7 @@ def test_after_a_preemption_what_is_still_cached_is_not_recomputed(make_harness:
     harness.add(1, [1] * 6, max_tokens=6)
     harness.step()
     harness.step()
-    harness.scheduler.preempt(1)
+    preempt(harness.scheduler, 1)
     (row,) = harness.step().sequences
     assert (row.first_position, len(row.token_ids)) == (4, 4)
     request = harness.requests[1]
@@ -87,7 +88,7 @@ def test_a_recompute_in_chunks_samples_only_from_the_last_known_token(
     for _ in range(4):
         harness.step()
     assert len(harness.outputs[1]) == 3
-    harness.scheduler.preempt(1)
+    preempt(harness.scheduler, 1)
     assert [harness.step().sequences[0].num_samples for _ in range(3)] == [0, 0, 1]
     harness.run()
     assert harness.outputs[1] == expected([1] * 5, 5)
@@ -98,9 +99,9 @@ def test_recomputed_tokens_are_counted_when_they_are_computed(make_harness: Make
     harness.add(1, [1] * 10, max_tokens=2)
     harness.step()
     harness.step()  # 8 computed
-    harness.scheduler.preempt(1)
+    preempt(harness.scheduler, 1)
     harness.step()  # 4 of them again
-    harness.scheduler.preempt(1)
+    preempt(harness.scheduler, 1)
     harness.step()
     harness.step()
     harness.step()  # 8 again, 2 for the first time
@@ -116,7 +117,7 @@ def test_preempted_requests_run_again_before_new_ones(make_harness: MakeHarness,
     harness.step()
     harness.add(3, [3] * 3, max_tokens=9, priority=0)
     harness.step()
-    harness.scheduler.preempt(2)
+    preempt(harness.scheduler, 2)
     harness.step()
     assert states(harness) == {1: "DECODE", 2: "DECODE", 3: "WAITING"}
 
@@ -126,25 +127,11 @@ def test_time_spent_preempted_is_stall(make_harness: MakeHarness) -> None:
     harness.add(1, [1] * 3, max_tokens=2)
     harness.step()
     harness.now = 5.0
-    harness.scheduler.preempt(1)
+    preempt(harness.scheduler, 1)
     harness.now = 9.0
     harness.step()
     request = harness.requests[1]
     assert (request.queue_s, request.decode_s, request.stall_s) == (0.0, 5.0, 4.0)
-
-
-def test_only_a_running_request_between_steps_can_be_preempted(make_harness: MakeHarness) -> None:
-    harness = make_harness(max_num_seqs=1)
-    harness.add(1, [1] * 3)
-    harness.add(2, [2] * 3)
-    assert not harness.scheduler.preempt(1)  # still waiting
-    plan = harness.scheduler.schedule()
-    assert not harness.scheduler.preempt(1)  # in flight
-    harness.commit(plan)
-    assert not harness.scheduler.preempt(2)
-    assert not harness.scheduler.preempt(99)
-    assert harness.scheduler.preempt(1)
-    assert harness.scheduler.stats().preemptions == 1
 
 
 def test_the_oldest_prefill_makes_room_for_itself(make_harness: MakeHarness, expected: Expected) -> None:
@@ -155,7 +142,7 @@ def test_the_oldest_prefill_makes_room_for_itself(make_harness: MakeHarness, exp
     harness.step()
     for _ in range(4):
         harness.step()
-    harness.scheduler.preempt(1)  # it runs again as the oldest, in prefill
+    preempt(harness.scheduler, 1)  # it runs again as the oldest, in prefill
     harness.run()
     assert harness.outputs == {1: expected([1] * 17, 2), 2: expected([2], 20)}
     assert harness.ended == {1: "length", 2: "length"}

@@ -22,6 +22,7 @@ from quire.scheduler import (
 )
 
 from tests.scheduler.conftest import Expected, MakeHarness
+from tests.scheduler.forced_preemption import preempt
 
 
 def rows(plan: StepPlan | None) -> list[tuple[int, int, int, bool]]:
@@ -294,7 +295,7 @@ class TestEnds:
         harness = make_harness()
         harness.add(1, [1] * 6)
         harness.step()
-        harness.scheduler.preempt(1)
+        preempt(harness.scheduler, 1)
         assert harness.cancel(1).finish_reason == "cancelled"
         assert not harness.scheduler.has_work
 

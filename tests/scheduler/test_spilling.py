@@ -8,6 +8,7 @@ import pytest
 from quire.scheduler import MAX_PREEMPTIONS, State
 
 from tests.scheduler.conftest import Expected, MakeHarness
+from tests.scheduler.forced_preemption import preempt
 
 PROMPT = list(range(10))
 
@@ -18,7 +19,7 @@ def preempted(make_harness: MakeHarness, **options: Any) -> Any:
     harness.add(1, PROMPT, max_tokens=8)
     for _ in range(3):
         harness.step()
-    assert harness.scheduler.preempt(1)
+    assert preempt(harness.scheduler, 1)
     return harness
 
 
@@ -53,7 +54,7 @@ def test_pages_are_spilled_only_if_that_is_cheaper(make_harness: MakeHarness) ->
     harness.store.seconds_per_page = 1000.0
     harness.add(1, PROMPT, max_tokens=8)
     harness.step()
-    harness.scheduler.preempt(1)
+    preempt(harness.scheduler, 1)
     assert harness.scheduler.stats().preemptions_spilled == 0
 
 
@@ -83,7 +84,7 @@ def test_no_request_is_preempted_more_often_than_the_limit(
         harness.add(request_id, PROMPT[request_id:], max_tokens=12)
     for _ in range(400):
         for request_id in harness.requests:
-            harness.scheduler.preempt(request_id)
+            preempt(harness.scheduler, request_id)
         if harness.step() is None:
             break
     assert not harness.scheduler.has_work
@@ -97,7 +98,7 @@ def test_a_request_at_the_preemption_limit_reserves_all_its_pages(make_harness: 
     harness.add(1, PROMPT, max_tokens=20)  # 8 pages at its longest
     for _ in range(MAX_PREEMPTIONS):
         harness.step()
-        harness.scheduler.preempt(1)
+        preempt(harness.scheduler, 1)
     harness.add(2, PROMPT, max_tokens=20)
     harness.step()
     assert harness.requests[1].table.reserved == 8 - 4
@@ -115,7 +116,7 @@ def test_pages_that_left_a_window_are_reserved_again(make_harness: MakeHarness, 
     harness.add(1, PROMPT, max_tokens=130)
     for _ in range(MAX_PREEMPTIONS):
         harness.step()
-        harness.scheduler.preempt(1)
+        preempt(harness.scheduler, 1)
     request = harness.requests[1]
     while harness.step() is not None and request.table is not None:
         assert request.table.num_pages + request.table.reserved == request.pages_needed

@@ -17,6 +17,7 @@ from quire.runtime.common.types import SamplingParams, join_chunks
 from quire.runtime.engine import GenerateRequest
 from quire.runtime.engine.facade import SilentObserver
 
+from tests.scheduler.forced_preemption import preempt
 from tests.system.bits import start_chunked
 
 LEVELS = supported_levels()
@@ -144,7 +145,7 @@ class Preemptor(SilentObserver):
     def on_tokens(self, count, since_last_s):
         self.seen += count
         if self.seen == self.after:
-            assert self.engine.core.scheduler.preempt(0)
+            assert preempt(self.engine.core.scheduler, 0)
 
 
 @pytest.mark.parametrize("after", [1, 4, 11])

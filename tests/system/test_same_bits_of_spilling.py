@@ -15,6 +15,7 @@ from quire.runtime.engine.facade import SilentObserver, StepStats
 from quire.runtime.model import kv_layout, read_spec
 from quire.scheduler import CostModel, speculative
 
+from tests.scheduler.forced_preemption import preempt
 from tests.system.bits import EVERYTHING, asked, one_by_one, outcome, prompt, running, together
 
 NAMES = ("greedy", "sampled", "repetition", "presence", "frequency", "bias", "min_p")
@@ -138,7 +139,7 @@ class Preemptor(SilentObserver):
 
     def on_step(self, step: StepStats) -> None:
         if step.decode_tokens and not self.spilled:
-            assert self.engine.core.scheduler.preempt(0)
+            assert preempt(self.engine.core.scheduler, 0)
             self.spilled = self.engine.stats().pages_spilled
             self.stream.cancel()  # type: ignore[attr-defined]
 

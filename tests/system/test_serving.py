@@ -76,6 +76,18 @@ async def test_choices_over_the_wire_equal_those_of_an_llm_in_this_process(servi
     assert all(choice.cumulative_logprob is not None for one in seen for choice in one.outputs)
 
 
+async def test_a_tenant_cannot_pin_more_than_its_share(serving: Serving) -> None:
+    """The pool has 128 pages, a prompt of 320 tokens pins 10, the share is 38."""
+    async with serving(max_kv_share_per_tenant=0.3) as real, AsyncClient(real.address) as client:
+        accepted: list[Any] = []
+        for number in range(13):
+            await client.complete(
+                [number + 1] * 320, SamplingParams(max_tokens=1), pin_ms=60_000, on_accepted=accepted.append
+            )
+        assert [each.pin_refused for each in accepted] == [False] * 3 + [True] * 10
+        assert real.engine.stats().pages_pinned == 30
+
+
 def test_an_inter_token_target_that_cannot_be_met_is_logged_once() -> None:
     with capture_logs() as logs, LLM(kv_cache_memory=8 << 20, itl_target_ms=0.001) as llm:
         llm.generate(PROMPTS, SamplingParams(max_tokens=60, ignore_eos=True))

@@ -181,12 +181,6 @@ class Simulator:
         for update in self.scheduler.expire():
             self._note(update)
 
-    def cancel(self, request_id: int) -> None:
-        """Cancel a request between two steps."""
-        update = self.scheduler.finish(request_id, "cancelled")
-        if update is not None:
-            self._note(update)
-
     def _execute(self, plan: StepPlan) -> None:
         start, owned = self.clock.now, self.pager.pool.num_owned
         duration_s = self._cost(plan)

@@ -15,6 +15,13 @@ def test_accepted_frame_gives_the_predicted_wait_in_milliseconds() -> None:
     assert accepted_frame(9, AdmissionEstimate(0, 1, 1)).predicted_wait_ms is None
 
 
+def test_a_refused_pin_is_said_to_clients_that_negotiated_it() -> None:
+    estimate = AdmissionEstimate(0, 1, 1, pin_refused=True)
+    assert accepted_frame(9, estimate, ("pins",)).pin_refused
+    assert not accepted_frame(9, estimate, ("progress",)).pin_refused
+    assert not accepted_frame(9, AdmissionEstimate(0, 1, 1), ("pins",)).pin_refused
+
+
 def test_stats_frame_keeps_the_names_of_the_protocol() -> None:
     assert list(stats_frame(9, STATS).stats) == [
         "step",

@@ -77,17 +77,6 @@ def test_time_passes_between_requests(make_simulator: Make) -> None:
     assert [outcome.token_times for outcome in simulator.outcomes] == [[pytest.approx(5.01)], [pytest.approx(9.01)]]
 
 
-def test_requests_can_be_cancelled_between_steps(make_simulator: Make) -> None:
-    simulator = make_simulator([Arrival(0.0, 10, 50), Arrival(0.0, 10, 50)])
-    simulator.run(until=0.030)
-    simulator.cancel(0)
-    simulator.run()
-    cancelled, other = simulator.outcomes
-    assert (cancelled.finish_reason, len(cancelled.token_times)) == ("cancelled", 6)
-    assert (other.finish_reason, len(other.token_times)) == ("length", 50)
-    assert simulator.pager.pool.num_owned == 0
-
-
 def test_deadlines_pass(make_simulator: Make) -> None:
     """Two requests expire while they decode and one before it runs; the last one finishes in time."""
     arrivals = [
