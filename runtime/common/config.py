@@ -95,7 +95,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = {}
     max_kv_share_per_tenant: Annotated[
         Share | None,
-        _scheduling("Maximum share of the KV pages that one tenant's requests, and its pins, hold.", default="no limit"),
+        _scheduling(
+            "Maximum share of the KV pages that one tenant's requests, and its pins, hold.", default="no limit"
+        ),
     ] = None
     itl_target_ms: Annotated[
         Positive | None,

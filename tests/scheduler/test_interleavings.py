@@ -41,7 +41,6 @@ from tests.scheduler.forced_preemption import preempt
 prompts = st.lists(
     st.integers(0, 1), min_size=1, max_size=14
 )  # few values: shared prefixes and accepted drafts are frequent
-
 tenants = st.sampled_from(["a", "b", "c"])
 choice = st.integers(0, 1000)
 COSTS = Coefficients(20e-3, 1e-3, 1e-3, 1e-5, 1e-5)
