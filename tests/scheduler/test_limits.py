@@ -23,6 +23,7 @@ from quire.scheduler import (
 )
 
 from tests.scheduler.conftest import Expected, MakeHarness
+from tests.scheduler.forced_preemption import preempt
 
 PROMPT = list(range(10))
 
@@ -202,7 +203,7 @@ def test_the_predicted_wait_includes_the_output_that_a_preempted_request_compute
         harness.add(1, PROMPT, max_tokens=40)
         for _ in range(num_steps):
             harness.step()
-        assert harness.scheduler.preempt(1)
+        assert preempt(harness.scheduler, 1)
         waits.append(harness.add(2, PROMPT).predicted_wait_s)
     assert waits[1] - waits[0] == pytest.approx(0.3, rel=0.1)  # 3 steps of 10 tokens more
 
