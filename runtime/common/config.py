@@ -25,7 +25,7 @@ DraftTokens = Annotated[int, msgspec.Meta(ge=0, le=16)]
 Processes = Annotated[int, msgspec.Meta(ge=0, le=64)]
 FrameBytes = Annotated[int, msgspec.Meta(ge=64 << 10, le=1 << 30)]
 Positive = Annotated[float, msgspec.Meta(gt=0)]
-PositiveOrZero = Annotated[float, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=10**6)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 MEMORY, SCHEDULING, SERVER, LIMITS = "Model and memory", "Scheduling", "Server", "Timeouts and limits"
@@ -164,7 +164,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _server("File that keeps the prefix cache across restarts.", unit="file", default="the cache is not kept"),
     ] = None
     shutdown_timeout: Annotated[
-        PositiveOrZero, _server("Time that running requests have to finish after SIGTERM.", unit="seconds")
+        Seconds, _server("Time that running requests have to finish after SIGTERM.", unit="seconds")
     ] = 30.0
     in_process: Annotated[
         bool, _server("Run the engine in the server's process; a crash of the engine then ends the server.")

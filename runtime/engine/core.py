@@ -118,7 +118,7 @@ class EngineCore:
         self.scheduler = build_scheduler(config, self.pager, runner.capacity.max_num_samples)
         self._worker = ThreadPoolExecutor(1, "quire-step")
         self._started = False
-        self._scoring = False  # `logits` is computing
+        self._scoring = asyncio.Lock()  # held while `logits` computes
         self._closed = False
         self._misses_itl_target = False  # and that is logged
 
@@ -174,7 +174,7 @@ class EngineCore:
 
     async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
         """See `Core.add`. It does not suspend."""
-        if self._scoring:
+        if self._scoring.locked():
             raise Unavailable("this engine is computing logits; try again")
         return self.engine_loop.add(*requests)
 
@@ -208,6 +208,8 @@ class EngineCore:
         self._closed = True
         try:
             await self.stop()
+            async with self._scoring:  # `logits` ends before its next chunk
+                pass
         finally:  # also if the loop is broken or this call is cancelled
             self._worker.shutdown()
             if self._spill_file is not None:
@@ -220,26 +222,27 @@ class EngineCore:
         They bypass the scheduler and the prefix cache. Raises Unavailable while requests run; none is accepted in
         the meantime.
         """
-        if self._closed or self.scheduler.has_work or self._scoring:
+        if self._closed or self.scheduler.has_work or self._scoring.locked():
             raise Unavailable("logits are computed between requests; wait until the running ones have ended")
-        self._scoring = True
         runner, loop = self.runner, asyncio.get_running_loop()
         out = np.empty((len(token_ids), self.runner.spec.vocab_size), np.float32)
-        table = self.pager.open(())
-        try:
-            for first in range(0, len(token_ids), runner.capacity.max_num_samples):
-                chunk = token_ids[first : first + runner.capacity.max_num_samples]
-                table.append(len(chunk))
-                out[first : first + len(chunk)] = await loop.run_in_executor(
-                    self._worker, runner.score, chunk, first, table.pages, len(chunk)
-                )
-                self.pager.commit(table, token_ids)
-            return out
-        except OutOfPages as error:
-            raise ContextLengthExceeded(f"{len(token_ids)} tokens do not fit the KV cache: {error}") from error
-        finally:
-            table.release()
-            self._scoring = False
+        async with self._scoring:
+            table = self.pager.open(())
+            try:
+                for first in range(0, len(token_ids), runner.capacity.max_num_samples):
+                    if self._closed:
+                        raise Unavailable("the engine was closed in the meantime")
+                    chunk = token_ids[first : first + runner.capacity.max_num_samples]
+                    table.append(len(chunk))
+                    out[first : first + len(chunk)] = await loop.run_in_executor(
+                        self._worker, runner.score, chunk, first, table.pages, len(chunk)
+                    )
+                    self.pager.commit(table, token_ids)
+                return out
+            except OutOfPages as error:
+                raise ContextLengthExceeded(f"{len(token_ids)} tokens do not fit the KV cache: {error}") from error
+            finally:
+                table.release()
 
     # Called by the engine loop
 

@@ -731,6 +731,15 @@ async def test_logits_need_an_idle_engine(running: Running) -> None:
         assert ids_of(await chunks_of(engine, new_request((1, 2))))
 
 
+async def test_closing_ends_logits_with_a_typed_error(running: Running) -> None:
+    async with running() as engine:
+        scoring = asyncio.create_task(engine.logits(tuple(range(2000))))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(Unavailable, match="closed"):
+            await scoring
+
+
 @pytest.mark.parametrize("token_ids", [(), (4096,), (-1,), (1,) * 2049], ids=["none", "too high", "negative", "many"])
 async def test_logits_of_invalid_prompts(running: Running, token_ids: tuple[int, ...]) -> None:
     async with running() as engine:
