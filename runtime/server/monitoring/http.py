@@ -190,6 +190,8 @@ async def _write(
     events.append(h11.EndOfMessage())
     data = b"".join(connection.send(event) or b"" for event in events)
     async with asyncio.timeout(ANSWER_TIMEOUT_S):
+        if writer.is_closing():  # the connection was closed for a newer one; uvloop would raise RuntimeError
+            raise ConnectionResetError
         writer.write(data)
         await writer.drain()
 

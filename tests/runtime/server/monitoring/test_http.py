@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, MutableMapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvloop
 from prometheus_client import CollectorRegistry, generate_latest
 from quire.runtime.common.logs import MAX_LINES
 from quire.runtime.server.listen import listen_tcp
@@ -48,9 +51,8 @@ class Port:
         return await reader.read()
 
 
-@pytest.fixture
-async def port(logs: object, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Port]:
-    monkeypatch.setattr(http, "PAUSE_S", 0)
+@asynccontextmanager
+async def open_port() -> AsyncIterator[Port]:
     port = Port()
     listening = await listen_tcp("127.0.0.1", 0)
     port.address = listening.socket.getsockname()
@@ -61,6 +63,13 @@ async def port(logs: object, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[P
         writer.transport.abort()
     await port.server.close()
     listening.close()
+
+
+@pytest.fixture
+async def port(logs: object, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Port]:
+    monkeypatch.setattr(http, "PAUSE_S", 0)
+    async with open_port() as port:
+        yield port
 
 
 async def test_requests_of_one_connection_are_answered_in_order(port: Port) -> None:
@@ -101,6 +110,22 @@ async def test_half_sent_requests_do_not_keep_a_probe_out(port: Port) -> None:
     halves = [await port.connect(READY[:20]) for _ in range(LIMITS.open + LIMITS.pending)]
     assert b"200 OK" in await port.ask(READY)
     assert await halves[0].read() == b"", "the oldest is closed"
+
+
+def test_closing_a_half_sent_request_for_a_newer_one_is_no_error(logs: object) -> None:
+    """uvloop, on which the server runs, raises RuntimeError for an answer to a connection that was closed."""
+    problems: list[Any] = []
+
+    async def scene() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, problem: problems.append(problem))
+        async with open_port() as port:
+            halves = [await port.connect(READY[:20]) for _ in range(LIMITS.open + LIMITS.pending)]
+            assert b"200 OK" in await port.ask(READY)
+            assert await halves[0].read() == b""
+        gc.collect()
+
+    uvloop.run(scene())
+    assert problems == []
 
 
 async def test_a_half_sent_request_ends_after_the_time_limit(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
