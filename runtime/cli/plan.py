@@ -7,10 +7,11 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from ...pager import KVLayout
-from ..common.config import EngineConfig
+from ..common.settings import Settings
 from ..model import describe_sizes, model_folder, read_spec
 from ..model.runner import Capacity, decide_capacity
-from .flags import MemoryFlags, ModelFolder, settings_from
+from ..server import MemoryLimits
+from .flags import LimitFlags, MemoryFlags, ModelFolder, settings_from
 
 
 def plan(
@@ -20,13 +21,15 @@ def plan(
     sizes: Annotated[bool, Parameter(help="Print the KV cache sizes of known models instead.")] = False,
     arena: Annotated[bool, Parameter(help="Add the map of the step arena.")] = False,
     memory: MemoryFlags | None = None,
+    limits: LimitFlags | None = None,
 ) -> None:
     """Print the memory map. Raises ModelError or ConfigError."""
-    print(describe_sizes() if sizes else plan_text(settings_from(model, memory).engine, arena))
+    print(describe_sizes() if sizes else plan_text(settings_from(model, memory, limits), arena))
 
 
-def plan_text(config: EngineConfig, arena: bool) -> str:
-    """Return the memory map of serving with `config`, with that of the step arena if `arena` is set."""
+def plan_text(settings: Settings, arena: bool) -> str:
+    """Return the memory map of serving with `settings`, with that of the step arena if `arena` is set."""
+    config = settings.engine
     spec = read_spec(model_folder(config.model))
     capacity = decide_capacity(config, spec)
     layout = capacity.layout
@@ -40,6 +43,9 @@ def plan_text(config: EngineConfig, arena: bool) -> str:
         f"{capacity.max_model_len:,} tokens each; {config.max_num_batched_tokens} tokens per step",
         "",
         capacity.memory.describe(),
+        "",
+        "for clients, in the API server process:",
+        MemoryLimits(settings.server).describe(),
     ]
     if arena:
         lines += ["", "step arena, by offset:", capacity.memory.program.describe()]

@@ -10,6 +10,7 @@ A file of `auth_tokens` has one table per tenant, in which only `keys` is requir
     max_concurrent_requests = 32
     requests_per_minute = 600
     burst = 60
+    operator = false
 """
 
 from __future__ import annotations

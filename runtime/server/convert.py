@@ -28,6 +28,7 @@ from ..protocol.frames import (
     Stats,
     Tokens,
 )
+from .tenants import TenantTotals
 
 
 def check_hello(frame: Frame | Malformed) -> Hello:
@@ -103,7 +104,7 @@ def models_frame(request_id: int, name: str, info: EngineInfo) -> Models:
     return Models(request_id, (model,))
 
 
-def stats_frame(request_id: int, stats: EngineStats) -> Stats:
+def stats_frame(request_id: int, stats: EngineStats | TenantTotals) -> Stats:
     """Return the statistics that are numbers."""
     values: dict[str, object] = msgspec.to_builtins(stats)
     return Stats(request_id, {name: value for name, value in values.items() if type(value) is int})

@@ -166,7 +166,7 @@ class LiveRequest:
         """Stop counting and listing the request, and release the engine's stream."""
         self._context.run(self._log_end)
         self.forget_generation()
-        self._tenant.leave()
+        self._tenant.leave(self._usage)
         self._on_end(self)
 
     def status(self) -> RequestStatus:

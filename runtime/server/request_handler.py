@@ -17,7 +17,7 @@ from structlog.contextvars import bound_contextvars
 from ..common.config import ServerConfig
 from ..common.errors import InvalidRequest, Overloaded, ProtocolError, QuireError, Unauthenticated, Unavailable
 from ..common.logs import BoundedLog, new_id
-from ..engine.facade import EngineFacade
+from ..engine.facade import EngineFacade, EngineStats
 from ..protocol.codec import MAX_ARRAY_LENGTH, Malformed
 from ..protocol.frames import (
     AskStats,
@@ -44,7 +44,7 @@ from .replay_buffer import Subscriber
 from .request_log import quire_error
 from .resume import ReplayStore
 from .send_buffer import SendBuffer, UnsentOutput
-from .tenants import Tenant
+from .tenants import Tenant, TenantTotals
 
 _log = structlog.get_logger("quire.server")
 
@@ -125,7 +125,7 @@ class RequestHandler:
                 name = self._context.config.served_model_name or ""
                 self._answer(request_id, lambda: models_frame(request_id, name, self._context.engine.info))
             case AskStats(request_id):
-                self._answer(request_id, lambda: stats_frame(request_id, self._context.engine.stats()))
+                self._answer(request_id, lambda: stats_frame(request_id, self._stats()))
             case Ping(nonce):
                 self._send_buffer.send(Pong(nonce))
             case Pong():
@@ -230,6 +230,12 @@ class RequestHandler:
             return Tokenized(frame.request_id, token_ids)
 
         self._start(frame.request_id, tokenized)
+
+    def _stats(self) -> EngineStats | TenantTotals:
+        """Return the engine's statistics to an operator and to the only tenant; to others their own totals."""
+        if self._tenant.limits.operator or self._context.keyring.num_tenants == 1:
+            return self._context.engine.stats()
+        return self._tenant.totals
 
     def _answer(self, request_id: int, answer: Callable[[], Frame]) -> None:
         """Send `answer()` immediately."""

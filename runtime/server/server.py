@@ -21,6 +21,7 @@ from .auth import Keyring
 from .connection import Connection
 from .listen import ListeningSocket, fit_connections, is_loopback, listen_tcp, listen_unix
 from .live_requests import LiveRequests
+from .memory_limits import MemoryLimits
 from .monitoring import (
     OperatorServer,
     PrometheusObserver,
@@ -97,6 +98,8 @@ class Server:
         self._context, self._readiness = context, readiness
         self.address = str(listening.address)
         self.http_address = str(http_listening.address)
+        memory = MemoryLimits(config)
+        _log.info("memory for clients at most", total_bytes=memory.total_bytes, **memory.bytes_by_purpose)
         _log.info("listening", address=self.address, http_address=self.http_address, max_connections=max_connections)
 
     async def drain(self, timeout_s: float) -> None:

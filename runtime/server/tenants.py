@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 
 from ..common.errors import Overloaded
+from ..common.types import Usage
 
 NS_PER_MINUTE = 60 * 10**9
 NS_PER_MS = 10**6
@@ -21,11 +22,23 @@ Requests = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 
 
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one tenant; None: no limit. They count GENERATE only."""
+    """Limits and rights of one tenant; None: no limit. The limits count GENERATE only."""
 
     max_concurrent_requests: Requests | None = None  # queued ones included
     requests_per_minute: Requests | None = None
     burst: Requests | None = None  # requests that may come at once; None: `requests_per_minute`
+    operator: bool = False  # the answer to STATS has the totals of all tenants
+
+
+class TenantTotals(msgspec.Struct):
+    """What a tenant's requests have used since the server started; its own answer to STATS. Integers."""
+
+    live: int = 0  # requests that have not ended
+    requests: int = 0  # that have ended
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    recomputed_tokens: int = 0
 
 
 class Tenant:
@@ -40,9 +53,9 @@ class Tenant:
     ) -> None:
         self.name = name
         self.revoked = False  # its keys were removed; its open connections are refused every request
+        self.totals = TenantTotals()
         self._limits = limits or TenantLimits()
         self._clock_ns = clock_ns
-        self._num_live = 0
         self._full_at_ns = 0  # when the token bucket is full again: its whole state, which needs no refilling
 
     @property
@@ -57,10 +70,11 @@ class Tenant:
     def enter(self) -> None:
         """Count a request. Raises Overloaded, with the wait if it is known."""
         limit = self._limits.max_concurrent_requests
-        if limit is not None and self._num_live >= limit:
-            raise Overloaded(f"{self._num_live} requests of this tenant are live, as many as it may have at a time")
+        num_live = self.totals.live
+        if limit is not None and num_live >= limit:
+            raise Overloaded(f"{num_live} requests of this tenant are live, as many as it may have at a time")
         self.replay()
-        self._num_live += 1
+        self.totals.live += 1
 
     def replay(self) -> None:
         """Count a request for the rate only: an earlier request answers it. Raises Overloaded with the wait."""
@@ -76,9 +90,16 @@ class Tenant:
             raise Overloaded(f"this tenant may send {rate} requests per minute", retry_after_ms=wait_ms)
         self._full_at_ns = full_at_ns
 
-    def leave(self) -> None:
-        """Record the end of a request."""
-        self._num_live -= 1
+    def leave(self, usage: Usage | None = None) -> None:
+        """Record the end of a request; `usage` is None if it ended in an error."""
+        totals = self.totals
+        totals.live -= 1
+        totals.requests += 1
+        if usage is not None:
+            totals.prompt_tokens += usage.prompt_tokens
+            totals.completion_tokens += usage.completion_tokens
+            totals.cached_tokens += usage.cached_tokens
+            totals.recomputed_tokens += usage.recomputed_tokens
 
 
 def _price_ns(limits: TenantLimits) -> int:

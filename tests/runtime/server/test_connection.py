@@ -27,6 +27,7 @@ from quire.runtime.protocol.frames import (
     Pong,
     Progress,
     Resume,
+    Stats,
     Tokenize,
     Tokenized,
     Tokens,
@@ -356,6 +357,26 @@ async def test_ended_requests_do_not_raise_the_limit_of_texts(server: FakeServer
     assert (refusal.request_id, refusal.code) == (MAX_TEXTS, "RESOURCE_EXHAUSTED")
     server.engine.prepared.set()
     assert len(await peer.received()) == MAX_TEXTS
+
+
+# Statistics
+
+
+@pytest.mark.parametrize("is_operator", [False, True])
+async def test_stats_show_a_tenant_its_own_totals_and_an_operator_all(serve: Serve, is_operator: bool) -> None:
+    server = serve(tenants=["a", "b"])
+    asking, busy = [await server.connect(token=name) for name in ("a", "b")]
+    server.context.keyring.authenticate("a").change_limits(TenantLimits(operator=is_operator))
+    await busy.ask(generate(1))
+    await server.engine.last.put(chunk(0, 5, last=True))
+    await asking.ask(generate(1), generate(2))
+    await server.engine.last.put(chunk(0, 2, last=True))
+    await asking.received()
+    (answer,) = await asking.ask(AskStats(3))
+    assert isinstance(answer, Stats)
+    own = {"live": 1, "requests": 1, "prompt_tokens": 3, "completion_tokens": 2}
+    assert answer.stats.get("pages_total") == (10 if is_operator else None)
+    assert is_operator or answer.stats == {**own, "cached_tokens": 0, "recomputed_tokens": 0}
 
 
 # Slow readers
