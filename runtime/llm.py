@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -19,7 +19,7 @@ from .common.config import EngineConfig, EngineOptions
 from .common.errors import InvalidRequest, Unavailable
 from .common.loop_thread import LoopThread
 from .common.options import suggestion
-from .common.prompts import as_token_ids, chat_messages
+from .common.prompts import UNORDERED_OR_TEXT, as_token_ids, chat_messages, shown
 from .common.settings import resolve_settings
 from .common.types import RequestOutput, SamplingParams, join_chunks
 from .engine import Engine, GenerateRequest, LocalEngine
@@ -126,10 +126,9 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[str | tuple[int, ..
     """Return a list of prompts; a single text or a single list of token ids is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    try:
-        items: list[object] = list(prompts)
-    except TypeError:
-        raise InvalidRequest(f"prompts are text, token ids or a list of those, not {type(prompts).__name__}") from None
+    if isinstance(prompts, UNORDERED_OR_TEXT) or not isinstance(prompts, Iterable):
+        raise InvalidRequest(f"prompts are text, token ids or a list of those, not {shown(prompts)}")
+    items: list[object] = list(prompts)
     if items and all(isinstance(item, (int, np.integer)) for item in items):
         return [as_token_ids(items)]
     return [item if isinstance(item, str) else as_token_ids(item) for item in items]

@@ -14,7 +14,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from ..common.errors import ConfigError, GenerationFailed, InvalidRequest, ProtocolError, QuireError, Unavailable
 from ..common.options import nearest_name
-from ..common.prompts import as_token_ids, chat_messages
+from ..common.prompts import as_token_ids, chat_messages, shown
 from ..common.types import OutputChunk, RequestOutput, SamplingParams, join_chunks
 from ..protocol.address import UnixAddress, parse_address
 from ..protocol.frames import AskStats, Generate, ListModels, Models, ServedModel, Stats, Tokenize, Tokenized
@@ -123,6 +123,8 @@ class AsyncClient:
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the model's token ids of `text`. Raises InvalidRequest if the model has no tokenizer."""
+        if not isinstance(text, str) or not isinstance(add_special_tokens, bool):
+            raise InvalidRequest(f"tokenize takes text and a bool, not {shown(text)} and {shown(add_special_tokens)}")
         return (await self._ask(Tokenize(next(self._ids), text, add_special_tokens), Tokenized)).token_ids
 
     async def models(self) -> tuple[ServedModel, ...]:

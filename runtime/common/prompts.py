@@ -5,21 +5,25 @@ Both functions raise InvalidRequest that names the fault and what is allowed.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from .errors import InvalidRequest
 
+UNORDERED_OR_TEXT = (str, bytes, bytearray, Mapping, Set)
 EXAMPLE = '{"role": "user", "content": "Hello"}'
 
 
 def as_token_ids(prompt: object) -> tuple[int, ...]:
-    """Return the token ids of any sequence of integers, numpy's included."""
-    try:
-        return tuple(operator.index(token) for token in prompt)  # type: ignore[attr-defined]  # TypeError is caught
-    except TypeError:
-        raise InvalidRequest(f"a prompt is text or a sequence of token ids, not {shown(prompt)}") from None
+    """Return the token ids of any ordered collection of integers, numpy's included."""
+    with contextlib.suppress(TypeError):
+        if not isinstance(prompt, UNORDERED_OR_TEXT):
+            tokens = tuple(prompt)  # type: ignore[arg-type]  # TypeError is suppressed
+            if not any(isinstance(token, bool) for token in tokens):
+                return tuple(map(operator.index, tokens))
+    raise InvalidRequest(f"a prompt is text or a sequence of token ids, not {shown(prompt)}")
 
 
 def chat_messages(messages: object) -> tuple[dict[str, Any], ...]:

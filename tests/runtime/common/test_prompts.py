@@ -17,6 +17,12 @@ def test_token_ids_of_any_sequence() -> None:
         assert as_token_ids(prompt) == (1, 2)
 
 
+@pytest.mark.parametrize("prompt", [None, 5, "ab", b"ab", {5: 1}, {5}, [True], [1.5], ["a"], [[1]]])
+def test_other_values_are_not_token_ids(prompt: object) -> None:
+    with pytest.raises(InvalidRequest, match="a prompt is text or a sequence of token ids, not"):
+        as_token_ids(prompt)
+
+
 def test_messages_are_copied_with_their_other_keys() -> None:
     message = {**HELLO, "name": "Ann"}
     (copy,) = chat_messages([message])
