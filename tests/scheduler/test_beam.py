@@ -174,3 +174,13 @@ def test_each_beam_counts_as_a_sequence_when_tenants_are_compared(make_harness: 
     harness.add(5, PROMPT, max_tokens=20, tenant="a")
     harness.step()
     assert [harness.requests[each].table is not None for each in (1, 2, 3, 4, 5)] == [True, False, True, True, True]
+
+
+@pytest.mark.parametrize(("min_tokens", "tokens"), [(1, [7]), (2, [7, 7]), (3, [7, 7, 7])])
+def test_a_beam_may_stop_from_min_tokens_on(min_tokens: int, tokens: list[int]) -> None:
+    beam = BeamSearch(1)
+    sample = SampledToken(1, 7, -0.1, ((7, -0.1), (6, -2.0)))
+    while not beam.is_done:
+        beam.advance([sample], frozenset({7}), min_tokens, 9)
+    assert [token.token_id for token in beam.results[0].tokens] == tokens
+    assert beam.results[0].finish_reason == "stop"

@@ -218,3 +218,15 @@ def test_the_pages_promised_to_a_displaced_request_are_free_in_the_same_step(mak
     harness.step()
     assert [harness.requests[each].table is not None for each in (1, 2, 3)] == [True, False, True]
     assert harness.scheduler.stats().preemptions == 1
+
+
+def test_the_request_that_loses_the_least_work_is_displaced(make_harness: MakeHarness) -> None:
+    harness = make_harness(num_pages=64, max_num_seqs=3, policy=Fair(credit_tokens=0))
+    for request_id, prompt in ((1, 4), (2, 20), (3, 8)):
+        harness.add(request_id, [request_id] * prompt, max_tokens=20, tenant="b")
+    harness.step()
+    harness.step()
+    harness.add(4, [4], max_tokens=2, tenant="a")
+    harness.step()
+    # The oldest is spared, although it has computed least.
+    assert [harness.requests[each].table is not None for each in (1, 2, 3, 4)] == [True, True, False, True]

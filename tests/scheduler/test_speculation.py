@@ -72,6 +72,17 @@ def test_wider_batches_make_fewer_drafts(make_harness: MakeHarness) -> None:
     assert drafted[1] > drafted[4] > drafted[24] == 0
 
 
+@pytest.mark.parametrize("max_num_samples", [3, 5, 8])
+def test_a_step_with_drafts_samples_no_more_rows_than_it_may(make_harness: MakeHarness, max_num_samples: int) -> None:
+    harness = speculative(make_harness, max_num_samples=max_num_samples)
+    for request_id in range(3):
+        harness.add(request_id, PERIODIC, max_tokens=30)
+    most = 0
+    while (plan := harness.step()) is not None:
+        most = max(most, sum(row.num_samples for row in plan.sequences))
+    assert most == max_num_samples
+
+
 def test_no_drafts_while_a_request_prefills_or_waits(make_harness: MakeHarness) -> None:
     harness = speculative(make_harness, max_num_seqs=2, max_num_batched_tokens=8)
     harness.add(1, PERIODIC, max_tokens=60)
