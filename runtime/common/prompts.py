@@ -20,7 +20,7 @@ def as_token_ids(prompt: object) -> tuple[int, ...]:
     """Return the token ids of any ordered collection of integers, numpy's included."""
     with contextlib.suppress(TypeError):
         if not isinstance(prompt, UNORDERED_OR_TEXT):
-            tokens = tuple(prompt)  # type: ignore[arg-type]  # TypeError is suppressed
+            tokens: tuple[Any, ...] = tuple(prompt)  # type: ignore[arg-type]  # TypeError is suppressed
             if not any(isinstance(token, bool) for token in tokens):
                 return tuple(map(operator.index, tokens))
     raise InvalidRequest(f"a prompt is text or a sequence of token ids, not {shown(prompt)}")

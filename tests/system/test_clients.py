@@ -51,11 +51,13 @@ async def client(system: Any) -> AsyncIterator[AsyncClient]:
 
 async def test_an_argument_of_another_type_ends_no_other_stream(client: AsyncClient) -> None:
     stream = client.generate("This module", SamplingParams(max_tokens=30, ignore_eos=True))
-    await anext(stream)
-    for arguments in [(None,), (5,), (b"x",), ("a", 5)]:
+    received = [await anext(stream)]
+    wrong: list[Any] = [(None,), (5,), (b"x",), ("a", 5)]
+    for arguments in wrong:
         with pytest.raises(InvalidRequest, match="tokenize takes text and a bool"):
-            await client.tokenize(*arguments)  # type: ignore[arg-type]
-    assert sum([len(chunk.token_ids) async for chunk in stream]) == 29
+            await client.tokenize(*arguments)
+    received += [chunk async for chunk in stream]
+    assert sum(len(chunk.token_ids) for chunk in received) == 30
 
 
 async def test_chunks_arrive_in_order_and_the_last_has_the_usage(client: AsyncClient) -> None:
