@@ -22,6 +22,8 @@ MAX_VALUES = 1 << 16  # texts, numbers, lists and maps in all messages together
 MAX_DEPTH = 8  # nested lists and maps in one message
 MAX_SOURCE_CHARACTERS = 1 << 20
 MAX_ERROR_CHARACTERS = 500  # a template's error may quote the messages
+MAX_INDENT = 16  # of JSON
+MAX_DATE_CHARACTERS = 256
 RENDER_TIMEOUT_S = 2.0
 
 
@@ -64,13 +66,11 @@ class ChatTemplate:
         try:
             return self._sandbox.run(lambda: self._template.render(variables), RENDER_TIMEOUT_S)
         except TimeoutError:
-            raise InvalidRequest(
-                f"the chat template took longer than {RENDER_TIMEOUT_S} s for these messages"
-            ) from None
+            reason = f"the chat template took longer than {RENDER_TIMEOUT_S} s for these messages"
         # A template can raise whatever its expressions raise: TypeError, ZeroDivisionError, SecurityError, …
         except Exception as error:
             reason = f"the chat template refused these messages: {error}"[:MAX_ERROR_CHARACTERS]
-            raise InvalidRequest(reason) from error
+        raise InvalidRequest(reason)  # not within `except`: the other error's traceback holds what the template made
 
 
 def _checked_copy(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -106,14 +106,18 @@ def _copy(value: Any, depth: int, left: list[int]) -> Any:
 
 def _sandbox() -> Sandbox:
     """Return a sandbox with the functions that transformers offers to templates."""
-    sandbox = Sandbox(filters={"tojson": _to_json})
+
+    def to_json(value: Any, indent: int | None = None) -> str:
+        if indent is None:
+            return json.dumps(value, ensure_ascii=False)
+        if not isinstance(indent, int) or not 0 <= indent <= MAX_INDENT:
+            raise TemplateError(f"tojson takes an indent of 0 to {MAX_INDENT}")
+        return sandbox.concat(json.JSONEncoder(ensure_ascii=False, indent=indent).iterencode(value))
+
+    sandbox = Sandbox(filters={"tojson": to_json})
     sandbox.globals["raise_exception"] = _raise_exception
     sandbox.globals["strftime_now"] = _strftime_now
     return sandbox
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -121,6 +125,8 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _strftime_now(pattern: str) -> str:
+    if len(pattern) > MAX_DATE_CHARACTERS:
+        raise TemplateError(f"strftime_now takes a pattern of at most {MAX_DATE_CHARACTERS} characters")
     return datetime.datetime.now().strftime(pattern)
 
 

@@ -1,7 +1,8 @@
 """The environment of chat templates: jinja2's immutable sandbox, with limits on time and on the size of its output.
 
 jinja2 denies a template access to Python's internals, but lets it fill the memory with `"x" * 10**9`. So every
-operation that makes text or a list larger is charged before it runs. `run` returns within its time limit, and no text
+operation that makes text or a list larger is charged before it runs, and every text, list and map that a slice, call,
+filter or literal returns is charged too: a template can keep them all. `run` returns within its time limit, and no text
 that it returns is longer than MAX_SIZE.
 
 The limits are not complete: operations are recognised by name, and one long call of C code is not interrupted. Its
@@ -26,7 +27,10 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_SIZE = 16 << 20  # characters of a text, items of a list
-MAX_WORK = 256 << 20  # characters and items that one run makes in total
+MAX_WORK = 256 << 20  # bytes, about, that one run makes in total
+ITEM_BYTES, REFERENCE_BYTES = 64, 8  # of a list: an item with its object, a reference to an object that exists
+WIDE_CHARACTER_BYTES = 4  # of a text that is not ASCII, at most
+MANY_ITEMS = 32  # of a literal: shorter ones are not charged
 MAX_NUMBER_BITS = 4096
 INTERRUPTS, INTERRUPT_INTERVAL_S = 10, 0.02
 
@@ -38,6 +42,8 @@ _WIDE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(\d{4}|\{)")
 _FORMATS = frozenset({"%", "format", "format_map"})
 _MAKES_TEXT = frozenset({"tojson", "string", "pprint", "urlencode", "xmlattr", "escape", "e", "forceescape", "join"})
 _TAKES_ANY_NUMBER = frozenset({"default", "d", "int", "float", "sum", *_FORMATS})
+_REPEATS_TEXTS = frozenset({"indent", "wordwrap", "urlize"})  # may insert an argument at every character
+_MAKES_LISTS = frozenset({"slice", "batch"})
 _REFUSED = frozenset({"translate", "expandtabs"})  # the size of their result is not known beforehand
 
 _log = structlog.get_logger("quire.text")
@@ -82,16 +88,35 @@ class Sandbox(ImmutableSandboxedEnvironment):
             _interrupt(thread)
             raise TimeoutError
         if failure:
-            raise failure[0]
+            raise failure.pop()  # a list that kept it would keep its traceback, whose frames hold what was made
         return outcome[0]
 
     # Charges
 
     def charge(self, size: int) -> None:
         """Account for a text or list of `size` that is about to be made. Raises SecurityError beyond a limit."""
-        self._run.made += size
-        if size > MAX_SIZE or self._run.made > MAX_WORK:
+        if size > MAX_SIZE:
             raise SecurityError("its output is larger than is allowed")
+        self._work(size)
+
+    def _work(self, num_bytes: int) -> None:
+        self._run.made += num_bytes
+        if self._run.made > MAX_WORK:
+            raise SecurityError("its output is larger than is allowed")
+
+    def made(self, value: T, item_bytes: int = ITEM_BYTES) -> T:
+        """Charge for `value`, which a template can keep, and return it."""
+        if isinstance(value, str):
+            self._work(len(value) * (1 if value.isascii() else WIDE_CHARACTER_BYTES))
+        elif isinstance(value, bytes):
+            self._work(len(value))
+        elif isinstance(value, list | tuple | dict):
+            self._work(len(value) * item_bytes)
+        return value
+
+    def sliced(self, value: T) -> T:
+        """Charge for a slice, whose items exist already, and return it."""
+        return self.made(value, REFERENCE_BYTES)
 
     def concat(self, pieces: Iterable[Any], /) -> str:
         """Join the pieces of a block, a macro, `~` or the whole template."""
@@ -108,11 +133,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "%":
             self._charge_call("%", left, (right,))
         elif operator == "+" and _is_sequence(left) and _is_sequence(right):
-            self.charge(len(left) + len(right))
+            self.charge((len(left) + len(right)) * _size_of_items(left))
         elif operator == "*" and _is_sequence(left) and isinstance(right, int):
-            self.charge(len(left) * right)
+            self.charge(len(left) * right * _size_of_items(left))
         elif operator == "*" and _is_sequence(right) and isinstance(left, int):
-            self.charge(len(right) * left)
+            self.charge(len(right) * left * _size_of_items(right))
         elif isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             if bits > MAX_NUMBER_BITS:
@@ -124,7 +149,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         value = getattr(method, "__self__", None)
         if isinstance(method, types.BuiltinMethodType | types.MethodType) and isinstance(value, str | bytes | int):
             __self._charge_call(method.__name__, value, (*args, *kwargs.values()))
-        return super().call(__context, __obj, *args, **kwargs)
+        return __self.made(super().call(__context, __obj, *args, **kwargs))
 
     def _guarded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a filter that charges before it runs."""
@@ -136,7 +161,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if name == "join" and not isinstance(value, str | list | tuple | dict):
                 value = list(value)
             self._charge_call(name, value, (*rest, *kwargs.values()))
-            return function(*args[:first], value, *rest, **kwargs)
+            return self.made(function(*args[:first], value, *rest, **kwargs))
 
         return guarded
 
@@ -146,7 +171,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise SecurityError(f"it calls {name}")
         if name not in _TAKES_ANY_NUMBER:
             lines = value.count("\n") + 1 if isinstance(value, str) else 1
-            self.charge(lines * sum(arg for arg in args if isinstance(arg, int) and arg > 0))
+            item_bytes = ITEM_BYTES if name in _MAKES_LISTS else 1
+            self.charge(lines * item_bytes * sum(arg for arg in args if isinstance(arg, int) and arg > 0))
+        if name in _REPEATS_TEXTS:
+            self.charge(len(str(value)) * sum(len(arg) for arg in args if isinstance(arg, str)))
         if name in _FORMATS and isinstance(value, str):
             if _WIDE_PERCENT.search(value) or (name != "%" and _WIDE_BRACES.search(value)):
                 raise SecurityError("it formats with a width that is too large or an argument")
@@ -175,9 +203,41 @@ class _CodeGenerator(CodeGenerator):
             self.write(", ")
         self.write("))")
 
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        """Compile a slice so that it is charged; the environment does not see it."""
+        if isinstance(node.arg, nodes.Slice):
+            self._wrap("sliced", super().visit_Getitem, node, frame)
+        else:
+            super().visit_Getitem(node, frame)
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
+        self._literal(super().visit_List, node, frame)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
+        self._literal(super().visit_Tuple, node, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
+        self._literal(super().visit_Dict, node, frame)
+
+    def _literal(self, visit: Callable[[Any, Frame], None], node: nodes.Literal, frame: Frame) -> None:
+        """Compile a long literal so that each of its evaluations is charged."""
+        if len(node.items) > MANY_ITEMS and getattr(node, "ctx", "load") == "load":  # type: ignore[attr-defined]
+            self._wrap("made", visit, node, frame)
+        else:
+            visit(node, frame)
+
+    def _wrap(self, function: str, visit: Callable[[Any, Frame], None], node: nodes.Node, frame: Frame) -> None:
+        self.write(f"environment.{function}(")
+        visit(node, frame)
+        self.write(")")
+
 
 def _is_sequence(value: object) -> bool:
     return isinstance(value, str | bytes | list | tuple)
+
+
+def _size_of_items(value: str | bytes | list[Any] | tuple[Any, ...]) -> int:
+    return 1 if isinstance(value, str | bytes) else REFERENCE_BYTES
 
 
 def _weight(value: object) -> int:

@@ -254,3 +254,93 @@ def test_a_template_cannot_change_the_messages() -> None:
     messages = [{"role": "user", "content": "x"}]
     ChatTemplate("{% set m = messages[0] %}{{ m.content }}").render(messages)
     assert messages == [{"role": "user", "content": "x"}]
+
+
+# What a template keeps
+
+KEEP = "{%% set ns = namespace(kept=[], b='x' * 2000, l=range(300) | list) %%}{%% for i in range(90000) %%}{%% set ns.kept = [ns.kept, %s] %%}{%% endfor %%}"  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "ns.b[1:]",
+        "ns.l[:]",
+        "ns.b.upper()",
+        "ns.b | upper",
+        "ns.b | reverse",
+        "ns.b | list",
+        "ns.b.split('x')",
+        "ns.b.encode('utf-32')",
+        "ns.l | sort",
+        "ns.l | unique | list",
+        "range(300) | list",
+        "(1,) * 300",
+        "ns.l + ns.l",
+        "dict(ns.l | map('string') | batch(2))",
+        "[" + "1," * 300 + "]",
+        "(" + "i," * 300 + ")",
+        "{" + "".join(f"{number}: 1," for number in range(300)) + "}",
+    ],
+)
+def test_everything_that_a_template_can_keep_is_charged(made: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MAX_WORK", 1 << 20)
+    with pytest.raises(InvalidRequest, match="larger than is allowed"):
+        ChatTemplate(KEEP % made).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages | tojson(indent=100000) }}",
+        "{{ messages | tojson(indent='x' * 100000) }}",
+        "{{ ('a\n' * 100000) | indent('y' * 100000) }}",
+        "{{ ('a ' * 100000) | wordwrap(1, true, 'y' * 100000) }}",
+        "{{ ('a.com ' * 100000) | urlize(target='y' * 100000) }}",
+        "{{ [1] | slice(999999) | list | length }}",
+        "{{ [1] | batch(999999, 'x') | list | length }}",
+        "{{ strftime_now('%Y' * 1000) }}",
+        "{{ ((1,) * 9999999) | length }}",
+    ],
+)
+def test_an_argument_does_not_multiply_the_output(source: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"larger than is allowed|at most 256|indent of 0 to 16"):
+        ChatTemplate(source).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ [1, {'a': 2}] | tojson(indent=2) }}", '[\n  1,\n  {\n    "a": 2\n  }\n]'),
+        ("{{ messages[0].content[1:-1] }}", "hi"),
+        ("{% for a, b in [(1, 2)] %}{{ a ~ b }}{% endfor %}", "12"),
+        ("{{ 'a\nb' | indent(2) }}", "a\n  b"),
+        ("{{ [1, 2, 3] | batch(2) | list }}", "[[1, 2], [3]]"),
+        ("{{ [" + "1," * 99 + "] | length }}", "99"),
+    ],
+)
+def test_ordinary_expressions_are_unchanged(source: str, text: str) -> None:
+    assert ChatTemplate(source).render(MESSAGES) == text
+
+
+def test_a_refusal_does_not_keep_what_the_template_made() -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        ChatTemplate("{% set kept = 'x' * 1000 %}{{ 1 / 0 }}").render(MESSAGES)
+    assert refusal.value.__cause__ is refusal.value.__context__ is None
+
+
+# Content parts
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([[[[[[[["deep"]]]]]]]], "nests deeper than 8 levels"),
+        ([{"type": "text", "text": "x"}] * 40_000, "more than 65536 values"),
+        ({1: "x"}, "a key that is not text"),
+        ([b"bytes"], "holds a bytes"),
+    ],
+)
+def test_hostile_content_parts_are_refused_by_name(content: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        ChatTemplate(CHATML).render([{"role": "user", "content": content}])
