@@ -6,9 +6,9 @@ Everything here runs on the event loop's thread, so there are no locks. Only tok
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import copy
 import secrets
+import sys
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
@@ -26,7 +26,8 @@ from ..model import model_folder
 from .core import Core, CoreListener, EngineCore, Prefilled
 from .error_mapping import failure_error, refusal_error
 from .facade import EngineInfo, EngineObserver, EngineStats, GenerateRequest, RequestStats, SilentObserver, StepStats
-from .input import num_sequences, prompt_token_ids, scheduled_requests
+from .fair_executor import FairExecutor
+from .input import num_sequences, prompt_bytes, prompt_token_ids, scheduled_requests
 from .output import SequenceOutput, Stream, StreamingOutput, output_class
 from .text_processor import TextProcessor
 from .validator import Validator
@@ -53,6 +54,7 @@ class Engine(Generic[CoreT]):
         self._observer: EngineObserver = SilentObserver()
         self._sequences: dict[int, SequenceOutput] = {}  # request id of the core -> its output, until it ends
         self._num_preparing: Counter[str] = Counter()  # tenant -> sequences whose prompt is being tokenized
+        self._executor = FairExecutor()
         self._next_id = 0
         core.start(CoreListener(self._publish, self._fail_request, self._observe_step, self._fail_all))
 
@@ -71,18 +73,19 @@ class Engine(Generic[CoreT]):
             num_queued = num_sequences(request.sampling_params)
             self.core.check_room(request.tenant, num_queued + self._num_preparing[request.tenant])
             self._validator.check_prompt(request)  # after the queue: checking a long text takes its time
+            prompt = request.prompt if isinstance(request.prompt, tuple) else self._prepare(request, num_queued)
         except SchedulerError as error:
             raise self._rejected(refusal_error(error)) from error
         except QuireError as error:
             self._rejected(error)
             raise
-        prompt = request.prompt if isinstance(request.prompt, tuple) else self._prepare(request, num_queued)
         return self._accept(request, prompt, submitted)
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+    async def tokenize(self, text: str, add_special_tokens: bool = True, *, tenant: str = "") -> tuple[int, ...]:
         """See `facade.EngineFacade.tokenize`."""
         self._validator.check_text(text)
-        return await asyncio.to_thread(self.text_processor.encode, text, add_special_tokens)
+        encode = self.text_processor.encode
+        return await self._executor.submit(tenant, sys.getsizeof(text), encode, text, add_special_tokens)
 
     def stats(self) -> EngineStats:
         """See `facade.EngineFacade.stats`."""
@@ -108,6 +111,7 @@ class Engine(Generic[CoreT]):
         try:
             await self.stop()
         finally:
+            self._executor.close()
             await self.core.close()
 
     async def logits(self: Engine[EngineCore], token_ids: tuple[int, ...]) -> npt.NDArray[np.float32]:
@@ -118,7 +122,10 @@ class Engine(Generic[CoreT]):
     # From a request to the core's queue
 
     def _prepare(self, request: GenerateRequest, num_queued: int) -> asyncio.Future[tuple[int, ...]]:
-        """Begin to tokenize the prompt in a helper thread; `num_queued` sequences count as queued until it is done."""
+        """Begin to tokenize the prompt in a helper thread; `num_queued` sequences count as queued until it is done.
+
+        Raises Overloaded if too many bytes of this tenant's prompts are being tokenized.
+        """
         tenant = request.tenant
 
         def release(done: asyncio.Future[tuple[int, ...]]) -> None:
@@ -128,9 +135,8 @@ class Engine(Generic[CoreT]):
             if not done.cancelled():
                 done.exception()  # seen, also if the request was given up before it was awaited
 
-        context = contextvars.copy_context()  # log lines name the connection
-        preparing = asyncio.get_running_loop().run_in_executor(
-            None, context.run, prompt_token_ids, request, self.text_processor, self._validator
+        preparing = self._executor.submit(
+            tenant, prompt_bytes(request), prompt_token_ids, request, self.text_processor, self._validator
         )
         self._num_preparing[tenant] += num_queued
         preparing.add_done_callback(release)

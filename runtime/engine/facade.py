@@ -169,8 +169,12 @@ class EngineFacade(Protocol):
     def info(self) -> EngineInfo:
         """Model, limits and machine."""
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the token ids of `text`. Raises InvalidRequest without a tokenizer, and as `submit` for the text."""
+    async def tokenize(self, text: str, add_special_tokens: bool = True, *, tenant: str = "") -> tuple[int, ...]:
+        """Return the token ids of `text`; tenants take turns.
+
+        Raises InvalidRequest without a tokenizer, Overloaded if too many bytes of this tenant's texts wait, and as
+        `submit` for the text.
+        """
 
     def stats(self) -> EngineStats:
         """Return the current statistics. Raises Unavailable while nothing can be computed."""

@@ -6,6 +6,9 @@ of a request of its own with seed + i.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+
 import msgspec
 
 from ...scheduler import BeamSpec, Request, RequestSpec
@@ -15,6 +18,19 @@ from ..model.runner import SamplingSpec
 from .facade import GenerateRequest
 from .text_processor import TextProcessor
 from .validator import SEED_LIMIT, Validator
+
+
+def prompt_bytes(request: GenerateRequest) -> int:
+    """Return about how many bytes the request's text takes in memory."""
+    num_bytes, unseen = 0, [request.prompt, request.messages]
+    while unseen:
+        value: object = unseen.pop()
+        num_bytes += sys.getsizeof(value)
+        if isinstance(value, Mapping):
+            unseen.extend(value.values())
+        elif isinstance(value, list | tuple):
+            unseen.extend(value)
+    return num_bytes
 
 
 def prompt_token_ids(request: GenerateRequest, text_processor: TextProcessor, validator: Validator) -> tuple[int, ...]:

@@ -62,7 +62,6 @@ class AppContext:
     requests: LiveRequests
     replays: ReplayStore
     http_address: str  # of the operator port
-    tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))  # texts of TOKENIZE at a time
     unsent: dict[str, UnsentOutput] = field(default_factory=dict)  # by tenants that had a connection
     connection_log: BoundedLog = field(default_factory=lambda: BoundedLog(_log))
     leaves_at: float | None = None  # the loop's time at which live requests end; None: the server is not draining
@@ -223,8 +222,8 @@ class RequestHandler:
             return
 
         async def tokenized() -> Tokenized:
-            async with self._context.tokenizing:
-                token_ids = await self._context.engine.tokenize(frame.text, frame.add_special_tokens)
+            tenant = self._tenant.name
+            token_ids = await self._context.engine.tokenize(frame.text, frame.add_special_tokens, tenant=tenant)
             if len(token_ids) > MAX_ARRAY_LENGTH:
                 raise InvalidRequest(f"the text has {len(token_ids)} tokens; a frame holds at most {MAX_ARRAY_LENGTH}")
             return Tokenized(frame.request_id, token_ids)

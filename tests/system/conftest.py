@@ -128,7 +128,7 @@ class FakeEngine:
             raise KeyError("a bug in submit")
         return FakeGeneration(self, request)
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+    async def tokenize(self, text: str, add_special_tokens: bool = True, *, tenant: str = "") -> tuple[int, ...]:
         await self.submitting.wait()
         if not text:
             raise InvalidRequest("the text is empty")

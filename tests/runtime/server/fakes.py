@@ -144,7 +144,7 @@ class FakeEngine:
         self.generations.append(FakeGeneration(request))
         return self.last
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+    async def tokenize(self, text: str, add_special_tokens: bool = True, *, tenant: str = "") -> tuple[int, ...]:
         self.num_preparing += 1
         try:
             await self.prepared.wait()

@@ -241,13 +241,12 @@ async def test_the_server_ends_a_request_in_preparation(server: FakeServer, kind
     assert names(await peer.ask(Ping(1))) == ["Pong"]
 
 
-async def test_texts_of_a_lost_connection_are_not_tokenized(server: FakeServer) -> None:
-    """Only two texts of all connections are tokenized at a time."""
+async def test_texts_of_a_lost_connection_are_given_up(server: FakeServer) -> None:
     server.engine.prepared.clear()
     for _ in range(3):
         lost = await server.connect()
         await lost.ask(*(Tokenize(request_id, "x") for request_id in range(5)))
-        assert server.engine.num_preparing == 2
+        assert server.engine.num_preparing == 5
         await lost.leave()
     assert server.engine.num_preparing == 0
     peer = await server.connect()

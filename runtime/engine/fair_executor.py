@@ -1,0 +1,96 @@
+"""`FairExecutor`: runs the text work of all tenants in a few threads; the tenants take turns.
+
+A tenant that floods the server with long texts delays others by the texts that run, not by those that wait, and the
+texts that wait are limited in bytes. Must not import tokenizers or templates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar, TypeVarTuple
+
+from ..common.errors import Overloaded
+
+NUM_THREADS = 2  # rendering holds the GIL: more threads would delay the event loop
+MAX_BYTES = 64 << 20  # of one tenant's texts that wait or run
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class _Job(NamedTuple):
+    result: asyncio.Future[Any]
+    call: list[Callable[[], Any]]  # emptied when the caller gives up, so that its text is not kept
+
+
+class FairExecutor:
+    """Lives on the event loop that calls `submit`."""
+
+    def __init__(self, num_threads: int = NUM_THREADS, max_bytes: int = MAX_BYTES) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="quire-text")
+        self._num_idle = num_threads
+        self._max_bytes = max_bytes
+        self._waiting: dict[str, deque[_Job]] = {}  # by tenant; the first one's turn is next
+        self._bytes: dict[str, int] = {}  # of texts that wait or run, by tenant
+
+    def submit(self, tenant: str, num_bytes: int, function: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        """Return the future result of `function(*args)`, whose text has `num_bytes`.
+
+        The function sees the caller's context variables. Cancelling the future releases the text, unless the function
+        runs. Raises Overloaded if the tenant's other texts leave no room; a tenant without texts has room for any.
+        """
+        before = self._bytes.get(tenant, 0)
+        if before and before + num_bytes > self._max_bytes:
+            raise Overloaded(f"{before} bytes of this tenant's texts are being tokenized, and {self._max_bytes} may be")
+        context = contextvars.copy_context()
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        job = _Job(result, [lambda: context.run(function, *args)])
+        self._bytes[tenant] = before + num_bytes
+        self._waiting.setdefault(tenant, deque()).append(job)
+
+        def release(_: asyncio.Future[T]) -> None:
+            job.call.clear()
+            self._bytes[tenant] -= num_bytes
+            if not self._bytes[tenant]:
+                del self._bytes[tenant]
+
+        result.add_done_callback(release)
+        self._run_next()
+        return result
+
+    def close(self) -> None:
+        """Start nothing more. Functions that run end by themselves."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _run_next(self) -> None:
+        """Give idle threads to the tenants in turn."""
+        while self._num_idle and self._waiting:
+            tenant, jobs = next(iter(self._waiting.items()))
+            job = jobs.popleft()
+            del self._waiting[tenant]
+            if jobs:
+                self._waiting[tenant] = jobs  # behind the other tenants
+            if not job.result.done():
+                self._num_idle -= 1
+                self._run(job)
+
+    def _run(self, job: _Job) -> None:
+        def on_done(done: asyncio.Future[Any]) -> None:
+            self._num_idle += 1
+            if not job.result.done():
+                if done.cancelled():
+                    job.result.cancel()
+                elif (error := done.exception()) is not None:
+                    job.result.set_exception(error)
+                else:
+                    job.result.set_result(done.result())
+            elif not done.cancelled():
+                done.exception()  # seen: the caller has given up
+            self._run_next()
+
+        running = asyncio.get_running_loop().run_in_executor(self._threads, job.call[0])
+        running.add_done_callback(on_done)

@@ -1,0 +1,91 @@
+"""Text work of several tenants in few threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+from quire.runtime.common.errors import InvalidRequest, Overloaded
+from quire.runtime.engine.fair_executor import FairExecutor
+
+NAME: contextvars.ContextVar[str] = contextvars.ContextVar("name")
+
+
+class Work:
+    """Functions that note their order and wait for `go`."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.go = threading.Event()
+
+    def __call__(self, name: str) -> str:
+        self.go.wait()
+        self.order.append(name)
+        if name == "broken":
+            raise InvalidRequest("broken")
+        return name
+
+
+@pytest.fixture
+async def executor() -> AsyncIterator[FairExecutor]:
+    executor = FairExecutor(num_threads=1, max_bytes=100)
+    yield executor
+    executor.close()
+
+
+@pytest.fixture
+def work() -> Work:
+    return Work()
+
+
+async def test_tenants_take_turns(executor: FairExecutor, work: Work) -> None:
+    results = [executor.submit("flood", 1, work, f"flood{number}") for number in range(5)]
+    results += [executor.submit("b", 1, work, "b0"), executor.submit("c", 1, work, "c0")]
+    results.append(executor.submit("b", 1, work, "b1"))
+    work.go.set()
+    await asyncio.gather(*results)
+    assert work.order == ["flood0", "flood1", "b0", "c0", "flood2", "b1", "flood3", "flood4"]
+
+
+async def test_results_errors_and_context_are_the_functions_own(executor: FairExecutor, work: Work) -> None:
+    work.go.set()
+    NAME.set("caller")
+    assert await executor.submit("a", 1, NAME.get) == "caller"
+    with pytest.raises(InvalidRequest, match="broken"):
+        await executor.submit("a", 1, work, "broken")
+    assert await executor.submit("a", 1, work, "next") == "next"
+
+
+async def test_a_tenants_texts_are_limited_in_bytes(executor: FairExecutor, work: Work) -> None:
+    first = executor.submit("a", 1000, work, "any size while there is no other")
+    with pytest.raises(Overloaded, match="1000 bytes of this tenant's texts are being tokenized, and 100 may be"):
+        executor.submit("a", 1, work, "refused")
+    other = [executor.submit("b", 60, work, "b0"), executor.submit("b", 40, work, "b1")]
+    with pytest.raises(Overloaded):
+        executor.submit("b", 1, work, "refused")
+    work.go.set()
+    await asyncio.gather(first, *other)
+    await executor.submit("a", 100, work, "again")
+    await executor.submit("b", 100, work, "again")
+
+
+async def test_a_text_that_is_given_up_is_not_run_and_has_no_bytes(executor: FairExecutor, work: Work) -> None:
+    running = executor.submit("a", 1, work, "running")
+    waiting = executor.submit("b", 100, work, "waiting")
+    waiting.cancel()
+    await asyncio.sleep(0)
+    last = executor.submit("b", 100, work, "last")
+    work.go.set()
+    await asyncio.gather(running, last)
+    assert work.order == ["running", "last"]
+
+
+async def test_a_text_that_is_given_up_while_it_runs_frees_its_thread_later(executor: FairExecutor, work: Work) -> None:
+    executor.submit("a", 1, work, "broken").cancel()
+    last = executor.submit("a", 1, work, "last")
+    await asyncio.sleep(0)
+    work.go.set()
+    assert await last == "last"
