@@ -20,6 +20,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -44,7 +45,6 @@ TLS = HERE.parent / "data" / "tls"
 TENANTS = ("ada", "bob", "eve")  # the last one attacks
 KEPT_S = 15.0  # resume timeout
 PINNED_SHARE = 0.3
-FRONT_BUDGET = 64 * MIB  # that the API server process may grow by: 32 MiB of output, and as much for connections
 VARIABLES = {  # settings without a flag: small budgets and short times, so that a short run reaches them
     "QUIRE_RESUME_TIMEOUT_MS": f"{KEPT_S * 1000:.0f}",
     "QUIRE_IDEMPOTENCY_WINDOW_MS": "60000",
@@ -263,8 +263,10 @@ async def campaign(server: ServerProcess, options: argparse.Namespace, report: C
     slowest = max(*storm.connects_s, 0.0), max(*storm.probes_s, 0.0)
     figure = f"connection {slowest[0]:.2f} s, probe {slowest[1]:.2f} s, {storm.unready} times not ready"
     verdict(report, "answers", figure, max(slowest) <= ANSWER_S and not storm.unready)
+    budget = int(re.search(r"total_bytes=(\d+)", server.log())[1])  # type: ignore[index]
     grown, pinned = peaks[0] - rss_before, max(peaks[1], server.pinned_share())
-    verdict(report, "memory", f"{grown / MIB:+.1f} MiB in the API server process", grown <= FRONT_BUDGET)
+    figure = f"{grown / MIB:+.1f} MiB in the API server process, whose budget for clients is {budget / MIB:.0f} MiB"
+    verdict(report, "memory", figure, grown <= budget)
     verdict(report, "pins", f"{pinned:.0%} of the pages pinned", pinned <= PINNED_SHARE)
     verdict(report, "threads", f"{before.threads} before, {after.threads} after", after.threads <= before.threads)
     for phase in (quiet, storm, kills):

@@ -218,20 +218,20 @@ MUTANTS = [
     ),
     Mutant(
         CORE,
-        "        finally:\n            table.release()\n            self._scoring = False",
-        "        finally:\n            self._scoring = False",
+        "            finally:\n                table.release()\n",
+        "            finally:\n                pass\n",
         "computing logits leaks its pages",
     ),
     Mutant(
         CORE,
-        "        finally:\n            table.release()\n            self._scoring = False",
-        "        finally:\n            table.release()",
-        "after logits were computed once, no request is accepted",
+        "        if self._scoring.locked():\n",
+        "        if False:\n",
+        "a request accepted while logits are computed runs beside them, and both use the same buffers",
     ),
     Mutant(
         CORE,
-        "        if self._closed or self.scheduler.has_work or self._scoring:",
-        "        if self._closed or self._scoring:",
+        "        if self._closed or self.scheduler.has_work or self._scoring.locked():",
+        "        if self._closed or self._scoring.locked():",
         "logits are computed beside a running step, and both use the same buffers",
     ),
     Mutant(

@@ -15,7 +15,7 @@ MUTANTS = [
     ),
     Mutant(
         POOL,
-        "            self._contents[page] = None\n            self._pins.pop(page, None)",
+        "            self._contents[page] = None\n            if page in self._pins:\n                self._unpin(page)",
         "            self._contents[page] = None",
         "an evicted page keeps its pin, and its next content is protected without being pinned",
     ),
@@ -33,8 +33,8 @@ MUTANTS = [
     ),
     Mutant(
         POOL,
-        "pin = Pin(max(until, previous.until) if previous else until, self._num_pins)",
-        "pin = Pin(until, self._num_pins)",
+        "pin = Pin(max(until, previous.until) if previous else until, self._num_pins, holder)",
+        "pin = Pin(until, self._num_pins, holder)",
         "a second request with a short pin ends the long pin of the first",
     ),
     Mutant(
@@ -228,5 +228,17 @@ MUTANTS = [
         "min(num_tokens, window + TILE - 1)",
         "min(num_tokens, window)",
         "the page budget of a sliding group is too small at its peak",
+    ),
+    Mutant(
+        POOL,
+        "            self._num_held[holder] += previous is None\n",
+        "            self._num_held[holder] += 1\n",
+        "a tenant that pins one prompt again and again is refused further pins",
+    ),
+    Mutant(
+        POOL,
+        "        self._num_held[holder] -= 1\n",
+        "",
+        "pins that expired count for their tenant for ever",
     ),
 ]

@@ -114,12 +114,6 @@ MUTANTS = [
         "predicted waits ignore the prompts in the queue",
     ),
     Mutant(
-        SCHEDULER,
-        "if request is None or self._in_flight is not None or self._batch.is_protected(request):",
-        "if request is None or self._batch.is_protected(request):",
-        "a request is preempted while its step runs, and its pages are given away",
-    ),
-    Mutant(
         QUEUE,
         "self._num_waiting + count > self._config.max_num_waiting",
         "self._num_waiting + count > self._config.max_num_waiting + 1",

@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     Mutant(
         LIVE,
-        "        self._tenant.leave()\n        self._on_end(self)",
+        "        self._tenant.leave(self._usage)\n        self._on_end(self)",
         "        self._on_end(self)",
         "each request uses up a place of its tenant for ever",
     ),
@@ -289,8 +289,8 @@ MUTANTS = [
     ),
     Mutant(
         TENANTS,
-        "        self.replay()\n        self._num_live += 1",
-        "        self._num_live += 1\n        self.replay()",
+        "        self.replay()\n        self.totals.live += 1",
+        "        self.totals.live += 1\n        self.replay()",
         "a request refused by the rate uses up a place of the tenant",
     ),
     Mutant(
@@ -301,8 +301,8 @@ MUTANTS = [
     ),
     Mutant(
         TENANTS,
-        "self._num_live >= limit",
-        "self._num_live > limit",
+        "limit is not None and num_live >= limit",
+        "limit is not None and num_live > limit",
         "a tenant has one request more than its limit",
     ),
     Mutant(
