@@ -20,6 +20,8 @@ from ..tools.bench.speed import Shape, bench_config
 from .flags import Json, MemoryFlags, ModelFolder, SchedulingFlags, settings_from
 from .interrupts import leaving_at_once
 
+SET_BY_SHAPES = ("max_model_len", "max_num_seqs", "enable_prefix_caching", "max_num_waiting")  # see `bench_config`
+
 
 def bench(
     model: ModelFolder = None,
@@ -40,6 +42,9 @@ def bench(
     scheduling: SchedulingFlags | None = None,
 ) -> None:
     """Measure and print. Raises ConfigError, ModelError or MissingDependency."""
+    for name in SET_BY_SHAPES:
+        if any(getattr(flags, name, None) is not None for flags in (memory, scheduling)):
+            raise ConfigError(f"{name} cannot be given to bench, which sets it for its shapes")
     config = settings_from(model, memory, scheduling).engine
     if kv_cache:
         _bench_speed(config, shapes, new_tokens, repeats, json, plot)

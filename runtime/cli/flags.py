@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Collection
 from dataclasses import asdict, make_dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from msgspec import inspect
 
 from ..common.config import LIMITS, MEMORY, SCHEDULING, SERVER, EngineConfig, ServerConfig
 from ..common.options import Option, flag_name, options_of
-from ..common.settings import Settings, resolve_settings
+from ..common.settings import Settings, resolve_settings, unknown_variables
 
 _OPTIONS = options_of(EngineConfig) | options_of(ServerConfig)
 _NAMES = tuple(_OPTIONS)
@@ -31,6 +32,8 @@ def settings_from(model: str | None, *flags: Any) -> Settings:
     given: dict[str, Any] = {"model": model}
     for group in flags:
         given |= asdict(group) if group is not None else {}
+    for warning in unknown_variables(os.environ):
+        print(f"quire: warning: {warning}", file=sys.stderr)
     return resolve_settings(given, os.environ, given.pop("config", None))
 
 

@@ -12,8 +12,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..common.config import EngineConfig
+from ..common.errors import ModelNotFound
 from ..common.types import SAMPLING, CompletionOutput, SamplingParams, Usage, join_chunks
 from ..engine import Engine, GenerateRequest
+from ..model import model_folder
 from .flags import MemoryFlags, ModelFolder, SchedulingFlags, settings_from, typed_flags
 from .interrupts import leaving_at_once
 
@@ -36,7 +38,13 @@ def generate(
 ) -> None:
     """Print the continuation of `prompt`, and its usage on standard error. Raises ModelError, ConfigError or others."""
     params = SamplingParams(**asdict(sampling)) if sampling is not None else SamplingParams()
-    usage = asyncio.run(_generate(settings_from(model, memory, scheduling).engine, prompt, params))
+    config = settings_from(model, memory, scheduling).engine
+    folder = model_folder(config.model)
+    if not (folder / "tokenizer.json").is_file():  # said before the model is loaded
+        raise ModelNotFound(
+            f"{folder} has no tokenizer.json, which a prompt of text needs; copy the model's file there"
+        )
+    usage = asyncio.run(_generate(config, prompt, params))
     seconds = (usage.prefill_ms + usage.decode_ms) / 1000
     print(
         f"\n\n[{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated in {seconds:.2f} s, "

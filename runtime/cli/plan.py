@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -9,7 +10,8 @@ from cyclopts import Parameter
 from ...pager import KVLayout
 from ..common.settings import Settings
 from ..model import describe_sizes, model_folder, read_spec
-from ..model.runner import Capacity, decide_capacity
+from ..model.runner import Capacity, decide_capacity, free_memory_bytes
+from ..model.spec import DecoderSpec
 from ..server import MemoryLimits
 from .flags import LimitFlags, MemoryFlags, ModelFolder, settings_from
 
@@ -23,15 +25,29 @@ def plan(
     memory: MemoryFlags | None = None,
     limits: LimitFlags | None = None,
 ) -> None:
-    """Print the memory map. Raises ModelError or ConfigError."""
-    print(describe_sizes() if sizes else plan_text(settings_from(model, memory, limits), arena))
+    """Print the memory map; compare it with this machine on standard error. Raises ModelError or ConfigError."""
+    if sizes:
+        print(describe_sizes())
+        return
+    settings = settings_from(model, memory, limits)
+    spec = read_spec(model_folder(settings.engine.model))
+    capacity = decide_capacity(settings.engine, spec)
+    print(plan_text(settings, spec, capacity, arena))
+    total_bytes = capacity.memory.total_bytes + MemoryLimits(settings.server).total_bytes
+    print(comparison(total_bytes, free_memory_bytes()), file=sys.stderr)
 
 
-def plan_text(settings: Settings, arena: bool) -> str:
+def comparison(total_bytes: int, available_bytes: int) -> str:
+    """Return a line that compares a plan with the memory that this machine has available, cgroup limit included."""
+    machine = f"{total_bytes:,} B in all, this machine has {available_bytes:,} B available"
+    if total_bytes <= available_bytes:
+        return f"It fits: {machine}."
+    return f"It does not fit: {machine}, {total_bytes - available_bytes:,} B less."
+
+
+def plan_text(settings: Settings, spec: DecoderSpec, capacity: Capacity, arena: bool) -> str:
     """Return the memory map of serving with `settings`, with that of the step arena if `arena` is set."""
     config = settings.engine
-    spec = read_spec(model_folder(config.model))
-    capacity = decide_capacity(config, spec)
     layout = capacity.layout
     lines = [
         f"{spec.family}: {spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} query / "

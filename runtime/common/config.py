@@ -16,6 +16,7 @@ from .options import option
 
 WeightDtype = Literal["bf16", "q8", "f32"]
 KVCacheDtype = Literal["bf16", "f32", "int8"]
+PageSize = Literal[16, 32, 64]
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -43,9 +44,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     weights: Annotated[WeightDtype, _memory("Data type of the weights; q8 quantises them while loading.")] = "bf16"
     kv_cache_dtype: Annotated[KVCacheDtype, _memory("Data type of the KV cache.")] = "bf16"
-    page_size: Annotated[
-        Count, _memory("Tokens per page of the KV cache: 16, 32 or 64.", unit="tokens", alias="block_size")
-    ] = 32
+    page_size: Annotated[PageSize, _memory("Tokens per page of the KV cache.", unit="tokens", alias="block_size")] = 32
     max_model_len: Annotated[
         Count | None,
         _memory("Longest prompt and output together.", unit="tokens", default="what the model and the KV cache allow"),
@@ -266,8 +265,8 @@ class EngineOptions(TypedDict, total=False):
 
     weights: WeightDtype | Literal["bfloat16", "float32"]
     kv_cache_dtype: KVCacheDtype | Literal["bfloat16", "float32"]
-    page_size: int
-    block_size: int
+    page_size: PageSize
+    block_size: PageSize
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int

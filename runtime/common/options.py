@@ -162,7 +162,8 @@ def _parse(value: object, kind: inspect.Type, unit: str) -> object:
             return parsed if isinstance(parsed, bool) else None
         case inspect.LiteralType():
             name = SPELLINGS.get(value, value) if isinstance(value, str) else value
-            return name if name in kind.values else None
+            named = [each for each in kind.values if each == name or str(each) == name]
+            return named[0] if named else None
         case _:
             return value if isinstance(value, str) else None
 

@@ -14,9 +14,10 @@ import msgspec
 
 from .config import EngineConfig, ServerConfig
 from .errors import ConfigError
-from .options import Option, options_of, suggestion
+from .options import Option, nearest_name, options_of, suggestion
 
 ENVIRONMENT_PREFIX = "QUIRE_"
+OTHER_VARIABLES = {"QUIRE_DEBUG"}  # that are read but are no options
 S = TypeVar("S", bound=msgspec.Struct)
 
 
@@ -48,6 +49,20 @@ def resolve_settings(
     given |= _one_source(((name, value, name) for name, value in flags.items() if value is not None), options)
     values = {name: options[name].convert(value, where) for name, (value, where) in given.items()}
     return Settings(engine=_build(EngineConfig, values), server=_build(ServerConfig, values))
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return a sentence for each QUIRE_* variable that is no option, with the nearest name."""
+    options = (options_of(EngineConfig) | options_of(ServerConfig)).values()
+    known = {name for option in options for name in (option.name, option.alias) if name}
+    sentences = []
+    for variable in sorted(environ.keys() - OTHER_VARIABLES):
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        if variable.startswith(ENVIRONMENT_PREFIX) and name not in known:
+            nearest = nearest_name(name, known)
+            advice = f" (did you mean {ENVIRONMENT_PREFIX}{nearest.upper()}?)" if nearest else ""
+            sentences.append(f"{variable} has no effect: it is not an option{advice}")
+    return sentences
 
 
 def convert_table(struct: type[S], table: Mapping[str, object], where: str) -> S:
@@ -90,9 +105,8 @@ def _one_source(
 def _find(name: str, options: Mapping[str, Option], where: str) -> Option:
     found = options.get(name) or next((option for option in options.values() if option.alias == name), None)
     if found is None:
-        raise ConfigError(
-            f"{where} is not an option{suggestion(name, options)}; the options are {', '.join(sorted(options))}"
-        )
+        known = ", ".join(f"'{each}'" for each in sorted(options))  # in quotes: keys of a file, not flags
+        raise ConfigError(f"{where} is not an option{suggestion(name, options)}; the options are {known}")
     return found
 
 

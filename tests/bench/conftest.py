@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from quire.kernels import PackedMatrix, Pool, Program, available_cpus, packed_nbytes
 from quire.kernels.ops import Region
-from quire.pager import KVArena
+from quire.pager import KVArena, map_memory
 from quire.runtime.model.decoder import emit_decoder
 from quire.runtime.model.packed_model import kv_layout
 from quire.runtime.model.program import ProgramBuilder
 from quire.runtime.model.rope import rotary_table
 from quire.runtime.model.spec import DecoderSpec, Rope
-from quire.runtime.model.weights.packing import build_weights, map_block
+from quire.runtime.model.weights.packing import build_weights
 
 LAYERS = 8  # enough that the weights do not fit into a cache, in any dtype
 QWEN3 = DecoderSpec(
@@ -46,7 +46,7 @@ class Zeros:
         self.dtype = dtype
 
     def matrix(self, out_features: int, in_features: int, parts: object) -> PackedMatrix:
-        memory = map_block(packed_nbytes(out_features, in_features, self.dtype))
+        memory = map_memory(packed_nbytes(out_features, in_features, self.dtype))
         return PackedMatrix(out_features, in_features, self.dtype, memory)
 
     def vector(self, size: int, parts: object) -> np.ndarray:

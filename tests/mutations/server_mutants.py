@@ -505,7 +505,7 @@ MUTANTS = [
         SEND,
         "        if stream is None or self._waiting[stream] < len(self._unsent):",
         "        if True:",
-        "a connection is ended where one stream without credit is to blame",
+        "a connection is ended although one stream without credit holds the output",
         FLOW,
     ),
     Mutant(

@@ -83,7 +83,7 @@ def pack_weights(
     another thread sets `stop`.
     """
     _, nbytes = plan_weights(spec, dtype)
-    block = map_block(nbytes)
+    block = _map_weights(spec, dtype, nbytes)
     with ThreadPoolExecutor(available_cpus().threads) as threads:
         packer = _Packer(checkpoint, dtype, block, threads, stop or threading.Event())
         weights = build_weights(spec, dtype, packer)
@@ -98,12 +98,13 @@ def plan_weights(spec: DecoderSpec, dtype: WeightDtype) -> tuple[DecoderWeights,
     return weights, planner.nbytes
 
 
-def map_block(nbytes: int) -> npt.NDArray[np.uint8]:
-    """Return zeroed memory, aligned to a huge page and freed with its last view. Raises ModelError."""
+def _map_weights(spec: DecoderSpec, dtype: WeightDtype, nbytes: int) -> npt.NDArray[np.uint8]:
     try:
         return map_memory(nbytes)
     except OutOfMemory as error:
-        raise ModelError(f"the weights do not fit: {error}; try weights q8") from error
+        _, smallest = plan_weights(spec, "q8")
+        advice = f"weights q8 need {smallest:,} bytes" if smallest < nbytes else "use a smaller model or more memory"
+        raise ModelError(f"the weights do not fit as {dtype}: {error}; {advice}") from error
 
 
 def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory) -> DecoderWeights:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -74,7 +75,8 @@ def test_info(quire: Quire, command: list[str]) -> None:
 
 def test_plan(quire: Quire) -> None:
     done = quire("plan", *QUICK, "--arena")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert done.stderr.startswith("It fits: ")
     assert "4,194,304 B  64 pages" in done.stdout
     assert "step arena, by offset" in done.stdout
 
@@ -229,6 +231,11 @@ def test_errors_of_a_process(quire: Quire, arguments: list[str], message: str) -
         (["bench", "--plot", "x.story"], "must end in one of"),
         (["bench", "--no-kv-cache", "--shapes", "1x8", "--new-tokens", "2", "--plot", "/no/x.png"], "/no/x.png"),
         (["demo", "--users", "0"], "--users must be at least 1"),
+        *(
+            (["bench", *flags], f"{flags[0]} cannot be given to bench, which sets it for its shapes")
+            for flags in (["--max-model-len", "512"], ["--max-num-seqs", "3"], ["--max-num-waiting", "3"])
+        ),
+        (["bench", "--enable-prefix-caching"], "--enable-prefix-caching cannot be given to bench"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -410,3 +417,17 @@ def _environment_of(entry: Path) -> bytes:
         return (entry / "environ").read_bytes()
     except OSError:
         return b""
+
+
+def test_generate_names_a_missing_tokenizer_before_it_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(BUNDLED_MODEL / "config.json", tmp_path)
+    assert run(["generate", "hi", "--model", str(tmp_path)]) == 2
+    assert f"{tmp_path} has no tokenizer.json, which a prompt of text needs" in capsys.readouterr().err
+
+
+def test_unknown_variables_are_warned_of_once(quire: Quire) -> None:
+    done = quire("info", QUIRE_MAX_SEQS="3")
+    assert done.returncode == 0
+    assert done.stderr == (
+        "quire: warning: QUIRE_MAX_SEQS has no effect: it is not an option (did you mean QUIRE_MAX_NUM_SEQS?)\n"
+    )

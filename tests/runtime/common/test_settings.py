@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from quire.runtime.cli.flags import with_flags
 from quire.runtime.common.config import EngineConfig, ServerConfig
 from quire.runtime.common.errors import ConfigError
-from quire.runtime.common.settings import resolve_settings
+from quire.runtime.common.options import options_of
+from quire.runtime.common.settings import resolve_settings, unknown_variables
 
 
 @pytest.fixture
@@ -129,6 +131,37 @@ BAD_VALUES = [
 def test_a_bad_value_names_its_option_and_what_is_allowed(flags: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_settings(flags, {})
+
+
+def test_unknown_names_of_a_file_list_keys_in_quotes(file: Path) -> None:
+    """Text in quotes stays as it is where the command line turns names into flags."""
+    file.write_text("max_num_seq = 3")
+    with pytest.raises(
+        ConfigError, match=r"\(did you mean 'max_num_seqs'\?\); the options are .*'max_num_seqs', "
+    ) as error:
+        resolve_settings({}, {}, file)
+    assert with_flags(str(error.value), list(options_of(EngineConfig))) == str(error.value)
+
+
+def test_unknown_variables_are_named_with_the_nearest_option() -> None:
+    environ = {
+        "QUIRE_MAX_SEQS": "3",
+        "QUIRE_THREADS": "2",
+        "QUIRE_BLOCK_SIZE": "16",
+        "HOME": "/",
+        "QUIRE_DEBUG": "1",
+        "QUIRE_XYZZY": "",
+    }
+    assert unknown_variables(environ) == [
+        "QUIRE_MAX_SEQS has no effect: it is not an option (did you mean QUIRE_MAX_NUM_SEQS?)",
+        "QUIRE_XYZZY has no effect: it is not an option",
+    ]
+
+
+@pytest.mark.parametrize("value", ["24", 24, "0"])
+def test_the_sizes_of_a_page_are_listed(value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^page_size must be 16, 32 or 64, not {value!r}$"):
+        resolve_settings({"page_size": value}, {})
 
 
 def test_a_bad_variable_is_named() -> None:

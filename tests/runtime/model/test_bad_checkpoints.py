@@ -32,7 +32,7 @@ def no_large_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(nbytes: int) -> None:
         pytest.fail("weights were allocated before the checkpoint was checked")
 
-    monkeypatch.setattr(packing, "map_block", refuse)
+    monkeypatch.setattr(packing, "map_memory", refuse)
 
 
 @pytest.fixture

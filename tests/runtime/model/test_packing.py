@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.kernels.pack import PackedMatrix
+from quire.pager import OutOfMemory, map_memory
 from quire.pager.arena import HUGE_PAGE_BYTES
 from quire.runtime.common.errors import ModelError
 from quire.runtime.model import PackedModel, pack_model
-from quire.runtime.model.weights import Checkpoint
-from quire.runtime.model.weights.packing import map_block, plan_weights
+from quire.runtime.model.weights import Checkpoint, packing
+from quire.runtime.model.weights.packing import plan_weights
 from safetensors.numpy import load_file, save_file
 
 
@@ -91,13 +92,22 @@ def test_a_matrix_that_cannot_be_filled_fails_the_load(goldens: Path, monkeypatc
 
 
 def test_the_block_is_zeroed_and_starts_on_a_huge_page() -> None:
-    block = map_block(3 * HUGE_PAGE_BYTES + 64)
+    block = map_memory(3 * HUGE_PAGE_BYTES + 64)
     assert block.ctypes.data % HUGE_PAGE_BYTES == 0
     assert block.shape == (3 * HUGE_PAGE_BYTES + 64,)
     assert not block[::4096].any()
     block[-1] = 1
 
 
-def test_a_machine_without_the_memory_reports_the_bytes_needed() -> None:
-    with pytest.raises(ModelError, match="the weights do not fit: cannot map 1,152,921,504,606,846,976 bytes"):
-        map_block(1 << 60)
+@pytest.mark.parametrize(
+    ("weights", "advice"), [("f32", r"weights q8 need [\d,]+ bytes"), ("q8", "use a smaller model or more memory")]
+)
+def test_weights_that_do_not_fit_name_a_setting_that_is_not_in_use(
+    weights: Any, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(nbytes: int) -> None:
+        raise OutOfMemory(f"cannot map {nbytes:,} bytes")
+
+    monkeypatch.setattr(packing, "map_memory", refuse)
+    with pytest.raises(ModelError, match=rf"^the weights do not fit as {weights}: cannot map [\d,]+ bytes; {advice}$"):
+        pack_model(None, weights)
