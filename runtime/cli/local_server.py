@@ -1,6 +1,6 @@
 """A `quire serve` process on free ports, for commands that start their own server.
 
-The process has ended when the context is left, also after an error or an interrupt.
+The process has ended when the context is left, also after an error, an interrupt or SIGTERM.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import re
+import signal
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ..common.errors import Unavailable
 
 START_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 10
+TERMINATED = 128 + signal.SIGTERM  # exit status
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,18 @@ class LocalServer:
 
 @contextlib.asynccontextmanager
 async def local_server() -> AsyncIterator[LocalServer]:
-    """Run a server on the bundled model, without QUIRE_* variables. Raises Unavailable if it does not start."""
+    """Run a server on the bundled model, without QUIRE_* variables. Raises Unavailable if it does not start.
+
+    SIGTERM cancels the calling task and then exits with `TERMINATED`.
+    """
+    loop, task, terminated = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+    assert task is not None, "called in a task"
+
+    def terminate() -> None:
+        terminated.set()
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, terminate)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", "--port", "0", "--http-port", "0"),
         stdout=asyncio.subprocess.PIPE,
@@ -43,8 +56,13 @@ async def local_server() -> AsyncIterator[LocalServer]:
         if found is None:
             raise Unavailable("the server did not start; run `quire serve` to see why")
         yield LocalServer(found[1], found[2], line)
+    except asyncio.CancelledError:
+        if terminated.is_set():
+            raise SystemExit(TERMINATED) from None
+        raise
     finally:
         await _stop(process)
+        loop.remove_signal_handler(signal.SIGTERM)
 
 
 async def _ready_line(process: asyncio.subprocess.Process) -> str:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -403,6 +404,19 @@ def test_demo_shows_its_users_and_ends_its_processes(quire: Quire) -> None:
     assert done.returncode == 0, done.stderr
     for shown in ("user 1", "user 2", "user 3", "TTFT ms", "cached", "120 tokens for 3 concurrent users"):
         assert shown in done.stdout
+    assert not processes_with(mark)
+
+
+def test_sigterm_to_a_demo_ends_its_processes() -> None:
+    mark = secrets.token_hex()
+    command = [sys.executable, "-m", "quire.runtime.cli.main", "demo", "--max-tokens", "2000"]
+    environment = os.environ | {"MARK": mark}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while len(processes_with(mark)) < 3 and process.poll() is None:  # the demo, its server, the server's engine
+        time.sleep(0.05)
+    process.terminate()
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, errors) == (128 + signal.SIGTERM, "")
     assert not processes_with(mark)
 
 
