@@ -2,9 +2,15 @@
 
 usage: kill_engine.py [--times 20] [--streams 32] [--tokens 300] [--seed 1] [-- FLAGS OF quire serve]
 
-Each round runs the streams and kills the engine once at a random moment: `--times` rounds with SIGKILL, then as many
-with SIGSTOP. At last one set of longer streams meets all kills. A pause is the longest time between two chunks of any
-stream. Exit status 1 if a stream differs from its undisturbed run in any bit, logprobs included.
+Each round runs the streams, some of them samples of one prompt and beam searches, and kills the engine once:
+
+* `--times` rounds with SIGKILL at a random moment, then as many with SIGSTOP;
+* `--times` rounds with SIGKILL while a pool that is too small spills pages to the disk;
+* one set of longer streams, which all kills meet;
+* `--times` servers whose engine is killed while it writes the prefix snapshot at their end.
+
+A pause is the longest time between two chunks of any stream. Exit status 1 if a stream differs from its undisturbed run
+in any bit, logprobs included, or if a killed snapshot is not reported or leaves a file.
 """
 
 from __future__ import annotations
@@ -13,13 +19,17 @@ import argparse
 import asyncio
 import os
 import signal
+import tempfile
 import time
+from pathlib import Path
 from random import Random
 from statistics import median
+from typing import Any
 
 import uvloop
 from campaign import CampaignReport
 from quire import AsyncClient, SamplingParams
+from quire.runtime.common.types import join_chunks
 from server_process import MIB, ServerProcess, start_server
 
 Streams = list[tuple[tuple[int, ...], SamplingParams]]
@@ -32,9 +42,7 @@ async def read(client: AsyncClient, prompt: tuple[int, ...], params: SamplingPar
         pauses.append(time.perf_counter() - last)
         last += pauses[-1]
         chunks.append(chunk)
-    tokens = tuple(token for chunk in chunks for token in chunk.token_ids)
-    logprobs = tuple(entry for chunk in chunks for entry in chunk.logprobs or ())
-    return tokens, "".join(chunk.text for chunk in chunks), logprobs, chunks[-1].finish_reason
+    return join_chunks(chunks)
 
 
 async def read_all(client: AsyncClient, streams: Streams, pauses: list[float]) -> list[object]:
@@ -42,20 +50,28 @@ async def read_all(client: AsyncClient, streams: Streams, pauses: list[float]) -
 
 
 def random_streams(random: Random, count: int, tokens: int) -> Streams:
-    return [
-        (
-            tuple(random.randrange(4, 4000) for _ in range(random.randrange(10, 120))),
-            SamplingParams(
-                max_tokens=tokens, temperature=random.choice((0.0, 0.8)), seed=index, ignore_eos=True, logprobs=1
-            ),
-        )
-        for index in range(count)
-    ]
+    """Return streams of which one in eight is a beam search, and one in eight has two samples."""
+    streams = []
+    for index in range(count):
+        params = SamplingParams(max_tokens=tokens // 4, beam_width=3, n=2, ignore_eos=True)
+        if index % 8 != 7:
+            temperature, n = random.choice((0.0, 0.8)), 2 if index % 8 == 5 else 1
+            params = SamplingParams(
+                max_tokens=tokens, temperature=temperature, seed=index, n=n, ignore_eos=True, logprobs=1
+            )
+        streams.append((tuple(random.randrange(4, 4000) for _ in range(random.randrange(10, 120))), params))
+    return streams
 
 
 async def rounds(
-    server: ServerProcess, options: argparse.Namespace, report: CampaignReport, number: signal.Signals
+    server: ServerProcess,
+    options: argparse.Namespace,
+    report: CampaignReport,
+    number: signal.Signals,
+    *,
+    while_spilling: bool = False,
 ) -> None:
+    name = f"{number.name} while spilling" if while_spilling else number.name
     random = Random(options.seed)
     streams = random_streams(random, options.streams, options.tokens)
     longest: list[float] = []
@@ -67,13 +83,14 @@ async def rounds(
         for _ in range(options.times):
             pauses: list[float] = []
             running = asyncio.create_task(read_all(client, streams, pauses))
-            await asyncio.sleep(random.uniform(0, 0.9) * undisturbed_s)
-            kill_engines(server, number)
-            compare(await running, expected, number.name, report)
+            await asyncio.sleep(random.uniform(0, 0.9 if not while_spilling else 0.5) * undisturbed_s)
+            if not while_spilling or await engine_writes(server, running):
+                report.cases[f"{name}: killed"] += kill_engines(server, number)
+            compare(await running, expected, name, report)
             longest.append(max(pauses))
             grown = (await server.settled()).server_rss - before
     print(
-        f"{number.name}: {options.times} times, {options.streams} streams each; pause median {median(longest):.2f} s, "
+        f"{name}: {options.times} times, {options.streams} streams each; pause median {median(longest):.2f} s, "
         f"longest {max(longest):.2f} s; server {before / MIB:.1f} MiB, {grown / MIB:+.1f} MiB after",
         flush=True,
     )
@@ -94,6 +111,46 @@ async def many_kills(server: ServerProcess, options: argparse.Namespace, report:
             await asyncio.sleep(1.0)  # the server notices
         compare(await running, expected, "many kills", report)
     print(f"{options.streams} streams killed {num_kills} times: longest pause {max(pauses):.2f} s", flush=True)
+
+
+async def killed_snapshots(options: argparse.Namespace, report: CampaignReport) -> None:
+    """Kill the engine while it writes its snapshot: that is in the exit status, and the file keeps its old content."""
+    streams = [((1 + index,) * 1000, SamplingParams(max_tokens=1)) for index in range(40)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "prefixes"
+        for index in range(options.times + 1):
+            before = path.read_bytes() if path.exists() else None
+            with start_server("--kv-cache-memory", "96M", "--prefix-snapshot", str(path)) as server:
+                async with AsyncClient(server.address) as client:
+                    await read_all(client, streams, [])
+                ending = asyncio.create_task(server.terminate())
+                killed = index > 0 and await engine_writes(server, ending) and kill_engines(server, signal.SIGKILL)
+                status, log = await ending, server.log()
+            report.cases[f"snapshots {'killed' if killed else 'written'}"] += 1
+            if status != int(bool(killed)) or (killed and "did not stop well" not in log):
+                report.breach(f"snapshot {index}: exit status {status} after {killed} kills")
+            if os.listdir(folder) != ["prefixes"] or (killed and path.read_bytes() != before):
+                report.breach(f"snapshot {index}: {os.listdir(folder)} remain")
+
+
+async def engine_writes(server: ServerProcess, running: asyncio.Future[Any]) -> bool:
+    """Wait until an engine writes much more than messages: pages. Return False if `running` ends before."""
+    written = sum(map(_written, server.engines()))
+    while not running.done():
+        await asyncio.sleep(0.001)
+        now = sum(map(_written, server.engines()))
+        if now - written > MIB // 4:
+            return True
+        written = now
+    return False
+
+
+def _written(pid: int) -> int:
+    """Return the bytes that a process has written; 0 if it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/io").read_text().split("wchar: ")[1].split()[0])
+    except OSError:
+        return 0
 
 
 async def engine_computes(server: ServerProcess) -> None:
@@ -127,6 +184,10 @@ async def main(server: ServerProcess, options: argparse.Namespace, report: Campa
         await rounds(server, options, report, number)
     await many_kills(server, options, report)
     print(await server.settled())
+    with start_server("--kv-cache-memory", "4M", "--kv-spill-size", "256M") as small:
+        await rounds(small, options, report, signal.SIGKILL, while_spilling=True)
+        report.check_log(small)
+    await killed_snapshots(options, report)
 
 
 if __name__ == "__main__":
