@@ -27,7 +27,6 @@ from .watchdog import Watchdog
 
 READ_BYTES = 64 << 10
 LINGER_S = 1.0
-FRAMES_PER_TURN = 64  # of one connection, before other tasks run
 
 TLS_HANDSHAKE = b"\x16\x03"
 HTTP_METHODS = (b"GET ", b"HEAD ", b"POST ", b"PUT ", b"DELETE ", b"OPTIONS ", b"PATCH ", b"CONNECT ", b"PRI * HTTP")
@@ -124,6 +123,7 @@ class Connection:
         try:
             if refusal is not None:
                 raise refusal
+            granted = 0  # frames that may be handled before it is the turn of the tenant's other connections
             while data := await self._reader.read(READ_BYTES):
                 num_frames = 0
                 if self._handler is None and not self._decoder.is_inside_frame:
@@ -133,10 +133,11 @@ class Connection:
                         self._welcome(check_hello(frame))
                         hello_timer.cancel()
                     else:
+                        if not granted:
+                            granted = await self._handler.turns.take()
+                        granted -= 1
                         self._handler.handle(frame)
                     num_frames += 1
-                    if num_frames % FRAMES_PER_TURN == 0:
-                        await asyncio.sleep(0)  # reading what is buffered does not wait
                 if self._watchdog is not None:
                     self._watchdog.received(num_frames, self._decoder.is_inside_frame)
         except OSError:

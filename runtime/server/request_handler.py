@@ -86,6 +86,7 @@ class RequestHandler:
         self._context = context
         self._send_buffer = send_buffer
         self._tenant = tenant
+        self.turns = tenant.turns
         self._session = tenant.name, session
         self._features = features
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the ids of live requests

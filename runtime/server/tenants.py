@@ -6,7 +6,9 @@ exact: after it, one request of this tenant is accepted. Must not import keys, s
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Annotated
 
@@ -15,6 +17,7 @@ import msgspec
 from ..common.errors import Overloaded
 from ..common.types import Usage
 
+FRAMES_PER_GRANT, GRANTS_PER_TURN = 16, 4
 NS_PER_MINUTE = 60 * 10**9
 NS_PER_MS = 10**6
 
@@ -41,6 +44,41 @@ class TenantTotals(msgspec.Struct):
     recomputed_tokens: int = 0
 
 
+class FrameTurns:
+    """Lets the connections of one tenant handle frames in turn, at most `GRANTS_PER_TURN` grants per event loop turn.
+
+    However many connections a tenant floods with frames, another tenant's frame waits for one turn only.
+    """
+
+    def __init__(self) -> None:
+        self._left = GRANTS_PER_TURN
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._refill_is_due = False
+
+    async def take(self) -> int:
+        """Wait for this connection's turn, and return the number of frames that it may handle."""
+        if not self._refill_is_due:
+            self._refill_is_due = True
+            asyncio.get_running_loop().call_soon(self._refill)
+        if self._left and not self._waiting:
+            self._left -= 1
+        else:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            await turn
+        return FRAMES_PER_GRANT
+
+    def _refill(self) -> None:
+        self._left = GRANTS_PER_TURN
+        while self._left and self._waiting:
+            if not (turn := self._waiting.popleft()).done():  # done: its connection has ended
+                turn.set_result(None)
+                self._left -= 1
+        self._refill_is_due = self._left < GRANTS_PER_TURN
+        if self._refill_is_due:
+            asyncio.get_running_loop().call_soon(self._refill)
+
+
 class Tenant:
     """One tenant of a server, shared by the tenant's connections.
 
@@ -54,6 +92,7 @@ class Tenant:
         self.name = name
         self.revoked = False  # its keys were removed; its open connections are refused every request
         self.totals = TenantTotals()
+        self.turns = FrameTurns()
         self._limits = limits or TenantLimits()
         self._clock_ns = clock_ns
         self._full_at_ns = 0  # when the token bucket is full again: its whole state, which needs no refilling
