@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -301,6 +303,18 @@ async def test_every_deadline_has_a_timer(make_harness: MakeHarness) -> None:
             await asyncio.sleep(0)
         assert list(engine.harness.ended) == [4, 3, 2]
         assert set(engine.harness.ended.values()) == {DEADLINE_PASSED}
+
+
+async def test_a_closed_loop_is_not_kept_in_memory_until_the_last_deadline(make_harness: MakeHarness) -> None:
+    harness = make_harness()
+    async with running(harness) as engine:
+        engine.add(1, [1], deadline=harness.now + 3600.0)
+        await engine.loop.drain()
+    closed = weakref.ref(engine.loop)
+    del engine
+    await asyncio.sleep(0)
+    gc.collect()
+    assert closed() is None
 
 
 async def test_a_deadline_ends_a_request_in_flight_with_its_step(make_harness: MakeHarness) -> None:
