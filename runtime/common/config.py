@@ -212,6 +212,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             unit="bytes",
         ),
     ] = 128 << 20
+    max_pending_bytes: Annotated[
+        Count,
+        _limit(
+            "Incomplete frames, and texts to tokenize for clients, of all connections. Each tenant has an equal share; "
+            "beyond it, its largest connection is closed.",
+            unit="bytes",
+        ),
+    ] = 64 << 20
     write_timeout_ms: Annotated[
         Count, _limit("Time without progress in sending after which a connection is closed as too slow.", unit="ms")
     ] = 30_000

@@ -99,6 +99,11 @@ class Decoder:
         """Whether the bytes fed so far end inside a frame."""
         return bool(self._buffer)
 
+    @property
+    def num_buffered_bytes(self) -> int:
+        """The received bytes of a frame that is not complete."""
+        return len(self._buffer)
+
     def feed(self, data: bytes) -> Iterator[Frame | Malformed]:
         """Add `data` and iterate the complete frames. Raises ProtocolError at a breach, after the frames before it."""
         self._buffer += data

@@ -23,6 +23,7 @@ from .convert import check_hello
 from .request_handler import AppContext, RequestHandler
 from .request_log import quire_error
 from .send_buffer import SendBuffer
+from .tenant_bytes import PendingInput
 from .watchdog import Watchdog
 
 READ_BYTES = 64 << 10
@@ -51,6 +52,7 @@ class Connection:
             max_bytes=self._config.max_outgoing_bytes,
             write_timeout_s=self._config.write_timeout_ms / 1000,
         )
+        self._pending_input = PendingInput(context.pending_input(None), self._refuse)
         self._handler: RequestHandler | None = None  # from WELCOME on
         self._watchdog: Watchdog | None = None  # likewise
         self._reading: asyncio.Task[None] | None = None
@@ -86,6 +88,7 @@ class Connection:
                 for task in tasks:
                     task.cancel()
                 self._send_buffer.leave()
+                self._pending_input.leave()
                 self._writer.transport.abort()
 
     def go_away(self) -> None:
@@ -110,6 +113,7 @@ class Connection:
     def _end(self, error: QuireError) -> None:
         self._send_buffer.send(error_frame(None, error))
         self._send_buffer.close()
+        self._decoder = Decoder(CLIENT_FRAMES)  # releases an incomplete frame
         if self._reading is not None:
             self._reading.cancel()
 
@@ -138,6 +142,7 @@ class Connection:
                         granted -= 1
                         self._handler.handle(frame)
                     num_frames += 1
+                self._pending_input.set_frame_bytes(self._decoder.num_buffered_bytes)
                 if self._watchdog is not None:
                     self._watchdog.received(num_frames, self._decoder.is_inside_frame)
         except OSError:
@@ -170,6 +175,7 @@ class Connection:
         self._accepted.settle()
         bind_contextvars(tenant=tenant.name)
         self._send_buffer.join(self._context.unsent_output(tenant))
+        self._pending_input.move_to(self._context.pending_input(tenant))
         session = self._context.replays.resume_index.session_name(tenant.name, hello.session)
         features = tuple(feature for feature in FEATURES if feature in hello.features)
         heartbeat = "heartbeat" in features
@@ -185,7 +191,9 @@ class Connection:
             )
         )
         self._send_buffer.max_frame_bytes = self._decoder.max_frame_bytes
-        handler = self._handler = RequestHandler(self._context, self._send_buffer, tenant, session, features)
+        handler = self._handler = RequestHandler(
+            self._context, self._send_buffer, self._pending_input, tenant, session, features
+        )
         self._watchdog = Watchdog(
             self._config,
             heartbeat=heartbeat,

@@ -9,18 +9,20 @@ TLS_BYTES = 128 << 10  # of a connection with TLS, besides
 
 
 class MemoryLimits:
-    """Bytes by purpose, whatever clients do. The interpreter and the tokenizer come on top."""
+    """Bytes by purpose, whatever clients do. The interpreter, the tokenizer and queued prompts come on top."""
 
     def __init__(self, config: ServerConfig) -> None:
         connection_bytes = CONNECTION_BYTES + (0 if config.tls_cert is None else TLS_BYTES)
         self.bytes_by_purpose = {
             "kept_output": config.max_kept_bytes,
             "unsent_output": config.max_unsent_bytes,
+            "pending_input": config.max_pending_bytes,
             "connections": config.max_connections * connection_bytes,
         }
         self._notes = {
             "kept_output": "to resume requests and answer idempotency keys",
             "unsent_output": "frames, and tokens that wait for credit",
+            "pending_input": "incomplete frames, and texts to tokenize",
             "connections": f"{config.max_connections:,} of {connection_bytes:,} B",
         }
 

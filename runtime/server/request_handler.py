@@ -7,6 +7,7 @@ it. Must not import sockets or the connection.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +44,8 @@ from .output_stream import Delivery, OutputStream
 from .replay_buffer import Subscriber
 from .request_log import quire_error
 from .resume import ReplayStore
-from .send_buffer import SendBuffer, UnsentOutput
+from .send_buffer import SendBuffer
+from .tenant_bytes import PendingInput, TenantBytes
 from .tenants import Tenant, TenantTotals
 
 _log = structlog.get_logger("quire.server")
@@ -62,14 +64,22 @@ class AppContext:
     requests: LiveRequests
     replays: ReplayStore
     http_address: str  # of the operator port
-    unsent: dict[str, UnsentOutput] = field(default_factory=dict)  # by tenants that had a connection
+    unsent: dict[str, TenantBytes] = field(default_factory=dict)  # by the names of tenants that had a connection
+    pending: dict[str | None, TenantBytes] = field(default_factory=dict)  # likewise; None: clients before WELCOME
     connection_log: BoundedLog = field(default_factory=lambda: BoundedLog(_log))
     leaves_at: float | None = None  # the loop's time at which live requests end; None: the server is not draining
 
-    def unsent_output(self, tenant: Tenant) -> UnsentOutput:
+    def unsent_output(self, tenant: Tenant) -> TenantBytes:
         """Return the tenant's unsent output, which is limited to an equal share of `max_unsent_bytes`."""
         limit, keyring = self.config.max_unsent_bytes, self.keyring
-        return self.unsent.setdefault(tenant.name, UnsentOutput(lambda: limit // keyring.num_tenants))
+        output = TenantBytes("output", "max_unsent_bytes", lambda: limit // keyring.num_tenants)
+        return self.unsent.setdefault(tenant.name, output)
+
+    def pending_input(self, tenant: Tenant | None) -> TenantBytes:
+        """Return the pending input of a tenant, or that of all clients before WELCOME, which count as one tenant."""
+        limit, keyring = self.config.max_pending_bytes, self.keyring
+        pending = TenantBytes("pending input", "max_pending_bytes", lambda: limit // (keyring.num_tenants + 1))
+        return self.pending.setdefault(None if tenant is None else tenant.name, pending)
 
 
 class RequestHandler:
@@ -79,12 +89,14 @@ class RequestHandler:
         self,
         context: AppContext,
         send_buffer: SendBuffer,
+        pending_input: PendingInput,
         tenant: Tenant,
         session: str,
         features: Collection[str],
     ) -> None:
         self._context = context
         self._send_buffer = send_buffer
+        self._pending_input = pending_input
         self._tenant = tenant
         self.turns = tenant.turns
         self._session = tenant.name, session
@@ -229,7 +241,10 @@ class RequestHandler:
                 raise InvalidRequest(f"the text has {len(token_ids)} tokens; a frame holds at most {MAX_ARRAY_LENGTH}")
             return Tokenized(frame.request_id, token_ids)
 
-        self._start(frame.request_id, tokenized)
+        num_bytes = sys.getsizeof(frame.text)
+        task = self._start(frame.request_id, tokenized)
+        task.add_done_callback(lambda _: self._pending_input.add(-num_bytes))
+        self._pending_input.add(num_bytes)
 
     def _stats(self) -> EngineStats | TenantTotals:
         """Return the engine's statistics to an operator and to the only tenant; to others their own totals."""
@@ -274,11 +289,12 @@ class RequestHandler:
 
     def _start(
         self, request_id: int, answer: Callable[[], Coroutine[Any, Any, Frame]], stream: OutputStream | None = None
-    ) -> None:
+    ) -> asyncio.Task[None]:
         task = self._tasks[request_id] = asyncio.create_task(self._run(request_id, answer))
         if stream is not None:
             self._streams[request_id] = stream
             task.add_done_callback(lambda _: stream.end())
+        return task
 
     async def _run(self, request_id: int, answer: Callable[[], Coroutine[Any, Any, Frame]]) -> None:
         """Send what `answer` returns. The id is free again before the client can know that its request ended."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import Protocol
 
 from ..common.errors import DeadlineExceeded, QuireError
 from ..protocol.codec import encode
 from ..protocol.frames import MAX_FRAME_BYTES, Frame
+from .tenant_bytes import TenantBytes
 
 WRITE_BYTES = 64 << 10  # of one write; each such piece must be taken within `write_timeout_s`
 # A stream that can wait sends only while fewer bytes than this, and than half of `max_bytes`, are unsent.
@@ -26,30 +26,6 @@ class WaitingStream(Protocol):
 
     def shed(self, error: QuireError) -> None:
         """Drop the waiting output, and end in `error`."""
-
-
-class UnsentOutput:
-    """The unsent output of one tenant's connections, in bytes. Beyond its share, the largest connection is shed."""
-
-    def __init__(self, share: Callable[[], int]) -> None:
-        self.num_bytes = 0
-        self._share = share  # bytes
-        self._send_buffers: set[SendBuffer] = set()
-
-    def join(self, send_buffer: SendBuffer) -> None:
-        self._send_buffers.add(send_buffer)
-
-    def leave(self, send_buffer: SendBuffer) -> None:
-        self._send_buffers.discard(send_buffer)
-        self.num_bytes -= send_buffer.num_bytes
-
-    def add(self, num_bytes: int) -> None:
-        """Count bytes of a joined send buffer; a negative number of them was sent or dropped."""
-        self.num_bytes += num_bytes
-        if num_bytes > 0 and self.num_bytes > (share := self._share()):
-            while self.num_bytes > share:
-                largest = max(self._send_buffers, key=lambda send_buffer: send_buffer.num_bytes)
-                largest.shed(f"all output of this tenant may be {share} bytes (a share of `max_unsent_bytes`)")
 
 
 class SendBuffer:
@@ -70,7 +46,7 @@ class SendBuffer:
         self._unsent = bytearray()
         self._writing_bytes = 0  # that the system has not taken yet, of the write that is under way
         self._waiting: dict[WaitingStream, int] = {}  # bytes of each stream's output that waits for credit
-        self._tenant_output: UnsentOutput | None = None  # from WELCOME to the end
+        self._tenant_output: TenantBytes | None = None  # from WELCOME to the end
         self._changed = asyncio.Event()
         self._shrank = asyncio.Event()
         self._closed = False
@@ -105,11 +81,10 @@ class SendBuffer:
                 del self._waiting[stream]
             self._count(num_bytes)
 
-    def join(self, tenant_output: UnsentOutput) -> None:
+    def join(self, tenant_output: TenantBytes) -> None:
         """Count for a tenant from now on, until `leave`."""
         self._tenant_output = tenant_output
         tenant_output.join(self)
-        tenant_output.add(self.num_bytes)
 
     def leave(self) -> None:
         """Stop counting: the connection has ended."""

@@ -378,6 +378,48 @@ async def test_stats_show_a_tenant_its_own_totals_and_an_operator_all(serve: Ser
     assert is_operator or answer.stats == {**own, "cached_tokens": 0, "recomputed_tokens": 0}
 
 
+# Pending input
+
+
+async def test_a_tenant_with_too_much_pending_input_loses_its_largest_connection(serve: Serve) -> None:
+    """However many connections send frames without an end, the server holds no more than its limit."""
+    server = serve(tenants=["a", "b"], max_pending_bytes=300_000)
+    bystander, small = await server.connect(token="b"), await server.connect(token="a")
+    bystander.reader.feed_data(encode(generate(1, "x" * 60_000))[:50_000])
+    small.reader.feed_data(encode(generate(1, "x" * 60_000))[:10_000])
+    refused = 0
+    for _ in range(5):
+        peer = await server.connect(token="a")
+        peer.reader.feed_data(encode(generate(1, "x" * 60_000))[:50_000])
+        await settle()
+        assert sum(pending.num_bytes for pending in server.context.pending.values()) <= 150_000
+    for peer in server.peers:
+        for frame in await peer.received():
+            assert isinstance(frame, Error)
+            assert (frame.request_id, frame.code, frame.retryable) == (None, "RESOURCE_EXHAUSTED", True)
+            assert (
+                "all pending input of this tenant may be 100000 bytes (a share of `max_pending_bytes`)" in frame.message
+            )
+            refused += 1
+    assert refused == 4
+    for peer, num_sent in ((bystander, 50_000), (small, 10_000)):
+        peer.reader.feed_data(encode(generate(1, "x" * 60_000))[num_sent:])
+        assert names(await peer.received()) == ["Accepted"]
+    assert sum(pending.num_bytes for pending in server.context.pending.values()) == 50_000
+
+
+async def test_texts_to_tokenize_count_as_pending_input(serve: Serve) -> None:
+    server = serve(max_pending_bytes=200_000)
+    server.engine.prepared.clear()
+    peer, other = [await server.connect() for _ in range(2)]
+    await other.ask(Tokenize(1, "x"))
+    assert await peer.ask(Tokenize(1, "x" * 60_000)) == []
+    assert error(await peer.ask(Tokenize(2, "x" * 60_000))).request_id is None
+    server.engine.prepared.set()
+    assert names(await other.received()) == ["Tokenized"]
+    assert sum(pending.num_bytes for pending in server.context.pending.values()) == 0
+
+
 # Slow readers
 
 
