@@ -22,15 +22,15 @@ cdef enum:
     BINS = 1024                     # by the upper bits of a weight in [0, 1]: eight per octave
 
 
-cdef struct Row:
+cdef struct Row:                    # the only list of the sampler's arguments
     uint64_t seed
     int64_t position                # of the token to draw
-    float temperature
+    float temperature               # from here to `logprobs`: fields of SamplingParams, by name
     float top_p
     float min_p
-    float repetition
-    float presence
-    float frequency
+    float repetition_penalty
+    float presence_penalty
+    float frequency_penalty
     int32_t top_k
     int32_t logprobs                # -1: none; else the number of top alternatives
     int32_t first_adjustment
@@ -44,10 +44,11 @@ cdef struct Adjustment:             # a change of one token id's logit
     float bias
 
 
-ROW = np.dtype([("seed", "u8"), ("position", "i8"), ("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"),
-                ("repetition", "f4"), ("presence", "f4"), ("frequency", "f4"), ("top_k", "i4"), ("logprobs", "i4"),
-                ("first_adjustment", "i4"), ("num_adjustments", "i4")], align=True)
-ADJUSTMENT = np.dtype([("token_id", "i4"), ("count", "i4"), ("seen", "i4"), ("bias", "f4")], align=True)
+# The dtypes have the fields of the structs.
+cdef Row _a_row
+cdef Adjustment _an_adjustment
+ROW = np.asarray(<Row[:1]>&_a_row).dtype
+ADJUSTMENT = np.asarray(<Adjustment[:1]>&_an_adjustment).dtype
 
 
 cdef struct Draw:                   # the arguments of one call, shared by the workers
@@ -197,9 +198,9 @@ cdef void _adjust(Draw *draw, const Row *row, float *x) noexcept nogil:
         draw.originals[i] = x[a.token_id]
         logit = x[a.token_id] + a.bias
         if a.seen:
-            logit = logit / row.repetition if logit > 0 else logit * row.repetition
+            logit = logit / row.repetition_penalty if logit > 0 else logit * row.repetition_penalty
         if a.count > 0:
-            logit -= row.presence + row.frequency * <float>a.count
+            logit -= row.presence_penalty + row.frequency_penalty * <float>a.count
         x[a.token_id] = logit
 
 

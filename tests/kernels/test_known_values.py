@@ -198,7 +198,7 @@ def test_packing_rounds_to_nearest_even():
 def draw(logits, isa, **settings):
     """Sample one row; `settings` are fields of ROW."""
     row = np.zeros(1, ROW)
-    row["temperature"], row["top_p"], row["repetition"], row["logprobs"] = 1, 1, 1, -1
+    row["temperature"], row["top_p"], row["repetition_penalty"], row["logprobs"] = 1, 1, 1, -1
     for field, value in settings.items():
         row[field] = value
     stride = -(-len(logits) // 32) * 32

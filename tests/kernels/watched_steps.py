@@ -73,11 +73,23 @@ def draws(isa: str, logits: np.ndarray) -> Iterator[tuple[str, Callable[[], obje
         "top-p": {"temperature": 1, "top_p": 0.9},
         "min-p": {"temperature": 1, "min_p": 0.01},
         "logprobs": {"logprobs": 32},
-        "penalties": {"repetition": 1.2, "presence": 0.5, "frequency": 0.5, "num_adjustments": 3},
-        "all": {"temperature": 2, "top_k": 5000, "top_p": 0.9, "logprobs": 32, "repetition": 2, "num_adjustments": 3},
+        "penalties": {
+            "repetition_penalty": 1.2,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.5,
+            "num_adjustments": 3,
+        },
+        "all": {
+            "temperature": 2,
+            "top_k": 5000,
+            "top_p": 0.9,
+            "logprobs": 32,
+            "repetition_penalty": 2,
+            "num_adjustments": 3,
+        },
     }.items():
         rows = copied(np.zeros(ROWS, ROW))
-        rows["top_p"], rows["repetition"], rows["logprobs"] = 1, 1, -1
+        rows["top_p"], rows["repetition_penalty"], rows["logprobs"] = 1, 1, -1
         for field, value in settings.items():
             rows[field] = value
         yield name, lambda rows=rows: sampler.sample(logits, maxima, rows, adjustments)

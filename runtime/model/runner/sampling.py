@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ from ....kernels.sample import ADJUSTMENT, ROW
 from ....scheduler.plan import ScheduledSequence
 from ...common.types import SamplingParams
 
-Row = tuple[int, int, float, float, float, float, float, float, int, int, int, int]
+Row = tuple[float, ...]  # in the order of ROW
+PARAMETERS = tuple(ROW.fields or ())[2:-3]  # after seed and position, before logprobs and the range of the adjustments
+_parameters = attrgetter(*PARAMETERS)
 Adjustment = tuple[int, int, int, float]
 
 
@@ -46,21 +49,8 @@ def _row(sequence: ScheduledSequence, position: int, adjustments: list[Adjustmen
     spec, first = sequence.sampling, len(adjustments)
     assert isinstance(spec, SamplingSpec)
     adjustments.extend(_adjustments(spec, sequence.context, position, sequence.num_prompt_tokens))
-    p = spec.params
-    return (
-        spec.seed,
-        position,
-        p.temperature,
-        p.top_p,
-        p.min_p,
-        p.repetition_penalty,
-        p.presence_penalty,
-        p.frequency_penalty,
-        p.top_k,
-        -1 if p.logprobs is None else p.logprobs,
-        first,
-        len(adjustments) - first,
-    )
+    logprobs = -1 if spec.params.logprobs is None else spec.params.logprobs
+    return (spec.seed, position, *_parameters(spec.params), logprobs, first, len(adjustments) - first)
 
 
 def _adjustments(

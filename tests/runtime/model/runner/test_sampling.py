@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from quire.kernels.sample import ROW
 from quire.runtime.common.types import SamplingParams
-from quire.runtime.model.runner.sampling import SamplingSpec, sampling_rows
+from quire.runtime.model.runner.sampling import PARAMETERS, SamplingSpec, sampling_rows
 from quire.scheduler import ScheduledSequence
 
 
@@ -96,3 +97,11 @@ def test_logprobs_asked_for() -> None:
         [sequence([1], [], logprobs=None), sequence([1], [], logprobs=0), sequence([1], [], logprobs=5)]
     )
     assert rows["logprobs"].tolist() == [-1, 0, 5]
+
+
+def test_the_row_of_the_kernels_is_the_only_list_of_parameters() -> None:
+    assert ROW.names == ("seed", "position", *PARAMETERS, "logprobs", "first_adjustment", "num_adjustments")
+    assert set(PARAMETERS) <= set(SamplingParams.__struct_fields__)
+    values = {name: 0.25 + index for index, name in enumerate(PARAMETERS)} | {"top_k": 7}
+    rows, _ = sampling_rows([sequence([1, 2], [3], **values)])
+    assert {name: rows[name][0] for name in PARAMETERS} == values
