@@ -302,6 +302,20 @@ async def test_a_slow_reader_loses_its_connection_only(
     assert await healthy.receive() == ["PONG", 1]
 
 
+async def test_closing_does_not_wait_for_a_client_that_never_reads(
+    serve: Serve, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.runtime.server.server.CLOSE_TIMEOUT_S", 3600.0)
+    system = await serve(max_outgoing_bytes=1 << 30)
+    system.engine.text_bytes = 1_000_000
+    stuck = await stuck_reader(system)
+    stuck.send("GENERATE", 1, "flood", {"max_tokens": 64})
+    await eventually(lambda: bool(system.engine.requests) and not system.server.live_requests())
+    async with asyncio.timeout(60):
+        await system.server.close()
+    assert system.server.num_connections == 0
+
+
 # Authentication and addresses
 
 
