@@ -2,7 +2,11 @@
 
 from mutant import Mutant
 
-TESTS = "tests/runtime/engine"
+TESTS = (
+    "tests/runtime/engine/test_admission.py tests/runtime/engine/test_output.py tests/runtime/engine/test_reports.py "
+    "tests/runtime/engine/test_validator.py tests/runtime/engine/test_error_mapping.py "
+    "tests/runtime/engine/test_text_processor.py tests/runtime/engine/test_engine.py"
+)
 CORE, ENGINE, OUTPUT, INPUT = (f"runtime/engine/{name}.py" for name in ("core", "engine", "output", "input"))
 VALIDATOR, SNAPSHOT, ERRORS, BUILD, PROCESSOR = (
     f"runtime/engine/{name}.py" for name in ("validator", "snapshot", "error_mapping", "build", "text_processor")

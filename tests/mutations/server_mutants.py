@@ -488,14 +488,14 @@ MUTANTS = [
         "tests/runtime/common/test_logs.py",
     ),
     Mutant(
-        SEND,
+        "",
         "        self.num_bytes -= send_buffer.num_bytes\n",
         "",
         "the unsent output of connections that ended uses up their tenant's share for ever",
         FLOW,
     ),
     Mutant(
-        SEND,
+        "",
         "                largest = max(self._send_buffers, key",
         "                largest = min(self._send_buffers, key",
         "the connection with the least unsent output of its tenant is ended first",
