@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from cyclopts import Parameter
 
 from ..common.errors import ConfigError, Unavailable
 from ..tools.checks import parse_goodput
-from ..tools.loadtest.console import print_result, shown_progress
+from ..tools.loadtest.console import lateness, print_result, print_sweep, shown_progress
 from ..tools.loadtest.load import PreparedLoad, make_load
 from ..tools.loadtest.options import (
     FIXED_OUTPUT,
@@ -122,6 +123,10 @@ def loadtest(
     )
     parsed = _ParsedOptions.of(test)
     runs = uvloop.run(_loadtest(test, parsed))
+    for run in runs:  # last, and not among the results: it says how far they can be trusted
+        if (warning := lateness(run.summary, parsed.percentiles)) is not None:
+            sys.stdout.flush()
+            print(f"quire: warning: {f'at {run.label}, ' if parsed.points else ''}{warning}", file=sys.stderr)
     if test.output.report is not None:
         write_report(test.output.report, runs)
     if not any(run.summary["completed"] for run in runs):
@@ -164,9 +169,15 @@ async def _loadtest(test: LoadTest, parsed: _ParsedOptions) -> list[LoadTestRun]
                 return [await _run(test, parsed, target, test.output.label or test.target.backend)]
 
             async def run_point(point: LoadPoint) -> LoadTestRun:
-                return await _run(_at_load(test, point), parsed, target, point.label)
+                _say(test, f"sweep, {parsed.points.index(point) + 1} of {len(parsed.points)}: {point.label}")
+                run = await _run(_at_load(test, point), parsed, target, point.label)
+                figures = "{completed:,} ok, {failed:,} failed, {output_throughput:,.1f} tokens/s"
+                _say(test, f"  {figures.format_map(run.summary)} in {run.summary['duration']:.1f} s")
+                return run
 
-            return await run_sweep(parsed.points, run_point, _folder(test))
+            runs = await run_sweep(parsed.points, run_point, _folder(test))
+            print_sweep(runs, parsed.metrics, parsed.percentiles)
+            return runs
 
 
 @contextlib.asynccontextmanager
@@ -203,7 +214,7 @@ def _folder(test: LoadTest) -> SweepFolder | None:
 
 
 async def _run(test: LoadTest, parsed: _ParsedOptions, target: OpenTarget, label: str) -> LoadTestRun:
-    """Run one load: warm up, send the requests, print and save the result."""
+    """Run one load: warm up, send the requests, save the result, and print it unless it is part of a sweep."""
     load = await asyncio.to_thread(make_load, test.load, target.vocabulary)  # slow: it reads files
     await _warm_up(target, load)
     progress = LoadProgress()
@@ -211,9 +222,16 @@ async def _run(test: LoadTest, parsed: _ParsedOptions, target: OpenTarget, label
         with shown_progress(progress, quiet=test.output.disable_tqdm):
             sent = await _send(test, target, load, progress)
     summary = summarize(sent.records, _run_options(test, parsed, target, sent, metrics.server))
-    print_result(summary, parsed.metrics, parsed.percentiles)
+    if not parsed.points:
+        print_result(summary, parsed.metrics, parsed.percentiles)
     _save(test, summary)
     return LoadTestRun(label=label, started_s=sent.started_s, summary=summary, records=sent.records, metrics=metrics)
+
+
+def _say(test: LoadTest, line: str) -> None:
+    """Print a line of progress, also when the output is no terminal."""
+    if not test.output.disable_tqdm:
+        print(line, file=sys.stderr, flush=True)
 
 
 async def _warm_up(target: OpenTarget, load: PreparedLoad) -> None:

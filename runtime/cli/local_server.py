@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -34,7 +35,7 @@ class LocalServer:
 async def local_server() -> AsyncIterator[LocalServer]:
     """Run a server on the bundled model, without QUIRE_* variables. Raises Unavailable if it does not start.
 
-    SIGTERM cancels the calling task and then exits with `TERMINATED`.
+    SIGTERM cancels the calling task and then exits with `TERMINATED`; only the main thread can handle signals.
     """
     loop, task, terminated = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
     assert task is not None, "called in a task"
@@ -43,7 +44,9 @@ async def local_server() -> AsyncIterator[LocalServer]:
         terminated.set()
         task.cancel()
 
-    loop.add_signal_handler(signal.SIGTERM, terminate)
+    handles_signals = threading.current_thread() is threading.main_thread()
+    if handles_signals:
+        loop.add_signal_handler(signal.SIGTERM, terminate)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", "--port", "0", "--http-port", "0"),
         stdout=asyncio.subprocess.PIPE,
@@ -62,7 +65,8 @@ async def local_server() -> AsyncIterator[LocalServer]:
         raise
     finally:
         await _stop(process)
-        loop.remove_signal_handler(signal.SIGTERM)
+        if handles_signals:
+            loop.remove_signal_handler(signal.SIGTERM)
 
 
 async def _ready_line(process: asyncio.subprocess.Process) -> str:

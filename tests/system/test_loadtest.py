@@ -81,7 +81,9 @@ async def test_text_and_traces(serving: Callable[..., Any], run: Run) -> None:
     assert result["x_quire"]["cached_tokens"] > 0 or result["max_concurrent_requests"] > 1
 
 
-async def test_a_sweep_with_a_report(serving: Callable[..., Any], tmp_path: Path) -> None:
+async def test_a_sweep_with_a_report(
+    serving: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report, runs = tmp_path / "report.html", tmp_path / "runs"
     async with serving() as real:
         metrics = f"http://{real.server.http_address}/metrics"
@@ -91,6 +93,10 @@ async def test_a_sweep_with_a_report(serving: Callable[..., Any], tmp_path: Path
             *("--report", str(report), "--metrics-url", metrics),
             *("--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json"),
         )
+    out, progress = capsys.readouterr()
+    assert [line.strip() for line in out.splitlines()].count("Sweep") == 1
+    assert "Serving Benchmark Result" not in out
+    assert "sweep, 2 of 2: 2 at a time\n" in progress
     assert report.read_text().lower().startswith("<!doctype html>")
     assert sorted(path.name for path in runs.glob("concurrency-*")) == ["concurrency-1.json", "concurrency-2.json"]
     results = [json.loads((tmp_path / f"r-concurrency-{load}.json").read_text()) for load in (1, 2)]

@@ -18,12 +18,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from .results import percentile_key
+from .results import LoadTestRun, percentile_key
 from .sender import LoadProgress
 
 PROGRESS_INTERVAL_S = 0.5
 LATE_MS = 10.0  # a generator that is later than this made another load than was wanted
 MAX_MESSAGES = 3
+SWEEP_WIDTH = 140
 METRIC_NAMES = {
     "ttft": ("Time to First Token", "TTFT"),
     "tpot": ("Time per Output Token (excl. 1st token)", "TPOT"),
@@ -42,6 +43,38 @@ def print_result(result: Mapping[str, Any], metrics: Sequence[str], percentiles:
         if f"mean_{metric}_ms" in result:
             console.print(_latencies(result, metric, percentiles))
     console.print("\n".join(_notes(result, percentiles)), soft_wrap=True, markup=False)
+
+
+def print_sweep(runs: Sequence[LoadTestRun], metrics: Sequence[str], percentiles: Sequence[float]) -> None:
+    """Print one table with a row per load: requests, throughput, and the median and highest percentile of latencies."""
+    highest = percentile_key(max(percentiles)) if percentiles else "mean"
+    shown = [metric for metric in metrics if metric in METRIC_NAMES]
+    table = Table(box=box.SIMPLE_HEAD, title="Sweep", title_justify="left", title_style="bold", pad_edge=False)
+    table.add_column("load")
+    for column in ("ok", "failed", "tokens/s", *(f"{METRIC_NAMES[metric][1]} p50 / {highest} ms" for metric in shown)):
+        table.add_column(column, justify="right")
+    for run in runs:
+        result = run.summary
+        latencies = (_pair(result.get(f"median_{metric}_ms"), result.get(f"{highest}_{metric}_ms")) for metric in shown)
+        counts = f"{result['completed']:,}", f"{result['failed']:,}", f"{result['output_throughput']:,.1f}"
+        table.add_row(run.label, *counts, *latencies)
+    Console(width=SWEEP_WIDTH, highlight=False).print(table)
+
+
+def _pair(median: float | None, highest: float | None) -> str:
+    return " / ".join("–" if value is None else f"{value:,.1f}" for value in (median, highest))
+
+
+def lateness(result: Mapping[str, Any], percentiles: Sequence[float]) -> str | None:
+    """Return a warning if the load generator was late, so that the load was another one than was wanted."""
+    highest = percentile_key(max(percentiles)) if percentiles else "mean"
+    late = result["x_quire"].get("generator_delay_ms", {}).get(highest, 0.0)
+    if late <= LATE_MS:
+        return None
+    return (
+        f"the load generator itself was late ({highest} {late:.2f} ms): it could not keep up, so the server met "
+        "another load than was wanted"
+    )
 
 
 def _totals(result: Mapping[str, Any]) -> Table:
@@ -80,19 +113,14 @@ def _latencies(result: Mapping[str, Any], metric: str, percentiles: Sequence[flo
 
 
 def _notes(result: Mapping[str, Any], percentiles: Sequence[float]) -> list[str]:
-    """Return the lines below the tables: lateness, and errors with the first messages."""
+    """Return the lines below the tables: schedule delay, and errors with the first messages."""
     own = result["x_quire"]
     highest = percentile_key(max(percentiles)) if percentiles else "mean"
-    delay, late = own["schedule_delay_ms"][highest], own.get("generator_delay_ms", {}).get(highest, 0.0)
+    delay = own["schedule_delay_ms"][highest]
     lines = [
         f"Schedule delay (ms): {highest} {delay:.2f}; counted from the schedule, E2EL {highest} "
         f"{own['e2el_from_schedule_ms'][highest]:.2f}, TTFT {highest} {own['ttft_from_schedule_ms'][highest]:.2f}"
     ]
-    if late > LATE_MS:
-        lines.append(
-            f"The load generator itself was late ({highest} {late:.2f} ms): it could not keep up, so the server met "
-            "another load than was wanted."
-        )
     lines += [f"Errors: {count} x {code}" for code, count in own["errors"].items()]
     messages = dict.fromkeys(message for message in result["errors"] if message)
     lines += [f"  {message}" for message in islice(messages, MAX_MESSAGES)]

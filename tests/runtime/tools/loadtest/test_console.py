@@ -6,9 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from quire.runtime.tools.loadtest.console import print_result, progress_line, shown_progress
+from quire.runtime.tools.loadtest.console import lateness, print_result, print_sweep, progress_line, shown_progress
 from quire.runtime.tools.loadtest.records import RequestRecord
-from quire.runtime.tools.loadtest.results import RunOptions, summarize
+from quire.runtime.tools.loadtest.results import LoadTestRun, RunOptions, summarize
 from quire.runtime.tools.loadtest.sender import LoadProgress
 
 
@@ -35,12 +35,35 @@ def test_the_result_has_vllms_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any("late" in line or "Cancelled" in line or "Error" in line for line in lines)
 
 
-def test_the_result_notes_a_late_generator(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_late_generator_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     lines = printed(capsys, served(delay_s=0.25), generator_delays_s=[0.25])
     assert any(
         line.startswith("Schedule delay (ms): p99 250.00; counted from the schedule, E2EL p99") for line in lines
     )
-    assert any(line.startswith("The load generator itself was late (p99 250.00 ms)") for line in lines)
+    late, on_time = (
+        summarize([served()], RunOptions(backend="quire", duration_s=2.0, generator_delays_s=[delay_s]))
+        for delay_s in (0.25, 0.001)
+    )
+    warning = lateness(late, (50, 99))
+    assert warning is not None
+    assert warning.startswith("the load generator itself was late (p99 250.00 ms): it could not keep up")
+    assert lateness(on_time, (50, 99)) is None
+
+
+def test_a_sweep_is_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    summary = summarize([served()], RunOptions(backend="quire", duration_s=2.0))
+    runs = [
+        LoadTestRun(label=label, started_s=0.0, summary=summary, records=[served()])
+        for label in ("1 requests/s", "2 requests/s")
+    ]
+    print_sweep(runs, ("ttft", "itl"), (50, 99))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[0] == "Sweep"
+    assert lines[1] == "load ok failed tokens/s TTFT p50 / p99 ms ITL p50 / p99 ms"
+    assert lines[3:] == [
+        "1 requests/s 1 0 1.0 500.0 / 500.0 250.0 / 250.0",
+        "2 requests/s 1 0 1.0 500.0 / 500.0 250.0 / 250.0",
+    ]
 
 
 def test_the_result_lists_errors(capsys: pytest.CaptureFixture[str]) -> None:
