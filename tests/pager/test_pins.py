@@ -174,3 +174,12 @@ def test_evicted_pages_are_pinned_no_more(make_harness: MakeHarness) -> None:
     assert harness.pager.pages_to_pin(A, b"") == (1, 1)
     table.append(4)
     assert harness.pager.pages_to_pin(A, b"") == (2, 0)
+
+
+def test_pages_to_pin_leave_out_those_that_left_a_window(make_harness: MakeHarness) -> None:
+    harness = make_harness(60, windows=(0, 8))
+    prompt = list(range(100))
+    harness.compute(prompt)[0].release()
+    num_pages, _ = harness.pager.pages_to_pin(prompt, b"")
+    harness.pager.pin(prompt, b"", until=10)
+    assert harness.pager.pool.num_pinned == num_pages == 25 + 9

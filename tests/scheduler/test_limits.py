@@ -254,9 +254,9 @@ def test_a_prompt_that_finds_no_time_in_a_step_waits_for_latency(make_harness: M
 
 def test_steps_whose_decoding_alone_exceeds_the_latency_target_are_counted(make_harness: MakeHarness) -> None:
     cost = CostModel(Coefficients(0.01, 0.01, 1e-4, 0.0, 0.0))
-    harness = make_harness(cost=cost, budget=LatencyBudget(cost, 0.015, 32), num_pages=64)
+    harness = make_harness(cost=cost, budget=LatencyBudget(cost, 0.015, 32), num_pages=128)
     harness.step_s = 0.02
-    harness.add(1, PROMPT, max_tokens=150)
+    harness.add(1, PROMPT, max_tokens=400)
     overruns = []
     for _ in range(60):
         harness.step()
@@ -265,6 +265,10 @@ def test_steps_whose_decoding_alone_exceeds_the_latency_target_are_counted(make_
     assert overruns[4] == 0.0  # costs are not measured yet
     assert 1.2 < overruns[-1] < 1.4
     assert harness.scheduler.stats().steps_over_itl_target == sum(map(bool, overruns))
+    harness.step_s = 0.0142  # between 0.9 of the target and the target
+    for _ in range(100):
+        harness.step()
+    assert 0.9 < harness.scheduler.itl_overrun < 1.0
     harness.step_s = 0.01
     while harness.scheduler.itl_overrun:
         overrun = harness.scheduler.itl_overrun
@@ -345,6 +349,9 @@ def test_samples_of_one_prompt_promise_its_pages_once(make_harness: MakeHarness)
     assert harness.add_forks((6, 7), [8] * 4, max_tokens=4, pin_s=60.0).pin_refused
     harness.run()
     assert harness.scheduler.stats().pages_pinned == 12
+    harness.now = 61.0
+    refused = [harness.add(each, [each] * 32, max_tokens=4, pin_s=60.0).pin_refused for each in (8, 9)]
+    assert refused == [False, True]
 
 
 def test_without_a_share_every_prompt_may_be_pinned(make_harness: MakeHarness) -> None:

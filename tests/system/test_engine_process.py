@@ -88,6 +88,20 @@ async def test_an_error_of_saving_is_reported(stopped: Stopped) -> None:
     assert await stopped("send(EngineFailed('SnapshotNotSaved', 'the disk is full'))") == "the disk is full"
 
 
+async def test_an_error_is_reported_that_arrives_after_the_exit(
+    stopped: Stopped, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wait_without_reading(process: EngineProcess, timeout_s: float) -> None:
+        transport = process.link._transport
+        assert transport is not None
+        transport.pause_reading()
+        await process._process.wait()
+        asyncio.get_running_loop().call_later(0.01, transport.resume_reading)
+
+    monkeypatch.setattr(EngineProcess, "_wait", wait_without_reading)
+    assert await stopped("send(EngineFailed('SnapshotNotSaved', 'the disk is full'))") == "the disk is full"
+
+
 async def test_a_process_may_take_as_long_as_it_writes(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EngineProcess, "_wait", wait_for_message)
     assert await stopped("for number in range(1, 6): send(SnapshotProgress(number)); time.sleep(0.01)") is None
