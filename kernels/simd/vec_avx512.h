@@ -58,7 +58,13 @@ static inline int32_t vi_sum(vi x) { return _mm512_reduce_add_epi32(x); }
 static inline void vi_store_i8(int8_t *p, vi x) { _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(x)); }
 
 // Fixed reduction trees, the same at every level: halves, quarters, eighths, pairs.
-static inline float vf_sum(vf x) { return _mm512_reduce_add_ps(x); }
+// Written out: compilers may choose the order in which they reduce `_mm512_reduce_add_ps`.
+static inline float vf_sum(vf x) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
 static inline float vf_reduce_max(vf x) { return _mm512_reduce_max_ps(x); }
 static inline float vf_first(vf x) { return _mm512_cvtss_f32(x); }
 

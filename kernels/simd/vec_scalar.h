@@ -13,6 +13,10 @@ typedef int32_t i32x4 __attribute__((vector_size(16)));
 typedef uint32_t u32x4 __attribute__((vector_size(16)));
 typedef int16_t i16x8 __attribute__((vector_size(16)));
 typedef uint16_t u16x8 __attribute__((vector_size(16)));
+typedef double f64x2 __attribute__((vector_size(16)));
+typedef double f64x4 __attribute__((vector_size(32)));
+typedef int64_t i64x2 __attribute__((vector_size(16)));
+typedef union { f64x4 all; f64x2 half[2]; } wide;
 
 typedef struct { f32x4 q[4]; } vf;
 typedef struct { i32x4 q[4]; } vi;
@@ -26,6 +30,23 @@ typedef struct { u32x4 q[4]; } wbf;  // two bf16 in each element
 static inline f32x4 set4(float x) { return (f32x4){x, x, x, x}; }
 static inline f32x4 select4(i32x4 mask, f32x4 a, f32x4 b) { return (f32x4)((mask & (i32x4)a) | (~mask & (i32x4)b)); }
 
+// a * b + c, rounded once, as the instructions of the other levels do. The product is exact in double. The sum is
+// rounded to odd: if it is not exact, its last bit is set, so that rounding it to float cannot meet a false tie.
+static inline f64x2 fma2(f64x2 a, f64x2 b, f64x2 c) {
+  const f64x2 product = a * b, sum = product + c, part = sum - product;
+  const f64x2 error = (product - (sum - part)) + (c - part);
+  const i64x2 inexact = (error > 0) | (error < 0), toward_zero = (error > 0) ^ (sum > 0);
+  const i64x2 step = ~(i64x2)sum & inexact & 1;
+  return (f64x2)((i64x2)sum + ((step ^ toward_zero) - toward_zero));
+}
+// Conversions of whole vectors: lane by lane, GCC 12 leaves out the rounding to float between two of these.
+static inline f32x4 fma4(f32x4 a, f32x4 b, f32x4 c) {
+  const wide x = {__builtin_convertvector(a, f64x4)}, y = {__builtin_convertvector(b, f64x4)};
+  const wide z = {__builtin_convertvector(c, f64x4)};
+  const wide r = {.half = {fma2(x.half[0], y.half[0], z.half[0]), fma2(x.half[1], y.half[1], z.half[1])}};
+  return __builtin_convertvector(r.all, f32x4);
+}
+
 static inline vf vf_set1(float x) { MAP(vf, set4(x)); }
 static inline vf vf_zero(void) { return vf_set1(0.f); }
 static inline vf vf_load(const float *p) { vf r; memcpy(&r, p, sizeof r); return r; }
@@ -34,7 +55,7 @@ static inline vf vf_add(vf a, vf b) { MAP(vf, a.q[i] + b.q[i]); }
 static inline vf vf_sub(vf a, vf b) { MAP(vf, a.q[i] - b.q[i]); }
 static inline vf vf_mul(vf a, vf b) { MAP(vf, a.q[i] * b.q[i]); }
 static inline vf vf_div(vf a, vf b) { MAP(vf, a.q[i] / b.q[i]); }
-static inline vf vf_fma(vf a, vf b, vf c) { MAP(vf, a.q[i] * b.q[i] + c.q[i]); }
+static inline vf vf_fma(vf a, vf b, vf c) { MAP(vf, fma4(a.q[i], b.q[i], c.q[i])); }
 static inline vf vf_max(vf a, vf b) { MAP(vf, select4(a.q[i] > b.q[i], a.q[i], b.q[i])); }  // b if either is NaN
 static inline vf vf_min(vf a, vf b) { MAP(vf, select4(a.q[i] < b.q[i], a.q[i], b.q[i])); }  // b if either is NaN
 static inline vf vf_abs(vf a) { MAP(vf, (f32x4)((i32x4)a.q[i] & INT32_MAX)); }

@@ -1,6 +1,10 @@
-"""The levels of AArch64, compiled and run under emulation if Debian's packages for that are installed."""
+"""The bits of every level on every architecture and compiler: `compare_levels.c` against `golden_bits.txt`.
+
+AArch64 is compiled and run under emulation if Debian's packages for that are installed, Clang's build if there is a clang.
+"""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -9,19 +13,39 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("aarch64-linux-gnu-gcc", "qemu-aarch64-static", "meson", "ninja", "cython")
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-MISSING = [tool for tool in TOOLS if shutil.which(tool, path=PATH) is None]
 
 
-@pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}; see tests/kernels/cross/compare_levels.c")
-def test_neon_matches_scalar(tmp_path):
+def lacks(*tools: str) -> pytest.MarkDecorator:
+    missing = [tool for tool in tools if shutil.which(tool, path=PATH) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}; see cross/compare_levels.c")
+
+
+def compare_levels(build: Path, *arguments: str, **environment: str) -> str:
+    """Return the output of `compare_levels.c`, one line per level, in a new build."""
+
     def meson(*arguments: str) -> str:
         done = subprocess.run(
-            ["meson", *arguments], cwd=ROOT, env=os.environ | {"PATH": PATH}, capture_output=True, text=True
+            ["meson", *arguments], cwd=ROOT, env=os.environ | {"PATH": PATH} | environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    meson("setup", str(tmp_path), "--cross-file", "tests/kernels/cross/aarch64.ini")
-    assert "neon-dotprod-bf16: ok" in meson("test", "-C", str(tmp_path), "--verbose", "levels")
+    meson("setup", str(build), *arguments)
+    return meson("test", "-C", str(build), "--verbose", "levels")
+
+
+@lacks("aarch64-linux-gnu-gcc", "qemu-aarch64-static", "meson", "ninja", "cython")
+def test_golden_bits_of_neon(tmp_path):
+    output = compare_levels(tmp_path, "--cross-file", "tests/kernels/cross/aarch64.ini")
+    assert "scalar: ok" in output
+    assert "neon-dotprod-bf16: ok" in output
+
+
+@pytest.mark.parametrize("compiler", [pytest.param(name, marks=lacks(name, "meson")) for name in ("gcc", "clang")])
+def test_golden_bits_of_this_machine(compiler, tmp_path):
+    output = compare_levels(tmp_path, CC=compiler)
+    assert "scalar: ok" in output
+    if platform.machine() == "x86_64":
+        assert "avx2: " in output
+        assert "avx512-vnni-bf16: " in output
