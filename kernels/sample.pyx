@@ -6,7 +6,7 @@ Philox4x32-10 with the seed as key and the position as counter (Salmon et al., S
 draws the same number. Filters do not sort: a histogram over the weights' bits finds the bin with the cut, and a heap
 selects the weights to keep from that bin.
 """
-from libc.math cimport INFINITY, log
+from libc.math cimport INFINITY, frexp
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
@@ -162,7 +162,7 @@ cdef void _sample_row(Draw *draw, int64_t index, float *weights, uint64_t *order
         draw.tokens[index] = -1             # not finite: no token can be drawn
         return
     if wants_logprobs:
-        log_total = top + log(draw.tiles.sum_exp(x, draw.vocab_size, top))
+        log_total = top + _log(draw.tiles.sum_exp(x, draw.vocab_size, top))
     if row.logprobs > 0:
         _top_logprobs(x, maxima, draw.vocab_size, row.logprobs, log_total, draw.top_ids + index * TOP,
                       draw.top_logprobs + index * TOP)
@@ -177,6 +177,25 @@ cdef void _sample_row(Draw *draw, int64_t index, float *weights, uint64_t *order
         _restore(draw, row, x)
     draw.tokens[index] = <int32_t>token
     draw.logprobs[index] = <float>(x[token] - log_total) if wants_logprobs else 0
+
+
+cdef double _log(double x) noexcept nogil:
+    """Return ln(x) of a positive normal number, with the polynomial of fdlibm: libm's log differs between machines."""
+    cdef int exponent = 0
+    cdef double f = frexp(x, &exponent), s, z, series, half
+    if f < 0.7071067811865476:
+        f *= 2
+        exponent -= 1
+    f -= 1
+    s = f / (2 + f)
+    z = s * s
+    series = 1.531383769920937332e-01 + z * 1.479819860511658591e-01
+    series = 2.222219843214978396e-01 + z * (1.818357216161805012e-01 + z * series)
+    series = 3.999999999940941908e-01 + z * (2.857142874366239149e-01 + z * series)
+    series = z * (6.666666666666735130e-01 + z * series)
+    half = 0.5 * f * f
+    return exponent * 6.93147180369123816490e-01 - (
+        (half - (s * (half + series) + exponent * 1.90821492927058770002e-10)) - f)
 
 
 cdef int64_t _largest(const Draw *draw, const float *x, const float *maxima, float *top) noexcept nogil:

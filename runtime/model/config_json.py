@@ -8,8 +8,8 @@ Must not import families, which ask for their keys by name. Files of transformer
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
+from decimal import Decimal
 from os.path import isfile
 from pathlib import Path
 from typing import Any
@@ -275,7 +275,7 @@ def _yarn_attention_factor(table: ConfigTable, factor: float) -> float:
     """Return the given factor, or 0.1 ln(factor) + 1 as in the paper, or DeepSeek's ratio of two such values."""
 
     def suggested(mscale: float = 1.0) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+        return 0.1 * mscale * float(Decimal(factor).ln()) + 1.0 if factor > 1 else 1.0
 
     if "attention_factor" in table:
         return table.positive("attention_factor")

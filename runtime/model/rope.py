@@ -3,11 +3,15 @@
 
 Frequencies and angles are rounded to f32 where transformers rounds them, because models are trained with these angles;
 at position 40,000 an unrounded angle differs by 2e-3.
+
+The table has the same bits on every machine: cosines, powers and logarithms of numpy and libm may differ between
+processors, so they are computed here, by addition and multiplication or in decimal arithmetic.
 """
 
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +19,26 @@ import numpy.typing as npt
 from .spec import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 Frequencies = npt.NDArray[np.float32]  # [head_dim / 2]
+
+Angles = npt.NDArray[np.float64]
+
+# Coefficients of z = x^2, highest power first: sin(x) = x + x z S(z), cos(x) = 1 - z/2 + z^2 C(z) for |x| <= pi / 4.
+_SIN = (
+    1.58969099521155010221e-10,
+    -2.50507602534068634195e-08,
+    2.75573137070700676789e-06,
+    -1.98412698298579493134e-04,
+    8.33333333332248946124e-03,
+    -1.66666666666666324348e-01,
+)
+_COS = (
+    -1.13596475577881948265e-11,
+    2.08757232129817482790e-09,
+    -2.75573143513906633035e-07,
+    2.48015872894767294178e-05,
+    -1.38888888888741095749e-03,
+    4.16666666666666019037e-02,
+)
 
 ROWS_AT_ONCE = 4096  # positions whose angles are held in f64 at a time
 
@@ -32,15 +56,36 @@ def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> npt.NDArray[n
         rows = table[start : start + ROWS_AT_ONCE]
         positions = np.arange(start, start + len(rows), dtype=np.float32)
         angles = (positions[:, None] * frequencies).astype(np.float64)
-        rows[:, : head_dim // 2] = np.cos(angles) * factor
-        rows[:, head_dim // 2 :] = np.sin(angles) * factor
+        cos, sin = _cos_sin(angles)
+        rows[:, : head_dim // 2] = cos * factor
+        rows[:, head_dim // 2 :] = sin * factor
     return table
+
+
+def _cos_sin(angles: Angles) -> tuple[Angles, Angles]:
+    """Return both of `angles`, 0 to 1.6 million radians, within 2 ulp: the reduction and the polynomials of fdlibm."""
+    quarters = np.rint(angles * (2 / math.pi))
+    x = angles
+    for part in (1.57079632673412561417e00, 6.07710050630396597660e-11, 2.02226624879595063154e-21):  # of pi / 2
+        x = x - quarters * part
+    z = x * x
+    sin, cos = np.full_like(x, _SIN[0]), np.full_like(x, _COS[0])
+    for a, b in zip(_SIN[1:], _COS[1:], strict=True):
+        sin, cos = sin * z + a, cos * z + b
+    sin, cos = x + x * z * sin, 1 - (0.5 * z - z * z * cos)
+    quadrant = quarters.astype(np.int64) % 4
+    odd = quadrant % 2 == 1
+    return (
+        np.where((quadrant == 1) | (quadrant == 2), -1.0, 1.0) * np.where(odd, sin, cos),
+        np.where(quadrant >= 2, -1.0, 1.0) * np.where(odd, cos, sin),
+    )
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Frequencies, float]:
     """Return the radians per position of each pair of dimensions, and the factor on cos and sin."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    wavelengths = (np.float64(rope.theta) ** exponents.astype(np.float64)).astype(np.float32)  # over 2 pi
+    theta = Decimal(rope.theta)
+    wavelengths = np.array([theta ** Decimal(float(x)) for x in exponents], np.float64).astype(np.float32)  # over 2 pi
     plain = np.float32(1) / wavelengths
     match rope.scaling:
         case None:
@@ -80,7 +125,7 @@ def _yarn_ramp(theta: float, head_dim: int, scaling: YarnScaling) -> tuple[float
 
     def dimension(turns: float) -> float:
         wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
-        return head_dim * math.log(wavelength) / (2 * math.log(theta))
+        return head_dim * float(Decimal(wavelength).ln()) / (2 * float(Decimal(theta).ln()))
 
     first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:

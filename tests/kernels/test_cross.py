@@ -1,6 +1,7 @@
 """The bits of every level on every architecture and compiler: `compare_levels.c` against `golden_bits.txt`.
 
-AArch64 is compiled and run under emulation if Debian's packages for that are installed, Clang's build if there is a clang.
+AArch64 is compiled, and run under emulation, if Debian's packages for that are installed. Clang's build is compared if
+clang is installed.
 """
 
 import os
@@ -26,7 +27,11 @@ def compare_levels(build: Path, *arguments: str, **environment: str) -> str:
 
     def meson(*arguments: str) -> str:
         done = subprocess.run(
-            ["meson", *arguments], cwd=ROOT, env=os.environ | {"PATH": PATH} | environment, capture_output=True, text=True
+            ["meson", *arguments],
+            cwd=ROOT,
+            env=os.environ | {"PATH": PATH} | environment,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
-from quire.runtime.model.rope import inverse_frequencies, rotary_nbytes, rotary_table
+from quire.runtime.model.rope import _cos_sin, inverse_frequencies, rotary_nbytes, rotary_table
 from quire.runtime.model.spec import LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
@@ -48,6 +49,30 @@ def test_tables_match_transformers_up_to_position_40_000(kind: str) -> None:
         assert table.dtype == np.float32
         assert table.nbytes == rotary_nbytes(*table.shape)
         np.testing.assert_allclose(table[positions], golden[f"{kind}.table"], atol=1e-6)
+
+
+# sha256 of the first 5,000 positions: the table is computed with the same bits on every machine.
+DIGESTS = {
+    "default": "bf69f8738503f3b7",
+    "linear": "9ccdaa154ca0e43c",
+    "llama3": "5f707bf7cc8bc8cf",
+    "yarn": "d8981a03a34aaf68",
+    "yarn_exact_range": "f935fa7b84a76798",
+    "yarn_mscale": "df2c341fa273d257",
+    "yarn_given_factor": "2ceb10e51fc7033f",
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_tables_have_the_same_bits_on_every_machine(kind: str) -> None:
+    table = rotary_table(ROPES[kind], HEAD_DIM, 5000)
+    assert hashlib.sha256(table.tobytes()).hexdigest()[:16] == DIGESTS[kind]
+
+
+def test_cosines_and_sines_of_large_angles() -> None:
+    angles = np.random.default_rng(0).uniform(0, 1.6e6, (1000, 64)).astype(np.float32).astype(np.float64)
+    for got, want in zip(_cos_sin(angles), (np.cos(angles), np.sin(angles)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=3e-16)
 
 
 def test_position_0_rotates_by_0() -> None:

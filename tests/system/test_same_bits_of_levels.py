@@ -1,0 +1,67 @@
+"""The same bits on every machine: with weights and a KV cache in f32, q8 and int8, tokens and logprobs do not depend on
+the ISA level. `tests/goldens/bits.json` has a digest per pair of dtypes, from the bundled model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from quire.kernels import supported_levels
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.engine import Engine, GenerateRequest, TextProcessor
+from quire.runtime.model import model_folder
+from quire.runtime.workers import EnginePool
+
+from .bits import asked, bits, chunks_of, prompt, running
+
+LEVELS = supported_levels()
+GOLDEN = json.loads((Path(__file__).parents[1] / "goldens" / "bits.json").read_text())
+KV_CACHE_MEMORY = 16 << 20
+
+
+def requests() -> Sequence[GenerateRequest]:
+    return [
+        asked(prompt(70, 1), max_tokens=10),
+        asked(prompt(9, 2), max_tokens=10, temperature=0.9, top_p=0.9, top_k=50, seed=3),
+        asked(prompt(33, 3), max_tokens=10, temperature=0.7, repetition_penalty=1.2, frequency_penalty=0.3, seed=8),
+    ]
+
+
+@pytest.mark.parametrize("dtypes", GOLDEN)
+@pytest.mark.parametrize("isa", LEVELS)
+async def test_golden_bits(isa: str, dtypes: str) -> None:
+    weights, kv = dtypes.split("/")
+    async with running(isa=isa, weights=weights, kv_cache_dtype=kv, kv_cache_memory=KV_CACHE_MEMORY) as engine:
+        streams = [await chunks_of(engine, request) for request in requests()]
+    tokens = [token for chunks in streams for chunk in chunks for token in chunk.logprobs]
+    lines = [f"{token.token_id} {token.logprob.hex()} {token.top}" for token in tokens]
+    assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == GOLDEN[dtypes]
+
+
+@pytest.mark.skipif(len(LEVELS) < 2, reason="this machine has one level")
+async def test_a_request_continues_at_another_level_after_a_crash() -> None:
+    config = EngineConfig(isa=LEVELS[-1], weights="q8", kv_cache_dtype="int8", kv_cache_memory=KV_CACHE_MEMORY)
+    request = asked(prompt(40, 5), max_tokens=300, temperature=0.8, seed=2)
+    async with running(**msgspec.structs.asdict(config)) as undisturbed:
+        expected = bits(await chunks_of(undisturbed, request))
+    engine = Engine(await EnginePool.launch(config), TextProcessor.load(model_folder(None)))
+    try:
+        member = engine.core.members[0]
+        supervisor = member._supervisor
+        elsewhere = msgspec.structs.replace(supervisor._start.config, isa=LEVELS[-2])
+        supervisor._start = msgspec.structs.replace(supervisor._start, config=elsewhere)
+        chunks = []
+        async for chunk in await engine.submit(request):
+            chunks.append(chunk)
+            if len(chunks) == 3:
+                assert supervisor.process is not None
+                await supervisor.process.kill()
+    finally:
+        await engine.close()
+    assert member.num_restarts == 1
+    assert bits(chunks) == expected
