@@ -27,6 +27,7 @@ from .tenant_bytes import PendingInput
 from .watchdog import Watchdog
 
 READ_BYTES = 64 << 10
+BYTES_PER_FRAME = 4 << 10  # that count as one frame
 LINGER_S = 1.0
 
 TLS_HANDSHAKE = b"\x16\x03"
@@ -132,13 +133,17 @@ class Connection:
                 num_frames = 0
                 if self._handler is None and not self._decoder.is_inside_frame:
                     self._check_protocol(data)
+                if self._handler is not None:
+                    granted -= len(data) // BYTES_PER_FRAME  # decoding a long frame takes the time of many short ones
+                    while granted <= 0:
+                        granted += await self._handler.turns.take()
                 for frame in self._decoder.feed(data):
                     if self._handler is None:
                         self._welcome(check_hello(frame))
                         hello_timer.cancel()
                     else:
-                        if not granted:
-                            granted = await self._handler.turns.take()
+                        if granted <= 0:
+                            granted += await self._handler.turns.take()
                         granted -= 1
                         self._handler.handle(frame)
                     num_frames += 1

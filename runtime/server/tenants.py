@@ -17,7 +17,7 @@ import msgspec
 from ..common.errors import Overloaded
 from ..common.types import Usage
 
-FRAMES_PER_GRANT, GRANTS_PER_TURN = 16, 4
+FRAMES_PER_GRANT = 32
 NS_PER_MINUTE = 60 * 10**9
 NS_PER_MS = 10**6
 
@@ -45,38 +45,34 @@ class TenantTotals(msgspec.Struct):
 
 
 class FrameTurns:
-    """Lets the connections of one tenant handle frames in turn, at most `GRANTS_PER_TURN` grants per event loop turn.
+    """Lets one connection of a tenant handle frames per turn of the event loop.
 
     However many connections a tenant floods with frames, another tenant's frame waits for one turn only.
     """
 
     def __init__(self) -> None:
-        self._left = GRANTS_PER_TURN
+        self._is_taken = False  # in this turn of the event loop
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._refill_is_due = False
 
     async def take(self) -> int:
         """Wait for this connection's turn, and return the number of frames that it may handle."""
-        if not self._refill_is_due:
-            self._refill_is_due = True
-            asyncio.get_running_loop().call_soon(self._refill)
-        if self._left and not self._waiting:
-            self._left -= 1
-        else:
-            turn = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        if self._is_taken:
+            turn = loop.create_future()
             self._waiting.append(turn)
             await turn
+        else:
+            self._is_taken = True
+            loop.call_soon(self._next_turn)
         return FRAMES_PER_GRANT
 
-    def _refill(self) -> None:
-        self._left = GRANTS_PER_TURN
-        while self._left and self._waiting:
+    def _next_turn(self) -> None:
+        while self._waiting:
             if not (turn := self._waiting.popleft()).done():  # done: its connection has ended
                 turn.set_result(None)
-                self._left -= 1
-        self._refill_is_due = self._left < GRANTS_PER_TURN
-        if self._refill_is_due:
-            asyncio.get_running_loop().call_soon(self._refill)
+                asyncio.get_running_loop().call_soon(self._next_turn)
+                return
+        self._is_taken = False
 
 
 class Tenant:
