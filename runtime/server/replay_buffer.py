@@ -169,7 +169,8 @@ class ReplayBuffer:
         self._chunks.append(data)
         self._output_bytes += len(data) + CHUNK_BYTES
         self._wake_subscribers()
-        self.owner.on_change(self)  # may fail this buffer: it may be too large
+        if self._output_bytes > self._reserved_bytes:
+            self.owner.on_change(self)  # may fail this buffer: it may be too large
         if chunk.usage is not None and self.error is None:
             self.finish_reason = chunk.finish_reason
             self.owner.on_end(self)

@@ -136,7 +136,7 @@ class SendBuffer:
         self.num_bytes += num_bytes
         if self._tenant_output is not None:
             self._tenant_output.add(num_bytes)
-        while num_bytes > 0 and self.num_bytes > self._max_bytes:
+        while self.num_bytes > self._max_bytes and num_bytes > 0:
             self.shed(f"all output of a connection may be {self._max_bytes} bytes (`max_outgoing_bytes`)")
 
     async def _write(self) -> None:

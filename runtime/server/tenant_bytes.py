@@ -21,16 +21,21 @@ class Holder(Protocol):
 
 
 class TenantBytes:
-    """Bytes that one tenant's connections hold. Beyond the tenant's share, the largest holder is shed."""
+    """Bytes that one tenant's connections hold. Beyond the tenant's share, the largest holder is shed.
+
+    The share is read when a connection joins, because it changes only when the keys are reloaded.
+    """
 
     def __init__(self, what: str, option: str, share: Callable[[], int]) -> None:
         self.num_bytes = 0
         self._what = what
         self._option = option
         self._share = share  # bytes
+        self._limit = 0
         self._holders: set[Holder] = set()
 
     def join(self, holder: Holder) -> None:
+        self._limit = self._share()
         self._holders.add(holder)
         self.add(holder.num_bytes)
 
@@ -41,10 +46,9 @@ class TenantBytes:
     def add(self, num_bytes: int) -> None:
         """Count more bytes of a holder; a negative number of them is not held any more."""
         self.num_bytes += num_bytes
-        if num_bytes > 0 and self.num_bytes > (share := self._share()):
-            while self.num_bytes > share:
-                largest = max(self._holders, key=lambda holder: holder.num_bytes)
-                largest.shed(f"all {self._what} of this tenant may be {share} bytes (a share of `{self._option}`)")
+        while self.num_bytes > self._limit and num_bytes > 0:
+            largest = max(self._holders, key=lambda holder: holder.num_bytes)
+            largest.shed(f"all {self._what} of this tenant may be {self._limit} bytes (a share of `{self._option}`)")
 
 
 class PendingInput:
