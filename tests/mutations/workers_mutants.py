@@ -3,6 +3,7 @@
 from mutant import Mutant
 
 TESTS = "tests/runtime/workers"
+PROCESSES = "tests/runtime/workers tests/system/test_engine_process.py"
 ENGINE, SUPERVISOR, POOL = (f"runtime/workers/{name}.py" for name in ("supervised_engine", "supervisor", "engine_pool"))
 ADDS, ROUTER, LOG, HEALTH = (f"runtime/workers/{name}.py" for name in ("pending_adds", "router", "token_log", "health"))
 MAIN, PROCESS, LINK, PLACEMENT = (
@@ -349,18 +350,21 @@ MUTANTS = [
         "        self.link.receive = _ignore\n",
         "",
         "messages of a killed process are counted for the next one",
+        PROCESSES,
     ),
     Mutant(
         PROCESS,
         "            undo.callback(ours.close)\n",
         "",
         "each failed start leaks a socket",
+        PROCESSES,
     ),
     Mutant(
         PROCESS,
         "            undo.callback(process.kill)\n",
         "",
         "a process whose link cannot be opened runs on",
+        PROCESSES,
     ),
     Mutant(
         SUPERVISOR,
@@ -391,6 +395,7 @@ MUTANTS = [
         "            os.close(self._heartbeat_fd)\n",
         "",
         "each restart leaks a descriptor",
+        PROCESSES,
     ),
     Mutant(
         LINK,

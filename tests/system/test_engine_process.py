@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from errno import EMFILE
 from pathlib import Path
@@ -56,7 +57,7 @@ async def test_a_failed_start_leaves_no_process_and_no_descriptor(
 SCRIPT = """
 import msgspec, os, socket, sys, time
 from quire.runtime.protocol.framing import with_prefix
-from quire.runtime.workers.engine_link import EngineFailed, SnapshotProgress
+from quire.runtime.workers.engine_link import EngineFailed, SnapshotProgress, StatsReport
 link = socket.socket(fileno=int(sys.argv[1]))
 def send(message):
     link.sendall(with_prefix(msgspec.msgpack.encode(message)))
@@ -74,6 +75,20 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Awaitable[str | 
         return await process.stop()
 
     return stopped
+
+
+async def test_messages_of_a_killed_process_are_not_received(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They have arrived and are not read yet when the process is killed."""
+    has_sent, received = tmp_path / "sent", list[FromEngine]()
+    script = f"send(StatsReport(None)); open({str(has_sent)!r}, 'w'); time.sleep(600)"
+    monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-P", "-c", SCRIPT + script))
+    process = await EngineProcess.spawn(START, received.append, lambda: None)
+    while not has_sent.exists():
+        time.sleep(0.005)  # noqa: ASYNC251 - the event loop must not read the message
+    await process.kill()
+    await process.closed.wait()
+    await asyncio.sleep(0)
+    assert received == []
 
 
 async def test_a_process_that_exits_by_itself_has_done_its_work(stopped: Stopped) -> None:

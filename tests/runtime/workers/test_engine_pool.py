@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from quire.kernels.cpus import CpuBudget
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError, Unavailable
 from quire.runtime.workers import EnginePool, engine_pool, supervisor
@@ -264,6 +265,16 @@ async def test_memory_and_threads_are_for_all_engines_together(processes: FakeSp
         assert [config.kv_cache_share for config in configs] == [0.25] * 2
         assert [process.start.cpus for process in processes.started] == [{0}, {1}]
         assert [config.threads for config in configs] == [1, 1]
+
+
+async def test_a_cpu_quota_is_divided_between_engines(
+    processes: FakeSpawner, listener: FakeListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each engine may run on 8 CPUs, and a container's quota of 6 threads is for both."""
+    monkeypatch.setattr(engine_pool, "place", lambda _: [frozenset(range(8)), frozenset(range(8, 16))])
+    monkeypatch.setattr(engine_pool, "pick_cpus", lambda _: CpuBudget(6, "a quota"))
+    async with launched(2, listener):
+        assert [process.start.config.threads for process in processes.started] == [3, 3]
 
 
 async def test_each_engine_has_a_snapshot_of_its_own(processes: FakeSpawner) -> None:

@@ -58,6 +58,20 @@ def test_tokens_are_recorded(log: TokenLog) -> None:
     assert log.record(RequestUpdate(1)) is False
 
 
+def test_the_time_of_the_first_token_is_kept(log: TokenLog, clock: FakeClock) -> None:
+    (request,) = add(log, 1)
+    clock.now = 105.0
+    gain(log, 1, 8)
+    clock.now = 109.0
+    gain(log, 1, 9)
+    assert request.first_token_time == 105.0
+    log.on_process_exit(from_outside=True)
+    sent(log)
+    clock.now = 120.0
+    gain(log, 1, 10)
+    assert request.first_token_time == 105.0
+
+
 def test_suspects_are_replayed_one_at_a_time_each_after_the_former_gained_tokens(log: TokenLog) -> None:
     add(log, 1, 2, 3)
     add(log, 4, begun=False)  # it waited, so it is no suspect
