@@ -97,7 +97,7 @@ BAD_FILES = {
     f'[acme]\nkeys = ["{A}"]\nrequests_per_minute = true': "must be a whole number .*, not True",
     f'[acme]\nkeys = ["{A}"]\nburst = 3': "burst of tenant 'acme' in .* needs requests_per_minute",
     f'[acme]\nkeys = ["{A}"]\nrequests_per_second = 3': (
-        "'requests_per_second' of tenant 'acme' in .* is not an option .*; .* burst, max_concurrent_requests"
+        "'requests_per_second' of tenant 'acme' in .* is not an option .*; .* 'burst', 'max_concurrent_requests'"
     ),
 }
 
