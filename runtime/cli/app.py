@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import get_args
 
 from cyclopts import App, ArgumentCollection
+from cyclopts.help import ColumnSpec, DefaultFormatter, HelpEntry, HelpPanel, NameRenderer
+from cyclopts.help.specs import get_default_parameter_columns
+from rich.console import Console, ConsoleOptions
 
 from ..common.errors import ConfigError
 
@@ -25,6 +29,27 @@ COMMANDS = {  # each is the function of that name in the file of that name
 }
 
 
+class _HelpFormatter(DefaultFormatter):
+    """The library's tables with a column of flags that is wide enough for each flag: a broken flag cannot be copied."""
+
+    def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
+        self.column_specs = None if panel.format == "command" else _columns
+        super().__call__(console, options, panel)
+
+
+def _columns(console: Console, options: ConsoleOptions, entries: list[HelpEntry]) -> tuple[ColumnSpec, ...]:
+    columns = get_default_parameter_columns(console, options, entries)
+    words = (word for entry in entries for label in entry.display_labels_with_metavar for word in label.split())
+    longest = max(map(len, words)) + 2  # the indent of a continued line
+    width = max(longest, math.ceil(console.width * 0.35))
+    return tuple(
+        column.copy(renderer=NameRenderer(width), min_width=width, max_width=width)
+        if column.header == "Option"
+        else column
+        for column in columns
+    )
+
+
 def _check_whole_numbers(_: App, __: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Raise ConfigError for a whole number that is written as another number: the library would round it."""
     for argument in arguments:
@@ -39,6 +64,7 @@ app = App(
     config=_check_whole_numbers,
     help="Serve language models on CPUs with paged KV memory; outputs do not depend on the load.",
     version_flags=["--version"],
+    help_formatter=_HelpFormatter(),
     help_format="plaintext",  # without it, every help text imports a markdown parser
 )
 for _name, _help in COMMANDS.items():

@@ -152,3 +152,16 @@ def test_every_option_is_a_flag_of_serve() -> None:
 )
 def test_errors_name_flags(message: str, shown: str) -> None:
     assert with_flags(message, NAMES) == shown
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("command", ["serve", "generate", "loadtest"])
+def test_no_flag_is_broken_in_help(
+    command: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert run([command, "--help"]) == 0
+    shown = set(re.findall(r"--[a-z][a-z0-9-]*", capsys.readouterr().out))
+    arguments = app[command].assemble_argument_collection(parse_docstring=False)
+    names = {name for argument in arguments for name in (*argument.names, *argument.negatives)}
+    assert shown <= names | {"--help", "--version"}
