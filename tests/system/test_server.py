@@ -29,13 +29,13 @@ async def test_a_request_from_hello_to_done(serve: Serve) -> None:
     client = await system.raw(hello=False)
     client.send("HELLO", [1, 9], None, [], 100_000)
     welcome = await client.receive()
-    assert (welcome[:5], welcome[6]) == (["WELCOME", 1, [], 100_000, "demo"], None)
+    assert (welcome[:5], welcome[6:]) == (["WELCOME", 1, [], 100_000, "demo"], [])
     client.send("GENERATE", 7, "hi", {"max_tokens": 3}, 5000, -1, 9000)
     frames = await client.until("DONE")
     assert frames[:-1] == [
         ["ACCEPTED", 7, 1, 2, 3, 4.5],
-        ["TOKENS", 7, 0, [0, 1], " hi:0é日", None, 0, None, None],
-        ["TOKENS", 7, 2, [2], " hi:2é日", None, 0, None, None],
+        ["TOKENS", 7, 0, [0, 1], " hi:0é日"],
+        ["TOKENS", 7, 2, [2], " hi:2é日"],
     ]
     assert frames[-1][:3] == ["DONE", 7, "length"]
     assert frames[-1][3]["completion_tokens"] == 3
@@ -75,7 +75,7 @@ async def test_a_failing_request_ends_in_one_error(
     client = await system.raw()
     client.send("GENERATE", 1, prompt, {"max_tokens": 9})
     error = (await client.until("ERROR"))[-1]
-    assert error == ["ERROR", 1, code, message, code == "RESOURCE_EXHAUSTED", retry_after_ms]
+    assert error == ["ERROR", 1, code, message, *([True, retry_after_ms] if retry_after_ms else [])]
     client.send("PING", 1)
     assert await client.receive() == ["PONG", 1]
 
@@ -135,8 +135,8 @@ async def test_choices_end_one_by_one(system: Any) -> None:
     client = await system.raw()
     client.send("GENERATE", 1, "hi", {"max_tokens": 2, "n": 2})
     assert (await client.until("DONE"))[1:-1] == [
-        ["TOKENS", 1, 0, [0, 1], " hi:0é日", None, 0, None, None],
-        ["TOKENS", 1, 2, [], "", None, 0, "length", None],
+        ["TOKENS", 1, 0, [0, 1], " hi:0é日"],
+        ["TOKENS", 1, 2, [], "", None, 0, "length"],
         ["TOKENS", 1, 0, [0, 1], "choice 1", None, 1, None, -1.5],
     ]
 
@@ -327,7 +327,7 @@ async def test_a_token_is_required_when_set(serve: Serve, hello: list[Any], mess
     system = await serve(token="secret é")
     client = await system.raw(hello=False)
     client.send(*hello)
-    assert await client.receive() == ["ERROR", None, "UNAUTHENTICATED", message, False, None]
+    assert await client.receive() == ["ERROR", None, "UNAUTHENTICATED", message]
     assert await client.receive() == []
     allowed = await system.raw(hello=False)
     allowed.send("HELLO", [1], "secret é")
@@ -406,7 +406,7 @@ async def test_closing_the_server_ends_every_connection(system: Any) -> None:
     client.send("GENERATE", 1, "hold", LONG)
     await client.until("TOKENS")
     closing = asyncio.create_task(system.server.close())
-    leaving = ["UNAVAILABLE", "the server is shutting down", True, None]
+    leaving = ["UNAVAILABLE", "the server is shutting down", True]
     assert await client.receive() == ["ERROR", 1, *leaving]
     assert await client.receive() == ["ERROR", None, *leaving]
     assert await client.receive() == []

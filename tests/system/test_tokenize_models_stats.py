@@ -27,7 +27,7 @@ async def test_tokenize(client: Any) -> None:
 
 async def test_a_text_that_cannot_be_tokenized_is_an_error(client: Any) -> None:
     client.send("TOKENIZE", 1, "")
-    assert await client.receive() == ["ERROR", 1, "INVALID_ARGUMENT", "the text is empty", False, None]
+    assert await client.receive() == ["ERROR", 1, "INVALID_ARGUMENT", "the text is empty"]
 
 
 async def test_models(client: Any) -> None:
