@@ -12,7 +12,7 @@ USERS = 10_000
 
 def test_ten_thousand_users_are_all_served(serve: Callable[..., Any]) -> None:
     tenants = ",".join(f"tenant-{number}=1" for number in range(100))
-    workload = Workload(rate=6, requests=USERS, prompt_tokens="16-64", output_tokens="4-24", tenants=tenants)
+    workload = Workload(request_rate=6, num_prompts=USERS, prompt_tokens="16-64", output_tokens="4-24", tenants=tenants)
     served = serve(make_arrivals(workload), max_num_seqs=256, max_num_waiting=USERS)
     report = served.report
     assert (report.finished, report.refused) == (USERS, {})
@@ -24,7 +24,7 @@ def test_ten_thousand_users_are_all_served(serve: Callable[..., Any]) -> None:
 
 
 def test_ten_thousand_users_at_once_are_served_in_turn(serve: Callable[..., Any]) -> None:
-    workload = Workload(arrivals="constant", rate=1e6, requests=USERS, prompt_tokens="16", output_tokens="4")
+    workload = Workload(arrivals="constant", request_rate=1e6, num_prompts=USERS, prompt_tokens="16", output_tokens="4")
     served = serve(make_arrivals(workload), max_num_waiting=USERS)
     assert served.report.finished == USERS
     firsts = [outcome.token_times[0] for outcome in served.outcomes]
@@ -34,7 +34,12 @@ def test_ten_thousand_users_at_once_are_served_in_turn(serve: Callable[..., Any]
 def test_bursts_cost_waiting_not_throughput(serve: Callable[..., Any]) -> None:
     def offered(process: Any) -> Any:
         workload = Workload(
-            arrivals=process, rate=0.8, requests=300, prompt_tokens="256", output_tokens="128", burstiness=0.1
+            arrivals=process,
+            request_rate=0.8,
+            num_prompts=300,
+            prompt_tokens="256",
+            output_tokens="128",
+            burstiness=0.1,
         )
         return serve(make_arrivals(workload))
 
@@ -47,7 +52,7 @@ def test_bursts_cost_waiting_not_throughput(serve: Callable[..., Any]) -> None:
 def test_a_shared_prefix_is_computed_once(serve: Callable[..., Any]) -> None:
     def offered(shared: int, own: int) -> Any:
         workload = Workload(
-            rate=0.8, requests=200, prompt_tokens=str(own), output_tokens="64", shared_prefix_tokens=shared
+            request_rate=0.8, num_prompts=200, prompt_tokens=str(own), output_tokens="64", shared_prefix_tokens=shared
         )
         return serve(make_arrivals(workload))
 

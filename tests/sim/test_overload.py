@@ -13,7 +13,7 @@ TARGET_S = 0.15
 
 
 def overload(serve: Callable[..., Any], factor: float, requests: int) -> Any:
-    workload = Workload(rate=factor * CAPACITY, requests=requests, prompt_tokens="256", output_tokens="128")
+    workload = Workload(request_rate=factor * CAPACITY, num_prompts=requests, prompt_tokens="256", output_tokens="128")
     arrivals = make_arrivals(workload)
     return serve(arrivals, itl_target_s=TARGET_S, max_num_seqs=16, max_num_waiting=QUEUE)
 

@@ -15,7 +15,9 @@ RATE = 0.03  # requests per second of the modest tenant
 
 
 def stream(tenant: str, rate: float, requests: int, prompt_tokens: int, seed: int) -> list[Arrival]:
-    workload = Workload(rate=rate, requests=requests, prompt_tokens=str(prompt_tokens), output_tokens="64", seed=seed)
+    workload = Workload(
+        request_rate=rate, num_prompts=requests, prompt_tokens=str(prompt_tokens), output_tokens="64", seed=seed
+    )
     return [replace(arrival, tenant=tenant) for arrival in make_arrivals(workload)]
 
 

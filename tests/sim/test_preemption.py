@@ -12,7 +12,7 @@ from quire.scheduler import MAX_PREEMPTIONS
 
 def crowd(serve: Callable[..., Any], **options: Any) -> Any:
     """Serve requests that grow to twice their prompts; four of them fit at their longest."""
-    workload = Workload(rate=3, requests=60, prompt_tokens="512", output_tokens="512")
+    workload = Workload(request_rate=3, num_prompts=60, prompt_tokens="512", output_tokens="512")
     return serve(make_arrivals(workload), num_tokens=4096, max_num_seqs=16, itl_target_s=0.2, **options)
 
 

@@ -35,16 +35,16 @@ DEFAULT_RATE = 1.0
 class Workload:
     """The requests of a simulation, as flags of `quire simulate`; each field is followed by its help text.
 
-    A trace has its own lengths, times and number of requests, unless `rate` or `requests` are given.
+    A trace has its own lengths, times and number of requests, unless `request_rate` or `num_prompts` are given.
     """
 
     arrivals: Process = "poisson"
     "poisson, bursty, constant, or the format of a recorded trace: mooncake (JSONL) or azure (CSV)."
-    trace: Path | None = None
+    dataset_path: Path | None = None
     "File of a recorded trace."
-    rate: float | None = None
+    request_rate: float | None = None
     "Requests per second. Default 1, or as recorded."
-    requests: int | None = None
+    num_prompts: int | None = None
     "Number of requests. Default 500, or all that were recorded."
     burstiness: float = 0.25
     "Shape of the gamma distribution of bursty arrivals; 1 is Poisson, lower numbers make longer bursts."
@@ -64,34 +64,34 @@ class Workload:
 
 def make_arrivals(workload: Workload) -> list[Arrival]:
     """Return the requests of a workload. Raises ConfigError."""
-    check_number("rate", workload.rate, 1e-6, 1e6)
-    check_number("requests", workload.requests, 1, MAX_REQUESTS)
+    check_number("request_rate", workload.request_rate, 1e-6, 1e6)
+    check_number("num_prompts", workload.num_prompts, 1, MAX_REQUESTS)
     check_number("burstiness", workload.burstiness, 1e-3, 1e3)
     check_number("shared_prefix_tokens", workload.shared_prefix_tokens, 0, MAX_LENGTH)
     check_number("deadline_ms", workload.deadline_ms, 1, 1e9)
     if workload.arrivals in ("mooncake", "azure"):
         return _recorded(workload)
-    if workload.trace is not None:
+    if workload.dataset_path is not None:
         raise ConfigError("trace needs the format of the file: add `arrivals` mooncake or `arrivals` azure")
     return _random(workload)
 
 
 def _recorded(workload: Workload) -> list[Arrival]:
-    if workload.trace is None:
-        raise ConfigError(f"`arrivals` {workload.arrivals} needs `trace` FILE")
+    if workload.dataset_path is None:
+        raise ConfigError(f"`arrivals` {workload.arrivals} needs `dataset_path` FILE")
     if workload.tenants is not None or workload.shared_prefix_tokens:
         raise ConfigError("`tenants` and shared_prefix_tokens are for random requests, not for those of a trace")
     read = read_mooncake if workload.arrivals == "mooncake" else read_azure
-    arrivals = read(workload.trace, workload.requests or MAX_REQUESTS)
-    if workload.rate is not None:
-        arrivals = rescale(arrivals, workload.rate, "rate")
+    arrivals = read(workload.dataset_path, workload.num_prompts or MAX_REQUESTS)
+    if workload.request_rate is not None:
+        arrivals = rescale(arrivals, workload.request_rate, "request_rate")
     return [replace(arrival, deadline_s=_deadline_s(workload)) for arrival in arrivals]
 
 
 def _random(workload: Workload) -> list[Arrival]:
     random = Random(workload.seed)
     return draw_arrivals(
-        workload.requests or DEFAULT_REQUESTS,
+        workload.num_prompts or DEFAULT_REQUESTS,
         _intervals(workload, random),
         parse_lengths("prompt_tokens", workload.prompt_tokens),
         parse_lengths("output_tokens", workload.output_tokens),
@@ -103,7 +103,7 @@ def _random(workload: Workload) -> list[Arrival]:
 
 
 def _intervals(workload: Workload, random: Random) -> Iterator[float]:
-    rate = DEFAULT_RATE if workload.rate is None else workload.rate
+    rate = DEFAULT_RATE if workload.request_rate is None else workload.request_rate
     if workload.arrivals == "constant":
         return constant(rate)
     if workload.arrivals == "bursty":

@@ -32,7 +32,9 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_tables_show_every_figure(run: Any) -> None:
-    status, printed, errors = run(*MACHINE, *POOL, "--rate", "20", "--requests", "60", "--tenants", "a=20,b=1")
+    status, printed, errors = run(
+        *MACHINE, *POOL, "--request-rate", "20", "--num-prompts", "60", "--tenants", "a=20,b=1"
+    )
     assert (status, errors) == (0, "")
     for figure in (
         "time to first token",
@@ -47,7 +49,7 @@ def test_tables_show_every_figure(run: Any) -> None:
 
 
 def test_json_is_the_same_for_the_same_seed(run: Any) -> None:
-    flags = (*MACHINE, *POOL, "--requests", "30", "--noise", "0.1", "--goodput", "ttft:2000", "itl:200", "--json")
+    flags = (*MACHINE, *POOL, "--num-prompts", "30", "--noise", "0.1", "--goodput", "ttft:2000", "itl:200", "--json")
     first, second = run(*flags)[1], run(*flags)[1]
     assert first == second
     report = json.loads(first)
@@ -58,7 +60,7 @@ def test_json_is_the_same_for_the_same_seed(run: Any) -> None:
 
 
 def test_scheduling_options_have_an_effect(run: Any) -> None:
-    flags = (*MACHINE, *POOL, "--requests", "60", "--rate", "200", "--max-num-seqs", "4", "--json")
+    flags = (*MACHINE, *POOL, "--num-prompts", "60", "--request-rate", "200", "--max-num-seqs", "4", "--json")
     plain = json.loads(run(*flags)[1])
     bounded = json.loads(run(*flags, "--itl-target-ms", "10", "--max-num-waiting", "20")[1])
     assert bounded["itl_ms"]["p99"] < plain["itl_ms"]["p99"]
@@ -67,7 +69,7 @@ def test_scheduling_options_have_an_effect(run: Any) -> None:
 
 def test_a_config_json_and_a_trace_are_enough(run: Any) -> None:
     model = str(DATA / "qwen3-0.6b")
-    trace = ("--arrivals", "mooncake", "--trace", str(DATA / "mooncake.jsonl"))
+    trace = ("--arrivals", "mooncake", "--dataset-path", str(DATA / "mooncake.jsonl"))
     flags = ("--weights", "q8", "--kv-cache-memory", "1GiB", *trace, *MACHINE, "--json")
     report = json.loads(run(model, *flags)[1])
     assert (report["offered"], report["finished"], report["output_tokens"]) == (3, 3, 6)
@@ -75,7 +77,7 @@ def test_a_config_json_and_a_trace_are_enough(run: Any) -> None:
 
 
 def test_the_machine_is_measured_if_it_is_not_given(run: Any) -> None:
-    report = json.loads(run(*POOL, "--requests", "2", "--peak", "920", "--json")[1])
+    report = json.loads(run(*POOL, "--num-prompts", "2", "--peak", "920", "--json")[1])
     assert report["read_bytes_per_s"] > 1e8
     assert report["peak_ops_per_s"] == {"q8": 920e9, "bf16": 460e9, "f32": 230e9}
 
@@ -83,11 +85,11 @@ def test_the_machine_is_measured_if_it_is_not_given(run: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rate", "0"], "--rate must be between"),
-        (["--rate", "often"], "rate"),
+        (["--request-rate", "0"], "--request-rate must be between"),
+        (["--request-rate", "often"], "rate"),
         (["--arrivals", "sometimes"], "arrivals"),
-        (["--arrivals", "azure"], "needs --trace FILE"),
-        (["--arrivals", "azure", "--trace", "/nowhere.csv"], "/nowhere.csv cannot be read"),
+        (["--arrivals", "azure"], "needs --dataset-path FILE"),
+        (["--arrivals", "azure", "--dataset-path", "/nowhere.csv"], "/nowhere.csv cannot be read"),
         (["--prompt-tokens", "many"], "--prompt-tokens: 'many' is not allowed"),
         (["--tenants", "a"], "--tenants: 'a' is not allowed"),
         (["--goodput", "soon"], "--goodput: 'soon' is not allowed"),
@@ -102,7 +104,7 @@ def test_the_machine_is_measured_if_it_is_not_given(run: Any) -> None:
 )
 def test_errors_are_one_line_and_status_2(arguments: list[str], message: str, run: Any) -> None:
     machine = () if arguments[0] in MACHINE else MACHINE
-    status, printed, errors = run(*machine, *POOL, "--requests", "2", *arguments)
+    status, printed, errors = run(*machine, *POOL, "--num-prompts", "2", *arguments)
     assert (status, printed) == (2, "")
     assert re.fullmatch(r"quire: .*", errors.strip(), re.S)
     assert message in errors

@@ -54,7 +54,7 @@ def test_a_trace_by_hand(make_simulator: Make) -> None:
 def test_queueing_time_is_that_of_the_textbook(make_simulator: Make, load: float) -> None:
     """Simulate M/D/1: requests of one step each, one at a time, wait load / (2 (1 - load)) steps on average."""
     step_s = 0.01
-    workload = Workload(rate=load / step_s, requests=20_000, prompt_tokens="1", output_tokens="1")
+    workload = Workload(request_rate=load / step_s, num_prompts=20_000, prompt_tokens="1", output_tokens="1")
     simulator = make_simulator(
         make_arrivals(workload), lambda plan: step_s, max_num_seqs=1, max_num_waiting=20_000, num_pages=2, debug=False
     )
@@ -142,7 +142,7 @@ def test_requests_that_can_never_run_are_detected(make_simulator: Make) -> None:
 def test_the_same_seed_gives_the_same_report(make_simulator: Make) -> None:
     def report(seed: int) -> str:
         workload = Workload(
-            rate=4, requests=50, prompt_tokens="8-64", output_tokens="1-40", tenants="a=3,b=1", seed=seed
+            request_rate=4, num_prompts=50, prompt_tokens="8-64", output_tokens="1-40", tenants="a=3,b=1", seed=seed
         )
         simulator = make_simulator(make_arrivals(workload))
         simulator.run()
