@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
-from ..common.errors import Overloaded
+from ..common.errors import Overloaded, Unavailable
 
 NUM_THREADS = 2  # rendering holds the GIL: more threads would delay the event loop
 MAX_BYTES = 64 << 20  # of one tenant's texts that wait or run
@@ -33,6 +33,7 @@ class FairExecutor:
     def __init__(self, num_threads: int = NUM_THREADS, max_bytes: int = MAX_BYTES) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="quire-text")
         self._num_idle = num_threads
+        self._is_closed = False
         self._max_bytes = max_bytes
         self._waiting: dict[str, deque[_Job]] = {}  # by tenant; the first one's turn is next
         self._bytes: dict[str, int] = {}  # of texts that wait or run, by tenant
@@ -42,7 +43,10 @@ class FairExecutor:
 
         The function sees the caller's context variables. Cancelling the future releases the text, unless the function
         runs. Raises Overloaded if the tenant's other texts leave no room; a tenant without texts has room for any.
+        Raises Unavailable after `close`.
         """
+        if self._is_closed:
+            raise _closed()
         before = self._bytes.get(tenant, 0)
         if before and before + num_bytes > self._max_bytes:
             raise Overloaded(f"{before} bytes of this tenant's texts are being tokenized, and {self._max_bytes} may be")
@@ -63,8 +67,14 @@ class FairExecutor:
         return result
 
     def close(self) -> None:
-        """Start nothing more. Functions that run end by themselves."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Refuse what waits and what comes with Unavailable. Functions that run end by themselves. Idempotent."""
+        self._is_closed = True
+        for jobs in self._waiting.values():
+            for job in jobs:
+                if not job.result.done():
+                    job.result.set_exception(_closed())
+        self._waiting.clear()
+        self._threads.shutdown(wait=False)
 
     def _run_next(self) -> None:
         """Give idle threads to the tenants in turn."""
@@ -94,3 +104,7 @@ class FairExecutor:
 
         running = asyncio.get_running_loop().run_in_executor(self._threads, job.call[0])
         running.add_done_callback(on_done)
+
+
+def _closed() -> Unavailable:
+    return Unavailable("the engine was closed before this text was tokenized; try again")

@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator
 
 import pytest
-from quire.runtime.common.errors import InvalidRequest, Overloaded
+from quire.runtime.common.errors import InvalidRequest, Overloaded, Unavailable
 from quire.runtime.engine.fair_executor import FairExecutor
 
 NAME: contextvars.ContextVar[str] = contextvars.ContextVar("name")
@@ -89,3 +89,16 @@ async def test_a_text_that_is_given_up_while_it_runs_frees_its_thread_later(exec
     await asyncio.sleep(0)
     work.go.set()
     assert await last == "last"
+
+
+async def test_closing_refuses_what_waits_and_what_comes(executor: FairExecutor, work: Work) -> None:
+    running = executor.submit("a", 1, work, "running")
+    waiting = executor.submit("a", 1, work, "waiting")
+    executor.close()
+    with pytest.raises(Unavailable, match="was closed"):
+        await waiting
+    with pytest.raises(Unavailable, match="was closed"):
+        executor.submit("b", 1, work, "late")
+    work.go.set()
+    assert await running == "running"
+    assert work.order == ["running"]
