@@ -259,8 +259,8 @@ async def test_requests_fail_when_no_process_can_be_started(monkeypatch: pytest.
 async def test_an_engine_that_cannot_start_raises_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         await EnginePool.launch(EngineConfig(model=str(tmp_path)))
-    with pytest.raises(ConfigError, match="page_size"):
-        await EnginePool.launch(EngineConfig(page_size=7))
+    with pytest.raises(ConfigError, match="isa"):
+        await EnginePool.launch(EngineConfig(isa="mmx"))
 
 
 async def test_several_processes_are_one_engine() -> None:
