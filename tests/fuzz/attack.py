@@ -239,7 +239,7 @@ async def campaign(server: ServerProcess, options: argparse.Namespace, report: C
     print(f"{'quiet':<9} {quiet}", flush=True)
     before = await server.settled()
     print(f"{'before':<9} {before}", flush=True)
-    rss_before = server.server_rss()
+    rss_before, files_before = server.server_rss(), server.open_files()
     async with bystanders.during() as storm:
         attacking = asyncio.create_task(attackers("storm", server, options.seconds + 2.5 * KILL_PAUSE_S, options.seed))
         peaks = await _watch_vitals(server, options.seconds)
@@ -255,6 +255,8 @@ async def campaign(server: ServerProcess, options: argparse.Namespace, report: C
     print(f"{'attackers':<9} {outcome['cpu_s']:.1f} s of CPU time, {json.dumps(outcome['cases'])}", flush=True)
     after = await server.settled(before.descriptors)
     print(f"{'after':<9} {after}", flush=True)
+    if after.descriptors > before.descriptors:
+        print(f"{'new files':<9} {', '.join(sorted(server.open_files() - files_before))}", flush=True)
 
     ratio = storm.p99_s / quiet.p99_s
     verdict(report, "bytes", f"{storm.streams + kills.streams} streams", all_equal(storm, kills))

@@ -107,6 +107,14 @@ class ServerProcess:
         """Return the process ids of the engines."""
         return _descendants(self._process.pid)
 
+    def open_files(self) -> set[str]:
+        """Return what the descriptors of the API server process refer to."""
+        folder, targets = f"/proc/{self._process.pid}/fd", set()
+        for entry in os.listdir(folder):
+            with contextlib.suppress(OSError):
+                targets.add(f"{entry} -> {os.readlink(f'{folder}/{entry}')}")
+        return targets
+
     def server_rss(self) -> int:
         """Return the bytes of resident memory of the API server process."""
         return _rss(self._process.pid)

@@ -78,8 +78,10 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Awaitable[str | 
 
 
 async def test_messages_of_a_killed_process_are_not_received(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """They have arrived and are not read yet when the process is killed."""
+    """They have arrived and are not read yet when the process is killed. No descriptor of the process remains."""
     has_sent, received = tmp_path / "sent", list[FromEngine]()
+    await (await asyncio.create_subprocess_exec("true")).wait()  # the event loop opens its own files for processes
+    files = descriptors()
     script = f"send(StatsReport(None)); open({str(has_sent)!r}, 'w'); time.sleep(600)"
     monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-P", "-c", SCRIPT + script))
     process = await EngineProcess.spawn(START, received.append, lambda: None)
@@ -89,6 +91,7 @@ async def test_messages_of_a_killed_process_are_not_received(monkeypatch: pytest
     await process.closed.wait()
     await asyncio.sleep(0)
     assert received == []
+    assert descriptors() <= files
 
 
 async def test_a_process_that_exits_by_itself_has_done_its_work(stopped: Stopped) -> None:

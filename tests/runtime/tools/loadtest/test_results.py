@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from quire.runtime.tools.loadtest.latency import e2el_s, tpot_s, ttft_s
 from quire.runtime.tools.loadtest.options import Pacing
 from quire.runtime.tools.loadtest.records import RequestRecord
 from quire.runtime.tools.loadtest.results import RunOptions, summarize, without_details
@@ -171,3 +172,10 @@ def test_without_a_finished_request_the_figures_are_zero() -> None:
     result = summarize([failed(0, 1.0)], options())
     assert (result["completed"], result["failed"], result["p99_e2el_ms"]) == (0, 1, 0.0)
     assert (result["max_output_tokens_per_s"], result["max_concurrent_requests"]) == (0.0, 0)
+
+
+def test_latencies_are_from_sending_to_the_last_token() -> None:
+    """Neither the wait before sending nor what follows the last token, such as usage, counts."""
+    record = served(0, 1.0, 2.0, 3.0, scheduled_s=0.5)
+    record.ended_s = 9.0
+    assert (ttft_s(record), e2el_s(record), tpot_s(record)) == (1.0, 2.0, 1.0)

@@ -18,8 +18,8 @@ class FakeBackend:
     The prompt `fail` fails after one token, `silent` ends without a token.
     """
 
-    def __init__(self, step_s: float = 0.0, min_running: int = 0) -> None:
-        self.step_s, self.min_running = step_s, min_running
+    def __init__(self, step_s: float = 0.0, min_running: int = 0, chunk_tokens: int = 1) -> None:
+        self.step_s, self.min_running, self.chunk_tokens = step_s, min_running, chunk_tokens
         self.running = self.max_running = 0
         self.cancelled: list[LoadRequest] = []
 
@@ -32,7 +32,7 @@ class FakeBackend:
                 await asyncio.sleep(0.001)
             for index in range(0 if request.prompt == "silent" else request.max_tokens):
                 await asyncio.sleep(self.step_s)
-                yield ReceivedChunk(float(index), 1, "x")
+                yield ReceivedChunk(float(index), self.chunk_tokens, "x")
                 if request.prompt == "fail":
                     raise RequestFailed("INTERNAL", "broken")
             ended = True
@@ -108,6 +108,12 @@ async def test_a_cancelled_request_ends_after_its_number_of_tokens() -> None:
     assert (finished.cancelled, finished.finish_reason) == (False, "length")
     assert [each.cancel_after for each in backend.cancelled] == [2]
     assert (progress.cancelled, progress.failed, progress.done) == (1, 0, 2)
+
+
+async def test_a_cancelled_request_counts_tokens_and_not_chunks() -> None:
+    backend = FakeBackend(chunk_tokens=3)
+    sent = await send_closed_loop(backend, [request(max_tokens=9, cancel_after=4)], LoadProgress(), max_concurrency=1)
+    assert (sent.records[0].cancelled, sent.records[0].output_tokens) == (True, 6)
 
 
 def test_a_slow_reader_pauses_after_each_chunk(in_virtual_time: Callable[..., SendResult]) -> None:

@@ -88,6 +88,12 @@ def test_saturation_by_growth_and_by_failures(before: LoadTestRun, after: LoadTe
     assert is_saturated(rates(4, 8), [before, after]) is saturated
 
 
+@pytest.mark.parametrize(("after", "saturated"), [(103, False), (102, True)])
+def test_the_growth_that_is_enough_is_a_tenth_of_the_loads(after: int, saturated: bool) -> None:
+    """From 4 to 5 requests per second the load grows by 25 %."""
+    assert is_saturated(rates(4, 5), [make_run(100), make_run(after)]) is saturated
+
+
 def test_the_first_point_is_saturated_only_by_failures() -> None:
     assert not is_saturated(rates(1), [make_run(1)])
     assert is_saturated(rates(1), [make_run(1, failed=6)])
