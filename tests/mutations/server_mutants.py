@@ -496,8 +496,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/server/tenant_bytes.py",
-        "                largest = max(self._holders, key",
-        "                largest = min(self._holders, key",
+        "largest = max(self._holders, key",
+        "largest = min(self._holders, key",
         "the connection with the least unsent output of its tenant is ended first",
         FLOW,
     ),
