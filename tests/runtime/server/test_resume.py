@@ -416,6 +416,7 @@ async def test_nothing_is_left_when_everything_has_expired(serve: Serve, clock: 
     assert server.replays.num_bytes > 0
     await clock.advance(2)
     assert_nothing_is_kept(server)
+    assert (await server.connect(session=peer.session)).session != peer.session, "the session's name is kept"
 
 
 async def test_a_stream_that_ended_in_an_error_does_not_hold_its_prompt(server: FakeServer) -> None:
