@@ -69,6 +69,14 @@ class AppContext:
     connection_log: BoundedLog = field(default_factory=lambda: BoundedLog(_log))
     leaves_at: float | None = None  # the loop's time at which live requests end; None: the server is not draining
 
+    def held_bytes(self) -> dict[str, int]:
+        """Return the bytes held for clients now, by purpose."""
+        return {
+            "kept_output": self.replays.num_bytes,
+            "unsent_output": sum(each.num_bytes for each in self.unsent.values()),
+            "pending_input": sum(each.num_bytes for each in self.pending.values()),
+        }
+
     def unsent_output(self, tenant: Tenant) -> TenantBytes:
         """Return the tenant's unsent output, which is limited to an equal share of `max_unsent_bytes`."""
         limit, keyring = self.config.max_unsent_bytes, self.keyring

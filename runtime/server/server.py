@@ -23,6 +23,7 @@ from .listen import ListeningSocket, fit_connections, is_loopback, listen_tcp, l
 from .live_requests import LiveRequests
 from .memory_limits import MemoryLimits
 from .monitoring import (
+    ClientLoad,
     OperatorServer,
     PrometheusObserver,
     Readiness,
@@ -143,7 +144,7 @@ class Server:
         engine, config = context.engine, context.config
         model = config.served_model_name or DEFAULT_MODEL_NAME
         mirror = VllmNames(model, lambda: engine.info) if config.metrics_compat == "vllm" else None
-        self.observer.watch(engine.stats, lambda: self.num_connections, mirror)
+        self.observer.watch(engine.stats, lambda: ClientLoad(self.num_connections, context.held_bytes()), mirror)
         status = StatusCollector(
             engine,
             self.observer,

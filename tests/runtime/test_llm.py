@@ -263,7 +263,7 @@ def test_logits_of_text_are_refused(llm: LLM) -> None:
         ({"kv_cache_dtype": "q8"}, "kv_cache_dtype"),
         ({"kv_cache_memory": 0}, "kv_cache_memory"),
         ({"kv_cache_memory": 10**18}, "kv_cache_memory"),
-        ({"page_size": 7}, "page_size must be one of 16, 32, 64, not 7"),
+        ({"page_size": 7}, "page_size must be 16, 32 or 64, not 7"),
         ({"isa": "mmx"}, "unknown ISA level 'mmx'"),
         ({"max_num_batched_tokens": 10**9}, "lower max_num_batched_tokens"),
         ({"max_num_batched_tokens": 63}, "must be at least max_num_seqs 64"),

@@ -121,27 +121,28 @@ async def test_an_error_is_reported_that_arrives_after_the_exit(
 
 
 async def test_a_process_may_take_as_long_as_it_writes(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EngineProcess, "_wait", wait_for_message)
+    monkeypatch.setattr(EngineProcess, "_wait", wait_for_message())
     assert await stopped("for number in range(1, 6): send(SnapshotProgress(number)); time.sleep(0.01)") is None
 
 
 async def test_a_process_that_writes_nothing_is_killed(stopped: Stopped, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EngineProcess, "_wait", wait_for_message)
+    monkeypatch.setattr(EngineProcess, "_wait", wait_for_message())
     problem = await stopped("send(SnapshotProgress(1)); send(SnapshotProgress(1)); time.sleep(600)")
     assert problem == "it was killed, having made no progress for 20 s"
 
 
-async def wait_for_message(process: EngineProcess, timeout_s: float) -> None:
-    """Wait, in place of the time limit, for one message or the exit."""
-    received, receive = asyncio.Event(), process.link.receive
+def wait_for_message() -> Callable[[EngineProcess, float], Awaitable[None]]:
+    """Return what waits, in place of the time limit, for the next message or the exit."""
+    arrived, is_counting = asyncio.Semaphore(0), False
 
-    def note(message: FromEngine) -> None:
-        receive(message)
-        received.set()
+    async def wait(process: EngineProcess, timeout_s: float) -> None:
+        nonlocal is_counting
+        if not is_counting:
+            is_counting, receive = True, process.link.receive
+            process.link.receive = lambda message: (receive(message), arrived.release())[0]
+        waits = [asyncio.ensure_future(each) for each in (arrived.acquire(), process._process.wait())]
+        _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for each in pending:
+            each.cancel()
 
-    process.link.receive = note
-    waits = [asyncio.ensure_future(each) for each in (received.wait(), process._process.wait())]
-    _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    for each in pending:
-        each.cancel()
-    process.link.receive = receive
+    return wait

@@ -6,6 +6,7 @@ Each scrape asks the engine once. While the engine does not answer, only its own
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -20,6 +21,13 @@ Mirror = Callable[[Iterable[Metric]], Iterable[Metric]]
 WAITING_REASONS = ("sequences", "pages", "latency", "tokens", "quota", "source")
 
 
+class ClientLoad(NamedTuple):
+    """What the API server process holds for clients now."""
+
+    num_connections: int
+    held_bytes: Mapping[str, int]  # by purpose, as in `MemoryLimits`
+
+
 class MetricsCollector(Collector):
     """Exposes `info`, which never changes, and at each scrape `instruments` and the sources given to `watch`."""
 
@@ -29,22 +37,26 @@ class MetricsCollector(Collector):
         self._info = info
         self._instruments = instruments
         self._stats: Callable[[], EngineStats] | None = None
-        self._num_connections: Callable[[], int] | None = None
+        self._clients: Callable[[], ClientLoad] | None = None
         self._mirror: Mirror | None = None
 
     def watch(
-        self, stats: Callable[[], EngineStats], num_connections: Callable[[], int] | None, mirror: Mirror | None
+        self, stats: Callable[[], EngineStats], clients: Callable[[], ClientLoad] | None, mirror: Mirror | None
     ) -> None:
-        """Read engine statistics and connections at each scrape too; `mirror` returns more families from all others."""
-        self._stats, self._num_connections, self._mirror = stats, num_connections, mirror
+        """Read `stats` and `clients` at each scrape too; `mirror` returns more families from all others."""
+        self._stats, self._clients, self._mirror = stats, clients, mirror
 
     def describe(self) -> Iterable[Metric]:
         return []  # registering must not read an engine that is still starting
 
     def collect(self) -> Iterator[Metric]:
         families = [*self._info, *self._engine(), *(each.family() for each in self._instruments)]
-        if self._num_connections is not None:
-            families.append(_gauge("connections", "Open client connections.", self._num_connections()))
+        if self._clients is not None:
+            clients = self._clients()
+            families += (
+                _gauge("connections", "Open client connections.", clients.num_connections),
+                _gauges("client_memory_bytes", "Bytes held for clients, by purpose.", "purpose", clients.held_bytes),
+            )
         yield from families
         if self._mirror is not None:
             yield from self._mirror(families)

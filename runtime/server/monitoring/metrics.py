@@ -18,7 +18,7 @@ from ...common.errors import QuireError
 from ...common.types import FinishReason, Usage
 from ...engine.facade import EngineStats, RequestStats, StepStats
 from ..acceptor import RefusalCause
-from .collector import MetricsCollector, Mirror
+from .collector import ClientLoad, MetricsCollector, Mirror
 from .history import FINE_BOUNDS_S
 from .instruments import Counter, Histogram, LabelledCounter, TenantCounter
 
@@ -74,11 +74,11 @@ class PrometheusObserver:
     def watch(
         self,
         stats: Callable[[], EngineStats],
-        num_connections: Callable[[], int] | None = None,
+        clients: Callable[[], ClientLoad] | None = None,
         mirror: Mirror | None = None,
     ) -> None:
-        """Read gauges from `stats` and `num_connections` at each scrape; `mirror` renames all metrics once more."""
-        self._collector.watch(stats, num_connections, mirror)
+        """Read gauges from `stats` and `clients` at each scrape; `mirror` renames all metrics once more."""
+        self._collector.watch(stats, clients, mirror)
 
     # EngineObserver
 

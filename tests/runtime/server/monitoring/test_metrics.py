@@ -11,6 +11,7 @@ from prometheus_client import generate_latest
 from quire.runtime.common.errors import Overloaded, QuireError, Unavailable
 from quire.runtime.common.types import Usage
 from quire.runtime.engine.facade import EngineStats, RequestStats, StepStats
+from quire.runtime.server.monitoring.collector import ClientLoad
 from quire.runtime.server.monitoring.instruments import MAX_TENANTS
 from quire.runtime.server.monitoring.metrics import PrometheusObserver, error_codes
 
@@ -37,7 +38,7 @@ USAGE = Usage(prompt_tokens=10, completion_tokens=5, cached_tokens=4, queue_ms=2
 @pytest.fixture
 def observer() -> PrometheusObserver:
     observer = PrometheusObserver(version="0.1.0", isa="avx2", threads=2, threads_reason="--threads")
-    observer.watch(lambda: STATS, lambda: 6)
+    observer.watch(lambda: STATS, lambda: ClientLoad(6, {"kept_output": 700, "unsent_output": 80}))
     return observer
 
 
@@ -76,6 +77,7 @@ def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
         "quire_replayed_requests_total": "counter",
         "quire_quarantined_requests_total": "counter",
         "quire_connections": "gauge",
+        "quire_client_memory_bytes": "gauge",
         "quire_prompt_tokens_total": "counter",
         "quire_prompt_tokens_cached_total": "counter",
         "quire_generation_tokens_total": "counter",
@@ -122,6 +124,8 @@ def test_the_engine_is_read_when_scraped(observer: PrometheusObserver) -> None:
     assert samples["quire_quarantined_requests_total"] == 1
     assert samples["quire_steps_over_itl_target_total"] == 9
     assert samples["quire_connections"] == 6
+    assert samples['quire_client_memory_bytes{purpose="kept_output"}'] == 700
+    assert samples['quire_client_memory_bytes{purpose="unsent_output"}'] == 80
 
 
 def test_pages_by_state_add_up_to_all_pages(observer: PrometheusObserver) -> None:
@@ -163,7 +167,10 @@ def test_unknown_values_add_no_series(observer: PrometheusObserver) -> None:
         observer.on_rejected(error)
         observer.on_cancelled(name)
         observer.on_finished(ended)
-    observer.watch(lambda: msgspec.structs.replace(STATS, waiting_by_reason=dict.fromkeys("abc", 1)), lambda: 6)
+    observer.watch(
+        lambda: msgspec.structs.replace(STATS, waiting_by_reason=dict.fromkeys("abc", 1)),
+        lambda: ClientLoad(6, {"kept_output": 700, "unsent_output": 80}),
+    )
     samples = exposed(observer)
     assert set(samples) == before
     assert samples['quire_admission_rejections_total{reason="other"}'] == 100
