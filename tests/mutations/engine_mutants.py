@@ -12,6 +12,8 @@ VALIDATOR, SNAPSHOT, ERRORS, BUILD, PROCESSOR = (
     f"runtime/engine/{name}.py" for name in ("validator", "snapshot", "error_mapping", "build", "text_processor")
 )
 
+SAVED = "tests/runtime/engine/test_snapshot.py"
+
 MUTANTS = [
     Mutant(
         ENGINE,
@@ -303,12 +305,14 @@ MUTANTS = [
         "    yield\n    await core.stop()\n",
         "    yield\n",
         "the snapshot is written while steps change pages",
+        SAVED,
     ),
     Mutant(
         SNAPSHOT,
         "config.weights, config.kv_cache_dtype,",
         "config.kv_cache_dtype,",
         "pages computed with q8 weights are loaded under bf16 weights: other bits",
+        SAVED,
     ),
     Mutant(
         PROCESSOR,

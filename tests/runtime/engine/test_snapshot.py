@@ -1,0 +1,56 @@
+"""The prefix cache of a real engine across restarts. The file itself is tested in `tests/pager/test_snapshot.py`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import Unavailable
+from quire.runtime.common.types import SamplingParams
+from quire.runtime.engine import Engine, GenerateRequest, LocalEngine, prefix_snapshot
+
+
+@asynccontextmanager
+async def started(**settings: Any) -> AsyncIterator[LocalEngine]:
+    engine = await Engine.start(EngineConfig(**{"kv_cache_memory": 8 << 20, **settings}))
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def new_request(max_tokens: int) -> GenerateRequest:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return GenerateRequest(prompt=tuple(range(1, 101)), sampling_params=params)
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_loaded"),
+    [({}, True), ({"weights": "q8"}, False), ({"kv_cache_dtype": "f32"}, False), ({"page_size": 64}, False)],
+    ids=["same", "weights", "kv_cache_dtype", "page_size"],
+)
+async def test_pages_are_loaded_only_into_settings_that_compute_the_same_bits(
+    tmp_path: Path, changed: dict[str, Any], is_loaded: bool
+) -> None:
+    path = tmp_path / "prefixes"
+    async with started() as engine, prefix_snapshot(engine.core, path):
+        async for _ in await engine.submit(new_request(2)):
+            pass
+        num_cached = engine.stats().pages_cached
+    assert num_cached > 0
+    async with started(**changed) as engine, prefix_snapshot(engine.core, path):
+        assert engine.stats().pages_cached == (num_cached if is_loaded else 0)
+
+
+async def test_the_core_has_stopped_when_pages_are_saved(tmp_path: Path) -> None:
+    async with started() as engine:
+        async with prefix_snapshot(engine.core, tmp_path / "prefixes"):
+            chunks = aiter(await engine.submit(new_request(100)))
+            await anext(chunks)
+        with pytest.raises(Unavailable):
+            await engine.submit(new_request(2))
+        assert engine.stats().running == 0
