@@ -299,6 +299,7 @@ MUTANTS = [
         "config.itl_target_ms / 1000",
         "config.itl_target_ms",
         "the inter-token target is a thousand times larger",
+        "tests/runtime/engine/test_build.py",
     ),
     Mutant(
         SNAPSHOT,
