@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from quire.runtime.common.errors import (
     ContextLengthExceeded,
@@ -22,7 +23,7 @@ from quire.runtime.engine import Engine, GenerateRequest
 from quire.runtime.engine.fair_executor import NUM_THREADS
 from quire.scheduler import NotAccepting, PageQuotaExceeded, QueueFull, Request, RequestUpdate, SampledToken
 
-from .conftest import ESTIMATE, FakeCore, FakeObserver, FakeTextProcessor
+from .conftest import ESTIMATE, INFO, FakeCore, FakeObserver, FakeTextProcessor
 
 CHAT = ({"role": "user", "content": "hi "},)
 PREPARED: dict[str, dict[str, Any]] = {"text": {"prompt": "hi"}, "chat": {"prompt": None, "messages": CHAT}}
@@ -148,6 +149,12 @@ async def test_a_submission_that_is_never_awaited_frees_its_queue_slot(
     assert core.requests == []
     text_processor.error = None
     await engine.submit(request())
+
+
+async def test_end_tokens_outside_the_vocabulary_are_ignored(core: FakeCore, text_processor: FakeTextProcessor) -> None:
+    core.info = msgspec.structs.replace(INFO, eos_token_ids=frozenset({3, INFO.vocab_size}))
+    await Engine(core, text_processor).submit(request((1, 2)))
+    assert core.requests[0].spec.stop_token_ids == {0, 3}, "the tokenizer's and the model's"
 
 
 # Refusals
