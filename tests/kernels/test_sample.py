@@ -171,6 +171,9 @@ def test_a_draw_depends_on_seed_and_position_only():
     assert together == alone
     other_seed = draw(logits, [(6, *r[1:]) for r in rows])[0].tolist()
     assert other_seed != together
+    for seed, first in ((5 + 2**32, 0), (5, 2**32)):  # the upper halves count too
+        upper = [row(seed=seed, position=first + i, temperature=1, top_p=0.95) for i in range(33)]
+        assert draw(logits, upper)[0].tolist() != together
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,12 @@ async def test_end_tokens_outside_the_vocabulary_are_ignored(core: FakeCore, tex
     assert core.requests[0].spec.stop_token_ids == {0, 3}, "the tokenizer's and the model's"
 
 
+async def test_the_core_counts_pins_in_seconds(engine: Engine[FakeCore], core: FakeCore) -> None:
+    await engine.submit(msgspec.structs.replace(request((1, 2)), pin_ms=1500))
+    await engine.submit(request((1, 2)))
+    assert [each.spec.pin_s for each in core.requests] == [1.5, None]
+
+
 # Refusals
 
 
