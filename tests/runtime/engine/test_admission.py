@@ -123,6 +123,22 @@ async def test_the_text_of_a_chat_is_checked_before_it_is_tokenized(
     assert "encode" not in text_processor.calls
 
 
+async def test_only_a_plain_prompt_gets_special_tokens(
+    engine: Engine[FakeCore], text_processor: FakeTextProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The template of a chat has written its own."""
+    encode, added = text_processor.encode, []
+
+    def note(text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        added.append(add_special_tokens)
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(text_processor, "encode", note)
+    for prompt in PREPARED.values():
+        await engine.submit(request(**prompt))
+    assert added == [True, False]
+
+
 async def test_a_message_without_content_is_refused(engine: Engine[FakeCore], observer: FakeObserver) -> None:
     with pytest.raises(InvalidRequest, match=r"messages\[0\] has no 'content'"):
         await engine.submit(request(None, messages=({"role": "user"},)))

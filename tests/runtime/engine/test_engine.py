@@ -260,6 +260,19 @@ async def test_usage(running: Running) -> None:
         assert whole.cached_tokens == 32, "the last token of a prompt is always computed"
 
 
+@pytest.mark.parametrize("params", [{}, {"beam_width": 2}], ids=["sampling", "beams"])
+async def test_progress_is_reported_while_the_prompt_is_computed_and_not_after(
+    running: Running, params: dict[str, Any]
+) -> None:
+    async with running(max_num_batched_tokens=64) as engine:
+        stream = await engine.submit(new_request(tuple(range(1, 201)), max_tokens=4, **params))
+        computed: list[int] = []
+        stream.watch_prefill(computed.append)
+        async for _ in stream:
+            pass
+    assert computed == [64, 128, 192]
+
+
 async def test_usage_has_the_drawn_seed(running: Running) -> None:
     async with running() as engine:
         drawn = await chunks_of(engine, new_request(temperature=1.0))
