@@ -160,7 +160,9 @@ class Acceptor:
             )
             return
         connection = AcceptedConnection(self, address, len(self._open) + 1)
-        self._open[connection] = self._loop.create_task(self._run(connection, accepted))
+        task = self._open[connection] = self._loop.create_task(self._run(connection, accepted))
+        # Not a `finally` in the task: one that is cancelled before it begins runs nothing.
+        task.add_done_callback(lambda _: self._forget(connection, accepted))
         self._pending.setdefault(address, {})[connection] = None
         self._limit_pending(address)
 
@@ -189,13 +191,15 @@ class Acceptor:
                 await self._serve(connection)
         except asyncio.CancelledError:
             pass  # shed, or closed
-        finally:
-            if hasattr(connection, "writer"):
-                connection.writer.transport.abort()
-            else:
-                accepted.close()
-            self.settle(connection)
-            del self._open[connection]
+
+    def _forget(self, connection: AcceptedConnection, accepted: socket.socket) -> None:
+        """Close a connection whose task has ended."""
+        if hasattr(connection, "writer"):
+            connection.writer.transport.abort()
+        else:
+            accepted.close()
+        self.settle(connection)
+        del self._open[connection]
 
     async def _establish(self, connection: AcceptedConnection, accepted: socket.socket) -> bool:
         """Set the connection's streams, after the TLS handshake. Return False if the handshake fails."""

@@ -148,6 +148,16 @@ async def test_silent_tls_handshakes_give_way(start: Start) -> None:
     assert await send(clients[0], b"x") == b""
 
 
+async def test_connections_that_give_way_in_the_turn_that_accepts_them_are_closed(start: Start) -> None:
+    port = await start(50, 3, 3)
+    port.clients = [socket.create_connection(port.address) for _ in range(10)]  # without a turn of the event loop
+    await until(lambda: port.refusals == ["pending"] * 7)
+    await until(lambda: port.acceptor.num_open == 3)
+    for client in port.clients[:7]:
+        client.setblocking(False)
+        assert await send(client, b"x") == b""
+
+
 async def test_a_failed_tls_handshake_is_counted(start: Start) -> None:
     port = await start(9, 9, 9, tls=TLS(str(FILES / "cert.pem"), str(FILES / "key.pem")).context)
     client = await port.connect_silently()
