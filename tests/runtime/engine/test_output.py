@@ -163,7 +163,7 @@ def test_a_cancelled_best_of_returns_empty_outputs() -> None:
     ]
 
 
-def test_usage_has_the_longest_stall_of_all_sequences() -> None:
+def test_usage_has_the_longest_stall_and_what_all_sequences_recomputed() -> None:
     """The preempted sequence may be the first or a fork."""
     for stalled in range(3):
         output = output_with(3, n=3)
@@ -173,8 +173,10 @@ def test_usage_has_the_longest_stall_of_all_sequences() -> None:
             request.enter(State.PREFILL, 1.0)
             request.enter(State.DECODE, 2.0)
             if index == stalled:
+                request.recomputed_tokens = 64
                 request.enter(State.PREEMPTED, 3.0)
                 request.enter(State.PREFILL, 10.0)
             request.enter(State.ENDED, 12.0)
         usage = output.usage()
         assert (usage.stall_ms, usage.queue_ms, usage.decode_ms) == (7000.0, 1000.0, 10000.0)
+        assert usage.recomputed_tokens == 64
