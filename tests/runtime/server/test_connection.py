@@ -444,6 +444,18 @@ async def test_a_reader_that_grants_no_credit_counts_as_a_slow_reader(
     assert error(await peer.ask(Resume(1, 0))).code == "NOT_FOUND"
 
 
+async def test_no_tokens_follow_those_that_a_slow_reader_lost(serve: Serve, clock: FakeClock) -> None:
+    server = serve(credit_timeout_ms=1000)
+    peer = await server.connect()
+    await peer.ask(generate(1, credit=0))
+    server.engine.last.cancel = lambda: None  # type: ignore[method-assign]  # the engine computes on for a while
+    await server.engine.last.put(chunk(0))
+    await clock.advance(1)
+    assert await peer.ask(Credit(1, 9)) == []
+    await server.engine.last.put(chunk(1), chunk(2, 0, "", last=True, reason="cancelled"))
+    assert error(await peer.received()).code == "DEADLINE_EXCEEDED"
+
+
 @every_kind
 async def test_a_trickle_of_credit_counts_as_a_slow_reader(
     serve: Serve, clock: FakeClock, kind: dict[str, Any]
