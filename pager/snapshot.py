@@ -59,11 +59,11 @@ def save_snapshot(
     record = _record(pager.page_size)
     try:
         with _replacing(path) as file:
-            file.write(_checked(_header(pager, arena, identity, len(pages))))
+            file.write(_with_checksum(_header(pager, arena, identity, len(pages))))
             num_synced = 0
             for page_id, content in pages:
                 arena.read_page(page_id, page)
-                file.write(_checked(record.pack(*_fields(content), crc32(page.data))))
+                file.write(_with_checksum(record.pack(*_fields(content), crc32(page.data))))
                 file.write(page.data)
                 if file.tell() - num_synced >= SYNC_BYTES:
                     num_synced = file.tell()
@@ -154,7 +154,7 @@ class _SnapshotReader:
         _, version, _, _, _, num_pages, _, _ = HEADER.unpack_from(data)
         if version != VERSION:
             raise SnapshotForeign(f"the snapshot has version {version}, only {VERSION} can be read")
-        self._unchecked(data, "header")
+        self._verified(data, "header")
         expected = _header(self._pager, self._arena, self._identity, num_pages)
         if data[: HEADER.size] != expected:
             raise SnapshotMismatch("the snapshot belongs to another model, build or layout of the KV cache")
@@ -167,7 +167,7 @@ class _SnapshotReader:
 
     def _read_record(self, index: int) -> tuple[Content, int]:
         data = os.pread(self._file, self._record.size + CHECKSUM.size, HEADER_BYTES + index * self._stride)
-        fields = self._record.unpack(self._unchecked(data, f"record of page {index}"))
+        fields = self._record.unpack(self._verified(data, f"record of page {index}"))
         key, parent, depth, group, token_ids, checksum = fields
         return Content(key, parent, depth, group, token_ids), checksum
 
@@ -189,7 +189,7 @@ class _SnapshotReader:
         if not sound:
             raise SnapshotDamaged(f"page {index} of the snapshot does not continue the pages before it")
 
-    def _unchecked(self, data: bytes, what: str) -> bytes:
+    def _verified(self, data: bytes, what: str) -> bytes:
         """Verify the checksum at the end of `data` and return the bytes before it."""
         body, checksum = data[: -CHECKSUM.size], data[-CHECKSUM.size :]
         if CHECKSUM.pack(crc32(body)) != checksum:
@@ -223,7 +223,7 @@ def _fields(content: Content) -> tuple[bytes, bytes, int, int, bytes]:
     return content.key, content.parent, content.depth, content.group, content.token_ids
 
 
-def _checked(data: bytes) -> bytes:
+def _with_checksum(data: bytes) -> bytes:
     return data + CHECKSUM.pack(crc32(data))
 
 
