@@ -15,7 +15,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from http import HTTPStatus
 from importlib.resources import files
 from types import MappingProxyType
@@ -32,6 +32,7 @@ from ..acceptor import AcceptedConnection, Acceptor, ConnectionLimits
 from .readiness import Readiness
 from .status import Status
 
+# All connections stay pending, so that the longest silent one gives way; `open` leaves room for those being closed.
 LIMITS = ConnectionLimits(open=96, pending=64, pending_per_address=32)
 REQUEST_TIMEOUT_S = 5.0  # from the accept, or the end of the last answer, to the end of the request
 ANSWER_TIMEOUT_S = 5.0  # from the first to the last byte of an answer
@@ -200,7 +201,10 @@ class SharedResult:
     """What `make` returns, made at most once per `max_age_s` and shared by every caller of `get`."""
 
     def __init__(
-        self, make: Callable[[], Awaitable[bytes]], max_age_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        make: Callable[[], Coroutine[object, None, bytes]],
+        max_age_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make = make
         self._max_age_s = max_age_s
@@ -212,7 +216,7 @@ class SharedResult:
         """Return a result that is at most `max_age_s` old. Raises what `make` raises; the next call tries again."""
         if self._task is None or (self._task.done() and self._is_stale(self._task)):
             self._made_at = self._clock()
-            self._task = asyncio.create_task(self._run())
+            self._task = asyncio.create_task(self._make())
         return await asyncio.shield(self._task)
 
     async def close(self) -> None:
@@ -222,9 +226,6 @@ class SharedResult:
 
     def _is_stale(self, task: asyncio.Task[bytes]) -> bool:
         return task.cancelled() or task.exception() is not None or self._clock() - self._made_at >= self._max_age_s
-
-    async def _run(self) -> bytes:
-        return await self._make()
 
 
 class _Families:
