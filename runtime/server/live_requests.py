@@ -6,10 +6,11 @@ Must not import frames or sockets.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from contextvars import copy_context
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from ...scheduler import AdmissionEstimate
 from ..common.errors import GenerationFailed, QuireError
@@ -18,8 +19,6 @@ from ..engine.facade import EngineFacade, GenerateRequest, Generation
 from .monitoring import CancelCause, PrometheusObserver, RequestState, RequestStatus
 from .request_log import RequestLog
 from .tenants import Tenant
-
-T = TypeVar("T")
 
 
 class LiveRequests:
@@ -39,7 +38,8 @@ class LiveRequests:
 
         Raises the refusal of `Tenant.enter` or of the engine; nothing is counted then.
         """
-        self.check(tenant.enter)
+        with self.reporting_refusals():
+            tenant.enter()
         try:
             submission = self._engine.submit(request)
         except BaseException:
@@ -50,8 +50,9 @@ class LiveRequests:
         return live
 
     def replay(self, tenant: Tenant, request_id: int) -> None:
-        """Count a request that an earlier one answers. Raises the refusal of `Tenant.replay`."""
-        self.check(tenant.replay)
+        """Count a request that an earlier one answers. Raises the refusal of `Tenant.charge_rate`."""
+        with self.reporting_refusals():
+            tenant.charge_rate()
         self.log.replayed(request_id)
 
     def oldest(self, limit: int) -> list[RequestStatus]:
@@ -63,10 +64,11 @@ class LiveRequests:
         num_outputs = min(max(params.n, 0), info.max_num_seqs)
         return num_outputs * min(max(params.max_tokens, 0), info.max_model_len)
 
-    def check(self, check: Callable[[], T]) -> T:
-        """Return what `check` returns, and report its refusal as a rejection: the engine reports its own."""
+    @contextmanager
+    def reporting_refusals(self) -> Iterator[None]:
+        """Report a refusal raised within as a rejection, and raise it again. The engine reports its own refusals."""
         try:
-            return check()
+            yield
         except QuireError as error:
             self._observer.on_rejected(error)
             raise
@@ -193,7 +195,7 @@ class LiveRequest:
             self._log.ended(self._request_id, self._finish_reason, self._usage)
         else:
             generated = 0 if self.reader is None else self.reader.generated
-            self._log.cut(self._request_id, self._failure, self._cause, generated)
+            self._log.failed(self._request_id, self._failure, self._cause, generated)
 
     def _note_prefill(self, computed_tokens: int) -> None:
         self._prefilled = computed_tokens

@@ -112,7 +112,7 @@ class ReplayBuffer:
         return output_bytes + ENTRY_BYTES * len(self.resume_entries)
 
     @property
-    def dropped_bytes(self) -> int:
+    def bytes_after_drop(self) -> int:
         """The bytes that remain if the output is dropped: those of the idempotency key."""
         return 0 if self.idempotency_entry is None else BUFFER_BYTES
 
@@ -143,7 +143,7 @@ class ReplayBuffer:
         self.task.cancel()
         self._end(error)
 
-    def forget_output(self, error: QuireError) -> None:
+    def drop_output(self, error: QuireError) -> None:
         """Drop the output of an ended request: `error` answers its key from now on."""
         self.finish_reason, self.error = None, error
         self._chunks.clear()

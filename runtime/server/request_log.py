@@ -23,7 +23,10 @@ _log = structlog.get_logger("quire.server")
 
 
 class RequestLog:
-    """Events of requests: a request ends once in `ended`, `cut` or `refused`; the others are about a second reader."""
+    """Events of requests.
+
+    Each request gets one of `ended`, `failed`, `refused`; `resumed` and `replayed` concern a further reader.
+    """
 
     def __init__(self, observer: PrometheusObserver) -> None:
         self._observer = observer
@@ -52,7 +55,7 @@ class RequestLog:
             stall_ms=round(usage.stall_ms, 1),
         )
 
-    def cut(self, client_id: int, code: str | None, cause: CancelCause | None, generated: int) -> None:
+    def failed(self, client_id: int, code: str | None, cause: CancelCause | None, generated: int) -> None:
         """Record a request that ended without a last chunk: by an error, or because the server stopped reading it."""
         _log.info("request failed", client_id=client_id, code=code, cause=cause, completion_tokens=generated)
 

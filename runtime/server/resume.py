@@ -151,7 +151,7 @@ class KeptOutput:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.droppable: dict[ReplayBuffer, int] = {}  # and the bytes that dropping frees; the longest unused first
+        self.droppable: dict[ReplayBuffer, int] = {}  # bytes freed by dropping each buffer, least recently used first
 
 
 class ReplayStore:
@@ -195,16 +195,18 @@ class ReplayStore:
         or QuotaExceeded when the tenant's share has no room, or a refusal of `LiveRequests`.
         """
         buffer = None if key is None else self.idempotency_index.find((tenant.name, key), request)
-        entry_bytes = ENTRY_BYTES * resumable
+        entry_bytes = ENTRY_BYTES if resumable else 0
         if buffer is not None:
-            droppable = self._requests.check(lambda: self._check_room(tenant.name, entry_bytes, buffer))
+            with self._requests.reporting_refusals():
+                droppable = self._check_room(tenant.name, entry_bytes, keep=buffer)
             self._requests.replay(tenant, request_id)
-            self._drop(droppable)
+            self._drop_outputs(droppable)
             return buffer
         num_bytes = bytes_to_reserve(request.sampling_params, self._requests.most_tokens(request))
-        droppable = self._requests.check(lambda: self._check_room(tenant.name, num_bytes + entry_bytes))
+        with self._requests.reporting_refusals():
+            droppable = self._check_room(tenant.name, num_bytes + entry_bytes)
         buffer = ReplayBuffer(self._requests.submit(tenant, request_id, request), self, tenant.name, num_bytes)
-        self._drop(droppable)
+        self._drop_outputs(droppable)
         self._buffers[buffer] = 0
         self._tenants.setdefault(tenant.name, KeptOutput())
         self._tasks.add(buffer.task)
@@ -223,7 +225,7 @@ class ReplayStore:
     async def close(self) -> None:
         """Forget everything and end every task."""
         for buffer in self.buffers:
-            self._forget(buffer)
+            self._remove_entries(buffer)
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -232,25 +234,25 @@ class ReplayStore:
     # replay_buffer.Owner
 
     def on_change(self, buffer: ReplayBuffer, cause: CancelCause = "disconnect") -> None:
-        """Cancel the request without references, release the buffer that cannot be found, and count its bytes."""
+        """Cancel the request without references, stop counting the buffer that cannot be found, and count its bytes."""
         if not buffer.has_ended and not buffer.num_references:
             buffer.request.cancel(cause)
         if buffer not in self._buffers:
             return
         is_used = not buffer.has_ended or bool(buffer.subscribers)
         if not (is_used or buffer.resume_entries or buffer.idempotency_entry is not None):
-            self._release(buffer)
+            self._stop_counting(buffer)
             return
         kept = self._tenants[buffer.tenant]
         grown = buffer.num_bytes - self._buffers[buffer]
         self._buffers[buffer] += grown
         kept.num_bytes += grown
-        if not is_used and (freed := buffer.num_bytes - buffer.dropped_bytes):
+        if not is_used and (freed := buffer.num_bytes - buffer.bytes_after_drop):
             kept.droppable[buffer] = freed
         else:
             kept.droppable.pop(buffer, None)
         if grown > 0 and not buffer.has_ended:
-            self._limit(buffer, kept)
+            self._enforce_share(buffer, kept)
 
     def on_end(self, buffer: ReplayBuffer) -> None:
         if buffer.idempotency_entry is not None:
@@ -278,8 +280,8 @@ class ReplayStore:
         """The bytes that one tenant may keep."""
         return self._max_bytes // self._num_tenants()
 
-    def _check_room(self, tenant: str, num_bytes: int, used: ReplayBuffer | None = None) -> list[ReplayBuffer]:
-        """Return the buffers that the tenant must lose to keep `num_bytes` more; `used` is not among them.
+    def _check_room(self, tenant: str, num_bytes: int, keep: ReplayBuffer | None = None) -> list[ReplayBuffer]:
+        """Return the buffers that the tenant must lose to keep `num_bytes` more; `keep` is not among them.
 
         Raises Overloaded or QuotaExceeded if there is too little to lose.
         """
@@ -295,7 +297,7 @@ class ReplayStore:
         dropped: list[ReplayBuffer] = []
         missing = kept.num_bytes + num_bytes - share
         for buffer, freed in kept.droppable.items():
-            if buffer is not used:
+            if buffer is not keep:
                 dropped.append(buffer)
                 missing -= freed
             if missing <= 0:
@@ -305,10 +307,10 @@ class ReplayStore:
             "send this request without both, or retry later"
         )
 
-    def _limit(self, grown: ReplayBuffer, kept: KeptOutput) -> None:
+    def _enforce_share(self, grown: ReplayBuffer, kept: KeptOutput) -> None:
         """Keep the tenant within its share although `grown` is larger than its reservation."""
         while kept.num_bytes > self._share and kept.droppable:
-            self._drop([next(iter(kept.droppable))])
+            self._drop_outputs([next(iter(kept.droppable))])
         if kept.num_bytes > self._share:
             grown.request.cancel("slow_reader")
             grown.fail(
@@ -318,13 +320,13 @@ class ReplayStore:
                 )
             )
 
-    def _drop(self, buffers: list[ReplayBuffer]) -> None:
+    def _drop_outputs(self, buffers: list[ReplayBuffer]) -> None:
         """Drop the output of ended requests without a reader. Their keys remain, so that a retry does not run twice."""
         for buffer in buffers:
             if buffer.idempotency_entry is None:
-                self._forget(buffer)
+                self._remove_entries(buffer)
                 continue
-            buffer.forget_output(
+            buffer.drop_output(
                 RequestNotFound(
                     "the request with this idempotency key has run, but its output was dropped to keep newer requests "
                     "of this tenant; take a fresh key to run it again"
@@ -334,16 +336,16 @@ class ReplayStore:
                 self.resume_index.remove(entry)
             self.on_change(buffer)
 
-    def _forget(self, buffer: ReplayBuffer) -> None:
-        """Let no one find the buffer any more; its subscribers go on."""
-        self._release(buffer)
+    def _remove_entries(self, buffer: ReplayBuffer) -> None:
+        """Remove the buffer from both indexes; its subscribers continue."""
+        self._stop_counting(buffer)
         for entry in list(buffer.resume_entries):
             self.resume_index.remove(entry)
         if buffer.idempotency_entry is not None:
             self.idempotency_index.remove(buffer.idempotency_entry)
         self.on_change(buffer)
 
-    def _release(self, buffer: ReplayBuffer) -> None:
+    def _stop_counting(self, buffer: ReplayBuffer) -> None:
         kept = self._tenants[buffer.tenant]
         kept.num_bytes -= self._buffers.pop(buffer)
         kept.droppable.pop(buffer, None)

@@ -1,4 +1,5 @@
-"""`Tenant`: the owner of connections, and its limits on requests at a time and per minute.
+"""`Tenant`: the owner of connections, with its limits on requests at a time and per minute, its totals for STATS, and
+the turns in which its connections handle frames.
 
 A request beyond a limit is refused immediately, and the refusal changes nothing. The retry time in the refusal is
 exact: after it, one request of this tenant is accepted. Must not import keys, sockets or requests.
@@ -108,11 +109,11 @@ class Tenant:
         num_live = self.totals.live
         if limit is not None and num_live >= limit:
             raise Overloaded(f"{num_live} requests of this tenant are live, as many as it may have at a time")
-        self.replay()
+        self.charge_rate()
         self.totals.live += 1
 
-    def replay(self) -> None:
-        """Count a request for the rate only: an earlier request answers it. Raises Overloaded with the wait."""
+    def charge_rate(self) -> None:
+        """Count a request for the rate only. Raises Overloaded, with the wait."""
         if self._limits.requests_per_minute is None:
             return
         # Take the price of one request out of the token bucket.

@@ -289,8 +289,8 @@ MUTANTS = [
     ),
     Mutant(
         TENANTS,
-        "        self.replay()\n        self.totals.live += 1",
-        "        self.totals.live += 1\n        self.replay()",
+        "        self.charge_rate()\n        self.totals.live += 1",
+        "        self.totals.live += 1\n        self.charge_rate()",
         "a request refused by the rate uses up a place of the tenant",
     ),
     Mutant(
@@ -545,21 +545,21 @@ MUTANTS = [
     ),
     Mutant(
         RESUME,
-        "            if buffer is not used:\n                dropped.append(buffer)\n                missing -= freed",
+        "            if buffer is not keep:\n                dropped.append(buffer)\n                missing -= freed",
         "            dropped.append(buffer)\n            missing -= freed",
         "a retry with a key drops the output that it is about to replay",
         RESUMING,
     ),
     Mutant(
         RESUME,
-        "            if buffer.idempotency_entry is None:\n                self._forget(buffer)\n                continue\n            buffer.forget_output(",
-        "            self._forget(buffer)\n            continue\n            buffer.forget_output(",
+        "            if buffer.idempotency_entry is None:\n                self._remove_entries(buffer)\n                continue\n            buffer.drop_output(",
+        "            self._remove_entries(buffer)\n            continue\n            buffer.drop_output(",
         "a key whose output was dropped runs its request a second time",
         RESUMING,
     ),
     Mutant(
         RESUME,
-        "        if grown > 0 and not buffer.has_ended:\n            self._limit(buffer, kept)",
+        "        if grown > 0 and not buffer.has_ended:\n            self._enforce_share(buffer, kept)",
         "        pass",
         "a request whose text is longer than reserved exceeds its tenant's share",
         RESUMING,
