@@ -19,7 +19,7 @@ from quire.runtime.common.errors import (
     Unavailable,
 )
 from quire.runtime.common.types import SamplingParams
-from quire.runtime.engine import Engine, GenerateRequest
+from quire.runtime.engine import Engine, GenerateRequest, Prefilled, StepStats
 from quire.runtime.engine.fair_executor import NUM_THREADS
 from quire.scheduler import NotAccepting, PageQuotaExceeded, QueueFull, Request, RequestUpdate, SampledToken
 
@@ -177,6 +177,24 @@ async def test_the_core_counts_pins_in_seconds(engine: Engine[FakeCore], core: F
     await engine.submit(msgspec.structs.replace(request((1, 2)), pin_ms=1500))
     await engine.submit(request((1, 2)))
     assert [each.spec.pin_s for each in core.requests] == [1.5, None]
+
+
+async def test_progress_never_exceeds_the_prompt(engine: Engine[FakeCore], core: FakeCore) -> None:
+    """A beam that was preempted computes its tokens again together with the prompt."""
+    stream = await engine.submit(request((1, 2, 3), beam_width=2))
+    computed: list[int] = []
+    stream.watch_prefill(computed.append)
+    stats = StepStats(
+        duration_s=0.1,
+        prefill_tokens=5,
+        decode_tokens=0,
+        context_tokens=(5,),
+        schedule_s=0.0,
+        commit_s=0.0,
+        publish_s=0.0,
+    )
+    core.listener.observe(stats, [Prefilled(0, 2), Prefilled(0, 5)])
+    assert computed == [2, 3]
 
 
 # Refusals
