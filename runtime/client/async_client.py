@@ -51,6 +51,10 @@ class AsyncClient:
     """
 
     def __init__(self, address: str, token: str | None = None, tls: TLSOption = False) -> None:
+        if not isinstance(address, str):
+            raise ConfigError(f"address must be text such as '127.0.0.1:7070', not {shown(address)}")
+        if not isinstance(token, str | None):
+            raise ConfigError(f"token must be text or None, not {type(token).__name__}")
         self._address = parse_address(address)
         if tls and isinstance(self._address, UnixAddress):
             raise ConfigError("TLS is not supported over a unix socket; leave out `tls`, or give host:port")
@@ -84,12 +88,12 @@ class AsyncClient:
         """Stream the continuation of a text, of token ids or of `messages`; the last chunk has `usage`.
 
         Leaving the loop early cancels the request. The call itself raises TypeError for an unknown argument and
-        InvalidRequest for a prompt, `messages` or `sampling_params` of another form. The loop raises the server's error
-        by its class, or Unavailable if the connection is lost. Keep reading: the server ends a stream that is not read
-        in time with DeadlineExceeded. The chunks of several choices arrive interleaved, each with its `choice`; the
-        last one of a choice has its `finish_reason`. Callbacks run between two chunks.
+        InvalidRequest for a prompt, `messages`, `sampling_params` or a callback of another form. The loop raises the
+        server's error by its class, or Unavailable if the connection is lost. Keep reading: the server ends a stream
+        that is not read in time with DeadlineExceeded. The chunks of several choices arrive interleaved, each with its
+        `choice`; the last one of a choice has its `finish_reason`. Callbacks run between two chunks.
         """
-        _check_names(options)
+        _check_options(options)
         if not isinstance(sampling_params, SamplingParams | None):
             kind = type(sampling_params).__name__
             raise InvalidRequest(f"sampling_params must be a SamplingParams such as SamplingParams(), not {kind}")
@@ -132,7 +136,7 @@ class AsyncClient:
         return (await self._ask(ListModels(next(self._ids)), Models)).models
 
     async def stats(self) -> dict[str, int]:
-        """Return the engine's counters and gauges by name."""
+        """Return counters and gauges by name: the engine's, or this tenant's own if the server has several tenants."""
         return (await self._ask(AskStats(next(self._ids)), Stats)).stats
 
     async def ping(self) -> float:
@@ -160,12 +164,12 @@ class AsyncClient:
 
     def _entered(self) -> ConnectionPool:
         if self._pool is None:
-            raise Unavailable("this client is not connected; enter it with `async with` first")
+            raise Unavailable("this client is not connected; enter the client's context first")
         return self._pool
 
 
-def _check_names(options: Mapping[str, object]) -> None:
-    """Raise TypeError that names the right argument if one of them does not exist."""
+def _check_options(options: Mapping[str, object]) -> None:
+    """Raise TypeError that names the right argument if one does not exist, InvalidRequest for a wrong callback."""
     arguments = ("prompt", "sampling_params", *RequestOptions.__annotations__)
     for name in sorted(options.keys() - set(arguments)):
         nearest = nearest_name(name, (*SamplingParams.__struct_fields__, *arguments))
@@ -173,3 +177,7 @@ def _check_names(options: Mapping[str, object]) -> None:
         if nearest in SamplingParams.__struct_fields__:
             advice = f"write sampling_params=SamplingParams({nearest}=…)"
         raise TypeError(f"a request has no argument {name!r}; {advice}")
+    for name in ("on_accepted", "on_progress"):
+        callback = options.get(name)
+        if callback is not None and not callable(callback):
+            raise InvalidRequest(f"{name} must be a function or None, not {shown(callback)}")

@@ -197,14 +197,23 @@ class ClientConnection:
         try:
             while data := await self._reader.read(READ_BYTES):
                 self._silent_intervals = 0
+                if data.startswith(b"HTTP/") and not self._welcome.done():
+                    raise ProtocolError("this is an HTTP port; use the address after `clients` in the ready line")
                 for frame in self._decoder.feed(data):
                     self._dispatch(frame)
-            self._lose(Unavailable("the server closed the connection"))
+            self._lose(Unavailable(f"the server closed the connection{self._hint()}"))
         except OSError as error:
-            self._lose(Unavailable(f"the connection to the server was lost: {error.strerror or error}"))
+            reason = f"the connection to the server was lost: {error.strerror or error}"
+            self._lose(Unavailable(reason + self._hint()))
         except QuireError as error:
             self._lose(error)
         self._writer.close()
+
+    def _hint(self) -> str:
+        """Return advice for a connection that ends before the server's greeting, empty later and over TLS."""
+        if self._welcome.done() or self._writer.get_extra_info("ssl_object") is not None:
+            return ""
+        return " before its greeting; if the server uses TLS, pass tls="
 
     def _dispatch(self, frame: Frame | Malformed) -> None:
         match frame:

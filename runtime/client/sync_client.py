@@ -88,7 +88,7 @@ class Client:
         return self._await(self._client.models())
 
     def stats(self) -> dict[str, int]:
-        """Return the engine's counters and gauges by name."""
+        """Return counters and gauges by name: the engine's, or this tenant's own if the server has several tenants."""
         return self._await(self._client.stats())
 
     def ping(self) -> float:
@@ -99,7 +99,7 @@ class Client:
         """Run `work` on the client's event loop and return its result; interrupting the wait cancels `work`."""
         if self._thread is None:
             work.close()
-            raise Unavailable("this client is not connected; enter it with `with` first")
+            raise Unavailable("this client is not connected; enter the client's context first")
         return self._thread.run(work)
 
 

@@ -1,6 +1,6 @@
 """The forms of a prompt that users may pass to `LLM` and to the clients: token ids, and the messages of a chat.
 
-Both functions raise InvalidRequest that names the fault and what is allowed.
+`as_token_ids` and `chat_messages` raise InvalidRequest, which names the fault and what is allowed.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ checked against the limit first.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -123,10 +124,24 @@ def parse_frame(message: tuple[Any, ...], schema: Mapping[str, type[Frame]]) -> 
     try:
         return msgspec.convert(message, frame_type, strict=True)
     except msgspec.ValidationError as error:
-        reason = f"{name} does not fit its schema: {error}"[:MAX_ERROR_CHARACTERS]
+        reason = _with_field_name(frame_type, str(error))
         if frame_type is Generate and (request_id := _readable_id(message)) is not None:
-            return Malformed(request_id, InvalidRequest(reason))
-        raise ProtocolError(reason) from error
+            return Malformed(request_id, InvalidRequest(reason[:MAX_ERROR_CHARACTERS]))
+        raise ProtocolError(f"{name} does not fit its schema: {reason}"[:MAX_ERROR_CHARACTERS]) from error
+
+
+def _with_field_name(frame_type: type[Frame], reason: str) -> str:
+    """Return the reason with the field that msgspec gives as a position: "Expected `int` - at `$[5]`"."""
+    what, at, where = reason.rpartition(" - at ")
+    if not at:  # the number of fields is wrong
+        return f"the frame: {_lowered(reason)}"
+    fields = frame_type.__struct_fields__
+    where = re.sub(r"\$\[(\d+)\]", lambda position: fields[int(position[1]) - 1], where.replace("`", ""), count=1)
+    return f"{where}: {_lowered(what)}"
+
+
+def _lowered(reason: str) -> str:
+    return reason[:1].lower() + reason[1:].replace("`", "")
 
 
 def _readable_id(message: tuple[Any, ...]) -> int | None:

@@ -212,7 +212,8 @@ class Acceptor:
             )
         except OSError as error:  # includes ssl.SSLError and timeouts
             self._on_refused("tls")
-            self._warnings.write(logging.WARNING, "tls handshake failed", peer=connection.address, reason=str(error))
+            reason = str(error) or "the client ended the handshake"
+            self._warnings.write(logging.WARNING, "tls handshake failed", peer=connection.address, reason=reason)
             return False
         connection.reader = reader
         connection.writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)

@@ -81,8 +81,8 @@ MUTANTS = [
     ),
     Mutant(
         CODEC,
-        'reason = f"{name} does not fit its schema: {error}"[:MAX_ERROR_CHARACTERS]',
-        'reason = f"{name} does not fit its schema: {error}"',
+        "InvalidRequest(reason[:MAX_ERROR_CHARACTERS])",
+        "InvalidRequest(reason)",
         "an error frame quotes the whole of the client's input",
     ),
     Mutant(

@@ -143,6 +143,19 @@ async def test_tls_to_a_server_without_tls(system: Any) -> None:
             pass
 
 
+async def test_no_tls_to_a_server_with_tls(serve: Serve) -> None:
+    system = await serve(tls_cert=str(TLS / "cert.pem"), tls_key=str(TLS / "key.pem"))
+    with pytest.raises(Unavailable, match="before its greeting; if the server uses TLS, pass tls="):
+        async with AsyncClient(system.address):
+            pass
+
+
+async def test_the_port_of_operators_is_named(system: Any) -> None:
+    with pytest.raises(ProtocolError, match="this is an HTTP port; use the address after `clients`"):
+        async with AsyncClient(system.server.http_address):
+            pass
+
+
 def test_a_ca_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "empty.pem").write_text("")
     for ca_file, reason in (("/nowhere.pem", "No such file"), (tmp_path / "empty.pem", "it has no certificate in PEM")):
@@ -457,6 +470,10 @@ def test_a_bad_address() -> None:
         AsyncClient("localhost")
     with pytest.raises(ConfigError, match="TLS is not supported over a unix socket"):
         AsyncClient("unix:/run/quire.sock", tls=True)
+    with pytest.raises(ConfigError, match=r"address must be text such as '127.0.0.1:7070', not None"):
+        AsyncClient(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="token must be text or None, not int"):
+        AsyncClient("localhost:7070", token=5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -487,8 +504,10 @@ async def test_an_unknown_argument_is_a_type_error_that_names_the_right_one(
         ({"messages": [{"role": "user"}]}, "messages[0] has no 'content'"),
         ({"prompt": 5}, "a prompt is text or a sequence of token ids, not 5"),
         ({"prompt": "hi", "sampling_params": {"max_tokens": 3}}, "sampling_params must be a SamplingParams"),
+        ({"prompt": "hi", "on_accepted": "x"}, "on_accepted must be a function or None, not 'x'"),
+        ({"prompt": "hi", "on_progress": 5}, "on_progress must be a function or None, not 5"),
     ],
-    ids=["messages", "content", "prompt", "sampling_params"],
+    ids=["messages", "content", "prompt", "sampling_params", "on_accepted", "on_progress"],
 )
 async def test_arguments_of_another_form_are_refused(
     system: Any, client: AsyncClient, arguments: dict[str, Any], message: str
@@ -506,8 +525,11 @@ async def test_text_parts_are_sent_as_text(system: Any, client: AsyncClient) -> 
 
 
 async def test_a_client_must_be_entered(system: Any) -> None:
-    with pytest.raises(Unavailable, match="not connected"):
+    with pytest.raises(Unavailable, match="not connected; enter the client's context first"):
         await AsyncClient(system.address).ping()
+    for use in (Client(system.address).ping, lambda: Client(system.address).generate("hi")):
+        with pytest.raises(Unavailable, match="not connected; enter the client's context first"):
+            use()
 
 
 async def test_a_server_that_closes_ends_every_stream(system: Any, client: AsyncClient, eventually: Eventually) -> None:

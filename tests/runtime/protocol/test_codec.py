@@ -346,8 +346,28 @@ def test_a_malformed_generate_fails_its_own_request_only(body: list[Any]) -> Non
     assert isinstance(malformed, Malformed)
     assert malformed.request_id == 9
     assert isinstance(malformed.error, InvalidRequest)
-    assert "GENERATE does not fit its schema" in str(malformed.error)
+    assert "$[" not in str(malformed.error)
     assert following == frames.Ping(1)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (["x", {}, None, 0, None, None, None, ""], "idempotency_key: expected str of length >= 1"),
+        (["x", {}, "5"], "deadline_ms: expected int | null, got str"),
+        (["x", {}, None, None], "priority: expected int, got null"),
+        (["x", {"stop": [5]}], "params.stop[0]: expected str, got int"),
+        (["x", {" - at `$[99]`": 1}], "params: object contains unknown field  - at $[99]"),
+        (
+            ["x", {}, None, 0, None, None, None, None, False, 0],
+            "the frame: expected array of at most length 10, got 11",
+        ),
+    ],
+)
+def test_a_malformed_generate_names_the_field(body: list[Any], message: str) -> None:
+    (malformed,) = decode_all(packed(["GENERATE", 9, *body]))
+    assert isinstance(malformed, Malformed)
+    assert str(malformed.error) == message
 
 
 def test_error_messages_have_a_greatest_length() -> None:

@@ -15,6 +15,7 @@ from quire.runtime.common.logs import MAX_LINES
 from quire.runtime.server.acceptor import AcceptedConnection, Acceptor, ConnectionLimits, _address
 from quire.runtime.server.listen import ListeningSocket, listen_tcp, listen_unix
 from quire.runtime.server.tls import TLS
+from structlog.testing import capture_logs
 
 FILES = Path(__file__).resolve().parents[2] / "data" / "tls"
 
@@ -164,6 +165,16 @@ async def test_a_failed_tls_handshake_is_counted(start: Start) -> None:
     await send(client, b"GET / HTTP/1.1\r\n\r\n")
     await until(lambda: port.refusals == ["tls"])
     await until(lambda: port.acceptor.num_open == 0)
+
+
+async def test_a_client_that_ends_its_tls_handshake_is_logged(start: Start) -> None:
+    port = await start(9, 9, 9, tls=TLS(str(FILES / "cert.pem"), str(FILES / "key.pem")).context)
+    with capture_logs() as logs:
+        (await port.connect_silently()).close()
+        await until(lambda: port.refusals == ["tls"])
+    assert [(line["event"], line["reason"]) for line in logs] == [
+        ("tls handshake failed", "the client ended the handshake")
+    ]
 
 
 async def test_a_tls_handshake_has_a_time_limit(start: Start) -> None:
