@@ -86,7 +86,7 @@ class StepBudget:
     Allows at least `LEAST_PREFILL` prefill tokens as long as rows are left, so that prefill never starves.
     """
 
-    __slots__ = ("_cost", "_least", "_seconds", "_tokens", "decode_share", "load")
+    __slots__ = ("_cost", "_guaranteed_tokens", "_seconds", "_tokens", "decode_over_target", "load")
 
     def __init__(
         self,
@@ -94,21 +94,21 @@ class StepBudget:
         tokens: int,
         seconds: float = math.inf,
         cost: CostModel | None = None,
-        decode_share: float = 0.0,
+        decode_over_target: float = 0.0,
     ) -> None:
         self.load = load  # of the step so far: decode rows, then what `spend` adds
-        self.decode_share = decode_share  # of the latency target that decoding takes; 0 until costs are measured
+        self.decode_over_target = decode_over_target  # predicted decoding time / target; 0 until costs are measured
         self._tokens = tokens
         self._seconds = seconds
         self._cost = cost
-        self._least = LEAST_PREFILL
+        self._guaranteed_tokens = LEAST_PREFILL
 
     def prefill_tokens(self, context: int) -> int:
         """Return the most prefill tokens that a sequence with `context` computed tokens may add."""
         if self._cost is None:
             return self._tokens
         fits = _chunk_in(self._seconds, context, self._cost)
-        return min(self._tokens, max(fits, self._least))
+        return min(self._tokens, max(fits, self._guaranteed_tokens))
 
     @property
     def limit(self) -> str:
@@ -121,7 +121,7 @@ class StepBudget:
         rows, tokens, kv_tokens, earlier_pairs = self.load
         self.load = StepLoad(rows, tokens + num_tokens, kv_tokens, earlier_pairs + pairs)
         self._tokens -= num_tokens
-        self._least = max(0, self._least - num_tokens)
+        self._guaranteed_tokens = max(0, self._guaranteed_tokens - num_tokens)
         if self._cost is not None:
             self._seconds -= self._cost.predict(StepLoad(0, num_tokens, 0, pairs)) - self._cost.predict(StepLoad())
 

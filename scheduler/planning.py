@@ -82,10 +82,10 @@ class Planner:
         return self._budget.begin(rows, kv_tokens)
 
     def _note_target(self, step: StepBudget) -> None:
-        """Note whether decoding alone exceeds the latency target. A step near the target changes nothing."""
+        """Note whether decoding alone exceeds the latency target, and from then on until it falls to TARGET_SHARE."""
         if step.load.decode_rows:
-            is_over = step.decode_share > (TARGET_SHARE if self.itl_overrun else 1.0)
-            self.itl_overrun = step.decode_share if is_over else 0.0
+            is_over = step.decode_over_target > (TARGET_SHARE if self.itl_overrun else 1.0)
+            self.itl_overrun = step.decode_over_target if is_over else 0.0
             self.num_itl_overruns += is_over
 
     def _fill(self, step: StepBudget) -> None:

@@ -97,7 +97,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0  # of engine processes
     replayed_requests: int = 0  # that went on in a new engine process
     quarantined_requests: int = 0
-    steps_over_itl_target: int = 0  # steps whose decoding alone was predicted to exceed the latency target
+    steps_over_itl_target: int = 0  # steps since decoding alone exceeded the latency target, until 90 % of it
 
 
 class StepStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -273,7 +273,7 @@ MUTANTS = [
     ),
     Mutant(
         BUDGET,
-        "        self._least = max(0, self._least - num_tokens)\n",
+        "        self._guaranteed_tokens = max(0, self._guaranteed_tokens - num_tokens)\n",
         "",
         "each prompt of a step gets the least share, and the latency target is missed",
     ),

@@ -32,8 +32,8 @@ class _ChunkedStep:
         return self._step.load
 
     @property
-    def decode_share(self) -> float:
-        return self._step.decode_share
+    def decode_over_target(self) -> float:
+        return self._step.decode_over_target
 
     @property
     def limit(self) -> str:

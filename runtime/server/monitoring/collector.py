@@ -92,7 +92,7 @@ def _engine_families(stats: EngineStats) -> list[Metric]:
         _counter("steps", "Finished engine steps.", stats.step),
         _counter(
             "steps_over_itl_target",
-            "Steps whose decoding alone was predicted to exceed the inter-token target.",
+            "Steps since decoding alone was predicted to exceed the inter-token target, until it falls to 90 % of it.",
             stats.steps_over_itl_target,
         ),
         _counter("engine_restarts", "Engine processes started in place of one that died or stalled.", stats.restarts),
