@@ -53,7 +53,7 @@ class LiveRequests:
         """Count a request that an earlier one answers. Raises the refusal of `Tenant.charge_rate`."""
         with self.reporting_refusals():
             tenant.charge_rate()
-        self.log.replayed(request_id)
+        self.log.replayed(tenant.name, request_id)
 
     def oldest(self, limit: int) -> list[RequestStatus]:
         return [live.status() for live in islice(self._all, limit)]

@@ -17,7 +17,7 @@ from ..common.logs import BoundedLog
 from ..common.types import FinishReason, Usage
 from .monitoring import CancelCause, PrometheusObserver
 
-MAX_REFUSAL_LINES, REFUSAL_INTERVAL_S = 1000, 10.0  # of one tenant: refusals cost the client nothing
+MAX_FREE_LINES, FREE_INTERVAL_S = 1000, 10.0  # refusals, resumptions and replays cost the client nothing
 
 _log = structlog.get_logger("quire.server")
 
@@ -30,15 +30,13 @@ class RequestLog:
 
     def __init__(self, observer: PrometheusObserver) -> None:
         self._observer = observer
-        self._refusals: dict[str, BoundedLog] = {}  # by tenant
+        self._tenant_logs: dict[str, BoundedLog] = {}  # refusals and replays
+        self._resumed_log = BoundedLog(_log, MAX_FREE_LINES, FREE_INTERVAL_S)  # of all tenants
 
     def refused(self, tenant: str, client_id: int, code: str, retry_after_ms: int | None = None) -> None:
         """Record a request that was refused before it ran."""
         self._observer.on_refused(tenant, code)
-        log = self._refusals.get(tenant)
-        if log is None:
-            log = self._refusals[tenant] = BoundedLog(_log, MAX_REFUSAL_LINES, REFUSAL_INTERVAL_S)
-        log.write(logging.INFO, "request refused", client_id=client_id, code=code, retry_after_ms=retry_after_ms)
+        self._write(tenant, "request refused", client_id=client_id, code=code, retry_after_ms=retry_after_ms)
 
     def ended(self, client_id: int, finish_reason: FinishReason | None, usage: Usage) -> None:
         """Record a request that ran until its last chunk."""
@@ -62,12 +60,19 @@ class RequestLog:
     def resumed(self, client_id: int, next_index: int) -> None:
         """Record that another connection reads on."""
         self._observer.resumed_streams.value += 1
-        _log.info("stream resumed", client_id=client_id, next_index=next_index)
+        self._resumed_log.write(logging.INFO, "stream resumed", client_id=client_id, next_index=next_index)
 
-    def replayed(self, client_id: int) -> None:
+    def replayed(self, tenant: str, client_id: int) -> None:
         """Record that an earlier request answers this one, which has the same idempotency key."""
         self._observer.idempotent_replays.value += 1
-        _log.info("request answered by an earlier one", client_id=client_id)
+        self._write(tenant, "request answered by an earlier one", client_id=client_id)
+
+    def _write(self, tenant: str, event: str, **fields: object) -> None:
+        """Write a line that the tenant's clients can cause at will, at a bounded rate."""
+        log = self._tenant_logs.get(tenant)
+        if log is None:
+            log = self._tenant_logs[tenant] = BoundedLog(_log, MAX_FREE_LINES, FREE_INTERVAL_S)
+        log.write(logging.INFO, event, **fields)
 
 
 def quire_error(error: Exception, what: str = "request", **fields: object) -> QuireError:

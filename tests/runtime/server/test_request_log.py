@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from quire.runtime.common.errors import GenerationFailed, Overloaded, Unavailable
 from quire.runtime.protocol.frames import Resume, Tokenize
-from quire.runtime.server.request_log import MAX_REFUSAL_LINES
+from quire.runtime.server.request_log import MAX_FREE_LINES, RequestLog
 
 from .fakes import FakeClock, FakeServer, chunk, generate, settle
 
@@ -110,6 +110,19 @@ async def test_an_idempotent_retry_is_not_another_request(server: FakeServer, lo
     assert server.observer.idempotent_replays.value == 1
 
 
+async def test_retries_and_resumptions_are_logged_at_a_bounded_rate(server: FakeServer, logs: Logs) -> None:
+    log = RequestLog(server.observer)
+    for client_id in range(MAX_FREE_LINES + 5):
+        log.replayed("ann", client_id)
+        log.resumed(client_id, 0)
+    log.replayed("bob", 1)
+    events = [each["event"] for each in logs]
+    assert events.count("stream resumed") == MAX_FREE_LINES
+    assert events.count("request answered by an earlier one") == MAX_FREE_LINES + 1, "the rate is a tenant's own"
+    assert server.observer.resumed_streams.value == MAX_FREE_LINES + 5
+    assert server.observer.idempotent_replays.value == MAX_FREE_LINES + 6
+
+
 async def test_a_resumable_request_without_a_client_has_a_line(serve: Serve, clock: FakeClock, logs: Logs) -> None:
     server = serve(resume_timeout_ms=1000)
     peer = await server.connect()
@@ -121,9 +134,9 @@ async def test_a_resumable_request_without_a_client_has_a_line(serve: Serve, clo
 
 async def test_refusals_are_logged_at_a_bounded_rate_per_tenant(server: FakeServer, logs: Logs) -> None:
     peer = await server.connect()
-    for _ in range(MAX_REFUSAL_LINES + 5):
+    for _ in range(MAX_FREE_LINES + 5):
         peer.send(Resume(1, 0))
     await peer.received()
     await settle()
-    assert len(lines(logs)) == MAX_REFUSAL_LINES
-    assert server.observer.refused_requests.counts == {("ann", "not_found"): MAX_REFUSAL_LINES + 5}
+    assert len(lines(logs)) == MAX_FREE_LINES
+    assert server.observer.refused_requests.counts == {("ann", "not_found"): MAX_FREE_LINES + 5}
