@@ -143,12 +143,21 @@ class PrometheusObserver:
             "request_success", "Finished requests.", "finished_reason", get_args(FinishReason)
         )
         self.failures = LabelledCounter("request_failures", "Accepted requests that ended in an error.", "code", codes)
-        self.rejections = LabelledCounter("admission_rejections", "Requests refused before any work.", "reason", codes)
+        self.rejections = LabelledCounter(
+            "admission_rejections",
+            "Requests refused by a limit, the queue or validation; not duplicate ids, failed RESUME or TOKENIZE.",
+            "reason",
+            codes,
+        )
         self.cancelled = LabelledCounter(
             "cancelled", "Requests cancelled by the server, by cause.", "cause", get_args(CancelCause)
         )
         self.refused_requests = TenantCounter(
-            "refused_requests", "Requests refused before they ran.", "reason", [*codes, "already_exists"]
+            "refused_requests",
+            "All requests refused before they ran, by tenant: admission rejections, duplicate ids, failed RESUME "
+            "or TOKENIZE.",
+            "reason",
+            [*codes, "already_exists"],
         )
         self.resumed_streams = Counter("resumed_streams", "Streams that another connection read on; not requests.")
         self.idempotent_replays = Counter(
