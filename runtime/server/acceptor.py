@@ -40,14 +40,15 @@ class ConnectionLimits(NamedTuple):
 
 
 class AcceptedConnection:
-    """One accepted connection. `reader` and `writer` are set once TLS is established."""
+    """One accepted connection. `reader` and `writer` are set once TLS is established, before it is served."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    def __init__(self, acceptor: Acceptor, address: str, number: int) -> None:
-        self.number = number  # open connections of the port at the accept, this one included
+    def __init__(self, acceptor: Acceptor, address: str, num_open_at_accept: int) -> None:
+        self.num_open_at_accept = num_open_at_accept  # connections of the port, this one included
         self.address = address
+        self.transport: asyncio.WriteTransport | None = None  # the writer's
         self._acceptor = acceptor
 
     def settle(self) -> None:
@@ -176,8 +177,8 @@ class Acceptor:
     def _shed(self, address: str) -> None:
         oldest = next(iter(self._pending[address]))
         self.settle(oldest)
-        if hasattr(oldest, "writer"):
-            oldest.writer.transport.abort()
+        if oldest.transport is not None:
+            oldest.transport.abort()
         else:
             self._open[oldest].cancel()
         self._on_refused("pending")
@@ -194,8 +195,8 @@ class Acceptor:
 
     def _forget(self, connection: AcceptedConnection, accepted: socket.socket) -> None:
         """Close a connection whose task has ended."""
-        if hasattr(connection, "writer"):
-            connection.writer.transport.abort()
+        if connection.transport is not None:
+            connection.transport.abort()
         else:
             accepted.close()
         self.settle(connection)
@@ -215,7 +216,7 @@ class Acceptor:
             reason = str(error) or "the client ended the handshake"
             self._warnings.write(logging.WARNING, "tls handshake failed", peer=connection.address, reason=reason)
             return False
-        connection.reader = reader
+        connection.transport, connection.reader = transport, reader
         connection.writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
         return True
 

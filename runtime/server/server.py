@@ -174,7 +174,7 @@ class Server:
             connection = Connection(accepted, context)
             self._connections[connection] = task
             try:
-                await connection.run(full if accepted.number > max_connections else None)
+                await connection.run(full if accepted.num_open_at_accept > max_connections else None)
             finally:
                 del self._connections[connection]
 

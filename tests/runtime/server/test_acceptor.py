@@ -30,7 +30,7 @@ class Port:
 
     async def serve(self, accepted: AcceptedConnection) -> None:
         self.num_served += 1
-        accepted.writer.write(b"%d" % accepted.number)
+        accepted.writer.write(b"%d" % accepted.num_open_at_accept)
         while data := await accepted.reader.read(1):
             accepted.renew() if data == b"r" else accepted.settle()
             accepted.writer.write(data)
