@@ -57,6 +57,7 @@ class TokenStream:
         connection = await self._pool.for_new_requests()
         try:
             inbox = connection.ask(self._frame)
+            is_resuming = False
             await connection.flush()
             while True:
                 answer = await inbox.get()
@@ -64,7 +65,9 @@ class TokenStream:
                     connection = await self._reconnect(connection, answer.reason)
                     inbox = connection.ask(Resume(self._id, self._received, CREDIT_TOKENS))
                     self._credited = self._received
-                elif isinstance(answer, RequestNotFound) and self._frame.resumable and not self._received:
+                    is_resuming = True
+                elif isinstance(answer, RequestNotFound) and is_resuming and not self._received:
+                    is_resuming = False
                     inbox = connection.ask(self._frame)  # GENERATE was lost, or had no effect yet
                 elif isinstance(answer, QuireError):
                     raise answer

@@ -16,7 +16,16 @@ from ..common.errors import ProtocolError, QuireError
 from ..common.logs import new_id
 from ..protocol.address import TCPAddress
 from ..protocol.codec import Decoder
-from ..protocol.frames import CLIENT_FRAMES, FEATURES, HEARTBEAT_NONCE, PROTOCOL_VERSION, Hello, Ping, Welcome
+from ..protocol.frames import (
+    CLIENT_FRAMES,
+    FEATURES,
+    HEARTBEAT_NONCE,
+    MIN_FRAME_BYTES,
+    PROTOCOL_VERSION,
+    Hello,
+    Ping,
+    Welcome,
+)
 from ..protocol.wire_errors import error_frame
 from .acceptor import AcceptedConnection
 from .convert import check_hello
@@ -57,6 +66,7 @@ class Connection:
         self._handler: RequestHandler | None = None  # from WELCOME on
         self._watchdog: Watchdog | None = None  # likewise
         self._reading: asyncio.Task[None] | None = None
+        self._has_ended = False
 
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
@@ -112,6 +122,10 @@ class Connection:
         self._writer.transport.abort()
 
     def _end(self, error: QuireError) -> None:
+        """Send `error` as the last frame, and handle no other one. Only the first call has an effect."""
+        if self._has_ended:
+            return
+        self._has_ended = True
         self._send_buffer.send(error_frame(None, error))
         self._send_buffer.close()
         self._decoder = Decoder(CLIENT_FRAMES)  # releases an incomplete frame
@@ -129,7 +143,7 @@ class Connection:
             if refusal is not None:
                 raise refusal
             granted = 0  # frames that may be handled before it is the turn of the tenant's other connections
-            while data := await self._reader.read(READ_BYTES):
+            while not self._has_ended and (data := await self._reader.read(READ_BYTES)):
                 num_frames = 0
                 if self._handler is None and not self._decoder.is_inside_frame:
                     self._check_protocol(data)
@@ -138,6 +152,9 @@ class Connection:
                     while granted <= 0:
                         granted += await self._handler.turns.take()
                 for frame in self._decoder.feed(data):
+                    if self._has_ended:
+                        break
+                    self._pending_input.set_frame_bytes(self._decoder.num_buffered_bytes)
                     if self._handler is None:
                         self._welcome(check_hello(frame))
                         hello_timer.cancel()
@@ -171,6 +188,8 @@ class Connection:
             raise ProtocolError(text)
 
     def _refuse(self, error: QuireError) -> None:
+        if self._has_ended:
+            return
         self._context.connection_log.write(logging.WARNING, "connection refused", code=error.code, reason=str(error))
         self._end(error)
 
@@ -184,7 +203,9 @@ class Connection:
         session = self._context.replays.resume_index.session_name(tenant.name, hello.session)
         features = tuple(feature for feature in FEATURES if feature in hello.features)
         heartbeat = "heartbeat" in features
-        self._decoder.max_frame_bytes = min(hello.max_frame_bytes, self._config.max_frame_bytes)
+        self._decoder.max_frame_bytes = min(
+            hello.max_frame_bytes, self._config.max_frame_bytes, max(MIN_FRAME_BYTES, self._pending_input.limit)
+        )
         self._send_buffer.send(
             Welcome(
                 PROTOCOL_VERSION,

@@ -65,7 +65,7 @@ class OutputStream:
         self._request_id, self._send_buffer, credit, self._credit_timeout_ms, self._features = delivery
         self._credit = math.inf if credit is None else credit
         self._num_sent = 0  # tokens
-        self._waiting: deque[bytes] = deque()  # chunks without credit, the oldest first
+        self._waiting: deque[bytes] = deque()  # chunks that may not be sent yet, the oldest first
         self._done: Done | None = None
         self._is_unwanted = False  # tokens without credit are dropped
         self._stopped: QuireError | None = None
@@ -102,7 +102,7 @@ class OutputStream:
             self.request.prefill_watchers.add(self._send_progress)
         async for chunk in chunks:
             self.generated += len(chunk.token_ids)
-            if self._credit > 0 and not self._waiting:
+            if self._credit > 0 and not self._waiting and not self._send_buffer.is_long:
                 self._send(chunk)
             elif self._stopped is None:
                 self._send_or_hold(chunk)
@@ -110,7 +110,7 @@ class OutputStream:
     def grant(self, tokens: int) -> None:
         """Add to the credit."""
         self._credit += tokens
-        self._send_waiting()
+        self.send_waiting()
 
     def stop(self, error: QuireError) -> None:
         """End soon, in `error`; what waits is dropped."""
@@ -154,10 +154,10 @@ class OutputStream:
     def discard_unsent(self) -> None:
         """Stop waiting for credit: drop tokens that have none."""
         self._is_unwanted = True
-        self._send_waiting()
+        self.send_waiting()
 
     def _may_send(self, chunk: OutputChunk) -> bool:
-        return self._credit > 0 or not chunk.token_ids or self._is_unwanted
+        return self._is_unwanted or not chunk.token_ids or (self._credit > 0 and not self._send_buffer.is_long)
 
     def _send(self, chunk: OutputChunk) -> None:
         if self._credit <= 0 and chunk.token_ids:  # unwanted
@@ -181,8 +181,8 @@ class OutputStream:
         self._watch_reader()
         self._send_buffer.hold(self, len(data) + CHUNK_BYTES)
 
-    def _send_waiting(self) -> None:
-        """Send the waiting chunks that have credit."""
+    def send_waiting(self) -> None:
+        """Send the waiting chunks that have credit, until much is unsent."""
         try:
             for _ in range(CHUNKS_PER_TURN):
                 if not (self._waiting and self._may_send(chunk := decode_chunk(self._waiting[0]))):
@@ -190,7 +190,7 @@ class OutputStream:
                 self._send_buffer.hold(self, -len(self._waiting.popleft()) - CHUNK_BYTES)
                 self._send(chunk)
             else:
-                asyncio.get_running_loop().call_soon(self._send_waiting)
+                asyncio.get_running_loop().call_soon(self.send_waiting)
         except QuireError as error:  # the frame is longer than the client takes
             self.stop(error)
             self.request.cancel("client")

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from array import array
+from bisect import bisect_left
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,7 +21,7 @@ from ..common.errors import Cancelled, GenerationFailed, InvalidRequest, QuireEr
 from ..common.types import FinishReason, OutputChunk, SamplingParams
 from .live_requests import LiveRequest
 from .monitoring import CancelCause
-from .output_stream import CHUNK_BYTES, Delivery, OutputStream, decode_chunk, encode_chunk
+from .output_stream import CHUNK_BYTES, CHUNKS_PER_TURN, Delivery, OutputStream, decode_chunk, encode_chunk
 from .request_log import quire_error
 
 # Measured bytes of Python objects.
@@ -92,6 +94,7 @@ class ReplayBuffer:
         self.error: QuireError | None = None
         self._reserved_bytes = reserved_bytes
         self._chunks: list[bytes] = []
+        self._generated_after = array("Q")  # tokens up to the end of each chunk
         self._output_bytes = BUFFER_BYTES  # without resume entries
         request.reader = self
         self.task = asyncio.create_task(self._read())
@@ -118,13 +121,12 @@ class ReplayBuffer:
 
     def position_after(self, num_tokens: int) -> int:
         """Return the position of the chunk that follows `num_tokens`. Raises InvalidRequest if no chunk ends there."""
-        position = 0
-        while num_tokens > 0 and position < len(self._chunks):
-            num_tokens -= len(decode_chunk(self._chunks[position]).token_ids)
-            position += 1
-        if num_tokens:
+        if num_tokens == 0:
+            return 0
+        position = bisect_left(self._generated_after, num_tokens)
+        if position == len(self._chunks) or self._generated_after[position] != num_tokens:
             raise InvalidRequest("no TOKENS frame of this request ended there; next_index counts the tokens received")
-        return position
+        return position + 1
 
     def chunk(self, position: int) -> OutputChunk | None:
         """Return the chunk at `position`, or None if it has not come yet.
@@ -147,6 +149,7 @@ class ReplayBuffer:
         """Drop the output of an ended request: `error` answers its key from now on."""
         self.finish_reason, self.error = None, error
         self._chunks.clear()
+        del self._generated_after[:]
         self._output_bytes = BUFFER_BYTES
 
     async def _read(self) -> None:
@@ -167,6 +170,7 @@ class ReplayBuffer:
         data = encode_chunk(chunk)
         self.generated += len(chunk.token_ids)
         self._chunks.append(data)
+        self._generated_after.append(self.generated)
         self._output_bytes += len(data) + CHUNK_BYTES
         self._wake_subscribers()
         if self._output_bytes > self._reserved_bytes:
@@ -224,16 +228,18 @@ class Subscriber(OutputStream):
                 if self.buffer.error is not None:
                     raise copy.copy(self.buffer.error)  # each subscriber raises it
                 await self._wait_for_change()
+            elif self._send_buffer.is_long:
+                await self._send_buffer.wait_until_short()
             elif not self._may_send(chunk):
                 self._watch_reader()
                 await self._wait_for_change()
-            elif self._send_buffer.is_long:
-                await self._send_buffer.wait_until_short()
             else:
                 self.position += 1
                 yield chunk
                 if chunk.usage is not None:
                     return
+                if self.position % CHUNKS_PER_TURN == 0:
+                    await asyncio.sleep(0)  # a replay must not delay other connections
 
     def wake(self) -> None:
         self._changed.set()

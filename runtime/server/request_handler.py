@@ -51,6 +51,7 @@ from .tenants import Tenant, TenantTotals
 _log = structlog.get_logger("quire.server")
 
 MAX_TEXTS = 32  # of one connection that are being tokenized
+MAX_SUBSCRIBERS = 16  # of one replay buffer that further requests with its idempotency key may add
 
 
 @dataclass(slots=True)
@@ -79,15 +80,20 @@ class AppContext:
 
     def unsent_output(self, tenant: Tenant) -> TenantBytes:
         """Return the tenant's unsent output, which is limited to an equal share of `max_unsent_bytes`."""
-        limit, keyring = self.config.max_unsent_bytes, self.keyring
-        output = TenantBytes("output", "max_unsent_bytes", lambda: limit // keyring.num_tenants)
-        return self.unsent.setdefault(tenant.name, output)
+        if tenant.name not in self.unsent:
+            limit, keyring = self.config.max_unsent_bytes, self.keyring
+            share = lambda: limit // keyring.num_tenants  # noqa: E731
+            self.unsent[tenant.name] = TenantBytes("output", "max_unsent_bytes", share)
+        return self.unsent[tenant.name]
 
     def pending_input(self, tenant: Tenant | None) -> TenantBytes:
         """Return the pending input of a tenant, or that of all clients before WELCOME, which count as one tenant."""
-        limit, keyring = self.config.max_pending_bytes, self.keyring
-        pending = TenantBytes("pending input", "max_pending_bytes", lambda: limit // (keyring.num_tenants + 1))
-        return self.pending.setdefault(None if tenant is None else tenant.name, pending)
+        name = None if tenant is None else tenant.name
+        if name not in self.pending:
+            limit, keyring = self.config.max_pending_bytes, self.keyring
+            share = lambda: limit // (keyring.num_tenants + 1)  # noqa: E731
+            self.pending[name] = TenantBytes("pending input", "max_pending_bytes", share)
+        return self.pending[name]
 
 
 class RequestHandler:
@@ -204,6 +210,8 @@ class RequestHandler:
                 buffer = context.replays.open(
                     self._tenant, request_id, request, frame.idempotency_key, resumable=frame.resumable
                 )
+                if len(buffer.subscribers) >= MAX_SUBSCRIBERS:
+                    raise Overloaded(f"{MAX_SUBSCRIBERS} requests with this idempotency key are being answered")
                 stream = subscriber = Subscriber(buffer, delivery)
                 if frame.resumable:
                     context.replays.resume_index.add(self._session, request_id, subscriber)
@@ -250,9 +258,13 @@ class RequestHandler:
             return Tokenized(frame.request_id, token_ids)
 
         num_bytes = sys.getsizeof(frame.text)
+        try:
+            self._pending_input.add_text(num_bytes)
+        except QuireError as error:
+            self._refuse(frame.request_id, error)
+            return
         task = self._start(frame.request_id, tokenized)
-        task.add_done_callback(lambda _: self._pending_input.add(-num_bytes))
-        self._pending_input.add(num_bytes)
+        task.add_done_callback(lambda _: self._pending_input.remove_text(num_bytes))
 
     def _stats(self) -> EngineStats | TenantTotals:
         """Return the engine's statistics to an operator and to the only tenant; to others their own totals."""

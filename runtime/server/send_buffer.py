@@ -22,7 +22,10 @@ MAX_PACED_BYTES = 4 * WRITE_BYTES
 
 
 class WaitingStream(Protocol):
-    """A stream with output that waits for credit."""
+    """A stream with output that waits: for credit, or until fewer frames are unsent."""
+
+    def send_waiting(self) -> None:
+        """Send what may be sent now."""
 
     def shed(self, error: QuireError) -> None:
         """Drop the waiting output, and end in `error`."""
@@ -100,7 +103,7 @@ class SendBuffer:
             return
         stream.shed(
             DeadlineExceeded(
-                f"the client reads too slowly: {self._waiting[stream]} bytes of this request wait for credit, and "
+                f"the client reads too slowly: {self._waiting[stream]} bytes of this request wait to be sent, and "
                 f"{limit}; grant CREDIT as you read"
             )
         )
@@ -152,6 +155,9 @@ class SendBuffer:
             self._give_up()
         finally:
             self._end_write()
+        if not self.is_long:
+            for stream in list(self._waiting):
+                stream.send_waiting()
 
     def _end_write(self) -> None:
         self._count(-self._writing_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ..common.errors import Overloaded
+from ..common.errors import Overloaded, QuotaExceeded
 
 
 class Holder(Protocol):
@@ -21,21 +21,24 @@ class Holder(Protocol):
 
 
 class TenantBytes:
-    """Bytes that one tenant's connections hold. Beyond the tenant's share, the largest holder is shed.
-
-    The share is read when a connection joins, because it changes only when the keys are reloaded.
-    """
+    """Bytes that one tenant's connections hold. Beyond the tenant's share, the largest holder is shed."""
 
     def __init__(self, what: str, option: str, share: Callable[[], int]) -> None:
         self.num_bytes = 0
         self._what = what
         self._option = option
-        self._share = share  # bytes
-        self._limit = 0
+        self._share = share  # bytes; changes when keys are reloaded
         self._holders: set[Holder] = set()
 
+    @property
+    def limit(self) -> int:
+        """The tenant's share in bytes."""
+        return self._share()
+
+    def describe_limit(self) -> str:
+        return f"all {self._what} of this tenant may be {self.limit} bytes (a share of `{self._option}`)"
+
     def join(self, holder: Holder) -> None:
-        self._limit = self._share()
         self._holders.add(holder)
         self.add(holder.num_bytes)
 
@@ -46,9 +49,8 @@ class TenantBytes:
     def add(self, num_bytes: int) -> None:
         """Count more bytes of a holder; a negative number of them is not held any more."""
         self.num_bytes += num_bytes
-        while self.num_bytes > self._limit and num_bytes > 0:
-            largest = max(self._holders, key=lambda holder: holder.num_bytes)
-            largest.shed(f"all {self._what} of this tenant may be {self._limit} bytes (a share of `{self._option}`)")
+        while num_bytes > 0 and self.num_bytes > self.limit:
+            max(self._holders, key=lambda holder: holder.num_bytes).shed(self.describe_limit())
 
 
 class PendingInput:
@@ -61,6 +63,11 @@ class PendingInput:
         self._refuse = refuse
         self._tenant_bytes: TenantBytes | None = tenant_bytes
         tenant_bytes.join(self)
+
+    @property
+    def limit(self) -> int:
+        """Bytes that all connections of the tenant may hold."""
+        return 0 if self._tenant_bytes is None else self._tenant_bytes.limit
 
     def move_to(self, tenant_bytes: TenantBytes) -> None:
         """Count for another tenant: the client is known now."""
@@ -78,10 +85,19 @@ class PendingInput:
         """Count the received part of a frame."""
         added, self._frame_bytes = num_bytes - self._frame_bytes, num_bytes
         if added:
-            self.add(added)
+            self._add(added)
 
-    def add(self, num_bytes: int) -> None:
-        """Count bytes of a text; a negative number of them was tokenized."""
+    def add_text(self, num_bytes: int) -> None:
+        """Count a text until `remove_text`. Raises QuotaExceeded if it can never fit, Overloaded if it does not now."""
+        if (tenant_bytes := self._tenant_bytes) is not None and tenant_bytes.num_bytes + num_bytes > tenant_bytes.limit:
+            error = QuotaExceeded if num_bytes > tenant_bytes.limit else Overloaded
+            raise error(f"this text takes {num_bytes} bytes, and {tenant_bytes.describe_limit()}")
+        self._add(num_bytes)
+
+    def remove_text(self, num_bytes: int) -> None:
+        self._add(-num_bytes)
+
+    def _add(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         if self._tenant_bytes is not None:
             self._tenant_bytes.add(num_bytes)

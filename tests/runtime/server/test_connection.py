@@ -31,6 +31,7 @@ from quire.runtime.protocol.frames import (
     Tokenize,
     Tokenized,
     Tokens,
+    Welcome,
 )
 from quire.runtime.server.output_stream import STREAM_BYTES
 from quire.runtime.server.request_handler import MAX_TEXTS
@@ -414,10 +415,46 @@ async def test_texts_to_tokenize_count_as_pending_input(serve: Serve) -> None:
     peer, other = [await server.connect() for _ in range(2)]
     await other.ask(Tokenize(1, "x"))
     assert await peer.ask(Tokenize(1, "x" * 60_000)) == []
-    assert error(await peer.ask(Tokenize(2, "x" * 60_000))).request_id is None
+    refusal = error(await peer.ask(Tokenize(2, "x" * 60_000)))
+    assert (refusal.request_id, refusal.code, refusal.retryable) == (2, "RESOURCE_EXHAUSTED", True)
+    refusal = error(await other.ask(Tokenize(2, "x" * 60_000 + "☃")))
+    assert (refusal.request_id, refusal.retryable) == (2, False), "the text takes more than the whole share"
     server.engine.prepared.set()
     assert names(await other.received()) == ["Tokenized"]
+    assert names(await peer.received()) == ["Tokenized"]
     assert sum(pending.num_bytes for pending in server.context.pending.values()) == 0
+
+
+async def test_nothing_is_handled_after_a_refusal(serve: Serve) -> None:
+    server = serve(max_pending_bytes=200_000)
+    peer, other = [await server.connect() for _ in range(2)]
+    other.reader.feed_data(encode(generate(1, "x" * 60_000))[:50_000])
+    await settle()
+    peer.reader.feed_data(encode(generate(1, "x" * 60_000))[:59_000])
+    await settle()
+    peer.reader.feed_data(encode(generate(1, "x" * 60_000))[59_000:] + encode(generate(2)))
+    refusal = error(await peer.received())
+    assert (refusal.request_id, refusal.code) == (None, "RESOURCE_EXHAUSTED")
+    assert server.engine.generations == []
+
+
+async def test_a_frame_may_be_no_longer_than_the_tenants_share(serve: Serve) -> None:
+    server = serve(tenants=["a", "b", "c"], max_pending_bytes=400_000)
+    peer = FakePeer(server.context, Hello((1,), token="a"))
+    (welcome,) = await peer.received()
+    assert isinstance(welcome, Welcome)
+    assert welcome.max_frame_bytes == 100_000
+    server.peers.append(peer)
+
+
+async def test_a_reload_of_keys_changes_the_shares_of_open_connections(serve: Serve) -> None:
+    server = serve(tenants=["a"], max_pending_bytes=200_000)
+    peer = await server.connect(token="a")
+    peer.reader.feed_data(encode(generate(1, "x" * 60_000))[:40_000])
+    await settle()
+    server.context.keyring._num_tenants = 9
+    peer.reader.feed_data(encode(generate(1, "x" * 60_000))[40_000:50_000])
+    assert "may be 20000 bytes" in error(await peer.received()).message
 
 
 # Slow readers
@@ -606,15 +643,29 @@ async def test_a_reader_that_takes_nothing_in_time_counts_as_a_slow_reader(
 
 
 async def test_a_reader_with_too_many_unsent_bytes_counts_as_a_slow_reader(serve: Serve) -> None:
-    server = serve(max_outgoing_bytes=300_000)
+    server = serve(max_outgoing_bytes=1_000_000)
     peer = await server.connect()
     await peer.ask(generate(1), generate(2))
     peer.writer.stop_reading()
-    await server.engine.last.put(*(chunk(index, text="x" * 60_000) for index in range(10)))
-    assert peer.task.done()
-    assert [each.is_cancelled for each in server.engine.generations] == [True, True]
-    assert server.metric('quire_cancelled_total{cause="slow_reader"}') == 2
-    assert server.metric('quire_cancelled_total{cause="disconnect"}') == 0
+    await server.engine.last.put(*(chunk(index, text="x" * 60_000) for index in range(20)))
+    assert [each.is_cancelled for each in server.engine.generations] == [False, True]
+    assert server.metric('quire_cancelled_total{cause="slow_reader"}') == 1
+    assert server.unsent_bytes() <= 1_000_000
+    peer.writer.read_again()
+    frames = await peer.received()
+    while "Error" not in names(frames):
+        frames += await peer.received()
+    assert error(frames[-1:]).request_id == 2
+
+
+async def test_a_reader_that_reads_gets_output_that_comes_at_once(server: FakeServer) -> None:
+    peer = await server.connect()
+    await peer.ask(generate(1), generate(2))
+    await server.engine.last.put(*(chunk(index, text="x" * 60_000) for index in range(100)), chunk(100, last=True))
+    frames = await peer.received()
+    while "Done" not in names(frames):
+        frames += await peer.received()
+    assert sum(map(len, texts(frames))) == 100 * 60_000 + 1
 
 
 @pytest.mark.parametrize("kind", list(KINDS.values())[1:], ids=list(KINDS)[1:])

@@ -10,6 +10,7 @@ import pytest
 from quire.runtime.common.errors import Overloaded, Unavailable
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.protocol.frames import Cancel, Credit, Done, Error, Frame, Generate, Resume, Tokens
+from quire.runtime.server.request_handler import MAX_SUBSCRIBERS
 from quire.runtime.server.tenants import Tenant, TenantLimits
 
 from .fakes import FakeClock, FakePeer, FakeServer, chunk, generate, names, settle
@@ -437,3 +438,14 @@ async def test_closing_releases_everything(server: FakeServer) -> None:
     await server.replays.close()
     assert_nothing_is_kept(server)
     assert len(server.requests) == 0
+
+
+async def test_a_key_answers_a_limited_number_of_requests_at_a_time(server: FakeServer) -> None:
+    peer = await server.connect()
+    for request_id in range(1, 1 + MAX_SUBSCRIBERS):
+        assert names(await peer.ask(generate(request_id, idempotency_key="k"))) == ["Accepted"]
+    (refusal,) = await peer.ask(generate(100, idempotency_key="k"))
+    assert isinstance(refusal, Error)
+    assert (refusal.request_id, refusal.code, refusal.retryable) == (100, "RESOURCE_EXHAUSTED", True)
+    await server.engine.last.put(chunk(0, last=True))
+    assert names(await peer.received()).count("Done") == MAX_SUBSCRIBERS
