@@ -128,8 +128,8 @@ MUTANTS = [
     ),
     Mutant(
         REPLAY,
-        '        if num_tokens:\n            raise InvalidRequest("no TOKENS',
-        '        if num_tokens > 0:\n            raise InvalidRequest("no TOKENS',
+        "        if position == len(self._chunks) or self._generated_after[position] != num_tokens:",
+        "        if position == len(self._chunks):",
         "a RESUME in the middle of a chunk loses tokens",
         RESUMING,
     ),
@@ -225,8 +225,8 @@ MUTANTS = [
     ),
     Mutant(
         CONNECTION,
-        "min(hello.max_frame_bytes, self._config.max_frame_bytes)",
-        "hello.max_frame_bytes",
+        "            hello.max_frame_bytes, self._config.max_frame_bytes, max(",
+        "            hello.max_frame_bytes, hello.max_frame_bytes, max(",
         "a client chooses how much memory the server buffers for it",
         SYSTEM,
     ),
@@ -496,8 +496,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/server/tenant_bytes.py",
-        "largest = max(self._holders, key",
-        "largest = min(self._holders, key",
+        "            max(self._holders, key=",
+        "            min(self._holders, key=",
         "the connection with the least unsent output of its tenant is ended first",
         FLOW,
     ),

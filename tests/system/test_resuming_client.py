@@ -216,6 +216,16 @@ async def test_a_stream_that_has_expired_is_not_found(serve: Serve, eventually: 
             await rest
 
 
+async def test_a_key_whose_output_was_dropped_is_not_asked_for_again(serve: Serve) -> None:
+    system = await serve(max_kept_bytes=14_000)
+    async with AsyncClient(system.address) as client:
+        await collect(client, "first", idempotency_key="k")
+        for index in range(8):
+            await collect(client, f"p{index}")
+        with pytest.raises(RequestNotFound):
+            await collect(client, "first", idempotency_key="k")
+
+
 async def test_a_stream_that_is_not_resumable_ends_with_its_connection(system: Any) -> None:
     async with wire_to(system.address) as wire, AsyncClient(wire.address) as client:
         stream = client.generate("hold", ENDLESS)
