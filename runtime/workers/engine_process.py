@@ -39,11 +39,16 @@ class EngineProcess:
     link: EngineLink
 
     def __init__(
-        self, process: asyncio.subprocess.Process, on_heartbeat: Callable[[], None], heartbeat_fd: int
+        self,
+        process: asyncio.subprocess.Process,
+        receive: Callable[[FromEngine], None],
+        on_heartbeat: Callable[[], None],
+        heartbeat_fd: int,
     ) -> None:
         self.ready: asyncio.Future[EngineReady] = asyncio.get_running_loop().create_future()
         self.closed = asyncio.Event()
         self._process = process
+        self._pass_on = receive
         self._on_heartbeat = on_heartbeat
         self._heartbeat_fd = heartbeat_fd
         self._snapshot_bytes = 0  # on disk
@@ -53,7 +58,7 @@ class EngineProcess:
     async def spawn(
         cls, start: StartEngine, receive: Callable[[FromEngine], None], on_heartbeat: Callable[[], None]
     ) -> EngineProcess:
-        """Start a process. `receive` gets every message but EngineReady and EngineFailed.
+        """Start a process. `receive` gets every message but EngineReady, EngineFailed and SnapshotProgress.
 
         Raises OSError, such as too many open files, and then leaves neither a process nor a descriptor behind.
         """
@@ -74,10 +79,8 @@ class EngineProcess:
                 finally:
                     os.close(their_heartbeat_fd)
             undo.callback(process.kill)
-            engine = cls(process, on_heartbeat, heartbeat_fd)
-            engine.link = await EngineLink.open(
-                ours, FROM_ENGINE, lambda message: engine._receive(message, receive), engine._on_closed
-            )
+            engine = cls(process, receive, on_heartbeat, heartbeat_fd)
+            engine.link = await EngineLink.open(ours, FROM_ENGINE, engine._receive, engine._on_closed)
             undo.pop_all()
         asyncio.get_running_loop().add_reader(heartbeat_fd, engine._read_heartbeat)
         engine.link.send(start)
@@ -101,8 +104,6 @@ class EngineProcess:
         The process may take as long as it writes bytes to the disk. It is killed when it has written none for
         STOP_TIMEOUT_S.
         """
-        receive = self.link.receive
-        self.link.receive = lambda message: self._receive(message, receive)
         self.link.send(StopEngine())
         num_bytes = -1
         while self._process.returncode is None and self._snapshot_bytes > num_bytes:
@@ -139,10 +140,9 @@ class EngineProcess:
             async with asyncio.timeout(timeout_s):
                 await self._process.wait()
 
-    def _receive(self, message: FromEngine, receive: Callable[[FromEngine], None]) -> None:
+    def _receive(self, message: FromEngine) -> None:
         match message:
             case EngineReady():
-                self.link.receive = receive
                 self.ready.set_result(message)
             case EngineFailed(error, text) if not self.ready.done():
                 self._fail(getattr(errors, error, errors.Unavailable)(text))
@@ -151,7 +151,7 @@ class EngineProcess:
             case SnapshotProgress(num_bytes):
                 self._snapshot_bytes = num_bytes
             case _:
-                receive(message)
+                self._pass_on(message)
 
     def _on_closed(self) -> None:
         self.closed.set()
