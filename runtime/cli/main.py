@@ -98,6 +98,8 @@ def _in_our_words(error: CycloptsError) -> str:
             nearest = nearest_name(given, (name for argument in error.argument_collection for name in argument.names))
             return f"unknown option {given}; {f'did you mean {nearest}?' if nearest else _see_help(error)}"
         case UnusedCliTokensError(unused_tokens=[first, *_]):
+            if tuple(error.command_chain or ()) == ("generate",):
+                return "generate takes one PROMPT; name the model with --model"
             return f"unexpected argument {first!r}; {_see_help(error)}"
         case MissingArgumentError(argument=argument) if argument is not None:
             flag = error.keyword or next((token.keyword for token in argument.tokens if token.keyword), None)

@@ -18,10 +18,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
+import structlog
 import uvloop
 
 from ..common.config import EngineConfig
-from ..common.errors import SnapshotNotSaved
+from ..common.errors import ConfigError, SnapshotNotSaved
 from ..common.logs import log_to_stderr
 from ..common.settings import Settings
 from ..engine import Core, Engine, EngineCore, TextProcessor, check_snapshot_path, prefix_snapshot
@@ -32,6 +33,8 @@ from ..workers import EnginePool, HealthTimeouts
 from .flags import LimitFlags, MemoryFlags, ModelFolder, SchedulingFlags, ServerFlags, settings_from
 
 CANCEL_TIMEOUT_S = 1.0  # to end a start; a thread that loads a model may not end in time
+
+_log = structlog.get_logger("quire.server")
 
 
 def serve(
@@ -67,10 +70,14 @@ async def _serve(settings: Settings) -> signal.Signals:
 
 
 async def _start_and_serve(settings: Settings, stop: _StopSignal) -> None:
+    if settings.server.in_process and settings.server.engine_processes > 1:
+        raise ConfigError("engine_processes cannot be above 1 with `in_process`; leave out one of them")
     await check_config(settings.server)
     if settings.server.prefix_snapshot is not None:
         check_snapshot_path(Path(settings.server.prefix_snapshot))
     text_processor = await asyncio.to_thread(TextProcessor.load, model_folder(settings.engine.model))
+    if text_processor.tokenizer is None:
+        _log.warning("the model has no tokenizer.json: prompts must be token ids")
     async with _core(settings) as core:
         await _serve_until(stop, Engine(core, text_processor), settings)
 

@@ -106,7 +106,7 @@ def _find(name: str, options: Mapping[str, Option], where: str) -> Option:
     found = options.get(name) or next((option for option in options.values() if option.alias == name), None)
     if found is None:
         known = ", ".join(f"'{each}'" for each in sorted(options))  # in quotes: keys of a file, not flags
-        raise ConfigError(f"{where} is not an option{suggestion(name, options)}; the options are {known}")
+        raise ConfigError(f"{where} is not an option{suggestion(name, options) or f'; the options are {known}'}")
     return found
 
 

@@ -42,7 +42,7 @@ class SamplingParams(
     """How logits become tokens, and when to stop. Names are vLLM's; the default is greedy decoding.
 
     Raises InvalidRequest for a value of another type, TypeError for an unknown name. Numbers and arrays of numpy are
-    accepted.
+    accepted, and one text for `stop`.
     Order of application: logit_bias, penalties, temperature, min_p, top_k, top_p. The tokens of a request with a seed
     depend on the model, the prompt and these parameters only, whatever else runs. `n` samples: output i has the tokens
     of a request with seed + i (modulo 2^64). The outputs of `best_of` and `beam_width` are ranked, best first, and come
@@ -85,6 +85,8 @@ class SamplingParams(
     ] = 1.0
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            msgspec.structs.force_setattr(self, "stop", (self.stop,))
         for name, kind in _KINDS.items():
             value = getattr(self, name)
             if value is not kind.option.default:

@@ -15,7 +15,7 @@ from typing import get_args
 
 from ...pager.layout import KVLayout
 from ..common.config import KVCacheDtype, WeightDtype
-from ..common.errors import ConfigError, CorruptCheckpoint, ModelNotFound
+from ..common.errors import ConfigError, CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from .config_json import CONFIG_FILE
 from .decoder import emit_decoder
 from .families.registry import read_spec
@@ -62,16 +62,18 @@ def pack_model(folder: str | Path | None, weights: WeightDtype, stop: threading.
 
 
 def model_folder(model: str | Path | None) -> Path:
-    """Return the folder of a model setting; None is the bundled model. Raises ModelNotFound."""
+    """Return the folder of a model setting; None is the bundled model. Raises ModelNotFound, UnsupportedModel."""
     if model is None:
         return BUNDLED_MODEL
+    if str(model).endswith(".gguf") and not isdir(model):
+        raise UnsupportedModel(f"{model}: GGUF files are not supported yet; give a folder in Hugging Face's format")
     if not exists(model) and _REPOSITORY.fullmatch(str(model)):
         raise ModelNotFound(
             f"{model} does not exist; download it first, for example with "
             f"`hf download {model} --local-dir DIR`, and give the folder"
         )
     if not isdir(model):
-        raise ModelNotFound(f"{model} is not a folder")
+        raise ModelNotFound(f"{model} {'is not a folder' if exists(model) else 'does not exist'}")
     return Path(model)
 
 

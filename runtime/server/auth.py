@@ -101,6 +101,16 @@ class Keyring:
             raise Unauthenticated("the token is not valid")
         return found
 
+    def check_permissions(self) -> None:
+        """Log a warning if other users can read or change the file."""
+        mode = 0 if self._path is None else self._path.stat().st_mode
+        if mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
+            _log.warning(
+                "auth tokens can be read or changed by other users; run chmod 600",
+                path=str(self._path),
+                mode=stat.filemode(mode),
+            )
+
     def reload(self) -> None:
         """Read the file again, if there is one. A broken file changes nothing but the log.
 
@@ -119,6 +129,7 @@ class Keyring:
         present = {tenant.name for tenant in self._keys.values()}
         for name, tenant in before.items():
             tenant.revoked = name not in present
+        self.check_permissions()
         _log.info("auth tokens reloaded", tenants=len(present), keys=len(self._keys))
 
 
@@ -131,7 +142,6 @@ def _read_keys(path: Path, known: Mapping[str, Tenant]) -> dict[bytes, Tenant]:
     content = read_toml(path, "the file of keys")
     tables = {name: _tenant_table(name, table, path) for name, table in content.items()}
     owners = _owners(path, tables)
-    _warn_of_permissions(path)
     tenants = {name: known.get(name) or Tenant(name) for name in tables}
     for name, (_, limits) in tables.items():
         tenants[name].change_limits(limits)
@@ -163,9 +173,3 @@ def _owners(path: Path, tables: Mapping[str, tuple[list[str], TenantLimits]]) ->
     if not owners:
         raise ConfigError(f"{path} names no tenant; `quire token NAME` makes a key and the lines for the file")
     return owners
-
-
-def _warn_of_permissions(path: Path) -> None:
-    mode = path.stat().st_mode
-    if mode & (stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP):
-        _log.warning("auth tokens can be read or changed by other users", path=str(path), mode=stat.filemode(mode))

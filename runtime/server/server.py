@@ -73,6 +73,7 @@ class Server:
         self._tls = TLS.of(config)
         async with contextlib.AsyncExitStack() as opening:
             keyring = Keyring.of(config)
+            keyring.check_permissions()
             listening = await _listen(config)
             opening.callback(listening.close)
             http_listening = await listen_tcp(config.http_host, config.http_port)

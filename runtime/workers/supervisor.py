@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 from typing import Protocol
 
@@ -118,15 +119,16 @@ class Supervisor:
     async def _restart(self) -> EngineProcess:
         """Try until a process is ready, with growing pauses. Notify the owner when that takes longer than `restart_s`.
 
-        A process that is loading may take as long as it needs; only failed starts count.
+        The time counts from the first failed start: a process that is loading may take as long as it needs.
         """
         now = asyncio.get_running_loop().time
-        num_failures, pause_s, failing_at = 0, FIRST_PAUSE_S, now() + self._timeouts.restart_s
+        num_failures, pause_s, failing_at = 0, FIRST_PAUSE_S, math.inf
         while True:
             try:
                 process, _ = await self._spawn()
             except Exception as error:  # whatever it was, such as too many open files: it may be over at the next start
                 num_failures += 1
+                failing_at = min(failing_at, now() + self._timeouts.restart_s)
                 self._log.error("engine process did not start", attempt=num_failures, reason=str(error))
                 left_s = failing_at - now()
                 if left_s <= 0:

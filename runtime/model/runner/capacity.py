@@ -77,7 +77,7 @@ def pick_isa(config: EngineConfig) -> str:
     try:
         return pick_level(config.isa)
     except ValueError as error:
-        raise ConfigError(f"isa: {error}") from error
+        raise ConfigError(f"`isa` or QUIRE_ISA: {error}") from error
 
 
 def _wanted_model_len(config: EngineConfig, spec: DecoderSpec) -> int:

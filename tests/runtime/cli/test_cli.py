@@ -199,10 +199,14 @@ def test_bench_without_the_cache(quire: Quire, tmp_path: Path) -> None:
         (["serve", "--port", "70000"], "--port must be a whole number from 0 to 65535, not '70000'"),
         (["serve", "--host", "0.0.0.0", *QUICK], "requires --token or --auth-tokens"),
         (["serve", "--max-num-waiting", "0"], "--max-num-waiting must be a whole number of at least 1, not '0'"),
-        (["serve", "/nowhere"], "/nowhere is not a folder"),
+        (["serve", "/nowhere"], "/nowhere does not exist"),
         (["serve", "--kv-spill-size", "1KiB", *QUICK], "--kv-spill-size: a spill file needs at least one page"),
         (["serve", "--kv-spill-size", "1MiB", "--kv-spill-dir", "/nowhere", *QUICK], "--kv-spill-dir: cannot create"),
         (["serve", __file__], "is not a folder"),
+        (
+            ["serve", "--in-process", "--engine-processes", "2", *QUICK],
+            "--engine-processes cannot be above 1 with --in",
+        ),
     ],
 )
 def test_errors_of_a_process(quire: Quire, arguments: list[str], message: str) -> None:
@@ -214,7 +218,7 @@ def test_errors_of_a_process(quire: Quire, arguments: list[str], message: str) -
     [
         (["info", "--bogus"], "--bogus"),
         (["token", "a b"], "tenant 'a b': a name is 1 to 64"),
-        (["info", "--isa", "mmx"], "unknown ISA level 'mmx'"),
+        (["info", "--isa", "mmx"], "--isa or QUIRE_ISA: unknown ISA level 'mmx'"),
         (["plan", "/"], "has no config.json"),
         (["plan", "--weights", "int3"], "--weights must be bf16, f32 or q8, not 'int3'"),
         (["plan", "--kv-cache-memory", "lots"], "--kv-cache-memory"),

@@ -80,6 +80,7 @@ def test_an_interrupt_of_a_command_exits_with_130(
     ("arguments", "message"),
     [
         (["plan", "a", "b"], "unexpected argument 'b'; see `quire plan --help`"),
+        (["generate", "./model", "x"], "generate takes one PROMPT; name the model with --model"),
         (["plan", "--weights"], "--weights needs a value"),
         (["token"], "TENANT is missing"),
         (["bench", "--new-tokens", "x"], "--new-tokens must be a whole number, not 'x'"),

@@ -19,7 +19,7 @@ from quire.runtime.common.errors import InvalidRequest
         ({"max_tokens": None}, "max_tokens must be a whole number, not None"),
         ({"n": True}, "n must be a whole number, not True"),
         ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
-        ({"stop": "text"}, "stop must be a list of texts, not 'text'"),
+        ({"stop": 5}, "stop must be a list of texts, not 5"),
         ({"stop": [5]}, r"stop must be a list of texts, not \[5\]"),
         ({"stop_token_ids": ["a"]}, r"stop_token_ids must be a list of whole numbers, not \['a'\]"),
         ({"logit_bias": {"a": 1}}, "logit_bias must be a map of whole numbers to numbers or None, not {'a': 1}"),
@@ -45,6 +45,10 @@ def test_lists_and_numpys_types_become_pythons() -> None:
     )
     assert type(params.max_tokens) is int
     assert isinstance(params.stop, tuple)
+
+
+def test_one_stop_text_is_a_list_of_one() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]
 
 
 def test_replacing_a_field_checks_it() -> None:

@@ -97,7 +97,7 @@ BAD_FILES = {
     f'[acme]\nkeys = ["{A}"]\nrequests_per_minute = true': "must be a whole number .*, not True",
     f'[acme]\nkeys = ["{A}"]\nburst = 3': "burst of tenant 'acme' in .* needs requests_per_minute",
     f'[acme]\nkeys = ["{A}"]\nrequests_per_second = 3': (
-        "'requests_per_second' of tenant 'acme' in .* is not an option .*; .* 'burst', 'max_concurrent_requests'"
+        r"'requests_per_second' of tenant 'acme' in .* is not an option \(did you mean 'requests_per_minute'\?\)"
     ),
 }
 
@@ -122,8 +122,12 @@ def test_a_file_that_other_users_can_read_or_write_is_logged(write: Write, mode:
     path = write(f'[acme]\nkeys = ["{A}"]')
     path.chmod(mode)
     with capture_logs() as logs:
-        Keyring.load(path)
-    assert [entry["log_level"] for entry in logs] == ["warning"] * warned
+        keyring = Keyring.load(path)
+        assert not logs, "a server reads the file more than once"
+        keyring.check_permissions()
+    assert [entry["event"] for entry in logs] == [
+        "auth tokens can be read or changed by other users; run chmod 600"
+    ] * warned
 
 
 def test_a_new_key_is_admitted_by_the_lines_printed_with_it(write: Write) -> None:

@@ -682,6 +682,21 @@ async def test_a_process_that_loads_for_longer_than_the_time_limit_is_no_error_o
     assert listener.ends() == {1: "length"}
 
 
+async def test_a_start_that_loads_for_long_and_then_fails_is_the_first_failure(
+    engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener
+) -> None:
+    await add(engine, 1)
+    processes.makes_ready = False
+    processes.last.exit(1)
+    loading = await processes.next()
+    await asyncio.sleep(2 * TIMEOUTS.restart_s)
+    processes.makes_ready = True
+    loading.exit(1)
+    await until(lambda: engine.pid is not None)
+    processes.last.finish(1)
+    assert listener.ends() == {1: "length"}
+
+
 async def test_a_deadline_that_passes_between_failed_starts_ends_its_request_in_time(
     engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from quire.runtime.common.config import EngineConfig
-from quire.runtime.common.errors import ConfigError, ModelNotFound
+from quire.runtime.common.errors import ConfigError, ModelNotFound, UnsupportedModel
 from quire.runtime.model.runner import load_model
 
 
@@ -24,9 +24,16 @@ def test_a_pool_too_large_for_the_system_is_refused() -> None:
         load_model(EngineConfig(kv_cache_memory=1 << 60))
 
 
-@pytest.mark.parametrize("model", ["/nowhere", __file__])
-def test_a_model_that_is_not_a_folder_is_refused(model: str) -> None:
-    with pytest.raises(ModelNotFound, match="is not a folder"):
+@pytest.mark.parametrize(
+    ("model", "error", "message"),
+    [
+        ("/nowhere", ModelNotFound, "/nowhere does not exist"),
+        (__file__, ModelNotFound, "is not a folder"),
+        ("a/b.gguf", UnsupportedModel, "GGUF files are not supported yet"),
+    ],
+)
+def test_a_model_that_is_not_a_folder_is_refused(model: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         load_model(EngineConfig(model=model))
 
 
