@@ -726,6 +726,14 @@ async def test_an_engine_that_cannot_start_leaves_no_spill_file(tmp_path: Path) 
     assert failure.value is not None
 
 
+async def test_text_that_may_begin_a_stop_string_arrives_at_the_end(running: Running) -> None:
+    async with running() as engine:
+        text = "".join(each.text for each in await chunks_of(engine, new_request(max_tokens=12)))
+        chunks = await chunks_of(engine, new_request(max_tokens=12, stop=(text[-3:] + "and more",)))
+        assert "".join(each.text for each in chunks) == text
+        assert chunks[-1].text.endswith(text[-3:])
+
+
 # Logits
 
 
