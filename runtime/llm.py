@@ -10,7 +10,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, Never, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from .common.loop_thread import LoopThread
 from .common.options import suggestion
 from .common.prompts import UNORDERED_OR_TEXT, as_token_ids, chat_messages, shown
 from .common.settings import resolve_settings
-from .common.types import RequestOutput, SamplingParams, join_chunks
+from .common.types import RequestOutput, SamplingParams, check_arguments, join_chunks
 from .engine import Engine, GenerateRequest, LocalEngine
 from .engine.output import Stream
 
@@ -68,12 +68,15 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **unknown: Never,
     ) -> list[RequestOutput]:
         """Return one output per prompt, in order. A prompt is text or token ids.
 
         `sampling_params` is one for all prompts or one for each. Raises InvalidRequest, ContextLengthExceeded or
-        GenerationFailed if any prompt is refused or fails; the others are then cancelled.
+        GenerationFailed if any prompt is refused or fails; the others are then cancelled. Raises TypeError for an
+        unknown argument.
         """
+        check_arguments(unknown, ("prompts", "sampling_params"))
         each = _prompt_list(prompts)
         params = _params_list(sampling_params, len(each))
         requests = [

@@ -1,11 +1,14 @@
 """The `quire` command: runs one command line and prints its errors.
 
-Exit status: 0; 2 when the command line, an option, the model or a request is wrong; 1 when trying again may help, or
-the prefix cache was not saved; 130 when interrupted; 141 when the reader of the output has closed its pipe.
+Exit status: 0; 2 when the command line, an option, the model or a request is wrong; 1 when trying again may help, the
+prefix cache was not saved or the output cannot be written; 130 when interrupted; 141 when the reader of the output has
+closed its pipe.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import signal
 import sys
@@ -15,6 +18,7 @@ from .interrupts import INTERRUPTED, leave
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import TextIO
 
     from cyclopts import CycloptsError
 
@@ -26,6 +30,8 @@ PIPE_CLOSED = 141
 def main() -> None:
     """Run the command line of this process and exit."""
     signal.signal(signal.SIGINT, leave)  # a KeyboardInterrupt during an import would not always come through
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # of a terminal that cannot show every character
     try:
         status = run(sys.argv[1:])
     except KeyboardInterrupt:
@@ -57,10 +63,21 @@ def run(arguments: Sequence[str]) -> int:
     except (BrokenPipeError, SystemExit) as end:
         if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):  # rich exits with 1
             raise
-        for stream in (sys.stdout, sys.stderr):  # so that flushing at exit does not fail again
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        _discard(sys.stdout, sys.stderr)
         return PIPE_CLOSED
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO) or error.filename is not None:  # a file that was named
+            raise
+        print(f"quire: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        _discard(sys.stdout)
+        return 1
     return 0
+
+
+def _discard(*streams: TextIO) -> None:
+    """Drop what is still unwritten, so that flushing at exit does not fail again."""
+    for stream in streams:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _with_flags(error: QuireError, arguments: Sequence[str]) -> str:

@@ -13,9 +13,8 @@ from types import TracebackType
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from ..common.errors import ConfigError, GenerationFailed, InvalidRequest, ProtocolError, QuireError, Unavailable
-from ..common.options import nearest_name
 from ..common.prompts import as_token_ids, chat_messages, shown
-from ..common.types import OutputChunk, RequestOutput, SamplingParams, join_chunks
+from ..common.types import OutputChunk, RequestOutput, SamplingParams, check_arguments, join_chunks
 from ..protocol.address import UnixAddress, parse_address
 from ..protocol.frames import AskStats, Generate, ListModels, Models, ServedModel, Stats, Tokenize, Tokenized
 from .connection import ClientConnection, ConnectionLost
@@ -170,13 +169,7 @@ class AsyncClient:
 
 def _check_options(options: Mapping[str, object]) -> None:
     """Raise TypeError that names the right argument if one does not exist, InvalidRequest for a wrong callback."""
-    arguments = ("prompt", "sampling_params", *RequestOptions.__annotations__)
-    for name in sorted(options.keys() - set(arguments)):
-        nearest = nearest_name(name, (*SamplingParams.__struct_fields__, *arguments))
-        advice = f"did you mean {nearest}=…?" if nearest else f"the arguments are {', '.join(arguments)}"
-        if nearest in SamplingParams.__struct_fields__:
-            advice = f"write sampling_params=SamplingParams({nearest}=…)"
-        raise TypeError(f"a request has no argument {name!r}; {advice}")
+    check_arguments(options, ("prompt", "sampling_params", *RequestOptions.__annotations__))
     for name in ("on_accepted", "on_progress"):
         callback = options.get(name)
         if callback is not None and not callable(callback):

@@ -7,7 +7,7 @@ on the model, and `engine/validator.py` checks them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
@@ -17,7 +17,7 @@ import msgspec
 
 from ...scheduler import FinishReason as FinishReason  # exported: the runtime uses the type from here
 from .errors import GenerationFailed, InvalidRequest
-from .options import Option, option, options_of, suggestion
+from .options import Option, nearest_name, option, options_of, suggestion
 from .prompts import shown
 
 SAMPLING = "Sampling"
@@ -91,6 +91,16 @@ class SamplingParams(
             value = getattr(self, name)
             if value is not kind.option.default:
                 msgspec.structs.force_setattr(self, name, kind.checked(value))
+
+
+def check_arguments(given: Iterable[str], arguments: Sequence[str]) -> None:
+    """Raise TypeError that names the right argument of a request, or the sampling parameter, if one does not exist."""
+    for name in sorted(set(given) - set(arguments)):
+        nearest = nearest_name(name, (*SamplingParams.__struct_fields__, *arguments))
+        advice = f"did you mean {nearest}=…?" if nearest else f"the arguments are {', '.join(arguments)}"
+        if nearest in SamplingParams.__struct_fields__:
+            advice = f"write sampling_params=SamplingParams({nearest}=…)"
+        raise TypeError(f"a request has no argument {name!r}; {advice}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,13 @@ def test_invalid_prompts_and_sampling_params(llm: LLM, prompts: Any, params: Any
         llm.generate(prompts, params)
 
 
+def test_a_sampling_parameter_as_an_argument_is_named(llm: LLM) -> None:
+    with pytest.raises(
+        TypeError, match=r"no argument 'max_tokens'; write sampling_params=SamplingParams\(max_tokens=…"
+    ):
+        llm.generate("x", max_tokens=3)  # type: ignore[arg-type]
+
+
 def test_one_refused_prompt_leaves_nothing_running(llm: LLM) -> None:
     long = SamplingParams(max_tokens=2000, ignore_eos=True)
     with pytest.raises(ContextLengthExceeded):

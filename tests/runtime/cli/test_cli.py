@@ -303,6 +303,16 @@ def test_serve_over_tcp_until_terminated(hostile_folder: Path) -> None:
     assert "Traceback" not in errors
 
 
+def test_serve_says_that_a_model_has_no_tokenizer(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(BUNDLED_MODEL / name)
+    with server(tmp_path, "--port", "0", "--in-process", str(tmp_path)) as (process, ready):
+        address_in(ready)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert "the model has no tokenizer.json: prompts must be token ids" in errors
+
+
 def test_serve_removes_its_unix_socket(hostile_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
     with server(hostile_folder, "--uds", str(path)) as (process, ready):

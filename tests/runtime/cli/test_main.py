@@ -122,6 +122,39 @@ def test_a_closed_pipe_exits_with_141(arguments: list[str], closed: str) -> None
     assert (done.returncode, done.stderr or b"") == (141, b"")
 
 
+@pytest.mark.parametrize("arguments", [["plan"], ["info"], ["token", "a"], ["--version"]])
+def test_a_full_disk_exits_with_1(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "quire.runtime.cli.main", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "quire: standard output cannot be written: No space left on device\n"
+
+
+def test_characters_that_the_output_cannot_show_are_escaped() -> None:
+    program = """
+        import sys
+        from quire.runtime.cli import main
+        main.run = lambda arguments: print("caf\\xe9")
+        main.main()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "caf\\xe9\n", "")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([command, "--help"]) == 0
