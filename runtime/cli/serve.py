@@ -89,11 +89,8 @@ async def _core(settings: Settings) -> AsyncIterator[Core]:
     if not server.in_process:
         pool = await EnginePool.launch(
             settings.engine,
-            HealthTimeouts(
-                server.engine_heartbeat_timeout_ms / 1000,
-                server.stall_timeout_ms / 1000,
-                server.engine_restart_timeout_ms / 1000,
-            ),
+            HealthTimeouts(server.engine_heartbeat_timeout_ms / 1000, server.stall_timeout_ms / 1000),
+            restart_timeout_s=server.engine_restart_timeout_ms / 1000,
             num_processes=server.engine_processes,
             snapshot=server.prefix_snapshot,
             log=(server.log_format, server.log_level),

@@ -20,6 +20,7 @@ from .health import HealthTimeouts
 from .placement import place
 from .router import Router
 from .supervised_engine import SupervisedEngine
+from .supervisor import RESTART_TIMEOUT_S
 
 
 class EnginePool:
@@ -46,6 +47,7 @@ class EnginePool:
         config: EngineConfig,
         timeouts: HealthTimeouts | None = None,
         *,
+        restart_timeout_s: float = RESTART_TIMEOUT_S,
         num_processes: int = 0,
         snapshot: str | None = None,
         log: LogOptions | None = None,
@@ -60,6 +62,7 @@ class EnginePool:
                 SupervisedEngine.launch(
                     _share(config, len(places), len(cpus)),
                     timeouts,
+                    restart_timeout_s=restart_timeout_s,
                     cpus=cpus if len(places) > 1 else None,
                     snapshot=snapshot if snapshot is None or len(places) == 1 else f"{snapshot}.{index}",
                     name=f"engine-{index}",

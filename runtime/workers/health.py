@@ -18,14 +18,10 @@ TICK_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class HealthTimeouts:
-    """Seconds an engine process may go without a heartbeat, and with work but without finishing a step.
-
-    Requests wait `restart_s` seconds for the next process where its start fails.
-    """
+    """Seconds an engine process may go without a heartbeat, and with work but without finishing a step."""
 
     heartbeat_s: float = 1.0
     stall_s: float = 30.0
-    restart_s: float = 30.0
 
 
 class HealthMonitor:

@@ -44,7 +44,7 @@ from .engine_link import (
 )
 from .health import HealthTimeouts
 from .pending_adds import PendingAdd, PendingAdds
-from .supervisor import Supervisor
+from .supervisor import RESTART_TIMEOUT_S, Supervisor
 from .token_log import TokenLog
 
 REFUSALS = {refusal.__name__: refusal for refusal in (QueueFull, CannotMeetDeadline, TooLong, PageQuotaExceeded)}
@@ -73,11 +73,16 @@ class SupervisedEngine:
     info: CoreInfo
 
     def __init__(
-        self, start: StartEngine, max_num_waiting: int, timeouts: HealthTimeouts, clock: Callable[[], float]
+        self,
+        start: StartEngine,
+        max_num_waiting: int,
+        timeouts: HealthTimeouts,
+        restart_timeout_s: float,
+        clock: Callable[[], float],
     ) -> None:
         self._max_num_waiting = max_num_waiting
         self._clock = clock
-        self._supervisor = Supervisor(start, timeouts, self)
+        self._supervisor = Supervisor(start, timeouts, restart_timeout_s, self)
         self._listener = CoreListener()
         self._tokens = TokenLog(clock)
         self._pending_adds = PendingAdds()
@@ -99,6 +104,7 @@ class SupervisedEngine:
         config: EngineConfig,
         timeouts: HealthTimeouts | None = None,
         *,
+        restart_timeout_s: float = RESTART_TIMEOUT_S,
         cpus: frozenset[int] | None = None,
         snapshot: str | None = None,
         name: str = "engine",
@@ -107,7 +113,7 @@ class SupervisedEngine:
     ) -> SupervisedEngine:
         """Return an engine whose first process is ready. Raises ModelError, ConfigError or Unavailable."""
         start = StartEngine(config, cpus, snapshot, name, log)
-        engine = cls(start, config.max_num_waiting, timeouts or HealthTimeouts(), clock)
+        engine = cls(start, config.max_num_waiting, timeouts or HealthTimeouts(), restart_timeout_s, clock)
         ready = await engine._supervisor.launch()
         engine.info = msgspec.structs.replace(ready.info, num_processes=1)
         return engine

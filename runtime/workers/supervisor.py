@@ -21,6 +21,7 @@ from .health import TICK_S, HealthMonitor, HealthTimeouts
 
 FIRST_PAUSE_S = 0.2  # after a failed start; each further one doubles it
 MAX_PAUSE_S = 5.0
+RESTART_TIMEOUT_S = 30.0  # that requests wait for the next process while its start fails
 LOADING_TIMEOUTS = HealthTimeouts(heartbeat_s=15.0, stall_s=float("inf"))
 
 _log = structlog.get_logger("quire.supervisor")
@@ -35,20 +36,23 @@ class ProcessOwner(Protocol):
         """`from_outside`: another process killed or stopped it, so no request can have been the cause."""
 
     def on_restarts_failing(self, reason: str) -> None:
-        """No process has started for `HealthTimeouts.restart_s`. Called again after each further failed start."""
+        """No process has started for `restart_timeout_s`. Called again after each further failed start."""
 
     def on_tick(self) -> None:
         """Do what is due by time; called every TICK_S, whether a process is ready or not."""
 
 
 class Supervisor:
-    def __init__(self, start: StartEngine, timeouts: HealthTimeouts, owner: ProcessOwner) -> None:
+    def __init__(
+        self, start: StartEngine, timeouts: HealthTimeouts, restart_timeout_s: float, owner: ProcessOwner
+    ) -> None:
         self.process: EngineProcess | None = None  # None while none is ready
         self.health = HealthMonitor(timeouts)
         self.num_restarts = 0
         self.lost_snapshot: str | None = None  # why `stop` could not save the snapshot
         self._start = start
         self._timeouts = timeouts
+        self._restart_timeout_s = restart_timeout_s
         self._owner = owner
         self._task: asyncio.Task[None] | None = None
         self._log = _log.bind(engine=start.name)
@@ -117,7 +121,7 @@ class Supervisor:
         return was_stopped or (problem is None and status == -signal.SIGKILL)
 
     async def _restart(self) -> EngineProcess:
-        """Try until a process is ready, with growing pauses. Notify the owner when that takes longer than `restart_s`.
+        """Try until a process is ready, with growing pauses. Notify the owner after `restart_timeout_s`.
 
         The time counts from the first failed start: a process that is loading may take as long as it needs.
         """
@@ -128,7 +132,7 @@ class Supervisor:
                 process, _ = await self._spawn()
             except Exception as error:  # whatever it was, such as too many open files: it may be over at the next start
                 num_failures += 1
-                failing_at = min(failing_at, now() + self._timeouts.restart_s)
+                failing_at = min(failing_at, now() + self._restart_timeout_s)
                 self._log.error("engine process did not start", attempt=num_failures, reason=str(error))
                 left_s = failing_at - now()
                 if left_s <= 0:

@@ -380,8 +380,8 @@ MUTANTS = [
     ),
     Mutant(
         SUPERVISOR,
-        "failing_at = 0, FIRST_PAUSE_S, now() + self._timeouts.restart_s",
-        "failing_at = 0, FIRST_PAUSE_S, now()",
+        "failing_at = min(failing_at, now() + self._restart_timeout_s)",
+        "failing_at = min(failing_at, now())",
         "the first failed restart ends all requests",
     ),
     Mutant(

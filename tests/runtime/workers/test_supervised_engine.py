@@ -618,7 +618,7 @@ async def test_waiting_requests_fail_when_restarts_fail_again_and_again(
     (adding,) = await ask(engine, 2)
     with pytest.raises(NotAccepting, match="the engine cannot be restarted: no memory"):
         await adding
-    assert loop_clock() - lost_at == pytest.approx(TIMEOUTS.restart_s, abs=1)
+    assert loop_clock() - lost_at == pytest.approx(supervisor.RESTART_TIMEOUT_S, abs=1)
     assert listener.ends() == {1: "Unavailable"}
     assert "no memory" in str(listener.failures[1])
     with pytest.raises(NotAccepting, match="cannot be restarted"):
@@ -657,7 +657,7 @@ async def test_failed_restarts_of_less_than_the_time_limit_are_no_error_of_any_r
     await add(engine, 1)
     processes.error = error
     processes.last.exit(1)
-    await asyncio.sleep(TIMEOUTS.restart_s - 1)
+    await asyncio.sleep(supervisor.RESTART_TIMEOUT_S - 1)
     assert processes.num_attempts >= 6
     engine.check_room("", 1)
     (adding,) = await ask(engine, 2)
@@ -675,7 +675,7 @@ async def test_a_process_that_loads_for_longer_than_the_time_limit_is_no_error_o
     processes.makes_ready = False
     processes.last.exit(1)
     loading = await processes.next()
-    await asyncio.sleep(2 * TIMEOUTS.restart_s)
+    await asyncio.sleep(2 * supervisor.RESTART_TIMEOUT_S)
     processes.make_ready(loading)
     await until(lambda: engine.pid is not None)
     loading.finish(1)
@@ -689,7 +689,7 @@ async def test_a_start_that_loads_for_long_and_then_fails_is_the_first_failure(
     processes.makes_ready = False
     processes.last.exit(1)
     loading = await processes.next()
-    await asyncio.sleep(2 * TIMEOUTS.restart_s)
+    await asyncio.sleep(2 * supervisor.RESTART_TIMEOUT_S)
     processes.makes_ready = True
     loading.exit(1)
     await until(lambda: engine.pid is not None)
