@@ -56,7 +56,7 @@ EDGES: list[tuple[str, Any, Any]] = [  # parameter, the last allowed value, the 
     ("logit_bias", {}, {-1: 0.0}),
     ("stop", ("x" * 256,) * 16, ("x",) * 17),
     ("stop", (), ("",)),
-    ("stop", ["a"], "a"),
+    ("stop", "a", 5),
     ("stop_token_ids", (99,) * 1024, (99,) * 1025),
     ("stop_token_ids", (0,), (100,)),
     ("n", 1, 0),

@@ -112,7 +112,7 @@ def test_by_default_sliding_layers_have_pages_for_every_window_and_a_chunk(monke
         ({"page_size": 24}, "page_size must be one of 16, 32, 64, not 24"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "8 must be at least max_num_seqs 9"),
         ({"threads": 1025}, "threads must be between 1 and 1024, not 1025"),
-        ({"isa": "mmx"}, "isa: unknown ISA level 'mmx'"),
+        ({"isa": "mmx"}, "`isa` or QUIRE_ISA: unknown ISA level 'mmx'"),
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
