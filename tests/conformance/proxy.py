@@ -32,6 +32,7 @@ from quire.runtime.protocol.frames import (
 )
 
 WAIT_S = 30.0
+DOWNWARD_BYTES = 256  # a few frames: the cuts of a case must not fall into one piece
 
 
 class Overdrawn(Exception):
@@ -141,17 +142,17 @@ class Proxy:
 
     async def _downwards(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         decoder = Decoder(SERVER_FRAMES, MAX_FRAME_BYTES)
-        async for data in _pieces(reader):
-            cut = True in [self._from_server(frame) for frame in decoder.feed(data)]  # a list: every frame counts
+        async for data in _pieces(reader, DOWNWARD_BYTES):
+            cut = any(self._from_server(frame) for frame in decoder.feed(data))  # what follows a cut is lost
             self._changed.set()
             writer.write(data[: len(data) // 2] if cut else data)
             if cut:
                 return
 
 
-async def _pieces(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+async def _pieces(reader: asyncio.StreamReader, max_bytes: int = 1 << 16) -> AsyncIterator[bytes]:
     with contextlib.suppress(OSError):
-        while data := await reader.read(1 << 16):
+        while data := await reader.read(max_bytes):
             yield data
 
 
