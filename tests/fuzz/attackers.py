@@ -27,7 +27,7 @@ from fuzz_server import fuzz
 from hostile_clients import KINDS, repeat
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.protocol.address import TCPAddress, parse_address
-from quire.runtime.protocol.frames import Credit, Done, Error, Generate, Ping, Tokenize
+from quire.runtime.protocol.frames import Credit, Done, Error, Frame, Generate, Ping, Tokenize
 from server_process import Endpoint, RawClient
 
 NICE = 19
@@ -101,15 +101,12 @@ async def unread_output(endpoint: Endpoint, report: CampaignReport, rng: Random)
 
 async def pinned_prompts(endpoint: Endpoint, report: CampaignReport, rng: Random) -> None:
     """Pin a new prompt of 300 tokens once a second, for an hour."""
-    client = await RawClient.open(endpoint)
-    reading = asyncio.create_task(client.discard())
-    request_id = 0
-    while not reading.done():
-        request_id += 1
+
+    def frame(request_id: int) -> Frame:
         prompt = tuple(rng.randrange(4, 4000) for _ in range(300))
-        client.send(Generate(request_id, prompt, SamplingParams(max_tokens=1), pin_ms=HOUR_MS))
-        report.cases["pinned prompts"] += 1
-        await asyncio.sleep(1)
+        return Generate(request_id, prompt, SamplingParams(max_tokens=1), pin_ms=HOUR_MS)
+
+    await _send_repeatedly(endpoint, report, "pinned prompts", frame, 1)
 
 
 async def unread_scrapes(endpoint: Endpoint, report: CampaignReport, rng: Random) -> None:
@@ -187,14 +184,10 @@ async def silent_connections(endpoint: Endpoint, report: CampaignReport, rng: Ra
 
 
 async def tokenize_flood(endpoint: Endpoint, report: CampaignReport, rng: Random) -> None:
-    client = await RawClient.open(endpoint)
-    reading = asyncio.create_task(client.discard())
-    request_id = 0
-    while not reading.done():
-        request_id += 1
-        client.send(Tokenize(request_id, f"{rng.random()} def f(x): return " * 200))
-        report.cases["texts to tokenize"] += 1
-        await asyncio.sleep(0.25)
+    def frame(request_id: int) -> Frame:
+        return Tokenize(request_id, f"{rng.random()} def f(x): return " * 200)
+
+    await _send_repeatedly(endpoint, report, "texts to tokenize", frame, 0.25)
 
 
 async def unread_pongs(endpoint: Endpoint, report: CampaignReport, rng: Random) -> None:
@@ -208,15 +201,11 @@ async def unread_pongs(endpoint: Endpoint, report: CampaignReport, rng: Random) 
 
 
 async def hostile_chats(endpoint: Endpoint, report: CampaignReport, rng: Random) -> None:
-    client = await RawClient.open(endpoint)
-    reading = asyncio.create_task(client.discard())
-    request_id = 0
-    while not reading.done():
-        request_id += 1
+    def frame(request_id: int) -> Frame:
         content = rng.choice(HOSTILE_CONTENTS)
-        client.send(Generate(request_id, None, CHATTY, messages=({"role": "user", "content": content},)))
-        report.cases["hostile chats"] += 1
-        await asyncio.sleep(0.5)
+        return Generate(request_id, None, CHATTY, messages=({"role": "user", "content": content},))
+
+    await _send_repeatedly(endpoint, report, "hostile chats", frame, 0.5)
 
 
 async def broken_frames(endpoint: Endpoint, report: CampaignReport, rng: Random) -> None:
@@ -247,6 +236,20 @@ CALM: tuple[Attack, ...] = (ordinary_streams,)
 def _operator_port(endpoint: Endpoint) -> tuple[str, int]:
     parts = urlsplit(endpoint.metrics_url)
     return parts.hostname or "", parts.port or 0
+
+
+async def _send_repeatedly(
+    endpoint: Endpoint, report: CampaignReport, case: str, frame: Callable[[int], Frame], pause_s: float
+) -> None:
+    """Send `frame(1)`, `frame(2)` and so on, and drop what comes, until the server closes the connection."""
+    client = await RawClient.open(endpoint)
+    reading = asyncio.create_task(client.discard())
+    request_id = 0
+    while not reading.done():
+        request_id += 1
+        client.send(frame(request_id))
+        report.cases[case] += 1
+        await asyncio.sleep(pause_s)
 
 
 async def _again(attack: Attack, endpoint: Endpoint, report: CampaignReport, rng: Random) -> None:
