@@ -102,10 +102,12 @@ class OutputStream:
             self.request.prefill_watchers.add(self._send_progress)
         async for chunk in chunks:
             self.generated += len(chunk.token_ids)
-            if self._credit > 0 and not self._waiting and not self._send_buffer.is_long:
+            if self._stopped is not None:
+                continue
+            if not self._waiting and self._may_send(chunk):
                 self._send(chunk)
-            elif self._stopped is None:
-                self._send_or_hold(chunk)
+            else:
+                self._hold(chunk)
 
     def grant(self, tokens: int) -> None:
         """Add to the credit."""
@@ -172,10 +174,7 @@ class OutputStream:
         if self._reading_timer is not None and self._num_sent >= self._reading_goal:
             self._stop_reading_timer()
 
-    def _send_or_hold(self, chunk: OutputChunk) -> None:
-        if not self._waiting and self._may_send(chunk):
-            self._send(chunk)
-            return
+    def _hold(self, chunk: OutputChunk) -> None:
         data = encode_chunk(chunk)
         self._waiting.append(data)
         self._watch_reader()
