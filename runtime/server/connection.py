@@ -62,7 +62,7 @@ class Connection:
             max_bytes=self._config.max_outgoing_bytes,
             write_timeout_s=self._config.write_timeout_ms / 1000,
         )
-        self._pending_input = PendingInput(context.pending_input(None), self._refuse)
+        self._pending_input = PendingInput(context.pending.of(None), self._refuse)
         self._handler: RequestHandler | None = None  # from WELCOME on
         self._watchdog: Watchdog | None = None  # likewise
         self._reading: asyncio.Task[None] | None = None
@@ -198,8 +198,8 @@ class Connection:
         tenant = self._context.keyring.authenticate(hello.token)
         self._accepted.settle()
         bind_contextvars(tenant=tenant.name)
-        self._send_buffer.join(self._context.unsent_output(tenant))
-        self._pending_input.move_to(self._context.pending_input(tenant))
+        self._send_buffer.join(self._context.unsent.of(tenant.name))
+        self._pending_input.move_to(self._context.pending.of(tenant.name))
         session = self._context.replays.resume_index.session_name(tenant.name, hello.session)
         features = tuple(feature for feature in FEATURES if feature in hello.features)
         heartbeat = "heartbeat" in features

@@ -45,7 +45,7 @@ from .replay_buffer import Subscriber
 from .request_log import quire_error
 from .resume import ReplayStore
 from .send_buffer import SendBuffer
-from .tenant_bytes import PendingInput, TenantBytes
+from .tenant_bytes import EqualShares, PendingInput
 from .tenants import Tenant, TenantTotals
 
 _log = structlog.get_logger("quire.server")
@@ -65,35 +65,25 @@ class AppContext:
     requests: LiveRequests
     replays: ReplayStore
     http_address: str  # of the operator port
-    unsent: dict[str, TenantBytes] = field(default_factory=dict)  # by the names of tenants that had a connection
-    pending: dict[str | None, TenantBytes] = field(default_factory=dict)  # likewise; None: clients before WELCOME
+    unsent: EqualShares = field(init=False)
+    pending: EqualShares = field(init=False)
     connection_log: BoundedLog = field(default_factory=lambda: BoundedLog(_log))
     leaves_at: float | None = None  # the loop's time at which live requests end; None: the server is not draining
+
+    def __post_init__(self) -> None:
+        config, keyring = self.config, self.keyring
+        self.unsent = EqualShares("output", "max_unsent_bytes", lambda: config.max_unsent_bytes // keyring.num_tenants)
+        self.pending = EqualShares(
+            "pending input", "max_pending_bytes", lambda: config.max_pending_bytes // (keyring.num_tenants + 1)
+        )
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes held for clients now, by purpose."""
         return {
             "kept_output": self.replays.num_bytes,
-            "unsent_output": sum(each.num_bytes for each in self.unsent.values()),
-            "pending_input": sum(each.num_bytes for each in self.pending.values()),
+            "unsent_output": self.unsent.num_bytes,
+            "pending_input": self.pending.num_bytes,
         }
-
-    def unsent_output(self, tenant: Tenant) -> TenantBytes:
-        """Return the tenant's unsent output, which is limited to an equal share of `max_unsent_bytes`."""
-        if tenant.name not in self.unsent:
-            limit, keyring = self.config.max_unsent_bytes, self.keyring
-            share = lambda: limit // keyring.num_tenants  # noqa: E731
-            self.unsent[tenant.name] = TenantBytes("output", "max_unsent_bytes", share)
-        return self.unsent[tenant.name]
-
-    def pending_input(self, tenant: Tenant | None) -> TenantBytes:
-        """Return the pending input of a tenant, or that of all clients before WELCOME, which count as one tenant."""
-        name = None if tenant is None else tenant.name
-        if name not in self.pending:
-            limit, keyring = self.config.max_pending_bytes, self.keyring
-            share = lambda: limit // (keyring.num_tenants + 1)  # noqa: E731
-            self.pending[name] = TenantBytes("pending input", "max_pending_bytes", share)
-        return self.pending[name]
 
 
 class RequestHandler:

@@ -53,6 +53,27 @@ class TenantBytes:
             max(self._holders, key=lambda holder: holder.num_bytes).shed(self.describe_limit())
 
 
+class EqualShares:
+    """A limit in bytes for the connections of all tenants, of which each tenant has an equal share."""
+
+    def __init__(self, what: str, option: str, share: Callable[[], int]) -> None:
+        """`share` returns the bytes of one tenant now; `option` is the name of the limit."""
+        self.tenants: dict[str | None, TenantBytes] = {}  # by the names of tenants that had a connection
+        self._what = what
+        self._option = option
+        self._share = share
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tenant_bytes.num_bytes for tenant_bytes in self.tenants.values())
+
+    def of(self, tenant: str | None) -> TenantBytes:
+        """Return the bytes of a tenant, or of all clients before WELCOME, which count as one tenant."""
+        if tenant not in self.tenants:
+            self.tenants[tenant] = TenantBytes(self._what, self._option, self._share)
+        return self.tenants[tenant]
+
+
 class PendingInput:
     """What one connection sent and the server cannot handle yet: an incomplete frame, and texts to tokenize."""
 

@@ -236,7 +236,7 @@ async def test_a_reader_that_pauses_receives_no_more_than_its_credit(
         await eventually(lambda: not system.engine.live)
         await client.ping()
         assert system.server.live_requests()[0].generated == 100
-        (unsent,) = system.server._context.unsent.values()
+        (unsent,) = system.server._context.unsent.tenants.values()
         assert unsent.num_bytes > 45 * CHUNK_BYTES, "90 tokens wait, two in a chunk"
         chunks += [chunk async for chunk in stream]
     assert [token for chunk in chunks for token in chunk.token_ids] == list(range(100))

@@ -312,7 +312,7 @@ class FakeServer:
 
     def unsent_bytes(self) -> int:
         """Return the unsent output of all tenants."""
-        return sum(unsent.num_bytes for unsent in self.context.unsent.values())
+        return self.context.unsent.num_bytes
 
     async def close(self) -> None:
         for peer in self.peers:
