@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from cyclopts import App, ArgumentCollection
 from cyclopts.help import ColumnSpec, DefaultFormatter, HelpEntry, HelpPanel, NameRenderer
 from cyclopts.help.specs import get_default_parameter_columns
-from rich.console import Console, ConsoleOptions
 
 from ..common.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
 
 COMMANDS = {  # each is the function of that name in the file of that name
     "serve": "Serve a model until interrupted.",
