@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,7 +26,9 @@ from quire.runtime.common.errors import (
     ModelNotFound,
     Unavailable,
 )
+from quire.runtime.engine.core import EngineCore
 from quire.runtime.model import BUNDLED_MODEL
+from quire.scheduler import StepPlan, StepResult
 
 HELDOUT = json.loads((Path(__file__).parents[1] / "data/heldout.json").read_text())
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -133,6 +136,7 @@ def test_one_refused_prompt_leaves_nothing_running(llm: LLM) -> None:
     assert llm.logits([1, 2]).shape == (2, 4096)
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_one_failed_prompt_leaves_nothing_running(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = llm.engine.text_processor.tokenizer
     assert tokenizer is not None
@@ -151,6 +155,20 @@ def test_one_failed_prompt_leaves_nothing_running(llm: LLM, monkeypatch: pytest.
 
 
 @pytest.fixture
+def slow_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each step take 5 ms, so that 2,000 steps take longer than any delay of a busy machine."""
+    core = llm.engine.core
+    assert isinstance(core, EngineCore)
+    execute = core.runner.execute
+
+    def slowly(plan: StepPlan) -> StepResult:
+        time.sleep(0.005)
+        return execute(plan)
+
+    monkeypatch.setattr(core.runner, "execute", slowly)
+
+
+@pytest.fixture
 def default_sigint() -> Iterator[None]:
     """Let SIGINT raise KeyboardInterrupt, whatever handler the process had before."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -158,7 +176,7 @@ def default_sigint() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("default_sigint")
+@pytest.mark.usefixtures("default_sigint", "slow_steps")
 def test_an_interrupted_call_leaves_nothing_running(llm: LLM) -> None:
     """Press Ctrl-C while the main thread waits in `generate`; later calls give the same outputs as before."""
     params = SamplingParams(max_tokens=8, temperature=1.0, seed=3, n=2, repetition_penalty=1.2, stop=("x",), logprobs=1)
@@ -167,7 +185,7 @@ def test_an_interrupted_call_leaves_nothing_running(llm: LLM) -> None:
 
     def interrupt() -> None:
         while not llm.engine.stats().running:
-            pass
+            time.sleep(0.001)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     with ThreadPoolExecutor(1) as pool:
@@ -176,7 +194,7 @@ def test_an_interrupted_call_leaves_nothing_running(llm: LLM) -> None:
             llm.generate([[1], [2]], SamplingParams(max_tokens=2000, ignore_eos=True))
         interrupting.result()
     while llm.engine.stats().running:
-        pass
+        time.sleep(0.001)
     assert llm.engine.stats().step - steps < 1500, "they were cancelled, not waited for"
     assert [output.outputs for output in llm.generate(["This", [5, 6, 7]], params)] == [one.outputs for one in wanted]
 
