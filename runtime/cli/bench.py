@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from functools import partial
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 
+from ...kernels import Pool, available_cpus, barrier_seconds
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..llm import LLM
-from ..model.runner import ModelRunner
+from ..model.runner import pick_cpus, pick_isa
 from ..tools.bench import CacheComparison, compare_cache, measure_overhead, measure_shapes, parse_shapes
 from ..tools.bench.console import SpeedReport
 from ..tools.bench.plot import check_plot, plot_cache_comparison, plot_roofline
 from ..tools.bench.speed import Shape, bench_config
+from ..tools.bench.thread_sweep import ThreadResult, ThreadSweep, parse_thread_counts
 from .flags import Json, MemoryFlags, ModelFolder, SchedulingFlags, settings_from
 from .interrupts import leaving_at_once
 
 SET_BY_SHAPES = ("max_model_len", "max_num_seqs", "enable_prefix_caching", "max_num_waiting")  # see `bench_config`
+THREADS_SWEEP = Parameter(
+    consume_multiple=True,
+    negative="",
+    help="Measure on each of these thread counts, such as 1,2,4. Without values: 1, 2, 4 and so on up to the CPUs.",
+)
 
 
 def bench(
@@ -30,6 +40,7 @@ def bench(
     shapes: Annotated[str, Parameter(help="Users x prompt tokens of each measurement.")] = "1x128,8x128,32x128",
     new_tokens: Annotated[int, Parameter(help="Tokens to generate per user.")] = 32,
     repeats: Annotated[int, Parameter(help="Runs of each measurement.")] = 3,
+    threads_sweep: Annotated[tuple[str, ...] | None, THREADS_SWEEP] = None,
     json: Json = False,
     kv_cache: Annotated[
         bool,
@@ -45,27 +56,81 @@ def bench(
     for name in SET_BY_SHAPES:
         if any(getattr(flags, name, None) is not None for flags in (memory, scheduling)):
             raise ConfigError(f"{name} cannot be given to bench, which sets it for its shapes")
+    if threads_sweep is not None:
+        _check_sweep(kv_cache, plot, memory)
     config = settings_from(model, memory, scheduling).engine
-    if kv_cache:
+    _warn_of_ignored(config, (*SET_BY_SHAPES, *(("threads",) if threads_sweep is not None else ())))
+    if threads_sweep is not None:
+        counts = parse_thread_counts(threads_sweep, available_cpus().threads)
+        _bench_threads(config, counts, shapes, new_tokens, repeats, json)
+    elif kv_cache:
         _bench_speed(config, shapes, new_tokens, repeats, json, plot)
     else:
         _bench_cache(config, shapes, new_tokens, json, plot)
+
+
+def _check_sweep(kv_cache: bool, plot: Path | None, memory: Any) -> None:
+    """Raise ConfigError for flags that a sweep over thread counts does not take."""
+    if memory is not None and memory.threads is not None:
+        raise ConfigError("threads cannot be given with --threads-sweep, which sets it")
+    if not kv_cache:
+        raise ConfigError("threads_sweep cannot be given with --no-kv-cache")
+    if plot is not None:
+        raise ConfigError("plot cannot be given with --threads-sweep")
+
+
+def _warn_of_ignored(config: EngineConfig, names: Sequence[str]) -> None:
+    """Print a warning if variables or a file, which other commands share, set options that bench sets itself."""
+    default = EngineConfig()
+    ignored = sorted(name for name in names if getattr(config, name) != getattr(default, name))
+    if ignored:
+        print(f"quire: warning: bench sets {', '.join(ignored)} itself; other values are ignored", file=sys.stderr)
+
+
+def _checked_shapes(shapes: str, new_tokens: int, repeats: int) -> list[Shape]:
+    if new_tokens < 1 or repeats < 1:
+        raise ConfigError("--new-tokens and --repeats must be at least 1")
+    return parse_shapes(shapes)
+
+
+def _bench_threads(
+    config: EngineConfig, counts: Sequence[int], shapes_text: str, new_tokens: int, repeats: int, as_json: bool
+) -> None:
+    """Measure every shape on each number of threads, on an engine of its own."""
+    shapes = _checked_shapes(shapes_text, new_tokens, repeats)
+    results: list[ThreadResult] = []
+    for threads in counts:
+        with leaving_at_once():
+            one = msgspec.structs.replace(config, threads=threads)
+            loaded = LLM.from_config(bench_config(one, shapes, new_tokens))
+        with loaded as llm:
+            report = partial(_report_run, threads)
+            measured = list(measure_shapes(llm, shapes, new_tokens, repeats, report))
+        results.append(ThreadResult(threads, barrier_seconds(Pool(threads)), measured))
+    _progress("")
+    sweep = ThreadSweep(_configuration(config), results)
+    if as_json:
+        print(dumps(sweep.as_dict(), indent=1))
+    else:
+        sweep.print()
+
+
+def _report_run(threads: int, run: str) -> None:
+    _progress(f"{threads} threads, {run}")
 
 
 def _bench_speed(
     config: EngineConfig, shapes_text: str, new_tokens: int, repeats: int, as_json: bool, plot: Path | None
 ) -> None:
     """Measure every shape, then the overhead of a step."""
-    if new_tokens < 1 or repeats < 1:
-        raise ConfigError("--new-tokens and --repeats must be at least 1")
-    shapes = parse_shapes(shapes_text)
+    shapes = _checked_shapes(shapes_text, new_tokens, repeats)
     if plot is not None:
         check_plot(plot)
     with leaving_at_once():
         loaded = LLM.from_config(bench_config(config, shapes, new_tokens))
     with loaded as llm:
-        about = _configuration(config, llm.engine.core.runner)
         results = list(measure_shapes(llm, shapes, new_tokens, repeats, _progress))
+    about = {**_configuration(config), "threads": pick_cpus(config).threads}
     report = SpeedReport(about, results, measure_overhead(config))
     _progress("")
     if plot is not None:
@@ -90,7 +155,7 @@ def _bench_cache(config: EngineConfig, shapes_text: str, new_tokens: int, as_jso
         if plot is not None:
             plot_cache_comparison(comparison, plot)
         if as_json:
-            about = _configuration(config, llm.engine.core.runner)
+            about = {**_configuration(config), "threads": pick_cpus(config).threads}
             print(dumps({**about, **_comparison_as_dict(comparison)}, indent=1))
         else:
             _print_comparison(comparison, new_tokens)
@@ -101,13 +166,12 @@ def _progress(text: str) -> None:
         print(f"\r{text:<40}", end="" if text else "\r", file=sys.stderr, flush=True)
 
 
-def _configuration(config: EngineConfig, runner: ModelRunner) -> dict[str, Any]:
+def _configuration(config: EngineConfig) -> dict[str, Any]:
     return {
         "model": config.model or "bundled demo",
         "weights": config.weights,
         "kv_cache_dtype": config.kv_cache_dtype,
-        "isa": runner.capacity.isa,
-        "threads": runner.capacity.cpus.threads,
+        "isa": pick_isa(config),
     }
 
 

@@ -26,7 +26,7 @@ class SpeedReport:
         """Return the figures: rates per second, times in seconds, shares from 0 to 1, the overhead in microseconds."""
         return {
             **self.about,
-            "shapes": [_shape_as_dict(result) for result in self.results],
+            "shapes": [shape_as_dict(result) for result in self.results],
             "step_overhead_us_per_sequence": self.overhead.as_dict(),
         }
 
@@ -46,9 +46,9 @@ class SpeedReport:
 
     def _roofline_text(self) -> str:
         rooflines = [result.roofline for result in self.results]
-        reads = _range([each.read_bytes_per_s / 1e9 for each in rooflines], ".1f")
+        reads = range_text([each.read_bytes_per_s / 1e9 for each in rooflines], ".1f")
         peaks = ", ".join(
-            f"{PEAK_NAMES[dtype]} {_range([each.peak_ops_per_s[dtype] / 1e9 for each in rooflines], '.0f')}"
+            f"{PEAK_NAMES[dtype]} {range_text([each.peak_ops_per_s[dtype] / 1e9 for each in rooflines], '.0f')}"
             for dtype in DTYPES
         )
         return f"this machine during the run: {reads} GB/s read; GOP/s {peaks}\n"
@@ -104,7 +104,8 @@ class SpeedReport:
         )
 
 
-def _range(values: list[float], digits: str) -> str:
+def range_text(values: list[float], digits: str) -> str:
+    """Return the lowest and the highest value, or one number if both look the same."""
     low, high = format(min(values), digits), format(max(values), digits)
     return low if low == high else f"{low}–{high}"
 
@@ -120,7 +121,8 @@ def _share(phase: Phase, name: str | None) -> float:
     return 100 * seconds / phase.seconds
 
 
-def _shape_as_dict(result: ShapeResult) -> dict[str, Any]:
+def shape_as_dict(result: ShapeResult) -> dict[str, Any]:
+    """Return the figures of one shape, with the units of `SpeedReport.as_dict`."""
     return {
         "shape": str(result.shape),
         "batch": result.shape.batch,

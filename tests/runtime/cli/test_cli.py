@@ -174,6 +174,29 @@ def test_bench_tables_fit_100_columns(quire: Quire) -> None:
         assert word in done.stdout
 
 
+def test_bench_threads_sweep(quire: Quire) -> None:
+    shapes = ("--shapes", "1x8", "--new-tokens", "2", "--repeats", "1")
+    done = quire("bench", "--json", *shapes, "--threads-sweep", "2,1", "--weights", "q8")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report.keys() == {"model", "weights", "kv_cache_dtype", "isa", "thread_counts"}
+    assert [each["threads"] for each in report["thread_counts"]] == [1, 2]
+    for each in report["thread_counts"]:
+        assert each["barrier_s"] > 0
+        assert each["shapes"][0]["roofline"]["read_bytes_per_s"] > 0
+        assert each["shapes"][0]["decode"]["ratio_to_fewest_threads"] > 0
+
+
+def test_bench_warns_of_options_from_elsewhere_that_it_sets_itself(quire: Quire, tmp_path: Path) -> None:
+    (tmp_path / "quire.toml").write_text("max_num_seqs = 3\n")
+    flags = ("--config", str(tmp_path / "quire.toml"), "--shapes", "8", "--threads-sweep")
+    done = quire("bench", *flags, QUIRE_MAX_MODEL_LEN="512", QUIRE_THREADS="3", QUIRE_WEIGHTS="q8")
+    assert (done.returncode, done.stdout) == (2, "")
+    warning, error = done.stderr.splitlines()
+    assert warning == "quire: warning: bench sets max_model_len, max_num_seqs, threads itself; other values are ignored"
+    assert "'8' is not a shape" in error
+
+
 def test_bench_without_the_cache(quire: Quire, tmp_path: Path) -> None:
     picture = tmp_path / "story.png"
     done = quire(*("bench", "--no-kv-cache", "--json", "--shapes", "1x40", "--new-tokens", "6", "--plot", str(picture)))
@@ -240,6 +263,10 @@ def test_errors_of_a_process(quire: Quire, arguments: list[str], message: str) -
             (["bench", *flags], f"{flags[0]} cannot be given to bench, which sets it for its shapes")
             for flags in (["--max-model-len", "512"], ["--max-num-seqs", "3"], ["--max-num-waiting", "3"])
         ),
+        (["bench", "--threads-sweep", "1,none"], "--threads-sweep: '1,none'"),
+        (["bench", "--threads-sweep", "--threads", "2"], "--threads cannot be given with --threads-sweep"),
+        (["bench", "--threads-sweep", "--no-kv-cache"], "--threads-sweep cannot be given with --no-kv-cache"),
+        (["bench", "--threads-sweep", "1", "--plot", "x.svg"], "--plot cannot be given with --threads-sweep"),
         (["bench", "--enable-prefix-caching"], "--enable-prefix-caching cannot be given to bench"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
