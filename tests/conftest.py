@@ -1,4 +1,4 @@
-"""A checkpoint with sliding and full layers and random weights."""
+"""The settings of Hypothesis, and a checkpoint with sliding and full layers and random weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 from quire.runtime.model import read_spec
 from quire.runtime.model.weights.tensors import expected_tensors
 from safetensors.numpy import save_file
+
+# An example may take any time: on a busy machine, each may be interrupted for longer than the default of 200 ms.
+settings.register_profile("any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 WINDOW = 100
 HYBRID: dict[str, Any] = {

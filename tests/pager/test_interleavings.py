@@ -226,5 +226,5 @@ def test_any_interleaving_conserves_pages_and_tokens(
 ) -> None:
     run_state_machine_as_test(
         lambda: PagerMachine(make_harness(num_pages, windows, store_pages=8)),
-        settings=settings(max_examples=60, stateful_step_count=40, deadline=None, database=None),
+        settings=settings(max_examples=60, stateful_step_count=40, database=None),
     )

@@ -344,7 +344,7 @@ def test_any_flipped_or_missing_bytes_change_nothing(path: Path, layout: KVLayou
     within = st.integers(0, len(data) - 1)
     heads = st.integers(0, 400)  # header and first record more often than by chance
 
-    @settings(max_examples=150, deadline=None, database=None)
+    @settings(max_examples=150, database=None)
     @given(
         flips=st.lists(st.tuples(within | heads, st.integers(1, 255)), max_size=4), length=st.none() | within | heads
     )
@@ -363,7 +363,7 @@ def test_any_flipped_or_missing_bytes_change_nothing(path: Path, layout: KVLayou
     damaged()
 
 
-@settings(max_examples=100, deadline=None, database=None)
+@settings(max_examples=100, database=None)
 @given(data=st.binary(max_size=400), headed=st.booleans())
 def test_any_other_file_is_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes, headed: bool) -> None:
     path = tmp_path_factory.getbasetemp() / "any"

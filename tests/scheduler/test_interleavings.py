@@ -279,11 +279,9 @@ class SlidingMachine(SchedulerMachine):
 
 def test_any_interleaving_ends_every_request_with_its_own_tokens() -> None:
     run_state_machine_as_test(
-        SchedulerMachine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None, database=None)
+        SchedulerMachine, settings=settings(max_examples=150, stateful_step_count=40, database=None)
     )
 
 
 def test_any_interleaving_with_sliding_layers() -> None:
-    run_state_machine_as_test(
-        SlidingMachine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None, database=None)
-    )
+    run_state_machine_as_test(SlidingMachine, settings=settings(max_examples=60, stateful_step_count=30, database=None))

@@ -132,7 +132,7 @@ def test_nan_and_infinity_reach_the_validator(value: float) -> None:
         assert math.isnan(arrived) if math.isnan(value) else arrived == value
 
 
-@settings(deadline=None, max_examples=40)  # every boundary of every example
+@settings(max_examples=40)  # every boundary of every example
 @given(sent=st.lists(CLIENT_FRAME, min_size=1, max_size=3))
 def test_any_split_gives_the_same_frames(sent: list[Frame]) -> None:
     data = b"".join(encode(frame) for frame in sent)
