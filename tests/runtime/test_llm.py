@@ -154,8 +154,7 @@ def test_one_failed_prompt_leaves_nothing_running(llm: LLM, monkeypatch: pytest.
     assert llm.generate([5, 6, 7], FOUR)[0].outputs == wanted[0].outputs
 
 
-@pytest.fixture
-def slow_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def make_steps_slow(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make each step take 5 ms, so that 2,000 steps take longer than any delay of a busy machine."""
     core = llm.engine.core
     assert isinstance(core, EngineCore)
@@ -166,6 +165,11 @@ def slow_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         return execute(plan)
 
     monkeypatch.setattr(core.runner, "execute", slowly)
+
+
+@pytest.fixture
+def slow_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_steps_slow(llm, monkeypatch)
 
 
 @pytest.fixture
@@ -334,16 +338,17 @@ def test_close_is_idempotent_and_later_calls_raise() -> None:
             use()
 
 
-def test_close_ends_calls_of_other_threads() -> None:
+def test_close_ends_calls_of_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
     llm = LLM(kv_cache_memory=8 << 20)
+    make_steps_slow(llm, monkeypatch)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(llm.generate, [1, 2], SamplingParams(max_tokens=2000, ignore_eos=True))
         while not llm.engine.stats().running:
-            pass
+            time.sleep(0.001)
         llm.close()
         with pytest.raises(Unavailable, match="the engine was closed"):
-            waiting.result(10)
+            waiting.result(60)
     assert set(threading.enumerate()) <= before
 
 

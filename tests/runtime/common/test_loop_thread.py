@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -123,7 +124,7 @@ def test_waiting_calls_raise_if_on_close_does_not_end_them() -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(thread.run, forever())
         while not thread._awaited:
-            pass
+            time.sleep(0.001)
         thread.run(value(0))
         thread.close()
         with pytest.raises(Unavailable, match="was closed in the meantime"):
