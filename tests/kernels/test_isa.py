@@ -14,7 +14,8 @@ def test_every_machine_has_scalar_and_levels_are_of_this_build():
     assert set(supported_levels()) <= set(NAMES)
 
 
-def test_the_best_level_is_the_default():
+def test_the_best_level_is_the_default(monkeypatch):
+    monkeypatch.delenv("QUIRE_ISA", raising=False)
     assert pick_level() == supported_levels()[-1]
 
 
@@ -39,6 +40,7 @@ def test_a_pool_names_the_allowed_number_of_threads(workers):
 
 
 def test_a_released_pool_ends_its_threads():
+    before = len(os.listdir("/proc/self/task"))
     for _ in range(50):
         Pool(4)
-    assert len(os.listdir("/proc/self/task")) < 40
+    assert len(os.listdir("/proc/self/task")) < before + 40
