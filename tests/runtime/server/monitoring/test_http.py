@@ -129,7 +129,7 @@ def test_closing_a_half_sent_request_for_a_newer_one_is_no_error(logs: object) -
 
 
 async def test_a_half_sent_request_ends_after_the_time_limit(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "REQUEST_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(http, "REQUEST_TIMEOUT_S", 0.5)  # time enough for the half to arrive
     assert b"408" in await (await port.connect(READY[:20])).read()
     assert await (await port.connect()).read() == b"", "a silent connection is closed without an answer"
 
@@ -146,7 +146,7 @@ async def test_an_answer_that_is_not_read_ends_the_connection(port: Port, monkey
     monkeypatch.setattr(port, "status", lambda: "x" * (32 << 20))
     reader = await port.connect(b"GET /status.json HTTP/1.1\r\nhost: x\r\n\r\n")
     port.writers[-1].transport.pause_reading()  # type: ignore[attr-defined]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while port.server.num_connections:
             await asyncio.sleep(0.002)
     port.writers[-1].transport.resume_reading()  # type: ignore[attr-defined]

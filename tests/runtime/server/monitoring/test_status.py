@@ -171,7 +171,7 @@ async def page() -> AsyncIterator[Page]:
 @pytest.fixture
 def get(page: Page) -> Get:
     def ask(path: str) -> Answer:
-        with closing(HTTPConnection(page.address, timeout=5)) as connection:
+        with closing(HTTPConnection(page.address, timeout=60)) as connection:
             connection.request("GET", path)
             response = connection.getresponse()
             return Answer(response.status, dict(response.getheaders()), response.read().decode())
@@ -274,7 +274,7 @@ CHROMIUM_FLAGS = (
     "--disable-quic",
     "--enable-logging=stderr",
     "--virtual-time-budget=1500",  # milliseconds that the page's timers are given, answers not counted
-    "--timeout=10000",
+    "--timeout=60000",
 )
 
 
@@ -320,7 +320,7 @@ async def rendered(address: str, profile: Path) -> tuple[Texts, str]:
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             out, said = await process.communicate()
     finally:
         if process.returncode is None:
