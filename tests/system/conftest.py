@@ -28,7 +28,7 @@ from quire.runtime.server import Server
 from quire.scheduler import AdmissionEstimate
 
 CHUNK_TOKENS = 2
-RECEIVE_TIMEOUT_S = 20
+RECEIVE_TIMEOUT_S = 60
 
 
 class FakeGeneration:
@@ -269,7 +269,7 @@ def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
     """Return a function that waits until a condition holds."""
 
     async def wait(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not condition():
                 await asyncio.sleep(0.002)
 
@@ -301,7 +301,7 @@ class Real:
 
     async def idle(self) -> None:
         """Wait until no request is live."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while self.engine.core.scheduler.has_work:
                 await asyncio.sleep(0.002)
 

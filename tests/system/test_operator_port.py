@@ -35,7 +35,7 @@ async def get(system: Any, path: str) -> Answer:
 
 async def fetch(address: str, path: str) -> Answer:
     def ask() -> Answer:
-        with closing(HTTPConnection(address, timeout=5)) as connection:
+        with closing(HTTPConnection(address, timeout=60)) as connection:
             connection.request("GET", path)
             response = connection.getresponse()
             return Answer(response.status, response.headers["content-type"], response.read().decode())
@@ -124,7 +124,7 @@ async def test_no_counter_falls_when_the_engine_restarts() -> None:
 
 async def counters(server: Server, condition: Callable[[dict[str, float]], bool]) -> dict[str, float]:
     """Wait for the engine's metrics and `condition`; return every counter and histogram sample."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             text = (await fetch(server.http_address, "/metrics")).text
             found = {
