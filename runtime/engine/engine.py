@@ -102,8 +102,7 @@ class Engine(Generic[CoreT]):
     async def stop(self) -> None:
         """End all requests now and compute nothing more. Idempotent."""
         for sequence in self._sequences.values():
-            closed = Unavailable("the engine was closed before this request ended; try again")
-            sequence.output.error = sequence.output.error or closed
+            sequence.output.error = Unavailable("the engine was closed before this request ended; try again")
         await self.core.stop()
 
     async def close(self) -> None:

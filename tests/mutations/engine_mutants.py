@@ -67,12 +67,6 @@ MUTANTS = [
     ),
     Mutant(
         ENGINE,
-        "sequence.output.error = sequence.output.error or closed",
-        "sequence.output.error = closed",
-        "a request that has already failed ends with a retryable error when the server closes",
-    ),
-    Mutant(
-        ENGINE,
         '            error = output.error or GenerationFailed("the engine stopped unexpectedly")',
         '            error = GenerationFailed("the engine stopped unexpectedly")',
         "requests cut by a shutdown are reported as failures that must not be retried",

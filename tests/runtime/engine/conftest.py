@@ -91,11 +91,13 @@ class FakeObserver:
     rejected: list[QuireError] = field(default_factory=list)
     finished: list[RequestStats] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    gaps_s: list[float | None] = field(default_factory=list)  # before each of `tokens`
 
     def on_step(self, stats: StepStats) -> None: ...
 
     def on_tokens(self, count: int, since_last_s: float | None) -> None:
         self.tokens.append(count)
+        self.gaps_s.append(since_last_s)
 
     def on_rejected(self, error: QuireError) -> None:
         self.rejected.append(error)

@@ -152,6 +152,14 @@ def test_best_of_ranks_by_logprob_then_by_index() -> None:
     assert output.usage().completion_tokens == 12, "outputs that are not returned count too"
 
 
+def test_best_of_ranks_by_the_sum_of_logprobs_and_not_by_their_mean() -> None:
+    output = output_with(2, n=1, best_of=2)
+    for sequence, logprobs in zip(output.sequences, ((-0.5,) * 4, (-1.5,)), strict=True):
+        tokens = tuple(SampledToken(0, IDS[0], logprob) for logprob in logprobs)
+        chunks = output.take(sequence, RequestUpdate(sequence.request.request_id, tokens, "length"))
+    assert [chunk.cumulative_logprob for chunk in chunks] == [-1.5]
+
+
 def test_a_cancelled_best_of_returns_empty_outputs() -> None:
     output = output_with(3, n=2, best_of=3)
     assert published(output, [5], sequence=0) == []

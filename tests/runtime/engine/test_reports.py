@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from quire.runtime.common.errors import GenerationFailed, Quarantined, QuireError, Unavailable
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import Engine, GenerateRequest
@@ -40,6 +42,20 @@ async def test_requests_lost_with_the_loop_are_reported(
     assert (first.tenant, first.finish_reason, first.prompt_tokens) == ("ann", None, 2)
     assert first.usage is not None
     assert first.usage.completion_tokens == 1
+
+
+async def test_times_count_from_the_submission_and_from_the_tokens_before(
+    engine: Engine[FakeCore], core: FakeCore, observer: FakeObserver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=100.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("quire.runtime.engine.engine.time", clock)
+    await engine.submit(request())
+    (queued,) = core.requests
+    queued.first_token_time = 103.0
+    for clock.now, reason in ((103.0, None), (103.5, None), (105.0, "length")):
+        core.listener.publish([RequestUpdate(queued.request_id, (SampledToken(0, 7),), reason)])
+    assert observer.gaps_s == [None, 0.5, 1.5]
+    assert [(stats.e2e_s, stats.time_to_first_token_s) for stats in observer.finished] == [(5.0, 3.0)]
 
 
 async def test_requests_lost_with_an_engine_process_are_reported(

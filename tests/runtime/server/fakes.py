@@ -47,7 +47,7 @@ def chunk(
     )
 
 
-def generate(request_id: int = 1, prompt: str = "hi", **fields: Any) -> Generate:
+def generate(request_id: int = 1, prompt: str | None = "hi", **fields: Any) -> Generate:
     return Generate(request_id, prompt, SamplingParams(), **fields)
 
 

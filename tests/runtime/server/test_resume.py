@@ -119,6 +119,18 @@ async def test_resume_cancels_the_expiry_timer(serve: Serve, clock: FakeClock) -
     assert server.metric('quire_cancelled_total{cause="disconnect"}') == 1
 
 
+async def test_the_server_is_busy_while_a_client_that_was_cut_may_resume(serve: Serve, clock: FakeClock) -> None:
+    server = serve(resume_timeout_ms=1000)
+    for credit, is_awaited in ((0, True), (9, False)):  # the client with credit has received the end
+        peer = await server.connect()
+        await peer.ask(resumable(credit=credit))
+        await server.engine.last.put(chunk(0, last=True))
+        await peer.leave()
+        assert server.replays.is_busy == is_awaited
+        await clock.advance(1)
+        assert not server.replays.is_busy
+
+
 async def test_a_reader_that_waits_for_credit_is_cancelled_when_another_takes_its_stream_over(
     serve: Serve, clock: FakeClock
 ) -> None:
@@ -191,6 +203,14 @@ async def test_a_cancelled_request_does_not_answer_its_key(server: FakeServer) -
     await server.engine.last.put(chunk(0, last=True))
     assert names(await peer.ask(generate(3, idempotency_key="k"))) == ["Tokens", "Done", "Accepted", "Tokens", "Done"]
     assert len(server.engine.generations) == 2
+
+
+async def test_a_key_does_not_answer_another_chat(server: FakeServer) -> None:
+    peer = await server.connect()
+    for request_id, content, answer in ((1, "hi", "Accepted"), (2, "ho", "Error"), (3, "hi", "Accepted")):
+        chat = generate(request_id, None, messages=({"role": "user", "content": content},), idempotency_key="k")
+        assert names(await peer.ask(chat)) == [answer]
+    assert len(server.engine.generations) == 1
 
 
 async def test_a_request_that_the_engine_cancelled_does_not_answer_its_key(server: FakeServer) -> None:
