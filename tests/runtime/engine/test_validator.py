@@ -112,7 +112,8 @@ def test_the_message_names_parameter_value_and_limits() -> None:
 def test_token_ids() -> None:
     VALIDATOR.check_token_ids((99,) * 40, max_tokens=10)
     VALIDATOR.check_token_ids((0,) * 50)
-    for token_ids, error in (((1,) * 41, ContextLengthExceeded), ((), InvalidRequest), ((100,), InvalidRequest)):
+    bad = ((), (100,), (1, 100, 1), (1, -1, 1))
+    for token_ids, error in (((1,) * 41, ContextLengthExceeded), *((each, InvalidRequest) for each in bad)):
         with pytest.raises(error):
             VALIDATOR.check_token_ids(token_ids, max_tokens=10)
 

@@ -89,6 +89,7 @@ async def start(logs: object, tmp_path: Path) -> AsyncIterator[Start]:
             client.close()
         await port.acceptor.close()
         assert port.acceptor.num_open == port.acceptor.num_pending == 0
+        assert port.acceptor._pending == {}, "no address is kept"
     for listening in sockets:
         listening.close()
 
