@@ -129,7 +129,6 @@ def test_logprobs_are_those_of_the_raw_distribution(isa):
         (1, 0, 1, 1),
         (1, 0, 0, 1e-6),
         (1, 1, 0, 1),
-        (1, 0, 0, 0),
     ],
 )
 def test_every_token_that_the_filters_keep_and_no_other_is_drawn(temperature, min_p, top_k, top_p):

@@ -71,6 +71,7 @@ MUTANTS = [
         "while candidates > 0 and (kept < most and sum < mass):",
         "a tiny top_p keeps no token",
         SAMPLING,
+        equivalent="the loop before ends with `kept` below `most` and `sum` below `mass`, so a candidate is kept",
     ),
     Mutant(
         SAMPLE,
