@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from ...kernels import available_cpus
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..model import model_folder, read_spec
@@ -29,9 +30,9 @@ class MachineOptions:
     """The simulated machine; each field is followed by its help text."""
 
     bandwidth: float | None = None
-    "GB/s read from memory. Default: this machine's, measured now."
+    "GB/s that all threads together read from memory. Default: this machine's, measured now."
     peak: float | None = None
-    "int8 GOP/s. Default: this machine's, measured now."
+    "int8 GOP/s of all threads. Default: this machine's, measured now and scaled to --threads."
     noise: float = 0.0
     "Sigma of a lognormal factor on the time of every step."
 
@@ -78,13 +79,26 @@ def _check(machine: MachineOptions) -> None:
 
 
 def _roofline(capacity: Capacity, bandwidth: float | None, peak: float | None) -> Roofline:
+    """Return the machine's roofline: given, or measured here; a peak grows with the threads, a bandwidth does not."""
     if bandwidth is not None and peak is not None:
         return given_roofline(bandwidth * 1e9, peak * 1e9)
-    measured = RooflineMeter(capacity.cpus.threads, capacity.isa).measure()
+    threads, cpus = capacity.cpus.threads, available_cpus().threads
+    if threads > cpus and bandwidth is None:
+        raise ConfigError(
+            f"--bandwidth is needed: this machine has {cpus} CPUs, fewer than the {threads} threads to simulate"
+        )
+    measured = _measure(min(threads, cpus), capacity.isa)
+    more = max(1.0, threads / cpus)
     return Roofline(
         measured.read_bytes_per_s if bandwidth is None else bandwidth * 1e9,
-        measured.peak_ops_per_s if peak is None else given_roofline(1, peak * 1e9).peak_ops_per_s,
+        {dtype: more * ops for dtype, ops in measured.peak_ops_per_s.items()}
+        if peak is None
+        else given_roofline(1, peak * 1e9).peak_ops_per_s,
     )
+
+
+def _measure(threads: int, isa: str) -> Roofline:
+    return RooflineMeter(threads, isa).measure()
 
 
 def _configuration(config: EngineConfig, capacity: Capacity, roofline: Roofline) -> dict[str, Any]:
@@ -92,6 +106,7 @@ def _configuration(config: EngineConfig, capacity: Capacity, roofline: Roofline)
         "model": config.model or "bundled demo",
         "weights": config.weights,
         "kv_cache_dtype": config.kv_cache_dtype,
+        "threads": capacity.cpus.threads,
         "pages": capacity.num_pages,
         "page_size": capacity.layout.page_size,
         "memory_bytes": capacity.memory.total_bytes,

@@ -28,7 +28,7 @@ def _about_text(about: Mapping[str, Any]) -> str:
         f"{about['model']}: weights {about['weights']}, KV {about['kv_cache_dtype']}, "
         f"{about['pages']:,} pages of {about['page_size']} tokens, {about['memory_bytes']:,} bytes in total\n"
         f"on a machine that reads {about['read_bytes_per_s'] / 1e9:.1f} GB/s and computes "
-        f"{about['peak_ops_per_s']['q8'] / 1e9:.0f} int8 GOP/s\n"
+        f"{about['peak_ops_per_s']['q8'] / 1e9:.0f} int8 GOP/s with {about['threads']} threads\n"
     )
 
 

@@ -2,7 +2,7 @@
 
 A linear layer reads its weights while it computes, so a step takes the longer of the two; attention is added. The share
 of the roofline that the kernels reach was measured (tests/bench/LOG.md: two vCPUs, avx512-vnni-bf16, the shape of
-Qwen3-0.6B).
+Qwen3-0.6B). `threads.py` says what more threads lose.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from ....kernels.ops import QUERY_DTYPES, DType, Linear
+from ....kernels.ops import BLOCK, QUERY_DTYPES, DType, Linear, padded
 from ....kernels.pack import packed_nbytes
 from ....scheduler import StepPlan
 from ...model import DecoderSpec
 from ...model.runner import Capacity
 from ..bench import Roofline
 from ..bench.work import visible_pairs
+from .threads import THREAD_READ, barrier_seconds, busy_share, start_seconds
 
 StepCost = Callable[[StepPlan], float]  # the seconds that executing a step takes
 
@@ -31,29 +32,53 @@ ATTENTION_PEAK: dict[DType, float] = {
     "f32": 0.60,
 }  # 512 rows after 3,584 tokens; f32: 1 x 1,024
 SEQUENCE_S = 30e-6  # between steps, per sequence: schedule, commit, publish, arrays (measured by `quire bench`)
-HEAD_S = 1.3e-6  # of attention, per sequence, layer and KV head, whatever the context
+HEAD_S = 2.6e-6  # of one thread in attention, per sequence, layer and KV head, whatever the context
+SPLIT, TILE = (
+    256,
+    64,
+)  # tokens of a unit of decode attention; rows of a unit of prefill attention (kernels/attention.pyx)
+SHARED_HEADS = 4  # per thread: with more heads, a unit of decode attention is a whole head
 
 
 @dataclass(frozen=True, slots=True)
 class RooflineCost:
-    """The seconds of each part of a step, all threads together. A `StepCost`."""
+    """The seconds of each part of a step on `threads` threads. A `StepCost`."""
 
+    step_s: float  # waking the threads, and barriers
     weights_s: float  # read once per step
     row_s: float  # linear layers, per token
     sample_s: float  # lm_head, per row that samples
-    sequence_s: float  # attention, per sequence
+    sequence_s: float  # attention, per sequence, if all threads work
     layers: tuple[LayerCost, ...]
+    threads: int
+    num_kv_heads: int
+    query_tile: int  # rows of a unit of prefill attention
+    max_read_share: float  # bandwidth of all threads, each reading alone, over the machine's
 
     def __call__(self, plan: StepPlan) -> float:
         rows = samples = 0
-        attention_s = len(plan.sequences) * self.sequence_s
+        busy = busy_share(self._attention_units(plan), self.threads)
+        read_share = min(1.0, busy * self.max_read_share)
+        attention_s = len(plan.sequences) * self.sequence_s / busy
         for sequence in plan.sequences:
             count = len(sequence.token_ids)
             rows += count
             samples += sequence.num_samples
             for layer in self.layers:
-                attention_s += layer.seconds(count, sequence.first_position)
-        return max(self.weights_s, rows * self.row_s + samples * self.sample_s) + attention_s
+                attention_s += layer.seconds(count, sequence.first_position, busy, read_share)
+        return self.step_s + max(self.weights_s, rows * self.row_s + samples * self.sample_s) + attention_s
+
+    def _attention_units(self, plan: StepPlan) -> int:
+        """Return the units of work into which an attention op of the step is partitioned."""
+        heads = len(plan.sequences) * self.num_kv_heads
+        by_split = heads <= SHARED_HEADS * self.threads
+        units = 0
+        for sequence in plan.sequences:
+            if len(sequence.token_ids) > 1:
+                units += -(-len(sequence.token_ids) // self.query_tile)
+            else:
+                units += sequence.first_position // SPLIT + 1 if by_split else 1
+        return units * self.num_kv_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +89,14 @@ class LayerCost:
     read_s: float  # per visible token in the KV cache
     pair_s: float  # per query and key
 
-    def seconds(self, rows: int, first: int) -> float:
-        """Return the seconds of attention for `rows` tokens after `first` others: reading or computing, the longer."""
+    def seconds(self, rows: int, first: int, busy: float = 1.0, read_share: float = 1.0) -> float:
+        """Return the seconds of attention for `rows` tokens after `first` others: reading or computing, the longer.
+
+        `busy` is the share of the threads that work, `read_share` the share of the bandwidth that they can use.
+        """
         window, end = self.window, first + rows
         seen = min(end, rows + window - 1) if window else end
-        return max(seen * self.read_s, visible_pairs(first, rows, window) * self.pair_s)
+        return max(seen * self.read_s / read_share, visible_pairs(first, rows, window) * self.pair_s / busy)
 
 
 def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> RooflineCost:
@@ -78,25 +106,40 @@ def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> 
     read_s = layout.layer_page_bytes / layout.page_size / (KV_READ * roofline.read_bytes_per_s)
     dtype = QUERY_DTYPES[layout.dtype]
     pair_s = 4 * spec.num_heads * spec.head_dim / (ATTENTION_PEAK[dtype] * roofline.peak_ops_per_s[dtype])
+    threads, ops = capacity.cpus.threads, len(capacity.memory.program.ops)
+    max_read_share = max(1.0, threads * THREAD_READ / roofline.read_bytes_per_s)
     return RooflineCost(
-        weights_s=sum(_weight_bytes(op) for op in linears) / (WEIGHTS_READ * roofline.read_bytes_per_s),
-        row_s=sum(_row_seconds(op, roofline) for op in linears if op.maxima is None),
-        sample_s=sum(_row_seconds(op, roofline) for op in linears if op.maxima is not None),
-        sequence_s=HEAD_S * spec.num_layers * spec.num_kv_heads,
+        step_s=start_seconds(threads) + ops * barrier_seconds(threads),
+        weights_s=sum(_read_seconds(op, roofline, threads, max_read_share) for op in linears),
+        row_s=sum(_row_seconds(op, roofline, threads) for op in linears if op.maxima is None),
+        sample_s=sum(_row_seconds(op, roofline, threads) for op in linears if op.maxima is not None),
+        sequence_s=HEAD_S * spec.num_layers * spec.num_kv_heads / threads,
         layers=tuple(
             LayerCost(window, count * read_s, count * pair_s) for window, count in sorted(Counter(spec.windows).items())
         ),
+        threads=threads,
+        num_kv_heads=spec.num_kv_heads,
+        query_tile=TILE * spec.num_kv_heads // spec.num_heads,
+        max_read_share=max_read_share,
     )
 
 
-def _weight_bytes(op: Linear) -> int:
-    return packed_nbytes(op.weight.out_features, op.weight.in_features, op.weight.dtype)
+def num_blocks(op: Linear) -> int:
+    """Return the blocks of 32 output columns that the threads share; a block of SwiGLU has 32 of gate and 32 of up."""
+    return padded(op.weight.out_features) // BLOCK // (2 if op.epilogue == "swiglu" else 1)
 
 
-def _row_seconds(op: Linear, roofline: Roofline) -> float:
+def _read_seconds(op: Linear, roofline: Roofline, threads: int, max_read_share: float) -> float:
+    nbytes = packed_nbytes(op.weight.out_features, op.weight.in_features, op.weight.dtype)
+    read_share = min(1.0, busy_share(num_blocks(op), threads) * max_read_share)
+    return nbytes / (WEIGHTS_READ * read_share * roofline.read_bytes_per_s)
+
+
+def _row_seconds(op: Linear, roofline: Roofline, threads: int) -> float:
     weight = op.weight
     ops = 2 * weight.out_features * weight.in_features
-    return ops / (LINEAR_PEAK[weight.dtype] * roofline.peak_ops_per_s[weight.dtype])
+    peak = LINEAR_PEAK[weight.dtype] * roofline.peak_ops_per_s[weight.dtype]
+    return ops / (peak * busy_share(num_blocks(op), threads))
 
 
 class NoisyCost:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from quire.kernels import CpuBudget
 from quire.runtime.cli.main import main
+from quire.runtime.tools.simulation import given_roofline
 
+simulate = importlib.import_module("quire.runtime.cli.simulate")
 DATA = Path(__file__).parents[2] / "data"
 MACHINE = ("--bandwidth", "34", "--peak", "920", "--threads", "2")
 POOL = ("--kv-cache-memory", "64MiB")
@@ -80,6 +84,29 @@ def test_the_machine_is_measured_if_it_is_not_given(run: Any) -> None:
     report = json.loads(run(*POOL, "--num-prompts", "2", "--peak", "920", "--json")[1])
     assert report["read_bytes_per_s"] > 1e8
     assert report["peak_ops_per_s"] == {"q8": 920e9, "bf16": 460e9, "f32": 230e9}
+
+
+def test_more_threads_than_cpus_scale_the_measured_peak_and_need_a_bandwidth(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = given_roofline(30e9, 1000e9)
+    counts = []
+    monkeypatch.setattr(simulate, "available_cpus", lambda: CpuBudget(2, "a test"))
+    monkeypatch.setattr(simulate, "_measure", lambda threads, isa: counts.append(threads) or measured)
+    flags = (*POOL, "--num-prompts", "2", "--threads", "64")
+    report = json.loads(run(*flags, "--bandwidth", "300", "--json")[1])
+    assert (report["threads"], report["read_bytes_per_s"], counts) == (64, 300e9, [2])
+    assert report["peak_ops_per_s"] == {"q8": 32_000e9, "bf16": 16_000e9, "f32": 8_000e9}
+    status, printed, errors = run(*flags)
+    assert (status, printed, counts) == (2, "", [2])
+    assert errors == "quire: --bandwidth is needed: this machine has 2 CPUs, fewer than the 64 threads to simulate\n"
+
+
+def test_threads_change_the_times_of_the_same_machine(run: Any) -> None:
+    flags = (str(DATA / "qwen3-0.6b"), "--weights", "q8", "--kv-cache-memory", "1GiB", "--num-prompts", "5", "--json")
+    machine = ("--bandwidth", "300", "--peak", "20000")
+    few, many = (json.loads(run(*flags, *machine, "--threads", threads)[1]) for threads in ("32", "64"))
+    assert many["ttft_ms"]["mean"] > 1.2 * few["ttft_ms"]["mean"]  # o and down have 32 blocks
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,28 @@
+"""What a number of threads does to a step: barriers, waking, and workers that have nothing to do.
+
+Two threads were measured (tests/bench/LOG.md); more are computed from published times for moving a cache line between
+two cores. docs/many-cores.md has the model and its tables.
+"""
+
+from __future__ import annotations
+
+THREAD_READ = 18e9  # bytes per second that one thread reads on its own: 16-20 measured on Zen 4
+LINE_S = 50e-9  # a cache line moves to another core of the socket: 46-51 ns on Ice Lake and Graviton 3
+SHARED_LINE_S = 10e-9  # each further core that reads a line which one core wrote
+WAKE_S = 1.6e-6  # per sleeping thread; measured with up to 127 on Zen 4, virtualised
+FIRST_WAKE_S = 13e-6  # until one sleeping thread has run and arrived; measured likewise
+
+
+def busy_share(units: int, threads: int) -> float:
+    """Return the share of the threads that work, on average, until the last of `units` equal units is computed."""
+    return units / (threads * -(-units // threads))
+
+
+def barrier_seconds(threads: int) -> float:
+    """Return the seconds of a barrier at which all threads arrive at once: they count in turns, then read a signal."""
+    return 0.0 if threads == 1 else threads * LINE_S + (threads - 1) * SHARED_LINE_S
+
+
+def start_seconds(threads: int) -> float:
+    """Return the seconds until all threads run a step. Between steps they sleep, and one thread wakes them all."""
+    return 0.0 if threads == 1 else FIRST_WAKE_S + (threads - 1) * WAKE_S
