@@ -241,4 +241,22 @@ MUTANTS = [
         "",
         "pins that expired count for their tenant for ever",
     ),
+    Mutant(
+        "pager/pool.py",
+        "self._expiries[0][0].until <= self._clock()",
+        "self._expiries[0][0].until < self._clock()",
+        "a pin outlives its time",
+    ),
+    Mutant(
+        "pager/table.py",
+        "        twin._shortest = self._shortest\n",
+        "",
+        "a fork may roll back to tokens that its parent has released",
+    ),
+    Mutant(
+        "pager/pager.py",
+        "            self.num_spilled -= spilled.num_pages\n",
+        "",
+        "pages that were restored count as spilled for ever",
+    ),
 ]

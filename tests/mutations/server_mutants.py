@@ -571,4 +571,58 @@ MUTANTS = [
         "running requests count with what they hold so far: their promises cannot be kept later",
         RESUMING,
     ),
+    Mutant(
+        "runtime/server/request_handler.py",
+        "task.add_done_callback(lambda _: self._pending_input.remove_text(num_bytes))",
+        "del task",
+        "each text that is tokenized uses up its tenant's pending input for ever",
+    ),
+    Mutant(
+        "runtime/server/request_handler.py",
+        "len(buffer.subscribers) >= MAX_SUBSCRIBERS:",
+        "len(buffer.subscribers) > MAX_SUBSCRIBERS:",
+        "one request more than the limit is answered by an idempotency key",
+    ),
+    Mutant(
+        "runtime/server/request_handler.py",
+        "if num_texts >= MAX_TEXTS:",
+        "if num_texts > MAX_TEXTS:",
+        "one text more than the limit is tokenized for a connection",
+    ),
+    Mutant(
+        "runtime/server/connection.py",
+        "self._pending_input.move_to(self._context.pending.of(tenant.name))",
+        "self._pending_input.move_to(self._context.pending.of(None))",
+        "pending input of all tenants counts for the clients before WELCOME: one tenant's input ends another's connection",
+    ),
+    Mutant(
+        "runtime/server/connection.py",
+        "                self._pending_input.leave()\n",
+        "",
+        "the incomplete frame of a lost connection counts for its tenant for ever",
+    ),
+    Mutant(
+        "runtime/server/tenants.py",
+        "        limit = self._limits.max_concurrent_requests\n        num_live = self.totals.live\n",
+        "        self.charge_rate()\n        limit = self._limits.max_concurrent_requests\n        num_live = self.totals.live\n",
+        "a request beyond the limit of live ones uses up the tenant's rate",
+    ),
+    Mutant(
+        "runtime/server/resume.py",
+        "            self.remove(earlier)\n        entry",
+        "            pass\n        entry",
+        "a request whose id is used again runs on without a reader",
+    ),
+    Mutant(
+        "runtime/server/resume.py",
+        "missing = kept.num_bytes + num_bytes - share",
+        "missing = num_bytes",
+        "outputs are dropped for room that there is",
+    ),
+    Mutant(
+        "runtime/server/resume.py",
+        "        kept.droppable.pop(buffer, None)\n        if not kept.num_bytes:",
+        "        if not kept.num_bytes:",
+        "an output that has expired is dropped a second time",
+    ),
 ]

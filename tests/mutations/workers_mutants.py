@@ -409,4 +409,28 @@ MUTANTS = [
         "        cpus.update(range(int(first), int(last or first)))",
         "the last CPU of each range is not used",
     ),
+    Mutant(
+        "runtime/workers/supervised_engine.py",
+        '[RequestUpdate(request_id, finish_reason="cancelled")])\n                self._send_next()',
+        '[RequestUpdate(request_id, finish_reason="cancelled")])',
+        "a drain hangs after the last request was cancelled between two processes",
+    ),
+    Mutant(
+        "runtime/workers/supervised_engine.py",
+        "for request_id in late])\n            self._note_idle()",
+        "for request_id in late])",
+        "a drain hangs after the deadline of the last request passed between two processes",
+    ),
+    Mutant(
+        "runtime/workers/token_log.py",
+        "    entry.begun_at = None\n",
+        "",
+        "a request that was not computed again is blamed for the next crash",
+    ),
+    Mutant(
+        "runtime/workers/engine_pool.py",
+        "for index in candidates}\n        return",
+        "for index in range(len(self.members))}\n        return",
+        "requests go to an engine without room while another has some",
+    ),
 ]
