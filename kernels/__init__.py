@@ -9,7 +9,7 @@ from .isa import pick_level, supported_levels
 from .pack import PackedMatrix, packed_nbytes
 from .pool import Pool
 from .program import Program, scratch_nbytes
-from .roofline import barrier_seconds, peak_ops_per_s, read_bytes_per_s
+from .roofline import peak_ops_per_s, read_bytes_per_s
 from .sample import Sampler, sampler_nbytes
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "Program",
     "Sampler",
     "available_cpus",
-    "barrier_seconds",
     "packed_nbytes",
     "peak_ops_per_s",
     "pick_level",

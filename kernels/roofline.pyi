@@ -16,6 +16,3 @@ def peak_ops_per_s(dtype: DType, pool: Pool, isa: str | None = None) -> float:
 
     It is the median of several passes of some milliseconds. Raises ValueError for an unknown dtype.
     """
-
-def barrier_seconds(pool: Pool) -> float:
-    """Return the seconds that a barrier of all workers of `pool` takes if all arrive at once: the median of passes."""

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""The peak rates of this machine at an ISA level and the time of a barrier, to compare the kernels with.
+"""The peak rates of this machine at an ISA level, for a benchmark to compare the kernels with.
 
 The arithmetic is simd/peak.c. All workers of the pool take part with equal shares, as they do in a step.
 """
@@ -10,7 +10,7 @@ import numpy as np
 
 from .isa import DTYPE_CODES
 from .isa cimport quire_tiles, tiles_of
-from .pool cimport Pool, quire_pool, quire_pool_barrier, quire_pool_run, quire_work
+from .pool cimport Pool, quire_pool_run
 
 cdef enum:
     LINE_FLOATS = 16                # each worker's result has its own cache line
@@ -46,24 +46,11 @@ cdef void _work(void *argument, int worker, int workers) noexcept nogil:
         job.ops = ops
 
 
-cdef struct Barriers:
-    quire_pool *pool
-    int64_t count
-
-
-cdef void _wait(void *argument, int worker, int workers) noexcept nogil:
-    cdef Barriers *job = <Barriers *>argument
-    cdef int64_t left = job.count
-    while left:
-        quire_pool_barrier(job.pool)
-        left -= 1
-
-
-cdef double _seconds(quire_work work, void *job, Pool pool):
+cdef double _seconds(Pass *job, Pool pool):
     cdef timespec start, end
     with nogil:
         clock_gettime(CLOCK_MONOTONIC, &start)
-        quire_pool_run(pool.pool, work, job)
+        quire_pool_run(pool.pool, _work, job)
         clock_gettime(CLOCK_MONOTONIC, &end)
     return end.tv_sec - start.tv_sec + (end.tv_nsec - start.tv_nsec) * 1e-9
 
@@ -78,7 +65,7 @@ def read_bytes_per_s(const unsigned char[::1] memory, Pool pool, isa=None):
     job.memory = <const char *>&memory[0]
     fastest = np.inf
     for job.ahead in _AHEAD_BYTES:
-        fastest = min(fastest, np.median([_seconds(_work, &job, pool) for _ in range(PASSES)]))
+        fastest = min(fastest, np.median([_seconds(&job, pool) for _ in range(PASSES)]))
     return job.share * pool.workers / fastest
 
 
@@ -89,14 +76,6 @@ def peak_ops_per_s(dtype, Pool pool, isa=None):
         raise ValueError(f"unknown dtype {dtype!r}; a peak is measured for {', '.join(DTYPE_CODES)}")
     job.tiles, job.results, job.memory = tiles_of(isa), &results[0], NULL
     job.dtype, job.steps = DTYPE_CODES[dtype], 1000
-    while _seconds(_work, &job, pool) < _PASS_S:
+    while _seconds(&job, pool) < _PASS_S:
         job.steps *= 2
-    return job.ops * pool.workers / np.median([_seconds(_work, &job, pool) for _ in range(PASSES)])
-
-
-def barrier_seconds(Pool pool):
-    cdef Barriers job
-    job.pool, job.count = pool.pool, 16
-    while _seconds(_wait, &job, pool) < _PASS_S:
-        job.count *= 2
-    return np.median([_seconds(_wait, &job, pool) for _ in range(PASSES)]) / job.count
+    return job.ops * pool.workers / np.median([_seconds(&job, pool) for _ in range(PASSES)])

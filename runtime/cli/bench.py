@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import Parameter
 
-from ...kernels import Pool, available_cpus, barrier_seconds
+from ...kernels import available_cpus
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..llm import LLM
@@ -21,7 +21,7 @@ from ..tools.bench import CacheComparison, compare_cache, measure_overhead, meas
 from ..tools.bench.console import SpeedReport
 from ..tools.bench.plot import check_plot, plot_cache_comparison, plot_roofline
 from ..tools.bench.speed import Shape, bench_config
-from ..tools.bench.thread_sweep import ThreadResult, ThreadSweep, parse_thread_counts
+from ..tools.bench.thread_sweep import ThreadResult, ThreadSweep, least_op_seconds, parse_thread_counts
 from .flags import Json, MemoryFlags, ModelFolder, SchedulingFlags, settings_from
 from .interrupts import leaving_at_once
 
@@ -106,7 +106,7 @@ def _bench_threads(
         with loaded as llm:
             report = partial(_report_run, threads)
             measured = list(measure_shapes(llm, shapes, new_tokens, repeats, report))
-        results.append(ThreadResult(threads, barrier_seconds(Pool(threads)), measured))
+        results.append(ThreadResult(threads, least_op_seconds(threads, pick_isa(config)), measured))
     _progress("")
     sweep = ThreadSweep(_configuration(config), results)
     if as_json:

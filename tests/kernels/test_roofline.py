@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from quire.kernels import Pool, barrier_seconds, peak_ops_per_s, read_bytes_per_s, supported_levels
+from quire.kernels import Pool, peak_ops_per_s, read_bytes_per_s, supported_levels
 
 
 @pytest.mark.parametrize("isa", supported_levels())
@@ -12,11 +12,6 @@ def test_every_level_reads_and_computes(isa, threads):
     assert read_bytes_per_s(np.zeros(1 << 20, np.uint8), pool, isa) > 0
     for dtype in ("f32", "bf16", "q8"):
         assert peak_ops_per_s(dtype, pool, isa) > 0
-
-
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_barrier_takes_time_on_any_number_of_threads(threads):
-    assert barrier_seconds(Pool(threads)) > 0
 
 
 def test_memory_that_does_not_divide_evenly_is_never_read_past_its_end():

@@ -6,10 +6,11 @@ import re
 from typing import Any
 
 import pytest
+from quire.kernels import supported_levels
 from quire.runtime.common.errors import ConfigError
 from quire.runtime.tools.bench.roofline import Roofline
 from quire.runtime.tools.bench.speed import Phase, Shape, ShapeResult
-from quire.runtime.tools.bench.thread_sweep import ThreadResult, ThreadSweep, parse_thread_counts
+from quire.runtime.tools.bench.thread_sweep import ThreadResult, ThreadSweep, least_op_seconds, parse_thread_counts
 from quire.runtime.tools.bench.work import Work
 
 ABOUT = {"model": "toy", "weights": "q8", "kv_cache_dtype": "int8", "isa": "avx2"}
@@ -31,6 +32,11 @@ def test_values_are_separated_by_commas_or_spaces_sorted_and_unique() -> None:
 def test_other_values_are_refused(value: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"threads_sweep: {value!r}")):
         parse_thread_counts((value,), 2)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_least_op_takes_time_on_any_number_of_threads(threads: int) -> None:
+    assert least_op_seconds(threads, supported_levels()[0]) > 0
 
 
 def measured(threads: int, prefill_s: float, decode_s: float) -> ThreadResult:
@@ -56,7 +62,7 @@ def test_ratios_are_to_the_fewest_threads_and_shares_to_the_roofline_of_the_same
     report: dict[str, Any] = sweep.as_dict()
     assert {name: report[name] for name in ABOUT} == ABOUT
     assert [row["threads"] for row in report["thread_counts"]] == [1, 2, 128]
-    assert [row["barrier_s"] for row in report["thread_counts"]] == [1e-7, 2e-7, 128e-7]
+    assert [row["least_op_s"] for row in report["thread_counts"]] == [1e-7, 2e-7, 128e-7]
     two = report["thread_counts"][1]["shapes"][1]
     assert (two["shape"], two["prefill"]["tokens_per_s"]) == ("8x16", 320)
     assert two["prefill"]["ratio_to_fewest_threads"] == pytest.approx(2.0)
@@ -71,6 +77,6 @@ def test_the_tables_show_every_count_and_fit_100_columns(
     sweep.print()
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
-    for threads, barrier, ratio in (("1", "0.10", "1.00x"), ("2", "0.20", "2.00x"), ("128", "12.80", "4.00x")):
-        assert any(line.split()[:1] == [threads] and barrier in line for line in lines)
+    for threads, least_op, ratio in (("1", "0.10", "1.00x"), ("2", "0.20", "2.00x"), ("128", "12.80", "4.00x")):
+        assert any(line.split()[:1] == [threads] and least_op in line for line in lines)
         assert any(line.split()[:2] == [threads, "8x16"] and ratio in line for line in lines)
