@@ -4,6 +4,8 @@ SHELL := bash
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Lets the editable install rebuild itself when .venv is not activated.
 export CYTHON := $(CURDIR)/$(BIN)/cython
+# The level amx-twin runs the code of the amx level on any AVX-512 machine. It is for tests and never chosen by default.
+INSTALL := $(BIN)/pip install --disable-pip-version-check --no-build-isolation -Csetup-args=-Damx_twin=true --editable
 
 demo: $(BIN)/quire
 	$(BIN)/quire demo
@@ -27,7 +29,7 @@ attack: $(BIN)/quire
 	$(BIN)/python tests/fuzz/attack.py $(ATTACK)
 
 bench: $(BIN)/quire
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --editable '.[bench]'
+	$(INSTALL) '.[bench]' --quiet
 	$(BIN)/python -m pytest -q tests/bench/bench_ops.py $(BENCH)
 
 conformance: $(BIN)/quire
@@ -41,7 +43,7 @@ $(BIN)/quire: pyproject.toml
 	@python3 -m venv .venv
 	@$(BIN)/pip install --quiet --disable-pip-version-check 'meson-python>=0.22,<0.23' 'meson>=1.12,<2' 'cython>=3.3,<3.4' 'ninja>=1.13,<2'
 	@echo 'Installing packages and compiling the kernels'
-	@set -o pipefail; $(BIN)/pip install --verbose --disable-pip-version-check --no-build-isolation --editable '.[dev]' 2>&1 \
+	@set -o pipefail; $(INSTALL) '.[dev]' --verbose 2>&1 \
 	  | tee .venv/install.log | grep --line-buffered -E '^Collecting|^ +\[[0-9]+/[0-9]+\]|^Installing|rror:' \
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@

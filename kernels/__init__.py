@@ -5,7 +5,7 @@ call on the threads of a `Pool`. `Sampler` turns logits into tokens.
 """
 
 from .cpus import CpuBudget, available_cpus
-from .isa import pick_level, supported_levels
+from .isa import pick_level, supported_levels, unsupported_levels
 from .pack import PackedMatrix, packed_nbytes
 from .pool import Pool
 from .program import Program, scratch_nbytes
@@ -26,4 +26,5 @@ __all__ = [
     "sampler_nbytes",
     "scratch_nbytes",
     "supported_levels",
+    "unsupported_levels",
 ]

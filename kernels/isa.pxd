@@ -77,7 +77,7 @@ cdef extern from "simd/tiles.h" nogil:
 
     ctypedef struct quire_tiles:
         const char *name
-        int linear_rows
+        int linear_rows[3]
         void (*linear[3])(int rows, const quire_linear_tile *t) noexcept nogil
         void (*attention[3])(int rows, const quire_attention_tile *t) noexcept nogil
         void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
@@ -99,9 +99,10 @@ cdef extern from "simd/tiles.h" nogil:
         void (*exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out) noexcept nogil
         float (*stream)(const char *p, int64_t bytes, int64_t ahead) noexcept nogil
         int64_t (*peak)(int dtype, int64_t steps, const void *w, const void *a, float *result) noexcept nogil
+        void (*end)() noexcept nogil
 
     int64_t quire_itemsize(int dtype)
-    int quire_isa_supported(int level)
+    const char *quire_isa_obstacle(int level)
     const quire_tiles *quire_isa_tiles(int level)
 
 cdef const quire_tiles *tiles_of(object level) except NULL

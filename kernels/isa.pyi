@@ -4,5 +4,8 @@ NAMES: tuple[str, ...]  # the levels of this build, lowest first
 def supported_levels() -> tuple[str, ...]:
     """Return the levels that this machine can run, lowest first."""
 
+def unsupported_levels() -> dict[str, str]:
+    """Return the other levels of this build, each with the reason why this machine cannot run it."""
+
 def pick_level(requested: str | None = None) -> str:
     """Return `requested`, else QUIRE_ISA, else the best level of this machine. Raises ValueError naming the levels."""

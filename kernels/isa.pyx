@@ -11,20 +11,31 @@ NAMES = tuple([quire_isa_tiles(level).name.decode() for level in range(QUIRE_LEV
 
 
 def supported_levels():
-    return tuple(name for level, name in enumerate(NAMES) if quire_isa_supported(level))
+    return tuple(name for name in NAMES if _obstacle(name) is None)
+
+
+def unsupported_levels():
+    return {name: reason for name in NAMES if (reason := _obstacle(name)) is not None}
 
 
 def _level(name):
     if name not in NAMES:
         raise ValueError(f"unknown ISA level {name!r}; this build has {', '.join(NAMES)}")
-    if name not in supported_levels():
-        raise ValueError(f"ISA level {name!r} is not supported by this machine; it has {', '.join(supported_levels())}")
+    if (reason := _obstacle(name)) is not None:
+        raise ValueError(f"ISA level {name!r} is not supported by this machine: {reason}; "
+                         f"it has {', '.join(supported_levels())}")
     return name
 
 
 def pick_level(requested=None):
     wanted = requested or os.environ.get("QUIRE_ISA")
-    return _level(wanted) if wanted else max(supported_levels(), key=NAMES.index)
+    return _level(wanted) if wanted else next(name for name in reversed(NAMES) if _obstacle(name) is None)
+
+
+def _obstacle(name):
+    """Return why this machine cannot run a level, or None if it can."""
+    cdef const char *reason = quire_isa_obstacle(NAMES.index(name))
+    return reason.decode() if reason != NULL else None
 
 
 cdef const quire_tiles *tiles_of(object level) except NULL:

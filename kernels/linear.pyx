@@ -62,7 +62,7 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, 
     """
     cdef quire_linear_tile tile
     cdef int64_t width = op.input.rows.width
-    cdef int64_t calls = (end - row + tiles.linear_rows - 1) // tiles.linear_rows, call, n
+    cdef int64_t most = tiles.linear_rows[op.input.dtype], calls = (end - row + most - 1) // most, call, n
     cdef int64_t lines = 2 * op.panel_bytes // (width // 32) // 64        # of the next pair, per 32 of K
     tile.w = op.panels + 2 * pair * op.panel_bytes
     tile.scales = op.scales + pair * width if op.scales != NULL else NULL    # 2 panels * width / 32 * 16

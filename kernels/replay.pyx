@@ -19,6 +19,8 @@ cdef void replay_ops(void *argument, int worker, int workers) noexcept nogil:
             after = _now()
             replay.records[i].nanoseconds += after - before
             before = after
+    if replay.tiles.end != NULL:
+        replay.tiles.end()
 
 
 cdef int64_t _now() noexcept nogil:

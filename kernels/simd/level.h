@@ -3,6 +3,18 @@
 #include "tiles.h"
 #include "vec.h"
 
+// The amx level replaces some functions of avx512 and takes the others from it. LEVEL(name) is a name of the level's own.
+#if defined QUIRE_ISA_AMX_TWIN
+#define LEVEL(name) name##_amx_twin
+#define LEVEL_NAME "amx-twin"
+#elif defined QUIRE_ISA_AMX
+#define LEVEL(name) name##_amx
+#define LEVEL_NAME "amx"
+#else
+#define LEVEL(name) ISA(name)
+#define LEVEL_NAME ISA_NAME
+#endif
+
 void ISA(linear_f32)(int rows, const quire_linear_tile *t);
 void ISA(linear_bf16)(int rows, const quire_linear_tile *t);
 void ISA(linear_q8)(int rows, const quire_linear_tile *t);
@@ -26,3 +38,13 @@ double ISA(sum_exp)(const float *x, int64_t n, float shift);
 void ISA(exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out);
 float ISA(stream)(const char *p, int64_t bytes, int64_t ahead);
 int64_t ISA(peak)(int dtype, int64_t steps, const void *w, const void *a, float *result);
+
+#if defined QUIRE_ISA_AMX
+enum { AMX_LINEAR_ROWS = 192 };  // as many as stay in L2, ROWS_IN_CACHE in ../linear.pyx
+void LEVEL(linear_bf16)(int rows, const quire_linear_tile *t);
+void LEVEL(linear_q8)(int rows, const quire_linear_tile *t);
+void LEVEL(attention_bf16)(int rows, const quire_attention_tile *t);
+void LEVEL(attention_int8)(int rows, const quire_attention_tile *t);
+int64_t LEVEL(peak)(int dtype, int64_t steps, const void *w, const void *a, float *result);
+void LEVEL(end)(void);
+#endif

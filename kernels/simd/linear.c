@@ -3,32 +3,7 @@
 #include <assert.h>
 #include <stddef.h>
 
-#include "level.h"
-
-// Prefetch this call's share of the next weights, so that memory streams evenly for any number of calls per panel.
-INLINE const char *fetch_next(const char *next, int lines) {
-  for (int i = 0; i < lines; i++) __builtin_prefetch(next + i * 64, 0, 2);
-  return next + lines * 64;
-}
-
-// The epilogue. acc[row] holds the pair's two panels. Epilogues are elementwise, so the chains stay as they are.
-INLINE void finish(const int rows, vf acc[][2], const quire_linear_tile *t) {
-  const vf bias0 = t->bias ? vf_load(t->bias) : vf_zero(), bias1 = t->bias ? vf_load(t->bias + 16) : vf_zero();
-  UNROLL for (int i = 0; i < rows; i++) {
-    float *c = t->c + i * t->ldc;
-    vf y0 = acc[i][0], y1 = acc[i][1];
-    if (t->factors) y0 = vf_mul(y0, vf_set1(t->factors[i])), y1 = vf_mul(y1, vf_set1(t->factors[i]));
-    if (t->bias) y0 = vf_add(y0, bias0), y1 = vf_add(y1, bias1);
-    if (t->epilogue == QUIRE_SWIGLU) {
-      const vf gate = vf_div(y0, vf_add(vf_set1(1.f), vf_exp(vf_sub(vf_zero(), y0))));
-      vf_store(c, vf_mul(gate, y1));
-      continue;
-    }
-    if (t->epilogue == QUIRE_ADD) y0 = vf_add(vf_load(c), y0), y1 = vf_add(vf_load(c + 16), y1);
-    vf_store(c, y0);
-    vf_store(c + 16, y1);
-  }
-}
+#include "epilogue.h"
 
 INLINE void body_f32(const int rows, const quire_linear_tile *t) {
   const int64_t width = t->a.width;

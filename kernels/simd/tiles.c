@@ -1,11 +1,19 @@
-// The table of one ISA level. This file is compiled once per level.
+// The table of one ISA level. This file is compiled once per level; amx takes most functions from avx512.
 #include "level.h"
 
-const quire_tiles ISA(quire_tiles) = {
-    .name = ISA_NAME,
-    .linear_rows = LINEAR_ROWS,
-    .linear = {ISA(linear_f32), ISA(linear_bf16), ISA(linear_q8)},
-    .attention = {ISA(attention_f32), ISA(attention_bf16), ISA(attention_int8)},
+#if defined QUIRE_ISA_AMX
+#define LINEAR_ROWS_ON_TILES AMX_LINEAR_ROWS
+#define END LEVEL(end)
+#else
+#define LINEAR_ROWS_ON_TILES LINEAR_ROWS
+#define END 0
+#endif
+
+const quire_tiles LEVEL(quire_tiles) = {
+    .name = LEVEL_NAME,
+    .linear_rows = {LINEAR_ROWS, LINEAR_ROWS_ON_TILES, LINEAR_ROWS_ON_TILES},
+    .linear = {ISA(linear_f32), LEVEL(linear_bf16), LEVEL(linear_q8)},
+    .attention = {ISA(attention_f32), LEVEL(attention_bf16), LEVEL(attention_int8)},
     .merge = ISA(merge),
     .convert = ISA(convert),
     .rms_factors = ISA(rms_factors),
@@ -19,5 +27,6 @@ const quire_tiles ISA(quire_tiles) = {
     .sum_exp = ISA(sum_exp),
     .exp_scaled = ISA(exp_scaled),
     .stream = ISA(stream),
-    .peak = ISA(peak),
+    .peak = LEVEL(peak),
+    .end = END,
 };

@@ -83,7 +83,7 @@ typedef struct {
 
 typedef struct {
   const char *name;
-  int linear_rows;     // maximum rows of one linear tile
+  int linear_rows[3];  // maximum rows of one linear tile, by dtype
   void (*linear[3])(int rows, const quire_linear_tile *t);
   void (*attention[3])(int rows, const quire_attention_tile *t);  // by KV dtype
 
@@ -121,16 +121,25 @@ typedef struct {
   // For benchmarks: `steps` rounds of the dtype's dot product of w [64 bytes] and a [4 bytes]; *result depends on every
   // round. Returns the number of additions and multiplications.
   int64_t (*peak)(int dtype, int64_t steps, const void *w, const void *a, float *result);
+
+  // Each worker calls it at the end of a step, to release what the other functions keep in the processor; or NULL.
+  void (*end)(void);
 } quire_tiles;
 
-// The levels built for this architecture, lowest first.
+// The levels built for this architecture, lowest first. The amx level in plain C, for tests, is slower than any other.
 #if defined __x86_64__
-enum { QUIRE_SCALAR = 0, QUIRE_AVX2 = 1, QUIRE_AVX512 = 2, QUIRE_LEVELS = 3 };
+enum {
+  QUIRE_SCALAR,
+#if defined QUIRE_WITH_AMX_TWIN
+  QUIRE_AMX_TWIN,
+#endif
+  QUIRE_AVX2, QUIRE_AVX512, QUIRE_AMX, QUIRE_LEVELS
+};
 #elif defined __aarch64__
 enum { QUIRE_SCALAR = 0, QUIRE_NEON = 1, QUIRE_LEVELS = 2 };
 #else
 enum { QUIRE_SCALAR = 0, QUIRE_LEVELS = 1 };
 #endif
 
-int quire_isa_supported(int level);             // by this processor and this operating system
+const char *quire_isa_obstacle(int level);      // why this machine cannot run the level; NULL if it can
 const quire_tiles *quire_isa_tiles(int level);  // level < QUIRE_LEVELS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from importlib.metadata import version
 
-from ...kernels import supported_levels
+from ...kernels import supported_levels, unsupported_levels
 from ..model.runner import pick_cpus, pick_isa
 from .flags import MemoryFlags, settings_from
 
@@ -17,6 +17,9 @@ def info(*, memory: MemoryFlags | None = None) -> None:
     print(f"quire      {version('quire')}")
     print(f"python     {platform.python_version()}")
     print(f"machine    {platform.machine()}, {platform.system()} {platform.release()}")
-    print(f"ISA        {isa}  (this machine has {', '.join(supported_levels())})")
+    reason = "requested by --isa or QUIRE_ISA; this machine has" if config.isa else "the best of"
+    print(f"ISA        {isa}  ({reason} {', '.join(supported_levels())})")
+    for level, obstacle in unsupported_levels().items():
+        print(f"ISA        not {level}: {obstacle}")
     print(f"threads    {cpus.threads}  ({cpus.reason})")
     print(f"model      {config.model or 'bundled demo'}")

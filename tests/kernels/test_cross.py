@@ -1,5 +1,7 @@
 """The bits of every level on every architecture and compiler: `compare_levels.c` against `golden_bits.txt`.
 
+On x86, also that a machine whose AMX does not work falls back: `refused_tiles.c`.
+
 AArch64 is compiled, and run under emulation, if Debian's packages for that are installed. Clang's build is compared if
 clang is installed.
 """
@@ -22,8 +24,8 @@ def lacks(*tools: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}; see cross/compare_levels.c")
 
 
-def compare_levels(build: Path, *arguments: str, **environment: str) -> str:
-    """Return the output of `compare_levels.c`, one line per level, in a new build."""
+def meson_test(build: Path, *arguments: str, **environment: str) -> str:
+    """Return the output of `compare_levels.c`, one line per level, and of `refused_tiles.c` in a new build."""
 
     def meson(*arguments: str) -> str:
         done = subprocess.run(
@@ -37,20 +39,22 @@ def compare_levels(build: Path, *arguments: str, **environment: str) -> str:
         return done.stdout
 
     meson("setup", str(build), *arguments)
-    return meson("test", "-C", str(build), "--verbose", "levels")
+    return meson("test", "-C", str(build), "--verbose")
 
 
 @lacks("aarch64-linux-gnu-gcc", "qemu-aarch64-static", "meson", "ninja", "cython")
 def test_golden_bits_of_neon(tmp_path):
-    output = compare_levels(tmp_path, "--cross-file", "tests/kernels/cross/aarch64.ini")
+    output = meson_test(tmp_path, "--cross-file", "tests/kernels/cross/aarch64.ini")
     assert "scalar: ok" in output
     assert "neon-dotprod-bf16: ok" in output
 
 
 @pytest.mark.parametrize("compiler", [pytest.param(name, marks=lacks(name, "meson")) for name in ("gcc", "clang")])
 def test_golden_bits_of_this_machine(compiler, tmp_path):
-    output = compare_levels(tmp_path, CC=compiler)
+    output = meson_test(tmp_path, "-Damx_twin=true", CC=compiler)
     assert "scalar: ok" in output
     if platform.machine() == "x86_64":
         assert "avx2: " in output
-        assert "avx512-vnni-bf16: " in output
+        assert "amx: " in output
+        assert "refuses tile instructions (SIGILL)" in output
+        assert ("avx512-vnni-bf16: ok" in output) == ("amx-twin: ok" in output)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from quire import LLM, Client, SamplingParams
+from quire.kernels import supported_levels, unsupported_levels
 from quire.runtime.cli.main import run
 from quire.runtime.model import BUNDLED_MODEL, kv_layout, read_spec
 
@@ -69,9 +70,16 @@ Quire = Callable[..., subprocess.CompletedProcess[str]]
 def test_info(quire: Quire, command: list[str]) -> None:
     done = quire("info", command=command)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+    assert list(dict.fromkeys(line.split()[0] for line in done.stdout.splitlines())) == [
         *("quire", "python", "machine", "ISA", "threads", "model")
     ]
+
+
+def test_info_says_why_a_level_was_chosen_or_not(quire: Quire) -> None:
+    best, *missing = [line for line in quire("info").stdout.splitlines() if line.startswith("ISA ")]
+    assert best == f"ISA        {supported_levels()[-1]}  (the best of {', '.join(supported_levels())})"
+    assert missing == [f"ISA        not {level}: {reason}" for level, reason in unsupported_levels().items()]
+    assert "ISA        scalar  (requested by --isa or QUIRE_ISA; " in quire("info", "--isa", "scalar").stdout
 
 
 def test_plan(quire: Quire) -> None:
