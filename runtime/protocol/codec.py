@@ -7,8 +7,10 @@ checked against the limit first.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -32,6 +34,8 @@ _DEFAULTS: dict[type[Frame], tuple[object, ...]] = {  # of the trailing fields, 
     frame: tuple({} if isinstance(default, SamplingParams) else default for default in frame.__struct_defaults__[::-1])
     for frame in (*CLIENT_FRAMES.values(), *SERVER_FRAMES.values())
 }
+_pack = msgspec.msgpack.Encoder().encode
+_ARRAY = 0x90  # first byte of a msgpack array with up to 15 items, which is added to it
 _CONTAINERS = frozenset({tuple, dict})
 _CHECKED_TYPES = _CONTAINERS | {bytes}
 
@@ -46,8 +50,12 @@ class Malformed:
 
 def encode(frame: Frame, max_frame_bytes: int = MAX_FRAME_BYTES) -> bytes:
     """Return a frame with its length. Raises InvalidRequest if a value has no msgpack form or the frame is too long."""
+    short = _SHORT.get(type(frame))
     try:
-        payload: bytes = msgpack.packb(_as_array(frame))
+        if short is not None and short.optional(frame) == short.defaults:
+            payload = short.header + _pack(frame)[1 : short.end]
+        else:
+            payload = _pack(_as_array(frame))
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidRequest(f"cannot be sent: {error}") from error
     if len(payload) > max_frame_bytes:
@@ -70,6 +78,31 @@ def _as_array(frame: Frame) -> list[Any]:
             break
         array.pop()
     return array
+
+
+@dataclass(frozen=True, slots=True)
+class _Short:
+    """How a frame type is sent whose optional fields all have their defaults: packed whole, then cut."""
+
+    optional: Callable[[Frame], object]
+    defaults: object  # what `optional` returns then
+    header: bytes  # first byte
+    end: int | None  # in the packed frame, counted from its end
+
+    @classmethod
+    def of(cls, frame: type[Frame]) -> _Short:
+        defaults = dict(zip(frame.__struct_fields__[::-1], frame.__struct_defaults__[::-1], strict=False))
+        optional = attrgetter(*defaults) if defaults else lambda frame: None
+        return cls(
+            optional,
+            optional(SimpleNamespace(**defaults)),
+            bytes([_ARRAY + 1 + len(frame.__struct_fields__) - len(defaults)]),
+            -sum(len(_pack(default)) for default in defaults.values()) or None,
+        )
+
+
+# Of the server only: the values of a client's user may have types that `msgspec.to_builtins` has to convert.
+_SHORT = {frame: _Short.of(frame) for frame in SERVER_FRAMES.values()}
 
 
 def check_limits(data: bytes) -> None:

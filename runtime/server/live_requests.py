@@ -6,15 +6,15 @@ Must not import frames or sockets.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 from itertools import islice
 from typing import Protocol
 
 from ...scheduler import AdmissionEstimate
-from ..common.errors import GenerationFailed, QuireError
-from ..common.types import FinishReason, OutputChunk, Usage
+from ..common.errors import QuireError
+from ..common.types import OutputChunk
 from ..engine.facade import EngineFacade, GenerateRequest, Generation
 from .monitoring import CancelCause, PrometheusObserver, RequestState, RequestStatus
 from .request_log import RequestLog
@@ -83,8 +83,8 @@ class Reader(Protocol):
 class LiveRequest:
     """A request from its submission to `end`. It can be cancelled before the engine has accepted it.
 
-    Its reader awaits `accepted` once, iterates what that returns, and calls `end` once. The end is logged with the
-    context variables of the request's submission.
+    Its reader awaits `accepted` once, iterates what that returns, and calls `end` once, with its last chunk or the
+    error that ended it. The end is logged with the context variables of the request's submission.
     """
 
     def __init__(
@@ -107,9 +107,6 @@ class LiveRequest:
         self._on_end = on_end
         self._context = copy_context()
         self._refusal: tuple[str, int | None] | None = None  # code, retry_after_ms
-        self._failure: str | None = None  # code
-        self._finish_reason: FinishReason | None = None
-        self._usage: Usage | None = None  # of the last chunk
         self._cause: CancelCause | None = None
         self._started = time.monotonic()
         self._generation: Generation | None = None
@@ -121,34 +118,20 @@ class LiveRequest:
         assert self._generation is not None, "known once `accepted` has returned, until the end"
         return self._generation.admission
 
-    async def accepted(self) -> LiveRequest:
-        """Wait for the engine's answer. Return this request, to be iterated. Raises the engine's refusal."""
+    async def accepted(self) -> Generation:
+        """Wait for the engine's answer and return its stream. Raises the engine's refusal."""
         assert self._submission is not None, "awaited once, before the end"
         try:
             generation = await self._submission
         except QuireError as error:
             self._refusal = error.code, error.retry_after_ms
             raise
-        except Exception:
-            self._failure = GenerationFailed.code
-            raise
         self._generation = generation
         self._prompt_tokens = len(generation.prompt_token_ids)
         generation.watch_prefill(self._note_prefill)
         if self.is_cancelled:
             generation.cancel()
-        return self
-
-    async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
-        assert self._generation is not None, "iterated once, after `accepted`"
-        try:
-            async for chunk in self._generation:
-                if chunk.usage is not None:
-                    self._finish_reason, self._usage = chunk.finish_reason, chunk.usage
-                yield chunk
-        except Exception as error:
-            self._failure = error.code if isinstance(error, QuireError) else GenerationFailed.code
-            raise
+        return generation
 
     def cancel(self, cause: CancelCause) -> None:
         """Cancel in the engine. Idempotent: the first cause is counted."""
@@ -164,11 +147,11 @@ class LiveRequest:
         """Release the engine's stream, which holds the prompt: it has ended."""
         self._generation = self._submission = None
 
-    def end(self) -> None:
+    def end(self, outcome: OutputChunk | QuireError | None) -> None:
         """Stop counting and listing the request, and release the engine's stream."""
-        self._context.run(self._log_end)
+        self._context.run(self._log_end, outcome)
         self.forget_generation()
-        self._tenant.leave(self._usage)
+        self._tenant.leave(outcome.usage if isinstance(outcome, OutputChunk) else None)
         self._on_end(self)
 
     def status(self) -> RequestStatus:
@@ -188,14 +171,15 @@ class LiveRequest:
             generated=generated,
         )
 
-    def _log_end(self) -> None:
+    def _log_end(self, outcome: OutputChunk | QuireError | None) -> None:
         if self._refusal is not None:
             self._log.refused(self._tenant.name, self._request_id, *self._refusal)
-        elif self._usage is not None:
-            self._log.ended(self._request_id, self._finish_reason, self._usage)
+        elif isinstance(outcome, OutputChunk):
+            self._log.ended(self._request_id, outcome)
         else:
+            code = None if outcome is None else outcome.code
             generated = 0 if self.reader is None else self.reader.generated
-            self._log.failed(self._request_id, self._failure, self._cause, generated)
+            self._log.failed(self._request_id, code, self._cause, generated)
 
     def _note_prefill(self, computed_tokens: int) -> None:
         self._prefilled = computed_tokens

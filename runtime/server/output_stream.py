@@ -22,6 +22,7 @@ from ..protocol.frames import Done, Progress
 from .convert import accepted_frame, done_frame, tokens_frame
 from .live_requests import LiveRequest
 from .monitoring import CancelCause
+from .request_log import quire_error
 from .send_buffer import SendBuffer
 
 # Measured bytes of Python objects.
@@ -67,6 +68,7 @@ class OutputStream:
         self._num_sent = 0  # tokens
         self._waiting: deque[bytes] = deque()  # chunks that may not be sent yet, the oldest first
         self._done: Done | None = None
+        self._outcome: OutputChunk | QuireError | None = None  # of the request: its last chunk or its error
         self._is_unwanted = False  # tokens without credit are dropped
         self._stopped: QuireError | None = None
         self._changed = asyncio.Event()
@@ -79,8 +81,9 @@ class OutputStream:
         try:
             try:
                 await self._send_chunks()
-            except QuireError as error:
-                failure = error.with_traceback(None)  # its frames hold the prompt
+            except Exception as error:
+                failure = quire_error(error, client_id=self._request_id).with_traceback(None)  # that holds the prompt
+                self._outcome = self._outcome or failure
             if self._waiting:
                 self.request.forget_generation()
             while self._waiting:  # the error follows the tokens that came before it
@@ -102,6 +105,8 @@ class OutputStream:
             self.request.prefill_watchers.add(self._send_progress)
         async for chunk in chunks:
             self.generated += len(chunk.token_ids)
+            if chunk.usage is not None:
+                self._outcome = chunk
             if self._stopped is not None:
                 continue
             if not self._waiting and self._may_send(chunk):
@@ -137,7 +142,7 @@ class OutputStream:
 
     def end(self) -> None:
         """Release the request, after the task."""
-        self.request.end()
+        self.request.end(self._outcome)
 
     # Overridden by Subscriber, as are cancel, leave and end
 

@@ -92,13 +92,14 @@ class ReplayBuffer:
         self.admission: AdmissionEstimate | None = None
         self.finish_reason: FinishReason | None = None  # of the last chunk
         self.error: QuireError | None = None
+        self._outcome: OutputChunk | QuireError | None = None  # of the request: its last chunk or its error
         self._reserved_bytes = reserved_bytes
         self._chunks: list[bytes] = []
         self._generated_after = array("Q")  # tokens up to the end of each chunk
         self._output_bytes = BUFFER_BYTES  # without resume entries
         request.reader = self
         self.task = asyncio.create_task(self._read())
-        self.task.add_done_callback(lambda _: request.end())
+        self.task.add_done_callback(self._end_request)
 
     @property
     def has_ended(self) -> bool:
@@ -158,13 +159,17 @@ class ReplayBuffer:
             self.admission = generation.admission
             self._wake_subscribers()
             async for chunk in generation:
+                if chunk.usage is not None:
+                    self._outcome = chunk
                 if self.error is not None:  # the buffer has failed, and this task is being cancelled
                     return
                 self._append(chunk)
             if not self.has_ended:
                 raise GenerationFailed("the engine ended this stream without a finish reason")
         except Exception as error:
-            self._end(copy.copy(quire_error(error)))  # without the traceback, whose frames hold the prompt
+            failure = copy.copy(quire_error(error))  # without the traceback, whose frames hold the prompt
+            self._outcome = self._outcome or failure
+            self._end(failure)
 
     def _append(self, chunk: OutputChunk) -> None:
         data = encode_chunk(chunk)
@@ -184,6 +189,10 @@ class ReplayBuffer:
             self.error = error
             self._wake_subscribers()
             self.owner.on_end(self)
+
+    def _end_request(self, _: asyncio.Task[None]) -> None:
+        self.request.end(self._outcome)
+        self._outcome = None
 
     def _wake_subscribers(self) -> None:
         for subscriber in self.subscribers:

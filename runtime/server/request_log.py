@@ -14,7 +14,7 @@ import structlog
 
 from ..common.errors import GenerationFailed, QuireError
 from ..common.logs import BoundedLog
-from ..common.types import FinishReason, Usage
+from ..common.types import OutputChunk
 from .monitoring import CancelCause, PrometheusObserver
 
 MAX_FREE_LINES, FREE_INTERVAL_S = 1000, 10.0  # refusals, resumptions and replays cost the client nothing
@@ -38,12 +38,14 @@ class RequestLog:
         self._observer.on_refused(tenant, code)
         self._write(tenant, "request refused", client_id=client_id, code=code, retry_after_ms=retry_after_ms)
 
-    def ended(self, client_id: int, finish_reason: FinishReason | None, usage: Usage) -> None:
+    def ended(self, client_id: int, last: OutputChunk) -> None:
         """Record a request that ran until its last chunk."""
+        assert last.usage is not None, "the last chunk has it"
+        usage = last.usage
         _log.info(
             "request ended",
             client_id=client_id,
-            finish_reason=finish_reason,
+            finish_reason=last.finish_reason,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             completion_tokens=usage.completion_tokens,

@@ -1,8 +1,8 @@
 """`SendBuffer`: the output of one connection that is not sent yet. Sending never waits for the client.
 
-Unsent output is frames, and chunks that wait for credit. Beyond a limit the largest holder ends: the stream with the
-most waiting output, or the connection. A connection whose write makes no progress for `write_timeout_s` is closed. Must
-not import requests.
+Unsent output is frames that the system does not take at once, and chunks that wait for credit. Beyond a limit the
+largest holder ends: the stream with the most waiting output, or the connection. A connection whose write makes no
+progress for `write_timeout_s` is closed. Must not import requests.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ class SendBuffer:
         max_bytes: int,
         write_timeout_s: float,
     ) -> None:
-        self.num_bytes = 0  # unsent; waiting chunks included
+        self.num_bytes = 0  # waiting chunks and counted frames
         self._writer = writer
         self._max_bytes = max_bytes
         self._max_paced_bytes = min(MAX_PACED_BYTES, max_bytes // 2)
         self._write_timeout_s = write_timeout_s
         self._unsent = bytearray()
-        self._writing_bytes = 0  # that the system has not taken yet, of the write that is under way
+        self._writing_bytes = 0  # of a write that the system did not take at once
+        self._counted_bytes = 0  # of frames
         self._waiting: dict[WaitingStream, int] = {}  # bytes of each stream's output that waits for credit
         self._tenant_output: TenantBytes | None = None  # from WELCOME to the end
         self._changed = asyncio.Event()
@@ -71,9 +72,9 @@ class SendBuffer:
         """
         if self._closed:
             return
-        data = encode(frame, self.max_frame_bytes)
-        self._unsent += data
-        self._count(len(data))
+        self._unsent += encode(frame, self.max_frame_bytes)
+        if self._counted_bytes or len(self._unsent) > WRITE_BYTES:
+            self._count_frames()
         self._changed.set()
 
     def hold(self, stream: WaitingStream, num_bytes: int) -> None:
@@ -135,6 +136,12 @@ class SendBuffer:
                     await self._write()
         self.close()
 
+    def _count_frames(self) -> None:
+        """Count the unsent frames. Those that the system takes in one write at once, as nearly all, never are."""
+        added = len(self._unsent) + self._writing_bytes - self._counted_bytes
+        self._counted_bytes += added
+        self._count(added)
+
     def _count(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes
         if self._tenant_output is not None:
@@ -145,28 +152,33 @@ class SendBuffer:
     async def _write(self) -> None:
         piece = bytes(self._unsent[:WRITE_BYTES])
         del self._unsent[: len(piece)]
-        self._writing_bytes = len(piece)
         self._shrank.set()
         self._writer.write(piece)
+        if self._writer.transport.get_write_buffer_size() or self._writer.is_closing():
+            self._writing_bytes = len(piece)
+            await self._drain()
+        if self._counted_bytes:
+            self._count_frames()
+        if self._waiting and not self.is_long:
+            for stream in list(self._waiting):
+                stream.send_waiting()
+
+    async def _drain(self) -> None:
+        """Wait until the system has taken the write. Raises ConnectionError if the connection is lost."""
+        self._count_frames()
         try:
             async with asyncio.timeout(self._write_timeout_s):
                 await self._writer.drain()
         except TimeoutError:
             self._give_up()
         finally:
-            self._end_write()
-        if not self.is_long:
-            for stream in list(self._waiting):
-                stream.send_waiting()
-
-    def _end_write(self) -> None:
-        self._count(-self._writing_bytes)
-        self._writing_bytes = 0
+            self._writing_bytes = 0
+            self._count_frames()
 
     def _give_up(self) -> None:
         self.is_stuck = True
         self.close()
-        self._end_write()
-        self._count(-len(self._unsent))
+        self._writing_bytes = 0
         self._unsent.clear()
+        self._count_frames()
         self._writer.transport.abort()

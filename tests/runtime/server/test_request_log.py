@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from quire.runtime.common.errors import GenerationFailed, Overloaded, Unavailable
-from quire.runtime.protocol.frames import Resume, Tokenize
+from quire.runtime.protocol.frames import MIN_FRAME_BYTES, Resume, Tokenize
 from quire.runtime.server.request_log import MAX_FREE_LINES, RequestLog
 
 from .fakes import FakeClock, FakeServer, chunk, generate, settle
@@ -43,6 +43,17 @@ async def test_a_request_that_fails_has_one_line(server: FakeServer, logs: Logs,
     await peer.ask(generate(7, **kind))
     await server.engine.last.put(chunk(0), GenerationFailed("NaN"))
     assert lines(logs) == [("request failed", 7, "INTERNAL")]
+
+
+@every_kind
+async def test_a_request_whose_last_chunk_cannot_be_sent_has_ended(
+    server: FakeServer, logs: Logs, kind: dict[str, Any]
+) -> None:
+    """Its tokens were computed, so that they count for its tenant."""
+    peer = await server.connect(max_frame_bytes=MIN_FRAME_BYTES)
+    await peer.ask(generate(7, **kind))
+    await server.engine.last.put(chunk(0), chunk(1, text="x" * MIN_FRAME_BYTES, last=True))
+    assert lines(logs) == [("request ended", 7, "length")]
 
 
 @every_kind

@@ -11,6 +11,7 @@ from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.protocol.codec import Decoder, encode
 from quire.runtime.protocol.frames import MAX_FRAME_BYTES, SERVER_FRAMES, Ping, Tokenized, Tokens
 from quire.runtime.server.send_buffer import SendBuffer
+from quire.runtime.server.tenant_bytes import TenantBytes
 
 from .fakes import FakeClock, FakeWriter, settle
 
@@ -85,6 +86,32 @@ async def test_a_peer_that_lets_too_much_wait_is_cut_and_what_waits_is_dropped(w
     assert one.task.done()
     one.buffer.send(text(60_000))
     assert not one.buffer._unsent
+
+
+async def test_only_frames_that_the_system_does_not_take_at_once_are_counted(wire: Callable[..., Wire]) -> None:
+    one = wire()
+    output = TenantBytes("output", "max_unsent_bytes", lambda: 1 << 20)
+    one.buffer.join(output)
+    one.buffer.send(text(1000))
+    assert output.num_bytes == one.buffer.num_bytes == 0
+    await settle()
+    one.writer.stop_reading()
+    one.buffer.send(text(2000))
+    await settle()
+    one.buffer.send(text(3000))
+    assert output.num_bytes == one.buffer.num_bytes == len(encode(text(2000)) + encode(text(3000)))
+    one.writer.read_again()
+    await settle()
+    assert output.num_bytes == one.buffer.num_bytes == 0
+
+
+async def test_frames_longer_than_one_write_are_counted_before_they_are_written(wire: Callable[..., Wire]) -> None:
+    one = wire()
+    for _ in range(3):
+        one.buffer.send(text(32 << 10))
+    assert one.buffer.num_bytes == 3 * len(encode(text(32 << 10)))
+    await settle()
+    assert one.buffer.num_bytes == 0
 
 
 async def test_a_peer_that_takes_nothing_of_a_write_in_time_is_cut(wire: Callable[..., Wire], clock: FakeClock) -> None:
