@@ -118,6 +118,9 @@ def test_a_tenant_at_its_quota_waits_and_others_run(make_harness: MakeHarness) -
     states = [harness.requests[request_id].state for request_id in range(4)]
     assert states == [State.DECODE, State.WAITING, State.WAITING, State.DECODE]
     assert harness.scheduler.stats().waiting_by_reason == {"quota": 2}
+    harness.add_forks((4, 5), PROMPT, tenant="a")
+    harness.step()
+    assert harness.scheduler.stats().waiting_by_reason == {"quota": 3, "source": 1}
     most = 0
     while harness.scheduler.has_work:
         harness.step()
@@ -153,6 +156,12 @@ def test_deadlines_of_ended_requests_are_forgotten(make_harness: MakeHarness) ->
         harness.run()
         assert harness.scheduler.next_deadline is None
     assert len(harness.scheduler._deadlines._heap) == 0
+    harness.add(1000, [1], max_tokens=1, deadline=10.0)  # earlier than those of all that follow
+    for request_id in range(1001, 2000):
+        harness.add(request_id, [1], max_tokens=1, deadline=1e6)
+        harness.cancel(request_id)
+        assert harness.scheduler.next_deadline == 10.0
+    assert len(harness.scheduler._deadlines._heap) < 100
 
 
 def learned(make_harness: MakeHarness, **options: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from quire.pager import OutOfPages
 from quire.scheduler import MAX_PREEMPTIONS, State
 
 from tests.scheduler.conftest import Expected, MakeHarness
@@ -56,6 +57,23 @@ def test_pages_are_spilled_only_if_that_is_cheaper(make_harness: MakeHarness) ->
     harness.step()
     preempt(harness.scheduler, 1)
     assert harness.scheduler.stats().preemptions_spilled == 0
+
+
+def test_pages_are_restored_only_if_the_other_known_tokens_fit(make_harness: MakeHarness, expected: Expected) -> None:
+    """The request had computed 1 of 5 pages; it would be preempted again, and its work lost."""
+    harness = make_harness(store_slots=8, max_num_batched_tokens=8, max_chunk=4, enable_prefix_caching=False)
+    prompt = list(range(20))
+    harness.add(1, prompt)
+    harness.step()
+    assert preempt(harness.scheduler, 1)
+    request, others = harness.requests[1], harness.pager.open(())
+    others.append(4 * (harness.pager.pool.num_free - 4))
+    with pytest.raises(OutOfPages):
+        harness.scheduler._batch.admit(request, harness.now)
+    assert (harness.pager.pool.num_free, harness.scheduler.stats().pages_spilled) == (4, 1)
+    others.release()
+    harness.run()
+    assert harness.outputs[1] == expected(prompt, 4)
 
 
 def test_damaged_pages_are_computed_again(make_harness: MakeHarness, expected: Expected) -> None:

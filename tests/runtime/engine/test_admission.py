@@ -59,6 +59,18 @@ async def test_requests_being_tokenized_count_as_queued(
     assert text_processor.calls == ["encode", "encode"]
 
 
+async def test_texts_of_one_tenant_do_not_count_for_another(
+    engine: Engine[FakeCore], core: FakeCore, text_processor: FakeTextProcessor
+) -> None:
+    core.max_num_waiting, text_processor.gate = 2, threading.Event()
+    preparing = [engine.submit(request(tenant=tenant)) for tenant in "aab"]
+    with pytest.raises(Overloaded):
+        engine.submit(request(tenant="a"))
+    text_processor.gate.set()
+    results = await asyncio.gather(*preparing, return_exceptions=True)
+    assert [type(result) for result in results].count(Overloaded) == 1, "the core decides once they are tokenized"
+
+
 @pytest.mark.parametrize("prompt", PREPARED.values(), ids=PREPARED)
 async def test_a_failed_preparation_frees_its_queue_slot(
     engine: Engine[FakeCore],
