@@ -15,6 +15,8 @@ import pytest
 import quire
 from quire.runtime.model import describe_sizes
 
+from tests.bench import many_cores
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = PAGES[0].read_text("utf-8")
@@ -93,6 +95,11 @@ def test_the_sizes_table_contains_well_known_figures():
     assert "196 MiB" in rows["Gemma-3-4B"]
     assert "544 MiB" in rows["  were all full"]
     assert "896 MiB for Gemma-3-4B" in page("kv-cache.md")
+
+
+def test_the_tables_of_many_cores_are_those_of_the_model():
+    for table in many_cores.tables():
+        assert table in page("many-cores.md")
 
 
 def test_the_api_reference_lists_every_public_name():
