@@ -10,7 +10,7 @@ from quire.runtime.model import DecoderSpec
 from quire.runtime.model.runner import decide_capacity
 from quire.runtime.model.spec import Rope
 from quire.runtime.tools.simulation import given_roofline, roofline_cost
-from quire.runtime.tools.simulation.cost import RooflineCost, num_blocks
+from quire.runtime.tools.simulation.cost import SEQUENCE_S, RooflineCost, num_blocks
 from quire.runtime.tools.simulation.threads import THREAD_READ, barrier_seconds, busy_share, start_seconds
 from quire.scheduler import ScheduledSequence, StepPlan
 
@@ -63,7 +63,7 @@ def main() -> None:
 
 def tables() -> Sequence[str]:
     """Return the tables of the page in its order."""
-    return [blocks_table(), finer_table(), waiting_table(), speed_table()]
+    return [blocks_table(), finer_table(), waiting_table(), speed_table(), engines_table()]
 
 
 def blocks_table() -> str:
@@ -103,7 +103,7 @@ def waiting_table() -> str:
         row = [str(threads), _micro(barrier_seconds(threads)), _micro(start_seconds(threads))]
         for spec in shown.values():
             cost = _cost(spec, threads)
-            row.append(f"{_micro(cost.step_s)}, {_percent(cost.step_s / cost(_step(1, 128, 1)))}")
+            row.append(f"{_micro(cost.step_s)}, {_percent(cost.step_s / _seconds(cost, 1, 128, 1))}")
         rows.append(row)
     return _table(header, rows)
 
@@ -119,7 +119,23 @@ def speed_table() -> str:
         for spec in shown.values():
             cost = _cost(spec, threads)
             for users, first, count in ((1, 128, 1), (32, 128, 1), (1, 0, ROWS)):
-                row.append(f"{users * count / cost(_step(users, first, count)):,.0f}")
+                row.append(f"{users * count / _seconds(cost, users, first, count):,.0f}")
+        rows.append(row)
+    return _table(header, rows)
+
+
+def engines_table() -> str:
+    """Return the tokens per second of one socket of 64 cores whose threads and bandwidth several engines share."""
+    header = ["engine processes", "threads of each"]
+    shown = {name: MODELS[name] for name in ("Qwen3-0.6B", "Qwen3-8B")}
+    header += [f"{name}: {phase}" for name in shown for phase in ("32 users", "prefill")]
+    rows = []
+    for engines in (1, 2, 4):
+        row = [str(engines), str(64 // engines)]
+        for spec in shown.values():
+            cost = _cost(spec, 64 // engines, SOCKET_READ / engines)
+            for users, first, count in ((32 // engines, 128, 1), (1, 0, ROWS)):
+                row.append(f"{engines * users * count / _seconds(cost, users, first, count):,.0f}")
         rows.append(row)
     return _table(header, rows)
 
@@ -145,14 +161,16 @@ def _read(threads: int) -> float:
     return min(SOCKET_READ, threads * THREAD_READ)
 
 
-def _cost(spec: DecoderSpec, threads: int) -> RooflineCost:
+def _cost(spec: DecoderSpec, threads: int, read_bytes_per_s: float = SOCKET_READ) -> RooflineCost:
     config = EngineConfig(weights="q8", kv_cache_dtype="int8", kv_cache_memory=1 << 30, threads=threads)
-    return roofline_cost(spec, decide_capacity(config, spec), given_roofline(_read(threads), threads * THREAD_INT8))
+    roofline = given_roofline(min(read_bytes_per_s, _read(threads)), threads * THREAD_INT8)
+    return roofline_cost(spec, decide_capacity(config, spec), roofline)
 
 
-def _step(users: int, first: int, rows: int) -> StepPlan:
+def _seconds(cost: RooflineCost, users: int, first: int, rows: int) -> float:
+    """Return the seconds of a step of `users` sequences with `rows` rows each, and from it to the next step."""
     sequences = (ScheduledSequence(i, ((),), first, [0] * rows, 1, None, (), 0) for i in range(users))
-    return StepPlan(1, tuple(sequences), 0, 0)
+    return cost(StepPlan(1, tuple(sequences), 0, 0)) + users * SEQUENCE_S
 
 
 def _percent(share: float) -> str:
