@@ -15,12 +15,14 @@ A file of `auth_tokens` has one table per tenant, in which only `keys` is requir
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
@@ -68,7 +70,7 @@ class Keyring:
     @classmethod
     def load(cls, path: Path) -> Keyring:
         """Read a file of tenants. The ConfigError names the file, the tenant and what is allowed."""
-        return cls(_read_keys(path, {}), path=path)
+        return cls(_read_keys(path).tenants_by_key({}), path=path)
 
     @classmethod
     def single(cls, token: str) -> Keyring:
@@ -111,20 +113,21 @@ class Keyring:
                 mode=stat.filemode(mode),
             )
 
-    def reload(self) -> None:
-        """Read the file again, if there is one. A broken file changes nothing but the log.
+    async def reload(self) -> None:
+        """Read the file again, if there is one, in a thread. A broken file changes nothing but the log.
 
         Tenants keep their connections and counts, and new limits apply from the next request on. A tenant that is gone
         from the file has every further request refused, a key that is gone every further connection.
         """
         if self._path is None:
             return
-        before = {tenant.name: tenant for tenant in self._keys.values()}
         try:
-            self._keys = _read_keys(self._path, before)
+            content = await asyncio.to_thread(_read_keys, self._path)
         except ConfigError as error:
             _log.error("auth tokens not reloaded", reason=str(error))
             return
+        before = {tenant.name: tenant for tenant in self._keys.values()}
+        self._keys = content.tenants_by_key(before)
         self._num_tenants = _num_tenants(self._keys)
         present = {tenant.name for tenant in self._keys.values()}
         for name, tenant in before.items():
@@ -137,15 +140,25 @@ def _num_tenants(keys: Mapping[bytes, Tenant]) -> int:
     return max(len(set(keys.values())), 1)  # without keys, all connections are of one tenant
 
 
-def _read_keys(path: Path, known: Mapping[str, Tenant]) -> dict[bytes, Tenant]:
-    """Return key hash -> tenant. Known tenants change only once the whole file is valid, and stay the same objects."""
+class _KeyFile(NamedTuple):
+    """The valid content of a file of tenants."""
+
+    owners: dict[bytes, str]  # key hash -> tenant's name
+    limits: dict[str, TenantLimits]  # by tenant's name
+
+    def tenants_by_key(self, known: Mapping[str, Tenant]) -> dict[bytes, Tenant]:
+        """Return key hash -> tenant. Known tenants get their new limits, and stay the same objects."""
+        tenants = {name: known.get(name) or Tenant(name) for name in self.limits}
+        for name, limits in self.limits.items():
+            tenants[name].change_limits(limits)
+        return {key_hash: tenants[name] for key_hash, name in self.owners.items()}
+
+
+def _read_keys(path: Path) -> _KeyFile:
+    """Read and check the file. Raises ConfigError."""
     content = read_toml(path, "the file of keys")
     tables = {name: _tenant_table(name, table, path) for name, table in content.items()}
-    owners = _owners(path, tables)
-    tenants = {name: known.get(name) or Tenant(name) for name in tables}
-    for name, (_, limits) in tables.items():
-        tenants[name].change_limits(limits)
-    return {key_hash: tenants[name] for key_hash, name in owners.items()}
+    return _KeyFile(_owners(path, tables), {name: limits for name, (_, limits) in tables.items()})
 
 
 def _tenant_table(name: str, table: object, path: Path) -> tuple[list[str], TenantLimits]:

@@ -57,6 +57,7 @@ class Server:
         self._context: AppContext | None = None  # while started
         self._readiness: Readiness | None = None
         self._tls: TLS | None = None
+        self._reload_asked = asyncio.Event()
         self._open = contextlib.AsyncExitStack()
 
     @property
@@ -69,10 +70,8 @@ class Server:
 
     async def start(self, engine: EngineFacade, config: ServerConfig) -> None:
         """Bind both sockets and serve. Raises ConfigError for an address that cannot or must not be used."""
-        await check_config(config)
-        self._tls = TLS.of(config)
+        keyring, self._tls = await check_config(config)
         async with contextlib.AsyncExitStack() as opening:
-            keyring = Keyring.of(config)
             keyring.check_permissions()
             listening = await _listen(config)
             opening.callback(listening.close)
@@ -96,6 +95,7 @@ class Server:
                     needed_open_files=config.max_connections + MAX_REFUSALS + RESERVED_FILES,
                 )
             self._serve_clients(context, listening, max_connections, opening)
+            opening.push_async_callback(_stop, asyncio.create_task(self._reload_when_asked(keyring)))
             self._open = opening.pop_all()
         self._context, self._readiness = context, readiness
         self.address = str(listening.address)
@@ -124,16 +124,27 @@ class Server:
         self._fail_requests(Unavailable("the server shut down before this request ended; try again"))
 
     def reload(self) -> None:
-        """Read the files of keys and certificate again. A broken file changes nothing."""
-        if self._context is not None:
-            self._context.keyring.reload()
-        if self._tls is not None:
-            self._tls.reload()
+        """Have the files of keys and certificate read again. A broken file changes nothing.
+
+        Any number of calls while the files are being read cause one further reading.
+        """
+        self._reload_asked.set()
 
     async def close(self) -> None:
         """Stop listening, end every request and connection with UNAVAILABLE, then the HTTP port. Idempotent."""
         await self._open.aclose()
         self._context = None
+
+    async def _reload_when_asked(self, keyring: Keyring) -> None:
+        while True:
+            await self._reload_asked.wait()
+            self._reload_asked.clear()
+            try:
+                await keyring.reload()
+                if self._tls is not None:
+                    self._tls.reload()
+            except OSError as error:  # the file is gone again
+                _log.error("files not reloaded", reason=str(error))
 
     def _serve_operators(
         self,
@@ -227,16 +238,16 @@ class Server:
                 unsent[connection] = left
 
 
-async def check_config(config: ServerConfig) -> None:
-    """Check what needs no engine: keys, certificate and the address. Raises ConfigError."""
-    Keyring.of(config)
-    TLS.of(config)
+async def check_config(config: ServerConfig) -> tuple[Keyring, TLS | None]:
+    """Check what needs no engine: keys and certificate, which are returned, and the address. Raises ConfigError."""
+    keyring, tls = Keyring.of(config), TLS.of(config)
     has_keys = config.token is not None or config.auth_tokens is not None
     if config.uds is None and not has_keys and not await is_loopback(config.host):
         raise ConfigError(
             f"`host` {config.host} is reachable from other machines, which requires `token` or `auth_tokens`; "
             "set one, or listen on 127.0.0.1 or a unix socket (`uds`)"
         )
+    return keyring, tls
 
 
 async def _listen(config: ServerConfig) -> ListeningSocket:

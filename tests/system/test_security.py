@@ -16,7 +16,9 @@ import pytest
 from quire import AsyncClient, SamplingParams
 from quire.runtime.cli.token import token_text
 from quire.runtime.common.errors import InvalidRequest, Unauthenticated
-from quire.runtime.server import connection
+from quire.runtime.common.settings import read_toml
+from quire.runtime.server import auth, connection
+from quire.runtime.server.auth import Keyring
 
 TLS = Path(__file__).resolve().parents[1] / "data" / "tls"
 SETTINGS = {"tls_cert": str(TLS / "cert.pem"), "tls_key": str(TLS / "key.pem")}
@@ -62,6 +64,43 @@ async def test_the_last_frame_arrives_over_tls(serve: Serve, monkeypatch: pytest
     client.send("FROB")
     assert (await client.receive())[:3] == ["ERROR", None, "INVALID_ARGUMENT"]
     assert await client.receive() == []
+
+
+async def test_many_reloads_during_one_cause_one_more(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, num_reloads = asyncio.Event(), 0
+
+    async def slow_reload(keyring: Keyring) -> None:
+        nonlocal num_reloads
+        num_reloads += 1
+        await gate.wait()
+
+    monkeypatch.setattr(Keyring, "reload", slow_reload)
+    server = (await serve()).server
+    for expected in (1, 1):
+        for _ in range(100):
+            server.reload()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert num_reloads == expected
+    gate.set()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert num_reloads == 2
+
+
+async def test_the_start_reads_the_file_of_keys_once(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens, paths = tmp_path / "tokens.toml", []
+
+    def read(path: Path, what: str) -> dict[str, Any]:
+        paths.append(path)
+        return read_toml(path, what)
+
+    tokens.write_text(f'[acme]\nkeys = ["{"0" * 64}"]')
+    monkeypatch.setattr(auth, "read_toml", read)
+    await serve(auth_tokens=str(tokens))
+    assert paths == [tokens]
 
 
 SECRET_WORDS = "A prompt of secret words"

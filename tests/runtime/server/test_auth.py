@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,8 @@ import pytest
 from quire.runtime.cli.token import token_text
 from quire.runtime.common.config import ServerConfig
 from quire.runtime.common.errors import ConfigError, Overloaded, Unauthenticated
+from quire.runtime.common.settings import read_toml
+from quire.runtime.server import auth
 from quire.runtime.server.auth import Keyring, hash_key
 from structlog.testing import capture_logs
 
@@ -146,12 +150,12 @@ def test_no_key_is_made_for_a_bad_name() -> None:
 # Reload
 
 
-def test_a_reload_applies_new_keys_and_limits_and_keeps_tenants_and_their_counts(write: Write) -> None:
+async def test_a_reload_applies_new_keys_and_limits_and_keeps_tenants_and_their_counts(write: Write) -> None:
     keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]\nmax_concurrent_requests = 2'))
     acme = keyring.authenticate("key a")
     acme.enter()
     write(f'[acme]\nkeys = ["{B}"]\nmax_concurrent_requests = 1')
-    keyring.reload()
+    await keyring.reload()
     assert keyring.authenticate("key b") is acme
     with pytest.raises(Unauthenticated):
         keyring.authenticate("key a")
@@ -159,21 +163,21 @@ def test_a_reload_applies_new_keys_and_limits_and_keeps_tenants_and_their_counts
         acme.enter()
 
 
-def test_a_tenant_that_is_gone_is_revoked(write: Write) -> None:
+async def test_a_tenant_that_is_gone_is_revoked(write: Write) -> None:
     keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]\n[lab]\nkeys = ["{B}"]'))
     acme, lab = keyring.authenticate("key a"), keyring.authenticate("key b")
     write(f'[lab]\nkeys = ["{B}"]')
-    keyring.reload()
+    await keyring.reload()
     assert (acme.revoked, lab.revoked) == (True, False)
 
 
 @pytest.mark.parametrize("text", ["[acme", "", f'[lab]\nkeys = ["{B}"]\n[acme]\nkeys = ["{A}"]\nburst = 0'])
-def test_a_broken_file_changes_nothing_and_is_logged(write: Write, text: str) -> None:
+async def test_a_broken_file_changes_nothing_and_is_logged(write: Write, text: str) -> None:
     keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]\nrequests_per_minute = 60'))
     acme = keyring.authenticate("key a")
     write(text)
     with capture_logs() as logs:
-        keyring.reload()
+        await keyring.reload()
     assert [entry["event"] for entry in logs] == ["auth tokens not reloaded"]
     assert "tokens.toml" in logs[0]["reason"]
     assert keyring.authenticate("key a") is acme
@@ -181,5 +185,24 @@ def test_a_broken_file_changes_nothing_and_is_logged(write: Write, text: str) ->
     acme.enter()
 
 
-def test_a_reload_without_a_file_does_nothing() -> None:
-    Keyring.single("t").reload()
+async def test_the_event_loop_goes_on_while_the_file_is_read(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]'))
+    write(f'[acme]\nkeys = ["{B}"]')
+    entered, gate = threading.Event(), threading.Event()
+
+    def slow_read(path: Path, what: str) -> dict[str, object]:
+        entered.set()
+        assert gate.wait(60)
+        return read_toml(path, what)
+
+    monkeypatch.setattr(auth, "read_toml", slow_read)
+    reloading = asyncio.create_task(keyring.reload())
+    assert await asyncio.to_thread(entered.wait, 60)
+    assert keyring.authenticate("key a").name == "acme"
+    gate.set()
+    await reloading
+    assert keyring.authenticate("key b").name == "acme"
+
+
+async def test_a_reload_without_a_file_does_nothing() -> None:
+    await Keyring.single("t").reload()
