@@ -65,10 +65,13 @@ def _layout(config: EngineConfig, spec: DecoderSpec) -> KVLayout:
 
 def pick_cpus(config: EngineConfig) -> CpuBudget:
     """Return the number of threads and the reason for it. Raises ConfigError."""
+    available = available_cpus()
     if config.threads is None:
-        return available_cpus()
+        return available
     if config.threads > 1024:
         raise ConfigError(f"threads must be between 1 and 1024, not {config.threads}")
+    if config.threads > available.threads:
+        return CpuBudget(config.threads, f"--threads, more than the {available.threads} CPUs: {available.reason}")
     return CpuBudget(config.threads, "--threads")
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quire.kernels import CpuBudget
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError
 from quire.runtime.model import BUNDLED_MODEL, kv_layout, read_spec
 from quire.runtime.model.runner import capacity as capacity_module
 from quire.runtime.model.runner import decide_capacity
-from quire.runtime.model.runner.capacity import free_memory_bytes
+from quire.runtime.model.runner.capacity import free_memory_bytes, pick_cpus
 
 SPEC = read_spec(BUNDLED_MODEL)  # 4 layers, 2 KV heads of 64, 2,048 positions
 TOKEN_BYTES = 2 * 4 * 2 * 64 * 2  # keys and values, bf16
@@ -118,6 +119,14 @@ def test_by_default_sliding_layers_have_pages_for_every_window_and_a_chunk(monke
 def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         decided(**settings)
+
+
+@pytest.mark.parametrize(
+    ("threads", "reason"), [(None, "a test"), (8, "--threads"), (9, "--threads, more than the 8 CPUs: a test")]
+)
+def test_more_threads_than_cpus_are_named(monkeypatch: pytest.MonkeyPatch, threads: int | None, reason: str) -> None:
+    monkeypatch.setattr(capacity_module, "available_cpus", lambda: CpuBudget(8, "a test"))
+    assert pick_cpus(EngineConfig(threads=threads)) == CpuBudget(threads or 8, reason)
 
 
 def test_the_plan_is_made_for_these_pages_and_threads() -> None:
