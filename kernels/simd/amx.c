@@ -1,9 +1,10 @@
 // The configuration of tiles, the peak rates of their products, and a test that they are right on this machine.
 #include "amx.h"
 
-_Thread_local int LEVEL(tile_shape);
+THREAD_LOCAL int LEVEL(tile_shape);
 #if defined QUIRE_ISA_AMX_TWIN
-_Thread_local twin_state quire_amx_twin;
+twin_state quire_amx_twins[TWINS];
+THREAD_LOCAL twin_state *quire_amx_twin;
 #endif
 
 void LEVEL(configure)(int shape) {

@@ -9,6 +9,9 @@
 enum { TILE_ROWS = 16, TILE_BYTES = 64 };
 #define UNROLL_TILE _Pragma("GCC unroll 16")
 
+// The static block of a thread: other thread-local memory of a shared library is allocated on its first use, in a step.
+#define THREAD_LOCAL _Thread_local __attribute__((tls_model("initial-exec")))
+
 // What LDTILECFG reads; palette 1 has eight tiles, so the later entries stay zero.
 typedef struct {
   uint8_t palette, start_row, reserved[14];
@@ -34,7 +37,7 @@ _Static_assert(sizeof(tile_shapes) == 64, "LDTILECFG reads 64 bytes");
 
 // The shape of this thread's tiles: BLOCKS_OF_32, the number of rows (1-16) of tiles of 64 bytes, or 0 if released.
 enum { BLOCKS_OF_32 = 32 };
-extern _Thread_local int LEVEL(tile_shape);
+extern THREAD_LOCAL int LEVEL(tile_shape);
 void LEVEL(configure)(int shape);
 
 // Tiles of `rows` activations, 64 bytes of K each, and of all 16 rows of weights. A configuration takes some hundred

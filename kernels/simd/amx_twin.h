@@ -4,18 +4,22 @@
 #include <float.h>
 #include <math.h>
 
+// One thread's tiles. Thread-local memory of this size would be allocated in a step, so threads take turns with these.
 typedef struct {
+  int taken;
   tile_shapes shapes;
   _Alignas(64) uint8_t tile[8][TILE_ROWS][TILE_BYTES];
 } twin_state;
-extern _Thread_local twin_state quire_amx_twin;
+enum { TWINS = 256 };
+extern twin_state quire_amx_twins[TWINS];
+extern THREAD_LOCAL twin_state *quire_amx_twin;  // NULL if not configured
 
 INLINE void twin_check(int allowed) {
   if (!allowed) __builtin_trap();
 }
 
-INLINE int twin_rows(int tile) { return quire_amx_twin.shapes.rows[tile]; }
-INLINE int twin_bytes(int tile) { return quire_amx_twin.shapes.row_bytes[tile]; }
+INLINE int twin_rows(int tile) { return quire_amx_twin->shapes.rows[tile]; }
+INLINE int twin_bytes(int tile) { return quire_amx_twin->shapes.row_bytes[tile]; }
 
 INLINE void tile_config(const tile_shapes *shapes) {
   twin_check(shapes->palette == 1 && shapes->start_row == 0);
@@ -24,27 +28,33 @@ INLINE void tile_config(const tile_shapes *shapes) {
     const int rows = shapes->rows[i], bytes = shapes->row_bytes[i];
     twin_check(i < 8 ? rows <= TILE_ROWS && bytes <= TILE_BYTES && (rows == 0) == (bytes == 0) : !rows && !bytes);
   }
-  memset(&quire_amx_twin, 0, sizeof quire_amx_twin);
-  quire_amx_twin.shapes = *shapes;
+  for (int i = 0; !quire_amx_twin && i < TWINS; i++)
+    if (!__atomic_exchange_n(&quire_amx_twins[i].taken, 1, __ATOMIC_ACQUIRE)) quire_amx_twin = &quire_amx_twins[i];
+  twin_check(quire_amx_twin != 0);
+  memset(quire_amx_twin->tile, 0, sizeof quire_amx_twin->tile);
+  quire_amx_twin->shapes = *shapes;
 }
 
-INLINE void tile_release(void) { memset(&quire_amx_twin, 0, sizeof quire_amx_twin); }
+INLINE void tile_release(void) {
+  __atomic_store_n(&quire_amx_twin->taken, 0, __ATOMIC_RELEASE);
+  quire_amx_twin = 0;
+}
 
 INLINE void tile_zero(int tile) {
   twin_check(twin_rows(tile));
-  memset(quire_amx_twin.tile[tile], 0, sizeof quire_amx_twin.tile[tile]);
+  memset(quire_amx_twin->tile[tile], 0, sizeof quire_amx_twin->tile[tile]);
 }
 
 INLINE void tile_load(int tile, const void *from, int64_t stride) {
   tile_zero(tile);
   for (int i = 0; i < twin_rows(tile); i++)
-    memcpy(quire_amx_twin.tile[tile][i], (const char *)from + i * stride, (size_t)twin_bytes(tile));
+    memcpy(quire_amx_twin->tile[tile][i], (const char *)from + i * stride, (size_t)twin_bytes(tile));
 }
 
 INLINE void tile_store(int tile, void *to, int64_t stride) {
   twin_check(twin_rows(tile));
   for (int i = 0; i < twin_rows(tile); i++)
-    memcpy((char *)to + i * stride, quire_amx_twin.tile[tile][i], (size_t)twin_bytes(tile));
+    memcpy((char *)to + i * stride, quire_amx_twin->tile[tile][i], (size_t)twin_bytes(tile));
 }
 
 // c [m x n] += a [m x k] * b [k x n], in units of 4 bytes.
@@ -69,10 +79,10 @@ INLINE float widened(uint16_t x) {
 INLINE void tile_dot_bf16(int c, int a, int b) {
   twin_check_product(c, a, b);
   for (int m = 0; m < twin_rows(c); m++) {
-    float even[16] = {0}, odd[16] = {0}, *out = (float *)quire_amx_twin.tile[c][m];
-    const uint16_t *x = (const uint16_t *)quire_amx_twin.tile[a][m];
+    float even[16] = {0}, odd[16] = {0}, *out = (float *)quire_amx_twin->tile[c][m];
+    const uint16_t *x = (const uint16_t *)quire_amx_twin->tile[a][m];
     for (int k = 0; k < twin_rows(b); k++) {
-      const uint16_t *y = (const uint16_t *)quire_amx_twin.tile[b][k];
+      const uint16_t *y = (const uint16_t *)quire_amx_twin->tile[b][k];
       for (int n = 0; n < twin_bytes(c) / 4; n++) {
         even[n] = flushed(fmaf(widened(x[2 * k]), widened(y[2 * n]), even[n]));
         odd[n] = flushed(fmaf(widened(x[2 * k + 1]), widened(y[2 * n + 1]), odd[n]));
@@ -86,10 +96,10 @@ INLINE void tile_dot_bf16(int c, int a, int b) {
 INLINE void tile_dot_s8u8(int c, int a, int b) {
   twin_check_product(c, a, b);
   for (int m = 0; m < twin_rows(c); m++) {
-    uint32_t *out = (uint32_t *)quire_amx_twin.tile[c][m];
-    const int8_t *x = (const int8_t *)quire_amx_twin.tile[a][m];
+    uint32_t *out = (uint32_t *)quire_amx_twin->tile[c][m];
+    const int8_t *x = (const int8_t *)quire_amx_twin->tile[a][m];
     for (int k = 0; k < twin_rows(b); k++)
       for (int n = 0; n < twin_bytes(c) / 4; n++)
-        for (int i = 0; i < 4; i++) out[n] += (uint32_t)(x[4 * k + i] * quire_amx_twin.tile[b][k][4 * n + i]);
+        for (int i = 0; i < 4; i++) out[n] += (uint32_t)(x[4 * k + i] * quire_amx_twin->tile[b][k][4 * n + i]);
   }
 }
