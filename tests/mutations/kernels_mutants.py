@@ -8,6 +8,8 @@ ATTENTION, HEADS, LINEAR, SAMPLE = (f"kernels/{name}.pyx" for name in ("attentio
 SIMD_ATTENTION, ROWS, SIMD_LINEAR, SIMD_HEADS = (
     f"kernels/simd/{name}.c" for name in ("attention", "rows", "linear", "heads")
 )
+SOFTMAX, EPILOGUE = "kernels/simd/softmax.h", "kernels/simd/epilogue.h"
+AMX_LINEAR, AMX_ATTENTION = "kernels/simd/amx_linear.c", "kernels/simd/amx_attention.c"
 STEPS = "tests/kernels/test_program.py tests/kernels/test_memory.py tests/kernels/test_known_values.py"
 BITS = "tests/kernels tests/system/test_same_bits.py"
 
@@ -122,7 +124,7 @@ MUTANTS = [
         "attention over long contexts overflows",
     ),
     Mutant(
-        SIMD_ATTENTION,
+        SOFTMAX,
         "    to[j] = (int)(hi < 0 ? 0 : hi > 16 ? 16 : hi);",
         "    to[j] = (int)(hi < 0 ? 0 : hi >= 16 ? 16 : hi + (hi > 0));",
         "a row sees one token of its future",
@@ -140,7 +142,7 @@ MUTANTS = [
         "an overflow in one request's activations gives wrong tokens instead of an error",
     ),
     Mutant(
-        SIMD_LINEAR,
+        EPILOGUE,
         "    if (t->epilogue == QUIRE_ADD) y0 = vf_add(vf_load(c), y0), y1 = vf_add(vf_load(c + 16), y1);",
         "    if (t->epilogue == QUIRE_ADD) y0 = vf_add(vf_load(c), y0);",
         "half of the residual stream is lost",
@@ -156,5 +158,29 @@ MUTANTS = [
         "(int)(slot % 2) * 16, 16);",
         "0, 16);",
         "the values of odd tokens overwrite those of even ones",
+    ),
+    Mutant(
+        AMX_LINEAR,
+        "c[i] + (begin - first_row[i])",
+        "c[i]",
+        "the last rows of a prompt whose length is no multiple of 16 get the results of other rows",
+    ),
+    Mutant(
+        AMX_LINEAR,
+        "    if (part.factors) part.factors += TILE_ROWS;\n",
+        "",
+        "with AMX, later rows of a chunk are scaled by the norm of the first 16",
+    ),
+    Mutant(
+        AMX_ATTENTION,
+        "page < 2 * step + 2 && page < t->num_pages",
+        "page < 2 * step + 1",
+        "with AMX and pages of 16 tokens, every second page is ignored",
+    ),
+    Mutant(
+        AMX_ATTENTION,
+        "  for (int r = row; first < row && r < last; r++)\n",
+        "  for (int r = first; first < row && r < last; r++)\n",
+        "with AMX, rows of a tile that overlaps another one are accumulated twice",
     ),
 ]

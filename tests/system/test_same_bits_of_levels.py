@@ -43,8 +43,8 @@ async def test_golden_bits(isa: str, dtypes: str) -> None:
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == GOLDEN[dtypes]
 
 
-@pytest.mark.skipif(len(LEVELS) < 2, reason="this machine has one level")
-async def test_a_request_continues_at_another_level_after_a_crash() -> None:
+@pytest.mark.parametrize("other", LEVELS[1:-1])
+async def test_a_request_continues_at_another_level_after_a_crash(other: str) -> None:
     config = EngineConfig(isa=LEVELS[-1], weights="q8", kv_cache_dtype="int8", kv_cache_memory=KV_CACHE_MEMORY)
     request = asked(prompt(40, 5), max_tokens=300, temperature=0.8, seed=2)
     async with running(**msgspec.structs.asdict(config)) as undisturbed:
@@ -53,7 +53,7 @@ async def test_a_request_continues_at_another_level_after_a_crash() -> None:
     try:
         member = engine.core.members[0]
         supervisor = member._supervisor
-        elsewhere = msgspec.structs.replace(supervisor._start.config, isa=LEVELS[-2])
+        elsewhere = msgspec.structs.replace(supervisor._start.config, isa=other)
         supervisor._start = msgspec.structs.replace(supervisor._start, config=elsewhere)
         chunks = []
         async for chunk in await engine.submit(request):
