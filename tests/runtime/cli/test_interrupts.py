@@ -52,8 +52,8 @@ async def test_cancelling_a_load_stops_its_thread(monkeypatch: pytest.MonkeyPatc
 
     def load_model(_: EngineConfig, stop: threading.Event) -> None:
         begun.set()
-        stop.wait()
-        ended.set()
+        if stop.wait(60):
+            ended.set()
         raise Unavailable("loading the model was cancelled")
 
     monkeypatch.setattr(engine_core, "load_model", load_model)
@@ -62,7 +62,7 @@ async def test_cancelling_a_load_stops_its_thread(monkeypatch: pytest.MonkeyPatc
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading
-    await asyncio.to_thread(ended.wait)
+    assert await asyncio.to_thread(ended.wait, 60)
 
 
 def test_packing_stops_when_it_is_cancelled() -> None:

@@ -37,8 +37,9 @@ def request(prompt: str | tuple[int, ...] | None = "hi", tenant: str = "", **opt
 
 async def until(condition: Callable[[], bool]) -> None:
     """Let tasks and threads run until `condition` holds."""
-    while not condition():
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 # The queue while prompts are prepared

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from quire.runtime.common.errors import InvalidRequest, Overloaded, Unavailable
@@ -37,8 +37,10 @@ async def executor() -> AsyncIterator[FairExecutor]:
 
 
 @pytest.fixture
-def work() -> Work:
-    return Work()
+def work() -> Iterator[Work]:
+    work = Work()
+    yield work
+    work.go.set()  # a test that fails must not leave its thread waiting
 
 
 async def test_tenants_take_turns(executor: FairExecutor, work: Work) -> None:
