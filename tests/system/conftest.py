@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from quire.runtime.engine.facade import (
     GenerateRequest,
 )
 from quire.runtime.server import Server
+from quire.runtime.workers import engine_process
 from quire.scheduler import AdmissionEstimate
 
 CHUNK_TOKENS = 2
@@ -341,3 +343,10 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractAsyncConte
             await engine.close()
 
     return start
+
+
+@pytest.fixture
+def slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each step of an engine process take 5 ms longer."""
+    script = Path(__file__).with_name("slow_engine.py")
+    monkeypatch.setattr(engine_process, "COMMAND", (sys.executable, "-P", str(script)))

@@ -43,6 +43,7 @@ async def test_golden_bits(isa: str, dtypes: str) -> None:
     assert hashlib.sha256("\n".join(lines).encode()).hexdigest() == GOLDEN[dtypes]
 
 
+@pytest.mark.usefixtures("slow_engine")
 @pytest.mark.parametrize("other", LEVELS[1:-1])
 async def test_a_request_continues_at_another_level_after_a_crash(other: str) -> None:
     config = EngineConfig(isa=LEVELS[-1], weights="q8", kv_cache_dtype="int8", kv_cache_memory=KV_CACHE_MEMORY)
