@@ -26,14 +26,14 @@ MUTANTS = [
     ),
     Mutant(
         LIVE,
-        "        if self.is_cancelled:\n            generation.cancel()\n        return self",
-        "        return self",
+        "        if self.is_cancelled:\n            generation.cancel()\n        return generation",
+        "        return generation",
         "a request cancelled while it is tokenized runs to its end",
         SYSTEM,
     ),
     Mutant(
         LIVE,
-        "        self._tenant.leave(self._usage)\n        self._on_end(self)",
+        "        self._tenant.leave(outcome.usage if isinstance(outcome, OutputChunk) else None)\n        self._on_end(self)",
         "        self._on_end(self)",
         "each request uses up a place of its tenant for ever",
     ),
@@ -135,8 +135,8 @@ MUTANTS = [
     ),
     Mutant(
         REPLAY,
-        "            self._end(copy.copy(quire_error(error)))",
-        "            self._end(quire_error(error))",
+        "failure = copy.copy(quire_error(error))",
+        "failure = quire_error(error)",
         "a remembered error holds its request by the traceback",
         RESUMING,
     ),
@@ -149,7 +149,7 @@ MUTANTS = [
     ),
     Mutant(
         REPLAY,
-        "        self.task.add_done_callback(lambda _: request.end())",
+        "        self.task.add_done_callback(self._end_request)",
         "        pass",
         "resumable requests are listed and counted for ever",
         RESUMING,
@@ -184,8 +184,8 @@ MUTANTS = [
     ),
     Mutant(
         SEND,
-        "        self._unsent.clear()\n        self._writer.transport.abort()",
-        "        self._writer.transport.abort()",
+        "        self._unsent.clear()\n        self._count_frames()\n",
+        "        self._count_frames()\n",
         "the bytes of a reader that was too slow stay in memory and are written on",
         FLOW,
     ),
@@ -313,8 +313,8 @@ MUTANTS = [
     ),
     Mutant(
         AUTH,
-        "    tenants = {name: known.get(name) or Tenant(name) for name in tables}",
-        "    tenants = {name: Tenant(name) for name in tables}",
+        "known.get(name) or Tenant(name) for name in self.limits",
+        "Tenant(name) for name in self.limits",
         "a reload forgets the requests that a tenant has running",
     ),
     Mutant(
