@@ -33,10 +33,8 @@ ATTENTION_PEAK: dict[DType, float] = {
 }  # 512 rows after 3,584 tokens; f32: 1 x 1,024
 SEQUENCE_S = 30e-6  # between steps, per sequence: schedule, commit, publish, arrays (measured by `quire bench`)
 HEAD_S = 2.6e-6  # of one thread in attention, per sequence, layer and KV head, whatever the context
-SPLIT, TILE = (
-    256,
-    64,
-)  # tokens of a unit of decode attention; rows of a unit of prefill attention (kernels/attention.pyx)
+SPLIT = 256  # tokens of a unit of decode attention, as in kernels/attention.pyx
+TILE = 64  # rows, with all query heads of a KV head, of a unit of prefill attention
 SHARED_HEADS = 4  # per thread: with more heads, a unit of decode attention is a whole head
 
 
@@ -52,7 +50,7 @@ class RooflineCost:
     layers: tuple[LayerCost, ...]
     threads: int
     num_kv_heads: int
-    query_tile: int  # rows of a unit of prefill attention
+    query_tile: int  # tokens of a unit of prefill attention
     max_read_share: float  # bandwidth of all threads, each reading alone, over the machine's
 
     def __call__(self, plan: StepPlan) -> float:
