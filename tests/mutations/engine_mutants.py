@@ -381,6 +381,6 @@ MUTANTS = [
         "        self._misses_itl_target = bool(overrun)\n",
         "",
         "a latency target that cannot be met is logged in every step",
-        "tests/runtime/engine/test_engine.py tests/runtime/engine/test_build.py",
+        "tests/system/test_serving.py",
     ),
 ]

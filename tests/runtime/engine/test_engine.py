@@ -688,9 +688,10 @@ async def test_closing_frees_threads_at_once() -> None:
 
 async def test_an_engine_that_cannot_start_leaves_no_thread() -> None:
     before = len(os.listdir("/proc/self/task"))
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="at least 1") as failure:
         await Engine.start(EngineConfig(kv_cache_memory=1 << 20, threads=6, max_num_waiting=0))
     await until_threads_are_at_most(before + 4)
+    assert failure.value is not None, "its traceback keeps what was not closed"
 
 
 async def until_threads_are_at_most(count: int) -> None:

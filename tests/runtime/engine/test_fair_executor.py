@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -91,6 +92,21 @@ async def test_a_text_that_is_given_up_while_it_runs_frees_its_thread_later(exec
     await asyncio.sleep(0)
     work.go.set()
     assert await last == "last"
+
+
+async def test_a_text_that_is_given_up_while_it_waits_is_released(executor: FairExecutor, work: Work) -> None:
+    class Text(str):
+        """A text that can be referenced weakly."""
+
+    running = executor.submit("a", 1, work, "running")
+    text = Text("waiting")
+    kept = weakref.ref(text)
+    executor.submit("b", 1, work, text).cancel()
+    del text
+    await asyncio.sleep(0)
+    assert kept() is None
+    work.go.set()
+    await running
 
 
 async def test_closing_refuses_what_waits_and_what_comes(executor: FairExecutor, work: Work) -> None:
