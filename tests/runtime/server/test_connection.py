@@ -845,6 +845,15 @@ async def test_a_connection_with_many_frames_does_not_delay_others(server: FakeS
     assert await busy.received() == [Pong(1)] * 500
 
 
+async def test_the_incomplete_frame_of_a_lost_connection_does_not_count(server: FakeServer) -> None:
+    peer = await server.connect()
+    peer.reader.feed_data(encode(generate(1, "x" * 1000))[:-1])
+    await settle()
+    assert server.context.pending.num_bytes > 1000
+    await peer.leave()
+    assert server.context.pending.num_bytes == 0
+
+
 async def test_http_on_the_protocol_port_is_answered_in_http(
     server: FakeServer, logs: list[MutableMapping[str, Any]]
 ) -> None:
