@@ -96,6 +96,8 @@ class Connection:
                 await asyncio.wait(tasks)
                 await self._linger()
             finally:
+                if (limit := self._send_buffer.exceeded) is not None:
+                    self._log_slow_reader(limit)
                 for task in tasks:
                     task.cancel()
                 self._send_buffer.leave()
@@ -229,6 +231,11 @@ class Connection:
         )
 
     # The end
+
+    def _log_slow_reader(self, limit: str) -> None:
+        tenant = None if self._handler is None else self._handler.tenant.name
+        event = "connection closed: the client reads too slowly"
+        self._context.connection_log.write(logging.WARNING, event, limit=limit, tenant=tenant)
 
     async def _linger(self) -> None:
         """Read until the client closes: closing on unread bytes would reset the connection and lose the last frame."""

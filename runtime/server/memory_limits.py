@@ -1,8 +1,20 @@
-"""The memory that the API server process takes for its clients at most; `quire plan` and the log at start show it."""
+"""The memory that the API server process takes for its clients at most; `quire plan` and the log at start show it.
+
+Limits that are too low to work, or above this machine's memory, are refused at the start.
+"""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+from ...kernels.cpus import read_system_file
 from ..common.config import ServerConfig
+from ..common.errors import ConfigError
+from ..common.types import SamplingParams
+from ..protocol.frames import MIN_FRAME_BYTES
+from ..protocol.framing import PREFIX_BYTES
+from .replay_buffer import ENTRY_BYTES, bytes_to_reserve
 
 CONNECTION_BYTES = 16 << 10  # measured: the objects of an idle connection
 TLS_BYTES = 128 << 10  # of a connection with TLS, besides
@@ -12,6 +24,7 @@ class MemoryLimits:
     """Bytes by purpose, whatever clients do. The interpreter, the tokenizer and queued prompts come on top."""
 
     def __init__(self, config: ServerConfig) -> None:
+        self._config = config
         connection_bytes = CONNECTION_BYTES + (0 if config.tls_cert is None else TLS_BYTES)
         self.bytes_by_purpose = {
             "kept_output": config.max_kept_bytes,
@@ -30,8 +43,32 @@ class MemoryLimits:
     def total_bytes(self) -> int:
         return sum(self.bytes_by_purpose.values())
 
+    def check(self, num_tenants: int, machine_bytes: int) -> None:
+        """Raise ConfigError for a limit that is too low to work, or above the machine's memory."""
+        config = self._config
+        kept = bytes_to_reserve(SamplingParams(), 1) + ENTRY_BYTES
+        tenants = f" of each of {num_tenants} tenants" if num_tenants > 1 else ""
+        for name, least, what in (
+            ("max_outgoing_bytes", config.max_frame_bytes + PREFIX_BYTES, "one frame of `max_frame_bytes`"),
+            ("max_unsent_bytes", num_tenants * MIN_FRAME_BYTES, f"one frame{tenants}"),
+            ("max_pending_bytes", (num_tenants + 1) * MIN_FRAME_BYTES, f"one frame{tenants} and one before HELLO"),
+            ("max_kept_bytes", num_tenants * kept, f"one request{tenants}"),
+        ):
+            value = getattr(config, name)
+            if value < least:
+                raise ConfigError(f"{name} is {value} bytes; allowed: at least {least}, to hold {what}")
+            if value > machine_bytes:
+                raise ConfigError(f"{name} is {value} bytes; allowed: at most {machine_bytes}, this machine's memory")
+
     def describe(self) -> str:
         """Return the limits as text, one line per purpose."""
         lines = [(name.replace("_", " "), size, self._notes[name]) for name, size in self.bytes_by_purpose.items()]
         lines.append(("at most", self.total_bytes, ""))
         return "\n".join(f"{name:<18}{size:>18,} B  {note}".rstrip() for name, size, note in lines)
+
+
+def machine_memory_bytes(root: Path = Path("/")) -> int:
+    """Return the memory of this machine, or of this process's cgroup (v2) if that has a lower limit."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = read_system_file(root / "sys/fs/cgroup/memory.max").strip()
+    return min(machine, int(limit)) if limit.isdigit() else machine

@@ -101,7 +101,7 @@ class RequestHandler:
         self._context = context
         self._send_buffer = send_buffer
         self._pending_input = pending_input
-        self._tenant = tenant
+        self.tenant = tenant
         self.turns = tenant.turns
         self._session = tenant.name, session
         self._features = features
@@ -193,12 +193,12 @@ class RequestHandler:
             self._refuse(frame.request_id, Unavailable("the server is shutting down; send this request elsewhere"))
             return
         context, request_id = self._context, frame.request_id
-        request, delivery = engine_request(frame, self._tenant.name), self._delivery(frame)
+        request, delivery = engine_request(frame, self.tenant.name), self._delivery(frame)
         stream: OutputStream
         try:
             if frame.resumable or frame.idempotency_key is not None:
                 buffer = context.replays.open(
-                    self._tenant, request_id, request, frame.idempotency_key, resumable=frame.resumable
+                    self.tenant, request_id, request, frame.idempotency_key, resumable=frame.resumable
                 )
                 if len(buffer.subscribers) >= MAX_SUBSCRIBERS:
                     raise Overloaded(f"{MAX_SUBSCRIBERS} requests with this idempotency key are being answered")
@@ -206,7 +206,7 @@ class RequestHandler:
                 if frame.resumable:
                     context.replays.resume_index.add(self._session, request_id, subscriber)
             else:
-                stream = OutputStream(context.requests.submit(self._tenant, request_id, request), delivery)
+                stream = OutputStream(context.requests.submit(self.tenant, request_id, request), delivery)
         except Exception as error:
             self._send_refusal(request_id, quire_error(error, client_id=request_id))
             return
@@ -241,7 +241,7 @@ class RequestHandler:
             return
 
         async def tokenized() -> Tokenized:
-            tenant = self._tenant.name
+            tenant = self.tenant.name
             token_ids = await self._context.engine.tokenize(frame.text, frame.add_special_tokens, tenant=tenant)
             if len(token_ids) > MAX_ARRAY_LENGTH:
                 raise InvalidRequest(f"the text has {len(token_ids)} tokens; a frame holds at most {MAX_ARRAY_LENGTH}")
@@ -258,9 +258,9 @@ class RequestHandler:
 
     def _stats(self) -> EngineStats | TenantTotals:
         """Return the engine's statistics to an operator and to the only tenant; to others their own totals."""
-        if self._tenant.limits.operator or self._context.keyring.num_tenants == 1:
+        if self.tenant.limits.operator or self._context.keyring.num_tenants == 1:
             return self._context.engine.stats()
-        return self._tenant.totals
+        return self.tenant.totals
 
     def _answer(self, request_id: int, answer: Callable[[], Frame]) -> None:
         """Send `answer()` immediately."""
@@ -278,9 +278,9 @@ class RequestHandler:
         """Return whether a request may start under this id; send the refusal otherwise."""
         if request_id in self._tasks:
             duplicate = duplicate_frame(request_id)
-            self._context.requests.log.refused(self._tenant.name, request_id, duplicate.code)
+            self._context.requests.log.refused(self.tenant.name, request_id, duplicate.code)
             self._send_buffer.send(duplicate)
-        elif self._tenant.revoked:
+        elif self.tenant.revoked:
             self._refuse(request_id, Unauthenticated("this tenant's keys were revoked"))
         elif len(self._tasks) >= self._context.config.max_requests_per_connection:
             self._refuse(request_id, Overloaded(f"{len(self._tasks)} requests are live on this connection"))
@@ -294,7 +294,7 @@ class RequestHandler:
         self._send_refusal(request_id, error)
 
     def _send_refusal(self, request_id: int, error: QuireError) -> None:
-        self._context.requests.log.refused(self._tenant.name, request_id, error.code, error.retry_after_ms)
+        self._context.requests.log.refused(self.tenant.name, request_id, error.code, error.retry_after_ms)
         self._send_buffer.send(error_frame(request_id, error))
 
     def _start(
@@ -313,7 +313,7 @@ class RequestHandler:
         except Exception as error:
             refusal = quire_error(error, client_id=request_id)
             if request_id not in self._streams:  # a text; the end of a stream's request is logged by LiveRequest
-                self._context.requests.log.refused(self._tenant.name, request_id, refusal.code)
+                self._context.requests.log.refused(self.tenant.name, request_id, refusal.code)
             last = error_frame(request_id, refusal)
         del self._tasks[request_id]
         self._streams.pop(request_id, None)

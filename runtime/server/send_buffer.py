@@ -54,7 +54,7 @@ class SendBuffer:
         self._changed = asyncio.Event()
         self._shrank = asyncio.Event()
         self._closed = False
-        self.is_stuck = False  # the client was too slow
+        self.exceeded: str | None = None  # the limit, if the client was too slow for it
         self.max_frame_bytes = MAX_FRAME_BYTES  # that the client takes; set with WELCOME
         # With a limit of 1, drain() waits until the system has taken all but one byte, so a time limit on it measures
         # progress. With a limit of 0 a TLS transport would never write again: to it, an empty buffer is full.
@@ -100,7 +100,7 @@ class SendBuffer:
         """End the stream with the most waiting output, or the connection if more frames than that are unsent."""
         stream = max(self._waiting, key=self._waiting.__getitem__, default=None)
         if stream is None or self._waiting[stream] < len(self._unsent):
-            self._give_up()
+            self._give_up(limit)
             return
         stream.shed(
             DeadlineExceeded(
@@ -108,6 +108,11 @@ class SendBuffer:
                 f"{limit}; grant CREDIT as you read"
             )
         )
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the client was too slow."""
+        return self.exceeded is not None
 
     @property
     def is_long(self) -> bool:
@@ -170,13 +175,13 @@ class SendBuffer:
             async with asyncio.timeout(self._write_timeout_s):
                 await self._writer.drain()
         except TimeoutError:
-            self._give_up()
+            self._give_up(f"a write took longer than {self._write_timeout_s:g} s (`write_timeout_ms`)")
         finally:
             self._writing_bytes = 0
             self._count_frames()
 
-    def _give_up(self) -> None:
-        self.is_stuck = True
+    def _give_up(self, limit: str) -> None:
+        self.exceeded = limit
         self.close()
         self._writing_bytes = 0
         self._unsent.clear()

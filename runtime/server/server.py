@@ -21,7 +21,7 @@ from .auth import Keyring
 from .connection import Connection
 from .listen import ListeningSocket, fit_connections, is_loopback, listen_tcp, listen_unix
 from .live_requests import LiveRequests
-from .memory_limits import MemoryLimits
+from .memory_limits import MemoryLimits, machine_memory_bytes
 from .monitoring import (
     ClientLoad,
     OperatorServer,
@@ -239,8 +239,9 @@ class Server:
 
 
 async def check_config(config: ServerConfig) -> tuple[Keyring, TLS | None]:
-    """Check what needs no engine: keys and certificate, which are returned, and the address. Raises ConfigError."""
+    """Check what needs no engine: keys and certificate, which are returned, limits and address. Raises ConfigError."""
     keyring, tls = Keyring.of(config), TLS.of(config)
+    MemoryLimits(config).check(keyring.num_tenants, machine_memory_bytes())
     has_keys = config.token is not None or config.auth_tokens is not None
     if config.uds is None and not has_keys and not await is_loopback(config.host):
         raise ConfigError(

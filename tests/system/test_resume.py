@@ -141,7 +141,7 @@ async def test_resumed_with_credit(system: Any) -> None:
 
 async def test_a_long_replay_waits_for_its_reader(serve: Serve) -> None:
     """The replay is longer than what a connection may have unsent."""
-    system = await serve(max_outgoing_bytes=200_000)
+    system = await serve(max_outgoing_bytes=200_000, max_frame_bytes=64 << 10)
     system.engine.text_bytes = 10_000
     client, session = await greet(system)
     generate(client, 1, "hi", {"max_tokens": 400}, resumable=True)

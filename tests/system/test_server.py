@@ -282,7 +282,10 @@ async def stuck_reader(system: Any) -> Any:
 
 @pytest.mark.parametrize(
     "limits",
-    [{"max_outgoing_bytes": 200_000}, {"write_timeout_ms": 500, "max_outgoing_bytes": 1 << 30}],
+    [
+        {"max_outgoing_bytes": 200_000, "max_frame_bytes": 64 << 10},
+        {"write_timeout_ms": 500, "max_outgoing_bytes": 1 << 30},
+    ],
     ids=["by bytes", "by time"],
 )
 async def test_a_slow_reader_loses_its_connection_only(

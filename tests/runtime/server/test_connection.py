@@ -642,6 +642,34 @@ async def test_a_reader_that_takes_nothing_in_time_counts_as_a_slow_reader(
     assert server.metric('quire_cancelled_total{cause="disconnect"}') == (1 if "resumable" in kind else 0)
 
 
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({"write_timeout_ms": 1000}, "a write took longer than 1 s (`write_timeout_ms`)"),
+        ({"max_outgoing_bytes": 50_000}, "all output of a connection may be 50000 bytes (`max_outgoing_bytes`)"),
+        ({"max_unsent_bytes": 50_000}, "all output of this tenant may be 50000 bytes (a share of `max_unsent_bytes`)"),
+    ],
+    ids=["time", "connection", "tenant"],
+)
+async def test_a_connection_closed_as_too_slow_is_logged(
+    serve: Serve, clock: FakeClock, logs: list[Any], settings: dict[str, int], limit: str
+) -> None:
+    server = serve(tenants=["ann"], **settings)
+    other = await server.connect(token="ann")
+    peer = await server.connect(token="ann")
+    peer.writer.stop_reading()
+    await peer.ask(generate(1))
+    await server.engine.last.put(*(chunk(index, text="x" * 9000) for index in range(5)))
+    await other.ask(generate(1))
+    await server.engine.last.put(chunk(0, text="x" * 9000), chunk(1, last=True))
+    for _ in range(10):
+        await peer.ask(*(Ping(number) for number in range(500)))
+    await clock.advance(1)
+    lines = [line for line in logs if line["event"] == "connection closed: the client reads too slowly"]
+    assert [(line["limit"], line["tenant"], line["log_level"]) for line in lines] == [(limit, "ann", "warning")]
+    assert server.metric('quire_cancelled_total{cause="slow_reader"}') == 1
+
+
 async def test_a_reader_with_too_many_unsent_bytes_counts_as_a_slow_reader(serve: Serve) -> None:
     server = serve(max_outgoing_bytes=1_000_000)
     peer = await server.connect()
