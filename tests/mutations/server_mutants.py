@@ -191,7 +191,7 @@ MUTANTS = [
     ),
     Mutant(
         SEND,
-        "        self.is_stuck = True\n",
+        "        self.exceeded = limit\n",
         "",
         "slow readers are counted as disconnects",
         FLOW,
@@ -232,7 +232,7 @@ MUTANTS = [
     ),
     Mutant(
         HANDLER,
-        "        elif self._tenant.revoked:",
+        "        elif self.tenant.revoked:",
         "        elif False:",
         "a tenant whose keys were removed goes on over its open connections",
         "tests/runtime/server tests/system/test_security.py",
