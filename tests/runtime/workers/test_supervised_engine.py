@@ -392,6 +392,22 @@ async def test_a_request_cancelled_while_no_process_runs_ends_at_once(
     assert second.sent_ids() == [2]
 
 
+@pytest.mark.parametrize("end", ["cancel", "deadline"])
+async def test_a_drain_ends_with_the_last_request_between_two_processes(
+    engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener, end: str
+) -> None:
+    await engine.add(new_requests(1, deadline=loop_clock() + 5 if end == "deadline" else None))
+    processes.makes_ready = False
+    processes.last.exit(1)
+    await processes.next()
+    draining = asyncio.create_task(engine.drain())
+    await asyncio.sleep(0.01)
+    if end == "cancel":
+        engine.cancel(1)
+    await asyncio.wait_for(draining, 10)
+    assert listener.ends() == {1: "cancelled" if end == "cancel" else DEADLINE_PASSED}
+
+
 async def test_a_cancelled_request_whose_process_ends_first_is_cancelled_and_not_replayed(
     engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener
 ) -> None:
