@@ -10,6 +10,7 @@ cdef extern from "simd/tiles.h" nogil:
         QUIRE_F32
         QUIRE_BF16
         QUIRE_Q8
+        QUIRE_Q4
         QUIRE_STORE
         QUIRE_ADD
         QUIRE_SWIGLU
@@ -30,6 +31,7 @@ cdef extern from "simd/tiles.h" nogil:
 
     ctypedef struct quire_linear_tile:
         const void *w
+        void *scratch
         const uint16_t *scales
         int64_t panel_bytes
         quire_rows a
@@ -77,8 +79,8 @@ cdef extern from "simd/tiles.h" nogil:
 
     ctypedef struct quire_tiles:
         const char *name
-        int linear_rows[3]
-        void (*linear[3])(int rows, const quire_linear_tile *t) noexcept nogil
+        int linear_rows[4]
+        void (*linear[4])(int rows, const quire_linear_tile *t) noexcept nogil
         void (*attention[3])(int rows, const quire_attention_tile *t) noexcept nogil
         void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                       float *total_m, float *total_l, float *total_o) noexcept nogil
@@ -92,6 +94,7 @@ cdef extern from "simd/tiles.h" nogil:
         void (*to_bf16)(const float *x, int64_t n, uint16_t *out) noexcept nogil
         void (*unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane,
                               float *out) noexcept nogil
+        void (*quantise_q4)(const float *w, uint16_t *scales, void *block) noexcept nogil
         void (*block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *maxima,
                              int64_t maxima_stride) noexcept nogil
         int64_t (*argmax)(const float *x, int64_t n, float *max) noexcept nogil
@@ -102,6 +105,7 @@ cdef extern from "simd/tiles.h" nogil:
         void (*end)() noexcept nogil
 
     int64_t quire_itemsize(int dtype)
+    int64_t quire_panel_bytes(int dtype, int64_t width)
     const char *quire_isa_obstacle(int level)
     const quire_tiles *quire_isa_tiles(int level)
 

@@ -1,4 +1,5 @@
-DTYPE_CODES: dict[str, int]  # dtypes of weights and activations, as in simd/tiles.h
+DTYPE_CODES: dict[str, int]  # dtypes of activations, as in simd/tiles.h
+WEIGHT_CODES: dict[str, int]  # dtypes of weights
 NAMES: tuple[str, ...]  # the levels of this build, lowest first
 
 def supported_levels() -> tuple[str, ...]:

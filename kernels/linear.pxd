@@ -13,14 +13,15 @@ cdef struct LinearOp:
     quire_output converted
     float *maxima                   # [rows][maxima_width], the maximum of each block of out; or NULL
     int64_t maxima_width
+    int weight_dtype
     const char *panels
-    const uint16_t *scales          # q8, else NULL
+    const uint16_t *scales          # q8, q4, else NULL
     int64_t num_blocks              # of 32 columns of out
     int64_t panel_bytes
     const float *bias               # [16 * panels] or NULL
     int epilogue
     bint sampled                    # computes only the rows that sample
 
-cdef int64_t linear_scratch_bytes() noexcept
+cdef int64_t linear_scratch_bytes(int64_t q4_width) noexcept
 cdef void run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, int worker,
                      int workers) noexcept nogil

@@ -4,7 +4,8 @@
 Each worker computes a fixed range of blocks of 32 output columns with the whole of K, so the number of threads never
 changes a bit. A block has its own scale, so a worker also converts its blocks to the dtype the next op reads.
 """
-from .isa cimport QUIRE_BLOCK, QUIRE_F32, QUIRE_Q8, QUIRE_SWIGLU, quire_itemsize, quire_linear_tile
+from .isa cimport (QUIRE_BLOCK, QUIRE_F32, QUIRE_Q8, QUIRE_SWIGLU, quire_itemsize, quire_linear_tile,
+                   quire_panel_bytes)
 
 cdef enum:
     ROWS_IN_CACHE = 192             # activations that stay in L2 while a worker's panels pass over them
@@ -15,8 +16,9 @@ cdef struct Scratch:                # of one worker
     float block[ROWS_IN_CACHE * QUIRE_BLOCK]    # f32 results that are converted
 
 
-cdef int64_t linear_scratch_bytes() noexcept:
-    return sizeof(Scratch)
+cdef int64_t linear_scratch_bytes(int64_t q4_width) noexcept:
+    """Return the bytes of one worker: its `Scratch`, then a pair of q4 panels of up to `q4_width` widened to q8."""
+    return sizeof(Scratch) + 2 * quire_panel_bytes(QUIRE_Q8, q4_width)
 
 
 cdef void run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, int worker,
@@ -43,10 +45,10 @@ cdef void _compute_block(const LinearOp *op, const quire_tiles *tiles, int64_t b
         stride = op.out.rows.width
         y = <float *>op.out.rows.data + row * stride + block * QUIRE_BLOCK
     if op.epilogue == QUIRE_SWIGLU:         # a pair of panels holds 16 columns of gate and 16 of up
-        _multiply(op, tiles, 2 * block, row, end, scratch.factors, y, stride)
-        _multiply(op, tiles, 2 * block + 1, row, end, scratch.factors, y + 16, stride)
+        _multiply(op, tiles, 2 * block, row, end, scratch, y, stride)
+        _multiply(op, tiles, 2 * block + 1, row, end, scratch, y + 16, stride)
     else:
-        _multiply(op, tiles, block, row, end, scratch.factors, y, stride)
+        _multiply(op, tiles, block, row, end, scratch, y, stride)
     if op.converts:
         tiles.convert(y, stride, end - row, QUIRE_BLOCK, &op.converted, row, block * QUIRE_BLOCK)
     if op.maxima != NULL:
@@ -55,20 +57,21 @@ cdef void _compute_block(const LinearOp *op, const quire_tiles *tiles, int64_t b
 
 
 cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, int64_t row, int64_t end,
-                    const float *factors, float *y, int64_t stride) noexcept nogil:
+                    Scratch *scratch, float *y, int64_t stride) noexcept nogil:
     """Multiply rows [row, end) by one pair of panels, split evenly so that no tile is left with a single row.
 
     Each tile prefetches an equal share of the next pair, so that memory never waits for arithmetic.
     """
     cdef quire_linear_tile tile
     cdef int64_t width = op.input.rows.width
-    cdef int64_t most = tiles.linear_rows[op.input.dtype], calls = (end - row + most - 1) // most, call, n
+    cdef int64_t most = tiles.linear_rows[op.weight_dtype], calls = (end - row + most - 1) // most, call, n
     cdef int64_t lines = 2 * op.panel_bytes // (width // 32) // 64        # of the next pair, per 32 of K
     tile.w = op.panels + 2 * pair * op.panel_bytes
     tile.scales = op.scales + pair * width if op.scales != NULL else NULL    # 2 panels * width / 32 * 16
     tile.panel_bytes = op.panel_bytes
     tile.next = <const char *>tile.w + 2 * op.panel_bytes
-    tile.factors = factors if op.squares != NULL else NULL
+    tile.scratch = scratch + 1
+    tile.factors = scratch.factors if op.squares != NULL else NULL
     tile.bias = op.bias + 32 * pair if op.bias != NULL else NULL
     tile.c, tile.ldc = y, stride
     tile.epilogue = op.epilogue
@@ -80,7 +83,7 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, 
         if op.input.dtype == QUIRE_Q8:
             tile.a.scales = op.input.rows.scales + row * (width // 32)
             tile.a.sums = op.input.rows.sums + row * (width // 32)
-        tiles.linear[op.input.dtype](<int>n, &tile)
+        tiles.linear[op.weight_dtype](<int>n, &tile)
         tile.next += tile.next_lines * 64 * (width // 32)
         tile.c += n * stride
         if tile.factors != NULL:

@@ -16,11 +16,13 @@ import numpy.typing as npt
 
 from .pack import PackedMatrix
 
-DType = Literal["f32", "bf16", "q8"]
+DType = Literal["f32", "bf16", "q8"]  # of activations
+WeightDtype = Literal["bf16", "q8", "q4", "f32"]
 Epilogue = Literal["store", "add", "swiglu"]
 
 KVDtype = Literal["bf16", "f32", "int8"]
 QUERY_DTYPES: dict[KVDtype, DType] = {"bf16": "bf16", "f32": "f32", "int8": "q8"}  # of queries, by the KV cache's dtype
+INPUT_DTYPES: dict[WeightDtype, DType] = {"bf16": "bf16", "q8": "q8", "q4": "q8", "f32": "f32"}  # by the weight's dtype
 BLOCK = 32  # columns that share one activation scale; every row is padded to a multiple of it
 ALIGNMENT = 64  # bytes; of every plane of a region
 
@@ -100,7 +102,7 @@ class Linear:
     any dtype, but f32 with `add`, `normed` or `maxima`: the maximum of each 32 columns, NaN if one of them is NaN.
     """
 
-    input: Region | Normed  # in the weight's own dtype [rows, in_features]
+    input: Region | Normed  # [rows, in_features] in the dtype of INPUT_DTYPES
     weight: PackedMatrix
     bias: npt.NDArray[np.float32] | None  # [out_features], laid out as the weight's columns
     out: Region

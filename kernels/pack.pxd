@@ -1,5 +1,7 @@
 from libc.stdint cimport int64_t, uint8_t, uint16_t
 
+from .isa cimport quire_tiles
+
 cdef class PackedMatrix:
     cdef object memory
     cdef char *data
@@ -12,6 +14,8 @@ cdef class PackedMatrix:
     cdef int64_t width              # in_features padded to 32
     cdef int64_t panels             # of 16 columns; even
     cdef int64_t panel_bytes
+    cdef const quire_tiles *tiles
 
     cdef void _fill_column(self, const float *row, int64_t column) noexcept nogil
+    cdef void _fill_q4(self, const float *rows, int64_t column, int64_t count) noexcept nogil
     cdef void _quantise(self, const float *w, int64_t n, uint8_t *tile, uint16_t *scale) noexcept nogil

@@ -5,20 +5,21 @@ Padding is zero, so padded columns and rows contribute exactly nothing.
 """
 from libc.math cimport fabsf, isfinite, rintf
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
 
 import numpy as np
 
-from .isa import DTYPE_CODES
-from .isa cimport QUIRE_BF16, QUIRE_F32, quire_itemsize, quire_tiles, tiles_of
+from .isa import WEIGHT_CODES
+from .isa cimport QUIRE_BF16, QUIRE_F32, QUIRE_Q4, quire_panel_bytes, quire_tiles, tiles_of
 
 _ROWS_AT_ONCE = 1024    # rows of the source that are widened to f32 at a time
+_ZEROS = {"q8": 0x80, "q4": 0x88}    # bytes of padding: weights are stored unsigned
 
 
 def packed_nbytes(out_features, in_features, dtype):
     columns, width = _padded(out_features), _padded(in_features)
-    scales = columns * width // 32 * 2 if dtype == "q8" else 0
-    return columns * width * quire_itemsize(DTYPE_CODES[dtype]) + scales
+    scales = columns * width // 32 * 2 if dtype in _ZEROS else 0
+    return columns // 16 * quire_panel_bytes(WEIGHT_CODES[dtype], width) + scales
 
 
 def _padded(n):
@@ -27,8 +28,8 @@ def _padded(n):
 
 cdef class PackedMatrix:
     def __init__(self, out_features, in_features, dtype, memory):
-        if dtype not in DTYPE_CODES:
-            raise ValueError(f"weight dtype must be one of {', '.join(DTYPE_CODES)}, not {dtype!r}")
+        if dtype not in WEIGHT_CODES:
+            raise ValueError(f"weight dtype must be one of {', '.join(WEIGHT_CODES)}, not {dtype!r}")
         if out_features < 1 or in_features < 1:
             raise ValueError(f"a matrix needs positive sizes, not {out_features} x {in_features}")
         self.nbytes = packed_nbytes(out_features, in_features, dtype)
@@ -40,13 +41,13 @@ cdef class PackedMatrix:
         self.memory = memory
         self.data = <char *>&view[0]
         self.out_features, self.in_features, self.dtype = out_features, in_features, dtype
-        self.dtype_code = DTYPE_CODES[dtype]
+        self.dtype_code, self.tiles = WEIGHT_CODES[dtype], tiles_of(None)
         self.width = _padded(in_features)
         self.panels = _padded(out_features) // 16
-        self.panel_bytes = self.width * 16 * quire_itemsize(self.dtype_code)
-        self.scales = <uint16_t *>(self.data + self.panels * self.panel_bytes) if dtype == "q8" else NULL
-        if dtype == "q8":
-            memory[: self.panels * self.panel_bytes] = 0x80    # weights are stored unsigned: 128 is zero
+        self.panel_bytes = quire_panel_bytes(self.dtype_code, self.width)
+        self.scales = <uint16_t *>(self.data + self.panels * self.panel_bytes) if dtype in _ZEROS else NULL
+        if dtype in _ZEROS:
+            memory[: self.panels * self.panel_bytes] = _ZEROS[dtype]
 
     def fill(self, source, start=0, interleave=None):
         if source.ndim != 2 or source.shape[1] != self.in_features:
@@ -60,13 +61,21 @@ cdef class PackedMatrix:
         if first < 0 or last >= self.panels * 16:
             raise ValueError(f"columns up to {last} do not fit a matrix of {self.out_features}")
         cdef const float[:, ::1] rows
-        cdef int64_t row, base
+        cdef int64_t row, base, column, count
         cdef int phase = -1 if interleave is None else interleave
         for base in range(0, n, _ROWS_AT_ONCE):
             rows = _widened(source[base:base + _ROWS_AT_ONCE])
+            row = 0
             with nogil:
-                for row in range(rows.shape[0]):
-                    self._fill_column(&rows[row, 0], _column(first, base + row, phase))
+                while row < rows.shape[0]:
+                    column, count = _column(first, base + row, phase), 1
+                    if self.dtype_code == QUIRE_Q4:
+                        # rows that are consecutive columns of one panel
+                        count = min(16 - column % 16, 16 - row % 16, rows.shape[0] - row)
+                        self._fill_q4(&rows[row, 0], column, count)
+                    else:
+                        self._fill_column(&rows[row, 0], column)
+                    row += count
 
     cdef void _fill_column(self, const float *row, int64_t column) noexcept nogil:
         cdef char *panel = self.data + column // 16 * self.panel_bytes
@@ -81,6 +90,25 @@ cdef class PackedMatrix:
             for k in range(0, self.in_features, 32):
                 self._quantise(row + k, min(32, self.in_features - k), <uint8_t *>panel + k * 16 + lane * 4,
                                self.scales + (column // 16 * self.width + k) // 2 + lane)
+
+    cdef void _fill_q4(self, const float *rows, int64_t column, int64_t count) noexcept nogil:
+        """Quantise `count` columns of one panel from `column` on, a block of 32 along K of all of them at a time."""
+        cdef float w[32 * 16]
+        cdef uint8_t packed[256]
+        cdef uint16_t fitted[16]
+        cdef char *block = self.data + column // 16 * self.panel_bytes
+        cdef uint16_t *scales = self.scales + column // 16 * self.width // 2
+        cdef int64_t lane = column % 16, row, k, i, line
+        memset(w, 0, sizeof(w))
+        for k in range(0, self.in_features, 32):
+            for row in range(count):
+                for i in range(32):
+                    w[i * 16 + lane + row] = rows[row * self.in_features + k + i] if k + i < self.in_features else 0
+            self.tiles.quantise_q4(w, fitted, packed)
+            memcpy(scales + lane, fitted + lane, count * 2)
+            for line in range(4):
+                memcpy(block + line * 64 + lane * 4, packed + line * 64 + lane * 4, count * 4)
+            block, scales = block + 256, scales + 16
 
     cdef void _quantise(self, const float *w, int64_t n, uint8_t *tile, uint16_t *scale) noexcept nogil:
         """Quantise one block of at most 32 along K as Q8_0 does: the scale is max|w| / 127 in fp16."""

@@ -31,7 +31,7 @@ class PageLayout(Protocol):
     @property
     def head_bytes(self) -> int: ...
 
-def scratch_nbytes(head_dim: int, workers: int) -> int:
+def scratch_nbytes(head_dim: int, workers: int, ops: Sequence[Op]) -> int:
     """Return the bytes of the workers' scratch, which a program allocates besides its arena."""
 
 class Program:

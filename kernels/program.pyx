@@ -14,7 +14,7 @@ from .isa cimport (QUIRE_ADD, QUIRE_MAX_HEAD, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_T
                    quire_output, tiles_of)
 from .isa import DTYPE_CODES
 from .linear cimport LinearOp, linear_scratch_bytes
-from .ops import BLOCK, QUERY_DTYPES, Attention, Convert, Embed, Gather, Linear, Normed, aligned, padded
+from .ops import BLOCK, INPUT_DTYPES, QUERY_DTYPES, Attention, Convert, Embed, Gather, Linear, Normed, aligned, padded
 from .pack cimport PackedMatrix
 from .pool cimport Pool, quire_pool_run
 from .replay cimport ATTENTION, CONVERT, EMBED, GATHER, LINEAR, Record, Replay, replay_ops
@@ -25,9 +25,10 @@ _NUMPY_DTYPES = {"f32": np.float32, "bf16": np.uint16, "q8": np.int8}
 _EPILOGUES = {"store": QUIRE_STORE, "add": QUIRE_ADD, "swiglu": QUIRE_SWIGLU}
 
 
-def scratch_nbytes(head_dim, workers):
+def scratch_nbytes(head_dim, workers, ops):
     """Return the bytes of all workers' scratch: each worker's own, which every op uses, and the heads they share."""
-    own = aligned(max(attention_scratch_bytes(padded(head_dim)), linear_scratch_bytes()))
+    widths = [padded(op.weight.in_features) for op in ops if isinstance(op, Linear) and op.weight.dtype == "q4"]
+    own = aligned(max(attention_scratch_bytes(padded(head_dim)), linear_scratch_bytes(max(widths, default=0))))
     return workers * (own + attention_shared_bytes(padded(head_dim)))
 
 
@@ -49,23 +50,23 @@ cdef class Program:
         self.windows = np.array(kv_layout.group_windows, np.int64)
         self.max_positions = 2**31 - 1
         self.keep_alive, self.sampled = [kv_memory], set()
-        self._allocate(len(ops), arena_bytes)
+        self._allocate(ops, arena_bytes)
         self._lay_out_pages(kv_memory, kv_layout)
         for index, op in enumerate(ops):
             self._add(&self.replay.records[index], op)
         self.replay.num_records = len(ops)
         self.replay.tiles, self.replay.pool = tiles_of(isa), pool.pool
 
-    cdef _allocate(self, num_ops, arena_bytes):
+    cdef _allocate(self, ops, arena_bytes):
         """Allocate the arena, the op records and the workers' scratch: all memory of the program."""
         self.arena_bytes = arena_bytes
         self.arena = _aligned_zeros(arena_bytes)
         cdef char[::1] arena = self.arena
         self.arena_data = &arena[0]
-        self.records = _aligned_zeros(max(1, num_ops) * sizeof(Record))
+        self.records = _aligned_zeros(max(1, len(ops)) * sizeof(Record))
         cdef char[::1] records = self.records
         self.replay.records = <Record *>&records[0]
-        self.scratch = _aligned_zeros(scratch_nbytes(self.head_dim, self.pool.workers))
+        self.scratch = _aligned_zeros(scratch_nbytes(self.head_dim, self.pool.workers, ops))
         cdef char[::1] scratch = self.scratch
         self.replay.step.scratch = &scratch[0]
         self.replay.step.scratch_bytes = scratch.shape[0] // self.pool.workers
@@ -152,6 +153,7 @@ cdef class Program:
             linear.converts, linear.converted = True, self._output(op.out, columns, rows)
         self._add_maxima(linear, op, rows)
         linear.panels, linear.scales, linear.panel_bytes = weight.data, weight.scales, weight.panel_bytes
+        linear.weight_dtype = weight.dtype_code
         linear.num_blocks = num_blocks
         linear.bias = self._vector(op.bias, weight.out_features, weight.panels * 16) if op.bias is not None else NULL
         linear.epilogue = _EPILOGUES[op.epilogue]
@@ -172,7 +174,7 @@ cdef class Program:
             squares = self._value(source.squares, padded(weight.in_features) // BLOCK, "f32", rows)
             linear.squares, linear.squares_width = <float *>squares.rows.data, squares.rows.width
             linear.eps, source = source.eps, source.data
-        linear.input = self._value(source, weight.in_features, weight.dtype, rows)
+        linear.input = self._value(source, weight.in_features, INPUT_DTYPES[weight.dtype], rows)
 
     cdef _add_heads(self, HeadsOp *heads, op, group):
         cdef const float[:, ::1] rotary = op.rotary

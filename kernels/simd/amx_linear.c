@@ -72,14 +72,14 @@ void LEVEL(linear_bf16)(int rows, const quire_linear_tile *t) {
   }
 }
 
-// Rows that do not fill a tile: the function of the avx512 level, with an equal share of the prefetching per call.
-static void multiply_few_rows(int rows, quire_linear_tile t) {
+// Rows that do not fill a tile: a function of the avx512 level, with an equal share of the prefetching per call.
+static void multiply_few_rows(void (*linear)(int rows, const quire_linear_tile *t), int rows, quire_linear_tile t) {
   const int64_t blocks = t.a.width / 32;
   const int calls = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS, lines = t.next_lines;
   for (int call = 0; call < calls; call++) {
     const int n = rows / (calls - call);
     t.next_lines = lines * (call + 1) / calls - lines * call / calls;
-    ISA(linear_q8)(n, &t);
+    linear(n, &t);
     t.next += t.next_lines * 64 * blocks;
     t.a.data = (char *)t.a.data + n * t.a.width;
     t.a.scales += n * blocks;
@@ -115,5 +115,27 @@ void LEVEL(linear_q8)(int rows, const quire_linear_tile *t) {
     if (part.factors) part.factors += TILE_ROWS;
   }
   if (passes) part.next_lines = 0;
-  multiply_few_rows(rows % TILE_ROWS, part);
+  multiply_few_rows(ISA(linear_q8), rows % TILE_ROWS, part);
+}
+
+// Blocks of q4 panels as blocks of q8 panels: w + 8 to w + 128.
+static void widen_q4(const uint8_t *w, int64_t blocks, uint8_t *out) {
+  for (int64_t b = 0; b < blocks; b++, w += 256, out += 512)
+    for (int i = 0; i < 256; i++) {
+      out[i] = (uint8_t)((w[i] & 15) + 120);
+      out[256 + i] = (uint8_t)((w[i] >> 4) + 120);
+    }
+}
+
+// q4 for rows that fill two tiles: widened to q8 once per call, which computes the same integers, so the same bits.
+void LEVEL(linear_q4)(int rows, const quire_linear_tile *t) {
+  if (rows < 2 * TILE_ROWS) {
+    multiply_few_rows(ISA(linear_q4), rows, *t);
+    return;
+  }
+  quire_linear_tile widened = *t;
+  widen_q4(t->w, 2 * t->a.width / 32, t->scratch);
+  widened.w = t->scratch;
+  widened.panel_bytes = quire_panel_bytes(QUIRE_Q8, t->a.width);
+  LEVEL(linear_q8)(rows, &widened);
 }

@@ -18,6 +18,7 @@
 void ISA(linear_f32)(int rows, const quire_linear_tile *t);
 void ISA(linear_bf16)(int rows, const quire_linear_tile *t);
 void ISA(linear_q8)(int rows, const quire_linear_tile *t);
+void ISA(linear_q4)(int rows, const quire_linear_tile *t);
 void ISA(attention_f32)(int rows, const quire_attention_tile *t);
 void ISA(attention_bf16)(int rows, const quire_attention_tile *t);
 void ISA(attention_int8)(int rows, const quire_attention_tile *t);
@@ -31,6 +32,7 @@ void ISA(store_key)(const float *x, int64_t slot, const quire_page *page);
 void ISA(store_value)(const float *x, int64_t slot, const quire_page *page);
 void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out);
 void ISA(unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane, float *out);
+void ISA(quantise_q4)(const float *w, uint16_t *scales, void *block);
 void ISA(block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *maxima,
                        int64_t maxima_stride);
 int64_t ISA(argmax)(const float *x, int64_t n, float *max);
@@ -43,6 +45,7 @@ int64_t ISA(peak)(int dtype, int64_t steps, const void *w, const void *a, float 
 enum { AMX_LINEAR_ROWS = 192 };  // as many as stay in L2, ROWS_IN_CACHE in ../linear.pyx
 void LEVEL(linear_bf16)(int rows, const quire_linear_tile *t);
 void LEVEL(linear_q8)(int rows, const quire_linear_tile *t);
+void LEVEL(linear_q4)(int rows, const quire_linear_tile *t);
 void LEVEL(attention_bf16)(int rows, const quire_attention_tile *t);
 void LEVEL(attention_int8)(int rows, const quire_attention_tile *t);
 int64_t LEVEL(peak)(int dtype, int64_t steps, const void *w, const void *a, float *result);

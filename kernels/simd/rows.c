@@ -78,8 +78,12 @@ void ISA(unpack_column)(const void *panel, const uint16_t *scales, int dtype, in
       vf_store(out + k, vf_load_bf16(h));
       continue;
     }
-    for (int i = 0; i < 16; i++)
-      x[i] = (float)(((const uint8_t *)panel)[(k + i) / 4 * 64 + lane * 4 + (k + i) % 4] - 128);
+    for (int i = 0; i < 16; i++) {
+      const uint8_t *block = (const uint8_t *)panel + k / 32 * (dtype == QUIRE_Q4 ? 256 : 512);
+      const int at = i / 4 * 64 + lane * 4 + i % 4;  // of the first 16 of K; q4 has the other 16 in the high halves
+      if (dtype == QUIRE_Q4) x[i] = (float)((k % 32 ? block[at] >> 4 : block[at] & 15) - 8);
+      else x[i] = (float)(block[k % 32 * 16 + at] - 128);
+    }
     vf_store(s, vf_load_f16(scales + k / 32 * 16));
     vf_store(out + k, vf_mul(vf_load(x), vf_set1(s[lane])));
   }

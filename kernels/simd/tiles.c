@@ -11,8 +11,8 @@
 
 const quire_tiles LEVEL(quire_tiles) = {
     .name = LEVEL_NAME,
-    .linear_rows = {LINEAR_ROWS, LINEAR_ROWS_ON_TILES, LINEAR_ROWS_ON_TILES},
-    .linear = {ISA(linear_f32), LEVEL(linear_bf16), LEVEL(linear_q8)},
+    .linear_rows = {LINEAR_ROWS, LINEAR_ROWS_ON_TILES, LINEAR_ROWS_ON_TILES, LINEAR_ROWS_ON_TILES},
+    .linear = {ISA(linear_f32), LEVEL(linear_bf16), LEVEL(linear_q8), LEVEL(linear_q4)},
     .attention = {ISA(attention_f32), LEVEL(attention_bf16), LEVEL(attention_int8)},
     .merge = ISA(merge),
     .convert = ISA(convert),
@@ -22,6 +22,7 @@ const quire_tiles LEVEL(quire_tiles) = {
     .store_value = ISA(store_value),
     .to_bf16 = ISA(to_bf16),
     .unpack_column = ISA(unpack_column),
+    .quantise_q4 = ISA(quantise_q4),
     .block_maxima = ISA(block_maxima),
     .argmax = ISA(argmax),
     .sum_exp = ISA(sum_exp),

@@ -5,11 +5,15 @@
 #include <stdint.h>
 
 enum { QUIRE_LANES = 16, QUIRE_BLOCK = 32, QUIRE_TILE = 64, QUIRE_MAX_HEAD = 512 };
-enum { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_Q8 = 2 };                    // dtypes of weights and activations
+enum { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_Q8 = 2, QUIRE_Q4 = 3 };      // dtypes of weights; the first three of activations
 enum { QUIRE_STORE = 0, QUIRE_ADD = 1, QUIRE_SWIGLU = 2 };               // epilogues
 
 static inline __attribute__((always_inline)) int64_t quire_itemsize(const int dtype) {
   return dtype == QUIRE_F32 ? 4 : dtype == QUIRE_BF16 ? 2 : 1;
+}
+// Of 16 columns and `width` of K, without scales.
+static inline __attribute__((always_inline)) int64_t quire_panel_bytes(const int dtype, const int64_t width) {
+  return dtype == QUIRE_Q4 ? width * 8 : width * 16 * quire_itemsize(dtype);
 }
 
 // Activations of one dtype: [rows][width], width a multiple of 32, padding zero.
@@ -32,8 +36,9 @@ typedef struct {
 // `rows` rows times one pair of 16-column panels. `a` points at the first row.
 typedef struct {
   const void *w;           // first panel; the second follows `panel_bytes` later
-  const uint16_t *scales;  // q8: fp16 [width/32][16] of the first panel; the second follows at width/32*16
+  const uint16_t *scales;  // q8, q4: fp16 [width/32][16] of the first panel; the second follows at width/32*16
   int64_t panel_bytes;
+  void *scratch;           // q4: for the pair of panels widened to q8
   quire_rows a;
   const float *factors;    // [rows], multiply each row's sums; or NULL
   const float *bias;       // [32] or NULL
@@ -83,8 +88,8 @@ typedef struct {
 
 typedef struct {
   const char *name;
-  int linear_rows[3];  // maximum rows of one linear tile, by dtype
-  void (*linear[3])(int rows, const quire_linear_tile *t);
+  int linear_rows[4];  // maximum rows of one linear tile, by dtype of the weight; q4 multiplies q8 activations
+  void (*linear[4])(int rows, const quire_linear_tile *t);
   void (*attention[3])(int rows, const quire_attention_tile *t);  // by KV dtype
 
   // total = merge(total, split); the split's state may be reused afterwards
@@ -106,6 +111,8 @@ typedef struct {
   void (*store_value)(const float *x, int64_t slot, const quire_page *page);
   void (*to_bf16)(const float *x, int64_t n, uint16_t *out);      // n a multiple of 16
   void (*unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane, float *out);
+  // Quantise one block of a q4 panel, w [32][16]: fp16 scales [16] of least squared error, and 256 bytes of the panel.
+  void (*quantise_q4)(const float *w, uint16_t *scales, void *block);
 
   // maxima[i * maxima_stride] = max(x[i * stride ...]) over `columns` <= 32 columns; NaN if one of them is NaN
   void (*block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *maxima,

@@ -154,3 +154,32 @@ static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
   const __m256i x = _mm256_set1_epi32(quad);
   return (vi){dot4_half(acc.lo, w.lo, x), dot4_half(acc.hi, w.hi, x)};
 }
+
+// 64 bytes of a q4 panel: w + 8 of one line in the low halves, of another line in the high halves. vn_start .. vn_end is
+// the dot of these unsigned weights; the start may be given at either end.
+// maddubs cannot saturate here: 32 products of at most 15 * 128 in two sums each fit into 16 bits.
+typedef struct { __m256i lo, hi; } wq4;
+typedef struct { __m256i lo, hi; } vn;  // of 16-bit sums
+static inline wq4 wq4_load(const uint8_t *p) {
+  return (wq4){_mm256_loadu_si256((const void *)p), _mm256_loadu_si256((const void *)(p + 32))};
+}
+static inline wq8 wq4_low(wq4 w) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return (wq8){_mm256_and_si256(w.lo, mask), _mm256_and_si256(w.hi, mask)};
+}
+static inline wq8 wq4_high(wq4 w) {
+  return wq4_low((wq4){_mm256_srli_epi16(w.lo, 4), _mm256_srli_epi16(w.hi, 4)});
+}
+static inline vn vn_start(int32_t start) { (void)start; return (vn){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline vn vn_dot4(vn acc, wq8 w, const int8_t *a) {
+  int32_t quad;
+  __builtin_memcpy(&quad, a, 4);
+  const __m256i x = _mm256_set1_epi32(quad);
+  return (vn){_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(w.lo, x)),
+              _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(w.hi, x))};
+}
+static inline vi vn_end(vn acc, int32_t start) {
+  const __m256i one = _mm256_set1_epi16(1), x = _mm256_set1_epi32(start);
+  return (vi){_mm256_add_epi32(_mm256_madd_epi16(acc.lo, one), x),
+              _mm256_add_epi32(_mm256_madd_epi16(acc.hi, one), x)};
+}

@@ -85,3 +85,14 @@ static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(_mm512_set1_epi32(quad)));
   return acc;
 }
+
+// 64 bytes of a q4 panel: w + 8 of one line in the low halves, of another line in the high halves. vn_start .. vn_end is
+// the dot of these unsigned weights; the start may be given at either end.
+typedef __m512i wq4;
+typedef vi vn;
+static inline wq4 wq4_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
+static inline wq8 wq4_low(wq4 w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+static inline wq8 wq4_high(wq4 w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15)); }
+static inline vn vn_start(int32_t start) { return _mm512_set1_epi32(start); }
+static inline vn vn_dot4(vn acc, wq8 w, const int8_t *a) { return vi_dot4(acc, w, a); }
+static inline vi vn_end(vn acc, int32_t start) { (void)start; return acc; }

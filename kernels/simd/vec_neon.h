@@ -124,3 +124,14 @@ static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
   const int8x16_t quad = vreinterpretq_s8_u32(broadcast4(a));
   MAP(vi, vdotq_s32(acc.q[i], w.q[i], quad));
 }
+
+// 64 bytes of a q4 panel: w + 8 of one line in the low halves, of another line in the high halves. vn_start .. vn_end is
+// the dot of these unsigned weights; the start may be given at either end.
+typedef struct { uint8x16_t q[4]; } wq4;
+typedef vi vn;
+static inline wq4 wq4_load(const uint8_t *p) { MAP(wq4, vld1q_u8(p + 16 * i)); }
+static inline wq8 wq4_low(wq4 w) { MAP(wq8, vreinterpretq_s8_u8(vandq_u8(w.q[i], vdupq_n_u8(15)))); }
+static inline wq8 wq4_high(wq4 w) { MAP(wq8, vreinterpretq_s8_u8(vshrq_n_u8(w.q[i], 4))); }
+static inline vn vn_start(int32_t start) { return vi_set1(start); }
+static inline vn vn_dot4(vn acc, wq8 w, const int8_t *a) { return vi_dot4(acc, w, a); }
+static inline vi vn_end(vn acc, int32_t start) { (void)start; return acc; }

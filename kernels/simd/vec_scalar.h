@@ -120,7 +120,7 @@ static inline uint16_t f16_of(float x) {  // a non-negative number, to nearest e
   if (!(x < 65520.f)) return x == x ? 0x7c00 : 0x7e00;
   int exponent;
   frexpf(x, &exponent);
-  const int unit = exponent - 11 < -24 ? -24 : exponent - 11;  // the weight of the last bit
+  const int unit = x < 0x1p-14f ? -24 : exponent - 11;  // the weight of the last bit
   const int steps = (int)rintf(ldexpf(x, -unit));
   return (uint16_t)(unit == -24 ? steps : steps + ((unit + 24) << 10));
 }
@@ -160,3 +160,14 @@ static inline vi vi_dot4(vi acc, wq8 w, const int8_t *a) {
   }
   return acc;
 }
+
+// 64 bytes of a q4 panel: w + 8 of one line in the low halves, of another line in the high halves. vn_start .. vn_end is
+// the dot of these unsigned weights; the start may be given at either end.
+typedef wq8 wq4;
+typedef vi vn;
+static inline wq4 wq4_load(const uint8_t *p) { wq4 r; memcpy(&r, p, sizeof r); return r; }
+static inline wq8 wq4_low(wq4 w) { MAP(wq8, w.q[i] & 0x0f0f); }
+static inline wq8 wq4_high(wq4 w) { MAP(wq8, w.q[i] >> 4 & 0x0f0f); }
+static inline vn vn_start(int32_t start) { return vi_set1(start); }
+static inline vn vn_dot4(vn acc, wq8 w, const int8_t *a) { return vi_dot4(acc, w, a); }
+static inline vi vn_end(vn acc, int32_t start) { (void)start; return acc; }

@@ -14,7 +14,7 @@ import msgspec
 
 from .options import option
 
-WeightDtype = Literal["bf16", "q8", "f32"]
+WeightDtype = Literal["bf16", "q8", "q4", "f32"]
 KVCacheDtype = Literal["bf16", "f32", "int8"]
 PageSize = Literal[16, 32, 64]
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
@@ -42,7 +42,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: Annotated[
         str | None, _memory("The model, a folder in Hugging Face's format.", unit="folder", default="the bundled model")
     ] = None
-    weights: Annotated[WeightDtype, _memory("Data type of the weights; q8 quantises them while loading.")] = "bf16"
+    weights: Annotated[WeightDtype, _memory("Data type of the weights; q8 and q4 quantise while loading.")] = "bf16"
     kv_cache_dtype: Annotated[KVCacheDtype, _memory("Data type of the KV cache.")] = "bf16"
     page_size: Annotated[PageSize, _memory("Tokens per page of the KV cache.", unit="tokens", alias="block_size")] = 32
     max_model_len: Annotated[

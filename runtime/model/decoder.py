@@ -24,7 +24,7 @@ def emit_decoder(
         _attention_block(builder, spec, layer_weights, weights, layer, x, rotary)
         _mlp_block(builder, spec, layer_weights, weights, x)
     sampled = builder.gather(x)
-    normed = builder.norm(sampled, weights.final_norm, spec.norm_eps, weights.dtype)
+    normed = builder.norm(sampled, weights.final_norm, spec.norm_eps, weights.input_dtype)
     return builder.logits(normed, weights.lm_head)
 
 
@@ -40,10 +40,10 @@ def _attention_block(
     """Emit x += o(attention(qkv(norm(x))))."""
     group, slot = place_layers(spec.windows)[index]
     heads = Heads(group, slot, spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    normed = builder.norm(x, layer.input_norm, spec.norm_eps, weights.dtype)
+    normed = builder.norm(x, layer.input_norm, spec.norm_eps, weights.input_dtype)
     qkv = builder.linear(normed, layer.qkv, layer.qkv_bias, "qkv")
     attended = builder.attention(
-        qkv, heads, layer.q_norm, layer.k_norm, spec.norm_eps, rotary, spec.windows[index], weights.dtype
+        qkv, heads, layer.q_norm, layer.k_norm, spec.norm_eps, rotary, spec.windows[index], weights.input_dtype
     )
     builder.linear_add(attended, layer.o, layer.o_bias, x)
 
@@ -52,6 +52,6 @@ def _mlp_block(
     builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, weights: DecoderWeights, x: Value
 ) -> None:
     """Emit x += down(silu(gate(norm(x))) * up(norm(x)))."""
-    normed = builder.norm(x, layer.mlp_norm, spec.norm_eps, weights.dtype)
-    activated = builder.swiglu(normed, layer.gate_up, layer.gate_up_bias, spec.intermediate_size, weights.dtype)
+    normed = builder.norm(x, layer.mlp_norm, spec.norm_eps, weights.input_dtype)
+    activated = builder.swiglu(normed, layer.gate_up, layer.gate_up_bias, spec.intermediate_size, weights.input_dtype)
     builder.linear_add(activated, layer.down, layer.down_bias, x)

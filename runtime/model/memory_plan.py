@@ -78,7 +78,7 @@ def plan_memory(
         arena_bytes=program.arena_bytes,
         logits_bytes=program.logits.nbytes,
         rotary_bytes=rotary_nbytes(max_positions, spec.head_dim),
-        scratch_bytes=scratch_nbytes(spec.head_dim, workers),
+        scratch_bytes=scratch_nbytes(spec.head_dim, workers, program.ops),
         sampling_bytes=sampler_nbytes(padded(spec.vocab_size), max_samples, workers),
         program=program,
     )

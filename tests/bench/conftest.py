@@ -42,12 +42,9 @@ QWEN3 = DecoderSpec(
 class Zeros:
     """Implements `packing.Source`."""
 
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
-
-    def matrix(self, out_features: int, in_features: int, parts: object) -> PackedMatrix:
-        memory = map_memory(packed_nbytes(out_features, in_features, self.dtype))
-        return PackedMatrix(out_features, in_features, self.dtype, memory)
+    def matrix(self, out_features: int, in_features: int, dtype: str, parts: object) -> PackedMatrix:
+        memory = map_memory(packed_nbytes(out_features, in_features, dtype))
+        return PackedMatrix(out_features, in_features, dtype, memory)
 
     def vector(self, size: int, parts: object) -> np.ndarray:
         return np.zeros(size, np.float32)
@@ -77,9 +74,7 @@ class OneOp:
         pages = self.layout.pages_for(end)
         builder = ProgramBuilder(self.users * self.rows, self.users)
         rotary = rotary_table(QWEN3.rope, QWEN3.head_dim, end)
-        plan = builder.build(
-            emit_decoder(builder, QWEN3, build_weights(QWEN3, self.weights, Zeros(self.weights)), rotary)
-        )
+        plan = builder.build(emit_decoder(builder, QWEN3, build_weights(QWEN3, self.weights, Zeros()), rotary))
         self.ops = [op for op in plan.ops if type(op).__name__ == self.kind]
         if self.kind == "Linear":
             self.ops = [op for op in self.ops if (op.maxima is not None) == self.head]

@@ -10,6 +10,7 @@ import pytest
 from quire.kernels import PackedMatrix, Pool, Program, packed_nbytes
 from quire.kernels.ops import (
     BLOCK,
+    INPUT_DTYPES,
     Attention,
     Convert,
     Embed,
@@ -125,7 +126,7 @@ class Toy:
         return region
 
     def _normed(self, rows: int) -> Normed:
-        data = self._region(rows, self.hidden, self.weights)
+        data = self._region(rows, self.hidden, INPUT_DTYPES[self.weights])
         return Normed(data, self._region(rows, padded(self.hidden) // 32, "f32"), self._norm(self.hidden), 1e-6)
 
     def _random(self, *shape: int) -> np.ndarray:
@@ -156,7 +157,7 @@ class Toy:
     def _ops(self) -> list:
         x, h = self._region(MAX_ROWS, self.hidden, "f32"), self._normed(MAX_ROWS)
         qkv = self._region(MAX_ROWS, (self.heads + 2 * self.kv_heads) * self.head_dim, "f32")
-        self.activated = self._region(MAX_ROWS, self.intermediate, self.weights)
+        self.activated = self._region(MAX_ROWS, self.intermediate, INPUT_DTYPES[self.weights])
         embedding = self._packed(VOCAB, self.hidden, self._random(VOCAB, self.hidden) * 8)
         rotary = self.memory(MAX_POSITIONS * self.head_dim * 4).view(np.float32).reshape(MAX_POSITIONS, self.head_dim)
         rotary[:] = self.rng.uniform(-1, 1, rotary.shape)
@@ -172,9 +173,9 @@ class Toy:
         return [*ops, Gather(x, s, h), head]
 
     def _layer(self, layer: int, x: Region, h1: Normed, qkv: Region, rotary: np.ndarray, after: Normed | None) -> list:
-        w, heads, kv_heads, d = self.weights, self.heads, self.kv_heads, self.head_dim
+        heads, kv_heads, d = self.heads, self.kv_heads, self.head_dim
         hidden, intermediate, g, h2 = self.hidden, self.intermediate, self.activated, self._normed(MAX_ROWS)
-        a_converted = self._region(MAX_ROWS, heads * d, w)
+        a_converted = self._region(MAX_ROWS, heads * d, INPUT_DTYPES[self.weights])
         a = self._region(MAX_ROWS, heads * d, "f32") if heads // kv_heads * d % BLOCK else a_converted
         gate, up = self._random(intermediate, hidden), self._random(intermediate, hidden)
         q_norm, k_norm = (self._norm(d), self._norm(d)) if self.qk_norm else (None, None)

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 from quire.kernels import PackedMatrix, Pool, Program, packed_nbytes, supported_levels
-from quire.kernels.ops import Embed, Linear, Normed, Region, region_nbytes
+from quire.kernels.ops import INPUT_DTYPES, Embed, Linear, Normed, Region, region_nbytes
 from quire.pager.layout import KVLayout
 
 from tests.kernels.reference import ReferenceProgram
 
 LEVELS = supported_levels()
-DTYPES = ["f32", "bf16", "q8"]
-TOLERANCE = {"f32": 1e-6, "bf16": 2e-3, "q8": 5e-3}
+DTYPES = ["f32", "bf16", "q8", "q4"]
+TOLERANCE = {"f32": 1e-6, "bf16": 2e-3, "q8": 5e-3, "q4": 5e-3}
 COLUMNS, OUT = 80, 41
 RNG = np.random.default_rng(5)
 WEIGHT = RNG.normal(0, 1, (OUT, COLUMNS)).astype(np.float32)
@@ -31,7 +31,7 @@ def norm_then_linear(x, dtype, isa=None, bias=None, threads=2):
     The rows are an f32 embedding, one token each.
     """
     rows, offset, regions = len(x), 0, []
-    for columns, kind in [(COLUMNS, "f32"), (COLUMNS, dtype), (3, "f32"), (OUT, "f32"), (2, "f32")]:
+    for columns, kind in [(COLUMNS, "f32"), (COLUMNS, INPUT_DTYPES[dtype]), (3, "f32"), (OUT, "f32"), (2, "f32")]:
         regions.append(Region(offset, rows, columns, kind))
         offset += region_nbytes(rows, columns, kind)
     residual, data, squares, y, maxima = regions
@@ -81,9 +81,15 @@ def test_a_row_that_is_not_finite_is_nan_and_changes_no_other(dtype, bad, isa):
 def test_a_row_has_the_same_bits_in_every_batch_and_on_every_number_of_threads(dtype, isa):
     x = RNG.normal(0, 1, (400, COLUMNS)).astype(np.float32)
     whole, *_ = norm_then_linear(x, dtype, isa, BIAS)
-    for first, last, threads in [(0, 1, 1), (3, 9, 2), (17, 210, 3), (399, 400, 2)]:
+    for first, last, threads in [(0, 1, 1), (3, 9, 2), (20, 34, 1), (17, 210, 3), (399, 400, 2)]:
         part, *_ = norm_then_linear(x[first:last], dtype, isa, BIAS, threads)
         assert part.tobytes() == whole[first:last].tobytes(), (first, last)
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q8", "q4"])
+def test_every_level_computes_the_same_bits(dtype):
+    x = RNG.normal(0, 1, (14, COLUMNS)).astype(np.float32)
+    assert len({norm_then_linear(x, dtype, isa, BIAS)[0].tobytes() for isa in LEVELS}) == 1
 
 
 def test_a_row_of_zeros_gives_the_bias():

@@ -31,17 +31,56 @@ def q8_by_numpy(w: np.ndarray) -> np.ndarray:
     return (q * scale).reshape(n, -1)[:, :k]
 
 
+def q4_by_numpy(w: np.ndarray) -> np.ndarray:
+    """Quantise and widen with the best of 32 scales per block of 32, or the plain one if that is no worse."""
+    n, k = w.shape
+    blocks = np.zeros((n, -(-k // 32) * 32), np.float32)
+    blocks[:, :k] = w
+    blocks = blocks.reshape(-1, 32)
+    most, least = np.maximum(blocks.max(axis=1), 0), np.minimum(blocks.min(axis=1), 0)
+    top, plain = np.maximum(most, -least), np.where(-least < most, most, least) / np.float32(-8)
+    gain, scale = np.full(len(blocks), -1, np.float32), plain.copy()
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        for size in np.arange(5, 9, 0.25, dtype=np.float32):
+            for inverse in (size / top, -(size / top)):
+                q = nearest_q4(blocks, inverse)
+                product, square = ordered_sum(blocks * q), ordered_sum(q * q)
+                better = product / square * product > gain
+                gain = np.where(better, product / square * product, gain)
+                scale = np.where(better, product / square, scale)
+    (searched, off), (absmax, absmax_off) = rounded_q4(blocks, scale), rounded_q4(blocks, plain)
+    return np.where((off < absmax_off)[:, None], searched, absmax).reshape(n, -1)[:, :k]
+
+
+def rounded_q4(blocks: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values that blocks have with these scales rounded to fp16, and each block's squared error."""
+    scale = np.clip(scale, -65504, 65504).astype(np.float16).astype(np.float32)
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+    values = nearest_q4(blocks, inverse) * scale[:, None]
+    order = [4 * line + byte % 4 + byte // 4 * 16 for line in range(4) for byte in range(8)]
+    return values, ordered_sum(((blocks - values) ** 2)[:, order])
+
+
+def nearest_q4(blocks: np.ndarray, inverse: np.ndarray) -> np.ndarray:
+    return np.rint(np.clip(np.nan_to_num(blocks * inverse[:, None], nan=-8), -8, 7))
+
+
+def ordered_sum(x: np.ndarray) -> np.ndarray:
+    """Add up the columns in float32, from left to right."""
+    return np.add.accumulate(x, axis=1, dtype=np.float32)[:, -1]
+
+
 @given(n=st.integers(1, 70), k=st.integers(1, 100), seed=st.integers(0, 99), exponent=st.integers(-9, 4))
 def test_every_shape_unpacks_to_its_rounded_values(n, k, seed, exponent):
     w = (np.random.default_rng(seed).standard_normal((n, k)) * 10.0**exponent).astype(np.float32)
-    expected = {"f32": w, "bf16": round_bf16(w).astype(np.float32), "q8": q8_by_numpy(w)}
+    expected = {"f32": w, "bf16": round_bf16(w).astype(np.float32), "q8": q8_by_numpy(w), "q4": q4_by_numpy(w)}
     for dtype, want in expected.items():
         packed = matrix(n, k, dtype)
         packed.fill(w)
         assert np.array_equal(packed.unpack(), want), dtype
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "q8"])
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "q8", "q4"])
 def test_bf16_bits_and_fp16_are_accepted_as_they_come_from_files(dtype):
     w = np.random.default_rng(0).standard_normal((40, 64)).astype(np.float16)
     bits = (round_bf16(w.astype(np.float32)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
@@ -70,10 +109,51 @@ def test_sources_follow_one_another():
     assert packed.unpack()[:, 0].tolist() == [1] * 4 + [2] * 6
 
 
+def absmax_q4(w: np.ndarray) -> np.ndarray:
+    """Quantise as Q4_0 does: the weight of largest magnitude of a block becomes -8."""
+    blocks = w.reshape(-1, 32)
+    top = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)[:, 0]
+    return rounded_q4(blocks, top / np.float32(-8))[0].reshape(w.shape)
+
+
+@pytest.mark.parametrize("shape", ["normal", "uniform", "one sign", "outlier", "zeros"])
+def test_the_scale_of_q4_is_never_worse_than_the_plain_one(shape):
+    rng = np.random.default_rng(3)
+    w = {
+        "normal": rng.normal(0, 1, (96, 256)),
+        "uniform": rng.uniform(-1, 1, (96, 256)),
+        "one sign": rng.uniform(0.5, 1, (96, 256)),
+        "outlier": np.where(rng.random((96, 256)) < 0.03, 40, rng.normal(0, 1, (96, 256))),
+        "zeros": np.zeros((96, 256)),
+    }[shape].astype(np.float32)
+    packed = matrix(96, 256, "q4")
+    packed.fill(w)
+    off, plain_off = (
+        ((w - values) ** 2).reshape(-1, 32).sum(axis=1, dtype=np.float64) for values in (packed.unpack(), absmax_q4(w))
+    )
+    assert (off <= plain_off * (1 + 1e-6)).all()
+    if shape in ("normal", "uniform"):
+        assert off.sum() < 0.9 * plain_off.sum()
+
+
+def test_q4_fills_columns_of_any_start_and_from_two_sources():
+    w = np.random.default_rng(0).standard_normal((75, 70)).astype(np.float32)
+    together, apart, pair = matrix(80, 70, "q4"), matrix(80, 70, "q4"), matrix(160, 70, "q4")
+    together.fill(w, start=5)
+    for row in range(0, 75, 7):
+        apart.fill(w[row : row + 7], start=5 + row)
+    assert np.array_equal(apart.unpack(), together.unpack())
+    pair.fill(w, interleave=0)
+    pair.fill(-w, interleave=1)
+    blocks = pair.unpack().reshape(5, 2, 16, 70)
+    assert np.array_equal(blocks[:, 0].reshape(80, 70)[:75], together.unpack()[5:])
+    assert np.array_equal(blocks[:, 1].reshape(80, 70)[:75], q4_by_numpy(-w))
+
+
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        (lambda: PackedMatrix(4, 4, "int3", memory(4096)), "one of f32, bf16, q8"),
+        (lambda: PackedMatrix(4, 4, "int3", memory(4096)), "one of f32, bf16, q8, q4"),
         (lambda: PackedMatrix(0, 4, "f32", memory(4096)), "positive sizes"),
         (lambda: PackedMatrix(400, 400, "f32", memory(4096)), "bytes are needed"),
         (lambda: PackedMatrix(4, 4, "f32", memory(4097)[1:]), "aligned to 64"),

@@ -9,7 +9,7 @@ from quire.kernels.ops import Attention
 
 LEVELS = supported_levels()
 # The reference rounds to bf16 and int8 from float64, the kernels from float32: a tie can fall the other way.
-TOLERANCE = {("f32", "f32"): 2e-6, ("bf16", "f32"): 2e-3, ("q8", "f32"): 1e-2}
+TOLERANCE = {("f32", "f32"): 2e-6, ("bf16", "f32"): 2e-3, ("q8", "f32"): 1e-2, ("q4", "f32"): 1e-2}
 
 
 def tolerance(weights: str, kv: str) -> float:
@@ -27,7 +27,7 @@ def pages(*ids: int) -> np.ndarray:
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("window", [0, 37])
 @pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
-@pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "q4"])
 def test_a_program_matches_the_reference(toy, weights, kv, window, isa):
     model = toy(weights=weights, kv=kv, windows=(window,), isa=isa)
     a, b = tokens(330, 1), tokens(90, 2)
@@ -56,7 +56,7 @@ def test_any_head_shape_matches_the_reference(toy, heads, kv_heads, head_dim, kv
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(("hidden", "intermediate"), [(50, 100), (32, 48), (33, 1), (272, 33)])
-@pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "q4"])
 def test_any_width_with_biases_matches_the_reference(toy, weights, hidden, intermediate, isa):
     model = toy(weights=weights, hidden=hidden, intermediate=intermediate, bias=True, isa=isa)
     stale = model.program.view(model.activated)
@@ -68,7 +68,8 @@ def test_any_width_with_biases_matches_the_reference(toy, weights, hidden, inter
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize(
-    ("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8"), ("f32", "int8")]
+    ("weights", "kv"),
+    [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8"), ("q4", "int8"), ("f32", "int8")],
 )
 @pytest.mark.parametrize("window", [0, 100])
 def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, isa):
@@ -87,7 +88,9 @@ def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, isa):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8")])
+@pytest.mark.parametrize(
+    ("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8"), ("q4", "int8")]
+)
 def test_same_bits_in_any_batch_composition(toy, weights, kv, isa):
     """A sequence alone, and in the middle of 1 to 32 others."""
     alone = toy(weights=weights, kv=kv, isa=isa)
@@ -104,7 +107,7 @@ def test_same_bits_in_any_batch_composition(toy, weights, kv, isa):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "q4"])
 def test_same_bits_on_any_number_of_threads(toy, weights, isa):
     prompt, table = tokens(150), pages(*range(5))
     results = {toy(weights=weights, kv="bf16", isa=isa, threads=n).run((prompt, 0, table)).tobytes() for n in (1, 2, 3)}
@@ -215,7 +218,7 @@ def test_a_page_full_of_stale_numbers_changes_nothing(toy):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "q4"])
 def test_a_row_that_is_not_finite_changes_no_other(toy, weights, isa):
     poisoned, clean = toy(weights=weights, kv="bf16", isa=isa), toy(weights=weights, kv="bf16", isa=isa)
     other = (tokens(20), 0, pages(4))
@@ -258,7 +261,7 @@ def run_steps_full_of_nan(model) -> None:
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("weights", ["f32", "bf16", "q8"])
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "q4"])
 def test_the_lm_head_stores_the_maximum_of_each_32_logits(toy, weights, isa):
     model = toy(weights=weights, isa=isa)
     logits = model.run(*[(tokens(3, i), 0, pages(i)) for i in range(39)], (tokens(1), 20, pages(40)))

@@ -100,7 +100,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     with_gil = ctypes.PyDLL(None)
     yield "malloc without the GIL", lambda: libc.malloc(10)
     yield "malloc with the GIL", lambda: with_gil.malloc(10)
-    dtypes = ("f32", "bf16", "q8"), ("f32", "bf16", "int8"), ((0,), (37,))
+    dtypes = ("f32", "bf16", "q8", "q4"), ("f32", "bf16", "int8"), ((0,), (37,))
     for isa in supported_levels():
         for weights, kv, windows in itertools.product(*dtypes):
             model = Toy(weights=weights, kv=kv, windows=windows, isa=isa, threads=THREADS, memory=guarded)

@@ -288,7 +288,7 @@ def test_logits_of_text_are_refused(llm: LLM) -> None:
         ({"threads": 5000}, "threads"),
         ({"max_model_len": -3}, "max_model_len"),
         ({"max_model_len": 2049}, "max_model_len 2049 is more than the 2048 positions"),
-        ({"weights": "int4"}, "weights must be bf16, f32 or q8, not 'int4'"),
+        ({"weights": "int4"}, "weights must be bf16, f32, q4 or q8, not 'int4'"),
         ({"kv_cache_dtype": "q8"}, "kv_cache_dtype"),
         ({"kv_cache_memory": 0}, "kv_cache_memory"),
         ({"kv_cache_memory": 10**18}, "kv_cache_memory"),

@@ -21,7 +21,7 @@ from tests.scheduler.forced_preemption import preempt
 from tests.system.bits import start_chunked
 
 LEVELS = supported_levels()
-DTYPES = [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8")]
+DTYPES = [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8"), ("q4", "int8")]
 PAGE_BYTES = KVLayout(4, 2, 64, "bf16").page_bytes  # of the bundled model
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)

@@ -99,7 +99,7 @@ async def requests_with_stops(engine: LocalEngine) -> list[GenerateRequest]:
 @pytest.mark.parametrize(
     "settings",
     [{"isa": isa, "weights": "f32", "kv_cache_dtype": "f32"} for isa in LEVELS if isa != "scalar"]
-    + [{}, {"weights": "q8"}, {"weights": "q8", "kv_cache_dtype": "int8"}],
+    + [{}, {"weights": "q8"}, {"weights": "q8", "kv_cache_dtype": "int8"}, {"weights": "q4"}],
     ids=str,
 )
 async def test_alone_and_together_with_others(settings: dict[str, Any]) -> None:

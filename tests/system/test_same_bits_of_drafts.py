@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 from tests.system.bits import EVERYTHING, asked, bits, chunks_of, one_by_one, prompt, running, together
 
 LEVELS = supported_levels()
-DTYPES = [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8")]
+DTYPES = [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8"), ("q4", "int8")]
 COMBINATIONS = [(isa, DTYPES[0]) for isa in LEVELS[1:-1]] + [(LEVELS[-1], dtypes) for dtypes in DTYPES]
 NAMES = ("greedy", "sampled", "repetition", "presence", "frequency", "bias", "min_p")
 REPEATING = "x = x + 1\nx = x + 1\nx ="

@@ -50,7 +50,13 @@ def forking(length: int, n: int = N, **params: Any) -> Any:
 @pytest.mark.parametrize(
     "settings",
     [{"isa": isa, "weights": "f32", "kv_cache_dtype": "f32"} for isa in LEVELS if isa != "scalar"]
-    + [{}, {"weights": "q8"}, {"weights": "q8", "kv_cache_dtype": "int8"}, {"enable_prefix_caching": False}],
+    + [
+        {},
+        {"weights": "q8"},
+        {"weights": "q8", "kv_cache_dtype": "int8"},
+        {"weights": "q4"},
+        {"enable_prefix_caching": False},
+    ],
     ids=str,
 )
 async def test_alone_together_and_after_a_prefix_hit(settings: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""The same bits on every machine: with weights and a KV cache in f32, q8 and int8, tokens and logprobs do not depend on
-the ISA level. `tests/goldens/bits.json` has a digest per pair of dtypes, from the bundled model.
+"""The same bits on every machine: with weights in f32, q8 or q4 and a KV cache in f32 or int8, tokens and logprobs do
+not depend on the ISA level. `tests/goldens/bits.json` has a digest per pair of dtypes, from the bundled model.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -44,9 +45,10 @@ async def test_golden_bits(isa: str, dtypes: str) -> None:
 
 
 @pytest.mark.usefixtures("slow_engine")
+@pytest.mark.parametrize("weights", ["q8", "q4"])
 @pytest.mark.parametrize("other", LEVELS[1:-1])
-async def test_a_request_continues_at_another_level_after_a_crash(other: str) -> None:
-    config = EngineConfig(isa=LEVELS[-1], weights="q8", kv_cache_dtype="int8", kv_cache_memory=KV_CACHE_MEMORY)
+async def test_a_request_continues_at_another_level_after_a_crash(other: str, weights: Any) -> None:
+    config = EngineConfig(isa=LEVELS[-1], weights=weights, kv_cache_dtype="int8", kv_cache_memory=KV_CACHE_MEMORY)
     request = asked(prompt(40, 5), max_tokens=300, temperature=0.8, seed=2)
     async with running(**msgspec.structs.asdict(config)) as undisturbed:
         expected = bits(await chunks_of(undisturbed, request))

@@ -44,7 +44,7 @@ async def alone(weights: str = "bf16", kv: str = "bf16") -> tuple[list[list[str]
 
 @pytest.mark.parametrize(
     ("weights", "kv", "caching"),
-    [("bf16", "bf16", True), ("bf16", "bf16", False), ("q8", "int8", True)],
+    [("bf16", "bf16", True), ("bf16", "bf16", False), ("q8", "int8", True), ("q4", "int8", True)],
 )
 async def test_spilled_pages_are_not_computed_again(weights: str, kv: str, caching: bool, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"weights": weights, "kv_cache_dtype": kv, "enable_prefix_caching": caching}

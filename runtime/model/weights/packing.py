@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....kernels import available_cpus
-from ....kernels.ops import padded
+from ....kernels.ops import INPUT_DTYPES, DType, padded
 from ....kernels.pack import PackedMatrix, packed_nbytes
 from ....pager import OutOfMemory, map_memory
 from ...common.config import WeightDtype
@@ -51,7 +51,7 @@ class LayerWeights:
 class DecoderWeights:
     """The weights of a model. With tied embeddings, `lm_head` is the same object as `embedding`."""
 
-    dtype: WeightDtype
+    input_dtype: DType  # what all matrices multiply
     embedding: PackedMatrix  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: Vector  # [hidden]
@@ -70,7 +70,9 @@ class Part:
 class WeightFactory(Protocol):
     """Makes the matrices and vectors of `build_weights`, in the order of their place in memory."""
 
-    def matrix(self, out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix: ...
+    def matrix(
+        self, out_features: int, in_features: int, dtype: WeightDtype, parts: Sequence[Part]
+    ) -> PackedMatrix: ...
     def vector(self, size: int, parts: Sequence[Part]) -> Vector: ...
 
 
@@ -85,7 +87,7 @@ def pack_weights(
     _, nbytes = plan_weights(spec, dtype)
     block = _map_weights(spec, dtype, nbytes)
     with ThreadPoolExecutor(available_cpus().threads) as threads:
-        packer = _Packer(checkpoint, dtype, block, threads, stop or threading.Event())
+        packer = _Packer(checkpoint, block, threads, stop or threading.Event())
         weights = build_weights(spec, dtype, packer)
         packer.finish()
     return weights
@@ -93,7 +95,7 @@ def pack_weights(
 
 def plan_weights(spec: DecoderSpec, dtype: WeightDtype) -> tuple[DecoderWeights, int]:
     """Return weights of the right shapes without memory, to plan a program that is never run; and the packed bytes."""
-    planner = _Planner(dtype)
+    planner = _Planner()
     weights = build_weights(spec, dtype, planner)
     return weights, planner.nbytes
 
@@ -102,22 +104,23 @@ def _map_weights(spec: DecoderSpec, dtype: WeightDtype, nbytes: int) -> npt.NDAr
     try:
         return map_memory(nbytes)
     except OutOfMemory as error:
-        _, smallest = plan_weights(spec, "q8")
-        advice = f"weights q8 need {smallest:,} bytes" if smallest < nbytes else "use a smaller model or more memory"
+        _, smallest = plan_weights(spec, "q4")
+        advice = f"weights q4 need {smallest:,} bytes" if smallest < nbytes else "use a smaller model or more memory"
         raise ModelError(f"the weights do not fit as {dtype}: {error}; {advice}") from error
 
 
 def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory) -> DecoderWeights:
-    """Make all weights of a model with `factory`."""
-    embedding = factory.matrix(spec.vocab_size, spec.hidden_size, [Part(EMBEDDING)])
-    layers = tuple(_build_layer(spec, layer_prefix(layer), factory) for layer in range(spec.num_layers))
+    """Make all weights of a model with `factory`. With q4 the embedding and the LM head are q8."""
+    vocab_dtype: WeightDtype = "q8" if dtype == "q4" else dtype
+    embedding = factory.matrix(spec.vocab_size, spec.hidden_size, vocab_dtype, [Part(EMBEDDING)])
+    layers = tuple(_build_layer(spec, layer_prefix(layer), dtype, factory) for layer in range(spec.num_layers))
     final_norm = factory.vector(spec.hidden_size, [Part(FINAL_NORM)])
     tied = spec.tie_embeddings
-    lm_head = embedding if tied else factory.matrix(spec.vocab_size, spec.hidden_size, [Part(LM_HEAD)])
-    return DecoderWeights(dtype, embedding, layers, final_norm, lm_head)
+    lm_head = embedding if tied else factory.matrix(spec.vocab_size, spec.hidden_size, vocab_dtype, [Part(LM_HEAD)])
+    return DecoderWeights(INPUT_DTYPES[dtype], embedding, layers, final_norm, lm_head)
 
 
-def _build_layer(spec: DecoderSpec, prefix: str, factory: WeightFactory) -> LayerWeights:
+def _build_layer(spec: DecoderSpec, prefix: str, dtype: WeightDtype, factory: WeightFactory) -> LayerWeights:
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
     hidden, intermediate = spec.hidden_size, spec.intermediate_size
 
@@ -125,7 +128,7 @@ def _build_layer(spec: DecoderSpec, prefix: str, factory: WeightFactory) -> Laye
         return factory.vector(size, [Part(f"{name}.weight")])
 
     def matrix(out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
-        return factory.matrix(out_features, in_features, _named(parts, "weight"))
+        return factory.matrix(out_features, in_features, dtype, _named(parts, "weight"))
 
     def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
         return factory.vector(size, _named(parts, "bias")) if present else None
@@ -164,20 +167,20 @@ class _Packer:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        dtype: WeightDtype,
         block: npt.NDArray[np.uint8],
         threads: ThreadPoolExecutor,
         stop: threading.Event,
     ) -> None:
         self._checkpoint = checkpoint
-        self._dtype: WeightDtype = dtype
         self._unused = block
         self._threads = threads
         self._stop = stop
         self._filling: list[Future[None]] = []
 
-    def matrix(self, out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
-        matrix = PackedMatrix(out_features, in_features, self._dtype, self._take(out_features, in_features))
+    def matrix(self, out_features: int, in_features: int, dtype: WeightDtype, parts: Sequence[Part]) -> PackedMatrix:
+        nbytes = packed_nbytes(out_features, in_features, dtype)
+        memory, self._unused = self._unused[:nbytes], self._unused[nbytes:]
+        matrix = PackedMatrix(out_features, in_features, dtype, memory)
         self._filling.append(self._threads.submit(self._fill, matrix, parts))
         return matrix
 
@@ -201,11 +204,6 @@ class _Packer:
             values = _widen(self._checkpoint.tensor(part.tensor))
             out[_columns(part, len(values))] = values
         return out
-
-    def _take(self, out_features: int, in_features: int) -> npt.NDArray[np.uint8]:
-        nbytes = packed_nbytes(out_features, in_features, self._dtype)
-        taken, self._unused = self._unused[:nbytes], self._unused[nbytes:]
-        return taken
 
 
 def _columns(part: Part, count: int) -> npt.NDArray[np.int64]:
@@ -235,13 +233,12 @@ class _MatrixShape:
 class _Planner:
     """Counts bytes and returns shapes instead of matrices."""
 
-    def __init__(self, dtype: WeightDtype) -> None:
-        self._dtype: WeightDtype = dtype
+    def __init__(self) -> None:
         self.nbytes = 0
 
-    def matrix(self, out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
-        self.nbytes += packed_nbytes(out_features, in_features, self._dtype)
-        return cast(PackedMatrix, _MatrixShape(out_features, in_features, self._dtype))
+    def matrix(self, out_features: int, in_features: int, dtype: WeightDtype, parts: Sequence[Part]) -> PackedMatrix:
+        self.nbytes += packed_nbytes(out_features, in_features, dtype)
+        return cast(PackedMatrix, _MatrixShape(out_features, in_features, dtype))
 
     def vector(self, size: int, parts: Sequence[Part]) -> Vector:
         return np.broadcast_to(np.float32(0), (size,))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ....kernels.ops import QUERY_DTYPES, DType, Linear
+from ....kernels.ops import INPUT_DTYPES, QUERY_DTYPES, DType, Linear
 from ....scheduler import chunk_pairs
 from ...model.runner import ModelRunner
 from .roofline import Roofline
@@ -81,7 +81,8 @@ def _work(runner: ModelRunner, rows: int, samples: int, steps: Sequence[Contexts
         if isinstance(op, Linear):
             weight = op.weight
             of = samples if op.maxima is not None else rows  # only the lm_head leaves maxima
-            ops[weight.dtype] = ops.get(weight.dtype, 0) + 2 * of * weight.out_features * weight.in_features
+            dtype = INPUT_DTYPES[weight.dtype]
+            ops[dtype] = ops.get(dtype, 0) + 2 * of * weight.out_features * weight.in_features
             weight_bytes += weight.nbytes * len(steps)
     spec, layout = runner.spec, runner.capacity.layout
     dtype = QUERY_DTYPES[layout.dtype]  # of keys and values when they are multiplied

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from ....kernels.ops import BLOCK, QUERY_DTYPES, DType, Linear, padded
+from ....kernels.ops import BLOCK, INPUT_DTYPES, QUERY_DTYPES, DType, Linear, padded
 from ....kernels.pack import packed_nbytes
 from ....scheduler import StepPlan
 from ...model import DecoderSpec
@@ -134,9 +134,8 @@ def _read_seconds(op: Linear, roofline: Roofline, threads: int, max_read_share: 
 
 
 def _row_seconds(op: Linear, roofline: Roofline, threads: int) -> float:
-    weight = op.weight
-    ops = 2 * weight.out_features * weight.in_features
-    peak = LINEAR_PEAK[weight.dtype] * roofline.peak_ops_per_s[weight.dtype]
+    ops, dtype = 2 * op.weight.out_features * op.weight.in_features, INPUT_DTYPES[op.weight.dtype]
+    peak = LINEAR_PEAK[dtype] * roofline.peak_ops_per_s[dtype]
     return ops / (peak * busy_share(num_blocks(op), threads))
 
 

@@ -59,7 +59,7 @@ static void fill_dtype(void *out, int dtype, int64_t n) {
   }
 }
 
-static const char *const dtype_names[] = {"f32", "bf16", "q8"};
+static const char *const dtype_names[] = {"f32", "bf16", "q8", "q4"};
 
 static void verdict(const char *op, int dtype, const char *what, double error, double allowed) {
   if (error <= allowed) return;
@@ -107,26 +107,61 @@ static quire_rows from_row(quire_rows r, int dtype, int64_t row) {
   return r;
 }
 
+static int input_dtype(int dtype) { return dtype == QUIRE_Q4 ? QUIRE_Q8 : dtype; }
+
 static void run_linear(const quire_tiles *level, int dtype, int per_call, int rows, quire_linear_tile t) {
   const quire_rows a = t.a;
   const float *factors = t.factors;
   float *c = t.c;
   for (int row = 0; row < rows; row += per_call) {
-    t.a = from_row(a, dtype, row), t.c = c + row * t.ldc, t.factors = factors ? factors + row : NULL;
+    t.a = from_row(a, input_dtype(dtype), row), t.c = c + row * t.ldc, t.factors = factors ? factors + row : NULL;
     level->linear[dtype](per_call, &t);
+  }
+}
+
+// q8 panels of the same weights give the same bits.
+static void compare_widened(const char *panels, const uint16_t *scales, quire_rows a) {
+  static uint8_t widened[2 * 16 * MAX_WIDTH], scratch[2 * 16 * MAX_WIDTH];
+  float want[MAX_ROWS * 32], got[MAX_ROWS * 32];
+  const int rows = tiles->linear_rows[QUIRE_Q4] < MAX_ROWS ? tiles->linear_rows[QUIRE_Q4] : MAX_ROWS;
+  quire_linear_tile t = {.w = panels, .scales = scales, .panel_bytes = quire_panel_bytes(QUIRE_Q4, a.width), .scratch = scratch, .a = a, .next = panels, .ldc = 32};
+  t.c = want, run_linear(tiles, QUIRE_Q4, rows, rows, t);
+  for (int64_t i = 0; i < 2 * 16 * a.width; i++) {
+    const int byte = (uint8_t)panels[i / 512 * 256 + i % 256], w = (i % 512 < 256 ? byte & 15 : byte >> 4) - 8;
+    widened[i] = (uint8_t)(w + 128);
+  }
+  t.w = widened, t.panel_bytes = quire_panel_bytes(QUIRE_Q8, a.width);
+  t.c = got, run_linear(tiles, QUIRE_Q8, rows, rows, t);
+  expect_same("linear", QUIRE_Q4, "other bits than as q8", got, want, rows * 32 * (int64_t)sizeof *got);
+}
+
+// Blocks of q4 from random weights, those of zeros and of largest magnitude among them.
+static void compare_quantise_q4(void) {
+  float w[32 * 16];
+  uint16_t scales[2][16];
+  uint8_t blocks[2][256];
+  for (int round = 0; round < 8; round++) {
+    fill(w, 32 * 16);
+    for (int lane = 0; lane < 16; lane++)
+      for (int k = 0; k < 32; k++) w[k * 16 + lane] *= lane == 3 ? 0.f : ldexpf(1.f, lane * 4 * round - 60);
+    tiles->quantise_q4(w, scales[0], blocks[0]), scalar->quantise_q4(w, scales[1], blocks[1]);
+    expect_same("quantise", QUIRE_Q4, "other scales than scalar", scales[0], scales[1], sizeof scales[0]);
+    expect_same("quantise", QUIRE_Q4, "other bits than scalar", blocks[0], blocks[1], sizeof blocks[0]);
+    digest("quantise", QUIRE_Q4, scales[0], sizeof scales[0]), digest("quantise", QUIRE_Q4, blocks[0], sizeof blocks[0]);
   }
 }
 
 static void compare_linear(int dtype, int64_t width, int epilogue) {
   static char panels[2 * 16 * MAX_WIDTH * 4];
+  static uint8_t scratch[2 * 16 * MAX_WIDTH];
   static uint16_t scales[2 * MAX_WIDTH / 32 * 16];
   static float bias[32], factors[MAX_ROWS], before[MAX_ROWS * 32], want[MAX_ROWS * 32], alone[MAX_ROWS * 32], got[MAX_ROWS * 32];
-  quire_rows a = rows_of(dtype, width);
-  fill_dtype(panels, dtype, 2 * 16 * width);
+  quire_rows a = rows_of(input_dtype(dtype), width);
+  fill_dtype(panels, dtype, 2 * quire_panel_bytes(dtype, width) / quire_itemsize(dtype));
   for (int64_t i = 0; i < 2 * width / 32 * 16; i++) scales[i] = next_scale();
   fill(bias, 32), fill(factors, MAX_ROWS), fill(before, MAX_ROWS * 32);
   for (int rows = 1; rows <= tiles->linear_rows[dtype] && rows <= MAX_ROWS; rows++) {
-    quire_linear_tile t = {.w = panels, .scales = scales, .panel_bytes = 16 * width * quire_itemsize(dtype), .a = a,
+    quire_linear_tile t = {.w = panels, .scales = scales, .panel_bytes = quire_panel_bytes(dtype, width), .scratch = scratch, .a = a,
                            .bias = rows % 2 ? bias : NULL, .factors = rows % 3 ? factors : NULL, .next = panels, .next_lines = 1, .ldc = 32,
                            .epilogue = epilogue};
     memcpy(want, before, sizeof want), memcpy(alone, before, sizeof alone), memcpy(got, before, sizeof got);
@@ -137,6 +172,7 @@ static void compare_linear(int dtype, int64_t width, int epilogue) {
     if (rows <= 2) digest("linear", dtype, got, rows * 32 * (int64_t)sizeof *got);  // as many as every level takes
     expect_same("linear", dtype, "other bits than a row alone", got, alone, rows * 32 * (int64_t)sizeof *got);
   }
+  if (dtype == QUIRE_Q4) compare_widened(panels, scales, a);
   free_rows(&a);
 }
 
@@ -259,7 +295,7 @@ static void compare_unpack(int dtype, int64_t width) {
   static char panel[16 * MAX_WIDTH * 4];
   static float got[MAX_WIDTH], want[MAX_WIDTH];
   uint16_t scales[MAX_WIDTH / 32 * 16];
-  fill_dtype(panel, dtype, 16 * width);
+  fill_dtype(panel, dtype, quire_panel_bytes(dtype, width) / quire_itemsize(dtype));
   for (int i = 0; i < MAX_WIDTH / 32 * 16; i++) scales[i] = next_scale();
   for (int lane = 0; lane < 16; lane++) {
     tiles->unpack_column(panel, scales, dtype, width, lane, got);
@@ -318,6 +354,11 @@ static void compare_level(void) {
   }
   compare_to_bf16();
   for (int64_t n = 48; n < 1000; n += 137) compare_logits(n);
+  for (int64_t width = 32; width <= MAX_WIDTH; width *= 4) {
+    for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear(QUIRE_Q4, width, epilogue);
+    compare_unpack(QUIRE_Q4, width);
+  }
+  compare_quantise_q4();
 }
 
 // Fail where the digests of the last level are not those of the file, or print them if there is none.

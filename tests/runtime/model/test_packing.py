@@ -62,11 +62,20 @@ def test_tied_embeddings_are_packed_once(goldens: Path, family: str, tied: bool)
     assert (weights.lm_head is weights.embedding) == tied
 
 
-@pytest.mark.parametrize("weights", ["bf16", "q8", "f32"])
+@pytest.mark.parametrize("weights", ["bf16", "q8", "q4", "f32"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_planned_bytes_are_the_packed_bytes(goldens: Path, family: str, weights: Any) -> None:
     model = pack_model(goldens / family, weights)
     assert plan_weights(model.spec, weights)[1] == sum(matrix.nbytes for matrix in matrices(model))
+
+
+def test_q4_leaves_the_embedding_and_the_head_in_q8(goldens: Path) -> None:
+    weights = pack_model(goldens / "llama", "q4").weights
+    layer = weights.layers[0]
+    assert {matrix.dtype for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)} == {"q4"}
+    assert (weights.embedding.dtype, weights.lm_head.dtype, weights.input_dtype) == ("q8", "q8", "q8")
+    in_q8 = pack_model(goldens / "llama", "q8").weights
+    np.testing.assert_array_equal(weights.lm_head.unpack(), in_q8.lm_head.unpack())
 
 
 def test_other_tensors_are_ignored(model_folder: Callable[..., Path]) -> None:
@@ -100,7 +109,7 @@ def test_the_block_is_zeroed_and_starts_on_a_huge_page() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "advice"), [("f32", r"weights q8 need [\d,]+ bytes"), ("q8", "use a smaller model or more memory")]
+    ("weights", "advice"), [("f32", r"weights q4 need [\d,]+ bytes"), ("q4", "use a smaller model or more memory")]
 )
 def test_weights_that_do_not_fit_name_a_setting_that_is_not_in_use(
     weights: Any, advice: str, monkeypatch: pytest.MonkeyPatch

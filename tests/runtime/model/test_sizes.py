@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from quire.kernels import scratch_nbytes
 from quire.runtime.model import describe_sizes, kv_layout, pack_model, plan_memory, read_spec
 from quire.runtime.model.sizes import KNOWN_SHAPES
 
@@ -47,12 +49,13 @@ def test_the_bundled_model_in_the_table_has_its_real_size() -> None:
     assert shape.kv_bytes("bf16") == layout.sequence_bytes(shape.num_tokens)
 
 
-def test_a_plan_equals_what_loading_and_compiling_allocate(goldens: Path) -> None:
-    model = pack_model(goldens / "qwen3", "q8")
+@pytest.mark.parametrize("weights", ["q8", "q4"])
+def test_a_plan_equals_what_loading_and_compiling_allocate(goldens: Path, weights: Any) -> None:
+    model = pack_model(goldens / "qwen3", weights)
     compiled = model.compile(max_positions=200, max_tokens=48, max_samples=8)
     plan = plan_memory(
         read_spec(goldens / "qwen3"),
-        weights="q8",
+        weights=weights,
         kv_dtype="bf16",
         page_size=32,
         num_pages=10,
@@ -66,6 +69,7 @@ def test_a_plan_equals_what_loading_and_compiling_allocate(goldens: Path) -> Non
     assert plan.logits_bytes == compiled.logits.nbytes == 8 * 320 * 4
     assert plan.kv_bytes == 10 * kv_layout(model.spec, "bf16", 32).page_bytes == 10 * 2 * 2 * 2 * 32 * 32 * 2
     assert plan.rotary_bytes == 200 * 24 * 4
+    assert plan.scratch_bytes == scratch_nbytes(24, 2, compiled.ops)
     assert plan.sampling_bytes == 2 * 320 * (4 + 8) + 8 * (4 + 4 + 32 * 8)
     step_bytes = plan.arena_bytes + plan.rotary_bytes + plan.scratch_bytes + plan.sampling_bytes
     assert plan.total_bytes == plan.weights_bytes + plan.kv_bytes + step_bytes
