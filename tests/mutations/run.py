@@ -84,7 +84,10 @@ class Copy:
             "CYTHON": str(Path(sys.executable).parent / "cython"),
         }
         subprocess.run(
-            [self._python, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "-e", "."],
+            [
+                *(self._python, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"),
+                *("-Csetup-args=-Damx_twin=true", "-e", "."),
+            ],
             cwd=self.root, env=self._variables, check=True,
         )  # fmt: skip
 
