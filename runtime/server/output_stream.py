@@ -24,12 +24,12 @@ from .live_requests import LiveRequest
 from .monitoring import CancelCause
 from .request_log import quire_error
 from .send_buffer import SendBuffer
+from .tenants import FRAMES_PER_TURN, Turns
 
 # Measured bytes of Python objects.
 CHUNK_BYTES = 56  # a chunk besides its encoding
 STREAM_BYTES = 10 << 10  # a stream that waits for credit, with its request and task
 READ_SHARE = 32  # a client must take 1 of this many waiting tokens within the credit timeout
-CHUNKS_PER_TURN = 64  # of one stream that were waiting, before other tasks run
 
 encode_chunk = msgspec.msgpack.Encoder().encode
 decode_chunk = msgspec.msgpack.Decoder(OutputChunk).decode
@@ -51,6 +51,7 @@ class Delivery(NamedTuple):
     credit: int | None  # None: unlimited
     credit_timeout_ms: int
     features: Collection[str]  # negotiated
+    turns: Turns  # of the tenant's streams that send output that waited
 
 
 class OutputStream:
@@ -63,7 +64,7 @@ class OutputStream:
     def __init__(self, request: LiveRequest, delivery: Delivery) -> None:
         self.request = request
         self.generated = 0  # tokens, sent or not
-        self._request_id, self._send_buffer, credit, self._credit_timeout_ms, self._features = delivery
+        self._request_id, self._send_buffer, credit, self._credit_timeout_ms, self._features, self._turns = delivery
         self._credit = math.inf if credit is None else credit
         self._num_sent = 0  # tokens
         self._waiting: deque[bytes] = deque()  # chunks that may not be sent yet, the oldest first
@@ -71,6 +72,7 @@ class OutputStream:
         self._outcome: OutputChunk | QuireError | None = None  # of the request: its last chunk or its error
         self._is_unwanted = False  # tokens without credit are dropped
         self._stopped: QuireError | None = None
+        self._awaits_turn = False
         self._changed = asyncio.Event()
         self._reading_timer: asyncio.TimerHandle | None = None  # while tokens wait for credit
         self._reading_goal = 0  # value of `_num_sent` that the client must reach before the timer ends
@@ -188,19 +190,29 @@ class OutputStream:
     def send_waiting(self) -> None:
         """Send the waiting chunks that have credit, until much is unsent."""
         try:
-            for _ in range(CHUNKS_PER_TURN):
+            for _ in range(FRAMES_PER_TURN):
                 if not (self._waiting and self._may_send(chunk := decode_chunk(self._waiting[0]))):
                     break
                 self._send_buffer.hold(self, -len(self._waiting.popleft()) - CHUNK_BYTES)
                 self._send(chunk)
             else:
-                asyncio.get_running_loop().call_soon(self.send_waiting)
+                self.send_soon()
         except QuireError as error:  # the frame is longer than the client takes
             self.stop(error)
             self.request.cancel("client")
         if self._waiting:
             self._watch_reader()
         self._changed.set()
+
+    def send_soon(self) -> None:
+        """Send the waiting chunks that have credit when it is the turn of this stream."""
+        if not self._awaits_turn:
+            self._awaits_turn = True
+            self._turns.call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._awaits_turn = False
+        self.send_waiting()
 
     async def _wait_for_change(self) -> None:
         self._changed.clear()

@@ -21,7 +21,7 @@ from ..common.errors import Cancelled, GenerationFailed, InvalidRequest, QuireEr
 from ..common.types import FinishReason, OutputChunk, SamplingParams
 from .live_requests import LiveRequest
 from .monitoring import CancelCause
-from .output_stream import CHUNK_BYTES, CHUNKS_PER_TURN, Delivery, OutputStream, decode_chunk, encode_chunk
+from .output_stream import CHUNK_BYTES, Delivery, OutputStream, decode_chunk, encode_chunk
 from .request_log import quire_error
 
 # Measured bytes of Python objects.
@@ -104,6 +104,10 @@ class ReplayBuffer:
     @property
     def has_ended(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self._chunks)
 
     @property
     def num_references(self) -> int:
@@ -231,7 +235,11 @@ class Subscriber(OutputStream):
 
     async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
         """Yield each chunk when it may be sent, until the end or `stop`. Raises the error that ended the request."""
+        granted = 0  # chunks that may be sent before it is the turn of the tenant's other streams
         while self._stopped is None:
+            if granted <= 0 and self.buffer.num_chunks > self.position + 1:  # a replay
+                granted = await self._turns.take()
+                continue
             chunk = self.buffer.chunk(self.position)
             if chunk is None:
                 if self.buffer.error is not None:
@@ -244,11 +252,10 @@ class Subscriber(OutputStream):
                 await self._wait_for_change()
             else:
                 self.position += 1
+                granted -= 1
                 yield chunk
                 if chunk.usage is not None:
                     return
-                if self.position % CHUNKS_PER_TURN == 0:
-                    await asyncio.sleep(0)  # a replay must not delay other connections
 
     def wake(self) -> None:
         self._changed.set()

@@ -102,7 +102,7 @@ class RequestHandler:
         self._send_buffer = send_buffer
         self._pending_input = pending_input
         self.tenant = tenant
-        self.turns = tenant.turns
+        self.turns = tenant.frame_turns
         self._session = tenant.name, session
         self._features = features
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the ids of live requests
@@ -229,7 +229,8 @@ class RequestHandler:
 
     def _delivery(self, frame: Generate | Resume) -> Delivery:
         timeout_ms = self._context.config.credit_timeout_ms
-        return Delivery(frame.request_id, self._send_buffer, frame.credit, timeout_ms, self._features)
+        turns = self.tenant.output_turns
+        return Delivery(frame.request_id, self._send_buffer, frame.credit, timeout_ms, self._features, turns)
 
     def _tokenize(self, frame: Tokenize) -> None:
         """Answer in a task. Texts wait in memory in the meantime, so their number is limited."""

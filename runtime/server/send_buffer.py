@@ -24,8 +24,8 @@ MAX_PACED_BYTES = 4 * WRITE_BYTES
 class WaitingStream(Protocol):
     """A stream with output that waits: for credit, or until fewer frames are unsent."""
 
-    def send_waiting(self) -> None:
-        """Send what may be sent now."""
+    def send_soon(self) -> None:
+        """Send what may be sent, in the turn of this stream."""
 
     def shed(self, error: QuireError) -> None:
         """Drop the waiting output, and end in `error`."""
@@ -155,6 +155,7 @@ class SendBuffer:
             self.shed(f"all output of a connection may be {self._max_bytes} bytes (`max_outgoing_bytes`)")
 
     async def _write(self) -> None:
+        was_long = self.is_long
         piece = bytes(self._unsent[:WRITE_BYTES])
         del self._unsent[: len(piece)]
         self._shrank.set()
@@ -164,9 +165,9 @@ class SendBuffer:
             await self._drain()
         if self._counted_bytes:
             self._count_frames()
-        if self._waiting and not self.is_long:
-            for stream in list(self._waiting):
-                stream.send_waiting()
+        if was_long and not self.is_long:
+            for stream in self._waiting:
+                stream.send_soon()
 
     async def _drain(self) -> None:
         """Wait until the system has taken the write. Raises ConnectionError if the connection is lost."""

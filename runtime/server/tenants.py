@@ -1,5 +1,5 @@
 """`Tenant`: the owner of connections, with its limits on requests at a time and per minute, its totals for STATS, and
-the turns in which its connections handle frames.
+the turns in which its connections handle frames and its streams send output that waited.
 
 A request beyond a limit is refused immediately, and the refusal changes nothing. The retry time in the refusal is
 exact: after it, one request of this tenant is accepted. Must not import keys, sockets or requests.
@@ -18,7 +18,7 @@ import msgspec
 from ..common.errors import Overloaded
 from ..common.types import Usage
 
-FRAMES_PER_GRANT = 32
+FRAMES_PER_TURN = 32  # of one connection or stream
 NS_PER_MINUTE = 60 * 10**9
 NS_PER_MS = 10**6
 
@@ -45,10 +45,10 @@ class TenantTotals(msgspec.Struct):
     recomputed_tokens: int = 0
 
 
-class FrameTurns:
-    """Lets one connection of a tenant handle frames per turn of the event loop.
+class Turns:
+    """Lets one connection of a tenant handle frames, or one of its streams send waiting output, per event loop turn.
 
-    However many connections a tenant floods with frames, another tenant's frame waits for one turn only.
+    However many connections a tenant floods with frames or replays, another tenant's frame waits for one turn only.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class FrameTurns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def take(self) -> int:
-        """Wait for this connection's turn, and return the number of frames that it may handle."""
+        """Wait for the caller's turn, and return the number of frames that it may handle or send."""
         loop = asyncio.get_running_loop()
         if self._is_taken:
             turn = loop.create_future()
@@ -65,7 +65,17 @@ class FrameTurns:
         else:
             self._is_taken = True
             loop.call_soon(self._next_turn)
-        return FRAMES_PER_GRANT
+        return FRAMES_PER_TURN
+
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        """Have `callback` called in its turn, in a later turn of the event loop."""
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        turn.add_done_callback(lambda _: callback())
+        self._waiting.append(turn)
+        if not self._is_taken:
+            self._is_taken = True
+            loop.call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
         while self._waiting:
@@ -89,7 +99,8 @@ class Tenant:
         self.name = name
         self.revoked = False  # its keys were removed; its open connections are refused every request
         self.totals = TenantTotals()
-        self.turns = FrameTurns()
+        self.frame_turns = Turns()
+        self.output_turns = Turns()
         self._limits = limits or TenantLimits()
         self._clock_ns = clock_ns
         self._full_at_ns = 0  # when the token bucket is full again: its whole state, which needs no refilling

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import weakref
 from collections.abc import Callable, MutableMapping
 from typing import Any
@@ -35,7 +36,7 @@ from quire.runtime.protocol.frames import (
 )
 from quire.runtime.server.output_stream import STREAM_BYTES
 from quire.runtime.server.request_handler import MAX_TEXTS
-from quire.runtime.server.tenants import Tenant, TenantLimits
+from quire.runtime.server.tenants import FRAMES_PER_TURN, Tenant, TenantLimits
 
 from .fakes import FakeClock, FakeEngine, FakePeer, FakeServer, chunk, generate, names, settle
 
@@ -923,3 +924,25 @@ async def test_a_connection_is_pending_until_its_hello(server: FakeServer) -> No
     assert not peer.is_settled
     await peer.ask(Hello((1,)))
     assert peer.is_settled
+
+
+@pytest.mark.parametrize("kind", [{"idempotency_key": "k"}, {"credit": 0}], ids=["replayed", "held"])
+async def test_streams_that_send_what_waited_take_turns(server: FakeServer, kind: dict[str, Any]) -> None:
+    """Many streams of one tenant delay others by one turn of one of them, not of all."""
+    peers = [await server.connect() for _ in range(16)]
+    if "credit" in kind:
+        for peer in peers:
+            await peer.ask(generate(1, credit=0))
+            await server.engine.last.put(*(chunk(index) for index in range(300)))
+    else:
+        await peers[0].ask(generate(1, **kind))
+        await server.engine.last.put(*(chunk(index, last=index == 299) for index in range(300)))
+        await peers.pop(0).received()
+    for peer in peers:
+        peer.send(Credit(1, 300) if "credit" in kind else generate(1, **kind))
+    num_sent = [0]
+    while num_sent[-1] < 300 * len(peers):
+        await asyncio.sleep(0)
+        num_sent.append(sum(bytes(peer.writer.transport.taken).count(b"TOKENS") for peer in peers))
+    most = max(after - before for before, after in itertools.pairwise(num_sent[3:]))
+    assert most <= 2 * FRAMES_PER_TURN

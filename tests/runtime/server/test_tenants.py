@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quire.runtime.common.errors import Overloaded
 from quire.runtime.server.tenants import (
-    FRAMES_PER_GRANT,
+    FRAMES_PER_TURN,
     NS_PER_MINUTE,
     NS_PER_MS,
-    FrameTurns,
     Tenant,
     TenantLimits,
+    Turns,
 )
 
 NS_PER_S = 10**9
@@ -134,12 +134,12 @@ def test_never_more_than_allowed_and_every_wait_is_exact(rate: int, burst: int |
 
 async def test_connections_of_a_tenant_take_turns_and_other_tenants_do_not_wait() -> None:
     """A flood on many connections is handled one connection per turn of the event loop."""
-    flood, other = FrameTurns(), FrameTurns()
+    flood, other = Turns(), Turns()
     order: list[str] = []
 
-    async def connection(name: str, turns: FrameTurns, grants: int) -> None:
+    async def connection(name: str, turns: Turns, grants: int) -> None:
         for _ in range(grants):
-            assert await turns.take() == FRAMES_PER_GRANT
+            assert await turns.take() == FRAMES_PER_TURN
             order.append(name)
 
     async with asyncio.TaskGroup() as group:
@@ -151,10 +151,19 @@ async def test_connections_of_a_tenant_take_turns_and_other_tenants_do_not_wait(
     assert "".join(order) == "aabcbc"
 
 
+async def test_callbacks_take_turns_with_those_that_wait() -> None:
+    turns, order = Turns(), list[str]()
+    for name in "ab":
+        turns.call_soon(lambda name=name: order.append(name))
+    assert order == []
+    await turns.take()
+    assert order == ["a", "b"]
+
+
 async def test_a_connection_that_ends_while_it_waits_takes_no_turn() -> None:
-    turns = FrameTurns()
+    turns = Turns()
     await turns.take()
     ended, waiting = asyncio.create_task(turns.take()), asyncio.create_task(turns.take())
     await asyncio.sleep(0)
     ended.cancel()
-    assert await waiting == FRAMES_PER_GRANT
+    assert await waiting == FRAMES_PER_TURN
