@@ -40,14 +40,16 @@ class Port:
         self.acceptor = Acceptor(listening.socket, self.serve, limits, on_refused=self.refusals.append, **options)
         return self.acceptor
 
-    async def connect(self, greeting: bytes) -> socket.socket:
-        """Return a connection that was greeted."""
-        client = await self.connect_silently()
+    async def connect(self, greeting: bytes, source: str | None = None) -> socket.socket:
+        """Return a connection from `source` that was greeted."""
+        client = await self.connect_silently(source)
         assert await asyncio.get_running_loop().sock_recv(client, 9) == greeting
         return client
 
-    async def connect_silently(self) -> socket.socket:
+    async def connect_silently(self, source: str | None = None) -> socket.socket:
         client = socket.socket(socket.AF_UNIX if isinstance(self.address, str) else socket.AF_INET)
+        if source is not None:
+            client.bind((source, 0))
         self.clients.append(client)
         client.setblocking(False)
         await asyncio.get_running_loop().sock_connect(client, self.address)
@@ -133,6 +135,15 @@ async def test_an_address_beyond_its_limit_loses_its_own(start: Start) -> None:
     second = await port.connect(b"2")
     assert await send(first, b"x") == b""
     assert await send(second, b"x") == b"x"
+
+
+async def test_of_several_addresses_the_one_with_the_most_pending_connections_loses_one(start: Start) -> None:
+    port = await start(9, 2, 9)
+    first, second = await port.connect(b"1"), await port.connect(b"2")
+    single = await port.connect(b"3", "127.0.0.2")
+    assert await send(first, b"x") == b""
+    for client in (single, second):
+        assert await send(client, b"x") == b"x"
 
 
 async def test_clients_of_a_unix_socket_have_no_limit_per_address(start: Start) -> None:
