@@ -224,7 +224,7 @@ class RequestHandler:
             self._send_refusal(frame.request_id, error)
             return
         index.attach(entry, subscriber)
-        self._context.requests.log.resumed(frame.request_id, frame.next_index)
+        self._context.requests.log.resumed(self.tenant.name, frame.request_id, frame.next_index)
         self._start(frame.request_id, subscriber.run, subscriber)
 
     def _delivery(self, frame: Generate | Resume) -> Delivery:

@@ -30,8 +30,7 @@ class RequestLog:
 
     def __init__(self, observer: PrometheusObserver) -> None:
         self._observer = observer
-        self._tenant_logs: dict[str, BoundedLog] = {}  # refusals and replays
-        self._resumed_log = BoundedLog(_log, MAX_FREE_LINES, FREE_INTERVAL_S)  # of all tenants
+        self._tenant_logs: dict[str, BoundedLog] = {}  # refusals, resumptions and replays
 
     def refused(self, tenant: str, client_id: int, code: str, retry_after_ms: int | None = None) -> None:
         """Record a request that was refused before it ran."""
@@ -59,10 +58,10 @@ class RequestLog:
         """Record a request that ended without a last chunk: by an error, or because the server stopped reading it."""
         _log.info("request failed", client_id=client_id, code=code, cause=cause, completion_tokens=generated)
 
-    def resumed(self, client_id: int, next_index: int) -> None:
+    def resumed(self, tenant: str, client_id: int, next_index: int) -> None:
         """Record that another connection reads on."""
         self._observer.resumed_streams.value += 1
-        self._resumed_log.write(logging.INFO, "stream resumed", client_id=client_id, next_index=next_index)
+        self._write(tenant, "stream resumed", client_id=client_id, next_index=next_index)
 
     def replayed(self, tenant: str, client_id: int) -> None:
         """Record that an earlier request answers this one, which has the same idempotency key."""
