@@ -57,7 +57,7 @@ async def open_port() -> AsyncIterator[Port]:
     listening = await listen_tcp("127.0.0.1", 0)
     port.address = listening.socket.getsockname()
     readiness = Readiness(FakeEngine().stats, 1.0)
-    port.server = OperatorServer(port.observer.registry, readiness, port.status, listening.socket)
+    port.server = OperatorServer(port.observer.registry, readiness, lambda: port.status(), listening.socket)
     yield port
     for writer in port.writers:
         writer.transport.abort()
