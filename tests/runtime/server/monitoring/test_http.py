@@ -165,6 +165,21 @@ async def test_rendering_in_pieces_is_rendering_as_a_whole() -> None:
     assert await render_metrics(CollectorRegistry()) == b""
 
 
+async def test_other_tasks_run_between_the_families_of_the_metrics() -> None:
+    registry, num_turns = PrometheusObserver().registry, 0
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    await render_metrics(registry)
+    counting.cancel()
+    assert num_turns >= len(list(registry.collect())) > 10
+
+
 async def test_a_result_is_made_once_per_interval() -> None:
     now, made = 5.0, 0
 
