@@ -53,6 +53,19 @@ def test_a_stop_token_among_accepted_drafts_ends_the_request_there(
         assert harness.outputs[1] == tokens[: tokens.index(1, min_tokens - 1) + 1]
 
 
+def test_a_text_that_was_drafted_badly_is_drafted_again_later(make_harness: MakeHarness) -> None:
+    harness = speculative(make_harness, num_pages=100)
+    harness.add(1, PERIODIC, max_tokens=200)
+    for _ in range(3):
+        harness.step()
+    before = harness.scheduler.stats().draft_tokens
+    harness.scheduler._speculator._indexes[1].acceptance_rate = 0.0
+    harness.step()
+    assert harness.scheduler.stats().draft_tokens == before
+    harness.run()
+    assert harness.scheduler.stats().draft_tokens > before
+
+
 def test_drafts_that_cost_more_than_they_save_are_not_verified(make_harness: MakeHarness) -> None:
     harness = speculative(make_harness, DEAR_ROWS)
     harness.add(1, PERIODIC, max_tokens=60)
