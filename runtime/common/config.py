@@ -215,8 +215,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_pending_bytes: Annotated[
         Count,
         _limit(
-            "Incomplete frames, and texts to tokenize for clients, of all connections. Each tenant has an equal share; "
-            "beyond it, its largest connection is closed.",
+            "Incomplete frames of all connections. Each tenant has an equal share; beyond it, its largest connection "
+            "is closed.",
+            unit="bytes",
+        ),
+    ] = 64 << 20
+    max_text_bytes: Annotated[
+        Count,
+        _limit(
+            "Prompts and texts that are being tokenized, or wait for it. Each tenant has an equal share; further ones "
+            "are refused.",
             unit="bytes",
         ),
     ] = 64 << 20

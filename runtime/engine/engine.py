@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import secrets
-import sys
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
@@ -27,7 +26,7 @@ from .core import Core, CoreListener, EngineCore, Prefilled
 from .error_mapping import failure_error, refusal_error
 from .facade import EngineInfo, EngineObserver, EngineStats, GenerateRequest, RequestStats, SilentObserver, StepStats
 from .fair_executor import FairExecutor
-from .input import num_sequences, prompt_bytes, prompt_token_ids, scheduled_requests
+from .input import num_sequences, prompt_token_ids, scheduled_requests
 from .output import SequenceOutput, Stream, StreamingOutput, output_class
 from .text_processor import TextProcessor
 from .validator import Validator
@@ -85,7 +84,7 @@ class Engine(Generic[CoreT]):
         """See `facade.EngineFacade.tokenize`."""
         self._validator.check_text(text)
         encode = self.text_processor.encode
-        return await self._executor.submit(tenant, sys.getsizeof(text), encode, text, add_special_tokens)
+        return await self._executor.submit(tenant, encode, text, add_special_tokens)
 
     def stats(self) -> EngineStats:
         """See `facade.EngineFacade.stats`."""
@@ -121,10 +120,7 @@ class Engine(Generic[CoreT]):
     # From a request to the core's queue
 
     def _prepare(self, request: GenerateRequest, num_queued: int) -> asyncio.Future[tuple[int, ...]]:
-        """Begin to tokenize the prompt in a helper thread; `num_queued` sequences count as queued until it is done.
-
-        Raises Overloaded if too many bytes of this tenant's prompts are being tokenized.
-        """
+        """Begin to tokenize the prompt in a helper thread; `num_queued` sequences count as queued until it is done."""
         tenant = request.tenant
 
         def release(done: asyncio.Future[tuple[int, ...]]) -> None:
@@ -134,9 +130,7 @@ class Engine(Generic[CoreT]):
             if not done.cancelled():
                 done.exception()  # seen, also if the request was given up before it was awaited
 
-        preparing = self._executor.submit(
-            tenant, prompt_bytes(request), prompt_token_ids, request, self.text_processor, self._validator
-        )
+        preparing = self._executor.submit(tenant, prompt_token_ids, request, self.text_processor, self._validator)
         self._num_preparing[tenant] += num_queued
         preparing.add_done_callback(release)
         return preparing

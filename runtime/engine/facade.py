@@ -6,7 +6,9 @@ iterator.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
@@ -14,6 +16,8 @@ import msgspec
 from ...scheduler import AdmissionEstimate
 from ..common.errors import QuireError
 from ..common.types import FinishReason, OutputChunk, SamplingParams, Usage
+
+MAX_COUNTED = 1000  # values of one request; counting takes time on the event loop
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,6 +30,22 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # lower runs earlier
     deadline_ms: int | None = None  # from submission
     pin_ms: int | None = None  # how long the prompt's pages stay in the prefix cache after the request ends
+
+    def text_bytes(self) -> int:
+        """Return about how many bytes the text to tokenize takes in memory, counting at most `MAX_COUNTED` values."""
+        if isinstance(self.prompt, tuple):
+            return 0
+        num_bytes, unseen = 0, [self.prompt, self.messages]
+        for _ in range(MAX_COUNTED):
+            if not unseen:
+                break
+            value: object = unseen.pop()
+            num_bytes += sys.getsizeof(value)
+            if isinstance(value, Mapping):
+                unseen.extend(islice(value.values(), MAX_COUNTED))
+            elif isinstance(value, list | tuple):
+                unseen.extend(value[:MAX_COUNTED])
+        return num_bytes
 
 
 class Generation(Protocol):
@@ -172,8 +192,7 @@ class EngineFacade(Protocol):
     async def tokenize(self, text: str, add_special_tokens: bool = True, *, tenant: str = "") -> tuple[int, ...]:
         """Return the token ids of `text`; tenants take turns.
 
-        Raises InvalidRequest without a tokenizer, Overloaded if too many bytes of this tenant's texts wait, and as
-        `submit` for the text.
+        Raises InvalidRequest without a tokenizer, and as `submit` for the text.
         """
 
     def stats(self) -> EngineStats:

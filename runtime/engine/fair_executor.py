@@ -1,7 +1,7 @@
 """`FairExecutor`: runs the text work of all tenants in a few threads; the tenants take turns.
 
-A tenant that floods the server with long texts delays others by the texts that run, not by those that wait, and the
-texts that wait are limited in bytes. Must not import tokenizers or templates.
+A tenant that floods the server with long texts delays others by the texts that run, not by those that wait, which the
+server limits in bytes. Must not import tokenizers or templates.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar, TypeVarTuple
 
-from ..common.errors import Overloaded, Unavailable
+from ..common.errors import Unavailable
 
 NUM_THREADS = 2  # rendering holds the GIL: more threads would delay the event loop
-MAX_BYTES = 64 << 20  # of one tenant's texts that wait or run
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -30,39 +29,25 @@ class _Job(NamedTuple):
 class FairExecutor:
     """Lives on the event loop that calls `submit`."""
 
-    def __init__(self, num_threads: int = NUM_THREADS, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="quire-text")
         self._num_idle = num_threads
         self._is_closed = False
-        self._max_bytes = max_bytes
         self._waiting: dict[str, deque[_Job]] = {}  # by tenant; the first one's turn is next
-        self._bytes: dict[str, int] = {}  # of texts that wait or run, by tenant
 
-    def submit(self, tenant: str, num_bytes: int, function: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """Return the future result of `function(*args)`, whose text has `num_bytes`.
+    def submit(self, tenant: str, function: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+        """Return the future result of `function(*args)`. Raises Unavailable after `close`.
 
         The function sees the caller's context variables. Cancelling the future releases the text, unless the function
-        runs. Raises Overloaded if the tenant's other texts leave no room; a tenant without texts has room for any.
-        Raises Unavailable after `close`.
+        runs.
         """
         if self._is_closed:
             raise _closed()
-        before = self._bytes.get(tenant, 0)
-        if before and before + num_bytes > self._max_bytes:
-            raise Overloaded(f"{before} bytes of this tenant's texts are being tokenized, and {self._max_bytes} may be")
         context = contextvars.copy_context()
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         job = _Job(result, [lambda: context.run(function, *args)])
-        self._bytes[tenant] = before + num_bytes
         self._waiting.setdefault(tenant, deque()).append(job)
-
-        def release(_: asyncio.Future[T]) -> None:
-            job.call.clear()
-            self._bytes[tenant] -= num_bytes
-            if not self._bytes[tenant]:
-                del self._bytes[tenant]
-
-        result.add_done_callback(release)
+        result.add_done_callback(lambda _: job.call.clear())
         self._run_next()
         return result
 

@@ -6,10 +6,6 @@ of a request of its own with seed + i.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from itertools import islice
-
 import msgspec
 
 from ...scheduler import BeamSpec, Request, RequestSpec
@@ -19,23 +15,6 @@ from ..model.runner import SamplingSpec
 from .facade import GenerateRequest
 from .text_processor import TextProcessor
 from .validator import SEED_LIMIT, Validator
-
-MAX_COUNTED = 1000  # values of one request; counting takes time on the event loop
-
-
-def prompt_bytes(request: GenerateRequest) -> int:
-    """Return about how many bytes the request's text takes in memory, counting at most `MAX_COUNTED` values."""
-    num_bytes, unseen = 0, [request.prompt, request.messages]
-    for _ in range(MAX_COUNTED):
-        if not unseen:
-            break
-        value: object = unseen.pop()
-        num_bytes += sys.getsizeof(value)
-        if isinstance(value, Mapping):
-            unseen.extend(islice(value.values(), MAX_COUNTED))
-        elif isinstance(value, list | tuple):
-            unseen.extend(value[:MAX_COUNTED])
-    return num_bytes
 
 
 def prompt_token_ids(request: GenerateRequest, text_processor: TextProcessor, validator: Validator) -> tuple[int, ...]:

@@ -18,13 +18,16 @@ from ..common.types import OutputChunk
 from ..engine.facade import EngineFacade, GenerateRequest, Generation
 from .monitoring import CancelCause, PrometheusObserver, RequestState, RequestStatus
 from .request_log import RequestLog
+from .tenant_bytes import EqualShares
 from .tenants import Tenant
 
 
 class LiveRequests:
     """The live requests of one server, oldest first."""
 
-    def __init__(self, engine: EngineFacade, observer: PrometheusObserver) -> None:
+    def __init__(self, engine: EngineFacade, observer: PrometheusObserver, texts: EqualShares) -> None:
+        """`texts` limits the prompts that are being tokenized."""
+        self.texts = texts
         self._engine = engine
         self._observer = observer
         self._all: dict[LiveRequest, None] = {}
@@ -36,16 +39,22 @@ class LiveRequests:
     def submit(self, tenant: Tenant, request_id: int, request: GenerateRequest) -> LiveRequest:
         """Count the request for `tenant` and submit it.
 
-        Raises the refusal of `Tenant.enter` or of the engine; nothing is counted then.
+        Raises the refusal of `TenantBytes.reserve`, `Tenant.enter` or the engine; nothing is counted then.
         """
         with self.reporting_refusals():
-            tenant.enter()
+            release_text = self.texts.of(tenant.name).reserve(request.text_bytes())
+            try:
+                tenant.enter()
+            except QuireError:
+                release_text()
+                raise
         try:
             submission = self._engine.submit(request)
         except BaseException:
+            release_text()
             tenant.leave()
             raise
-        live = LiveRequest(submission, tenant, request_id, self._observer, self.log, self._all.pop)
+        live = LiveRequest(submission, release_text, tenant, request_id, self._observer, self.log, self._all.pop)
         self._all[live] = None
         return live
 
@@ -90,6 +99,7 @@ class LiveRequest:
     def __init__(
         self,
         submission: Awaitable[Generation],
+        release_text: Callable[[], None],
         tenant: Tenant,
         request_id: int,
         observer: PrometheusObserver,
@@ -100,6 +110,7 @@ class LiveRequest:
         self.prefill_watchers: set[Callable[[int, int], None]] = set()  # called with computed and prompt tokens
         self.is_cancelled = False
         self._submission: Awaitable[Generation] | None = submission
+        self._release_text = release_text  # once the prompt is tokenized
         self._tenant = tenant
         self._request_id = request_id
         self._observer = observer
@@ -126,6 +137,8 @@ class LiveRequest:
         except QuireError as error:
             self._refusal = error.code, error.retry_after_ms
             raise
+        finally:
+            self._release_text()
         self._generation = generation
         self._prompt_tokens = len(generation.prompt_token_ids)
         generation.watch_prefill(self._note_prefill)
@@ -149,6 +162,7 @@ class LiveRequest:
 
     def end(self, outcome: OutputChunk | QuireError | None) -> None:
         """Stop counting and listing the request, and release the engine's stream."""
+        self._release_text()
         self._context.run(self._log_end, outcome)
         self.forget_generation()
         self._tenant.leave(outcome.usage if isinstance(outcome, OutputChunk) else None)

@@ -30,12 +30,14 @@ class MemoryLimits:
             "kept_output": config.max_kept_bytes,
             "unsent_output": config.max_unsent_bytes,
             "pending_input": config.max_pending_bytes,
+            "texts": config.max_text_bytes,
             "connections": config.max_connections * connection_bytes,
         }
         self._notes = {
             "kept_output": "to resume requests and answer idempotency keys",
             "unsent_output": "frames, and tokens that wait for credit",
-            "pending_input": "incomplete frames, and texts to tokenize",
+            "pending_input": "incomplete frames",
+            "texts": "prompts and texts to tokenize",
             "connections": f"{config.max_connections:,} of {connection_bytes:,} B",
         }
 
@@ -52,6 +54,7 @@ class MemoryLimits:
             ("max_outgoing_bytes", config.max_frame_bytes + PREFIX_BYTES, "one frame of `max_frame_bytes`"),
             ("max_unsent_bytes", num_tenants * MIN_FRAME_BYTES, f"one frame{tenants}"),
             ("max_pending_bytes", (num_tenants + 1) * MIN_FRAME_BYTES, f"one frame{tenants} and one before HELLO"),
+            ("max_text_bytes", num_tenants * MIN_FRAME_BYTES, f"one frame{tenants}"),
             ("max_kept_bytes", num_tenants * kept, f"one request{tenants}"),
         ):
             value = getattr(config, name)

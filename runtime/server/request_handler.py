@@ -83,6 +83,7 @@ class AppContext:
             "kept_output": self.replays.num_bytes,
             "unsent_output": self.unsent.num_bytes,
             "pending_input": self.pending.num_bytes,
+            "texts": self.requests.texts.num_bytes,
         }
 
 
@@ -248,14 +249,14 @@ class RequestHandler:
                 raise InvalidRequest(f"the text has {len(token_ids)} tokens; a frame holds at most {MAX_ARRAY_LENGTH}")
             return Tokenized(frame.request_id, token_ids)
 
-        num_bytes = sys.getsizeof(frame.text)
+        texts = self._context.requests.texts.of(self.tenant.name)
         try:
-            self._pending_input.add_text(num_bytes)
+            release = texts.reserve(sys.getsizeof(frame.text))
         except QuireError as error:
             self._refuse(frame.request_id, error)
             return
         task = self._start(frame.request_id, tokenized)
-        task.add_done_callback(lambda _: self._pending_input.remove_text(num_bytes))
+        task.add_done_callback(lambda _: release())
 
     def _stats(self) -> EngineStats | TenantTotals:
         """Return the engine's statistics to an operator and to the only tenant; to others their own totals."""

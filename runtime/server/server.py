@@ -33,6 +33,7 @@ from .monitoring import (
 )
 from .request_handler import AppContext
 from .resume import ReplayStore
+from .tenant_bytes import EqualShares
 from .tls import TLS
 
 CLOSE_TIMEOUT_S = 1.0  # for clients to read the last frames and close their connections
@@ -79,7 +80,8 @@ class Server:
             opening.callback(http_listening.close)
 
             engine.set_observer(self.observer)
-            requests = LiveRequests(engine, self.observer)
+            texts = EqualShares("texts", "max_text_bytes", lambda: config.max_text_bytes // keyring.num_tenants)
+            requests = LiveRequests(engine, self.observer, texts)
             replays = ReplayStore(requests, config, lambda: keyring.num_tenants)
             http_address = str(http_listening.address)
             context = AppContext(engine, config, self.observer, keyring, requests, replays, http_address)

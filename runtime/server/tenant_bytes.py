@@ -52,6 +52,22 @@ class TenantBytes:
         while num_bytes > 0 and self.num_bytes > self.limit:
             max(self._holders, key=lambda holder: holder.num_bytes).shed(self.describe_limit())
 
+    def reserve(self, num_bytes: int) -> Callable[[], None]:
+        """Count a text until the returned function is called; calling it again does nothing.
+
+        Raises QuotaExceeded if it never fits, Overloaded if it does not fit now.
+        """
+        if self.num_bytes + num_bytes > self.limit:
+            error = QuotaExceeded if num_bytes > self.limit else Overloaded
+            raise error(f"this text takes {num_bytes} bytes, and {self.describe_limit()}")
+        self.num_bytes += num_bytes
+        held = [num_bytes]
+
+        def release() -> None:
+            self.num_bytes -= held.pop() if held else 0
+
+        return release
+
 
 class EqualShares:
     """A limit in bytes for the connections of all tenants, of which each tenant has an equal share."""
@@ -75,12 +91,11 @@ class EqualShares:
 
 
 class PendingInput:
-    """What one connection sent and the server cannot handle yet: an incomplete frame, and texts to tokenize."""
+    """What one connection sent and the server cannot handle yet: an incomplete frame."""
 
     def __init__(self, tenant_bytes: TenantBytes, refuse: Callable[[Overloaded], None]) -> None:
         """Count for `tenant_bytes`; `refuse` ends the connection in an error."""
         self.num_bytes = 0
-        self._frame_bytes = 0
         self._refuse = refuse
         self._tenant_bytes: TenantBytes | None = tenant_bytes
         tenant_bytes.join(self)
@@ -104,30 +119,11 @@ class PendingInput:
 
     def set_frame_bytes(self, num_bytes: int) -> None:
         """Count the received part of a frame."""
-        added, self._frame_bytes = num_bytes - self._frame_bytes, num_bytes
-        if added:
-            self._add(added)
-
-    def add_text(self, num_bytes: int) -> None:
-        """Count a text until `remove_text`. Raises QuotaExceeded if it can never fit, Overloaded if it does not now."""
-        if (tenant_bytes := self._tenant_bytes) is not None and tenant_bytes.num_bytes + num_bytes > tenant_bytes.limit:
-            error = QuotaExceeded if num_bytes > tenant_bytes.limit else Overloaded
-            raise error(f"this text takes {num_bytes} bytes, and {tenant_bytes.describe_limit()}")
-        self._add(num_bytes)
-
-    def remove_text(self, num_bytes: int) -> None:
-        self._add(-num_bytes)
-
-    def _add(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        if self._tenant_bytes is not None:
-            self._tenant_bytes.add(num_bytes)
+        added, self.num_bytes = num_bytes - self.num_bytes, num_bytes
+        if added and self._tenant_bytes is not None:
+            self._tenant_bytes.add(added)
 
     def shed(self, limit: str) -> None:
         """End the connection."""
         self.leave()
-        self._refuse(
-            Overloaded(
-                f"{self.num_bytes} bytes of this connection are an incomplete frame and texts to tokenize, and {limit}"
-            )
-        )
+        self._refuse(Overloaded(f"{self.num_bytes} bytes of this connection are an incomplete frame, and {limit}"))

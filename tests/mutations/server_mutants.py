@@ -20,8 +20,8 @@ OPERATORS = "tests/runtime/server/test_acceptor.py tests/runtime/server/monitori
 MUTANTS = [
     Mutant(
         LIVE,
-        "        except BaseException:\n            tenant.leave()\n            raise",
-        "        except BaseException:\n            raise",
+        "            release_text()\n            tenant.leave()\n            raise",
+        "            release_text()\n            raise",
         "a refused submit leaks the tenant's concurrency until the tenant is locked out",
     ),
     Mutant(
@@ -572,10 +572,22 @@ MUTANTS = [
         RESUMING,
     ),
     Mutant(
+        "runtime/server/tenant_bytes.py",
+        "        self.num_bytes += num_bytes\n        held",
+        "        self.num_bytes = num_bytes\n        held",
+        "only the latest text of a tenant counts for its limit in bytes",
+    ),
+    Mutant(
+        "runtime/server/tenant_bytes.py",
+        "self.num_bytes + num_bytes > self.limit:",
+        "self.num_bytes + num_bytes >= self.limit:",
+        "texts that take exactly the limit in bytes are refused",
+    ),
+    Mutant(
         "runtime/server/request_handler.py",
-        "task.add_done_callback(lambda _: self._pending_input.remove_text(num_bytes))",
-        "del task",
-        "each text that is tokenized uses up its tenant's pending input for ever",
+        "task.add_done_callback(lambda _: release())",
+        "del task, release",
+        "each text that is tokenized uses up its tenant's share of texts for ever",
     ),
     Mutant(
         "runtime/server/request_handler.py",

@@ -51,14 +51,16 @@ def test_layer_groups_are_shown_if_a_layer_has_a_window(
 
 def test_the_plan_shows_what_the_server_holds_for_clients_at_most(hybrid_folder: Callable[[str], Path]) -> None:
     engine = EngineConfig(model=str(hybrid_folder("s")), kv_cache_memory=MEMORY)
-    server = ServerConfig(max_kept_bytes=1000, max_unsent_bytes=2000, max_pending_bytes=3000, max_connections=10)
+    limits = {"max_kept_bytes": 1000, "max_unsent_bytes": 2000, "max_pending_bytes": 3000, "max_text_bytes": 4000}
+    server = ServerConfig(max_connections=10, **limits)  # type: ignore[arg-type]
     lines = plan_lines(Settings(engine=engine, server=server))
     assert lines[lines.index("for clients, in the API server process:") + 1 :] == [
         "kept output                    1,000 B  to resume requests and answer idempotency keys",
         "unsent output                  2,000 B  frames, and tokens that wait for credit",
-        "pending input                  3,000 B  incomplete frames, and texts to tokenize",
+        "pending input                  3,000 B  incomplete frames",
+        "texts                          4,000 B  prompts and texts to tokenize",
         "connections                  163,840 B  10 of 16,384 B",
-        "at most                      169,840 B",
+        "at most                      173,840 B",
     ]
 
 

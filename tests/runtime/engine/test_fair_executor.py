@@ -9,7 +9,7 @@ import weakref
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from quire.runtime.common.errors import InvalidRequest, Overloaded, Unavailable
+from quire.runtime.common.errors import InvalidRequest, Unavailable
 from quire.runtime.engine.fair_executor import FairExecutor
 
 NAME: contextvars.ContextVar[str] = contextvars.ContextVar("name")
@@ -32,7 +32,7 @@ class Work:
 
 @pytest.fixture
 async def executor() -> AsyncIterator[FairExecutor]:
-    executor = FairExecutor(num_threads=1, max_bytes=100)
+    executor = FairExecutor(num_threads=1)
     yield executor
     executor.close()
 
@@ -45,9 +45,9 @@ def work() -> Iterator[Work]:
 
 
 async def test_tenants_take_turns(executor: FairExecutor, work: Work) -> None:
-    results = [executor.submit("flood", 1, work, f"flood{number}") for number in range(5)]
-    results += [executor.submit("b", 1, work, "b0"), executor.submit("c", 1, work, "c0")]
-    results.append(executor.submit("b", 1, work, "b1"))
+    results = [executor.submit("flood", work, f"flood{number}") for number in range(5)]
+    results += [executor.submit("b", work, "b0"), executor.submit("c", work, "c0")]
+    results.append(executor.submit("b", work, "b1"))
     work.go.set()
     await asyncio.gather(*results)
     assert work.order == ["flood0", "flood1", "b0", "c0", "flood2", "b1", "flood3", "flood4"]
@@ -56,39 +56,26 @@ async def test_tenants_take_turns(executor: FairExecutor, work: Work) -> None:
 async def test_results_errors_and_context_are_the_functions_own(executor: FairExecutor, work: Work) -> None:
     work.go.set()
     NAME.set("caller")
-    assert await executor.submit("a", 1, NAME.get) == "caller"
+    assert await executor.submit("a", NAME.get) == "caller"
     with pytest.raises(InvalidRequest, match="broken"):
-        await executor.submit("a", 1, work, "broken")
-    assert await executor.submit("a", 1, work, "next") == "next"
+        await executor.submit("a", work, "broken")
+    assert await executor.submit("a", work, "next") == "next"
 
 
-async def test_a_tenants_texts_are_limited_in_bytes(executor: FairExecutor, work: Work) -> None:
-    first = executor.submit("a", 1000, work, "any size while there is no other")
-    with pytest.raises(Overloaded, match="1000 bytes of this tenant's texts are being tokenized, and 100 may be"):
-        executor.submit("a", 1, work, "refused")
-    other = [executor.submit("b", 60, work, "b0"), executor.submit("b", 40, work, "b1")]
-    with pytest.raises(Overloaded):
-        executor.submit("b", 1, work, "refused")
-    work.go.set()
-    await asyncio.gather(first, *other)
-    await executor.submit("a", 100, work, "again")
-    await executor.submit("b", 100, work, "again")
-
-
-async def test_a_text_that_is_given_up_is_not_run_and_has_no_bytes(executor: FairExecutor, work: Work) -> None:
-    running = executor.submit("a", 1, work, "running")
-    waiting = executor.submit("b", 100, work, "waiting")
+async def test_a_text_that_is_given_up_is_not_run(executor: FairExecutor, work: Work) -> None:
+    running = executor.submit("a", work, "running")
+    waiting = executor.submit("b", work, "waiting")
     waiting.cancel()
     await asyncio.sleep(0)
-    last = executor.submit("b", 100, work, "last")
+    last = executor.submit("b", work, "last")
     work.go.set()
     await asyncio.gather(running, last)
     assert work.order == ["running", "last"]
 
 
 async def test_a_text_that_is_given_up_while_it_runs_frees_its_thread_later(executor: FairExecutor, work: Work) -> None:
-    executor.submit("a", 1, work, "broken").cancel()
-    last = executor.submit("a", 1, work, "last")
+    executor.submit("a", work, "broken").cancel()
+    last = executor.submit("a", work, "last")
     await asyncio.sleep(0)
     work.go.set()
     assert await last == "last"
@@ -98,10 +85,10 @@ async def test_a_text_that_is_given_up_while_it_waits_is_released(executor: Fair
     class Text(str):
         """A text that can be referenced weakly."""
 
-    running = executor.submit("a", 1, work, "running")
+    running = executor.submit("a", work, "running")
     text = Text("waiting")
     kept = weakref.ref(text)
-    executor.submit("b", 1, work, text).cancel()
+    executor.submit("b", work, text).cancel()
     del text
     await asyncio.sleep(0)
     assert kept() is None
@@ -110,13 +97,13 @@ async def test_a_text_that_is_given_up_while_it_waits_is_released(executor: Fair
 
 
 async def test_closing_refuses_what_waits_and_what_comes(executor: FairExecutor, work: Work) -> None:
-    running = executor.submit("a", 1, work, "running")
-    waiting = executor.submit("a", 1, work, "waiting")
+    running = executor.submit("a", work, "running")
+    waiting = executor.submit("a", work, "waiting")
     executor.close()
     with pytest.raises(Unavailable, match="was closed"):
         await waiting
     with pytest.raises(Unavailable, match="was closed"):
-        executor.submit("b", 1, work, "late")
+        executor.submit("b", work, "late")
     work.go.set()
     assert await running == "running"
     assert work.order == ["running"]

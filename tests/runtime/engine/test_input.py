@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from quire.runtime.engine.facade import GenerateRequest
-from quire.runtime.engine.input import MAX_COUNTED, prompt_bytes
+from quire.runtime.engine.facade import MAX_COUNTED, GenerateRequest
 
 
 def test_the_bytes_of_a_prompt_and_of_messages() -> None:
-    assert 1000 < prompt_bytes(GenerateRequest(prompt="x" * 1000)) < 1200
+    assert 1000 < GenerateRequest(prompt="x" * 1000).text_bytes() < 1200
     parts = ({"role": "user", "content": [{"type": "text", "text": "é" * 1000}]},)
-    assert 1000 < prompt_bytes(GenerateRequest(prompt=None, messages=parts)) < 3000
+    assert 1000 < GenerateRequest(prompt=None, messages=parts).text_bytes() < 3000
+    assert GenerateRequest(prompt=(1, 2)).text_bytes() == 0, "nothing is to be tokenized"
 
 
 def test_counting_the_bytes_of_hostile_messages_is_bounded() -> None:
@@ -23,5 +23,5 @@ def test_counting_the_bytes_of_hostile_messages_is_bounded() -> None:
             return 32
 
     messages = ({"role": "user", "content": [Counted()] * 100_000},)
-    assert prompt_bytes(GenerateRequest(prompt=None, messages=messages)) > 800_000
+    assert GenerateRequest(prompt=None, messages=messages).text_bytes() > 800_000
     assert visited < MAX_COUNTED

@@ -82,7 +82,7 @@ def test_every_name_of_a_map_is_listed_with_its_default(title: str) -> None:
 def test_numbers_equal_the_constants() -> None:
     known = {"frames": frames, "codec": codec, "config": ServerConfig()}
     cited = re.findall(r"^\|.*\| (\d+) \| `(\w+)\.(\w+)` \|$", TEXT, re.M)
-    assert len(cited) == 21
+    assert len(cited) == 22
     assert {(owner, name): int(number) for number, owner, name in cited} == {
         (owner, name): getattr(known[owner], name) for _, owner, name in cited
     }

@@ -20,6 +20,7 @@ from quire.runtime.server.live_requests import LiveRequests
 from quire.runtime.server.monitoring import PrometheusObserver
 from quire.runtime.server.request_handler import AppContext
 from quire.runtime.server.resume import ReplayStore
+from quire.runtime.server.tenant_bytes import EqualShares
 from quire.runtime.server.tenants import Tenant
 from quire.scheduler import AdmissionEstimate
 
@@ -287,9 +288,10 @@ class FakeServer:
         self.config = ServerConfig(**settings)
         self.observer = PrometheusObserver()
         engine: Any = self.engine
-        self.requests = LiveRequests(engine, self.observer)
         keys = {hash_key(name): Tenant(name) for name in tenants}
         keyring = Keyring(keys, default_tenant=None if keys else self.tenant)
+        texts = EqualShares("texts", "max_text_bytes", lambda: self.config.max_text_bytes // keyring.num_tenants)
+        self.requests = LiveRequests(engine, self.observer, texts)
         self.replays = ReplayStore(self.requests, self.config, lambda: keyring.num_tenants)
         self.context = AppContext(
             engine, self.config, self.observer, keyring, self.requests, self.replays, "127.0.0.1:7071"

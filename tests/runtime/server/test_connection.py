@@ -410,20 +410,41 @@ async def test_a_tenant_with_too_much_pending_input_loses_its_largest_connection
     assert server.context.pending.num_bytes == 50_000
 
 
-async def test_texts_to_tokenize_count_as_pending_input(serve: Serve) -> None:
-    server = serve(max_pending_bytes=200_000)
+@every_kind
+async def test_prompts_and_texts_to_tokenize_are_limited_together(serve: Serve, kind: dict[str, Any]) -> None:
+    server = serve(tenants=["a", "b"], max_text_bytes=200_000)
+    texts = server.context.requests.texts
     server.engine.prepared.clear()
-    peer, other = [await server.connect() for _ in range(2)]
-    await other.ask(Tokenize(1, "x"))
+    peer, other, bystander = [await server.connect(token=token) for token in "aab"]
     assert await peer.ask(Tokenize(1, "x" * 60_000)) == []
-    refusal = error(await peer.ask(Tokenize(2, "x" * 60_000)))
-    assert (refusal.request_id, refusal.code, refusal.retryable) == (2, "RESOURCE_EXHAUSTED", True)
+    assert await other.ask(generate(1, "x" * 30_000, **kind)) == []
+    for large in (generate(2, "x" * 60_000, **kind | {"idempotency_key": "2"}), Tokenize(2, "x" * 60_000)):
+        refusal = error(await peer.ask(large))
+        assert (refusal.request_id, refusal.code, refusal.retryable) == (2, "RESOURCE_EXHAUSTED", True)
     refusal = error(await other.ask(Tokenize(2, "x" * 60_000 + "☃")))
     assert (refusal.request_id, refusal.retryable) == (2, False), "the text takes more than the whole share"
+    assert await bystander.ask(generate(1, "x" * 60_000)) == []
+    assert 150_000 < texts.num_bytes < 152_000
     server.engine.prepared.set()
-    assert names(await other.received()) == ["Tokenized"]
     assert names(await peer.received()) == ["Tokenized"]
-    assert server.context.pending.num_bytes == 0
+    for each in (other, bystander):
+        assert names(await each.received()) == ["Accepted"]
+    assert texts.num_bytes == 0, "a prompt counts until it is tokenized"
+
+
+async def test_a_refused_or_lost_prompt_does_not_count_any_more(server: FakeServer) -> None:
+    texts, peer = server.context.requests.texts, await server.connect()
+    server.engine.refusal = Overloaded("full")
+    error(await peer.ask(generate(1, "x" * 1000)))
+    assert texts.num_bytes == 0
+    server.engine.refusal = None
+    server.engine.prepared.clear()
+    peer.send(generate(2, "x" * 1000), Tokenize(3, "x" * 1000))
+    await settle()
+    assert texts.num_bytes > 2000
+    peer.connection.fail_requests(Unavailable("shut down"))
+    await settle()
+    assert texts.num_bytes == 0
 
 
 async def test_nothing_is_handled_after_a_refusal(serve: Serve) -> None:

@@ -36,6 +36,7 @@ def test_the_smallest_limits_are_accepted() -> None:
         max_outgoing_bytes=65_540,
         max_unsent_bytes=65_536,
         max_pending_bytes=131_072,
+        max_text_bytes=65_536,
         max_kept_bytes=5216,
     )
     MemoryLimits(config).check(1, 131_072)
