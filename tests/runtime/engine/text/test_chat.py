@@ -22,6 +22,12 @@ CHATML = """{% for message in messages %}
 MESSAGES = [{"role": "user", "content": "<hi>"}]
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise the time limit of a template, which a busy machine could reach in any test."""
+    monkeypatch.setattr(chat, "RENDER_TIMEOUT_S", 120.0)
+
+
 def test_blocks_leave_no_whitespace_and_nothing_is_escaped() -> None:
     assert ChatTemplate(CHATML).render(MESSAGES) == ("    <|im_start|>user\n<hi><|im_end|>\n<|im_start|>assistant\n")
 
@@ -131,10 +137,7 @@ NEST = "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = [ns
         NEST + "{{ '{}'.format(ns.s) }}",
     ],
 )
-def test_output_beyond_the_size_limit_is_refused_before_it_is_made(
-    source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chat, "RENDER_TIMEOUT_S", 120.0)  # a busy machine must not reach the time limit first
+def test_output_beyond_the_size_limit_is_refused_before_it_is_made(source: str) -> None:
     with pytest.raises(InvalidRequest, match="chat template refused"):
         ChatTemplate(source, {"width": 10**9, "text": "x" * 10**5}).render(MESSAGES)
 
@@ -157,10 +160,10 @@ def test_usual_widths_formats_and_sums_are_fine() -> None:
 def test_an_endless_template_is_interrupted(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "RENDER_TIMEOUT_S", 0.05)
     monkeypatch.setattr(sandbox, "INTERRUPTS", 5000)  # a busy machine may not run the thread for a while
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with capture_logs() as logs, pytest.raises(InvalidRequest, match=r"longer than 0\.05 s"):
         ChatTemplate(source).render(MESSAGES)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
     assert logs == []
 
 
