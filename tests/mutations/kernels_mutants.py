@@ -9,11 +9,40 @@ SIMD_ATTENTION, ROWS, SIMD_LINEAR, SIMD_HEADS = (
     f"kernels/simd/{name}.c" for name in ("attention", "rows", "linear", "heads")
 )
 SOFTMAX, EPILOGUE = "kernels/simd/softmax.h", "kernels/simd/epilogue.h"
+PACK, Q4 = "kernels/pack.pyx", "kernels/simd/q4.c"
 AMX_LINEAR, AMX_ATTENTION = "kernels/simd/amx_linear.c", "kernels/simd/amx_attention.c"
 STEPS = "tests/kernels/test_program.py tests/kernels/test_memory.py tests/kernels/test_known_values.py"
 BITS = "tests/kernels tests/system/test_same_bits.py"
 
 MUTANTS = [
+    Mutant(
+        Q4,
+        "    if (error[i] < plain_error[i]) continue;\n",
+        "    continue;\n",
+        "a block of 4-bit weights can be stored less exactly than with a plain scale",
+        "tests/kernels/test_pack.py",
+    ),
+    Mutant(
+        Q4,
+        "(wanted[i] < 0 ? 0x8000 : 0)",
+        "0",
+        "a block of 4-bit weights whose largest weight is positive has a coarser scale",
+        "tests/kernels/test_pack.py",
+    ),
+    Mutant(
+        PACK,
+        "count = min(16 - column % 16, 16 - row % 16, rows.shape[0] - row)",
+        "count = min(16, rows.shape[0] - row)",
+        "4-bit weights of a matrix made of several tensors overwrite each other",
+        "tests/kernels/test_pack.py",
+    ),
+    Mutant(
+        SIMD_LINEAR,
+        "dot[i][1] = vn_start(t->a.sums[i * blocks + b] / 16);",
+        "dot[i][1] = vn_start(t->a.sums[i * blocks + b] / 8);",
+        "4-bit weights are multiplied with another zero than they were stored with",
+        "tests/kernels/test_linear.py tests/kernels/test_program.py",
+    ),
     Mutant(
         ATTENTION,
         "    memset(state.o, 0, rows * d * sizeof(float))    # an earlier step may have left NaN, and 0 * NaN is NaN\n",

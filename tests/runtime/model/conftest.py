@@ -48,33 +48,31 @@ def model_folder(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def compute_logits() -> Callable[..., Logits]:
+    return kernel_logits
+
+
+def kernel_logits(
+    model: PackedModel, token_ids: Sequence[int], *, kv_dtype: Any = "f32", chunk: int | None = None
+) -> Logits:
     """Compute the logits of every token of one sequence by the kernels."""
-
-    def compute(
-        model: PackedModel, token_ids: Sequence[int], *, kv_dtype: Any = "f32", chunk: int | None = None
-    ) -> Logits:
-        chunk = chunk or len(token_ids)
-        plan = model.compile(max_positions=len(token_ids), max_tokens=chunk, max_samples=chunk)
-        layout = kv_layout(model.spec, kv_dtype, PAGE_SIZE)
-        num_pages = len(layout.groups) * pages_of(token_ids)
-        program = Program(
-            plan.ops,
-            plan.arena_bytes,
-            np.zeros(num_pages * layout.page_bytes, np.uint8),
-            layout,
-            num_pages,
-            Pool(1),
-            max_rows=chunk,
-            max_samples=chunk,
-            max_sequences=1,
-            vocab_size=model.spec.vocab_size,
-        )
-        view = program.view(plan.logits)
-        return run_in_chunks(
-            program, token_ids, num_pages, chunk, lambda rows: view[:rows, : model.spec.vocab_size].copy()
-        )
-
-    return compute
+    chunk = chunk or len(token_ids)
+    plan = model.compile(max_positions=len(token_ids), max_tokens=chunk, max_samples=chunk)
+    layout = kv_layout(model.spec, kv_dtype, PAGE_SIZE)
+    num_pages = len(layout.groups) * pages_of(token_ids)
+    program = Program(
+        plan.ops,
+        plan.arena_bytes,
+        np.zeros(num_pages * layout.page_bytes, np.uint8),
+        layout,
+        num_pages,
+        Pool(1),
+        max_rows=chunk,
+        max_samples=chunk,
+        max_sequences=1,
+        vocab_size=model.spec.vocab_size,
+    )
+    view = program.view(plan.logits)
+    return run_in_chunks(program, token_ids, num_pages, chunk, lambda rows: view[:rows, : model.spec.vocab_size].copy())
 
 
 @pytest.fixture
