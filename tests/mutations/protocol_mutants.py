@@ -159,4 +159,22 @@ MUTANTS = [
         "a negative CREDIT takes credit away",
         "tests/runtime/protocol tests/system/test_flow_control.py",
     ),
+    Mutant(
+        "runtime/protocol/codec.py",
+        "if self._arrays > MAX_ARRAYS:",
+        "if self._arrays >= MAX_ARRAYS:",
+        "a frame with exactly the allowed number of arrays is refused",
+    ),
+    Mutant(
+        "runtime/protocol/codec.py",
+        "if self._entries > MAX_MAP_ENTRIES:",
+        "if self._entries >= MAX_MAP_ENTRIES:",
+        "maps with exactly the allowed number of entries are refused",
+    ),
+    Mutant(
+        "runtime/protocol/codec.py",
+        "    if levels == 0:",
+        "    if levels < 0:",
+        "a frame may nest one level deeper than documented",
+    ),
 ]

@@ -433,4 +433,40 @@ MUTANTS = [
         "for index in range(len(self.members))}\n        return",
         "requests go to an engine without room while another has some",
     ),
+    Mutant(
+        "runtime/workers/token_log.py",
+        "entry.num_unbegun_exits + entry.is_sent if entry.begun_at is None else 0",
+        "entry.num_unbegun_exits + entry.is_sent",
+        "a request that was computed keeps the exits from before, and is suspected after a later one",
+    ),
+    Mutant(
+        "runtime/workers/token_log.py",
+        "self._num_unproductive > MAX_UNPRODUCTIVE_EXITS",
+        "self._num_unproductive >= MAX_UNPRODUCTIVE_EXITS",
+        "the last allowed kill before any token counts as a crash",
+    ),
+    Mutant(
+        "runtime/workers/token_log.py",
+        "        self._isolated = None\n        self._unsent.clear()",
+        "        self._unsent.clear()",
+        "after the process of a suspect has ended nothing is replayed any more",
+    ),
+    Mutant(
+        "runtime/workers/pending_adds.py",
+        "        self._waiting.clear()\n        self._sent.clear()",
+        "        self._waiting.clear()",
+        "requests that were refused because no process started count for ever: a drain hangs",
+    ),
+    Mutant(
+        "runtime/workers/router.py",
+        "min(loads.values()) + LOAD_SLACK",
+        "min(loads.values()) + LOAD_SLACK + 1",
+        "the process with the prompt is overloaded by one request more than documented",
+    ),
+    Mutant(
+        "runtime/workers/supervised_engine.py",
+        "                self._former_counts[name] += getattr(self._stats, name)",
+        "                self._former_counts[name] = getattr(self._stats, name)",
+        "counters fall at the second restart",
+    ),
 ]

@@ -249,6 +249,14 @@ def test_too_many_arrays_are_a_breach() -> None:
         decode_all(packed([[], *[[[[]]]] * (MAX_ARRAYS // 3)]))
 
 
+@pytest.mark.parametrize(
+    "items", [[[]] * (MAX_ARRAYS - 1), [dict.fromkeys(range(MAX_MAP_ENTRIES - 1))]], ids=["arrays", "map entries"]
+)
+def test_as_many_items_as_allowed_are_decoded(items: list[object]) -> None:
+    with pytest.raises(ProtocolError, match="unknown frame type 'FROB'"):
+        decode_all(packed(["FROB", *items]))
+
+
 @pytest.mark.parametrize("header", [b"\xdc\xff\xff", b"\xdd\x00\x10\x00\x00", b"\xde\xff\xff\x01"])
 @pytest.mark.parametrize("levels", [300, 1000, 12_000])
 def test_nested_containers_longer_than_the_frame_allocate_nothing(header: bytes, levels: int) -> None:

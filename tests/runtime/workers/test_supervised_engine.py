@@ -350,6 +350,15 @@ async def test_counters_do_not_fall_at_a_restart(engine: SupervisedEngine, proce
     assert (after.running, after.restarts) == (0, 1)
 
 
+async def test_counters_are_summed_over_all_processes(engine: SupervisedEngine, processes: FakeSpawner) -> None:
+    for number in (1, 2, 3):
+        processes.last.tell_stats(**dict.fromkeys(COUNTERS, 5))
+        assert {engine.counters()[name] for name in COUNTERS} == {5 * number}
+        processes.last.exit(1)
+        await processes.next()
+        await until(lambda: engine.pid is not None)
+
+
 async def test_every_number_that_only_grows_is_kept_over_restarts() -> None:
     """A counter that is added to EngineStats has to be added to COUNTERS too; gauges are listed here."""
     gauges = {"running", "waiting", "waiting_by_reason"} | {
