@@ -2,7 +2,6 @@ from libc.stdint cimport int64_t
 
 from .heads cimport HeadsOp
 from .isa cimport quire_output, quire_tiles
-from .pool cimport quire_pool
 from .step cimport Step
 
 cdef struct AttentionOp:
@@ -13,5 +12,8 @@ cdef struct AttentionOp:
 cdef int64_t attention_scratch_bytes(int64_t padded_head_dim) noexcept nogil
 cdef int64_t attention_shared_bytes(int64_t padded_head_dim) noexcept nogil
 cdef int64_t num_units(const Step *step, int64_t sequence, int64_t num_kv_heads, int workers) noexcept nogil
-cdef void run_attention(const AttentionOp *op, const Step *step, const quire_tiles *tiles, quire_pool *pool,
-                        long long *counter, int worker, int workers) noexcept nogil
+cdef int64_t num_chunk_units(const AttentionOp *op, const Step *step) noexcept nogil
+cdef int64_t store_chunks(const AttentionOp *op, const Step *step, const quire_tiles *tiles,
+                          long long *counter) noexcept nogil
+cdef int64_t run_attention(const AttentionOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
+                           int worker, int workers) noexcept nogil

@@ -13,7 +13,7 @@ from libc.string cimport memcpy, memset
 
 from .heads cimport load_queries, store_rows
 from .isa cimport QUIRE_F32, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_itemsize, quire_page, quire_rows
-from .pool cimport quire_next_index, quire_pool_barrier, quire_signal, quire_signal_await, quire_signal_set
+from .pool cimport quire_next_index, quire_signal, quire_signal_await, quire_signal_set
 from .step cimport page_at, table_of
 
 cdef enum:
@@ -110,19 +110,16 @@ cdef int64_t num_units(const Step *step, int64_t sequence, int64_t num_kv_heads,
     return num_kv_heads
 
 
-cdef void run_attention(const AttentionOp *op, const Step *step, const quire_tiles *tiles, quire_pool *pool,
-                        long long *counter, int worker, int workers) noexcept nogil:
-    """Compute units of work until none is left.
+cdef int64_t run_attention(const AttentionOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
+                           int worker, int workers) noexcept nogil:
+    """Compute units of work until none is left, and return their number.
 
     A free worker takes the next unit: the last query tiles first, because they take longest; splits in ascending order.
     """
     cdef Workspace workspace = _workspace(step.scratch + worker * step.scratch_bytes, step.padded_head_dim)
     cdef int64_t units = step.unit_start[step.sequences], sequence = step.sequences - 1, heads = op.heads.num_kv_heads
-    cdef int64_t unit, local, count
+    cdef int64_t unit, local, count, computed = 0
     cdef bint by_split = partitions_by_split(step, heads, workers)
-    if step.block_start[step.sequences]:
-        _store_chunks(op, step, tiles, worker, workers)
-        quire_pool_barrier(pool)
     unit = units - 1 - quire_next_index(counter)
     while unit >= 0:
         while step.unit_start[sequence] > unit:
@@ -136,23 +133,32 @@ cdef void run_attention(const AttentionOp *op, const Step *step, const quire_til
         else:
             store_rows(&op.heads, step, tiles, sequence, step.first_position[sequence] // step.page_size, local)
             _attend_tile(op, step, tiles, &workspace, sequence, 0, local)
+        computed += 1
         unit = units - 1 - quire_next_index(counter)
+    return computed
 
 
-cdef void _store_chunks(const AttentionOp *op, const Step *step, const quire_tiles *tiles, int worker,
-                        int workers) noexcept nogil:
-    """Store the keys and values of all chunks of several rows.
+cdef int64_t num_chunk_units(const AttentionOp *op, const Step *step) noexcept nogil:
+    return step.block_start[step.sequences] * op.heads.num_kv_heads
+
+
+cdef int64_t store_chunks(const AttentionOp *op, const Step *step, const quire_tiles *tiles,
+                          long long *counter) noexcept nogil:
+    """Store keys and values of all chunks of several rows until no unit is left, and return the number of units.
 
     A unit is one KV head of one page, so each head of a page is written by one worker.
     """
-    cdef int64_t heads = op.heads.num_kv_heads, units = step.block_start[step.sequences] * heads
-    cdef int64_t unit, block, sequence = 0
-    for unit in range(units * worker // workers, units * (worker + 1) // workers):
+    cdef int64_t heads = op.heads.num_kv_heads, units = num_chunk_units(op, step), unit, block, sequence = 0, stored = 0
+    unit = quire_next_index(counter)
+    while unit < units:
         block = unit // heads
         while step.block_start[sequence + 1] <= block:
             sequence += 1
         block += step.first_position[sequence] // step.page_size - step.block_start[sequence]
         store_rows(&op.heads, step, tiles, sequence, block, unit % heads)
+        stored += 1
+        unit = quire_next_index(counter)
+    return stored
 
 
 cdef void _attend_tile(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,

@@ -1,6 +1,7 @@
 from libc.stdint cimport int64_t, uint16_t
 
 from .isa cimport quire_output, quire_tiles
+from .pool cimport quire_share
 from .step cimport Step, Value
 
 cdef struct LinearOp:
@@ -23,5 +24,8 @@ cdef struct LinearOp:
     bint sampled                    # computes only the rows that sample
 
 cdef int64_t linear_scratch_bytes(int64_t q4_width) noexcept
-cdef void run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, int worker,
-                     int workers) noexcept nogil
+cdef int64_t num_items(const LinearOp *op, const Step *step) noexcept nogil
+cdef int64_t run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares, int worker,
+                        int workers) noexcept nogil
+cdef int64_t help_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares,
+                         int worker, int workers) noexcept nogil

@@ -1,11 +1,20 @@
 # cython: language_level=3
-"""Linear layers: the partition of output columns over workers, and the loop over them. The tile is simd/linear.c.
+"""Linear layers: workers take blocks of output columns dynamically. The tile is simd/linear.c.
 
-Each worker computes a fixed range of blocks of 32 output columns with the whole of K, so the number of threads never
-changes a bit. A block has its own scale, so a worker also converts its blocks to the dtype the next op reads.
+An item is one block of 32 output columns, with the whole of K, for one group of rows. It is computed by one worker, so
+the bits depend neither on the number of threads nor on the worker. Each worker has a share of the blocks, the same in
+every step, and begins with that; a worker that has finished its share takes items from the end of another share.
+
+A worker computes an item in its scratch. If it loses its core meanwhile, another worker that has nothing left computes
+that item again (`help_linear`), and the first of the two writes it, in the dtypes that the next op reads: a block has
+its own scale.
 """
-from .isa cimport (QUIRE_BLOCK, QUIRE_F32, QUIRE_Q8, QUIRE_SWIGLU, quire_itemsize, quire_linear_tile,
+from libc.string cimport memcpy
+
+from .isa cimport (QUIRE_ADD, QUIRE_BLOCK, QUIRE_F32, QUIRE_Q8, QUIRE_SWIGLU, quire_itemsize, quire_linear_tile,
                    quire_panel_bytes)
+from .pool cimport (quire_share_count, quire_share_held, quire_share_hold, quire_share_left, quire_share_release,
+                    quire_share_take)
 
 cdef enum:
     ROWS_IN_CACHE = 192             # activations that stay in L2 while a worker's panels pass over them
@@ -13,7 +22,14 @@ cdef enum:
 
 cdef struct Scratch:                # of one worker
     float factors[ROWS_IN_CACHE]    # 1 / rms of each row, if the input is a `Normed`
-    float block[ROWS_IN_CACHE * QUIRE_BLOCK]    # f32 results that are converted
+    float block[ROWS_IN_CACHE * QUIRE_BLOCK]    # the results of an item
+    int64_t group                   # whose rows `factors` has, or -1
+    int64_t padding[7]              # to a whole cache line: panels may follow
+
+
+cdef struct Item:
+    int64_t group, row, end         # rows [row, end)
+    int64_t block
 
 
 cdef int64_t linear_scratch_bytes(int64_t q4_width) noexcept:
@@ -21,59 +37,152 @@ cdef int64_t linear_scratch_bytes(int64_t q4_width) noexcept:
     return sizeof(Scratch) + 2 * quire_panel_bytes(QUIRE_Q8, q4_width)
 
 
-cdef void run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, int worker,
-                     int workers) noexcept nogil:
+cdef int64_t num_items(const LinearOp *op, const Step *step) noexcept nogil:
+    return _num_groups(op, step) * op.num_blocks
+
+
+cdef int64_t run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares, int worker,
+                        int workers) noexcept nogil:
+    """Compute items until none is left: those of the worker's own share, then those of others. Return their number."""
+    cdef Scratch *scratch = _scratch(step, worker)
+    cdef int64_t groups = _num_groups(op, step), first, blocks, taken, next, index, computed = 0
+    cdef int owner = worker
+    while owner >= 0:
+        first = _first_block(op, owner, workers)
+        blocks = _first_block(op, owner + 1, workers) - first
+        taken = quire_share_take(&shares[owner], groups * blocks, owner != worker)
+        if taken < 0:
+            owner = _latest(op, shares, groups, workers)
+            continue
+        index = taken // blocks * op.num_blocks + first + taken % blocks
+        next = -1
+        if quire_share_left(&shares[owner], groups * blocks):
+            next = first + (taken + 1 if owner == worker else taken - 1) % blocks
+        quire_share_hold(&shares[worker], index + 1)
+        _compute(op, step, tiles, index, next, scratch)
+        computed += _write(op, step, tiles, index, scratch, &shares[worker], &shares[worker])
+    return computed
+
+
+cdef int64_t help_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares,
+                         int worker, int workers) noexcept nogil:
+    """Compute again the items that other workers hold; return how many of them this worker finished first."""
+    cdef Scratch *scratch = _scratch(step, worker)
+    cdef int64_t held, computed = 0
+    cdef int other
+    for other in range(workers):
+        held = quire_share_held(&shares[other])
+        if held:
+            _compute(op, step, tiles, held - 1, -1, scratch)
+            computed += _write(op, step, tiles, held - 1, scratch, &shares[other], &shares[worker])
+    return computed
+
+
+cdef Scratch *_scratch(const Step *step, int worker) noexcept nogil:
     cdef Scratch *scratch = <Scratch *>(step.scratch + worker * step.scratch_bytes)
-    cdef int64_t rows = step.samples if op.sampled else step.rows
-    cdef int64_t first = op.num_blocks * worker // workers, last = op.num_blocks * (worker + 1) // workers
-    cdef int64_t block, group, row, end, groups = (rows + ROWS_IN_CACHE - 1) // ROWS_IN_CACHE
-    for group in range(groups):
-        row, end = rows * group // groups, rows * (group + 1) // groups
-        if op.squares != NULL:
-            tiles.rms_factors(op.squares + row * op.squares_width, op.squares_width, end - row, op.input.columns,
-                              op.eps, scratch.factors)
-        for block in range(first, last):
-            _compute_block(op, tiles, block, row, end, scratch)
+    scratch.group = -1
+    return scratch
 
 
-cdef void _compute_block(const LinearOp *op, const quire_tiles *tiles, int64_t block, int64_t row, int64_t end,
-                         Scratch *scratch) noexcept nogil:
-    """Compute rows [row, end) of 32 columns of `out`, and convert them while they are in cache."""
+cdef int64_t _num_rows(const LinearOp *op, const Step *step) noexcept nogil:
+    return step.samples if op.sampled else step.rows
+
+
+cdef int64_t _num_groups(const LinearOp *op, const Step *step) noexcept nogil:
+    return (_num_rows(op, step) + ROWS_IN_CACHE - 1) // ROWS_IN_CACHE
+
+
+cdef Item _item(const LinearOp *op, const Step *step, int64_t index) noexcept nogil:
+    cdef Item item
+    cdef int64_t rows = _num_rows(op, step), groups = _num_groups(op, step)
+    item.group, item.block = index // op.num_blocks, index % op.num_blocks
+    item.row, item.end = rows * item.group // groups, rows * (item.group + 1) // groups
+    return item
+
+
+cdef int64_t _first_block(const LinearOp *op, int worker, int workers) noexcept nogil:
+    """Return where a worker's share of the blocks begins."""
+    return op.num_blocks * worker // workers
+
+
+cdef int _latest(const LinearOp *op, const quire_share *shares, int64_t groups, int workers) noexcept nogil:
+    """Return the worker whose share has the most items left; -1 if none has any."""
+    cdef int worker, latest = -1
+    cdef int64_t blocks, left, most = 0
+    for worker in range(workers):
+        blocks = _first_block(op, worker + 1, workers) - _first_block(op, worker, workers)
+        left = quire_share_left(&shares[worker], groups * blocks)
+        if left > most:
+            latest, most = worker, left
+    return latest
+
+
+cdef void _compute(const LinearOp *op, const Step *step, const quire_tiles *tiles, int64_t index, int64_t next,
+                   Scratch *scratch) noexcept nogil:
+    """Compute an item in scratch, and prefetch the panels of block `next` unless it is -1."""
+    cdef Item item = _item(op, step, index)
     cdef float *y = scratch.block
-    cdef int64_t stride = QUIRE_BLOCK
-    if op.out.dtype == QUIRE_F32:
-        stride = op.out.rows.width
-        y = <float *>op.out.rows.data + row * stride + block * QUIRE_BLOCK
+    if op.squares != NULL and item.group != scratch.group:
+        tiles.rms_factors(op.squares + item.row * op.squares_width, op.squares_width, item.end - item.row,
+                          op.input.columns, op.eps, scratch.factors)
+        scratch.group = item.group
+    if op.epilogue == QUIRE_ADD:
+        _copy(_out(op, &item), op.out.rows.width, item.end - item.row, y, QUIRE_BLOCK)
     if op.epilogue == QUIRE_SWIGLU:         # a pair of panels holds 16 columns of gate and 16 of up
-        _multiply(op, tiles, 2 * block, row, end, scratch, y, stride)
-        _multiply(op, tiles, 2 * block + 1, row, end, scratch, y + 16, stride)
+        _multiply(op, tiles, 2 * item.block, 2 * item.block + 1, item.row, item.end, scratch, y)
+        _multiply(op, tiles, 2 * item.block + 1, 2 * next, item.row, item.end, scratch, y + 16)
     else:
-        _multiply(op, tiles, block, row, end, scratch, y, stride)
+        _multiply(op, tiles, item.block, next, item.row, item.end, scratch, y)
+
+
+cdef bint _write(const LinearOp *op, const Step *step, const quire_tiles *tiles, int64_t index, const Scratch *scratch,
+                 quire_share *holder, quire_share *writer) noexcept nogil:
+    """Write the results of an item, while they are in cache, unless another worker has; return whether it did so."""
+    cdef Item item = _item(op, step, index)
+    cdef int64_t rows = item.end - item.row
+    cdef const float *y = scratch.block
+    if not quire_share_release(holder, index + 1):
+        return False
+    if op.out.dtype == QUIRE_F32:
+        _copy(y, QUIRE_BLOCK, rows, _out(op, &item), op.out.rows.width)
     if op.converts:
-        tiles.convert(y, stride, end - row, QUIRE_BLOCK, &op.converted, row, block * QUIRE_BLOCK)
+        tiles.convert(y, QUIRE_BLOCK, rows, QUIRE_BLOCK, &op.converted, item.row, item.block * QUIRE_BLOCK)
     if op.maxima != NULL:
-        tiles.block_maxima(y, stride, end - row, min(QUIRE_BLOCK, op.out.columns - block * QUIRE_BLOCK),
-                           op.maxima + row * op.maxima_width + block, op.maxima_width)
+        tiles.block_maxima(y, QUIRE_BLOCK, rows, min(QUIRE_BLOCK, op.out.columns - item.block * QUIRE_BLOCK),
+                           op.maxima + item.row * op.maxima_width + item.block, op.maxima_width)
+    quire_share_count(writer)
+    return True
 
 
-cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, int64_t row, int64_t end,
-                    Scratch *scratch, float *y, int64_t stride) noexcept nogil:
+cdef float *_out(const LinearOp *op, const Item *item) noexcept nogil:
+    return <float *>op.out.rows.data + item.row * op.out.rows.width + item.block * QUIRE_BLOCK
+
+
+cdef void _copy(const float *x, int64_t stride, int64_t rows, float *out, int64_t out_stride) noexcept nogil:
+    """Copy some rows of one block."""
+    cdef int64_t row
+    for row in range(rows):
+        memcpy(out + row * out_stride, x + row * stride, QUIRE_BLOCK * sizeof(float))
+
+
+cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, int64_t next, int64_t row,
+                    int64_t end, Scratch *scratch, float *y) noexcept nogil:
     """Multiply rows [row, end) by one pair of panels, split evenly so that no tile is left with a single row.
 
-    Each tile prefetches an equal share of the next pair, so that memory never waits for arithmetic.
+    Each tile prefetches an equal share of pair `next` (none if negative), so that memory never waits for arithmetic.
     """
     cdef quire_linear_tile tile
     cdef int64_t width = op.input.rows.width
     cdef int64_t most = tiles.linear_rows[op.weight_dtype], calls = (end - row + most - 1) // most, call, n
-    cdef int64_t lines = 2 * op.panel_bytes // (width // 32) // 64        # of the next pair, per 32 of K
+    cdef int64_t lines = 2 * op.panel_bytes // (width // 32) // 64 if next >= 0 else 0    # of pair `next`, per 32 of K
     tile.w = op.panels + 2 * pair * op.panel_bytes
     tile.scales = op.scales + pair * width if op.scales != NULL else NULL    # 2 panels * width / 32 * 16
     tile.panel_bytes = op.panel_bytes
-    tile.next = <const char *>tile.w + 2 * op.panel_bytes
+    tile.next = op.panels + 2 * next * op.panel_bytes if next >= 0 else NULL
     tile.scratch = scratch + 1
     tile.factors = scratch.factors if op.squares != NULL else NULL
     tile.bias = op.bias + 32 * pair if op.bias != NULL else NULL
-    tile.c, tile.ldc = y, stride
+    tile.c, tile.ldc = y, QUIRE_BLOCK
     tile.epilogue = op.epilogue
     tile.a.width = width
     for call in range(calls):
@@ -85,7 +194,7 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, 
             tile.a.sums = op.input.rows.sums + row * (width // 32)
         tiles.linear[op.weight_dtype](<int>n, &tile)
         tile.next += tile.next_lines * 64 * (width // 32)
-        tile.c += n * stride
+        tile.c += n * QUIRE_BLOCK
         if tile.factors != NULL:
             tile.factors += n
         row += n

@@ -1,12 +1,13 @@
-// The arrival counter and the signals each have their own cache line. A waiting thread spins for some tens of
-// microseconds, about as long as one op takes, and then sleeps on a futex, so that another process that takes a core
-// costs its share of time and no more.
+// What threads write has its own cache line. A waiting thread spins for some tens of microseconds, about as long as one
+// op takes, and then sleeps on a futex. Nothing waits for a thread to wake up or to get a core back, unless it was
+// computing an item when it lost it.
 #define _GNU_SOURCE
 #include "pool.h"
 
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -14,17 +15,22 @@
 #include <unistd.h>
 
 enum { SPINS = 1000, LINE = 64 };
+static const uint32_t OPEN = 1u << 31;
+
+typedef struct {
+  _Alignas(LINE) int cpu;  // where the worker was last seen, or -1
+} worker_place;
 
 struct quire_pool {
-  quire_signal started;   // incremented for each run, and to end the threads
-  quire_signal released;  // incremented when all workers have arrived at a barrier
-  _Alignas(LINE) _Atomic uint32_t arrived;
+  quire_signal changed;  // incremented when a run begins or ends, when an op is finished, and to end the threads
+  _Alignas(LINE) _Atomic uint32_t inside;  // workers inside `work`, the caller left out; and OPEN while others may join
   _Alignas(LINE) quire_work work;
   void *argument;
-  int ending;
+  _Atomic int ending;
   int workers;
   int threads;  // started so far; the caller is not one of them
   pthread_t *thread;
+  worker_place *place;
 };
 
 typedef struct {
@@ -40,64 +46,132 @@ static void pause_briefly(void) {
 #endif
 }
 
-// Wait while `signal` is `seen`: spin first, then sleep.
-static void wait_change(quire_signal *signal, uint32_t seen) {
-  for (int i = 0; i < SPINS; i++) {
-    if (__atomic_load_n(&signal->value, __ATOMIC_ACQUIRE) != seen) return;
-    pause_briefly();
-  }
+static void sleep_while(quire_signal *signal, uint32_t seen) {
   __atomic_fetch_add(&signal->sleepers, 1, __ATOMIC_SEQ_CST);
   while (__atomic_load_n(&signal->value, __ATOMIC_SEQ_CST) == seen)
     syscall(SYS_futex, &signal->value, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
   __atomic_fetch_sub(&signal->sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
-void quire_signal_await(quire_signal *signal, uint32_t value) {
-  for (uint32_t seen; (seen = __atomic_load_n(&signal->value, __ATOMIC_ACQUIRE)) != value;) wait_change(signal, seen);
-}
-
-void quire_signal_set(quire_signal *signal, uint32_t value) {
-  __atomic_store_n(&signal->value, value, __ATOMIC_SEQ_CST);
+static void wake(quire_signal *signal) {
   if (__atomic_load_n(&signal->sleepers, __ATOMIC_SEQ_CST))
     syscall(SYS_futex, &signal->value, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
 
-void quire_pool_barrier(quire_pool *pool) {
-  if (pool->workers == 1) return;
-  const uint32_t seen = __atomic_load_n(&pool->released.value, __ATOMIC_RELAXED);
-  if (atomic_fetch_add(&pool->arrived, 1) + 1 < (uint32_t)pool->workers) {
-    wait_change(&pool->released, seen);
-    return;
+// Wait while the word is `seen`; return whether it changed before `SPINS` pauses had passed.
+static int spin_while(const uint32_t *word, uint32_t seen) {
+  for (int i = 0; i < SPINS; i++) {
+    if (__atomic_load_n(word, __ATOMIC_ACQUIRE) != seen) return 1;
+    pause_briefly();
   }
-  atomic_store_explicit(&pool->arrived, 0, memory_order_relaxed);
-  quire_signal_set(&pool->released, seen + 1);
+  return 0;
+}
+
+void quire_signal_await(quire_signal *signal, uint32_t value) {
+  for (uint32_t seen; (seen = __atomic_load_n(&signal->value, __ATOMIC_ACQUIRE)) != value;)
+    if (!spin_while(&signal->value, seen)) sleep_while(signal, seen);
+}
+
+void quire_signal_set(quire_signal *signal, uint32_t value) {
+  __atomic_store_n(&signal->value, value, __ATOMIC_SEQ_CST);
+  wake(signal);
+}
+
+static uint32_t changes(quire_pool *pool) { return __atomic_load_n(&pool->changed.value, __ATOMIC_SEQ_CST); }
+
+static void announce_change(quire_pool *pool) {
+  __atomic_fetch_add(&pool->changed.value, 1, __ATOMIC_SEQ_CST);
+  wake(&pool->changed);
+}
+
+// Two workers on one core leave a core to other processes, and the kernel balances that only after tens of
+// milliseconds. So a worker that has come to a core where it finds another one moves to any other core that it may use.
+// It is not pinned: afterwards it may use the same cores as before.
+static void keep_apart(quire_pool *pool, int worker) {
+  const int cpu = sched_getcpu();
+  if (cpu < 0 || cpu >= CPU_SETSIZE || cpu == pool->place[worker].cpu) return;
+  __atomic_store_n(&pool->place[worker].cpu, cpu, __ATOMIC_RELAXED);
+  cpu_set_t taken, allowed, free;
+  CPU_ZERO(&taken);
+  for (int i = 0; i < pool->workers; i++) {
+    const int other = __atomic_load_n(&pool->place[i].cpu, __ATOMIC_RELAXED);
+    if (i != worker && other >= 0) CPU_SET(other, &taken);
+  }
+  if (!CPU_ISSET(cpu, &taken) || sched_getaffinity(0, sizeof allowed, &allowed)) return;
+  CPU_AND(&free, &allowed, &taken);
+  CPU_XOR(&free, &free, &allowed);
+  if (CPU_COUNT(&free) == 0 || sched_setaffinity(0, sizeof free, &free)) return;
+  __atomic_store_n(&pool->place[worker].cpu, sched_getcpu(), __ATOMIC_RELAXED);
+  sched_setaffinity(0, sizeof allowed, &allowed);
+}
+
+void quire_pool_finish(quire_pool *pool, quire_progress *progress) {
+  __atomic_store_n(&progress->finished, 1, __ATOMIC_SEQ_CST);
+  if (pool->workers > 1) announce_change(pool);
+}
+
+void quire_pool_report(quire_pool *pool, quire_progress *progress, long long items, long long total) {
+  if (items ? __atomic_add_fetch(&progress->done, items, __ATOMIC_ACQ_REL) == total : total == 0)
+    quire_pool_finish(pool, progress);
+}
+
+int quire_pool_await(quire_pool *pool, quire_progress *progress, int worker) {
+  if (pool->workers > 1) keep_apart(pool, worker);
+  for (;;) {
+    const uint32_t seen = changes(pool);
+    if (spin_while(&progress->finished, 0)) return 1;
+    if (worker) return 0;
+    sleep_while(&pool->changed, seen);
+  }
+}
+
+static int join_run(quire_pool *pool) {
+  uint32_t inside = atomic_load(&pool->inside);
+  while (inside & OPEN)
+    if (atomic_compare_exchange_weak(&pool->inside, &inside, inside + 1)) return 1;
+  return 0;
+}
+
+static void leave_run(quire_pool *pool) {
+  if (atomic_fetch_sub(&pool->inside, 1) == 1) announce_change(pool);
 }
 
 static void *run_thread(void *argument) {
   const thread_argument self = *(thread_argument *)argument;
   free(argument);
   quire_pool *pool = self.pool;
-  for (uint32_t seen = 0;; seen++) {
-    wait_change(&pool->started, seen);
+  for (;;) {
+    const uint32_t seen = changes(pool);
     if (pool->ending) return NULL;
-    pool->work(pool->argument, self.worker, pool->workers);
-    quire_pool_barrier(pool);
+    if (join_run(pool)) {
+      pool->work(pool->argument, self.worker, pool->workers);
+      leave_run(pool);
+    }
+    sleep_while(&pool->changed, seen);
   }
 }
 
 void quire_pool_run(quire_pool *pool, quire_work work, void *argument) {
+  if (pool->workers == 1) {
+    work(argument, 0, 1);
+    return;
+  }
   pool->work = work;
   pool->argument = argument;
-  if (pool->workers > 1) quire_signal_set(&pool->started, pool->started.value + 1);
+  atomic_store(&pool->inside, OPEN);
+  announce_change(pool);
   work(argument, 0, pool->workers);
-  quire_pool_barrier(pool);
+  atomic_fetch_and(&pool->inside, ~OPEN);
+  for (uint32_t seen; seen = changes(pool), atomic_load(&pool->inside);)
+    if (!spin_while(&pool->changed.value, seen)) sleep_while(&pool->changed, seen);
 }
 
 void quire_pool_free(quire_pool *pool) {
   if (!pool) return;
   pool->ending = 1;
-  quire_signal_set(&pool->started, pool->started.value + 1);
+  announce_change(pool);
   for (int i = 0; i < pool->threads; i++) pthread_join(pool->thread[i], NULL);
+  free(pool->place);
   free(pool->thread);
   free(pool);
 }
@@ -116,10 +190,12 @@ quire_pool *quire_pool_new(int workers) {
   if (!pool) return NULL;
   *pool = (quire_pool){.workers = workers};
   pool->thread = calloc((size_t)workers, sizeof *pool->thread);
-  if (!pool->thread) {
-    free(pool);
+  pool->place = aligned_alloc(LINE, (size_t)workers * sizeof *pool->place);
+  if (!pool->thread || !pool->place) {
+    quire_pool_free(pool);
     return NULL;
   }
+  for (int worker = 0; worker < workers; worker++) pool->place[worker].cpu = -1;
   for (int worker = 1; worker < workers; worker++) {
     if (!start_thread(pool, worker)) {
       quire_pool_free(pool);

@@ -1,5 +1,6 @@
-// A pool of threads that runs one function on all of them at once; the caller is worker 0. Between two runs no worker
-// touches memory.
+// A pool of threads for work of which they take items. The caller is worker 0; the other workers join a run while
+// it lasts, as their cores become free, and are never waited for unless they have taken an item. Between two runs no
+// worker touches memory.
 #pragma once
 #include <stdint.h>
 
@@ -8,8 +9,26 @@ typedef void (*quire_work)(void *argument, int worker, int workers);
 
 quire_pool *quire_pool_new(int workers);  // NULL if memory or threads cannot be had
 void quire_pool_free(quire_pool *pool);   // not during a run
-void quire_pool_run(quire_pool *pool, quire_work work, void *argument);  // until all are done; one caller at a time
-void quire_pool_barrier(quire_pool *pool);  // inside `work`: returns when all workers have arrived
+// Call `work` as worker 0, and meanwhile as each other worker any number of times, also never. Returns when the call as
+// worker 0 has returned and no other worker is inside `work`. One caller at a time.
+void quire_pool_run(quire_pool *pool, quire_work work, void *argument);
+
+// How far an op is. Zeroed memory is an op that has not begun.
+typedef struct {
+  _Alignas(64) long long taken;  // items, for `quire_next_index`
+  long long done;
+  _Alignas(64) uint32_t finished;
+} quire_progress;
+
+static inline int quire_is_finished(const quire_progress *progress) {
+  return (int)__atomic_load_n(&progress->finished, __ATOMIC_ACQUIRE);
+}
+void quire_pool_finish(quire_pool *pool, quire_progress *progress);
+// Report `items` computed items of an op that has `total`; the last one finishes it.
+void quire_pool_report(quire_pool *pool, quire_progress *progress, long long items, long long total);
+// Wait until the op is finished, and return 1. To a worker other than 0 it may return 0 before; the worker must then
+// return from `work`, and is called again when something has changed.
+int quire_pool_await(quire_pool *pool, quire_progress *progress, int worker);
 
 // A number that threads can wait for. Zeroed memory is a valid signal.
 typedef struct {
@@ -21,3 +40,47 @@ void quire_signal_set(quire_signal *signal, uint32_t value);
 
 // Take the next index of work whose items cost unevenly. `counter` starts at 0.
 static inline long long quire_next_index(long long *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
+
+// What one worker computes of an op. Zeroed memory is a share of which nothing was taken.
+typedef struct {
+  _Alignas(64) uint64_t taken;  // of this share: low half: by its worker, from the first; high: by others, from the last
+  uint64_t held;                // the item, of any share, that the worker is computing, or 0; unique in an op
+  uint64_t written;             // items, of any share, whose results the worker has written
+} quire_share;
+
+static inline long long quire_share_left(const quire_share *share, long long size) {
+  const uint64_t taken = __atomic_load_n(&share->taken, __ATOMIC_RELAXED);
+  return size - (long long)(uint32_t)taken - (long long)(taken >> 32);
+}
+
+// Take one of the share's `size` items, fewer than 2^32; -1 if none is left.
+static inline long long quire_share_take(quire_share *share, long long size, int from_back) {
+  uint64_t taken = __atomic_load_n(&share->taken, __ATOMIC_RELAXED);
+  for (;;) {
+    const long long front = (uint32_t)taken, back = (long long)(taken >> 32);
+    if (front + back >= size) return -1;
+    if (__atomic_compare_exchange_n(&share->taken, &taken, taken + (from_back ? 1ull << 32 : 1), 0, __ATOMIC_RELAXED,
+                                    __ATOMIC_RELAXED))
+      return from_back ? size - 1 - back : front;
+  }
+}
+
+// A worker may lose its core while it computes an item. Others may compute the same item, each in its own memory. The
+// one for which `quire_share_release` returns 1 writes the result, and then counts it in its own share.
+static inline void quire_share_hold(quire_share *share, uint64_t item) {
+  __atomic_store_n(&share->held, item, __ATOMIC_RELEASE);
+}
+static inline uint64_t quire_share_held(const quire_share *share) {
+  return __atomic_load_n(&share->held, __ATOMIC_ACQUIRE);
+}
+static inline int quire_share_release(quire_share *share, uint64_t item) {
+  return __atomic_compare_exchange_n(&share->held, &item, 0, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+}
+static inline void quire_share_count(quire_share *share) {
+  __atomic_store_n(&share->written, share->written + 1, __ATOMIC_RELEASE);
+}
+static inline long long quire_shares_written(const quire_share *shares, int workers) {
+  long long written = 0;
+  for (int i = 0; i < workers; i++) written += (long long)__atomic_load_n(&shares[i].written, __ATOMIC_ACQUIRE);
+  return written;
+}

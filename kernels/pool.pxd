@@ -5,12 +5,26 @@ cdef extern from "pool.h" nogil:
     quire_pool *quire_pool_new(int workers)
     void quire_pool_free(quire_pool *pool)
     void quire_pool_run(quire_pool *pool, quire_work work, void *argument)
-    void quire_pool_barrier(quire_pool *pool)
+    ctypedef struct quire_progress:
+        long long taken
+    void quire_pool_finish(quire_pool *pool, quire_progress *progress)
+    void quire_pool_report(quire_pool *pool, quire_progress *progress, long long items, long long total)
+    bint quire_pool_await(quire_pool *pool, quire_progress *progress, int worker)
+    bint quire_is_finished(const quire_progress *progress)
     ctypedef struct quire_signal:
         pass
     void quire_signal_await(quire_signal *signal, unsigned int value)
     void quire_signal_set(quire_signal *signal, unsigned int value)
     long long quire_next_index(long long *counter)
+    ctypedef struct quire_share:
+        pass
+    long long quire_share_left(const quire_share *share, long long size)
+    void quire_share_hold(quire_share *share, unsigned long long item)
+    unsigned long long quire_share_held(const quire_share *share)
+    bint quire_share_release(quire_share *share, unsigned long long item)
+    void quire_share_count(quire_share *share)
+    long long quire_shares_written(const quire_share *shares, int workers)
+    long long quire_share_take(quire_share *share, long long size, bint from_back)
 
 cdef class Pool:
     cdef quire_pool *pool

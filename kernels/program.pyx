@@ -5,6 +5,7 @@ The constructor checks every size once. `run` checks what changes from step to s
 that no op has to. No memory is allocated in a step.
 """
 from libc.stdint cimport int32_t, int64_t
+from libc.string cimport memset
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from .isa import DTYPE_CODES
 from .linear cimport LinearOp, linear_scratch_bytes
 from .ops import BLOCK, INPUT_DTYPES, QUERY_DTYPES, Attention, Convert, Embed, Gather, Linear, Normed, aligned, padded
 from .pack cimport PackedMatrix
-from .pool cimport Pool, quire_pool_run
+from .pool cimport Pool, quire_pool_run, quire_progress, quire_share
 from .replay cimport ATTENTION, CONVERT, EMBED, GATHER, LINEAR, Record, Replay, replay_ops
 from .rows cimport ConvertOp
 from .step cimport Step, Value
@@ -35,7 +36,7 @@ def scratch_nbytes(head_dim, workers, ops):
 cdef class Program:
     cdef Replay replay
     cdef Pool pool
-    cdef object keep_alive, arena, records, scratch, block_start, unit_start, sampled
+    cdef object keep_alive, arena, records, shares, scratch, block_start, unit_start, sampled
     cdef char *arena_data
     cdef int64_t arena_bytes, max_rows, max_sequences, max_samples, vocab_size, num_pages, page_layers, max_positions
     cdef int64_t num_kv_heads, head_dim
@@ -52,7 +53,9 @@ cdef class Program:
         self.keep_alive, self.sampled = [kv_memory], set()
         self._allocate(ops, arena_bytes)
         self._lay_out_pages(kv_memory, kv_layout)
+        cdef char[::1] shares = self.shares
         for index, op in enumerate(ops):
+            self.replay.records[index].shares = <quire_share *>&shares[0] + <int64_t>index * pool.workers
             self._add(&self.replay.records[index], op)
         self.replay.num_records = len(ops)
         self.replay.tiles, self.replay.pool = tiles_of(isa), pool.pool
@@ -66,6 +69,7 @@ cdef class Program:
         self.records = _aligned_zeros(max(1, len(ops)) * sizeof(Record))
         cdef char[::1] records = self.records
         self.replay.records = <Record *>&records[0]
+        self.shares = _aligned_zeros(max(1, len(ops)) * self.pool.workers * sizeof(quire_share))
         self.scratch = _aligned_zeros(scratch_nbytes(self.head_dim, self.pool.workers, ops))
         cdef char[::1] scratch = self.scratch
         self.replay.step.scratch = &scratch[0]
@@ -296,7 +300,9 @@ cdef class Program:
         step.sample_rows = &sample_rows[0] if step.samples else NULL
         self._partition(step)
         for i in range(self.replay.num_records):
-            self.replay.records[i].counter = 0
+            memset(&self.replay.records[i].stored, 0, sizeof(quire_progress))
+            memset(&self.replay.records[i].progress, 0, sizeof(quire_progress))
+        memset(self.replay.records[0].shares, 0, self.replay.num_records * self.pool.workers * sizeof(quire_share))
         with nogil:
             quire_pool_run(self.pool.pool, replay_ops, &self.replay)
 

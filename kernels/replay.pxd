@@ -3,7 +3,7 @@ from libc.stdint cimport int64_t
 from .attention cimport AttentionOp
 from .isa cimport quire_tiles
 from .linear cimport LinearOp
-from .pool cimport quire_pool
+from .pool cimport quire_pool, quire_progress, quire_share
 from .rows cimport ConvertOp, EmbedOp, GatherOp
 from .step cimport Step
 
@@ -24,7 +24,9 @@ cdef union Payload:
 cdef struct Record:
     Kind kind
     Payload op
-    long long counter               # units of work taken in this step
+    quire_progress stored           # of attention: the keys and values of chunks; the op begins when they are stored
+    quire_progress progress
+    quire_share *shares             # [workers], of a linear layer's items
     int64_t nanoseconds             # of worker 0, waits for the others included; reset by `Program.op_seconds`
 
 cdef struct Replay:

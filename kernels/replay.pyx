@@ -1,20 +1,32 @@
 # cython: language_level=3
-"""One worker's part of a step: all ops of a program in order, with a barrier after each."""
+"""One worker's part of a step: the ops of a program in order, each begun when the one before it is finished.
+
+An op is finished when all its items are computed, whether or not every worker took part.
+"""
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
-from .attention cimport run_attention
-from .linear cimport run_linear
-from .pool cimport quire_pool_barrier
+from .attention cimport num_chunk_units, run_attention, store_chunks
+from .linear cimport help_linear, num_items, run_linear
+from .pool cimport (quire_is_finished, quire_pool_await, quire_pool_finish, quire_pool_report, quire_progress,
+                    quire_shares_written)
 from .rows cimport run_convert, run_embed, run_gather
+
+cdef enum:
+    PATIENCE_NS = 10000             # for which a worker at least waits for the items of others before it helps
 
 
 cdef void replay_ops(void *argument, int worker, int workers) noexcept nogil:
-    """Run the ops of a `Replay`; worker 0 measures them."""
+    """Run the ops of a `Replay` that are not finished; worker 0 measures them.
+
+    A worker other than 0 returns early where it would have to wait long. It is called again when an op is finished.
+    """
     cdef Replay *replay = <Replay *>argument
     cdef int64_t i, before = _now(), after
     for i in range(replay.num_records):
-        _run(&replay.records[i], &replay.step, replay.tiles, replay.pool, worker, workers)
-        quire_pool_barrier(replay.pool)
+        if quire_is_finished(&replay.records[i].progress):
+            continue
+        if not _run(&replay.records[i], replay, worker, workers):
+            break
         if worker == 0:
             after = _now()
             replay.records[i].nanoseconds += after - before
@@ -29,15 +41,54 @@ cdef int64_t _now() noexcept nogil:
     return at.tv_sec * <int64_t>1000000000 + at.tv_nsec
 
 
-cdef void _run(Record *record, const Step *step, const quire_tiles *tiles, quire_pool *pool, int worker,
-               int workers) noexcept nogil:
+cdef bint _run(Record *record, const Replay *replay, int worker, int workers) noexcept nogil:
+    """Take part in an op and wait until it is finished. Return whether it is; for worker 0 it always is."""
+    cdef const Step *step = &replay.step
+    cdef const quire_tiles *tiles = replay.tiles
+    cdef long long *counter = &record.progress.taken
+    cdef int64_t computed, total
     if record.kind == LINEAR:
-        run_linear(&record.op.linear, step, tiles, worker, workers)
-    elif record.kind == ATTENTION:
-        run_attention(&record.op.attention, step, tiles, pool, &record.counter, worker, workers)
+        return _run_linear(record, replay, worker, workers)
+    if record.kind == ATTENTION:
+        total = num_chunk_units(&record.op.attention, step)
+        if total:
+            computed = store_chunks(&record.op.attention, step, tiles, &record.stored.taken)
+            quire_pool_report(replay.pool, &record.stored, computed, total)
+            if not quire_pool_await(replay.pool, &record.stored, worker):
+                return False
+        computed = run_attention(&record.op.attention, step, tiles, counter, worker, workers)
+        total = step.unit_start[step.sequences]
     elif record.kind == CONVERT:
-        run_convert(&record.op.convert, step, tiles, worker, workers)
+        computed = run_convert(&record.op.convert, step, tiles, counter)
+        total = step.samples if record.op.convert.sampled else step.rows
     elif record.kind == EMBED:
-        run_embed(&record.op.embed, step, tiles, worker, workers)
+        computed, total = run_embed(&record.op.embed, step, tiles, counter), step.rows
     else:
-        run_gather(&record.op.gather, step, tiles, worker, workers)
+        computed, total = run_gather(&record.op.gather, step, tiles, counter), step.samples
+    quire_pool_report(replay.pool, &record.progress, computed, total)
+    return quire_pool_await(replay.pool, &record.progress, worker)
+
+
+cdef bint _run_linear(Record *record, const Replay *replay, int worker, int workers) noexcept nogil:
+    """Compute items, and those again with which other workers do not come to an end."""
+    cdef const LinearOp *op = &record.op.linear
+    cdef int64_t begun = _now(), total = num_items(op, &replay.step), patience = PATIENCE_NS
+    cdef int64_t computed = run_linear(op, &replay.step, replay.tiles, record.shares, worker, workers)
+    quire_pool_report(replay.pool, &record.progress, computed, total)
+    if computed:
+        patience = max(patience, 2 * (_now() - begun) // computed)      # two items
+    if not _finishes_within(&record.progress, patience):
+        computed = help_linear(op, &replay.step, replay.tiles, record.shares, worker, workers)
+        quire_pool_report(replay.pool, &record.progress, computed, total)
+        if quire_shares_written(record.shares, workers) == total:       # also those not reported yet
+            quire_pool_finish(replay.pool, &record.progress)
+    return quire_pool_await(replay.pool, &record.progress, worker)
+
+
+cdef bint _finishes_within(const quire_progress *progress, int64_t nanoseconds) noexcept nogil:
+    """Wait at most that long; return whether the op is finished."""
+    cdef int64_t end = _now() + nanoseconds
+    while not quire_is_finished(progress):
+        if _now() > end:
+            return False
+    return True

@@ -10,7 +10,7 @@ import numpy as np
 
 from .isa import DTYPE_CODES
 from .isa cimport quire_tiles, tiles_of
-from .pool cimport Pool, quire_pool_run
+from .pool cimport Pool, quire_next_index, quire_pool_run
 
 cdef enum:
     LINE_FLOATS = 16                # each worker's result has its own cache line
@@ -29,25 +29,35 @@ cdef struct Pass:                   # one run of the pool
     int dtype
     int64_t steps
     float *results                  # [workers][LINE_FLOATS]
-    int64_t ops                     # of worker 0
+    int64_t ops                     # of one share
+    long long next
 
 
 cdef void _work(void *argument, int worker, int workers) noexcept nogil:
+    """Compute one share after another: one per worker, unless a worker comes too late for its own."""
     cdef Pass *job = <Pass *>argument
+    cdef long long share = quire_next_index(&job.next)
+    while share < workers:
+        _compute_share(job, share)
+        share = quire_next_index(&job.next)
+
+
+cdef void _compute_share(Pass *job, long long share) noexcept nogil:
     cdef char[128] zeros
     cdef int64_t i, ops
     if job.memory != NULL:
-        job.results[worker * LINE_FLOATS] = job.tiles.stream(job.memory + worker * job.share, job.share, job.ahead)
+        job.results[share * LINE_FLOATS] = job.tiles.stream(job.memory + share * job.share, job.share, job.ahead)
         return
     for i in range(128):
         zeros[i] = 0
-    ops = job.tiles.peak(job.dtype, job.steps, zeros, zeros + 64, &job.results[worker * LINE_FLOATS])
-    if worker == 0:
+    ops = job.tiles.peak(job.dtype, job.steps, zeros, zeros + 64, &job.results[share * LINE_FLOATS])
+    if share == 0:
         job.ops = ops
 
 
 cdef double _seconds(Pass *job, Pool pool):
     cdef timespec start, end
+    job.next = 0
     with nogil:
         clock_gettime(CLOCK_MONOTONIC, &start)
         quire_pool_run(pool.pool, _work, job)

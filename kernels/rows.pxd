@@ -24,9 +24,9 @@ cdef struct GatherOp:
     bint is_normed
     quire_output normed
 
-cdef void run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles, int worker,
-                    int workers) noexcept nogil
-cdef void run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles, int worker,
-                      int workers) noexcept nogil
-cdef void run_gather(const GatherOp *op, const Step *step, const quire_tiles *tiles, int worker,
-                     int workers) noexcept nogil
+cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles,
+                       long long *counter) noexcept nogil
+cdef int64_t run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles,
+                         long long *counter) noexcept nogil
+cdef int64_t run_gather(const GatherOp *op, const Step *step, const quire_tiles *tiles,
+                        long long *counter) noexcept nogil

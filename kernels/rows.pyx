@@ -1,16 +1,19 @@
 # cython: language_level=3
 """Ops that work on one row at a time: embedding, conversion and gathering.
 
-A row's result depends on that row alone, so any partition of rows over workers gives the same bits.
+A row's result depends on that row alone, so the worker that takes a row does not change a bit. Each function
+returns the number of rows that it computed.
 """
 from libc.string cimport memcpy
 
+from .pool cimport quire_next_index
 
-cdef void run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles, int worker,
-                    int workers) noexcept nogil:
-    cdef int64_t row, token, width = op.out.rows.width
+
+cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles,
+                       long long *counter) noexcept nogil:
+    cdef int64_t row = quire_next_index(counter), token, width = op.out.rows.width, computed = 0
     cdef float *out
-    for row in range(step.rows * worker // workers, step.rows * (worker + 1) // workers):
+    while row < step.rows:
         token = step.token_ids[row]
         out = <float *>op.out.rows.data + row * width
         tiles.unpack_column(op.panels + token // 16 * op.panel_bytes,
@@ -18,22 +21,30 @@ cdef void run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tile
                             op.dtype, op.width, <int>(token % 16), out)
         if op.is_normed:
             tiles.convert(out, width, 1, op.out.columns, &op.normed, row, 0)
+        computed += 1
+        row = quire_next_index(counter)
+    return computed
 
 
-cdef void run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles, int worker,
-                      int workers) noexcept nogil:
-    cdef int64_t width = op.input.rows.width, rows = step.samples if op.sampled else step.rows
-    cdef int64_t first = rows * worker // workers, last = rows * (worker + 1) // workers
-    tiles.convert(<const float *>op.input.rows.data + first * width, width, last - first, op.input.columns, &op.out,
-                  first, 0)
+cdef int64_t run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles,
+                         long long *counter) noexcept nogil:
+    cdef int64_t row = quire_next_index(counter), width = op.input.rows.width, computed = 0
+    while row < (step.samples if op.sampled else step.rows):
+        tiles.convert(<const float *>op.input.rows.data + row * width, width, 1, op.input.columns, &op.out, row, 0)
+        computed += 1
+        row = quire_next_index(counter)
+    return computed
 
 
-cdef void run_gather(const GatherOp *op, const Step *step, const quire_tiles *tiles, int worker,
-                     int workers) noexcept nogil:
-    cdef int64_t i, width = op.input.rows.width
+cdef int64_t run_gather(const GatherOp *op, const Step *step, const quire_tiles *tiles,
+                        long long *counter) noexcept nogil:
+    cdef int64_t row = quire_next_index(counter), width = op.input.rows.width, computed = 0
     cdef float *out
-    for i in range(step.samples * worker // workers, step.samples * (worker + 1) // workers):
-        out = <float *>op.out.rows.data + i * width
-        memcpy(out, <const float *>op.input.rows.data + step.sample_rows[i] * width, width * sizeof(float))
+    while row < step.samples:
+        out = <float *>op.out.rows.data + row * width
+        memcpy(out, <const float *>op.input.rows.data + step.sample_rows[row] * width, width * sizeof(float))
         if op.is_normed:
-            tiles.convert(out, width, 1, op.out.columns, &op.normed, i, 0)
+            tiles.convert(out, width, 1, op.out.columns, &op.normed, row, 0)
+        computed += 1
+        row = quire_next_index(counter)
+    return computed

@@ -2,7 +2,7 @@
 
 usage: busy_neighbour.py [MODEL] [--weights q8] [--users 1,8] [--repeats 5]
 
-With a share s of the CPUs taken, a step should take 1 / (1 - s) times as long. If it takes longer, barriers wait for
+With a share s of the CPUs taken, a step should take 1 / (1 - s) times as long. If it takes longer, ops wait for
 threads that do not run.
 """
 

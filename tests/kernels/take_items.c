@@ -1,0 +1,112 @@
+// The pool of kernels/pool.c under adverse conditions: a worker that keeps an item for ever, and random pauses in many short runs.
+// Prints "ok", or stops at an assertion. Built by test_pool.py, also with the thread sanitizer.
+#undef NDEBUG
+#include <assert.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../../kernels/pool.h"
+
+enum { OPS = 8, MOST_WORKERS = 16, MOST_ITEMS = 40 };
+
+typedef struct {
+  quire_progress progress;
+  quire_share shares[MOST_WORKERS];
+  long long items;  // of each share
+  atomic_int writes[MOST_WORKERS * MOST_ITEMS];
+} op_state;
+
+static struct {
+  quire_pool *pool;
+  op_state ops[OPS];
+  int workers;
+  int keeps;  // worker 1 keeps its first item until worker 0 has finished all ops
+  atomic_int is_kept, is_over, is_lost;
+} run;
+
+static void pause_at_random(unsigned *seed) {
+  if (!run.keeps && rand_r(seed) % 8 == 0) sched_yield();
+}
+
+static int write_item(op_state *op, uint64_t item, int holder, int writer) {
+  if (!quire_share_release(&op->shares[holder], item)) return 0;
+  atomic_fetch_add(&op->writes[item - 1], 1);
+  quire_share_count(&op->shares[writer]);
+  return 1;
+}
+
+static int keep_first_item(int worker) {
+  if (!run.keeps || worker != 1 || atomic_exchange(&run.is_kept, 1)) return 0;
+  while (!atomic_load(&run.is_over)) sched_yield();
+  return 1;
+}
+
+static long long take_items(op_state *op, int worker, unsigned *seed) {
+  long long computed = 0;
+  while (run.keeps && worker != 1 && !atomic_load(&run.is_kept)) sched_yield();
+  for (int turn = 0; turn < run.workers; turn++) {
+    const int owner = (worker + turn) % run.workers;
+    for (long long taken; (taken = quire_share_take(&op->shares[owner], op->items, turn)) >= 0;) {
+      const uint64_t item = (uint64_t)(owner * op->items + taken + 1);
+      quire_share_hold(&op->shares[worker], item);
+      pause_at_random(seed);
+      const int was_kept = keep_first_item(worker), won = write_item(op, item, worker, worker);
+      computed += won;
+      if (was_kept) run.is_lost = !won;
+    }
+  }
+  return computed;
+}
+
+static long long help(op_state *op, int worker) {
+  long long computed = 0;
+  for (int other = 0; other < run.workers; other++) {
+    const uint64_t item = quire_share_held(&op->shares[other]);
+    if (item) computed += write_item(op, item, other, worker);
+  }
+  return computed;
+}
+
+static void work(void *argument, int worker, int workers) {
+  (void)argument;
+  unsigned seed = (unsigned)worker + 1;
+  for (int i = 0; i < OPS; i++) {
+    op_state *op = &run.ops[i];
+    const long long total = op->items * workers;
+    if (quire_is_finished(&op->progress)) continue;
+    quire_pool_report(run.pool, &op->progress, take_items(op, worker, &seed), total);
+    quire_pool_report(run.pool, &op->progress, help(op, worker), total);
+    if (quire_shares_written(op->shares, workers) == total) quire_pool_finish(run.pool, &op->progress);
+    if (!quire_pool_await(run.pool, &op->progress, worker)) return;
+  }
+  if (worker == 0) atomic_store(&run.is_over, 1);
+}
+
+static void run_once(int workers, int items, int keeps) {
+  memset(run.ops, 0, sizeof run.ops);
+  run.workers = workers;
+  run.keeps = keeps;
+  run.is_kept = run.is_over = run.is_lost = 0;
+  for (int i = 0; i < OPS; i++) run.ops[i].items = items;
+  quire_pool_run(run.pool, work, NULL);
+  for (int i = 0; i < OPS; i++)
+    for (int item = 0; item < items * workers; item++) assert(run.ops[i].writes[item] == 1);
+}
+
+int main(void) {
+  const int workers[] = {1, 2, 3, MOST_WORKERS};
+  for (int i = 0; i < 4; i++) {
+    run.pool = quire_pool_new(workers[i]);
+    assert(run.pool);
+    for (int turn = 0; turn < 100; turn++) run_once(workers[i], turn % MOST_ITEMS, 0);
+    if (workers[i] > 1) {
+      run_once(workers[i], MOST_ITEMS, 1);
+      assert(run.is_lost);  // another worker wrote it, and all ops ended meanwhile
+    }
+    quire_pool_free(run.pool);
+  }
+  puts("ok");
+}
