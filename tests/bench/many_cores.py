@@ -10,14 +10,13 @@ from quire.runtime.model import DecoderSpec
 from quire.runtime.model.runner import decide_capacity
 from quire.runtime.model.spec import Rope
 from quire.runtime.tools.simulation import given_roofline, roofline_cost
-from quire.runtime.tools.simulation.cost import SEQUENCE_S, RooflineCost, num_blocks
+from quire.runtime.tools.simulation.cost import ROWS_IN_CACHE, SEQUENCE_S, RooflineCost, num_blocks
 from quire.runtime.tools.simulation.threads import THREAD_READ, barrier_seconds, busy_share, start_seconds
 from quire.scheduler import ScheduledSequence, StepPlan
 
 SOCKET_READ = 250e9  # bytes per second: 8 channels of DDR5-4800 at 81 % of 307 GB/s
 THREAD_INT8 = 465e9  # operations per second, measured on Zen 4
 ROWS = 512  # of a prefill step
-ROWS_IN_CACHE = 192  # of kernels/linear.pyx
 THREADS = (2, 8, 16, 32, 64, 96, 128)
 
 
@@ -79,7 +78,7 @@ def blocks_table() -> str:
 
 def finer_table() -> str:
     """Return what finer units of work would bring to prefill on 64 and 128 threads."""
-    choices = {"now": (1, 1), "rows split in 3": (1, _groups()), "blocks of 16": (2, 1), "both": (2, _groups())}
+    choices = {"one group": (1, 1), "3 groups": (1, 3), "8 groups": (1, 8), "3 groups, blocks of 16": (2, 3)}
     header = ["model", *(f"{name}, {threads}" for name in choices for threads in (64, 128))]
     rows = [
         [name]
@@ -147,14 +146,12 @@ def _layer(spec: DecoderSpec) -> list[Linear]:
     return [op for op in program.ops if isinstance(op, Linear)][:4]
 
 
-def _prefill_share(layer: Iterable[Linear], threads: int, finer: int = 1, groups: int = 1) -> float:
+def _prefill_share(
+    layer: Iterable[Linear], threads: int, finer: int = 1, groups: int = -(-ROWS // ROWS_IN_CACHE)
+) -> float:
     """Return the share of the threads that work, weighted by the time of each op."""
     sizes = [(op.weight.out_features * op.weight.in_features, num_blocks(op) * finer * groups) for op in layer]
     return sum(size for size, _ in sizes) / sum(size / busy_share(units, threads) for size, units in sizes)
-
-
-def _groups() -> int:
-    return -(-ROWS // ROWS_IN_CACHE)
 
 
 def _read(threads: int) -> float:

@@ -8,7 +8,7 @@ Qwen3-0.6B). `threads.py` says what more threads lose.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 
@@ -33,6 +33,7 @@ ATTENTION_PEAK: dict[DType, float] = {
 }  # 512 rows after 3,584 tokens; f32: 1 x 1,024
 SEQUENCE_S = 30e-6  # between steps, per sequence: schedule, commit, publish, arrays (measured by `quire bench`)
 HEAD_S = 2.6e-6  # of one thread in attention, per sequence, layer and KV head, whatever the context
+ROWS_IN_CACHE = 192  # rows of a unit of work of linear layers, as in kernels/linear.pyx
 SPLIT = 256  # tokens of a unit of decode attention, as in kernels/attention.pyx
 TILE = 64  # rows, with all query heads of a KV head, of a unit of prefill attention
 SHARED_HEADS = 4  # per thread: with more heads, a unit of decode attention is a whole head
@@ -44,8 +45,8 @@ class RooflineCost:
 
     step_s: float  # waking the threads, and barriers
     weights_s: float  # read once per step
-    row_s: float  # linear layers, per token
-    sample_s: float  # lm_head, per row that samples
+    linears: tuple[LinearCost, ...]  # of all layers
+    head: LinearCost  # lm_head, of the rows that sample
     sequence_s: float  # attention, per sequence, if all threads work
     layers: tuple[LayerCost, ...]
     threads: int
@@ -64,7 +65,12 @@ class RooflineCost:
             samples += sequence.num_samples
             for layer in self.layers:
                 attention_s += layer.seconds(count, sequence.first_position, busy, read_share)
-        return self.step_s + max(self.weights_s, rows * self.row_s + samples * self.sample_s) + attention_s
+        return self.step_s + max(self.weights_s, self.linear_seconds(rows, samples)) + attention_s
+
+    def linear_seconds(self, rows: int, samples: int) -> float:
+        """Return the seconds of the linear layers' arithmetic for `rows` tokens of which `samples` sample."""
+        layers_s = sum(linear.seconds(rows, self.threads) for linear in self.linears)
+        return layers_s + self.head.seconds(samples, self.threads)
 
     def _attention_units(self, plan: StepPlan) -> int:
         """Return the units of work into which an attention op of the step is partitioned."""
@@ -77,6 +83,18 @@ class RooflineCost:
             else:
                 units += sequence.first_position // SPLIT + 1 if by_split else 1
         return units * self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCost:
+    """Linear layers with the same number of blocks. A unit of work is a block for one group of rows."""
+
+    num_blocks: int
+    row_s: float  # per row, if all threads work
+
+    def seconds(self, rows: int, threads: int) -> float:
+        units = self.num_blocks * -(-rows // ROWS_IN_CACHE)
+        return rows * self.row_s / busy_share(units, threads) if units else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +127,8 @@ def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> 
     return RooflineCost(
         step_s=start_seconds(threads) + ops * barrier_seconds(threads),
         weights_s=sum(_read_seconds(op, roofline, threads, max_read_share) for op in linears),
-        row_s=sum(_row_seconds(op, roofline, threads) for op in linears if op.maxima is None),
-        sample_s=sum(_row_seconds(op, roofline, threads) for op in linears if op.maxima is not None),
+        linears=_linear_costs((op for op in linears if op.maxima is None), roofline),
+        head=_linear_costs((op for op in linears if op.maxima is not None), roofline)[0],
         sequence_s=HEAD_S * spec.num_layers * spec.num_kv_heads / threads,
         layers=tuple(
             LayerCost(window, count * read_s, count * pair_s) for window, count in sorted(Counter(spec.windows).items())
@@ -133,10 +151,13 @@ def _read_seconds(op: Linear, roofline: Roofline, threads: int, max_read_share: 
     return nbytes / (WEIGHTS_READ * read_share * roofline.read_bytes_per_s)
 
 
-def _row_seconds(op: Linear, roofline: Roofline, threads: int) -> float:
-    ops, dtype = 2 * op.weight.out_features * op.weight.in_features, INPUT_DTYPES[op.weight.dtype]
-    peak = LINEAR_PEAK[dtype] * roofline.peak_ops_per_s[dtype]
-    return ops / (peak * busy_share(num_blocks(op), threads))
+def _linear_costs(linears: Iterable[Linear], roofline: Roofline) -> tuple[LinearCost, ...]:
+    row_s: dict[int, float] = {}  # by number of blocks
+    for op in linears:
+        ops, dtype = 2 * op.weight.out_features * op.weight.in_features, INPUT_DTYPES[op.weight.dtype]
+        seconds = ops / (LINEAR_PEAK[dtype] * roofline.peak_ops_per_s[dtype])
+        row_s[num_blocks(op)] = row_s.get(num_blocks(op), 0.0) + seconds
+    return tuple(LinearCost(blocks, seconds) for blocks, seconds in sorted(row_s.items()))
 
 
 class NoisyCost:

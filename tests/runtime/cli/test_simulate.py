@@ -106,7 +106,7 @@ def test_threads_change_the_times_of_the_same_machine(run: Any) -> None:
     flags = (str(DATA / "qwen3-0.6b"), "--weights", "q8", "--kv-cache-memory", "1GiB", "--num-prompts", "5", "--json")
     machine = ("--bandwidth", "300", "--peak", "20000")
     few, many = (json.loads(run(*flags, *machine, "--threads", threads)[1]) for threads in ("32", "64"))
-    assert many["ttft_ms"]["mean"] > 1.2 * few["ttft_ms"]["mean"]  # o and down have 32 blocks
+    assert many["ttft_ms"]["mean"] > 1.1 * few["ttft_ms"]["mean"]  # o and down have 32 blocks
 
 
 @pytest.mark.parametrize(

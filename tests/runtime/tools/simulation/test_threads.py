@@ -47,12 +47,13 @@ def test_barriers_and_starts_grow_with_the_threads() -> None:
     assert barrier_seconds(2) == pytest.approx(0.08e-6, rel=0.5)  # measured
 
 
-def test_prefill_loses_what_layers_with_few_blocks_leave_idle() -> None:
-    """On 64 threads o and down have 32 blocks, gate and up 96, qkv 128."""
-    weights = {"qkv": 4096 * 1024, "o": 1024 * 2048, "gate_up": 6144 * 1024, "down": 1024 * 3072}
-    idle = {"qkv": 1.0, "o": 0.5, "gate_up": 0.75, "down": 0.5}
-    slower = sum(count / idle[name] for name, count in weights.items()) / sum(weights.values())
-    assert cost_on(64).row_s / cost_on(2).row_s == pytest.approx(slower)
+@pytest.mark.parametrize(("rows", "groups"), [(100, 1), (512, 3)])
+def test_prefill_loses_what_layers_with_few_blocks_leave_idle(rows: int, groups: int) -> None:
+    """On 64 threads o and down have 32 blocks, gate and up 96, qkv 128, for each group of at most 192 rows."""
+    layers = {128: 4096 * 1024, 32: 1024 * 2048 + 1024 * 3072, 96: 6144 * 1024}  # blocks: weights
+    slower = sum(count / busy_share(blocks * groups, 64) for blocks, count in layers.items()) / sum(layers.values())
+    assert slower > 1.1
+    assert cost_on(64).linear_seconds(rows, 0) / cost_on(2).linear_seconds(rows, 0) == pytest.approx(slower)
 
 
 def test_few_readers_of_a_layer_do_not_reach_the_bandwidth_of_fast_memory() -> None:
@@ -74,7 +75,7 @@ def test_a_sequence_with_few_heads_leaves_threads_idle() -> None:
     cost = cost_on(64)
 
     def attention_s(users: int) -> float:
-        linear_s = max(cost.weights_s, users * (cost.row_s + cost.sample_s))
+        linear_s = max(cost.weights_s, cost.linear_seconds(users, users))
         return cost(plan(users, 3, 1)) - cost.step_s - linear_s
 
     assert attention_s(8) == pytest.approx(attention_s(1), rel=0.1)
