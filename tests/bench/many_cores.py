@@ -11,7 +11,7 @@ from quire.runtime.model.runner import decide_capacity
 from quire.runtime.model.spec import Rope
 from quire.runtime.tools.simulation import given_roofline, roofline_cost
 from quire.runtime.tools.simulation.cost import ROWS_IN_CACHE, SEQUENCE_S, RooflineCost, num_blocks
-from quire.runtime.tools.simulation.threads import THREAD_READ, barrier_seconds, busy_share, start_seconds
+from quire.runtime.tools.simulation.threads import THREAD_READ, busy_share, finish_seconds, start_seconds
 from quire.scheduler import ScheduledSequence, StepPlan
 
 SOCKET_READ = 250e9  # bytes per second: 8 channels of DDR5-4800 at 81 % of 307 GB/s
@@ -99,7 +99,7 @@ def waiting_table() -> str:
     header += [f"{name}: waits of a step" for name in shown]
     rows = []
     for threads in THREADS:
-        row = [str(threads), _micro(barrier_seconds(threads)), _micro(start_seconds(threads))]
+        row = [str(threads), _micro(finish_seconds(threads)), _micro(start_seconds(threads))]
         for spec in shown.values():
             cost = _cost(spec, threads)
             row.append(f"{_micro(cost.step_s)}, {_percent(cost.step_s / _seconds(cost, 1, 128, 1))}")

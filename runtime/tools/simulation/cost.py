@@ -19,7 +19,7 @@ from ...model import DecoderSpec
 from ...model.runner import Capacity
 from ..bench import Roofline
 from ..bench.work import visible_pairs
-from .threads import THREAD_READ, barrier_seconds, busy_share, start_seconds
+from .threads import THREAD_READ, busy_share, finish_seconds, start_seconds
 
 StepCost = Callable[[StepPlan], float]  # the seconds that executing a step takes
 
@@ -43,7 +43,7 @@ SHARED_HEADS = 4  # per thread: with more heads, a unit of decode attention is a
 class RooflineCost:
     """The seconds of each part of a step on `threads` threads. A `StepCost`."""
 
-    step_s: float  # waking the threads, and barriers
+    step_s: float  # waking the threads, and waiting for the end of each op
     weights_s: float  # read once per step
     linears: tuple[LinearCost, ...]  # of all layers
     head: LinearCost  # lm_head, of the rows that sample
@@ -125,7 +125,7 @@ def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> 
     threads, ops = capacity.cpus.threads, len(capacity.memory.program.ops)
     max_read_share = max(1.0, threads * THREAD_READ / roofline.read_bytes_per_s)
     return RooflineCost(
-        step_s=start_seconds(threads) + ops * barrier_seconds(threads),
+        step_s=start_seconds(threads) + ops * finish_seconds(threads),
         weights_s=sum(_read_seconds(op, roofline, threads, max_read_share) for op in linears),
         linears=_linear_costs((op for op in linears if op.maxima is None), roofline),
         head=_linear_costs((op for op in linears if op.maxima is not None), roofline)[0],

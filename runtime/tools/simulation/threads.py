@@ -1,4 +1,4 @@
-"""What a number of threads does to a step: barriers, waking, and workers that have nothing to do.
+"""What a number of threads does to a step: waking, waiting for the end of an op, and threads that have nothing to do.
 
 Two threads were measured (tests/bench/LOG.md); more are computed from published times for moving a cache line between
 two cores. docs/many-cores.md has the model and its tables.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 THREAD_READ = 18e9  # bytes per second that one thread reads on its own: 16-20 measured on Zen 4
 LINE_S = 50e-9  # a cache line moves to another core of the socket: 46-51 ns on Ice Lake and Graviton 3
-SHARED_LINE_S = 10e-9  # each further core that reads a line which one core wrote
+SHARED_LINE_S = 10e-9  # each of several lines, or readers of a line, that another core wrote: they overlap
 WAKE_S = 1.6e-6  # per sleeping thread; measured with up to 127 on Zen 4, virtualised
 FIRST_WAKE_S = 13e-6  # until one sleeping thread has run and arrived; measured likewise
 
@@ -18,11 +18,14 @@ def busy_share(units: int, threads: int) -> float:
     return units / (threads * -(-units // threads))
 
 
-def barrier_seconds(threads: int) -> float:
-    """Return the seconds of a barrier at which all threads arrive at once: they count in turns, then read a signal."""
-    return 0.0 if threads == 1 else threads * LINE_S + (threads - 1) * SHARED_LINE_S
+def finish_seconds(threads: int) -> float:
+    """Return the seconds from the last unit of an op to the next op, if all threads finish at once.
+
+    Each looks for units that others have left, then they count in turns, and read that the op is finished.
+    """
+    return 0.0 if threads == 1 else threads * LINE_S + 2 * (threads - 1) * SHARED_LINE_S
 
 
 def start_seconds(threads: int) -> float:
-    """Return the seconds until all threads run a step. Between steps they sleep, and one thread wakes them all."""
-    return 0.0 if threads == 1 else FIRST_WAKE_S + (threads - 1) * WAKE_S
+    """Return the mean seconds until a thread works in a step. Between steps they sleep; one thread wakes them all."""
+    return 0.0 if threads == 1 else FIRST_WAKE_S + (threads - 1) / 2 * WAKE_S
