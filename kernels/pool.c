@@ -12,6 +12,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { SPINS = 1000, LINE = 64 };
@@ -106,6 +107,11 @@ static void keep_apart(quire_pool *pool, int worker) {
 }
 
 void quire_pool_finish(quire_pool *pool, quire_progress *progress) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  int64_t unset = 0;  // two workers may finish an op of which an item was computed twice
+  __atomic_compare_exchange_n(&progress->finished_ns, &unset, now.tv_sec * 1000000000ll + now.tv_nsec, 0,
+                              __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   __atomic_store_n(&progress->finished, 1, __ATOMIC_SEQ_CST);
   if (pool->workers > 1) announce_change(pool);
 }

@@ -18,6 +18,7 @@ typedef struct {
   _Alignas(64) long long taken;  // items, for `quire_next_index`
   long long done;
   _Alignas(64) uint32_t finished;
+  int64_t finished_ns;  // when, on the monotonic clock
 } quire_progress;
 
 static inline int quire_is_finished(const quire_progress *progress) {

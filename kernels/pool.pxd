@@ -7,6 +7,7 @@ cdef extern from "pool.h" nogil:
     void quire_pool_run(quire_pool *pool, quire_work work, void *argument)
     ctypedef struct quire_progress:
         long long taken
+        long long finished_ns
     void quire_pool_finish(quire_pool *pool, quire_progress *progress)
     void quire_pool_report(quire_pool *pool, quire_progress *progress, long long items, long long total)
     bint quire_pool_await(quire_pool *pool, quire_progress *progress, int worker)

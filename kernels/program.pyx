@@ -18,7 +18,7 @@ from .linear cimport LinearOp, linear_scratch_bytes
 from .ops import BLOCK, INPUT_DTYPES, QUERY_DTYPES, Attention, Convert, Embed, Gather, Linear, Normed, aligned, padded
 from .pack cimport PackedMatrix
 from .pool cimport Pool, quire_pool_run, quire_progress, quire_share
-from .replay cimport ATTENTION, CONVERT, EMBED, GATHER, LINEAR, Record, Replay, replay_ops
+from .replay cimport ATTENTION, CONVERT, EMBED, GATHER, LINEAR, Record, Replay, now, replay_ops
 from .rows cimport ConvertOp
 from .step cimport Step, Value
 
@@ -303,6 +303,7 @@ cdef class Program:
             memset(&self.replay.records[i].stored, 0, sizeof(quire_progress))
             memset(&self.replay.records[i].progress, 0, sizeof(quire_progress))
         memset(self.replay.records[0].shares, 0, self.replay.num_records * self.pool.workers * sizeof(quire_share))
+        self.replay.started = now()
         with nogil:
             quire_pool_run(self.pool.pool, replay_ops, &self.replay)
 

@@ -27,7 +27,7 @@ cdef struct Record:
     quire_progress stored           # of attention: the keys and values of chunks; the op begins when they are stored
     quire_progress progress
     quire_share *shares             # [workers], of a linear layer's items
-    int64_t nanoseconds             # of worker 0, waits for the others included; reset by `Program.op_seconds`
+    int64_t nanoseconds             # until all workers were done; reset by `Program.op_seconds`
 
 cdef struct Replay:
     Record *records
@@ -35,5 +35,7 @@ cdef struct Replay:
     Step step
     const quire_tiles *tiles
     quire_pool *pool
+    int64_t started                 # of the step, as `now` returns it
 
+cdef int64_t now() noexcept nogil
 cdef void replay_ops(void *argument, int worker, int workers) noexcept nogil

@@ -16,26 +16,27 @@ cdef enum:
 
 
 cdef void replay_ops(void *argument, int worker, int workers) noexcept nogil:
-    """Run the ops of a `Replay` that are not finished; worker 0 measures them.
+    """Run the ops of a `Replay` that are not finished; worker 0 adds up their times.
 
     A worker other than 0 returns early where it would have to wait long. It is called again when an op is finished.
     """
     cdef Replay *replay = <Replay *>argument
-    cdef int64_t i, before = _now(), after
+    cdef int64_t i, before = replay.started
     for i in range(replay.num_records):
         if quire_is_finished(&replay.records[i].progress):
             continue
         if not _run(&replay.records[i], replay, worker, workers):
             break
-        if worker == 0:
-            after = _now()
-            replay.records[i].nanoseconds += after - before
-            before = after
+    if worker == 0:
+        for i in range(replay.num_records):
+            replay.records[i].nanoseconds += max(<int64_t>0, replay.records[i].progress.finished_ns - before)
+            before = max(before, <int64_t>replay.records[i].progress.finished_ns)
     if replay.tiles.end != NULL:
         replay.tiles.end()
 
 
-cdef int64_t _now() noexcept nogil:
+cdef int64_t now() noexcept nogil:
+    """Return the nanoseconds of the monotonic clock."""
     cdef timespec at
     clock_gettime(CLOCK_MONOTONIC, &at)
     return at.tv_sec * <int64_t>1000000000 + at.tv_nsec
@@ -72,11 +73,11 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
 cdef bint _run_linear(Record *record, const Replay *replay, int worker, int workers) noexcept nogil:
     """Compute items, and those again with which other workers do not come to an end."""
     cdef const LinearOp *op = &record.op.linear
-    cdef int64_t begun = _now(), total = num_items(op, &replay.step), patience = PATIENCE_NS
+    cdef int64_t begun = now(), total = num_items(op, &replay.step), patience = PATIENCE_NS
     cdef int64_t computed = run_linear(op, &replay.step, replay.tiles, record.shares, worker, workers)
     quire_pool_report(replay.pool, &record.progress, computed, total)
     if computed:
-        patience = max(patience, 2 * (_now() - begun) // computed)      # two items
+        patience = max(patience, 2 * (now() - begun) // computed)      # two items
     if not _finishes_within(&record.progress, patience):
         computed = help_linear(op, &replay.step, replay.tiles, record.shares, worker, workers)
         quire_pool_report(replay.pool, &record.progress, computed, total)
@@ -87,8 +88,8 @@ cdef bint _run_linear(Record *record, const Replay *replay, int worker, int work
 
 cdef bint _finishes_within(const quire_progress *progress, int64_t nanoseconds) noexcept nogil:
     """Wait at most that long; return whether the op is finished."""
-    cdef int64_t end = _now() + nanoseconds
+    cdef int64_t end = now() + nanoseconds
     while not quire_is_finished(progress):
-        if _now() > end:
+        if now() > end:
             return False
     return True
