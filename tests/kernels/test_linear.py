@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from quire.kernels import PackedMatrix, Pool, Program, packed_nbytes, supported_levels
-from quire.kernels.ops import INPUT_DTYPES, Embed, Linear, Normed, Region, region_nbytes
+from quire.kernels.ops import INPUT_DTYPES, Convert, Embed, Linear, Normed, Region, region_nbytes
 from quire.pager.layout import KVLayout
 
 from tests.kernels.reference import ReferenceProgram
@@ -25,8 +25,10 @@ def packed(values, dtype):
     return matrix
 
 
-def norm_then_linear(x, dtype, isa=None, bias=None, threads=2):
+def norm_then_linear(x, dtype, isa=None, bias=None, threads=2, norm=True):
     """Norm and multiply the rows x: return y of the kernels, y of the reference, and the maxima of y.
+
+    Without `norm`, only multiply them.
 
     The rows are an f32 embedding, one token each.
     """
@@ -36,10 +38,10 @@ def norm_then_linear(x, dtype, isa=None, bias=None, threads=2):
         offset += region_nbytes(rows, columns, kind)
     residual, data, squares, y, maxima = regions
     normed = Normed(data, squares, NORM, 1e-6)
-    ops = [
-        Embed(packed(x, "f32"), residual, normed),
-        Linear(normed, packed(WEIGHT, dtype), bias, y, "store", maxima=maxima),
-    ]
+    first = [Embed(packed(x, "f32"), residual, normed if norm else None)]
+    if not norm:
+        first.append(Convert(residual, data))
+    ops = [*first, Linear(normed if norm else data, packed(WEIGHT, dtype), bias, y, "store", maxima=maxima)]
     limits = {"max_rows": rows, "max_samples": 1, "max_sequences": 1, "vocab_size": rows}
     layout = KVLayout(1, 1, 16, "f32", 64)
     memory = np.zeros(16 * layout.page_bytes, np.uint8)
@@ -63,14 +65,16 @@ def test_rows_of_any_size_are_normed_to_the_same_accuracy(dtype, isa):
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-def test_a_row_that_is_not_finite_is_nan_and_changes_no_other(dtype, bad, isa):
+@pytest.mark.parametrize(
+    ("bad", "norm"), [(np.nan, True), (np.inf, True), (-np.inf, True), (3e38, True), (np.nan, False)]
+)
+def test_a_row_that_is_not_finite_is_nan_and_changes_no_other(dtype, bad, norm, isa):
     x = RNG.normal(0, 1, (8, COLUMNS)).astype(np.float32)
-    clean, *_ = norm_then_linear(x, dtype, isa, BIAS)
+    clean, *_ = norm_then_linear(x, dtype, isa, BIAS, norm=norm)
     poisoned = x.copy()
     poisoned[3, 77] = bad
     with np.errstate(all="ignore"):
-        got, *_ = norm_then_linear(poisoned, dtype, isa, BIAS)
+        got, *_ = norm_then_linear(poisoned, dtype, isa, BIAS, norm=norm)
     assert np.isnan(got[3]).all()
     others = np.arange(8) != 3
     assert got[others].tobytes() == clean[others].tobytes()
