@@ -38,6 +38,7 @@ from .fakes import (
     ESTIMATE,
     STEP_STATS,
     FakeListener,
+    FakeProcess,
     FakeSpawner,
     core_info,
     engine_stats,
@@ -693,14 +694,20 @@ async def test_failed_restarts_of_less_than_the_time_limit_are_no_error_of_any_r
     assert listener.ends() == {1: "length"}
 
 
-async def test_a_process_that_loads_for_longer_than_the_time_limit_is_no_error_of_any_request(
-    engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener
-) -> None:
+async def crash_and_load_for_long(engine: SupervisedEngine, processes: FakeSpawner) -> FakeProcess:
+    """End the engine process under request 1; return the next one, which loads for longer than the time limit."""
     await add(engine, 1)
     processes.makes_ready = False
     processes.last.exit(1)
     loading = await processes.next()
     await asyncio.sleep(2 * supervisor.RESTART_TIMEOUT_S)
+    return loading
+
+
+async def test_a_process_that_loads_for_longer_than_the_time_limit_is_no_error_of_any_request(
+    engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener
+) -> None:
+    loading = await crash_and_load_for_long(engine, processes)
     processes.make_ready(loading)
     await until(lambda: engine.pid is not None)
     loading.finish(1)
@@ -710,11 +717,7 @@ async def test_a_process_that_loads_for_longer_than_the_time_limit_is_no_error_o
 async def test_a_start_that_loads_for_long_and_then_fails_is_the_first_failure(
     engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener
 ) -> None:
-    await add(engine, 1)
-    processes.makes_ready = False
-    processes.last.exit(1)
-    loading = await processes.next()
-    await asyncio.sleep(2 * supervisor.RESTART_TIMEOUT_S)
+    loading = await crash_and_load_for_long(engine, processes)
     processes.makes_ready = True
     loading.exit(1)
     await until(lambda: engine.pid is not None)
