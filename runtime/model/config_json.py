@@ -41,6 +41,10 @@ class ConfigTable:
         """Return whether the key is present and not null."""
         return self.values.get(key) is not None
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigTable:
+        """Return a table that has `defaults` under absent keys, as a config class has; null stays null."""
+        return ConfigTable({**defaults, **self.values}, self.where)
+
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
         """Return an integer in low..high; `default` if the key is absent or null, an error without a default."""
         value = self._present(key, default)
@@ -100,43 +104,29 @@ def read_config(folder: str | Path) -> ConfigTable:
     return ConfigTable(values)
 
 
-def build_spec(
-    config: ConfigTable,
-    *,
-    family: str,
-    windows: tuple[int, ...],
-    qk_norm: bool = False,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    default_head_dim: int | None = None,
-    default_eos: int | None = None,
-) -> DecoderSpec:
-    """Read the keys that all families share; the arguments are what differs between families."""
+def build_spec(config: ConfigTable, family: str) -> DecoderSpec:
+    """Read the keys that all families share. All layers see all tokens; a family replaces fields that differ."""
     _refuse_unsupported(config)
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = config.integer("num_attention_heads", 1, MAX_HEADS)
     vocab_size = config.integer("vocab_size", 1, MAX_VOCAB)
     max_positions = config.integer("max_position_embeddings", 1, MAX_POSITIONS)
+    layers = num_layers(config)
     return DecoderSpec(
         family=family,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        num_layers=num_layers(config),
+        num_layers=layers,
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(config, num_heads),
-        head_dim=_head_dim(config, hidden_size, num_heads, default_head_dim),
+        head_dim=_head_dim(config, hidden_size, num_heads),
         intermediate_size=config.integer("intermediate_size", 1, MAX_WIDTH),
         norm_eps=config.positive("rms_norm_eps", 1e-6),
         rope=_rope(config, max_positions),
-        windows=windows,
-        qk_norm=qk_norm,
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
+        windows=(0,) * layers,
         tie_embeddings=config.flag("tie_word_embeddings", False),
         max_position_embeddings=max_positions,
-        eos_token_ids=_eos(config, default_eos),
+        eos_token_ids=_eos(config),
     )
 
 
@@ -146,10 +136,8 @@ def num_layers(config: ConfigTable) -> int:
 
 
 def sliding_window(config: ConfigTable) -> int:
-    """Return the tokens that a sliding layer sees; 0 for null. The default is 4096 in all families with the key."""
-    if "sliding_window" in config.values and "sliding_window" not in config:
-        return 0
-    return config.integer("sliding_window", 1, MAX_POSITIONS, 4096)
+    """Return the tokens that a sliding layer sees; 0 if the key is absent or null."""
+    return config.integer("sliding_window", 1, MAX_POSITIONS) if "sliding_window" in config else 0
 
 
 def qwen_windows(config: ConfigTable) -> tuple[int, ...]:
@@ -192,9 +180,7 @@ def _num_kv_heads(config: ConfigTable, num_heads: int) -> int:
     return num_kv_heads
 
 
-def _head_dim(config: ConfigTable, hidden_size: int, num_heads: int, default: int | None) -> int:
-    if "head_dim" not in config.values and default is not None:
-        return default
+def _head_dim(config: ConfigTable, hidden_size: int, num_heads: int) -> int:
     if "head_dim" not in config and hidden_size % num_heads:
         raise config.refused("hidden_size", f"a multiple of num_attention_heads ({num_heads}) where head_dim is absent")
     head_dim = config.integer("head_dim", 2, MAX_HEAD_DIM, hidden_size // num_heads)
@@ -203,10 +189,10 @@ def _head_dim(config: ConfigTable, hidden_size: int, num_heads: int, default: in
     return head_dim
 
 
-def _eos(config: ConfigTable, default: int | None) -> tuple[int, ...]:
+def _eos(config: ConfigTable) -> tuple[int, ...]:
     """Return the end-of-sequence ids; chat models may have several."""
     if "eos_token_id" not in config:
-        return () if "eos_token_id" in config.values or default is None else (default,)
+        return ()
     ids = config.values["eos_token_id"]
     if not isinstance(ids, list):
         return (config.integer("eos_token_id", 0, MAX_VOCAB),)

@@ -1,4 +1,4 @@
-"""The description of a decoder that every family's config.json is read into.
+"""The description of a decoder that every family's config.json is read into, and of its tensors' names.
 
 Every `DecoderSpec` can be run: `config_json.py` refuses all other values.
 """
@@ -46,8 +46,30 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """The names of a checkpoint's tensors, without `.weight` and `.bias`; those of a layer follow `layer`.
+
+    The defaults are those of most families on Hugging Face. `qkv` and `gate_up` have one name where the checkpoint has
+    these matrices in one tensor, one above the other.
+    """
+
+    embedding: str = "model.embed_tokens"
+    layer: str = "model.layers.{}."  # {}: the number of the layer
+    input_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    o: str = "self_attn.o_proj"
+    mlp_norm: str = "post_attention_layernorm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    final_norm: str = "model.norm"
+    lm_head: str = "lm_head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """A pre-norm decoder with grouped-query attention and a SwiGLU MLP: Llama, Qwen2, Qwen3, Mistral."""
+    """A pre-norm decoder with grouped-query attention and a SwiGLU MLP. Few families change a field with a default."""
 
     family: str  # model_type: "llama", …
     vocab_size: int
@@ -60,13 +82,14 @@ class DecoderSpec:
     norm_eps: float
     rope: Rope
     windows: tuple[int, ...]  # one per layer: the number of tokens it sees; 0: all
-    qk_norm: bool  # RMS norm of each query and key head before rotation
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
     tie_embeddings: bool  # the embedding is also the lm_head
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+    qk_norm: bool = False  # RMS norm of each query and key head before rotation
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    names: TensorNames = TensorNames()
 
     @property
     def q_size(self) -> int:

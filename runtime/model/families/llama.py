@@ -1,20 +1,24 @@
-"""Llama 1 to 3.x: `attention_bias` puts biases on q, k, v and o, `mlp_bias` on the MLP."""
+"""Llama 1 to 3.x, SmolLM2 and others of that shape: biases on q, k, v and o, and on the MLP, if config.json says so."""
 
 from __future__ import annotations
 
-from ..config_json import ConfigTable, build_spec, num_layers
+from dataclasses import replace
+
+from ..config_json import ConfigTable, build_spec
 from ..spec import DecoderSpec
+from .family import Family
 
 
 def read_llama(config: ConfigTable) -> DecoderSpec:
     """Read a `LlamaForCausalLM`."""
+    config = config.with_defaults({"eos_token_id": 2})
     attention_bias = config.flag("attention_bias", False)
-    return build_spec(
-        config,
-        family="llama",
-        windows=(0,) * num_layers(config),
+    return replace(
+        build_spec(config, "llama"),
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         mlp_bias=config.flag("mlp_bias", False),
-        default_eos=2,
     )
+
+
+LLAMA = Family(("LlamaForCausalLM",), ("llama",), read_llama)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from ..config_json import ConfigTable, build_spec, num_layers, sliding_window
+from dataclasses import replace
+
+from ..config_json import ConfigTable, build_spec, sliding_window
 from ..spec import DecoderSpec
+from .family import Family
 
 
 def read_mistral(config: ConfigTable) -> DecoderSpec:
     """Read a `MistralForCausalLM`."""
-    return build_spec(
-        config,
-        family="mistral",
-        windows=(sliding_window(config),) * num_layers(config),
-        default_eos=2,
-    )
+    config = config.with_defaults({"eos_token_id": 2, "sliding_window": 4096})
+    spec = build_spec(config, "mistral")
+    return replace(spec, windows=(sliding_window(config),) * spec.num_layers)
+
+
+MISTRAL = Family(("MistralForCausalLM",), ("mistral",), read_mistral)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..config_json import ConfigTable, build_spec, qwen_windows
 from ..spec import DecoderSpec
+from .family import Family
 
 
 def read_qwen2(config: ConfigTable) -> DecoderSpec:
     """Read a `Qwen2ForCausalLM`."""
-    return build_spec(config, family="qwen2", windows=qwen_windows(config), qkv_bias=True)
+    config = config.with_defaults({"sliding_window": 4096})
+    return replace(build_spec(config, "qwen2"), windows=qwen_windows(config), qkv_bias=True)
+
+
+QWEN2 = Family(("Qwen2ForCausalLM",), ("qwen2",), read_qwen2)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..config_json import ConfigTable, build_spec, qwen_windows
 from ..spec import DecoderSpec
+from .family import Family
 
 
 def read_qwen3(config: ConfigTable) -> DecoderSpec:
     """Read a `Qwen3ForCausalLM`."""
+    config = config.with_defaults({"head_dim": 128, "sliding_window": 4096})
     attention_bias = config.flag("attention_bias", False)
-    return build_spec(
-        config,
-        family="qwen3",
+    return replace(
+        build_spec(config, "qwen3"),
         windows=qwen_windows(config),
         qk_norm=True,
         qkv_bias=attention_bias,
         o_bias=attention_bias,
-        default_head_dim=128,
     )
+
+
+QWEN3 = Family(("Qwen3ForCausalLM",), ("qwen3",), read_qwen3)

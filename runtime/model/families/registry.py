@@ -2,50 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from ...common.errors import UnsupportedModel
 from ..config_json import CONFIG_FILE, ConfigTable, read_config
 from ..spec import DecoderSpec
-from .llama import read_llama
-from .mistral import read_mistral
-from .qwen2 import read_qwen2
-from .qwen3 import read_qwen3
+from .family import Family
+from .llama import LLAMA
+from .mistral import MISTRAL
+from .qwen2 import QWEN2
+from .qwen3 import QWEN3
 
-Reader = Callable[[ConfigTable], DecoderSpec]
-
-ARCHITECTURES: dict[str, Reader] = {
-    "LlamaForCausalLM": read_llama,
-    "MistralForCausalLM": read_mistral,
-    "Qwen2ForCausalLM": read_qwen2,
-    "Qwen3ForCausalLM": read_qwen3,
-}
-MODEL_TYPES: dict[str, Reader] = {
-    "llama": read_llama,
-    "mistral": read_mistral,
-    "qwen2": read_qwen2,
-    "qwen3": read_qwen3,
-}
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
 
 
 def read_spec(folder: str | Path) -> DecoderSpec:
     """Read a folder's config.json. Raises ModelNotFound, CorruptCheckpoint or UnsupportedModel."""
     config = read_config(folder)
-    return _reader(config)(config)
+    return _family(config).read(config)
 
 
-def _reader(config: ConfigTable) -> Reader:
-    """Return the reader for `architectures[0]`, or for `model_type` if config.json has no architectures."""
+def _family(config: ConfigTable) -> Family:
+    """Return the family of `architectures[0]`, or of `model_type` if config.json has no architectures."""
     if "architectures" not in config:
-        return _pick(config, "model_type", config.text("model_type"), MODEL_TYPES)
+        types = {name: family for family in FAMILIES for name in family.model_types}
+        return _pick(config, "model_type", config.text("model_type"), types)
+    architectures = {name: family for family in FAMILIES for name in family.architectures}
     names = config.values["architectures"]
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise config.refused("architectures", f"a list whose first name is one of {', '.join(ARCHITECTURES)}")
-    return _pick(config, "architectures[0]", names[0], ARCHITECTURES)
+        raise config.refused("architectures", f"a list whose first name is one of {', '.join(architectures)}")
+    return _pick(config, "architectures[0]", names[0], architectures)
 
 
-def _pick(config: ConfigTable, key: str, name: str, readers: dict[str, Reader]) -> Reader:
-    if name not in readers:
-        raise UnsupportedModel(f"{CONFIG_FILE}: {config.where}{key} is {name}; it must be one of {', '.join(readers)}")
-    return readers[name]
+def _pick(config: ConfigTable, key: str, name: str, families: dict[str, Family]) -> Family:
+    if name not in families:
+        raise UnsupportedModel(f"{CONFIG_FILE}: {config.where}{key} is {name}; it must be one of {', '.join(families)}")
+    return families[name]

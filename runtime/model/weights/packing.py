@@ -1,7 +1,7 @@
 """Packing of a decoder's weights for the kernels: which tensors form which matrix, in one block of memory.
 
-`build_weights` is the only description of a model's weights: the memory plan and the packing both run it, so they
-cannot disagree. Must not import config.json's reader or the program.
+`build_weights` is the only description of a model's weights: the check of a checkpoint, the memory plan and the packing
+all run it, so they cannot disagree. Must not import config.json's reader or the program.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 import numpy as np
@@ -23,7 +23,6 @@ from ...common.config import WeightDtype
 from ...common.errors import ModelError, Unavailable
 from ..spec import DecoderSpec
 from . import Checkpoint
-from .tensors import EMBEDDING, FINAL_NORM, LM_HEAD, layer_prefix
 
 Vector = npt.NDArray[np.float32]
 ROWS_AT_ONCE = 2048  # of a tensor, between two looks at whether the load was cancelled; a multiple of 16
@@ -60,9 +59,12 @@ class DecoderWeights:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor, and the columns of a packed matrix that its rows fill (see `PackedMatrix.fill`)."""
+    """Rows of a tensor, and the columns of a packed matrix that they fill (see `PackedMatrix.fill`)."""
 
     tensor: str
+    shape: tuple[int, ...]  # of the tensor: [rows, in_features], or [rows] of a norm or bias
+    first_row: int = 0
+    num_rows: int | None = None  # None: all that follow
     start: int = 0
     interleave: int | None = None
 
@@ -95,7 +97,7 @@ def pack_weights(
 
 def plan_weights(spec: DecoderSpec, dtype: WeightDtype) -> tuple[DecoderWeights, int]:
     """Return weights of the right shapes without memory, to plan a program that is never run; and the packed bytes."""
-    planner = _Planner()
+    planner = WeightPlanner()
     weights = build_weights(spec, dtype, planner)
     return weights, planner.nbytes
 
@@ -111,45 +113,43 @@ def _map_weights(spec: DecoderSpec, dtype: WeightDtype, nbytes: int) -> npt.NDAr
 
 def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory) -> DecoderWeights:
     """Make all weights of a model with `factory`. With q4 the embedding and the LM head are q8."""
-    vocab_dtype: WeightDtype = "q8" if dtype == "q4" else dtype
-    embedding = factory.matrix(spec.vocab_size, spec.hidden_size, vocab_dtype, [Part(EMBEDDING)])
-    layers = tuple(_build_layer(spec, layer_prefix(layer), dtype, factory) for layer in range(spec.num_layers))
-    final_norm = factory.vector(spec.hidden_size, [Part(FINAL_NORM)])
-    tied = spec.tie_embeddings
-    lm_head = embedding if tied else factory.matrix(spec.vocab_size, spec.hidden_size, vocab_dtype, [Part(LM_HEAD)])
+    names, hidden = spec.names, spec.hidden_size
+
+    def vocabulary(name: str) -> PackedMatrix:
+        shape = spec.vocab_size, hidden
+        return factory.matrix(*shape, "q8" if dtype == "q4" else dtype, [Part(f"{name}.weight", shape)])
+
+    embedding = vocabulary(names.embedding)
+    layers = tuple(_build_layer(spec, names.layer.format(layer), dtype, factory) for layer in range(spec.num_layers))
+    final_norm = factory.vector(hidden, [Part(f"{names.final_norm}.weight", (hidden,))])
+    lm_head = embedding if spec.tie_embeddings else vocabulary(names.lm_head)
     return DecoderWeights(INPUT_DTYPES[dtype], embedding, layers, final_norm, lm_head)
 
 
 def _build_layer(spec: DecoderSpec, prefix: str, dtype: WeightDtype, factory: WeightFactory) -> LayerWeights:
-    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-    hidden, intermediate = spec.hidden_size, spec.intermediate_size
+    names, hidden, intermediate = spec.names, spec.hidden_size, spec.intermediate_size
 
     def norm(name: str, size: int) -> Vector:
-        return factory.vector(size, [Part(f"{name}.weight")])
+        return factory.vector(size, [Part(f"{prefix}{name}.weight", (size,))])
 
     def matrix(out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
-        return factory.matrix(out_features, in_features, dtype, _named(parts, "weight"))
+        return factory.matrix(out_features, in_features, dtype, _named(parts, prefix, "weight", in_features))
 
     def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
-        return factory.vector(size, _named(parts, "bias")) if present else None
+        return factory.vector(size, _named(parts, prefix, "bias")) if present else None
 
-    qkv = [
-        Part(f"{attention}q_proj"),
-        Part(f"{attention}k_proj", spec.q_size),
-        Part(f"{attention}v_proj", spec.q_size + spec.kv_size),
-    ]
-    o = [Part(f"{attention}o_proj")]
-    gate_up = [Part(f"{mlp}gate_proj", interleave=0), Part(f"{mlp}up_proj", interleave=1)]
-    down = [Part(f"{mlp}down_proj")]
+    qkv = _stacked(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size))
+    o, down = _stacked((names.o,), (hidden,)), _stacked((names.down,), (hidden,))
+    gate_up = _interleaved(names.gate_up, intermediate)
     return LayerWeights(
-        input_norm=norm(f"{prefix}input_layernorm", hidden),
+        input_norm=norm(names.input_norm, hidden),
         qkv=matrix(spec.qkv_size, hidden, qkv),
         qkv_bias=bias(spec.qkv_bias, spec.qkv_size, qkv),
-        q_norm=norm(f"{attention}q_norm", spec.head_dim) if spec.qk_norm else None,
-        k_norm=norm(f"{attention}k_norm", spec.head_dim) if spec.qk_norm else None,
+        q_norm=norm(names.q_norm, spec.head_dim) if spec.qk_norm else None,
+        k_norm=norm(names.k_norm, spec.head_dim) if spec.qk_norm else None,
         o=matrix(hidden, spec.q_size, o),
         o_bias=bias(spec.o_bias, hidden, o),
-        mlp_norm=norm(f"{prefix}post_attention_layernorm", hidden),
+        mlp_norm=norm(names.mlp_norm, hidden),
         gate_up=matrix(2 * padded(intermediate), hidden, gate_up),
         gate_up_bias=bias(spec.mlp_bias, 2 * padded(intermediate), gate_up),
         down=matrix(hidden, intermediate, down),
@@ -157,8 +157,25 @@ def _build_layer(spec: DecoderSpec, prefix: str, dtype: WeightDtype, factory: We
     )
 
 
-def _named(parts: Sequence[Part], suffix: str) -> list[Part]:
-    return [Part(f"{part.tensor}.{suffix}", part.start, part.interleave) for part in parts]
+def _stacked(names: Sequence[str], sizes: Sequence[int]) -> list[Part]:
+    """Return the parts of a matrix whose columns are those of several tensors in turn, or of one tensor with all."""
+    if len(names) == 1:
+        return [Part(names[0], (sum(sizes),))]
+    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    return [Part(name, (size,), start=start) for name, size, start in zip(names, sizes, starts, strict=True)]
+
+
+def _interleaved(names: Sequence[str], size: int) -> list[Part]:
+    """Return the parts of a matrix of gate and up, `size` columns each, 16 of one and 16 of the other in turn."""
+    if len(names) == 1:
+        return [Part(names[0], (2 * size,), phase * size, size, interleave=phase) for phase in (0, 1)]
+    return [Part(name, (size,), interleave=phase) for phase, name in enumerate(names)]
+
+
+def _named(parts: Sequence[Part], prefix: str, suffix: str, *in_features: int) -> list[Part]:
+    return [
+        replace(part, tensor=f"{prefix}{part.tensor}.{suffix}", shape=(*part.shape, *in_features)) for part in parts
+    ]
 
 
 class _Packer:
@@ -191,7 +208,7 @@ class _Packer:
 
     def _fill(self, matrix: PackedMatrix, parts: Sequence[Part]) -> None:
         for part in parts:
-            tensor, columns_per_row = self._checkpoint.tensor(part.tensor), 1 if part.interleave is None else 2
+            tensor, columns_per_row = self._read(part), 1 if part.interleave is None else 2
             for row in range(0, len(tensor), ROWS_AT_ONCE):
                 if self._stop.is_set():
                     raise Unavailable("loading the model was cancelled")
@@ -201,9 +218,13 @@ class _Packer:
     def vector(self, size: int, parts: Sequence[Part]) -> Vector:
         out = np.zeros(size, np.float32)
         for part in parts:
-            values = _widen(self._checkpoint.tensor(part.tensor))
+            values = _widen(self._read(part))
             out[_columns(part, len(values))] = values
         return out
+
+    def _read(self, part: Part) -> npt.NDArray[np.generic]:
+        end = None if part.num_rows is None else part.first_row + part.num_rows
+        return self._checkpoint.tensor(part.tensor)[part.first_row : end]
 
 
 def _columns(part: Part, count: int) -> npt.NDArray[np.int64]:
@@ -230,15 +251,18 @@ class _MatrixShape:
     dtype: WeightDtype
 
 
-class _Planner:
-    """Counts bytes and returns shapes instead of matrices."""
+class WeightPlanner:
+    """Counts bytes and lists tensors; returns shapes instead of matrices."""
 
     def __init__(self) -> None:
-        self.nbytes = 0
+        self.nbytes = 0  # of packed matrices
+        self.tensors: dict[str, tuple[int, ...]] = {}  # name -> shape
 
     def matrix(self, out_features: int, in_features: int, dtype: WeightDtype, parts: Sequence[Part]) -> PackedMatrix:
         self.nbytes += packed_nbytes(out_features, in_features, dtype)
+        self.tensors |= {part.tensor: part.shape for part in parts}
         return cast(PackedMatrix, _MatrixShape(out_features, in_features, dtype))
 
     def vector(self, size: int, parts: Sequence[Part]) -> Vector:
+        self.tensors |= {part.tensor: part.shape for part in parts}
         return np.broadcast_to(np.float32(0), (size,))

@@ -1,0 +1,18 @@
+"""What a family's module defines: the names by which a checkpoint is recognised, and the reader of its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..config_json import ConfigTable
+from ..spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model family. `read` returns the spec of a config.json, or raises UnsupportedModel naming the key."""
+
+    architectures: tuple[str, ...]  # config.json's `architectures[0]`
+    model_types: tuple[str, ...]  # config.json's `model_type`, for files without `architectures`
+    read: Callable[[ConfigTable], DecoderSpec]
