@@ -59,7 +59,7 @@ INLINE void fetch_part(const void *p, int64_t bytes, int64_t part, int64_t parts
 }
 
 // sums[16] = the 16 rows at `a` times one panel of unsigned int8, in tiles of blocks: for each 32 of K an exact integer dot,
-// then the operations of body_q8 in their order, so that the bits are those of all levels. Two blocks have their own
+// then the operations of body_blocks in their order, so that the bits are those of all levels. Two blocks have their own
 // memory, so that the product of one can overlap the scaling of the other.
 INLINE void multiply_int8(const quire_rows *a, const uint8_t *panel, const uint16_t *scales, const char *next, int lines,
                           vf sums[TILE_ROWS]) {

@@ -40,24 +40,42 @@ INLINE void body_bf16(const int rows, const quire_linear_tile *t) {
   finish(rows, acc, t);
 }
 
-INLINE void body_q8(const int rows, const quire_linear_tile *t) {
-  const int64_t width = t->a.width, blocks = width / 32;
+// Blocks of 32 along K, of which each has an exact integer dot and a scale. Those of q4 are the same integers as those of
+// q8: w + 8 is in 0..15, and each dot starts at -8 * sum(a). A dtype with a minimum per block would add one vf_fma per
+// block, of the minimum and the sum of the activations.
+INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile *t) {
+  const int64_t width = t->a.width, blocks = width / 32, block_bytes = quire_panel_bytes(dtype, 32);
   const uint8_t *w0 = t->w, *w1 = w0 + t->panel_bytes;
   const uint16_t *s0 = t->scales, *s1 = s0 + blocks * 16;
   const int8_t *a = t->a.data;
   vf acc[LINEAR_ROWS][2];
   UNROLL for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = vf_zero();
   const char *next = t->next;
-  for (int64_t b = 0; b < blocks; b++, w0 += 512, w1 += 512) {
+  for (int64_t b = 0; b < blocks; b++, w0 += block_bytes, w1 += block_bytes) {
     next = fetch_next(next, t->next_lines);
     vi dot[LINEAR_ROWS][2];
-    UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_dot4_start(t->a.sums[i * blocks + b]);
-    UNROLL for (int k = 0; k < 8; k++) {
-      const wq8 u = wq8_load(w0 + k * 64), v = wq8_load(w1 + k * 64);
-      UNROLL for (int i = 0; i < rows; i++) {
-        dot[i][0] = vi_dot4(dot[i][0], u, a + i * width + b * 32 + k * 4);
-        dot[i][1] = vi_dot4(dot[i][1], v, a + i * width + b * 32 + k * 4);
+    if (dtype == QUIRE_Q8) {
+      UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_dot4_start(t->a.sums[i * blocks + b]);
+      UNROLL for (int k = 0; k < 8; k++) {
+        const wq8 u = wq8_load(w0 + k * 64), v = wq8_load(w1 + k * 64);
+        UNROLL for (int i = 0; i < rows; i++) {
+          dot[i][0] = vi_dot4(dot[i][0], u, a + i * width + b * 32 + k * 4);
+          dot[i][1] = vi_dot4(dot[i][1], v, a + i * width + b * 32 + k * 4);
+        }
       }
+    } else {
+      vn sum[LINEAR_ROWS][2];
+      UNROLL for (int i = 0; i < rows; i++) sum[i][0] = sum[i][1] = vn_start(t->a.sums[i * blocks + b] / 16);
+      UNROLL for (int k = 0; k < 4; k++) {
+        const wq4 u = wq4_load(w0 + k * 64), v = wq4_load(w1 + k * 64);
+        UNROLL for (int i = 0; i < rows; i++) {
+          const int8_t *x = a + i * width + b * 32 + k * 4;
+          sum[i][0] = vn_dot4(vn_dot4(sum[i][0], wq4_low(u), x), wq4_high(u), x + 16);
+          sum[i][1] = vn_dot4(vn_dot4(sum[i][1], wq4_low(v), x), wq4_high(v), x + 16);
+        }
+      }
+      UNROLL for (int i = 0; i < rows; i++)
+        UNROLL for (int j = 0; j < 2; j++) dot[i][j] = vn_end(sum[i][j], t->a.sums[i * blocks + b] / 16);
     }
     const vf p = vf_load_f16(s0 + b * 16), q = vf_load_f16(s1 + b * 16);
     UNROLL for (int i = 0; i < rows; i++) {
@@ -68,39 +86,8 @@ INLINE void body_q8(const int rows, const quire_linear_tile *t) {
   }
   finish(rows, acc, t);
 }
-
-// As body_q8, with the same integers: w + 8 is in 0..15, and each dot starts at -8 * sum(a). A dtype with a minimum per
-// block would add one vf_fma per block, of the minimum and the sum of the activations.
-INLINE void body_q4(const int rows, const quire_linear_tile *t) {
-  const int64_t width = t->a.width, blocks = width / 32;
-  const uint8_t *w0 = t->w, *w1 = w0 + t->panel_bytes;
-  const uint16_t *s0 = t->scales, *s1 = s0 + blocks * 16;
-  const int8_t *a = t->a.data;
-  vf acc[LINEAR_ROWS][2];
-  UNROLL for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = vf_zero();
-  const char *next = t->next;
-  for (int64_t b = 0; b < blocks; b++, w0 += 256, w1 += 256) {
-    next = fetch_next(next, t->next_lines);
-    vn dot[LINEAR_ROWS][2];
-    UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vn_start(t->a.sums[i * blocks + b] / 16);
-    UNROLL for (int k = 0; k < 4; k++) {
-      const wq4 p = wq4_load(w0 + k * 64), q = wq4_load(w1 + k * 64);
-      UNROLL for (int i = 0; i < rows; i++) {
-        const int8_t *x = a + i * width + b * 32 + k * 4;
-        dot[i][0] = vn_dot4(vn_dot4(dot[i][0], wq4_low(p), x), wq4_high(p), x + 16);
-        dot[i][1] = vn_dot4(vn_dot4(dot[i][1], wq4_low(q), x), wq4_high(q), x + 16);
-      }
-    }
-    const vf p = vf_load_f16(s0 + b * 16), q = vf_load_f16(s1 + b * 16);
-    UNROLL for (int i = 0; i < rows; i++) {
-      const int32_t start = t->a.sums[i * blocks + b] / 16;
-      const vf z = vf_set1(t->a.scales[i * blocks + b]);
-      acc[i][0] = vf_fma(vf_from(vn_end(dot[i][0], start)), vf_mul(p, z), acc[i][0]);
-      acc[i][1] = vf_fma(vf_from(vn_end(dot[i][1], start)), vf_mul(q, z), acc[i][1]);
-    }
-  }
-  finish(rows, acc, t);
-}
+INLINE void body_q8(const int rows, const quire_linear_tile *t) { body_blocks(QUIRE_Q8, rows, t); }
+INLINE void body_q4(const int rows, const quire_linear_tile *t) { body_blocks(QUIRE_Q4, rows, t); }
 
 #if defined QUIRE_ISA_AVX512
 #define PER_ROW_COUNT(body) \

@@ -48,7 +48,7 @@ VARIANTS: dict[str, list[tuple[str, str, str]]] = {
         ),
         (
             "kernels/simd/linear.c",
-            r"(void body_q8\b.*?)(vf acc\[LINEAR_ROWS\]\[2\];)(.*?)(finish\(rows, acc, t\);)",
+            r"(void body_blocks\b.*?)(vf acc\[LINEAR_ROWS\]\[2\];)(.*?)(finish\(rows, acc, t\);)",
             r"\1\2 vf odd[LINEAR_ROWS][2];"
             r" UNROLL for (int i = 0; i < rows; i++) odd[i][0] = odd[i][1] = vf_zero();\3"
             r"UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < 2; j++)"
