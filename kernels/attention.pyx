@@ -194,9 +194,8 @@ cdef void _attend_shared_split(const AttentionOp *op, const Step *step, const qu
     _attend_split(op, step, tiles, workspace, &workspace.split, sequence, head, op.heads.group, split, position)
     quire_signal_await(shared.merged, <unsigned>((split - first_split) // SPLIT))
     if split == first_split:
-        _copy(op.heads.group, step.padded_head_dim, &workspace.split, &total)
-    else:
-        _merge(tiles, op.heads.group, step.padded_head_dim, &workspace.split, &total)
+        memset(total.l, 0, op.heads.group * sizeof(float))      # the rest may be of an earlier step
+    _merge(tiles, op.heads.group, step.padded_head_dim, &workspace.split, &total)
     if is_last:
         _write_output(op, tiles, workspace, &total, step.row_start[sequence], 1, head)
     quire_signal_set(shared.merged, 0 if is_last else <unsigned>((split - first_split) // SPLIT) + 1)
@@ -217,12 +216,6 @@ cdef void _load_queries(const AttentionOp *op, const Step *step, const quire_til
 cdef void _merge(const quire_tiles *tiles, int64_t rows, int64_t d, const State *split,
                  const State *total) noexcept nogil:
     tiles.merge(<int>rows, d, split.m, split.l, split.o, total.m, total.l, total.o)
-
-
-cdef void _copy(int64_t rows, int64_t d, const State *split, const State *total) noexcept nogil:
-    memcpy(total.m, split.m, rows * sizeof(float))
-    memcpy(total.l, split.l, rows * sizeof(float))
-    memcpy(total.o, split.o, rows * d * sizeof(float))
 
 
 cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,

@@ -92,7 +92,8 @@ typedef struct {
   void (*linear[4])(int rows, const quire_linear_tile *t);
   void (*attention[3])(int rows, const quire_attention_tile *t);  // by KV dtype
 
-  // total = merge(total, split); the split's state may be reused afterwards
+  // total = merge(total, split); the split's state may be reused afterwards. Where total_l is 0, total_m and total_o may
+  // hold anything.
   void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                 float *total_m, float *total_l, float *total_o);
   // Convert x[rows][columns], rows `stride` floats apart, into `out` from (row, column) on; column is a multiple of 32.

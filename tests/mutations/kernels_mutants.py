@@ -38,8 +38,8 @@ MUTANTS = [
     ),
     Mutant(
         SIMD_LINEAR,
-        "dot[i][1] = vn_start(t->a.sums[i * blocks + b] / 16);",
-        "dot[i][1] = vn_start(t->a.sums[i * blocks + b] / 8);",
+        "sum[i][1] = vn_start(t->a.sums[i * blocks + b] / 16);",
+        "sum[i][1] = vn_start(t->a.sums[i * blocks + b] / 8);",
         "4-bit weights are multiplied with another zero than they were stored with",
         "tests/kernels/test_linear.py tests/kernels/test_program.py",
     ),
@@ -141,10 +141,10 @@ MUTANTS = [
     ),
     Mutant(
         SIMD_ATTENTION,
-        "    if (total_l[r] == 0.f) {    // nor of any split before it",
-        "    if (0) {    // nor of any split before it",
-        "rows of a chunk whose window lies in a later split get NaN",
-        BITS,
+        "    if (total_l[r] == 0.f) {    // its first split",
+        "    if (0) {    // its first split",
+        "the first split of a decoding row is merged with what an earlier step left",
+        "tests/kernels/test_program.py",
     ),
     Mutant(
         SIMD_ATTENTION,
