@@ -87,7 +87,7 @@ def _roofline(capacity: Capacity, bandwidth: float | None, peak: float | None) -
         raise ConfigError(
             f"--bandwidth is needed: this machine has {cpus} CPUs, fewer than the {threads} threads to simulate"
         )
-    measured = _measure(min(threads, cpus), capacity.isa)
+    measured = RooflineMeter(min(threads, cpus), capacity.isa).measure()
     more = max(1.0, threads / cpus)
     return Roofline(
         measured.read_bytes_per_s if bandwidth is None else bandwidth * 1e9,
@@ -95,10 +95,6 @@ def _roofline(capacity: Capacity, bandwidth: float | None, peak: float | None) -
         if peak is None
         else given_roofline(1, peak * 1e9).peak_ops_per_s,
     )
-
-
-def _measure(threads: int, isa: str) -> Roofline:
-    return RooflineMeter(threads, isa).measure()
 
 
 def _configuration(config: EngineConfig, capacity: Capacity, roofline: Roofline) -> dict[str, Any]:

@@ -10,12 +10,11 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from quire.kernels import Pool, Program, Sampler, available_cpus
-from quire.kernels.ops import Gather, Region
+from quire.kernels import Pool, Sampler, available_cpus, pick_level
 from quire.kernels.sample import ADJUSTMENT, ROW
-from quire.pager import KVLayout
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.tools.bench import measure_overhead
+from quire.runtime.tools.bench.thread_sweep import least_op_seconds
 
 VOCAB = 151936
 
@@ -77,25 +76,10 @@ def test_sampling(benchmark, params, rows):
 
 
 @pytest.mark.parametrize("threads", sorted({1, 2, available_cpus().threads}))
-def test_barrier(benchmark, threads):
-    """Time ops of one short row: what is left is partitioning them, and the wait of the other workers."""
-    ops, layout = 1000, KVLayout(1, 1, 32)
-    one = np.zeros(1, np.int32)
-    program = Program(
-        [Gather(Region(0, 1, 32, "f32"), Region(128, 1, 32, "f32"))] * ops,
-        256,
-        np.zeros(layout.page_bytes, np.uint8),
-        layout,
-        1,
-        Pool(threads),
-        max_rows=1,
-        max_samples=1,
-        max_sequences=1,
-        vocab_size=1,
-    )
-    step = (one, np.array([0, 1], np.int32), one, one, np.array([0, 1], np.int32), one)
-    benchmark(program.run, *step)
-    benchmark.extra_info["ns per barrier"] = round(benchmark.stats.stats.median / ops * 1e9)
+def test_least_op(benchmark, threads):
+    """Note what an op costs whatever its size; the seconds are the time the measurement took."""
+    seconds = benchmark.pedantic(least_op_seconds, (threads, pick_level()), rounds=3)
+    benchmark.extra_info["ns per op"] = round(seconds * 1e9)
 
 
 def test_step_overhead(benchmark):

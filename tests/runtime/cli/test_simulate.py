@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from quire.kernels import CpuBudget
 from quire.runtime.cli.main import main
+from quire.runtime.tools.bench import Roofline
 from quire.runtime.tools.simulation import given_roofline
 
 simulate = importlib.import_module("quire.runtime.cli.simulate")
@@ -89,10 +90,17 @@ def test_the_machine_is_measured_if_it_is_not_given(run: Any) -> None:
 def test_more_threads_than_cpus_scale_the_measured_peak_and_need_a_bandwidth(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = given_roofline(30e9, 1000e9)
     counts = []
+
+    class Meter:
+        def __init__(self, threads: int, isa: str) -> None:
+            counts.append(threads)
+
+        def measure(self) -> Roofline:
+            return given_roofline(30e9, 1000e9)
+
     monkeypatch.setattr(simulate, "available_cpus", lambda: CpuBudget(2, "a test"))
-    monkeypatch.setattr(simulate, "_measure", lambda threads, isa: counts.append(threads) or measured)
+    monkeypatch.setattr(simulate, "RooflineMeter", Meter)
     flags = (*POOL, "--num-prompts", "2", "--threads", "64")
     report = json.loads(run(*flags, "--bandwidth", "300", "--json")[1])
     assert (report["threads"], report["read_bytes_per_s"], counts) == (64, 300e9, [2])
