@@ -25,6 +25,9 @@ docs: $(BIN)/quire
 check-kernels: $(BIN)/quire
 	tests/kernels/check.sh
 
+check-bits: $(BIN)/quire
+	$(BIN)/python -m tests.kernels.random_bits $(BITS)
+
 attack: $(BIN)/quire
 	$(BIN)/python tests/fuzz/attack.py $(ATTACK)
 
@@ -48,4 +51,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard test docs attack bench check-kernels conformance
+.PHONY: demo loadtest dashboard test docs attack bench check-kernels check-bits conformance

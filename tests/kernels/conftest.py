@@ -53,6 +53,8 @@ class Toy:
     threads: int = 2
     qk_norm: bool = True
     seed: int = 7
+    max_rows: int = MAX_ROWS
+    num_pages: int = NUM_PAGES
     memory: Callable[..., np.ndarray] = aligned_bytes  # for weights, KV pages and the rotary table
     ops: list = field(init=False)
 
@@ -63,9 +65,9 @@ class Toy:
         self.layout = KVLayout(layers, self.kv_heads, self.head_dim, self.kv, self.page_size, self.windows)
         self.ops = self._ops()
         # Full of NaN, so that a kernel that reads memory it has not written is noticed.
-        self.kv_memory = self.memory(NUM_PAGES * self.layout.page_bytes, 0xFF)
+        self.kv_memory = self.memory(self.num_pages * self.layout.page_bytes, 0xFF)
         self.program = self.bind()
-        self.reference = ReferenceProgram(self.ops, self.kv, self.page_size, NUM_PAGES)
+        self.reference = ReferenceProgram(self.ops, self.kv, self.page_size, self.num_pages)
 
     def bind(self) -> Program:
         """Build the program."""
@@ -74,9 +76,9 @@ class Toy:
             self.offset,
             self.kv_memory,
             self.layout,
-            NUM_PAGES,
+            self.num_pages,
             Pool(self.threads),
-            max_rows=MAX_ROWS,
+            max_rows=self.max_rows,
             max_samples=MAX_SAMPLES,
             max_sequences=MAX_SAMPLES,
             vocab_size=VOCAB,
@@ -114,7 +116,7 @@ class Toy:
 
     def release_pages(self, tables: list[np.ndarray], num_tokens: int) -> None:
         """Release pages as a pager does after `num_tokens` tokens, and fill them with NaN as their next owner might."""
-        memory = self.kv_memory[: NUM_PAGES * self.layout.page_bytes].reshape(self.layout.page_layers, NUM_PAGES, -1)
+        memory = self.kv_memory.reshape(self.layout.page_layers, self.num_pages, -1)
         for table, window in zip(tables, self.layout.group_windows, strict=True):
             released = table[: first_kept_token(num_tokens, window) // self.page_size]
             memory[:, released[released >= 0]] = 0xFF
@@ -155,15 +157,15 @@ class Toy:
         return matrix
 
     def _ops(self) -> list:
-        x, h = self._region(MAX_ROWS, self.hidden, "f32"), self._normed(MAX_ROWS)
-        qkv = self._region(MAX_ROWS, (self.heads + 2 * self.kv_heads) * self.head_dim, "f32")
-        self.activated = self._region(MAX_ROWS, self.intermediate, INPUT_DTYPES[self.weights])
+        x, h = self._region(self.max_rows, self.hidden, "f32"), self._normed(self.max_rows)
+        qkv = self._region(self.max_rows, (self.heads + 2 * self.kv_heads) * self.head_dim, "f32")
+        self.activated = self._region(self.max_rows, self.intermediate, INPUT_DTYPES[self.weights])
         embedding = self._packed(VOCAB, self.hidden, self._random(VOCAB, self.hidden) * 8)
         rotary = self.memory(MAX_POSITIONS * self.head_dim * 4).view(np.float32).reshape(MAX_POSITIONS, self.head_dim)
         rotary[:] = self.rng.uniform(-1, 1, rotary.shape)
         ops: list = [Embed(embedding, x, h)]
         for layer in range(len(self.windows)):
-            after = self._normed(MAX_ROWS) if layer + 1 < len(self.windows) else None
+            after = self._normed(self.max_rows) if layer + 1 < len(self.windows) else None
             ops += self._layer(layer, x, h, qkv, rotary, after)
             h = after
         s, h = self._region(MAX_SAMPLES, self.hidden, "f32"), self._normed(MAX_SAMPLES)
@@ -174,9 +176,9 @@ class Toy:
 
     def _layer(self, layer: int, x: Region, h1: Normed, qkv: Region, rotary: np.ndarray, after: Normed | None) -> list:
         heads, kv_heads, d = self.heads, self.kv_heads, self.head_dim
-        hidden, intermediate, g, h2 = self.hidden, self.intermediate, self.activated, self._normed(MAX_ROWS)
-        a_converted = self._region(MAX_ROWS, heads * d, INPUT_DTYPES[self.weights])
-        a = self._region(MAX_ROWS, heads * d, "f32") if heads // kv_heads * d % BLOCK else a_converted
+        hidden, intermediate, g, h2 = self.hidden, self.intermediate, self.activated, self._normed(self.max_rows)
+        a_converted = self._region(self.max_rows, heads * d, INPUT_DTYPES[self.weights])
+        a = self._region(self.max_rows, heads * d, "f32") if heads // kv_heads * d % BLOCK else a_converted
         gate, up = self._random(intermediate, hidden), self._random(intermediate, hidden)
         q_norm, k_norm = (self._norm(d), self._norm(d)) if self.qk_norm else (None, None)
         qkv_weight = self._packed(qkv.columns, hidden, self._random(qkv.columns, hidden))
