@@ -75,7 +75,7 @@ class Request:
     table: PageTable | None = field(default=None, init=False, repr=False)  # while running
     spilled: Spilled | None = field(default=None, init=False, repr=False)  # while preempted, if its pages were spilled
     beam: BeamSearch | None = field(default=None, init=False)
-    beam_parent: Request | None = field(default=None, init=False, repr=False)  # search of a beam; itself for the search
+    beam_parent: Request | None = field(default=None, init=False, repr=False)  # of a beam: the request that searches
     fork_parent: Request | None = field(default=None, init=False, repr=False)  # request whose prompt pages it may fork
     hypotheses: list[Hypothesis] = field(default_factory=list, init=False, repr=False)  # of a search that has ended
 
@@ -107,7 +107,11 @@ class Request:
         self.token_ids = [*spec.prompt_token_ids, *generated]
         if spec.beam is not None:
             self.beam = BeamSearch(*spec.beam)
-            self.beam_parent = self
+
+    @property
+    def search(self) -> Request | None:
+        """The beam search that this sequence belongs to: the request itself, its parent, or None."""
+        return self.beam_parent if self.beam is None else self
 
     @property
     def width(self) -> int:

@@ -122,7 +122,7 @@ class RunningBatch:
 
     def is_protected(self, request: Request) -> bool:
         """Return whether the request must not be preempted."""
-        return request.beam_parent is not None or request.preemptions >= MAX_PREEMPTIONS
+        return request.search is not None or request.preemptions >= MAX_PREEMPTIONS
 
     def secure(self, request: Request) -> None:
         """Reserve the pages that a protected request may still need, after its tables have changed."""
@@ -165,7 +165,7 @@ class RunningBatch:
     def _beams(self, parent: Request) -> Iterator[Request]:
         if parent.beam is None or not self._num_beams:
             return iter(())
-        return (other for other in self.requests.values() if other.beam_parent is parent and other is not parent)
+        return (other for other in self.requests.values() if other.beam_parent is parent)
 
     def _new_beam(self, parent: Request, now: float) -> Request:
         self._last_beam_id -= 1

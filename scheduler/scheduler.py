@@ -178,8 +178,8 @@ class Scheduler:
             samples = sampled[start : start + row.num_samples]
             start += row.num_samples
             request = self._batch.requests[row.request_id]
-            if request.beam_parent is not None and samples:
-                beam_samples.setdefault(request.beam_parent.request_id, []).extend(samples)
+            if samples and (search := request.search) is not None:
+                beam_samples.setdefault(search.request_id, []).extend(samples)
             else:
                 updates.append(self._commit_row(request, row, samples, now))
         for parent_id, samples_of_beams in beam_samples.items():

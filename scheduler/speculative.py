@@ -46,7 +46,7 @@ class Speculator:
             return drafts
         rows = load.decode_rows
         for request in requests:
-            if request.state is State.DECODE and request.beam_parent is None and request.table is not None:
+            if request.state is State.DECODE and request.search is None and request.table is not None:
                 limit = min(self._num_tokens, self._max_rows - rows, request.table.max_append())
                 limit = min(limit, request.spec.max_tokens - request.num_output_tokens - 1)
                 tokens = self._draft_for(request, limit, load) if limit > 0 else []
