@@ -12,15 +12,15 @@ import contextlib
 import ipaddress
 import logging
 import socket
-import ssl
 from collections.abc import Awaitable, Callable
 from typing import Literal, NamedTuple
 
 import structlog
 
 from ..common.logs import BoundedLog
+from .tls import TLS
 
-ACCEPTS_PER_TURN = 8  # before other tasks of the event loop run
+ACCEPTS_PER_TURN = 2  # before other tasks of the event loop run
 RETRY_S = 0.5  # pause after the system had no descriptor or memory for a connection
 READ_LIMIT = 64 << 10
 LOCAL = "local"  # the address of every client of a unix socket
@@ -72,7 +72,7 @@ class Acceptor:
         serve: Callable[[AcceptedConnection], Awaitable[None]],
         limits: ConnectionLimits,
         *,
-        tls: ssl.SSLContext | None = None,
+        tls: TLS | None = None,
         handshake_timeout_s: float = 10.0,
         on_refused: Callable[[RefusalCause], None] = lambda _: None,
     ) -> None:
@@ -197,6 +197,8 @@ class Acceptor:
         """Close a connection whose task has ended."""
         if connection.transport is not None:
             connection.transport.abort()
+            if (error := connection.reader.exception()) is not None:
+                error.__traceback__ = None  # whose frames hold the reader
         else:
             accepted.close()
         self.settle(connection)
@@ -204,12 +206,17 @@ class Acceptor:
 
     async def _establish(self, connection: AcceptedConnection, accepted: socket.socket) -> bool:
         """Set the connection's streams, after the TLS handshake. Return False if the handshake fails."""
-        reader = asyncio.StreamReader(READ_LIMIT)
-        protocol = asyncio.StreamReaderProtocol(reader)
         handshake_timeout_s = None if self._tls is None else self._handshake_timeout_s
         try:
+            if self._tls is not None:
+                await self._first_byte(accepted)
+            reader = asyncio.StreamReader(READ_LIMIT)
+            protocol = asyncio.StreamReaderProtocol(reader)
             transport, _ = await self._loop.connect_accepted_socket(
-                lambda: protocol, accepted, ssl=self._tls, ssl_handshake_timeout=handshake_timeout_s
+                lambda: protocol,
+                accepted,
+                ssl=None if self._tls is None else self._tls.context,
+                ssl_handshake_timeout=handshake_timeout_s,
             )
         except OSError as error:  # includes ssl.SSLError and timeouts
             self._on_refused("tls")
@@ -219,6 +226,21 @@ class Acceptor:
         connection.transport, connection.reader = transport, reader
         connection.writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
         return True
+
+    async def _first_byte(self, accepted: socket.socket) -> None:
+        """Wait until the client begins the handshake: until then a TLS connection would cost memory and time.
+
+        Raises TimeoutError.
+        """
+        readable = asyncio.Event()
+        self._loop.add_reader(accepted.fileno(), readable.set)
+        try:
+            async with asyncio.timeout(self._handshake_timeout_s):
+                await readable.wait()
+        except TimeoutError:
+            raise TimeoutError(f"the client began no handshake within {self._handshake_timeout_s:g} s") from None
+        finally:
+            self._loop.remove_reader(accepted.fileno())
 
 
 def _address(peer: object) -> str:

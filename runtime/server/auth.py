@@ -20,7 +20,7 @@ import hashlib
 import hmac
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,9 +113,10 @@ class Keyring:
                 mode=stat.filemode(mode),
             )
 
-    async def reload(self) -> None:
+    async def reload(self, check: Callable[[int], None]) -> None:
         """Read the file again, if there is one, in a thread. A broken file changes nothing but the log.
 
+        Nor does a file whose number of tenants `check` refuses, by a ConfigError.
         Tenants keep their connections and counts, and new limits apply from the next request on. A tenant that is gone
         from the file has every further request refused, a key that is gone every further connection.
         """
@@ -123,6 +124,7 @@ class Keyring:
             return
         try:
             content = await asyncio.to_thread(_read_keys, self._path)
+            check(len(content.limits))
         except ConfigError as error:
             _log.error("auth tokens not reloaded", reason=str(error))
             return

@@ -97,12 +97,12 @@ class Server:
                     needed_open_files=config.max_connections + MAX_REFUSALS + RESERVED_FILES,
                 )
             self._serve_clients(context, listening, max_connections, opening)
-            opening.push_async_callback(_stop, asyncio.create_task(self._reload_when_asked(keyring)))
+            memory = MemoryLimits(config)
+            opening.push_async_callback(_stop, asyncio.create_task(self._reload_when_asked(keyring, memory)))
             self._open = opening.pop_all()
         self._context, self._readiness = context, readiness
         self.address = str(listening.address)
         self.http_address = str(http_listening.address)
-        memory = MemoryLimits(config)
         _log.info("memory for clients at most", total_bytes=memory.total_bytes, **memory.bytes_by_purpose)
         _log.info("listening", address=self.address, http_address=self.http_address, max_connections=max_connections)
 
@@ -137,14 +137,14 @@ class Server:
         await self._open.aclose()
         self._context = None
 
-    async def _reload_when_asked(self, keyring: Keyring) -> None:
+    async def _reload_when_asked(self, keyring: Keyring, memory: MemoryLimits) -> None:
         while True:
             await self._reload_asked.wait()
             self._reload_asked.clear()
             try:
-                await keyring.reload()
+                await keyring.reload(lambda num_tenants: memory.check(num_tenants, machine_memory_bytes()))
                 if self._tls is not None:
-                    self._tls.reload()
+                    await self._tls.reload()
             except OSError as error:  # the file is gone again
                 _log.error("files not reloaded", reason=str(error))
 
@@ -197,7 +197,7 @@ class Server:
             listening.socket,
             serve,
             ConnectionLimits(max_connections + MAX_REFUSALS, pending, config.max_pending_connections_per_address),
-            tls=None if self._tls is None else self._tls.context,
+            tls=self._tls,
             handshake_timeout_s=config.handshake_timeout_ms / 1000,
             on_refused=self.observer.on_connection_refused,
         )

@@ -1,11 +1,12 @@
 """TLS for the clients' TCP port, from two PEM files.
 
-A context is returned or changed only after its certificate and key were found to match. Clients authenticate with
-tokens, not with certificates.
+A context is made only of a certificate and a key that were found to match. Clients authenticate with tokens, not with
+certificates.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from typing import NoReturn
 
@@ -18,7 +19,7 @@ _log = structlog.get_logger("quire.server")
 
 
 class TLS:
-    """A server-side context of TLS 1.2 or later, with the certificate and key of two files."""
+    """A server-side context of TLS 1.2 or later, with the certificate and key of two files; `reload` replaces it."""
 
     def __init__(self, cert: str, key: str) -> None:
         """Read the files. Raises ConfigError."""
@@ -39,14 +40,13 @@ class TLS:
             raise ConfigError("tls_cert has no use for a unix socket (`uds`); leave one of them out")
         return cls(str(config.tls_cert), str(config.tls_key))
 
-    def reload(self) -> None:
-        """Read the files again, for later connections. Broken files change nothing but the log."""
+    async def reload(self) -> None:
+        """Read the files again in a thread, for later connections. Broken files change nothing but the log."""
         try:
-            _context(*self._files)
+            self.context = await asyncio.to_thread(_context, *self._files)
         except ConfigError as error:
             _log.error("certificate not reloaded", reason=str(error))
             return
-        self.context.load_cert_chain(*self._files, password=_refuse_encrypted)
         _log.info("certificate reloaded", path=self._files[0])
 
 

@@ -69,7 +69,7 @@ async def test_the_last_frame_arrives_over_tls(serve: Serve, monkeypatch: pytest
 async def test_many_reloads_during_one_cause_one_more(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, num_reloads = asyncio.Event(), 0
 
-    async def slow_reload(keyring: Keyring) -> None:
+    async def slow_reload(keyring: Keyring, check: object) -> None:
         nonlocal num_reloads
         num_reloads += 1
         await gate.wait()

@@ -154,7 +154,7 @@ async def test_clients_of_a_unix_socket_have_no_limit_per_address(start: Start) 
 
 async def test_silent_tls_handshakes_give_way(start: Start) -> None:
     """Connections are counted and limited before their handshake."""
-    port = await start(50, 3, 3, tls=TLS(str(FILES / "cert.pem"), str(FILES / "key.pem")).context)
+    port = await start(50, 3, 3, tls=TLS(str(FILES / "cert.pem"), str(FILES / "key.pem")))
     clients = [await port.connect_silently() for _ in range(20)]
     await until(lambda: port.refusals == ["pending"] * 17 and port.acceptor.num_open == 3)
     assert (port.acceptor.num_pending, port.num_served) == (3, 0)
@@ -172,7 +172,7 @@ async def test_connections_that_give_way_in_the_turn_that_accepts_them_are_close
 
 
 async def test_a_failed_tls_handshake_is_counted(start: Start) -> None:
-    port = await start(9, 9, 9, tls=TLS(str(FILES / "cert.pem"), str(FILES / "key.pem")).context)
+    port = await start(9, 9, 9, tls=TLS(str(FILES / "cert.pem"), str(FILES / "key.pem")))
     client = await port.connect_silently()
     await send(client, b"GET / HTTP/1.1\r\n\r\n")
     await until(lambda: port.refusals == ["tls"])
@@ -180,7 +180,7 @@ async def test_a_failed_tls_handshake_is_counted(start: Start) -> None:
 
 
 async def test_a_client_that_ends_its_tls_handshake_is_logged(start: Start) -> None:
-    port = await start(9, 9, 9, tls=TLS(str(FILES / "cert.pem"), str(FILES / "key.pem")).context)
+    port = await start(9, 9, 9, tls=TLS(str(FILES / "cert.pem"), str(FILES / "key.pem")))
     with capture_logs() as logs:
         (await port.connect_silently()).close()
         await until(lambda: port.refusals == ["tls"])
@@ -190,10 +190,31 @@ async def test_a_client_that_ends_its_tls_handshake_is_logged(start: Start) -> N
 
 
 async def test_a_tls_handshake_has_a_time_limit(start: Start) -> None:
-    context = TLS(str(FILES / "cert.pem"), str(FILES / "key.pem")).context
-    port = await start(9, 9, 9, tls=context, handshake_timeout_s=0.001)
-    await port.connect_silently()
-    await until(lambda: port.refusals == ["tls"] and port.acceptor.num_open == 0)
+    tls = TLS(str(FILES / "cert.pem"), str(FILES / "key.pem"))
+    port = await start(9, 9, 9, tls=tls, handshake_timeout_s=0.001)
+    with capture_logs() as logs:
+        await port.connect_silently()
+        await until(lambda: port.refusals == ["tls"] and port.acceptor.num_open == 0)
+    assert logs[0]["reason"] == "the client began no handshake within 0.001 s"
+
+
+async def test_a_silent_connection_costs_no_tls_state(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    tls = TLS(str(FILES / "cert.pem"), str(FILES / "key.pem"))
+    begun: list[socket.socket] = []
+
+    async def connect_accepted_socket(protocol: object, accepted: socket.socket, **options: object) -> None:
+        begun.append(accepted)
+        raise ConnectionResetError
+
+    port = await start(9, 9, 9, tls=tls)
+    monkeypatch.setattr(asyncio.get_running_loop(), "connect_accepted_socket", connect_accepted_socket)
+    client = await port.connect_silently()
+    await until(lambda: port.acceptor.num_open == 1)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert begun == []
+    await send(client, b"\x16")
+    assert len(begun) == 1
 
 
 async def test_without_a_descriptor_it_tries_again(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,18 @@ from quire.runtime.cli.token import token_text
 from quire.runtime.common.config import ServerConfig
 from quire.runtime.common.errors import ConfigError, Overloaded, Unauthenticated
 from quire.runtime.common.settings import read_toml
+from quire.runtime.protocol.frames import MIN_FRAME_BYTES
 from quire.runtime.server import auth
 from quire.runtime.server.auth import Keyring, hash_key
+from quire.runtime.server.memory_limits import MemoryLimits
 from structlog.testing import capture_logs
 
 A, B = hash_key("key a").hex(), hash_key("key b").hex()
 Write = Callable[[str], Path]
+
+
+def accept(num_tenants: int) -> None:
+    """Allow any number of tenants."""
 
 
 @pytest.fixture
@@ -155,7 +161,7 @@ async def test_a_reload_applies_new_keys_and_limits_and_keeps_tenants_and_their_
     acme = keyring.authenticate("key a")
     acme.enter()
     write(f'[acme]\nkeys = ["{B}"]\nmax_concurrent_requests = 1')
-    await keyring.reload()
+    await keyring.reload(accept)
     assert keyring.authenticate("key b") is acme
     with pytest.raises(Unauthenticated):
         keyring.authenticate("key a")
@@ -167,7 +173,7 @@ async def test_a_tenant_that_is_gone_is_revoked(write: Write) -> None:
     keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]\n[lab]\nkeys = ["{B}"]'))
     acme, lab = keyring.authenticate("key a"), keyring.authenticate("key b")
     write(f'[lab]\nkeys = ["{B}"]')
-    await keyring.reload()
+    await keyring.reload(accept)
     assert (acme.revoked, lab.revoked) == (True, False)
 
 
@@ -177,12 +183,22 @@ async def test_a_broken_file_changes_nothing_and_is_logged(write: Write, text: s
     acme = keyring.authenticate("key a")
     write(text)
     with capture_logs() as logs:
-        await keyring.reload()
+        await keyring.reload(accept)
     assert [entry["event"] for entry in logs] == ["auth tokens not reloaded"]
     assert "tokens.toml" in logs[0]["reason"]
     assert keyring.authenticate("key a") is acme
     assert acme.limits.requests_per_minute == 60
     acme.enter()
+
+
+async def test_more_tenants_than_memory_allows_change_nothing(write: Write) -> None:
+    keyring = Keyring.load(write(f'[acme]\nkeys = ["{A}"]'))
+    write(f'[acme]\nkeys = ["{B}"]\n[lab]\nkeys = ["{A}"]')
+    limits = MemoryLimits(ServerConfig(max_text_bytes=MIN_FRAME_BYTES))
+    with capture_logs() as logs:
+        await keyring.reload(lambda num_tenants: limits.check(num_tenants, 1 << 60))
+    assert "max_text_bytes is 65536 bytes; allowed: at least 131072" in logs[0]["reason"]
+    assert (keyring.authenticate("key a").name, keyring.num_tenants) == ("acme", 1)
 
 
 async def test_the_event_loop_goes_on_while_the_file_is_read(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +212,7 @@ async def test_the_event_loop_goes_on_while_the_file_is_read(write: Write, monke
         return read_toml(path, what)
 
     monkeypatch.setattr(auth, "read_toml", slow_read)
-    reloading = asyncio.create_task(keyring.reload())
+    reloading = asyncio.create_task(keyring.reload(accept))
     assert await asyncio.to_thread(entered.wait, 60)
     assert keyring.authenticate("key a").name == "acme"
     gate.set()
@@ -205,4 +221,4 @@ async def test_the_event_loop_goes_on_while_the_file_is_read(write: Write, monke
 
 
 async def test_a_reload_without_a_file_does_nothing() -> None:
-    await Keyring.single("t").reload()
+    await Keyring.single("t").reload(accept)

@@ -45,12 +45,15 @@ def test_without_settings_there_is_no_tls() -> None:
     assert TLS.of(ServerConfig()) is None
 
 
-def test_broken_files_are_not_reloaded(tmp_path: Path) -> None:
+async def test_broken_files_are_not_reloaded(tmp_path: Path) -> None:
     cert, key = (Path(shutil.copy(path, tmp_path)) for path in (CERT, KEY))
     tls = TLS(str(cert), str(key))
+    first = tls.context
     with capture_logs() as logs:
-        tls.reload()
+        await tls.reload()
+        assert (second := tls.context) is not first
         shutil.copy(FILES / "other_key.pem", key)
-        tls.reload()
+        await tls.reload()
+    assert tls.context is second
     assert [entry["event"] for entry in logs] == ["certificate reloaded", "certificate not reloaded"]
     assert "is not the key" in logs[1]["reason"]
