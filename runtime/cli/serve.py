@@ -32,6 +32,7 @@ from ..server.monitoring import PrometheusObserver
 from ..workers import EnginePool, HealthTimeouts
 from .flags import LimitFlags, MemoryFlags, ModelFolder, SchedulingFlags, ServerFlags, settings_from
 
+GC_OBJECTS = 20_000  # more than before the next collection: what ends leaves no cycles, and a step makes thousands
 CANCEL_TIMEOUT_S = 1.0  # to end a start; a thread that loads a model may not end in time
 
 _log = structlog.get_logger("quire.server")
@@ -118,6 +119,7 @@ async def _serve_until(stop: _StopSignal, engine: Engine[Core], settings: Settin
     await server.start(engine, settings.server)
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
     gc.freeze()  # collections need not visit what was loaded at start; each visit would stall all streams
+    gc.set_threshold(GC_OBJECTS)
     try:
         print(_ready_line(settings.engine, engine, server), flush=True)
         await stop.wait()

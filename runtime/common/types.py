@@ -142,7 +142,7 @@ _HINTS = get_type_hints(SamplingParams)
 _KINDS = {name: _Kind(option, _HINTS[name]) for name, option in options_of(SamplingParams).items()}
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural logarithm of one generated token's probability before sampling parameters, and the top alternatives."""
 
     token_id: int
@@ -164,7 +164,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     stall_ms: float = 0.0  # preempted; of the output that was preempted longest
 
 
-class OutputChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class OutputChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One piece of a stream: tokens of one output that arrived together, and the text that they completed.
 
     `text` never ends inside a UTF-8 character or inside a possible stop string, so it may lag behind `token_ids`. A

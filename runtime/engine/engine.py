@@ -164,6 +164,7 @@ class Engine(Generic[CoreT]):
         except BaseException as error:
             if output is not None:
                 self._forget(output, "it was refused")
+                output.forget_sequences()
             if isinstance(error, SchedulerError):
                 raise self._rejected(refusal_error(error)) from error
             if isinstance(error, QuireError):
@@ -217,7 +218,7 @@ class Engine(Generic[CoreT]):
                 continue
             for chunk in chunks:
                 output.stream.put(chunk)
-            if update.error is not None:
+            if update.error is not None and update.request_id in self._sequences:  # a reader may cancel its request
                 self._fail(output, output.error or failure_error(update.error, output.request.deadline_ms), now)
 
     def _end(self, sequence: SequenceOutput, update: RequestUpdate, chunks: Sequence[OutputChunk], now: float) -> None:
@@ -265,6 +266,7 @@ class Engine(Generic[CoreT]):
         usage: Usage,
         now: float,
     ) -> None:
+        """Report the end of a request to the observer, and forget its sequences."""
         first = output.first_token_time()
         self._observer.on_finished(
             RequestStats(
@@ -278,6 +280,7 @@ class Engine(Generic[CoreT]):
                 time_per_output_token_s=output.time_per_output_token_s(),
             )
         )
+        output.forget_sequences()
 
 
 LocalEngine = Engine[EngineCore]

@@ -49,7 +49,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generation(Protocol):
-    """The stream of an accepted request. Iterate it once; closing the iterator early cancels the request."""
+    """The stream of an accepted request. Read it once: call `deliver`, or iterate it.
+
+    Closing the iterator early cancels the request.
+    """
 
     @property
     def admission(self) -> AdmissionEstimate:
@@ -60,6 +63,12 @@ class Generation(Protocol):
         """The prompt as the model gets it."""
 
     def __aiter__(self) -> AsyncIterator[OutputChunk]: ...
+
+    def deliver(self, receive: Callable[[OutputChunk | QuireError], object]) -> None:
+        """Call `receive` with every chunk when it comes, the last one or the error included.
+
+        It is called on the event loop, outside any task, and must not raise. It costs less per chunk than iterating.
+        """
 
     def cancel(self) -> None:
         """End the request; its pages are free before the next step. Allowed in every state, idempotent."""

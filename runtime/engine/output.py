@@ -8,6 +8,7 @@ the tokens alone, not on how the core grouped them into updates, and tokens afte
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -24,10 +25,10 @@ _token_id = attrgetter("token_id")
 
 
 class Stream:
-    """The output of one accepted request: written by the engine, iterated once by its reader.
+    """The output of one accepted request: written by the engine, read once, by `deliver` or by iterating.
 
-    Implements `facade.Generation`. `put` never waits, so a slow reader cannot delay a step; the queue holds at most the
-    request's own `n * max_tokens` chunks. Nothing follows the last chunk or the error.
+    Implements `facade.Generation`. `put` never waits, so a slow reader cannot delay a step; an iterator's queue holds
+    at most the request's own `n * max_tokens` chunks. Nothing follows the last chunk or the error.
     """
 
     admission: AdmissionEstimate  # set before `Engine.submit` returns the stream
@@ -36,15 +37,25 @@ class Stream:
         self.prompt_token_ids = prompt_token_ids
         self._cancel = cancel
         self._on_prefill: Callable[[int], None] | None = None
-        self._items: asyncio.Queue[OutputChunk | QuireError] = asyncio.Queue()
+        self._early: deque[OutputChunk | QuireError] = deque()  # put before there was a reader
+        self._receive: Callable[[OutputChunk | QuireError], object] = self._early.append
         self._ended = False
-        self._iterated = False
+        self._has_reader = False
 
     def put(self, item: OutputChunk | QuireError) -> None:
         """Append a chunk or the error that ends the stream. A chunk with usage ends it too."""
         if not self._ended:
             self._ended = isinstance(item, QuireError) or item.usage is not None
-            self._items.put_nowait(item)
+            self._receive(item)
+
+    def deliver(self, receive: Callable[[OutputChunk | QuireError], object]) -> None:
+        """See `facade.Generation.deliver`."""
+        if self._has_reader:
+            raise RuntimeError("a stream can be read only once")
+        self._has_reader = True
+        while self._early:
+            receive(self._early.popleft())
+        self._receive = receive
 
     def watch_prefill(self, callback: Callable[[int], None]) -> None:
         """See `facade.Generation.watch_prefill`."""
@@ -61,14 +72,16 @@ class Stream:
             self._cancel()
 
     async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
-        if self._iterated:
-            raise RuntimeError("a stream can be iterated only once")
-        self._iterated = True
+        items: asyncio.Queue[OutputChunk | QuireError] = asyncio.Queue()
+        self.deliver(items.put_nowait)
         try:
             while True:
-                item = await self._items.get()
+                item = await items.get()
                 if isinstance(item, QuireError):
-                    raise item
+                    try:
+                        raise item
+                    finally:
+                        del item  # its traceback holds this frame
                 yield item
                 if item.usage is not None:
                     return
@@ -165,6 +178,10 @@ class StreamingOutput:
             decode_ms=max(request.decode_s for request in requests) * 1000,
             stall_ms=max(request.stall_s for request in requests) * 1000,
         )
+
+    def forget_sequences(self) -> None:
+        """Release the sequences, which refer to this output: nothing more is taken from the core."""
+        self.sequences.clear()
 
     def first_token_time(self) -> float | None:
         """Return when the request's first token came."""

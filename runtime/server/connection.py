@@ -22,8 +22,11 @@ from ..protocol.frames import (
     HEARTBEAT_NONCE,
     MIN_FRAME_BYTES,
     PROTOCOL_VERSION,
+    Generate,
     Hello,
     Ping,
+    Resume,
+    Tokenize,
     Welcome,
 )
 from ..protocol.wire_errors import error_frame
@@ -33,10 +36,12 @@ from .request_handler import AppContext, RequestHandler
 from .request_log import quire_error
 from .send_buffer import SendBuffer
 from .tenant_bytes import PendingInput
+from .tenants import FRAMES_PER_REQUEST
 from .watchdog import Watchdog
 
 READ_BYTES = 64 << 10
 BYTES_PER_FRAME = 4 << 10  # that count as one frame
+REQUESTS = (Generate, Resume, Tokenize)
 LINGER_S = 1.0
 
 TLS_HANDSHAKE = b"\x16\x03"
@@ -103,6 +108,8 @@ class Connection:
                 self._send_buffer.leave()
                 self._pending_input.leave()
                 self._writer.transport.abort()
+                # All of these refer to this connection: it is freed now, not by a later garbage collection.
+                self._handler = self._watchdog = self._reading = None
 
     def go_away(self) -> None:
         """Send GOAWAY: the server is draining."""
@@ -163,7 +170,7 @@ class Connection:
                     else:
                         if granted <= 0:
                             granted += await self._handler.turns.take()
-                        granted -= 1
+                        granted -= FRAMES_PER_REQUEST if isinstance(frame, REQUESTS) else 1
                         self._handler.handle(frame)
                     num_frames += 1
                 self._pending_input.set_frame_bytes(self._decoder.num_buffered_bytes)
@@ -219,9 +226,7 @@ class Connection:
             )
         )
         self._send_buffer.max_frame_bytes = self._decoder.max_frame_bytes
-        handler = self._handler = RequestHandler(
-            self._context, self._send_buffer, self._pending_input, tenant, session, features
-        )
+        handler = self._handler = RequestHandler(self._context, self._send_buffer, tenant, session, features)
         self._watchdog = Watchdog(
             self._config,
             heartbeat=heartbeat,

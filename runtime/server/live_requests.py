@@ -164,6 +164,7 @@ class LiveRequest:
         """Stop counting and listing the request, and release the engine's stream."""
         self._release_text()
         self._context.run(self._log_end, outcome)
+        self.reader = None
         self.forget_generation()
         self._tenant.leave(outcome.usage if isinstance(outcome, OutputChunk) else None)
         self._on_end(self)

@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Collection
-from typing import NamedTuple, Protocol
+from collections.abc import Collection
+from typing import NamedTuple
 
 import msgspec
 
 from ...scheduler import AdmissionEstimate
-from ..common.errors import DeadlineExceeded, GenerationFailed, QuireError
+from ..common.errors import DeadlineExceeded, QuireError
 from ..common.types import OutputChunk
-from ..protocol.frames import Done, Progress
+from ..protocol.frames import Done, Error, Progress
+from ..protocol.wire_errors import error_frame
 from .convert import accepted_frame, done_frame, tokens_frame
 from .live_requests import LiveRequest
 from .monitoring import CancelCause
@@ -29,18 +30,11 @@ from .tenants import FRAMES_PER_TURN, Turns
 # Measured bytes of Python objects.
 CHUNK_BYTES = 56  # a chunk besides its encoding
 STREAM_BYTES = 10 << 10  # a stream that waits for credit, with its request and task
+BYTES_PER_FRAME = 1 << 10  # of a waiting chunk, that count as one frame of a turn
 READ_SHARE = 32  # a client must take 1 of this many waiting tokens within the credit timeout
 
 encode_chunk = msgspec.msgpack.Encoder().encode
 decode_chunk = msgspec.msgpack.Decoder(OutputChunk).decode
-
-
-class Chunks(Protocol):
-    """An accepted request's output: the engine's stream, or a replay of it."""
-
-    @property
-    def admission(self) -> AdmissionEstimate: ...
-    def __aiter__(self) -> AsyncIterator[OutputChunk]: ...
 
 
 class Delivery(NamedTuple):
@@ -57,6 +51,8 @@ class Delivery(NamedTuple):
 class OutputStream:
     """The stream of a request that only this connection reads. `run` it in a task, and call `end` after the task.
 
+    The engine's chunks are sent or held as the engine delivers them; the task waits for the end.
+
     While tokens wait for credit, the client must take one in `READ_SHARE` of them within each credit timeout, else the
     stream ends in DeadlineExceeded.
     """
@@ -69,7 +65,9 @@ class OutputStream:
         self._num_sent = 0  # tokens
         self._waiting: deque[bytes] = deque()  # chunks that may not be sent yet, the oldest first
         self._done: Done | None = None
+        self._failure: QuireError | None = None
         self._outcome: OutputChunk | QuireError | None = None  # of the request: its last chunk or its error
+        self._has_ended = False  # the engine delivers nothing more, or it is not wanted
         self._is_unwanted = False  # tokens without credit are dropped
         self._stopped: QuireError | None = None
         self._awaits_turn = False
@@ -77,44 +75,20 @@ class OutputStream:
         self._reading_timer: asyncio.TimerHandle | None = None  # while tokens wait for credit
         self._reading_goal = 0  # value of `_num_sent` that the client must reach before the timer ends
 
-    async def run(self) -> Done:
-        """Send every frame but the last one, which is returned. Raises the error that ended the request."""
-        failure: QuireError | None = None
+    async def run(self) -> Done | Error:
+        """Send every frame but the last one, which is returned."""
         try:
-            try:
-                await self._send_chunks()
-            except Exception as error:
-                failure = quire_error(error, client_id=self._request_id).with_traceback(None)  # that holds the prompt
-                self._outcome = self._outcome or failure
-            if self._waiting:
-                self.request.forget_generation()
-            while self._waiting:  # the error follows the tokens that came before it
-                await self._wait_for_change()
+            await self._deliver()
+        except Exception as error:  # a refusal; the traceback holds the prompt
+            self._fail(quire_error(error, client_id=self._request_id).with_traceback(None))
         finally:
+            self._has_ended = True
             self.request.prefill_watchers.discard(self._send_progress)  # nothing follows the last frame
             self._drop_waiting()
-        if (failure := self._stopped or failure) is not None:
-            raise failure
-        if self._done is None:
-            raise GenerationFailed("the engine ended this stream without a finish reason")
+        if (failure := self._stopped or self._failure) is not None:
+            return error_frame(self._request_id, failure)
+        assert self._done is not None, "a stream ends with an error or its last chunk"
         return self._done
-
-    async def _send_chunks(self) -> None:
-        """Send the output, or hold what has no credit, until the engine ends it."""
-        chunks = await self.accepted()
-        self._send_buffer.send(accepted_frame(self._request_id, chunks.admission, self._features))
-        if "progress" in self._features:
-            self.request.prefill_watchers.add(self._send_progress)
-        async for chunk in chunks:
-            self.generated += len(chunk.token_ids)
-            if chunk.usage is not None:
-                self._outcome = chunk
-            if self._stopped is not None:
-                continue
-            if not self._waiting and self._may_send(chunk):
-                self._send(chunk)
-            else:
-                self._hold(chunk)
 
     def grant(self, tokens: int) -> None:
         """Add to the credit."""
@@ -133,6 +107,12 @@ class OutputStream:
         self.stop(error)
         self.cancel("slow_reader")
 
+    def shut_down(self, error: QuireError) -> None:
+        """Cancel the request and take nothing more: its last frame, `error`, is sent by the caller."""
+        self._has_ended = True
+        self.stop(error)
+        self.cancel("shutdown")
+
     def cancel(self, cause: CancelCause) -> None:
         """End soon: the client does not want the rest."""
         self.discard_unsent()
@@ -148,10 +128,15 @@ class OutputStream:
 
     # Overridden by Subscriber, as are cancel, leave and end
 
-    async def accepted(self) -> Chunks:
-        """Wait until the engine has accepted the request. Raises its refusal."""
+    async def _deliver(self) -> None:
+        """Send ACCEPTED and the output; return when all is sent. Raises the engine's refusal."""
         self.request.reader = self
-        return await self.request.accepted()
+        generation = await self.request.accepted()
+        self._send_accepted(generation.admission)
+        generation.deliver(self._take)
+        del generation  # that holds the prompt
+        while not self._has_ended or self._waiting:  # the end follows the tokens that came before it
+            await self._wait_for_change()
 
     @property
     def _num_waiting(self) -> int:
@@ -159,6 +144,47 @@ class OutputStream:
         return self.generated - self._num_sent
 
     # Sending and waiting
+
+    def _take(self, item: OutputChunk | Exception) -> None:
+        """Send a chunk, or hold it while it has no credit. Never raises: the engine calls it."""
+        if self._has_ended:
+            return
+        try:
+            if isinstance(item, OutputChunk):
+                self._take_chunk(item)
+            else:
+                self._fail(quire_error(item, client_id=self._request_id))
+        except Exception as error:
+            self._give_up(error)
+        if self._has_ended:
+            self.request.forget_generation()
+            self._changed.set()
+
+    def _take_chunk(self, chunk: OutputChunk) -> None:
+        self.generated += len(chunk.token_ids)
+        if chunk.usage is not None:
+            self._outcome, self._has_ended = chunk, True
+        if self._stopped is not None:
+            return
+        if not self._waiting and self._may_send(chunk):
+            self._send(chunk)
+        else:
+            self._hold(chunk)
+
+    def _fail(self, error: QuireError) -> None:
+        """Record the error that ends the request."""
+        self._failure, self._has_ended = error, True
+        self._outcome = self._outcome or error
+
+    def _give_up(self, error: Exception) -> None:
+        """Cancel the request: a frame cannot be sent, most likely because it is longer than the client takes."""
+        self.stop(quire_error(error, client_id=self._request_id).with_traceback(None))
+        self.request.cancel("client")
+
+    def _send_accepted(self, admission: AdmissionEstimate) -> None:
+        self._send_buffer.send(accepted_frame(self._request_id, admission, self._features))
+        if "progress" in self._features:
+            self.request.prefill_watchers.add(self._send_progress)
 
     def discard_unsent(self) -> None:
         """Stop waiting for credit: drop tokens that have none."""
@@ -189,17 +215,18 @@ class OutputStream:
 
     def send_waiting(self) -> None:
         """Send the waiting chunks that have credit, until much is unsent."""
+        granted = FRAMES_PER_TURN
         try:
-            for _ in range(FRAMES_PER_TURN):
-                if not (self._waiting and self._may_send(chunk := decode_chunk(self._waiting[0]))):
+            while self._waiting and self._may_send(chunk := decode_chunk(self._waiting[0])):
+                if granted <= 0:
+                    self.send_soon()
                     break
-                self._send_buffer.hold(self, -len(self._waiting.popleft()) - CHUNK_BYTES)
+                num_bytes = len(self._waiting.popleft())
+                granted -= 1 + num_bytes // BYTES_PER_FRAME
+                self._send_buffer.hold(self, -num_bytes - CHUNK_BYTES)
                 self._send(chunk)
-            else:
-                self.send_soon()
-        except QuireError as error:  # the frame is longer than the client takes
-            self.stop(error)
-            self.request.cancel("client")
+        except QuireError as error:
+            self._give_up(error)
         if self._waiting:
             self._watch_reader()
         self._changed.set()

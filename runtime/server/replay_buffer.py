@@ -7,17 +7,15 @@ Must not import frames or `resume`, which decides how long a buffer is kept.
 from __future__ import annotations
 
 import asyncio
-import copy
 from array import array
 from bisect import bisect_left
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from ...scheduler import AdmissionEstimate
-from ..common.errors import Cancelled, GenerationFailed, InvalidRequest, QuireError
+from ..common.errors import Cancelled, InvalidRequest, QuireError
 from ..common.types import FinishReason, OutputChunk, SamplingParams
 from .live_requests import LiveRequest
 from .monitoring import CancelCause
@@ -76,7 +74,7 @@ def bytes_to_reserve(params: SamplingParams, max_tokens: int) -> int:
 
 
 class ReplayBuffer:
-    """Reads its request in a task of its own, whether or not a connection reads along.
+    """Keeps its request's output, whether or not a connection reads along. Its task lasts until the request ends.
 
     While the request runs, the buffer counts as at least `reserved_bytes`.
     """
@@ -97,6 +95,7 @@ class ReplayBuffer:
         self._chunks: list[bytes] = []
         self._generated_after = array("Q")  # tokens up to the end of each chunk
         self._output_bytes = BUFFER_BYTES  # without resume entries
+        self._was_delivered = asyncio.Event()  # the last chunk or the error; nothing is kept afterwards
         request.reader = self
         self.task = asyncio.create_task(self._read())
         self.task.add_done_callback(self._end_request)
@@ -148,6 +147,7 @@ class ReplayBuffer:
     def fail(self, error: QuireError) -> None:
         """End with `error` now, whatever the engine does."""
         self.task.cancel()
+        self._was_delivered.set()
         self._end(error)
 
     def drop_output(self, error: QuireError) -> None:
@@ -160,20 +160,33 @@ class ReplayBuffer:
     async def _read(self) -> None:
         try:
             generation = await self.request.accepted()
-            self.admission = generation.admission
-            self._wake_subscribers()
-            async for chunk in generation:
-                if chunk.usage is not None:
-                    self._outcome = chunk
-                if self.error is not None:  # the buffer has failed, and this task is being cancelled
-                    return
-                self._append(chunk)
-            if not self.has_ended:
-                raise GenerationFailed("the engine ended this stream without a finish reason")
         except Exception as error:
-            failure = copy.copy(quire_error(error))  # without the traceback, whose frames hold the prompt
-            self._outcome = self._outcome or failure
-            self._end(failure)
+            self._take(error)
+            return
+        self.admission = generation.admission
+        self._wake_subscribers()
+        generation.deliver(self._take)
+        del generation  # that holds the prompt
+        await self._was_delivered.wait()
+
+    def _take(self, item: OutputChunk | Exception) -> None:
+        """Keep a chunk, or the error that ends the request. Never raises: the engine calls it."""
+        if self._was_delivered.is_set():
+            return
+        try:
+            if isinstance(item, OutputChunk):
+                if item.usage is not None:
+                    self._outcome = item
+                    self._was_delivered.set()
+                self._append(item)
+                return
+        except Exception as error:
+            item = error
+            self.request.cancel("client")
+        self._was_delivered.set()
+        failure = quire_error(item).with_traceback(None)  # whose frames hold the prompt
+        self._outcome = self._outcome or failure
+        self._end(failure)
 
     def _append(self, chunk: OutputChunk) -> None:
         data = encode_chunk(chunk)
@@ -213,28 +226,21 @@ class Subscriber(OutputStream):
         self.position = buffer.position_after(next_index)  # of the next chunk
         self.was_cut = False  # the connection was lost before the end
         self._num_sent = next_index
+        self._awaits_output = True  # of the request, not its own turn or credit
         self._cause: CancelCause = "disconnect"
         buffer.subscribers.add(self)
         buffer.owner.on_change(buffer)
 
-    @property
-    def admission(self) -> AdmissionEstimate:
-        assert self.buffer.admission is not None, "known once `accepted` has returned"
-        return self.buffer.admission
-
-    async def accepted(self) -> Subscriber:
+    async def _deliver(self) -> None:
+        """Send ACCEPTED, and each chunk when it may be sent, until the end or `stop`."""
         while self.buffer.admission is None:
-            if (error := self._stopped or self.buffer.error) is not None:
-                raise copy.copy(error)
+            if self.buffer.error is not None:
+                self._fail(self.buffer.error)
+            if self._stopped is not None or self._has_ended:
+                return
             await self._wait_for_change()
-        return self
-
-    @property
-    def _num_waiting(self) -> int:
-        return self.buffer.generated - self._num_sent
-
-    async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
-        """Yield each chunk when it may be sent, until the end or `stop`. Raises the error that ended the request."""
+        self._awaits_output = False
+        self._send_accepted(self.buffer.admission)
         granted = 0  # chunks that may be sent before it is the turn of the tenant's other streams
         while self._stopped is None:
             if granted <= 0 and self.buffer.num_chunks > self.position + 1:  # a replay
@@ -243,8 +249,11 @@ class Subscriber(OutputStream):
             chunk = self.buffer.chunk(self.position)
             if chunk is None:
                 if self.buffer.error is not None:
-                    raise copy.copy(self.buffer.error)  # each subscriber raises it
+                    self._fail(self.buffer.error)
+                    return
+                self._awaits_output = True
                 await self._wait_for_change()
+                self._awaits_output = False
             elif self._send_buffer.is_long:
                 await self._send_buffer.wait_until_short()
             elif not self._may_send(chunk):
@@ -253,12 +262,18 @@ class Subscriber(OutputStream):
             else:
                 self.position += 1
                 granted -= 1
-                yield chunk
+                self._send(chunk)
                 if chunk.usage is not None:
                     return
 
+    @property
+    def _num_waiting(self) -> int:
+        return self.buffer.generated - self._num_sent
+
     def wake(self) -> None:
-        self._changed.set()
+        """Note a new chunk, or the end of the request."""
+        if self._awaits_output:
+            self._changed.set()
 
     def cancel(self, cause: CancelCause) -> None:
         """End soon, and cancel the request unless another connection wants it."""

@@ -24,6 +24,7 @@ from ..protocol.frames import (
     AskStats,
     Cancel,
     Credit,
+    Error,
     Frame,
     Generate,
     Goaway,
@@ -45,7 +46,7 @@ from .replay_buffer import Subscriber
 from .request_log import quire_error
 from .resume import ReplayStore
 from .send_buffer import SendBuffer
-from .tenant_bytes import EqualShares, PendingInput
+from .tenant_bytes import EqualShares
 from .tenants import Tenant, TenantTotals
 
 _log = structlog.get_logger("quire.server")
@@ -94,14 +95,12 @@ class RequestHandler:
         self,
         context: AppContext,
         send_buffer: SendBuffer,
-        pending_input: PendingInput,
         tenant: Tenant,
         session: str,
         features: Collection[str],
     ) -> None:
         self._context = context
         self._send_buffer = send_buffer
-        self._pending_input = pending_input
         self.tenant = tenant
         self.turns = tenant.frame_turns
         self._session = tenant.name, session
@@ -170,7 +169,7 @@ class RequestHandler:
         for request_id, task in self._tasks.items():
             task.cancel()
             if (stream := self._streams.get(request_id)) is not None:
-                stream.cancel("shutdown")
+                stream.shut_down(error)
             self._send_buffer.send(error_frame(request_id, error))
         self._tasks.clear()
         self._streams.clear()
@@ -312,15 +311,17 @@ class RequestHandler:
         """Send what `answer` returns. The id is free again before the client can know that its request ended."""
         try:
             last = await answer()
-        except Exception as error:
-            refusal = quire_error(error, client_id=request_id)
-            if request_id not in self._streams:  # a text; the end of a stream's request is logged by LiveRequest
-                self._context.requests.log.refused(self.tenant.name, request_id, refusal.code)
-            last = error_frame(request_id, refusal)
+        except Exception as error:  # of a text: a stream returns its error
+            last = self._refused_text(request_id, error)
         del self._tasks[request_id]
         self._streams.pop(request_id, None)
         self._send_last(request_id, last)
         self._last_ended_at = asyncio.get_running_loop().time()
+
+    def _refused_text(self, request_id: int, error: Exception) -> Error:
+        refusal = quire_error(error, client_id=request_id)
+        self._context.requests.log.refused(self.tenant.name, request_id, refusal.code)
+        return error_frame(request_id, refusal)
 
     def _send_last(self, request_id: int, frame: Frame) -> None:
         """Send the last frame of a request."""

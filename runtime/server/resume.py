@@ -219,8 +219,8 @@ class ReplayStore:
         """End every running request with `error`."""
         for buffer in self.buffers:
             if not buffer.has_ended:
-                buffer.request.cancel("shutdown")
                 buffer.fail(error)
+                buffer.request.cancel("shutdown")
 
     async def close(self) -> None:
         """Forget everything and end every task."""
@@ -312,13 +312,13 @@ class ReplayStore:
         while kept.num_bytes > self._share and kept.droppable:
             self._drop_outputs([next(iter(kept.droppable))])
         if kept.num_bytes > self._share:
-            grown.request.cancel("slow_reader")
             grown.fail(
                 Overloaded(
                     f"the text of this request is unusually long: with it, this tenant's resumable requests hold more "
                     f"than {self._share} bytes, its share of `max_kept_bytes`; send it without `resumable` and key"
                 )
             )
+            grown.request.cancel("slow_reader")
 
     def _drop_outputs(self, buffers: list[ReplayBuffer]) -> None:
         """Drop the output of ended requests without a reader. Their keys remain, so that a retry does not run twice."""

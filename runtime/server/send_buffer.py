@@ -32,7 +32,10 @@ class WaitingStream(Protocol):
 
 
 class SendBuffer:
-    """`send` may be called anywhere in the event loop; `run` is the only task that writes."""
+    """`send` may be called anywhere in the event loop. What is sent in one turn of the loop is written together.
+
+    `run` lasts until the buffer is closed or the connection is lost, and waits for a system that takes no more.
+    """
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class SendBuffer:
         write_timeout_s: float,
     ) -> None:
         self.num_bytes = 0  # waiting chunks and counted frames
+        self._loop = asyncio.get_running_loop()
         self._writer = writer
         self._max_bytes = max_bytes
         self._max_paced_bytes = min(MAX_PACED_BYTES, max_bytes // 2)
@@ -51,7 +55,9 @@ class SendBuffer:
         self._counted_bytes = 0  # of frames
         self._waiting: dict[WaitingStream, int] = {}  # bytes of each stream's output that waits for credit
         self._tenant_output: TenantBytes | None = None  # from WELCOME to the end
-        self._changed = asyncio.Event()
+        self._will_write = False  # in this turn of the event loop
+        self._is_blocked = False  # the system did not take a write at once, or the connection is lost
+        self._changed = asyncio.Event()  # blocked or closed
         self._shrank = asyncio.Event()
         self._closed = False
         self.exceeded: str | None = None  # the limit, if the client was too slow for it
@@ -75,7 +81,9 @@ class SendBuffer:
         self._unsent += encode(frame, self.max_frame_bytes)
         if self._counted_bytes or len(self._unsent) > WRITE_BYTES:
             self._count_frames()
-        self._changed.set()
+        if not (self._will_write or self._is_blocked):
+            self._will_write = True
+            self._loop.call_soon(self._write)
 
     def hold(self, stream: WaitingStream, num_bytes: int) -> None:
         """Count output of `stream` that begins to wait for credit; a negative number of bytes has ceased to."""
@@ -132,13 +140,15 @@ class SendBuffer:
         self._shrank.set()
 
     async def run(self) -> None:
-        """Write until closed or lost. Never raises."""
+        """Write what is written late, until closed or lost. Never raises."""
         with contextlib.suppress(ConnectionError):
-            while not self._closed or self._unsent:
+            while not self._closed or self._unsent or self._is_blocked:
                 await self._changed.wait()
                 self._changed.clear()
-                while self._unsent:
-                    await self._write()
+                if self._is_blocked:
+                    await self._drain()
+                    self._is_blocked = False
+                self._write()
         self.close()
 
     def _count_frames(self) -> None:
@@ -154,24 +164,34 @@ class SendBuffer:
         while self.num_bytes > self._max_bytes and num_bytes > 0:
             self.shed(f"all output of a connection may be {self._max_bytes} bytes (`max_outgoing_bytes`)")
 
-    async def _write(self) -> None:
+    def _write(self) -> None:
+        """Write what is unsent, until the system takes no more."""
+        self._will_write = False
         was_long = self.is_long
-        piece = bytes(self._unsent[:WRITE_BYTES])
-        del self._unsent[: len(piece)]
-        self._shrank.set()
-        self._writer.write(piece)
-        if self._writer.transport.get_write_buffer_size() or self._writer.is_closing():
-            self._writing_bytes = len(piece)
-            await self._drain()
-        if self._counted_bytes:
-            self._count_frames()
+        while self._unsent and not self._is_blocked:
+            if self._writer.is_closing():
+                self._block()
+                break
+            piece = bytes(self._unsent[:WRITE_BYTES])
+            del self._unsent[: len(piece)]
+            self._writer.write(piece)
+            if self._writer.transport.get_write_buffer_size():
+                self._writing_bytes = len(piece)
+                self._block()
+            if self._counted_bytes or self._is_blocked:
+                self._count_frames()
         if was_long and not self.is_long:
+            self._shrank.set()
             for stream in self._waiting:
                 stream.send_soon()
 
+    def _block(self) -> None:
+        """Let `run` wait until the system has taken the write, or find that the connection is lost."""
+        self._is_blocked = True
+        self._changed.set()
+
     async def _drain(self) -> None:
         """Wait until the system has taken the write. Raises ConnectionError if the connection is lost."""
-        self._count_frames()
         try:
             async with asyncio.timeout(self._write_timeout_s):
                 await self._writer.drain()

@@ -107,12 +107,14 @@ class PendingInput:
 
     def move_to(self, tenant_bytes: TenantBytes) -> None:
         """Count for another tenant: the client is known now."""
-        self.leave()
+        if self._tenant_bytes is not None:
+            self._tenant_bytes.leave(self)
         self._tenant_bytes = tenant_bytes
         tenant_bytes.join(self)
 
     def leave(self) -> None:
-        """Stop counting: the connection ends."""
+        """Stop counting, and release the connection: it ends."""
+        self._refuse = _ignore
         if self._tenant_bytes is not None:
             self._tenant_bytes.leave(self)
             self._tenant_bytes = None
@@ -125,5 +127,10 @@ class PendingInput:
 
     def shed(self, limit: str) -> None:
         """End the connection."""
+        refuse = self._refuse
         self.leave()
-        self._refuse(Overloaded(f"{self.num_bytes} bytes of this connection are an incomplete frame, and {limit}"))
+        refuse(Overloaded(f"{self.num_bytes} bytes of this connection are an incomplete frame, and {limit}"))
+
+
+def _ignore(error: Overloaded) -> None:
+    """End nothing: the connection has ended."""

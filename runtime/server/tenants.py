@@ -19,6 +19,7 @@ from ..common.errors import Overloaded
 from ..common.types import Usage
 
 FRAMES_PER_TURN = 32  # of one connection or stream
+FRAMES_PER_REQUEST = 8  # a frame that begins a request takes the time of this many others
 NS_PER_MINUTE = 60 * 10**9
 NS_PER_MS = 10**6
 
@@ -48,7 +49,8 @@ class TenantTotals(msgspec.Struct):
 class Turns:
     """Lets one connection of a tenant handle frames, or one of its streams send waiting output, per event loop turn.
 
-    However many connections a tenant floods with frames or replays, another tenant's frame waits for one turn only.
+    However many connections a tenant floods with frames or replays, another tenant's frame waits for one turn only. The
+    operator port's connections take turns in the same way.
     """
 
     def __init__(self) -> None:

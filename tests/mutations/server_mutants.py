@@ -135,16 +135,9 @@ MUTANTS = [
     ),
     Mutant(
         REPLAY,
-        "failure = copy.copy(quire_error(error))",
-        "failure = quire_error(error)",
+        "failure = quire_error(item).with_traceback(None)",
+        "failure = quire_error(item)",
         "a remembered error holds its request by the traceback",
-        RESUMING,
-    ),
-    Mutant(
-        REPLAY,
-        "raise copy.copy(self.buffer.error)  # each subscriber raises it",
-        "raise self.buffer.error",
-        "each subscriber's traceback is added to the same error, which grows",
         RESUMING,
     ),
     Mutant(
@@ -524,8 +517,8 @@ MUTANTS = [
     ),
     Mutant(
         STREAM,
-        "            while self._waiting:  # the error follows the tokens that came before it\n                await self._wait_for_change()\n",
-        "",
+        "while not self._has_ended or self._waiting:",
+        "while not self._has_ended:",
         "tokens that wait for credit are lost when the request has ended",
         FLOW,
     ),

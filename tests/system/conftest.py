@@ -55,18 +55,21 @@ class FakeGeneration:
     def watch_prefill(self, callback: Callable[[int], None]) -> None:
         self.on_prefill = callback
 
-    async def __aiter__(self) -> AsyncIterator[OutputChunk]:
+    def deliver(self, receive: Callable[[OutputChunk | Exception], object]) -> None:
+        self._delivering = asyncio.create_task(self._deliver(receive))
+
+    async def _deliver(self, receive: Callable[[OutputChunk | Exception], object]) -> None:
         self.engine.live.append(self)
         try:
             async for chunk in self._chunks():
-                yield chunk
+                receive(chunk)
+        except (GenerationFailed, ZeroDivisionError) as error:
+            receive(error)
         finally:
             self.engine.live.remove(self)
 
     async def _chunks(self) -> AsyncIterator[OutputChunk]:
         kind, params = self.request.prompt, self.request.sampling_params
-        if kind == "silent":
-            return
         if kind == "prefill":
             self.on_prefill(1)
             self.on_prefill(2)

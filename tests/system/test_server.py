@@ -66,7 +66,6 @@ async def test_the_id_of_an_ended_request_is_free(system: Any) -> None:
         ("fail", "INTERNAL", "the logits are NaN", None),
         ("crash", "INTERNAL", "an internal error ended this request; see the server's log", None),
         ("bug", "INTERNAL", "an internal error ended this request; see the server's log", None),
-        ("silent", "INTERNAL", "the engine ended this stream without a finish reason", None),
     ],
 )
 async def test_a_failing_request_ends_in_one_error(

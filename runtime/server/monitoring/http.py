@@ -2,6 +2,7 @@
 
 No answer changes what is served. Clients can neither stall the event loop nor close the port:
 * Metrics and status are made at most once per `max_age_s` and shared.
+* One connection is read and answered per turn of the event loop.
 * A connection has one request at a time, with time limits for the request and for reading the answer.
 * Beyond the limits of connections, the one that has been silent longest is closed for the newcomer.
 
@@ -29,6 +30,7 @@ from prometheus_client.core import Metric
 
 from ...common.logs import BoundedLog
 from ..acceptor import AcceptedConnection, Acceptor, ConnectionLimits
+from ..tenants import Turns
 from .readiness import Readiness
 from .status import Status
 
@@ -89,6 +91,7 @@ class OperatorServer:
         }
         self._page = {path: _read_page(*entry) for path, entry in PAGE.items()}
         self._warnings = BoundedLog(_log)
+        self._turns = Turns()
         self._acceptor = Acceptor(listening, self._serve, LIMITS)
 
     @property
@@ -149,7 +152,9 @@ class OperatorServer:
                         return
                     connection.start_next_cycle()
                     await asyncio.sleep(PAUSE_S)
+                    await self._turns.take()
             except h11.RemoteProtocolError as error:
+                error.__traceback__ = None  # a frame of h11 holds the error
                 self._warnings.write(logging.WARNING, "http request refused", peer=accepted.address, reason=str(error))
                 if connection.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                     answer = Answer(f"{error}\n".encode(), TEXT, error.error_status_hint, {"connection": "close"})
@@ -163,7 +168,9 @@ class OperatorServer:
                 while True:
                     event = connection.next_event()
                     if event is h11.NEED_DATA and request is None:
-                        connection.receive_data(await reader.read(READ_BYTES))
+                        data = await reader.read(READ_BYTES)
+                        await self._turns.take()
+                        connection.receive_data(data)
                     elif isinstance(event, h11.Request):
                         request = event
                     elif isinstance(event, h11.EndOfMessage):

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from quire.runtime.common.types import CompletionOutput, OutputChunk, SamplingParams, join_chunks
+from quire.runtime.common.types import CompletionOutput, OutputChunk, SamplingParams, Usage, join_chunks
 from quire.runtime.engine.facade import GenerateRequest
 from quire.runtime.engine.output import Stream, StreamingOutput, output_class
 from quire.runtime.engine.text import IncrementalDetokenizer, Tokenizer
@@ -188,3 +188,46 @@ def test_usage_has_the_longest_stall_and_what_all_sequences_recomputed() -> None
         usage = output.usage()
         assert (usage.stall_ms, usage.queue_ms, usage.decode_ms) == (7000.0, 1000.0, 10000.0)
         assert usage.recomputed_tokens == 64
+
+
+# The stream
+
+
+def a_chunk(index: int, *, last: bool = False) -> OutputChunk:
+    usage = Usage(prompt_tokens=3, completion_tokens=index + 1) if last else None
+    return OutputChunk(first_index=index, token_ids=(index,), text="x", usage=usage)
+
+
+def test_a_stream_delivers_what_came_early_and_then_each_item_when_it_comes() -> None:
+    stream, seen = Stream((1, 2, 3), lambda: None), list[object]()
+    stream.put(a_chunk(0))
+    stream.put(a_chunk(1))
+    stream.deliver(seen.append)
+    assert seen == [a_chunk(0), a_chunk(1)]
+    stream.put(a_chunk(2, last=True))
+    assert seen[2:] == [a_chunk(2, last=True)]
+    stream.put(a_chunk(3))
+    assert len(seen) == 3, "nothing follows the last chunk"
+
+
+def test_items_that_a_reader_causes_come_after_those_before() -> None:
+    stream, seen = Stream((1, 2, 3), lambda: None), list[object]()
+
+    def receive(item: object) -> None:
+        seen.append(item)
+        if len(seen) == 1:
+            stream.put(a_chunk(2, last=True))
+
+    stream.put(a_chunk(0))
+    stream.put(a_chunk(1))
+    stream.deliver(receive)
+    assert seen == [a_chunk(0), a_chunk(1), a_chunk(2, last=True)]
+
+
+async def test_a_stream_is_read_once() -> None:
+    stream = Stream((1, 2, 3), lambda: None)
+    stream.deliver(lambda _: None)
+    with pytest.raises(RuntimeError, match="read only once"):
+        stream.deliver(lambda _: None)
+    with pytest.raises(RuntimeError, match="read only once"):
+        await anext(aiter(stream))

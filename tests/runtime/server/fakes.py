@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from prometheus_client import generate_latest
@@ -75,39 +75,40 @@ class FakeClock:
 
 
 class FakeGeneration:
-    """An accepted request whose chunks the test puts; an exception is raised, StopIteration ends the stream."""
+    """An accepted request whose chunks and errors the test puts. Nothing follows the last chunk or an error."""
 
     admission = AdmissionEstimate(position=0, pages_needed=1, pages_free=1)
     prompt_token_ids = (1, 2, 3)
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
-        self.items: asyncio.Queue[OutputChunk | Exception] = asyncio.Queue()
         self.is_cancelled = False
         self.note_prefill: Callable[[int], None] = lambda _: None
+        self._early: list[OutputChunk | Exception] = []
+        self._receive: Callable[[Any], object] = self._early.append
 
     async def put(self, *items: OutputChunk | Exception) -> None:
         for item in items:
-            self.items.put_nowait(item)
+            self._put(item)
         await settle()
 
     def cancel(self) -> None:
         self.is_cancelled = True
-        self.items.put_nowait(chunk(0, 0, "", last=True, reason="cancelled"))
+        self._put(chunk(0, 0, "", last=True, reason="cancelled"))
 
     def watch_prefill(self, callback: Callable[[int], None]) -> None:
         self.note_prefill = callback
 
-    async def __aiter__(self) -> AsyncGenerator[OutputChunk, None]:
-        while True:
-            item = await self.items.get()
-            if isinstance(item, StopIteration):
-                return
-            if isinstance(item, Exception):
-                raise item
-            yield item
-            if item.usage is not None:
-                return
+    def deliver(self, receive: Callable[[Any], object]) -> None:
+        self._receive = receive
+        for item in self._early:
+            receive(item)
+
+    def _put(self, item: OutputChunk | Exception) -> None:
+        receive = self._receive
+        if isinstance(item, Exception) or item.usage is not None:
+            self._receive = lambda _: None
+        receive(item)
 
 
 class FakeEngine:

@@ -9,6 +9,7 @@ import pytest
 from quire.runtime.common.errors import GenerationFailed, Overloaded, Unavailable
 from quire.runtime.protocol.frames import MIN_FRAME_BYTES, Resume, Tokenize
 from quire.runtime.server.request_log import MAX_FREE_LINES, RequestLog
+from quire.runtime.server.tenants import FRAMES_PER_TURN
 
 from .fakes import FakeClock, FakeServer, chunk, generate, settle
 
@@ -148,7 +149,7 @@ async def test_refusals_are_logged_at_a_bounded_rate_per_tenant(server: FakeServ
     peer = await server.connect()
     for _ in range(MAX_FREE_LINES + 5):
         peer.send(Resume(1, 0))
-    await peer.received()
-    await settle()
+    for _ in range(MAX_FREE_LINES // FRAMES_PER_TURN):
+        await settle()
     assert len(lines(logs)) == MAX_FREE_LINES
     assert server.observer.refused_requests.counts == {("ann", "not_found"): MAX_FREE_LINES + 5}

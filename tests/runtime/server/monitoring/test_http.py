@@ -112,6 +112,32 @@ async def test_half_sent_requests_do_not_keep_a_probe_out(port: Port) -> None:
     assert await halves[0].read() == b"", "the oldest is closed"
 
 
+async def test_one_connection_is_answered_per_turn_of_the_event_loop(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[int] = [0]
+
+    async def answer() -> http.Answer:
+        answers[-1] += 1
+        return http.Answer(b"x")
+
+    def next_turn() -> None:
+        if sum(answers) < 40:
+            answers.append(0)
+            asyncio.get_running_loop().call_soon(next_turn)
+
+    monkeypatch.setitem(port.server._answers, "/readyz", answer)
+    readers = [await port.connect() for _ in range(20)]
+    next_turn()
+    for writer in port.writers:
+        writer.write(READY * 2)
+    for reader in readers:
+        assert (await reader.read(5)) == b"HTTP/"
+    while sum(answers) < 40:
+        await asyncio.sleep(0)
+    assert max(answers) == 1
+
+
 def test_closing_a_half_sent_request_for_a_newer_one_is_no_error(logs: object) -> None:
     """uvloop, on which the server runs, raises RuntimeError for an answer to a connection that was closed."""
     problems: list[Any] = []
