@@ -12,7 +12,7 @@ import numpy as np
 from .isa import WEIGHT_CODES
 from .isa cimport QUIRE_BF16, QUIRE_F32, QUIRE_Q4, quire_panel_bytes, quire_tiles, tiles_of
 
-_ROWS_AT_ONCE = 1024    # rows of the source that are widened to f32 at a time
+_ROWS_AT_ONCE = 64    # rows of the source that are widened to f32 at a time: malloc keeps what a thread has freed
 _ZEROS = {"q8": 0x80, "q4": 0x88}    # bytes of padding: weights are stored unsigned
 
 
