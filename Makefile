@@ -31,6 +31,9 @@ check-bits: $(BIN)/quire
 attack: $(BIN)/quire
 	$(BIN)/python tests/fuzz/attack.py $(ATTACK)
 
+fuzz-files: $(BIN)/quire
+	$(BIN)/python tests/fuzz/fuzz_files.py $(FUZZ)
+
 bench: $(BIN)/quire
 	$(INSTALL) '.[bench]' --quiet
 	$(BIN)/python -m pytest -q tests/bench/bench_ops.py $(BENCH)
@@ -51,4 +54,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard test docs attack bench check-kernels check-bits conformance
+.PHONY: demo loadtest dashboard test docs attack fuzz-files bench check-kernels check-bits conformance

@@ -21,7 +21,7 @@ COMMANDS = {  # each is the function of that name in the file of that name
     "demo": "Start a server on the bundled model, stream from it as several users, print what each user saw, and stop.",
     "bench": "Measure prefill and decode of a model and compare them with the limits of this machine.",
     "simulate": "Predict how a model serves a stream of requests.\n\n"
-    "The scheduler and the pager run in virtual time. Nothing is loaded; config.json is enough.",
+    "The scheduler and the pager run in virtual time. Nothing is loaded; config.json or a GGUF header is enough.",
     "loadtest": "Put a server under load and report the latencies of its clients.\n\n"
     "Flags and result keys are those of `vllm bench serve`. Without an address, a server on the bundled model runs for "
     "the duration of the test.",

@@ -16,6 +16,7 @@ from ...kernels import available_cpus
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..llm import LLM
+from ..model import model_path, read_spec, weights_text
 from ..model.runner import pick_cpus, pick_isa
 from ..tools.bench import CacheComparison, compare_cache, measure_overhead, measure_shapes, parse_shapes
 from ..tools.bench.console import SpeedReport
@@ -169,7 +170,7 @@ def _progress(text: str) -> None:
 def _configuration(config: EngineConfig) -> dict[str, Any]:
     return {
         "model": config.model or "bundled demo",
-        "weights": config.weights,
+        "weights": weights_text(read_spec(model_path(config.model)), config.weights),
         "kv_cache_dtype": config.kv_cache_dtype,
         "isa": pick_isa(config),
     }

@@ -21,7 +21,8 @@ from ..common.settings import Settings, resolve_settings, unknown_variables
 _OPTIONS = options_of(EngineConfig) | options_of(ServerConfig)
 _NAMES = tuple(_OPTIONS)
 ModelFolder = Annotated[
-    str | None, Parameter(help="Folder of the model in Hugging Face's format. Default: the bundled model.")
+    str | None,
+    Parameter(help="The model: a folder in Hugging Face's format, or a GGUF file. Default: the bundled model."),
 ]
 Json = Annotated[bool, Parameter(help="Print the results as JSON.")]
 CONFIG_HELP = "TOML file of options; QUIRE_* variables override it, flags override both."

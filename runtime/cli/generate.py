@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ..common.config import EngineConfig
 from ..common.errors import ModelNotFound
 from ..common.types import SAMPLING, CompletionOutput, SamplingParams, Usage, join_chunks
-from ..engine import Engine, GenerateRequest
-from ..model import model_folder
+from ..engine import Engine, GenerateRequest, text_folder
+from ..model import model_path
 from .flags import MemoryFlags, ModelFolder, SchedulingFlags, settings_from, typed_flags
 from .interrupts import leaving_at_once
 
@@ -39,7 +39,7 @@ def generate(
     """Print the continuation of `prompt`, and its usage on standard error. Raises ModelError, ConfigError or others."""
     params = SamplingParams(**asdict(sampling)) if sampling is not None else SamplingParams()
     config = settings_from(model, memory, scheduling).engine
-    folder = model_folder(config.model)
+    folder = text_folder(model_path(config.model))
     if not (folder / "tokenizer.json").is_file():  # said before the model is loaded
         raise ModelNotFound(
             f"{folder} has no tokenizer.json, which a prompt of text needs; copy the model's file there"

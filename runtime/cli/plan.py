@@ -1,4 +1,4 @@
-"""`quire plan`: print the memory that serving a model takes, from its config.json alone."""
+"""`quire plan`: print the memory that serving a model takes, from its config.json or the header of its GGUF file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from ...pager import KVLayout
 from ..common.settings import Settings
-from ..model import describe_sizes, model_folder, read_spec
+from ..model import describe_sizes, model_path, read_spec, weights_text
 from ..model.runner import Capacity, decide_capacity, free_memory_bytes
 from ..model.spec import DecoderSpec
 from ..server import MemoryLimits
@@ -30,7 +30,7 @@ def plan(
         print(describe_sizes())
         return
     settings = settings_from(model, memory, limits)
-    spec = read_spec(model_folder(settings.engine.model))
+    spec = read_spec(model_path(settings.engine.model))
     capacity = decide_capacity(settings.engine, spec)
     print(plan_text(settings, spec, capacity, arena))
     total_bytes = capacity.memory.total_bytes + MemoryLimits(settings.server).total_bytes
@@ -52,7 +52,7 @@ def plan_text(settings: Settings, spec: DecoderSpec, capacity: Capacity, arena: 
     lines = [
         f"{spec.family}: {spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} query / "
         f"{spec.num_kv_heads} KV heads of {spec.head_dim}, vocabulary {spec.vocab_size}",
-        f"weights {config.weights}, KV {layout.dtype}: {layout.token_bytes:,} B per token, "
+        f"weights {weights_text(spec, config.weights)}, KV {layout.dtype}: {layout.token_bytes:,} B per token, "
         f"{layout.page_bytes:,} B per page of {layout.page_size} tokens",
         *_windows(layout),
         f"{_pool(capacity)}; at most {config.max_num_seqs} sequences, "

@@ -26,7 +26,7 @@ from ..common.errors import ConfigError, SnapshotNotSaved
 from ..common.logs import log_to_stderr
 from ..common.settings import Settings
 from ..engine import Core, Engine, EngineCore, TextProcessor, check_snapshot_path, prefix_snapshot
-from ..model import model_folder
+from ..model import model_name, model_path, read_spec, weights_text
 from ..server import Server, check_config
 from ..server.monitoring import PrometheusObserver
 from ..workers import EnginePool, HealthTimeouts
@@ -50,7 +50,7 @@ def serve(
     """Serve until SIGINT or SIGTERM. Raises ModelError or ConfigError if the server cannot start."""
     settings = settings_from(model, memory, scheduling, server_flags, limits)
     log_to_stderr(settings.server.log_format, settings.server.log_level)
-    name = settings.server.served_model_name or model_folder(settings.engine.model).resolve().name
+    name = settings.server.served_model_name or model_name(model_path(settings.engine.model))
     server = msgspec.structs.replace(settings.server, served_model_name=name)
     if uvloop.run(_serve(msgspec.structs.replace(settings, server=server))) == signal.SIGINT:
         raise KeyboardInterrupt
@@ -76,7 +76,7 @@ async def _start_and_serve(settings: Settings, stop: _StopSignal) -> None:
     await check_config(settings.server)
     if settings.server.prefix_snapshot is not None:
         check_snapshot_path(Path(settings.server.prefix_snapshot))
-    text_processor = await asyncio.to_thread(TextProcessor.load, model_folder(settings.engine.model))
+    text_processor = await asyncio.to_thread(TextProcessor.load, model_path(settings.engine.model))
     if text_processor.tokenizer is None:
         _log.warning("the model has no tokenizer.json: prompts must be token ids")
     async with _core(settings) as core:
@@ -129,11 +129,11 @@ async def _serve_until(stop: _StopSignal, engine: Engine[Core], settings: Settin
 
 
 def _ready_line(config: EngineConfig, engine: Engine[Core], server: Server) -> str:
-    info = engine.info
+    info, weights = engine.info, weights_text(read_spec(model_path(config.model)), config.weights)
     processes = f"  {info.num_processes} engine processes" if info.num_processes > 1 else ""
     return (
         f"quire ready: clients {server.address}  metrics http://{server.http_address}/metrics  "
-        f"model {config.model or 'bundled demo'} ({config.weights}, KV {config.kv_cache_dtype})  "
+        f"model {config.model or 'bundled demo'} ({weights}, KV {config.kv_cache_dtype})  "
         f"{info.num_pages} pages of {info.page_size} tokens  "
         f"{info.threads} threads ({info.threads_reason})  {info.isa}{processes}"
     )

@@ -1,4 +1,4 @@
-"""`quire simulate`: predict latency and throughput of a workload from a model's config.json, without loading it."""
+"""`quire simulate`: predict how a model serves a workload, from its config.json or GGUF header, without loading it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from ...kernels import available_cpus
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError
-from ..model import model_folder, read_spec
+from ..model import DecoderSpec, model_path, read_spec, weights_text
 from ..model.runner import Capacity, decide_capacity
 from ..tools.bench import Roofline
 from ..tools.bench.roofline import RooflineMeter
@@ -54,14 +54,14 @@ def simulate(
     _check(machine)
     objectives = parse_objectives(goodput)
     arrivals = make_arrivals(workload)
-    spec = read_spec(model_folder(config.model))
+    spec = read_spec(model_path(config.model))
     capacity = decide_capacity(config, spec)
     roofline = _roofline(capacity, machine.bandwidth, machine.peak)
     simulator = build_simulator(config, spec, capacity, roofline, arrivals, noise=machine.noise, seed=workload.seed)
     start = time.process_time()
     simulator.run()
     spent_s = time.process_time() - start
-    about = _configuration(config, capacity, roofline)
+    about = _configuration(config, spec, capacity, roofline)
     report = summarize(simulator, objectives, config.tenant_weights)
     if json:
         print(dumps({**about, **report.as_dict()}, indent=1))
@@ -97,10 +97,10 @@ def _roofline(capacity: Capacity, bandwidth: float | None, peak: float | None) -
     )
 
 
-def _configuration(config: EngineConfig, capacity: Capacity, roofline: Roofline) -> dict[str, Any]:
+def _configuration(config: EngineConfig, spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> dict[str, Any]:
     return {
         "model": config.model or "bundled demo",
-        "weights": config.weights,
+        "weights": weights_text(spec, config.weights),
         "kv_cache_dtype": config.kv_cache_dtype,
         "threads": capacity.cpus.threads,
         "pages": capacity.num_pages,

@@ -14,7 +14,7 @@ import msgspec
 
 from .options import option
 
-WeightDtype = Literal["bf16", "q8", "q4", "f32"]
+WeightDtype = Literal["auto", "bf16", "q8", "q4", "f32"]
 KVCacheDtype = Literal["bf16", "f32", "int8"]
 PageSize = Literal[16, 32, 64]
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
@@ -40,9 +40,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The options of an engine. None means that the engine chooses the value at start and prints it."""
 
     model: Annotated[
-        str | None, _memory("The model, a folder in Hugging Face's format.", unit="folder", default="the bundled model")
+        str | None,
+        _memory(
+            "The model: a folder in Hugging Face's format, or a GGUF file.", unit="path", default="the bundled model"
+        ),
     ] = None
-    weights: Annotated[WeightDtype, _memory("Data type of the weights; q8 and q4 quantise while loading.")] = "bf16"
+    weights: Annotated[
+        WeightDtype,
+        _memory(
+            "Data type of the weights. auto: that of the file if it is quantised, else bf16. q8 and q4 quantise while "
+            "loading."
+        ),
+    ] = "auto"
     kv_cache_dtype: Annotated[KVCacheDtype, _memory("Data type of the KV cache.")] = "bf16"
     page_size: Annotated[PageSize, _memory("Tokens per page of the KV cache.", unit="tokens", alias="block_size")] = 32
     max_model_len: Annotated[

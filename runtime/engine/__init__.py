@@ -15,7 +15,7 @@ from .facade import (
     StepStats,
 )
 from .snapshot import check_snapshot_path, prefix_snapshot
-from .text_processor import TextProcessor
+from .text_processor import TextProcessor, text_folder
 
 __all__ = [
     "Core",
@@ -37,4 +37,5 @@ __all__ = [
     "TextProcessor",
     "check_snapshot_path",
     "prefix_snapshot",
+    "text_folder",
 ]

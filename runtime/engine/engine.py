@@ -21,7 +21,7 @@ from ...scheduler import Request, RequestUpdate, SchedulerError
 from ..common.config import EngineConfig
 from ..common.errors import GenerationFailed, QuireError, Unavailable
 from ..common.types import FinishReason, OutputChunk, Usage
-from ..model import model_folder
+from ..model import model_path
 from .core import Core, CoreListener, EngineCore, Prefilled
 from .error_mapping import failure_error, refusal_error
 from .facade import EngineInfo, EngineObserver, EngineStats, GenerateRequest, RequestStats, SilentObserver, StepStats
@@ -60,7 +60,7 @@ class Engine(Generic[CoreT]):
     @classmethod
     async def start(cls, config: EngineConfig) -> Engine[EngineCore]:
         """Load the model into this process and allocate all memory. Raises ModelError or ConfigError."""
-        text_processor = await asyncio.to_thread(TextProcessor.load, model_folder(config.model))
+        text_processor = await asyncio.to_thread(TextProcessor.load, model_path(config.model))
         return Engine(await EngineCore.load(config), text_processor)
 
     def submit(self, request: GenerateRequest) -> Coroutine[Any, Any, Stream]:

@@ -70,7 +70,7 @@ def _identity(core: EngineCore) -> bytes:
     """Return a digest of everything that determines the bits of a page."""
     runner, config = core.runner, core.config
     build = (version("quire"), runner.capacity.isa, config.weights, config.kv_cache_dtype, runner.capacity.layout)
-    return hashlib.sha256(repr(build).encode() + fingerprint(runner.folder)).digest()
+    return hashlib.sha256(repr(build).encode() + fingerprint(runner.path)).digest()
 
 
 def _load(core: EngineCore, path: Path, identity: bytes) -> None:

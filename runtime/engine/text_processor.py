@@ -15,7 +15,7 @@ from .text import ChatTemplate, IncrementalDetokenizer, Tokenizer
 
 
 class TextProcessor:
-    """The tokenizer and chat template of one model folder.
+    """The tokenizer and chat template of one model.
 
     A model without tokenizer.json takes and returns token ids only. Any thread may call its methods.
     """
@@ -25,8 +25,9 @@ class TextProcessor:
         self.chat_template = chat_template
 
     @classmethod
-    def load(cls, folder: Path) -> TextProcessor:
-        """Read the folder's files. Raises CorruptCheckpoint for one that exists and cannot be read."""
+    def load(cls, path: Path) -> TextProcessor:
+        """Read the files in a model's folder, or beside its file. Raises CorruptCheckpoint if one cannot be read."""
+        folder = text_folder(path)
         tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
         try:
             template = ChatTemplate.load(folder)
@@ -62,3 +63,8 @@ class TextProcessor:
         if self.tokenizer is None:
             return None
         return IncrementalDetokenizer(self.tokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
+
+
+def text_folder(path: Path) -> Path:
+    """Return the folder with the tokenizer of a model: the model's own, or the one that its file lies in."""
+    return path if path.is_dir() else path.parent

@@ -1,10 +1,12 @@
-"""Models: from a Hugging Face folder to packed weights and a program, and the memory that they take."""
+"""Models: from a Hugging Face folder or a GGUF file to packed weights and a program, and the memory that they take."""
 
 from .families.registry import read_spec
+from .files import BUNDLED_MODEL, fingerprint, model_name, model_path
 from .memory_plan import MemoryPlan, plan_memory
-from .packed_model import BUNDLED_MODEL, PackedModel, fingerprint, kv_layout, model_folder, pack_model
+from .packed_model import PackedModel, kv_layout, pack_model
 from .sizes import describe_sizes
 from .spec import DecoderSpec
+from .weights.packing import weights_text
 
 __all__ = [
     "BUNDLED_MODEL",
@@ -14,8 +16,10 @@ __all__ = [
     "describe_sizes",
     "fingerprint",
     "kv_layout",
-    "model_folder",
+    "model_name",
+    "model_path",
     "pack_model",
     "plan_memory",
     "read_spec",
+    "weights_text",
 ]

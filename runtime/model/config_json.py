@@ -31,11 +31,22 @@ DEFAULT_THETA = 10_000.0  # as in transformers
 
 
 class ConfigTable:
-    """The object in config.json, or an object inside it. `where` prefixes keys in messages."""
+    """The object in config.json, or an object inside it.
 
-    def __init__(self, values: Mapping[str, Any], where: str = "") -> None:
+    Messages begin with `source` and name a key as `names` does, or else as it is, after `where`.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: str = "",
+        source: str = CONFIG_FILE,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
         self.values = values
         self.where = where
+        self.source = source
+        self.names = names or {}
 
     def __contains__(self, key: str) -> bool:
         """Return whether the key is present and not null."""
@@ -43,7 +54,7 @@ class ConfigTable:
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigTable:
         """Return a table that has `defaults` under absent keys, as a config class has; null stays null."""
-        return ConfigTable({**defaults, **self.values}, self.where)
+        return ConfigTable({**defaults, **self.values}, self.where, self.source, self.names)
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
         """Return an integer in low..high; `default` if the key is absent or null, an error without a default."""
@@ -78,12 +89,13 @@ class ConfigTable:
         value = self._present(key, {})
         if not isinstance(value, dict):
             raise self.refused(key, "an object")
-        return ConfigTable(value, f"{self.where}{key}.")
+        return ConfigTable(value, f"{self.where}{key}.", self.source, self.names)
 
     def refused(self, key: str, allowed: str) -> UnsupportedModel:
         """Return the error to raise for the value under `key`."""
         got = "missing" if key not in self.values else json.dumps(self.values[key])[:80]
-        return UnsupportedModel(f"{CONFIG_FILE}: {self.where}{key} is {got}; it must be {allowed}")
+        full = f"{self.where}{key}"
+        return UnsupportedModel(f"{self.source}: {self.names.get(full, full)} is {got}; it must be {allowed}")
 
     def _present(self, key: str, default: Any) -> Any:
         value = self.values.get(key)

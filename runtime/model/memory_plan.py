@@ -6,11 +6,13 @@ allocate, because the same code computes both.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from ...kernels import sampler_nbytes, scratch_nbytes
+from ...kernels.ops import WeightDtype as PackedDtype
 from ...kernels.ops import padded
 from ..common.config import KVCacheDtype, WeightDtype
 from .decoder import emit_decoder
@@ -25,7 +27,7 @@ from .weights.packing import plan_weights
 class MemoryPlan:
     """Bytes by purpose, and the program that the arena is planned for; its ops cannot be run."""
 
-    weights_bytes: int  # packed matrices; norms and biases are negligible
+    weights: Mapping[PackedDtype, int]  # bytes of the packed matrices by dtype; norms and biases are negligible
     kv_pages: int
     kv_bytes: int
     arena_bytes: int
@@ -36,6 +38,10 @@ class MemoryPlan:
     program: ProgramPlan
 
     @property
+    def weights_bytes(self) -> int:
+        return sum(self.weights.values())
+
+    @property
     def total_bytes(self) -> int:
         step = self.arena_bytes + self.rotary_bytes + self.scratch_bytes + self.sampling_bytes
         return self.weights_bytes + self.kv_bytes + step
@@ -43,7 +49,7 @@ class MemoryPlan:
     def describe(self) -> str:
         """Return the plan as text, one line per purpose."""
         lines = [
-            ("weights", self.weights_bytes, ""),
+            ("weights", self.weights_bytes, _by_dtype(self.weights)),
             ("KV pages", self.kv_bytes, f"{self.kv_pages:,} pages"),
             ("step arena", self.arena_bytes, f"of which logits {self.logits_bytes:,} B"),
             ("rotary table", self.rotary_bytes, ""),
@@ -52,6 +58,11 @@ class MemoryPlan:
             ("total", self.total_bytes, ""),
         ]
         return "\n".join(f"{name:<18}{size:>18,} B  {note}".rstrip() for name, size, note in lines)
+
+
+def _by_dtype(weights: Mapping[PackedDtype, int]) -> str:
+    """Return the bytes of each dtype if there are several."""
+    return ", ".join(f"{dtype} {size:,} B" for dtype, size in sorted(weights.items())) if len(weights) > 1 else ""
 
 
 def plan_memory(
@@ -72,7 +83,7 @@ def plan_memory(
     builder = ProgramBuilder(max_tokens, max_samples)
     program = builder.build(emit_decoder(builder, spec, shapes, rotary))
     return MemoryPlan(
-        weights_bytes=weights_bytes,
+        weights=weights_bytes,
         kv_pages=num_pages,
         kv_bytes=num_pages * kv_layout(spec, kv_dtype, page_size).page_bytes,
         arena_bytes=program.arena_bytes,

@@ -16,7 +16,7 @@ from decimal import Decimal
 import numpy as np
 import numpy.typing as npt
 
-from .spec import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from .spec import FrequencyDivisors, LinearScaling, Llama3Scaling, Rope, YarnScaling
 
 Frequencies = npt.NDArray[np.float32]  # [head_dim / 2]
 
@@ -92,6 +92,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Frequencies, float]:
             return plain, 1.0
         case LinearScaling(factor):
             return plain / np.float32(factor), 1.0
+        case FrequencyDivisors(divisors):
+            by: Frequencies = np.array(divisors, np.float32)
+            return plain / by, 1.0
         case Llama3Scaling():
             return _llama3(plain, rope.scaling), 1.0
         case YarnScaling():

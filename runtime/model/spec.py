@@ -5,7 +5,8 @@ Every `DecoderSpec` can be run: `config_json.py` refuses all other values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,18 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class FrequencyDivisors:
+    """A divisor for each frequency, highest frequency first, as GGUF files have them."""
+
+    divisors: tuple[float, ...]  # head_dim / 2
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary embedding over the whole head: the base, and the scaling for positions beyond those of training."""
 
     theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | FrequencyDivisors | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +98,8 @@ class DecoderSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     names: TensorNames = TensorNames()
+    # tensor -> type, of the tensors that the checkpoint has in blocks of integers; a change of it changes no shape
+    quantised: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def q_size(self) -> int:

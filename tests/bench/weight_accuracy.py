@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 from quire.runtime.model import BUNDLED_MODEL, pack_model
 from quire.runtime.model.packed_model import PackedModel
-from quire.runtime.model.weights import Checkpoint
+from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 
 from tests.runtime.model.conftest import kernel_logits
 
@@ -39,8 +39,8 @@ def main() -> None:
 def packed(folder: Path, weights: str) -> PackedModel:
     if weights != "Q4_0":
         return pack_model(folder, weights)
-    read = Checkpoint.tensor
-    with patch.object(Checkpoint, "tensor", lambda checkpoint, name: plain_q4(name, read(checkpoint, name))):
+    read = SafetensorsCheckpoint.tensor
+    with patch.object(SafetensorsCheckpoint, "tensor", lambda checkpoint, name: plain_q4(name, read(checkpoint, name))):
         return pack_model(folder, "q4")
 
 

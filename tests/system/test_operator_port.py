@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire import AsyncClient, SamplingParams
 from quire.runtime.common.config import EngineConfig, ServerConfig
 from quire.runtime.engine import Engine, TextProcessor
-from quire.runtime.model import model_folder
+from quire.runtime.model import model_path
 from quire.runtime.server import Server
 from quire.runtime.server.monitoring.status import Status
 from quire.runtime.workers import EnginePool
@@ -101,7 +101,7 @@ async def test_the_status_has_the_numbers_of_real_requests(serving: Callable[...
 
 async def test_no_counter_falls_when_the_engine_restarts() -> None:
     core = await EnginePool.launch(EngineConfig(kv_cache_memory=8 << 20))
-    engine, server = Engine(core, TextProcessor.load(model_folder(None))), Server()
+    engine, server = Engine(core, TextProcessor.load(model_path(None))), Server()
     try:
         await server.start(engine, ServerConfig(port=0, http_port=0))
         async with AsyncClient(server.address) as client:

@@ -15,7 +15,7 @@ import pytest
 from quire.kernels import supported_levels
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.engine import Engine, GenerateRequest, TextProcessor
-from quire.runtime.model import model_folder
+from quire.runtime.model import model_path
 from quire.runtime.workers import EnginePool
 
 from .bits import asked, bits, chunks_of, prompt, running
@@ -52,7 +52,7 @@ async def test_a_request_continues_at_another_level_after_a_crash(other: str, we
     request = asked(prompt(40, 5), max_tokens=300, temperature=0.8, seed=2)
     async with running(**msgspec.structs.asdict(config)) as undisturbed:
         expected = bits(await chunks_of(undisturbed, request))
-    engine = Engine(await EnginePool.launch(config), TextProcessor.load(model_folder(None)))
+    engine = Engine(await EnginePool.launch(config), TextProcessor.load(model_path(None)))
     try:
         member = engine.core.members[0]
         supervisor = member._supervisor

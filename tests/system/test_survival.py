@@ -21,14 +21,14 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError, DeadlineExceeded, ModelError, Overloaded, Quarantined, Unavailable
 from quire.runtime.common.types import OutputChunk
 from quire.runtime.engine import Engine, GenerateRequest, TextProcessor
-from quire.runtime.model import model_folder
+from quire.runtime.model import model_path
 from quire.runtime.workers import EnginePool, HealthTimeouts, engine_process
 
 from .bits import asked, bits, prompt, running, together
 from .poisoned_engine import FATAL_TO_ADD, FATAL_TO_COMPUTE
 
 SETTINGS: dict[str, Any] = {"kv_cache_memory": 8 << 20}
-TEXT_PROCESSOR = TextProcessor.load(model_folder(None))
+TEXT_PROCESSOR = TextProcessor.load(model_path(None))
 LONG = 1500  # tokens that take longer than anything that a test does in the meantime
 PATIENT = HealthTimeouts(heartbeat_s=30.0)  # a busy machine may delay a heartbeat, and that must not cause a restart
 

@@ -1,1 +1,1 @@
-"""One module per model family, which reads its config.json into a `DecoderSpec`."""
+"""One module per model family, which reads its config.json or GGUF metadata into a `DecoderSpec`."""

@@ -1,4 +1,6 @@
-"""What a family's module defines: the names by which a checkpoint is recognised, and the reader of its config.json."""
+"""What a family's module defines: the names by which a checkpoint is recognised, the reader of its config.json, and
+the form of its GGUF files.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config_json import ConfigTable
+from ..gguf_config import GGUFFormat
 from ..spec import DecoderSpec
 
 
@@ -16,3 +19,4 @@ class Family:
     architectures: tuple[str, ...]  # config.json's `architectures[0]`
     model_types: tuple[str, ...]  # config.json's `model_type`, for files without `architectures`
     read: Callable[[ConfigTable], DecoderSpec]
+    gguf: GGUFFormat | None = None  # the form of its GGUF files; None: not supported

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigTable, build_spec
+from ..gguf_config import GGUFFormat
 from ..spec import DecoderSpec
 from .family import Family
 
@@ -21,4 +22,4 @@ def read_llama(config: ConfigTable) -> DecoderSpec:
     )
 
 
-LLAMA = Family(("LlamaForCausalLM",), ("llama",), read_llama)
+LLAMA = Family(("LlamaForCausalLM",), ("llama",), read_llama, GGUFFormat("llama", neighbouring_pairs=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigTable, build_spec, qwen_windows
+from ..gguf_config import GGUFFormat
 from ..spec import DecoderSpec
 from .family import Family
 
@@ -15,4 +16,4 @@ def read_qwen2(config: ConfigTable) -> DecoderSpec:
     return replace(build_spec(config, "qwen2"), windows=qwen_windows(config), qkv_bias=True)
 
 
-QWEN2 = Family(("Qwen2ForCausalLM",), ("qwen2",), read_qwen2)
+QWEN2 = Family(("Qwen2ForCausalLM",), ("qwen2",), read_qwen2, GGUFFormat("qwen2"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigTable, build_spec, qwen_windows
+from ..gguf_config import GGUFFormat
 from ..spec import DecoderSpec
 from .family import Family
 
@@ -22,4 +23,4 @@ def read_qwen3(config: ConfigTable) -> DecoderSpec:
     )
 
 
-QWEN3 = Family(("Qwen3ForCausalLM",), ("qwen3",), read_qwen3)
+QWEN3 = Family(("Qwen3ForCausalLM",), ("qwen3",), read_qwen3, GGUFFormat("qwen3"))

@@ -1,4 +1,4 @@
-"""The supported families, and the reading of a folder's config.json into a `DecoderSpec`."""
+"""The supported families, and the reading of a folder's config.json or a GGUF file's metadata into a `DecoderSpec`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from pathlib import Path
 
 from ...common.errors import UnsupportedModel
 from ..config_json import CONFIG_FILE, ConfigTable, read_config
+from ..files import is_gguf
 from ..spec import DecoderSpec
+from ..weights import Checkpoint
+from ..weights.gguf import GGUFFile
+from ..weights.safetensors import SafetensorsCheckpoint
+from ..weights.tensors import check_tensors
 from .family import Family
 from .llama import LLAMA
 from .mistral import MISTRAL
@@ -16,10 +21,32 @@ from .qwen3 import QWEN3
 FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
 
 
-def read_spec(folder: str | Path) -> DecoderSpec:
-    """Read a folder's config.json. Raises ModelNotFound, CorruptCheckpoint or UnsupportedModel."""
-    config = read_config(folder)
+def read_spec(path: str | Path) -> DecoderSpec:
+    """Read a folder's config.json, or a GGUF file's header. Raises ModelError. A folder needs no weights."""
+    if is_gguf(path):
+        return _open_gguf(path)[0]
+    config = read_config(path)
     return _family(config).read(config)
+
+
+def open_model(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:
+    """Return the spec and the tensors of a folder or GGUF file, all checked and none read. Raises ModelError."""
+    if is_gguf(path):
+        return _open_gguf(path)
+    spec, checkpoint = read_spec(path), SafetensorsCheckpoint(path)
+    check_tensors(spec, checkpoint)
+    return spec, checkpoint
+
+
+def _open_gguf(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:
+    file = GGUFFile(path)
+    formats = {family.gguf.architecture: family for family in FAMILIES if family.gguf is not None}
+    architecture = file.metadata.text("general.architecture")
+    if architecture not in formats:
+        raise file.metadata.refused("general.architecture", f"one of {', '.join(formats)}")
+    family = formats[architecture]
+    assert family.gguf is not None, "only families with a GGUF format are in the table"
+    return family.gguf.open(file, family.read)
 
 
 def _family(config: ConfigTable) -> Family:

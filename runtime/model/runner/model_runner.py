@@ -21,7 +21,7 @@ from ....pager import KVArena, OutOfMemory
 from ....scheduler.plan import SampledToken, ScheduledSequence, StepPlan, StepResult
 from ...common.config import EngineConfig
 from ...common.errors import ConfigError
-from .. import PackedModel, model_folder, pack_model, read_spec
+from .. import PackedModel, model_path, pack_model, read_spec
 from .capacity import Capacity, decide_capacity
 from .sampling import sampling_rows
 
@@ -34,9 +34,9 @@ def load_model(config: EngineConfig, stop: threading.Event | None = None) -> Mod
 
     Raises Unavailable soon after another thread has set `stop`.
     """
-    folder = model_folder(config.model)
-    capacity = decide_capacity(config, read_spec(folder))
-    return ModelRunner(config, pack_model(folder, config.weights, stop), capacity)
+    path = model_path(config.model)
+    capacity = decide_capacity(config, read_spec(path))
+    return ModelRunner(config, pack_model(path, config.weights, stop), capacity)
 
 
 class ModelRunner:
@@ -44,7 +44,7 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, model: PackedModel, capacity: Capacity) -> None:
         self.spec = model.spec
-        self.folder = model.folder
+        self.path = model.path
         self.capacity = capacity
         self.max_rows = config.max_num_batched_tokens  # tokens of one step
         self.arena = _allocate_pages(capacity)

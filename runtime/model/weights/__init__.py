@@ -1,5 +1,41 @@
 """The weights of a model: tensors in a checkpoint, and packed matrices."""
 
-from .safetensors import Checkpoint
+from __future__ import annotations
 
-__all__ = ["Checkpoint"]
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+READABLE: dict[str, type[np.generic]] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}  # element types
+
+
+class Checkpoint(Protocol):
+    """The tensors of a model's files. Rows of q and k are in Hugging Face's order: a rotated pair is half a head apart.
+
+    No tensor is read on opening, and every tensor lies completely inside its file. The methods raise MissingTensor.
+    """
+
+    path: Path  # the folder or file, for messages
+    config_name: str  # where the model's shape is described, for messages
+    matrix_dtypes: Collection[str]  # that a matrix may have; vectors have one of READABLE
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+
+    def dtype(self, name: str) -> str:
+        """Return the type of a tensor's elements, as the format names it: BF16, F16, F32, Q8_0, …"""
+
+    def tensor(self, name: str) -> npt.NDArray[Any]:
+        """Return a tensor, read-only: float32, float16, or bf16 bits as uint16; blocks as uint8 [rows, row bytes]."""
+
+    def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """Yield each `num_rows` of the given rows of a tensor, in order, and the number of rows before them.
+
+        The memory of the file's pages is given back when the next rows are asked for.
+        """
+
+
+__all__ = ["READABLE", "Checkpoint"]

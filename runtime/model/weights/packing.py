@@ -7,6 +7,7 @@ all run it, so they cannot disagree. Must not import config.json's reader or the
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,16 +17,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ....kernels import available_cpus
-from ....kernels.ops import INPUT_DTYPES, DType, padded
+from ....kernels.ops import WeightDtype as PackedDtype
+from ....kernels.ops import padded
 from ....kernels.pack import PackedMatrix, packed_nbytes
 from ....pager import OutOfMemory, map_memory
 from ...common.config import WeightDtype
 from ...common.errors import ModelError, Unavailable
 from ..spec import DecoderSpec
-from . import Checkpoint
+from . import READABLE, Checkpoint
+from .ggml import dequantise
 
 Vector = npt.NDArray[np.float32]
-ROWS_AT_ONCE = 2048  # of a tensor, between two looks at whether the load was cancelled; a multiple of 16
+ELEMENTS_AT_ONCE = 1 << 20  # of a tensor, between two looks at whether the load was cancelled
+# The dtype of a matrix whose tensors the checkpoint has in blocks, with `auto`; q8 for other types and for a mixture.
+PACKED: dict[str, PackedDtype] = {"Q4_0": "q4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,6 @@ class LayerWeights:
 class DecoderWeights:
     """The weights of a model. With tied embeddings, `lm_head` is the same object as `embedding`."""
 
-    input_dtype: DType  # what all matrices multiply
     embedding: PackedMatrix  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: Vector  # [hidden]
@@ -68,12 +72,16 @@ class Part:
     start: int = 0
     interleave: int | None = None
 
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, None if self.num_rows is None else self.first_row + self.num_rows)
+
 
 class WeightFactory(Protocol):
     """Makes the matrices and vectors of `build_weights`, in the order of their place in memory."""
 
     def matrix(
-        self, out_features: int, in_features: int, dtype: WeightDtype, parts: Sequence[Part]
+        self, out_features: int, in_features: int, dtype: PackedDtype, parts: Sequence[Part]
     ) -> PackedMatrix: ...
     def vector(self, size: int, parts: Sequence[Part]) -> Vector: ...
 
@@ -86,8 +94,8 @@ def pack_weights(
     Raises ModelError when the system has no memory for the block, and Unavailable after the tensors in work when
     another thread sets `stop`.
     """
-    _, nbytes = plan_weights(spec, dtype)
-    block = _map_weights(spec, dtype, nbytes)
+    _, planned = plan_weights(spec, dtype)
+    block = _map_weights(spec, dtype, planned.total())
     with ThreadPoolExecutor(available_cpus().threads) as threads:
         packer = _Packer(checkpoint, block, threads, stop or threading.Event())
         weights = build_weights(spec, dtype, packer)
@@ -95,35 +103,42 @@ def pack_weights(
     return weights
 
 
-def plan_weights(spec: DecoderSpec, dtype: WeightDtype) -> tuple[DecoderWeights, int]:
-    """Return weights of the right shapes without memory, to plan a program that is never run; and the packed bytes."""
+def plan_weights(spec: DecoderSpec, dtype: WeightDtype) -> tuple[DecoderWeights, Counter[PackedDtype]]:
+    """Return weights of the right shapes without memory, to plan a program that is never run; and bytes by dtype."""
     planner = WeightPlanner()
     weights = build_weights(spec, dtype, planner)
     return weights, planner.nbytes
+
+
+def weights_text(spec: DecoderSpec, dtype: WeightDtype) -> str:
+    """Return the dtype of the weights for people; for `auto` the dtypes of the matrices, such as "q4, q8"."""
+    return ", ".join(sorted(plan_weights(spec, dtype)[1])) if dtype == "auto" else dtype
 
 
 def _map_weights(spec: DecoderSpec, dtype: WeightDtype, nbytes: int) -> npt.NDArray[np.uint8]:
     try:
         return map_memory(nbytes)
     except OutOfMemory as error:
-        _, smallest = plan_weights(spec, "q4")
+        smallest = plan_weights(spec, "q4")[1].total()
         advice = f"weights q4 need {smallest:,} bytes" if smallest < nbytes else "use a smaller model or more memory"
         raise ModelError(f"the weights do not fit as {dtype}: {error}; {advice}") from error
 
 
 def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory) -> DecoderWeights:
     """Make all weights of a model with `factory`. With q4 the embedding and the LM head are q8."""
+    vocabulary_dtype: WeightDtype = "q8" if dtype == "q4" else dtype
     names, hidden = spec.names, spec.hidden_size
 
     def vocabulary(name: str) -> PackedMatrix:
         shape = spec.vocab_size, hidden
-        return factory.matrix(*shape, "q8" if dtype == "q4" else dtype, [Part(f"{name}.weight", shape)])
+        parts = [Part(f"{name}.weight", shape)]
+        return factory.matrix(*shape, _packed_dtype(spec, vocabulary_dtype, parts), parts)
 
     embedding = vocabulary(names.embedding)
     layers = tuple(_build_layer(spec, names.layer.format(layer), dtype, factory) for layer in range(spec.num_layers))
     final_norm = factory.vector(hidden, [Part(f"{names.final_norm}.weight", (hidden,))])
     lm_head = embedding if spec.tie_embeddings else vocabulary(names.lm_head)
-    return DecoderWeights(INPUT_DTYPES[dtype], embedding, layers, final_norm, lm_head)
+    return DecoderWeights(embedding, layers, final_norm, lm_head)
 
 
 def _build_layer(spec: DecoderSpec, prefix: str, dtype: WeightDtype, factory: WeightFactory) -> LayerWeights:
@@ -133,7 +148,8 @@ def _build_layer(spec: DecoderSpec, prefix: str, dtype: WeightDtype, factory: We
         return factory.vector(size, [Part(f"{prefix}{name}.weight", (size,))])
 
     def matrix(out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
-        return factory.matrix(out_features, in_features, dtype, _named(parts, prefix, "weight", in_features))
+        parts = _named(parts, prefix, "weight", in_features)
+        return factory.matrix(out_features, in_features, _packed_dtype(spec, dtype, parts), parts)
 
     def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
         return factory.vector(size, _named(parts, prefix, "bias")) if present else None
@@ -155,6 +171,16 @@ def _build_layer(spec: DecoderSpec, prefix: str, dtype: WeightDtype, factory: We
         down=matrix(hidden, intermediate, down),
         down_bias=bias(spec.mlp_bias, hidden, down),
     )
+
+
+def _packed_dtype(spec: DecoderSpec, dtype: WeightDtype, parts: Sequence[Part]) -> PackedDtype:
+    """Return the dtype of a matrix; with `auto` that of its tensors in the checkpoint, bf16 if one is not in blocks."""
+    if dtype != "auto":
+        return dtype
+    if any(part.tensor not in spec.quantised for part in parts):
+        return "bf16"
+    packed = {PACKED.get(spec.quantised[part.tensor], "q8") for part in parts}
+    return packed.pop() if len(packed) == 1 else "q8"
 
 
 def _stacked(names: Sequence[str], sizes: Sequence[int]) -> list[Part]:
@@ -194,7 +220,7 @@ class _Packer:
         self._stop = stop
         self._filling: list[Future[None]] = []
 
-    def matrix(self, out_features: int, in_features: int, dtype: WeightDtype, parts: Sequence[Part]) -> PackedMatrix:
+    def matrix(self, out_features: int, in_features: int, dtype: PackedDtype, parts: Sequence[Part]) -> PackedMatrix:
         nbytes = packed_nbytes(out_features, in_features, dtype)
         memory, self._unused = self._unused[:nbytes], self._unused[nbytes:]
         matrix = PackedMatrix(out_features, in_features, dtype, memory)
@@ -208,23 +234,20 @@ class _Packer:
 
     def _fill(self, matrix: PackedMatrix, parts: Sequence[Part]) -> None:
         for part in parts:
-            tensor, columns_per_row = self._read(part), 1 if part.interleave is None else 2
-            for row in range(0, len(tensor), ROWS_AT_ONCE):
+            kind, columns_per_row = self._checkpoint.dtype(part.tensor), 1 if part.interleave is None else 2
+            num_rows = max(ELEMENTS_AT_ONCE // matrix.in_features // 32, 1) * 32
+            for row, rows in self._checkpoint.chunks(part.tensor, part.rows, num_rows):
                 if self._stop.is_set():
                     raise Unavailable("loading the model was cancelled")
-                start = part.start + row * columns_per_row
-                matrix.fill(tensor[row : row + ROWS_AT_ONCE], start, part.interleave)
+                source = rows if kind in READABLE else dequantise(rows, kind)
+                matrix.fill(source, part.start + row * columns_per_row, part.interleave)
 
     def vector(self, size: int, parts: Sequence[Part]) -> Vector:
         out = np.zeros(size, np.float32)
         for part in parts:
-            values = _widen(self._read(part))
+            values = _widen(self._checkpoint.tensor(part.tensor)[part.rows])
             out[_columns(part, len(values))] = values
         return out
-
-    def _read(self, part: Part) -> npt.NDArray[np.generic]:
-        end = None if part.num_rows is None else part.first_row + part.num_rows
-        return self._checkpoint.tensor(part.tensor)[part.first_row : end]
 
 
 def _columns(part: Part, count: int) -> npt.NDArray[np.int64]:
@@ -248,18 +271,18 @@ class _MatrixShape:
 
     out_features: int
     in_features: int
-    dtype: WeightDtype
+    dtype: PackedDtype
 
 
 class WeightPlanner:
     """Counts bytes and lists tensors; returns shapes instead of matrices."""
 
     def __init__(self) -> None:
-        self.nbytes = 0  # of packed matrices
+        self.nbytes: Counter[PackedDtype] = Counter()  # of packed matrices
         self.tensors: dict[str, tuple[int, ...]] = {}  # name -> shape
 
-    def matrix(self, out_features: int, in_features: int, dtype: WeightDtype, parts: Sequence[Part]) -> PackedMatrix:
-        self.nbytes += packed_nbytes(out_features, in_features, dtype)
+    def matrix(self, out_features: int, in_features: int, dtype: PackedDtype, parts: Sequence[Part]) -> PackedMatrix:
+        self.nbytes[dtype] += packed_nbytes(out_features, in_features, dtype)
         self.tensors |= {part.tensor: part.shape for part in parts}
         return cast(PackedMatrix, _MatrixShape(out_features, in_features, dtype))
 

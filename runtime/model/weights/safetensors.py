@@ -1,15 +1,15 @@
 """The tensors of a Hugging Face folder: shapes, dtypes and arrays, which are views of the mapped files.
 
-Once a `Checkpoint` is open, every one of its tensors lies completely inside its file. The safetensors library validates
-each file (header, offsets without gap or overlap, no byte missing or left over). It cannot return bf16 as numpy arrays,
-so the arrays are views of a memory map at the offsets that it validated.
+Once a `SafetensorsCheckpoint` is open, every one of its tensors lies completely inside its file. The safetensors
+library validates each file (header, offsets without gap or overlap, no byte missing or left over). It cannot return
+bf16 as numpy arrays, so the arrays are views of a memory map at the offsets that it validated.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from os.path import isdir, isfile
@@ -21,11 +21,11 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from ...common.errors import CorruptCheckpoint, MissingTensor, ModelNotFound, WrongTensor
+from . import READABLE
+from .mapped_file import MappedFile
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-
-READABLE: dict[str, type[np.generic]] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class _Stored:
 
     dtype: str
     shape: tuple[int, ...]
-    file: npt.NDArray[np.uint8]
+    file: MappedFile
     begin: int
     end: int
 
 
-class Checkpoint:
+class SafetensorsCheckpoint:
     """The tensors of `folder`, from `model.safetensors` or from the shards in its index; no tensor is read on opening.
 
     Raises ModelNotFound without a folder or weights in it, CorruptCheckpoint when a file is invalid, MissingTensor when
@@ -47,8 +47,10 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self._stored = _open_folder(self.folder)
+        self.path = Path(folder)
+        self.config_name = "config.json"
+        self.matrix_dtypes: Collection[str] = READABLE
+        self._stored = _open_folder(self.path)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape. Raises MissingTensor."""
@@ -58,7 +60,7 @@ class Checkpoint:
         """Return a tensor's dtype as safetensors names it: BF16, F16, F32, I64, … Raises MissingTensor."""
         return self._find(name).dtype
 
-    def tensor(self, name: str) -> npt.NDArray[np.generic]:
+    def tensor(self, name: str) -> npt.NDArray[Any]:
         """Return a tensor, read-only: float32, float16, or bf16 bits as uint16. It is a view of the file if aligned.
 
         Raises MissingTensor, or WrongTensor for a dtype that is not in READABLE.
@@ -66,16 +68,21 @@ class Checkpoint:
         stored = self._find(name)
         if stored.dtype not in READABLE:
             raise WrongTensor(
-                f"tensor {name} in {self.folder} is {stored.dtype}; it must be one of {', '.join(READABLE)}"
+                f"tensor {name} in {self.path} is {stored.dtype}; it must be one of {', '.join(READABLE)}"
             )
-        array = stored.file[stored.begin : stored.end].view(READABLE[stored.dtype]).reshape(stored.shape)
+        array = stored.file.bytes[stored.begin : stored.end].view(READABLE[stored.dtype]).reshape(stored.shape)
         return array if array.flags.aligned else array.copy()
+
+    def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """Yield each `num_rows` of the given rows of a tensor. See `weights.Checkpoint`."""
+        stored = self._find(name)
+        yield from stored.file.chunks(self.tensor(name), stored.begin, stored.end, rows, num_rows)
 
     def _find(self, name: str) -> _Stored:
         try:
             return self._stored[name]
         except KeyError:
-            raise MissingTensor(f"tensor {name} is not in {self.folder}") from None
+            raise MissingTensor(f"tensor {name} is not in {self.path}") from None
 
 
 def _open_folder(folder: Path) -> dict[str, _Stored]:
@@ -122,7 +129,7 @@ def _open_file(path: Path) -> dict[str, _Stored]:
     try:
         with safe_open(path, framework="np"):
             pass
-        file = np.memmap(path, np.uint8, mode="r")
+        file = MappedFile(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise CorruptCheckpoint(f"{path} is not a whole safetensors file: {error}") from error
     header, data_start = _read_header(path, file)
@@ -131,19 +138,19 @@ def _open_file(path: Path) -> dict[str, _Stored]:
     }
 
 
-def _read_header(path: Path, file: npt.NDArray[np.uint8]) -> tuple[Mapping[str, Any], int]:
-    (length,) = struct.unpack("<Q", file[:8].tobytes())
+def _read_header(path: Path, file: MappedFile) -> tuple[Mapping[str, Any], int]:
+    (length,) = struct.unpack("<Q", file.bytes[:8].tobytes())
     try:
-        header = json.loads(file[8 : 8 + length].tobytes())
+        header = json.loads(file.bytes[8 : 8 + length].tobytes())
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path} has a header that is not JSON: {error}") from error
     return header, 8 + length
 
 
-def _locate(path: Path, name: str, entry: Any, file: npt.NDArray[np.uint8], data_start: int) -> _Stored:
+def _locate(path: Path, name: str, entry: Any, file: MappedFile, data_start: int) -> _Stored:
     """Check a header entry again: of a repeated key, the library may have validated the other entry."""
     dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    inside = 0 <= begin <= end <= len(file) - data_start
+    inside = 0 <= begin <= end <= len(file.bytes) - data_start
     if not inside or (dtype in READABLE and end - begin != prod(shape) * np.dtype(READABLE[dtype]).itemsize):
         raise CorruptCheckpoint(f"{path} places tensor {name} at bytes {begin}..{end}, which does not fit its shape")
     return _Stored(dtype, shape, file, data_start + begin, data_start + end)

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 from ...common.errors import WrongTensor
 from ..spec import DecoderSpec
-from . import Checkpoint
+from . import READABLE, Checkpoint
 from .packing import WeightPlanner, build_weights
-from .safetensors import READABLE
 
 
 def expected_tensors(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -26,8 +25,9 @@ def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> None:
     """Check presence, shape and dtype of every tensor, reading none. Raises MissingTensor or WrongTensor."""
     for name, shape in expected_tensors(spec):
         found, dtype = checkpoint.shape(name), checkpoint.dtype(name)
-        where = f"tensor {name} in {checkpoint.folder}"
+        where = f"tensor {name} in {checkpoint.path}"
         if found != shape:
-            raise WrongTensor(f"{where} is {list(found)}; config.json implies {list(shape)}")
-        if dtype not in READABLE:
-            raise WrongTensor(f"{where} is {dtype}; it must be one of {', '.join(READABLE)}")
+            raise WrongTensor(f"{where} is {list(found)}; {checkpoint.config_name} implies {list(shape)}")
+        allowed = checkpoint.matrix_dtypes if len(shape) == 2 else READABLE
+        if dtype not in allowed:
+            raise WrongTensor(f"{where} is {dtype}; it must be one of {', '.join(allowed)}")

@@ -234,7 +234,7 @@ def test_bench_without_the_cache(quire: Quire, tmp_path: Path) -> None:
         (["serve", "/nowhere"], "/nowhere does not exist"),
         (["serve", "--kv-spill-size", "1KiB", *QUICK], "--kv-spill-size: a spill file needs at least one page"),
         (["serve", "--kv-spill-size", "1MiB", "--kv-spill-dir", "/nowhere", *QUICK], "--kv-spill-dir: cannot create"),
-        (["serve", __file__], "is not a folder"),
+        (["serve", __file__], "is neither a folder nor a .gguf file"),
         (
             ["serve", "--in-process", "--engine-processes", "2", *QUICK],
             "--engine-processes cannot be above 1 with --in",
@@ -252,7 +252,7 @@ def test_errors_of_a_process(quire: Quire, arguments: list[str], message: str) -
         (["token", "a b"], "tenant 'a b': a name is 1 to 64"),
         (["info", "--isa", "mmx"], "--isa or QUIRE_ISA: unknown ISA level 'mmx'"),
         (["plan", "/"], "has no config.json"),
-        (["plan", "--weights", "int3"], "--weights must be bf16, f32, q4 or q8, not 'int3'"),
+        (["plan", "--weights", "int3"], "--weights must be auto, bf16, f32, q4 or q8, not 'int3'"),
         (["plan", "--kv-cache-memory", "lots"], "--kv-cache-memory"),
         (["plan", "--max-model-len", "4096"], "2048 positions"),
         (["plan", "--config", "/nowhere.toml"], "/nowhere.toml cannot be read"),

@@ -10,7 +10,7 @@ from quire.runtime.cli.main import run
 from quire.runtime.cli.plan import comparison, plan_text
 from quire.runtime.common.config import EngineConfig, ServerConfig
 from quire.runtime.common.settings import Settings
-from quire.runtime.model import model_folder, read_spec
+from quire.runtime.model import model_path, read_spec
 from quire.runtime.model.runner import decide_capacity
 
 MEMORY = 1 << 20
@@ -18,7 +18,7 @@ PAGE = 2 * 32 * 16 * 2 * 2  # keys and values of 32 tokens, two heads of 16 in b
 
 
 def plan_lines(settings: Settings) -> list[str]:
-    spec = read_spec(model_folder(settings.engine.model))
+    spec = read_spec(model_path(settings.engine.model))
     return plan_text(settings, spec, decide_capacity(settings.engine, spec), False).splitlines()
 
 

@@ -106,7 +106,7 @@ BAD_VALUES = [
     ({"kv_cache_memory": "4 gallons"}, r"must be a size in bytes of at least 1, such as 4294967296 or 4GiB, not '4 g"),
     ({"kv_cache_memory": "-1GiB"}, r"kv_cache_memory"),
     ({"kv_cache_memory": "0.1B"}, r"kv_cache_memory"),
-    ({"weights": "int4"}, r"weights must be bf16, f32, q4 or q8, not 'int4'"),
+    ({"weights": "int4"}, r"weights must be auto, bf16, f32, q4 or q8, not 'int4'"),
     ({"metrics_compat": "x"}, r"metrics_compat must be vllm, not 'x'"),
     ({"enable_prefix_caching": "maybe"}, r"enable_prefix_caching must be true or false, not 'maybe'"),
     ({"enable_prefix_caching": 1}, r"enable_prefix_caching must be .* not 1$"),

@@ -131,7 +131,7 @@ def test_a_config_that_belongs_to_another_checkpoint(model_folder: Callable[...,
 
 
 def test_an_unknown_weight_dtype(goldens: Path) -> None:
-    with pytest.raises(ConfigError, match="'fp8'; it must be one of bf16, q8, q4, f32"):
+    with pytest.raises(ConfigError, match="'fp8'; it must be one of auto, bf16, q8, q4, f32"):
         pack_model(goldens / "llama", "fp8")  # type: ignore[arg-type]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from quire.runtime.common.config import EngineConfig
-from quire.runtime.common.errors import ConfigError, ModelNotFound, UnsupportedModel
+from quire.runtime.common.errors import ConfigError, ModelNotFound
 from quire.runtime.model.runner import load_model
 
 
@@ -28,8 +28,8 @@ def test_a_pool_too_large_for_the_system_is_refused() -> None:
     ("model", "error", "message"),
     [
         ("/nowhere", ModelNotFound, "/nowhere does not exist"),
-        (__file__, ModelNotFound, "is not a folder"),
-        ("a/b.gguf", UnsupportedModel, "GGUF files are not supported yet"),
+        (__file__, ModelNotFound, "is neither a folder nor a .gguf file"),
+        ("a/b.gguf", ModelNotFound, "a/b.gguf does not exist$"),
     ],
 )
 def test_a_model_that_is_not_a_folder_is_refused(model: str, error: type[Exception], message: str) -> None:

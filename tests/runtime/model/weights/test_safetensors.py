@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, ModelNotFound, WrongTensor
-from quire.runtime.model.weights import Checkpoint
 from quire.runtime.model.weights import safetensors as safetensors_module
+from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 from safetensors import TensorSpec, serialize_file
 from safetensors.numpy import save_file
 
@@ -41,7 +41,7 @@ def test_values_of_each_dtype(tmp_path: Path) -> None:
     f16 = TensorSpec(dtype="float16", shape=[2, 3], data_ptr=half.ctypes.data, data_len=half.nbytes)
     f32 = TensorSpec(dtype="float32", shape=[2, 3], data_ptr=FLOATS.ctypes.data, data_len=FLOATS.nbytes)
     serialize_file({"bf16": bf16, "f16": f16, "f32": f32}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = SafetensorsCheckpoint(tmp_path)
     assert [checkpoint.dtype(name) for name in ("bf16", "f16", "f32")] == ["BF16", "F16", "F32"]
     assert all(checkpoint.shape(name) == (2, 3) for name in ("bf16", "f16", "f32"))
     for name, expected in (("bf16", BF16_BITS), ("f16", half), ("f32", FLOATS)):
@@ -52,7 +52,7 @@ def test_values_of_each_dtype(tmp_path: Path) -> None:
 
 def test_arrays_share_the_mapped_file_and_are_read_only(tmp_path: Path) -> None:
     save_file({"a": FLOATS}, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = SafetensorsCheckpoint(tmp_path)
     assert np.shares_memory(checkpoint.tensor("a"), checkpoint.tensor("a"))
     assert not checkpoint.tensor("a").flags.writeable
 
@@ -61,14 +61,14 @@ def test_an_unaligned_tensor_is_copied_to_an_aligned_place(tmp_path: Path) -> No
     header = json.dumps({"a": entry(0, 4, shape=[1])})
     header += " " * ((1 - len(header)) % 4)  # so that the data starts at an odd byte
     write(tmp_path, header.encode(), struct.pack("<f", 1.5))
-    tensor = Checkpoint(tmp_path).tensor("a")
+    tensor = SafetensorsCheckpoint(tmp_path).tensor("a")
     assert tensor.flags.aligned
     assert tensor.tolist() == [1.5]
 
 
 def test_shards_read_as_one_checkpoint(tmp_path: Path) -> None:
     save_sharded(tmp_path, {"a": "one.safetensors", "c": "two.safetensors"})
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = SafetensorsCheckpoint(tmp_path)
     with pytest.raises(MissingTensor):
         checkpoint.shape("b")  # it is in a shard but not in the index
     np.testing.assert_array_equal(checkpoint.tensor("c"), FLOATS + 2)
@@ -76,7 +76,7 @@ def test_shards_read_as_one_checkpoint(tmp_path: Path) -> None:
 
 def test_an_absent_tensor_is_named(tmp_path: Path) -> None:
     save_file({"a": FLOATS}, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = SafetensorsCheckpoint(tmp_path)
     for read in (checkpoint.tensor, checkpoint.shape, checkpoint.dtype):
         with pytest.raises(MissingTensor, match="tensor b is not in"):
             read("b")
@@ -84,9 +84,9 @@ def test_an_absent_tensor_is_named(tmp_path: Path) -> None:
 
 def test_integers_have_a_dtype_but_cannot_be_read(tmp_path: Path) -> None:
     save_file({"ids": np.arange(3)}, tmp_path / "model.safetensors")
-    assert Checkpoint(tmp_path).dtype("ids") == "I64"
+    assert SafetensorsCheckpoint(tmp_path).dtype("ids") == "I64"
     with pytest.raises(WrongTensor, match=r"ids .* is I64; it must be one of BF16, F16, F32"):
-        Checkpoint(tmp_path).tensor("ids")
+        SafetensorsCheckpoint(tmp_path).tensor("ids")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_integers_have_a_dtype_but_cannot_be_read(tmp_path: Path) -> None:
 def test_an_invalid_file_is_named(tmp_path: Path, header: Any, data: bytes) -> None:
     write(tmp_path, header, data)
     with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors is not a whole safetensors file"):
-        Checkpoint(tmp_path)
+        SafetensorsCheckpoint(tmp_path)
 
 
 def test_a_repeated_key_does_not_bypass_the_check_of_offsets(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_repeated_key_does_not_bypass_the_check_of_offsets(tmp_path: Path) -> 
     for one, other in ((first, second), (second, first)):
         write(tmp_path, f'{{"a": {one}, "a": {other}}}'.encode(), b"\0" * 32)
         with suppress(CorruptCheckpoint):
-            assert Checkpoint(tmp_path).tensor("a").shape == (8,)
+            assert SafetensorsCheckpoint(tmp_path).tensor("a").shape == (8,)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_offsets_are_checked_against_the_bytes_that_were_mapped(
     monkeypatch.setattr(safetensors_module, "safe_open", lambda path, framework: nullcontext())
     write(tmp_path, {"a": invalid}, b"\0" * 32)
     with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors places tensor a at bytes"):
-        Checkpoint(tmp_path)
+        SafetensorsCheckpoint(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 9, 60])
@@ -145,42 +145,42 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:keep])
     with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors"):
-        Checkpoint(tmp_path)
+        SafetensorsCheckpoint(tmp_path)
 
 
 def test_a_header_length_beyond_the_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
     with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors"):
-        Checkpoint(tmp_path)
+        SafetensorsCheckpoint(tmp_path)
 
 
 @pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "[" * 100_000])
 def test_an_invalid_index(tmp_path: Path, index: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors\.index\.json"):
-        Checkpoint(tmp_path)
+        SafetensorsCheckpoint(tmp_path)
 
 
 @pytest.mark.parametrize("shard", ["gone.safetensors", "../one.safetensors", "/etc/passwd", "", ".", "a\0b"])
 def test_a_shard_that_is_not_in_the_folder(tmp_path: Path, shard: str) -> None:
     save_sharded(tmp_path, {"a": "one.safetensors", "b": shard})
     with pytest.raises(CorruptCheckpoint, match="shard"):
-        Checkpoint(tmp_path)
+        SafetensorsCheckpoint(tmp_path)
 
 
 def test_a_shard_without_a_tensor_of_the_index(tmp_path: Path) -> None:
     save_sharded(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"})
     with pytest.raises(MissingTensor, match=r"tensor b is not in .*one\.safetensors"):
-        Checkpoint(tmp_path)
+        SafetensorsCheckpoint(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "file", "a\0b", "x" * 300])
 def test_no_folder(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ModelNotFound, match="is not a folder"):
-        Checkpoint(tmp_path / name)
+        SafetensorsCheckpoint(tmp_path / name)
 
 
 def test_no_weights(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
-        Checkpoint(tmp_path)
+        SafetensorsCheckpoint(tmp_path)

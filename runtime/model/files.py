@@ -1,0 +1,79 @@
+"""The files of a model: a folder in Hugging Face's format, or a GGUF file; finding, naming and hashing them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from os.path import exists, isdir, isfile
+from pathlib import Path
+
+from ..common.errors import CorruptCheckpoint, ModelNotFound
+from .config_json import CONFIG_FILE
+from .weights.gguf import PART, GGUFFile
+from .weights.safetensors import INDEX_FILE, SINGLE_FILE
+
+BUNDLED_MODEL = Path(__file__).parents[1] / "demo_model"
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # a model on Hugging Face: organisation/name
+
+
+def model_path(model: str | Path | None) -> Path:
+    """Return the folder or GGUF file of a model setting; None is the bundled model. Raises ModelNotFound.
+
+    A folder without safetensors that has one GGUF file, or the parts of one, stands for this file.
+    """
+    if model is None:
+        return BUNDLED_MODEL
+    if not exists(model) and not is_gguf(model) and _REPOSITORY.fullmatch(str(model)):
+        raise ModelNotFound(
+            f"{model} does not exist; download it first, for example with "
+            f"`hf download {model} --local-dir DIR`, and give the folder"
+        )
+    if not isdir(model):
+        if isfile(model) and is_gguf(model):
+            return Path(model)
+        found = "is neither a folder nor a .gguf file" if exists(model) else "does not exist"
+        raise ModelNotFound(f"{model} {found}")
+    folder = Path(model)
+    return folder if any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE)) else _only_gguf(folder)
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Return whether `path` names a GGUF file, which may not exist."""
+    return str(path).endswith(".gguf") and not isdir(path)
+
+
+def model_name(path: Path) -> str:
+    """Return the name of a model: that of its folder, or that of its GGUF file without the ending."""
+    if not is_gguf(path):
+        return path.resolve().name
+    part = PART.fullmatch(path.name)
+    return part[1] if part else path.stem
+
+
+def fingerprint(path: Path) -> bytes:
+    """Return a sha256 over names and contents of a model's files; takes about a second per GB.
+
+    They are config.json and all safetensors files of a folder, or all parts of a GGUF file. Models with the same
+    fingerprint compute the same keys and values. Raises CorruptCheckpoint for an unreadable file.
+    """
+    paths = GGUFFile(path).paths if is_gguf(path) else (path / CONFIG_FILE, *sorted(path.glob("*.safetensors*")))
+    digest = hashlib.sha256()
+    try:
+        for file_path in paths:
+            with file_path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            digest.update(f"{file_path.name} {content}\n".encode())
+    except OSError as error:
+        raise CorruptCheckpoint(f"{path} cannot be read completely: {error}") from error
+    return digest.digest()
+
+
+def _only_gguf(folder: Path) -> Path:
+    """Return the GGUF file in a folder, or the first part of it; the folder itself if it has none."""
+    files = sorted(path for path in folder.glob("*.gguf") if path.is_file())
+    first = [path for path in files if not (part := PART.fullmatch(path.name)) or int(part[2]) == 1]
+    if len(first) > 1:
+        raise ModelNotFound(
+            f"{folder} has {len(first)} GGUF models; give one of them: {', '.join(path.name for path in first[:20])}"
+        )
+    return first[0] if first else files[0] if files else folder

@@ -1,0 +1,235 @@
+"""Open broken model files: whatever their headers claim, each must load or raise a ModelError.
+
+usage: fuzz_files.py [--cases 200000] [--seed 1]
+
+A case is a small GGUF file, a part of a split one, or a safetensors folder with one or more changes: numbers in the
+header replaced by extreme ones, bytes flipped, ranges removed, repeated or exchanged, the file truncated. A file that
+is accepted is packed too. Every 20th case runs under tracemalloc, to check that memory is bounded by the size of the
+file, and the address space is limited throughout. Exit status 1 on any breach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import struct
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from quire.runtime.common.errors import ModelError
+from quire.runtime.model import pack_model, read_spec
+from quire.runtime.model.weights.gguf import GGUFFile
+from quire.runtime.model.weights.tensors import expected_tensors
+from safetensors.numpy import save_file
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests.gguf_files
+
+from tests.gguf_files import Tensor, describe, stored_tensors, write
+
+TRACED = 20  # one case in TRACED runs under tracemalloc
+MAX_PEAK_PER_BYTE = 64  # a metadata entry of 14 bytes is an object, a string and an entry of a dict
+MAX_PEAK_BASE = 8 << 20  # bytes allowed for any file, however short
+ADDRESS_SPACE = 4 << 30  # more than this process needs, less than a header can claim
+REPORTED_BREACHES = 5
+EXTREMES = (
+    0,
+    1,
+    2,
+    7,
+    31,
+    255,
+    256,
+    1 << 16,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 32,
+    1 << 62,
+    1 << 63,
+    (1 << 64) - 1,
+)
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Seed:
+    """A valid model: the file that a case changes, the bytes of its header, and what is opened."""
+
+    name: str
+    file: Path
+    header_bytes: int
+    model: Path
+    content: bytes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=200_000)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes, breaches, peak, slowest_s = run(Path(folder), options.cases, options.seed)
+    print(f"cases        {sum(outcomes.values()):,}")
+    print(f"outcomes     {', '.join(f'{name} {count:,}' for name, count in outcomes.most_common())}")
+    print(f"memory       at most {peak:,} bytes for a file of some KB ({TRACED}th cases)")
+    print(f"slowest      {slowest_s * 1000:.1f} ms")
+    print(f"breaches     {len(breaches)}")
+    for breach in breaches:
+        print(f"  {breach}")
+    return 1 if breaches else 0
+
+
+def run(folder: Path, cases: int, seed: int) -> tuple[Counter[str], list[str], int, float]:
+    """Return the outcomes by kind of file, the breaches, the largest peak of traced bytes and the longest time."""
+    rng, seeds = Random(seed), make_seeds(folder)
+    outcomes, breaches, peak, slowest_s = Counter[str](), list[str](), 0, 0.0
+    for number in range(cases):
+        chosen, traced = rng.choice(seeds), number % TRACED == 0
+        changed = mutated(chosen, rng)
+        chosen.file.write_bytes(changed)
+        if traced:
+            tracemalloc.start()
+        start = time.perf_counter()
+        try:
+            outcomes[f"{chosen.name}: {outcome(chosen.model)}"] += 1
+        except Exception as error:  # anything but a ModelError is a breach
+            breaches.append(f"case {number} of seed {seed}: {chosen.name}: {type(error).__name__}: {error}")
+        slowest_s = max(slowest_s, time.perf_counter() - start)
+        if traced:
+            used = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            peak = max(peak, used)
+            if used > MAX_PEAK_BASE + MAX_PEAK_PER_BYTE * len(changed):
+                breaches.append(f"case {number} of seed {seed}: {chosen.name}: {used:,} bytes for {len(changed):,}")
+        chosen.file.write_bytes(chosen.content)
+        if len(breaches) >= REPORTED_BREACHES:
+            break
+    return outcomes, breaches, peak, slowest_s
+
+
+def outcome(model: Path) -> str:
+    """Open and pack a model, and read all of its metadata; return "loaded" or the name of the ModelError."""
+    try:
+        if model.suffix == ".gguf":
+            dict(GGUFFile(model).metadata)
+        read_spec(model)
+        pack_model(model, "auto")
+    except ModelError as error:
+        return type(error).__name__
+    return "loaded"
+
+
+def make_seeds(folder: Path) -> list[Seed]:
+    source = folder / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    values = np.random.default_rng(1)
+    tensors = {name: values.standard_normal(shape, np.float32) for name, shape in expected_tensors(read_spec(source))}
+    save_file(tensors, source / "model.safetensors")
+    about = {**describe(source), "tokenizer.ggml.tokens": ["a", "bc", "ü"], "tokenizer.ggml.scores": [0.5, 1.5]}
+    seeds = []
+    for kind in ("F32", "Q8_0", "Q4_0"):
+        stored = stored_tensors(source, kind)
+        seeds.append(_gguf_seed(write(folder / f"{kind}.gguf", {**about, "general.flags": [True]}, stored), stored))
+    names = sorted(stored)
+    for part, some in enumerate((names[:5], names[5:])):
+        split = {"split.no": ("u16", part), "split.count": ("u16", 2), "split.tensors.count": ("i32", len(names))}
+        path, tensors = folder / f"split-0000{part + 1}-of-00002.gguf", {name: stored[name] for name in some}
+        seeds.append(_gguf_seed(write(path, {**(about if part == 0 else {}), **split}, tensors), tensors))
+    copy = folder / "safetensors"
+    shutil.copytree(source, copy)
+    config, file = copy / "config.json", copy / "model.safetensors"
+    length = struct.unpack("<Q", file.read_bytes()[:8])[0]
+    return [
+        *seeds,
+        Seed("config.json", config, config.stat().st_size, copy, config.read_bytes()),
+        Seed("safetensors", file, 8 + length, copy, file.read_bytes()),
+    ]
+
+
+def _gguf_seed(path: Path, tensors: Mapping[str, Tensor]) -> Seed:
+    content = path.read_bytes()
+    data_bytes = sum(-(-len(tensor.data) // 32) * 32 for tensor in tensors.values())
+    return Seed(path.stem, path, len(content) - data_bytes, path, content)
+
+
+def mutated(seed: Seed, rng: Random) -> bytes:
+    """Return the content of a seed with one to three changes to its header."""
+    data = bytearray(seed.content)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        rng.choice(CHANGES)(data, seed.header_bytes, rng)
+    return bytes(data)
+
+
+def _set_number(data: bytearray, size: int, rng: Random) -> None:
+    width, at = rng.choice((1, 2, 4, 8)), rng.randrange(size)
+    old = int.from_bytes(data[at : at + width], "little")
+    value = rng.choice((*EXTREMES, old + 1, old - 1, old * 2, old + 32)) % (1 << 8 * width)
+    data[at : at + width] = value.to_bytes(width, "little")
+
+
+def _set_digits(data: bytearray, size: int, rng: Random) -> None:
+    """Replace a number written in decimal digits, as in JSON."""
+    places = [at for at in range(min(size, len(data))) if 48 <= data[at] < 58]
+    if places:
+        at = rng.choice(places)
+        new = rng.choice((b"0", b"-1", b"18446744073709551616", b"1e999", b"NaN", b"null", b"[]", b'"a"', b"true"))
+        data[at : at + 1] = new
+
+
+def _flip(data: bytearray, size: int, rng: Random) -> None:
+    if data:
+        data[rng.randrange(min(size, len(data)))] ^= 1 << rng.randrange(8)
+
+
+def _truncate(data: bytearray, size: int, rng: Random) -> None:
+    del data[rng.randrange(size if rng.random() < 0.8 else len(data) + 1) :]
+
+
+def _remove(data: bytearray, size: int, rng: Random) -> None:
+    at = rng.randrange(size)
+    del data[at : at + rng.choice((1, 4, 8, rng.randrange(1, 200)))]
+
+
+def _repeat(data: bytearray, size: int, rng: Random) -> None:
+    at = rng.randrange(size)
+    data[at:at] = data[at : at + rng.randrange(1, 200)]
+
+
+def _exchange(data: bytearray, size: int, rng: Random) -> None:
+    width = rng.choice((1, 4, 8, 24))
+    first, second = rng.randrange(size), rng.randrange(size)
+    one, other = data[first : first + width], data[second : second + width]
+    if len(one) == len(other) == width:
+        data[first : first + width], data[second : second + width] = other, one
+
+
+CHANGES: tuple[Callable[[bytearray, int, Random], None], ...] = (
+    _set_number, _set_number, _set_number, _set_number, _set_digits, _flip, _truncate, _remove, _repeat, _exchange,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(main())

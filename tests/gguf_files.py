@@ -1,0 +1,210 @@
+"""A writer of GGUF files for tests, the reverse of `runtime/model/weights/gguf.py`, and a converter of model folders.
+
+`header` makes any header, valid or not: counts, lengths and offsets are arguments, so that a test can lie about them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from quire.runtime.model import read_spec
+from quire.runtime.model.gguf_config import KEYS, NAMES
+from quire.runtime.model.spec import Llama3Scaling, TensorNames
+from quire.runtime.model.weights.gguf import TYPES
+from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
+from quire.runtime.model.weights.tensors import expected_tensors
+
+NUMBERS = {kind.name: number for number, kind in TYPES.items()}
+KINDS = {"u8": 0, "i8": 1, "u16": 2, "i16": 3, "u32": 4, "i32": 5, "f32": 6, "bool": 7, "str": 8, "u64": 10, "f64": 12}
+FORMATS = {"u8": "B", "i8": "b", "u16": "H", "i16": "h", "u32": "I", "i32": "i", "f32": "f", "u64": "Q", "f64": "d"}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor to write: its shape as in torch, its type, and its bytes."""
+
+    shape: Sequence[int]
+    kind: str
+    data: bytes
+
+
+def write(
+    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int = 3, alignment: int = 32
+) -> Path:
+    """Write a valid file. A metadata value is a str, bool, int (u32), float (f32), a list, or (type, value)."""
+    infos, data = [], b""
+    for name, tensor in tensors.items():
+        infos.append(info(name, tensor.shape, NUMBERS[tensor.kind], len(data)))
+        data += tensor.data + b"\0" * (-len(tensor.data) % alignment)
+    if alignment != 32:
+        metadata = {**metadata, "general.alignment": alignment}
+    head = header([pair(key, value) for key, value in metadata.items()], infos, version=version)
+    path.write_bytes(head + b"\0" * (-len(head) % alignment) + data)
+    return path
+
+
+def header(
+    pairs: Sequence[bytes],
+    infos: Sequence[bytes],
+    *,
+    magic: bytes = b"GGUF",
+    version: int = 3,
+    num_tensors: int | None = None,
+    num_keys: int | None = None,
+) -> bytes:
+    counts = len(infos) if num_tensors is None else num_tensors, len(pairs) if num_keys is None else num_keys
+    return magic + struct.pack("<IQQ", version, *counts) + b"".join(pairs) + b"".join(infos)
+
+
+def pair(key: str | bytes, value: Any) -> bytes:
+    kind, value = value if isinstance(value, tuple) else (_kind(value), value)
+    if kind == "raw":
+        return text(key) + value
+    if isinstance(value, list):
+        body = b"".join(_encode(kind, element) for element in value)
+        return text(key) + struct.pack("<IIQ", 9, KINDS[kind], len(value)) + body
+    return text(key) + struct.pack("<I", KINDS[kind]) + _encode(kind, value)
+
+
+def info(name: str | bytes, shape: Sequence[int], kind: int, offset: int) -> bytes:
+    sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+    return text(name) + sizes + struct.pack("<IQ", kind, offset)
+
+
+def text(value: str | bytes, length: int | None = None) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(data) if length is None else length) + data
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, list):
+        return _kind(value[0]) if value else "u32"
+    return {bool: "bool", int: "u32", float: "f32", str: "str"}[type(value)]
+
+
+def _encode(kind: str, value: Any) -> bytes:
+    if kind == "str":
+        return text(value)
+    return bytes([int(value)]) if kind == "bool" else struct.pack(f"<{FORMATS[kind]}", value)
+
+
+def encode(values: npt.NDArray[np.float32], kind: str) -> Tensor:
+    """Round a tensor to a type. Vectors stay f32, as llama.cpp's converter leaves them."""
+    if values.ndim == 1 or kind == "F32":
+        return Tensor(values.shape, "F32", values.astype("<f4").tobytes())
+    if kind == "F16":
+        return Tensor(values.shape, kind, values.astype("<f2").tobytes())
+    if kind == "BF16":
+        return Tensor(values.shape, kind, (values.view(np.uint32) >> 16).astype("<u2").tobytes())  # exact or truncated
+    return Tensor(values.shape, kind, {"Q8_0": q8_0, "Q4_0": q4_0}[kind](values).tobytes())
+
+
+def q8_0(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Quantise as GGML's reference does; the result is uint8 [rows, row bytes]."""
+    blocks = values.reshape(-1, 32)
+    scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+    inverse = np.divide(np.float32(1), scale, where=scale > 0, out=np.zeros_like(scale))
+    rounded = np.trunc(blocks * inverse + np.copysign(np.float32(0.5), blocks)).astype(np.int8)
+    return np.concatenate([scale.astype("<f2").view(np.uint8), rounded.view(np.uint8)], axis=1).reshape(len(values), -1)
+
+
+def q4_0(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Quantise as GGML's reference does; the result is uint8 [rows, row bytes]."""
+    blocks = values.reshape(-1, 32)
+    extreme = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
+    scale = extreme / np.float32(-8)
+    inverse = np.divide(np.float32(1), scale, where=scale != 0, out=np.zeros_like(scale))
+    rounded = np.minimum(15, blocks * inverse + np.float32(8.5)).astype(np.uint8)
+    packed = rounded[:, :16] | rounded[:, 16:] << 4
+    return np.concatenate([scale.astype("<f2").view(np.uint8), packed], axis=1).reshape(len(values), -1)
+
+
+def convert(folder: Path, path: Path, kind: str = "F32", metadata: Mapping[str, Any] = {}) -> Path:
+    """Write a model folder as a GGUF file, as llama.cpp's converter does; `metadata` adds and replaces keys."""
+    return write(path, {**describe(folder), **metadata}, {**stored_tensors(folder, kind), **rope_freqs(folder)})
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """Return the metadata of a folder's config.json, without a tokenizer."""
+    config = json.loads((folder / "config.json").read_text())
+    spec = read_spec(folder)
+    family = "llama" if spec.family == "mistral" else spec.family
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    values: dict[str, Any] = {"general.architecture": family}
+    written = scaling if scaling.get("rope_type") in ("linear", "yarn") else {}
+    for key, name in KEYS.items():
+        value = written.get(key.removeprefix("rope_scaling.")) if "." in key else config.get(key, scaling.get(key))
+        if value is not None:
+            values[f"{family}.{name}"] = float(value) if name in FLOATS else value
+    values[f"{family}.attention.key_length"] = values[f"{family}.attention.value_length"] = spec.head_dim
+    values[f"{family}.rope.dimension_count"] = spec.head_dim
+    if spec.eos_token_ids:
+        values["tokenizer.ggml.eos_token_id"] = spec.eos_token_ids[0]
+    return values
+
+
+def _each(names: TensorNames) -> list[str]:
+    values = (getattr(names, field.name) for field in fields(names))
+    return [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
+
+
+STORED = dict(zip(_each(TensorNames()), _each(NAMES), strict=True))  # name on Hugging Face -> name in GGUF files
+FLOATS = (
+    "attention.layer_norm_rms_epsilon",
+    "rope.freq_base",
+    "rope.scaling.factor",
+    "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+)
+
+
+def stored_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
+    """Return a folder's tensors under the names and in the order of rows of llama.cpp's converter."""
+    spec, checkpoint = read_spec(folder), SafetensorsCheckpoint(folder)
+    tensors = {}
+    for name, _ in expected_tensors(spec):
+        values = _widened(checkpoint.tensor(name))
+        if spec.family in ("llama", "mistral") and re.search(r"\.[qk]_proj\.", name):
+            halves = values.reshape(-1, 2, spec.head_dim // 2, *values.shape[1:])
+            values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+        tensors[stored_name(name)] = encode(values, kind)
+    return tensors
+
+
+def rope_freqs(folder: Path) -> dict[str, Tensor]:
+    """Return the divisors of Llama 3.1's frequencies, as llama.cpp's converter computes them; nothing for others."""
+    rope, head_dim = read_spec(folder).rope, read_spec(folder).head_dim
+    scaling = rope.scaling
+    if not isinstance(scaling, Llama3Scaling):
+        return {}
+    divisors = []
+    for pair in range(head_dim // 2):
+        turns = scaling.original_max_position_embeddings * rope.theta ** (-2 * pair / head_dim) / (2 * math.pi)
+        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = min(max(kept, 0), 1)
+        divisors.append(1 / ((1 - kept) / scaling.factor + kept))
+    return {"rope_freqs.weight": encode(np.array(divisors, np.float32), "F32")}
+
+
+def stored_name(name: str) -> str:
+    """Return the name in GGUF files of a tensor with a usual name on Hugging Face."""
+    named = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
+    assert named is not None
+    prefix = "" if named[1] is None else NAMES.layer.format(named[1])
+    return f"{prefix}{STORED[named[2]]}.{named[3]}"
+
+
+def _widened(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)

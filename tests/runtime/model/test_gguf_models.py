@@ -1,0 +1,239 @@
+"""GGUF files of models: the same spec, weights and logits as the folders that they were made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quire.runtime.common.errors import MissingTensor, ModelNotFound, UnsupportedModel, WrongTensor
+from quire.runtime.model import BUNDLED_MODEL, PackedModel, fingerprint, model_name, model_path, pack_model, read_spec
+from quire.runtime.model.gguf_config import NAMES
+from quire.runtime.model.rope import inverse_frequencies
+from quire.runtime.model.spec import FrequencyDivisors
+
+from tests.gguf_files import Tensor, convert, describe, encode, stored_tensors, write
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+LAYER = "blk.1."
+
+
+@pytest.fixture
+def folder(model_folder: Callable[..., Path]) -> Callable[[str], Path]:
+    """Copy a golden folder without its sliding windows, which these architectures have not in GGUF files."""
+
+    def copy(family: str) -> Path:
+        return model_folder(family, lambda config: config.update(sliding_window=None, use_sliding_window=False))
+
+    return copy
+
+
+def matrices(model: PackedModel) -> list[Any]:
+    weights = model.weights
+    inner = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    return [matrix.unpack() for matrix in (weights.embedding, *inner, weights.lm_head)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_spec_is_that_of_the_folder(folder: Callable[[str], Path], family: str, tmp_path: Path) -> None:
+    source = folder(family)
+    expected, spec = read_spec(source), read_spec(convert(source, tmp_path / "a.gguf"))
+    named = "llama" if family == "mistral" else family
+    wanted = replace(expected, family=named, names=NAMES, eos_token_ids=expected.eos_token_ids[:1])
+    assert replace(spec, rope=expected.rope) == wanted
+    frequencies = [inverse_frequencies(rope, spec.head_dim) for rope in (spec.rope, expected.rope)]
+    np.testing.assert_allclose(frequencies[0][0], frequencies[1][0], rtol=2e-7)
+    assert frequencies[0][1] == frequencies[1][1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["F32", "BF16"])
+def test_the_weights_are_those_of_the_folder(
+    folder: Callable[[str], Path], family: str, kind: str, tmp_path: Path
+) -> None:
+    """Rows of q and k that the converter has moved are back in their place; bf16 is exact where the folder is bf16."""
+    source = folder(family)
+    path, weights = convert(source, tmp_path / "a.gguf", kind), "f32" if kind == "F32" else "bf16"
+    if kind == "BF16" and family not in ("llama", "qwen3"):
+        pytest.skip("the folder is not bf16")
+    packed, expected = pack_model(path, weights), pack_model(source, weights)
+    for matrix, other in zip(matrices(packed), matrices(expected), strict=True):
+        np.testing.assert_array_equal(matrix, other)
+    for layer, like in zip(packed.weights.layers, expected.weights.layers, strict=True):
+        for name in ("input_norm", "qkv_bias", "q_norm", "k_norm", "o_bias", "mlp_norm", "gate_up_bias", "down_bias"):
+            np.testing.assert_array_equal(getattr(layer, name), getattr(like, name))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_logits_are_those_of_transformers(
+    goldens: Path,
+    folder: Callable[[str], Path],
+    family: str,
+    compute_logits: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    with np.load(goldens / family / "golden.npz") as data:
+        token_ids, golden = data["token_ids"].tolist(), data["logits"]
+    if family in ("mistral", "qwen2"):  # the golden has windows, from its 20th token on
+        token_ids, golden = token_ids[:20], golden[:20]
+    logits = compute_logits(pack_model(convert(folder(family), tmp_path / "a.gguf"), "f32"), token_ids)
+    assert np.abs(logits - golden).max() / (golden.max() - golden.min()) < 2e-4
+
+
+def test_q8_0_is_q8_of_the_same_weights(compute_logits: Callable[..., Any], tmp_path: Path) -> None:
+    """The blocks are kept: q8 of the widened weights has the same numbers, scales and logits.
+
+    Our q8 of the original weights rounds with the scale in fp16, GGML with the exact one, so some numbers differ by 1.
+    """
+    token_ids = list(range(100, 140))
+    from_blocks = pack_model(convert(BUNDLED_MODEL, tmp_path / "a.gguf", "Q8_0"), "auto")
+    widened = {
+        name: encode(widen_q8_0(tensor), "F32") if tensor.kind == "Q8_0" else tensor
+        for name, tensor in stored_tensors(BUNDLED_MODEL, "Q8_0").items()
+    }
+    from_floats = pack_model(write(tmp_path / "b.gguf", describe(BUNDLED_MODEL), widened), "q8")
+    for matrix, like in zip(matrices(from_blocks), matrices(from_floats), strict=True):
+        np.testing.assert_array_equal(matrix, like)
+    logits, like = (compute_logits(model, token_ids) for model in (from_blocks, from_floats))
+    np.testing.assert_array_equal(logits, like)
+    ours = compute_logits(pack_model(BUNDLED_MODEL, "q8"), token_ids)
+    assert np.sqrt(np.square(logits - ours).mean()) / (ours.max() - ours.min()) < 2e-3
+
+
+def widen_q8_0(tensor: Tensor) -> Any:
+    blocks = np.frombuffer(tensor.data, np.uint8).reshape(-1, 34)
+    scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    return (scales * blocks[:, 2:].view(np.int8)).reshape(tensor.shape)
+
+
+@pytest.mark.parametrize(("kind", "dtypes"), [("F16", {"bf16"}), ("Q8_0", {"q8"}), ("Q4_0", {"q4"})])
+def test_auto_takes_the_types_of_the_file(tmp_path: Path, kind: str, dtypes: set[str]) -> None:
+    weights = pack_model(convert(BUNDLED_MODEL, tmp_path / "a.gguf", kind), "auto").weights
+    layers = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    assert {matrix.dtype for matrix in (weights.embedding, *layers)} == dtypes
+    assert weights.lm_head is weights.embedding
+
+
+def test_blocks_are_widened_exactly_for_another_dtype(tmp_path: Path) -> None:
+    path = convert(BUNDLED_MODEL, tmp_path / "a.gguf", "Q8_0")
+    stored = stored_tensors(BUNDLED_MODEL, "Q8_0")["blk.2.ffn_down.weight"]
+    np.testing.assert_array_equal(pack_model(path, "f32").weights.layers[2].down.unpack(), widen_q8_0(stored))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"general.architecture": "gpt2"}, "general.architecture is 'gpt2'; it must be one of llama, qwen2, qwen3"),
+        ({"general.architecture": 3}, "general.architecture is 3; it must be a string"),
+        ({"qwen3.block_count": 0}, "qwen3.block_count is 0; it must be an integer from 1 to 1024"),
+        ({"qwen3.block_count": "4"}, 'qwen3.block_count is "4"; it must be an integer'),
+        ({"qwen3.embedding_length": 1 << 30}, "qwen3.embedding_length is 1073741824; it must be"),
+        ({"qwen3.attention.head_count": [4, 4, 4, 2]}, r"head_count is \[4, 4, 4, 2\]; it must be an integer"),
+        ({"qwen3.attention.layer_norm_rms_epsilon": 0.0}, "layer_norm_rms_epsilon is 0.0; it must be a number"),
+        ({"qwen3.attention.value_length": 32}, "qwen3.attention.value_length is 32; it must be 64, the size of a head"),
+        ({"qwen3.rope.dimension_count": 32}, "qwen3.rope.dimension_count is 32; it must be 64"),
+        ({"qwen3.rope.scaling.type": "longrope"}, 'rope.scaling.type is "longrope"; it must be default, linear'),
+        ({"qwen3.expert_count": 8}, "qwen3.expert_count is 8; it must be absent or 0"),
+        ({"qwen3.attention.sliding_window": 64}, "sliding_window is 64; it must be absent or 0"),
+        ({"tokenizer.ggml.eos_token_id": "a"}, "tokenizer.ggml.eos_token_id is .* it must be a token id"),
+    ],
+)
+def test_metadata_that_cannot_be_run_is_refused_by_its_key(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    path = convert(BUNDLED_MODEL, tmp_path / "a.gguf", metadata=changed)
+    with pytest.raises(UnsupportedModel, match=message):
+        read_spec(path)
+
+
+def test_one_value_for_all_layers_may_be_a_list(tmp_path: Path) -> None:
+    path = convert(BUNDLED_MODEL, tmp_path / "a.gguf", metadata={"qwen3.attention.head_count_kv": [2, 2, 2, 2]})
+    assert read_spec(path) == replace(read_spec(BUNDLED_MODEL), names=NAMES)
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Callable[..., Path]:
+    """Write the bundled model with other tensors: `edited({"name": Tensor or None})`."""
+
+    def write_edited(changed: dict[str, Tensor | None]) -> Path:
+        tensors = {**stored_tensors(BUNDLED_MODEL, "F16"), **changed}
+        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        return write(tmp_path / "a.gguf", describe(BUNDLED_MODEL), present)
+
+    return write_edited
+
+
+def zeros(*shape: int, kind: str = "F32") -> Tensor:
+    return encode(np.zeros(shape, np.float32), kind)
+
+
+def test_an_output_matrix_of_its_own(edited: Callable[..., Path]) -> None:
+    path = edited({"output.weight": zeros(4096, 256)})
+    assert not read_spec(path).tie_embeddings
+    assert not pack_model(path, "bf16").weights.lm_head.unpack().any()
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({f"{LAYER}ffn_up.weight": None}, MissingTensor, r"tensor blk\.1\.ffn_up\.weight is not in .*a\.gguf"),
+        ({"token_embd.weight": None}, UnsupportedModel, "the number of rows of token_embd.weight is null"),
+        (
+            {f"{LAYER}ffn_up.weight": zeros(704, 128)},
+            WrongTensor,
+            r"blk\.1\.ffn_up\.weight in .* is \[704, 128\]; the metadata implies \[704, 256\]",
+        ),
+        (
+            {f"{LAYER}ffn_up.weight": Tensor((704, 256), "IQ4_NL", b"\0" * (704 * 8 * 18))},
+            WrongTensor,
+            "ffn_up.weight in .* is IQ4_NL; it must be one of BF16, F16, F32, Q8_0, Q4_0",
+        ),
+        (
+            {f"{LAYER}attn_norm.weight": Tensor((256,), "Q8_0", b"\0" * (8 * 34))},
+            WrongTensor,
+            "attn_norm.weight in .* is Q8_0; it must be one of BF16, F16, F32$",
+        ),
+        ({"blk.0.attn_sinks.weight": zeros(4)}, UnsupportedModel, "has tensor blk.0.attn_sinks.weight, which qwen3"),
+        ({"rope_freqs.weight": zeros(16)}, UnsupportedModel, r"rope_freqs\.weight is F32 \[16\]"),
+    ],
+)
+def test_tensors_that_do_not_fit_the_metadata_are_refused(
+    edited: Callable[..., Path], changed: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        pack_model(edited(changed), "auto")
+
+
+def test_frequency_divisors(edited: Callable[..., Path]) -> None:
+    divisors = np.linspace(1, 8, 32, dtype=np.float32)
+    spec = read_spec(edited({"rope_freqs.weight": encode(divisors, "F32")}))
+    assert spec.rope.scaling == FrequencyDivisors(tuple(map(float, divisors)))
+    plain, _ = inverse_frequencies(replace(spec.rope, scaling=None), 64)
+    np.testing.assert_array_equal(inverse_frequencies(spec.rope, 64)[0], plain / divisors)
+
+
+def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
+    path = convert(BUNDLED_MODEL, tmp_path / "one.gguf")
+    assert (model_path(tmp_path), model_path(path), model_name(path)) == (path, path, "one")
+    other = convert(BUNDLED_MODEL, tmp_path / "two.gguf")
+    with pytest.raises(ModelNotFound, match=r"has 2 GGUF models; give one of them: one\.gguf, two\.gguf"):
+        model_path(tmp_path)
+    assert fingerprint(path) != fingerprint(other)
+    (tmp_path / "model.safetensors").touch()
+    assert model_path(tmp_path) == tmp_path
+
+
+def test_the_name_of_a_split_file() -> None:
+    assert model_name(Path("a/Qwen3-8B-Q4_K_M-00001-of-00003.gguf")) == "Qwen3-8B-Q4_K_M"
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("a.gguf", "does not exist"), ("a.bin", "is neither a folder nor a .gguf")]
+)
+def test_what_is_no_model(tmp_path: Path, name: str, found: str) -> None:
+    (tmp_path / "a.bin").touch()
+    with pytest.raises(ModelNotFound, match=f"{name} {found}"):
+        model_path(tmp_path / name)
