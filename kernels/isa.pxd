@@ -11,6 +11,11 @@ cdef extern from "simd/tiles.h" nogil:
         QUIRE_BF16
         QUIRE_Q8
         QUIRE_Q4
+        QUIRE_Q4_K
+        QUIRE_Q5_K
+        QUIRE_Q6_K
+        QUIRE_DTYPES
+        QUIRE_SUPER_BLOCK
         QUIRE_STORE
         QUIRE_ADD
         QUIRE_SWIGLU
@@ -79,8 +84,8 @@ cdef extern from "simd/tiles.h" nogil:
 
     ctypedef struct quire_tiles:
         const char *name
-        int linear_rows[4]
-        void (*linear[4])(int rows, const quire_linear_tile *t) noexcept nogil
+        int linear_rows[QUIRE_DTYPES]
+        void (*linear[QUIRE_DTYPES])(int rows, const quire_linear_tile *t) noexcept nogil
         void (*attention[3])(int rows, const quire_attention_tile *t) noexcept nogil
         void (*merge)(int rows, int64_t head_dim, const float *m, const float *l, const float *o,
                       float *total_m, float *total_l, float *total_o) noexcept nogil

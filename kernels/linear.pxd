@@ -1,6 +1,7 @@
-from libc.stdint cimport int64_t, uint16_t
+from libc.stdint cimport int64_t
 
 from .isa cimport quire_output, quire_tiles
+from .pack cimport MOST_RANGES, Panels
 from .pool cimport quire_share
 from .step cimport Step, Value
 
@@ -14,11 +15,9 @@ cdef struct LinearOp:
     quire_output converted
     float *maxima                   # [rows][maxima_width], the maximum of each block of out; or NULL
     int64_t maxima_width
-    int weight_dtype
-    const char *panels
-    const uint16_t *scales          # q8, q4, else NULL
+    Panels parts[MOST_RANGES]       # of the weight's columns
+    int num_parts
     int64_t num_blocks              # of 32 columns of out
-    int64_t panel_bytes
     const float *bias               # [16 * panels] or NULL
     int epilogue
     bint sampled                    # computes only the rows that sample

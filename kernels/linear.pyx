@@ -165,6 +165,18 @@ cdef void _copy(const float *x, int64_t stride, int64_t rows, float *out, int64_
         memcpy(out + row * out_stride, x + row * stride, QUIRE_BLOCK * sizeof(float))
 
 
+cdef const Panels *_part(const LinearOp *op, int64_t panel) noexcept nogil:
+    """Return the part of the weight that a panel belongs to."""
+    cdef int part = op.num_parts - 1
+    while op.parts[part].first_panel > panel:
+        part -= 1
+    return &op.parts[part]
+
+
+cdef char *_panels(const Panels *part, int64_t panel) noexcept nogil:
+    return part.data + (panel - part.first_panel) * part.panel_bytes
+
+
 cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, int64_t next, int64_t row,
                     int64_t end, Scratch *scratch, float *y) noexcept nogil:
     """Multiply rows [row, end) by one pair of panels, split evenly so that no tile is left with a single row.
@@ -172,13 +184,15 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, 
     Each tile prefetches an equal share of pair `next` (none if negative), so that memory never waits for arithmetic.
     """
     cdef quire_linear_tile tile
+    cdef const Panels *part = _part(op, 2 * pair)
     cdef int64_t width = op.input.rows.width
-    cdef int64_t most = tiles.linear_rows[op.weight_dtype], calls = (end - row + most - 1) // most, call, n
-    cdef int64_t lines = 2 * op.panel_bytes // (width // 32) // 64 if next >= 0 else 0    # of pair `next`, per 32 of K
-    tile.w = op.panels + 2 * pair * op.panel_bytes
-    tile.scales = op.scales + pair * width if op.scales != NULL else NULL    # 2 panels * width / 32 * 16
-    tile.panel_bytes = op.panel_bytes
-    tile.next = op.panels + 2 * next * op.panel_bytes if next >= 0 else NULL
+    cdef int64_t most = tiles.linear_rows[part.dtype], calls = (end - row + most - 1) // most, call, n, lines = 0
+    tile.w = _panels(part, 2 * pair)
+    tile.scales = part.scales + (2 * pair - part.first_panel) * (width // 2) if part.scales != NULL else NULL
+    tile.panel_bytes, tile.next = part.panel_bytes, NULL
+    if next >= 0:
+        tile.next = _panels(_part(op, 2 * next), 2 * next)
+        lines = 2 * _part(op, 2 * next).panel_bytes // (width // 32) // 64    # of pair `next`, per 32 of K
     tile.scratch = scratch + 1
     tile.factors = scratch.factors if op.squares != NULL else NULL
     tile.bias = op.bias + 32 * pair if op.bias != NULL else NULL
@@ -192,7 +206,7 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, 
         if op.input.dtype == QUIRE_Q8:
             tile.a.scales = op.input.rows.scales + row * (width // 32)
             tile.a.sums = op.input.rows.sums + row * (width // 32)
-        tiles.linear[op.weight_dtype](<int>n, &tile)
+        tiles.linear[part.dtype](<int>n, &tile)
         tile.next += tile.next_lines * 64 * (width // 32)
         tile.c += n * QUIRE_BLOCK
         if tile.factors != NULL:

@@ -17,12 +17,20 @@ import numpy.typing as npt
 from .pack import PackedMatrix
 
 DType = Literal["f32", "bf16", "q8"]  # of activations
-WeightDtype = Literal["bf16", "q8", "q4", "f32"]
+WeightDtype = Literal["bf16", "q8", "q4", "q4_k", "q5_k", "q6_k", "f32"]
 Epilogue = Literal["store", "add", "swiglu"]
 
 KVDtype = Literal["bf16", "f32", "int8"]
 QUERY_DTYPES: dict[KVDtype, DType] = {"bf16": "bf16", "f32": "f32", "int8": "q8"}  # of queries, by the KV cache's dtype
-INPUT_DTYPES: dict[WeightDtype, DType] = {"bf16": "bf16", "q8": "q8", "q4": "q8", "f32": "f32"}  # by the weight's dtype
+INPUT_DTYPES: dict[WeightDtype, DType] = {  # by the weight's dtype
+    "bf16": "bf16",
+    "q8": "q8",
+    "q4": "q8",
+    "q4_k": "q8",
+    "q5_k": "q8",
+    "q6_k": "q8",
+    "f32": "f32",
+}
 BLOCK = 32  # columns that share one activation scale; every row is padded to a multiple of it
 ALIGNMENT = 64  # bytes; of every plane of a region
 

@@ -2,20 +2,35 @@ from libc.stdint cimport int64_t, uint8_t, uint16_t
 
 from .isa cimport quire_tiles
 
+cdef enum:
+    MOST_RANGES = 4
+
+# Consecutive panels of a matrix in one dtype.
+cdef struct Panels:
+    int dtype
+    int64_t first_panel
+    int64_t panel_bytes
+    char *data
+    uint16_t *scales                # q8, q4: [panels][width / 32][16]; else NULL
+
 cdef class PackedMatrix:
     cdef object memory
-    cdef char *data
-    cdef uint16_t *scales
     cdef readonly int64_t out_features
     cdef readonly int64_t in_features
     cdef readonly str dtype
+    cdef readonly tuple ranges
     cdef readonly int64_t nbytes
-    cdef int dtype_code
+    cdef Panels parts[MOST_RANGES]
+    cdef int num_parts
     cdef int64_t width              # in_features padded to 32
     cdef int64_t panels             # of 16 columns; even
-    cdef int64_t panel_bytes
     cdef const quire_tiles *tiles
 
-    cdef void _fill_column(self, const float *row, int64_t column) noexcept nogil
-    cdef void _fill_q4(self, const float *rows, int64_t column, int64_t count) noexcept nogil
+    cdef _add_part(self, Panels *part, uint8_t *memory, columns, dtype)
+    cdef const Panels *_part(self, int64_t panel) noexcept nogil
+    cdef int _check_columns(self, int64_t start, int64_t n, interleave, int native) except -2
+    cdef _fill_rows(self, const float[:, ::1] rows, int64_t first, int64_t base, int phase)
+    cdef void _fill_columns(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil
+    cdef void _fill_column(self, const Panels *part, const float *row, int64_t column) noexcept nogil
+    cdef void _fill_q4(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil
     cdef void _quantise(self, const float *w, int64_t n, uint8_t *tile, uint16_t *scale) noexcept nogil

@@ -1,32 +1,71 @@
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from .ops import WeightDtype
 
-def packed_nbytes(out_features: int, in_features: int, dtype: WeightDtype) -> int:
-    """Return the bytes of one matrix's packed tiles and scales, a multiple of 64. Both sizes are padded to 32."""
+WeightDtypes = WeightDtype | Sequence[tuple[int, WeightDtype]]  # of a matrix, or of ranges of columns side by side
+
+GGML_DTYPES: dict[str, WeightDtype]  # GGML's type -> the dtype that packs its blocks bit for bit
+
+def packed_nbytes(out_features: int, in_features: int, dtype: WeightDtypes) -> int:
+    """Return the bytes of one matrix's packed tiles and scales, a multiple of 64. Both sizes are padded to 32.
+
+    Raises ValueError for what `PackedMatrix` refuses.
+    """
+
+def column_ranges(out_features: int, dtype: WeightDtypes) -> tuple[tuple[int, WeightDtype], ...]:
+    """Return the ranges of columns with one dtype each, neighbours of one dtype joined.
+
+    Raises ValueError if their columns do not add up to `out_features`, for more than four ranges, for a range in bf16
+    or f32 beside another one, and for one that is not a multiple of 32 columns, unless it is the last one.
+    """
+
+def widen_blocks(blocks: npt.NDArray[np.uint8], ggml_type: str) -> npt.NDArray[np.float32]:
+    """Return rows of GGML blocks, [n, bytes], as f32 [n, weights], with GGML's formula.
+
+    The type is Q8_0, Q4_0, Q4_K, Q5_K or Q6_K. Raises ValueError for another one, and for rows of broken blocks.
+    """
 
 class PackedMatrix:
     """A linear layer's weight in tile layout, in memory that the caller owns (64-byte aligned, zeroed).
 
     bf16 `[N/16][K/2][16][2]`, q8 `[N/16][K/4][16][4]` unsigned with fp16 scales `[N/16][K/32][16]` behind it,
     f32 `[N/16][K][16]`; N and K padded to multiples of 32 with zeros. q4 `[N/16][K/32][4][16][4]` with the same scales
-    as q8: byte (i, n, j) has w + 8 of K = 4i + j in its low half, and of K = 16 + 4i + j in its high half.
+    as q8: byte (i, n, j) has w + 8 of K = 4i + j in its low half, and of K = 16 + 4i + j in its high half. q4_k, q5_k
+    and q6_k have super-blocks of 256 along K (`simd/tiles.h`), so K is a multiple of 256; they take 4.5, 5.5 and 6.625
+    bits per weight.
+
+    Ranges of columns may differ in dtype, as the parts of a fused QKV projection do in GGUF files: each range is packed
+    as a matrix of its own, one behind another.
     """
 
     out_features: int
     in_features: int
-    dtype: WeightDtype
+    dtype: WeightDtype  # of the first columns
+    ranges: tuple[tuple[int, WeightDtype], ...]  # (columns, dtype)
     nbytes: int
     def __init__(
-        self, out_features: int, in_features: int, dtype: WeightDtype, memory: npt.NDArray[np.uint8]
+        self, out_features: int, in_features: int, dtype: WeightDtypes, memory: npt.NDArray[np.uint8]
     ) -> None: ...
     def fill(self, source: npt.NDArray[np.generic], start: int = 0, interleave: int | None = None) -> None:
         """Pack `source` [n, in_features] (float32, float16, or bf16 bits as uint16) into output columns from `start`.
 
         With `interleave` 0 or 1, row r goes to column `start + r // 16 * 32 + 16 * interleave + r % 16`: gate and up of
         one SwiGLU layer. q8 and q4 quantise by blocks of 32 along K with a scale in fp16. For q8 the scale is
-        max|w| / 127; for q4, whose values are -8 to 7, it is the best of 33 of either sign by squared error.
+        max|w| / 127; for q4, whose values are -8 to 7, it is the best of 33 of either sign by squared error. q4_k, q5_k
+        and q6_k are filled by `fill_blocks` only.
+        """
+    def fill_blocks(
+        self, blocks: npt.NDArray[np.uint8], ggml_type: str, start: int = 0, interleave: int | None = None
+    ) -> None:
+        """Pack rows of GGML blocks, [n, bytes], into output columns as `fill` does.
+
+        Columns in the dtype of GGML_DTYPES get the numbers and scales of the blocks, bit for bit. For columns in f32,
+        bf16, q8 or q4, blocks of another type are widened to f32, a few rows at a time, and packed as `fill` packs f32.
+        Raises ValueError for q4_k, q5_k and q6_k from another type, and if the rows are not `in_features` weights in
+        whole blocks. Releases the GIL.
         """
     def unpack(self) -> npt.NDArray[np.float32]:
         """Return the matrix as the kernels see it, [out_features, in_features] without padding. For tests."""

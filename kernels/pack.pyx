@@ -10,28 +10,93 @@ from libc.string cimport memcpy, memset
 import numpy as np
 
 from .isa import WEIGHT_CODES
-from .isa cimport QUIRE_BF16, QUIRE_F32, QUIRE_Q4, quire_panel_bytes, quire_tiles, tiles_of
+from .isa cimport (QUIRE_BF16, QUIRE_F32, QUIRE_Q4, QUIRE_Q4_K, QUIRE_SUPER_BLOCK, quire_panel_bytes, quire_tiles,
+                   tiles_of)
 
+cdef extern from "ggml.h" nogil:
+    enum:
+        QUIRE_GGML_Q8_0
+        QUIRE_GGML_Q4_0
+        QUIRE_GGML_Q4_K
+        QUIRE_GGML_Q5_K
+        QUIRE_GGML_Q6_K
+    int64_t quire_ggml_weights(int type)
+    int64_t quire_ggml_bytes(int type)
+    void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out)
+    void quire_ggml_pack(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane,
+                         uint8_t *panel, uint16_t *scales)
+
+GGML_DTYPES = {"Q8_0": "q8", "Q4_0": "q4", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k"}
+_GGML_CODES = {"Q8_0": QUIRE_GGML_Q8_0, "Q4_0": QUIRE_GGML_Q4_0, "Q4_K": QUIRE_GGML_Q4_K, "Q5_K": QUIRE_GGML_Q5_K,
+               "Q6_K": QUIRE_GGML_Q6_K}
 _ROWS_AT_ONCE = 64    # rows of the source that are widened to f32 at a time: malloc keeps what a thread has freed
+_INTEGERS = {"q8", "q4", *GGML_DTYPES.values()}    # dtypes that multiply q8 activations
 _ZEROS = {"q8": 0x80, "q4": 0x88}    # bytes of padding: weights are stored unsigned
 
 
 def packed_nbytes(out_features, in_features, dtype):
-    columns, width = _padded(out_features), _padded(in_features)
-    scales = columns * width // 32 * 2 if dtype in _ZEROS else 0
-    return columns // 16 * quire_panel_bytes(WEIGHT_CODES[dtype], width) + scales
+    return sum([_panels_nbytes(columns, in_features, of) for columns, of in column_ranges(out_features, dtype)])
+
+
+def column_ranges(out_features, dtype):
+    if isinstance(dtype, str):
+        return ((out_features, dtype),)
+    ranges, total, last = [], 0, None
+    for columns, of in dtype:
+        if total % 32:
+            raise ValueError(f"ranges of columns must be multiples of 32, but for the last one, not {dtype!r}")
+        total += columns
+        if ranges and last == of:
+            columns += ranges.pop()[0]
+        ranges.append((columns, of))
+        last = of
+    if total != out_features:
+        raise ValueError(f"ranges of columns must add up to {out_features}, not {dtype!r}")
+    if len(ranges) > MOST_RANGES or len(ranges) > 1 and not {of for _, of in ranges} <= _INTEGERS:
+        raise ValueError(f"a matrix has one dtype, or up to {MOST_RANGES} ranges in {', '.join(sorted(_INTEGERS))}, "
+                         f"not {dtype!r}")
+    return tuple(ranges)
+
+
+def _panels_nbytes(columns, in_features, dtype):
+    """Return the bytes of one range of columns; its sizes are padded to 32."""
+    if dtype not in WEIGHT_CODES:
+        raise ValueError(f"weight dtype must be one of {', '.join(WEIGHT_CODES)}, not {dtype!r}")
+    if columns < 1 or in_features < 1:
+        raise ValueError(f"a matrix needs positive sizes, not {columns} x {in_features}")
+    if WEIGHT_CODES[dtype] >= QUIRE_Q4_K and in_features % QUIRE_SUPER_BLOCK:
+        raise ValueError(f"{dtype} needs in_features in multiples of {QUIRE_SUPER_BLOCK}, not {in_features}")
+    width = _padded(in_features)
+    scales = _padded(columns) * width // 32 * 2 if dtype in _ZEROS else 0
+    return _padded(columns) // 16 * quire_panel_bytes(WEIGHT_CODES[dtype], width) + scales
 
 
 def _padded(n):
     return -(-n // 32) * 32
 
 
+def widen_blocks(const uint8_t[:, ::1] blocks, ggml_type):
+    cdef int code = _ggml_code(ggml_type)
+    if blocks.shape[1] % quire_ggml_bytes(code):
+        raise ValueError(f"rows of {ggml_type} are whole blocks of {quire_ggml_bytes(code)} bytes, "
+                         f"not {blocks.shape[1]} bytes")
+    cdef int64_t count = blocks.shape[1] // quire_ggml_bytes(code), row
+    cdef float[:, ::1] out = np.empty((blocks.shape[0], count * quire_ggml_weights(code)), np.float32)
+    if out.shape[1]:
+        with nogil:
+            for row in range(blocks.shape[0]):
+                quire_ggml_widen(code, &blocks[row, 0], count, &out[row, 0])
+    return np.asarray(out)
+
+
+def _ggml_code(ggml_type):
+    if ggml_type not in _GGML_CODES:
+        raise ValueError(f"the type of blocks must be one of {', '.join(_GGML_CODES)}, not {ggml_type!r}")
+    return _GGML_CODES[ggml_type]
+
+
 cdef class PackedMatrix:
     def __init__(self, out_features, in_features, dtype, memory):
-        if dtype not in WEIGHT_CODES:
-            raise ValueError(f"weight dtype must be one of {', '.join(WEIGHT_CODES)}, not {dtype!r}")
-        if out_features < 1 or in_features < 1:
-            raise ValueError(f"a matrix needs positive sizes, not {out_features} x {in_features}")
         self.nbytes = packed_nbytes(out_features, in_features, dtype)
         cdef uint8_t[::1] view = memory
         if view.shape[0] < self.nbytes:
@@ -39,65 +104,119 @@ cdef class PackedMatrix:
         if <size_t>&view[0] % 64:
             raise ValueError("packed weights need memory aligned to 64 bytes")
         self.memory = memory
-        self.data = <char *>&view[0]
-        self.out_features, self.in_features, self.dtype = out_features, in_features, dtype
-        self.dtype_code, self.tiles = WEIGHT_CODES[dtype], tiles_of(None)
+        self.out_features, self.in_features = out_features, in_features
+        self.ranges = column_ranges(out_features, dtype)
+        self.dtype, self.tiles = self.ranges[0][1], tiles_of(None)
         self.width = _padded(in_features)
-        self.panels = _padded(out_features) // 16
-        self.panel_bytes = quire_panel_bytes(self.dtype_code, self.width)
-        self.scales = <uint16_t *>(self.data + self.panels * self.panel_bytes) if dtype in _ZEROS else NULL
+        self.panels, self.num_parts = 0, len(self.ranges)
+        cdef int64_t offset = 0
+        for index, (columns, of) in enumerate(self.ranges):
+            self._add_part(&self.parts[index], &view[0] + offset, columns, of)
+            offset += _panels_nbytes(columns, in_features, of)
+
+    cdef _add_part(self, Panels *part, uint8_t *memory, columns, dtype):
+        cdef int64_t panels = _padded(columns) // 16
+        part.dtype, part.first_panel, part.data = WEIGHT_CODES[dtype], self.panels, <char *>memory
+        part.panel_bytes = quire_panel_bytes(part.dtype, self.width)
+        part.scales = <uint16_t *>(memory + panels * part.panel_bytes) if dtype in _ZEROS else NULL
         if dtype in _ZEROS:
-            memory[: self.panels * self.panel_bytes] = _ZEROS[dtype]
+            memset(memory, <int>_ZEROS[dtype], panels * part.panel_bytes)
+        self.panels += panels
+
+    cdef const Panels *_part(self, int64_t panel) noexcept nogil:
+        """Return the part of the matrix that a panel belongs to."""
+        cdef int part = self.num_parts - 1
+        while self.parts[part].first_panel > panel:
+            part -= 1
+        return &self.parts[part]
 
     def fill(self, source, start=0, interleave=None):
         if source.ndim != 2 or source.shape[1] != self.in_features:
             raise ValueError(f"source must be [n, {self.in_features}], not {list(source.shape)}")
+        cdef int phase = self._check_columns(start, source.shape[0], interleave, -1)
+        for base in range(0, source.shape[0], _ROWS_AT_ONCE):
+            self._fill_rows(_widened(source[base:base + _ROWS_AT_ONCE]), start, base, phase)
+
+    def fill_blocks(self, const uint8_t[:, ::1] blocks, ggml_type, start=0, interleave=None):
+        cdef int code = _ggml_code(ggml_type), native = WEIGHT_CODES[GGML_DTYPES[ggml_type]]
+        cdef int phase = self._check_columns(start, blocks.shape[0], interleave, native)
+        cdef int64_t first = start, num_blocks = self.in_features // quire_ggml_weights(code), row = 0, column, count, i
+        if self.in_features % quire_ggml_weights(code) or blocks.shape[1] != num_blocks * quire_ggml_bytes(code):
+            raise ValueError(f"rows of {blocks.shape[1]} bytes are not {self.in_features} weights in {ggml_type}, "
+                             f"{quire_ggml_weights(code)} in {quire_ggml_bytes(code)} bytes")
+        cdef float[:, ::1] widened = np.empty((16, self.in_features), np.float32)
+        cdef const Panels *part
+        with nogil:
+            while row < blocks.shape[0]:
+                column, count = _column(first, row, phase), _columns_in_panel(first, row, phase, blocks.shape[0])
+                part = self._part(column // 16)
+                if part.dtype == native:
+                    quire_ggml_pack(code, &blocks[row, 0], blocks.shape[1], count, num_blocks, <int>(column % 16),
+                                    <uint8_t *>_panel(part, column), _scales(part, column, self.width))
+                else:
+                    for i in range(count):
+                        quire_ggml_widen(code, &blocks[row + i, 0], num_blocks, &widened[i, 0])
+                    self._fill_columns(part, &widened[0, 0], column, count)
+                row += count
+
+    cdef int _check_columns(self, int64_t start, int64_t n, interleave, int native) except -2:
+        """Check that `n` rows of a source fit from column `start` on; return the phase, -1 without interleaving.
+
+        The source has the numbers of dtype `native`. Nothing else is rounded to the dtypes of super-blocks.
+        """
         if interleave not in (None, 0, 1):
             raise ValueError(f"interleave must be None, 0 or 1, not {interleave!r}")
-        cdef int64_t first = start, n = source.shape[0]
-        if n == 0:
-            return
-        cdef int64_t last = _column(first, n - 1, -1 if interleave is None else interleave)
-        if first < 0 or last >= self.panels * 16:
-            raise ValueError(f"columns up to {last} do not fit a matrix of {self.out_features}")
-        cdef const float[:, ::1] rows
-        cdef int64_t row, base, column, count
         cdef int phase = -1 if interleave is None else interleave
-        for base in range(0, n, _ROWS_AT_ONCE):
-            rows = _widened(source[base:base + _ROWS_AT_ONCE])
-            row = 0
-            with nogil:
-                while row < rows.shape[0]:
-                    column, count = _column(first, base + row, phase), 1
-                    if self.dtype_code == QUIRE_Q4:
-                        # rows that are consecutive columns of one panel
-                        count = min(16 - column % 16, 16 - row % 16, rows.shape[0] - row)
-                        self._fill_q4(&rows[row, 0], column, count)
-                    else:
-                        self._fill_column(&rows[row, 0], column)
-                    row += count
+        cdef int64_t last = _column(start, n - 1, phase) if n else start - 1, begin = 0
+        if start < 0 or last >= self.panels * 16:
+            raise ValueError(f"columns up to {last} do not fit a matrix of {self.out_features}")
+        for columns, dtype in self.ranges:
+            if QUIRE_Q4_K <= WEIGHT_CODES[dtype] != native and begin <= last and start < begin + columns:
+                raise ValueError(f"{dtype} is filled from GGML blocks of the same type only")
+            begin += columns
+        return phase
 
-    cdef void _fill_column(self, const float *row, int64_t column) noexcept nogil:
-        cdef char *panel = self.data + column // 16 * self.panel_bytes
+    cdef _fill_rows(self, const float[:, ::1] rows, int64_t first, int64_t base, int phase):
+        """Pack rows of a source, the first of which is the source's row `base`."""
+        cdef int64_t row = 0, column, count
+        with nogil:
+            while row < rows.shape[0]:
+                column = _column(first, base + row, phase)
+                count = _columns_in_panel(first, base + row, phase, base + rows.shape[0])
+                self._fill_columns(self._part(column // 16), &rows[row, 0], column, count)
+                row += count
+
+    cdef void _fill_columns(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil:
+        """Pack `count` rows as columns of one panel from `column` on."""
+        cdef int64_t row
+        if part.dtype == QUIRE_Q4:
+            self._fill_q4(part, rows, column, count)
+            return
+        for row in range(count):
+            self._fill_column(part, rows + row * self.in_features, column + row)
+
+    cdef void _fill_column(self, const Panels *part, const float *row, int64_t column) noexcept nogil:
+        cdef char *panel = _panel(part, column)
+        cdef uint16_t *scales = _scales(part, column, self.width)
         cdef int64_t lane = column % 16, k
-        if self.dtype_code == QUIRE_F32:
+        if part.dtype == QUIRE_F32:
             for k in range(self.in_features):
                 (<float *>panel)[k * 16 + lane] = row[k]
-        elif self.dtype_code == QUIRE_BF16:
+        elif part.dtype == QUIRE_BF16:
             for k in range(self.in_features):
                 (<uint16_t *>panel)[k // 2 * 32 + lane * 2 + k % 2] = _round_bf16(row[k])
         else:
             for k in range(0, self.in_features, 32):
                 self._quantise(row + k, min(32, self.in_features - k), <uint8_t *>panel + k * 16 + lane * 4,
-                               self.scales + (column // 16 * self.width + k) // 2 + lane)
+                               scales + k // 2 + lane)
 
-    cdef void _fill_q4(self, const float *rows, int64_t column, int64_t count) noexcept nogil:
+    cdef void _fill_q4(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil:
         """Quantise `count` columns of one panel from `column` on, a block of 32 along K of all of them at a time."""
         cdef float w[32 * 16]
         cdef uint8_t packed[256]
         cdef uint16_t fitted[16]
-        cdef char *block = self.data + column // 16 * self.panel_bytes
-        cdef uint16_t *scales = self.scales + column // 16 * self.width // 2
+        cdef char *block = _panel(part, column)
+        cdef uint16_t *scales = _scales(part, column, self.width)
         cdef int64_t lane = column % 16, row, k, i, line
         memset(w, 0, sizeof(w))
         for k in range(0, self.in_features, 32):
@@ -126,17 +245,33 @@ cdef class PackedMatrix:
         """Return the matrix as the kernels see it, f32 [out_features, in_features]."""
         cdef const quire_tiles *tiles = tiles_of("scalar")
         cdef float[:, ::1] out = np.empty((self.out_features, self.width), np.float32)
+        cdef const Panels *part
         cdef int64_t column
         for column in range(self.out_features):
-            tiles.unpack_column(self.data + column // 16 * self.panel_bytes,
-                                self.scales + column // 16 * self.width // 2 if self.scales != NULL else NULL,
-                                self.dtype_code, self.width, column % 16, &out[column, 0])
+            part = self._part(column // 16)
+            tiles.unpack_column(_panel(part, column), _scales(part, column, self.width), part.dtype, self.width,
+                                column % 16, &out[column, 0])
         return np.asarray(out)[:, : self.in_features]
+
+
+cdef char *_panel(const Panels *part, int64_t column) noexcept nogil:
+    return part.data + (column // 16 - part.first_panel) * part.panel_bytes
+
+
+cdef uint16_t *_scales(const Panels *part, int64_t column, int64_t width) noexcept nogil:
+    """Return the scales of a column's panel, [width / 32][16], or NULL."""
+    return part.scales + (column // 16 - part.first_panel) * (width // 2) if part.scales != NULL else NULL
 
 
 cdef int64_t _column(int64_t start, int64_t row, int phase) noexcept nogil:
     """Return the column for row `row` of a source: consecutive, or groups of 16 that alternate with another source."""
     return start + row if phase < 0 else start + row // 16 * 32 + 16 * phase + row % 16
+
+
+cdef int64_t _columns_in_panel(int64_t start, int64_t row, int phase, int64_t end) noexcept nogil:
+    """Return how many rows from `row` on, before `end`, are consecutive columns of one panel."""
+    cdef int64_t count = 16 - _column(start, row, phase) % 16
+    return min(count if phase < 0 else min(count, 16 - row % 16), end - row)
 
 
 def _widened(rows):

@@ -5,7 +5,7 @@ The constructor checks every size once. `run` checks what changes from step to s
 that no op has to. No memory is allocated in a step.
 """
 from libc.stdint cimport int32_t, int64_t
-from libc.string cimport memset
+from libc.string cimport memcpy, memset
 
 import numpy as np
 
@@ -28,7 +28,8 @@ _EPILOGUES = {"store": QUIRE_STORE, "add": QUIRE_ADD, "swiglu": QUIRE_SWIGLU}
 
 def scratch_nbytes(head_dim, workers, ops):
     """Return the bytes of all workers' scratch: each worker's own, which every op uses, and the heads they share."""
-    widths = [padded(op.weight.in_features) for op in ops if isinstance(op, Linear) and op.weight.dtype == "q4"]
+    linears = [op.weight for op in ops if isinstance(op, Linear)]
+    widths = [padded(weight.in_features) for weight in linears if "q4" in [dtype for _, dtype in weight.ranges]]
     own = aligned(max(attention_scratch_bytes(padded(head_dim)), linear_scratch_bytes(max(widths, default=0))))
     return workers * (own + attention_shared_bytes(padded(head_dim)))
 
@@ -121,13 +122,13 @@ cdef class Program:
         cdef PackedMatrix weight = op.weight
         if weight.out_features < self.vocab_size:
             raise ValueError(f"the embedding has {weight.out_features} rows for a vocabulary of {self.vocab_size}")
+        if weight.num_parts > 1:
+            raise ValueError(f"an embedding has one dtype, not {weight.ranges}")
         self.keep_alive.append(weight)
         record.kind = EMBED
         record.op.embed.out = self._value(op.out, weight.in_features, "f32", self.max_rows)
         record.op.embed.is_normed = self._leave_normed(&record.op.embed.normed, op, self.max_rows)
-        record.op.embed.panels, record.op.embed.scales = weight.data, weight.scales
-        record.op.embed.panel_bytes, record.op.embed.width = weight.panel_bytes, weight.width
-        record.op.embed.dtype = weight.dtype_code
+        record.op.embed.panels, record.op.embed.width = weight.parts[0], weight.width
 
     cdef _add_convert(self, Record *record, op):
         cdef ConvertOp *convert = &record.op.convert
@@ -156,8 +157,8 @@ cdef class Program:
         if op.out.dtype != "f32":
             linear.converts, linear.converted = True, self._output(op.out, columns, rows)
         self._add_maxima(linear, op, rows)
-        linear.panels, linear.scales, linear.panel_bytes = weight.data, weight.scales, weight.panel_bytes
-        linear.weight_dtype = weight.dtype_code
+        memcpy(linear.parts, weight.parts, sizeof(weight.parts))
+        linear.num_parts = weight.num_parts
         linear.num_blocks = num_blocks
         linear.bias = self._vector(op.bias, weight.out_features, weight.panels * 16) if op.bias is not None else NULL
         linear.epilogue = _EPILOGUES[op.epilogue]

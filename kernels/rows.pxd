@@ -1,17 +1,15 @@
-from libc.stdint cimport int64_t, uint16_t
+from libc.stdint cimport int64_t
 
 from .isa cimport quire_output, quire_tiles
+from .pack cimport Panels
 from .step cimport Step, Value
 
 cdef struct EmbedOp:
     Value out
     bint is_normed
     quire_output normed
-    const char *panels
-    const uint16_t *scales
-    int64_t panel_bytes
+    Panels panels                   # of the weight
     int64_t width
-    int dtype
 
 cdef struct ConvertOp:
     Value input

@@ -16,9 +16,9 @@ cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *t
     while row < step.rows:
         token = step.token_ids[row]
         out = <float *>op.out.rows.data + row * width
-        tiles.unpack_column(op.panels + token // 16 * op.panel_bytes,
-                            op.scales + token // 16 * (op.width // 2) if op.scales != NULL else NULL,
-                            op.dtype, op.width, <int>(token % 16), out)
+        tiles.unpack_column(op.panels.data + token // 16 * op.panels.panel_bytes,
+                            op.panels.scales + token // 16 * (op.width // 2) if op.panels.scales != NULL else NULL,
+                            op.panels.dtype, op.width, <int>(token % 16), out)
         if op.is_normed:
             tiles.convert(out, width, 1, op.out.columns, &op.normed, row, 0)
         computed += 1

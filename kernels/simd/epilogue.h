@@ -1,6 +1,15 @@
-// What linear layers share at all levels: prefetching the next weights, and the epilogue. Internal to simd/.
+// What linear layers share at all levels: one body per row count, prefetching the next weights, and the epilogue. Internal
+// to simd/.
 #pragma once
 #include "level.h"
+
+#if defined QUIRE_ISA_AVX512
+#define PER_ROW_COUNT(body) \
+  switch (rows) { case 1: body(1, t); break; case 2: body(2, t); break; case 3: body(3, t); break; \
+                  case 4: body(4, t); break; case 5: body(5, t); break; default: body(6, t); }
+#else
+#define PER_ROW_COUNT(body) if (rows == 1) body(1, t); else body(2, t);
+#endif
 
 // Prefetch this call's share of the next weights, so that memory streams evenly for any number of calls per panel.
 INLINE const char *fetch_next(const char *next, int lines) {

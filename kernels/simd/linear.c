@@ -41,8 +41,7 @@ INLINE void body_bf16(const int rows, const quire_linear_tile *t) {
 }
 
 // Blocks of 32 along K, of which each has an exact integer dot and a scale. Those of q4 are the same integers as those of
-// q8: w + 8 is in 0..15, and each dot starts at -8 * sum(a). A dtype with a minimum per block would add one vf_fma per
-// block, of the minimum and the sum of the activations.
+// q8: w + 8 is in 0..15, and each dot starts at -8 * sum(a). kquants.c has the dtypes with a minimum per block.
 INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile *t) {
   const int64_t width = t->a.width, blocks = width / 32, block_bytes = quire_panel_bytes(dtype, 32);
   const uint8_t *w0 = t->w, *w1 = w0 + t->panel_bytes;
@@ -88,14 +87,6 @@ INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile
 }
 INLINE void body_q8(const int rows, const quire_linear_tile *t) { body_blocks(QUIRE_Q8, rows, t); }
 INLINE void body_q4(const int rows, const quire_linear_tile *t) { body_blocks(QUIRE_Q4, rows, t); }
-
-#if defined QUIRE_ISA_AVX512
-#define PER_ROW_COUNT(body) \
-  switch (rows) { case 1: body(1, t); break; case 2: body(2, t); break; case 3: body(3, t); break; \
-                  case 4: body(4, t); break; case 5: body(5, t); break; default: body(6, t); }
-#else
-#define PER_ROW_COUNT(body) if (rows == 1) body(1, t); else body(2, t);
-#endif
 
 void ISA(linear_f32)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= LINEAR_ROWS);

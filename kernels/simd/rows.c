@@ -66,6 +66,10 @@ void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out) {
 }
 
 void ISA(unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane, float *out) {
+  if (dtype >= QUIRE_Q4_K) {
+    ISA(unpack_k)(panel, dtype, width, lane, out);
+    return;
+  }
   if (dtype == QUIRE_F32) {
     for (int64_t k = 0; k < width; k++) out[k] = ((const float *)panel)[k * 16 + lane];
     return;

@@ -5,14 +5,30 @@
 #include <stdint.h>
 
 enum { QUIRE_LANES = 16, QUIRE_BLOCK = 32, QUIRE_TILE = 64, QUIRE_MAX_HEAD = 512 };
-enum { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_Q8 = 2, QUIRE_Q4 = 3 };      // dtypes of weights; the first three of activations
+// Dtypes of weights; the first three of activations. Those of super-blocks have their bits as codes.
+enum { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_Q8 = 2, QUIRE_Q4 = 3 };
+enum { QUIRE_Q4_K = 4, QUIRE_Q5_K = 5, QUIRE_Q6_K = 6, QUIRE_DTYPES = 7 };
 enum { QUIRE_STORE = 0, QUIRE_ADD = 1, QUIRE_SWIGLU = 2 };               // epilogues
 
 static inline __attribute__((always_inline)) int64_t quire_itemsize(const int dtype) {
   return dtype == QUIRE_F32 ? 4 : dtype == QUIRE_BF16 ? 2 : 1;
 }
-// Of 16 columns and `width` of K, without scales.
+// A super-block is 256 of K in a panel of a k-quant, in lines of 64 bytes, 4 of each column:
+//   fp16 d [16], then fp16 scales of minimums [16] (q6_k: not used);
+//   12 bytes of 6-bit scales and minimums, packed as GGML packs them (q6_k: 16 signed bytes, a scale for each 16 of K);
+//   for each 32 of K the low 4 bits as in q4, then the higher bits of K = 4i + j in byte j, and of K = 16 + 4i + j:
+//   q5_k bit i, and bit 4 + i, of one line; q6_k bits 2i and 2i + 1 of one line, and of another.
+enum { QUIRE_SUPER_BLOCK = 256 };
+static inline __attribute__((always_inline)) int64_t quire_scale_lines(const int dtype) {
+  return dtype == QUIRE_Q6_K ? 5 : 4;
+}
+static inline __attribute__((always_inline)) int64_t quire_super_block_bytes(const int dtype) {
+  return (quire_scale_lines(dtype) + 8 * dtype) * 64;
+}
+
+// Of 16 columns and `width` of K, without the scales of q8 and q4.
 static inline __attribute__((always_inline)) int64_t quire_panel_bytes(const int dtype, const int64_t width) {
+  if (dtype >= QUIRE_Q4_K) return width / QUIRE_SUPER_BLOCK * quire_super_block_bytes(dtype);
   return dtype == QUIRE_Q4 ? width * 8 : width * 16 * quire_itemsize(dtype);
 }
 
@@ -88,8 +104,8 @@ typedef struct {
 
 typedef struct {
   const char *name;
-  int linear_rows[4];  // maximum rows of one linear tile, by dtype of the weight; q4 multiplies q8 activations
-  void (*linear[4])(int rows, const quire_linear_tile *t);
+  int linear_rows[QUIRE_DTYPES];  // maximum rows of one linear tile, by dtype of the weight; those of q4 and k-quants are q8
+  void (*linear[QUIRE_DTYPES])(int rows, const quire_linear_tile *t);
   void (*attention[3])(int rows, const quire_attention_tile *t);  // by KV dtype
 
   // total = merge(total, split); the split's state may be reused afterwards. Where total_l is 0, total_m and total_o may

@@ -94,6 +94,7 @@ static inline vi vi_shift_right(vi a, int bits) {
 // bf16 bits in the low half of each lane
 static inline vi vi_bf16(vf x) { return (vi){round_bf16_half(x.lo), round_bf16_half(x.hi)}; }
 static inline vi vi_add(vi a, vi b) { return (vi){_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+static inline vi vi_sub(vi a, vi b) { return (vi){_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
 static inline vi vi_from(vf x) { return (vi){_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)}; }
 static inline vf vf_from(vi x) { return (vf){_mm256_cvtepi32_ps(x.lo), _mm256_cvtepi32_ps(x.hi)}; }
 static inline int32_t vi_sum(vi x) {
@@ -183,3 +184,16 @@ static inline vi vn_end(vn acc, int32_t start) {
   return (vi){_mm256_add_epi32(_mm256_madd_epi16(acc.lo, one), x),
               _mm256_add_epi32(_mm256_madd_epi16(acc.hi, one), x)};
 }
+
+// The higher bits of k-quants: bytes of w >> shift (or << -shift) under a mask, and their union with the low 4 bits. Sums of
+// these unsigned weights need no start value.
+typedef uint32_t u32x8 __attribute__((vector_size(32)));
+static inline __m256i bits_half(__m256i w, int shift, int mask) {
+  const u32x8 x = shift < 0 ? (u32x8)w << -shift : (u32x8)w >> shift;
+  return _mm256_and_si256((__m256i)x, _mm256_set1_epi8((char)mask));
+}
+static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
+  return (wq8){bits_half(w.lo, shift, mask), bits_half(w.hi, shift, mask)};
+}
+static inline wq8 wq8_or(wq8 a, wq8 b) { return (wq8){_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+static inline wq8 wq8_set1(int8_t x) { return (wq8){_mm256_set1_epi8(x), _mm256_set1_epi8(x)}; }

@@ -46,6 +46,7 @@ static inline vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
 static inline vi vi_load(const uint32_t *p) { return _mm512_loadu_si512(p); }
 static inline void vi_store(uint32_t *p, vi x) { _mm512_storeu_si512(p, x); }
 static inline vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+static inline vi vi_sub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 static inline vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
 static inline vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
 static inline vi vi_shift_left(vi a, int bits) { return _mm512_sll_epi32(a, _mm_cvtsi32_si128(bits)); }
@@ -96,3 +97,13 @@ static inline wq8 wq4_high(wq4 w) { return _mm512_and_si512(_mm512_srli_epi16(w,
 static inline vn vn_start(int32_t start) { return _mm512_set1_epi32(start); }
 static inline vn vn_dot4(vn acc, wq8 w, const int8_t *a) { return vi_dot4(acc, w, a); }
 static inline vi vn_end(vn acc, int32_t start) { (void)start; return acc; }
+
+// The higher bits of k-quants: bytes of w >> shift (or << -shift) under a mask, and their union with the low 4 bits. Sums of
+// these unsigned weights need no start value.
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
+  const u32x16 x = shift < 0 ? (u32x16)w << -shift : (u32x16)w >> shift;
+  return _mm512_and_si512((__m512i)x, _mm512_set1_epi8((char)mask));
+}
+static inline wq8 wq8_or(wq8 a, wq8 b) { return _mm512_or_si512(a, b); }
+static inline wq8 wq8_set1(int8_t x) { return _mm512_set1_epi8(x); }

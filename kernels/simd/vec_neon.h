@@ -73,6 +73,7 @@ static inline void vi_store(uint32_t *p, vi x) {
   FOR4 vst1q_u32(p + 4 * i, vreinterpretq_u32_s32(x.q[i]));
 }
 static inline vi vi_add(vi a, vi b) { MAP(vi, vaddq_s32(a.q[i], b.q[i])); }
+static inline vi vi_sub(vi a, vi b) { MAP(vi, vsubq_s32(a.q[i], b.q[i])); }
 static inline vi vi_and(vi a, vi b) { MAP(vi, vandq_s32(a.q[i], b.q[i])); }
 static inline vi vi_or(vi a, vi b) { MAP(vi, vorrq_s32(a.q[i], b.q[i])); }
 static inline vi vi_shift_left(vi a, int bits) { MAP(vi, vshlq_s32(a.q[i], vdupq_n_s32(bits))); }
@@ -135,3 +136,12 @@ static inline wq8 wq4_high(wq4 w) { MAP(wq8, vreinterpretq_s8_u8(vshrq_n_u8(w.q[
 static inline vn vn_start(int32_t start) { return vi_set1(start); }
 static inline vn vn_dot4(vn acc, wq8 w, const int8_t *a) { return vi_dot4(acc, w, a); }
 static inline vi vn_end(vn acc, int32_t start) { (void)start; return acc; }
+
+// The higher bits of k-quants: bytes of w >> shift (or << -shift) under a mask, and their union with the low 4 bits. Sums of
+// these unsigned weights need no start value.
+static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
+  const int8x16_t left = vdupq_n_s8((int8_t)-shift);
+  MAP(wq8, vreinterpretq_s8_u8(vandq_u8(vshlq_u8(w.q[i], left), vdupq_n_u8((uint8_t)mask))));
+}
+static inline wq8 wq8_or(wq8 a, wq8 b) { MAP(wq8, vorrq_s8(a.q[i], b.q[i])); }
+static inline wq8 wq8_set1(int8_t x) { MAP(wq8, vdupq_n_s8(x)); }

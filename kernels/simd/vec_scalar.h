@@ -82,6 +82,7 @@ static inline vi vi_zero(void) { return vi_set1(0); }
 static inline vi vi_load(const uint32_t *p) { vi r; memcpy(&r, p, sizeof r); return r; }
 static inline void vi_store(uint32_t *p, vi x) { memcpy(p, &x, sizeof x); }
 static inline vi vi_add(vi a, vi b) { MAP(vi, a.q[i] + b.q[i]); }
+static inline vi vi_sub(vi a, vi b) { MAP(vi, a.q[i] - b.q[i]); }
 static inline vi vi_and(vi a, vi b) { MAP(vi, a.q[i] & b.q[i]); }
 static inline vi vi_or(vi a, vi b) { MAP(vi, a.q[i] | b.q[i]); }
 static inline vi vi_shift_left(vi a, int bits) { MAP(vi, (i32x4)((u32x4)a.q[i] << bits)); }
@@ -171,3 +172,16 @@ static inline wq8 wq4_high(wq4 w) { MAP(wq8, w.q[i] >> 4 & 0x0f0f); }
 static inline vn vn_start(int32_t start) { return vi_set1(start); }
 static inline vn vn_dot4(vn acc, wq8 w, const int8_t *a) { return vi_dot4(acc, w, a); }
 static inline vi vn_end(vn acc, int32_t start) { (void)start; return acc; }
+
+// The higher bits of k-quants: bytes of w >> shift (or << -shift) under a mask, and their union with the low 4 bits. Sums of
+// these unsigned weights need no start value.
+static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
+  const uint16_t both = (uint16_t)(mask * 0x101);
+  MAP(wq8, (u16x8)(shift < 0 ? (u32x4)w.q[i] << -shift : (u32x4)w.q[i] >> shift) & both);
+}
+static inline wq8 wq8_or(wq8 a, wq8 b) { MAP(wq8, a.q[i] | b.q[i]); }
+static inline wq8 wq8_set1(int8_t x) {
+  wq8 r;
+  memset(&r, x, sizeof r);
+  return r;
+}

@@ -23,8 +23,10 @@ from quire.kernels.ops import (
 )
 from quire.pager.layout import KVLayout, first_kept_token, place_layers
 
+from tests.kernels.ggml import random_blocks
 from tests.kernels.reference import ReferenceProgram
 
+K_QUANTS = ("q4_k", "q5_k", "q6_k")  # the weights of a toy are random blocks of them
 VOCAB = 333
 MAX_ROWS, MAX_SAMPLES, NUM_PAGES, MAX_POSITIONS = 160, 40, 48, 700
 
@@ -153,7 +155,13 @@ class Toy:
     def _packed(self, n: int, k: int, *sources: np.ndarray) -> PackedMatrix:
         matrix = PackedMatrix(n, k, self.weights, self.memory(packed_nbytes(n, k, self.weights)))
         for index, source in enumerate(sources):
-            matrix.fill(source, interleave=index if len(sources) == 2 else None)
+            interleave = index if len(sources) == 2 else None
+            if self.weights in K_QUANTS:
+                ggml_type = self.weights.upper()
+                blocks = random_blocks(self.rng, ggml_type, *source.shape, size=float(source.std()))
+                matrix.fill_blocks(blocks, ggml_type, interleave=interleave)
+            else:
+                matrix.fill(source, interleave=interleave)
         return matrix
 
     def _ops(self) -> list:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from conftest import NUM_PAGES, Toy
+from conftest import K_QUANTS, NUM_PAGES, Toy
 from quire.kernels import Pool, Sampler, supported_levels
 from quire.kernels.sample import ADJUSTMENT, ROW
 
@@ -106,6 +106,11 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
             model = Toy(weights=weights, kv=kv, windows=windows, isa=isa, threads=THREADS, memory=guarded)
             for name, run in steps(model):
                 yield f"step at {isa}: {weights} weights, {kv} KV, windows {windows}, {name}", run
+        for weights in K_QUANTS:
+            wide = {"heads": 8, "head_dim": 32, "hidden": 256, "intermediate": 512}
+            model = Toy(weights=weights, kv="int8", **wide, isa=isa, threads=THREADS, memory=guarded)
+            for name, run in steps(model):
+                yield f"step at {isa}: {weights} weights, {name}", run
         random = copied(np.random.default_rng(0).normal(0, 3, (ROWS, STRIDE)).astype(np.float32))
         for kind, logits in ("random", random), ("equal", copied(np.zeros_like(random))):
             for name, run in draws(isa, logits):

@@ -9,7 +9,7 @@ SIMD_ATTENTION, ROWS, SIMD_LINEAR, SIMD_HEADS = (
     f"kernels/simd/{name}.c" for name in ("attention", "rows", "linear", "heads")
 )
 SOFTMAX, EPILOGUE = "kernels/simd/softmax.h", "kernels/simd/epilogue.h"
-PACK, Q4 = "kernels/pack.pyx", "kernels/simd/q4.c"
+PACK, Q4, K_QUANTS = "kernels/pack.pyx", "kernels/simd/q4.c", "kernels/simd/kquants.c"
 AMX_LINEAR, AMX_ATTENTION = "kernels/simd/amx_linear.c", "kernels/simd/amx_attention.c"
 STEPS = "tests/kernels/test_program.py tests/kernels/test_memory.py tests/kernels/test_known_values.py"
 BITS = "tests/kernels tests/system/test_same_bits.py"
@@ -31,8 +31,8 @@ MUTANTS = [
     ),
     Mutant(
         PACK,
-        "count = min(16 - column % 16, 16 - row % 16, rows.shape[0] - row)",
-        "count = min(16, rows.shape[0] - row)",
+        "return min(count if phase < 0 else min(count, 16 - row % 16), end - row)",
+        "return min(<int64_t>16, end - row)",
         "4-bit weights of a matrix made of several tensors overwrite each other",
         "tests/kernels/test_pack.py",
     ),
@@ -42,6 +42,27 @@ MUTANTS = [
         "sum[i][1] = vn_start(t->a.sums[i * blocks + b] / 8);",
         "4-bit weights are multiplied with another zero than they were stored with",
         "tests/kernels/test_linear.py tests/kernels/test_program.py",
+    ),
+    Mutant(
+        K_QUANTS,
+        "vi_add(first[i], vi_set1(t->a.sums[i * blocks + b] >> 2))",
+        "vi_sub(vi_zero(), first[i])",
+        "6-bit weights are multiplied with another zero than they were stored with",
+        "tests/kernels/test_kquants.py",
+    ),
+    Mutant(
+        K_QUANTS,
+        "unsigned_byte(s->bytes[1], BLOCKS + j)",
+        "unsigned_byte(s->bytes[0], BLOCKS + j)",
+        "half of the columns of a GGUF file's matrix have the minimums of their neighbours",
+        "tests/kernels/test_kquants.py",
+    ),
+    Mutant(
+        PACK,
+        "if QUIRE_Q4_K <= WEIGHT_CODES[dtype] != native and",
+        "if False and",
+        "weights of a type that nothing quantises to are packed as another type, without an error",
+        "tests/kernels/test_kquants.py",
     ),
     Mutant(
         ATTENTION,

@@ -272,6 +272,7 @@ class _MatrixShape:
     out_features: int
     in_features: int
     dtype: PackedDtype
+    ranges: tuple[tuple[int, PackedDtype], ...]
 
 
 class WeightPlanner:
@@ -284,7 +285,7 @@ class WeightPlanner:
     def matrix(self, out_features: int, in_features: int, dtype: PackedDtype, parts: Sequence[Part]) -> PackedMatrix:
         self.nbytes[dtype] += packed_nbytes(out_features, in_features, dtype)
         self.tensors |= {part.tensor: part.shape for part in parts}
-        return cast(PackedMatrix, _MatrixShape(out_features, in_features, dtype))
+        return cast(PackedMatrix, _MatrixShape(out_features, in_features, dtype, ((out_features, dtype),)))
 
     def vector(self, size: int, parts: Sequence[Part]) -> Vector:
         self.tensors |= {part.tensor: part.shape for part in parts}

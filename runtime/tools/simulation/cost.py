@@ -146,7 +146,7 @@ def num_blocks(op: Linear) -> int:
 
 
 def _read_seconds(op: Linear, roofline: Roofline, threads: int, max_read_share: float) -> float:
-    nbytes = packed_nbytes(op.weight.out_features, op.weight.in_features, op.weight.dtype)
+    nbytes = packed_nbytes(op.weight.out_features, op.weight.in_features, op.weight.ranges)
     read_share = min(1.0, busy_share(num_blocks(op), threads) * max_read_share)
     return nbytes / (WEIGHTS_READ * read_share * roofline.read_bytes_per_s)
 

@@ -59,7 +59,14 @@ static void fill_dtype(void *out, int dtype, int64_t n) {
   }
 }
 
-static const char *const dtype_names[] = {"f32", "bf16", "q8", "q4"};
+// Random panels; the fp16 numbers of super-blocks are finite.
+static void fill_panels(char *panels, int dtype, int64_t bytes) {
+  fill_dtype(panels, dtype, bytes / quire_itemsize(dtype));
+  for (int64_t at = 0; dtype >= QUIRE_Q4_K && at < bytes; at += quire_super_block_bytes(dtype))
+    for (int i = 0; i < 32; i++) ((uint16_t *)(panels + at))[i] = next_scale();
+}
+
+static const char *const dtype_names[] = {"f32", "bf16", "q8", "q4", "q4_k", "q5_k", "q6_k"};
 
 static void verdict(const char *op, int dtype, const char *what, double error, double allowed) {
   if (error <= allowed) return;
@@ -107,7 +114,7 @@ static quire_rows from_row(quire_rows r, int dtype, int64_t row) {
   return r;
 }
 
-static int input_dtype(int dtype) { return dtype == QUIRE_Q4 ? QUIRE_Q8 : dtype; }
+static int input_dtype(int dtype) { return dtype >= QUIRE_Q4 ? QUIRE_Q8 : dtype; }
 
 static void run_linear(const quire_tiles *level, int dtype, int per_call, int rows, quire_linear_tile t) {
   const quire_rows a = t.a;
@@ -157,7 +164,7 @@ static void compare_linear(int dtype, int64_t width, int epilogue) {
   static uint16_t scales[2 * MAX_WIDTH / 32 * 16];
   static float bias[32], factors[MAX_ROWS], before[MAX_ROWS * 32], want[MAX_ROWS * 32], alone[MAX_ROWS * 32], got[MAX_ROWS * 32];
   quire_rows a = rows_of(input_dtype(dtype), width);
-  fill_dtype(panels, dtype, 2 * quire_panel_bytes(dtype, width) / quire_itemsize(dtype));
+  fill_panels(panels, dtype, 2 * quire_panel_bytes(dtype, width));
   for (int64_t i = 0; i < 2 * width / 32 * 16; i++) scales[i] = next_scale();
   fill(bias, 32), fill(factors, MAX_ROWS), fill(before, MAX_ROWS * 32);
   for (int rows = 1; rows <= tiles->linear_rows[dtype] && rows <= MAX_ROWS; rows++) {
@@ -295,7 +302,7 @@ static void compare_unpack(int dtype, int64_t width) {
   static char panel[16 * MAX_WIDTH * 4];
   static float got[MAX_WIDTH], want[MAX_WIDTH];
   uint16_t scales[MAX_WIDTH / 32 * 16];
-  fill_dtype(panel, dtype, quire_panel_bytes(dtype, width) / quire_itemsize(dtype));
+  fill_panels(panel, dtype, quire_panel_bytes(dtype, width));
   for (int i = 0; i < MAX_WIDTH / 32 * 16; i++) scales[i] = next_scale();
   for (int lane = 0; lane < 16; lane++) {
     tiles->unpack_column(panel, scales, dtype, width, lane, got);
@@ -359,6 +366,11 @@ static void compare_level(void) {
     compare_unpack(QUIRE_Q4, width);
   }
   compare_quantise_q4();
+  for (int dtype = QUIRE_Q4_K; dtype <= QUIRE_Q6_K; dtype++)
+    for (int64_t width = QUIRE_SUPER_BLOCK; width <= MAX_WIDTH; width += QUIRE_SUPER_BLOCK) {
+      for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear(dtype, width, epilogue);
+      compare_unpack(dtype, width);
+    }
 }
 
 // Fail where the digests of the last level are not those of the file, or print them if there is none.

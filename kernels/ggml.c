@@ -1,0 +1,145 @@
+// GGML's block formats, written from their definition in llama.cpp: d is an fp16 scale, the other bytes are as commented.
+#include "ggml.h"
+
+#include <string.h>
+
+#include "simd/tiles.h"
+#include "simd/vec.h"
+
+int64_t quire_ggml_weights(int type) { return type == QUIRE_GGML_Q8_0 || type == QUIRE_GGML_Q4_0 ? 32 : 256; }
+
+int64_t quire_ggml_bytes(int type) {
+  static const int64_t bytes[] = {34, 18, 144, 176, 210};
+  return bytes[type];
+}
+
+static uint32_t load32(const uint8_t *p) { uint32_t x; memcpy(&x, p, sizeof x); return x; }
+static float load_f16(const uint8_t *p) { uint16_t h; memcpy(&h, p, sizeof h); return f16_widen(h); }
+
+// Q4_K and Q5_K: 8 scales and 8 minimums of 6 bits in 12 bytes.
+static void widen_sixes(const uint8_t *p, float scale, float least, float scales[8], float minimums[8]) {
+  for (int j = 0; j < 4; j++) {
+    scales[j] = scale * (float)(p[j] & 63);
+    minimums[j] = least * (float)(p[j + 4] & 63);
+    scales[j + 4] = scale * (float)((p[j + 8] & 15) | p[j] >> 6 << 4);
+    minimums[j + 4] = least * (float)(p[j + 8] >> 4 | p[j + 4] >> 6 << 4);
+  }
+}
+
+// Q8_0: d, then 32 signed bytes.
+static void widen_q8_0(const uint8_t *block, float *out) {
+  const float d = load_f16(block);
+  const int8_t *q = (const int8_t *)block + 2;
+  for (int i = 0; i < 32; i++) out[i] = d * (float)q[i];
+}
+
+// Q4_0: d, then 16 bytes; the low halves are w + 8 of the first 16 of K, the high halves of the others.
+static void widen_q4_0(const uint8_t *block, float *out) {
+  const float d = load_f16(block);
+  for (int i = 0; i < 16; i++) {
+    out[i] = d * (float)((block[2 + i] & 15) - 8);
+    out[16 + i] = d * (float)((block[2 + i] >> 4) - 8);
+  }
+}
+
+// Q4_K: d, the scale of minimums, 12 bytes of scales and minimums, then 32 bytes for each pair of sub-blocks of 32: the
+// low halves are the first one's, the high halves the second one's.
+static void widen_q4_k(const uint8_t *block, float *out) {
+  float scales[8], minimums[8];
+  widen_sixes(block + 4, load_f16(block), load_f16(block + 2), scales, minimums);
+  const uint8_t *q = block + 16;
+  for (int pair = 0; pair < 8; pair += 2, q += 32, out += 64)
+    for (int i = 0; i < 32; i++) {
+      out[i] = scales[pair] * (float)(q[i] & 15) - minimums[pair];
+      out[32 + i] = scales[pair + 1] * (float)(q[i] >> 4) - minimums[pair + 1];
+    }
+}
+
+// Q5_K: as Q4_K, with 32 bytes before the halves: bit s of byte i is the fifth bit of weight i of sub-block s.
+static void widen_q5_k(const uint8_t *block, float *out) {
+  float scales[8], minimums[8];
+  widen_sixes(block + 4, load_f16(block), load_f16(block + 2), scales, minimums);
+  const uint8_t *high = block + 16, *q = block + 48;
+  for (int pair = 0; pair < 8; pair += 2, q += 32, out += 64)
+    for (int i = 0; i < 32; i++) {
+      out[i] = scales[pair] * (float)((q[i] & 15) | (high[i] >> pair & 1) << 4) - minimums[pair];
+      out[32 + i] = scales[pair + 1] * (float)(q[i] >> 4 | (high[i] >> (pair + 1) & 1) << 4) - minimums[pair + 1];
+    }
+}
+
+// Q6_K: for each 128 weights 64 bytes of low halves, then for each 128 weights 32 bytes of high pairs of bits, then 16
+// signed scales of 16 weights each, then d. Low halves: sub-blocks 0 and 1 of 32 in the low ones, 2 and 3 in the high ones;
+// bits 2s and 2s + 1 of a byte of pairs are those of sub-block s.
+static void widen_q6_k(const uint8_t *block, float *out) {
+  const float d = load_f16(block + 208);
+  const int8_t *scales = (const int8_t *)block + 192;
+  for (int part = 0; part < 8; part++) {
+    const uint8_t *low = block + part / 4 * 64 + part % 2 * 32, *high = block + 128 + part / 4 * 32;
+    const int low_shift = part % 4 / 2 * 4, high_shift = part % 4 * 2;
+    for (int half = 0; half < 2; half++, low += 16, high += 16, out += 16) {
+      const float scale = d * (float)scales[2 * part + half];
+      for (int i = 0; i < 16; i++)
+        out[i] = scale * (float)(((low[i] >> low_shift & 15) | (high[i] >> high_shift & 3) << 4) - 32);
+    }
+  }
+}
+
+void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out) {
+  static void (*const widen[])(const uint8_t *, float *) = {widen_q8_0, widen_q4_0, widen_q4_k, widen_q5_k, widen_q6_k};
+  for (int64_t b = 0; b < n; b++) widen[type](blocks + b * quire_ggml_bytes(type), out + b * quire_ggml_weights(type));
+}
+
+// 4 bytes of one column: `line` lines of 64 bytes after `at`.
+static void put(uint8_t *at, int64_t line, uint32_t bytes) { memcpy(at + line * 64, &bytes, sizeof bytes); }
+
+static void pack_q8_0(const uint8_t *block, uint8_t *at, uint16_t *scale) {
+  memcpy(scale, block, sizeof *scale);
+  for (int line = 0; line < 8; line++) put(at, line, load32(block + 2 + line * 4) ^ 0x80808080);
+}
+
+static void pack_q4_0(const uint8_t *block, uint8_t *at, uint16_t *scale) {
+  memcpy(scale, block, sizeof *scale);
+  for (int line = 0; line < 4; line++) put(at, line, load32(block + 2 + line * 4));
+}
+
+// A k-quant's super-block as one column of a panel's super-block, whose layout is in simd/tiles.h.
+static inline __attribute__((always_inline)) void pack_k(int dtype, const uint8_t *block, uint8_t *super_block, int64_t column) {
+  const uint8_t *scales = dtype == QUIRE_Q6_K ? block + 192 : block + 4;
+  const int64_t scale_lines = quire_scale_lines(dtype);
+  uint8_t *at = super_block + column * 4;
+  memcpy(super_block + column * 2, dtype == QUIRE_Q6_K ? block + 208 : block, 2);
+  if (dtype != QUIRE_Q6_K) memcpy(super_block + 32 + column * 2, block + 2, 2);
+  for (int64_t line = 1; line < scale_lines; line++) put(at, line, load32(scales + line * 4 - 4));
+  for (int j = 0; j < 8; j++) {
+    const int64_t pair = (dtype == QUIRE_Q5_K ? 48 : 16) + j / 2 * 32;
+    const uint8_t *low = block + (dtype == QUIRE_Q6_K ? j / 4 * 64 + j % 2 * 32 : pair);
+    const int shift = dtype == QUIRE_Q6_K ? j % 4 / 2 * 4 : j % 2 * 4;
+    uint8_t *lines = at + (scale_lines + j * dtype) * 64;
+    for (int k = 0; k < 4; k++)
+      put(lines, k, (load32(low + k * 4) >> shift & 0x0f0f0f0f) | (load32(low + 16 + k * 4) >> shift & 0x0f0f0f0f) << 4);
+    uint32_t high[2] = {0, 0};
+    for (int half = 0; half < 2; half++)
+      for (int k = 0; k < 4 && dtype != QUIRE_Q4_K; k++) {
+        const uint32_t bits = load32(block + (dtype == QUIRE_Q5_K ? 16 : 128 + j / 4 * 32) + half * 16 + k * 4);
+        if (dtype == QUIRE_Q5_K) high[0] |= (bits >> j & 0x01010101) << (half * 4 + k);
+        else high[half] |= (bits >> j % 4 * 2 & 0x03030303) << 2 * k;
+      }
+    for (int line = 0; line < dtype - 4; line++) put(lines, 4 + line, high[line]);
+  }
+}
+
+void quire_ggml_pack(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane, uint8_t *panel,
+                     uint16_t *scales) {
+  for (int64_t b = 0; b < n; b++)
+    for (int64_t row = 0; row < rows; row++) {
+      const uint8_t *block = blocks + row * stride + b * quire_ggml_bytes(type);
+      const int64_t column = lane + row;
+      switch (type) {
+        case QUIRE_GGML_Q8_0: pack_q8_0(block, panel + b * 512 + column * 4, scales + b * 16 + column); break;
+        case QUIRE_GGML_Q4_0: pack_q4_0(block, panel + b * 256 + column * 4, scales + b * 16 + column); break;
+        case QUIRE_GGML_Q4_K: pack_k(QUIRE_Q4_K, block, panel + b * quire_super_block_bytes(QUIRE_Q4_K), column); break;
+        case QUIRE_GGML_Q5_K: pack_k(QUIRE_Q5_K, block, panel + b * quire_super_block_bytes(QUIRE_Q5_K), column); break;
+        default: pack_k(QUIRE_Q6_K, block, panel + b * quire_super_block_bytes(QUIRE_Q6_K), column);
+      }
+    }
+}

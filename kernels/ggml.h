@@ -1,0 +1,17 @@
+// Rows of GGML blocks, as GGUF files have them: packed into panels of the same numbers, and widened to f32.
+// A row is consecutive blocks along K. Each block has its own scales, so rows and blocks are independent.
+#pragma once
+#include <stdint.h>
+
+enum { QUIRE_GGML_Q8_0, QUIRE_GGML_Q4_0, QUIRE_GGML_Q4_K, QUIRE_GGML_Q5_K, QUIRE_GGML_Q6_K };
+
+int64_t quire_ggml_weights(int type);  // of one block
+int64_t quire_ggml_bytes(int type);    // of one block
+
+// Widen `n` blocks to f32 with GGML's formula.
+void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out);
+
+// Write `rows` rows of `n` blocks, `stride` bytes apart, as columns [lane, lane + rows) of one panel of the dtype with the
+// same numbers. `scales` are those of the panel in q8 and q4; dtypes of super-blocks have theirs in the panel.
+void quire_ggml_pack(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane, uint8_t *panel,
+                     uint16_t *scales);

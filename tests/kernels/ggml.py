@@ -1,0 +1,81 @@
+"""GGML's block formats in numpy: random blocks, and what they mean, in exact or once-rounded float32 arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCKS = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
+SCALES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # offsets of fp16 numbers
+# What makes random bytes weights of about 1: the scales of blocks, those of weights and then those of minimums.
+SIZES = {
+    "Q8_0": (1 / 74,),
+    "Q4_0": (1 / 4.6,),
+    "Q4_K": (1 / 160, 1 / 21),
+    "Q5_K": (1 / 330, 1 / 21),
+    "Q6_K": (1 / 1400,),
+}
+
+
+def random_blocks(rng: np.random.Generator, ggml_type: str, rows: int, columns: int, size: float = 1) -> np.ndarray:
+    """Return random rows of blocks, uint8 [rows, bytes], of weights of about `size`."""
+    weights, nbytes = BLOCKS[ggml_type]
+    blocks = rng.integers(0, 256, (rows, columns // weights, nbytes), np.uint8)
+    for offset, scale in zip(SCALES[ggml_type], SIZES[ggml_type], strict=True):
+        scales = (rng.uniform(0.3, 1.7, blocks.shape[:2]) * scale * size).astype(np.float16)
+        blocks[:, :, offset : offset + 2] = scales.view(np.uint8).reshape(*scales.shape, 2)
+    return blocks.reshape(rows, columns // weights * nbytes)
+
+
+def dequantise(blocks: np.ndarray, ggml_type: str) -> np.ndarray:
+    """Return rows of blocks, uint8 [rows, bytes], as float32 [rows, columns]."""
+    split = blocks.reshape(-1, BLOCKS[ggml_type][1])
+    columns = blocks.shape[1] // BLOCKS[ggml_type][1] * BLOCKS[ggml_type][0]
+    return FORMULAS[ggml_type](split).astype(np.float32).reshape(len(blocks), columns)
+
+
+def _f16(blocks: np.ndarray, offset: int) -> np.ndarray:
+    return np.ascontiguousarray(blocks[:, offset : offset + 2]).view(np.float16).astype(np.float32)
+
+
+def _q8_0(blocks: np.ndarray) -> np.ndarray:
+    return _f16(blocks, 0) * np.ascontiguousarray(blocks[:, 2:]).view(np.int8).astype(np.float32)
+
+
+def _q4_0(blocks: np.ndarray) -> np.ndarray:
+    halves = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
+    return _f16(blocks, 0) * (halves.astype(np.float32) - 8)
+
+
+def _with_minimums(blocks: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Scale weights [n, 8, 32] by the 6-bit scales, and subtract the 6-bit minimums, of Q4_K and Q5_K."""
+    low, middle, high = (blocks[:, at : at + 4] for at in (4, 8, 12))
+    scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=1).astype(np.float32)
+    minimums = np.concatenate([middle & 63, (high >> 4) | (middle >> 6 << 4)], axis=1).astype(np.float32)
+    scaled = (_f16(blocks, 0) * scales)[:, :, None] * weights.astype(np.float32)
+    return scaled - (_f16(blocks, 2) * minimums)[:, :, None]
+
+
+def _halves(pairs: np.ndarray) -> np.ndarray:
+    """Return [n, 8, 32] half bytes of four pairs of sub-blocks: low halves are the first sub-block of a pair."""
+    pairs = pairs.reshape(len(pairs), 4, 1, 32)
+    return np.concatenate([pairs & 15, pairs >> 4], axis=2).reshape(len(pairs), 8, 32)
+
+
+def _q4_k(blocks: np.ndarray) -> np.ndarray:
+    return _with_minimums(blocks, _halves(blocks[:, 16:]))
+
+
+def _q5_k(blocks: np.ndarray) -> np.ndarray:
+    fifth = blocks[:, 16:48][:, None, :] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return _with_minimums(blocks, _halves(blocks[:, 48:]) | fifth << 4)
+
+
+def _q6_k(blocks: np.ndarray) -> np.ndarray:
+    low, high = blocks[:, :128].reshape(len(blocks), 2, 1, 64), blocks[:, 128:192].reshape(len(blocks), 2, 1, 32)
+    low = np.concatenate([low & 15, low >> 4], axis=2).reshape(len(blocks), 2, 4, 32)
+    weights = low | (high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3) << 4
+    scales = _f16(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
+    return scales[:, :, None] * (weights.reshape(len(blocks), 16, 16).astype(np.float32) - 32)
+
+
+FORMULAS = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}

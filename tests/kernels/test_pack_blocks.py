@@ -1,0 +1,92 @@
+"""Packing of GGML blocks: every number bit for bit where a dtype has them, else those of GGML's formula, rounded."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quire.kernels.pack import GGML_DTYPES, widen_blocks
+
+from tests.kernels.ggml import BLOCKS, SCALES, dequantise, random_blocks
+from tests.kernels.test_pack import matrix
+
+TYPES = list(BLOCKS)
+
+
+@given(ggml_type=st.sampled_from(TYPES), rows=st.integers(0, 5), count=st.integers(0, 3), seed=st.integers(0, 99))
+def test_blocks_are_widened_with_the_formula_of_their_type(ggml_type, rows, count, seed):
+    weights, nbytes = BLOCKS[ggml_type]
+    blocks = random_blocks(np.random.default_rng(seed), ggml_type, rows, count * weights)
+    assert blocks.shape == (rows, count * nbytes)
+    assert widen_blocks(blocks, ggml_type).tobytes() == dequantise(blocks, ggml_type).tobytes()
+
+
+@pytest.mark.parametrize("scale", [0, -0.0, 6e-8, -1.5, 65504, np.inf, np.nan])
+@pytest.mark.parametrize("ggml_type", TYPES)
+def test_any_scale_is_widened(ggml_type, scale):
+    blocks = np.random.default_rng(1).integers(0, 256, (1, BLOCKS[ggml_type][1]), np.uint8)
+    for offset in SCALES[ggml_type]:
+        blocks[0, offset : offset + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+    with np.errstate(invalid="ignore"):
+        assert np.array_equal(widen_blocks(blocks, ggml_type), dequantise(blocks, ggml_type), equal_nan=True)
+
+
+@given(ggml_type=st.sampled_from(TYPES), rows=st.integers(1, 70), count=st.integers(1, 3), seed=st.integers(0, 99))
+def test_a_dtype_with_the_same_numbers_keeps_every_bit(ggml_type, rows, count, seed):
+    columns = count * BLOCKS[ggml_type][0]
+    blocks = random_blocks(np.random.default_rng(seed), ggml_type, rows, columns)
+    packed = matrix(rows, columns, GGML_DTYPES[ggml_type])
+    packed.fill_blocks(blocks, ggml_type)
+    assert packed.unpack().tobytes() == dequantise(blocks, ggml_type).tobytes()
+
+
+@pytest.mark.parametrize("ggml_type", TYPES)
+def test_blocks_fill_columns_of_any_start_and_from_two_sources(ggml_type):
+    columns, dtype = 2 * BLOCKS[ggml_type][0], GGML_DTYPES[ggml_type]
+    rng = np.random.default_rng(2)
+    first, second = (random_blocks(rng, ggml_type, 75, columns) for _ in range(2))
+    apart, pair = matrix(80, columns, dtype), matrix(160, columns, dtype)
+    for row in range(0, 75, 7):
+        apart.fill_blocks(first[row : row + 7], ggml_type, start=5 + row)
+    assert np.array_equal(apart.unpack()[5:], dequantise(first, ggml_type))
+    pair.fill_blocks(first, ggml_type, interleave=0)
+    pair.fill_blocks(second, ggml_type, interleave=1)
+    halves = pair.unpack().reshape(5, 2, 16, columns)
+    for half, blocks in enumerate((first, second)):
+        assert np.array_equal(halves[:, half].reshape(80, columns)[:75], dequantise(blocks, ggml_type))
+
+
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "q8", "q4"])
+@pytest.mark.parametrize("ggml_type", TYPES)
+def test_another_dtype_has_the_widened_values_rounded(ggml_type, dtype):
+    if GGML_DTYPES[ggml_type] == dtype:
+        return
+    blocks = random_blocks(np.random.default_rng(3), ggml_type, 150, 256)
+    packed, rounded = matrix(150, 256, dtype), matrix(150, 256, dtype)
+    packed.fill_blocks(blocks, ggml_type)
+    rounded.fill(dequantise(blocks, ggml_type))
+    assert packed.unpack().tobytes() == rounded.unpack().tobytes()
+
+
+def test_blocks_may_be_read_only():
+    blocks = random_blocks(np.random.default_rng(4), "Q8_0", 3, 64)
+    blocks.flags.writeable = False
+    packed = matrix(3, 64, "q8")
+    packed.fill_blocks(blocks, "Q8_0")
+    assert np.array_equal(packed.unpack(), dequantise(blocks, "Q8_0"))
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda: widen_blocks(np.zeros((1, 34), np.uint8), "Q3_K"), "one of Q8_0, Q4_0, Q4_K, Q5_K, Q6_K"),
+        (lambda: widen_blocks(np.zeros((1, 35), np.uint8), "Q8_0"), "whole blocks of 34 bytes, not 35"),
+        (lambda: matrix(4, 64, "q8").fill_blocks(np.zeros((4, 34), np.uint8), "Q8_0"), "not 64 weights in Q8_0"),
+        (lambda: matrix(4, 80, "q8").fill_blocks(np.zeros((4, 68), np.uint8), "Q8_0"), "not 80 weights in Q8_0"),
+        (lambda: matrix(4, 64, "q8").fill_blocks(np.zeros((4, 64), np.uint8), "IQ2"), "one of Q8_0"),
+        (lambda: matrix(4, 32, "q8").fill_blocks(np.zeros((40, 34), np.uint8), "Q8_0"), "do not fit"),
+        (lambda: matrix(4, 32, "q8").fill_blocks(np.zeros((4, 34), np.uint8), "Q8_0", interleave=2), "interleave"),
+    ],
+)
+def test_blocks_that_do_not_fit_are_refused(call, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        call()
