@@ -25,6 +25,7 @@ COMMANDS = {  # each is the function of that name in the file of that name
     "loadtest": "Put a server under load and report the latencies of its clients.\n\n"
     "Flags and result keys are those of `vllm bench serve`. Without an address, a server on the bundled model runs for "
     "the duration of the test.",
+    "perplexity": "Measure how well MODEL predicts the file TEXT, as llama.cpp's llama-perplexity does.",
     "plan": "Print the memory that serving a model takes, without loading it.",
     "token": "Make a key for TENANT; print it and the lines that admit it in the file of `quire serve --auth-tokens`.",
     "info": "Print versions, the instruction set level and the number of threads.",

@@ -23,7 +23,15 @@ from ..tools.bench.console import SpeedReport
 from ..tools.bench.plot import check_plot, plot_cache_comparison, plot_roofline
 from ..tools.bench.speed import Shape, bench_config
 from ..tools.bench.thread_sweep import ThreadResult, ThreadSweep, least_op_seconds, parse_thread_counts
-from .flags import Json, MemoryFlags, ModelFolder, SchedulingFlags, settings_from
+from .flags import (
+    Json,
+    MemoryFlags,
+    ModelFolder,
+    SchedulingFlags,
+    refuse_flags,
+    settings_from,
+    warn_of_ignored,
+)
 from .interrupts import leaving_at_once
 
 SET_BY_SHAPES = ("max_model_len", "max_num_seqs", "enable_prefix_caching", "max_num_waiting")  # see `bench_config`
@@ -54,13 +62,11 @@ def bench(
     scheduling: SchedulingFlags | None = None,
 ) -> None:
     """Measure and print. Raises ConfigError, ModelError or MissingDependency."""
-    for name in SET_BY_SHAPES:
-        if any(getattr(flags, name, None) is not None for flags in (memory, scheduling)):
-            raise ConfigError(f"{name} cannot be given to bench, which sets it for its shapes")
+    refuse_flags("bench", SET_BY_SHAPES, "shapes", memory, scheduling)
     if threads_sweep is not None:
         _check_sweep(kv_cache, plot, memory)
     config = settings_from(model, memory, scheduling).engine
-    _warn_of_ignored(config, (*SET_BY_SHAPES, *(("threads",) if threads_sweep is not None else ())))
+    warn_of_ignored("bench", config, (*SET_BY_SHAPES, *(("threads",) if threads_sweep is not None else ())))
     if threads_sweep is not None:
         counts = parse_thread_counts(threads_sweep, available_cpus().threads)
         _bench_threads(config, counts, shapes, new_tokens, repeats, json)
@@ -78,14 +84,6 @@ def _check_sweep(kv_cache: bool, plot: Path | None, memory: Any) -> None:
         raise ConfigError("threads_sweep cannot be given with --no-kv-cache")
     if plot is not None:
         raise ConfigError("plot cannot be given with --threads-sweep")
-
-
-def _warn_of_ignored(config: EngineConfig, names: Sequence[str]) -> None:
-    """Print a warning if variables or a file, which other commands share, set options that bench sets itself."""
-    default = EngineConfig()
-    ignored = sorted(name for name in names if getattr(config, name) != getattr(default, name))
-    if ignored:
-        print(f"quire: warning: bench sets {', '.join(ignored)} itself; other values are ignored", file=sys.stderr)
 
 
 def _checked_shapes(shapes: str, new_tokens: int, repeats: int) -> list[Shape]:

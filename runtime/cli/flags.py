@@ -15,6 +15,7 @@ from cyclopts import Parameter
 from msgspec import inspect
 
 from ..common.config import LIMITS, MEMORY, SCHEDULING, SERVER, EngineConfig, ServerConfig
+from ..common.errors import ConfigError
 from ..common.options import Option, flag_name, options_of
 from ..common.settings import Settings, resolve_settings, unknown_variables
 
@@ -36,6 +37,22 @@ def settings_from(model: str | None, *flags: Any) -> Settings:
     for warning in unknown_variables(os.environ):
         print(f"quire: warning: {warning}", file=sys.stderr)
     return resolve_settings(given, os.environ, given.pop("config", None))
+
+
+def refuse_flags(command: str, names: Collection[str], what: str, *flags: Any) -> None:
+    """Raise ConfigError if one of `flags` has one of the options `names`, which `command` sets for its `what`."""
+    for name in names:
+        if any(getattr(group, name, None) is not None for group in flags):
+            raise ConfigError(f"{name} cannot be given to {command}, which sets it for its {what}")
+
+
+def warn_of_ignored(command: str, config: EngineConfig, names: Collection[str]) -> None:
+    """Print a warning if variables or a file, which other commands share, set options that `command` sets itself."""
+    default = EngineConfig()
+    ignored = sorted(name for name in names if getattr(config, name) != getattr(default, name))
+    if ignored:
+        listed = ", ".join(ignored)
+        print(f"quire: warning: {command} sets {listed} itself; other values are ignored", file=sys.stderr)
 
 
 def typed_flags(struct: type[msgspec.Struct], group: str, *, without: Collection[str]) -> type:

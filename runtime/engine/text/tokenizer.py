@@ -44,6 +44,12 @@ class Tokenizer:
         """Characters of the longest vocabulary entry: no text of n tokens is longer than n times this."""
         return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
 
+    @cached_property
+    def bos_token_id(self) -> int | None:
+        """The begin token that `encode` puts before every text, None if it puts none."""
+        plain, special = self.encode("a", add_special_tokens=False), self.encode("a")
+        return special[0] if special[:1] != plain[:1] else None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`, the same as transformers returns.
 

@@ -65,13 +65,13 @@ def compare_cache(runner: ModelRunner, prompt_tokens: int, new_tokens: int) -> C
     vocab = runner.spec.vocab_size
     generator = random.Random(SEED)
     prompt = [generator.randrange(vocab) for _ in range(prompt_tokens)]
-    tables = _tables(runner, prompt_tokens + new_tokens)
+    tables = page_tables(runner, prompt_tokens + new_tokens)
     _generate(runner, prompt, tables, 2, cached=True)  # warm up: touch the memory
     cached = _generate(runner, prompt, tables, new_tokens, cached=True)
     return CacheComparison(prompt_tokens, cached, _generate(runner, prompt, tables, new_tokens, cached=False))
 
 
-def _tables(runner: ModelRunner, num_tokens: int) -> Tables:
+def page_tables(runner: ModelRunner, num_tokens: int) -> Tables:
     """Return a page table for each layer group, reusing pages that left the group's window. Raises ConfigError."""
     size, tables, num_pages = runner.capacity.layout.page_size, [], 0
     for window in runner.capacity.layout.group_windows:
