@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ...common.errors import MissingTensor
 from . import READABLE
-from .ggml import BLOCKS
+from .ggml import SUPPORTED
 from .gguf import GGUFFile, StoredTensor
 
 
@@ -20,7 +20,7 @@ class GGUFCheckpoint:
     def __init__(self, file: GGUFFile, pairs: Mapping[str, int]) -> None:
         self.path = file.path
         self.config_name = "the metadata"
-        self.matrix_dtypes: Collection[str] = (*READABLE, *BLOCKS)
+        self.matrix_dtypes: Collection[str] = (*READABLE, *SUPPORTED)
         self._tensors = file.tensors
         self._pairs = pairs
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+FAULT_AROUND = 2 << 20  # bytes: with a page, the system may map pages before it, which were given back already
+
 
 class MappedFile:
     """A file mapped for reading. Raises OSError if it cannot be opened, ValueError if it is empty.
@@ -37,7 +39,7 @@ class MappedFile:
             stop = min(row + num_rows, last)
             self._advise(mmap.MADV_WILLNEED, begin + stop * row_bytes, begin + min(stop + num_rows, last) * row_bytes)
             yield row - first, array[row:stop]
-            self._advise(mmap.MADV_DONTNEED, begin + row * row_bytes, begin + stop * row_bytes)
+            self._advise(mmap.MADV_DONTNEED, max(0, begin + row * row_bytes - FAULT_AROUND), begin + stop * row_bytes)
 
     def _advise(self, advice: int, begin: int, end: int) -> None:
         first = begin // mmap.PAGESIZE * mmap.PAGESIZE

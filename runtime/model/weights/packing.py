@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,18 +19,17 @@ import numpy.typing as npt
 from ....kernels import available_cpus
 from ....kernels.ops import WeightDtype as PackedDtype
 from ....kernels.ops import padded
-from ....kernels.pack import PackedMatrix, packed_nbytes
+from ....kernels.pack import GGML_DTYPES, PackedMatrix, column_ranges, packed_nbytes
 from ....pager import OutOfMemory, map_memory
 from ...common.config import WeightDtype
 from ...common.errors import ModelError, Unavailable
 from ..spec import DecoderSpec
 from . import READABLE, Checkpoint
-from .ggml import dequantise
+from .ggml import q5_0_as_q8_0, widen
 
 Vector = npt.NDArray[np.float32]
 ELEMENTS_AT_ONCE = 1 << 20  # of a tensor, between two looks at whether the load was cancelled
-# The dtype of a matrix whose tensors the checkpoint has in blocks, with `auto`; q8 for other types and for a mixture.
-PACKED: dict[str, PackedDtype] = {"Q4_0": "q4"}
+PackedDtypes = PackedDtype | Sequence[tuple[int, PackedDtype]]  # of a matrix, or of ranges of its columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class WeightFactory(Protocol):
     """Makes the matrices and vectors of `build_weights`, in the order of their place in memory."""
 
     def matrix(
-        self, out_features: int, in_features: int, dtype: PackedDtype, parts: Sequence[Part]
+        self, out_features: int, in_features: int, dtype: PackedDtypes, parts: Sequence[Part]
     ) -> PackedMatrix: ...
     def vector(self, size: int, parts: Sequence[Part]) -> Vector: ...
 
@@ -173,14 +172,21 @@ def _build_layer(spec: DecoderSpec, prefix: str, dtype: WeightDtype, factory: We
     )
 
 
-def _packed_dtype(spec: DecoderSpec, dtype: WeightDtype, parts: Sequence[Part]) -> PackedDtype:
-    """Return the dtype of a matrix; with `auto` that of its tensors in the checkpoint, bf16 if one is not in blocks."""
+def _packed_dtype(spec: DecoderSpec, dtype: WeightDtype, parts: Sequence[Part]) -> PackedDtypes:
+    """Return the dtype of a matrix; with `auto` those of its tensors in the checkpoint, bf16 if one is not in blocks.
+
+    Tensors of different types in ranges of columns keep them, if the kernels can have such ranges; else all are q8.
+    """
     if dtype != "auto":
         return dtype
     if any(part.tensor not in spec.quantised for part in parts):
         return "bf16"
-    packed = {PACKED.get(spec.quantised[part.tensor], "q8") for part in parts}
-    return packed.pop() if len(packed) == 1 else "q8"
+    dtypes = [GGML_DTYPES.get(spec.quantised[part.tensor], "q8") for part in parts]
+    if len(set(dtypes)) == 1:
+        return dtypes[0]
+    ranges = [(part.shape[0], dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+    whole = all(columns % 32 == 0 for columns, _ in ranges[:-1])
+    return ranges if whole and all(part.interleave is None for part in parts) else "q8"
 
 
 def _stacked(names: Sequence[str], sizes: Sequence[int]) -> list[Part]:
@@ -220,7 +226,7 @@ class _Packer:
         self._stop = stop
         self._filling: list[Future[None]] = []
 
-    def matrix(self, out_features: int, in_features: int, dtype: PackedDtype, parts: Sequence[Part]) -> PackedMatrix:
+    def matrix(self, out_features: int, in_features: int, dtype: PackedDtypes, parts: Sequence[Part]) -> PackedMatrix:
         nbytes = packed_nbytes(out_features, in_features, dtype)
         memory, self._unused = self._unused[:nbytes], self._unused[nbytes:]
         matrix = PackedMatrix(out_features, in_features, dtype, memory)
@@ -239,8 +245,7 @@ class _Packer:
             for row, rows in self._checkpoint.chunks(part.tensor, part.rows, num_rows):
                 if self._stop.is_set():
                     raise Unavailable("loading the model was cancelled")
-                source = rows if kind in READABLE else dequantise(rows, kind)
-                matrix.fill(source, part.start + row * columns_per_row, part.interleave)
+                _fill_rows(matrix, rows, kind, part.start + row * columns_per_row, part.interleave)
 
     def vector(self, size: int, parts: Sequence[Part]) -> Vector:
         out = np.zeros(size, np.float32)
@@ -248,6 +253,18 @@ class _Packer:
             values = _widen(self._checkpoint.tensor(part.tensor)[part.rows])
             out[_columns(part, len(values))] = values
         return out
+
+
+def _fill_rows(matrix: PackedMatrix, rows: npt.NDArray[Any], kind: str, start: int, interleave: int | None) -> None:
+    """Pack rows of a tensor of type `kind`, numbers or blocks, into the columns from `start` on."""
+    if kind in READABLE:
+        matrix.fill(rows, start, interleave)
+    elif kind in GGML_DTYPES:
+        matrix.fill_blocks(rows, kind, start, interleave)
+    elif kind == "Q5_0":
+        matrix.fill_blocks(q5_0_as_q8_0(rows), "Q8_0", start, interleave)
+    else:
+        matrix.fill(widen(rows, kind), start, interleave)
 
 
 def _columns(part: Part, count: int) -> npt.NDArray[np.int64]:
@@ -282,10 +299,12 @@ class WeightPlanner:
         self.nbytes: Counter[PackedDtype] = Counter()  # of packed matrices
         self.tensors: dict[str, tuple[int, ...]] = {}  # name -> shape
 
-    def matrix(self, out_features: int, in_features: int, dtype: PackedDtype, parts: Sequence[Part]) -> PackedMatrix:
-        self.nbytes[dtype] += packed_nbytes(out_features, in_features, dtype)
+    def matrix(self, out_features: int, in_features: int, dtype: PackedDtypes, parts: Sequence[Part]) -> PackedMatrix:
+        ranges = column_ranges(out_features, dtype)
+        for columns, one in ranges:
+            self.nbytes[one] += packed_nbytes(columns, in_features, one)
         self.tensors |= {part.tensor: part.shape for part in parts}
-        return cast(PackedMatrix, _MatrixShape(out_features, in_features, dtype, ((out_features, dtype),)))
+        return cast(PackedMatrix, _MatrixShape(out_features, in_features, ranges[0][1], ranges))
 
     def vector(self, size: int, parts: Sequence[Part]) -> Vector:
         self.tensors |= {part.tensor: part.shape for part in parts}

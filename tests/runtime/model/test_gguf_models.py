@@ -14,8 +14,10 @@ from quire.runtime.model import BUNDLED_MODEL, PackedModel, fingerprint, model_n
 from quire.runtime.model.gguf_config import NAMES
 from quire.runtime.model.rope import inverse_frequencies
 from quire.runtime.model.spec import FrequencyDivisors
+from quire.runtime.model.weights.packing import plan_weights
 
 from tests.gguf_files import Tensor, convert, describe, encode, stored_tensors, write
+from tests.kernels.ggml import random_blocks
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 LAYER = "blk.1."
@@ -115,6 +117,61 @@ def test_auto_takes_the_types_of_the_file(tmp_path: Path, kind: str, dtypes: set
     layers = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     assert {matrix.dtype for matrix in (weights.embedding, *layers)} == dtypes
     assert weights.lm_head is weights.embedding
+
+
+def blocks(kind: str, *shape: int) -> Tensor:
+    """Return random blocks of small weights."""
+    return Tensor(shape, kind, random_blocks(np.random.default_rng(len(kind)), kind, *shape, size=0.03).tobytes())
+
+
+def test_a_mixed_file_keeps_the_type_of_every_tensor(edited: Callable[..., Path], compute_logits: Any) -> None:
+    """Q and K in Q4_K and V in Q6_K are one matrix; 704 columns are no multiple of 256, so FFN down is in Q8_0."""
+    changed = {"token_embd.weight": blocks("Q6_K", 4096, 256)}
+    for layer in range(4):
+        prefix = f"blk.{layer}."
+        changed |= {
+            f"{prefix}attn_q.weight": blocks("Q4_K", 256, 256),
+            f"{prefix}attn_k.weight": blocks("Q4_K", 128, 256),
+            f"{prefix}attn_v.weight": blocks("Q6_K", 128, 256),
+            f"{prefix}attn_output.weight": blocks("Q5_K", 256, 256),
+            f"{prefix}ffn_gate.weight": blocks("Q4_K", 704, 256),
+            f"{prefix}ffn_up.weight": blocks("Q4_K", 704, 256),
+            f"{prefix}ffn_down.weight": blocks("Q8_0", 256, 704),
+        }
+    path = edited(changed)
+    model, in_f32 = pack_model(path, "auto"), pack_model(path, "f32")
+    layer = model.weights.layers[1]
+    assert layer.qkv.ranges == ((384, "q4_k"), (128, "q6_k"))
+    assert (layer.o.dtype, layer.gate_up.dtype, layer.down.dtype) == ("q5_k", "q4_k", "q8")
+    assert model.weights.embedding.dtype == "q6_k"
+    for matrix, like in zip(matrices(model), matrices(in_f32), strict=True):
+        np.testing.assert_array_equal(matrix, like)
+    token_ids = list(range(100, 140))
+    logits, like = (compute_logits(packed, token_ids) for packed in (model, in_f32))
+    assert np.abs(logits - like).max() / (like.max() - like.min()) < 0.03  # activations are q8
+    planned = plan_weights(model.spec, "auto")[1]
+    weights = [matrix for each in model.weights.layers for matrix in (each.qkv, each.o, each.gate_up, each.down)]
+    assert planned.total() == sum(matrix.nbytes for matrix in (model.weights.embedding, *weights))
+    assert set(planned) == {"q4_k", "q5_k", "q6_k", "q8"}
+
+
+def stored(kind: str) -> Tensor:
+    """Return a matrix of gate or up of any type."""
+    if kind == "F16":
+        return zeros(704, 256, kind=kind)
+    if kind in ("Q5_0", "Q5_1"):
+        return Tensor((704, 256), kind, b"\1" * 704 * 8 * (22 if kind == "Q5_0" else 24))
+    return blocks(kind, 704, 256)
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "dtype"),
+    [("Q4_K", "Q6_K", "q8"), ("Q4_K", "F16", "bf16"), ("Q5_0", "Q5_0", "q8"), ("Q5_1", "Q8_0", "q8")],
+)
+def test_types_that_cannot_be_kept(edited: Callable[..., Path], gate: str, up: str, dtype: str) -> None:
+    """Gate and up are interleaved, so they have one dtype; types without a packed form become q8."""
+    path = edited({f"{LAYER}ffn_gate.weight": stored(gate), f"{LAYER}ffn_up.weight": stored(up)})
+    assert pack_model(path, "auto").weights.layers[1].gate_up.dtype == dtype
 
 
 def test_blocks_are_widened_exactly_for_another_dtype(tmp_path: Path) -> None:
