@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ..common.config import EngineConfig
 from ..common.errors import ModelNotFound
 from ..common.types import SAMPLING, CompletionOutput, SamplingParams, Usage, join_chunks
-from ..engine import Engine, GenerateRequest, text_folder
+from ..engine import Engine, GenerateRequest, has_tokenizer
 from ..model import model_path
 from .flags import MemoryFlags, ModelFolder, SchedulingFlags, settings_from, typed_flags
 from .interrupts import leaving_at_once
@@ -39,11 +39,9 @@ def generate(
     """Print the continuation of `prompt`, and its usage on standard error. Raises ModelError, ConfigError or others."""
     params = SamplingParams(**asdict(sampling)) if sampling is not None else SamplingParams()
     config = settings_from(model, memory, scheduling).engine
-    folder = text_folder(model_path(config.model))
-    if not (folder / "tokenizer.json").is_file():  # said before the model is loaded
-        raise ModelNotFound(
-            f"{folder} has no tokenizer.json, which a prompt of text needs; copy the model's file there"
-        )
+    path = model_path(config.model)
+    if not has_tokenizer(path):  # said before the model is loaded
+        raise ModelNotFound(f"{path} has no tokenizer.json, which a prompt of text needs; copy the model's file there")
     usage = asyncio.run(_generate(config, prompt, params))
     seconds = (usage.prefill_ms + usage.decode_ms) / 1000
     print(

@@ -78,7 +78,7 @@ async def _start_and_serve(settings: Settings, stop: _StopSignal) -> None:
         check_snapshot_path(Path(settings.server.prefix_snapshot))
     text_processor = await asyncio.to_thread(TextProcessor.load, model_path(settings.engine.model))
     if text_processor.tokenizer is None:
-        _log.warning("the model has no tokenizer.json: prompts must be token ids")
+        _log.warning("the model has no tokenizer: prompts must be token ids")
     async with _core(settings) as core:
         await _serve_until(stop, Engine(core, text_processor), settings)
 

@@ -15,7 +15,8 @@ from .facade import (
     StepStats,
 )
 from .snapshot import check_snapshot_path, prefix_snapshot
-from .text_processor import TextProcessor, text_folder
+from .text import has_tokenizer
+from .text_processor import TextProcessor
 
 __all__ = [
     "Core",
@@ -36,6 +37,6 @@ __all__ = [
     "StepStats",
     "TextProcessor",
     "check_snapshot_path",
+    "has_tokenizer",
     "prefix_snapshot",
-    "text_folder",
 ]

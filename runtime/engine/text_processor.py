@@ -11,13 +11,13 @@ from typing import Any
 
 from ..common.errors import GenerationFailed, UnsupportedModel
 from ..common.types import SamplingParams
-from .text import ChatTemplate, IncrementalDetokenizer, Tokenizer
+from .text import ChatTemplate, IncrementalDetokenizer, Tokenizer, has_tokenizer
 
 
 class TextProcessor:
     """The tokenizer and chat template of one model.
 
-    A model without tokenizer.json takes and returns token ids only. Any thread may call its methods.
+    A model without a tokenizer takes and returns token ids only. Any thread may call its methods.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, chat_template: ChatTemplate | None) -> None:
@@ -26,11 +26,10 @@ class TextProcessor:
 
     @classmethod
     def load(cls, path: Path) -> TextProcessor:
-        """Read the files in a model's folder, or beside its file. Raises CorruptCheckpoint if one cannot be read."""
-        folder = text_folder(path)
-        tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+        """Read what a model's folder or GGUF file has. Raises CorruptCheckpoint or UnsupportedModel."""
+        tokenizer = Tokenizer(path) if has_tokenizer(path) else None
         try:
-            template = ChatTemplate.load(folder)
+            template = ChatTemplate.load(path)
         except UnsupportedModel:
             template = None
         return cls(tokenizer, template)
@@ -63,8 +62,3 @@ class TextProcessor:
         if self.tokenizer is None:
             return None
         return IncrementalDetokenizer(self.tokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
-
-
-def text_folder(path: Path) -> Path:
-    """Return the folder with the tokenizer of a model: the model's own, or the one that its file lies in."""
-    return path if path.is_dir() else path.parent

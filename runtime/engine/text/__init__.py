@@ -2,6 +2,6 @@
 
 from .chat import ChatTemplate
 from .detokenizer import IncrementalDetokenizer
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, has_tokenizer
 
-__all__ = ["ChatTemplate", "IncrementalDetokenizer", "Tokenizer"]
+__all__ = ["ChatTemplate", "IncrementalDetokenizer", "Tokenizer", "has_tokenizer"]

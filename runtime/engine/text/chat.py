@@ -1,4 +1,4 @@
-"""Chat messages to one prompt, by the template in the model's folder.
+"""Chat messages to one prompt, by the template of the model.
 
 A template is untrusted code and messages are untrusted data: templates run only in the sandbox of `sandbox.py`, on
 copies of the messages that are limited in size and depth. Every failure is a typed error.
@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from ...common.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
+from .gguf_tokenizer import file_vocabulary, read_chat_template
 from .sandbox import Sandbox
+from .tokenizer import text_folder
 
 MAX_MESSAGES = 4096
 MAX_VALUES = 1 << 16  # texts, numbers, lists and maps in all messages together
@@ -47,13 +49,21 @@ class ChatTemplate:
             raise CorruptCheckpoint(f"the chat template cannot be compiled: {error}") from error
 
     @classmethod
-    def load(cls, folder: str | Path) -> ChatTemplate:
-        """Read chat_template.jinja or tokenizer_config.json. Raises UnsupportedModel if neither has a template."""
-        config = _tokenizer_config(Path(folder))
-        source = _file_source(Path(folder)) or _config_source(config)
+    def load(cls, path: str | Path) -> ChatTemplate:
+        """Read a folder's chat_template.jinja or tokenizer_config.json, or the metadata of a GGUF file.
+
+        Raises UnsupportedModel if there is no template.
+        """
+        metadata = file_vocabulary(Path(path))
+        if metadata is not None:
+            source, special_tokens = read_chat_template(metadata)
+        else:
+            folder = text_folder(Path(path))
+            config = _tokenizer_config(folder)
+            source, special_tokens = _file_source(folder) or _config_source(config), _special_tokens(config)
         if source is None:
-            raise UnsupportedModel(f"{folder} has no chat template; send a plain prompt instead of messages")
-        return cls(source, _special_tokens(config))
+            raise UnsupportedModel(f"{path} has no chat template; send a plain prompt instead of messages")
+        return cls(source, special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the prompt text. It includes special tokens, so encode it with `add_special_tokens=False`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 
 from ...common.errors import CorruptCheckpoint, UnsupportedModel
+from ...model.files import is_gguf
+from ...model.weights.gguf import GGUFFile
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 MODELS = ("gpt2", "llama", "gemma4")  # of `tokenizer.ggml.model`
@@ -56,25 +59,26 @@ class _TokenType(IntEnum):
     BYTE = 6
 
 
-@dataclass(frozen=True)
-class GgufTokenizer:
-    """A tokenizer, the ids that end a generation, and the texts of special tokens for chat templates."""
+def file_vocabulary(path: Path) -> Mapping[str, Any] | None:
+    """Return the metadata of a GGUF file that has a vocabulary; None for a folder, and for a file without one.
 
-    fast: FastTokenizer
-    eos_token_ids: frozenset[int]
-    special_tokens: Mapping[str, str]  # bos_token, eos_token, unk_token, pad_token; only those that exist
+    Raises CorruptCheckpoint or UnsupportedModel for a file that cannot be read.
+    """
+    if not is_gguf(path):
+        return None
+    metadata = GGUFFile(path).metadata
+    return metadata if metadata.get("tokenizer.ggml.model") not in (None, "none", "no_vocab") else None
 
 
-def read_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
-    """Build the tokenizer of `metadata`, whose values are ints, floats, bools, texts, and lists or arrays of these.
+def read_tokenizer(metadata: Mapping[str, Any]) -> tuple[FastTokenizer, frozenset[int]]:
+    """Build the tokenizer of `metadata`; return it and the ids that end a generation.
 
-    Raises UnsupportedModel for an unknown kind of vocabulary or pre-tokenizer, CorruptCheckpoint if a value is missing,
-    has another type, is out of range or contradicts another one.
+    Values are ints, floats, bools, texts, and lists or arrays of these. Raises UnsupportedModel for an unknown kind of
+    vocabulary or pre-tokenizer, CorruptCheckpoint if a value is missing, has another type, is out of range or
+    contradicts another one.
     """
     values = _Values(metadata)
-    kind = values.text("tokenizer.ggml.model")
-    if kind not in MODELS:
-        raise UnsupportedModel(f"tokenizer.ggml.model is {_shown(kind)}; Quire reads {', '.join(MODELS)}")
+    kind = _read_kind(values)
     tokens = _read_tokens(values, kind)
     try:
         fast = _sentencepiece(values, tokens) if kind == "llama" else _byte_pairs(values, tokens, kind)
@@ -84,15 +88,21 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
         raise
     except Exception as error:  # the library raises bare Exception
         raise CorruptCheckpoint(f"the file's vocabulary is not a tokenizer: {error!s:.300}") from error
+    return fast, _end_ids(tokens)
+
+
+def read_chat_template(metadata: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
+    """Return the source of the default chat template, if there is one, and the special tokens that it may name.
+
+    These are bos_token, eos_token, unk_token and pad_token as far as they exist. Raises as `read_tokenizer`.
+    """
+    values = _Values(metadata)
+    source = values.text("tokenizer.chat_template", None)
+    if source is None:
+        return None, {}
+    tokens = _read_tokens(values, _read_kind(values))
     names = {"bos_token": tokens.bos, "eos_token": tokens.eos, "unk_token": tokens.unknown, "pad_token": tokens.padding}
-    special = {name: tokens.texts[token_id] for name, token_id in names.items() if token_id is not None}
-    return GgufTokenizer(fast, _end_ids(tokens), special)
-
-
-def read_chat_template(metadata: Mapping[str, Any]) -> str | None:
-    """Return the source of the default chat template, None if the file has none. Raises CorruptCheckpoint."""
-    source: str | None = _Values(metadata).text("tokenizer.chat_template", None)
-    return source
+    return source, {name: tokens.texts[token_id] for name, token_id in names.items() if token_id is not None}
 
 
 class _Values:
@@ -203,6 +213,13 @@ class _Tokens:
             ):
                 raise CorruptCheckpoint(f"tokens {vocabulary[text]} and {token_id} are both {text!r:.60}")
         return vocabulary
+
+
+def _read_kind(values: _Values) -> str:
+    kind: str = values.text("tokenizer.ggml.model")
+    if kind not in MODELS:
+        raise UnsupportedModel(f"tokenizer.ggml.model is {_shown(kind)}; Quire reads {', '.join(MODELS)}")
+    return kind
 
 
 def _read_tokens(values: _Values, kind: str) -> _Tokens:

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder: text to token ids and back, and the ids that end a generation.
+"""The tokenizer of a model: text to token ids and back, and the ids that end a generation.
 
 After loading, only a cache of token bytes changes, so any number of threads may use one instance.
 """
@@ -14,18 +14,20 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 
 from ...common.errors import CorruptCheckpoint, ModelNotFound
+from ...model.files import is_gguf
+from .gguf_tokenizer import file_vocabulary, read_tokenizer
 
 
 class Tokenizer:
-    """`tokenizer.json` of a Hugging Face folder, and the end ids that its config files declare.
+    """The vocabulary of a GGUF file, or `tokenizer.json` of a Hugging Face folder; and the end ids that they declare.
 
-    Raises ModelNotFound if the folder or the file is missing, CorruptCheckpoint if a file cannot be read.
+    A GGUF file without a vocabulary has that of the folder it lies in. Raises ModelNotFound if the folder or file is
+    missing, CorruptCheckpoint if it cannot be read, UnsupportedModel for a vocabulary of an unknown kind.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        folder = Path(folder)
-        self._fast = _load_fast(folder)
-        self.eos_token_ids: frozenset[int] = _eos_token_ids(folder, self._fast)
+    def __init__(self, path: str | Path) -> None:
+        self.eos_token_ids: frozenset[int]
+        self._fast, self.eos_token_ids = _load(Path(path))
         self.special_token_ids: frozenset[int] = frozenset(
             token_id for token_id, token in self._fast.get_added_tokens_decoder().items() if token.special
         )
@@ -83,6 +85,25 @@ class Tokenizer:
         if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return _hex_byte(token[3:5])
         return None
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Return whether a folder or GGUF file has a tokenizer. Raises CorruptCheckpoint or UnsupportedModel."""
+    return file_vocabulary(path) is not None or (text_folder(path) / "tokenizer.json").is_file()
+
+
+def text_folder(path: Path) -> Path:
+    """Return the folder with the text files of a model: the model's own, or the one that its file lies in."""
+    return path.parent if is_gguf(path) else path
+
+
+def _load(path: Path) -> tuple[FastTokenizer, frozenset[int]]:
+    metadata = file_vocabulary(path)
+    if metadata is not None:
+        return read_tokenizer(metadata)
+    folder = text_folder(path)
+    fast = _load_fast(folder)
+    return fast, _eos_token_ids(folder, fast)
 
 
 def _eos_token_ids(folder: Path, fast: FastTokenizer) -> frozenset[int]:

@@ -346,7 +346,7 @@ def test_serve_says_that_a_model_has_no_tokenizer(tmp_path: Path) -> None:
         address_in(ready)
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=TIMEOUT_S)
-    assert "the model has no tokenizer.json: prompts must be token ids" in errors
+    assert "the model has no tokenizer: prompts must be token ids" in errors
 
 
 def test_serve_removes_its_unix_socket(hostile_folder: Path, tmp_path: Path) -> None:

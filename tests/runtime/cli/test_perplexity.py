@@ -12,6 +12,9 @@ import pytest
 from quire.runtime.cli.main import run
 from quire.runtime.model import BUNDLED_MODEL
 
+from tests.gguf_files import convert
+from tests.runtime.engine.text.gguf_metadata import byte_level_metadata
+
 QUICK = ("--context", "32", "--windows", "2", "--threads", "1")
 
 
@@ -82,3 +85,15 @@ def test_a_text_needs_a_tokenizer(capsys: pytest.CaptureFixture[str], tmp_path: 
     shutil.copytree(BUNDLED_MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer.json", "*.safetensors"))
     assert run(["perplexity", str(tmp_path / "model"), __file__]) == 2
     assert "has no tokenizer.json" in capsys.readouterr().err
+
+
+def test_a_gguf_file_needs_nothing_beside_it(capsys: pytest.CaptureFixture[str], text: str, tmp_path: Path) -> None:
+    file = convert(BUNDLED_MODEL, tmp_path / "alone.gguf", "BF16", byte_level_metadata(BUNDLED_MODEL, "gpt-2"))
+    continued = []
+    for model in (str(file), str(BUNDLED_MODEL)):
+        flags = ("--max-tokens", "8", "--temperature", "0", "--threads", "1", "--max-num-seqs", "1")
+        assert run(["generate", "This module", "--model", model, *flags]) == 0
+        continued.append(capsys.readouterr().out)
+    assert continued[0] == continued[1]
+    assert run(["perplexity", str(file), text, *QUICK, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["perplexity"] == measure(capsys, text)["perplexity"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire.runtime.common.errors import CorruptCheckpoint, UnsupportedModel
-from quire.runtime.engine.text import gguf_tokenizer
+from quire.runtime.common.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
+from quire.runtime.engine.text import ChatTemplate, Tokenizer, gguf_tokenizer, has_tokenizer
 from quire.runtime.engine.text.gguf_tokenizer import read_chat_template, read_tokenizer
 from quire.runtime.engine.text.pre_tokenizers import PRE_TOKENIZERS
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
+from tests.gguf_files import write
 from tests.runtime.engine.text.gguf_metadata import (
     CONTROL,
     NORMAL,
@@ -70,7 +72,7 @@ def pieces() -> Mapping[str, Any]:
 
 
 def encode(metadata: Mapping[str, Any], text: str) -> list[int]:
-    ids: list[int] = read_tokenizer(metadata).fast.encode(text, add_special_tokens=False).ids
+    ids: list[int] = read_tokenizer(metadata)[0].encode(text, add_special_tokens=False).ids
     return ids
 
 
@@ -88,7 +90,7 @@ def test_byte_pairs_give_the_ids_of_the_tokenizer_that_they_come_from(
 ) -> None:
     expected = FastTokenizer.from_file(str(demo_folder / "tokenizer.json"))
     expected.pre_tokenizer = REFERENCES[pre]
-    fast = read_tokenizer(byte_level(pre)).fast
+    fast = read_tokenizer(byte_level(pre))[0]
     generator = random.Random(1)
     for _ in range(TEXTS):
         text = hard_text(generator)
@@ -126,14 +128,14 @@ def test_byte_pairs_give_the_ids_of_the_tokenizer_that_they_come_from(
 def test_a_name_splits_a_text(
     byte_level: Callable[[str], dict[str, Any]], pre: str, text: str, pieces: list[str]
 ) -> None:
-    split = read_tokenizer(byte_level(pre)).fast.pre_tokenizer.pre_tokenize_str(text)
+    split = read_tokenizer(byte_level(pre))[0].pre_tokenizer.pre_tokenize_str(text)
     assert [text[begin:end] for _, (begin, end) in split] == pieces
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
 def test_every_name_keeps_all_characters(byte_level: Callable[[str], dict[str, Any]], pre: str) -> None:
     ids = {"tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.bos_token_id": 0}
-    fast = read_tokenizer(short(byte_level(pre)) | ids).fast
+    fast = read_tokenizer(short(byte_level(pre)) | ids)[0]
     if not PRE_TOKENIZERS[pre].byte_level:
         return
     generator = random.Random(2)
@@ -144,7 +146,7 @@ def test_every_name_keeps_all_characters(byte_level: Callable[[str], dict[str, A
 
 
 def test_pieces_merge_as_sentencepiece_merges_them(pieces: Mapping[str, Any]) -> None:
-    fast = read_tokenizer(pieces).fast
+    fast = read_tokenizer(pieces)[0]
     generator = random.Random(3)
     for _ in range(TEXTS):
         text = hard_text(generator)
@@ -172,10 +174,10 @@ def sentencepiece_ids(metadata: Mapping[str, Any], text: str) -> list[int]:
 
 
 def test_text_after_a_special_token_begins_with_a_space(pieces: Mapping[str, Any]) -> None:
-    fast = read_tokenizer(pieces).fast
+    fast = read_tokenizer(pieces)[0]
     assert fast.encode("cat</s>cat<|end|>", add_special_tokens=False).tokens == ["▁cat", "</s>", "▁cat", "<|end|>"]
     assert fast.decode(fast.encode(" the cat").ids) == " the cat"
-    plain = read_tokenizer({**pieces, "tokenizer.ggml.add_space_prefix": False}).fast
+    plain = read_tokenizer({**pieces, "tokenizer.ggml.add_space_prefix": False})[0]
     assert plain.encode("the", add_special_tokens=False).tokens[0] != "▁the"
     assert plain.decode(plain.encode(" the cat").ids) == " the cat"
 
@@ -190,17 +192,17 @@ def test_special_tokens_are_found_before_anything_else(byte_level: Callable[[str
     count = len(metadata["tokenizer.ggml.tokens"])
     metadata["tokenizer.ggml.tokens"] += ["<|im_end|>", "<tool>", "<tool>s", "[PAD9]", "", ""]
     metadata["tokenizer.ggml.token_type"] += [CONTROL, USER_DEFINED, USER_DEFINED, UNUSED, NORMAL, NORMAL]
-    found = read_tokenizer(metadata)
-    assert found.fast.encode("<|im_end|><tool>s<tool>").ids == [count, count + 2, count + 1]
-    assert count + 3 not in found.fast.encode("[PAD9]").ids
-    assert found.fast.id_to_token(count + 3) is None
-    assert found.fast.decode([count, count + 1]) == "<tool>"
-    assert found.eos_token_ids == {count, metadata["tokenizer.ggml.tokens"].index("<|endoftext|>")}
+    fast, end_ids = read_tokenizer(metadata)
+    assert fast.encode("<|im_end|><tool>s<tool>").ids == [count, count + 2, count + 1]
+    assert count + 3 not in fast.encode("[PAD9]").ids
+    assert fast.id_to_token(count + 3) is None
+    assert fast.decode([count, count + 1]) == "<tool>"
+    assert end_ids == {count, metadata["tokenizer.ggml.tokens"].index("<|endoftext|>")}
 
 
 def test_special_tokens_of_phi_3_take_the_space_after_them_along(pieces: Mapping[str, Any]) -> None:
-    assert "▁" in "".join(read_tokenizer(pieces).fast.encode("<|end|>\ncat").tokens[2:])
-    phi = read_tokenizer({**pieces, "general.name": "Phi-3-mini"}).fast
+    assert "▁" in "".join(read_tokenizer(pieces)[0].encode("<|end|>\ncat").tokens[2:])
+    phi = read_tokenizer({**pieces, "general.name": "Phi-3-mini"})[0]
     tokens = pieces["tokenizer.ggml.tokens"]
     ids = phi.encode("<|end|>  \n cat<s> cat", add_special_tokens=False).ids
     assert ids[:3] == [tokens.index("<|end|>"), tokens.index("▁cat"), 1]
@@ -210,13 +212,13 @@ def test_special_tokens_of_phi_3_take_the_space_after_them_along(pieces: Mapping
 def test_an_old_file_without_types_declares_its_special_tokens(pieces: Mapping[str, Any]) -> None:
     old = {key: value for key, value in pieces.items() if key != "tokenizer.ggml.token_type"}
     assert encode(old, "</s>") == [2]
-    assert read_tokenizer(old).eos_token_ids == {2, pieces["tokenizer.ggml.tokens"].index("<|end|>")}
+    assert read_tokenizer(old)[1] == {2, pieces["tokenizer.ggml.tokens"].index("<|end|>")}
 
 
 def test_begin_and_end_tokens_are_added_as_the_file_says(pieces: Mapping[str, Any]) -> None:
     def around(**flags: bool) -> tuple[int, int]:
         named = {f"tokenizer.ggml.{name}": value for name, value in flags.items()}
-        ids = read_tokenizer({**pieces, **named}).fast.encode("the cat").ids
+        ids = read_tokenizer({**pieces, **named})[0].encode("the cat").ids
         return ids[0], ids[-1]
 
     cat = pieces["tokenizer.ggml.tokens"].index("▁cat")
@@ -224,7 +226,6 @@ def test_begin_and_end_tokens_are_added_as_the_file_says(pieces: Mapping[str, An
     assert around() == (1, cat)
     assert around(add_bos_token=False) == (the, cat)
     assert around(add_bos_token=True, add_eos_token=True) == (1, 2)
-    assert read_tokenizer(pieces).special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
 def test_end_ids_are_the_declared_ones_and_the_known_ends_of_turns(byte_level: Callable[[str], dict[str, Any]]) -> None:
@@ -235,7 +236,7 @@ def test_end_ids_are_the_declared_ones_and_the_known_ends_of_turns(byte_level: C
     metadata["tokenizer.ggml.eos_token_id"] = np.uint32(5)
     metadata["tokenizer.ggml.eot_token_id"] = 0xFFFFFFFF
     own = metadata["tokenizer.ggml.tokens"].index("<|endoftext|>")
-    assert read_tokenizer(metadata).eos_token_ids == {5, own, count + 1, count + 2}
+    assert read_tokenizer(metadata)[1] == {5, own, count + 1, count + 2}
 
 
 def test_numbers_may_be_arrays(pieces: Mapping[str, Any]) -> None:
@@ -247,11 +248,50 @@ def test_numbers_may_be_arrays(pieces: Mapping[str, Any]) -> None:
     assert encode(arrays, "the cat sat 😀") == encode(pieces, "the cat sat 😀")
 
 
-def test_a_chat_template_is_a_text_or_absent() -> None:
-    assert read_chat_template({}) is None
-    assert read_chat_template({"tokenizer.chat_template": "{{ 1 }}"}) == "{{ 1 }}"
+def test_a_chat_template_is_a_text_or_absent(pieces: Mapping[str, Any]) -> None:
+    assert read_chat_template(pieces) == (None, {})
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert read_chat_template({**pieces, "tokenizer.chat_template": "{{ 1 }}"}) == ("{{ 1 }}", special)
     with pytest.raises(CorruptCheckpoint, match=r"tokenizer.chat_template must be a text, not 3"):
         read_chat_template({"tokenizer.chat_template": 3})
+
+
+def test_a_file_is_a_tokenizer_and_a_template(
+    byte_level: Callable[[str], dict[str, Any]], demo_folder: Path, tmp_path: Path
+) -> None:
+    metadata = byte_level("gpt-2")
+    metadata |= {
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": "{{ messages[0].content + eos_token }}",
+    }
+    path = write(tmp_path / "alone.gguf", metadata, {})
+    tokenizer, folder = Tokenizer(path), Tokenizer(demo_folder)
+    for text in ("I'm 12 日本 😀\n<|endoftext|>", ""):
+        assert tokenizer.encode(text) == folder.encode(text)
+    ids = folder.encode("naïve 😀")
+    assert [tokenizer.token_bytes(each) for each in ids] == [folder.token_bytes(each) for each in ids]
+    assert (tokenizer.special_token_ids, tokenizer.vocab_size) == (folder.special_token_ids, folder.vocab_size)
+    assert tokenizer.eos_token_ids == {0}
+    assert ChatTemplate.load(path).render([{"role": "user", "content": "hi"}]) == "hi<|endoftext|>"
+
+
+def test_a_file_without_a_vocabulary_has_that_of_its_folder(demo_folder: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "weights.gguf", {"general.architecture": "llama"}, {})
+    assert not has_tokenizer(path)
+    with pytest.raises(ModelNotFound, match=r"has no tokenizer\.json"):
+        Tokenizer(path)
+    with pytest.raises(UnsupportedModel, match="has no chat template"):
+        ChatTemplate.load(path)
+    shutil.copy(demo_folder / "tokenizer.json", tmp_path)
+    assert has_tokenizer(path)
+    assert Tokenizer(path).encode("the cat") == Tokenizer(demo_folder).encode("the cat")
+
+
+def test_the_begin_token_is_known(pieces: Mapping[str, Any], tmp_path: Path, demo_folder: Path) -> None:
+    assert Tokenizer(write(tmp_path / "a.gguf", pieces, {})).bos_token_id == 1
+    plain = {**pieces, "tokenizer.ggml.add_bos_token": False}
+    assert Tokenizer(write(tmp_path / "b.gguf", plain, {})).bos_token_id is None
+    assert Tokenizer(demo_folder).bos_token_id is None
 
 
 def test_unknown_kinds_and_names_are_refused_with_what_is_allowed(pieces: Mapping[str, Any]) -> None:
@@ -290,7 +330,7 @@ def test_hostile_values_are_refused(pieces: Mapping[str, Any], key: str, value: 
 
 def test_a_token_that_is_to_be_added_must_exist(pieces: Mapping[str, Any]) -> None:
     absent = {**pieces, "tokenizer.ggml.bos_token_id": -1}
-    assert read_tokenizer(absent).fast.encode("the").ids == encode(pieces, "the")
+    assert read_tokenizer(absent)[0].encode("the").ids == encode(pieces, "the")
     with pytest.raises(CorruptCheckpoint, match="add_bos_token is true, but the file has no token bos"):
         read_tokenizer({**absent, "tokenizer.ggml.add_bos_token": True})
 
@@ -371,10 +411,10 @@ def test_any_other_metadata_are_refused_or_make_a_tokenizer(
         for _ in range(generator.randrange(1, 4)):
             mutate(metadata, generator)
         try:
-            made = read_tokenizer(metadata)
+            fast = read_tokenizer(metadata)[0]
         except (CorruptCheckpoint, UnsupportedModel):
             continue
-        assert isinstance(made.fast.encode("the cat 😀 12").ids, list)
+        assert isinstance(fast.encode("the cat 😀 12").ids, list)
 
 
 def mutate(metadata: dict[str, Any], generator: random.Random) -> None:
