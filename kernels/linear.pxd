@@ -1,9 +1,12 @@
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint64_t
 
 from .isa cimport quire_output, quire_tiles
 from .pack cimport MOST_RANGES, Panels
 from .pool cimport quire_share
 from .step cimport Step, Value
+
+cdef enum:
+    ROWS_IN_CACHE = 192             # activations that stay in L2 while a worker's panels pass over them
 
 cdef struct LinearOp:
     Value input
@@ -24,7 +27,7 @@ cdef struct LinearOp:
 
 cdef int64_t linear_scratch_bytes(int64_t q4_width) noexcept
 cdef int64_t num_items(const LinearOp *op, const Step *step) noexcept nogil
-cdef int64_t run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares, int worker,
-                        int workers) noexcept nogil
-cdef int64_t help_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares,
-                         int worker, int workers) noexcept nogil
+cdef int64_t run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares,
+                        uint64_t number, int worker, int workers) noexcept nogil
+cdef void help_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares,
+                      uint64_t number, int worker, int workers) noexcept nogil

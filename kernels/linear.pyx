@@ -9,15 +9,13 @@ A worker computes an item in its scratch. If it loses its core meanwhile, anothe
 that item again (`help_linear`), and the first of the two writes it, in the dtypes that the next op reads: a block has
 its own scale.
 """
+from libc.stdint cimport uint64_t
 from libc.string cimport memcpy
 
 from .isa cimport (QUIRE_ADD, QUIRE_BLOCK, QUIRE_F32, QUIRE_Q8, QUIRE_SWIGLU, quire_itemsize, quire_linear_tile,
                    quire_panel_bytes)
 from .pool cimport (quire_share_count, quire_share_held, quire_share_hold, quire_share_left, quire_share_release,
                     quire_share_take)
-
-cdef enum:
-    ROWS_IN_CACHE = 192             # activations that stay in L2 while a worker's panels pass over them
 
 
 cdef struct Scratch:                # of one worker
@@ -41,41 +39,43 @@ cdef int64_t num_items(const LinearOp *op, const Step *step) noexcept nogil:
     return _num_groups(op, step) * op.num_blocks
 
 
-cdef int64_t run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares, int worker,
-                        int workers) noexcept nogil:
-    """Compute items until none is left: those of the worker's own share, then those of others. Return their number."""
+cdef int64_t run_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares,
+                        uint64_t number, int worker, int workers) noexcept nogil:
+    """Compute items until none is left: those of the worker's own share, then those of others. Return their number.
+
+    `number` is that of the op in `shares`.
+    """
     cdef Scratch *scratch = _scratch(step, worker)
     cdef int64_t groups = _num_groups(op, step), first, blocks, taken, next, index, computed = 0
     cdef int owner = worker
     while owner >= 0:
         first = _first_block(op, owner, workers)
         blocks = _first_block(op, owner + 1, workers) - first
-        taken = quire_share_take(&shares[owner], groups * blocks, owner != worker)
+        taken = quire_share_take(&shares[owner], number, groups * blocks, owner != worker)
         if taken < 0:
-            owner = _latest(op, shares, groups, workers)
+            owner = _latest(op, shares, number, groups, workers)
             continue
         index = taken // blocks * op.num_blocks + first + taken % blocks
         next = -1
-        if quire_share_left(&shares[owner], groups * blocks):
+        if quire_share_left(&shares[owner], number, groups * blocks):
             next = first + (taken + 1 if owner == worker else taken - 1) % blocks
-        quire_share_hold(&shares[worker], index + 1)
+        quire_share_hold(&shares[worker], number, index + 1)
         _compute(op, step, tiles, index, next, scratch)
-        computed += _write(op, step, tiles, index, scratch, &shares[worker], &shares[worker])
+        computed += _write(op, step, tiles, index, scratch, number, &shares[worker], &shares[worker])
     return computed
 
 
-cdef int64_t help_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares,
-                         int worker, int workers) noexcept nogil:
-    """Compute again the items that other workers hold; return how many of them this worker finished first."""
+cdef void help_linear(const LinearOp *op, const Step *step, const quire_tiles *tiles, quire_share *shares,
+                      uint64_t number, int worker, int workers) noexcept nogil:
+    """Compute again the items that other workers hold, and write those that this worker finishes first."""
     cdef Scratch *scratch = _scratch(step, worker)
-    cdef int64_t held, computed = 0
+    cdef int64_t held
     cdef int other
     for other in range(workers):
-        held = quire_share_held(&shares[other])
+        held = quire_share_held(&shares[other], number)
         if held:
             _compute(op, step, tiles, held - 1, -1, scratch)
-            computed += _write(op, step, tiles, held - 1, scratch, &shares[other], &shares[worker])
-    return computed
+            _write(op, step, tiles, held - 1, scratch, number, &shares[other], &shares[worker])
 
 
 cdef Scratch *_scratch(const Step *step, int worker) noexcept nogil:
@@ -105,13 +105,14 @@ cdef int64_t _first_block(const LinearOp *op, int worker, int workers) noexcept 
     return op.num_blocks * worker // workers
 
 
-cdef int _latest(const LinearOp *op, const quire_share *shares, int64_t groups, int workers) noexcept nogil:
+cdef int _latest(const LinearOp *op, const quire_share *shares, uint64_t number, int64_t groups,
+                 int workers) noexcept nogil:
     """Return the worker whose share has the most items left; -1 if none has any."""
     cdef int worker, latest = -1
     cdef int64_t blocks, left, most = 0
     for worker in range(workers):
         blocks = _first_block(op, worker + 1, workers) - _first_block(op, worker, workers)
-        left = quire_share_left(&shares[worker], groups * blocks)
+        left = quire_share_left(&shares[worker], number, groups * blocks)
         if left > most:
             latest, most = worker, left
     return latest
@@ -136,12 +137,12 @@ cdef void _compute(const LinearOp *op, const Step *step, const quire_tiles *tile
 
 
 cdef bint _write(const LinearOp *op, const Step *step, const quire_tiles *tiles, int64_t index, const Scratch *scratch,
-                 quire_share *holder, quire_share *writer) noexcept nogil:
+                 uint64_t number, quire_share *holder, quire_share *writer) noexcept nogil:
     """Write the results of an item, while they are in cache, unless another worker has; return whether it did so."""
     cdef Item item = _item(op, step, index)
     cdef int64_t rows = item.end - item.row
     cdef const float *y = scratch.block
-    if not quire_share_release(holder, index + 1):
+    if not quire_share_release(holder, number, index + 1):
         return False
     if op.out.dtype == QUIRE_F32:
         _copy(y, QUIRE_BLOCK, rows, _out(op, &item), op.out.rows.width)
@@ -150,7 +151,7 @@ cdef bint _write(const LinearOp *op, const Step *step, const quire_tiles *tiles,
     if op.maxima != NULL:
         tiles.block_maxima(y, QUIRE_BLOCK, rows, min(QUIRE_BLOCK, op.out.columns - item.block * QUIRE_BLOCK),
                            op.maxima + item.row * op.maxima_width + item.block, op.maxima_width)
-    quire_share_count(writer)
+    quire_share_count(writer, number)
     return True
 
 

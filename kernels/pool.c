@@ -109,7 +109,7 @@ static void keep_apart(quire_pool *pool, int worker) {
 void quire_pool_finish(quire_pool *pool, quire_progress *progress) {
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
-  int64_t unset = 0;  // two workers may finish an op of which an item was computed twice
+  int64_t unset = 0;  // two workers may see at the same time that all items are written
   __atomic_compare_exchange_n(&progress->finished_ns, &unset, now.tv_sec * 1000000000ll + now.tv_nsec, 0,
                               __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   __atomic_store_n(&progress->finished, 1, __ATOMIC_SEQ_CST);
@@ -119,6 +119,17 @@ void quire_pool_finish(quire_pool *pool, quire_progress *progress) {
 void quire_pool_report(quire_pool *pool, quire_progress *progress, long long items, long long total) {
   if (items ? __atomic_add_fetch(&progress->done, items, __ATOMIC_ACQ_REL) == total : total == 0)
     quire_pool_finish(pool, progress);
+}
+
+void quire_pool_report_written(quire_pool *pool, quire_progress *progress, const quire_share *shares, uint64_t op,
+                               long long total) {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);  // of two workers that counted their last items, the later one sees both
+  long long written = 0;
+  for (int i = 0; i < pool->workers; i++) {
+    const uint64_t word = __atomic_load_n(&shares[i].written, __ATOMIC_ACQUIRE);
+    if (word >> 48 == op) written += (long long)(word & 0xffffffffffff);
+  }
+  if (written == total && !quire_is_finished(progress)) quire_pool_finish(pool, progress);
 }
 
 int quire_pool_await(quire_pool *pool, quire_progress *progress, int worker) {

@@ -24,7 +24,6 @@ typedef struct {
 static inline int quire_is_finished(const quire_progress *progress) {
   return (int)__atomic_load_n(&progress->finished, __ATOMIC_ACQUIRE);
 }
-void quire_pool_finish(quire_pool *pool, quire_progress *progress);
 // Report `items` computed items of an op that has `total`; the last one finishes it.
 void quire_pool_report(quire_pool *pool, quire_progress *progress, long long items, long long total);
 // Wait until the op is finished, and return 1. To a worker other than 0 it may return 0 before; the worker must then
@@ -42,46 +41,59 @@ void quire_signal_set(quire_signal *signal, uint32_t value);
 // Take the next index of work whose items cost unevenly. `counter` starts at 0.
 static inline long long quire_next_index(long long *counter) { return __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED); }
 
-// What one worker computes of an op. Zeroed memory is a share of which nothing was taken.
+// What one worker computes of an op whose items are shared out. One share serves all ops of a run, one after another,
+// numbered from 1 upwards; zeroed memory is a share before the first op. A worker may be late and still ask about an op
+// that is finished, so each word has the number of its op in the upper 16 bits, and a word of a later op is left alone.
 typedef struct {
-  _Alignas(64) uint64_t taken;  // of this share: low half: by its worker, from the first; high: by others, from the last
-  uint64_t held;                // the item, of any share, that the worker is computing, or 0; unique in an op
+  _Alignas(64) uint64_t taken;  // of this share: bits 0-23: by its worker, from the first; 24-47: by others, from the last
+  uint64_t held;                // the item, of any share, that the worker is computing; or 0
   uint64_t written;             // items, of any share, whose results the worker has written
 } quire_share;
 
-static inline long long quire_share_left(const quire_share *share, long long size) {
-  const uint64_t taken = __atomic_load_n(&share->taken, __ATOMIC_RELAXED);
-  return size - (long long)(uint32_t)taken - (long long)(taken >> 32);
+enum { QUIRE_SHARE_ITEMS = 1 << 24, QUIRE_SHARE_OPS = 1 << 16 };  // a share has fewer items, a run has fewer ops
+
+static inline uint64_t quire_share_word(uint64_t word, uint64_t op) {  // as it is when the op begins, if it is older
+  return word >> 48 < op ? op << 48 : word;
+}
+static inline long long quire_share_front(uint64_t taken) { return (long long)(taken & 0xffffff); }
+static inline long long quire_share_back(uint64_t taken) { return (long long)(taken >> 24 & 0xffffff); }
+
+// The items left of the share's `size`.
+static inline long long quire_share_left(const quire_share *share, uint64_t op, long long size) {
+  const uint64_t taken = quire_share_word(__atomic_load_n(&share->taken, __ATOMIC_RELAXED), op);
+  return taken >> 48 == op ? size - quire_share_front(taken) - quire_share_back(taken) : 0;
 }
 
-// Take one of the share's `size` items, fewer than 2^32; -1 if none is left.
-static inline long long quire_share_take(quire_share *share, long long size, int from_back) {
-  uint64_t taken = __atomic_load_n(&share->taken, __ATOMIC_RELAXED);
+// Take one of them; -1 if none is left.
+static inline long long quire_share_take(quire_share *share, uint64_t op, long long size, int from_back) {
+  uint64_t before = __atomic_load_n(&share->taken, __ATOMIC_RELAXED);
   for (;;) {
-    const long long front = (uint32_t)taken, back = (long long)(taken >> 32);
-    if (front + back >= size) return -1;
-    if (__atomic_compare_exchange_n(&share->taken, &taken, taken + (from_back ? 1ull << 32 : 1), 0, __ATOMIC_RELAXED,
+    const uint64_t taken = quire_share_word(before, op);
+    const long long front = quire_share_front(taken), back = quire_share_back(taken);
+    if (taken >> 48 != op || front + back >= size) return -1;
+    if (__atomic_compare_exchange_n(&share->taken, &before, taken + (from_back ? 1 << 24 : 1), 0, __ATOMIC_RELAXED,
                                     __ATOMIC_RELAXED))
       return from_back ? size - 1 - back : front;
   }
 }
 
-// A worker may lose its core while it computes an item. Others may compute the same item, each in its own memory. The
-// one for which `quire_share_release` returns 1 writes the result, and then counts it in its own share.
-static inline void quire_share_hold(quire_share *share, uint64_t item) {
-  __atomic_store_n(&share->held, item, __ATOMIC_RELEASE);
+// A worker may lose its core while it computes an item, which is not 0 and unique in an op. Others may compute the same
+// item, each in its own memory. The one for which `quire_share_release` returns 1 writes the result, and then counts it
+// in its own share.
+static inline void quire_share_hold(quire_share *share, uint64_t op, uint64_t item) {
+  __atomic_store_n(&share->held, op << 48 | item, __ATOMIC_RELEASE);
 }
-static inline uint64_t quire_share_held(const quire_share *share) {
-  return __atomic_load_n(&share->held, __ATOMIC_ACQUIRE);
+static inline uint64_t quire_share_held(const quire_share *share, uint64_t op) {
+  const uint64_t held = __atomic_load_n(&share->held, __ATOMIC_ACQUIRE);
+  return held >> 48 == op ? held & 0xffffffffffff : 0;
 }
-static inline int quire_share_release(quire_share *share, uint64_t item) {
-  return __atomic_compare_exchange_n(&share->held, &item, 0, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+static inline int quire_share_release(quire_share *share, uint64_t op, uint64_t item) {
+  uint64_t held = op << 48 | item;
+  return __atomic_compare_exchange_n(&share->held, &held, 0, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
 }
-static inline void quire_share_count(quire_share *share) {
-  __atomic_store_n(&share->written, share->written + 1, __ATOMIC_RELEASE);
+static inline void quire_share_count(quire_share *share, uint64_t op) {
+  __atomic_store_n(&share->written, quire_share_word(share->written, op) + 1, __ATOMIC_RELEASE);
 }
-static inline long long quire_shares_written(const quire_share *shares, int workers) {
-  long long written = 0;
-  for (int i = 0; i < workers; i++) written += (long long)__atomic_load_n(&shares[i].written, __ATOMIC_ACQUIRE);
-  return written;
-}
+// Finish the op if all its `total` items are written. Each worker calls it after it has counted its last item.
+void quire_pool_report_written(quire_pool *pool, quire_progress *progress, const quire_share *shares, uint64_t op,
+                               long long total);

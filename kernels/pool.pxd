@@ -1,3 +1,5 @@
+from libc.stdint cimport uint64_t
+
 cdef extern from "pool.h" nogil:
     ctypedef struct quire_pool:
         pass
@@ -8,7 +10,6 @@ cdef extern from "pool.h" nogil:
     ctypedef struct quire_progress:
         long long taken
         long long finished_ns
-    void quire_pool_finish(quire_pool *pool, quire_progress *progress)
     void quire_pool_report(quire_pool *pool, quire_progress *progress, long long items, long long total)
     bint quire_pool_await(quire_pool *pool, quire_progress *progress, int worker)
     bint quire_is_finished(const quire_progress *progress)
@@ -19,13 +20,17 @@ cdef extern from "pool.h" nogil:
     long long quire_next_index(long long *counter)
     ctypedef struct quire_share:
         pass
-    long long quire_share_left(const quire_share *share, long long size)
-    void quire_share_hold(quire_share *share, unsigned long long item)
-    unsigned long long quire_share_held(const quire_share *share)
-    bint quire_share_release(quire_share *share, unsigned long long item)
-    void quire_share_count(quire_share *share)
-    long long quire_shares_written(const quire_share *shares, int workers)
-    long long quire_share_take(quire_share *share, long long size, bint from_back)
+    enum:
+        QUIRE_SHARE_ITEMS
+        QUIRE_SHARE_OPS
+    long long quire_share_left(const quire_share *share, uint64_t op, long long size)
+    long long quire_share_take(quire_share *share, uint64_t op, long long size, bint from_back)
+    void quire_share_hold(quire_share *share, uint64_t op, uint64_t item)
+    uint64_t quire_share_held(const quire_share *share, uint64_t op)
+    bint quire_share_release(quire_share *share, uint64_t op, uint64_t item)
+    void quire_share_count(quire_share *share, uint64_t op)
+    void quire_pool_report_written(quire_pool *pool, quire_progress *progress, const quire_share *shares, uint64_t op,
+                                   long long total)
 
 cdef class Pool:
     cdef quire_pool *pool

@@ -14,10 +14,10 @@ from .heads cimport HeadsOp
 from .isa cimport (QUIRE_ADD, QUIRE_MAX_HEAD, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TILE, quire_head, quire_itemsize,
                    quire_output, tiles_of)
 from .isa import DTYPE_CODES
-from .linear cimport LinearOp, linear_scratch_bytes
+from .linear cimport ROWS_IN_CACHE, LinearOp, linear_scratch_bytes
 from .ops import BLOCK, INPUT_DTYPES, QUERY_DTYPES, Attention, Convert, Embed, Gather, Linear, Normed, aligned, padded
 from .pack cimport PackedMatrix
-from .pool cimport Pool, quire_pool_run, quire_progress, quire_share
+from .pool cimport QUIRE_SHARE_ITEMS, QUIRE_SHARE_OPS, Pool, quire_pool_run, quire_progress, quire_share
 from .replay cimport ATTENTION, CONVERT, EMBED, GATHER, LINEAR, Record, Replay, now, replay_ops
 from .rows cimport ConvertOp
 from .step cimport Step, Value
@@ -45,6 +45,8 @@ cdef class Program:
 
     def __init__(self, ops, arena_bytes, kv_memory, kv_layout, num_pages, Pool pool, *, max_rows, max_samples,
                  max_sequences, vocab_size, isa=None):
+        if len(ops) >= QUIRE_SHARE_OPS:
+            raise ValueError(f"a program has at most {QUIRE_SHARE_OPS - 1} ops, not {len(ops)}")
         self.pool = pool
         self.max_rows, self.max_samples, self.max_sequences = max_rows, max_samples, max_sequences
         self.vocab_size, self.num_pages, self.page_layers = vocab_size, num_pages, kv_layout.page_layers
@@ -54,9 +56,7 @@ cdef class Program:
         self.keep_alive, self.sampled = [kv_memory], set()
         self._allocate(ops, arena_bytes)
         self._lay_out_pages(kv_memory, kv_layout)
-        cdef char[::1] shares = self.shares
         for index, op in enumerate(ops):
-            self.replay.records[index].shares = <quire_share *>&shares[0] + <int64_t>index * pool.workers
             self._add(&self.replay.records[index], op)
         self.replay.num_records = len(ops)
         self.replay.tiles, self.replay.pool = tiles_of(isa), pool.pool
@@ -70,7 +70,9 @@ cdef class Program:
         self.records = _aligned_zeros(max(1, len(ops)) * sizeof(Record))
         cdef char[::1] records = self.records
         self.replay.records = <Record *>&records[0]
-        self.shares = _aligned_zeros(max(1, len(ops)) * self.pool.workers * sizeof(quire_share))
+        self.shares = _aligned_zeros(self.pool.workers * sizeof(quire_share))
+        cdef char[::1] shares = self.shares
+        self.replay.shares = <quire_share *>&shares[0]
         self.scratch = _aligned_zeros(scratch_nbytes(self.head_dim, self.pool.workers, ops))
         cdef char[::1] scratch = self.scratch
         self.replay.step.scratch = &scratch[0]
@@ -151,6 +153,8 @@ cdef class Program:
         record.kind = LINEAR
         linear.sampled = self._follows(op.input.data if isinstance(op.input, Normed) else op.input, op.out)
         rows = self.max_samples if linear.sampled else self.max_rows
+        if (rows // ROWS_IN_CACHE + 1) * num_blocks >= QUIRE_SHARE_ITEMS:
+            raise ValueError(f"{rows} rows of {num_blocks} blocks are more than {QUIRE_SHARE_ITEMS - 1} items")
         self._add_linear_input(linear, op.input, weight, rows)
         linear.out = self._value(op.out, columns, "f32" if op.epilogue == "add" else op.out.dtype, rows)
         linear.converts = self._leave_normed(&linear.converted, op, rows)
@@ -303,7 +307,7 @@ cdef class Program:
         for i in range(self.replay.num_records):
             memset(&self.replay.records[i].stored, 0, sizeof(quire_progress))
             memset(&self.replay.records[i].progress, 0, sizeof(quire_progress))
-        memset(self.replay.records[0].shares, 0, self.replay.num_records * self.pool.workers * sizeof(quire_share))
+        memset(self.replay.shares, 0, self.pool.workers * sizeof(quire_share))
         self.replay.started = now()
         with nogil:
             quire_pool_run(self.pool.pool, replay_ops, &self.replay)

@@ -26,12 +26,12 @@ cdef struct Record:
     Payload op
     quire_progress stored           # of attention: the keys and values of chunks; the op begins when they are stored
     quire_progress progress
-    quire_share *shares             # [workers], of a linear layer's items
     int64_t nanoseconds             # until all workers were done; reset by `Program.op_seconds`
 
 cdef struct Replay:
     Record *records
     int64_t num_records
+    quire_share *shares             # [workers], of the items of linear layers
     Step step
     const quire_tiles *tiles
     quire_pool *pool

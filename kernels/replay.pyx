@@ -7,8 +7,8 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from .attention cimport num_chunk_units, run_attention, store_chunks
 from .linear cimport help_linear, num_items, run_linear
-from .pool cimport (quire_is_finished, quire_pool_await, quire_pool_finish, quire_pool_report, quire_progress,
-                    quire_shares_written)
+from .pool cimport (quire_is_finished, quire_pool_await, quire_pool_report, quire_pool_report_written,
+                    quire_progress)
 from .rows cimport run_convert, run_embed, run_gather
 
 cdef enum:
@@ -73,16 +73,16 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
 cdef bint _run_linear(Record *record, const Replay *replay, int worker, int workers) noexcept nogil:
     """Compute items, and those again with which other workers do not come to an end."""
     cdef const LinearOp *op = &record.op.linear
+    cdef quire_share *shares = replay.shares
+    cdef int64_t number = record - replay.records + 1
     cdef int64_t begun = now(), total = num_items(op, &replay.step), patience = PATIENCE_NS
-    cdef int64_t computed = run_linear(op, &replay.step, replay.tiles, record.shares, worker, workers)
-    quire_pool_report(replay.pool, &record.progress, computed, total)
+    cdef int64_t computed = run_linear(op, &replay.step, replay.tiles, shares, number, worker, workers)
+    quire_pool_report_written(replay.pool, &record.progress, shares, number, total)
     if computed:
         patience = max(patience, 2 * (now() - begun) // computed)      # two items
     if not _finishes_within(&record.progress, patience):
-        computed = help_linear(op, &replay.step, replay.tiles, record.shares, worker, workers)
-        quire_pool_report(replay.pool, &record.progress, computed, total)
-        if quire_shares_written(record.shares, workers) == total:       # also those not reported yet
-            quire_pool_finish(replay.pool, &record.progress)
+        help_linear(op, &replay.step, replay.tiles, shares, number, worker, workers)
+        quire_pool_report_written(replay.pool, &record.progress, shares, number, total)
     return quire_pool_await(replay.pool, &record.progress, worker)
 
 

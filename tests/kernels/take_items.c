@@ -14,7 +14,7 @@ enum { OPS = 8, MOST_WORKERS = 16, MOST_ITEMS = 40 };
 
 typedef struct {
   quire_progress progress;
-  quire_share shares[MOST_WORKERS];
+  uint64_t number;
   long long items;  // of each share
   atomic_int writes[MOST_WORKERS * MOST_ITEMS];
 } op_state;
@@ -22,6 +22,7 @@ typedef struct {
 static struct {
   quire_pool *pool;
   op_state ops[OPS];
+  quire_share shares[MOST_WORKERS];
   int workers;
   int keeps;  // worker 1 keeps its first item until worker 0 has finished all ops
   atomic_int is_kept, is_over, is_lost;
@@ -32,9 +33,9 @@ static void pause_at_random(unsigned *seed) {
 }
 
 static int write_item(op_state *op, uint64_t item, int holder, int writer) {
-  if (!quire_share_release(&op->shares[holder], item)) return 0;
+  if (!quire_share_release(&run.shares[holder], op->number, item)) return 0;
   atomic_fetch_add(&op->writes[item - 1], 1);
-  quire_share_count(&op->shares[writer]);
+  quire_share_count(&run.shares[writer], op->number);
   return 1;
 }
 
@@ -44,30 +45,25 @@ static int keep_first_item(int worker) {
   return 1;
 }
 
-static long long take_items(op_state *op, int worker, unsigned *seed) {
-  long long computed = 0;
+static void take_items(op_state *op, int worker, unsigned *seed) {
   while (run.keeps && worker != 1 && !atomic_load(&run.is_kept)) sched_yield();
   for (int turn = 0; turn < run.workers; turn++) {
     const int owner = (worker + turn) % run.workers;
-    for (long long taken; (taken = quire_share_take(&op->shares[owner], op->items, turn)) >= 0;) {
+    for (long long taken; (taken = quire_share_take(&run.shares[owner], op->number, op->items, turn)) >= 0;) {
       const uint64_t item = (uint64_t)(owner * op->items + taken + 1);
-      quire_share_hold(&op->shares[worker], item);
+      quire_share_hold(&run.shares[worker], op->number, item);
       pause_at_random(seed);
       const int was_kept = keep_first_item(worker), won = write_item(op, item, worker, worker);
-      computed += won;
       if (was_kept) run.is_lost = !won;
     }
   }
-  return computed;
 }
 
-static long long help(op_state *op, int worker) {
-  long long computed = 0;
+static void help(op_state *op, int worker) {
   for (int other = 0; other < run.workers; other++) {
-    const uint64_t item = quire_share_held(&op->shares[other]);
-    if (item) computed += write_item(op, item, other, worker);
+    const uint64_t item = quire_share_held(&run.shares[other], op->number);
+    if (item) write_item(op, item, other, worker);
   }
-  return computed;
 }
 
 static void work(void *argument, int worker, int workers) {
@@ -77,9 +73,10 @@ static void work(void *argument, int worker, int workers) {
     op_state *op = &run.ops[i];
     const long long total = op->items * workers;
     if (quire_is_finished(&op->progress)) continue;
-    quire_pool_report(run.pool, &op->progress, take_items(op, worker, &seed), total);
-    quire_pool_report(run.pool, &op->progress, help(op, worker), total);
-    if (quire_shares_written(op->shares, workers) == total) quire_pool_finish(run.pool, &op->progress);
+    take_items(op, worker, &seed);
+    quire_pool_report_written(run.pool, &op->progress, run.shares, op->number, total);
+    help(op, worker);
+    quire_pool_report_written(run.pool, &op->progress, run.shares, op->number, total);
     if (!quire_pool_await(run.pool, &op->progress, worker)) return;
   }
   if (worker == 0) atomic_store(&run.is_over, 1);
@@ -87,10 +84,11 @@ static void work(void *argument, int worker, int workers) {
 
 static void run_once(int workers, int items, int keeps) {
   memset(run.ops, 0, sizeof run.ops);
+  memset(run.shares, 0, sizeof run.shares);
   run.workers = workers;
   run.keeps = keeps;
   run.is_kept = run.is_over = run.is_lost = 0;
-  for (int i = 0; i < OPS; i++) run.ops[i].items = items;
+  for (int i = 0; i < OPS; i++) run.ops[i].items = items, run.ops[i].number = (uint64_t)i + 1;
   quire_pool_run(run.pool, work, NULL);
   for (int i = 0; i < OPS; i++)
     for (int item = 0; item < items * workers; item++) assert(run.ops[i].writes[item] == 1);

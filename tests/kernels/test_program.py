@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from quire.kernels import supported_levels
-from quire.kernels.ops import Attention
+from quire.kernels.ops import Attention, Linear
 
 LEVELS = supported_levels()
 # The reference rounds to bf16 and int8 from float64, the kernels from float32: a tie can fall the other way.
@@ -339,6 +339,17 @@ def test_attention_must_fit_the_layer_groups(toy, changes, complaint):
     (at, *_) = [i for i, op in enumerate(model.ops) if isinstance(op, Attention)]
     model.ops[at] = replace(model.ops[at], **changes)
     with pytest.raises(ValueError, match=complaint):
+        model.bind()
+
+
+def test_a_program_that_cannot_be_shared_out_is_refused(toy):
+    """A worker counts up to 16 million items of a linear layer, and 65,535 ops of a step."""
+    model = toy()
+    model.ops, model.max_rows = [op for op in model.ops if isinstance(op, Linear)][:1], 192 << 24
+    with pytest.raises(ValueError, match="3221225472 rows of 8 blocks are more than 16777215 items"):
+        model.bind()
+    model.ops *= 1 << 16
+    with pytest.raises(ValueError, match="at most 65535 ops, not 65536"):
         model.bind()
 
 
