@@ -35,8 +35,8 @@ A size may be a number of bytes or have a unit: `4GiB`, `512MiB`, `1.5GB`; KiB, 
 MB, GB and TB powers of 1000. `bfloat16` and `float32` are accepted for `bf16` and `f32`, `block_size` for `page_size`.
 """
 SAMPLING = """\
-These are the fields of `SamplingParams`, the entries of `params` in a GENERATE frame and, except for `logit_bias` and
-`logprobs`, flags of `quire generate`.
+These are the fields of `SamplingParams`, the entries of `params` in a GENERATE frame and, except for `logit_bias`,
+`logprobs` and `structured_outputs`, flags of `quire generate`.
 """
 
 

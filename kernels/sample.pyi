@@ -22,14 +22,20 @@ class Sampler:
         maxima: npt.NDArray[np.float32],
         rows: npt.NDArray[Any],
         adjustments: npt.NDArray[Any],
+        masks: npt.NDArray[np.int32] | None = None,
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
         """Draw one token per row of `logits` [rows, stride]; `rows` has dtype ROW, `adjustments` ADJUSTMENT.
 
         `maxima` [rows, at least vocab_size / 32 rounded up] holds the maximum of each 32 logits of the vocabulary, NaN
         if one is NaN. With it a greedy row reads one block of its logits instead of all.
 
-        Returns views that the next call overwrites: token ids [rows] (-1: the logits are not finite), natural-log
-        probabilities of the raw distribution [rows], and the top alternatives' ids and logprobs [rows, 32].
+        `masks` [masks, vocab_size / 32 rounded up] has a bit for each token, the lowest first; the `mask` of a
+        row counts them from 1 on. The logits of a row with a mask are minus infinity afterwards where a token is not
+        allowed; all other logits are left as they were.
+
+        Returns views that the next call overwrites: token ids [rows] (-1: the logits are not finite, or no
+        token is allowed), natural-log probabilities of the raw distribution [rows], and the top alternatives' ids and
+        logprobs [rows, 32].
         """
 
 def philox(counter: list[int], key: list[int]) -> list[int]:

@@ -1,7 +1,7 @@
 # cython: language_level=3
 """Sampling: a token from each row of logits, as a pure function of (logits, parameters, seed, position).
 
-Order: logit bias, penalties, temperature, min_p, top_k, top_p; ties go to the lower token id. Random numbers are
+Order: mask, logit bias, penalties, temperature, min_p, top_k, top_p; ties go to the lower token id. Random numbers are
 Philox4x32-10 with the seed as key and the position as counter (Salmon et al., SC 2011), so the same position always
 draws the same number. Filters do not sort: a histogram over the weights' bits finds the bin with the cut, and a heap
 selects the weights to keep from that bin.
@@ -35,6 +35,7 @@ cdef struct Row:                    # the only list of the sampler's arguments
     int32_t logprobs                # -1: none; else the number of top alternatives
     int32_t first_adjustment
     int32_t num_adjustments
+    int32_t mask                    # number of the mask with its allowed tokens, from 1 on; 0: all are allowed
 
 
 cdef struct Adjustment:             # a change of one token id's logit
@@ -61,6 +62,8 @@ cdef struct Draw:                   # the arguments of one call, shared by the w
     int64_t num_rows
     Row *rows
     Adjustment *adjustments
+    const int32_t *masks            # [masks][mask_stride]: one bit per token, the lowest first; 0: not allowed
+    int64_t mask_stride
     float *originals                # [adjustments]
     float *weights                  # [workers][stride]
     uint64_t *order                 # [workers][stride]
@@ -104,7 +107,8 @@ cdef class Sampler:
         self.draw.tokens, self.draw.logprobs = &tokens[0], &logprobs[0]
         self.draw.top_ids, self.draw.top_logprobs = &top_ids[0, 0], &top_logprobs[0, 0]
 
-    def sample(self, float[:, ::1] logits, const float[:, ::1] maxima, rows, adjustments):
+    def sample(self, float[:, ::1] logits, const float[:, ::1] maxima, rows, adjustments,
+               const int32_t[:, ::1] masks=None):
         cdef int64_t n = len(rows)
         if n > self.max_rows or n > logits.shape[0] or logits.shape[1] != self.draw.stride:
             raise ValueError(f"{n} rows do not fit logits of {logits.shape[0]} or a sampler of {self.max_rows}")
@@ -115,6 +119,7 @@ cdef class Sampler:
         if n == 0:
             return self.tokens[:0], self.logprobs[:0], self.top_ids[:0], self.top_logprobs[:0]
         _check_rows(rows, adjustments, self.draw.vocab_size)
+        self._use_masks(rows, masks)
         originals = np.empty(max(1, len(adjustments)), np.float32)
         cdef char[::1] row_bytes = np.ascontiguousarray(rows).view(np.int8)
         cdef char[::1] adjustment_bytes
@@ -130,6 +135,16 @@ cdef class Sampler:
         with nogil:
             quire_pool_run(self.pool.pool, _work, &self.draw)
         return self.tokens[:n], self.logprobs[:n], self.top_ids[:n], self.top_logprobs[:n]
+
+    def _use_masks(self, rows, const int32_t[:, ::1] masks):
+        cdef int64_t num_masks = 0 if masks is None else masks.shape[0]
+        self.draw.masks, self.draw.mask_stride = NULL, 0
+        if np.any(rows["mask"] < 0) or np.any(rows["mask"] > num_masks):
+            raise ValueError(f"a row has a mask beyond the {num_masks} masks")
+        if num_masks:
+            if masks.shape[1] != (self.draw.vocab_size + 31) // 32:
+                raise ValueError(f"masks of {masks.shape[1]} words do not fit {self.draw.vocab_size} tokens")
+            self.draw.masks, self.draw.mask_stride = &masks[0, 0], masks.shape[1]
 
 
 def _check_rows(rows, adjustments, vocab_size):
@@ -163,15 +178,23 @@ cdef void _sample_row(Draw *draw, int64_t index, float *weights, uint64_t *order
         return
     if wants_logprobs:
         log_total = top + _log(draw.tiles.sum_exp(x, draw.vocab_size, top))
+    if row.mask > 0:
+        _set_forbidden(draw, row, x, -INFINITY)
     if row.logprobs > 0:
         _top_logprobs(x, maxima, draw.vocab_size, row.logprobs, log_total, draw.top_ids + index * TOP,
                       draw.top_logprobs + index * TOP)
     if row.num_adjustments:
         _adjust(draw, row, x)
+    if row.num_adjustments or row.mask > 0:
         token = draw.tiles.argmax(x, draw.vocab_size, &top)
+        if top == -INFINITY:
+            draw.tokens[index] = -1
+            return
     if row.temperature > 1e-5:               # below, (x - max) / temperature overflows
         draw.tiles.exp_scaled(x, top, 1 / row.temperature, draw.stride, weights)
         _forbid(draw, row, x, weights)
+        if row.mask > 0:
+            _set_forbidden(draw, row, weights, 0)
         token = _draw_weighted(weights, order, draw.vocab_size, row)
     if row.num_adjustments:
         _restore(draw, row, x)
@@ -236,6 +259,18 @@ cdef void _forbid(Draw *draw, const Row *row, const float *x, float *weights) no
     for i in range(row.first_adjustment, row.first_adjustment + row.num_adjustments):
         if x[draw.adjustments[i].token_id] == -INFINITY:
             weights[draw.adjustments[i].token_id] = 0
+
+
+cdef void _set_forbidden(const Draw *draw, const Row *row, float *values, float value) noexcept nogil:
+    """Set the values of the tokens that the row's mask does not allow."""
+    cdef const int32_t *mask = draw.masks + (row.mask - 1) * draw.mask_stride
+    cdef int64_t word, i
+    for word in range(draw.mask_stride):
+        if mask[word] == -1:
+            continue
+        for i in range(32):
+            if not <uint32_t>mask[word] >> i & 1:
+                values[32 * word + i] = value
 
 
 cdef int64_t _draw_weighted(float *weights, uint64_t *order, int64_t n, const Row *row) noexcept nogil:
@@ -332,7 +367,7 @@ cdef void _top_logprobs(const float *x, const float *maxima, int64_t n, int64_t 
         if found == wanted and not maxima[block] > logprobs[found - 1]:
             continue
         for i in range(32 * block, min(n, 32 * block + 32)):
-            if found == wanted and not x[i] > logprobs[found - 1]:
+            if x[i] == -INFINITY or (found == wanted and not x[i] > logprobs[found - 1]):
                 continue
             at = found if found < wanted else wanted - 1
             while at > 0 and x[i] > logprobs[at - 1]:

@@ -65,6 +65,7 @@ __all__ = [
     "SamplingParams",
     "ServedModel",
     "SnapshotNotSaved",
+    "StructuredOutputs",
     "TLSError",
     "TokenLogprobs",
     "Unauthenticated",
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
         OutputChunk,
         RequestOutput,
         SamplingParams,
+        StructuredOutputs,
         TokenLogprobs,
         Usage,
     )
@@ -97,6 +99,7 @@ else:
             "OutputChunk",
             "RequestOutput",
             "SamplingParams",
+            "StructuredOutputs",
             "TokenLogprobs",
             "Usage",
         ),

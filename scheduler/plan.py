@@ -36,13 +36,15 @@ class StepPlan:
 
 
 class SampledToken(NamedTuple):
-    """The result of one sample: a token, or an error if its logits could not be sampled (NaN)."""
+    """The result of one sample: a token, an error if its logits could not be sampled (NaN), or deferred."""
 
     request_id: int
     token_id: int
     logprob: float | None = None  # natural log of the raw probability; None unless requested
     top_logprobs: tuple[tuple[int, float], ...] = ()
     error: str | None = None
+    forced: tuple[int, ...] = ()  # what the request's grammar allows next, if that is one text; draft tokens
+    is_deferred: bool = False  # its row must be computed again: which tokens are allowed was not known in time
 
 
 @dataclass(frozen=True, slots=True)

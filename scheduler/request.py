@@ -91,6 +91,7 @@ class Request:
     high_water_tokens: int = field(default=0, init=False)  # most tokens that were computed at any time
     preemptions: int = field(default=0, init=False)
     accepted_draft_tokens: int = field(default=0, init=False)
+    forced: tuple[int, ...] = field(default=(), init=False)  # draft tokens for the next step, of the last sample
 
     def __post_init__(self) -> None:
         spec, generated = self.spec, self.generated

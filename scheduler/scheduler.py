@@ -324,8 +324,13 @@ class Scheduler:
             return self._end(request, ending, tokens)  # its pages may hold NaN: do not put them in the prefix cache
         table = table_of(request)
         computed = min(table.num_tokens, len(request.token_ids) - bool(tokens))
-        if len(samples) > 1:
+        deferred = len(tokens) < len(samples) and samples[len(tokens)].is_deferred
+        if deferred:
+            computed = len(request.token_ids) - 1  # the last token again: its row has no sample yet
+        if deferred or len(samples) > 1:
             computed = self._speculator.resolve(request, samples, tokens, computed, now)
+        if tokens:
+            request.forced = tokens[-1].forced
         self._recomputed_tokens += request.note_computed(computed)
         self._pager.commit(table, request.token_ids)
         if ending is not None:

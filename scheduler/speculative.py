@@ -1,4 +1,4 @@
-"""Speculative decoding by prompt lookup: draft tokens are added to a step where verifying them saves time.
+"""Speculative decoding: draft tokens are added to a step where verifying them saves time.
 
 Must not import the planner or the scheduler. Draft tokens never change what a request generates, only the number of
 steps it takes.
@@ -11,7 +11,7 @@ time per token. In a wide batch a row costs as much as a token, so no draft is m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from .cost import CostModel, StepLoad
 from .plan import SampledToken, ScheduledSequence
@@ -21,11 +21,15 @@ MARGIN = 1.25  # the expected gain must exceed the cost by this factor
 LONGEST, SHORTEST = 4, 2  # tokens of a run that is looked up
 INITIAL_ACCEPTANCE = 0.5  # acceptance rate before anything is known
 ACCEPTANCE_MEMORY = 0.8  # weight of the earlier acceptance rate, per verified draft token
+FORCED_ACCEPTANCE = 0.9  # of tokens that a grammar forces: the model may cut the same text into other tokens
 RECOVERY = 0.01  # share of the way back to INITIAL_ACCEPTANCE, each time no draft token pays: the text may change
 
 
 class Speculator:
-    """Adds draft tokens to a step that only decodes. `num_tokens` limits one sequence, `max_rows` the step."""
+    """Adds draft tokens to a step that only decodes: those that a grammar forces, or else those found in earlier text.
+
+    `num_tokens` limits what is found for one sequence, `max_rows` the step.
+    """
 
     def __init__(self, cost: CostModel, page_size: int, num_tokens: int, max_rows: int) -> None:
         self.num_draft_tokens = 0  # verified since the start
@@ -36,18 +40,21 @@ class Speculator:
         self._max_rows = max_rows
         self._indexes: dict[int, NGramIndex] = {}  # by request id, from its first draft to its end
 
-    def draft(self, requests: Iterable[Request], load: StepLoad) -> dict[int, list[int]]:
+    def draft(self, requests: Collection[Request], load: StepLoad) -> dict[int, list[int]]:
         """Grow the tables of decoding requests by draft tokens and return these by request id.
 
         `load` is the load of the step without drafts.
         """
         drafts: dict[int, list[int]] = {}
-        if not self._num_tokens or not self._tokens_that_pay(1.0, 1, load):
+        if not self._num_tokens and not any(request.forced for request in requests):
+            return drafts
+        if not self._tokens_that_pay(1.0, 1, load):
             return drafts
         rows = load.decode_rows
         for request in requests:
             if request.state is State.DECODE and request.search is None and request.table is not None:
-                limit = min(self._num_tokens, self._max_rows - rows, request.table.max_append())
+                limit = len(request.forced) or self._num_tokens
+                limit = min(limit, self._max_rows - rows, request.table.max_append())
                 limit = min(limit, request.spec.max_tokens - request.num_output_tokens - 1)
                 tokens = self._draft_for(request, limit, load) if limit > 0 else []
                 if tokens:
@@ -91,10 +98,12 @@ class Speculator:
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
         index = self._indexes.get(request.request_id)
-        if index is not None:
+        if index is not None and not request.forced:
             index.note(drafted, accepted)
 
     def _draft_for(self, request: Request, limit: int, load: StepLoad) -> list[int]:
+        if request.forced:
+            return list(request.forced[: self._tokens_that_pay(FORCED_ACCEPTANCE, limit, load)])
         index = self._indexes.get(request.request_id)
         if index is None:
             index = self._indexes[request.request_id] = NGramIndex()
@@ -162,10 +171,12 @@ def accept_samples(
 
     Returns the accepted samples, and the request's end if one of them ends it. Without draft tokens a failed sample is
     the end. With them, the failure may come from the key and value of a wrong draft, which every row of the step reads,
-    masked (0 * NaN is NaN): that row must be computed again without drafts.
+    masked (0 * NaN is NaN): that row must be computed again without drafts. So must the row of a deferred sample.
     """
     last = len(samples) - 1
     for index, sample in enumerate(samples):
+        if sample.is_deferred:
+            return samples[:index], None
         if sample.error is not None:
             return samples[:index], None if last else Ending(error=sample.error)
         request.append(sample.token_id, now)

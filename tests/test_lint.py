@@ -46,6 +46,7 @@ PUBLIC_NAMES = {
     "RequestOutput",
     "SamplingParams",
     "ServedModel",
+    "StructuredOutputs",
     "TLSError",
     "TokenLogprobs",
     "Unauthenticated",

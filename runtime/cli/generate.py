@@ -19,7 +19,7 @@ from ..model import model_path
 from .flags import MemoryFlags, ModelFolder, SchedulingFlags, settings_from, typed_flags
 from .interrupts import leaving_at_once
 
-NOT_FLAGS = ("logit_bias", "logprobs")  # a map, and figures that the command does not print
+NOT_FLAGS = ("logit_bias", "logprobs", "structured_outputs")  # maps, and figures that the command does not print
 
 if TYPE_CHECKING:
     SamplingFlags: TypeAlias = Any

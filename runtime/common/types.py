@@ -36,6 +36,41 @@ class _NamesRightArgument(msgspec.StructMeta):
         return super().__call__(*args, **fields)
 
 
+class StructuredOutputs(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    metaclass=_NamesRightArgument,
+):
+    """What the output must match; exactly one field is set. Raises InvalidRequest for none, several or an empty one.
+
+    `json` is a JSON schema as an object or as text (true: any JSON value), `json_object` any JSON object, `regex` a
+    regular expression for the whole output, `choice` a list of texts, `lark` and `gbnf` context-free grammars in the
+    notation of Lark and of llama.cpp.
+    """
+
+    json: dict[str, Any] | bool | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    lark: str | None = None
+    gbnf: str | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in self.__struct_fields__ if not self._is_default(name)}
+        if len(given) != 1:
+            names, found = ", ".join(self.__struct_fields__), " and ".join(given) or "none"
+            raise InvalidRequest(f"structured_outputs must have exactly one of {names}, not {found}")
+        for name, value in given.items():
+            if value in ("", ()):
+                raise InvalidRequest(f"structured_outputs: {name} must not be empty")
+
+    def _is_default(self, name: str) -> bool:
+        return getattr(self, name) is (False if name == "json_object" else None)
+
+
 class SamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_NamesRightArgument
 ):
@@ -43,10 +78,10 @@ class SamplingParams(
 
     Raises InvalidRequest for a value of another type, TypeError for an unknown name. Numbers and arrays of numpy are
     accepted, and one text for `stop`.
-    Order of application: logit_bias, penalties, temperature, min_p, top_k, top_p. The tokens of a request with a seed
-    depend on the model, the prompt and these parameters only, whatever else runs. `n` samples: output i has the tokens
-    of a request with seed + i (modulo 2^64). The outputs of `best_of` and `beam_width` are ranked, best first, and come
-    at the end instead of as a stream.
+    Order of application: structured_outputs, logit_bias, penalties, temperature, min_p, top_k, top_p. The tokens of a
+    request with a seed depend on the model, the prompt and these parameters only, whatever else runs. `n` samples:
+    output i has the tokens of a request with seed + i (modulo 2^64). The outputs of `best_of` and `beam_width` are
+    ranked, best first, and come at the end instead of as a stream.
     """
 
     max_tokens: Annotated[int, _option("Maximum number of tokens to generate.", unit="tokens")] = 128
@@ -73,6 +108,9 @@ class SamplingParams(
     logprobs: Annotated[
         int | None,
         _option("Report the log probability of each token and of this many alternatives.", default="not reported"),
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, _option("What the output must match, see StructuredOutputs.", default="anything")
     ] = None
     n: Annotated[int, _option("Outputs per prompt.")] = 1
     best_of: Annotated[

@@ -35,6 +35,8 @@ from ..common.errors import ContextLengthExceeded, QuireError, Unavailable
 from ..model.runner import ModelRunner, load_model
 from .build import build_pager, build_scheduler, build_spill_file
 from .facade import CoreInfo, EngineStats, StepStats
+from .grammars import Grammars, StepMasks
+from .text_processor import TextProcessor
 
 _log = structlog.get_logger("quire.engine")
 
@@ -117,6 +119,10 @@ class EngineCore:
         self.pager = build_pager(config, runner, spill_file)
         self.scheduler = build_scheduler(config, self.pager, runner.capacity.max_num_samples)
         self._worker = ThreadPoolExecutor(1, "quire-step")
+        spec = runner.spec
+        self._grammars = Grammars(
+            lambda: TextProcessor.load(runner.path), spec.vocab_size, frozenset(spec.eos_token_ids)
+        )
         self._started = False
         self._scoring = asyncio.Lock()  # held while `logits` computes
         self._closed = False
@@ -212,6 +218,7 @@ class EngineCore:
                 pass
         finally:  # also if the loop is broken or this call is cancelled
             self._worker.shutdown()
+            self._grammars.close()
             if self._spill_file is not None:
                 self._spill_file.close()
             self.runner.close()
@@ -249,10 +256,17 @@ class EngineCore:
     async def _execute(self, plan: StepPlan) -> StepResult:
         self._listener.begin(plan)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._worker, self.runner.execute, plan)
+            masks = self._grammars.begin(plan.sequences)
+            return await asyncio.get_running_loop().run_in_executor(self._worker, self._compute, plan, masks)
         except Exception:
             _log.exception("step failed", step=plan.step_id, sequences=len(plan.sequences))
             raise
+
+    def _compute(self, plan: StepPlan, masks: StepMasks | None) -> StepResult:
+        """Run a step, in the step's thread."""
+        if masks is None:
+            return self.runner.execute(plan)
+        return masks.with_forced_tokens(self.runner.execute(plan, masks))
 
     def _observe(self, step: FinishedStep) -> None:
         sequences = step.plan.sequences

@@ -72,7 +72,11 @@ class Engine(Generic[CoreT]):
             num_queued = num_sequences(request.sampling_params)
             self.core.check_room(request.tenant, num_queued + self._num_preparing[request.tenant])
             self._validator.check_prompt(request)  # after the queue: checking a long text takes its time
-            prompt = request.prompt if isinstance(request.prompt, tuple) else self._prepare(request, num_queued)
+            prompt: tuple[int, ...] | asyncio.Future[tuple[int, ...]]
+            if isinstance(request.prompt, tuple) and request.sampling_params.structured_outputs is None:
+                prompt = request.prompt
+            else:
+                prompt = self._prepare(request, num_queued)
         except SchedulerError as error:
             raise self._rejected(refusal_error(error)) from error
         except QuireError as error:

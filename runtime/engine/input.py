@@ -13,15 +13,18 @@ from ..common.prompts import chat_messages
 from ..common.types import SamplingParams
 from ..model.runner import SamplingSpec
 from .facade import GenerateRequest
+from .grammars import check_structure
 from .text_processor import TextProcessor
 from .validator import SEED_LIMIT, Validator
 
 
 def prompt_token_ids(request: GenerateRequest, text_processor: TextProcessor, validator: Validator) -> tuple[int, ...]:
-    """Return the prompt as token ids; a chat is rendered first. A long text takes its time: call it in a thread.
+    """Return the prompt as token ids; a chat is rendered first. The grammar of a structured output is checked.
 
-    Raises InvalidRequest, ContextLengthExceeded or GenerationFailed.
+    Both take their time: call it in a thread. Raises InvalidRequest, ContextLengthExceeded or GenerationFailed.
     """
+    if request.sampling_params.structured_outputs is not None:
+        check_structure(request.sampling_params.structured_outputs)
     if isinstance(request.prompt, tuple):
         return request.prompt
     if request.prompt is not None:
@@ -56,7 +59,7 @@ def scheduled_requests(
                 max_tokens=params.max_tokens,
                 min_tokens=params.min_tokens,
                 stop_token_ids=stop_ids,
-                sampling=SamplingSpec(sampling_params, (seed + i) % SEED_LIMIT, stop_ids),
+                sampling=SamplingSpec(sampling_params, (seed + i) % SEED_LIMIT, stop_ids, request.tenant),
                 tenant=request.tenant,
                 priority=request.priority,
                 deadline=None if request.deadline_ms is None else submitted + request.deadline_ms / 1000,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from ...kernels.sample import MAX_TOP_LOGPROBS
 from ..common.errors import ContextLengthExceeded, InvalidRequest
 from ..common.types import SamplingParams
@@ -31,7 +33,10 @@ NEUTRAL_FOR_BEAMS: dict[str, object] = {
     "frequency_penalty": 0,
     "logit_bias": None,
     "stop": (),
+    "structured_outputs": None,
 }
+NEUTRAL_FOR_GRAMMARS: dict[str, object] = {"min_tokens": 0, "ignore_eos": False}  # the grammar says when it may end
+MAX_GRAMMAR_BYTES = 256 << 10
 SMALLEST = 1e-6  # least value of parameters that must be above 0: kernels compute in f32
 
 
@@ -61,6 +66,7 @@ class Validator:
         self._check_bias(params)
         self._check_stops(params)
         self._check_choices(params)
+        self._check_structure(params)
         _integer("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if request.deadline_ms is not None:
             _integer("deadline_ms", request.deadline_ms, 1, MAX_DEADLINE_MS)
@@ -143,6 +149,27 @@ class Validator:
             _integer("best_of", params.best_of, params.n, most)
         if params.beam_width:
             _check_beam(params)
+
+    def _check_structure(self, params: SamplingParams) -> None:
+        """Check what needs no grammar to be compiled."""
+        if params.structured_outputs is None:
+            return
+        if not self._info.has_tokenizer:
+            raise InvalidRequest("structured_outputs need a tokenizer.json, which this model does not have")
+        for name, neutral in NEUTRAL_FOR_GRAMMARS.items():
+            value = getattr(params, name)
+            if value != neutral:
+                raise InvalidRequest(
+                    f"{name} cannot be used with structured_outputs: leave it at {neutral!r}, not {value!r}"
+                )
+        try:
+            num_bytes = len(msgspec.msgpack.encode(params.structured_outputs))
+        except RecursionError:
+            raise InvalidRequest("structured_outputs: the schema is nested too deeply") from None
+        if num_bytes > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(
+                f"structured_outputs: the grammar has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed"
+            )
 
     def _check_token(self, name: str, token: int) -> None:
         if not 0 <= token < self._info.vocab_size:

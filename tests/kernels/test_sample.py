@@ -23,6 +23,7 @@ def row(**changes):
         "logprobs": -1,
         "first_adjustment": 0,
         "num_adjustments": 0,
+        "mask": 0,
     } | changes
     return tuple(fields[name] for name in ROW.names)
 
@@ -237,6 +238,76 @@ def test_nan_logits_of_one_call_do_not_reach_the_next_call(isa):
     want = call(Sampler(VOCAB, STRIDE, 8, Pool(1), isa), random_logits(8))
     assert call(sampler, np.nan)[0] == [-1] * 8
     assert call(sampler, random_logits(8)) == want
+
+
+def masked(logits, rows, allowed, isa=None, adjustments=()):
+    """Draw with one mask per list of allowed token ids."""
+    bits = np.zeros((len(allowed), 32 * ((VOCAB + 31) // 32)), bool)
+    for mask, ids in zip(bits, allowed, strict=True):
+        mask[list(ids)] = True
+    masks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    padded = np.zeros((len(logits), STRIDE), np.float32)
+    padded[:, :VOCAB] = logits
+    maxima = np.maximum.reduceat(padded[:, :VOCAB], np.arange(0, VOCAB, 32), axis=1)
+    sampler = Sampler(VOCAB, STRIDE, 64, Pool(2), isa)
+    results = sampler.sample(padded, maxima, np.array(rows, ROW), np.array(list(adjustments), ADJUSTMENT), masks)
+    return [array.copy() for array in results]
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_a_masked_row_takes_the_largest_allowed_logit_and_others_are_untouched(isa):
+    logits = random_logits(3)
+    allowed = [0, 31, 32, 500, VOCAB - 1]
+    rows = [row(mask=1, logprobs=8), row(logprobs=8), row(mask=2, logprobs=8)]
+    tokens, logprobs, top_ids, _ = masked(logits, rows, [allowed, range(VOCAB)], isa)
+    free = draw(logits, [row(logprobs=8)] * 3, isa=isa)
+    by_logit = sorted(allowed, key=lambda token: -logits[0, token])
+    assert tokens[0] == by_logit[0]
+    assert top_ids[0, :8].tolist() == [*by_logit, -1, -1, -1], "alternatives are among the allowed tokens"
+    raw = logits[0] - np.log(np.exp(logits[0].astype(np.float64)).sum())
+    assert logprobs[0] == pytest.approx(raw[tokens[0]], abs=1e-5), "the probability is the model's own"
+    for index in (1, 2):
+        assert (tokens[index], logprobs[index]) == (free[0][index], free[1][index])
+        assert top_ids[index, :8].tolist() == free[2][index, :8].tolist()
+
+
+def test_only_allowed_tokens_are_drawn_and_with_their_own_frequencies():
+    logits = random_logits()
+    logits[0, [3, 40, 999]] = [0.0, 1.0, -2.0]
+    rows = [row(mask=1, temperature=1.0, position=position) for position in range(64)]
+    seen = masked(np.repeat(logits, 64, 0), rows, [[3, 40, 999]])[0]
+    assert set(seen) == {3, 40, 999}
+    weights = np.exp([0.0, 1.0, -2.0]) / np.exp([0.0, 1.0, -2.0]).sum()
+    assert [np.mean(seen == token) for token in (3, 40, 999)] == pytest.approx(weights, abs=0.15)
+
+
+def test_a_mask_comes_before_bias_and_penalties():
+    logits = random_logits()
+    rows = [row(mask=1, num_adjustments=2)]
+    tokens = masked(logits, rows, [[3, 40]], adjustments=[(7, 0, 0, 100.0), (3, 0, 0, 100.0)])[0]
+    assert tokens[0] == 3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_whose_mask_allows_nothing_has_no_token(temperature):
+    tokens = masked(random_logits(2), [row(mask=1, temperature=temperature), row()], [[]])[0]
+    assert tokens[0] == -1
+    assert tokens[1] >= 0
+
+
+def test_masks_that_do_not_fit_are_refused():
+    logits = np.zeros((1, STRIDE), np.float32)
+    maxima = np.zeros((1, 32), np.float32)
+    sampler = Sampler(VOCAB, STRIDE, 4, Pool(1))
+    nothing = np.array([], ADJUSTMENT)
+    with pytest.raises(ValueError, match="beyond the 0 masks"):
+        sampler.sample(logits, maxima, np.array([row(mask=1)], ROW), nothing)
+    with pytest.raises(ValueError, match="beyond the 1 masks"):
+        sampler.sample(logits, maxima, np.array([row(mask=2)], ROW), nothing, np.zeros((1, 32), np.int32))
+    with pytest.raises(ValueError, match="beyond the 1 masks"):
+        sampler.sample(logits, maxima, np.array([row(mask=-1)], ROW), nothing, np.zeros((1, 32), np.int32))
+    with pytest.raises(ValueError, match="masks of 31 words"):
+        sampler.sample(logits, maxima, np.array([row(mask=1)], ROW), nothing, np.zeros((1, 31), np.int32))
 
 
 def test_rows_that_point_outside_are_refused():

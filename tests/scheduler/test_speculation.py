@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
-from quire.scheduler import Coefficients, CostModel, SampledToken, State
+from quire.scheduler import Coefficients, CostModel, SampledToken, State, StepPlan, StepResult
 from quire.scheduler.speculative import NGramIndex
 
 from tests.scheduler.conftest import Expected, MakeHarness
@@ -211,3 +212,59 @@ def test_the_acceptance_rate_follows_what_was_accepted_and_recovers() -> None:
         ngrams.recover()
     assert low < 0.01
     assert ngrams.acceptance_rate == pytest.approx(start, rel=0.01)
+
+
+@pytest.mark.parametrize("windows", [(0,), (9,), (0, 9)])
+@pytest.mark.parametrize("draft_tokens", [0, 4])
+def test_deferred_samples_are_computed_again(
+    make_harness: MakeHarness, expected: Expected, windows: tuple[int, ...], draft_tokens: int
+) -> None:
+    """In prefill and in decode, after accepted and rejected drafts, and while other requests go on."""
+    chance = random.Random(1)
+    harness = speculative(make_harness, windows=windows, num_speculative_tokens=draft_tokens)
+    execute, num_deferred = harness.execute, 0
+
+    def deferring(plan: StepPlan) -> StepResult:
+        nonlocal num_deferred
+        result = execute(plan)
+        sampled = [
+            sample._replace(token_id=-1, is_deferred=True)
+            if sample.request_id != 3 and chance.random() < 0.4
+            else sample
+            for sample in result.sampled
+        ]
+        num_deferred += sum(sample.is_deferred for sample in sampled)
+        return StepResult(result.step_id, tuple(sampled), result.duration_s)
+
+    harness.execute = deferring
+    prompts = {1: PERIODIC, 2: [1, 0] * 9, 3: [0, 0, 1]}
+    for request_id, prompt in prompts.items():
+        harness.add(request_id, prompt, 40)
+    harness.run()
+    assert num_deferred > 20
+    for request_id, prompt in prompts.items():
+        assert harness.outputs[request_id] == expected(prompt, 40, 2)
+    assert harness.scheduler.stats().pages_owned == 0
+
+
+@pytest.mark.parametrize(("wrong_at", "most"), [(None, 14), (1, 40)])
+def test_forced_tokens_are_drafts_without_prompt_lookup(
+    make_harness: MakeHarness, expected: Expected, wrong_at: int | None, most: int
+) -> None:
+    """Right and wrong ones; the output is the same, and right ones save steps."""
+    prompt = [1, 0, 1, 1]
+    tokens = expected(prompt, 40, 2)
+    harness = speculative(make_harness, num_speculative_tokens=0)
+    execute = harness.execute
+
+    def forcing(plan: StepPlan) -> StepResult:
+        result = execute(plan)
+        known = len(harness.outputs[1]) + len(result.sampled)
+        forced = [token ^ (index == wrong_at) for index, token in enumerate(tokens[known : known + 3])]
+        *others, last = result.sampled
+        return StepResult(result.step_id, (*others, last._replace(forced=tuple(forced))), result.duration_s)
+
+    harness.execute = forcing
+    harness.add(1, prompt, 40)
+    assert harness.run() <= most
+    assert harness.outputs[1] == tokens

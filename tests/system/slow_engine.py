@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 
-from quire.runtime.model.runner import ModelRunner
+from quire.runtime.model.runner import Masks, ModelRunner
 from quire.runtime.workers import engine_main
 from quire.scheduler import StepPlan, StepResult
 
 _execute = ModelRunner.execute
 
 
-def execute(self: ModelRunner, plan: StepPlan) -> StepResult:
+def execute(self: ModelRunner, plan: StepPlan, masks: Masks | None = None) -> StepResult:
     time.sleep(0.005)
-    return _execute(self, plan)
+    return _execute(self, plan, masks)
 
 
 if __name__ == "__main__":

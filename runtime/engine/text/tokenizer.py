@@ -17,6 +17,8 @@ from ...common.errors import CorruptCheckpoint, ModelNotFound
 from ...model.files import is_gguf
 from .gguf_tokenizer import file_vocabulary, read_tokenizer
 
+SENTENCEPIECE_SPACE = "\u2581"
+
 
 class Tokenizer:
     """The vocabulary of a GGUF file, or `tokenizer.json` of a Hugging Face folder; and the end ids that they declare.
@@ -75,6 +77,15 @@ class Tokenizer:
         except KeyError:
             found = self._bytes_by_id[token_id] = self._find_bytes(token_id)
             return found
+
+    def all_bytes(self) -> list[bytes]:
+        """Return the bytes of every token by id. A token without bytes of its own has the bytes of its text."""
+        found = ((self.token_bytes(token_id), token_id) for token_id in range(self.vocab_size))
+        return [self._plain_bytes(token_id) if raw is None else raw for raw, token_id in found]
+
+    def _plain_bytes(self, token_id: int) -> bytes:
+        token: str = self._fast.id_to_token(token_id) or ""
+        return token.replace(SENTENCEPIECE_SPACE, " ").encode()
 
     def _find_bytes(self, token_id: int) -> bytes | None:
         token: str | None = self._fast.id_to_token(token_id)

@@ -2,10 +2,12 @@
 
 from .capacity import Capacity, decide_capacity, free_memory_bytes, pick_cpus, pick_isa
 from .model_runner import ModelRunner, load_model
-from .sampling import SamplingSpec
+from .sampling import AllowedTokens, Masks, SamplingSpec
 
 __all__ = [
+    "AllowedTokens",
     "Capacity",
+    "Masks",
     "ModelRunner",
     "SamplingSpec",
     "decide_capacity",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from ...common.config import EngineConfig
 from ...common.errors import ConfigError
 from .. import PackedModel, model_path, pack_model, read_spec
 from .capacity import Capacity, decide_capacity
-from .sampling import sampling_rows
+from .sampling import AllowedTokens, Masks, sampling_rows, use_masks
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -79,11 +79,14 @@ class ModelRunner:
         self._maxima: Floats = self._program.view(plan.maxima)  # [max_num_samples, padded(padded vocab / 32)]
         self._sampling_s = 0.0
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run a step. A sample whose logits are not finite gets an error of its own; the others are untouched."""
+    def execute(self, plan: StepPlan, masks: Masks | None = None) -> StepResult:
+        """Run a step. A sample whose logits are not finite gets an error of its own; the others are untouched.
+
+        `masks` are waited for when all rows are computed. A sample whose mask is not ready then is deferred.
+        """
         start = time.perf_counter()
         self._forward(plan.sequences)
-        sampled = self._sample(plan.sequences)
+        sampled = self._sample(plan.sequences, masks.wait() if masks else {})
         return StepResult(plan.step_id, sampled, time.perf_counter() - start)
 
     def score(
@@ -134,17 +137,24 @@ class ModelRunner:
             np.array(samples, np.int32),
         )
 
-    def _sample(self, sequences: Sequence[ScheduledSequence]) -> tuple[SampledToken, ...]:
+    def _sample(
+        self, sequences: Sequence[ScheduledSequence], allowed: Mapping[int, AllowedTokens]
+    ) -> tuple[SampledToken, ...]:
         owners = [sequence.request_id for sequence in sequences for _ in range(sequence.num_samples)]
         if not owners:
             return ()
         rows, adjustments = sampling_rows(sequences)
+        masks = use_masks(rows, owners, allowed)
         start = time.perf_counter()
-        tokens, logprobs, top_ids, top_logprobs = self._sampler.sample(self._logits, self._maxima, rows, adjustments)
+        tokens, logprobs, top_ids, top_logprobs = self._sampler.sample(
+            self._logits, self._maxima, rows, adjustments, masks
+        )
         self._sampling_s += time.perf_counter() - start
         wanted: list[int] = rows["logprobs"].tolist()
         return tuple(
-            _sampled(request_id, token, logprob, n, top_ids[i], top_logprobs[i])
+            _unmasked(request_id, allowed[request_id])
+            if request_id in allowed and allowed[request_id].masks is None
+            else _sampled(request_id, token, logprob, n, top_ids[i], top_logprobs[i])
             for i, (request_id, token, logprob, n) in enumerate(
                 zip(owners, tokens.tolist(), logprobs.tolist(), wanted, strict=True)
             )
@@ -168,6 +178,11 @@ def _starts(counts: Sequence[int]) -> Ints:
     starts = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
     return starts
+
+
+def _unmasked(request_id: int, allowed: AllowedTokens) -> SampledToken:
+    """Return the result of a sample that has no mask: an error, or that it is deferred."""
+    return SampledToken(request_id, 0, error=allowed.error, is_deferred=allowed.error is None)
 
 
 def _sampled(

@@ -6,10 +6,10 @@ A row depends on the request's parameters, its seed and its own tokens only, nev
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from ....scheduler.plan import ScheduledSequence
 from ...common.types import SamplingParams
 
 Row = tuple[float, ...]  # in the order of ROW
-PARAMETERS = tuple(ROW.fields or ())[2:-3]  # after seed and position, before logprobs and the range of the adjustments
+PARAMETERS = tuple(ROW.fields or ())[2:-4]  # after seed and position, before logprobs, adjustments and mask
 _parameters = attrgetter(*PARAMETERS)
 Adjustment = tuple[int, int, int, float]
 
@@ -31,6 +31,22 @@ class SamplingSpec:
     params: SamplingParams
     seed: int  # of the client, or chosen by the engine
     stop_token_ids: frozenset[int]  # forbidden before min_tokens
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """The masks of one sequence's samples in a step. Without masks and error they are not ready."""
+
+    masks: npt.NDArray[np.int32] | None = None  # [samples, words]: a bit per token of the vocabulary, the lowest first
+    error: str | None = None
+
+
+class Masks(Protocol):
+    """The masks of a step's samples, which are computed while the rows are."""
+
+    def wait(self) -> Mapping[int, AllowedTokens]:
+        """Return the masks by request id; sequences that may generate any token are absent."""
 
 
 def sampling_rows(sequences: Sequence[ScheduledSequence]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -44,13 +60,26 @@ def sampling_rows(sequences: Sequence[ScheduledSequence]) -> tuple[npt.NDArray[A
     return np.array(rows, ROW), np.array(adjustments, ADJUSTMENT)
 
 
+def use_masks(
+    rows: npt.NDArray[Any], owners: Sequence[int], allowed: Mapping[int, AllowedTokens]
+) -> npt.NDArray[np.int32] | None:
+    """Set the mask of each row whose owner has masks; return all masks [masks, words], None if there are none."""
+    masks: list[npt.NDArray[np.int32]] = []
+    for request_id, tokens in allowed.items():
+        if tokens.masks is not None:
+            first, count = owners.index(request_id), len(tokens.masks)
+            rows["mask"][first : first + count] = np.arange(len(masks) + 1, len(masks) + 1 + count)
+            masks.extend(tokens.masks)
+    return np.stack(masks) if masks else None
+
+
 def _row(sequence: ScheduledSequence, position: int, adjustments: list[Adjustment]) -> Row:
     """Return the row for the token after the first `position` tokens of the context, and append its adjustments."""
     spec, first = sequence.sampling, len(adjustments)
     assert isinstance(spec, SamplingSpec)
     adjustments.extend(_adjustments(spec, sequence.context, position, sequence.num_prompt_tokens))
     logprobs = -1 if spec.params.logprobs is None else spec.params.logprobs
-    return (spec.seed, position, *_parameters(spec.params), logprobs, first, len(adjustments) - first)
+    return (spec.seed, position, *_parameters(spec.params), logprobs, first, len(adjustments) - first, 0)
 
 
 def _adjustments(

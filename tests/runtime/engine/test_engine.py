@@ -81,10 +81,10 @@ class NanSampler:
     def __init__(self, sampler: Any, num_rows: int, row: int) -> None:
         self._sampler, self._num_rows, self._row = sampler, num_rows, row
 
-    def sample(self, logits: Any, maxima: Any, rows: Any, adjustments: Any) -> Any:
+    def sample(self, logits: Any, maxima: Any, rows: Any, adjustments: Any, masks: Any) -> Any:
         if len(rows) == self._num_rows:
             logits[self._row] = maxima[self._row] = np.nan
-        return self._sampler.sample(logits, maxima, rows, adjustments)
+        return self._sampler.sample(logits, maxima, rows, adjustments, masks)
 
 
 # Streams

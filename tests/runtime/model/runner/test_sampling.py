@@ -100,7 +100,7 @@ def test_logprobs_asked_for() -> None:
 
 
 def test_the_row_of_the_kernels_is_the_only_list_of_parameters() -> None:
-    assert ROW.names == ("seed", "position", *PARAMETERS, "logprobs", "first_adjustment", "num_adjustments")
+    assert ROW.names == ("seed", "position", *PARAMETERS, "logprobs", "first_adjustment", "num_adjustments", "mask")
     assert set(PARAMETERS) <= set(SamplingParams.__struct_fields__)
     values = {name: 0.25 + index for index, name in enumerate(PARAMETERS)} | {"top_k": 7}
     rows, _ = sampling_rows([sequence([1, 2], [3], **values)])

@@ -1,0 +1,147 @@
+"""Structured output through a server: what matches, what is refused, and what survives a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+from typing import Any
+
+import pytest
+from quire import AsyncClient, SamplingParams, StructuredOutputs
+from quire.runtime.common.errors import GenerationFailed, InvalidRequest
+from quire.runtime.common.types import OutputChunk
+from quire.runtime.engine.grammars import Grammars
+
+from tests.system.bits import asked, bits, chunks_of, prompt
+from tests.system.test_survival import engine_pool
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 999, "minimum": 0}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def params(max_tokens: int = 60, **structure: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, structured_outputs=StructuredOutputs(**structure))
+
+
+async def test_every_kind_of_grammar_through_a_socket(serving: Any) -> None:
+    async with serving() as real, AsyncClient(real.address) as client:
+
+        async def text(**structure: Any) -> str:
+            output = await client.complete("The", params(**structure))
+            assert output.finish_reason == "stop"
+            return output.text
+
+        for schema in (SCHEMA, json.dumps(SCHEMA)):
+            parsed = json.loads(await text(json=schema))
+            assert isinstance(parsed["a"], int)
+            assert parsed["b"] in ("x", "y")
+        assert re.fullmatch("[ab]{2}-7", await text(regex="[ab]{2}-7"))
+        assert await text(choice=("naïve “choice”", "other")) in ("naïve “choice”", "other")
+        assert re.fullmatch("x[0-9]{1,3}y", await text(lark='start: "x" /[0-9]{1,3}/ "y"'))
+        assert re.fullmatch(r"<[a-c]{2}>", await text(gbnf='root ::= "<" [a-c] [a-c] ">"'))
+        assert json.loads(await text(json={"type": "array", "items": {"type": "boolean"}, "maxItems": 2})) is not None
+
+
+@pytest.mark.parametrize(
+    ("structure", "message"),
+    [
+        ({"json": {"not": {"type": "string"}}}, 'Unimplemented keys: ["not"]'),
+        ({"json": "{"}, "structured_outputs: "),
+        ({"json": "[]"}, "a JSON schema is an object, true or false, not list"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"lark": "start: missing"}, 'unknown name: "missing"'),
+        ({"gbnf": "root ::= ("}, "structured_outputs: "),
+        ({"regex": "a" * 300_000}, "at most 262144 are allowed"),
+        ({"json": {"enum": [f"value {i}" for i in range(8000)], "minLength": 3}}, "schema too large"),
+        ({"json": {"enum": [f"value {i}" for i in range(8000)]}}, None),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+async def test_a_grammar_that_cannot_be_used_is_refused(serving: Any, structure: Any, message: str | None) -> None:
+    async with serving() as real, AsyncClient(real.address) as client:
+        if message is None:
+            assert (await client.complete("The", params(**structure))).text
+        else:
+            with pytest.raises(InvalidRequest, match=re.escape(message)):
+                await client.complete("The", params(**structure))
+        assert (await client.complete("The", SamplingParams(max_tokens=3))).text, "the server goes on"
+
+
+async def test_a_limit_that_trips_ends_the_request_with_an_error(serving: Any) -> None:
+    """Never with another continuation: llguidance itself would allow the end of the output only."""
+    async with serving() as real, AsyncClient(real.address) as client:
+        with pytest.raises(GenerationFailed, match=r"^structured_outputs: .*"):
+            await client.complete("The", params(300, regex="((a{1,999}){1,999}){1,999}"))
+        assert (await client.complete("The", SamplingParams(max_tokens=3))).text, "the server goes on"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "exactly one of json, json_object, regex, choice, lark, gbnf, not none"),
+        ({"regex": "a", "choice": ("b",)}, "not regex and choice"),
+        ({"regex": ""}, "regex must not be empty"),
+        ({"choice": ()}, "choice must not be empty"),
+    ],
+)
+def test_exactly_one_field_is_given(fields: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        StructuredOutputs(**fields)
+
+
+@pytest.mark.parametrize("other", [{"min_tokens": 3}, {"ignore_eos": True}, {"beam_width": 2}])
+async def test_what_contradicts_a_grammar_is_refused(serving: Any, other: Any) -> None:
+    async with serving() as real, AsyncClient(real.address) as client:
+        with pytest.raises(InvalidRequest, match=f"{next(iter(other))}.*structured_outputs|structured_outputs.*beam"):
+            await client.complete("The", SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **other))
+
+
+async def test_a_killed_process_is_replaced_and_the_output_goes_on(slow_engine: None) -> None:
+    request = asked(
+        prompt(20),
+        ignore_eos=False,
+        max_tokens=300,
+        temperature=1.0,
+        seed=3,
+        structured_outputs=StructuredOutputs(regex=r"\[([a-z]{3,9},){60}\]"),
+    )
+    async with engine_pool() as engine:
+        alone = bits(await chunks_of(engine, request))
+        chunks: list[OutputChunk] = []
+        kills: list[int] = []
+        async for chunk in await engine.submit(request):
+            chunks.append(chunk)
+            pid = engine.core.members[0].pid
+            if len(kills) < 2 and len(chunks) >= 5 and pid not in (None, *kills):
+                os.kill(pid, signal.SIGKILL)
+                kills.append(pid)
+        assert bits(chunks) == alone
+        assert len(kills) == 2
+
+
+async def test_a_grammar_that_takes_long_to_compile_delays_nobody(
+    serving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one request's grammar is compiled, other streams go on."""
+    go = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    compile_it = Grammars._matcher
+
+    def slow(self: Grammars, running: Any) -> Any:
+        asyncio.run_coroutine_threadsafe(go.wait(), loop).result()
+        return compile_it(self, running)
+
+    monkeypatch.setattr(Grammars, "_matcher", slow)
+    async with serving() as real, AsyncClient(real.address) as client:
+        constrained = asyncio.create_task(client.complete("The", params(regex="[ab]{3}")))
+        assert len((await client.complete("The", SamplingParams(max_tokens=50, ignore_eos=True))).token_ids) == 50
+        assert not constrained.done()
+        go.set()
+        assert re.fullmatch("[ab]{3}", (await constrained).text)
