@@ -9,11 +9,14 @@ from cyclopts import Parameter
 
 from ...pager import KVLayout
 from ..common.settings import Settings
+from ..engine import has_tokenizer
 from ..model import describe_sizes, model_path, read_spec, weights_text
 from ..model.runner import Capacity, decide_capacity, free_memory_bytes
 from ..model.spec import DecoderSpec
-from ..server import MemoryLimits
+from ..server import SERVER_PROCESS_BYTES, MemoryLimits
 from .flags import LimitFlags, MemoryFlags, ModelFolder, settings_from
+
+TOKEN_BYTES = 670  # measured: of a tokenizer, per token of vocabularies of 4,000 to 150,000
 
 
 def plan(
@@ -33,8 +36,14 @@ def plan(
     spec = read_spec(model_path(settings.engine.model))
     capacity = decide_capacity(settings.engine, spec)
     print(plan_text(settings, spec, capacity, arena))
-    total_bytes = capacity.memory.total_bytes + MemoryLimits(settings.server).total_bytes
-    print(comparison(total_bytes, free_memory_bytes()), file=sys.stderr)
+    server_bytes = sum(server_start_bytes(settings, spec).values()) + MemoryLimits(settings.server).total_bytes
+    print(comparison(capacity.memory.total_bytes + server_bytes, free_memory_bytes()), file=sys.stderr)
+
+
+def server_start_bytes(settings: Settings, spec: DecoderSpec) -> dict[str, int]:
+    """Return estimates for the API server process at start, without what it shares with engine processes."""
+    tokens = spec.vocab_size if has_tokenizer(model_path(settings.engine.model)) else 0
+    return {"Python libraries": SERVER_PROCESS_BYTES, "tokenizer": tokens * TOKEN_BYTES}
 
 
 def comparison(total_bytes: int, available_bytes: int) -> str:
@@ -59,6 +68,9 @@ def plan_text(settings: Settings, spec: DecoderSpec, capacity: Capacity, arena: 
         f"{capacity.max_model_len:,} tokens each; {config.max_num_batched_tokens} tokens per step",
         "",
         capacity.memory.describe(),
+        "",
+        "API server process at start:",
+        *(f"{name:<18}{size:>18,} B  estimate" for name, size in server_start_bytes(settings, spec).items()),
         "",
         "for clients, in the API server process:",
         MemoryLimits(settings.server).describe(),

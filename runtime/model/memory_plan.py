@@ -1,7 +1,7 @@
 """The memory that serving a model takes, from config.json and the capacities alone; `quire plan` prints it.
 
 Nothing is loaded or allocated. Each figure equals what `pack_model`, `PackedModel.compile`, the KV arena and `Program`
-allocate, because the same code computes both.
+allocate, because the same code computes both; only that of Python is an estimate.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from .rope import rotary_nbytes
 from .spec import DecoderSpec
 from .weights.packing import plan_weights
 
+PROCESS_BYTES = 60 << 20  # measured: Python, numpy and the other libraries of an engine process, their files included
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
@@ -35,6 +37,7 @@ class MemoryPlan:
     rotary_bytes: int
     scratch_bytes: int  # of ops, over all worker threads
     sampling_bytes: int
+    process_bytes: int = PROCESS_BYTES  # Python and its libraries
     program: ProgramPlan
 
     @property
@@ -44,7 +47,7 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         step = self.arena_bytes + self.rotary_bytes + self.scratch_bytes + self.sampling_bytes
-        return self.weights_bytes + self.kv_bytes + step
+        return self.weights_bytes + self.kv_bytes + step + self.process_bytes
 
     def describe(self) -> str:
         """Return the plan as text, one line per purpose."""
@@ -55,6 +58,7 @@ class MemoryPlan:
             ("rotary table", self.rotary_bytes, ""),
             ("worker scratch", self.scratch_bytes, ""),
             ("sampling scratch", self.sampling_bytes, ""),
+            ("Python libraries", self.process_bytes, "estimate"),
             ("total", self.total_bytes, ""),
         ]
         return "\n".join(f"{name:<18}{size:>18,} B  {note}".rstrip() for name, size, note in lines)

@@ -1,17 +1,23 @@
-"""`quire plan`: models with sliding-window layers, and the memory for clients."""
+"""`quire plan`: models with sliding-window layers, the memory for clients, and the memory that processes take."""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from quire.runtime.cli.main import run
-from quire.runtime.cli.plan import comparison, plan_text
+from quire.runtime.cli.plan import comparison, plan_text, server_start_bytes
 from quire.runtime.common.config import EngineConfig, ServerConfig
 from quire.runtime.common.settings import Settings
 from quire.runtime.model import model_path, read_spec
 from quire.runtime.model.runner import decide_capacity
+from safetensors.numpy import save_file
 
 MEMORY = 1 << 20
 PAGE = 2 * 32 * 16 * 2 * 2  # keys and values of 32 tokens, two heads of 16 in bf16, one layer
@@ -70,4 +76,87 @@ def test_the_plan_is_compared_with_this_machine(capsys: pytest.CaptureFixture[st
         "It does not fit: 12,500 B in all, this machine has 12,000 B available, 500 B less."
     )
     assert run(["plan", "--kv-cache-memory", "1TiB"]) == 0
-    assert capsys.readouterr().err.startswith("It does not fit: 1,0")
+    assert capsys.readouterr().err.startswith("It does not fit: 1,100,")
+
+
+# The memory of processes
+
+KV_CACHE_MEMORY = 192 << 20
+GENERATE = """
+import sys
+from quire import LLM, SamplingParams
+model, kv_cache_memory = sys.argv[1:]
+with LLM(model or None, weights="q8", kv_cache_memory=int(kv_cache_memory), max_num_seqs=8, threads=2) as llm:
+    llm.generate([list(range(4, 100))] * 8, SamplingParams(max_tokens=16, ignore_eos=True))
+    print("generated", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def wide_folder(tmp_path: Path) -> str:
+    """Return a model whose matrices take far more memory while they are packed than the bundled model's."""
+    hidden, inner, vocab = 1024, 4096, 4096
+    shapes = {"model.embed_tokens": (vocab, hidden), "model.norm": (hidden,)}
+    for layer in ("model.layers.0", "model.layers.1"):
+        shapes |= {f"{layer}.{name}_layernorm": (hidden,) for name in ("input", "post_attention")}
+        shapes |= {f"{layer}.self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
+        shapes |= {f"{layer}.mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+        shapes[f"{layer}.mlp.down_proj"] = (hidden, inner)
+    save_file(
+        {f"{name}.weight": np.ones(shape, np.float16) for name, shape in shapes.items()}, tmp_path / "model.safetensors"
+    )
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocab, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 16, "max_position_embeddings": 512, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **sizes, **heads}))
+    return str(tmp_path)
+
+
+def resident_bytes(pid: int | str) -> tuple[int, int]:
+    """Return the anonymous memory of a process, and what it maps of files."""
+    fields = dict(re.findall(r"^(\w+): +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE))
+    return int(fields["Anonymous"]) << 10, int(fields["Rss"]) - int(fields["Anonymous"]) << 10
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_a_model_in_this_process_takes_the_planned_memory(wide_folder: str, is_wide: bool) -> None:
+    """Engine and tokenizer, within 5 %."""
+    model = wide_folder if is_wide else ""
+    config = EngineConfig(model=model or None, weights="q8", kv_cache_memory=KV_CACHE_MEMORY, max_num_seqs=8, threads=2)
+    settings = Settings(engine=config, server=ServerConfig())
+    spec = read_spec(model_path(config.model))
+    planned = decide_capacity(config, spec).memory.total_bytes + server_start_bytes(settings, spec)["tokenizer"]
+    command = [sys.executable, "-c", GENERATE, model, str(KV_CACHE_MEMORY)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "generated\n"
+        assert sum(resident_bytes(process.pid)) == pytest.approx(planned, rel=0.05)
+
+
+def test_a_server_and_its_engine_process_take_the_planned_memory() -> None:
+    """What both map of files counts once."""
+    config = EngineConfig(weights="q8", kv_cache_memory=KV_CACHE_MEMORY, threads=2)
+    settings = Settings(engine=config, server=ServerConfig())
+    spec = read_spec(model_path(None))
+    planned = decide_capacity(config, spec).memory.total_bytes + sum(server_start_bytes(settings, spec).values())
+    flags = (
+        "--weights",
+        "q8",
+        "--kv-cache-memory",
+        str(KV_CACHE_MEMORY),
+        "--threads",
+        "2",
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+    )
+    command = [sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("quire ready")
+        engines = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        anonymous, files = zip(*map(resident_bytes, [server.pid, *engines]), strict=True)
+        server.terminate()
+    assert len(anonymous) == 2
+    assert sum(anonymous) + max(files) == pytest.approx(planned, rel=0.05)

@@ -72,7 +72,7 @@ def test_a_plan_equals_what_loading_and_compiling_allocate(goldens: Path, weight
     assert plan.scratch_bytes == scratch_nbytes(24, 2, compiled.ops)
     assert plan.sampling_bytes == 2 * 320 * (4 + 8) + 8 * (4 + 4 + 32 * 8)
     step_bytes = plan.arena_bytes + plan.rotary_bytes + plan.scratch_bytes + plan.sampling_bytes
-    assert plan.total_bytes == plan.weights_bytes + plan.kv_bytes + step_bytes
+    assert plan.total_bytes == plan.weights_bytes + plan.kv_bytes + step_bytes + plan.process_bytes
     assert f"total {plan.total_bytes:>30,} B" in plan.describe()
 
 
