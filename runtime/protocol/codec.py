@@ -30,9 +30,9 @@ MAX_ERROR_CHARACTERS = 500  # messages quote the peer's input
 
 PARAMS_POSITION = 3  # of the sampling parameters in GENERATE
 _DEFAULT_PARAMS = msgspec.to_builtins(SamplingParams())
-_DEFAULTS: dict[type[Frame], tuple[object, ...]] = {  # of the trailing fields, last field first
+_DEFAULTS: dict[type[Frame], tuple[object, ...]] = {  # of the trailing fields of clients' frames, last field first
     frame: tuple({} if isinstance(default, SamplingParams) else default for default in frame.__struct_defaults__[::-1])
-    for frame in (*CLIENT_FRAMES.values(), *SERVER_FRAMES.values())
+    for frame in CLIENT_FRAMES.values()
 }
 _pack = msgspec.msgpack.Encoder().encode
 _ARRAY = 0x90  # first byte of a msgpack array with up to 15 items, which is added to it
@@ -52,10 +52,12 @@ def encode(frame: Frame, max_frame_bytes: int = MAX_FRAME_BYTES) -> bytes:
     """Return a frame with its length. Raises InvalidRequest if a value has no msgpack form or the frame is too long."""
     short = _SHORT.get(type(frame))
     try:
-        if short is not None and short.optional(frame) == short.defaults:
+        if short is None:
+            payload = _pack(_as_array(frame))
+        elif short.optional(frame) == short.all_defaults:
             payload = short.header + _pack(frame)[1 : short.end]
         else:
-            payload = _pack(_as_array(frame))
+            payload = short.pack(frame)
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidRequest(f"cannot be sent: {error}") from error
     if len(payload) > max_frame_bytes:
@@ -64,7 +66,7 @@ def encode(frame: Frame, max_frame_bytes: int = MAX_FRAME_BYTES) -> bytes:
 
 
 def _as_array(frame: Frame) -> list[Any]:
-    """Return the frame as an array without what has its default: a peer of an earlier release may not know it.
+    """Return a client's frame as an array without what has its default: a server of an earlier release may not know it.
 
     Trailing fields and sampling parameters are left out.
     """
@@ -82,12 +84,13 @@ def _as_array(frame: Frame) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Short:
-    """How a frame type is sent whose optional fields all have their defaults: packed whole, then cut."""
+    """How a frame type is sent: packed whole, then cut before the trailing fields that have their defaults."""
 
     optional: Callable[[Frame], object]
-    defaults: object  # what `optional` returns then
-    header: bytes  # first byte
-    end: int | None  # in the packed frame, counted from its end
+    all_defaults: object  # what `optional` returns if every field has its default
+    header: bytes  # first byte then
+    end: int | None  # then, in the packed frame, counted from its end
+    defaults: dict[str, object]  # last field first
 
     @classmethod
     def of(cls, frame: type[Frame]) -> _Short:
@@ -98,7 +101,18 @@ class _Short:
             optional(SimpleNamespace(**defaults)),
             bytes([_ARRAY + 1 + len(frame.__struct_fields__) - len(defaults)]),
             -sum(len(_pack(default)) for default in defaults.values()) or None,
+            defaults,
         )
+
+    def pack(self, frame: Frame) -> bytes:
+        """Pack a frame of which not all optional fields have their defaults."""
+        packed = _pack(frame)
+        header, end = packed[0], len(packed)
+        for name, default in self.defaults.items():
+            if getattr(frame, name) != default:
+                break
+            header, end = header - 1, end - len(_pack(default))
+        return bytes([header]) + packed[1:end]
 
 
 # Of the server only: the values of a client's user may have types that `msgspec.to_builtins` has to convert.

@@ -20,7 +20,6 @@ import structlog
 from ..common.logs import BoundedLog
 from .tls import TLS
 
-ACCEPTS_PER_TURN = 2  # before other tasks of the event loop run
 RETRY_S = 0.5  # pause after the system had no descriptor or memory for a connection
 READ_LIMIT = 64 << 10
 LOCAL = "local"  # the address of every client of a unix socket
@@ -37,6 +36,7 @@ class ConnectionLimits(NamedTuple):
     open: int  # accepted connections, pending ones included
     pending: int
     pending_per_address: int  # does not apply to a unix socket
+    accepts_per_turn: int = 4  # before other tasks of the event loop run
 
 
 class AcceptedConnection:
@@ -132,7 +132,7 @@ class Acceptor:
         self._loop.add_reader(self._listening.fileno(), self._accept)
 
     def _accept(self) -> None:
-        for _ in range(ACCEPTS_PER_TURN):
+        for _ in range(self._limits.accepts_per_turn):
             try:
                 accepted, peer = self._listening.accept()
             except (BlockingIOError, InterruptedError):

@@ -56,13 +56,17 @@ class Turns:
     def __init__(self) -> None:
         self._is_taken = False  # in this turn of the event loop
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting_first: deque[asyncio.Future[None]] = deque()
 
-    async def take(self) -> int:
-        """Wait for the caller's turn, and return the number of frames that it may handle or send."""
+    async def take(self, *, first: bool = False) -> int:
+        """Wait for the caller's turn, and return the number of frames that it may handle or send.
+
+        `first`: before all that wait without it.
+        """
         loop = asyncio.get_running_loop()
         if self._is_taken:
             turn = loop.create_future()
-            self._waiting.append(turn)
+            (self._waiting_first if first else self._waiting).append(turn)
             await turn
         else:
             self._is_taken = True
@@ -80,8 +84,8 @@ class Turns:
             loop.call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
-        while self._waiting:
-            if not (turn := self._waiting.popleft()).done():  # done: its connection has ended
+        while waiting := self._waiting_first or self._waiting:
+            if not (turn := waiting.popleft()).done():  # done: its connection has ended
                 turn.set_result(None)
                 asyncio.get_running_loop().call_soon(self._next_turn)
                 return

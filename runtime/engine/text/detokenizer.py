@@ -6,13 +6,11 @@ inside a possible stop string. The cost of a token does not depend on the length
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable, Sequence
+from encodings.utf_8 import IncrementalDecoder
 
 from ...common.errors import InvalidRequest
 from .tokenizer import Tokenizer
-
-_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
@@ -76,7 +74,7 @@ class _TextStream:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._utf8 = _UTF8(errors="replace")
+        self._utf8 = IncrementalDecoder(errors="replace")
         self._previous: int | None = None  # last token with text: the context of the next
 
     def push(self, token_id: int) -> str:
@@ -85,6 +83,8 @@ class _TextStream:
             return ""
         if raw is None or (self._previous is None and raw == b" "):
             text = self.finish() + self._text_in_context(token_id)
+        elif raw.isascii() and not self._utf8.buffer:
+            text = raw.decode()
         else:
             text = self._utf8.decode(raw)
         self._previous = token_id

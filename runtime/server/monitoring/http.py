@@ -2,7 +2,7 @@
 
 No answer changes what is served. Clients can neither stall the event loop nor close the port:
 * Metrics and status are made at most once per `max_age_s` and shared.
-* One connection is read and answered per turn of the event loop.
+* One connection is read and answered per turn of the event loop, new connections first.
 * A connection has one request at a time, with time limits for the request and for reading the answer.
 * Beyond the limits of connections, the one that has been silent longest is closed for the newcomer.
 
@@ -35,7 +35,8 @@ from .readiness import Readiness
 from .status import Status
 
 # All connections stay pending, so that the longest silent one gives way; `open` leaves room for those being closed.
-LIMITS = ConnectionLimits(open=96, pending=64, pending_per_address=32)
+# No more are accepted per turn of the event loop than answered: a probe waits in the system's queue instead.
+LIMITS = ConnectionLimits(open=96, pending=64, pending_per_address=32, accepts_per_turn=1)
 REQUEST_TIMEOUT_S = 5.0  # from the accept, or the end of the last answer, to the end of the request
 ANSWER_TIMEOUT_S = 5.0  # from the first to the last byte of an answer
 PAUSE_S = 0.05  # between the answers of one connection
@@ -144,7 +145,9 @@ class OperatorServer:
         accepted.writer.transport.set_write_buffer_limits(high=0)  # drain waits until the system has every byte
         with contextlib.suppress(OSError):
             try:
-                while (request := await self._read(connection, accepted.reader)) is not None:
+                is_new = True
+                while (request := await self._read(connection, accepted.reader, is_new)) is not None:
+                    is_new = False
                     accepted.renew()
                     answer, has_body = await self._answer(request), request.method != b"HEAD"
                     await _write(connection, accepted.writer, answer, has_body=has_body)
@@ -160,7 +163,7 @@ class OperatorServer:
                     answer = Answer(f"{error}\n".encode(), TEXT, error.error_status_hint, {"connection": "close"})
                     await _write(connection, accepted.writer, answer)
 
-    async def _read(self, connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
+    async def _read(self, connection: h11.Connection, reader: asyncio.StreamReader, is_new: bool) -> h11.Request | None:
         """Return the next request, None at the end of the connection. Raises RemoteProtocolError, also for a body."""
         request: h11.Request | None = None
         try:
@@ -169,7 +172,7 @@ class OperatorServer:
                     event = connection.next_event()
                     if event is h11.NEED_DATA and request is None:
                         data = await reader.read(READ_BYTES)
-                        await self._turns.take()
+                        await self._turns.take(first=is_new)
                         connection.receive_data(data)
                     elif isinstance(event, h11.Request):
                         request = event

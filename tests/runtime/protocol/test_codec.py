@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgpack
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -82,7 +83,10 @@ SERVER_FRAME = st.sampled_from(
         frames.Stats(7, {"running": 3}),
         frames.Accepted(7, 2, 10, 90, 12.5),
         frames.Tokens(7, 0, (3, 4), "日本", LOGPROBS),
+        frames.Accepted(7, 2, 10, 90, pin_refused=True),
         frames.Tokens(7, 0, (3,), ""),
+        frames.Tokens(7, 0, (3,), "", LOGPROBS, 1),
+        frames.Tokens(7, 0, (3,), "", choice=1),
         frames.Tokens(7, 0, (3,), "", None, 2, "stop", -1.25),
         frames.Done(7, "length", Usage(prompt_tokens=3, completion_tokens=2, seed=2**64 - 1)),
         frames.Error(None, "UNAVAILABLE", "gone", True, 100),
@@ -117,6 +121,16 @@ def test_client_frames_are_decoded_as_encoded(frame: Frame) -> None:
 @given(frame=SERVER_FRAME)
 def test_server_frames_are_decoded_as_encoded(frame: Frame) -> None:
     assert decode_all(encode(frame), SERVER_FRAMES) == [frame]
+
+
+@given(frame=SERVER_FRAME)
+def test_trailing_defaults_of_server_frames_are_not_sent(frame: Frame) -> None:
+    array = msgspec.to_builtins(frame)
+    for default in type(frame).__struct_defaults__[::-1]:
+        if array[-1] != default:
+            break
+        array.pop()
+    assert encode(frame) == packed(array)
 
 
 def test_trailing_fields_with_defaults_may_be_omitted() -> None:

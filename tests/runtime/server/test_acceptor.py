@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from pathlib import Path
@@ -169,6 +170,16 @@ async def test_connections_that_give_way_in_the_turn_that_accepts_them_are_close
     for client in port.clients[:7]:
         client.setblocking(False)
         assert await send(client, b"x") == b""
+
+
+async def test_few_connections_are_accepted_per_turn_of_the_event_loop(start: Start) -> None:
+    port = await start(50, 50, 50, 2)
+    port.clients = [socket.create_connection(port.address) for _ in range(10)]  # without a turn of the event loop
+    num_open = [0]
+    while num_open[-1] < 10:
+        await asyncio.sleep(0)
+        num_open.append(port.acceptor.num_open)
+    assert max(after - before for before, after in itertools.pairwise(num_open)) == 2
 
 
 async def test_a_failed_tls_handshake_is_counted(start: Start) -> None:

@@ -167,3 +167,14 @@ async def test_a_connection_that_ends_while_it_waits_takes_no_turn() -> None:
     await asyncio.sleep(0)
     ended.cancel()
     assert await waiting == FRAMES_PER_TURN
+
+
+async def test_what_comes_first_does_not_wait_for_the_rest() -> None:
+    turns, order = Turns(), list[str]()
+
+    async def take(name: str) -> None:
+        await turns.take(first=name.isupper())
+        order.append(name)
+
+    await asyncio.gather(*map(take, "abCD"))
+    assert "".join(order) == "aCDb", "the first one finds a turn that is free"
