@@ -16,7 +16,7 @@ from ..model.spec import DecoderSpec
 from ..server import SERVER_PROCESS_BYTES, MemoryLimits
 from .flags import LimitFlags, MemoryFlags, ModelFolder, settings_from
 
-TOKEN_BYTES = 670  # measured: of a tokenizer, per token of vocabularies of 4,000 to 150,000
+TOKEN_BYTES = 750  # measured: of a tokenizer, per token of vocabularies of 4,000 to 150,000
 
 
 def plan(
