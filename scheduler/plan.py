@@ -23,6 +23,7 @@ class ScheduledSequence(NamedTuple):
     sampling: object  # passed from the request to the model runner
     context: Sequence[int]  # tokens up to the last row, drafts included; sample j sees all but num_samples - 1 - j
     num_prompt_tokens: int  # leading tokens of context
+    echoed: Sequence[int] = ()  # the tokens after the prompt that are not sampled
 
 
 @dataclass(frozen=True, slots=True)

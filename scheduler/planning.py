@@ -191,6 +191,7 @@ class Planner:
                 request.spec.sampling,
                 tokens,
                 request.num_prompt_tokens,
+                request.spec.echoed,
             )
             if request.state is decoding:
                 decodes.append(row)

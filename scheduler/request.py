@@ -44,14 +44,15 @@ class RequestSpec:
     request_id: int
     prompt_token_ids: Sequence[int] = field(repr=False)
     _: KW_ONLY
-    max_tokens: int
-    min_tokens: int = 0  # stop tokens do not end the request before it has these
+    max_tokens: int  # `echoed` ones included
+    min_tokens: int = 0  # stop tokens do not end the request before it has these, besides `echoed`
     stop_token_ids: frozenset[int] = frozenset()  # includes the end-of-sequence tokens unless they are ignored
     sampling: object = None  # passed on to the model runner
     tenant: str = ""
     priority: int = 0  # lower runs earlier
     deadline: float | None = None  # in seconds of the scheduler's clock
     pin_s: float | None = None  # seconds after the end for which the prompt stays pinned in the prefix cache
+    echoed: tuple[int, ...] = field(default=(), repr=False)  # the first output tokens, which are not sampled
     beam: BeamSpec | None = None  # beam search instead of sampling; `sampling` must ask for 2 * width top logprobs
 
 
@@ -187,7 +188,8 @@ class Request:
     def natural_end(self) -> FinishReason | None:
         """Return why the last output token ends the request, or None if it does not."""
         spec, num_output_tokens = self.spec, len(self.token_ids) - self.num_prompt_tokens
-        if num_output_tokens >= spec.min_tokens and self.token_ids[-1] in spec.stop_token_ids:
+        num_sampled = num_output_tokens - len(spec.echoed)
+        if num_sampled > 0 and num_sampled >= spec.min_tokens and self.token_ids[-1] in spec.stop_token_ids:
             return "stop"
         return "length" if num_output_tokens >= spec.max_tokens else None
 

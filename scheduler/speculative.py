@@ -46,17 +46,21 @@ class Speculator:
         `load` is the load of the step without drafts.
         """
         drafts: dict[int, list[int]] = {}
-        if not self._num_tokens and not any(request.forced for request in requests):
-            return drafts
-        if not self._tokens_that_pay(1.0, 1, load):
-            return drafts
+        looks_up = self._num_tokens > 0 or any(request.forced for request in requests)
+        looks_up = looks_up and self._tokens_that_pay(1.0, 1, load) > 0
         rows = load.decode_rows
         for request in requests:
+            echoed = request.spec.echoed
+            if not looks_up and not echoed:
+                continue
             if request.state is State.DECODE and request.search is None and request.table is not None:
-                limit = len(request.forced) or self._num_tokens
-                limit = min(limit, self._max_rows - rows, request.table.max_append())
+                limit = min(self._max_rows - rows, request.table.max_append())
                 limit = min(limit, request.spec.max_tokens - request.num_output_tokens - 1)
-                tokens = self._draft_for(request, limit, load) if limit > 0 else []
+                if request.num_output_tokens < len(echoed):  # these are accepted for certain
+                    tokens = list(echoed[request.num_output_tokens :][: max(limit, 0)])
+                else:
+                    limit = min(limit, len(request.forced) or self._num_tokens)
+                    tokens = self._draft_for(request, limit, load) if looks_up and limit > 0 else []
                 if tokens:
                     request.table.append(len(tokens))
                     drafts[request.request_id] = tokens

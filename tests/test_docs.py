@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = PAGES[0].read_text("utf-8")
 ADDRESS = "127.0.0.1:7070"
+API = "http://127.0.0.1:8000/v1"
 TESTS_OF_THE_TREE = ("tests/test_imports.py", "tests/test_lint.py")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")}
 
@@ -49,23 +50,24 @@ QWEN3_06B = {  # the only file of a model folder that `quire plan` reads
 
 
 @pytest.fixture(scope="module")
-def address():
-    """Start a server with the bundled model on free ports and yield the address for clients."""
-    command = [*quire_command(), "serve", "--port", "0", "--http-port", "0", "--threads", "1"]
+def addresses():
+    """Start a server with the bundled model on free ports; yield its address and the URL of its HTTP API."""
+    ports = ("--port", "0", "--http-port", "0", "--api-port", "0")
+    command = [*quire_command(), "serve", *ports, "--threads", "1"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=ENVIRONMENT, text=True
     ) as server:
         try:
             assert select.select([server.stdout], [], [], 60)[0], "the server printed nothing"
             ready = server.stdout.readline()
-            yield re.search(r"clients (\S+)", ready)[1]
+            yield re.search(r"clients (\S+) .* api (\S+)", ready).groups()
         finally:
             server.terminate()
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
-def test_a_snippet_runs_unchanged_and_prints(snippet, address):
-    done = run(sys.executable, "-W", "error", "-c", snippet.replace(ADDRESS, address))
+def test_a_snippet_runs_unchanged_and_prints(snippet, addresses):
+    done = run(sys.executable, "-W", "error", "-c", snippet.replace(ADDRESS, addresses[0]).replace(API, addresses[1]))
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 

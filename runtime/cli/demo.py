@@ -1,4 +1,5 @@
-"""`quire demo`: start a server, stream from it as several users, show their texts and a table of what each user saw.
+"""`quire demo`: start a server, stream from it as several users, show their texts and a table of what each user saw,
+and one chat over the HTTP API.
 
 Every user sends two requests. The second continues the first one's text, so it finds a prompt in the prefix cache.
 """
@@ -9,7 +10,9 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 from typing import Annotated
+from urllib.request import Request, urlopen
 
+import msgspec
 from cyclopts import Parameter
 from rich.columns import Columns
 from rich.console import Console
@@ -24,6 +27,8 @@ from ..common.types import SamplingParams, Usage
 from .local_server import local_server
 
 TURNS = 2
+QUESTION = "What is a queue?"
+CHAT_TIMEOUT_S = 60
 OPENING = "This module provides access to "
 PROMPTS = (
     OPENING + "the :mod:`json` encoder.",
@@ -81,10 +86,22 @@ async def _demo(users: list[User], max_tokens: int) -> None:
                 streams.cancel()
                 await asyncio.gather(streams, return_exceptions=True)
             seconds = time.monotonic() - start
+        answer = await asyncio.to_thread(_chat, server.api_url)
     console.print(_table(users))
     total = sum(turn.tokens for user in users for turn in user.turns)
     rate = total / seconds
     console.print(f"{total} tokens for {len(users)} concurrent users in {seconds:.2f} s: {rate:.0f} tokens/s")
+    console.print(Panel(Text(answer), title=f"POST {server.api_url}/chat/completions: {QUESTION}"))
+
+
+def _chat(api_url: str) -> str:
+    """Return the answer to `QUESTION`, as any client of OpenAI's API asks for it."""
+    body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 60, "seed": 1}
+    request = Request(
+        f"{api_url}/chat/completions", msgspec.json.encode(body), {"content-type": "application/json"}, method="POST"
+    )
+    with urlopen(request, timeout=CHAT_TIMEOUT_S) as answer:
+        return str(msgspec.json.decode(answer.read())["choices"][0]["message"]["content"]).strip()
 
 
 async def _converse(client: AsyncClient, user: User, seed: int, max_tokens: int) -> None:

@@ -19,6 +19,7 @@ from ..common.errors import Unavailable
 
 START_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 10
+FREE_PORTS = ("--port", "0", "--http-port", "0", "--api-port", "0")
 TERMINATED = 128 + signal.SIGTERM  # exit status
 
 
@@ -28,6 +29,7 @@ class LocalServer:
 
     address: str  # for clients
     metrics_url: str
+    api_url: str  # the base URL for OpenAI's clients
     ready_line: str
 
 
@@ -48,17 +50,17 @@ async def local_server() -> AsyncIterator[LocalServer]:
     if handles_signals:
         loop.add_signal_handler(signal.SIGTERM, terminate)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", "--port", "0", "--http-port", "0"),
+        *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", *FREE_PORTS),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
         env={name: value for name, value in os.environ.items() if not name.startswith("QUIRE_")},
     )
     try:
         line = await _ready_line(process)
-        found = re.search(r"clients (\S+)\s+metrics (\S+)", line)
+        found = re.search(r"clients (\S+)\s+metrics (\S+)\s+api (\S+)", line)
         if found is None:
             raise Unavailable("the server did not start; run `quire serve` to see why")
-        yield LocalServer(found[1], found[2], line)
+        yield LocalServer(found[1], found[2], found[3], line)
     except asyncio.CancelledError:
         if terminated.is_set():
             raise SystemExit(TERMINATED) from None

@@ -21,7 +21,6 @@ import msgspec
 import structlog
 import uvloop
 
-from ..common.config import EngineConfig
 from ..common.errors import ConfigError, SnapshotNotSaved
 from ..common.logs import log_to_stderr
 from ..common.settings import Settings
@@ -121,18 +120,21 @@ async def _serve_until(stop: _StopSignal, engine: Engine[Core], settings: Settin
     gc.freeze()  # collections need not visit what was loaded at start; each visit would stall all streams
     gc.set_threshold(GC_OBJECTS)
     try:
-        print(_ready_line(settings.engine, engine, server), flush=True)
+        print(_ready_line(settings, engine, server), flush=True)
         await stop.wait()
         await server.drain(settings.server.shutdown_timeout)
     finally:
         await server.close()
 
 
-def _ready_line(config: EngineConfig, engine: Engine[Core], server: Server) -> str:
-    info, weights = engine.info, weights_text(read_spec(model_path(config.model)), config.weights)
+def _ready_line(settings: Settings, engine: Engine[Core], server: Server) -> str:
+    info, config = engine.info, settings.engine
+    weights = weights_text(read_spec(model_path(config.model)), config.weights)
+    scheme = "http" if settings.server.tls_cert is None else "https"
+    api = f"api {scheme}://{server.api_address}/v1  " if server.api_address else ""
     processes = f"  {info.num_processes} engine processes" if info.num_processes > 1 else ""
     return (
-        f"quire ready: clients {server.address}  metrics http://{server.http_address}/metrics  "
+        f"quire ready: clients {server.address}  metrics http://{server.http_address}/metrics  {api}"
         f"model {config.model or 'bundled demo'} ({weights}, KV {config.kv_cache_dtype})  "
         f"{info.num_pages} pages of {info.page_size} tokens  "
         f"{info.threads} threads ({info.threads_reason})  {info.isa}{processes}"

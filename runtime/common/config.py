@@ -147,6 +147,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str, _server("Address for operators: metrics, probes and the status page.", unit="address")
     ] = "127.0.0.1"
     http_port: Annotated[Port, _server("Port for operators; 0 takes a free one.")] = 7071
+    api_host: Annotated[
+        str,
+        _server(
+            "Address of OpenAI's HTTP API; one that other machines reach needs `token` or `auth_tokens`.",
+            unit="address",
+        ),
+    ] = "127.0.0.1"
+    api_port: Annotated[Port, _server("Port of OpenAI's HTTP API; 0 takes a free one.")] = 8000
     token: Annotated[
         str | None,
         _server(
@@ -189,9 +197,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["debug", "info", "warning", "error"], _server("Least severe level that is logged.")
     ] = "info"
 
-    max_frame_bytes: Annotated[FrameBytes, _limit("Longest payload of a frame.", unit="bytes")] = 4 << 20
+    max_frame_bytes: Annotated[
+        FrameBytes, _limit("Longest payload of a frame, and longest body of an HTTP request.", unit="bytes")
+    ] = 4 << 20
     max_connections: Annotated[
-        Count, _limit("Connections at the same time, at most what the limit of open files allows.", unit="connections")
+        Count,
+        _limit(
+            "Connections to each port at the same time, at most what the limit of open files allows.",
+            unit="connections",
+        ),
     ] = 4096
     max_pending_connections: Annotated[
         Count,
@@ -280,6 +294,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Count,
         _limit("Time that requests wait for the next engine process while its start fails; then they end.", unit="ms"),
     ] = 30_000
+
+    @property
+    def has_keys(self) -> bool:
+        return self.token is not None or self.auth_tokens is not None
+
+    @property
+    def serves_api(self) -> bool:
+        """Whether there is an HTTP API. Every user of the machine can reach its port, a unix socket only its owner."""
+        return self.uds is None or self.has_keys
 
 
 class EngineOptions(TypedDict, total=False):

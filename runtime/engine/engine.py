@@ -26,8 +26,9 @@ from .core import Core, CoreListener, EngineCore, Prefilled
 from .error_mapping import failure_error, refusal_error
 from .facade import EngineInfo, EngineObserver, EngineStats, GenerateRequest, RequestStats, SilentObserver, StepStats
 from .fair_executor import FairExecutor
-from .input import num_sequences, prompt_token_ids, scheduled_requests
+from .input import fitted, num_sequences, prompt_token_ids, scheduled_requests
 from .output import SequenceOutput, Stream, StreamingOutput, output_class
+from .text import Token
 from .text_processor import TextProcessor
 from .validator import Validator
 
@@ -45,6 +46,7 @@ class Engine(Generic[CoreT]):
             **msgspec.structs.asdict(info),
             has_tokenizer=text_processor.tokenizer is not None,
             has_chat_template=text_processor.chat_template is not None,
+            default_sampling=text_processor.default_sampling,
         )
         self._validator = Validator(self.info, info.max_model_len * text_processor.longest_token)
         self._eos_token_ids = frozenset(
@@ -89,6 +91,22 @@ class Engine(Generic[CoreT]):
         self._validator.check_text(text)
         encode = self.text_processor.encode
         return await self._executor.submit(tenant, encode, text, add_special_tokens)
+
+    async def tokenize_chat(self, messages: tuple[dict[str, Any], ...], *, tenant: str = "") -> tuple[int, ...]:
+        """See `facade.EngineFacade.tokenize_chat`."""
+        request = GenerateRequest(prompt=None, messages=messages, tenant=tenant)
+        self._validator.check_prompt(request)
+        return await self._executor.submit(tenant, prompt_token_ids, request, self.text_processor, self._validator)
+
+    async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "") -> str:
+        """See `facade.EngineFacade.detokenize`."""
+        self._validator.check_vocabulary(token_ids)
+        return await self._executor.submit(tenant, self.text_processor.decode, token_ids)
+
+    def token(self, token_id: int) -> Token:
+        """See `facade.EngineFacade.token`."""
+        self._validator.check_vocabulary((token_id,))
+        return self.text_processor.token(token_id)
 
     def stats(self) -> EngineStats:
         """See `facade.EngineFacade.stats`."""
@@ -143,10 +161,12 @@ class Engine(Generic[CoreT]):
         self, request: GenerateRequest, prompt: tuple[int, ...] | asyncio.Future[tuple[int, ...]], submitted: float
     ) -> Stream:
         """Queue the request on the core."""
-        params = request.sampling_params
         output: StreamingOutput | None = None
         try:
             token_ids = prompt if isinstance(prompt, tuple) else await prompt
+            if request.fit_max_tokens:
+                request = fitted(request, self.info.max_model_len - len(token_ids))
+            params = request.sampling_params
             self._validator.check_token_ids(token_ids, params.max_tokens)
             seed = secrets.randbits(64) if params.seed is None else int(params.seed)
             requests = scheduled_requests(
@@ -158,9 +178,10 @@ class Engine(Generic[CoreT]):
                 submitted=submitted,
             )
             self._next_id += len(requests)
+            num_echoed = len(token_ids) - 1 if request.echo else 0
             stream = Stream(token_ids, lambda: self._cancel(requests))
             output = output_class(params)(
-                stream, request, seed, submitted, requests, lambda: self.text_processor.detokenizer(params)
+                stream, request, seed, submitted, requests, lambda: self.text_processor.detokenizer(params, num_echoed)
             )
             # Registered first: the core's updates may come before its answer.
             self._sequences.update((sequence.request.request_id, sequence) for sequence in output.sequences)

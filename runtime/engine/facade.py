@@ -16,6 +16,7 @@ import msgspec
 from ...scheduler import AdmissionEstimate
 from ..common.errors import QuireError
 from ..common.types import FinishReason, OutputChunk, SamplingParams, Usage
+from .text import Token
 
 MAX_COUNTED = 1000  # values of one request; counting takes time on the event loop
 
@@ -30,6 +31,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # lower runs earlier
     deadline_ms: int | None = None  # from submission
     pin_ms: int | None = None  # how long the prompt's pages stay in the prefix cache after the request ends
+    echo: bool = False  # each output begins with the prompt from its second token on, with logprobs if wanted
+    fit_max_tokens: bool = False  # lower max_tokens to what the context leaves after the prompt, instead of refusing
 
     def text_bytes(self) -> int:
         """Return about how many bytes the text to tokenize takes in memory, counting at most `MAX_COUNTED` values."""
@@ -100,6 +103,7 @@ class EngineInfo(CoreInfo, frozen=True, kw_only=True):
 
     has_tokenizer: bool
     has_chat_template: bool
+    default_sampling: dict[str, float] = {}  # sampling parameters that generation_config.json recommends
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,6 +207,18 @@ class EngineFacade(Protocol):
 
         Raises InvalidRequest without a tokenizer, and as `submit` for the text.
         """
+
+    async def tokenize_chat(self, messages: tuple[dict[str, Any], ...], *, tenant: str = "") -> tuple[int, ...]:
+        """Return the token ids of a chat as `submit` renders it; tenants take turns. Raises as `submit`."""
+
+    async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "") -> str:
+        """Return the text of `token_ids`, special tokens left out; tenants take turns.
+
+        Raises InvalidRequest without a tokenizer and for ids outside the vocabulary.
+        """
+
+    def token(self, token_id: int) -> Token:
+        """Return one entry of the vocabulary. Raises InvalidRequest without a tokenizer."""
 
     def stats(self) -> EngineStats:
         """Return the current statistics. Raises Unavailable while nothing can be computed."""

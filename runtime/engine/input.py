@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from ...scheduler import BeamSpec, Request, RequestSpec
+from ..common.errors import InvalidRequest
 from ..common.prompts import chat_messages
 from ..common.types import SamplingParams
 from ..model.runner import SamplingSpec
@@ -34,6 +35,13 @@ def prompt_token_ids(request: GenerateRequest, text_processor: TextProcessor, va
     return text_processor.encode(text, add_special_tokens=False)  # the template has written them
 
 
+def fitted(request: GenerateRequest, room: int) -> GenerateRequest:
+    """Return the request with `max_tokens` lowered to `room` tokens, but not below `min_tokens` and 1."""
+    params = request.sampling_params
+    max_tokens = min(params.max_tokens, max(room, params.min_tokens, 1))
+    return msgspec.structs.replace(request, sampling_params=msgspec.structs.replace(params, max_tokens=max_tokens))
+
+
 def scheduled_requests(
     request: GenerateRequest,
     prompt: tuple[int, ...],
@@ -48,6 +56,11 @@ def scheduled_requests(
     `submitted` is a time of the scheduler's clock.
     """
     params = request.sampling_params
+    echoed: tuple[int, ...] = ()
+    if request.echo:
+        prompt, echoed = prompt[:1], prompt[1:]
+        if not echoed and not params.max_tokens:
+            raise InvalidRequest("max_tokens must be at least 1 for a prompt of one token, not 0")
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
     sampling_params = _with_ranking_logprobs(params)
     beam = BeamSpec(params.beam_width, params.length_penalty, params.n) if params.beam_width else None
@@ -56,7 +69,7 @@ def scheduled_requests(
             RequestSpec(
                 first_id + i,
                 prompt,
-                max_tokens=params.max_tokens,
+                max_tokens=len(echoed) + params.max_tokens,
                 min_tokens=params.min_tokens,
                 stop_token_ids=stop_ids,
                 sampling=SamplingSpec(sampling_params, (seed + i) % SEED_LIMIT, stop_ids, request.tenant),
@@ -64,6 +77,7 @@ def scheduled_requests(
                 priority=request.priority,
                 deadline=None if request.deadline_ms is None else submitted + request.deadline_ms / 1000,
                 pin_s=None if request.pin_ms is None else request.pin_ms / 1000,
+                echoed=echoed,
                 beam=beam,
             )
         )

@@ -167,9 +167,10 @@ class StreamingOutput:
         """Return what a request that has ended used."""
         requests = [sequence.request for sequence in self.sequences]
         first = requests[0]
+        num_echoed = len(first.spec.echoed)
         return Usage(
-            prompt_tokens=first.num_prompt_tokens,
-            completion_tokens=sum(sequence.num_tokens for sequence in self.sequences),
+            prompt_tokens=first.num_prompt_tokens + num_echoed,
+            completion_tokens=sum(max(0, sequence.num_tokens - num_echoed) for sequence in self.sequences),
             cached_tokens=first.cached_tokens,
             recomputed_tokens=sum(request.recomputed_tokens for request in requests),
             seed=self.seed,

@@ -9,9 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import GenerationFailed, UnsupportedModel
+from ..common.errors import CorruptCheckpoint, GenerationFailed, UnsupportedModel
 from ..common.types import SamplingParams
-from .text import ChatTemplate, IncrementalDetokenizer, Tokenizer, has_tokenizer
+from .text import ChatTemplate, IncrementalDetokenizer, Token, Tokenizer, has_tokenizer
+from .text.tokenizer import read_json, text_folder
+
+# Sampling parameters that a model's generation_config.json may recommend.
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class TextProcessor:
@@ -20,9 +24,15 @@ class TextProcessor:
     A model without a tokenizer takes and returns token ids only. Any thread may call its methods.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, chat_template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        chat_template: ChatTemplate | None,
+        default_sampling: Mapping[str, float] | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.default_sampling = dict(default_sampling or {})  # what generation_config.json recommends
 
     @classmethod
     def load(cls, path: Path) -> TextProcessor:
@@ -32,7 +42,7 @@ class TextProcessor:
             template = ChatTemplate.load(path)
         except UnsupportedModel:
             template = None
-        return cls(tokenizer, template)
+        return cls(tokenizer, template, _default_sampling(text_folder(path)))
 
     @property
     def longest_token(self) -> int:
@@ -52,13 +62,38 @@ class TextProcessor:
         except Exception as error:  # the library raises bare Exception
             raise GenerationFailed(f"the prompt could not be tokenized: {error}") from error
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of `token_ids` without special tokens."""
+        assert self.tokenizer is not None, "Validator.check_vocabulary refuses ids for a model without tokenizer"
+        return self.tokenizer.decode(token_ids)
+
+    def token(self, token_id: int) -> Token:
+        """Return one entry of the vocabulary."""
+        assert self.tokenizer is not None, "Validator.check_vocabulary refuses ids for a model without tokenizer"
+        return self.tokenizer.token(token_id)
+
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return a chat as prompt text that includes its special tokens. Raises InvalidRequest."""
         assert self.chat_template is not None, "Validator.check_prompt refuses chats for a model without template"
         return self.chat_template.render(messages)
 
-    def detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer | None:
-        """Return a new detokenizer for one sequence; None without a tokenizer."""
+    def detokenizer(self, params: SamplingParams, num_echoed: int = 0) -> IncrementalDetokenizer | None:
+        """Return a new detokenizer for one sequence, which begins with `num_echoed` tokens of the prompt.
+
+        Return None without a tokenizer.
+        """
         if self.tokenizer is None:
             return None
-        return IncrementalDetokenizer(self.tokenizer, params.stop, params.include_stop_str_in_output, params.min_tokens)
+        min_tokens = num_echoed + max(params.min_tokens, 1)
+        return IncrementalDetokenizer(self.tokenizer, params.stop, params.include_stop_str_in_output, min_tokens)
+
+
+def _default_sampling(folder: Path) -> dict[str, float]:
+    """Return the sampling parameters in generation_config.json. Raises CorruptCheckpoint for one that is no number."""
+    path = folder / "generation_config.json"
+    content = read_json(path)
+    given = {name: content.get(name) for name in RECOMMENDED}
+    for name, value in given.items():
+        if value is not None and type(value) not in (int, float):
+            raise CorruptCheckpoint(f"{path}: {name} must be a number, not {value!r:.60}")
+    return {name: value for name, value in given.items() if value is not None}

@@ -50,7 +50,9 @@ class Validator:
     def check_options(self, request: GenerateRequest) -> None:
         """Check everything but the prompt: the ranges of all parameters."""
         params = request.sampling_params
-        _integer("max_tokens", params.max_tokens, 1, self._info.max_model_len)
+        _integer("max_tokens", params.max_tokens, 0 if request.echo else 1, self._info.max_model_len)
+        if request.echo and (params.beam_width or params.best_of is not None or params.structured_outputs is not None):
+            raise InvalidRequest("echo cannot be used with best_of, beam_width or structured_outputs")
         _integer("min_tokens", params.min_tokens, 0, params.max_tokens)
         _number("temperature", params.temperature, 0, 100)
         _integer("top_k", params.top_k, -1, 2**31 - 1)
@@ -112,6 +114,14 @@ class Validator:
             )
         for token in (min(token_ids), max(token_ids)):
             self._check_token("prompt", token)
+
+    def check_vocabulary(self, token_ids: Sequence[int]) -> None:
+        """Check ids that are to become text."""
+        if not self._info.has_tokenizer:
+            raise InvalidRequest("this model has no tokenizer.json; token ids cannot become text")
+        if token_ids:
+            for token in (min(token_ids), max(token_ids)):
+                self._check_token("tokens", token)
 
     def _check_tokenizer(self) -> None:
         if not self._info.has_tokenizer:

@@ -190,8 +190,11 @@ class Connection:
         if first_bytes.startswith(TLS_HANDSHAKE):
             raise ProtocolError("the client began a TLS handshake; this port is served without TLS")
         if first_bytes.startswith(HTTP_METHODS):
-            http_address = self._context.http_address
-            text = f"this port speaks Quire's msgpack frames; metrics and probes (HTTP) are on {http_address}"
+            context = self._context
+            api = f"OpenAI's HTTP API is on {context.api_address}, " if context.api_address else ""
+            text = (
+                f"this port speaks Quire's msgpack frames; {api}metrics and probes (HTTP) are on {context.http_address}"
+            )
             self._writer.write(HTTP_ANSWER % (len(text) + 1, text.encode()))
             self._send_buffer.close()  # an ERROR frame would be part of the HTTP answer
             raise ProtocolError(text)

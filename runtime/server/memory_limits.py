@@ -26,20 +26,21 @@ class MemoryLimits:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
+        num_connections = (2 if config.serves_api else 1) * config.max_connections
         connection_bytes = CONNECTION_BYTES + (0 if config.tls_cert is None else TLS_BYTES)
         self.bytes_by_purpose = {
             "kept_output": config.max_kept_bytes,
             "unsent_output": config.max_unsent_bytes,
             "pending_input": config.max_pending_bytes,
             "texts": config.max_text_bytes,
-            "connections": config.max_connections * connection_bytes,
+            "connections": num_connections * connection_bytes,
         }
         self._notes = {
             "kept_output": "to resume requests and answer idempotency keys",
-            "unsent_output": "frames, and tokens that wait for credit",
-            "pending_input": "incomplete frames",
+            "unsent_output": "frames, events, tokens that wait for credit, and incomplete answers",
+            "pending_input": "incomplete frames and bodies",
             "texts": "prompts and texts to tokenize",
-            "connections": f"{config.max_connections:,} of {connection_bytes:,} B",
+            "connections": f"{num_connections:,} of {connection_bytes:,} B",
         }
 
     @property

@@ -66,6 +66,7 @@ class AppContext:
     requests: LiveRequests
     replays: ReplayStore
     http_address: str  # of the operator port
+    api_address: str  # of OpenAI's HTTP API; empty without one
     unsent: EqualShares = field(init=False)
     pending: EqualShares = field(init=False)
     connection_log: BoundedLog = field(default_factory=lambda: BoundedLog(_log))

@@ -76,9 +76,14 @@ class SendBuffer:
 
         Raises InvalidRequest, and queues nothing, if the frame is longer than the client takes.
         """
+        if not self._closed:
+            self.send_bytes(encode(frame, self.max_frame_bytes))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Queue `data`, or drop it if the connection is lost or closing."""
         if self._closed:
             return
-        self._unsent += encode(frame, self.max_frame_bytes)
+        self._unsent += data
         if self._counted_bytes or len(self._unsent) > WRITE_BYTES:
             self._count_frames()
         if not (self._will_write or self._is_blocked):

@@ -1,4 +1,4 @@
-"""`Server`: one engine behind a TCP or unix socket, with metrics and probes on the operator's HTTP port.
+"""`Server`: one engine behind a TCP or unix socket and OpenAI's HTTP API, with metrics and probes on another port.
 
 When `close` returns, no socket is open, no task runs and every accepted request has ended. The engine is closed by its
 owner. Must not import models or the scheduler's internals.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from .monitoring import (
     StatusCollector,
     VllmNames,
 )
+from .openai import Api, HTTPConnection
 from .request_handler import AppContext
 from .resume import ReplayStore
 from .tenant_bytes import EqualShares
@@ -43,6 +45,8 @@ DEFAULT_MODEL_NAME = "quire"
 MAX_REFUSALS = 64  # connections beyond max_connections that receive an ERROR; the others are closed immediately
 RESERVED_FILES = 256  # open files for engine processes, operators, the model, snapshots and logs
 
+ClientConnection = Connection | HTTPConnection
+
 _log = structlog.get_logger("quire.server")
 
 
@@ -53,7 +57,9 @@ class Server:
         self.observer = observer or PrometheusObserver()
         self.address = ""  # where clients connect: `host:port`, `[v6]:port` or `unix:/path`
         self.http_address = ""
-        self._connections: dict[Connection, asyncio.Task[None]] = {}
+        self.api_address = ""  # empty: there is no HTTP API
+        self._connections: dict[ClientConnection, asyncio.Task[None]] = {}
+        self._acceptors: list[Acceptor] = []
         self._closing = False
         self._context: AppContext | None = None  # while started
         self._readiness: Readiness | None = None
@@ -70,7 +76,7 @@ class Server:
         return [] if self._context is None else self._context.requests.oldest(limit)
 
     async def start(self, engine: EngineFacade, config: ServerConfig) -> None:
-        """Bind both sockets and serve. Raises ConfigError for an address that cannot or must not be used."""
+        """Bind the sockets and serve. Raises ConfigError for an address that cannot or must not be used."""
         keyring, self._tls = await check_config(config)
         async with contextlib.AsyncExitStack() as opening:
             keyring.check_permissions()
@@ -79,32 +85,54 @@ class Server:
             http_listening = await listen_tcp(config.http_host, config.http_port)
             opening.callback(http_listening.close)
 
+            api_listening = await _listen_api(config)
+            if api_listening is not None:
+                opening.callback(api_listening.close)
+
             engine.set_observer(self.observer)
             texts = EqualShares("texts", "max_text_bytes", lambda: config.max_text_bytes // keyring.num_tenants)
             requests = LiveRequests(engine, self.observer, texts)
             replays = ReplayStore(requests, config, lambda: keyring.num_tenants)
             http_address = str(http_listening.address)
-            context = AppContext(engine, config, self.observer, keyring, requests, replays, http_address)
+            api_address = "" if api_listening is None else str(api_listening.address)
+            context = AppContext(engine, config, self.observer, keyring, requests, replays, http_address, api_address)
             readiness = Readiness(engine.stats, config.stall_timeout_ms / 1000)
             opening.push_async_callback(_stop, asyncio.create_task(readiness.watch()))
             self._serve_operators(context, readiness, http_listening, opening)
-            max_connections = fit_connections(config.max_connections, MAX_REFUSALS + RESERVED_FILES)
+            num_ports = 1 if api_listening is None else 2
+            reserved = num_ports * MAX_REFUSALS + RESERVED_FILES
+            max_connections = fit_connections(num_ports * config.max_connections, reserved) // num_ports
             if max_connections < config.max_connections:
                 _log.warning(
                     "fewer connections than configured: the limit of open files is too low",
                     max_connections=max_connections,
                     configured=config.max_connections,
-                    needed_open_files=config.max_connections + MAX_REFUSALS + RESERVED_FILES,
+                    needed_open_files=num_ports * config.max_connections + reserved,
                 )
-            self._serve_clients(context, listening, max_connections, opening)
+            if api_listening is not None:
+                api = Api(context, readiness, config.served_model_name or DEFAULT_MODEL_NAME)
+                self._serve_clients(
+                    api_listening, lambda each: HTTPConnection(each, context, api), context, max_connections, opening
+                )
+            self._serve_clients(listening, lambda each: Connection(each, context), context, max_connections, opening)
+            opening.push_async_callback(context.replays.close)
+            opening.push_async_callback(self._close_connections)
+            opening.callback(self._stop_accepting)
             memory = MemoryLimits(config)
             opening.push_async_callback(_stop, asyncio.create_task(self._reload_when_asked(keyring, memory)))
             self._open = opening.pop_all()
         self._context, self._readiness = context, readiness
         self.address = str(listening.address)
         self.http_address = str(http_listening.address)
+        self.api_address = api_address
         _log.info("memory for clients at most", total_bytes=memory.total_bytes, **memory.bytes_by_purpose)
-        _log.info("listening", address=self.address, http_address=self.http_address, max_connections=max_connections)
+        _log.info(
+            "listening",
+            address=self.address,
+            http_address=self.http_address,
+            api_address=self.api_address,
+            max_connections=max_connections,
+        )
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, send GOAWAY, and wait for accepted requests, unsent frames and clients that may resume.
@@ -173,8 +201,9 @@ class Server:
 
     def _serve_clients(
         self,
-        context: AppContext,
         listening: ListeningSocket,
+        connect: Callable[[AcceptedConnection], ClientConnection],
+        context: AppContext,
         max_connections: int,
         opening: contextlib.AsyncExitStack,
     ) -> None:
@@ -185,7 +214,7 @@ class Server:
             if self._closing or task is None:  # a TLS handshake may end after the listening socket is closed
                 return
             full = Overloaded("the server has as many connections as it allows; retry later")
-            connection = Connection(accepted, context)
+            connection = connect(accepted)
             self._connections[connection] = task
             try:
                 await connection.run(full if accepted.num_open_at_accept > max_connections else None)
@@ -201,10 +230,12 @@ class Server:
             handshake_timeout_s=config.handshake_timeout_ms / 1000,
             on_refused=self.observer.on_connection_refused,
         )
+        self._acceptors.append(acceptor)
         opening.push_async_callback(acceptor.close)
-        opening.push_async_callback(context.replays.close)
-        opening.push_async_callback(self._close_connections)
-        opening.callback(acceptor.stop)
+
+    def _stop_accepting(self) -> None:
+        for acceptor in self._acceptors:
+            acceptor.stop()
 
     def _is_busy(self, context: AppContext) -> bool:
         connections = self._connections
@@ -230,7 +261,7 @@ class Server:
 
     async def _until_read(self) -> None:
         """Wait until every connection is closed; abort those whose client has read nothing for `STUCK_S`."""
-        unsent: dict[Connection, int] = {}
+        unsent: dict[ClientConnection, int] = {}
         while self._connections:
             await asyncio.wait(self._connections.values(), timeout=STUCK_S)
             for connection in self._connections:
@@ -244,12 +275,13 @@ async def check_config(config: ServerConfig) -> tuple[Keyring, TLS | None]:
     """Check what needs no engine: keys and certificate, which are returned, limits and address. Raises ConfigError."""
     keyring, tls = Keyring.of(config), TLS.of(config)
     MemoryLimits(config).check(keyring.num_tenants, machine_memory_bytes())
-    has_keys = config.token is not None or config.auth_tokens is not None
-    if config.uds is None and not has_keys and not await is_loopback(config.host):
-        raise ConfigError(
-            f"`host` {config.host} is reachable from other machines, which requires `token` or `auth_tokens`; "
-            "set one, or listen on 127.0.0.1 or a unix socket (`uds`)"
-        )
+    hosts = {} if config.uds is not None else {"host": config.host, "api_host": config.api_host}
+    for name, host in hosts.items():
+        if not config.has_keys and not await is_loopback(host):
+            raise ConfigError(
+                f"`{name}` {host} is reachable from other machines, which requires `token` or `auth_tokens`; "
+                "set one, or listen on 127.0.0.1 or a unix socket (`uds`)"
+            )
     return keyring, tls
 
 
@@ -257,6 +289,16 @@ async def _listen(config: ServerConfig) -> ListeningSocket:
     if config.uds is not None:
         return listen_unix(Path(config.uds))
     return await listen_tcp(config.host, config.port)
+
+
+async def _listen_api(config: ServerConfig) -> ListeningSocket | None:
+    if not config.serves_api:
+        _log.info("no HTTP API: `uds` without keys lets in this user only; set `token` or `auth_tokens` to have both")
+        return None
+    try:
+        return await listen_tcp(config.api_host, config.api_port)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; this is the port of the HTTP API, `api_port`") from None
 
 
 async def _stop(task: asyncio.Task[Any]) -> None:

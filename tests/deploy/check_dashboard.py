@@ -126,6 +126,8 @@ def quire_server() -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
         "0",
         "--http-port",
         "0",
+        "--api-port",
+        "0",
         *SERVER_FLAGS,
     )
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:

@@ -182,7 +182,8 @@ def start_server(*flags: str, variables: Mapping[str, str] = SHORT_TIMEOUTS) -> 
 
     Variables of the environment win over `variables`.
     """
-    command = [str(Path(sys.executable).with_name("quire")), "serve", "--port", "0", "--http-port", "0", *flags]
+    ports = ("--port", "0", "--http-port", "0", "--api-port", "0")
+    command = [str(Path(sys.executable).with_name("quire")), "serve", *ports, *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, env={**variables, **os.environ}

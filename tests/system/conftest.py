@@ -25,12 +25,14 @@ from quire.runtime.engine.facade import (
     EngineStats,
     GenerateRequest,
 )
+from quire.runtime.engine.text import Token
 from quire.runtime.server import Server
 from quire.runtime.workers import engine_process
 from quire.scheduler import AdmissionEstimate
 
 CHUNK_TOKENS = 2
 RECEIVE_TIMEOUT_S = 60
+FREE_PORTS: dict[str, Any] = {"port": 0, "http_port": 0, "api_port": 0}
 
 
 class FakeGeneration:
@@ -139,6 +141,15 @@ class FakeEngine:
             raise InvalidRequest("the text is empty")
         return (0,) * add_special_tokens + tuple(text.encode())
 
+    async def tokenize_chat(self, messages: Any, *, tenant: str = "") -> tuple[int, ...]:
+        return tuple("".join(each["content"] for each in messages).encode())
+
+    async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "") -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    def token(self, token_id: int) -> Token:
+        return Token(bytes([token_id]), False)
+
     @property
     def info(self) -> EngineInfo:
         return EngineInfo(
@@ -243,7 +254,7 @@ async def serve() -> AsyncIterator[Callable[..., Awaitable[System]]]:
 
     async def start(**settings: Any) -> System:
         engine, server = FakeEngine(), Server()
-        await server.start(engine, ServerConfig(**{"port": 0, "http_port": 0, **settings}))
+        await server.start(engine, ServerConfig(**{**FREE_PORTS, **settings}))
         servers.append(server)
         engines.append(engine)
 
@@ -335,7 +346,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AbstractAsyncConte
         engine = await Engine.start(EngineConfig(**{"kv_cache_memory": 8 << 20, **settings}))
         real = Real(engine, Server())
         try:
-            await real.server.start(engine, ServerConfig(port=0, http_port=0, uds=uds))
+            await real.server.start(engine, ServerConfig(**FREE_PORTS, uds=uds))
             yield real
             real.drop_connections()
             await real.server.close()

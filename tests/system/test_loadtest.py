@@ -12,6 +12,7 @@ import pytest
 from quire.runtime.cli.app import app
 from quire.runtime.cli.main import main
 from quire.runtime.common.errors import Unavailable
+from quire.runtime.model import BUNDLED_MODEL
 
 DATA = Path(__file__).parents[1] / "data"
 SMALL = ("--num-prompts", "8", "--random-input-len", "12", "--random-output-len", "6")
@@ -49,6 +50,18 @@ async def test_an_open_loop(serving: Callable[..., Any], run: Run, capsys: pytes
     printed = capsys.readouterr().out
     for words in ("Successful requests:", "Median TTFT (ms):", "P99 E2EL (ms):", "Schedule delay (ms):"):
         assert words in printed
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
+async def test_over_http(serving: Callable[..., Any], run: Run, endpoint: str) -> None:
+    async with serving() as real:
+        url = f"http://{real.server.api_address}"
+        result = await run(
+            *("--backend", "openai", "--base-url", url, "--endpoint", endpoint, "--tokenizer", str(BUNDLED_MODEL)),
+            *("--max-concurrency", "4", *SMALL),
+        )
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (8, 0, 48)
+    assert result["output_lens"] == [6] * 8
 
 
 async def test_a_closed_loop_with_clients_that_cancel_and_read_slowly(serving: Callable[..., Any], run: Run) -> None:

@@ -25,6 +25,7 @@ TLS = Path(__file__).resolve().parents[1] / "data" / "tls"
 SETTINGS = {
     "port": 0,
     "http_port": 0,
+    "api_port": 0,
     "tls_cert": str(TLS / "cert.pem"),
     "tls_key": str(TLS / "key.pem"),
     "credit_timeout_ms": 50,

@@ -103,7 +103,7 @@ async def test_no_counter_falls_when_the_engine_restarts() -> None:
     core = await EnginePool.launch(EngineConfig(kv_cache_memory=8 << 20))
     engine, server = Engine(core, TextProcessor.load(model_path(None))), Server()
     try:
-        await server.start(engine, ServerConfig(port=0, http_port=0))
+        await server.start(engine, ServerConfig(port=0, http_port=0, api_port=0))
         async with AsyncClient(server.address) as client:
             for _ in range(3):
                 await client.complete([5] * 70, SamplingParams(max_tokens=60, ignore_eos=True))

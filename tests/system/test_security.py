@@ -104,7 +104,8 @@ async def test_the_start_reads_the_file_of_keys_once(
 
 
 SECRET_WORDS = "A prompt of secret words"
-SERVE = (sys.executable, "-m", "quire.runtime.cli.main", "serve", "--port", "0", "--http-port", "0", "--in-process")
+PORTS = ("--port", "0", "--http-port", "0", "--api-port", "0")
+SERVE = (sys.executable, "-m", "quire.runtime.cli.main", "serve", *PORTS, "--in-process")
 LOGGED = ("--kv-cache-memory", "8MiB", "--log-format", "json", "--log-level", "debug")
 
 

@@ -2,6 +2,6 @@
 
 from .chat import ChatTemplate
 from .detokenizer import IncrementalDetokenizer
-from .tokenizer import Tokenizer, has_tokenizer
+from .tokenizer import Token, Tokenizer, has_tokenizer
 
-__all__ = ["ChatTemplate", "IncrementalDetokenizer", "Tokenizer", "has_tokenizer"]
+__all__ = ["ChatTemplate", "IncrementalDetokenizer", "Token", "Tokenizer", "has_tokenizer"]

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -18,6 +18,13 @@ from ...model.files import is_gguf
 from .gguf_tokenizer import file_vocabulary, read_tokenizer
 
 SENTENCEPIECE_SPACE = "\u2581"
+
+
+class Token(NamedTuple):
+    """One entry of a vocabulary."""
+
+    data: bytes  # what it adds to a text; of a special token, its name
+    is_special: bool  # it adds nothing to a text
 
 
 class Tokenizer:
@@ -87,6 +94,13 @@ class Tokenizer:
         token: str = self._fast.id_to_token(token_id) or ""
         return token.replace(SENTENCEPIECE_SPACE, " ").encode()
 
+    def token(self, token_id: int) -> Token:
+        """Return one entry; an unknown id has no bytes. Text that depends on its neighbours is that within a text."""
+        if token_id in self.special_token_ids:
+            return Token((self._fast.id_to_token(token_id) or "").encode(), True)
+        data = self.token_bytes(token_id)
+        return Token(self._plain_bytes(token_id) if data is None else data, False)
+
     def _find_bytes(self, token_id: int) -> bytes | None:
         token: str | None = self._fast.id_to_token(token_id)
         if token is None:
@@ -119,8 +133,8 @@ def _load(path: Path) -> tuple[FastTokenizer, frozenset[int]]:
 
 def _eos_token_ids(folder: Path, fast: FastTokenizer) -> frozenset[int]:
     """Return the ids of generation_config.json or else of config.json, and that of the tokenizer's own end token."""
-    config = _read_json(folder / "config.json")
-    declared = _read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
+    config = read_json(folder / "config.json")
+    declared = read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
     ids = set()
     for token_id in declared if isinstance(declared, list) else [] if declared is None else [declared]:
         if type(token_id) is not int:
@@ -128,7 +142,7 @@ def _eos_token_ids(folder: Path, fast: FastTokenizer) -> frozenset[int]:
                 f"{folder}: eos_token_id must be a token id or a list of token ids, not {declared!r:.60}"
             )
         ids.add(token_id)
-    token = _token_text(_read_json(folder / "tokenizer_config.json").get("eos_token"))
+    token = _token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
     if token is not None:
         ids |= {token_id for token_id in [fast.token_to_id(token)] if token_id is not None}
     return frozenset(ids)
@@ -148,7 +162,7 @@ def _load_fast(folder: Path) -> FastTokenizer:
     return fast
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     """Return the file's JSON object; an empty one if there is no file."""
     try:
         content = json.loads(path.read_bytes())

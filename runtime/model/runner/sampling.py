@@ -22,6 +22,8 @@ Row = tuple[float, ...]  # in the order of ROW
 PARAMETERS = tuple(ROW.fields or ())[2:-4]  # after seed and position, before logprobs, adjustments and mask
 _parameters = attrgetter(*PARAMETERS)
 Adjustment = tuple[int, int, int, float]
+GREEDY = SamplingParams()
+CERTAIN = 1e30  # bias that makes a token the most likely one; logprobs are those before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,12 @@ def _row(sequence: ScheduledSequence, position: int, adjustments: list[Adjustmen
     """Return the row for the token after the first `position` tokens of the context, and append its adjustments."""
     spec, first = sequence.sampling, len(adjustments)
     assert isinstance(spec, SamplingSpec)
-    adjustments.extend(_adjustments(spec, sequence.context, position, sequence.num_prompt_tokens))
     logprobs = -1 if spec.params.logprobs is None else spec.params.logprobs
+    num_given = sequence.num_prompt_tokens + len(sequence.echoed)
+    if position < num_given:
+        adjustments.append((sequence.echoed[position - sequence.num_prompt_tokens], 0, 0, CERTAIN))
+        return (spec.seed, position, *_parameters(GREEDY), logprobs, first, 1, 0)
+    adjustments.extend(_adjustments(spec, sequence.context, position, num_given))
     return (spec.seed, position, *_parameters(spec.params), logprobs, first, len(adjustments) - first, 0)
 
 

@@ -163,6 +163,9 @@ class PrometheusObserver:
         self.idempotent_replays = Counter(
             "idempotent_replays", "Requests that an earlier request with their idempotency key answered; not run."
         )
+        self.http_unknown_fields = Counter(
+            "http_unknown_fields", "Fields of HTTP requests that this server does not know and ignored."
+        )
         self.connections_refused = LabelledCounter(
             "connections_refused",
             "Connections closed before HELLO: too many, too many pending, failed TLS handshake, no descriptor left.",

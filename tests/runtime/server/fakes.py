@@ -295,7 +295,7 @@ class FakeServer:
         self.requests = LiveRequests(engine, self.observer, texts)
         self.replays = ReplayStore(self.requests, self.config, lambda: keyring.num_tenants)
         self.context = AppContext(
-            engine, self.config, self.observer, keyring, self.requests, self.replays, "127.0.0.1:7071"
+            engine, self.config, self.observer, keyring, self.requests, self.replays, "127.0.0.1:7071", "127.0.0.1:8000"
         )
         self.peers: list[FakePeer] = []
 

@@ -902,7 +902,10 @@ async def test_http_on_the_protocol_port_is_answered_in_http(
     await settle()
     head, _, body = bytes(peer.writer.transport.waiting).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
-    assert body == b"this port speaks Quire's msgpack frames; metrics and probes (HTTP) are on 127.0.0.1:7071\n"
+    assert body == (
+        b"this port speaks Quire's msgpack frames; OpenAI's HTTP API is on 127.0.0.1:8000, "
+        b"metrics and probes (HTTP) are on 127.0.0.1:7071\n"
+    )
     assert head.endswith(b"content-length: %d" % len(body))
     assert [each["reason"] for each in logs] == [body.decode().strip()]
 

@@ -90,6 +90,7 @@ def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
         "quire_resumed_streams_total": "counter",
         "quire_idempotent_replays_total": "counter",
         "quire_connections_refused_total": "counter",
+        "quire_http_unknown_fields_total": "counter",
         "quire_time_to_first_token_seconds": "histogram",
         "quire_inter_token_latency_seconds": "histogram",
         "quire_request_time_per_output_token_seconds": "histogram",

@@ -1,0 +1,279 @@
+"""`HTTPConnection`: one client's HTTP/1.1 connection, with limits on what it sends, how slowly, and how much it reads.
+
+One request is answered at a time. While it is, the connection is read on, so that a client that leaves is noticed in
+the queue and in prefill too; what it sends ahead is kept within a limit. A client that half-closes has left. Must not
+import routes' handlers or the listening sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+import h11
+from structlog.contextvars import bind_contextvars
+
+from ...common.errors import QuireError
+from ...common.logs import new_id
+from ..acceptor import AcceptedConnection
+from ..request_handler import AppContext
+from ..request_log import quire_error
+from ..send_buffer import SendBuffer
+from ..tenant_bytes import PendingInput
+from ..tenants import Tenant
+from .api import Api, Route
+from .errors import BadRequest, error_answer
+from .exchange import Exchange
+
+READ_BYTES = 64 << 10
+MAX_HEAD_BYTES = 32 << 10
+MAX_AHEAD_BYTES = 64 << 10  # that a client may send before its request is answered
+LINGER_S = 1.0
+
+
+class HTTPConnection:
+    """`run` serves the client until either side ends the connection."""
+
+    def __init__(self, accepted: AcceptedConnection, context: AppContext, api: Api) -> None:
+        self._accepted = accepted
+        self._reader = accepted.reader
+        self._writer = accepted.writer
+        self._context = context
+        self._config = context.config
+        self._api = api
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self._send_buffer = SendBuffer(
+            accepted.writer,
+            max_bytes=self._config.max_outgoing_bytes,
+            write_timeout_s=self._config.write_timeout_ms / 1000,
+        )
+        self._pending_input = PendingInput(context.pending.of(None), self._refuse)
+        self._tenant: Tenant | None = None  # of the last request
+        self._num_requests = 0
+        self._exchange: Exchange | None = None  # from the request's head to the end of its answer
+        self._route: Route | None = None  # of the exchange
+        self._answering: asyncio.Task[None] | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """The task that answers a request, if there is one."""
+        return [] if self._answering is None or self._answering.done() else [self._answering]
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._send_buffer.unsent_bytes
+
+    async def run(self, refusal: QuireError | None = None) -> None:
+        """Serve the client, or only answer with `refusal`, then close. Never raises."""
+        bind_contextvars(connection=new_id(), peer=self._accepted.address)
+        self._serving = asyncio.create_task(self._serve(refusal))
+        sending = asyncio.create_task(self._send_buffer.run())
+        try:
+            await asyncio.wait({self._serving, sending}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if self._exchange is not None:
+                self._exchange.leave("slow_reader" if self._send_buffer.is_stuck else "disconnect")
+            self._serving.cancel()
+            self._send_buffer.close()
+            tasks = [self._serving, sending, *self.tasks]
+            try:
+                await asyncio.wait(tasks)
+                await self._linger()
+            finally:
+                if (limit := self._send_buffer.exceeded) is not None:
+                    event = "connection closed: the client reads too slowly"
+                    name = None if self._tenant is None else self._tenant.name
+                    self._context.connection_log.write(logging.WARNING, event, limit=limit, tenant=name)
+                for task in tasks:
+                    task.cancel()
+                self._send_buffer.leave()
+                self._pending_input.leave()
+                self._writer.transport.abort()
+
+    def go_away(self) -> None:
+        """Have the connection closed after the next answer: the server is draining."""
+        if self._exchange is not None:
+            self._exchange.is_last = True
+
+    def fail_requests(self, error: QuireError) -> None:
+        """End the live request with `error` now."""
+        if self._exchange is not None and self.tasks:
+            self._exchange.fail(error, "shutdown")
+            for task in self.tasks:
+                task.cancel()
+
+    def shut_down(self, error: QuireError) -> None:
+        """End the connection from the server's side, its request with `error`."""
+        self.fail_requests(error)
+        self._end()
+
+    def abort(self) -> None:
+        """Close without sending the rest."""
+        self._writer.transport.abort()
+
+    def _end(self) -> None:
+        self._send_buffer.close()
+        if self._serving is not None:
+            self._serving.cancel()
+
+    def _refuse(self, error: QuireError) -> None:
+        """End the connection: it holds more pending input than its tenant's share."""
+        self._context.connection_log.write(logging.WARNING, "connection refused", code=error.code, reason=str(error))
+        self._answer_error(error)
+        self._end()
+
+    def _answer_error(self, error: QuireError) -> None:
+        """Answer a request that has no exchange, or whose exchange has no answer yet, and close."""
+        if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            head = h11.Request(method="GET", target="/", headers=[("host", "")])
+            exchange = self._exchange or Exchange(self._http, self._send_buffer, head, self._num_requests)
+            exchange.is_last = True
+            exchange.respond(error_answer(error))
+
+    # Requests
+
+    async def _serve(self, refusal: QuireError | None) -> None:
+        """Answer one request after the other."""
+        try:
+            if refusal is not None:
+                raise refusal
+            while await self._read_request():
+                await self._answer_request()
+                if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
+                    return
+                self._exchange = None
+                self._http.start_next_cycle()
+        except OSError:
+            pass
+        except h11.RemoteProtocolError as error:
+            self._refuse_bytes(error)
+        except Exception as error:
+            refusal = quire_error(error, "connection")
+            self._context.connection_log.write(logging.WARNING, "http request refused", code=refusal.code)
+            self._answer_error(refusal)
+
+    def _refuse_bytes(self, error: h11.RemoteProtocolError) -> None:
+        """Answer bytes that are not HTTP, or no complete request."""
+        if self._http.their_state is not h11.CLOSED and not self._reader.at_eof():
+            status = error.error_status_hint
+            self._answer_error(BadRequest(f"not a valid HTTP request: {error}", status=status))
+
+    async def _read_request(self) -> bool:
+        """Read a request into a new exchange; return False at the end of the connection. Raises its refusal."""
+        head = await self._read_head()
+        if head is None:
+            return False
+        self._num_requests += 1
+        exchange = self._exchange = Exchange(self._http, self._send_buffer, head, self._num_requests)
+        exchange.is_last = self._context.leaves_at is not None
+        self._route = route = self._api.route(exchange)
+        if exchange.tenant is not None:
+            self._accepted.settle()
+            self._count_for(exchange.tenant)
+        exchange.body = await self._read_body(head, takes_body=route.takes_body)
+        return True
+
+    async def _read_head(self) -> h11.Request | None:
+        """Return the next request's head. Raises RemoteProtocolError."""
+        loop = asyncio.get_running_loop()
+        head_s = self._config.handshake_timeout_ms / 1000
+        is_first = not self._num_requests
+        silence_s = head_s if is_first else self._config.idle_timeout_ms / 1000
+        is_begun = bool(self._http.trailing_data[0])
+        try:
+            async with asyncio.timeout(head_s if is_begun else silence_s) as limit:
+                while True:
+                    event = self._http.next_event()
+                    if isinstance(event, h11.Request):
+                        return event
+                    if event is not h11.NEED_DATA:
+                        return None
+                    data = await self._reader.read(READ_BYTES)
+                    self._http.receive_data(data)
+                    if data and not is_begun and not is_first:
+                        is_begun = True
+                        limit.reschedule(loop.time() + head_s)
+        except TimeoutError:
+            if not self._http.trailing_data[0]:
+                return None
+            text = f"a request's head must be complete within {head_s:g} s"
+            raise h11.RemoteProtocolError(text, error_status_hint=408) from None
+
+    async def _read_body(self, head: h11.Request, *, takes_body: bool) -> bytes:
+        """Return the request's body. Raises BadRequest for one that is too long or too slow, RemoteProtocolError."""
+        limit = self._config.max_frame_bytes if takes_body else 0
+        too_long = BadRequest(f"the body is longer than {limit} bytes", error_code="request_too_large", status=413)
+        lengths = [value for name, value in head.headers if name == b"content-length"]
+        if lengths and int(lengths[0]) > limit:
+            raise too_long
+        timeout_ms = self._config.frame_timeout_ms
+        body = bytearray()
+        try:
+            async with asyncio.timeout(timeout_ms / 1000):
+                while True:
+                    event = self._http.next_event()
+                    if isinstance(event, h11.Data):
+                        if len(body) + len(event.data) > limit:
+                            raise too_long
+                        body += event.data
+                        self._pending_input.set_frame_bytes(len(body))
+                    elif event is h11.NEED_DATA:
+                        if self._http.they_are_waiting_for_100_continue:
+                            self._send_100_continue()
+                        self._http.receive_data(await self._reader.read(READ_BYTES))
+                    else:
+                        return bytes(body)
+        except TimeoutError:
+            raise BadRequest(f"a body must be complete within {timeout_ms} ms", status=408) from None
+        finally:
+            self._pending_input.set_frame_bytes(0)
+
+    def _send_100_continue(self) -> None:
+        if data := self._http.send(h11.InformationalResponse(status_code=100, headers=[], reason="Continue")):
+            self._send_buffer.send_bytes(data)
+
+    def _count_for(self, tenant: Tenant) -> None:
+        """Count what the connection holds for the tenant of its request; each request has a key of its own."""
+        if tenant is not self._tenant:
+            self._tenant = tenant
+            bind_contextvars(tenant=tenant.name)
+            self._send_buffer.leave()
+            self._send_buffer.join(self._context.unsent.of(tenant.name))
+            self._pending_input.move_to(self._context.pending.of(tenant.name))
+
+    async def _answer_request(self) -> None:
+        """Answer the request while the connection is read on."""
+        exchange, route = self._exchange, self._route
+        assert exchange is not None, "a request was read"
+        assert route is not None, "a request was read"
+        self._answering = asyncio.create_task(self._api.answer(exchange, route))
+        reading = asyncio.create_task(self._read_ahead(exchange))
+        try:
+            await asyncio.wait({self._answering})
+        finally:
+            reading.cancel()
+            await asyncio.wait({reading})
+
+    async def _read_ahead(self, exchange: Exchange) -> None:
+        """Keep what the client sends ahead. Leave the exchange when the client has left or sends too much."""
+        num_bytes = 0
+        with contextlib.suppress(OSError):
+            while num_bytes <= MAX_AHEAD_BYTES and (data := await self._reader.read(READ_BYTES)):
+                num_bytes += len(data)
+                self._http.receive_data(data)
+        exchange.leave("disconnect")
+        if self._answering is not None and not exchange.lives:
+            self._answering.cancel()
+
+    async def _linger(self) -> None:
+        """Read until the client closes: closing on unread bytes would reset the connection and lose the answer."""
+        if self._writer.is_closing():
+            return
+        with contextlib.suppress(OSError, TimeoutError):
+            if self._writer.can_write_eof():  # TLS cannot
+                self._writer.write_eof()
+            async with asyncio.timeout(LINGER_S):
+                while await self._reader.read(READ_BYTES):
+                    pass

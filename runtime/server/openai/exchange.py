@@ -1,0 +1,133 @@
+"""`Exchange`: one HTTP request of a connection, and its answer: whole, or a stream of server-sent events.
+
+Sending never waits: what the system does not take counts as unsent output of the connection. Must not import routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Collection
+from email.utils import formatdate
+from http import HTTPStatus
+
+import h11
+
+from ...common.errors import QuireError
+from ...common.logs import new_id
+from ..live_requests import LiveRequest
+from ..monitoring import CancelCause
+from ..send_buffer import SendBuffer
+from ..tenants import Tenant
+from .errors import HTTPAnswer, error_answer, error_event
+
+KEEP_ALIVE_S = 15.0  # between comments that keep a silent stream alive through proxies
+# One line without the empty one that ends an event: after it, clients that saw an `id` would read an empty event.
+COMMENT = b":\n"
+EVENT_HEADERS = [("content-type", "text/event-stream; charset=utf-8"), ("x-accel-buffering", "no")]
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+class Exchange:
+    """One request, and its answer, which begins with `respond` or `begin_events`.
+
+    Once the client has left or the server has failed the request, nothing more is sent.
+    """
+
+    def __init__(self, http: h11.Connection, send_buffer: SendBuffer, request: h11.Request, number: int) -> None:
+        self.number = number  # on its connection
+        self.method = request.method.decode("ascii")
+        self.target = request.target.decode("ascii", "replace")
+        self.headers = {name.decode("ascii"): value for name, value in request.headers}
+        self.body = b""
+        self.send_buffer = send_buffer
+        self.tenant: Tenant | None = None  # once authenticated
+        self.lives: list[LiveRequest] = []  # in the engine for this request
+        self.is_last = False  # the connection closes after the answer
+        self.is_over = False
+        self._http = http
+        self._is_chunked = request.http_version != b"1.0"
+        self.log_id = new_id()
+        given = self.headers.get("x-request-id", b"")
+        self._request_id = given.decode() if _REQUEST_ID.fullmatch(given) else self.log_id
+        self._has_begun = False
+        self._num_events = 0
+        self._keep_alive: asyncio.TimerHandle | None = None
+
+    def respond(self, answer: HTTPAnswer) -> None:
+        """Send a whole answer."""
+        if self.is_over:
+            return
+        size = ("content-length", str(len(answer.content)))
+        self._begin(answer.status, [("content-type", answer.media_type), size, *answer.headers.items()])
+        if self.method != "HEAD":
+            self._send(h11.Data(data=answer.content))
+        self._send(h11.EndOfMessage())
+        self.is_over = True
+
+    def begin_events(self) -> None:
+        """Send the head of a stream."""
+        if self.is_over:
+            return
+        self._begin(200, EVENT_HEADERS)
+        self._has_begun = True
+        self._watch_silence(-1)
+
+    def send_events(self, events: bytes) -> None:
+        """Send events, which may be none."""
+        if self.is_over or not events:
+            return
+        self._num_events += 1
+        self.send_buffer.send_bytes(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
+
+    def end_events(self) -> None:
+        """End the stream."""
+        if not self.is_over:
+            self._send(h11.EndOfMessage())
+        self._stop()
+
+    def refuse(self, error: QuireError, fields: Collection[str] = ()) -> None:
+        """End in `error`: an answer of its own, or the last event of a stream, which `[DONE]` then does not follow."""
+        if self._has_begun:
+            self.send_events(error_event(error))
+            self.end_events()
+        else:
+            self.respond(error_answer(error, fields))
+
+    def leave(self, cause: CancelCause) -> None:
+        """Cancel what runs: the client has left, or reads too slowly."""
+        self._stop()
+        for live in self.lives:
+            live.cancel(cause)
+
+    def fail(self, error: QuireError, cause: CancelCause) -> None:
+        """End in `error` now, whatever the engine does."""
+        self.refuse(error)
+        self.leave(cause)
+
+    def _begin(self, status: int, headers: list[tuple[str, str]]) -> None:
+        own = [("date", formatdate(usegmt=True)), ("cache-control", "no-store"), ("x-request-id", self._request_id)]
+        if self.is_last:
+            own.append(("connection", "close"))
+        try:
+            reason = HTTPStatus(status).phrase
+        except ValueError:  # 499
+            reason = "Client Closed Request"
+        self._send(h11.Response(status_code=status, reason=reason, headers=[*headers, *own]))
+
+    def _send(self, event: h11.Event) -> None:
+        if data := self._http.send(event):
+            self.send_buffer.send_bytes(data)
+
+    def _stop(self) -> None:
+        self.is_over = True
+        if self._keep_alive is not None:
+            self._keep_alive.cancel()
+
+    def _watch_silence(self, num_events: int) -> None:
+        """Send a comment if no event was sent since the last call."""
+        if num_events == self._num_events:
+            self.send_events(COMMENT)
+        loop = asyncio.get_running_loop()
+        self._keep_alive = loop.call_later(KEEP_ALIVE_S, lambda: self._watch_silence(self._num_events))

@@ -1,0 +1,292 @@
+"""The fields of a chat or a completion as requests to the engine.
+
+A field that is known and not supported is refused by its name, unless its value asks for nothing. An unknown one is
+ignored and counted. `null` is the same as leaving a field out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ...common.errors import InvalidRequest
+from ...common.prompts import chat_messages, shown
+from ...common.types import SamplingParams
+from ...engine.facade import EngineInfo, GenerateRequest
+from .errors import BadRequest
+
+T = TypeVar("T")
+
+MAX_PROMPTS = 256  # of one completion request
+MAX_VALUES = 1 << 16  # in all messages together
+COMPLETION_MAX_TOKENS = 16
+SEEDS = 1 << 64  # a negative seed counts from the end
+
+# Fields of `SamplingParams` with the same name and meaning.
+SAMPLING = frozenset(
+    {
+        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "n",
+    }
+)  # fmt: skip
+REQUEST = frozenset({"priority", "deadline_ms", "pin_ms"})  # fields of `GenerateRequest`
+# Labels and hints, which change no answer.
+HINTS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+COMMON = (
+    SAMPLING | REQUEST | HINTS | {"model", "max_tokens", "seed", "logit_bias", "logprobs", "stream", "stream_options"}
+)
+CHAT = COMMON | {"messages", "max_completion_tokens", "top_logprobs"}
+COMPLETION = COMMON | {"prompt", "best_of", "echo"}
+TOKENIZE = frozenset({"model", "prompt", "messages", "add_special_tokens", "return_token_strs"})
+
+# Fields that are known and not supported, with the values that ask for nothing.
+UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "tools": (),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (),
+    "functions": (),
+    "function_call": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "moderation": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "suffix": ("",),
+    "echo": (False,),
+    "best_of": (1,),
+    "prompt_logprobs": (),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "add_special_tokens": (),
+    "documents": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "grammar": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "cache_salt": (),
+    "thinking_token_budget": (),
+    "include_reasoning": (True,),
+}
+KNOWN = CHAT | COMPLETION | TOKENIZE | {"tokens"} | UNSUPPORTED.keys()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one HTTP request asks for: one request to the engine per prompt, and the form of the answer."""
+
+    requests: tuple[GenerateRequest, ...]
+    is_chat: bool
+    stream: bool
+    include_usage: bool
+    echo: bool = False
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.requests[0].sampling_params
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.requests) * self.params.n
+
+
+class Fields:
+    """The fields of one body, each taken with its type."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self.values = {name: value for name, value in body.items() if value is not None}
+
+    def take(self, name: str, kind: type[T], default: T) -> T:
+        """Return the field, or `default` without it. Raises BadRequest for another type."""
+        value = self.values.get(name, default)
+        if type(value) is not kind:
+            raise BadRequest(f"{name} must be {_NAMES[kind]}, not {shown(value)}", name)
+        return value
+
+    def num_unknown(self) -> int:
+        return len(self.values.keys() - KNOWN)
+
+    def check_supported(self, supported: frozenset[str]) -> None:
+        """Raise BadRequest for a field that is known, not `supported` and not neutral."""
+        for name, value in self.values.items():
+            if name in KNOWN and name not in supported and value not in UNSUPPORTED.get(name, ()):
+                text = f"{name} is not supported here; leave it out"
+                raise BadRequest(text, name, error_code="unsupported_parameter")
+
+
+def check_model(fields: Fields, model: str) -> None:
+    """Raise BadRequest unless the body names the served model or none."""
+    name = fields.take("model", str, model)
+    if name != model:
+        raise BadRequest(
+            f"the model {name[:80]!r} does not exist here; this server has {model!r}",
+            "model",
+            error_code="model_not_found",
+            status=404,
+        )
+
+
+def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
+    """Return the call of a chat completion. Raises InvalidRequest."""
+    fields.check_supported(CHAT)
+    values = fields.values
+    if "messages" not in values:
+        raise BadRequest("messages is missing", "messages", error_code="missing_required_parameter")
+    messages = checked_messages(values["messages"])
+    sampling = _sampling(fields, info)
+    with_logprobs, top_logprobs = fields.take("logprobs", bool, False), fields.take("top_logprobs", int, 0)
+    if with_logprobs:
+        sampling["logprobs"] = top_logprobs
+    elif "top_logprobs" in values:
+        raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
+    name = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
+    sampling["max_tokens"] = fields.take(name, int, info.max_model_len)
+    request = GenerateRequest(
+        prompt=None,
+        messages=messages,
+        sampling_params=_params(sampling),
+        tenant=tenant,
+        fit_max_tokens=name not in values,
+        **_request(fields),
+    )
+    return Call((request,), True, *_streaming(fields))
+
+
+def completion_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
+    """Return the call of a completion: one request per prompt. Raises InvalidRequest."""
+    fields.check_supported(COMPLETION)
+    values = fields.values
+    if "prompt" not in values:
+        raise BadRequest("prompt is missing", "prompt", error_code="missing_required_parameter")
+    sampling = _sampling(fields, info)
+    if "logprobs" in values:
+        sampling["logprobs"] = fields.take("logprobs", int, 0)
+    if "best_of" in values:
+        sampling["best_of"] = fields.take("best_of", int, 1)
+    sampling["max_tokens"] = fields.take("max_tokens", int, COMPLETION_MAX_TOKENS)
+    echo = fields.take("echo", bool, False)
+    stream, include_usage = _streaming(fields)
+    params, request = _params(sampling), _request(fields)
+    if stream and params.best_of not in (None, params.n):
+        raise BadRequest("best_of cannot be streamed: leave out stream", "best_of")
+    if params.best_of == params.n:
+        params = _params({**sampling, "best_of": None})
+    # The engine echoes what it must compute logprobs of, or has nothing else to do.
+    request["echo"] = echo and (params.logprobs is not None or not params.max_tokens)
+    requests = [
+        GenerateRequest(prompt=prompt, sampling_params=params, tenant=tenant, **request)
+        for prompt in _prompts(values["prompt"])
+    ]
+    return Call(tuple(requests), False, stream, include_usage, echo)
+
+
+def checked_messages(value: object) -> tuple[dict[str, Any], ...]:
+    """Return the messages of a chat. Raises BadRequest."""
+    _check_size(value)
+    if not isinstance(value, list):
+        raise BadRequest(f"messages must be a list, not {shown(value)}", "messages")
+    try:
+        messages = chat_messages(value)
+    except InvalidRequest as error:
+        raise BadRequest(str(error), "messages") from None
+    return tuple({**each, "role": "system"} if each["role"] == "developer" else each for each in messages)
+
+
+def _check_size(value: object) -> None:
+    """Raise BadRequest if the messages have more values than a chat template may get."""
+    num_values, unseen = 0, [value]
+    while unseen:
+        each = unseen.pop()
+        if isinstance(each, dict):
+            unseen.extend(each.values())
+        elif isinstance(each, list):
+            unseen.extend(each)
+        num_values += 1
+        if num_values + len(unseen) > MAX_VALUES:
+            raise BadRequest(f"messages hold more than {MAX_VALUES} values", "messages")
+
+
+def _prompts(value: object) -> list[str | tuple[int, ...]]:
+    """Return the prompts: one text, several, the token ids of one, or of several. Raises BadRequest."""
+    if isinstance(value, str):
+        return [value]
+    kinds = set(map(type, value)) if isinstance(value, list) else set()
+    if isinstance(value, list) and kinds == {int}:
+        return [tuple(value)]
+    if isinstance(value, list) and kinds in ({str}, {list}):
+        if len(value) > MAX_PROMPTS:
+            raise BadRequest(f"{len(value)} prompts; at most {MAX_PROMPTS} in one request", "prompt")
+        if kinds == {str}:
+            return value
+        if all(set(map(type, ids)) == {int} for ids in value):
+            return [tuple(ids) for ids in value]
+    raise BadRequest(
+        f"prompt must be text, a list of texts, a list of token ids, or a list of such lists, and not empty, not "
+        f"{shown(value)}",
+        "prompt",
+    )
+
+
+def _sampling(fields: Fields, info: EngineInfo) -> dict[str, Any]:
+    """Return the sampling parameters that both kinds of requests have, over the model's recommendations."""
+    values = fields.values
+    sampling: dict[str, Any] = {"temperature": 1.0, **info.default_sampling}
+    sampling |= {name: value for name, value in values.items() if name in SAMPLING}
+    if "seed" in values:
+        sampling["seed"] = fields.take("seed", int, 0) % SEEDS
+    if "logit_bias" in values:
+        sampling["logit_bias"] = _logit_bias(fields.take("logit_bias", dict, {}))
+    return sampling
+
+
+def _logit_bias(given: dict[str, Any]) -> dict[int, Any]:
+    try:
+        return {int(token): value for token, value in given.items()}
+    except ValueError:
+        raise BadRequest(f"logit_bias maps token ids to numbers, not {shown(given)}", "logit_bias") from None
+
+
+def _params(sampling: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**sampling)
+
+
+def _request(fields: Fields) -> dict[str, Any]:
+    return {name: fields.take(name, int, 0) for name in REQUEST if name in fields.values}
+
+
+def _streaming(fields: Fields) -> tuple[bool, bool]:
+    """Return whether to stream, and whether with usage."""
+    stream = fields.take("stream", bool, False)
+    if "stream_options" not in fields.values:
+        return stream, False
+    if not stream:
+        raise BadRequest("stream_options needs stream: true", "stream_options")
+    options = Fields(fields.take("stream_options", dict, {}))
+    for name in ("include_obfuscation", "continuous_usage_stats"):
+        if options.take(name, bool, False):
+            raise BadRequest(f"stream_options.{name} is not supported; leave it out", f"stream_options.{name}")
+    return stream, options.take("include_usage", bool, False)
+
+
+_NAMES: dict[type, str] = {str: "text", int: "an integer", bool: "true or false", dict: "an object"}

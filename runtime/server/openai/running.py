@@ -1,0 +1,240 @@
+"""One call in the engine: its requests, one per prompt, their output as an answer, and their ends.
+
+A call ends in one way: all its requests are answered, or the first error ends them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from ...common.errors import Cancelled, InvalidRequest, QuireError
+from ...common.types import OutputChunk, Usage
+from ...engine.facade import EngineFacade, Generation
+from ..live_requests import LiveRequest, LiveRequests
+from ..request_log import quire_error
+from .errors import HTTPAnswer
+from .exchange import Exchange
+from .fields import Call
+from .formats import DONE, Format, total_usage
+
+Echo = tuple[str, int | None]  # a text, and the id of the token that it is, if its logprobs are shown
+
+
+class CallOutput(Protocol):
+    """How a call's output is answered."""
+
+    def begin(self, echoes: Sequence[Echo]) -> None:
+        """Every request of the call is accepted; each choice begins with its echo, if there are some."""
+
+    def take(self, index: int, chunk: OutputChunk) -> None:
+        """Take the next chunk of a choice."""
+
+    def end(self, usage: Usage) -> None:
+        """Every request has ended."""
+
+    def close(self) -> None:
+        """Release what is held. Idempotent."""
+
+
+class StreamedOutput:
+    """Sends each chunk as events."""
+
+    def __init__(self, exchange: Exchange, form: Format, include_usage: bool) -> None:
+        self._exchange = exchange
+        self._format = form
+        self._include_usage = include_usage
+
+    def begin(self, echoes: Sequence[Echo]) -> None:
+        """Send the head of the stream and the first events."""
+        self._exchange.begin_events()
+        echoed = [self._format.echo_event(index, *echo) for index, echo in enumerate(echoes)]
+        self._exchange.send_events(b"".join((self._format.opening(), *echoed)))
+
+    def take(self, index: int, chunk: OutputChunk) -> None:
+        """Send the chunk."""
+        self._exchange.send_events(self._format.events(index, chunk))
+
+    def end(self, usage: Usage) -> None:
+        """Send the usage if it was asked for, and the end."""
+        last = self._format.usage_event(usage) if self._include_usage else b""
+        self._exchange.send_events(last + DONE)
+        self._exchange.end_events()
+
+    def close(self) -> None:
+        """Release nothing: the connection holds what is unsent."""
+
+
+class WholeOutput:
+    """Holds the output until its end. What it holds counts as unsent output of the connection."""
+
+    def __init__(self, exchange: Exchange, form: Format) -> None:
+        self._exchange = exchange
+        self._format = form
+        self._held_bytes = 0
+        self._is_closed = False
+
+    def begin(self, echoes: Sequence[Echo]) -> None:
+        """Send nothing yet."""
+        for choice, echo in zip(self._format.choices, echoes, strict=False):
+            choice.echo(*echo)
+
+    def take(self, index: int, chunk: OutputChunk) -> None:
+        """Hold the chunk."""
+        if not self._is_closed:
+            num_bytes = self._format.choices[index].add(chunk)
+            self._held_bytes += num_bytes
+            self._exchange.send_buffer.hold(self, num_bytes)
+
+    def end(self, usage: Usage) -> None:
+        """Send the answer."""
+        self.close()
+        self._exchange.respond(HTTPAnswer(200, self._format.whole(usage)))
+
+    def close(self) -> None:
+        """Count nothing any more."""
+        self._is_closed = True
+        self._exchange.send_buffer.hold(self, -self._held_bytes)
+        self._held_bytes = 0
+
+    # WaitingStream
+
+    def send_soon(self) -> None:
+        """Ignore it: nothing is sent before the end."""
+
+    def shed(self, error: QuireError) -> None:
+        """End the call: its answer is longer than the limit."""
+        held = self._held_bytes
+        self.close()
+        self._exchange.fail(
+            InvalidRequest(
+                f"{held} bytes of this answer exceed what may wait to be sent (`max_outgoing_bytes`, "
+                "`max_unsent_bytes`); stream it, or ask for less"
+            ),
+            "slow_reader",
+        )
+
+
+class Prompt:
+    """One prompt of a call while it is live."""
+
+    def __init__(self, live: LiveRequest, first_choice: int) -> None:
+        self.live = live
+        self.first_choice = first_choice
+        self.generated = 0  # tokens
+        self.outcome: OutputChunk | QuireError | None = None
+        self._has_ended = False
+        live.reader = self
+
+    def end(self) -> None:
+        """Release the request. Idempotent."""
+        if not self._has_ended:
+            self._has_ended = True
+            self.live.end(self.outcome)
+
+
+class CallRunner:
+    """Runs one call. `submit` it, then await `run` in the same task."""
+
+    def __init__(self, exchange: Exchange, call: Call, engine: EngineFacade) -> None:
+        self._exchange = exchange
+        self._requests = list(call.requests)  # until they are accepted: they hold the prompts
+        self._echo = call.echo
+        self._n = call.params.n
+        self._engine = engine
+        self._prompts: list[Prompt] = []
+        self._failure: QuireError | None = None
+        self._ended = asyncio.Event()
+
+    def submit(self, requests: LiveRequests) -> None:
+        """Submit every prompt. Raises the refusal of the first; that of a later one ends the call in `run`."""
+        tenant = self._exchange.tenant
+        assert tenant is not None, "authenticated"
+        for index, request in enumerate(self._requests):
+            try:
+                live = requests.submit(tenant, self._exchange.number, request)
+            except QuireError as error:
+                if not self._prompts:
+                    raise
+                self._fail(error)
+                return
+            self._exchange.lives.append(live)
+            self._prompts.append(Prompt(live, index * self._n))
+
+    async def run(self, output: CallOutput) -> QuireError | None:
+        """Answer the call with `output`, or return the first refusal or error of its requests."""
+        try:
+            accepted = await asyncio.gather(*(each.live.accepted() for each in self._prompts), return_exceptions=True)
+            streams = []
+            for each in accepted:
+                if isinstance(each, BaseException):
+                    self._fail(each)
+                else:
+                    streams.append(each)
+            if self._failure is None:
+                output.begin(await self._echoes(streams) if self._echo else [])
+                self._requests.clear()
+                for prompt, stream in zip(self._prompts, streams, strict=True):
+                    stream.deliver(partial(self._take, output, prompt))
+                await self._ended.wait()
+            if self._failure is not None:
+                return self._failure
+            usages = [each.outcome.usage for each in self._prompts if isinstance(each.outcome, OutputChunk)]
+            output.end(total_usage([usage for usage in usages if usage is not None]))
+            return None
+        finally:
+            output.close()
+            self._cancel_all()  # has an effect only if this was interrupted
+            self._exchange.lives.clear()
+            for prompt in self._prompts:
+                prompt.end()
+
+    async def _echoes(self, streams: Sequence[Generation]) -> list[Echo]:
+        """Return what each choice begins with: the prompt, or its first token where the engine echoes the others."""
+        echoes: list[Echo] = []
+        for request, stream in zip(self._requests, streams, strict=True):
+            ids = stream.prompt_token_ids
+            if request.echo:
+                token = self._engine.token(ids[0])
+                echo: Echo = "" if token.is_special else token.data.decode(errors="replace"), ids[0]
+            elif isinstance(request.prompt, str):
+                echo = request.prompt, None
+            else:
+                echo = await self._engine.detokenize(ids, tenant=request.tenant), None
+            echoes += [echo] * self._n
+        return echoes
+
+    def _take(self, output: CallOutput, prompt: Prompt, item: OutputChunk | QuireError) -> None:
+        """Pass on the next chunk of a prompt, or note the error that ended it. Never raises: the engine calls it."""
+        if isinstance(item, Exception):
+            prompt.outcome = self._fail(item)
+        else:
+            prompt.generated += len(item.token_ids)
+            prompt.outcome = item if item.usage is not None else None
+            if self._failure is None and not self._exchange.is_over:
+                try:
+                    if item.finish_reason == "cancelled":
+                        raise Cancelled("the request was cancelled")
+                    output.take(prompt.first_choice + item.choice, item)
+                except Exception as error:
+                    self._fail(error)
+        if prompt.outcome is not None:
+            prompt.end()
+            if all(each.outcome is not None for each in self._prompts):
+                self._ended.set()
+
+    def _fail(self, error: BaseException) -> QuireError:
+        """Note what ends the call, unless something has already, and cancel all that is live. Return the error."""
+        if not isinstance(error, Exception):
+            raise error
+        failure = quire_error(error, client_id=self._exchange.number).with_traceback(None)  # that holds the prompt
+        self._failure = self._failure or failure
+        self._cancel_all()
+        return failure
+
+    def _cancel_all(self) -> None:
+        for prompt in self._prompts:
+            if prompt.outcome is None:
+                prompt.live.cancel("client")

@@ -1,0 +1,602 @@
+"""OpenAI's HTTP API on a real socket, over a fake engine: refusals, streams, disconnects, limits and bad clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from quire.runtime.common.config import ServerConfig
+from quire.runtime.common.errors import ConfigError
+from quire.runtime.server import Server
+from quire.runtime.server.openai import exchange as exchange_module
+
+from .http_client import HTTPClient, Reply
+
+Serve = Callable[..., Awaitable[Any]]
+Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+@asynccontextmanager
+async def connection(system: Any) -> AsyncIterator[HTTPClient]:
+    client = await HTTPClient.open(system.server.api_address)
+    try:
+        yield client
+    finally:
+        client.writer.transport.abort()
+
+
+async def ask(system: Any, path: str, body: object = None, method: str = "POST", **headers: str) -> Reply:
+    async with connection(system) as client:
+        return await client.ask(method, path, body, headers)
+
+
+def complete(prompt: object = "p", **fields: Any) -> dict[str, Any]:
+    return {"model": "quire", "prompt": prompt, "max_tokens": 4, **fields}
+
+
+# Answers
+
+
+async def test_a_completion(system: Any) -> None:
+    reply = await ask(system, COMPLETIONS, complete())
+    assert reply.status == 200
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.json["choices"] == [
+        {"index": 0, "text": " p:0é日 p:2é日", "logprobs": None, "finish_reason": "length"},
+    ]
+    assert reply.json["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 4,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+async def test_a_stream_has_the_same_text_and_usage_only_if_asked(system: Any) -> None:
+    events = (await ask(system, COMPLETIONS, complete(stream=True))).events
+    assert "".join(each["choices"][0]["text"] for each in events) == " p:0é日 p:2é日"
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert all("usage" not in each for each in events)
+    body = complete(stream=True, stream_options={"include_usage": True})
+    *others, last = (await ask(system, COMPLETIONS, body)).events
+    assert all(each["usage"] is None for each in others)
+    assert last["choices"] == []
+    assert last["usage"]["total_tokens"] == 7
+
+
+async def test_choices_of_several_prompts_are_numbered_across_them(system: Any) -> None:
+    reply = await ask(system, COMPLETIONS, complete(["a", "b"], n=2))
+    assert [(each["index"], each["text"][:7]) for each in reply.json["choices"]] == [
+        (0, " a:0é日 "),
+        (1, "choice "),
+        (2, " b:0é日 "),
+        (3, "choice "),
+    ]
+    assert reply.json["usage"]["prompt_tokens"] == 6
+    assert reply.json["usage"]["completion_tokens"] == 16
+    events = (await ask(system, COMPLETIONS, complete(["a", "b"], n=2, stream=True))).events
+    texts = ["", "", "", ""]
+    for event in events:
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [each["text"] for each in reply.json["choices"]]
+
+
+async def test_token_ids_as_prompts(system: Any) -> None:
+    await ask(system, COMPLETIONS, complete([1, 2, 3]))
+    await ask(system, COMPLETIONS, complete([[4], [5, 6]]))
+    assert [each.prompt for each in system.engine.requests] == [(1, 2, 3), (4,), (5, 6)]
+
+
+async def test_logprobs_of_completions(system: Any) -> None:
+    body = complete(logprobs=1)
+    logprobs = (await ask(system, COMPLETIONS, body)).json["choices"][0]["logprobs"]
+    assert logprobs == {
+        "tokens": ["\x00", "\x01", "\x02", "\x03"],
+        "token_logprobs": [-0.5] * 4,
+        "top_logprobs": [{"\x00": -0.5}, {"\x01": -0.5}, {"\x02": -0.5}, {"\x03": -0.5}],
+        "text_offset": [0, 1, 2, 3],
+    }
+    events = (await ask(system, COMPLETIONS, {**body, "stream": True})).events
+    parts = [event["choices"][0]["logprobs"] for event in events]
+    assert {name: [each for part in parts if part for each in part[name]] for name in logprobs} == logprobs
+
+
+async def test_the_text_of_a_prompt_is_echoed(system: Any) -> None:
+    for prompt, text in (("a", "a"), ([97, 98], "\x01\x02\x03")):  # the fake engine's prompt is 1, 2, 3
+        reply = await ask(system, COMPLETIONS, complete(prompt, echo=True))
+        assert reply.json["choices"][0]["text"].startswith(text + " ")
+        events = (await ask(system, COMPLETIONS, complete(prompt, echo=True, stream=True))).events
+        assert "".join(each["choices"][0]["text"] for each in events) == reply.json["choices"][0]["text"]
+    assert not any(each.echo for each in system.engine.requests)
+    await ask(system, COMPLETIONS, complete([97, 98], echo=True, logprobs=0))
+    assert system.engine.requests[-1].echo
+
+
+async def test_parameters_arrive_and_defaults_are_openais(system: Any) -> None:
+    await ask(system, COMPLETIONS, {"prompt": "p"})
+    await ask(
+        system,
+        COMPLETIONS,
+        complete(
+            n=2, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=-1, stop="x", stop_token_ids=[3], ignore_eos=True,
+            logit_bias={"7": -2}, frequency_penalty=0.25, presence_penalty=0.5, repetition_penalty=1.5, min_tokens=1,
+            include_stop_str_in_output=True, priority=3, user="u", metadata={"a": "b"}, echo=False, tools=None,
+        ),
+    )  # fmt: skip
+    default, given = [each.sampling_params for each in system.engine.requests]
+    assert (default.temperature, default.max_tokens, default.seed) == (1.0, 16, None)
+    assert (given.temperature, given.top_p, given.top_k, given.min_p, given.seed) == (0.5, 0.9, 5, 0.1, (1 << 64) - 1)
+    assert (given.stop, given.stop_token_ids, given.ignore_eos, given.logit_bias) == (("x",), (3,), True, {7: -2.0})
+    assert (given.frequency_penalty, given.presence_penalty, given.repetition_penalty) == (0.25, 0.5, 1.5)
+    assert (given.n, given.min_tokens, given.include_stop_str_in_output) == (2, 1, True)
+    assert system.engine.requests[1].priority == 3
+
+
+async def test_a_chat_fills_the_context_unless_limited(system: Any) -> None:
+    messages = [{"role": "developer", "content": [{"type": "text", "text": "a"}]}, {"role": "user", "content": "b"}]
+    await ask(system, CHAT, {"messages": messages})
+    await ask(system, CHAT, {"messages": messages, "max_tokens": 3})
+    await ask(system, CHAT, {"messages": messages, "max_tokens": 3, "max_completion_tokens": 5})
+    first, second, third = system.engine.requests
+    assert first.messages == ({"role": "system", "content": "a"}, {"role": "user", "content": "b"})
+    assert (first.fit_max_tokens, first.sampling_params.max_tokens) == (True, 100)
+    assert (second.fit_max_tokens, second.sampling_params.max_tokens) == (False, 3)
+    assert (third.fit_max_tokens, third.sampling_params.max_tokens) == (False, 5)
+
+
+async def test_the_role_of_every_choice_comes_first(system: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "b"}], "max_tokens": 2, "n": 3, "stream": True}
+    events = (await ask(system, CHAT, body)).events
+    assert [each["choices"][0]["index"] for each in events[:3]] == [0, 1, 2]
+    role = {"role": "assistant", "content": "", "refusal": None}
+    assert [each["choices"][0]["delta"] for each in events[:3]] == [role] * 3
+    assert all("role" not in each["choices"][0]["delta"] for each in events[3:])
+    assert [each["choices"][0]["delta"] for each in events if each["choices"][0]["finish_reason"]] == [{}] * 3
+
+
+async def test_models_version_and_tokens(system: Any) -> None:
+    models = (await ask(system, "/v1/models", method="GET")).json
+    assert [each["id"] for each in models["data"]] == ["quire"]
+    assert (await ask(system, "/v1/models/quire", method="GET")).json == models["data"][0]
+    assert (await ask(system, "/v1/models/other", method="GET")).error["code"] == "model_not_found"
+    assert "version" in (await ask(system, "/version", method="GET")).json
+    assert (await ask(system, "/health", method="GET")).status == 200
+    tokens = (await ask(system, "/tokenize", {"prompt": "ab", "return_token_strs": True})).json
+    assert tokens == {"count": 3, "max_model_len": 100, "tokens": [0, 97, 98], "token_strs": ["\x00", "a", "b"]}
+    assert (await ask(system, "/tokenize", {"prompt": "ab", "add_special_tokens": False})).json["tokens"] == [97, 98]
+    chat = {"messages": [{"role": "user", "content": "ab"}]}
+    assert (await ask(system, "/tokenize", chat)).json["tokens"] == [97, 98]
+    assert (await ask(system, "/detokenize", {"tokens": [97, 98]})).json == {"prompt": "ab"}
+
+
+async def test_a_connection_is_kept_and_head_has_no_body(system: Any) -> None:
+    async with connection(system) as client:
+        assert (await client.ask("POST", COMPLETIONS, complete())).status == 200
+        assert (await client.ask("POST", COMPLETIONS, complete(stream=True))).events
+        head = await client.ask("HEAD", "/v1/models")
+        assert head.status == 200
+        assert head.content == b""
+        assert (await client.ask("GET", "/v1/models")).json["object"] == "list"
+
+
+async def test_requests_sent_ahead_are_answered_in_order(system: Any) -> None:
+    async with connection(system) as client:
+        for name in "abc":
+            client.send("POST", COMPLETIONS, complete(name))
+        replies = [await client.receive() for _ in range(3)]
+    assert [reply.json["choices"][0]["text"][:3] for reply in replies] == [" a:", " b:", " c:"]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"stop": [1]}, "stop"),
+        ({"seed": "x"}, "seed"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"stream": 1}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"tools": []}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"suffix": "x"}, "suffix"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"echo": 1}, "echo"),
+        ({"cache_salt": "x"}, "cache_salt"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"messages": []}, "messages"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"best_of": 3, "stream": True}, "best_of"),
+        ({"model": 3}, "model"),
+    ],
+)
+async def test_a_wrong_field_is_named(system: Any, fields: dict[str, Any], param: str) -> None:
+    reply = await ask(system, COMPLETIONS, {**complete(), **fields})
+    assert reply.status == 400
+    assert reply.error["type"] == "invalid_request_error"
+    assert reply.error["param"] == param
+    assert param.partition(".")[0] in reply.error["message"]
+    assert reply.headers["x-should-retry"] == "false"
+    assert system.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [[0] * 70_000]}, "messages"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"best_of": 2}, "best_of"),
+        ({"prompt": "x"}, "prompt"),
+    ],
+)
+async def test_a_wrong_field_of_a_chat_is_named(system: Any, fields: dict[str, Any], param: str) -> None:
+    reply = await ask(system, CHAT, {"messages": [{"role": "user", "content": "b"}], **fields})
+    assert reply.status == 400
+    assert reply.error["param"] == param
+    assert system.engine.requests == []
+
+
+async def test_an_unknown_field_is_ignored_and_counted(system: Any) -> None:
+    assert (await ask(system, COMPLETIONS, complete(flavour="mint", colour=None))).status == 200
+    assert "quire_http_unknown_fields_total 1.0" in system.metrics()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b'{"n": NaN}',
+        b'{"n": Infinity}',
+        b'{"n": 1e999}',
+        b'{"n": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a", "prompt": "b"}',
+        b'{"prompt": "a", "metadata": {"x": 1, "x": 2}}',
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "\xff"}',
+        '{"prompt": "a"}'.encode("utf-16"),
+        b'{"prompt": "a"} x',
+    ],
+)
+async def test_a_body_that_is_not_strict_json(system: Any, body: bytes) -> None:
+    reply = await ask(system, COMPLETIONS, body)
+    assert reply.status == 400
+    assert "body" in reply.error["message"] or "number" in reply.error["message"]
+    assert system.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "text"),
+    [
+        ("GET", "/", 404, "/v1/chat/completions"),
+        ("POST", "/chat/completions", 404, "ends with /v1, once"),
+        ("POST", "/v1/v1/completions", 404, "ends with /v1, once"),
+        ("POST", "/v1/embeddings", 404, "no embeddings"),
+        ("GET", "/v1/completions", 405, "allows POST"),
+        ("DELETE", "/v1/models", 405, "allows GET, HEAD"),
+        ("GET", "/v1/../v1/models", 404, ""),
+        ("GET", "//v1/models", 404, ""),
+        ("GET", "/v1/models%2f", 404, ""),
+        ("GET", "/v1/models/..%2f..%2fetc%2fpasswd", 404, "does not exist"),
+        ("GET", "http://localhost/v1/models", 404, ""),
+    ],
+)
+async def test_a_wrong_path_or_method(system: Any, method: str, path: str, status: int, text: str) -> None:
+    reply = await ask(system, path, method=method)
+    assert reply.status == status
+    assert text in reply.error["message"]
+
+
+async def test_a_refusal_says_when_to_retry(system: Any) -> None:
+    reply = await ask(system, COMPLETIONS, complete("full"))
+    assert reply.status == 429
+    assert reply.error == {
+        "message": "the queue is full",
+        "type": "rate_limit_error",
+        "param": None,
+        "code": "rate_limit_exceeded",
+    }
+    assert (reply.headers["retry-after-ms"], reply.headers["retry-after"]) == ("250", "1")
+    assert reply.headers["x-should-retry"] == "true"
+    streamed = await ask(system, COMPLETIONS, complete("full", stream=True))
+    assert (streamed.status, streamed.error) == (429, reply.error)
+
+
+async def test_one_refused_prompt_refuses_all(system: Any) -> None:
+    assert (await ask(system, COMPLETIONS, complete(["a", "full", "b"]))).status == 429
+    assert system.engine.live == []
+
+
+async def test_an_error_in_a_stream_is_its_last_event(system: Any) -> None:
+    *events, last = (await ask(system, COMPLETIONS, complete("fail", stream=True))).data
+    assert events
+    assert json.loads(last)["error"]["message"] == "the logits are NaN"
+    whole = await ask(system, COMPLETIONS, complete("fail"))
+    assert (whole.status, whole.headers["x-should-retry"]) == (500, "false")
+    bug = await ask(system, COMPLETIONS, complete("crash"))
+    assert (bug.status, "division" in bug.error["message"]) == (500, False)
+
+
+async def test_keys_are_bearer_tokens(serve: Serve) -> None:
+    system = await serve(token="secret")
+    for headers in ({}, {"authorization": "Bearer no"}, {"authorization": "Basic secret"}):
+        reply = await ask(system, COMPLETIONS, complete(), **headers)
+        assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+        assert reply.headers["www-authenticate"] == "Bearer"
+    assert (await ask(system, COMPLETIONS, complete(), authorization="bearer secret")).status == 200
+    assert (await ask(system, "/v1/models", method="GET")).status == 401
+    assert (await ask(system, "/tokenize", {"prompt": "a"})).status == 401
+    assert (await ask(system, "/health", method="GET")).status == 200
+
+
+async def test_tenants_have_their_own_limits(serve: Serve, tmp_path: Any) -> None:
+    import hashlib
+
+    keys = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("ann", "ben")}
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[ann]\nkeys = ["{keys["ann"]}"]\nrequests_per_minute = 1\n[ben]\nkeys = ["{keys["ben"]}"]\n')
+    path.chmod(0o600)
+    system = await serve(auth_tokens=str(path))
+    async with connection(system) as client:
+        for name, status in (("ann", 200), ("ben", 200), ("ann", 429), ("ben", 200)):
+            reply = await client.ask("POST", COMPLETIONS, complete(), {"authorization": f"Bearer {name}"})
+            assert reply.status == status
+    assert [each.tenant for each in system.engine.requests] == ["ann", "ben", "ben"]
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil"])
+async def test_a_site_that_points_its_name_here_is_refused(system: Any, host: str) -> None:
+    reply = await ask(system, "/v1/models", method="GET", host=host)
+    assert reply.status == 403
+
+
+@pytest.mark.parametrize("host", ["localhost:8000", "LOCALHOST", "127.0.0.1:8000", "[::1]:8000", "192.168.1.2"])
+async def test_addresses_are_accepted_as_host(system: Any, host: str) -> None:
+    assert (await ask(system, "/v1/models", method="GET", host=host)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content-type": "text/plain"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded"}, 415),
+        ({"content-encoding": "gzip"}, 415),
+        ({"content-type": "application/json; charset=utf-8"}, 200),
+    ],
+)
+async def test_only_plain_json_is_read(system: Any, headers: dict[str, str], status: int) -> None:
+    assert (await ask(system, COMPLETIONS, complete(), **headers)).status == status
+
+
+async def test_no_other_site_may_read_answers(system: Any) -> None:
+    reply = await ask(system, "/v1/models", method="GET", origin="http://evil.example")
+    assert not any(name.startswith("access-control") for name in reply.headers)
+    assert (await ask(system, COMPLETIONS, method="OPTIONS", origin="http://evil.example")).status == 405
+
+
+# Clients that leave
+
+
+async def test_a_client_that_leaves_cancels(system: Any, eventually: Eventually) -> None:
+    for stream in (False, True):
+        async with connection(system) as client:
+            client.send("POST", COMPLETIONS, complete("hold", stream=stream))
+            await eventually(lambda: bool(system.engine.live))
+        await eventually(lambda: not system.engine.live)
+    assert 'quire_cancelled_total{cause="disconnect"} 2.0' in system.metrics()
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_prepared_cancels(system: Any, eventually: Eventually) -> None:
+    system.engine.submitting.clear()
+    async with connection(system) as client:
+        client.send("POST", COMPLETIONS, complete("hold"))
+        await eventually(lambda: bool(system.engine.requests))
+    await eventually(lambda: 'quire_cancelled_total{cause="disconnect"} 1.0' in system.metrics())
+    system.engine.submitting.set()
+    await eventually(lambda: not system.server.num_connections)
+    assert system.engine.live == []
+
+
+async def test_every_prompt_of_a_client_that_leaves_is_cancelled(system: Any, eventually: Eventually) -> None:
+    async with connection(system) as client:
+        client.send("POST", COMPLETIONS, complete(["hold", "hold", "p"]))
+        await eventually(lambda: len(system.engine.live) == 2)
+    await eventually(lambda: not system.engine.live)
+
+
+async def test_a_silent_stream_is_kept_alive(
+    system: Any, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange_module, "KEEP_ALIVE_S", 0.01)
+    async with connection(system) as client:
+        client.send("POST", COMPLETIONS, complete("hold", stream=True))
+        await client.read_until(b"\r\n:\n\r\n")
+
+
+# Clients that read or send too little or too much
+
+
+async def test_a_client_that_does_not_read_is_cut_off(serve: Serve, eventually: Eventually) -> None:
+    system = await serve(max_frame_bytes=65_536, max_outgoing_bytes=65_540)
+    system.engine.text_bytes = 30_000
+    async with connection(system) as client:
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.send("POST", COMPLETIONS, complete(max_tokens=100, n=1, stream=True))
+        for _ in range(40):
+            client.send("POST", COMPLETIONS, complete(max_tokens=100, stream=True))
+        await eventually(lambda: not system.server.num_connections)
+    assert system.engine.live == []
+
+
+async def test_an_answer_beyond_the_limit_is_refused(serve: Serve) -> None:
+    system = await serve(max_frame_bytes=65_536, max_outgoing_bytes=65_540)
+    system.engine.text_bytes = 30_000
+    reply = await ask(system, COMPLETIONS, complete(max_tokens=100))
+    assert reply.status == 400
+    assert "stream it" in reply.error["message"]
+
+
+async def test_a_long_body_is_refused_before_it_is_read(serve: Serve) -> None:
+    system = await serve(max_frame_bytes=65_536)
+    async with connection(system) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        client.writer.write(head.replace(b"host: x", b"host: localhost") + b"content-length: 70000\r\n\r\n")
+        assert (await client.receive()).status == 413
+        assert await client.is_closed()
+    async with connection(system) as client:
+        client.writer.write(head.replace(b"host: x", b"host: localhost") + b"transfer-encoding: chunked\r\n\r\n")
+        for _ in range(8):
+            client.writer.write(b"4000\r\n" + b" " * 0x4000 + b"\r\n")
+        assert (await client.receive()).status == 413
+    async with connection(system) as client:
+        client.writer.write(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\ncontent-length: 3\r\n\r\nabc")
+        assert (await client.receive()).status == 413
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03" + b"x" * 40 + b"\n\n",
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nhost : localhost\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip, chunked\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 40_000 + b"\r\n\r\n",
+    ],
+)
+async def test_bytes_that_are_not_http(system: Any, data: bytes) -> None:
+    async with connection(system) as client:
+        client.writer.write(data)
+        reply = await client.receive()
+        assert 400 <= reply.status < 600
+        assert reply.error["message"]
+        assert await client.is_closed()
+    assert (await ask(system, COMPLETIONS, complete())).status == 200
+
+
+async def test_a_length_beside_chunks_does_not_hide_a_request(system: Any) -> None:
+    async with connection(system) as client:
+        client.writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: 6\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+            b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        )
+        assert (await client.receive()).status == 400
+
+
+async def test_slow_requests_time_out(serve: Serve) -> None:
+    system = await serve(handshake_timeout_ms=50, frame_timeout_ms=50)
+    async with connection(system) as client:
+        client.writer.write(b"GET /v1/models HT")
+        assert (await client.receive()).status == 408
+        assert await client.is_closed()
+    async with connection(system) as client:
+        client.send("POST", COMPLETIONS, b"", {"content-length": "10"})
+        assert (await client.receive()).status == 408
+        assert await client.is_closed()
+    async with connection(system) as client:
+        assert await client.is_closed()
+
+
+async def test_an_idle_connection_is_closed(serve: Serve) -> None:
+    system = await serve(idle_timeout_ms=50)
+    async with connection(system) as client:
+        assert (await client.ask("GET", "/v1/models")).status == 200
+        assert await client.is_closed()
+
+
+async def test_a_client_may_wait_for_100_continue(system: Any) -> None:
+    async with connection(system) as client:
+        body = json.dumps(complete()).encode()
+        client.send("POST", COMPLETIONS, b"", {"content-length": str(len(body)), "expect": "100-continue"})
+        assert b" 100 " in await client.read_until(b"\r\n\r\n")
+        client.writer.write(body)
+        assert (await client.receive()).status == 200
+
+
+async def test_what_is_sent_ahead_is_limited(system: Any, eventually: Eventually) -> None:
+    async with connection(system) as client:
+        client.send("POST", COMPLETIONS, complete("hold", stream=True))
+        await eventually(lambda: bool(system.engine.live))
+        client.writer.write(b"GET /v1/models HTTP/1.1\r\n" + b"x" * (1 << 20))
+        await eventually(lambda: not system.engine.live)
+
+
+async def test_http_1_0(system: Any) -> None:
+    async with connection(system) as client:
+        body = json.dumps(complete(stream=True)).encode()
+        head = b"POST /v1/completions HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        client.writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        answer = await client.reader.read()
+    assert b"transfer-encoding" not in answer
+    assert answer.endswith(b"data: [DONE]\n\n")
+
+
+# The server's life
+
+
+async def test_too_many_connections(serve: Serve) -> None:
+    system = await serve(max_connections=1)
+    async with connection(system) as first:
+        assert (await first.ask("GET", "/v1/models")).status == 200
+        reply = await ask(system, "/v1/models", method="GET")
+        assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
+
+
+async def test_a_draining_server_finishes_what_runs_and_refuses_the_rest(system: Any, eventually: Eventually) -> None:
+    async with connection(system) as client, connection(system) as other:
+        client.send("POST", COMPLETIONS, complete("hold", stream=True))
+        await eventually(lambda: bool(system.engine.live))
+        draining = asyncio.create_task(system.server.drain(0.3))
+        await eventually(lambda: system.server._context.leaves_at is not None)
+        reply = await other.ask("POST", COMPLETIONS, complete())
+        assert (reply.status, reply.error["code"]) == (503, "server_unavailable")
+        assert reply.headers["connection"] == "close"
+        assert "retry-after" in reply.headers
+        await draining
+        assert json.loads((await client.receive()).data[-1])["error"]["code"] == "server_unavailable"
+    await eventually(lambda: not system.engine.live)
+
+
+async def test_an_api_off_loopback_requires_a_key() -> None:
+    config = ServerConfig(port=0, http_port=0, api_port=0, api_host="0.0.0.0")
+    with pytest.raises(ConfigError, match=r"`api_host` .* is reachable"):
+        await Server().start(None, config)  # type: ignore[arg-type]
+
+
+async def test_a_unix_socket_without_keys_is_not_widened_to_a_port(serve: Serve, socket_path: Any) -> None:
+    assert (await serve(uds=str(socket_path))).server.api_address == ""
+    with_key = await serve(uds=str(socket_path.with_name("other")), token="x")
+    assert (await ask(with_key, "/v1/models", method="GET", authorization="Bearer x")).status == 200

@@ -1,0 +1,189 @@
+"""openai-python against a real server: every answer is of its types, and a stream adds up to the whole answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
+
+MESSAGES: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is a queue?"}]
+PROMPT = "This module provides access to"
+
+
+@pytest.fixture
+async def client(serving: Callable[..., Any]) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        serving() as real,
+        openai.AsyncOpenAI(base_url=f"http://{real.server.api_address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def check(model: BaseModel) -> None:
+    """Check that the answer has no field that its type does not have, and that its type accepts every value."""
+    type(model).model_validate(model.model_dump())
+    unseen: list[Any] = [model]
+    while unseen:
+        each = unseen.pop()
+        if isinstance(each, BaseModel):
+            assert not each.model_extra, each
+            unseen.extend(value for _, value in each)
+        elif isinstance(each, list):
+            unseen.extend(each)
+
+
+def without_ids(answer: BaseModel) -> dict[str, Any]:
+    """Return the answer's fields, without the id and the time."""
+    return answer.model_dump(exclude={"id", "created"}, exclude_unset=True)
+
+
+async def test_models(client: openai.AsyncOpenAI) -> None:
+    models = [model async for model in client.models.list()]
+    assert [type(model) for model in models] == [Model]
+    check(models[0])
+    assert (await client.models.retrieve(models[0].id)).id == models[0].id
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("logprobs", [{}, {"logprobs": True, "top_logprobs": 2}])
+async def test_a_chat_stream_adds_up_to_the_whole_answer(
+    client: openai.AsyncOpenAI, n: int, logprobs: dict[str, Any]
+) -> None:
+    params: Any = {"model": "quire", "messages": MESSAGES, "max_tokens": 12, "n": n, "seed": 5, **logprobs}
+    whole = await client.chat.completions.create(**params)
+    assert isinstance(whole, ChatCompletion)
+    check(whole)
+    async with client.chat.completions.stream(**params, stream_options={"include_usage": True}) as stream:
+        async for event in stream:
+            if event.type == "chunk":
+                assert isinstance(event.chunk, ChatCompletionChunk)
+                check(event.chunk)
+        final = stream.current_completion_snapshot
+    assert whole.usage == final.usage
+    for one, other in zip(whole.choices, final.choices, strict=True):
+        assert one.message.content == other.message.content
+        assert (one.index, one.finish_reason, one.message.role) == (other.index, other.finish_reason, "assistant")
+        assert (one.logprobs and one.logprobs.model_dump()) == (other.logprobs and other.logprobs.model_dump())
+    if logprobs:
+        content = whole.choices[0].logprobs.content  # type: ignore[union-attr]
+        assert content is not None
+        assert b"".join(bytes(each.bytes or []) for each in content) == whole.choices[0].message.content.encode()  # type: ignore[union-attr]
+        assert all(len(each.top_logprobs) == 2 for each in content)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, "A queue is"]])
+async def test_a_completion_stream_adds_up_to_the_whole_answer(client: openai.AsyncOpenAI, n: int, prompt: Any) -> None:
+    params: Any = {"model": "quire", "prompt": prompt, "max_tokens": 8, "n": n, "seed": 5, "logprobs": 2}
+    whole = await client.completions.create(**params)
+    assert isinstance(whole, Completion)
+    check(whole)
+    texts: dict[int, str] = {}
+    logprobs: dict[int, list[float]] = {}
+    reasons: dict[int, str] = {}
+    usage = None
+    async for chunk in await client.completions.create(**params, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + choice.text
+            if choice.logprobs:
+                logprobs.setdefault(choice.index, []).extend(choice.logprobs.token_logprobs or [])  # type: ignore[arg-type]
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+        usage = chunk.usage or usage
+    assert usage == whole.usage
+    assert len(whole.choices) == n * (1 if isinstance(prompt, str) else 2)
+    for choice in whole.choices:
+        assert choice.text == texts[choice.index]
+        assert choice.finish_reason == reasons[choice.index]
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == logprobs[choice.index]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 2, "max_num_batched_tokens": 32}])
+async def test_prompt_logprobs_are_those_of_the_model(serving: Callable[..., Any], settings: dict[str, Any]) -> None:
+    """The logprobs of an echoed prompt, with which lm-evaluation-harness scores texts."""
+    async with serving(**settings) as real:
+        ids = await real.engine.tokenize(PROMPT + " a queue that any number of threads may use.")
+        logits = (await real.engine.logits(ids)).astype(np.float64)
+        expected = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        expected -= logits.max(-1, keepdims=True)
+        url = f"http://{real.server.api_address}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            for prompt, max_tokens in ((list(ids), 0), (list(ids), 3), ([list(ids), list(ids[:5]), list(ids[:9])], 1)):
+                params: Any = {"model": "quire", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+                plain = None if max_tokens == 0 else await client.completions.create(**params)
+                echo = await client.completions.create(**params, echo=True, logprobs=1)
+                assert echo.usage is not None
+                assert plain is None or plain.usage == echo.usage
+                for index, choice in enumerate(echo.choices):
+                    prompt_ids = ids if len(echo.choices) == 1 else prompt[index]
+                    logprobs = choice.logprobs
+                    assert logprobs is not None
+                    assert logprobs.tokens is not None
+                    assert logprobs.token_logprobs is not None
+                    assert logprobs.top_logprobs is not None
+                    assert logprobs.text_offset is not None
+                    assert logprobs.token_logprobs[0] is None
+                    assert logprobs.top_logprobs[0] is None
+                    assert len(logprobs.tokens) == len(prompt_ids) + max_tokens
+                    found = logprobs.token_logprobs[1 : len(prompt_ids)]
+                    wanted = [expected[i, token] for i, token in enumerate(prompt_ids[1:])]
+                    np.testing.assert_allclose(found, wanted, atol=2e-3)
+                    for i, top in enumerate(logprobs.top_logprobs[1 : len(prompt_ids)]):
+                        assert max(top.values()) == pytest.approx(expected[i].max(), abs=2e-3)
+                    assert "".join(logprobs.tokens) == choice.text
+                    assert [
+                        choice.text[a:][: len(b)] for a, b in zip(logprobs.text_offset, logprobs.tokens, strict=True)
+                    ] == logprobs.tokens
+                    if plain is not None:
+                        assert choice.text.endswith(plain.choices[index].text)
+
+
+async def test_errors_are_of_the_right_class(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await client.chat.completions.create(model="other", messages=MESSAGES)
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as too_long:
+        await client.completions.create(model="quire", prompt=[5] * 3000, max_tokens=3)
+    assert too_long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as out_of_range:
+        await client.completions.create(model="quire", prompt=PROMPT, temperature=-1)
+    assert out_of_range.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as unsupported:
+        await client.chat.completions.create(
+            model="quire", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=3
+        )
+    assert unsupported.value.param == "response_format"
+    with pytest.raises(openai.NotFoundError, match="no embeddings"):
+        await client.embeddings.create(model="quire", input="x")
+
+
+async def test_a_chat_without_a_limit_uses_what_the_context_leaves(client: openai.AsyncOpenAI) -> None:
+    answer = await client.chat.completions.create(
+        model="quire", messages=[{"role": "user", "content": "a " * 1000}], extra_body={"ignore_eos": True}
+    )
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == 2048
+    assert answer.choices[0].finish_reason == "length"
+
+
+async def test_a_stream_that_is_left_early_frees_its_pages(
+    serving: Callable[..., Any],
+) -> None:
+    async with serving() as real:
+        url = f"http://{real.server.api_address}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
+            stream = await client.completions.create(
+                model="quire", prompt=PROMPT, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+            )
+            async for _ in stream:
+                break
+            await stream.close()
+            await real.idle()
+            real.check_books()
