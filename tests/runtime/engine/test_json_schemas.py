@@ -1,0 +1,86 @@
+"""JSON schemas: every valid instance can be generated, no invalid one can, and what cannot be enforced is refused.
+
+`tests/data/json_schemas.json` has one schema per line: its name, the schema, valid instances and invalid ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher
+from quire.runtime.common.errors import InvalidRequest
+from quire.runtime.common.types import StructuredOutputs
+from quire.runtime.engine.grammars import Grammars, check_structure, grammar_of
+from quire.runtime.engine.text_processor import TextProcessor
+from quire.runtime.model import BUNDLED_MODEL
+
+SCHEMAS: list[list[Any]] = json.loads((Path(__file__).parents[2] / "data" / "json_schemas.json").read_text())
+TEXT = TextProcessor.load(BUNDLED_MODEL)
+REFUSED: dict[str, Any] = {
+    'Unimplemented keys: ["not"]': {"not": {"type": "string"}},
+    'Unimplemented keys: ["if", "then"]': {"type": "integer", "if": {"minimum": 3}, "then": {"multipleOf": 2}},
+    'Unimplemented keys: ["uniqueItems"]': {"type": "array", "uniqueItems": True},
+    'Unimplemented keys: ["contains"]': {"type": "array", "contains": {"type": "integer"}},
+    'Unimplemented keys: ["dependentRequired"]': {"type": "object", "dependentRequired": {"a": ["b"]}},
+    'Unimplemented keys: ["propertyNames"]': {"type": "object", "propertyNames": {"pattern": "^a"}},
+    'Unimplemented keys: ["unevaluatedProperties"]': {"type": "object", "unevaluatedProperties": False},
+    'Unimplemented keys: ["$dynamicRef"]': {"$dynamicRef": "#x"},
+    "oneOf constraints are not supported": {"oneOf": [{"type": "integer"}, {"minimum": 3}]},
+    "Resource 'https://example.org/x' is not present": {"$ref": "https://example.org/x"},
+    "Pointer '/$defs/x' does not exist": {"$ref": "#/$defs/x"},
+    "Unknown format: phone": {"type": "string", "format": "phone"},
+    "look-around": {"type": "string", "pattern": "^(?=a)b"},
+    "backreferences are not supported": {"type": "string", "pattern": r"^(a)\1$"},
+    "Invalid type: text": {"type": "text"},
+    "minimum (5) is greater than maximum (3)": {"type": "integer", "minimum": 5, "maximum": 3},
+    "anyOf is empty": False,
+    "required property 'a' is unsatisfiable": {"type": "object", "required": ["a"], "additionalProperties": False},
+    "incompatible types": {"allOf": [{"type": "string"}, {"type": "integer"}]},
+}
+
+
+@cache
+def tables() -> Any:
+    """Return llguidance's tables of the bundled model's vocabulary."""
+    assert TEXT.tokenizer is not None
+    grammars = Grammars(lambda: TEXT, TEXT.tokenizer.vocab_size, TEXT.tokenizer.eos_token_ids)
+    try:
+        return grammars._tables()
+    finally:
+        grammars.close()
+
+
+def can_be_generated(matcher: LLMatcher, instance: Any) -> bool:
+    """Return whether the instance's usual text is a complete output."""
+    assert TEXT.tokenizer is not None
+    tokens = TEXT.tokenizer.encode(json.dumps(instance, ensure_ascii=False), add_special_tokens=False)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("schema", "valid", "invalid"), [case[1:] for case in SCHEMAS], ids=[case[0] for case in SCHEMAS]
+)
+def test_valid_instances_and_no_others_can_be_generated(schema: Any, valid: list[Any], invalid: list[Any]) -> None:
+    structure = StructuredOutputs(json=schema)
+    check_structure(structure)
+    matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
+    assert [each for each in valid if not can_be_generated(matcher.deep_copy(), each)] == []
+    assert [each for each in invalid if can_be_generated(matcher.deep_copy(), each)] == []
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_enforced_is_refused_with_the_reason(message: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(message)):
+        check_structure(StructuredOutputs(json=REFUSED[message]))
+    with pytest.raises(InvalidRequest, match=rf"{re.escape(message)}|required item is unsatisfiable"):
+        check_structure(StructuredOutputs(json={"type": "array", "items": REFUSED[message], "minItems": 1}))
+
+
+def test_there_are_enough_schemas() -> None:
+    assert len({case[0] for case in SCHEMAS}) == len(SCHEMAS) >= 200
+    assert all(case[2] for case in SCHEMAS)
