@@ -229,6 +229,7 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
         state.l[r] = 0
     memset(state.o, 0, rows * d * sizeof(float))    # an earlier step may have left NaN, and 0 * NaN is NaN
     tile.window = op.window
+    tile.softcap = op.softcap
     tile.head_dim = d
     tile.page_size = step.page_size
     tile.s = workspace.s

@@ -11,10 +11,11 @@ cdef struct HeadsOp:
     int64_t num_kv_heads
     int64_t group                   # query heads per KV head
     int64_t head_dim
-    quire_head query                # norm and scale of each kind of head
+    quire_head query                # norm, rotation and scale of each kind of head
     quire_head key
     quire_head value
-    const float *rotary             # [positions][head_dim]: cos | sin
+    bint norms_rows                 # queries, and keys, are normed over all heads of a row: norm [heads][head_dim]
+    const float *rotary             # [positions][rotary_dim]: cos | sin
 
 cdef void load_queries(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t first_row,
                        int64_t first_position, int64_t queries, int64_t head, const quire_rows *out) noexcept nogil

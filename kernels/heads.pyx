@@ -6,20 +6,23 @@ A head's numbers depend on its own token alone, so any worker may compute them.
 from libc.stdint cimport uint16_t
 from libc.string cimport memcpy, memset
 
-from .isa cimport QUIRE_BF16, QUIRE_MAX_HEAD, QUIRE_Q8, quire_output, quire_page
+from .isa cimport QUIRE_BF16, QUIRE_MAX_HEAD, QUIRE_Q8, quire_head, quire_output, quire_page
 from .step cimport page_at, table_of
 
 
 cdef void load_queries(const HeadsOp *op, const Step *step, const quire_tiles *tiles, int64_t first_row,
                        int64_t first_position, int64_t queries, int64_t head, const quire_rows *out) noexcept nogil:
     """Norm, rotate and scale the query heads of one KV head: out[queries * group][padded_head_dim]."""
-    cdef int64_t i, g
-    cdef const float *q
+    cdef int64_t i, g, index
+    cdef const float *row
+    cdef quire_head query
     cdef float x[QUIRE_MAX_HEAD]
     for i in range(queries):
-        q = _heads_of(op, first_row + i) + head * op.group * op.head_dim
+        row = _heads_of(op, first_row + i)
         for g in range(op.group):
-            tiles.head(q + g * op.head_dim, &op.query, op.rotary + (first_position + i) * op.head_dim, x)
+            index = head * op.group + g
+            query = _head_of_row(op, &op.query, tiles, row, op.num_heads, index)
+            tiles.head(row + index * op.head_dim, &query, op.rotary + (first_position + i) * query.rotary_dim, x)
             _store_query(tiles, x, step.kv_dtype, i * op.group + g, out)
 
 
@@ -44,16 +47,30 @@ cdef void store_rows(const HeadsOp *op, const Step *step, const quire_tiles *til
     cdef int64_t position = max(first, page * step.page_size)
     cdef int64_t end = min(step.row_start[sequence + 1] - row, (page + 1) * step.page_size)
     cdef quire_page kv = page_at(step, op.layer, table_of(step, op.layer_group, sequence)[page], head)
-    cdef const float *key
+    cdef const float *keys
+    cdef const float *value
+    cdef quire_head key
     cdef float x[QUIRE_MAX_HEAD]
     if position % step.page_size == 0:
         memset(kv.k, 0, step.head_bytes)    # masked lanes must read numbers: 0 * NaN is NaN
     for position in range(position, end):
-        key = _heads_of(op, row + position) + (op.num_heads + head) * op.head_dim
-        tiles.head(key, &op.key, op.rotary + position * op.head_dim, x)
+        keys = _heads_of(op, row + position) + op.num_heads * op.head_dim
+        key = _head_of_row(op, &op.key, tiles, keys, op.num_kv_heads, head)
+        tiles.head(keys + head * op.head_dim, &key, op.rotary + position * key.rotary_dim, x)
         tiles.store_key(x, position % step.page_size, &kv)
-        tiles.head(key + op.num_kv_heads * op.head_dim, &op.value, NULL, x)
+        value = keys + (op.num_kv_heads + head) * op.head_dim
+        tiles.head(value, &op.value, NULL, x)
         tiles.store_value(x, position % step.page_size, &kv)
+
+
+cdef inline quire_head _head_of_row(const HeadsOp *op, const quire_head *kind, const quire_tiles *tiles,
+                                    const float *row, int64_t heads, int64_t head) noexcept nogil:
+    """Return what applies to one of a row's `heads`: if rows are normed, 1 / rms of all of them and its weights."""
+    cdef quire_head result = kind[0]
+    if op.norms_rows:
+        result.factor = tiles.inverse_rms(row, kind.eps, heads * op.head_dim)
+        result.norm = kind.norm + head * op.head_dim
+    return result
 
 
 cdef inline const float *_heads_of(const HeadsOp *op, int64_t row) noexcept nogil:

@@ -19,6 +19,7 @@ cdef extern from "simd/tiles.h" nogil:
         QUIRE_STORE
         QUIRE_ADD
         QUIRE_SWIGLU
+        QUIRE_GEGLU
         QUIRE_LEVELS
 
     ctypedef struct quire_rows:
@@ -52,6 +53,7 @@ cdef extern from "simd/tiles.h" nogil:
         quire_rows q
         const int64_t *positions
         int64_t window
+        float softcap
         int64_t first_token
         int64_t head_dim
         const void *k[4]
@@ -78,8 +80,10 @@ cdef extern from "simd/tiles.h" nogil:
 
     ctypedef struct quire_head:
         int64_t head_dim
+        int64_t rotary_dim
         const float *norm
         float eps
+        float factor
         float scale
 
     ctypedef struct quire_tiles:
@@ -93,6 +97,9 @@ cdef extern from "simd/tiles.h" nogil:
                         int64_t row, int64_t column) noexcept nogil
         void (*rms_factors)(const float *squares, int64_t width, int64_t rows, int64_t columns, float eps,
                             float *factors) noexcept nogil
+        float (*inverse_rms)(const float *x, float eps, int64_t n) noexcept nogil
+        void (*add_norm)(const float *y, const float *weight, float eps, int64_t columns, float *x) noexcept nogil
+        void (*soft_cap)(float *x, int64_t n, float cap) noexcept nogil
         void (*head)(const float *x, const quire_head *h, const float *rotary, float *out) noexcept nogil
         void (*store_key)(const float *x, int64_t slot, const quire_page *page) noexcept nogil
         void (*store_value)(const float *x, int64_t slot, const quire_page *page) noexcept nogil

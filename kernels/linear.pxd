@@ -13,6 +13,9 @@ cdef struct LinearOp:
     const float *squares            # of a `Normed` input: [rows][squares_width]; or NULL
     int64_t squares_width
     float eps
+    bint has_factors                # each row's sums are multiplied: by 1 / rms, by `scale`, or by both
+    float scale
+    float softcap                   # of the results; 0: none
     Value out
     bint converts                   # results are also written to `converted`: `out` if not f32, or a `Normed`
     quire_output converted

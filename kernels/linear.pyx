@@ -19,7 +19,7 @@ from .pool cimport (quire_share_count, quire_share_held, quire_share_hold, quire
 
 
 cdef struct Scratch:                # of one worker
-    float factors[ROWS_IN_CACHE]    # 1 / rms of each row, if the input is a `Normed`
+    float factors[ROWS_IN_CACHE]    # of each row, if the op has any
     float block[ROWS_IN_CACHE * QUIRE_BLOCK]    # the results of an item
     int64_t group                   # whose rows `factors` has, or -1
     int64_t padding[7]              # to a whole cache line: panels may follow
@@ -123,17 +123,28 @@ cdef void _compute(const LinearOp *op, const Step *step, const quire_tiles *tile
     """Compute an item in scratch, and prefetch the panels of block `next` unless it is -1."""
     cdef Item item = _item(op, step, index)
     cdef float *y = scratch.block
-    if op.squares != NULL and item.group != scratch.group:
-        tiles.rms_factors(op.squares + item.row * op.squares_width, op.squares_width, item.end - item.row,
-                          op.input.columns, op.eps, scratch.factors)
+    if op.has_factors and item.group != scratch.group:
+        _compute_factors(op, tiles, &item, scratch.factors)
         scratch.group = item.group
     if op.epilogue == QUIRE_ADD:
         _copy(_out(op, &item), op.out.rows.width, item.end - item.row, y, QUIRE_BLOCK)
-    if op.epilogue == QUIRE_SWIGLU:         # a pair of panels holds 16 columns of gate and 16 of up
+    if op.epilogue >= QUIRE_SWIGLU:         # a pair of panels holds 16 columns of gate and 16 of up
         _multiply(op, tiles, 2 * item.block, 2 * item.block + 1, item.row, item.end, scratch, y)
         _multiply(op, tiles, 2 * item.block + 1, 2 * next, item.row, item.end, scratch, y + 16)
     else:
         _multiply(op, tiles, item.block, next, item.row, item.end, scratch, y)
+    if op.softcap > 0:
+        tiles.soft_cap(y, (item.end - item.row) * QUIRE_BLOCK, op.softcap)
+
+
+cdef void _compute_factors(const LinearOp *op, const quire_tiles *tiles, const Item *item,
+                           float *factors) noexcept nogil:
+    cdef int64_t row
+    if op.squares != NULL:
+        tiles.rms_factors(op.squares + item.row * op.squares_width, op.squares_width, item.end - item.row,
+                          op.input.columns, op.eps, factors)
+    for row in range(item.end - item.row):
+        factors[row] = factors[row] * op.scale if op.squares != NULL else op.scale
 
 
 cdef bint _write(const LinearOp *op, const Step *step, const quire_tiles *tiles, int64_t index, const Scratch *scratch,
@@ -195,7 +206,7 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, 
         tile.next = _panels(_part(op, 2 * next), 2 * next)
         lines = 2 * _part(op, 2 * next).panel_bytes // (width // 32) // 64    # of pair `next`, per 32 of K
     tile.scratch = scratch + 1
-    tile.factors = scratch.factors if op.squares != NULL else NULL
+    tile.factors = scratch.factors if op.has_factors else NULL
     tile.bias = op.bias + 32 * pair if op.bias != NULL else NULL
     tile.c, tile.ldc = y, QUIRE_BLOCK
     tile.epilogue = op.epilogue

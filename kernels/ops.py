@@ -18,7 +18,8 @@ from .pack import PackedMatrix
 
 DType = Literal["f32", "bf16", "q8"]  # of activations
 WeightDtype = Literal["bf16", "q8", "q4", "q4_k", "q5_k", "q6_k", "f32"]
-Epilogue = Literal["store", "add", "swiglu"]
+Epilogue = Literal["store", "add", "swiglu", "geglu"]
+GATED: tuple[Epilogue, ...] = ("swiglu", "geglu")  # whose weight has columns of gate and up in turn
 
 KVDtype = Literal["bf16", "f32", "int8"]
 QUERY_DTYPES: dict[KVDtype, DType] = {"bf16": "bf16", "f32": "f32", "int8": "q8"}  # of queries, by the KV cache's dtype
@@ -87,11 +88,12 @@ class Normed:
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """out[r] = column token_ids[r] of `weight`, widened to f32."""
+    """out[r] = column token_ids[r] of `weight`, widened to f32, times `scale`."""
 
     weight: PackedMatrix  # [vocab, hidden]
     out: Region  # f32 [tokens, hidden]
     normed: Normed | None = None  # of out
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +106,12 @@ class Convert:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """y = input @ weight.T + bias, then `store`: out = y; `add`: out += y; `swiglu`: out = silu(gate) * up.
+    """y = (input @ weight.T + bias) * scale, then `store`: out = y, or softcap * tanh(y / softcap) with a `softcap`;
+    `add`: out += y; `swiglu`: out = silu(gate) * up; `geglu`: out = gelu(gate) * up, by the approximation with tanh.
 
-    For `swiglu` the weight's columns are 16 of gate and 16 of up in turn, and `out` has half as many. `out` may have
-    any dtype, but f32 with `add`, `normed` or `maxima`: the maximum of each 32 columns, NaN if one of them is NaN.
+    For `swiglu` and `geglu` the weight's columns are 16 of gate and 16 of up in turn, and `out` has half as many. `out`
+    may have any dtype, but f32 with `add`, `normed` or `maxima`: the maximum of each 32 columns, NaN if one of them is
+    NaN.
     """
 
     input: Region | Normed  # [rows, in_features] in the dtype of INPUT_DTYPES
@@ -117,20 +121,25 @@ class Linear:
     epilogue: Epilogue
     normed: Normed | None = None  # of out
     maxima: Region | None = None  # f32 [rows, padded(out_features) / 32]
+    scale: float = 1.0
+    softcap: float = 0.0  # 0: none
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Causal attention over paged keys and values, from the QKV projection on.
 
-    Splits qkv into heads; applies q_norm and k_norm if given, then the rotary embedding; stores K and V in their pages;
-    computes softmax(q K^T) V per head over the sequence's pages, with `window` > 0 over the last `window` tokens.
+    Splits qkv into heads; applies q_norm and k_norm if given, to each head or, with `norms_rows`, to all query heads of
+    a row together and to all key heads together; then the rotary embedding; stores K and V in their pages; computes
+    softmax(q K^T) V per head over the sequence's pages, with `window` > 0 over the last `window` tokens. With `softcap`
+    > 0, scores become softcap * tanh(score / softcap).
     Layers of one window may share pages: they are a layer group, with one page table per sequence and a slot in its
     pages for each layer.
 
-    `rotary` is f32 [positions, head_dim]: cos in the first half of the columns, sin in the second. Rotation is by
-    halves (Hugging Face convention). Pages have the KV cache's dtype and queries the one in QUERY_DTYPES. `out` has any
-    dtype if the query heads of a KV head fill whole blocks of 32 columns, else f32.
+    `rotary` is f32 [positions, rotary_dim]: cos in the first half of the columns, sin in the second. The first
+    rotary_dim elements of a head are rotated, by halves (Hugging Face convention); without a table none are. Pages have
+    the KV cache's dtype and queries the one in QUERY_DTYPES. `out` has any dtype if the query heads of a KV head fill
+    whole blocks of 32 columns, else f32.
     """
 
     qkv: Region  # f32 [tokens, (num_heads + 2 num_kv_heads) * head_dim]
@@ -140,12 +149,14 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    q_norm: npt.NDArray[np.float32] | None  # [head_dim]
-    k_norm: npt.NDArray[np.float32] | None
+    q_norm: npt.NDArray[np.float32] | None  # [head_dim], or with norms_rows [num_heads * head_dim]
+    k_norm: npt.NDArray[np.float32] | None  # [head_dim], or with norms_rows [num_kv_heads * head_dim]
     eps: float
-    rotary: npt.NDArray[np.float32]
+    rotary: npt.NDArray[np.float32] | None
     scale: float  # of q, usually head_dim ** -0.5
     window: int
+    softcap: float = 0.0  # 0: none
+    norms_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,4 +168,18 @@ class Gather:
     normed: Normed | None = None  # of out
 
 
-Op = Embed | Convert | Linear | Attention | Gather
+@dataclass(frozen=True, slots=True)
+class AddNorm:
+    """out += RMS norm of input: a branch that is normed before it joins the residual stream, `out`.
+
+    The norm of a whole row is needed before the addition, so this is an op of its own: each row is one worker's.
+    """
+
+    input: Region  # f32 [tokens, columns]
+    weight: npt.NDArray[np.float32]  # [columns]
+    eps: float
+    out: Region  # f32 [tokens, columns]
+    normed: Normed | None = None  # of out
+
+
+Op = Embed | Convert | Linear | Attention | Gather | AddNorm

@@ -11,19 +11,20 @@ import numpy as np
 
 from .attention cimport AttentionOp, attention_scratch_bytes, attention_shared_bytes, num_units
 from .heads cimport HeadsOp
-from .isa cimport (QUIRE_ADD, QUIRE_MAX_HEAD, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TILE, quire_head, quire_itemsize,
-                   quire_output, tiles_of)
+from .isa cimport (QUIRE_ADD, QUIRE_GEGLU, QUIRE_MAX_HEAD, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TILE, quire_head,
+                   quire_itemsize, quire_output, tiles_of)
 from .isa import DTYPE_CODES
 from .linear cimport ROWS_IN_CACHE, LinearOp, linear_scratch_bytes
-from .ops import BLOCK, INPUT_DTYPES, QUERY_DTYPES, Attention, Convert, Embed, Gather, Linear, Normed, aligned, padded
+from .ops import (BLOCK, GATED, INPUT_DTYPES, QUERY_DTYPES, AddNorm, Attention, Convert, Embed, Gather, Linear, Normed,
+                  aligned, padded)
 from .pack cimport PackedMatrix
 from .pool cimport QUIRE_SHARE_ITEMS, QUIRE_SHARE_OPS, Pool, quire_pool_run, quire_progress, quire_share
-from .replay cimport ATTENTION, CONVERT, EMBED, GATHER, LINEAR, Record, Replay, now, replay_ops
+from .replay cimport ADD_NORM, ATTENTION, CONVERT, EMBED, GATHER, LINEAR, Record, Replay, now, replay_ops
 from .rows cimport ConvertOp
 from .step cimport Step, Value
 
 _NUMPY_DTYPES = {"f32": np.float32, "bf16": np.uint16, "q8": np.int8}
-_EPILOGUES = {"store": QUIRE_STORE, "add": QUIRE_ADD, "swiglu": QUIRE_SWIGLU}
+_EPILOGUES = {"store": QUIRE_STORE, "add": QUIRE_ADD, "swiglu": QUIRE_SWIGLU, "geglu": QUIRE_GEGLU}
 
 
 def scratch_nbytes(head_dim, workers, ops):
@@ -111,6 +112,8 @@ cdef class Program:
             self._add_linear(record, op)
         elif isinstance(op, Attention):
             self._add_attention(record, op)
+        elif isinstance(op, AddNorm):
+            self._add_add_norm(record, op)
         elif isinstance(op, Gather):
             record.kind = GATHER
             record.op.gather.input = self._value(op.input, op.out.columns, "f32", self.max_rows)
@@ -131,6 +134,7 @@ cdef class Program:
         record.op.embed.out = self._value(op.out, weight.in_features, "f32", self.max_rows)
         record.op.embed.is_normed = self._leave_normed(&record.op.embed.normed, op, self.max_rows)
         record.op.embed.panels, record.op.embed.width = weight.parts[0], weight.width
+        record.op.embed.scale = op.scale
 
     cdef _add_convert(self, Record *record, op):
         cdef ConvertOp *convert = &record.op.convert
@@ -140,14 +144,23 @@ cdef class Program:
         convert.input = self._value(op.input, op.out.columns, "f32", rows)
         convert.out = self._output(op.out, op.input.columns, rows)
 
+    cdef _add_add_norm(self, Record *record, op):
+        columns = op.out.columns
+        record.kind = ADD_NORM
+        record.op.add_norm.input = self._value(op.input, columns, "f32", self.max_rows)
+        record.op.add_norm.out = self._value(op.out, columns, "f32", self.max_rows)
+        record.op.add_norm.weight = self._vector(op.weight, columns, padded(columns))
+        record.op.add_norm.eps = op.eps
+        record.op.add_norm.is_normed = self._leave_normed(&record.op.add_norm.normed, op, self.max_rows)
+
     cdef _add_linear(self, Record *record, op):
         cdef PackedMatrix weight = op.weight
         cdef LinearOp *linear = &record.op.linear
         columns, num_blocks = weight.out_features, weight.panels // 2
-        if op.epilogue == "swiglu":
+        if op.epilogue in GATED:
             columns, num_blocks = min(weight.out_features // 2, op.out.columns), weight.panels // 4
             if padded(op.out.columns) != weight.panels * 8:
-                raise ValueError(f"swiglu of {weight.panels * 16} columns gives {weight.panels * 8}, "
+                raise ValueError(f"{op.epilogue} of {weight.panels * 16} columns gives {weight.panels * 8}, "
                                  f"out has {op.out.columns}")
         self.keep_alive.append(weight)
         record.kind = LINEAR
@@ -164,8 +177,13 @@ cdef class Program:
         memcpy(linear.parts, weight.parts, sizeof(weight.parts))
         linear.num_parts = weight.num_parts
         linear.num_blocks = num_blocks
-        linear.bias = self._vector(op.bias, weight.out_features, weight.panels * 16) if op.bias is not None else NULL
-        linear.epilogue = _EPILOGUES[op.epilogue]
+        linear.bias = NULL
+        if op.bias is not None:
+            linear.bias = self._vector(op.bias * np.float32(op.scale), weight.out_features, weight.panels * 16)
+        linear.has_factors, linear.scale = linear.squares != NULL or op.scale != 1, op.scale
+        linear.epilogue, linear.softcap = _EPILOGUES[op.epilogue], op.softcap
+        if op.softcap and op.epilogue != "store":
+            raise ValueError(f"results are capped when they are stored, not with {op.epilogue}")
 
     cdef _add_maxima(self, LinearOp *linear, op, rows):
         cdef Value maxima
@@ -186,24 +204,36 @@ cdef class Program:
         linear.input = self._value(source, weight.in_features, INPUT_DTYPES[weight.dtype], rows)
 
     cdef _add_heads(self, HeadsOp *heads, op, group):
-        cdef const float[:, ::1] rotary = op.rotary
-        if rotary.shape[1] != op.head_dim:
-            raise ValueError(f"rotary table must be [positions, {op.head_dim}], not {list(op.rotary.shape)}")
-        self.keep_alive.append(op.rotary)
-        self.max_positions = min(self.max_positions, rotary.shape[0])
+        self._add_rotary(heads, op)
         heads.qkv = self._value(op.qkv, (op.num_heads + 2 * op.num_kv_heads) * op.head_dim, "f32", self.max_rows)
         heads.layer_group, heads.layer = op.group, op.layer
         heads.num_heads, heads.num_kv_heads = op.num_heads, op.num_kv_heads
         heads.group, heads.head_dim = group, op.head_dim
-        heads.query = self._head(op, op.q_norm, op.scale)
-        heads.key = self._head(op, op.k_norm, 1)
-        heads.value = self._head(op, None, 1)
+        rotary_dim = 0 if op.rotary is None else op.rotary.shape[1]
+        heads.norms_rows = op.norms_rows
+        heads.query = self._head(op, op.q_norm, op.num_heads, rotary_dim, op.scale)
+        heads.key = self._head(op, op.k_norm, op.num_kv_heads, rotary_dim, 1)
+        heads.value = self._head(op, None, 1, 0, 1)
+
+    cdef _add_rotary(self, HeadsOp *heads, op):
+        cdef const float[:, ::1] rotary
+        if op.rotary is None:
+            heads.rotary = self._vector(np.zeros(1), 1, 1)      # no element of it is read
+            return
+        rotary = op.rotary
+        if not 2 <= rotary.shape[1] <= op.head_dim or rotary.shape[1] % 2:
+            raise ValueError(f"rotary table must be [positions, 2 .. {op.head_dim}], not {list(op.rotary.shape)}")
+        self.keep_alive.append(op.rotary)
+        self.max_positions = min(self.max_positions, rotary.shape[0])
         heads.rotary = &rotary[0, 0]
 
-    cdef quire_head _head(self, op, norm, scale) except *:
+    cdef quire_head _head(self, op, norm, heads, rotary_dim, scale) except *:
         cdef quire_head head
-        head.head_dim, head.eps, head.scale = op.head_dim, op.eps, scale
-        head.norm = self._vector(norm, op.head_dim, padded(op.head_dim)) if norm is not None else NULL
+        head.head_dim, head.rotary_dim, head.eps, head.factor, head.scale = op.head_dim, rotary_dim, op.eps, 0, scale
+        head.norm = NULL
+        if norm is not None:
+            length = op.head_dim * (heads if op.norms_rows else 1)
+            head.norm = self._vector(norm, length, padded(length + 16))     # a head is read by 16 elements
         return head
 
     cdef _add_attention(self, Record *record, op):
@@ -215,7 +245,7 @@ cdef class Program:
         record.kind = ATTENTION
         self._add_heads(&attention.heads, op, group)
         attention.out = self._output(op.out, op.num_heads * op.head_dim, self.max_rows)
-        attention.window = op.window
+        attention.window, attention.softcap = op.window, op.softcap
         self.replay.step.query_tile = min(self.replay.step.query_tile, QUIRE_TILE // group)
 
     def _check_place(self, op):

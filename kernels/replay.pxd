@@ -4,7 +4,7 @@ from .attention cimport AttentionOp
 from .isa cimport quire_tiles
 from .linear cimport LinearOp
 from .pool cimport quire_pool, quire_progress, quire_share
-from .rows cimport ConvertOp, EmbedOp, GatherOp
+from .rows cimport AddNormOp, ConvertOp, EmbedOp, GatherOp
 from .step cimport Step
 
 cdef enum Kind:
@@ -13,6 +13,7 @@ cdef enum Kind:
     LINEAR
     ATTENTION
     GATHER
+    ADD_NORM
 
 cdef union Payload:
     EmbedOp embed
@@ -20,6 +21,7 @@ cdef union Payload:
     LinearOp linear
     AttentionOp attention
     GatherOp gather
+    AddNormOp add_norm
 
 cdef struct Record:
     Kind kind

@@ -9,7 +9,7 @@ from .attention cimport num_chunk_units, run_attention, store_chunks
 from .linear cimport help_linear, num_items, run_linear
 from .pool cimport (quire_is_finished, quire_pool_await, quire_pool_report, quire_pool_report_written,
                     quire_progress)
-from .rows cimport run_convert, run_embed, run_gather
+from .rows cimport run_add_norm, run_convert, run_embed, run_gather
 
 cdef enum:
     PATIENCE_NS = 10000             # for which a worker at least waits for the items of others before it helps
@@ -64,6 +64,8 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
         total = step.samples if record.op.convert.sampled else step.rows
     elif record.kind == EMBED:
         computed, total = run_embed(&record.op.embed, step, tiles, counter), step.rows
+    elif record.kind == ADD_NORM:
+        computed, total = run_add_norm(&record.op.add_norm, step, tiles, counter), step.rows
     else:
         computed, total = run_gather(&record.op.gather, step, tiles, counter), step.samples
     quire_pool_report(replay.pool, &record.progress, computed, total)

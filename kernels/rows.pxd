@@ -10,6 +10,7 @@ cdef struct EmbedOp:
     quire_output normed
     Panels panels                   # of the weight
     int64_t width
+    float scale
 
 cdef struct ConvertOp:
     Value input
@@ -22,9 +23,19 @@ cdef struct GatherOp:
     bint is_normed
     quire_output normed
 
+cdef struct AddNormOp:
+    Value input
+    Value out
+    const float *weight             # [columns], padded to 32
+    float eps
+    bint is_normed
+    quire_output normed
+
 cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles,
                        long long *counter) noexcept nogil
 cdef int64_t run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles,
                          long long *counter) noexcept nogil
 cdef int64_t run_gather(const GatherOp *op, const Step *step, const quire_tiles *tiles,
                         long long *counter) noexcept nogil
+cdef int64_t run_add_norm(const AddNormOp *op, const Step *step, const quire_tiles *tiles,
+                          long long *counter) noexcept nogil

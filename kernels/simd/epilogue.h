@@ -17,6 +17,14 @@ INLINE const char *fetch_next(const char *next, int lines) {
   return next + lines * 64;
 }
 
+// silu(x) or gelu(x), the latter by its approximation 0.5 x (1 + tanh(u / 2)): both are x times a logistic function.
+INLINE vf activate(const int epilogue, vf x) {
+  vf u = x;
+  if (epilogue == QUIRE_GEGLU)  // u = 2 sqrt(2 / pi) (x + 0.044715 x^3)
+    u = vf_mul(vf_mul(x, vf_set1(1.5957691216f)), vf_fma(vf_mul(x, x), vf_set1(0.044715f), vf_set1(1.f)));
+  return vf_div(x, vf_add(vf_set1(1.f), vf_exp(vf_sub(vf_zero(), u))));
+}
+
 // The epilogue. acc[row] holds the pair's two panels. Epilogues are elementwise, so the chains stay as they are.
 INLINE void finish(const int rows, vf acc[][2], const quire_linear_tile *t) {
   const vf bias0 = t->bias ? vf_load(t->bias) : vf_zero(), bias1 = t->bias ? vf_load(t->bias + 16) : vf_zero();
@@ -25,9 +33,8 @@ INLINE void finish(const int rows, vf acc[][2], const quire_linear_tile *t) {
     vf y0 = acc[i][0], y1 = acc[i][1];
     if (t->factors) y0 = vf_mul(y0, vf_set1(t->factors[i])), y1 = vf_mul(y1, vf_set1(t->factors[i]));
     if (t->bias) y0 = vf_add(y0, bias0), y1 = vf_add(y1, bias1);
-    if (t->epilogue == QUIRE_SWIGLU) {
-      const vf gate = vf_div(y0, vf_add(vf_set1(1.f), vf_exp(vf_sub(vf_zero(), y0))));
-      vf_store(c, vf_mul(gate, y1));
+    if (t->epilogue >= QUIRE_SWIGLU) {
+      vf_store(c, vf_mul(activate(t->epilogue, y0), y1));
       continue;
     }
     if (t->epilogue == QUIRE_ADD) y0 = vf_add(vf_load(c), y0), y1 = vf_add(vf_load(c + 16), y1);

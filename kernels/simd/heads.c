@@ -3,26 +3,27 @@
 
 #include "level.h"
 
-// 1 / rms of n elements, summed in one fixed order.
-INLINE float inverse_rms(const float *x, float eps, int64_t n) {
+// 1 / rms of n elements, summed in one fixed order; NaN where the sum is not finite.
+float ISA(inverse_rms)(const float *x, float eps, int64_t n) {
   vf s0 = vf_zero(), s1 = vf_zero();
   for (int64_t j = 0; j < n; j += 32) {
     const vf a = columns_of(x, j, n, vf_zero()), b = columns_of(x, j + 16, n, vf_zero());
     s0 = vf_fma(a, a, s0);
     s1 = vf_fma(b, b, s1);
   }
-  return 1.f / sqrtf(vf_sum(vf_add(s0, s1)) / (float)n + eps);
+  const float sum = vf_sum(vf_add(s0, s1));
+  return sum < INFINITY ? 1.f / sqrtf(sum / (float)n + eps) : NAN;
 }
 
 INLINE void norm_head(float *x, const quire_head *h) {
-  const vf factor = vf_set1(inverse_rms(x, h->eps, h->head_dim));
+  const vf factor = vf_set1(h->factor != 0.f ? h->factor : ISA(inverse_rms)(x, h->eps, h->head_dim));
   for (int64_t j = 0; j < h->head_dim; j += 16)
     vf_store(x + j, vf_mul(vf_mul(vf_load(x + j), factor), vf_load(h->norm + j)));
 }
 
 // Elementwise, so the vector loop and the scalar remainder give the same bits.
 INLINE void rotate_head(float *restrict x, const quire_head *h, const float *restrict rotary) {
-  const int64_t half = h->head_dim / 2;
+  const int64_t half = h->rotary_dim / 2;
   const vf scale = vf_set1(h->scale);
   int64_t i = 0;
   for (; i + 16 <= half; i += 16) {
@@ -41,7 +42,9 @@ void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *
   const int64_t padded = (h->head_dim + 31) / 32 * 32;
   for (int64_t j = 0; j < padded; j += 16) vf_store(out + j, columns_of(x, j, h->head_dim, vf_zero()));
   if (h->norm) norm_head(out, h);
-  if (rotary) rotate_head(out, h, rotary);
+  if (h->rotary_dim) rotate_head(out, h, rotary);
+  if (h->scale != 1.f)
+    for (int64_t j = h->rotary_dim; j < h->head_dim; j++) out[j] *= h->scale;
 }
 
 // max|x|; NaN if one element is NaN.

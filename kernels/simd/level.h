@@ -30,6 +30,9 @@ void ISA(merge)(int rows, int64_t head_dim, const float *m, const float *l, cons
 void ISA(convert)(const float *x, int64_t stride, int64_t rows, int64_t columns, const quire_output *out, int64_t row,
                   int64_t column);
 void ISA(rms_factors)(const float *squares, int64_t width, int64_t rows, int64_t columns, float eps, float *factors);
+float ISA(inverse_rms)(const float *x, float eps, int64_t n);
+void ISA(add_norm)(const float *y, const float *weight, float eps, int64_t columns, float *x);
+void ISA(soft_cap)(float *x, int64_t n, float cap);
 void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *out);
 void ISA(store_key)(const float *x, int64_t slot, const quire_page *page);
 void ISA(store_value)(const float *x, int64_t slot, const quire_page *page);

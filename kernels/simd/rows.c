@@ -61,6 +61,16 @@ void ISA(rms_factors)(const float *squares, int64_t width, int64_t rows, int64_t
   }
 }
 
+void ISA(add_norm)(const float *y, const float *weight, float eps, int64_t columns, float *x) {
+  const vf factor = vf_set1(ISA(inverse_rms)(y, eps, columns));
+  for (int64_t j = 0; j < columns; j += 16)
+    vf_store(x + j, vf_add(vf_load(x + j), vf_mul(vf_mul(vf_load(y + j), factor), vf_load(weight + j))));
+}
+
+void ISA(soft_cap)(float *x, int64_t n, float cap) {
+  for (int64_t j = 0; j < n; j += 16) vf_store(x + j, vf_soft_cap(vf_load(x + j), cap));
+}
+
 void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out) {
   for (int64_t j = 0; j < n; j += 16) vf_store_bf16(out + j, vf_load(x + j));
 }

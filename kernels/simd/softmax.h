@@ -64,6 +64,8 @@ INLINE void store_digits(const vf x[4], const quire_attention_tile *t, int r, so
 
 // Softmax of this tile relative to the running maximum: s becomes p, and the running sums are updated.
 INLINE void softmax_tile(const int dtype, int rows, const quire_attention_tile *t, softmax_result *out) {
+  if (t->softcap > 0.f)
+    for (int i = 0; i < rows * 64; i += 16) vf_store(t->s + i, vf_soft_cap(vf_load(t->s + i), t->softcap));
   update_row_max(rows, t, out->keep);
   for (int r = 0; r < rows; r++) {
     const float *s = t->s + r * 64;

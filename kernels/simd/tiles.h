@@ -8,7 +8,7 @@ enum { QUIRE_LANES = 16, QUIRE_BLOCK = 32, QUIRE_TILE = 64, QUIRE_MAX_HEAD = 512
 // Dtypes of weights; the first three of activations. Those of super-blocks have their bits as codes.
 enum { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_Q8 = 2, QUIRE_Q4 = 3 };
 enum { QUIRE_Q4_K = 4, QUIRE_Q5_K = 5, QUIRE_Q6_K = 6, QUIRE_DTYPES = 7 };
-enum { QUIRE_STORE = 0, QUIRE_ADD = 1, QUIRE_SWIGLU = 2 };               // epilogues
+enum { QUIRE_STORE = 0, QUIRE_ADD = 1, QUIRE_SWIGLU = 2, QUIRE_GEGLU = 3 };  // epilogues; from SWIGLU on, of pairs
 
 static inline __attribute__((always_inline)) int64_t quire_itemsize(const int dtype) {
   return dtype == QUIRE_F32 ? 4 : dtype == QUIRE_BF16 ? 2 : 1;
@@ -60,7 +60,7 @@ typedef struct {
   const float *bias;       // [32] or NULL
   const char *next;        // prefetched into L2 in the meantime, `next_lines` cache lines per 32 of K; or NULL
   int next_lines;
-  float *c;                // first output column of the pair; for SWIGLU the pair yields 16 columns
+  float *c;                // first output column of the pair; for SWIGLU and GEGLU the pair yields 16 columns
   int64_t ldc;             // floats
   int epilogue;
 } quire_linear_tile;
@@ -70,6 +70,7 @@ typedef struct {
   quire_rows q;              // [rows][head_dim] in the KV dtype; for int8 with scales and sums per 32 of head_dim
   const int64_t *positions;  // [rows], ascending
   int64_t window;            // 0: all earlier tokens
+  float softcap;             // of the scores; 0: none
   int64_t first_token;       // absolute position of the tile, a multiple of 64
   int64_t head_dim;          // padded to 16; for int8 to 32
   const void *k[4];          // K of 16 tokens each: bf16 [d/2][16][2], f32 [d][16], int8 [d/4][16][4] unsigned
@@ -97,8 +98,10 @@ typedef struct {
 
 typedef struct {
   int64_t head_dim;
-  const float *norm;  // [head_dim padded to 32], or NULL
+  int64_t rotary_dim;  // the first elements, which are rotated; even, 0: none
+  const float *norm;   // [head_dim padded to 16], or NULL
   float eps;
+  float factor;        // of the norm: 1 / rms of the row that the head is a part of; 0: of the head alone
   float scale;
 } quire_head;
 
@@ -119,8 +122,13 @@ typedef struct {
   // factors[rows] = 1 / sqrt(sum(squares) / columns + eps); squares [rows][width] has one sum per block of 32 columns.
   // NaN where the sum is not finite.
   void (*rms_factors)(const float *squares, int64_t width, int64_t rows, int64_t columns, float eps, float *factors);
-  // One head to `out` (head_dim padded to 32): RMS norm if `norm` is given; rotation by halves and scale if `rotary`
-  // (cos | sin) is given. Elements from head_dim on become zero.
+  // 1 / rms of n elements, in one fixed order; NaN where the sum of squares is not finite.
+  float (*inverse_rms)(const float *x, float eps, int64_t n);
+  // x += RMS norm of y; both and `weight` have `columns`, and memory up to a multiple of 16.
+  void (*add_norm)(const float *y, const float *weight, float eps, int64_t columns, float *x);
+  void (*soft_cap)(float *x, int64_t n, float cap);               // x = cap * tanh(x / cap); n a multiple of 16
+  // One head to `out` (head_dim padded to 32): RMS norm if `norm` is given; rotation by halves of the first rotary_dim
+  // elements by `rotary` (cos | sin); scale. Elements from head_dim on become zero.
   void (*head)(const float *x, const quire_head *h, const float *rotary, float *out);
   // Store one token's head in its slot of a page: K as a column of its panel, V as a row of all panels. The scales of
   // int8 depend on this token alone. `x` is the output of `head`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from quire.kernels import PackedMatrix, Pool, Program, packed_nbytes
 from quire.kernels.ops import (
     BLOCK,
     INPUT_DTYPES,
+    AddNorm,
     Attention,
     Convert,
     Embed,
@@ -54,6 +55,7 @@ class Toy:
     isa: str | None = None
     threads: int = 2
     qk_norm: bool = True
+    unusual: bool = False  # with every option that most families leave alone
     seed: int = 7
     max_rows: int = MAX_ROWS
     num_pages: int = NUM_PAGES
@@ -169,9 +171,10 @@ class Toy:
         qkv = self._region(self.max_rows, (self.heads + 2 * self.kv_heads) * self.head_dim, "f32")
         self.activated = self._region(self.max_rows, self.intermediate, INPUT_DTYPES[self.weights])
         embedding = self._packed(VOCAB, self.hidden, self._random(VOCAB, self.hidden) * 8)
-        rotary = self.memory(MAX_POSITIONS * self.head_dim * 4).view(np.float32).reshape(MAX_POSITIONS, self.head_dim)
+        dim = self.head_dim // 4 * 2 if self.unusual else self.head_dim
+        rotary = self.memory(MAX_POSITIONS * dim * 4).view(np.float32).reshape(MAX_POSITIONS, dim)
         rotary[:] = self.rng.uniform(-1, 1, rotary.shape)
-        ops: list = [Embed(embedding, x, h)]
+        ops: list = [Embed(embedding, x, h, **({"scale": 0.7} if self.unusual else {}))]
         for layer in range(len(self.windows)):
             after = self._normed(self.max_rows) if layer + 1 < len(self.windows) else None
             ops += self._layer(layer, x, h, qkv, rotary, after)
@@ -179,7 +182,8 @@ class Toy:
         s, h = self._region(MAX_SAMPLES, self.hidden, "f32"), self._normed(MAX_SAMPLES)
         self.logits = self._region(MAX_SAMPLES, VOCAB, "f32")
         self.maxima = self._region(MAX_SAMPLES, padded(VOCAB) // 32, "f32")
-        head = Linear(h, embedding, None, self.logits, "store", maxima=self.maxima)
+        capped = {"scale": 0.5, "softcap": 2.0} if self.unusual else {}
+        head = Linear(h, embedding, None, self.logits, "store", maxima=self.maxima, **capped)
         return [*ops, Gather(x, s, h), head]
 
     def _layer(self, layer: int, x: Region, h1: Normed, qkv: Region, rotary: np.ndarray, after: Normed | None) -> list:
@@ -188,19 +192,32 @@ class Toy:
         a_converted = self._region(self.max_rows, heads * d, INPUT_DTYPES[self.weights])
         a = self._region(self.max_rows, heads * d, "f32") if heads // kv_heads * d % BLOCK else a_converted
         gate, up = self._random(intermediate, hidden), self._random(intermediate, hidden)
-        q_norm, k_norm = (self._norm(d), self._norm(d)) if self.qk_norm else (None, None)
+        heads_of_norms = (heads, kv_heads) if self.unusual else (1, 1)
+        q_norm, k_norm = (self._norm(d * n) for n in heads_of_norms) if self.qk_norm else (None, None)
         qkv_weight = self._packed(qkv.columns, hidden, self._random(qkv.columns, hidden))
         o_weight = self._packed(hidden, heads * d, self._random(hidden, heads * d))
         gate_up = self._packed(2 * padded(intermediate), hidden, gate, up)
         down = self._packed(hidden, intermediate, self._random(hidden, intermediate))
         place, window = place_layers(self.windows)[layer], self.windows[layer]
+        attention = Attention(qkv, a, *place, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, window)
+        added = [Linear(a_converted, o_weight, self._bias(hidden), x, "add", h2)]
+        gated = Linear(h2, gate_up, self._gate_up_bias(), g, "swiglu")
+        last = Linear(g, down, self._bias(hidden), x, "add", after)
+        if self.unusual:
+            attention = replace(attention, softcap=1.5, norms_rows=self.qk_norm)
+            branch = self._region(MAX_ROWS, hidden, "f32")
+            added = [
+                Linear(a_converted, o_weight, self._bias(hidden), branch, "store"),
+                AddNorm(branch, self._norm(hidden), 1e-6, x, h2),
+            ]
+            gated, last = replace(gated, epilogue="geglu"), replace(last, scale=0.6)
         return [
             Linear(h1, qkv_weight, self._norm(qkv.columns), qkv, "store"),
-            Attention(qkv, a, *place, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, window),
+            attention,
             *([] if a is a_converted else [Convert(a, a_converted)]),
-            Linear(a_converted, o_weight, self._bias(hidden), x, "add", h2),
-            Linear(h2, gate_up, self._gate_up_bias(), g, "swiglu"),
-            Linear(g, down, self._bias(hidden), x, "add", after),
+            *added,
+            gated,
+            last,
         ]
 
 

@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from quire.kernels.ops import (
     BLOCK,
+    GATED,
     QUERY_DTYPES,
+    AddNorm,
     Attention,
     Convert,
     DType,
@@ -86,12 +88,23 @@ def silu(x: Array) -> Array:
     return activated
 
 
+def gelu(x: Array) -> Array:
+    """Return the approximation of GELU with tanh (Hendrycks and Gimpel, 2016)."""
+    activated: Array = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return activated
+
+
+def soft_cap(x: Array, cap: float) -> Array:
+    """Return cap * tanh(x / cap); x itself without a cap."""
+    return cap * np.tanh(x / cap) if cap else x
+
+
 def rotate_halves(x: Array, rotary: Array) -> Array:
-    """Apply the rotary embedding (Su et al., 2021) by halves; `rotary` [..., head_dim] is cos | sin."""
-    half = x.shape[-1] // 2
+    """Apply the rotary embedding (Su et al., 2021) by halves to the first elements; `rotary` [.., dim]: cos | sin."""
+    half = rotary.shape[-1] // 2
     cosine, sine = rotary[..., :half], rotary[..., half:]
-    a, b = x[..., :half], x[..., half:]
-    return np.concatenate([a * cosine - b * sine, b * cosine + a * sine], axis=-1)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([a * cosine - b * sine, b * cosine + a * sine, rest], axis=-1)
 
 
 def softmax(x: Array) -> Array:
@@ -135,7 +148,7 @@ class ReferenceProgram:
     def _run(self, op: Op) -> None:
         match op:
             case Embed():
-                self._write(op.out, op.weight.unpack().astype(np.float64)[self.token_ids], op.normed)
+                self._write(op.out, op.weight.unpack().astype(np.float64)[self.token_ids] * op.scale, op.normed)
             case Convert():
                 self._write(op.out, self.regions[op.input])
             case Gather():
@@ -144,6 +157,9 @@ class ReferenceProgram:
                 self._linear(op)
             case Attention():
                 self._attention(op)
+            case AddNorm():
+                branch = rms_norm(self.regions[op.input], op.weight, op.eps)
+                self._write(op.out, self.regions[op.out] + branch, op.normed)
 
     def _write(self, out: Region, x: Array, normed: Normed | None = None) -> None:
         self.regions[out] = as_dtype(x, out.dtype)
@@ -160,9 +176,11 @@ class ReferenceProgram:
         y = x @ op.weight.unpack().astype(np.float64).T
         if op.bias is not None:
             y = y + op.bias
-        if op.epilogue == "swiglu":
+        y = soft_cap(y * op.scale, op.softcap)
+        if op.epilogue in GATED:
             pairs = y.reshape(len(y), -1, 2, 16)
-            y = (silu(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(len(y), -1)[:, : op.out.columns]
+            activate = silu if op.epilogue == "swiglu" else gelu
+            y = (activate(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(len(y), -1)[:, : op.out.columns]
         self._write(op.out, self.regions[op.out] + y if op.epilogue == "add" else y, op.normed)
         if op.maxima is not None:
             self.regions[op.maxima] = np.maximum.reduceat(y, np.arange(0, y.shape[1], BLOCK), axis=1)
@@ -171,16 +189,21 @@ class ReferenceProgram:
         """Return the queries [tokens, num_heads, head_dim] as they multiply the keys; store K and V in their pages."""
         q, k, v = self._heads(op)
         if op.q_norm is not None:
-            q = rms_norm(q, op.q_norm, op.eps)
+            q = self._norm_heads(q, op.q_norm, op)
         if op.k_norm is not None:
-            k = rms_norm(k, op.k_norm, op.eps)
-        rotary = op.rotary[self.position].astype(np.float64)[:, None, :]
+            k = self._norm_heads(k, op.k_norm, op)
+        table = np.zeros((len(self.position), 0)) if op.rotary is None else op.rotary[self.position].astype(np.float64)
+        rotary = table[:, None, :]
         for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
             page, token = self.tables[op.group][sequence][position // self.page_size], position % self.page_size
             self.keys[op.layer, page, token] = as_key(rotate_halves(k, rotary)[row], self.kv_dtype)
             self.values[op.layer, page, token] = as_value(v[row], self.kv_dtype)
         queries = rotate_halves(q, rotary) * op.scale
         return as_dtype(queries.reshape(-1, op.head_dim), QUERY_DTYPES[self.kv_dtype]).reshape(q.shape)
+
+    def _norm_heads(self, heads: Array, weight: npt.NDArray[np.float32], op: Attention) -> Array:
+        rows = heads.reshape(len(heads), -1) if op.norms_rows else heads
+        return rms_norm(rows, weight, op.eps).reshape(heads.shape)
 
     def _heads(self, op: Attention) -> tuple[Array, Array, Array]:
         heads = self.regions[op.qkv].reshape(len(self.token_ids), -1, op.head_dim)
@@ -200,6 +223,6 @@ class ReferenceProgram:
             assert pages.min() >= 0, "pages that a row sees are not released"
             keys = np.repeat(self.keys[op.layer, pages, tokens], op.num_heads // op.num_kv_heads, axis=1)
             values = np.repeat(self.values[op.layer, pages, tokens], op.num_heads // op.num_kv_heads, axis=1)
-            weights = softmax(np.einsum("hd,thd->ht", q[row], keys))
+            weights = softmax(soft_cap(np.einsum("hd,thd->ht", q[row], keys), op.softcap))
             out[row] = np.einsum("ht,thd->hd", weights, values)
         self._write(op.out, out.reshape(len(q), -1))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from quire.kernels import PackedMatrix, Pool, Program, Sampler, packed_nbytes, supported_levels
-from quire.kernels.ops import ALIGNMENT, Attention, Convert, Embed, Gather, Linear, Normed, Region
+from quire.kernels.ops import ALIGNMENT, AddNorm, Attention, Convert, Embed, Gather, Linear, Normed, Region
 from quire.kernels.sample import ADJUSTMENT, ROW, philox
 from quire.pager.layout import KVLayout
 
@@ -116,14 +116,60 @@ def test_swiglu(isa):
     assert run(arena, ops, 1, y, isa)[0, :3] == pytest.approx([0, 1.5 * LN3, -LN3], abs=1e-6)
 
 
-def attend(qkv, isa, *, kv="f32", rotary=None, q_norm=None, window=0, scale=1.0, heads=1):
+@pytest.mark.parametrize("isa", LEVELS)
+def test_geglu(isa):
+    """gelu(0) * 5 = 0; gelu(1) = 0.841192, gelu(-1) = gelu(1) - 1, by the approximation with tanh."""
+    gate, up = np.zeros((32, 1)), np.zeros((32, 1))
+    gate[:3, 0], up[:3, 0] = [0, 1, -1], [5, 2, 1]
+    weight = packed(np.zeros((64, 1)))
+    weight.fill(gate.astype(np.float32), interleave=0)
+    weight.fill(up.astype(np.float32), interleave=1)
+    arena = Arena()
+    rows, y = arena.region(1), arena.region(32)
+    ops = [Embed(packed([[1]]), rows), Linear(rows, weight, None, y, "geglu")]
+    assert run(arena, ops, 1, y, isa)[0, :3] == pytest.approx([0, 1.682384, -0.158808], abs=1e-6)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_results_are_scaled_then_capped(isa):
+    """2 tanh((2 * 1 + 2) / 2 / 2) = 2 tanh(1); an embedding of 1 has the scale 2."""
+    arena = Arena()
+    rows, y = arena.region(1), arena.region(2)
+    bias = np.array([2, -200], np.float32)
+    ops = [
+        Embed(packed([[1]]), rows, scale=2.0),
+        Linear(rows, packed([[1], [0]]), bias, y, "store", scale=0.5, softcap=2.0),
+    ]
+    assert run(arena, ops, 1, y, isa)[0] == pytest.approx([2 * np.tanh(1), -2], rel=1e-6)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_the_norm_of_a_branch_is_added(isa):
+    """sqrt((1 + 49 + 49 + 1) / 4) = 5, and the norm's weights are 5, 10, 5, 5; the next norm's are 1."""
+    arena = Arena()
+    branch, rows, normed, y = arena.region(4), arena.region(4), arena.normed(4, [1, 1, 1, 1], "f32"), arena.region(4)
+    ops = [
+        Embed(packed([[1, 7, -7, 1]]), branch),
+        Embed(packed([[1, 0, 3, 0]]), rows),
+        AddNorm(branch, np.array([5, 10, 5, 5], np.float32), 0.0, rows, normed),
+        Linear(normed, packed(np.eye(4)), None, y, "store"),
+    ]
+    total = np.array([2, 14, -4, 1])
+    assert run(arena, ops, 1, rows, isa)[0] == pytest.approx(total, rel=1e-6)
+    assert run(arena, ops, 1, y, isa)[0] == pytest.approx(total / np.sqrt((total**2).mean()), rel=1e-5)
+
+
+def attend(qkv, isa, *, kv="f32", rotary=None, q_norm=None, window=0, scale=1.0, heads=1, **more):
     """Attention over rows of [queries, key, value] with head_dim 2, without rotation unless `rotary` is given."""
     qkv = np.array(qkv, np.float32)
     arena = Arena()
     rows, out = arena.region(qkv.shape[1]), arena.region(heads * 2)
     table = np.tile(np.array([1, 0], np.float32), (MAX_POSITIONS, 1)) if rotary is None else np.float32(rotary)
     norm = None if q_norm is None else np.array(q_norm, np.float32)
-    ops = [Embed(packed(qkv), rows), Attention(rows, out, 0, 0, heads, 1, 2, norm, None, 0.0, table, scale, window)]
+    ops = [
+        Embed(packed(qkv), rows),
+        Attention(rows, out, 0, 0, heads, 1, 2, norm, None, 0.0, table, scale, window, **more),
+    ]
     return run(arena, ops, len(qkv), out, isa, kv=kv, window=window)
 
 
@@ -137,6 +183,23 @@ def test_attention_over_two_tokens(kv, isa):
     """Scores ln 3 and 0 are weights 3/4 and 1/4; the first row sees its own token only."""
     out = attend([[1, 0, 1, 0, 4, 0], [1, 0, 0, 1, 0, 8]], isa, kv=kv, scale=LN3)
     assert out == pytest.approx(np.array([[4, 0], [3, 2]]), abs=TOLERANCE[kv])
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kv", KV)
+def test_capped_scores(kv, isa):
+    """The scores ln 3 * (20, 0) become ln 3 * (tanh 20, 0), so the weights are 3/4 and 1/4."""
+    out = attend([[1, 0, 1, 0, 4, 0], [1, 0, 0, 1, 0, 8]], isa, kv=kv, scale=20 * LN3, softcap=LN3)
+    assert out == pytest.approx(np.array([[4, 0], [3, 2]]), abs=TOLERANCE[kv])
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_the_norm_of_a_row_is_over_all_its_query_heads(isa):
+    """The queries (3, 4) and (0, 0) have the mean square 25/4: the first becomes (3, 4) * 2/5 * (5/6, 5/8) = 1, 1."""
+    qkv = [[3, 4, 0, 0, 1, 0, 4, 0], [3, 4, 0, 0, 0, 0, 0, 8]]
+    norms = {"q_norm": [5 / 6, 5 / 8, 1, 1], "norms_rows": True}
+    out = attend(qkv, isa, heads=2, scale=LN3, **norms)
+    assert out[1] == pytest.approx([3, 2, 2, 4], abs=1e-5)
 
 
 @pytest.mark.parametrize("isa", LEVELS)

@@ -43,6 +43,22 @@ def test_a_program_matches_the_reference(toy, weights, kv, window, isa):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("rotates", [True, False])
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "int8"), ("q4", "f32")])
+def test_every_option_of_the_ops_matches_the_reference(toy, weights, kv, rotates, isa):
+    """Two layers with scales, soft caps, GELU, a norm before an addition, and norms over all heads of a row."""
+    model = toy(weights=weights, kv=kv, windows=(0, 37), unusual=True, bias=True, isa=isa)
+    if not rotates:
+        model.ops = [replace(op, rotary=None) if isinstance(op, Attention) else op for op in model.ops]
+        model.program, model.reference.ops = model.bind(), model.ops
+    a, b = tokens(130, 1), tokens(40, 2)
+    tables_a, tables_b = [pages(*range(10)), pages(*range(10, 20))], [pages(20, 21), pages(22, 23)]
+    for step in ([(a[:97], 0, tables_a)], [(b, 0, tables_b), (a[97:129], 97, tables_a)], [(a[129:], 129, tables_a)]):
+        got, want = model.run(*step, reference=True)
+        assert np.abs(got - want).max() <= 2 * tolerance(weights, kv) * np.ptp(want)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(1, 1, 2), (7, 1, 128), (4, 4, 72), (64, 1, 16), (3, 1, 272)]
@@ -71,12 +87,12 @@ def test_any_width_with_biases_matches_the_reference(toy, weights, hidden, inter
     ("weights", "kv"),
     [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8"), ("q4", "int8"), ("f32", "int8")],
 )
-@pytest.mark.parametrize("window", [0, 100])
-def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, isa):
+@pytest.mark.parametrize(("window", "unusual"), [(0, False), (100, False), (100, True)])
+def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, unusual, isa):
     prompt, table = tokens(300), pages(*range(7, 17))
 
     def last_logits(chunk: int) -> bytes:
-        model = toy(weights=weights, kv=kv, windows=(window,), isa=isa)
+        model = toy(weights=weights, kv=kv, windows=(window,), unusual=unusual, isa=isa)
         for first in range(0, 300, chunk):
             logits = model.run((prompt[first : first + chunk], first, table))
         return logits.tobytes()
@@ -88,17 +104,18 @@ def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, window, isa):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("unusual", [False, True])
 @pytest.mark.parametrize(
     ("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8"), ("q4", "int8")]
 )
-def test_same_bits_in_any_batch_composition(toy, weights, kv, isa):
+def test_same_bits_in_any_batch_composition(toy, weights, kv, unusual, isa):
     """A sequence alone, and in the middle of 1 to 32 others."""
-    alone = toy(weights=weights, kv=kv, isa=isa)
+    alone = toy(weights=weights, kv=kv, unusual=unusual, isa=isa)
     prompt, table = tokens(40), pages(9, 2)
     alone.run((prompt[:39], 0, table))
     want = alone.run((prompt[39:], 39, table))[0].tobytes()
     for others in (1, 2, 5, 6, 7, 32):
-        crowd = toy(weights=weights, kv=kv, isa=isa)
+        crowd = toy(weights=weights, kv=kv, unusual=unusual, isa=isa)
         crowd.run((prompt[:39], 0, table))
         neighbours = [(tokens(1 + i % 3, i + 1), 0, pages(10 + i)) for i in range(others)]
         place = others // 2
@@ -107,11 +124,19 @@ def test_same_bits_in_any_batch_composition(toy, weights, kv, isa):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("unusual", [False, True])
 @pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "q4"])
-def test_same_bits_on_any_number_of_threads(toy, weights, isa):
-    prompt, table = tokens(150), pages(*range(5))
-    results = {toy(weights=weights, kv="bf16", isa=isa, threads=n).run((prompt, 0, table)).tobytes() for n in (1, 2, 3)}
+def test_same_bits_on_any_number_of_threads(toy, weights, unusual, isa):
+    prompt, table, options = tokens(150), pages(*range(5)), {"weights": weights, "kv": "bf16", "unusual": unusual}
+    results = {toy(isa=isa, threads=n, **options).run((prompt, 0, table)).tobytes() for n in (1, 2, 3)}
     assert len(results) == 1
+
+
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("q8", "int8"), ("q4", "int8")])
+def test_same_bits_at_every_level_with_every_option_of_the_ops(toy, weights, kv):
+    prompt, table = tokens(150), pages(*range(5))
+    options = {"weights": weights, "kv": kv, "unusual": True, "bias": True}
+    assert len({toy(isa=isa, **options).run((prompt, 0, table)).tobytes() for isa in LEVELS}) == 1
 
 
 @pytest.mark.parametrize("isa", LEVELS)

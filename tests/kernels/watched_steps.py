@@ -103,7 +103,10 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
     dtypes = ("f32", "bf16", "q8", "q4"), ("f32", "bf16", "int8"), ((0,), (37,))
     for isa in supported_levels():
         for weights, kv, windows in itertools.product(*dtypes):
-            model = Toy(weights=weights, kv=kv, windows=windows, isa=isa, threads=THREADS, memory=guarded)
+            unusual = kv == "int8"
+            model = Toy(
+                weights=weights, kv=kv, windows=windows, unusual=unusual, isa=isa, threads=THREADS, memory=guarded
+            )
             for name, run in steps(model):
                 yield f"step at {isa}: {weights} weights, {kv} KV, windows {windows}, {name}", run
         for weights in K_QUANTS:

@@ -158,7 +158,7 @@ static void compare_quantise_q4(void) {
   }
 }
 
-static void compare_linear(int dtype, int64_t width, int epilogue) {
+static void compare_linear(const char *op, int dtype, int64_t width, int epilogue) {
   static char panels[2 * 16 * MAX_WIDTH * 4];
   static uint8_t scratch[2 * 16 * MAX_WIDTH];
   static uint16_t scales[2 * MAX_WIDTH / 32 * 16];
@@ -175,9 +175,9 @@ static void compare_linear(int dtype, int64_t width, int epilogue) {
     t.c = want, run_linear(scalar, dtype, 1, rows, t);
     t.c = alone, run_linear(tiles, dtype, 1, rows, t);
     t.c = got, run_linear(tiles, dtype, rows, rows, t);
-    expect_scalar("linear", dtype, got, want, rows * 32, 2e-6);
-    if (rows <= 2) digest("linear", dtype, got, rows * 32 * (int64_t)sizeof *got);  // as many as every level takes
-    expect_same("linear", dtype, "other bits than a row alone", got, alone, rows * 32 * (int64_t)sizeof *got);
+    expect_scalar(op, dtype, got, want, rows * 32, 2e-6);
+    if (rows <= 2) digest(op, dtype, got, rows * 32 * (int64_t)sizeof *got);  // as many as every level takes
+    expect_same(op, dtype, "other bits than a row alone", got, alone, rows * 32 * (int64_t)sizeof *got);
   }
   if (dtype == QUIRE_Q4) compare_widened(panels, scales, a);
   free_rows(&a);
@@ -206,13 +206,13 @@ static void free_page(quire_page *p) { free(p->k), free(p->v), free(p->k_scales)
 
 // Two splits of one tile each, merged: rows [first, first + rows) of q, the last token of each at 64 + row.
 static void run_attention(const quire_tiles *level, attention *x, int dtype, quire_rows q, int64_t size, int64_t window,
-                          int first, int rows) {
+                          float softcap, int first, int rows) {
   const int64_t d = q.width;
   int64_t positions[MAX_ROWS];
   for (int r = 0; r < rows; r++) positions[r] = 64 + first + r;
   reset(x->total_m, x->total_l, x->total_o, rows * d);
   for (int64_t token = 0; token < 128; token += 64) {
-    quire_attention_tile t = {.q = from_row(q, dtype, first), .positions = positions, .window = window,
+    quire_attention_tile t = {.q = from_row(q, dtype, first), .positions = positions, .window = window, .softcap = softcap,
                               .first_token = token, .head_dim = d, .num_pages = (int)(64 / size),
                               .page_size = (int)size, .m = x->m, .l = x->l, .s = x->s, .p = x->p, .o = x->o};
     for (int j = 0; j < 4; j++) {
@@ -229,7 +229,7 @@ static void run_attention(const quire_tiles *level, attention *x, int dtype, qui
   }
 }
 
-static void compare_attention(int dtype, int64_t size, int64_t d, int64_t window, int rows) {
+static void compare_attention(const char *op, int dtype, int64_t size, int64_t d, int64_t window, float softcap, int rows) {
   const double allowed = 1e-2;  // p is rounded to bf16, and a tie may fall either way
   static attention x, y;
   quire_rows q = rows_of(dtype, d);
@@ -241,15 +241,15 @@ static void compare_attention(int dtype, int64_t size, int64_t d, int64_t window
       fill(head, d), scalar->store_value(head, slot, &x.pages[i]);
     }
   }
-  run_attention(tiles, &x, dtype, q, size, window, 0, rows);
-  run_attention(scalar, &y, dtype, q, size, window, 0, rows);
-  expect_scalar("attention", dtype, x.total_o, y.total_o, rows * d, allowed);
+  run_attention(tiles, &x, dtype, q, size, window, softcap, 0, rows);
+  run_attention(scalar, &y, dtype, q, size, window, softcap, 0, rows);
+  expect_scalar(op, dtype, x.total_o, y.total_o, rows * d, allowed);
   expect_scalar("attention's sums", dtype, x.total_l, y.total_l, rows, allowed / 10);
-  digest("attention", dtype, x.total_o, rows * d * (int64_t)sizeof *x.total_o);
-  digest("attention's sums", dtype, x.total_l, rows * (int64_t)sizeof *x.total_l);
+  digest(op, dtype, x.total_o, rows * d * (int64_t)sizeof *x.total_o);
+  if (softcap == 0) digest("attention's sums", dtype, x.total_l, rows * (int64_t)sizeof *x.total_l);
   for (int row = 0; row < rows; row++) {
-    run_attention(tiles, &y, dtype, q, size, window, row, 1);
-    expect_same("attention", dtype, "other bits than a row alone", x.total_o + row * d, y.total_o, d * (int64_t)sizeof *y.total_o);
+    run_attention(tiles, &y, dtype, q, size, window, softcap, row, 1);
+    expect_same(op, dtype, "other bits than a row alone", x.total_o + row * d, y.total_o, d * (int64_t)sizeof *y.total_o);
   }
   for (int i = 0; i < 128 / size; i++) free_page(&x.pages[i]);
   free_rows(&q);
@@ -280,7 +280,7 @@ static void compare_convert(int dtype, int64_t columns, int64_t width, const flo
 
 static void compare_heads(int dtype, int64_t size, int64_t d) {
   float x[MAX_WIDTH], norm[MAX_WIDTH], rotary[MAX_WIDTH], got[MAX_WIDTH], want[MAX_WIDTH];
-  const quire_head h = {.head_dim = d - 6, .norm = norm, .eps = 1e-6f, .scale = 0.3f};
+  const quire_head h = {.head_dim = d - 6, .rotary_dim = d - 6, .norm = norm, .eps = 1e-6f, .scale = 0.3f};
   quire_page p = new_page(dtype, size, d), q = new_page(dtype, size, d);
   for (int64_t slot = 0; slot < size; slot++) {
     fill(x, MAX_WIDTH), fill(norm, MAX_WIDTH), fill(rotary, MAX_WIDTH);
@@ -296,6 +296,43 @@ static void compare_heads(int dtype, int64_t size, int64_t d) {
   expect_same("value scales", dtype, "other bits than scalar", p.v_scales, q.v_scales, PAGE_BYTES);
   digest("keys", dtype, p.k, PAGE_BYTES), digest("values", dtype, p.v, PAGE_BYTES);
   free_page(&p), free_page(&q);
+}
+
+// A head of which a part is rotated, whose norm has a factor of its own.
+static void compare_part_of_head(int64_t d) {
+  float x[MAX_WIDTH], norm[MAX_WIDTH], rotary[MAX_WIDTH], got[MAX_WIDTH], want[MAX_WIDTH];
+  for (int64_t rotated = 0; rotated < d; rotated += 10) {
+    const quire_head h = {.head_dim = d, .rotary_dim = rotated, .norm = norm, .factor = 0.7f, .scale = 0.3f};
+    fill(x, MAX_WIDTH), fill(norm, MAX_WIDTH), fill(rotary, MAX_WIDTH);
+    tiles->head(x, &h, rotary, got), scalar->head(x, &h, rotary, want);
+    expect_scalar("part of head", QUIRE_F32, got, want, d, 0);
+    digest("part of head", QUIRE_F32, got, d * (int64_t)sizeof *got);
+  }
+}
+
+static void compare_add_norm(int64_t columns) {
+  static float y[MAX_WIDTH], weight[MAX_WIDTH], got[MAX_WIDTH], want[MAX_WIDTH];
+  fill(y, MAX_WIDTH), fill(weight, MAX_WIDTH), fill(got, MAX_WIDTH), memcpy(want, got, sizeof want);
+  memset(weight + columns, 0, (size_t)(MAX_WIDTH - columns) * sizeof *weight);
+  tiles->add_norm(y, weight, 1e-6f, columns, got), scalar->add_norm(y, weight, 1e-6f, columns, want);
+  expect_scalar("add norm", QUIRE_F32, got, want, MAX_WIDTH, 0);
+  digest("add norm", QUIRE_F32, got, sizeof got);
+  y[columns - 1] = 3e38f;
+  if (tiles->inverse_rms(y, 1e-6f, columns) == tiles->inverse_rms(y, 1e-6f, columns))
+    verdict("1 / rms", QUIRE_F32, "a sum that is not finite passed", 1, 0);
+}
+
+// Arguments from 2^-20 to 2^6, then those at which tanh is +-1 or no number.
+static void compare_soft_cap(void) {
+  static float x[544], y[544];
+  for (int i = 0; i < 528; i++) x[i] = ldexpf(1.f + fabsf(next_float()), i % 26 - 20) * (i % 2 ? 1.f : -1.f);
+  const float special[16] = {0.f, 7.9f, 7.91f, 100.f, 3e38f, INFINITY, -100.f, -INFINITY, NAN};
+  memcpy(x + 528, special, sizeof special), memcpy(y, x, sizeof y);
+  tiles->soft_cap(x, 544, 1.f);
+  for (int i = 0; i < 536; i++) verdict("tanh", QUIRE_F32, "off libm", fabs(x[i] - tanh((double)y[i])), 4e-7 * fabs(tanh((double)y[i])));
+  for (int i = 0; i < 536; i++) verdict("tanh", QUIRE_F32, "beyond 1", fabsf(x[i]), 1.0);
+  if (x[536] == x[536]) verdict("tanh", QUIRE_F32, "a NaN passed", 1, 0);
+  digest("tanh", QUIRE_F32, x, 536 * (int64_t)sizeof *x);
 }
 
 static void compare_unpack(int dtype, int64_t width) {
@@ -345,7 +382,7 @@ static void compare_level(void) {
   fill(weight, MAX_WIDTH);
   for (int dtype = 0; dtype < 3; dtype++) {
     for (int64_t width = 32; width <= MAX_WIDTH; width *= 4) {
-      for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear(dtype, width, epilogue);
+      for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear("linear", dtype, width, epilogue);
       compare_convert(dtype, width - 5, width, NULL);
       compare_convert(dtype, width - 5, width, weight);
       compare_unpack(dtype, width);
@@ -354,23 +391,29 @@ static void compare_level(void) {
       for (int64_t d = dtype == QUIRE_Q8 ? 32 : 16; d <= 128; d *= 2) {
         compare_heads(dtype, size, d);
         for (int rows = 1; rows <= MAX_ROWS; rows = rows * 3 + 1) {
-          compare_attention(dtype, size, d, 0, rows);
-          compare_attention(dtype, size, d, 37, rows);
+          compare_attention("attention", dtype, size, d, 0, 0, rows);
+          compare_attention("attention", dtype, size, d, 37, 0, rows);
         }
       }
   }
   compare_to_bf16();
   for (int64_t n = 48; n < 1000; n += 137) compare_logits(n);
   for (int64_t width = 32; width <= MAX_WIDTH; width *= 4) {
-    for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear(QUIRE_Q4, width, epilogue);
+    for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear("linear", QUIRE_Q4, width, epilogue);
     compare_unpack(QUIRE_Q4, width);
   }
   compare_quantise_q4();
   for (int dtype = QUIRE_Q4_K; dtype <= QUIRE_Q6_K; dtype++)
     for (int64_t width = QUIRE_SUPER_BLOCK; width <= MAX_WIDTH; width += QUIRE_SUPER_BLOCK) {
-      for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear(dtype, width, epilogue);
+      for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear("linear", dtype, width, epilogue);
       compare_unpack(dtype, width);
     }
+  for (int dtype = 0; dtype < 4; dtype++) compare_linear("geglu", dtype, 128, QUIRE_GEGLU);
+  for (int dtype = 0; dtype < 3; dtype++)
+    for (int rows = 1; rows <= MAX_ROWS; rows = rows * 3 + 1) compare_attention("capped attention", dtype, 32, 64, 37, 2.f, rows);
+  for (int64_t d = 16; d <= 128; d *= 2) compare_part_of_head(d);
+  for (int64_t columns = 45; columns < MAX_WIDTH; columns += 100) compare_add_norm(columns);
+  compare_soft_cap();
 }
 
 // Fail where the digests of the last level are not those of the file, or print them if there is none.
