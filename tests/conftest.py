@@ -20,12 +20,12 @@ settings.load_profile("any machine")
 
 WINDOW = 100
 HYBRID: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"],
     "vocab_size": 307,
     "hidden_size": 64,
     "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 16,
     "intermediate_size": 96,
     "max_position_embeddings": 4096,
     "use_sliding_window": True,
@@ -34,15 +34,17 @@ HYBRID: dict[str, Any] = {
 
 
 @pytest.fixture
-def hybrid_folder(tmp_path: Path) -> Callable[[str], Path]:
+def hybrid_folder(tmp_path: Path) -> Callable[..., Path]:
     """Write a checkpoint: `hybrid_folder("s.s.ss")` has sliding layers (s) and full ones (.)."""
 
-    def write(layers: str) -> Path:
+    def write(layers: str, architecture: str = "Qwen2ForCausalLM") -> Path:
         types = ["sliding_attention" if kind == "s" else "full_attention" for kind in layers]
         folder = tmp_path / "hybrid"
         folder.mkdir()
         (folder / "config.json").write_text(
-            json.dumps({**HYBRID, "num_hidden_layers": len(types), "layer_types": types})
+            json.dumps(
+                {**HYBRID, "architectures": [architecture], "num_hidden_layers": len(types), "layer_types": types}
+            )
         )
         rng = np.random.default_rng(5)
         tensors = {

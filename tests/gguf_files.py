@@ -183,7 +183,7 @@ def stored_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
 
 def rope_freqs(folder: Path) -> dict[str, Tensor]:
     """Return the divisors of Llama 3.1's frequencies, as llama.cpp's converter computes them; nothing for others."""
-    rope, head_dim = read_spec(folder).rope, read_spec(folder).head_dim
+    rope, head_dim = read_spec(folder).ropes[0], read_spec(folder).head_dim
     scaling = rope.scaling
     if not isinstance(scaling, Llama3Scaling):
         return {}

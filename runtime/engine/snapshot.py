@@ -27,6 +27,7 @@ from ...pager import (
 )
 from ..common.errors import ConfigError, SnapshotNotSaved
 from ..model import fingerprint
+from ..model.rope import uses_long_factors
 from .core import EngineCore
 
 _log = structlog.get_logger("quire.engine")
@@ -69,7 +70,9 @@ async def prefix_snapshot(
 def _identity(core: EngineCore) -> bytes:
     """Return a digest of everything that determines the bits of a page."""
     runner, config = core.runner, core.config
-    build = (version("quire"), runner.capacity.isa, config.weights, config.kv_cache_dtype, runner.capacity.layout)
+    capacity = runner.capacity
+    rotation = uses_long_factors(runner.spec.ropes, capacity.max_model_len)
+    build = (version("quire"), capacity.isa, config.weights, config.kv_cache_dtype, capacity.layout, rotation)
     return hashlib.sha256(repr(build).encode() + fingerprint(runner.path)).digest()
 
 

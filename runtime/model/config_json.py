@@ -1,21 +1,19 @@
 """Reading of config.json: each key's allowed values, and its default.
 
 Every value has the right type and a size that a machine can hold; anything else raises UnsupportedModel naming the key.
-Must not import families, which ask for their keys by name. Files of transformers 4 (`rope_theta`, `rope_scaling`) and 5
-(`rope_parameters`) are read.
+Must not import families, which ask for their keys by name.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from decimal import Decimal
 from os.path import isfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..common.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
-from .spec import DecoderSpec, LinearScaling, Llama3Scaling, Rope, YarnScaling
+from .spec import DecoderSpec, Rope
 
 CONFIG_FILE = "config.json"
 
@@ -26,8 +24,6 @@ MAX_VOCAB = 1 << 22
 MAX_POSITIONS = 1 << 27
 MAX_HEAD_DIM = 512  # QUIRE_MAX_HEAD of the kernels
 MAX_GROUP = 64  # QUIRE_TILE of the kernels: the query heads of one KV head share a tile
-
-DEFAULT_THETA = 10_000.0  # as in transformers
 
 
 class ConfigTable:
@@ -69,6 +65,14 @@ class ConfigTable:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-12 <= value <= 1e12:
             raise self.refused(key, "a number from 1e-12 to 1e12")
         return float(value)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """Return a list of `count` numbers, each as `positive` allows."""
+        values = self.values.get(key)
+        if not isinstance(values, list) or len(values) != count:
+            raise self.refused(key, f"a list of {count} numbers")
+        items = ConfigTable({f"{key}[{index}]": value for index, value in enumerate(values)}, self.where)
+        return tuple(items.positive(name) for name in items.values)
 
     def flag(self, key: str, default: bool) -> bool:
         """Return true or false; `default` if the key is absent or null."""
@@ -116,30 +120,57 @@ def read_config(folder: str | Path) -> ConfigTable:
     return ConfigTable(values)
 
 
-def build_spec(config: ConfigTable, family: str) -> DecoderSpec:
-    """Read the keys that all families share. All layers see all tokens; a family replaces fields that differ."""
+def build_spec(config: ConfigTable, family: str, rope: Rope) -> DecoderSpec:
+    """Read the keys that all families share. All layers see all tokens and have the same `rope`.
+
+    A family replaces the fields that differ.
+    """
     _refuse_unsupported(config)
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = config.integer("num_attention_heads", 1, MAX_HEADS)
-    vocab_size = config.integer("vocab_size", 1, MAX_VOCAB)
-    max_positions = config.integer("max_position_embeddings", 1, MAX_POSITIONS)
+    num_kv_heads = _num_kv_heads(config, num_heads)
+    head_dim = read_head_dim(config)
     layers = num_layers(config)
     return DecoderSpec(
         family=family,
-        vocab_size=vocab_size,
+        vocab_size=config.integer("vocab_size", 1, MAX_VOCAB),
         hidden_size=hidden_size,
         num_layers=layers,
         num_heads=num_heads,
-        num_kv_heads=_num_kv_heads(config, num_heads),
-        head_dim=_head_dim(config, hidden_size, num_heads),
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         intermediate_size=config.integer("intermediate_size", 1, MAX_WIDTH),
         norm_eps=config.positive("rms_norm_eps", 1e-6),
-        rope=_rope(config, max_positions),
+        attention_scale=head_dim**-0.5,
+        ropes=(rope,) * layers,
         windows=(0,) * layers,
         tie_embeddings=config.flag("tie_word_embeddings", False),
-        max_position_embeddings=max_positions,
+        max_position_embeddings=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
         eos_token_ids=_eos(config),
+        activation=read_activation(config, "hidden_act", "silu"),
     )
+
+
+def read_activation(config: ConfigTable, key: str, default: str | None = None) -> Literal["silu", "gelu_tanh"]:
+    """Return the activation of the MLP's gate."""
+    name = config.text(key, default)
+    if name == "silu":
+        return "silu"
+    if name == "gelu_pytorch_tanh":
+        return "gelu_tanh"
+    raise config.refused(key, '"silu" or "gelu_pytorch_tanh"')
+
+
+def read_head_dim(config: ConfigTable) -> int:
+    """Return the elements of a head: `head_dim`, or hidden_size / num_attention_heads if it is absent or null."""
+    hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
+    num_heads = config.integer("num_attention_heads", 1, MAX_HEADS)
+    if "head_dim" not in config and hidden_size % num_heads:
+        raise config.refused("hidden_size", f"a multiple of num_attention_heads ({num_heads}) where head_dim is absent")
+    head_dim = config.integer("head_dim", 2, MAX_HEAD_DIM, hidden_size // num_heads)
+    if head_dim % 2:
+        raise config.refused("head_dim", f"even, because rotary embedding turns pairs (here it is {head_dim})")
+    return head_dim
 
 
 def num_layers(config: ConfigTable) -> int:
@@ -157,12 +188,13 @@ def qwen_windows(config: ConfigTable) -> tuple[int, ...]:
     layers = num_layers(config)
     window = sliding_window(config) if config.flag("use_sliding_window", False) else 0
     if "layer_types" in config:
-        return _windows_by_type(config, layers, window)
+        return windows_by_type(config, layers, window)
     first = config.integer("max_window_layers", 0, 1 << 30, 28)
     return tuple(window if layer >= first else 0 for layer in range(layers))
 
 
-def _windows_by_type(config: ConfigTable, layers: int, window: int) -> tuple[int, ...]:
+def windows_by_type(config: ConfigTable, layers: int, window: int) -> tuple[int, ...]:
+    """Return the windows of `layer_types`, where sliding layers see `window` tokens; 0: the family has none."""
     types = config.values["layer_types"]
     sizes = {"full_attention": 0, "sliding_attention": window}
     if not isinstance(types, list) or len(types) != layers or not all(isinstance(t, str) and t in sizes for t in types):
@@ -179,8 +211,6 @@ def _refuse_unsupported(config: ConfigTable) -> None:
         raise UnsupportedModel(
             f"{CONFIG_FILE}: quantization_config is present; weights must be bf16, f16 or f32 (Quire quantises at load)"
         )
-    if config.text("hidden_act", "silu") != "silu":
-        raise config.refused("hidden_act", '"silu"')
 
 
 def _num_kv_heads(config: ConfigTable, num_heads: int) -> int:
@@ -190,15 +220,6 @@ def _num_kv_heads(config: ConfigTable, num_heads: int) -> int:
             "num_key_value_heads", f"a divisor of num_attention_heads ({num_heads}), at most {MAX_GROUP} times smaller"
         )
     return num_kv_heads
-
-
-def _head_dim(config: ConfigTable, hidden_size: int, num_heads: int) -> int:
-    if "head_dim" not in config and hidden_size % num_heads:
-        raise config.refused("hidden_size", f"a multiple of num_attention_heads ({num_heads}) where head_dim is absent")
-    head_dim = config.integer("head_dim", 2, MAX_HEAD_DIM, hidden_size // num_heads)
-    if head_dim % 2:
-        raise config.refused("head_dim", f"even, because rotary embedding turns pairs (here it is {head_dim})")
-    return head_dim
 
 
 def _eos(config: ConfigTable) -> tuple[int, ...]:
@@ -211,72 +232,3 @@ def _eos(config: ConfigTable) -> tuple[int, ...]:
     if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= MAX_VOCAB for i in ids):
         raise config.refused("eos_token_id", "a token id or a list of token ids")
     return tuple(ids)
-
-
-def _rope(config: ConfigTable, max_positions: int) -> Rope:
-    table = config.table("rope_scaling" if config.values.get("rope_scaling") else "rope_parameters")
-    if nested := [key for key, value in table.values.items() if isinstance(value, dict)]:
-        raise table.refused(
-            nested[0], "absent: one rotary embedding for all layers is supported, not one per layer type"
-        )
-    if _partial_factor(config, table) != 1.0:
-        raise config.refused("partial_rotary_factor", "absent or 1: heads are rotated whole")
-    theta = table.positive("rope_theta", config.positive("rope_theta", DEFAULT_THETA))
-    if theta <= 1:
-        raise (table if "rope_theta" in table else config).refused("rope_theta", "above 1")
-    return Rope(theta, _scaling(config, table, max_positions))
-
-
-def _partial_factor(config: ConfigTable, table: ConfigTable) -> float:
-    return table.positive("partial_rotary_factor", config.positive("partial_rotary_factor", 1.0))
-
-
-def _scaling(
-    config: ConfigTable, table: ConfigTable, max_positions: int
-) -> LinearScaling | Llama3Scaling | YarnScaling | None:
-    kind = table.text("rope_type", table.text("type", "default"))
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return LinearScaling(table.positive("factor"))
-    if kind == "llama3":
-        return _llama3(table, _original_positions(config, table, max_positions))
-    if kind == "yarn":
-        return _yarn(table, _original_positions(config, table, max_positions), max_positions)
-    raise table.refused("rope_type" if "rope_type" in table else "type", "default, linear, llama3 or yarn")
-
-
-def _original_positions(config: ConfigTable, table: ConfigTable, max_positions: int) -> int:
-    """Return the context of pre-training; a top-level key takes precedence over the table's, as in transformers."""
-    source = config if "original_max_position_embeddings" in config else table
-    return source.integer("original_max_position_embeddings", 1, MAX_POSITIONS, max_positions)
-
-
-def _llama3(table: ConfigTable, original: int) -> Llama3Scaling:
-    low, high = table.positive("low_freq_factor"), table.positive("high_freq_factor")
-    if high <= low:
-        raise table.refused("high_freq_factor", f"above low_freq_factor ({low:g})")
-    return Llama3Scaling(table.positive("factor"), low, high, original)
-
-
-def _yarn(table: ConfigTable, original: int, max_positions: int) -> YarnScaling:
-    factor = table.positive("factor", max_positions / original)
-    fast, slow = table.positive("beta_fast", 32.0), table.positive("beta_slow", 1.0)
-    if fast < slow:
-        raise table.refused("beta_fast", f"at least beta_slow ({slow:g})")
-    return YarnScaling(
-        factor, _yarn_attention_factor(table, factor), fast, slow, table.flag("truncate", True), original
-    )
-
-
-def _yarn_attention_factor(table: ConfigTable, factor: float) -> float:
-    """Return the given factor, or 0.1 ln(factor) + 1 as in the paper, or DeepSeek's ratio of two such values."""
-
-    def suggested(mscale: float = 1.0) -> float:
-        return 0.1 * mscale * float(Decimal(factor).ln()) + 1.0 if factor > 1 else 1.0
-
-    if "attention_factor" in table:
-        return table.positive("attention_factor")
-    if table.values.get("mscale") and table.values.get("mscale_all_dim"):
-        return suggested(table.positive("mscale")) / suggested(table.positive("mscale_all_dim"))
-    return suggested()

@@ -6,27 +6,42 @@ not import families.
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Sequence
 
-from ...kernels.ops import INPUT_DTYPES
+import numpy as np
+
+from ...kernels.ops import INPUT_DTYPES, DType, Epilogue
+from ...kernels.pack import PackedMatrix
 from ...pager.layout import place_layers
 from .program import Heads, Logits, ProgramBuilder, Value
+from .program.builder import NormedValue
+from .rope import Table
 from .spec import DecoderSpec
-from .weights.packing import DecoderWeights, LayerWeights
+from .weights.packing import DecoderWeights, LayerWeights, Vector
+
+EPILOGUES: dict[str, Epilogue] = {"silu": "swiglu", "gelu_tanh": "geglu"}  # by the activation of the gate
 
 
 def emit_decoder(
-    builder: ProgramBuilder, spec: DecoderSpec, weights: DecoderWeights, rotary: npt.NDArray[np.float32]
+    builder: ProgramBuilder, spec: DecoderSpec, weights: DecoderWeights, rotary: Sequence[Table | None]
 ) -> Logits:
-    """Emit the ops from token ids to the logits of the rows that sample. `rotary` is f32 [positions, head_dim]."""
-    x = builder.embed(weights.embedding)
+    """Emit the ops from token ids to the logits of the rows that sample. `rotary` has one table per layer."""
+    x = builder.embed(weights.embedding, _embedding_scale(spec, weights))
     for layer, layer_weights in enumerate(weights.layers):
-        _attention_block(builder, spec, layer_weights, layer, x, rotary)
+        _attention_block(builder, spec, layer_weights, layer, x, rotary[layer])
         _mlp_block(builder, spec, layer_weights, x)
     sampled = builder.gather(x)
     normed = builder.norm(sampled, weights.final_norm, spec.norm_eps, INPUT_DTYPES[weights.lm_head.dtype])
-    return builder.logits(normed, weights.lm_head)
+    return builder.logits(normed, weights.lm_head, spec.logits_scale, spec.logits_softcap)
+
+
+def _embedding_scale(spec: DecoderSpec, weights: DecoderWeights) -> float:
+    """Return the scale of embeddings, rounded to the nearest bf16, ties to even, where the family rounds it."""
+    if not spec.round_embedding_scale or weights.embedding.dtype == "f32":
+        return spec.embedding_scale
+    bits = int(np.float32(spec.embedding_scale).view(np.uint32))
+    rounded = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
+    return float(np.uint32(rounded).view(np.float32))
 
 
 def _attention_block(
@@ -35,23 +50,61 @@ def _attention_block(
     layer: LayerWeights,
     index: int,
     x: Value,
-    rotary: npt.NDArray[np.float32],
+    rotary: Table | None,
 ) -> None:
     """Emit x += o(attention(qkv(norm(x))))."""
     group, slot = place_layers(spec.windows)[index]
-    heads = Heads(group, slot, spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    normed = builder.norm(x, layer.input_norm, spec.norm_eps, INPUT_DTYPES[layer.qkv.dtype])
+    heads = Heads(
+        group,
+        slot,
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        spec.attention_scale,
+        spec.windows[index],
+        spec.attention_softcap,
+        spec.qk_norm_rows,
+    )
+    normed = _normed(builder, spec, layer.input_norm, x, INPUT_DTYPES[layer.qkv.dtype])
     qkv = builder.linear(normed, layer.qkv, layer.qkv_bias, "qkv")
     attended = builder.attention(
-        qkv, heads, layer.q_norm, layer.k_norm, spec.norm_eps, rotary, spec.windows[index], INPUT_DTYPES[layer.o.dtype]
+        qkv, heads, layer.q_norm, layer.k_norm, spec.norm_eps, rotary, INPUT_DTYPES[layer.o.dtype]
     )
-    builder.linear_add(attended, layer.o, layer.o_bias, x)
+    _add(builder, spec, attended, layer.o, layer.o_bias, layer.attention_post_norm, x)
 
 
 def _mlp_block(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, x: Value) -> None:
-    """Emit x += down(silu(gate(norm(x))) * up(norm(x)))."""
-    normed = builder.norm(x, layer.mlp_norm, spec.norm_eps, INPUT_DTYPES[layer.gate_up.dtype])
-    activated = builder.swiglu(
-        normed, layer.gate_up, layer.gate_up_bias, spec.intermediate_size, INPUT_DTYPES[layer.down.dtype]
+    """Emit x += down(activation(gate(norm(x))) * up(norm(x)))."""
+    normed = _normed(builder, spec, layer.mlp_norm, x, INPUT_DTYPES[layer.gate_up.dtype])
+    activated = builder.gated(
+        normed,
+        layer.gate_up,
+        layer.gate_up_bias,
+        spec.intermediate_size,
+        EPILOGUES[spec.activation],
+        INPUT_DTYPES[layer.down.dtype],
     )
-    builder.linear_add(activated, layer.down, layer.down_bias, x)
+    _add(builder, spec, activated, layer.down, layer.down_bias, layer.mlp_post_norm, x)
+
+
+def _normed(
+    builder: ProgramBuilder, spec: DecoderSpec, norm: Vector | None, x: Value, dtype: DType
+) -> Value | NormedValue:
+    """Return norm(x), or x where the family does not norm it, in the dtype that the next linear layer reads."""
+    return builder.convert(x, dtype) if norm is None else builder.norm(x, norm, spec.norm_eps, dtype)
+
+
+def _add(
+    builder: ProgramBuilder,
+    spec: DecoderSpec,
+    branch: Value,
+    weight: PackedMatrix,
+    bias: Vector | None,
+    post_norm: Vector | None,
+    x: Value,
+) -> None:
+    """Emit x += linear(branch), or x += norm(linear(branch)) where the family has such a norm."""
+    if post_norm is None:
+        builder.linear_add(branch, weight, bias, x, spec.residual_scale)
+    else:
+        builder.add_norm(builder.linear(branch, weight, bias, "branch"), post_norm, spec.norm_eps, x)

@@ -167,12 +167,14 @@ def _with_divisors(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
     stored = file.tensors.get(ROPE_FREQS)
     if stored is None:
         return spec
-    if spec.rope.scaling is not None or stored.type.name != "F32" or stored.shape != (spec.head_dim // 2,):
+    rope = spec.ropes[0]
+    if rope is None or rope.scaling is not None or stored.type.name != "F32" or stored.shape != (spec.head_dim // 2,):
         raise UnsupportedModel(
             f"{file.path}: {ROPE_FREQS} is {stored.type.name} {list(stored.shape)} beside a RoPE scaling of "
-            f"{spec.rope.scaling}; it must be F32 [{spec.head_dim // 2}], and no other scaling present"
+            f"{rope and rope.scaling}; it must be F32 [{spec.head_dim // 2}], and no other scaling present"
         )
     divisors = np.frombuffer(stored.file.bytes[stored.begin : stored.end], "<f4")
     if not ((divisors >= 1e-6) & (divisors <= 1e6)).all():
         raise CorruptCheckpoint(f"{file.path}: {ROPE_FREQS} has a value that is not between 1e-6 and 1e6")
-    return replace(spec, rope=Rope(spec.rope.theta, FrequencyDivisors(tuple(map(float, divisors)))))
+    scaled = Rope(rope.theta, FrequencyDivisors(tuple(map(float, divisors))))
+    return replace(spec, ropes=(scaled,) * spec.num_layers)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from ...kernels import sampler_nbytes, scratch_nbytes
 from ...kernels.ops import WeightDtype as PackedDtype
 from ...kernels.ops import padded
@@ -18,7 +16,7 @@ from ..common.config import KVCacheDtype, WeightDtype
 from .decoder import emit_decoder
 from .packed_model import kv_layout
 from .program import ProgramBuilder, ProgramPlan
-from .rope import rotary_nbytes
+from .rope import planned_tables, rotary_nbytes
 from .spec import DecoderSpec
 from .weights.packing import plan_weights
 
@@ -83,7 +81,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Plan the memory; the arguments are those of loading, compiling and running."""
     shapes, weights_bytes = plan_weights(spec, weights)
-    rotary = np.broadcast_to(np.float32(0), (max_positions, spec.head_dim))
+    rotary = planned_tables(spec.ropes, spec.head_dim, max_positions)
     builder = ProgramBuilder(max_tokens, max_samples)
     program = builder.build(emit_decoder(builder, spec, shapes, rotary))
     return MemoryPlan(
@@ -92,7 +90,7 @@ def plan_memory(
         kv_bytes=num_pages * kv_layout(spec, kv_dtype, page_size).page_bytes,
         arena_bytes=program.arena_bytes,
         logits_bytes=program.logits.nbytes,
-        rotary_bytes=rotary_nbytes(max_positions, spec.head_dim),
+        rotary_bytes=rotary_nbytes(spec.ropes, spec.head_dim, max_positions),
         scratch_bytes=scratch_nbytes(spec.head_dim, workers, program.ops),
         sampling_bytes=sampler_nbytes(padded(spec.vocab_size), max_samples, workers),
         program=program,

@@ -17,7 +17,7 @@ from .decoder import emit_decoder
 from .families.registry import open_model
 from .files import model_path
 from .program import ProgramBuilder, ProgramPlan
-from .rope import rotary_table
+from .rope import rotary_tables
 from .spec import DecoderSpec
 from .weights.packing import DecoderWeights, pack_weights
 
@@ -32,7 +32,7 @@ class PackedModel:
 
     def compile(self, *, max_positions: int, max_tokens: int, max_samples: int) -> ProgramPlan:
         """Return the program for steps of `max_tokens` rows, `max_samples` of which sample, below `max_positions`."""
-        rotary = rotary_table(self.spec.rope, self.spec.head_dim, max_positions)
+        rotary = rotary_tables(self.spec.ropes, self.spec.head_dim, max_positions)
         builder = ProgramBuilder(max_tokens, max_samples)
         return builder.build(emit_decoder(builder, self.spec, self.weights, rotary))
 

@@ -11,14 +11,16 @@ processors, so they are computed here, by addition and multiplication or in deci
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from decimal import Decimal
 
 import numpy as np
 import numpy.typing as npt
 
-from .spec import FrequencyDivisors, LinearScaling, Llama3Scaling, Rope, YarnScaling
+from .spec import FrequencyDivisors, LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
 
-Frequencies = npt.NDArray[np.float32]  # [head_dim / 2]
+Table = npt.NDArray[np.float32]  # [positions, rotary_dim]: cos in the first half of the columns, sin in the second
+Frequencies = npt.NDArray[np.float32]  # [rotary_dim / 2]
 
 Angles = npt.NDArray[np.float64]
 
@@ -43,22 +45,40 @@ _COS = (
 ROWS_AT_ONCE = 4096  # positions whose angles are held in f64 at a time
 
 
-def rotary_nbytes(max_positions: int, head_dim: int) -> int:
-    """Return the bytes of `rotary_table`."""
-    return max_positions * head_dim * 4
+def rotary_tables(ropes: Sequence[Rope | None], head_dim: int, max_positions: int) -> tuple[Table | None, ...]:
+    """Return the table of each layer, None where heads are not rotated. Layers with equal `ropes` share a table."""
+    tables = {rope: rotary_table(rope, head_dim, max_positions) for rope in set(ropes) if rope is not None}
+    return tuple(None if rope is None else tables[rope] for rope in ropes)
 
 
-def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> npt.NDArray[np.float32]:
-    """Return f32 [max_positions, head_dim]: cos in the first half of the columns, sin in the second."""
-    frequencies, factor = inverse_frequencies(rope, head_dim)
-    table = np.empty((max_positions, head_dim), np.float32)
+def planned_tables(ropes: Sequence[Rope | None], head_dim: int, max_positions: int) -> tuple[Table | None, ...]:
+    """Return tables of the right shapes without memory, to plan a program that is never run."""
+    shapes = [None if rope is None else (max_positions, rotary_dim(rope, head_dim)) for rope in ropes]
+    return tuple(None if shape is None else np.broadcast_to(np.float32(0), shape) for shape in shapes)
+
+
+def rotary_nbytes(ropes: Sequence[Rope | None], head_dim: int, max_positions: int) -> int:
+    """Return the bytes of `rotary_tables`."""
+    return sum(max_positions * rotary_dim(rope, head_dim) * 4 for rope in set(ropes) if rope is not None)
+
+
+def rotary_dim(rope: Rope, head_dim: int) -> int:
+    """Return the number of elements of a head that are rotated."""
+    return head_dim if rope.dim is None else rope.dim
+
+
+def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> Table:
+    """Return the cosines and sines of positions 0 to `max_positions` - 1."""
+    dim = rotary_dim(rope, head_dim)
+    frequencies, factor = inverse_frequencies(rope, dim, max_positions)
+    table = np.empty((max_positions, dim), np.float32)
     for start in range(0, max_positions, ROWS_AT_ONCE):
         rows = table[start : start + ROWS_AT_ONCE]
         positions = np.arange(start, start + len(rows), dtype=np.float32)
         angles = (positions[:, None] * frequencies).astype(np.float64)
         cos, sin = _cos_sin(angles)
-        rows[:, : head_dim // 2] = cos * factor
-        rows[:, head_dim // 2 :] = sin * factor
+        rows[:, : dim // 2] = cos * factor
+        rows[:, dim // 2 :] = sin * factor
     return table
 
 
@@ -81,9 +101,9 @@ def _cos_sin(angles: Angles) -> tuple[Angles, Angles]:
     )
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Frequencies, float]:
-    """Return the radians per position of each pair of dimensions, and the factor on cos and sin."""
-    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+def inverse_frequencies(rope: Rope, dim: int, max_positions: int) -> tuple[Frequencies, float]:
+    """Return the radians per position of each pair of `dim` rotated elements, and the factor on cos and sin."""
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     theta = Decimal(rope.theta)
     wavelengths = np.array([theta ** Decimal(float(x)) for x in exponents], np.float64).astype(np.float32)  # over 2 pi
     plain = np.float32(1) / wavelengths
@@ -98,7 +118,17 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[Frequencies, float]:
         case Llama3Scaling():
             return _llama3(plain, rope.scaling), 1.0
         case YarnScaling():
-            return _yarn(wavelengths, rope.theta, head_dim, rope.scaling), rope.scaling.attention_factor
+            return _yarn(wavelengths, rope.theta, dim, rope.scaling), rope.scaling.attention_factor
+        case LongRopeScaling():
+            is_long = uses_long_factors([rope], max_positions)
+            factors = np.array(rope.scaling.long_factors if is_long else rope.scaling.short_factors, np.float32)
+            return np.float32(1) / (factors * wavelengths), rope.scaling.attention_factor
+
+
+def uses_long_factors(ropes: Sequence[Rope | None], max_positions: int) -> bool:
+    """Return whether LongRoPE's factors for long contexts apply, so that keys differ from those of a short context."""
+    scalings = [rope.scaling for rope in ropes if rope is not None and isinstance(rope.scaling, LongRopeScaling)]
+    return any(max_positions > scaling.original_max_position_embeddings for scaling in scalings)
 
 
 def _llama3(plain: Frequencies, scaling: Llama3Scaling) -> Frequencies:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,25 @@ class FrequencyDivisors:
 
 
 @dataclass(frozen=True, slots=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al., 2024): each frequency divided by a factor of its own; `attention_factor` as in YaRN.
+
+    `long_factors` apply where the context that is served is longer than the original one, `short_factors` elsewhere.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    attention_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding over the whole head: the base, and the scaling for positions beyond those of training."""
+    """Rotary embedding: the base, the scaling for positions beyond those of training, and what it rotates."""
 
     theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | FrequencyDivisors | None = None
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling | FrequencyDivisors | None = None
+    dim: int | None = None  # elements of a head that are rotated, from the first one on; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +83,18 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     o: str = "self_attn.o_proj"
+    attention_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    mlp_post_norm: str = "post_feedforward_layernorm"
     final_norm: str = "model.norm"
     lm_head: str = "lm_head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """A pre-norm decoder with grouped-query attention and a SwiGLU MLP. Few families change a field with a default."""
+    """A decoder with grouped-query attention and a gated MLP. Few families change a field with a default."""
 
     family: str  # model_type: "llama", …
     vocab_size: int
@@ -88,15 +105,27 @@ class DecoderSpec:
     head_dim: int
     intermediate_size: int
     norm_eps: float
-    rope: Rope
+    attention_scale: float  # of queries, usually head_dim ** -0.5
+    ropes: tuple[Rope | None, ...]  # one per layer; None: heads are not rotated
     windows: tuple[int, ...]  # one per layer: the number of tokens it sees; 0: all
     tie_embeddings: bool  # the embedding is also the lm_head
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     qk_norm: bool = False  # RMS norm of each query and key head before rotation
+    qk_norm_rows: bool = False  # with qk_norm: of all query heads together, and of all key heads, not of each
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate
+    pre_norms: bool = True  # of the input of attention and MLP
+    post_norms: bool = False  # of their output, before it is added to the residual stream
+    norm_offset: float = 0.0  # is added to the weights of all norms
+    embedding_scale: float = 1.0
+    round_embedding_scale: bool = False  # to bf16 unless the weights are f32: the family keeps it in their dtype
+    residual_scale: float = 1.0  # of the output of attention and MLP; only without post_norms
+    logits_scale: float = 1.0
+    attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: none
+    logits_softcap: float = 0.0  # the same for logits
     names: TensorNames = TensorNames()
     # tensor -> type, of the tensors that the checkpoint has in blocks of integers; a change of it changes no shape
     quantised: Mapping[str, str] = field(default_factory=dict, compare=False)

@@ -12,7 +12,7 @@ from quire.pager import KVArena, map_memory
 from quire.runtime.model.decoder import emit_decoder
 from quire.runtime.model.packed_model import kv_layout
 from quire.runtime.model.program import ProgramBuilder
-from quire.runtime.model.rope import rotary_table
+from quire.runtime.model.rope import rotary_tables
 from quire.runtime.model.spec import DecoderSpec, Rope
 from quire.runtime.model.weights.packing import build_weights
 
@@ -27,12 +27,10 @@ QWEN3 = DecoderSpec(
     head_dim=128,
     intermediate_size=3072,
     norm_eps=1e-6,
-    rope=Rope(1e6),
+    attention_scale=128**-0.5,
+    ropes=(Rope(1e6),) * LAYERS,
     windows=(0,) * LAYERS,
     qk_norm=True,
-    qkv_bias=False,
-    o_bias=False,
-    mlp_bias=False,
     tie_embeddings=True,
     max_position_embeddings=40960,
     eos_token_ids=(0,),
@@ -46,7 +44,7 @@ class Zeros:
         memory = map_memory(packed_nbytes(out_features, in_features, dtype))
         return PackedMatrix(out_features, in_features, dtype, memory)
 
-    def vector(self, size: int, parts: object) -> np.ndarray:
+    def vector(self, size: int, parts: object, offset: float = 0.0) -> np.ndarray:
         return np.zeros(size, np.float32)
 
 
@@ -73,7 +71,7 @@ class OneOp:
         end = self.context + self.rows
         pages = self.layout.pages_for(end)
         builder = ProgramBuilder(self.users * self.rows, self.users)
-        rotary = rotary_table(QWEN3.rope, QWEN3.head_dim, end)
+        rotary = rotary_tables(QWEN3.ropes, QWEN3.head_dim, end)
         plan = builder.build(emit_decoder(builder, QWEN3, build_weights(QWEN3, self.weights, Zeros()), rotary))
         self.ops = [op for op in plan.ops if type(op).__name__ == self.kind]
         if self.kind == "Linear":

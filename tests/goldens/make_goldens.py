@@ -3,7 +3,7 @@
 Needs torch and transformers 5; the tests need neither, they read what this wrote. Everything is seeded: running it
 again with the same versions gives the same files.
 
-usage: make_goldens.py [OUT_DIR]        OUT_DIR defaults to this file's folder
+usage: make_goldens.py [OUT_DIR [CASE ...]]    OUT_DIR defaults to this file's folder, the cases to all
 
 Per case a Hugging Face folder with random weights: config.json in one transformers style and other_config.json in the
 other (both must mean the same), one or several safetensors files, and golden.npz with
@@ -49,6 +49,8 @@ class Case:
     style: int  # the version of transformers whose config.json it has
     config: dict[str, Any]
     max_shard_size: str = "1GB"
+    norm_mean: float = 1.0  # of the norms' weights
+    four: dict[str, Any] | None = None  # keys that only transformers 4 writes
 
 
 CASES = {
@@ -118,6 +120,114 @@ CASES = {
     ),
 }
 
+SMALL: dict[str, Any] = {"vocab_size": 160, "num_key_value_heads": 2, "max_position_embeddings": 128}
+GEMMA: dict[str, Any] = {
+    **SMALL,
+    "num_hidden_layers": 4,
+    "hidden_size": 48,  # its square root is no bf16
+    "head_dim": 32,
+    "intermediate_size": 80,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 24,
+    "eos_token_id": 1,
+}
+CASES |= {
+    "smollm3": Case(
+        "SmolLM3Config",
+        torch.bfloat16,
+        5,
+        {
+            **SMALL,
+            "num_hidden_layers": 4,
+            "hidden_size": 48,
+            "intermediate_size": 96,
+            "no_rope_layer_interval": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 2000000.0},
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+        },
+    ),
+    "granite": Case(
+        "GraniteConfig",
+        torch.bfloat16,
+        4,
+        {
+            **SMALL,
+            "intermediate_size": 96,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 6.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "eos_token_id": 1,
+        },
+    ),
+    "olmo2": Case(
+        "Olmo2Config",
+        torch.float32,
+        5,
+        {
+            **SMALL,
+            "hidden_size": 72,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "intermediate_size": 96,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+            "eos_token_id": 1,
+        },
+    ),
+    "phi3": Case(
+        "Phi3Config",
+        torch.bfloat16,
+        4,
+        {
+            **SMALL,
+            "intermediate_size": 72,
+            "sliding_window": 40,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "original_max_position_embeddings": 64,
+                "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+                "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 11.0],
+            },
+            "pad_token_id": 0,
+            "eos_token_id": [1, 2],
+        },
+    ),
+    "gemma2": Case(
+        "Gemma2Config",
+        torch.bfloat16,
+        5,
+        {
+            **GEMMA,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        norm_mean=0.0,
+    ),
+    "gemma3": Case(
+        "Gemma3TextConfig",
+        torch.bfloat16,
+        4,
+        {
+            **GEMMA,
+            "sliding_window_pattern": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        norm_mean=0.0,
+        four={"sliding_window_pattern": 3},
+    ),
+}
+
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
@@ -126,36 +236,46 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn_exact_range": {**YARN, "original_max_position_embeddings": 4096, "truncate": False, "beta_fast": 24},
     "yarn_mscale": {**YARN, "original_max_position_embeddings": 4096, "mscale": 0.707, "mscale_all_dim": 1.0},
     "yarn_given_factor": {**YARN, "original_max_position_embeddings": 4096, "attention_factor": 1.25},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 4096,
+        "short_factor": [1.0 + 0.01 * i for i in range(64)],
+        "long_factor": [1.0 + 0.5 * i for i in range(64)],
+    },
 }
 
 
 def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
     out.mkdir(parents=True, exist_ok=True)
+    wanted = sys.argv[2:] or [*CASES, "rope"]
     for index, (name, case) in enumerate(CASES.items()):
-        torch.manual_seed(SEED + index)
-        write_case(out / name, case)
-    write_ropes(out / "rope.npz")
+        if name in wanted:
+            torch.manual_seed(SEED + index)
+            write_case(out / name, case)
+    if "rope" in wanted:
+        write_ropes(out / "rope.npz")
 
 
 def write_case(folder: Path, case: Case) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     config = getattr(transformers, case.config_class)(**{**SHARED, **case.config})
     model = transformers.AutoModelForCausalLM.from_config(config)
-    randomise(model)
+    randomise(model, case.norm_mean)
     model.to(case.dtype).save_pretrained(folder, max_shard_size=case.max_shard_size)
     (folder / "generation_config.json").unlink()
-    write_configs(folder, case.style)
+    write_configs(folder, case)
     write_golden(folder)
 
 
-def randomise(model: torch.nn.Module) -> None:
+def randomise(model: torch.nn.Module, norm_mean: float) -> None:
     """Set weights larger than an initialisation, so that attention is not uniform and every part changes the logits."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape)
             if "norm" in name:
-                parameter.copy_(1 + 0.2 * noise)
+                parameter.copy_(norm_mean + 0.2 * noise)
             elif parameter.ndim == 1:
                 parameter.copy_(0.3 * noise)
             elif "q_proj" in name or "k_proj" in name:
@@ -164,11 +284,11 @@ def randomise(model: torch.nn.Module) -> None:
                 parameter.copy_(noise / parameter.shape[1] ** 0.5)
 
 
-def write_configs(folder: Path, style: int) -> None:
-    """Write config.json as transformers of version `style` does, and other_config.json as the other version does."""
+def write_configs(folder: Path, case: Case) -> None:
+    """Write config.json as transformers of version `case.style` does, other_config.json as the other version does."""
     five = json.loads((folder / "config.json").read_text())
-    for name, wanted in (("config.json", style), ("other_config.json", 9 - style)):
-        config = five if wanted == 5 else as_transformers_4(five)
+    for name, wanted in (("config.json", case.style), ("other_config.json", 9 - case.style)):
+        config = five if wanted == 5 else {**as_transformers_4(five), **(case.four or {})}
         (folder / name).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
 
 
@@ -176,6 +296,11 @@ def as_transformers_4(five: dict[str, Any]) -> dict[str, Any]:
     """Convert a config to transformers 4: torch_dtype, rope_theta at the top level, the rest in rope_scaling."""
     four = {key: value for key, value in five.items() if key not in ("dtype", "rope_parameters", "layer_types")}
     rope = dict(five["rope_parameters"])
+    if "sliding_attention" in rope:
+        four["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = dict(rope["full_attention"])
+    if "partial_rotary_factor" in rope:
+        four["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     four["rope_theta"] = rope.pop("rope_theta")
     four["rope_scaling"] = None if rope["rope_type"] == "default" else rope
     return {**four, "torch_dtype": five["dtype"], "transformers_version": "4.46.0"}

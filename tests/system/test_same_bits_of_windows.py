@@ -27,9 +27,19 @@ def running(folder, **settings):
     return bits.running(**{"model": str(folder), "kv_cache_memory": 16 << 20, "max_num_batched_tokens": 64, **settings})
 
 
-@pytest.mark.parametrize("layers", ["s.s.ss", "ssss"])
-async def test_same_bits_with_sliding_windows(hybrid_folder, layers):
-    folder = hybrid_folder(layers)
+@pytest.mark.parametrize(
+    ("layers", "architecture"),
+    [
+        ("s.s.ss", "Qwen2ForCausalLM"),
+        ("ssss", "Qwen2ForCausalLM"),
+        ("s.s.", "Gemma2ForCausalLM"),
+        ("ss.", "Gemma3ForCausalLM"),
+        ("....", "Olmo2ForCausalLM"),
+        ("...", "GraniteForCausalLM"),
+    ],
+)
+async def test_same_bits_with_sliding_windows(hybrid_folder, layers, architecture):
+    folder = hybrid_folder(layers, architecture)
     async with running(folder, enable_prefix_caching=False, threads=1) as engine:
         alone = await one_by_one(engine, REQUESTS)
     layout = kv_layout(read_spec(folder), "bf16", 32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigTable, build_spec
+from ..config_rope import read_rope
 from ..gguf_config import GGUFFormat
 from ..spec import DecoderSpec
 from .family import Family
@@ -15,7 +16,7 @@ def read_llama(config: ConfigTable) -> DecoderSpec:
     config = config.with_defaults({"eos_token_id": 2})
     attention_bias = config.flag("attention_bias", False)
     return replace(
-        build_spec(config, "llama"),
+        build_spec(config, "llama", read_rope(config)),
         qkv_bias=attention_bias,
         o_bias=attention_bias,
         mlp_bias=config.flag("mlp_bias", False),

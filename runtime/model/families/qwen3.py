@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config_json import ConfigTable, build_spec, qwen_windows
+from ..config_rope import read_rope
 from ..gguf_config import GGUFFormat
 from ..spec import DecoderSpec
 from .family import Family
@@ -15,7 +16,7 @@ def read_qwen3(config: ConfigTable) -> DecoderSpec:
     config = config.with_defaults({"head_dim": 128, "sliding_window": 4096})
     attention_bias = config.flag("attention_bias", False)
     return replace(
-        build_spec(config, "qwen3"),
+        build_spec(config, "qwen3", read_rope(config)),
         windows=qwen_windows(config),
         qk_norm=True,
         qkv_bias=attention_bias,

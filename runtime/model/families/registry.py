@@ -13,12 +13,18 @@ from ..weights.gguf import GGUFFile
 from ..weights.safetensors import SafetensorsCheckpoint
 from ..weights.tensors import check_tensors
 from .family import Family
+from .gemma2 import GEMMA2
+from .gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
+from .granite import GRANITE
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .olmo2 import OLMO2
+from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .smollm3 import SMOLLM3
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3)
+FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, OLMO2, PHI3, GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES)
 
 
 def read_spec(path: str | Path) -> DecoderSpec:

@@ -15,10 +15,12 @@ import numpy.typing as npt
 
 from ....kernels.ops import (
     BLOCK,
+    AddNorm,
     Attention,
     Convert,
     DType,
     Embed,
+    Epilogue,
     Gather,
     Linear,
     Normed,
@@ -82,13 +84,17 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The shape of one attention layer, and the place of its keys and values."""
+    """The shape of one attention layer, the place of its keys and values, and what applies to heads and scores."""
 
     group: int  # layer group: layers that share a page table
     layer: int  # slot in the group's pages
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    scale: float  # of queries
+    window: int  # 0: all earlier tokens
+    softcap: float  # of scores; 0: none
+    norms_rows: bool  # q_norm and k_norm are over all heads of a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +141,18 @@ class ProgramBuilder:
         self._emit: list[Callable[[Sequence[Region]], Op]] = []  # per op: makes it from the regions of all values
         self._norm_writers: dict[int, int] = {}  # value -> the op that wrote it last and can still write its norm
 
-    def embed(self, weight: PackedMatrix) -> Value:
-        """Start the residual stream: the embedding of each token, f32 [tokens, hidden]."""
+    def embed(self, weight: PackedMatrix, scale: float = 1.0) -> Value:
+        """Start the residual stream: the embedding of each token times `scale`, f32 [tokens, hidden]."""
         out = self._value("residual", self.max_tokens, weight.in_features, "f32")
         self._norm_writers[out.index] = len(self._emit)
-        self._add([out], lambda at: Embed(weight, out.placed(at)))
+        self._add([out], lambda at: Embed(weight, out.placed(at), scale=scale))
         return out
 
     def norm(self, x: Value, weight: Vector, eps: float, dtype: DType) -> NormedValue:
         """Norm each row (RMS norm), in the dtype the next linear layer reads.
 
         This is no op of its own: the op that wrote `x` writes the norm too. Raises ValueError if that op is not
-        `embed`, `linear_add` or `gather`, or if it writes a norm already.
+        `embed`, `linear_add`, `add_norm` or `gather`, or if it writes a norm already.
         """
         writer = self._norm_writers.pop(x.index, None)
         if writer is None:
@@ -175,20 +181,33 @@ class ProgramBuilder:
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), "store"))
         return out
 
-    def linear_add(self, x: Value, weight: PackedMatrix, bias: Vector | None, residual: Value) -> None:
-        """Add x @ weight.T + bias to `residual`, in place."""
+    def linear_add(
+        self, x: Value, weight: PackedMatrix, bias: Vector | None, residual: Value, scale: float = 1.0
+    ) -> None:
+        """Add (x @ weight.T + bias) * scale to `residual`, in place."""
         self._norm_writers[residual.index] = len(self._emit)
-        self._add([x, residual], lambda at: Linear(x.placed(at), weight, bias, residual.placed(at), "add"))
+        self._add([x, residual], lambda at: Linear(x.placed(at), weight, bias, residual.placed(at), "add", scale=scale))
 
-    def swiglu(
-        self, x: Value | NormedValue, weight: PackedMatrix, bias: Vector | None, columns: int, dtype: DType
+    def add_norm(self, x: Value, weight: Vector, eps: float, residual: Value) -> None:
+        """Add the RMS norm of `x` to `residual`, in place."""
+        self._norm_writers[residual.index] = len(self._emit)
+        self._add([x, residual], lambda at: AddNorm(x.placed(at), weight, eps, residual.placed(at)))
+
+    def gated(
+        self,
+        x: Value | NormedValue,
+        weight: PackedMatrix,
+        bias: Vector | None,
+        columns: int,
+        epilogue: Epilogue,
+        dtype: DType,
     ) -> Value:
-        """Compute silu(gate) * up, [rows, columns] in the dtype the next linear layer reads.
+        """Compute silu(gate) * up (swiglu) or gelu(gate) * up (geglu), [rows, columns] in the next layer's dtype.
 
         The weight's columns are 16 of gate and 16 of up in turn.
         """
         out = self._value("activated", x.rows, columns, dtype)
-        self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), "swiglu"))
+        self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), epilogue))
         return out
 
     def attention(
@@ -198,14 +217,13 @@ class ProgramBuilder:
         q_norm: Vector | None,
         k_norm: Vector | None,
         eps: float,
-        rotary: Vector,
-        window: int,
+        rotary: Vector | None,
         dtype: DType,
     ) -> Value:
         """Attend causally over the pages, [tokens, num_heads * head_dim] in `dtype`.
 
-        Stores K and V in their pages. Queries are scaled by head_dim ** -0.5. A `window` of 0 sees all earlier tokens.
-        If the query heads of a KV head do not fill whole blocks, the op's result is f32 and a `Convert` follows.
+        Stores K and V in their pages. Without a `rotary` table heads are not rotated. If the query
+        heads of a KV head do not fill whole blocks, the op's result is f32 and a `Convert` follows.
         """
         whole = heads.num_heads // heads.num_kv_heads * heads.head_dim % BLOCK == 0
         out = self._value("attended", qkv.rows, heads.num_heads * heads.head_dim, dtype if whole else "f32")
@@ -223,8 +241,10 @@ class ProgramBuilder:
                 k_norm=k_norm,
                 eps=eps,
                 rotary=rotary,
-                scale=heads.head_dim**-0.5,
-                window=window,
+                scale=heads.scale,
+                window=heads.window,
+                softcap=heads.softcap,
+                norms_rows=heads.norms_rows,
             ),
         )
         return self.convert(out, dtype)
@@ -236,13 +256,22 @@ class ProgramBuilder:
         self._add([x, out], lambda at: Gather(x.placed(at), out.placed(at)))
         return out
 
-    def logits(self, x: Value | NormedValue, weight: PackedMatrix) -> Logits:
-        """Compute x @ weight.T, the logits of the rows that sample."""
+    def logits(self, x: Value | NormedValue, weight: PackedMatrix, scale: float = 1.0, softcap: float = 0.0) -> Logits:
+        """Compute x @ weight.T * scale, soft-capped if there is a cap: the logits of the rows that sample."""
         values = self._value("logits", x.rows, weight.out_features, "f32")
         maxima = self._value("maxima", x.rows, padded(weight.out_features) // BLOCK, "f32")
         self._add(
             [*x.parts, values, maxima],
-            lambda at: Linear(x.placed(at), weight, None, values.placed(at), "store", maxima=maxima.placed(at)),
+            lambda at: Linear(
+                x.placed(at),
+                weight,
+                None,
+                values.placed(at),
+                "store",
+                maxima=maxima.placed(at),
+                scale=scale,
+                softcap=softcap,
+            ),
         )
         return Logits(values, maxima)
 
@@ -288,5 +317,5 @@ class ProgramBuilder:
 
 
 def _with_norm(op: Op, normed: Normed) -> Op:
-    assert isinstance(op, Embed | Linear | Gather)
+    assert isinstance(op, Embed | Linear | Gather | AddNorm)
     return replace(op, normed=normed)

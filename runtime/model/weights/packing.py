@@ -34,20 +34,22 @@ PackedDtypes = PackedDtype | Sequence[tuple[int, PackedDtype]]  # of a matrix, o
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one layer. Biases and head norms that the family does not have are None."""
+    """The weights of one layer. Biases and norms that the family does not have are None."""
 
-    input_norm: Vector  # [hidden]
+    input_norm: Vector | None  # [hidden]
     qkv: PackedMatrix  # [q_size + 2 kv_size, hidden]
     qkv_bias: Vector | None
-    q_norm: Vector | None  # [head_dim]
-    k_norm: Vector | None
+    q_norm: Vector | None  # [head_dim], or with qk_norm_rows [q_size]
+    k_norm: Vector | None  # [head_dim], or with qk_norm_rows [kv_size]
     o: PackedMatrix  # [hidden, q_size]
     o_bias: Vector | None
-    mlp_norm: Vector  # [hidden]
+    attention_post_norm: Vector | None  # [hidden]
+    mlp_norm: Vector | None  # [hidden]
     gate_up: PackedMatrix  # [2 padded(intermediate), hidden], 16 columns of gate, 16 of up, and so on
     gate_up_bias: Vector | None
     down: PackedMatrix  # [hidden, intermediate]
     down_bias: Vector | None
+    mlp_post_norm: Vector | None  # [hidden]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class WeightFactory(Protocol):
     def matrix(
         self, out_features: int, in_features: int, dtype: PackedDtypes, parts: Sequence[Part]
     ) -> PackedMatrix: ...
-    def vector(self, size: int, parts: Sequence[Part]) -> Vector: ...
+    def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector: ...
 
 
 def pack_weights(
@@ -135,7 +137,7 @@ def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory)
 
     embedding = vocabulary(names.embedding)
     layers = tuple(_build_layer(spec, names.layer.format(layer), dtype, factory) for layer in range(spec.num_layers))
-    final_norm = factory.vector(hidden, [Part(f"{names.final_norm}.weight", (hidden,))])
+    final_norm = factory.vector(hidden, [Part(f"{names.final_norm}.weight", (hidden,))], spec.norm_offset)
     lm_head = embedding if spec.tie_embeddings else vocabulary(names.lm_head)
     return DecoderWeights(embedding, layers, final_norm, lm_head)
 
@@ -143,8 +145,9 @@ def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory)
 def _build_layer(spec: DecoderSpec, prefix: str, dtype: WeightDtype, factory: WeightFactory) -> LayerWeights:
     names, hidden, intermediate = spec.names, spec.hidden_size, spec.intermediate_size
 
-    def norm(name: str, size: int) -> Vector:
-        return factory.vector(size, [Part(f"{prefix}{name}.weight", (size,))])
+    def norm(present: bool, name: str, size: int) -> Vector | None:
+        parts = [Part(f"{prefix}{name}.weight", (size,))]
+        return factory.vector(size, parts, spec.norm_offset) if present else None
 
     def matrix(out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
         parts = _named(parts, prefix, "weight", in_features)
@@ -156,19 +159,22 @@ def _build_layer(spec: DecoderSpec, prefix: str, dtype: WeightDtype, factory: We
     qkv = _stacked(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size))
     o, down = _stacked((names.o,), (hidden,)), _stacked((names.down,), (hidden,))
     gate_up = _interleaved(names.gate_up, intermediate)
+    q_norm_size, k_norm_size = (spec.q_size, spec.kv_size) if spec.qk_norm_rows else (spec.head_dim, spec.head_dim)
     return LayerWeights(
-        input_norm=norm(names.input_norm, hidden),
+        input_norm=norm(spec.pre_norms, names.input_norm, hidden),
         qkv=matrix(spec.qkv_size, hidden, qkv),
         qkv_bias=bias(spec.qkv_bias, spec.qkv_size, qkv),
-        q_norm=norm(names.q_norm, spec.head_dim) if spec.qk_norm else None,
-        k_norm=norm(names.k_norm, spec.head_dim) if spec.qk_norm else None,
+        q_norm=norm(spec.qk_norm, names.q_norm, q_norm_size),
+        k_norm=norm(spec.qk_norm, names.k_norm, k_norm_size),
         o=matrix(hidden, spec.q_size, o),
         o_bias=bias(spec.o_bias, hidden, o),
-        mlp_norm=norm(names.mlp_norm, hidden),
+        attention_post_norm=norm(spec.post_norms, names.attention_post_norm, hidden),
+        mlp_norm=norm(spec.pre_norms, names.mlp_norm, hidden),
         gate_up=matrix(2 * padded(intermediate), hidden, gate_up),
         gate_up_bias=bias(spec.mlp_bias, 2 * padded(intermediate), gate_up),
         down=matrix(hidden, intermediate, down),
         down_bias=bias(spec.mlp_bias, hidden, down),
+        mlp_post_norm=norm(spec.post_norms, names.mlp_post_norm, hidden),
     )
 
 
@@ -247,10 +253,10 @@ class _Packer:
                     raise Unavailable("loading the model was cancelled")
                 _fill_rows(matrix, rows, kind, part.start + row * columns_per_row, part.interleave)
 
-    def vector(self, size: int, parts: Sequence[Part]) -> Vector:
+    def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
         out = np.zeros(size, np.float32)
         for part in parts:
-            values = _widen(self._checkpoint.tensor(part.tensor)[part.rows])
+            values = _widen(self._checkpoint.tensor(part.tensor)[part.rows]) + np.float32(offset)
             out[_columns(part, len(values))] = values
         return out
 
@@ -306,6 +312,6 @@ class WeightPlanner:
         self.tensors |= {part.tensor: part.shape for part in parts}
         return cast(PackedMatrix, _MatrixShape(out_features, in_features, ranges[0][1], ranges))
 
-    def vector(self, size: int, parts: Sequence[Part]) -> Vector:
+    def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
         self.tensors |= {part.tensor: part.shape for part in parts}
         return np.broadcast_to(np.float32(0), (size,))

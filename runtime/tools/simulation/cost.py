@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 
-from ....kernels.ops import BLOCK, INPUT_DTYPES, QUERY_DTYPES, DType, Linear, padded
+from ....kernels.ops import BLOCK, GATED, INPUT_DTYPES, QUERY_DTYPES, DType, Linear, padded
 from ....kernels.pack import packed_nbytes
 from ....scheduler import StepPlan
 from ...model import DecoderSpec
@@ -142,7 +142,7 @@ def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> 
 
 def num_blocks(op: Linear) -> int:
     """Return the blocks of 32 output columns that the threads share; a block of SwiGLU has 32 of gate and 32 of up."""
-    return padded(op.weight.out_features) // BLOCK // (2 if op.epilogue == "swiglu" else 1)
+    return padded(op.weight.out_features) // BLOCK // (2 if op.epilogue in GATED else 1)
 
 
 def _read_seconds(op: Linear, roofline: Roofline, threads: int, max_read_share: float) -> float:

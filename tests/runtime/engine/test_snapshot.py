@@ -13,6 +13,8 @@ from quire.runtime.common.errors import Unavailable
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine import Engine, GenerateRequest, LocalEngine, prefix_snapshot
 
+GOLDENS = Path(__file__).parents[2] / "goldens"
+
 
 @asynccontextmanager
 async def started(**settings: Any) -> AsyncIterator[LocalEngine]:
@@ -23,9 +25,9 @@ async def started(**settings: Any) -> AsyncIterator[LocalEngine]:
         await engine.close()
 
 
-def new_request(max_tokens: int) -> GenerateRequest:
+def new_request(max_tokens: int, prompt_tokens: int = 100) -> GenerateRequest:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return GenerateRequest(prompt=tuple(range(1, 101)), sampling_params=params)
+    return GenerateRequest(prompt=tuple(range(1, prompt_tokens + 1)), sampling_params=params)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,21 @@ async def test_pages_are_loaded_only_into_settings_that_compute_the_same_bits(
         num_cached = engine.stats().pages_cached
     assert num_cached > 0
     async with started(**changed) as engine, prefix_snapshot(engine.core, path):
+        assert engine.stats().pages_cached == (num_cached if is_loaded else 0)
+
+
+@pytest.mark.parametrize(("max_model_len", "is_loaded"), [(65, True), (64, False)])
+async def test_keys_of_longrope_are_loaded_only_where_the_same_factors_apply(
+    tmp_path: Path, max_model_len: int, is_loaded: bool
+) -> None:
+    """The checkpoint's factors for long contexts apply from a context of 65 tokens on."""
+    path, model = tmp_path / "prefixes", str(GOLDENS / "phi3")
+    async with started(model=model) as engine, prefix_snapshot(engine.core, path):
+        async for _ in await engine.submit(new_request(2, prompt_tokens=60)):
+            pass
+        num_cached = engine.stats().pages_cached
+    assert num_cached > 0
+    async with started(model=model, max_model_len=max_model_len) as engine, prefix_snapshot(engine.core, path):
         assert engine.stats().pages_cached == (num_cached if is_loaded else 0)
 
 

@@ -10,13 +10,19 @@ from typing import Any
 import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from quire.runtime.model import DecoderSpec, read_spec
-from quire.runtime.model.spec import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from quire.runtime.model.spec import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, TensorNames, YarnScaling
 
 ARCHITECTURE = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
 MINIMAL = {
     "vocab_size": 100,
@@ -55,7 +61,8 @@ def test_defaults(read: Read) -> None:
         head_dim=16,
         intermediate_size=96,
         norm_eps=1e-6,
-        rope=Rope(10000.0, None),
+        attention_scale=0.25,
+        ropes=(Rope(10000.0, None),) * 3,
         windows=(0, 0, 0),
         qk_norm=False,
         qkv_bias=False,
@@ -100,8 +107,9 @@ def test_head_dim(read: Read, family: str, keys: Any, head_dim: int) -> None:
     assert read(family, **keys).head_dim == head_dim
 
 
-def test_only_qwen3_normalises_heads(read: Read) -> None:
-    assert {family for family in ARCHITECTURE if read(family).qk_norm} == {"qwen3"}
+def test_families_that_norm_queries_and_keys(read: Read) -> None:
+    assert {family for family in ARCHITECTURE if read(family).qk_norm} == {"qwen3", "olmo2", "gemma3"}
+    assert {family for family in ARCHITECTURE if read(family).qk_norm_rows} == {"olmo2"}
 
 
 @pytest.mark.parametrize(
@@ -126,6 +134,16 @@ def test_only_qwen3_normalises_heads(read: Read) -> None:
             (8, 0, 8),
         ),
         ("qwen3", {"layer_types": ["full_attention"] * 3}, (0, 0, 0)),
+        ("smollm3", {"sliding_window": 8}, (0, 0, 0)),
+        ("smollm3", {"sliding_window": 8, "use_sliding_window": True, "no_rope_layer_interval": 3}, (0, 0, 8)),
+        ("phi3", {}, (0, 0, 0)),
+        ("phi3", {"sliding_window": 8}, (8, 8, 8)),
+        ("phi3", {"sliding_window": 512}, (0, 0, 0)),
+        ("gemma2", {"sliding_window": 8}, (8, 0, 8)),
+        ("gemma2", {}, (4096, 0, 4096)),
+        ("gemma2", {"layer_types": ["full_attention"] * 3}, (0, 0, 0)),
+        ("gemma3", {"sliding_window": 8}, (8, 8, 8)),
+        ("gemma3", {"sliding_window": 8, "sliding_window_pattern": 2}, (8, 0, 8)),
     ],
 )
 def test_windows(read: Read, family: str, keys: Any, windows: tuple[int, ...]) -> None:
@@ -162,7 +180,77 @@ YARN = YarnScaling(4.0, 1.138629436111989, 32.0, 1.0, True, 128)
     ],
 )
 def test_rope_in_both_styles(read: Read, keys: Any, rope: Rope) -> None:
-    assert read("llama", **keys).rope == rope
+    assert read("llama", **keys).ropes == (rope,) * 3
+
+
+LONG = {"short_factor": [1, 1.5, 2], "long_factor": [1, 4, 9], "original_max_position_embeddings": 128}
+LONGROPE = LongRopeScaling((1.0, 1.5, 2.0), (1.0, 4.0, 9.0), (1 + 2 / 7) ** 0.5, 128)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"rope_scaling": {"type": kind, **LONG}, "partial_rotary_factor": 0.375} for kind in ("longrope", "su", "yarn")]
+    + [{"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.375, **LONG}}],
+)
+def test_longrope_of_a_part_of_each_head(read: Read, keys: Any) -> None:
+    assert read("phi3", **keys).ropes == (Rope(1e4, LONGROPE, 6),) * 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "rotates"),
+    [
+        ({}, (True, True, True)),
+        ({"no_rope_layer_interval": 2}, (True, False, True)),
+        ({"no_rope_layers": [0, 1, 1]}, (False, True, True)),
+    ],
+)
+def test_layers_that_do_not_rotate_heads(read: Read, keys: Any, rotates: tuple[bool, ...]) -> None:
+    assert tuple(rope is not None for rope in read("smollm3", **keys).ropes) == rotates
+
+
+LOCAL, GLOBAL = Rope(1e4), Rope(1e6, LinearScaling(8.0))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_type": "default"},
+            }
+        },
+    ],
+)
+def test_sliding_layers_of_gemma3_have_their_own_rotary_embedding(read: Read, keys: Any) -> None:
+    assert read("gemma3", sliding_window_pattern=2, **keys).ropes == (LOCAL, GLOBAL, LOCAL)
+
+
+def test_the_text_part_of_a_gemma3_with_images(read: Read) -> None:
+    nothing = dict.fromkeys(MINIMAL, ...)
+    text = {"hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10240, "sliding_window": 1024}
+    spec = read("gemma3", **nothing, architectures=["Gemma3ForConditionalGeneration"], text_config=text, eos_token_id=5)
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (34, 8, 4, 256)
+    assert (spec.vocab_size, spec.eos_token_ids, spec.tie_embeddings) == (262_208, (5,), True)
+    assert spec.windows[:7] == (1024, 1024, 1024, 1024, 1024, 0, 1024)
+    assert spec.names.layer == "language_model.model.layers.{}."
+
+
+def test_multipliers_and_caps(read: Read) -> None:
+    scales = {"embedding_multiplier": 12, "attention_multiplier": 0.5, "residual_multiplier": 0.25, "logits_scaling": 8}
+    granite = read("granite", **scales)
+    assert (granite.embedding_scale, granite.attention_scale, granite.residual_scale) == (12, 0.5, 0.25)
+    assert granite.logits_scale == 0.125
+    gemma = read("gemma2", query_pre_attn_scalar=64, final_logit_softcapping=None)
+    assert (gemma.embedding_scale, gemma.attention_scale, gemma.norm_offset) == (8, 0.125, 1)
+    assert (gemma.attention_softcap, gemma.logits_softcap, gemma.activation) == (50, 0, "gelu_tanh")
+
+
+def test_tensor_names_follow_the_family(read: Read) -> None:
+    assert read("llama").names == TensorNames()
+    assert read("phi3").names.qkv == ("self_attn.qkv_proj",)
+    assert read("gemma2").names.mlp_norm == "pre_feedforward_layernorm"
 
 
 @pytest.mark.parametrize(
@@ -208,8 +296,13 @@ def test_model_type_decides_where_there_are_no_architectures(read: Read) -> None
         ({"rope_theta": float("inf")}, "rope_theta"),
         ({"rope_theta": 10**400}, "rope_theta"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling.type.*default, linear, llama3 or yarn"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2}},
+            "rope_scaling.type.*default, linear, llama3, yarn or longrope",
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.short_factor is missing; .* 8 numbers"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1] * 7}}, "rope_parameters.short_factor"),
+        ({"rope_parameters": {"rope_type": "longrope", "short_factor": ["1"] * 8}}, r"short_factor\[0\]"),
         ({"rope_parameters": {"rope_type": 3}}, "rope_parameters.rope_type"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
@@ -247,9 +340,35 @@ def test_a_size_must_be_given_and_be_an_integer_in_range(read: Read, key: str, v
         ("qwen3", {"layer_types": ["linear_attention"] * 3}, "layer_types"),
         ("qwen3", {"layer_types": [["full_attention"]] * 3}, "layer_types"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window"),
+        ("gemma2", {"sliding_window": None}, "sliding_window"),
+        ("gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern"),
     ],
 )
 def test_an_invalid_window_is_refused_by_name(read: Read, family: str, keys: Any, culprit: str) -> None:
+    with pytest.raises(UnsupportedModel, match=culprit):
+        read(family, **keys)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "culprit"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers"),
+        ("smollm3", {"no_rope_layers": [1, 2, 1]}, "no_rope_layers"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier"),
+        ("granite", {"logits_scaling": "8"}, "logits_scaling"),
+        ("phi3", {"partial_rotary_factor": 0.05}, "partial_rotary_factor"),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "rope_parameters.partial_rotary_factor"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation.*gelu_pytorch_tanh"),
+        ("gemma2", {"attn_logit_softcapping": -1}, "attn_logit_softcapping"),
+        ("gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.rope_type"),
+        ("gemma3", {"rope_parameters": {"full_attention": {"rope_theta": 1}}}, "full_attention.rope_theta"),
+        ("gemma3", {"rope_local_base_freq": 0.5}, "rope_local_base_freq"),
+    ],
+)
+def test_an_invalid_value_of_one_family_is_refused_by_name(read: Read, family: str, keys: Any, culprit: str) -> None:
     with pytest.raises(UnsupportedModel, match=culprit):
         read(family, **keys)
 

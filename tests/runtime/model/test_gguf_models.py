@@ -45,8 +45,8 @@ def test_the_spec_is_that_of_the_folder(folder: Callable[[str], Path], family: s
     expected, spec = read_spec(source), read_spec(convert(source, tmp_path / "a.gguf"))
     named = "llama" if family == "mistral" else family
     wanted = replace(expected, family=named, names=NAMES, eos_token_ids=expected.eos_token_ids[:1])
-    assert replace(spec, rope=expected.rope) == wanted
-    frequencies = [inverse_frequencies(rope, spec.head_dim) for rope in (spec.rope, expected.rope)]
+    assert replace(spec, ropes=expected.ropes) == wanted
+    frequencies = [inverse_frequencies(rope, spec.head_dim, 100) for rope in (spec.ropes[0], expected.ropes[0])]
     np.testing.assert_allclose(frequencies[0][0], frequencies[1][0], rtol=2e-7)
     assert frequencies[0][1] == frequencies[1][1]
 
@@ -192,7 +192,7 @@ def test_blocks_are_widened_exactly_for_another_dtype(tmp_path: Path) -> None:
         ({"qwen3.attention.layer_norm_rms_epsilon": 0.0}, "layer_norm_rms_epsilon is 0.0; it must be a number"),
         ({"qwen3.attention.value_length": 32}, "qwen3.attention.value_length is 32; it must be 64, the size of a head"),
         ({"qwen3.rope.dimension_count": 32}, "qwen3.rope.dimension_count is 32; it must be 64"),
-        ({"qwen3.rope.scaling.type": "longrope"}, 'rope.scaling.type is "longrope"; it must be default, linear'),
+        ({"qwen3.rope.scaling.type": "longrope"}, "rope_scaling.short_factor is missing"),
         ({"qwen3.expert_count": 8}, "qwen3.expert_count is 8; it must be absent or 0"),
         ({"qwen3.attention.sliding_window": 64}, "sliding_window is 64; it must be absent or 0"),
         ({"tokenizer.ggml.eos_token_id": "a"}, "tokenizer.ggml.eos_token_id is .* it must be a token id"),
@@ -267,9 +267,10 @@ def test_tensors_that_do_not_fit_the_metadata_are_refused(
 def test_frequency_divisors(edited: Callable[..., Path]) -> None:
     divisors = np.linspace(1, 8, 32, dtype=np.float32)
     spec = read_spec(edited({"rope_freqs.weight": encode(divisors, "F32")}))
-    assert spec.rope.scaling == FrequencyDivisors(tuple(map(float, divisors)))
-    plain, _ = inverse_frequencies(replace(spec.rope, scaling=None), 64)
-    np.testing.assert_array_equal(inverse_frequencies(spec.rope, 64)[0], plain / divisors)
+    (rope,) = set(spec.ropes)
+    assert rope.scaling == FrequencyDivisors(tuple(map(float, divisors)))
+    plain, _ = inverse_frequencies(replace(rope, scaling=None), 64, 100)
+    np.testing.assert_array_equal(inverse_frequencies(rope, 64, 100)[0], plain / divisors)
 
 
 def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from quire.runtime.model import BUNDLED_MODEL, pack_model, read_spec
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "granite", "olmo2", "phi3", "gemma2", "gemma3")
 HELDOUT = Path(__file__).parents[2] / "data" / "heldout.json"
 
 

@@ -46,6 +46,28 @@ def test_gate_and_up_alternate_by_16_and_are_padded_with_zeros(goldens: Path) ->
     assert not pairs[11:].any()
 
 
+def test_fused_tensors_are_split_as_separate_ones_are(goldens: Path) -> None:
+    checkpoint, layer = SafetensorsCheckpoint(goldens / "phi3"), pack_model(goldens / "phi3", "f32").weights.layers[1]
+    prefix = "model.layers.1."
+    fused = widened(checkpoint, f"{prefix}mlp.gate_up_proj.weight")
+    pairs = layer.gate_up.unpack().reshape(-1, 2, 16, 64)  # 72 columns of each, padded to 96
+    np.testing.assert_array_equal(pairs[:, 0].reshape(96, 64)[:72], fused[:72])
+    np.testing.assert_array_equal(pairs[:, 1].reshape(96, 64)[:72], fused[72:])
+    np.testing.assert_array_equal(layer.qkv.unpack(), widened(checkpoint, f"{prefix}self_attn.qkv_proj.weight"))
+
+
+def test_norms_that_are_stored_less_1(goldens: Path) -> None:
+    checkpoint, weights = SafetensorsCheckpoint(goldens / "gemma3"), pack_model(goldens / "gemma3", "q8").weights
+    layer, prefix = weights.layers[2], "model.layers.2."
+    for packed, name in [
+        (weights.final_norm, "model.norm"),
+        (layer.k_norm, f"{prefix}self_attn.k_norm"),
+        (layer.mlp_norm, f"{prefix}pre_feedforward_layernorm"),
+        (layer.mlp_post_norm, f"{prefix}post_feedforward_layernorm"),
+    ]:
+        np.testing.assert_array_equal(packed, 1 + widened(checkpoint, f"{name}.weight"))
+
+
 def test_biases_have_the_order_of_their_columns(goldens: Path) -> None:
     checkpoint, layer = (
         SafetensorsCheckpoint(goldens / "llama"),
@@ -67,7 +89,7 @@ def test_tied_embeddings_are_packed_once(goldens: Path, family: str, tied: bool)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "q8", "q4", "f32"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "phi3", "gemma2"])
 def test_the_planned_bytes_are_the_packed_bytes(goldens: Path, family: str, weights: Any) -> None:
     model = pack_model(goldens / family, weights)
     assert plan_weights(model.spec, weights)[1].total() == sum(matrix.nbytes for matrix in matrices(model))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.kernels.ops import (
+    AddNorm,
     Attention,
     Convert,
     Embed,
@@ -47,6 +48,8 @@ def reads_and_writes(op: Op) -> tuple[list[Region], list[Region]]:
             return [op.input], [op.out, *regions(op.normed)]
         case Convert():
             return [op.input], [op.out]
+        case AddNorm():
+            return [op.input, op.out], [op.out, *regions(op.normed)]
 
 
 def regions(value: Region | Normed | None) -> list[Region]:
@@ -59,7 +62,7 @@ def names(ops: list[Op]) -> list[str]:
     return [
         type(op).__name__
         + (f":{op.epilogue}" if isinstance(op, Linear) else "")
-        + (", norm" if isinstance(op, Embed | Linear | Gather) and op.normed else "")
+        + (", norm" if isinstance(op, Embed | Linear | Gather | AddNorm) and op.normed else "")
         for op in ops
     ]
 
@@ -68,6 +71,18 @@ def test_the_ops_of_a_decoder() -> None:
     block = ["Linear:store", "Attention", "Linear:add, norm", "Linear:swiglu", "Linear:add"]
     first, last = [*block[:-1], "Linear:add, norm"], block
     assert names(compiled("llama", "q8").ops) == ["Embed, norm", *first, *last, "Gather, norm", "Linear:store"]
+
+
+def test_a_branch_is_normed_before_it_is_added() -> None:
+    block = ["Linear:store", "Attention", "Linear:store", "AddNorm, norm", "Linear:geglu", "Linear:store"]
+    layers = [*block, "AddNorm, norm"] * 3 + [*block, "AddNorm"]
+    assert names(compiled("gemma2", "q8").ops) == ["Embed, norm", *layers, "Gather, norm", "Linear:store"]
+
+
+def test_without_norms_before_them_layers_read_the_residual_stream() -> None:
+    block = ["Convert", "Linear:store", "Attention", "Convert", "Linear:store", "AddNorm"]
+    layer = [*block, "Convert", "Linear:swiglu", "Linear:store", "AddNorm"]  # 2 heads of 12
+    assert names(compiled("olmo2", "q8").ops) == ["Embed", *layer, *layer, "Gather, norm", "Linear:store"]
 
 
 def test_heads_that_do_not_fill_blocks_are_converted_by_an_op() -> None:
@@ -111,9 +126,10 @@ def test_windows_come_from_the_spec() -> None:
 
 @pytest.mark.parametrize(("max_tokens", "max_samples"), [(1, 1), (33, 33), (64, 4), (512, 64)])
 @pytest.mark.parametrize("weights", ["bf16", "q8", "q4", "f32"])
-def test_an_op_reads_what_an_earlier_op_wrote(weights: Any, max_tokens: int, max_samples: int) -> None:
+@pytest.mark.parametrize("family", ["mistral", "olmo2", "gemma3"])
+def test_an_op_reads_what_an_earlier_op_wrote(family: str, weights: Any, max_tokens: int, max_samples: int) -> None:
     """For each byte, the op that wrote it last wrote exactly the region that is read."""
-    plan = compiled("mistral", weights, max_tokens, max_samples)
+    plan = compiled(family, weights, max_tokens, max_samples)
     owner: dict[int, Region] = {}
     for op in plan.ops:
         inputs, outs = reads_and_writes(op)

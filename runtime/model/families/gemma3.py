@@ -1,0 +1,74 @@
+"""Gemma 3, text: five of six layers slide and have a rotary embedding of their own; queries and keys are normed.
+
+A checkpoint with images (`Gemma3ForConditionalGeneration`) is read for its text part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..config_json import ConfigTable
+from ..config_rope import rope_of
+from ..spec import DecoderSpec
+from .family import Family
+from .gemma import NAMES, build_gemma
+
+DEFAULTS: dict[str, Any] = {  # of transformers' config class; checkpoints leave out keys that have them
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+}
+WHOLE_MODEL = ("eos_token_id", "tie_word_embeddings", "quantization_config")  # beside text_config, they apply to it too
+IMAGE_NAMES = replace(
+    NAMES,
+    embedding="language_model.model.embed_tokens",
+    layer="language_model.model.layers.{}.",
+    final_norm="language_model.model.norm",
+    lm_head="language_model.lm_head",
+)
+
+
+def read_gemma3(config: ConfigTable) -> DecoderSpec:
+    """Read a `Gemma3ForCausalLM`."""
+    config = config.with_defaults(DEFAULTS)
+    full = rope_of(config, _rope_table(config, "full_attention"))
+    sliding = rope_of(config, _rope_table(config, "sliding_attention"), theta_key="rope_local_base_freq")
+    spec = build_gemma(config, "gemma3", full, config.integer("sliding_window_pattern", 1, 1 << 30, 6))
+    return replace(spec, qk_norm=True, ropes=tuple(sliding if window else full for window in spec.windows))
+
+
+def read_gemma3_with_images(config: ConfigTable) -> DecoderSpec:
+    """Read the text part of a `Gemma3ForConditionalGeneration`."""
+    shared = {key: config.values[key] for key in WHOLE_MODEL if key in config}
+    return replace(read_gemma3(config.table("text_config").with_defaults(shared)), names=IMAGE_NAMES)
+
+
+def _rope_table(config: ConfigTable, kind: str) -> ConfigTable:
+    """Return what config.json says of the rotary embedding of full or of sliding layers.
+
+    transformers 4 has `rope_scaling`, which is for full layers; transformers 5 an object per kind of layer.
+    """
+    if kind == "full_attention" and config.values.get("rope_scaling"):
+        return config.table("rope_scaling")
+    by_kind = config.table("rope_parameters")
+    for key in by_kind.values:
+        if key not in ("full_attention", "sliding_attention"):
+            raise by_kind.refused(key, "absent: full_attention and sliding_attention have one rotary embedding each")
+    return by_kind.table(kind)
+
+
+GEMMA3 = Family(("Gemma3ForCausalLM",), ("gemma3_text",), read_gemma3)
+GEMMA3_WITH_IMAGES = Family(("Gemma3ForConditionalGeneration",), ("gemma3",), read_gemma3_with_images)

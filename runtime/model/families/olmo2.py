@@ -1,0 +1,30 @@
+"""OLMo 2: norms follow attention and MLP instead of preceding them; queries and keys are normed before they are split
+into heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config_json import ConfigTable, build_spec
+from ..config_rope import read_rope
+from ..spec import DecoderSpec
+from .family import Family
+
+
+def read_olmo2(config: ConfigTable) -> DecoderSpec:
+    """Read an `Olmo2ForCausalLM`."""
+    config = config.with_defaults({"eos_token_id": 50279, "rms_norm_eps": 1e-5})
+    attention_bias = config.flag("attention_bias", False)
+    return replace(
+        build_spec(config, "olmo2", read_rope(config)),
+        qkv_bias=attention_bias,
+        o_bias=attention_bias,
+        qk_norm=True,
+        qk_norm_rows=True,
+        pre_norms=False,
+        post_norms=True,
+    )
+
+
+OLMO2 = Family(("Olmo2ForCausalLM",), ("olmo2",), read_olmo2)

@@ -1,0 +1,26 @@
+"""Phi-3, 3.5 and 4: q, k and v are one tensor, gate and up another; long contexts by LongRoPE; a part of each head may
+be rotated, as in Phi-4-mini.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..config_json import ConfigTable, build_spec, sliding_window
+from ..config_rope import read_rope
+from ..spec import DecoderSpec, TensorNames
+from .family import Family
+
+NAMES = TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+
+
+def read_phi3(config: ConfigTable) -> DecoderSpec:
+    """Read a `Phi3ForCausalLM`."""
+    config = config.with_defaults({"eos_token_id": 32000, "rms_norm_eps": 1e-5})
+    spec = build_spec(config, "phi3", read_rope(config, partial=True))
+    window = sliding_window(config)
+    visible = window if window < spec.max_position_embeddings else 0
+    return replace(spec, windows=(visible,) * spec.num_layers, names=NAMES)
+
+
+PHI3 = Family(("Phi3ForCausalLM",), ("phi3",), read_phi3)
