@@ -27,6 +27,7 @@ COMMANDS = {  # each is the function of that name in the file of that name
     "the duration of the test.",
     "perplexity": "Measure how well MODEL predicts the file TEXT, as llama.cpp's llama-perplexity does.",
     "plan": "Print the memory that serving a model takes, without loading it.",
+    "models": "Print what is known of a model's files and what they lack, or list what is supported.",
     "token": "Make a key for TENANT; print it and the lines that admit it in the file of `quire serve --auth-tokens`.",
     "info": "Print versions, the instruction set level and the number of threads.",
 }

@@ -1,6 +1,6 @@
 """Models: from a Hugging Face folder or a GGUF file to packed weights and a program, and the memory that they take."""
 
-from .families.registry import read_spec
+from .families.registry import FAMILIES, open_tensors, read_spec
 from .files import BUNDLED_MODEL, fingerprint, model_name, model_path
 from .memory_plan import MemoryPlan, plan_memory
 from .packed_model import PackedModel, kv_layout, pack_model
@@ -10,6 +10,7 @@ from .weights.packing import weights_text
 
 __all__ = [
     "BUNDLED_MODEL",
+    "FAMILIES",
     "DecoderSpec",
     "MemoryPlan",
     "PackedModel",
@@ -18,6 +19,7 @@ __all__ = [
     "kv_layout",
     "model_name",
     "model_path",
+    "open_tensors",
     "pack_model",
     "plan_memory",
     "read_spec",

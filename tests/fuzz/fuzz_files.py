@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 from quire.runtime.common.errors import ModelError
+from quire.runtime.engine import TextProcessor
 from quire.runtime.model import pack_model, read_spec
 from quire.runtime.model.weights.gguf import GGUFFile
 from quire.runtime.model.weights.tensors import expected_tensors
@@ -71,6 +72,17 @@ CONFIG: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }  # fmt: skip
+
+TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(97, 102)), "▁", *"abcdefghijklmnopqrstuvw"]
+VOCABULARY: dict[str, Any] = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.scores": [-float(rank) for rank in range(len(TOKENS))],
+    "tokenizer.ggml.token_type": ("i32", [2, 3, 3, *[6] * 5, *[1] * 24]),
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.chat_template": "{{ messages[0]['content'] }}",
+}
 
 
 @dataclass(frozen=True)
@@ -135,8 +147,8 @@ def outcome(model: Path) -> str:
     try:
         if model.suffix == ".gguf":
             dict(GGUFFile(model).metadata)
-        read_spec(model)
         pack_model(model, "auto")
+        TextProcessor.load(model)
     except ModelError as error:
         return type(error).__name__
     return "loaded"
@@ -149,7 +161,7 @@ def make_seeds(folder: Path) -> list[Seed]:
     values = np.random.default_rng(1)
     tensors = {name: values.standard_normal(shape, np.float32) for name, shape in expected_tensors(read_spec(source))}
     save_file(tensors, source / "model.safetensors")
-    about = {**describe(source), "tokenizer.ggml.tokens": ["a", "bc", "ü"], "tokenizer.ggml.scores": [0.5, 1.5]}
+    about = {**describe(source), **VOCABULARY}
     seeds = []
     for kind in ("F32", "Q8_0", "Q4_0"):
         stored = stored_tensors(source, kind)

@@ -10,6 +10,7 @@ from ..files import is_gguf
 from ..spec import DecoderSpec
 from ..weights import Checkpoint
 from ..weights.gguf import GGUFFile
+from ..weights.gguf_checkpoint import GGUFCheckpoint
 from ..weights.safetensors import SafetensorsCheckpoint
 from ..weights.tensors import check_tensors
 from .family import Family
@@ -42,6 +43,11 @@ def open_model(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:
     spec, checkpoint = read_spec(path), SafetensorsCheckpoint(path)
     check_tensors(spec, checkpoint)
     return spec, checkpoint
+
+
+def open_tensors(path: str | Path) -> Checkpoint:
+    """Return the tensors of a folder or GGUF file of any family, as they are stored. Raises ModelError."""
+    return GGUFCheckpoint(GGUFFile(path), {}) if is_gguf(path) else SafetensorsCheckpoint(path)
 
 
 def _open_gguf(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:

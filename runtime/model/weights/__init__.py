@@ -28,6 +28,9 @@ class Checkpoint(Protocol):
     def dtype(self, name: str) -> str:
         """Return the type of a tensor's elements, as the format names it: BF16, F16, F32, Q8_0, …"""
 
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Yield the type and the bytes of every tensor in the files."""
+
     def tensor(self, name: str) -> npt.NDArray[Any]:
         """Return a tensor, read-only: float32, float16, or bf16 bits as uint16; blocks as uint8 [rows, row bytes]."""
 

@@ -32,6 +32,10 @@ class GGUFCheckpoint:
         """Return a tensor's type as GGML names it: F32, BF16, Q4_K, … Raises MissingTensor."""
         return self._find(name).type.name
 
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Yield the type and the bytes of every tensor in the files."""
+        yield from ((tensor.type.name, tensor.end - tensor.begin) for tensor in self._tensors.values())
+
     def quantised(self) -> dict[str, str]:
         """Return the type of each tensor that is stored in blocks of more than one element."""
         return {name: tensor.type.name for name, tensor in self._tensors.items() if tensor.type.block > 1}

@@ -60,6 +60,10 @@ class SafetensorsCheckpoint:
         """Return a tensor's dtype as safetensors names it: BF16, F16, F32, I64, … Raises MissingTensor."""
         return self._find(name).dtype
 
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Yield the type and the bytes of every tensor in the files."""
+        yield from ((stored.dtype, stored.end - stored.begin) for stored in self._stored.values())
+
     def tensor(self, name: str) -> npt.NDArray[Any]:
         """Return a tensor, read-only: float32, float16, or bf16 bits as uint16. It is a view of the file if aligned.
 

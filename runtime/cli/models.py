@@ -1,0 +1,76 @@
+"""`quire models`: print what is known of a model's files, or what is supported; no weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from ..common.errors import ModelError
+from ..engine import TextProcessor
+from ..model import FAMILIES, DecoderSpec, model_name, model_path, open_tensors, read_spec, weights_text
+from ..model.weights import READABLE
+from ..model.weights.ggml import SUPPORTED
+
+Row = tuple[str, str]
+Model = Annotated[
+    str | None, Parameter(help="A folder in Hugging Face's format, or a GGUF file. Default: list what is supported.")
+]
+
+
+def models(model: Model = None, /) -> None:
+    """Print a table. Raises ModelNotFound; whatever else is wrong with the files is a line of the table."""
+    rows = supported() if model is None else known(model_path(model))
+    print("\n".join(f"{name:<12}{text}" for name, text in rows))
+
+
+def supported() -> Iterator[Row]:
+    """Yield the families, by the names in config.json and in GGUF files, and the types of weights."""
+    for family in FAMILIES:
+        in_gguf = f", in GGUF files {family.gguf.architecture}" if family.gguf is not None else ""
+        yield "family", f"{', '.join(family.architectures)}{in_gguf}"
+    yield "safetensors", ", ".join(READABLE)
+    yield "GGUF", ", ".join((*READABLE, *SUPPORTED))
+
+
+def known(path: Path) -> Iterator[Row]:
+    """Yield what the headers say: family, types, tokenizer, chat template; then what is missing or not supported."""
+    yield "model", model_name(path)
+    yield "path", str(path)
+    problems: list[str] = []
+    for part in (_shape, _types, _text):
+        try:
+            yield from part(path)
+        except ModelError as error:
+            problems.append(str(error))
+    yield from (("problem", problem) for problem in dict.fromkeys(problems))
+
+
+def _shape(path: Path) -> Iterator[Row]:
+    spec = read_spec(path)
+    yield "family", spec.family
+    yield "shape", _sizes(spec)
+    yield "context", f"{spec.max_position_embeddings:,} tokens"
+    yield "in memory", f"{weights_text(spec, 'auto')} with --weights auto"
+
+
+def _sizes(spec: DecoderSpec) -> str:
+    heads = f"{spec.num_heads} query / {spec.num_kv_heads} KV heads of {spec.head_dim}"
+    return f"{spec.num_layers} layers, hidden {spec.hidden_size}, {heads}, vocabulary {spec.vocab_size}"
+
+
+def _types(path: Path) -> Iterator[Row]:
+    sizes: dict[str, list[int]] = {}
+    for kind, nbytes in open_tensors(path).sizes():
+        sizes.setdefault(kind, []).append(nbytes)
+    for kind, each in sizes.items():
+        yield "stored", f"{kind}: {len(each):,} tensors, {sum(each):,} B"
+
+
+def _text(path: Path) -> Iterator[Row]:
+    text = TextProcessor.load(path)
+    tokens = f"{text.tokenizer.vocab_size:,} tokens" if text.tokenizer else "none: prompts must be token ids"
+    yield "tokenizer", tokens
+    yield "template", "yes" if text.chat_template else "none: chats cannot be sent"

@@ -1,0 +1,72 @@
+"""`quire models`: what the headers of a model say, and what is supported."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from quire.runtime.cli.models import models
+from quire.runtime.common.errors import ModelNotFound
+from quire.runtime.model import BUNDLED_MODEL, FAMILIES
+
+from tests.gguf_files import convert, describe, stored_tensors, write
+
+
+def rows(capsys: pytest.CaptureFixture[str], model: Path | None) -> dict[str, list[str]]:
+    """Return the texts of each name in the table."""
+    models(None if model is None else str(model))
+    found: dict[str, list[str]] = {}
+    for line in capsys.readouterr().out.splitlines():
+        found.setdefault(line[:12].strip(), []).append(line[12:])
+    return found
+
+
+def test_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    found = rows(capsys, BUNDLED_MODEL)
+    assert found["model"] == ["demo_model"]
+    assert found["family"] == ["qwen3"]
+    assert found["context"] == ["2,048 tokens"]
+    assert found["stored"] == ["BF16: 46 tensors, 8,001,024 B"]
+    assert found["in memory"] == ["bf16 with --weights auto"]
+    assert found["tokenizer"] == ["4,096 tokens"]
+    assert found["template"] == ["yes"]
+    assert "problem" not in found
+
+
+def test_a_quantised_gguf_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = rows(capsys, convert(BUNDLED_MODEL, tmp_path / "demo-Q4_0.gguf", "Q4_0"))
+    assert found["model"] == ["demo-Q4_0"]
+    assert found["shape"] == ["4 layers, hidden 256, 4 query / 2 KV heads of 64, vocabulary 4096"]
+    assert [line.split(":")[0] for line in found["stored"]] == ["Q4_0", "F32"]
+    assert found["in memory"] == ["q4 with --weights auto"]
+    assert found["tokenizer"] == ["none: prompts must be token ids"]
+    assert found["template"] == ["none: chats cannot be sent"]
+
+
+def test_an_unsupported_model_still_shows_its_types(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    metadata = {**describe(BUNDLED_MODEL), "general.architecture": "gpt2"}
+    found = rows(capsys, write(tmp_path / "a.gguf", metadata, stored_tensors(BUNDLED_MODEL, "F16")))
+    assert [line.split(":")[0] for line in found["stored"]] == ["F16", "F32"]
+    (problem,) = found["problem"]
+    assert "general.architecture is 'gpt2'; it must be one of" in problem
+
+
+def test_a_folder_without_weights_says_what_is_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((BUNDLED_MODEL / "config.json").read_text())))
+    found = rows(capsys, tmp_path)
+    assert found["family"] == ["qwen3"]
+    assert "has neither model.safetensors nor" in found["problem"][0]
+
+
+def test_without_a_model_all_that_is_supported_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    found = rows(capsys, None)
+    assert len(found["family"]) == len(FAMILIES)
+    assert "LlamaForCausalLM, in GGUF files llama" in found["family"]
+    assert found["safetensors"] == ["BF16, F16, F32"]
+    assert found["GGUF"] == ["BF16, F16, F32, Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, Q4_1, Q5_0, Q5_1"]
+
+
+def test_no_model_at_all(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound):
+        models(str(tmp_path / "nowhere"))
