@@ -88,3 +88,12 @@ def test_a_request_copies_its_prompt() -> None:
 def test_impossible_requests_are_refused(prompt: list[int], max_tokens: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Request(RequestSpec(1, prompt, max_tokens=max_tokens))
+
+
+def test_echoed_tokens_end_nothing_and_count_towards_max_tokens() -> None:
+    echo = {"max_tokens": 4, "stop_token_ids": frozenset({9}), "echoed": (9, 9)}
+    assert with_output(9, **echo).natural_end() is None
+    assert with_output(9, 9, **echo).natural_end() is None
+    assert with_output(9, 9, 9, **echo).natural_end() == "stop"
+    assert with_output(9, 9, 9, **echo, min_tokens=2).natural_end() is None
+    assert with_output(9, 9, 1, 1, **echo).natural_end() == "length"

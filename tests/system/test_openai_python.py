@@ -11,6 +11,11 @@ import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
+from quire.runtime.engine import LocalEngine, SilentObserver, StepStats
+
+from tests.scheduler.forced_preemption import preempt
+
+from .http_client import HTTPClient
 
 MESSAGES: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What is a queue?"}]
 PROMPT = "This module provides access to"
@@ -187,3 +192,48 @@ async def test_a_stream_that_is_left_early_frees_its_pages(
             await stream.close()
             await real.idle()
             real.check_books()
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+async def test_a_client_that_leaves_the_queue_or_prefill_frees_its_place(
+    serving: Callable[..., Any], eventually: Callable[..., Any], prefill: bool
+) -> None:
+    """The other request runs on; the one that was left is gone from the queue, or its pages are."""
+    async with serving(max_num_seqs=1 + prefill, max_num_batched_tokens=16) as real:
+        busy = await HTTPClient.open(real.server.api_address)
+        left = await HTTPClient.open(real.server.api_address)
+        body = {"prompt": PROMPT, "max_tokens": 1900, "stream": True, "ignore_eos": True}
+        busy.send("POST", "/v1/completions", body)
+        await busy.read_until(b"data: ")
+        left.send("POST", "/v1/completions", {**body, "prompt": [5] * 1500, "max_tokens": 2})
+        await eventually(lambda: real.engine.stats().running == 2 if prefill else real.engine.stats().waiting == 1)
+        left.writer.transport.abort()
+        await eventually(lambda: (real.engine.stats().running, real.engine.stats().waiting) == (1, 0))
+        assert not busy.reader.at_eof()
+        busy.writer.transport.abort()
+
+
+class Preemptor(SilentObserver):
+    """Preempts what runs after every fourth step."""
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self.scheduler, self.num_steps, self.num_preempted = engine.core.scheduler, 0, 0
+
+    def on_step(self, stats: StepStats) -> None:
+        self.num_steps += 1
+        if self.num_steps % 4 == 2:
+            self.num_preempted += sum(preempt(self.scheduler, each) for each in list(self.scheduler._batch.requests))
+
+
+async def test_prompt_logprobs_survive_preemption(serving: Callable[..., Any]) -> None:
+    prompt = [7 * i % 4000 + 5 for i in range(60)]
+    params: Any = {"model": "quire", "prompt": prompt, "max_tokens": 20, "seed": 3, "echo": True, "logprobs": 0}
+    async with serving(max_num_seqs=4) as real:
+        url = f"http://{real.server.api_address}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            alone = (await client.completions.create(**params)).choices[0]
+            preemptor = Preemptor(real.engine)
+            real.engine.set_observer(preemptor)
+            found = (await client.completions.create(**params)).choices[0]
+    assert preemptor.num_preempted > 0
+    assert (found.text, found.logprobs) == (alone.text, alone.logprobs)

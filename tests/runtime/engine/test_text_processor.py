@@ -43,3 +43,13 @@ async def test_a_model_without_a_tokenizer(folder: Path) -> None:
         assert chunks[-1].finish_reason == "stop"
     finally:
         await engine.close()
+
+
+def test_recommended_sampling_parameters(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(
+        '{"temperature": 0.6, "top_k": 20, "min_p": null, "do_sample": true}'
+    )
+    assert TextProcessor.load(folder).default_sampling == {"temperature": 0.6, "top_k": 20}
+    (folder / "generation_config.json").write_text('{"top_p": "high"}')
+    with pytest.raises(CorruptCheckpoint, match="top_p must be a number, not 'high'"):
+        TextProcessor.load(folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, ModelNotFound
-from quire.runtime.engine.text.tokenizer import Tokenizer
+from quire.runtime.engine.text.tokenizer import Token, Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
 
 
@@ -109,3 +109,10 @@ def test_an_end_token_id_of_another_type_is_refused(folder: Path, declared: obje
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
     with pytest.raises(CorruptCheckpoint, match="eos_token_id must be a token id or a list of token ids"):
         Tokenizer(folder)
+
+
+def test_entries_of_the_vocabulary(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("日本 naïve")
+    assert b"".join(byte_level.token(token_id).data for token_id in ids) == "日本 naïve".encode()
+    assert byte_level.token(0) == Token(b"<|endoftext|>", True)
+    assert byte_level.token(10**6) == Token(b"", False)

@@ -105,3 +105,22 @@ def test_the_row_of_the_kernels_is_the_only_list_of_parameters() -> None:
     values = {name: 0.25 + index for index, name in enumerate(PARAMETERS)} | {"top_k": 7}
     rows, _ = sampling_rows([sequence([1, 2], [3], **values)])
     assert {name: rows[name][0] for name in PARAMETERS} == values
+
+
+def test_an_echoed_token_is_certain_and_what_follows_is_as_without_echo() -> None:
+    params: dict[str, Any] = {
+        "temperature": 0.5,
+        "presence_penalty": 0.5,
+        "min_tokens": 2,
+        "stops": (0,),
+        "logprobs": 3,
+    }
+    echo = sequence([1], [8, 9, 4], num_samples=4, **params)._replace(echoed=(8, 9))
+    rows, changes = sampling_rows([echo])
+    assert rows["temperature"].tolist() == [0, 0, 0.5, 0.5]
+    assert rows["logprobs"].tolist() == [3] * 4
+    assert [tuple(row.item())[:3] for row in changes[:2]] == [(8, 0, 0), (9, 0, 0)]
+    assert min(changes["bias"][:2]) >= 1e30
+    plain_rows, plain_changes = sampling_rows([sequence([1, 8, 9], [4], num_samples=2, **params)])
+    assert changes[2:].tolist() == plain_changes.tolist()
+    assert rows["position"][2:].tolist() == plain_rows["position"].tolist()
