@@ -3,8 +3,9 @@
 from mutant import Mutant
 
 TESTS = "tests/runtime/engine/text tests/runtime/engine/test_text_processor.py"
-DETOKENIZER, CHAT, TOKENIZER, SANDBOX = (
-    f"runtime/engine/text/{name}.py" for name in ("detokenizer", "chat", "tokenizer", "sandbox")
+DETOKENIZER, CHAT, TOKENIZER, SANDBOX, GGUF, NAMES = (
+    f"runtime/engine/text/{name}.py"
+    for name in ("detokenizer", "chat", "tokenizer", "sandbox", "gguf_tokenizer", "pre_tokenizers")
 )
 
 MUTANTS = [
@@ -88,8 +89,8 @@ MUTANTS = [
     ),
     Mutant(
         CHAT,
-        "        source = _file_source(Path(folder)) or _config_source(config)",
-        "        source = _config_source(config) or _file_source(Path(folder))",
+        "_file_source(folder) or _config_source(config), _special",
+        "_config_source(config) or _file_source(folder), _special",
         "an outdated template in tokenizer_config.json wins over chat_template.jinja",
     ),
     Mutant(
@@ -145,5 +146,41 @@ MUTANTS = [
         'bits = left.bit_length() * right if operator == "**"',
         'bits = left.bit_length() + right if operator == "**"',
         "a template may compute a number of gigabytes",
+    ),
+    Mutant(
+        GGUF,
+        "found.sort(key=lambda pair: (pair[0], pair[1], len(pair[2])), reverse=True)",
+        "found.sort(key=lambda pair: (pair[0], pair[1], len(pair[2])))",
+        "pieces of the worst score are merged first",
+    ),
+    Mutant(
+        GGUF,
+        "models.BPE(vocabulary, merges, ignore_merges=pre.ignore_merges)",
+        "models.BPE(vocabulary, merges)",
+        "a word that is a token of Llama 3 is merged from its bytes",
+    ),
+    Mutant(
+        GGUF,
+        "is_special = token_type in (_TokenType.CONTROL, _TokenType.UNKNOWN)",
+        "is_special = token_type == _TokenType.UNKNOWN",
+        "control tokens in a prompt are ordinary text",
+    ),
+    Mutant(
+        GGUF,
+        'known.pop("<|end|>", None)',
+        "pass",
+        "a turn of gpt-oss ends after its first message",
+    ),
+    Mutant(
+        NAMES,
+        '_QWEN2 = _cl100k(r"\\p{N}")',
+        '_QWEN2 = _cl100k(r"\\p{N}{1,3}")',
+        "numbers in prompts for Qwen are split as those for Llama 3",
+    ),
+    Mutant(
+        NAMES,
+        "PreTokenizer((_QWEN2,), nfc=True)",
+        "PreTokenizer((_QWEN2,))",
+        "decomposed characters in prompts for Qwen are other tokens than the folder's",
     ),
 ]

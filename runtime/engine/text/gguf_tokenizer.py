@@ -24,7 +24,9 @@ MODELS = ("gpt2", "llama", "gemma4")  # of `tokenizer.ggml.model`
 MAX_TOKENS = 1 << 20
 MAX_MERGES = 1 << 21
 MAX_TOKEN_CHARACTERS = 1 << 10
-MAX_VOCABULARY_CHARACTERS = 1 << 24
+MAX_VOCABULARY_CHARACTERS = 1 << 23
+MAX_MERGE_CHARACTERS = 1 << 25  # of the pairs that are found in a vocabulary with scores
+MAX_SPECIAL_CHARACTERS = 1 << 22  # of all special and user-defined tokens
 _MAX_FLOAT = 3.5e38
 _NO_ID = (-1, 0xFFFFFFFF)  # what converters write for a token that the model has not
 
@@ -311,29 +313,37 @@ def _sentencepiece(values: _Values, tokens: _Tokens) -> FastTokenizer:
         raise CorruptCheckpoint("the file has no tokenizer.ggml.scores, which a SentencePiece vocabulary needs")
     vocabulary = tokens.vocabulary(with_unused=True)
     prefix = values.flag("tokenizer.ggml.add_space_prefix", True)
-    fast = _spaces_as_underscores(vocabulary, _merges_by_score(vocabulary, scores), tokens, prefix=prefix)
+    fast = _spaces_as_underscores(vocabulary, _merges_by_score(vocabulary, tokens.texts, scores), tokens, prefix=prefix)
     if values.flag("tokenizer.ggml.remove_extra_whitespaces", False):
         trimmed = [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
         fast.normalizer = normalizers.Sequence([*trimmed, fast.normalizer])
     return fast
 
 
-def _merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def _merges_by_score(
+    vocabulary: Mapping[str, int], texts: Sequence[str], scores: Sequence[float]
+) -> list[tuple[str, str]]:
     """Return every pair of tokens that makes a token, best score first.
 
     Pairs of equal score are ordered as Hugging Face's converter orders them: long left halves first, then by the ids of
     the result and of the halves.
     """
-    found: list[tuple[float, int, str, str]] = []  # score, characters of the left half, halves
+    lengths = set(map(len, vocabulary))
+    found: list[tuple[float, int, str, int, int]] = []  # score, characters of the left half, result, ids of the halves
+    characters = 0
     for text, token_id in vocabulary.items():
-        halves = [(text[:middle], text[middle:]) for middle in range(1, len(text)) if text[:middle] in vocabulary]
-        halves = [(left, right) for left, right in halves if right in vocabulary]
-        halves.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        found += [(scores[token_id], len(left), left, right) for left, right in halves]
-        if len(found) > MAX_MERGES:
-            raise CorruptCheckpoint(f"the vocabulary has more than {MAX_MERGES} pairs of tokens that make a token")
-    found.sort(key=lambda pair: (pair[0], pair[1], len(pair[3])), reverse=True)
-    return [(left, right) for _, _, left, right in found]
+        middles = [middle for middle in range(1, len(text)) if middle in lengths and len(text) - middle in lengths]
+        halves = [(vocabulary.get(text[:middle]), vocabulary.get(text[middle:])) for middle in middles]
+        pairs = sorted((left, right) for left, right in halves if left is not None and right is not None)
+        found += [(scores[token_id], len(texts[left]), text, left, right) for left, right in pairs]
+        characters += len(pairs) * len(text)
+        if len(found) > MAX_MERGES or characters > MAX_MERGE_CHARACTERS:
+            raise CorruptCheckpoint(
+                f"the vocabulary has more than {MAX_MERGES} pairs of tokens that make a token, or these have more than "
+                f"{MAX_MERGE_CHARACTERS} characters"
+            )
+    found.sort(key=lambda pair: (pair[0], pair[1], len(pair[2])), reverse=True)
+    return [(texts[left], texts[right]) for _, _, _, left, right in found]
 
 
 def _spaces_as_underscores(
@@ -364,6 +374,8 @@ def _add_special_tokens(fast: FastTokenizer, tokens: _Tokens) -> None:
             rstrip = tokens.trim_after and text not in _KEPT_SPACE
             added = AddedToken(text, normalized=False, special=is_special, rstrip=rstrip)
             (special if is_special else plain).append(added)
+    if sum(len(added.content) for added in special + plain) > MAX_SPECIAL_CHARACTERS:
+        raise CorruptCheckpoint(f"the special tokens have more than {MAX_SPECIAL_CHARACTERS} characters together")
     fast.add_special_tokens(special)
     fast.add_tokens(plain)
 

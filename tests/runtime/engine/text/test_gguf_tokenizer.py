@@ -145,6 +145,40 @@ def test_every_name_keeps_all_characters(byte_level: Callable[[str], dict[str, A
         assert fast.decode(fast.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == expected
 
 
+@pytest.mark.parametrize(
+    ("pre", "composes"), [("qwen2", True), ("command-r", True), ("qwen35", False), ("dbrx", False)]
+)
+def test_some_names_compose_characters(byte_level: Callable[[str], dict[str, Any]], pre: str, composes: bool) -> None:
+    fast = read_tokenizer(short(byte_level(pre)))[0]
+    assert (fast.encode("e\u0301").ids == fast.encode("\u00e9").ids) is composes
+
+
+@pytest.mark.parametrize(("pre", "whole"), [("llama-bpe", True), ("tekken", True), ("dbrx", False), ("qwen2", False)])
+def test_with_some_names_a_word_that_is_a_token_is_not_merged(
+    byte_level: Callable[[str], dict[str, Any]], pre: str, whole: bool
+) -> None:
+    metadata = short(byte_level(pre))
+    metadata["tokenizer.ggml.tokens"].append("Ġzqx")
+    metadata["tokenizer.ggml.token_type"].append(NORMAL)
+    assert (read_tokenizer(metadata)[0].encode("a zqx").tokens[-1] == "Ġzqx") is whole
+
+
+def test_byte_pairs_without_bytes_write_spaces_as_underscores() -> None:
+    tokens = ["<unk>", "<bos>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "\n", "▁a", "\n\n", "aa"]
+    fast = read_tokenizer(
+        {
+            "tokenizer.ggml.model": "gemma4",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.token_type": [2, 3, *[6] * 256, *[1] * 6],
+            "tokenizer.ggml.merges": ["▁ a", "\n \n", "a a"],
+            "tokenizer.ggml.bos_token_id": 1,
+        }
+    )[0]
+    expected = ["<bos>", "aa", "▁a", "\n\n", "<0xC3>", "<0xA9>"]
+    assert fast.encode("aa a\n\n\u00e9").tokens == expected
+    assert fast.decode(fast.encode("aa a\n\n\u00e9").ids) == "aa a\n\n\u00e9"
+
+
 def test_pieces_merge_as_sentencepiece_merges_them(pieces: Mapping[str, Any]) -> None:
     fast = read_tokenizer(pieces)[0]
     generator = random.Random(3)
@@ -385,6 +419,8 @@ def test_sizes_are_limited(pieces: Mapping[str, Any], monkeypatch: pytest.Monkey
         ("MAX_TOKENS", 400, "at most 400 are supported"),
         ("MAX_VOCABULARY_CHARACTERS", 1000, "all together at most 1000"),
         ("MAX_MERGES", 20, "more than 20 pairs"),
+        ("MAX_MERGE_CHARACTERS", 50, "more than 50 characters"),
+        ("MAX_SPECIAL_CHARACTERS", 20, "the special tokens have more than 20 characters"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(gguf_tokenizer, name, value)
