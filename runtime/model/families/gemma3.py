@@ -12,7 +12,7 @@ from ..config_json import ConfigTable
 from ..config_rope import rope_of
 from ..spec import DecoderSpec
 from .family import Family
-from .gemma import NAMES, build_gemma
+from .gemma import build_gemma
 
 DEFAULTS: dict[str, Any] = {  # of transformers' config class; checkpoints leave out keys that have them
     "vocab_size": 262_208,
@@ -32,13 +32,6 @@ DEFAULTS: dict[str, Any] = {  # of transformers' config class; checkpoints leave
     "rope_local_base_freq": 10_000.0,
 }
 WHOLE_MODEL = ("eos_token_id", "tie_word_embeddings", "quantization_config")  # beside text_config, they apply to it too
-IMAGE_NAMES = replace(
-    NAMES,
-    embedding="language_model.model.embed_tokens",
-    layer="language_model.model.layers.{}.",
-    final_norm="language_model.model.norm",
-    lm_head="language_model.lm_head",
-)
 
 
 def read_gemma3(config: ConfigTable) -> DecoderSpec:
@@ -47,13 +40,14 @@ def read_gemma3(config: ConfigTable) -> DecoderSpec:
     full = rope_of(config, _rope_table(config, "full_attention"))
     sliding = rope_of(config, _rope_table(config, "sliding_attention"), theta_key="rope_local_base_freq")
     spec = build_gemma(config, "gemma3", full, config.integer("sliding_window_pattern", 1, 1 << 30, 6))
-    return replace(spec, qk_norm=True, ropes=tuple(sliding if window else full for window in spec.windows))
+    ropes = tuple(sliding if window else full for window in spec.windows)
+    return replace(spec, qk_norm=True, ropes=ropes, attention_softcap=0.0)  # transformers does not apply it either
 
 
 def read_gemma3_with_images(config: ConfigTable) -> DecoderSpec:
-    """Read the text part of a `Gemma3ForConditionalGeneration`."""
+    """Read the text part of a `Gemma3ForConditionalGeneration`, whose logits transformers does not cap."""
     shared = {key: config.values[key] for key in WHOLE_MODEL if key in config}
-    return replace(read_gemma3(config.table("text_config").with_defaults(shared)), names=IMAGE_NAMES)
+    return replace(read_gemma3(config.table("text_config").with_defaults(shared)), logits_softcap=0.0)
 
 
 def _rope_table(config: ConfigTable, kind: str) -> ConfigTable:

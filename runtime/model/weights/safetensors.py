@@ -8,6 +8,7 @@ bf16 as numpy arrays, so the arrays are views of a memory map at the offsets tha
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ from .mapped_file import MappedFile
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+# A model with images has its language model under one of these, depending on what wrote the file.
+_LANGUAGE_MODEL = re.compile(r"(model\.)?language_model\.(model\.)?(?P<tensor>.*)", re.DOTALL)
+
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
@@ -42,6 +46,8 @@ class _Stored:
 class SafetensorsCheckpoint:
     """The tensors of `folder`, from `model.safetensors` or from the shards in its index; no tensor is read on opening.
 
+    The tensors of a model with images are found by the names that they have in a model without.
+
     Raises ModelNotFound without a folder or weights in it, CorruptCheckpoint when a file is invalid, MissingTensor when
     a shard does not have a tensor of the index.
     """
@@ -50,7 +56,7 @@ class SafetensorsCheckpoint:
         self.path = Path(folder)
         self.config_name = "config.json"
         self.matrix_dtypes: Collection[str] = READABLE
-        self._stored = _open_folder(self.path)
+        self._stored = {_text_name(name): stored for name, stored in _open_folder(self.path).items()}
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape. Raises MissingTensor."""
@@ -87,6 +93,15 @@ class SafetensorsCheckpoint:
             return self._stored[name]
         except KeyError:
             raise MissingTensor(f"tensor {name} is not in {self.path}") from None
+
+
+def _text_name(name: str) -> str:
+    """Return a tensor's name in a model without images."""
+    found = _LANGUAGE_MODEL.fullmatch(name)
+    if found is None:
+        return name
+    tensor = found["tensor"]
+    return tensor if tensor.startswith("lm_head.") else f"model.{tensor}"
 
 
 def _open_folder(folder: Path) -> dict[str, _Stored]:

@@ -234,7 +234,6 @@ def test_the_text_part_of_a_gemma3_with_images(read: Read) -> None:
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (34, 8, 4, 256)
     assert (spec.vocab_size, spec.eos_token_ids, spec.tie_embeddings) == (262_208, (5,), True)
     assert spec.windows[:7] == (1024, 1024, 1024, 1024, 1024, 0, 1024)
-    assert spec.names.layer == "language_model.model.layers.{}."
 
 
 def test_multipliers_and_caps(read: Read) -> None:
@@ -245,6 +244,7 @@ def test_multipliers_and_caps(read: Read) -> None:
     gemma = read("gemma2", query_pre_attn_scalar=64, final_logit_softcapping=None)
     assert (gemma.embedding_scale, gemma.attention_scale, gemma.norm_offset) == (8, 0.125, 1)
     assert (gemma.attention_softcap, gemma.logits_softcap, gemma.activation) == (50, 0, "gelu_tanh")
+    assert read("gemma3", attn_logit_softcapping=50, final_logit_softcapping=30).attention_softcap == 0
 
 
 def test_tensor_names_follow_the_family(read: Read) -> None:

@@ -50,6 +50,15 @@ def test_values_of_each_dtype(tmp_path: Path) -> None:
         np.testing.assert_array_equal(tensor, expected)
 
 
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model.language_model.model."])
+def test_the_language_model_of_a_model_with_images_has_its_usual_names(tmp_path: Path, prefix: str) -> None:
+    head = "language_model.lm_head.weight"
+    save_file({f"{prefix}norm.weight": FLOATS, head: FLOATS, "vision.norm": FLOATS}, tmp_path / "model.safetensors")
+    checkpoint = SafetensorsCheckpoint(tmp_path)
+    for name in ("model.norm.weight", "lm_head.weight", "vision.norm"):
+        assert checkpoint.shape(name) == (2, 3)
+
+
 def test_arrays_share_the_mapped_file_and_are_read_only(tmp_path: Path) -> None:
     save_file({"a": FLOATS}, tmp_path / "model.safetensors")
     checkpoint = SafetensorsCheckpoint(tmp_path)
