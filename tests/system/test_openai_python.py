@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import openai
 import pytest
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from quire.runtime.engine import LocalEngine, SilentObserver, StepStats
 
 from tests.scheduler.forced_preemption import preempt
@@ -160,11 +161,10 @@ async def test_errors_are_of_the_right_class(client: openai.AsyncOpenAI) -> None
     with pytest.raises(openai.BadRequestError) as out_of_range:
         await client.completions.create(model="quire", prompt=PROMPT, temperature=-1)
     assert out_of_range.value.param == "temperature"
-    with pytest.raises(openai.BadRequestError) as unsupported:
-        await client.chat.completions.create(
-            model="quire", messages=MESSAGES, response_format={"type": "json_object"}, max_tokens=3
-        )
-    assert unsupported.value.param == "response_format"
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}
+    with pytest.raises(openai.BadRequestError, match="Unimplemented keys") as unsupported:
+        await client.chat.completions.create(model="quire", messages=MESSAGES, response_format=schema, max_tokens=3)
+    assert unsupported.value.param == "structured_outputs"
     with pytest.raises(openai.NotFoundError, match="no embeddings"):
         await client.embeddings.create(model="quire", input="x")
 
@@ -237,3 +237,56 @@ async def test_prompt_logprobs_survive_preemption(serving: Callable[..., Any]) -
             found = (await client.completions.create(**params)).choices[0]
     assert preemptor.num_preempted > 0
     assert (found.text, found.logprobs) == (alone.text, alone.logprobs)
+
+
+# Structured output
+
+
+class Size(BaseModel):
+    """A pydantic model with what its schemas have: definitions, an enum, a list, a null."""
+
+    unit: Literal["cm", "inch"]
+    width: Annotated[int, Field(ge=0, le=99)]
+
+
+class Item(BaseModel):
+    name: Annotated[str, Field(max_length=12)]
+    sizes: Annotated[list[Size], Field(max_length=2)]
+    comment: Annotated[str, Field(max_length=5)] | None
+
+
+async def test_a_parsed_answer_is_the_pydantic_model(client: openai.AsyncOpenAI) -> None:
+    params: Any = {"model": "quire", "messages": MESSAGES, "max_tokens": 300, "seed": 3, "response_format": Item}
+    whole = await client.chat.completions.parse(**params)
+    assert isinstance(whole.choices[0].message.parsed, Item)
+    async with client.chat.completions.stream(**params) as stream:
+        final = await stream.get_final_completion()
+    assert final.choices[0].message.parsed == whole.choices[0].message.parsed
+
+
+@pytest.mark.parametrize(
+    ("body", "pattern"),
+    [
+        ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
+        ({"structured_outputs": {"choice": ["one", "two"]}}, "one|two"),
+        ({"structured_outputs": {"json": {"const": [1]}}}, r"\s*\[\s*1\s*\]"),
+        ({"structured_outputs": {"grammar": 'root ::= "x" [0-9]'}}, "x[0-9]"),
+        ({"structured_outputs": {"grammar": 'start: "x" /[0-9]/'}}, "x[0-9]"),
+        ({"guided_regex": "[ab]{3}"}, "[ab]{3}"),
+        ({"guided_choice": ["one", "two"]}, "one|two"),
+        ({"guided_json": '{"const": "c"}'}, '"c"'),
+        ({"guided_grammar": 'root ::= "y"'}, "y"),
+        ({"grammar": 'root ::= "y" "z"?'}, "yz?"),
+        ({"json_schema": {"const": 7}}, "7"),
+        ({"regex": "[0-9]{2}"}, "[0-9]{2}"),
+        ({"ebnf": 'root ::= "e"'}, "e"),
+        ({"response_format": {"type": "json_object", "schema": {"const": "s"}}}, '"s"'),
+    ],
+    ids=str,
+)
+async def test_other_servers_names_of_structured_output(
+    client: openai.AsyncOpenAI, body: dict[str, Any], pattern: str
+) -> None:
+    answer = await client.completions.create(model="quire", prompt=PROMPT, max_tokens=20, extra_body=body)
+    assert answer.choices[0].finish_reason == "stop"
+    assert re.fullmatch(pattern, answer.choices[0].text)

@@ -15,6 +15,8 @@ from ...common.prompts import chat_messages, shown
 from ...common.types import SamplingParams
 from ...engine.facade import EngineInfo, GenerateRequest
 from .errors import BadRequest
+from .structure import FIELDS as STRUCTURE
+from .structure import structure_of
 
 T = TypeVar("T")
 
@@ -34,7 +36,11 @@ REQUEST = frozenset({"priority", "deadline_ms", "pin_ms"})  # fields of `Generat
 # Labels and hints, which change no answer.
 HINTS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 COMMON = (
-    SAMPLING | REQUEST | HINTS | {"model", "max_tokens", "seed", "logit_bias", "logprobs", "stream", "stream_options"}
+    SAMPLING
+    | REQUEST
+    | HINTS
+    | STRUCTURE
+    | {"model", "max_tokens", "seed", "logit_bias", "logprobs", "stream", "stream_options"}
 )
 CHAT = COMMON | {"messages", "max_completion_tokens", "top_logprobs"}
 COMPLETION = COMMON | {"prompt", "best_of", "echo"}
@@ -47,7 +53,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "parallel_tool_calls": (),
     "functions": (),
     "function_call": ("none",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -72,15 +77,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "documents": (),
     "chat_template": (),
     "chat_template_kwargs": ({},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "grammar": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "return_token_ids": (False,),
@@ -257,6 +253,7 @@ def _sampling(fields: Fields, info: EngineInfo) -> dict[str, Any]:
         sampling["seed"] = fields.take("seed", int, 0) % SEEDS
     if "logit_bias" in values:
         sampling["logit_bias"] = _logit_bias(fields.take("logit_bias", dict, {}))
+    sampling["structured_outputs"] = structure_of(values)
     return sampling
 
 
