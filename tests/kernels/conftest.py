@@ -171,7 +171,7 @@ class Toy:
         qkv = self._region(self.max_rows, (self.heads + 2 * self.kv_heads) * self.head_dim, "f32")
         self.activated = self._region(self.max_rows, self.intermediate, INPUT_DTYPES[self.weights])
         embedding = self._packed(VOCAB, self.hidden, self._random(VOCAB, self.hidden) * 8)
-        dim = self.head_dim // 4 * 2 if self.unusual else self.head_dim
+        dim = max(2, self.head_dim // 4 * 2) if self.unusual else self.head_dim
         rotary = self.memory(MAX_POSITIONS * dim * 4).view(np.float32).reshape(MAX_POSITIONS, dim)
         rotary[:] = self.rng.uniform(-1, 1, rotary.shape)
         ops: list = [Embed(embedding, x, h, **({"scale": 0.7} if self.unusual else {}))]
@@ -205,7 +205,7 @@ class Toy:
         last = Linear(g, down, self._bias(hidden), x, "add", after)
         if self.unusual:
             attention = replace(attention, softcap=1.5, norms_rows=self.qk_norm)
-            branch = self._region(MAX_ROWS, hidden, "f32")
+            branch = self._region(self.max_rows, hidden, "f32")
             added = [
                 Linear(a_converted, o_weight, self._bias(hidden), branch, "store"),
                 AddNorm(branch, self._norm(hidden), 1e-6, x, h2),

@@ -106,6 +106,7 @@ def random_model(rng: random.Random) -> dict[str, Any]:
         "qk_norm": rng.random() < 0.5,
         "page_size": rng.choice([16, 32, 64]),
         "seed": rng.randrange(1 << 30),
+        "unusual": rng.random() < 0.3,
     }
 
 
@@ -261,6 +262,7 @@ def smaller_cases(case: Case) -> Iterator[Case]:
         ("windows", [0]),
         ("bias", False),
         ("qk_norm", False),
+        ("unusual", False),
         ("heads", case.model["kv_heads"]),
         ("hidden", 32),
         ("intermediate", 32),

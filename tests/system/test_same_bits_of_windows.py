@@ -36,6 +36,8 @@ def running(folder, **settings):
         ("ss.", "Gemma3ForCausalLM"),
         ("....", "Olmo2ForCausalLM"),
         ("...", "GraniteForCausalLM"),
+        ("...s", "SmolLM3ForCausalLM"),
+        ("..", "Phi3ForCausalLM"),
     ],
 )
 async def test_same_bits_with_sliding_windows(hybrid_folder, layers, architecture):
