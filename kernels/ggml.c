@@ -109,7 +109,7 @@ static inline __attribute__((always_inline)) void pack_k(int dtype, const uint8_
   uint8_t *at = super_block + column * 4;
   memcpy(super_block + column * 2, dtype == QUIRE_Q6_K ? block + 208 : block, 2);
   if (dtype != QUIRE_Q6_K) memcpy(super_block + 32 + column * 2, block + 2, 2);
-  for (int64_t line = 1; line < scale_lines; line++) put(at, line, load32(scales + line * 4 - 4));
+  for (int64_t byte = 0; byte < (scale_lines - 1) * 4; byte++) super_block[64 + byte * 16 + column] = scales[byte];
   for (int j = 0; j < 8; j++) {
     const int64_t pair = (dtype == QUIRE_Q5_K ? 48 : 16) + j / 2 * 32;
     const uint8_t *low = block + (dtype == QUIRE_Q6_K ? j / 4 * 64 + j % 2 * 32 : pair);

@@ -1,5 +1,5 @@
-// What linear layers share at all levels: one body per row count, prefetching the next weights, and the epilogue. Internal
-// to simd/.
+// What linear layers share at all levels: one body per row count, the dots of half bytes, prefetching the next weights, and
+// the epilogue. Internal to simd/.
 #pragma once
 #include "level.h"
 
@@ -10,6 +10,23 @@
 #else
 #define PER_ROW_COUNT(body) if (rows == 1) body(1, t); else body(2, t);
 #endif
+
+// dot = start + a block of 32 in half bytes of the two panels, at u and v, times the rows at a.
+INLINE void dot_q4(const int rows, const uint8_t *u, const uint8_t *v, const int8_t *a, int64_t width,
+                   const int32_t start[], vi dot[][2]) {
+  vn sum[LINEAR_ROWS][2];
+  UNROLL for (int i = 0; i < rows; i++) sum[i][0] = sum[i][1] = vn_start(start[i]);
+  UNROLL for (int k = 0; k < 4; k++) {
+    const wq4 p = wq4_load(u + k * 64), q = wq4_load(v + k * 64);
+    UNROLL for (int i = 0; i < rows; i++) {
+      const int8_t *x = a + i * width + k * 4;
+      sum[i][0] = vn_dot4(vn_dot4(sum[i][0], wq4_low(p), x), wq4_high(p), x + 16);
+      sum[i][1] = vn_dot4(vn_dot4(sum[i][1], wq4_low(q), x), wq4_high(q), x + 16);
+    }
+  }
+  UNROLL for (int i = 0; i < rows; i++)
+    UNROLL for (int j = 0; j < 2; j++) dot[i][j] = vn_end(sum[i][j], start[i]);
+}
 
 // Prefetch this call's share of the next weights, so that memory streams evenly for any number of calls per panel.
 INLINE const char *fetch_next(const char *next, int lines) {

@@ -8,27 +8,21 @@
 
 enum { LINE = 64, BLOCKS = 8 };  // bytes with 4 of each column; blocks of 32 in a super-block
 
-// One byte per scale and column, four to a number: in Q4_K and Q5_K the scales of blocks, then their minimums; in Q6_K the
-// signed scales of half blocks.
-INLINE void unpack_scales(const int bits, const uint8_t *super_block, uint32_t bytes[4][16]) {
+// A byte for each scale and column: in Q4_K and Q5_K the scales of blocks, then their minimums; in Q6_K the signed scales of
+// half blocks. The operations are on four bytes at a time.
+INLINE void unpack_scales(const int bits, const uint8_t *super_block, int8_t bytes[16][16]) {
   const uint32_t *packed = (const uint32_t *)(super_block + LINE);
+  uint32_t *out = (uint32_t *)bytes;
   if (bits == 6) {
-    for (int i = 0; i < 4; i++) vi_store(bytes[i], vi_load(packed + i * 16));
+    for (int i = 0; i < 64; i += 16) vi_store(out + i, vi_load(packed + i));
     return;
   }
   const vi six = vi_set1(0x3f3f3f3f), four = vi_set1(0x0f0f0f0f), two = vi_set1(0x03030303);
   const vi x = vi_load(packed), y = vi_load(packed + 16), z = vi_load(packed + 32);
-  vi_store(bytes[0], vi_and(x, six));
-  vi_store(bytes[1], vi_or(vi_and(z, four), vi_shift_left(vi_and(vi_shift_right(x, 6), two), 4)));
-  vi_store(bytes[2], vi_and(y, six));
-  vi_store(bytes[3], vi_or(vi_and(vi_shift_right(z, 4), four), vi_shift_left(vi_and(vi_shift_right(y, 6), two), 4)));
-}
-
-INLINE vf unsigned_byte(uint32_t bytes[4][16], int at) {
-  return vf_from(vi_and(vi_shift_right(vi_load(bytes[at / 4]), at % 4 * 8), vi_set1(255)));
-}
-INLINE vf signed_byte(uint32_t bytes[4][16], int at) {
-  return vf_from(vi_shift_right(vi_shift_left(vi_load(bytes[at / 4]), 24 - at % 4 * 8), 24));
+  vi_store(out, vi_and(x, six));
+  vi_store(out + 16, vi_or(vi_and(z, four), vi_shift_left(vi_and(vi_shift_right(x, 6), two), 4)));
+  vi_store(out + 32, vi_and(y, six));
+  vi_store(out + 48, vi_or(vi_and(vi_shift_right(z, 4), four), vi_shift_left(vi_and(vi_shift_right(y, 6), two), 4)));
 }
 
 // Unsigned weights, 4 of K: of the first 16 of a block or of the other 16.
@@ -36,20 +30,6 @@ INLINE wq8 weights_of(const int bits, const int half, const int k, wq4 line, wq4
   const wq8 low = half ? wq4_high(line) : wq4_low(line);
   if (bits == 5) return wq8_or(low, wq4_bits(high, half ? k : k - 4, 16));
   return wq8_or(low, wq4_bits(high, 2 * k - 4, 48));
-}
-
-INLINE void dot_q4(const int rows, const uint8_t *u, const uint8_t *v, const int8_t *a, int64_t width, vi dot[][2]) {
-  vn sums[LINEAR_ROWS][2];
-  UNROLL for (int i = 0; i < rows; i++) sums[i][0] = sums[i][1] = vn_start(0);
-  UNROLL for (int k = 0; k < 4; k++) {
-    const wq4 p = wq4_load(u + k * LINE), q = wq4_load(v + k * LINE);
-    UNROLL for (int i = 0; i < rows; i++) {
-      const int8_t *x = a + i * width + k * 4;
-      sums[i][0] = vn_dot4(vn_dot4(sums[i][0], wq4_low(p), x), wq4_high(p), x + 16);
-      sums[i][1] = vn_dot4(vn_dot4(sums[i][1], wq4_low(q), x), wq4_high(q), x + 16);
-    }
-  }
-  UNROLL for (int i = 0; i < rows; i++) dot[i][0] = vn_end(sums[i][0], 0), dot[i][1] = vn_end(sums[i][1], 0);
 }
 
 // dot += one half of a block; `high` are the lines of its higher bits.
@@ -76,7 +56,7 @@ INLINE vi sum_of_16(const int8_t *a) {
 // The scales of one super-block in the pair of panels.
 typedef struct {
   vf d[2], least[2];  // least, times the sums of activations, which hold -128 * sum(a), is what minimums subtract
-  uint32_t bytes[2][4][16];
+  _Alignas(64) int8_t bytes[2][16][16];
 } block_scales;
 
 INLINE void load_scales(const int bits, const uint8_t *panel, int i, block_scales *s) {
@@ -92,15 +72,16 @@ INLINE void add_block(const int rows, const int bits, const quire_linear_tile *t
   const int8_t *a = (const int8_t *)t->a.data + b * 32;
   vi dot[LINEAR_ROWS][2];
   if (bits == 4) {
-    dot_q4(rows, u, v, a, width, dot);
+    static const int32_t zero[LINEAR_ROWS];
+    dot_q4(rows, u, v, a, width, zero, dot);
   } else {
     UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_zero();
     dot_half(rows, bits, 0, u, v, u + 4 * LINE, v + 4 * LINE, a, width, dot);
     dot_half(rows, bits, 1, u, v, u + 4 * LINE, v + 4 * LINE, a, width, dot);
   }
-  const vf p = vf_mul(s->d[0], unsigned_byte(s->bytes[0], j)), q = vf_mul(s->d[1], unsigned_byte(s->bytes[1], j));
-  const vf m = vf_mul(s->least[0], unsigned_byte(s->bytes[0], BLOCKS + j));
-  const vf n = vf_mul(s->least[1], unsigned_byte(s->bytes[1], BLOCKS + j));
+  const vf p = vf_mul(s->d[0], vf_load_i8(s->bytes[0][j])), q = vf_mul(s->d[1], vf_load_i8(s->bytes[1][j]));
+  const vf m = vf_mul(s->least[0], vf_load_i8(s->bytes[0][BLOCKS + j]));
+  const vf n = vf_mul(s->least[1], vf_load_i8(s->bytes[1][BLOCKS + j]));
   UNROLL for (int i = 0; i < rows; i++) {
     const vf sum = vf_from(vi_set1(t->a.sums[i * blocks + b])), z = vf_set1(t->a.scales[i * blocks + b]);
     acc[i][0] = vf_fma(vf_fma(p, vf_from(dot[i][0]), vf_mul(m, sum)), z, acc[i][0]);
@@ -108,34 +89,41 @@ INLINE void add_block(const int rows, const int bits, const quire_linear_tile *t
   }
 }
 
-// One half of a block of Q6_K. q - 32 is in -32..31, so a dot starts at -32 * sum(a) of its half; `first` are 32 * sum(a) of
-// the first halves.
-INLINE void add_half(const int rows, const int half, const quire_linear_tile *t, int64_t b, int j, const uint8_t *u,
-                     const uint8_t *v, block_scales *s, const vi first[], vf acc[][2]) {
+// The dots of one half of a block of Q6_K. q - 32 is in -32..31, so they start at -32 * sum(a) of the half; `first` are
+// 32 * sum(a) of the first half.
+INLINE void dot_q6(const int rows, const int half, const quire_linear_tile *t, int64_t b, const uint8_t *u,
+                   const uint8_t *v, const vi first[], vi dot[][2]) {
   const int64_t width = t->a.width, blocks = width / 32;
-  const int8_t *a = (const int8_t *)t->a.data + b * 32;
-  vi dot[LINEAR_ROWS][2];
   UNROLL for (int i = 0; i < rows; i++) {
     dot[i][0] = half ? vi_add(first[i], vi_set1(t->a.sums[i * blocks + b] >> 2)) : vi_sub(vi_zero(), first[i]);
     dot[i][1] = dot[i][0];
   }
-  dot_half(rows, 6, half, u, v, u + (4 + half) * LINE, v + (4 + half) * LINE, a, width, dot);
-  const vf p = vf_mul(s->d[0], signed_byte(s->bytes[0], 2 * j + half));
-  const vf q = vf_mul(s->d[1], signed_byte(s->bytes[1], 2 * j + half));
-  UNROLL for (int i = 0; i < rows; i++) {
-    const vf z = vf_set1(t->a.scales[i * blocks + b]);
-    acc[i][0] = vf_fma(vf_from(dot[i][0]), vf_mul(p, z), acc[i][0]);
-    acc[i][1] = vf_fma(vf_from(dot[i][1]), vf_mul(q, z), acc[i][1]);
-  }
+  const int64_t high = (4 + half) * LINE;
+  dot_half(rows, 6, half, u, v, u + high, v + high, (const int8_t *)t->a.data + b * 32, width, dot);
 }
 
-// As add_block, for Q6_K, which has a scale per half block. Its activations' sums are of whole blocks.
+// As add_block, for Q6_K, which has no minimums but a scale per half block. Its activations' sums are of whole blocks.
 INLINE void add_halves(const int rows, const quire_linear_tile *t, int64_t b, int j, const uint8_t *u, const uint8_t *v,
                        block_scales *s, vf acc[][2]) {
-  vi first[LINEAR_ROWS];
+  vi first[LINEAR_ROWS], dot[LINEAR_ROWS][2];
+  vf part[LINEAR_ROWS][2];
+  vf p[2], q[2];  // of each half
+  for (int half = 0; half < 2; half++) {
+    p[half] = vf_mul(s->d[0], vf_load_i8(s->bytes[0][2 * j + half]));
+    q[half] = vf_mul(s->d[1], vf_load_i8(s->bytes[1][2 * j + half]));
+  }
   UNROLL for (int i = 0; i < rows; i++) first[i] = sum_of_16((const int8_t *)t->a.data + i * t->a.width + b * 32);
-  add_half(rows, 0, t, b, j, u, v, s, first, acc);
-  add_half(rows, 1, t, b, j, u, v, s, first, acc);
+  dot_q6(rows, 0, t, b, u, v, first, dot);
+  UNROLL for (int i = 0; i < rows; i++) {
+    part[i][0] = vf_mul(p[0], vf_from(dot[i][0]));
+    part[i][1] = vf_mul(q[0], vf_from(dot[i][1]));
+  }
+  dot_q6(rows, 1, t, b, u, v, first, dot);
+  UNROLL for (int i = 0; i < rows; i++) {
+    const vf z = vf_set1(t->a.scales[i * (t->a.width / 32) + b]);
+    acc[i][0] = vf_fma(vf_fma(p[1], vf_from(dot[i][0]), part[i][0]), z, acc[i][0]);
+    acc[i][1] = vf_fma(vf_fma(q[1], vf_from(dot[i][1]), part[i][1]), z, acc[i][1]);
+  }
 }
 
 INLINE void body_k(const int rows, const int bits, const quire_linear_tile *t) {
@@ -188,15 +176,14 @@ static int weight_of(int bits, const uint8_t *lines, int lane, int i) {
 
 void ISA(unpack_k)(const void *panel, int bits, int64_t width, int lane, float *out) {
   for (const uint8_t *p = panel; width; p += quire_super_block_bytes(bits), width -= QUIRE_SUPER_BLOCK) {
-    uint32_t bytes[4][16];
+    _Alignas(64) int8_t bytes[16][16];
     unpack_scales(bits, p, bytes);
     const float d = f16_widen(((const uint16_t *)p)[lane]), least = f16_widen(((const uint16_t *)p)[16 + lane]);
     for (int j = 0; j < BLOCKS; j++)
       for (int i = 0; i < 32; i++) {
-        const int q = weight_of(bits, p + (quire_scale_lines(bits) + j * bits) * LINE, lane, i), at = 2 * j + i / 16;
-        if (bits == 6) *out++ = d * (float)(int8_t)(bytes[at / 4][lane] >> at % 4 * 8) * (float)(q - 32);
-        else *out++ = d * (float)(bytes[j / 4][lane] >> j % 4 * 8 & 255) * (float)q
-                      - least * (float)(bytes[2 + j / 4][lane] >> j % 4 * 8 & 255);
+        const int q = weight_of(bits, p + (quire_scale_lines(bits) + j * bits) * LINE, lane, i);
+        if (bits == 6) *out++ = d * (float)bytes[2 * j + i / 16][lane] * (float)(q - 32);
+        else *out++ = d * (float)bytes[j][lane] * (float)q - least * (float)bytes[BLOCKS + j][lane];
       }
   }
 }

@@ -63,18 +63,9 @@ INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile
         }
       }
     } else {
-      vn sum[LINEAR_ROWS][2];
-      UNROLL for (int i = 0; i < rows; i++) sum[i][0] = sum[i][1] = vn_start(t->a.sums[i * blocks + b] / 16);
-      UNROLL for (int k = 0; k < 4; k++) {
-        const wq4 u = wq4_load(w0 + k * 64), v = wq4_load(w1 + k * 64);
-        UNROLL for (int i = 0; i < rows; i++) {
-          const int8_t *x = a + i * width + b * 32 + k * 4;
-          sum[i][0] = vn_dot4(vn_dot4(sum[i][0], wq4_low(u), x), wq4_high(u), x + 16);
-          sum[i][1] = vn_dot4(vn_dot4(sum[i][1], wq4_low(v), x), wq4_high(v), x + 16);
-        }
-      }
-      UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int j = 0; j < 2; j++) dot[i][j] = vn_end(sum[i][j], t->a.sums[i * blocks + b] / 16);
+      int32_t start[LINEAR_ROWS];
+      UNROLL for (int i = 0; i < rows; i++) start[i] = t->a.sums[i * blocks + b] / 16;
+      dot_q4(rows, w0, w1, a + b * 32, width, start, dot);
     }
     const vf p = vf_load_f16(s0 + b * 16), q = vf_load_f16(s1 + b * 16);
     UNROLL for (int i = 0; i < rows; i++) {

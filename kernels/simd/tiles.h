@@ -13,9 +13,10 @@ enum { QUIRE_STORE = 0, QUIRE_ADD = 1, QUIRE_SWIGLU = 2, QUIRE_GEGLU = 3 };  // 
 static inline __attribute__((always_inline)) int64_t quire_itemsize(const int dtype) {
   return dtype == QUIRE_F32 ? 4 : dtype == QUIRE_BF16 ? 2 : 1;
 }
-// A super-block is 256 of K in a panel of a k-quant, in lines of 64 bytes, 4 of each column:
+// A super-block is 256 of K in a panel of a k-quant, in lines of 64 bytes, 4 of each column but for scales:
 //   fp16 d [16], then fp16 scales of minimums [16] (q6_k: not used);
-//   12 bytes of 6-bit scales and minimums, packed as GGML packs them (q6_k: 16 signed bytes, a scale for each 16 of K);
+//   12 bytes of 6-bit scales and minimums, packed as GGML packs them (q6_k: 16 signed bytes, a scale for each 16 of K),
+//   each byte of 16 columns side by side;
 //   for each 32 of K the low 4 bits as in q4, then the higher bits of K = 4i + j in byte j, and of K = 16 + 4i + j:
 //   q5_k bit i, and bit 4 + i, of one line; q6_k bits 2i and 2i + 1 of one line, and of another.
 enum { QUIRE_SUPER_BLOCK = 256 };

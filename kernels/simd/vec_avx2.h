@@ -185,7 +185,7 @@ static inline vi vn_end(vn acc, int32_t start) {
               _mm256_add_epi32(_mm256_madd_epi16(acc.hi, one), x)};
 }
 
-// The higher bits of k-quants: bytes of w >> shift (or << -shift) under a mask, and their union with the low 4 bits. Sums of
+// The higher bits of k-quants: bytes of w >> shift (or << -shift) under a mask, and their union with the low 4 bits; and their scales. Sums of
 // these unsigned weights need no start value.
 typedef uint32_t u32x8 __attribute__((vector_size(32)));
 static inline __m256i bits_half(__m256i w, int shift, int mask) {
@@ -197,3 +197,7 @@ static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
 }
 static inline wq8 wq8_or(wq8 a, wq8 b) { return (wq8){_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
 static inline wq8 wq8_set1(int8_t x) { return (wq8){_mm256_set1_epi8(x), _mm256_set1_epi8(x)}; }
+static inline vf vf_load_i8(const int8_t *p) {
+  const __m128i lo = _mm_loadl_epi64((const void *)p), hi = _mm_loadl_epi64((const void *)(p + 8));
+  return (vf){_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(lo)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(hi))};
+}

@@ -98,7 +98,7 @@ static inline vn vn_start(int32_t start) { return _mm512_set1_epi32(start); }
 static inline vn vn_dot4(vn acc, wq8 w, const int8_t *a) { return vi_dot4(acc, w, a); }
 static inline vi vn_end(vn acc, int32_t start) { (void)start; return acc; }
 
-// The higher bits of k-quants: bytes of w >> shift (or << -shift) under a mask, and their union with the low 4 bits. Sums of
+// The higher bits of k-quants: bytes of w >> shift (or << -shift) under a mask, and their union with the low 4 bits; and their scales. Sums of
 // these unsigned weights need no start value.
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
@@ -107,3 +107,6 @@ static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
 }
 static inline wq8 wq8_or(wq8 a, wq8 b) { return _mm512_or_si512(a, b); }
 static inline wq8 wq8_set1(int8_t x) { return _mm512_set1_epi8(x); }
+static inline vf vf_load_i8(const int8_t *p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
+}

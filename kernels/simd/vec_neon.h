@@ -137,7 +137,7 @@ static inline vn vn_start(int32_t start) { return vi_set1(start); }
 static inline vn vn_dot4(vn acc, wq8 w, const int8_t *a) { return vi_dot4(acc, w, a); }
 static inline vi vn_end(vn acc, int32_t start) { (void)start; return acc; }
 
-// The higher bits of k-quants: bytes of w >> shift (or << -shift) under a mask, and their union with the low 4 bits. Sums of
+// The higher bits of k-quants: bytes of w >> shift (or << -shift) under a mask, and their union with the low 4 bits; and their scales. Sums of
 // these unsigned weights need no start value.
 static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
   const int8x16_t left = vdupq_n_s8((int8_t)-shift);
@@ -145,3 +145,7 @@ static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
 }
 static inline wq8 wq8_or(wq8 a, wq8 b) { MAP(wq8, vorrq_s8(a.q[i], b.q[i])); }
 static inline wq8 wq8_set1(int8_t x) { MAP(wq8, vdupq_n_s8(x)); }
+static inline vf vf_load_i8(const int8_t *p) {
+  const int16x8_t half[2] = {vmovl_s8(vld1_s8(p)), vmovl_s8(vld1_s8(p + 8))};
+  MAP(vf, vcvtq_f32_s32(vmovl_s16(i % 2 ? vget_high_s16(half[i / 2]) : vget_low_s16(half[i / 2]))));
+}

@@ -173,7 +173,7 @@ static inline vn vn_start(int32_t start) { return vi_set1(start); }
 static inline vn vn_dot4(vn acc, wq8 w, const int8_t *a) { return vi_dot4(acc, w, a); }
 static inline vi vn_end(vn acc, int32_t start) { (void)start; return acc; }
 
-// The higher bits of k-quants: bytes of w >> shift (or << -shift) under a mask, and their union with the low 4 bits. Sums of
+// The higher bits of k-quants: bytes of w >> shift (or << -shift) under a mask, and their union with the low 4 bits; and their scales. Sums of
 // these unsigned weights need no start value.
 static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
   const uint16_t both = (uint16_t)(mask * 0x101);
@@ -184,4 +184,7 @@ static inline wq8 wq8_set1(int8_t x) {
   wq8 r;
   memset(&r, x, sizeof r);
   return r;
+}
+static inline vf vf_load_i8(const int8_t *p) {
+  MAP(vf, ((f32x4){p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]}));
 }
