@@ -104,6 +104,7 @@ def random_model(rng: random.Random) -> dict[str, Any]:
         "intermediate": rng.choice([rng.randint(1, 300), 16 * rng.randint(1, 20)]),
         "bias": rng.random() < 0.3,
         "qk_norm": rng.random() < 0.5,
+        "unusual": rng.random() < 0.3,
         "page_size": rng.choice([16, 32, 64]),
         "seed": rng.randrange(1 << 30),
         "unusual": rng.random() < 0.3,
