@@ -62,11 +62,11 @@ def test_the_plan_shows_what_the_server_holds_for_clients_at_most(hybrid_folder:
     lines = plan_lines(Settings(engine=engine, server=server))
     assert lines[lines.index("for clients, in the API server process:") + 1 :] == [
         "kept output                    1,000 B  to resume requests and answer idempotency keys",
-        "unsent output                  2,000 B  frames, and tokens that wait for credit",
-        "pending input                  3,000 B  incomplete frames",
+        "unsent output                  2,000 B  frames, events, tokens that wait for credit, and incomplete answers",
+        "pending input                  3,000 B  incomplete frames and bodies",
         "texts                          4,000 B  prompts and texts to tokenize",
-        "connections                  163,840 B  10 of 16,384 B",
-        "at most                      173,840 B",
+        "connections                  327,680 B  20 of 16,384 B",
+        "at most                      337,680 B",
     ]
 
 
