@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from .http_client import HTTPClient, Reply
 Serve = Callable[..., Awaitable[Any]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
+TLS = Path(__file__).resolve().parents[1] / "data" / "tls"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
@@ -297,6 +300,8 @@ async def test_an_unknown_field_is_ignored_and_counted(system: Any) -> None:
         b'{"prompt": "\xff"}',
         '{"prompt": "a"}'.encode("utf-16"),
         b'{"prompt": "a"} x',
+        b'{"x": [' + b"[]," * 70_000 + b"1]}",
+        b'{"x": [' + b"1," * 270_000 + b"1]}",
     ],
 )
 async def test_a_body_that_is_not_strict_json(system: Any, body: bytes) -> None:
@@ -304,6 +309,19 @@ async def test_a_body_that_is_not_strict_json(system: Any, body: bytes) -> None:
     assert reply.status == 400
     assert "body" in reply.error["message"] or "number" in reply.error["message"]
     assert system.engine.requests == []
+
+
+async def test_texts_may_have_any_number_of_commas_and_brackets(system: Any) -> None:
+    system.engine.text_bytes = 5
+    for prompt in ("," * 600_000, '[{"\\' * 100_000):
+        assert (await ask(system, COMPLETIONS, complete(prompt))).status == 200
+        assert system.engine.requests[-1].prompt == prompt
+
+
+async def test_a_body_of_quotes_takes_linear_time(system: Any) -> None:
+    for unit in (b'"', b'\\"', b'"[', b'"\\'):
+        body = b'{"a":"' + b"[" * 70_000 + unit * 500_000
+        assert (await ask(system, COMPLETIONS, body)).status == 400
 
 
 @pytest.mark.parametrize(
@@ -579,6 +597,17 @@ async def test_http_1_0(system: Any) -> None:
 
 
 # The server's life
+
+
+async def test_tls(serve: Serve) -> None:
+    system = await serve(tls_cert=str(TLS / "cert.pem"), tls_key=str(TLS / "key.pem"))
+    trust = ssl.create_default_context(cafile=TLS / "cert.pem")
+    client = await HTTPClient.open(system.server.api_address, ssl=trust)
+    assert (await client.ask("POST", COMPLETIONS, complete(stream=True))).events
+    client.writer.transport.abort()
+    async with connection(system) as plain:
+        plain.send("GET", "/v1/models")
+        assert await plain.is_closed()
 
 
 async def test_too_many_connections(serve: Serve) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -17,14 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.config import EngineConfig, ServerConfig
 from quire.runtime.common.errors import ConfigError, DeadlineExceeded, ModelError, Overloaded, Quarantined, Unavailable
 from quire.runtime.common.types import OutputChunk
 from quire.runtime.engine import Engine, GenerateRequest, TextProcessor
 from quire.runtime.model import model_path
+from quire.runtime.server import Server
 from quire.runtime.workers import EnginePool, HealthTimeouts, engine_process
 
 from .bits import asked, bits, prompt, running, together
+from .http_client import HTTPClient
 from .poisoned_engine import FATAL_TO_ADD, FATAL_TO_COMPUTE
 
 SETTINGS: dict[str, Any] = {"kv_cache_memory": 8 << 20}
@@ -275,3 +278,26 @@ async def test_several_processes_are_one_engine() -> None:
         kill(engine, member=random.randrange(len(engine.core.members)))
         assert await streams == expected
         assert engine.info.num_pages == sum(member.info.num_pages for member in engine.core.members)
+
+
+@pytest.mark.parametrize("echo", [{}, {"echo": True, "logprobs": 0}])
+async def test_an_http_stream_outlives_its_engine_process(slow_engine: None, echo: dict[str, Any]) -> None:
+    """A prompt that is echoed with its logprobs goes on where it was, too."""
+    body = {"prompt": [7 * i % 4000 for i in range(40)], "max_tokens": 40, "seed": 5, "ignore_eos": True, **echo}
+    async with engine_pool() as engine:
+        server = Server()
+        await server.start(engine, ServerConfig(port=0, http_port=0, api_port=0))
+        client = await HTTPClient.open(server.api_address)
+        whole = (await client.ask("POST", "/v1/completions", body)).json["choices"][0]
+        client.send("POST", "/v1/completions", {**body, "stream": True})
+        first = await client.read_until(b"\n\n")
+        kill(engine)
+        rest = await client.read_until(b"[DONE]")
+        client.writer.transport.abort()
+        await server.close()
+        assert engine.core.members[0].num_restarts == 1
+    events = [json.loads(line[6:]) for line in (first + rest).split(b"\n") if line.startswith(b"data: {")]
+    choices = [event["choices"][0] for event in events]
+    assert "".join(choice["text"] for choice in choices) == whole["text"]
+    logprobs = [each for choice in choices for each in (choice["logprobs"] or {}).get("token_logprobs", ())]
+    assert logprobs == (whole["logprobs"] or {}).get("token_logprobs", [])

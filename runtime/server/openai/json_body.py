@@ -1,4 +1,7 @@
-"""The JSON object of a request's body, stricter than Python's reader: no key twice, no NaN, no infinity, only UTF-8."""
+"""The JSON object of a request's body, stricter than Python's reader: no key twice, no NaN, no infinity, only UTF-8.
+
+The event loop waits for the reader, so the number of values is limited before it runs.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,14 @@ from typing import Any, NoReturn
 
 from .errors import BadRequest
 
+MAX_CONTAINERS = 1 << 16  # lists, objects and keys of one body, of which each costs as much as several numbers
+MAX_VALUES = 1 << 18  # such as token ids
+MAX_DIGITS = 20  # of an integer: converting a long one takes quadratic time
+
 
 def parse_object(body: bytes) -> dict[str, Any]:
     """Return the object in `body`. Raises BadRequest that names the fault."""
+    _check_size(body)
     try:
         value = _DECODER.decode(body.decode())
     except UnicodeDecodeError as error:
@@ -19,11 +27,24 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise BadRequest("the body nests too deeply") from None
     except json.JSONDecodeError as error:
         raise BadRequest(f"the body is not JSON: {error.msg} (character {error.pos})") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise BadRequest(f"the body is not usable JSON: {error}") from None
     if not isinstance(value, dict):
         raise BadRequest('the body must be a JSON object such as {"model": "…"}')
     return value
+
+
+def _check_size(body: bytes) -> None:
+    """Raise BadRequest for more values than the reader may take time for."""
+    if _exceeds(body) and _exceeds(_without_texts(body)):
+        raise BadRequest(f"the body has more than {MAX_CONTAINERS} lists, objects and keys, or {MAX_VALUES} values")
+
+
+def _without_texts(body: bytes) -> bytes:
+    """Return the body without what is between quotes."""
+    return b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+
+
+def _exceeds(data: bytes) -> bool:
+    return sum(map(data.count, (b"[", b"{", b":"))) > MAX_CONTAINERS or data.count(b",") >= MAX_VALUES
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -37,6 +58,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise BadRequest(f"the number {digits[:40]} is too large")
+    return int(digits)
+
+
 def _finite(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
@@ -48,4 +75,6 @@ def _refuse_constant(name: str) -> NoReturn:
     raise BadRequest(f"the body is not JSON: {name} is no number")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_finite, parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_int=_integer, parse_float=_finite, parse_constant=_refuse_constant
+)
