@@ -25,11 +25,11 @@ from quire.kernels import Program, supported_levels
 from quire.kernels.ops import padded
 from quire.pager import KVLayout
 
-from tests.kernels.conftest import MAX_POSITIONS, MAX_SAMPLES, VOCAB, Toy
+from tests.kernels.conftest import K_QUANTS, MAX_POSITIONS, MAX_SAMPLES, VOCAB, Toy
 
 MAX_ROWS = 400
 LEVELS = supported_levels()
-DTYPES = ["f32", "q8", "q4", "bf16"], ["f32", "int8", "bf16"]
+DTYPES = ["f32", "q8", "q4", "bf16", *K_QUANTS], ["f32", "int8", "bf16"]
 MULTIPLICATIONS = 100_000_000  # of a case's reference: about half a second
 REDUCING_S = 60
 POISONED_POSITION = 300  # in the middle of a page, so that the page is not cleared
@@ -93,8 +93,8 @@ def random_model(rng: random.Random) -> dict[str, Any]:
     kv_heads = rng.choice([1, 1, 2, 3, 4])
     heads = kv_heads * rng.choice([1, 1, 2, 3, 4, 5, 7, 8, 16])
     windows = [rng.choice([0, 0, 0, 1, 64, 256, rng.randint(1, 400)]) for _ in range(rng.choice([1, 1, 2, 3]))]
-    return {
-        "weights": rng.choices(DTYPES[0], [3, 4, 4, 1])[0],
+    model = {
+        "weights": rng.choices(DTYPES[0], [3, 4, 4, 1, 1, 1, 1])[0],
         "kv": rng.choices(DTYPES[1], [3, 4, 1])[0],
         "heads": heads,
         "kv_heads": kv_heads,
@@ -108,6 +108,10 @@ def random_model(rng: random.Random) -> dict[str, Any]:
         "seed": rng.randrange(1 << 30),
         "unusual": rng.random() < 0.3,
     }
+    if model["weights"] in K_QUANTS:  # whole super-blocks along K
+        head_dim = rng.choice([n for n in (16, 32, 64, 128, 256) if n * heads % 256 == 0] or [256])
+        model |= {"head_dim": head_dim, "hidden": 256, "intermediate": rng.choice([256, 512])}
+    return model
 
 
 def random_lengths(rng: random.Random, model: dict[str, Any]) -> list[int]:
@@ -268,6 +272,8 @@ def smaller_cases(case: Case) -> Iterator[Case]:
         ("intermediate", 32),
         ("head_dim", 32),
     ):
+        if name in ("heads", "hidden", "intermediate", "head_dim") and case.model["weights"] in K_QUANTS:
+            continue
         if value and value != case.model[name]:
             yield msgspec.structs.replace(case, model={**case.model, name: value})
     for threads in (1, 2):
