@@ -16,6 +16,7 @@ from ..model.spec import DecoderSpec
 from ..server import SERVER_PROCESS_BYTES, MemoryLimits
 from .flags import LimitFlags, MemoryFlags, ModelFolder, settings_from
 
+GRAMMAR_TOKEN_BYTES = 400  # measured: of the tables for structured output, per token
 TOKEN_BYTES = 750  # measured: of a tokenizer, per token of vocabularies of 4,000 to 150,000
 
 

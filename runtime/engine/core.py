@@ -36,7 +36,6 @@ from ..model.runner import ModelRunner, load_model
 from .build import build_pager, build_scheduler, build_spill_file
 from .facade import CoreInfo, EngineStats, StepStats
 from .grammars import Grammars, StepMasks
-from .text_processor import TextProcessor
 
 _log = structlog.get_logger("quire.engine")
 
@@ -119,10 +118,7 @@ class EngineCore:
         self.pager = build_pager(config, runner, spill_file)
         self.scheduler = build_scheduler(config, self.pager, runner.capacity.max_num_samples)
         self._worker = ThreadPoolExecutor(1, "quire-step")
-        spec = runner.spec
-        self._grammars = Grammars(
-            lambda: TextProcessor.load(runner.path), spec.vocab_size, frozenset(spec.eos_token_ids)
-        )
+        self.grammars = Grammars(runner.path)
         self._started = False
         self._scoring = asyncio.Lock()  # held while `logits` computes
         self._closed = False
@@ -218,7 +214,7 @@ class EngineCore:
                 pass
         finally:  # also if the loop is broken or this call is cancelled
             self._worker.shutdown()
-            self._grammars.close()
+            self.grammars.close()
             if self._spill_file is not None:
                 self._spill_file.close()
             self.runner.close()
@@ -256,7 +252,7 @@ class EngineCore:
     async def _execute(self, plan: StepPlan) -> StepResult:
         self._listener.begin(plan)
         try:
-            masks = self._grammars.begin(plan.sequences)
+            masks = self.grammars.begin(plan.sequences)
             return await asyncio.get_running_loop().run_in_executor(self._worker, self._compute, plan, masks)
         except Exception:
             _log.exception("step failed", step=plan.step_id, sequences=len(plan.sequences))

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import llguidance
@@ -23,8 +24,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from ...scheduler.plan import ScheduledSequence, StepResult
 from ..common.errors import GenerationFailed, InvalidRequest, QuireError
 from ..common.types import StructuredOutputs
+from ..model import read_spec
 from ..model.runner import AllowedTokens, SamplingSpec
-from .text import Tokenizer
+from .text import Tokenizer, has_tokenizer
 from .text_processor import TextProcessor
 
 WAIT_S = 0.002  # for masks, after a step's rows are computed, if other sequences sample in it
@@ -125,17 +127,26 @@ class StepMasks:
 
 
 class Grammars:
-    """The grammars of the sequences that run. All methods but those of its threads are called on one event loop."""
+    """The grammars of the sequences that run, for the model at `path`.
 
-    def __init__(self, load_text: Callable[[], TextProcessor], vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        self._load_text = load_text  # called once, when the first grammar is compiled
-        self._vocab_size = vocab_size
-        self._eos_token_ids = eos_token_ids
+    All methods but `load` and those of its threads are called on one event loop.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._running: dict[int, _Running] = {}  # by request id: those of the last step
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()  # by tenant and grammar
         self._compiling = ThreadPoolExecutor(1, "quire-compile")
         self._computing = ThreadPoolExecutor(NUM_THREADS, "quire-masks")
         self._tokenizer: LLTokenizer | None = None
+
+    def load(self) -> None:
+        """Read the model's tokenizer now, which takes seconds and holds the GIL, instead of with the first grammar.
+
+        Raises CorruptCheckpoint. A model without tokenizer has no grammars.
+        """
+        if has_tokenizer(self._path):
+            self._tokenizer = _load_tables(self._path)
 
     def begin(self, sequences: Sequence[ScheduledSequence]) -> StepMasks | None:
         """Begin to compute the masks of a step, before its rows; None if no sequence of the step has a grammar."""
@@ -178,7 +189,7 @@ class Grammars:
         try:
             if running.matcher is None:
                 running.matcher = self._matcher(running)
-            return AllowedTokens(_masks(running, generated, drafts, (self._vocab_size + 31) // 32))
+            return AllowedTokens(_masks(running, generated, drafts, (self._tables().vocab_size + 31) // 32))
         except QuireError as error:
             return AllowedTokens(error=str(error))
         except Exception as error:
@@ -200,14 +211,20 @@ class Grammars:
 
     def _tables(self) -> LLTokenizer:
         if self._tokenizer is None:
-            tokenizer = self._load_text().tokenizer
-            assert tokenizer is not None, "Validator.check_options refuses grammars for a model without tokenizer"
-            ends = sorted(each for each in self._eos_token_ids | tokenizer.eos_token_ids if each < self._vocab_size)
-            if not ends:
-                raise GenerationFailed("structured_outputs need a token that ends the output; this model has none")
-            wrapper = TokenizerWrapper(_Vocabulary(tokenizer, ends[0]))
-            self._tokenizer = LLTokenizer(wrapper, n_vocab=self._vocab_size, eos_token=ends)
+            self._tokenizer = _load_tables(self._path)
         return self._tokenizer
+
+
+def _load_tables(path: Path) -> LLTokenizer:
+    """Return llguidance's tables of a model's vocabulary, which keep the tokenizer."""
+    spec, tokenizer = read_spec(path), TextProcessor.load(path).tokenizer
+    assert tokenizer is not None, "Validator.check_options refuses grammars for a model without tokenizer"
+    known = tokenizer.eos_token_ids.union(spec.eos_token_ids)
+    ends = sorted(token_id for token_id in known if token_id < spec.vocab_size)
+    if not ends:
+        raise GenerationFailed("structured_outputs need a token that ends the output; this model has none")
+    wrapper = TokenizerWrapper(_Vocabulary(tokenizer, ends[0]))
+    return LLTokenizer(wrapper, n_vocab=spec.vocab_size, eos_token=ends)
 
 
 def _masks(running: _Running, generated: list[int], drafts: tuple[int, ...], num_words: int) -> Any:

@@ -87,6 +87,7 @@ async def _run(end: socket.socket) -> None:
     try:
         core = await EngineCore.load(start.config)
         try:
+            await asyncio.to_thread(core.grammars.load)
             async with (
                 nullcontext()
                 if start.snapshot is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from quire.runtime.common.types import SamplingParams, StructuredOutputs
 from quire.runtime.engine import grammars
 from quire.runtime.engine.grammars import Grammars, StepMasks, check_structure, grammar_of
 from quire.runtime.engine.text_processor import TextProcessor
-from quire.runtime.model import BUNDLED_MODEL
+from quire.runtime.model import BUNDLED_MODEL, read_spec
 from quire.runtime.model.runner import SamplingSpec
 from quire.scheduler.plan import SampledToken, ScheduledSequence, StepResult
 
@@ -35,7 +36,7 @@ A, B, C = (ids(letter)[0] for letter in "abc")
 
 @pytest.fixture
 def masks() -> Iterator[Grammars]:
-    found = Grammars(lambda: TEXT, VOCAB, frozenset({EOS}))
+    found = Grammars(BUNDLED_MODEL)
     yield found
     found.close()
 
@@ -181,15 +182,18 @@ def test_a_grammar_is_compiled_once(masks: Grammars, monkeypatch: pytest.MonkeyP
     assert len(compiled) == 1
 
 
-def test_a_model_without_an_end_token_is_an_error_of_the_request() -> None:
+def test_a_model_without_an_end_token_is_an_error_of_the_request(
+    masks: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     endless = TextProcessor.load(BUNDLED_MODEL)
     assert endless.tokenizer is not None
     endless.tokenizer.eos_token_ids = frozenset()
-    found = Grammars(lambda: endless, VOCAB, frozenset())
-    outcome = ready(found.begin([sequence(WORD, [])]))[1]
+    spec = dataclasses.replace(read_spec(BUNDLED_MODEL), eos_token_ids=())
+    monkeypatch.setattr(TextProcessor, "load", lambda path: endless)
+    monkeypatch.setattr(grammars, "read_spec", lambda path: spec)
+    outcome = ready(masks.begin([sequence(WORD, [])]))[1]
     assert outcome.masks is None
     assert "a token that ends the output" in outcome.error
-    found.close()
 
 
 def test_a_client_cannot_switch_off_the_bound_on_whitespace() -> None:

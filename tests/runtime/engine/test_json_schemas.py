@@ -47,8 +47,7 @@ REFUSED: dict[str, Any] = {
 @cache
 def tables() -> Any:
     """Return llguidance's tables of the bundled model's vocabulary."""
-    assert TEXT.tokenizer is not None
-    grammars = Grammars(lambda: TEXT, TEXT.tokenizer.vocab_size, TEXT.tokenizer.eos_token_ids)
+    grammars = Grammars(BUNDLED_MODEL)
     try:
         return grammars._tables()
     finally:
