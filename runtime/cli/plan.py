@@ -42,9 +42,16 @@ def plan(
 
 
 def server_start_bytes(settings: Settings, spec: DecoderSpec) -> dict[str, int]:
-    """Return estimates for the API server process at start, without what it shares with engine processes."""
+    """Return estimates for the API server process at start, without what it shares with engine processes.
+
+    The last one is for an engine process, which has a tokenizer of its own beside the tables of its vocabulary.
+    """
     tokens = spec.vocab_size if has_tokenizer(model_path(settings.engine.model)) else 0
-    return {"Python libraries": SERVER_PROCESS_BYTES, "tokenizer": tokens * TOKEN_BYTES}
+    return {
+        "Python libraries": SERVER_PROCESS_BYTES,
+        "tokenizer": tokens * TOKEN_BYTES,
+        "structured output": tokens * (TOKEN_BYTES + GRAMMAR_TOKEN_BYTES),
+    }
 
 
 def comparison(total_bytes: int, available_bytes: int) -> str:
@@ -70,7 +77,7 @@ def plan_text(settings: Settings, spec: DecoderSpec, capacity: Capacity, arena: 
         "",
         capacity.memory.describe(),
         "",
-        "API server process at start:",
+        "API server process at start, and structured output in the engine process:",
         *(f"{name:<18}{size:>18,} B  estimate" for name, size in server_start_bytes(settings, spec).items()),
         "",
         "for clients, in the API server process:",
