@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from ..common.errors import ModelError
 from ..engine import TextProcessor
+from ..engine.text.gguf_tokenizer import VOCABULARIES
+from ..engine.text.pre_tokenizers import PRE_TOKENIZERS
 from ..model import FAMILIES, DecoderSpec, model_name, model_path, open_tensors, read_spec, weights_text
 from ..model.weights import READABLE
 from ..model.weights.ggml import SUPPORTED
@@ -33,6 +36,8 @@ def supported() -> Iterator[Row]:
         yield "family", f"{', '.join(family.architectures)}{in_gguf}"
     yield "safetensors", ", ".join(READABLE)
     yield "GGUF", ", ".join((*READABLE, *SUPPORTED))
+    yield "tokenizer", f"tokenizer.json, in GGUF files {', '.join(VOCABULARIES)}; tokenizer.ggml.pre may be:"
+    yield from (("", names) for names in wrap(", ".join(PRE_TOKENIZERS), 100, break_on_hyphens=False))
 
 
 def known(path: Path) -> Iterator[Row]:

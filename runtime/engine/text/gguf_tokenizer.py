@@ -20,7 +20,7 @@ from ...model.files import is_gguf
 from ...model.weights.gguf import GGUFFile
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
-MODELS = ("gpt2", "llama", "gemma4")  # of `tokenizer.ggml.model`
+VOCABULARIES = ("gpt2", "llama", "gemma4")  # of `tokenizer.ggml.model`
 MAX_TOKENS = 1 << 20
 MAX_MERGES = 1 << 21
 MAX_TOKEN_CHARACTERS = 1 << 10
@@ -219,8 +219,8 @@ class _Tokens:
 
 def _read_kind(values: _Values) -> str:
     kind: str = values.text("tokenizer.ggml.model")
-    if kind not in MODELS:
-        raise UnsupportedModel(f"tokenizer.ggml.model is {_shown(kind)}; Quire reads {', '.join(MODELS)}")
+    if kind not in VOCABULARIES:
+        raise UnsupportedModel(f"tokenizer.ggml.model is {_shown(kind)}; Quire reads {', '.join(VOCABULARIES)}")
     return kind
 
 
