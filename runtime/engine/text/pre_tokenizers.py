@@ -17,7 +17,12 @@ _OPTIONAL_LEAD = r"[^\r\n\p{L}\p{N}]?"
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _HAN_KANA = r"[一-龥぀-ゟ゠-ヿ]+"
-_GROUPS_OF_THREE = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"  # from the right: 1 234 567
+
+# Groups of three digits from the right: 1 234 567. The original patterns look at all digits ahead for each group, which
+# takes minutes for a million digits; these do so for the first group only.
+_THREE_NUMERALS = r"(?<!\p{N})\p{N}{1,2}(?=(?:\p{N}{3})*(?!\p{N}))|\p{N}{3}"
+_THREE_DIGITS_OF_A_WORD = r"(?<!\d)\d{1,2}(?=(?:\d{3})*\b)|\d{3}"
+_THREE_DIGITS_OF_NUMERALS = r"(?<!\p{N})[\p{Nl}\p{No}]*+\d{1,2}(?=(?:\d{3})+(?!\d))|\d{3}"
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _DEEPSEEK_LLM_WORD = (
@@ -118,7 +123,7 @@ def _table() -> Iterator[tuple[str, PreTokenizer]]:
     yield "jais-2", PreTokenizer((_cl100k(r"\p{N}{1,3}", spaces=rf"\s*[\r\n]+|{runs}|\s{{1,2}}(?!\S)|\s"),))
     yield "gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer((_o200k(r"\p{N}{1,3}"),))
     yield "granite-embed-multi-97m", PreTokenizer((_o200k(r"\p{N}{1,3}"),), ignore_merges=True)
-    yield "tiny_aya cohere2moe", PreTokenizer((_GROUPS_OF_THREE, _o200k(r"\p{N}{1,3}")), nfc=True)
+    yield "tiny_aya cohere2moe", PreTokenizer((_THREE_DIGITS_OF_A_WORD, _o200k(r"\p{N}{1,3}")), nfc=True)
     yield "tekken", PreTokenizer((_o200k(r"\p{N}", contraction=""),), ignore_merges=True, add_bos=True)
     yield (
         "youtu",
@@ -140,7 +145,7 @@ def _table() -> Iterator[tuple[str, PreTokenizer]]:
     yield "deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"))
     yield "deepseek-v3 hunyuan-dense joyai-llm hy_v4", PreTokenizer(_DEEPSEEK_V3)
     yield "spark2_5", PreTokenizer((*_DEEPSEEK_V3[:2], _deepseek(r"|[\r\n]|\s+(?!\S)|\s+"), r"\p{N}"))
-    yield "afmoe", PreTokenizer((_GROUPS_OF_THREE, _AFMOE_SCRIPTS, _DEEPSEEK_V3[2]))
+    yield "afmoe", PreTokenizer((_THREE_NUMERALS, _AFMOE_SCRIPTS, _DEEPSEEK_V3[2]))
     yield "falcon", PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9][0-9][0-9]"))
     yield "starcoder refact smollm codeshell exaone minerva-7b mellum2", _DIGITS_GPT2
     yield "command-r", PreTokenizer(_DIGITS_GPT2.patterns, nfc=True)
@@ -152,7 +157,7 @@ def _table() -> Iterator[tuple[str, PreTokenizer]]:
     yield "mpt olmo modern-bert", PreTokenizer((_GPT2,), nfc=True)
     yield "bloom poro-chat gpt3-finnish", PreTokenizer((_BLOOM,))
     yield "viking", PreTokenizer((_BLOOM, r"\p{N}"))
-    yield "superbpe", PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))"))
+    yield "superbpe", PreTokenizer((r"\p{N}+", _THREE_DIGITS_OF_NUMERALS))
     yield (
         "chameleon",
         PreTokenizer(

@@ -115,8 +115,10 @@ def test_byte_pairs_give_the_ids_of_the_tokenizer_that_they_come_from(
         ("bloom", "a, b", ["a", ",", " b"]),
         ("viking", "ab 12", ["ab", " ", "1", "2"]),
         ("tiny_aya", "1234567", ["1", "234", "567"]),
+        ("tiny_aya", "1234a 123456", ["123", "4", "a", " ", "123", "456"]),
         ("afmoe", "x1234", ["x", "1", "234"]),
         ("superbpe", "the cat 12345", ["the cat ", "12", "345"]),
+        ("superbpe", "123456 1½", ["123", "456", " ", "1½"]),
         ("kimi-k2", "abc中文def 1234", ["abc", "中文", "def", " ", "123", "4"]),
         ("seed-coder", "!!\n", ["!!", "\n"]),
         ("exaone-moe", "a b c.", ["a b c", "."]),
@@ -130,6 +132,15 @@ def test_a_name_splits_a_text(
 ) -> None:
     split = read_tokenizer(byte_level(pre))[0].pre_tokenizer.pre_tokenize_str(text)
     assert [text[begin:end] for _, (begin, end) in split] == pieces
+
+
+@pytest.mark.parametrize("pre", ["tiny_aya", "afmoe", "superbpe", "exaone-moe", "bloom"])
+@pytest.mark.parametrize("character", ["1", "a ", " "])
+def test_long_runs_are_split_in_linear_time(
+    byte_level: Callable[[str], dict[str, Any]], pre: str, character: str
+) -> None:
+    fast = read_tokenizer(short(byte_level(pre)))[0]
+    assert fast.pre_tokenizer.pre_tokenize_str(character * 30_000)  # 10 s and more in quadratic time
 
 
 @pytest.mark.parametrize("pre", PRE_TOKENIZERS)
