@@ -278,6 +278,30 @@ async def test_a_wrong_field_of_a_chat_is_named(system: Any, fields: dict[str, A
     assert system.engine.requests == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "function_call_output"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"n": 2}, "n"),
+        ({"max_output_tokens": "x"}, "max_output_tokens"),
+    ],
+)
+async def test_a_wrong_field_of_a_response_is_named(system: Any, fields: dict[str, Any], param: str) -> None:
+    reply = await ask(system, "/v1/responses", {"input": "a", "store": False, "tools": [], **fields})
+    assert reply.status == 400
+    assert reply.error["param"] == param
+    assert system.engine.requests == []
+
+
 async def test_an_unknown_field_is_ignored_and_counted(system: Any) -> None:
     assert (await ask(system, COMPLETIONS, complete(flavour="mint", colour=None))).status == 200
     assert "quire_http_unknown_fields_total 1.0" in system.metrics()

@@ -111,6 +111,36 @@ async def test_a_completion_stream_adds_up_to_the_whole_answer(client: openai.As
         assert choice.logprobs.token_logprobs == logprobs[choice.index]
 
 
+@pytest.mark.parametrize("given", ["What is a queue?", MESSAGES])
+@pytest.mark.parametrize("max_output_tokens", [12, 30])
+async def test_a_response_stream_adds_up_to_the_whole_response(
+    client: openai.AsyncOpenAI, given: Any, max_output_tokens: int
+) -> None:
+    params: Any = {
+        "model": "quire",
+        "input": given,
+        "max_output_tokens": max_output_tokens,
+        "instructions": "Be short.",
+    }
+    params |= {"temperature": 0.7, "extra_body": {"seed": 5, "stop": ["."]}, "metadata": {"a": "b"}}
+    whole = await client.responses.create(**params)
+    check(whole)
+    assert whole.usage is not None
+    numbers, texts, last = [], [], None
+    async for event in await client.responses.create(**params, stream=True):
+        check(event)
+        numbers.append(event.sequence_number)
+        texts += [event.delta] if event.type == "response.output_text.delta" else []
+        last = event
+    assert last is not None
+    assert last.type == ("response.completed" if whole.status == "completed" else "response.incomplete")
+    assert numbers == list(range(len(numbers)))
+    assert "".join(texts) == whole.output_text == last.response.output_text
+    assert last.response.usage.total_tokens == whole.usage.total_tokens
+    assert whole.metadata == {"a": "b"}
+    assert (whole.incomplete_details is None) == (whole.status == "completed")
+
+
 @pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 2, "max_num_batched_tokens": 32}])
 async def test_prompt_logprobs_are_those_of_the_model(serving: Callable[..., Any], settings: dict[str, Any]) -> None:
     """The logprobs of an echoed prompt, with which lm-evaluation-harness scores texts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -23,15 +23,15 @@ from ..request_log import quire_error
 from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange
 from .fields import KNOWN, TOKENIZE, Call, Fields, chat_call, check_model, checked_messages, completion_call
-from .formats import ChatFormat, CompletionFormat
+from .formats import ChatFormat, CompletionFormat, Format
 from .json_body import parse_object
+from .responses import RESPONSE_KNOWN, ResponseFormat, response_call
 from .running import CallOutput, CallRunner, StreamedOutput, WholeOutput
 
 BEARER = b"bearer "
 MODELS = "/v1/models"
 NOT_SERVED = {
     "/v1/embeddings": "this model generates text; it makes no embeddings",
-    "/v1/responses": "this server has no /v1/responses; use /v1/chat/completions",
 }
 
 ReadCall = Callable[[Fields, EngineInfo, str], Call]
@@ -59,6 +59,7 @@ class Api:
             MODELS: {"GET": Route(self._models)},
             "/v1/chat/completions": {"POST": Route(self._chat, takes_body=True)},
             "/v1/completions": {"POST": Route(self._completion, takes_body=True)},
+            "/v1/responses": {"POST": Route(self._response, takes_body=True)},
             "/tokenize": {"POST": Route(self._tokenize, takes_body=True)},
             "/detokenize": {"POST": Route(self._detokenize, takes_body=True)},
         }
@@ -95,18 +96,23 @@ class Api:
     # Requests to the engine
 
     async def _chat(self, exchange: Exchange) -> None:
-        await self._generate(exchange, chat_call)
+        await self._generate(exchange, chat_call, ChatFormat)
 
     async def _completion(self, exchange: Exchange) -> None:
-        await self._generate(exchange, completion_call)
+        await self._generate(exchange, completion_call, CompletionFormat)
 
-    async def _generate(self, exchange: Exchange, read_call: ReadCall) -> None:
+    async def _response(self, exchange: Exchange) -> None:
+        await self._generate(exchange, response_call, ResponseFormat, RESPONSE_KNOWN)
+
+    async def _generate(
+        self, exchange: Exchange, read_call: ReadCall, form_class: type[Format], known: Set[str] = KNOWN
+    ) -> None:
         context, tenant = self._context, exchange.tenant
         assert tenant is not None, "authenticated"
         with self._reporting(exchange):
             if context.leaves_at is not None:
                 raise Unavailable("the server is shutting down; send this request elsewhere")
-            call = read_call(self._fields(exchange), context.engine.info, tenant.name)
+            call = read_call(self._fields(exchange, known), context.engine.info, tenant.name)
         runner = CallRunner(exchange, call, context.engine)
         try:
             runner.submit(context.requests)
@@ -114,13 +120,11 @@ class Api:
             context.requests.log.refused(tenant.name, exchange.number, error.code, error.retry_after_ms)
             raise
         # The engine has checked the number of choices.
-        form = (ChatFormat if call.is_chat else CompletionFormat)(call, self._model, context.engine.token)
-        output: CallOutput = (
-            StreamedOutput(exchange, form, call.include_usage) if call.stream else WholeOutput(exchange, form)
-        )
+        form = form_class(call, self._model, context.engine.token)
+        output: CallOutput = StreamedOutput(exchange, form) if call.stream else WholeOutput(exchange, form)
         del call  # holds the prompt
         if (failure := await runner.run(output)) is not None:
-            exchange.refuse(failure, KNOWN)
+            exchange.refuse(failure, known)
 
     async def _tokenize(self, exchange: Exchange) -> None:
         tenant = exchange.tenant
@@ -158,11 +162,11 @@ class Api:
             text = await self._context.engine.detokenize(tuple(tokens), tenant=tenant.name)
         exchange.respond(_json({"prompt": text}))
 
-    def _fields(self, exchange: Exchange) -> Fields:
+    def _fields(self, exchange: Exchange, known: Set[str] = KNOWN) -> Fields:
         """Return the body's fields, once its model is checked. Raises BadRequest."""
         fields = Fields(parse_object(exchange.body))
         exchange.body = b""
-        self._context.observer.http_unknown_fields.value += fields.num_unknown()
+        self._context.observer.http_unknown_fields.value += fields.num_unknown(known)
         check_model(fields, self._model)
         return fields
 

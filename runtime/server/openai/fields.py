@@ -6,8 +6,8 @@ ignored and counted. `null` is the same as leaving a field out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ...common.errors import InvalidRequest
@@ -93,10 +93,10 @@ class Call:
     """What one HTTP request asks for: one request to the engine per prompt, and the form of the answer."""
 
     requests: tuple[GenerateRequest, ...]
-    is_chat: bool
     stream: bool
-    include_usage: bool
+    include_usage: bool = False
     echo: bool = False
+    repeated: Mapping[str, Any] = field(default_factory=dict)  # fields that the answer repeats
 
     @property
     def params(self) -> SamplingParams:
@@ -120,13 +120,15 @@ class Fields:
             raise BadRequest(f"{name} must be {_NAMES[kind]}, not {shown(value)}", name)
         return value
 
-    def num_unknown(self) -> int:
-        return len(self.values.keys() - KNOWN)
+    def num_unknown(self, known: Set[str]) -> int:
+        return len(self.values.keys() - known)
 
-    def check_supported(self, supported: frozenset[str]) -> None:
-        """Raise BadRequest for a field that is known, not `supported` and not neutral."""
+    def check_supported(self, supported: Set[str], unsupported: Mapping[str, tuple[object, ...]] = UNSUPPORTED) -> None:
+        """Raise BadRequest for a field that is known, not `supported`, and not neutral by `unsupported`."""
         for name, value in self.values.items():
-            if name in KNOWN and name not in supported and value not in UNSUPPORTED.get(name, ()):
+            if name in supported or value in unsupported.get(name, ()):
+                continue
+            if name in KNOWN or name in unsupported:
                 text = f"{name} is not supported here; leave it out"
                 raise BadRequest(text, name, error_code="unsupported_parameter")
 
@@ -150,7 +152,7 @@ def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     if "messages" not in values:
         raise BadRequest("messages is missing", "messages", error_code="missing_required_parameter")
     messages = checked_messages(values["messages"])
-    sampling = _sampling(fields, info)
+    sampling = sampling_fields(fields, info)
     with_logprobs, top_logprobs = fields.take("logprobs", bool, False), fields.take("top_logprobs", int, 0)
     if with_logprobs:
         sampling["logprobs"] = top_logprobs
@@ -161,12 +163,12 @@ def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     request = GenerateRequest(
         prompt=None,
         messages=messages,
-        sampling_params=_params(sampling),
+        sampling_params=SamplingParams(**sampling),
         tenant=tenant,
         fit_max_tokens=name not in values,
-        **_request(fields),
+        **request_fields(fields),
     )
-    return Call((request,), True, *_streaming(fields))
+    return Call((request,), *_streaming(fields))
 
 
 def completion_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
@@ -175,7 +177,7 @@ def completion_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     values = fields.values
     if "prompt" not in values:
         raise BadRequest("prompt is missing", "prompt", error_code="missing_required_parameter")
-    sampling = _sampling(fields, info)
+    sampling = sampling_fields(fields, info)
     if "logprobs" in values:
         sampling["logprobs"] = fields.take("logprobs", int, 0)
     if "best_of" in values:
@@ -183,33 +185,33 @@ def completion_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     sampling["max_tokens"] = fields.take("max_tokens", int, COMPLETION_MAX_TOKENS)
     echo = fields.take("echo", bool, False)
     stream, include_usage = _streaming(fields)
-    params, request = _params(sampling), _request(fields)
+    params, request = SamplingParams(**sampling), request_fields(fields)
     if stream and params.best_of not in (None, params.n):
         raise BadRequest("best_of cannot be streamed: leave out stream", "best_of")
     if params.best_of == params.n:
-        params = _params({**sampling, "best_of": None})
+        params = SamplingParams(**{**sampling, "best_of": None})
     # The engine echoes what it must compute logprobs of, or has nothing else to do.
     request["echo"] = echo and (params.logprobs is not None or not params.max_tokens)
     requests = [
         GenerateRequest(prompt=prompt, sampling_params=params, tenant=tenant, **request)
         for prompt in _prompts(values["prompt"])
     ]
-    return Call(tuple(requests), False, stream, include_usage, echo)
+    return Call(tuple(requests), stream, include_usage, echo)
 
 
-def checked_messages(value: object) -> tuple[dict[str, Any], ...]:
-    """Return the messages of a chat. Raises BadRequest."""
-    _check_size(value)
+def checked_messages(value: object, field: str = "messages") -> tuple[dict[str, Any], ...]:
+    """Return the messages of a chat. Raises BadRequest that names the field."""
+    _check_size(value, field)
     if not isinstance(value, list):
-        raise BadRequest(f"messages must be a list, not {shown(value)}", "messages")
+        raise BadRequest(f"{field} must be a list, not {shown(value)}", field)
     try:
         messages = chat_messages(value)
     except InvalidRequest as error:
-        raise BadRequest(str(error), "messages") from None
+        raise BadRequest(str(error), field) from None
     return tuple({**each, "role": "system"} if each["role"] == "developer" else each for each in messages)
 
 
-def _check_size(value: object) -> None:
+def _check_size(value: object, field: str) -> None:
     """Raise BadRequest if the messages have more values than a chat template may get."""
     num_values, unseen = 0, [value]
     while unseen:
@@ -220,7 +222,7 @@ def _check_size(value: object) -> None:
             unseen.extend(each)
         num_values += 1
         if num_values + len(unseen) > MAX_VALUES:
-            raise BadRequest(f"messages hold more than {MAX_VALUES} values", "messages")
+            raise BadRequest(f"{field} holds more than {MAX_VALUES} values", field)
 
 
 def _prompts(value: object) -> list[str | tuple[int, ...]]:
@@ -244,7 +246,7 @@ def _prompts(value: object) -> list[str | tuple[int, ...]]:
     )
 
 
-def _sampling(fields: Fields, info: EngineInfo) -> dict[str, Any]:
+def sampling_fields(fields: Fields, info: EngineInfo) -> dict[str, Any]:
     """Return the sampling parameters that both kinds of requests have, over the model's recommendations."""
     values = fields.values
     sampling: dict[str, Any] = {"temperature": 1.0, **info.default_sampling}
@@ -264,11 +266,7 @@ def _logit_bias(given: dict[str, Any]) -> dict[int, Any]:
         raise BadRequest(f"logit_bias maps token ids to numbers, not {shown(given)}", "logit_bias") from None
 
 
-def _params(sampling: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**sampling)
-
-
-def _request(fields: Fields) -> dict[str, Any]:
+def request_fields(fields: Fields) -> dict[str, Any]:
     return {name: fields.take(name, int, 0) for name in REQUEST if name in fields.values}
 
 

@@ -70,6 +70,7 @@ class Format:
         created = b'","created":%d,"model":%b,"choices":[' % (int(time.time()), _encode(model))
         self._head = b"{" + ids + self.object_name + created
         self._event_head = b"data: {" + ids + self.chunk_name + created
+        self._include_usage = call.include_usage
         self._event_end = (b'],"usage":null}' if call.include_usage else b"]}") + END_OF_EVENT
         self._choice_heads = [self._event_head + b'{"index":%d,' % index for index in range(call.num_choices)]
         has_logprobs = call.params.logprobs is not None
@@ -99,9 +100,11 @@ class Format:
         """Return the event with which a choice begins with its prompt; see `Choice.echo`."""
         return self._text_event(index, text, self.choices[index].echo(text, first))
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """Return the event before the last one, with which `stream_options.include_usage` is answered."""
-        return self._event_head + b'],"usage":' + usage_json(usage) + b"}" + END_OF_EVENT
+    def ending(self, usage: Usage) -> bytes:
+        """Return the events after the last chunk: the usage if it was asked for, and the end."""
+        if not self._include_usage:
+            return DONE
+        return self._event_head + b'],"usage":' + usage_json(usage) + b"}" + END_OF_EVENT + DONE
 
     def _text_event(self, index: int, text: str, piece: Columns | None) -> bytes:
         form = self.choices[index].logprobs

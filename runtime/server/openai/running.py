@@ -18,7 +18,7 @@ from ..request_log import quire_error
 from .errors import HTTPAnswer
 from .exchange import Exchange
 from .fields import Call
-from .formats import DONE, Format, total_usage
+from .formats import Format, total_usage
 
 Echo = tuple[str, int | None]  # a text, and the id of the token that it is, if its logprobs are shown
 
@@ -42,10 +42,9 @@ class CallOutput(Protocol):
 class StreamedOutput:
     """Sends each chunk as events."""
 
-    def __init__(self, exchange: Exchange, form: Format, include_usage: bool) -> None:
+    def __init__(self, exchange: Exchange, form: Format) -> None:
         self._exchange = exchange
         self._format = form
-        self._include_usage = include_usage
 
     def begin(self, echoes: Sequence[Echo]) -> None:
         """Send the head of the stream and the first events."""
@@ -58,9 +57,8 @@ class StreamedOutput:
         self._exchange.send_events(self._format.events(index, chunk))
 
     def end(self, usage: Usage) -> None:
-        """Send the usage if it was asked for, and the end."""
-        last = self._format.usage_event(usage) if self._include_usage else b""
-        self._exchange.send_events(last + DONE)
+        """Send the last events."""
+        self._exchange.send_events(self._format.ending(usage))
         self._exchange.end_events()
 
     def close(self) -> None:
