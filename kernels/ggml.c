@@ -92,6 +92,37 @@ void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out) {
 // 4 bytes of one column: `line` lines of 64 bytes after `at`.
 static void put(uint8_t *at, int64_t line, uint32_t bytes) { memcpy(at + line * 64, &bytes, sizeof bytes); }
 
+// A non-negative number in fp16, to nearest even, at most the largest finite one.
+static uint16_t round_f16(float x) {
+  if (!(x < 65504.f)) return 0x7bff;
+  uint32_t u;
+  memcpy(&u, &x, sizeof u);
+  const int exponent = (int)(u >> 23) - 127;
+  if (exponent < -25) return 0;
+  const uint32_t mantissa = (u & 0x7fffff) | 0x800000, shift = exponent >= -14 ? 13 : (uint32_t)(-1 - exponent);
+  uint32_t kept = mantissa >> shift;
+  const uint32_t rest = mantissa & ((1u << shift) - 1);
+  if (rest + (kept & 1) > 1u << (shift - 1)) kept++;
+  return (uint16_t)(exponent >= -14 ? kept + ((uint32_t)(exponent + 14) << 10) : kept);
+}
+
+void quire_quantise_q8(const float *w, int64_t n, uint8_t *at, uint16_t *scale) {
+  float x[32] = {0};
+  memcpy(x, w, (size_t)n * sizeof *w);
+  const vf half[2] = {vf_load(x), vf_load(x + 16)};
+  *scale = round_f16(vf_reduce_max(vf_max(vf_abs(half[0]), vf_max(vf_abs(half[1]), vf_zero()))) / 127.f);
+  const float step = f16_widen(*scale);
+  uint32_t q[32];
+  for (int i = 0; i < 2; i++) {
+    const vf number = vf_min(vf_set1(127.f), vf_max(vf_div(half[i], vf_set1(step)), vf_set1(-127.f)));
+    vi_store(q + 16 * i, step > 0 ? vi_from(number) : vi_zero());
+  }
+  for (int line = 0; line < 8; line++) {
+    const uint32_t *four = q + line * 4;
+    put(at, line, ((four[0] & 255) | (four[1] & 255) << 8 | (four[2] & 255) << 16 | four[3] << 24) ^ 0x80808080);
+  }
+}
+
 static void pack_q8_0(const uint8_t *block, uint8_t *at, uint16_t *scale) {
   memcpy(scale, block, sizeof *scale);
   for (int line = 0; line < 8; line++) put(at, line, load32(block + 2 + line * 4) ^ 0x80808080);

@@ -1,4 +1,5 @@
-// Rows of GGML blocks, as GGUF files have them: packed into panels of the same numbers, and widened to f32.
+// Rows of GGML blocks, as GGUF files have them: packed into panels of the same numbers, and widened to f32. And weights
+// quantised as GGML does.
 // A row is consecutive blocks along K. Each block has its own scales, so rows and blocks are independent.
 #pragma once
 #include <stdint.h>
@@ -10,6 +11,10 @@ int64_t quire_ggml_bytes(int type);    // of one block
 
 // Widen `n` blocks to f32 with GGML's formula.
 void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out);
+
+// Quantise n <= 32 weights of one column as Q8_0 does: the scale is max|w| / 127 in fp16, and a NaN becomes the least number.
+// Writes 4 bytes of each of 8 lines of 64 bytes from `at` on; weights from n on are zero.
+void quire_quantise_q8(const float *w, int64_t n, uint8_t *at, uint16_t *scale);
 
 // Write `rows` rows of `n` blocks, `stride` bytes apart, as columns [lane, lane + rows) of one panel of the dtype with the
 // same numbers. `scales` are those of the panel in q8 and q4; dtypes of super-blocks have theirs in the panel.

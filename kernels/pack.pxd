@@ -33,4 +33,3 @@ cdef class PackedMatrix:
     cdef void _fill_columns(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil
     cdef void _fill_column(self, const Panels *part, const float *row, int64_t column) noexcept nogil
     cdef void _fill_q4(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil
-    cdef void _quantise(self, const float *w, int64_t n, uint8_t *tile, uint16_t *scale) noexcept nogil

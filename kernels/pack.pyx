@@ -3,7 +3,6 @@
 
 Padding is zero, so padded columns and rows contribute exactly nothing.
 """
-from libc.math cimport fabsf, isfinite, rintf
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t
 from libc.string cimport memcpy, memset
 
@@ -23,6 +22,7 @@ cdef extern from "ggml.h" nogil:
     int64_t quire_ggml_weights(int type)
     int64_t quire_ggml_bytes(int type)
     void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out)
+    void quire_quantise_q8(const float *w, int64_t n, uint8_t *at, uint16_t *scale)
     void quire_ggml_pack(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane,
                          uint8_t *panel, uint16_t *scales)
 
@@ -207,8 +207,8 @@ cdef class PackedMatrix:
                 (<uint16_t *>panel)[k // 2 * 32 + lane * 2 + k % 2] = _round_bf16(row[k])
         else:
             for k in range(0, self.in_features, 32):
-                self._quantise(row + k, min(32, self.in_features - k), <uint8_t *>panel + k * 16 + lane * 4,
-                               scales + k // 2 + lane)
+                quire_quantise_q8(row + k, min(32, self.in_features - k), <uint8_t *>panel + k * 16 + lane * 4,
+                                  scales + k // 2 + lane)
 
     cdef void _fill_q4(self, const Panels *part, const float *rows, int64_t column, int64_t count) noexcept nogil:
         """Quantise `count` columns of one panel from `column` on, a block of 32 along K of all of them at a time."""
@@ -228,18 +228,6 @@ cdef class PackedMatrix:
             for line in range(4):
                 memcpy(block + line * 64 + lane * 4, packed + line * 64 + lane * 4, count * 4)
             block, scales = block + 256, scales + 16
-
-    cdef void _quantise(self, const float *w, int64_t n, uint8_t *tile, uint16_t *scale) noexcept nogil:
-        """Quantise one block of at most 32 along K as Q8_0 does: the scale is max|w| / 127 in fp16."""
-        cdef float top = 0, step, q
-        cdef int64_t k
-        for k in range(n):
-            top = max(top, fabsf(w[k]))
-        scale[0] = _round_f16(top / 127)
-        step = _widen_f16(scale[0])
-        for k in range(n):
-            q = rintf(w[k] / step) if step > 0 else 0
-            tile[k // 4 * 64 + k % 4] = <uint8_t>(<int>min(<float>127, max(<float>-127, q)) + 128)
 
     def unpack(self):
         """Return the matrix as the kernels see it, f32 [out_features, in_features]."""
@@ -289,35 +277,3 @@ cdef uint16_t _round_bf16(float x) noexcept nogil:
     if x != x:
         return <uint16_t>(u >> 16 | 0x40)
     return <uint16_t>((u + 0x7fff + (u >> 16 & 1)) >> 16)
-
-
-cdef uint16_t _round_f16(float x) noexcept nogil:
-    """Round a non-negative float to the nearest fp16 (ties to even), at most the largest finite one."""
-    cdef uint32_t u, shift, kept, rest
-    if not isfinite(x) or x >= 65504:
-        return 0x7bff
-    memcpy(&u, &x, 4)
-    cdef int exponent = <int>(u >> 23) - 127
-    if exponent < -25:
-        return 0
-    cdef uint32_t mantissa = (u & 0x7fffff) | 0x800000
-    shift = 13 if exponent >= -14 else <uint32_t>(-1 - exponent)
-    kept = mantissa >> shift
-    rest = mantissa & ((<uint32_t>1 << shift) - 1)
-    if rest + (kept & 1) > <uint32_t>1 << (shift - 1):
-        kept += 1
-    return <uint16_t>(kept + (<uint32_t>(exponent + 14) << 10) if exponent >= -14 else kept)
-
-
-cdef float _widen_f16(uint16_t h) noexcept nogil:
-    """Return a non-negative fp16 as float, exactly."""
-    cdef int exponent = h >> 10
-    cdef float x = <float>(h & 1023) if exponent == 0 else <float>(h & 1023 | 1024)
-    cdef int power = -24 if exponent == 0 else exponent - 25
-    while power > 0:
-        x *= 2
-        power -= 1
-    while power < 0:
-        x *= 0.5
-        power += 1
-    return x
