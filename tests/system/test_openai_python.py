@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, Literal
@@ -33,7 +34,7 @@ async def client(serving: Callable[..., Any]) -> AsyncIterator[openai.AsyncOpenA
 
 def check(model: BaseModel) -> None:
     """Check that the answer has no field that its type does not have, and that its type accepts every value."""
-    type(model).model_validate(model.model_dump())
+    type(model).model_validate(model.model_dump(by_alias=True))
     unseen: list[Any] = [model]
     while unseen:
         each = unseen.pop()
@@ -139,6 +140,14 @@ async def test_a_response_stream_adds_up_to_the_whole_response(
     assert last.response.usage.total_tokens == whole.usage.total_tokens
     assert whole.metadata == {"a": "b"}
     assert (whole.incomplete_details is None) == (whole.status == "completed")
+
+
+async def test_the_text_of_a_response_may_be_json(client: openai.AsyncOpenAI) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [3, 4]}}, "required": ["n"], "additionalProperties": False}
+    form: Any = {"format": {"type": "json_schema", "name": "number", "schema": schema, "strict": True}}
+    answer = await client.responses.create(model="quire", input="A number", text=form, max_output_tokens=40)
+    check(answer)
+    assert json.loads(answer.output_text)["n"] in (3, 4)
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 2, "max_num_batched_tokens": 32}])

@@ -17,7 +17,7 @@ from .formats import Choice, Format
 from .logprobs import Vocabulary
 
 FIELDS = COMMON - {"n", "max_tokens", "logprobs", "logit_bias", "stream_options"} | HINTS
-FIELDS |= {"input", "instructions", "max_output_tokens"}
+FIELDS |= {"input", "instructions", "max_output_tokens", "text"}
 UNSUPPORTED_HERE: dict[str, tuple[object, ...]] = {
     **UNSUPPORTED,
     "tool_choice": ("none", "auto"),
@@ -36,10 +36,10 @@ UNSUPPORTED_HERE: dict[str, tuple[object, ...]] = {
     "previous_response_id": (),
     "prompt": (),
     "reasoning": ({},),
-    "text": ({}, {"format": {"type": "text"}}),
     "truncation": ("disabled",),
 }
 RESPONSE_KNOWN = FIELDS | UNSUPPORTED_HERE.keys()
+TEXT_FORMAT = {"type": "text"}
 TEXT_PARTS = ("input_text", "output_text", "text")
 
 _encode = msgspec.json.encode
@@ -50,6 +50,7 @@ def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     fields.check_supported(FIELDS, UNSUPPORTED_HERE)
     messages = checked_messages(_messages(fields), "input")
     has_limit = "max_output_tokens" in fields.values
+    _use_text_format(fields)
     sampling = sampling_fields(fields, info)
     sampling["max_tokens"] = fields.take("max_output_tokens", int, info.max_model_len)
     request = GenerateRequest(
@@ -61,6 +62,25 @@ def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
         **request_fields(fields),
     )
     return Call((request,), fields.take("stream", bool, False), repeated=_repeated(fields))
+
+
+def _use_text_format(fields: Fields) -> None:
+    """Give `text.format` the name and form that it has in chats. Raises BadRequest."""
+    text = Fields(fields.take("text", dict, {}))
+    given = text.take("format", dict, TEXT_FORMAT)
+    if other := sorted(text.values.keys() - {"format"}):
+        raise BadRequest(f"text.{other[0]} is not supported; leave it out", f"text.{other[0]}")
+    match given:
+        case {"type": "json_schema", "schema": schema}:
+            fields.values["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+        case {"type": "text" | "json_object" as kind}:
+            fields.values["response_format"] = {"type": kind}
+        case _:
+            raise BadRequest(
+                'text.format must be {"type": "text"}, {"type": "json_object"} or '
+                f'{{"type": "json_schema", "name": …, "schema": {{…}}}}, not {shown(given)}',
+                "text.format",
+            )
 
 
 def _messages(fields: Fields) -> list[Any]:
@@ -90,7 +110,8 @@ def _message(item: object, where: str) -> dict[str, Any]:
 def _repeated(fields: Fields) -> dict[str, Any]:
     """Return the request's fields that its response repeats."""
     names = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user")
-    return {name: fields.values.get(name) for name in names}
+    text = {"format": fields.values.get("text", {}).get("format") or TEXT_FORMAT}
+    return {**{name: fields.values.get(name) for name in names}, "text": text}
 
 
 class ResponseFormat(Format):
@@ -183,7 +204,6 @@ class ResponseFormat(Format):
             "output": [] if usage is None else [self._message(status, [_part(text)])],
             "parallel_tool_calls": True,
             "previous_response_id": None,
-            "text": {"format": {"type": "text"}},
             "tool_choice": "auto",
             "tools": [],
             "top_logprobs": 0,
