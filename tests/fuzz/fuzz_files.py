@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import shutil
 import struct
@@ -43,6 +44,7 @@ MAX_PEAK_PER_BYTE = 64  # a metadata entry of 14 bytes is an object, a string an
 MAX_PEAK_BASE = 8 << 20  # bytes allowed for any file, however short
 ADDRESS_SPACE = 4 << 30  # more than this process needs, less than a header can claim
 REPORTED_BREACHES = 5
+IN_MEMORY = "/dev/shm"  # 40 times as fast as a disk
 EXTREMES = (
     0,
     1,
@@ -102,7 +104,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY if os.path.isdir(IN_MEMORY) else None) as folder:
         outcomes, breaches, peak, slowest_s = run(Path(folder), options.cases, options.seed)
     print(f"cases        {sum(outcomes.values()):,}")
     print(f"outcomes     {', '.join(f'{name} {count:,}' for name, count in outcomes.most_common())}")

@@ -256,8 +256,9 @@ class _Packer:
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
         out = np.zeros(size, np.float32)
         for part in parts:
-            values = _widen(self._checkpoint.tensor(part.tensor)[part.rows]) + np.float32(offset)
-            out[_columns(part, len(values))] = values
+            values = _widen(self._checkpoint.tensor(part.tensor)[part.rows])
+            with np.errstate(invalid="ignore"):  # a NaN ends the requests that meet it, not the load
+                out[_columns(part, len(values))] = values + np.float32(offset)
         return out
 
 
