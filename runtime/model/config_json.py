@@ -71,7 +71,8 @@ class ConfigTable:
         values = self.values.get(key)
         if not isinstance(values, list) or len(values) != count:
             raise self.refused(key, f"a list of {count} numbers")
-        items = ConfigTable({f"{key}[{index}]": value for index, value in enumerate(values)}, self.where)
+        elements = {f"{key}[{index}]": value for index, value in enumerate(values)}
+        items = ConfigTable(elements, self.where, self.source)
         return tuple(items.positive(name) for name in items.values)
 
     def flag(self, key: str, default: bool) -> bool:
