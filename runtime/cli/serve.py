@@ -12,6 +12,7 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from importlib.metadata import version
@@ -32,6 +33,7 @@ from ..workers import EnginePool, HealthTimeouts
 from .flags import LimitFlags, MemoryFlags, ModelFolder, SchedulingFlags, ServerFlags, settings_from
 
 GC_OBJECTS = 20_000  # more than before the next collection: what ends leaves no cycles, and a step makes thousands
+GIL_INTERVAL_S = 0.0005  # that a thread which renders or tokenizes holds the GIL while the event loop waits for it
 CANCEL_TIMEOUT_S = 1.0  # to end a start; a thread that loads a model may not end in time
 
 _log = structlog.get_logger("quire.server")
@@ -119,6 +121,7 @@ async def _serve_until(stop: _StopSignal, engine: Engine[Core], settings: Settin
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, server.reload)
     gc.freeze()  # collections need not visit what was loaded at start; each visit would stall all streams
     gc.set_threshold(GC_OBJECTS)
+    sys.setswitchinterval(GIL_INTERVAL_S)
     try:
         print(_ready_line(settings, engine, server), flush=True)
         await stop.wait()
