@@ -172,6 +172,26 @@ async def operator_requests(site: Site) -> None:
         client.writer.close()
 
 
+async def http_calls(site: Site) -> None:
+    """Make calls that end, are streamed, are refused, are not HTTP, and whose client leaves."""
+    for fields, expected in (
+        ('"max_tokens": 3', b"HTTP/1.1 200"),
+        ('"max_tokens": 3, "n": 2, "logprobs": 2, "stream": true', b"HTTP/1.1 200"),
+        ('"max_tokens": -1', b"HTTP/1.1 400"),
+        ("x", b"HTTP/1.1 400"),
+        ('"max_tokens": 500, "ignore_eos": true, "stream": true', b"HTTP/1.1 200"),
+        ("", b"HTTP/1.1 400"),
+    ):
+        client = await raw_client(site.server.api_address, False, ssl=site.trust)
+        body = f'{{"prompt": "{PROMPT}", {fields}}}'.encode()
+        kind = b"content-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n%bcontent-length: %d\r\n\r\n" % (kind, len(body))
+        client.writer.write(head + body if fields else b"\x00\r\n\r\n")
+        answer = await client.reader.read(500)
+        assert answer.startswith(expected), answer
+        client.writer.transport.abort()
+
+
 SCENES = (
     ended_requests,
     refused_requests,
@@ -182,6 +202,7 @@ SCENES = (
     breaches,
     failed_handshakes,
     operator_requests,
+    http_calls,
 )
 
 

@@ -91,6 +91,8 @@ class HTTPConnection:
                 self._send_buffer.leave()
                 self._pending_input.leave()
                 self._writer.transport.abort()
+                # The tasks refer to this connection: it is freed now, not by a later garbage collection.
+                self._serving = self._answering = None
 
     def go_away(self) -> None:
         """Have the connection closed after the next answer: the server is draining."""
@@ -148,6 +150,7 @@ class HTTPConnection:
         except OSError:
             pass
         except h11.RemoteProtocolError as error:
+            error.__traceback__ = None  # a frame of h11 holds the error
             self._refuse_bytes(error)
         except Exception as error:
             refusal = quire_error(error, "connection")
