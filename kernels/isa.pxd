@@ -112,6 +112,10 @@ cdef extern from "simd/tiles.h" nogil:
         int64_t (*argmax)(const float *x, int64_t n, float *max) noexcept nogil
         double (*sum_exp)(const float *x, int64_t n, float shift) noexcept nogil
         void (*exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out) noexcept nogil
+        void (*route)(const float *logits, int64_t experts, int64_t chosen, bint normalised, int32_t *indices,
+                      float *weights) noexcept nogil
+        void (*combine)(const float *y, int64_t stride, const int32_t *places, const float *weights, int64_t chosen,
+                        int64_t columns, float *out) noexcept nogil
         float (*stream)(const char *p, int64_t bytes, int64_t ahead) noexcept nogil
         int64_t (*peak)(int dtype, int64_t steps, const void *w, const void *a, float *result) noexcept nogil
         void (*end)() noexcept nogil

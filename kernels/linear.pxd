@@ -1,4 +1,4 @@
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 
 from .isa cimport quire_output, quire_tiles
 from .pack cimport MOST_RANGES, Panels
@@ -6,7 +6,11 @@ from .pool cimport quire_share
 from .step cimport Step, Value
 
 cdef enum:
-    ROWS_IN_CACHE = 192             # activations that stay in L2 while a worker's panels pass over them
+    ROWS_IN_CACHE = 192             # activations that stay in L2 while a worker's panels pass over them; also in ops.py
+
+cdef struct Weight:                 # of a `PackedMatrix`
+    Panels parts[MOST_RANGES]
+    int num_parts
 
 cdef struct LinearOp:
     Value input
@@ -21,8 +25,9 @@ cdef struct LinearOp:
     quire_output converted
     float *maxima                   # [rows][maxima_width], the maximum of each block of out; or NULL
     int64_t maxima_width
-    Panels parts[MOST_RANGES]       # of the weight's columns
-    int num_parts
+    const int32_t *groups           # of a `Routing`, [1 + groups][groups_width]: the rows of each expert; else NULL
+    int64_t groups_width
+    const Weight *weights           # of each expert, else of one matrix
     int64_t num_blocks              # of 32 columns of out
     const float *bias               # [16 * panels] or NULL
     int epilogue

@@ -2,7 +2,8 @@
 """Linear layers: workers take blocks of output columns dynamically. The tile is simd/linear.c.
 
 An item is one block of 32 output columns, with the whole of K, for one group of rows. It is computed by one worker, so
-the bits depend neither on the number of threads nor on the worker. Each worker has a share of the blocks, the same in
+the bits depend neither on the number of threads nor on the worker. In a mixture of experts each group has the weights
+of its expert. Each worker has a share of the blocks, the same in
 every step, and begins with that; a worker that has finished its share takes items from the end of another share.
 
 A worker computes an item in its scratch. If it loses its core meanwhile, another worker that has nothing left computes
@@ -28,6 +29,13 @@ cdef struct Scratch:                # of one worker
 cdef struct Item:
     int64_t group, row, end         # rows [row, end)
     int64_t block
+    const Weight *weight
+
+
+cdef struct Pair:                   # of panels
+    const Panels *part              # to which it belongs
+    int64_t panel                   # the first one
+    char *data                      # NULL: no pair
 
 
 cdef int64_t linear_scratch_bytes(int64_t q4_width) noexcept:
@@ -46,7 +54,7 @@ cdef int64_t run_linear(const LinearOp *op, const Step *step, const quire_tiles 
     `number` is that of the op in `shares`.
     """
     cdef Scratch *scratch = _scratch(step, worker)
-    cdef int64_t groups = _num_groups(op, step), first, blocks, taken, next, index, computed = 0
+    cdef int64_t groups = _num_groups(op, step), first, blocks, taken, index, next, computed = 0
     cdef int owner = worker
     while owner >= 0:
         first = _first_block(op, owner, workers)
@@ -55,10 +63,10 @@ cdef int64_t run_linear(const LinearOp *op, const Step *step, const quire_tiles 
         if taken < 0:
             owner = _latest(op, shares, number, groups, workers)
             continue
-        index = taken // blocks * op.num_blocks + first + taken % blocks
         next = -1
         if quire_share_left(&shares[owner], number, groups * blocks):
-            next = first + (taken + 1 if owner == worker else taken - 1) % blocks
+            next = _index(op, first, blocks, taken + 1 if owner == worker else taken - 1)
+        index = _index(op, first, blocks, taken)
         quire_share_hold(&shares[worker], number, index + 1)
         _compute(op, step, tiles, index, next, scratch)
         computed += _write(op, step, tiles, index, scratch, number, &shares[worker], &shares[worker])
@@ -89,14 +97,26 @@ cdef int64_t _num_rows(const LinearOp *op, const Step *step) noexcept nogil:
 
 
 cdef int64_t _num_groups(const LinearOp *op, const Step *step) noexcept nogil:
+    if op.groups != NULL:
+        return op.groups[0]
     return (_num_rows(op, step) + ROWS_IN_CACHE - 1) // ROWS_IN_CACHE
+
+
+cdef int64_t _index(const LinearOp *op, int64_t first, int64_t blocks, int64_t taken) noexcept nogil:
+    """Return the index of an item of a share, which has `blocks` blocks of each group from block `first` on."""
+    return taken // blocks * op.num_blocks + first + taken % blocks
 
 
 cdef Item _item(const LinearOp *op, const Step *step, int64_t index) noexcept nogil:
     cdef Item item
     cdef int64_t rows = _num_rows(op, step), groups = _num_groups(op, step)
-    item.group, item.block = index // op.num_blocks, index % op.num_blocks
-    item.row, item.end = rows * item.group // groups, rows * (item.group + 1) // groups
+    cdef const int32_t *group
+    item.group, item.block, item.weight = index // op.num_blocks, index % op.num_blocks, op.weights
+    if op.groups == NULL:
+        item.row, item.end = rows * item.group // groups, rows * (item.group + 1) // groups
+    else:
+        group = op.groups + (1 + item.group) * op.groups_width
+        item.weight, item.row, item.end = op.weights + group[0], group[1], group[2]
     return item
 
 
@@ -120,19 +140,25 @@ cdef int _latest(const LinearOp *op, const quire_share *shares, uint64_t number,
 
 cdef void _compute(const LinearOp *op, const Step *step, const quire_tiles *tiles, int64_t index, int64_t next,
                    Scratch *scratch) noexcept nogil:
-    """Compute an item in scratch, and prefetch the panels of block `next` unless it is -1."""
-    cdef Item item = _item(op, step, index)
+    """Compute an item in scratch, and prefetch the panels of item `next` unless it is -1."""
+    cdef Item item = _item(op, step, index), next_item
+    cdef Pair after
+    cdef int64_t pairs = 2 if op.epilogue >= QUIRE_SWIGLU else 1    # of panels, of a block
     cdef float *y = scratch.block
+    after.data = NULL
+    if next >= 0:
+        next_item = _item(op, step, next)
+        after = _pair(&next_item, pairs * next_item.block)
     if op.has_factors and item.group != scratch.group:
         _compute_factors(op, tiles, &item, scratch.factors)
         scratch.group = item.group
     if op.epilogue == QUIRE_ADD:
         _copy(_out(op, &item), op.out.rows.width, item.end - item.row, y, QUIRE_BLOCK)
     if op.epilogue >= QUIRE_SWIGLU:         # a pair of panels holds 16 columns of gate and 16 of up
-        _multiply(op, tiles, 2 * item.block, 2 * item.block + 1, item.row, item.end, scratch, y)
-        _multiply(op, tiles, 2 * item.block + 1, 2 * next, item.row, item.end, scratch, y + 16)
+        _multiply(op, tiles, &item, _pair(&item, 2 * item.block), _pair(&item, 2 * item.block + 1), scratch, y)
+        _multiply(op, tiles, &item, _pair(&item, 2 * item.block + 1), after, scratch, y + 16)
     else:
-        _multiply(op, tiles, item.block, next, item.row, item.end, scratch, y)
+        _multiply(op, tiles, &item, _pair(&item, item.block), after, scratch, y)
     if op.softcap > 0:
         tiles.soft_cap(y, (item.end - item.row) * QUIRE_BLOCK, op.softcap)
 
@@ -177,37 +203,36 @@ cdef void _copy(const float *x, int64_t stride, int64_t rows, float *out, int64_
         memcpy(out + row * out_stride, x + row * stride, QUIRE_BLOCK * sizeof(float))
 
 
-cdef const Panels *_part(const LinearOp *op, int64_t panel) noexcept nogil:
-    """Return the part of the weight that a panel belongs to."""
-    cdef int part = op.num_parts - 1
-    while op.parts[part].first_panel > panel:
+cdef Pair _pair(const Item *item, int64_t index) noexcept nogil:
+    """Return a pair of panels of the item's weight."""
+    cdef Pair pair
+    cdef int part = item.weight.num_parts - 1
+    pair.panel = 2 * index
+    while item.weight.parts[part].first_panel > pair.panel:
         part -= 1
-    return &op.parts[part]
+    pair.part = &item.weight.parts[part]
+    pair.data = pair.part.data + (pair.panel - pair.part.first_panel) * pair.part.panel_bytes
+    return pair
 
 
-cdef char *_panels(const Panels *part, int64_t panel) noexcept nogil:
-    return part.data + (panel - part.first_panel) * part.panel_bytes
+cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *item, Pair pair, Pair next,
+                    Scratch *scratch, float *y) noexcept nogil:
+    """Multiply an item's rows by one pair of panels, split evenly so that no tile is left with a single row.
 
-
-cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, int64_t pair, int64_t next, int64_t row,
-                    int64_t end, Scratch *scratch, float *y) noexcept nogil:
-    """Multiply rows [row, end) by one pair of panels, split evenly so that no tile is left with a single row.
-
-    Each tile prefetches an equal share of pair `next` (none if negative), so that memory never waits for arithmetic.
+    Each tile prefetches an equal share of the pair `next`, so that memory never waits for arithmetic.
     """
     cdef quire_linear_tile tile
-    cdef const Panels *part = _part(op, 2 * pair)
-    cdef int64_t width = op.input.rows.width
+    cdef const Panels *part = pair.part
+    cdef int64_t width = op.input.rows.width, row = item.row, end = item.end
     cdef int64_t most = tiles.linear_rows[part.dtype], calls = (end - row + most - 1) // most, call, n, lines = 0
-    tile.w = _panels(part, 2 * pair)
-    tile.scales = part.scales + (2 * pair - part.first_panel) * (width // 2) if part.scales != NULL else NULL
-    tile.panel_bytes, tile.next = part.panel_bytes, NULL
-    if next >= 0:
-        tile.next = _panels(_part(op, 2 * next), 2 * next)
-        lines = 2 * _part(op, 2 * next).panel_bytes // (width // 32) // 64    # of pair `next`, per 32 of K
+    tile.w = pair.data
+    tile.scales = part.scales + (pair.panel - part.first_panel) * (width // 2) if part.scales != NULL else NULL
+    tile.panel_bytes, tile.next = part.panel_bytes, next.data
+    if next.data != NULL:
+        lines = 2 * next.part.panel_bytes // (width // 32) // 64    # of `next`, per 32 of K
     tile.scratch = scratch + 1
     tile.factors = scratch.factors if op.has_factors else NULL
-    tile.bias = op.bias + 32 * pair if op.bias != NULL else NULL
+    tile.bias = op.bias + 16 * pair.panel if op.bias != NULL else NULL
     tile.c, tile.ldc = y, QUIRE_BLOCK
     tile.epilogue = op.epilogue
     tile.a.width = width

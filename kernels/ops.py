@@ -20,6 +20,7 @@ DType = Literal["f32", "bf16", "q8"]  # of activations
 WeightDtype = Literal["bf16", "q8", "q4", "q4_k", "q5_k", "q6_k", "f32"]
 Epilogue = Literal["store", "add", "swiglu", "geglu"]
 GATED: tuple[Epilogue, ...] = ("swiglu", "geglu")  # whose weight has columns of gate and up in turn
+StoredDtype = Literal["f32", "bf16", "q8", "i32"]  # of regions: activations, and tables of numbers
 
 KVDtype = Literal["bf16", "f32", "int8"]
 QUERY_DTYPES: dict[KVDtype, DType] = {"bf16": "bf16", "f32": "f32", "int8": "q8"}  # of queries, by the KV cache's dtype
@@ -34,6 +35,7 @@ INPUT_DTYPES: dict[WeightDtype, DType] = {  # by the weight's dtype
 }
 BLOCK = 32  # columns that share one activation scale; every row is padded to a multiple of it
 ALIGNMENT = 64  # bytes; of every plane of a region
+ROWS_IN_CACHE = 192  # activations that stay in L2 while the weights of a linear layer pass over them
 
 
 def padded(columns: int) -> int:
@@ -50,25 +52,25 @@ def aligned(size: int) -> int:
 class Region:
     """A [rows, columns] value at `offset` bytes in the arena. `rows` is the capacity; a step uses the first rows of it.
 
-    f32, bf16: [rows, padded(columns)]. q8: three planes, each aligned: int8 [rows, padded], f32 scales
+    f32, bf16, i32: [rows, padded(columns)]. q8: three planes, each aligned: int8 [rows, padded], f32 scales
     [rows, padded / 32], int32 sums [rows, padded / 32] holding `-128 * sum(block)`.
     """
 
     offset: int
     rows: int
     columns: int
-    dtype: DType
+    dtype: StoredDtype
 
     @property
     def nbytes(self) -> int:
         return region_nbytes(self.rows, self.columns, self.dtype)
 
 
-def region_nbytes(rows: int, columns: int, dtype: DType) -> int:
+def region_nbytes(rows: int, columns: int, dtype: StoredDtype) -> int:
     width = padded(columns)
     if dtype == "q8":
         return aligned(rows * width) + 2 * aligned(rows * width // BLOCK * 4)
-    return aligned(rows * width * (4 if dtype == "f32" else 2))
+    return aligned(rows * width * (2 if dtype == "bf16" else 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,4 +184,69 @@ class AddNorm:
     normed: Normed | None = None  # of out
 
 
-Op = Embed | Convert | Linear | Attention | Gather | AddNorm
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The experts that a `RouteRows` chose, in two orders: the chosen experts of each row, and the rows of each expert.
+
+    Each choice has a place, a row of the values that the experts compute. The places of one expert are consecutive, in
+    the order of its rows. A group is up to ROWS_IN_CACHE places of one expert, as even as possible.
+
+    Nothing else may be stored in `groups` until the end of the step: a worker that was interrupted may read it late.
+    """
+
+    num_experts: int
+    top_k: int
+    weights: Region  # f32 [tokens, top_k], largest first
+    places: Region  # i32 [tokens, top_k]
+    groups: Region  # i32 [1 + max_groups, 3]: the number of groups, then expert, first place and end of each
+
+
+def max_groups(tokens: int, num_experts: int, top_k: int) -> int:
+    """Return the largest number of groups of a step."""
+    return min(num_experts, tokens * top_k) + tokens * top_k // ROWS_IN_CACHE
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRows:
+    """Choose the `top_k` experts with the largest logits for each row; of equal logits, that of the lower index wins.
+
+    The weight of a chosen expert is its softmax over the chosen experts, or over all experts unless `normalised`. The
+    weights of a row are NaN if one of its logits is NaN.
+    """
+
+    logits: Region  # f32 [tokens, num_experts]
+    routing: Routing
+    normalised: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Copy each row of `input` to the places of its experts. `out` is as `input`, with a row for each place."""
+
+    input: Normed
+    routing: Routing
+    out: Normed
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLinear:
+    """A `Linear` of which each expert computes its own places; experts without places are not read."""
+
+    input: Region | Normed  # [places, in_features] in the dtype of INPUT_DTYPES
+    weights: tuple[PackedMatrix, ...]  # [num_experts], of one shape and dtype
+    routing: Routing
+    out: Region  # [places, out_features]; for `swiglu` half as many columns
+    epilogue: Literal["store", "swiglu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """out[r] += the sum of weight * input[place] over the experts of row r, largest weight first."""
+
+    input: Region  # f32 [places, columns]
+    routing: Routing
+    out: Region  # f32 [tokens, columns]
+    normed: Normed | None = None  # of out
+
+
+Op = Embed | Convert | Linear | Attention | Gather | AddNorm | RouteRows | Dispatch | ExpertLinear | Combine

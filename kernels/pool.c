@@ -117,7 +117,7 @@ void quire_pool_finish(quire_pool *pool, quire_progress *progress) {
 }
 
 void quire_pool_report(quire_pool *pool, quire_progress *progress, long long items, long long total) {
-  if (items ? __atomic_add_fetch(&progress->done, items, __ATOMIC_ACQ_REL) == total : total == 0)
+  if (items ? quire_progress_add(progress, items) == total : total == 0)
     quire_pool_finish(pool, progress);
 }
 

@@ -24,6 +24,10 @@ typedef struct {
 static inline int quire_is_finished(const quire_progress *progress) {
   return (int)__atomic_load_n(&progress->finished, __ATOMIC_ACQUIRE);
 }
+// Add `items` computed items; return how many are computed. What was written before any of them can then be read.
+static inline long long quire_progress_add(quire_progress *progress, long long items) {
+  return __atomic_add_fetch(&progress->done, items, __ATOMIC_ACQ_REL);
+}
 // Report `items` computed items of an op that has `total`; the last one finishes it.
 void quire_pool_report(quire_pool *pool, quire_progress *progress, long long items, long long total);
 // Wait until the op is finished, and return 1. To a worker other than 0 it may return 0 before; the worker must then

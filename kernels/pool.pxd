@@ -10,6 +10,7 @@ cdef extern from "pool.h" nogil:
     ctypedef struct quire_progress:
         long long taken
         long long finished_ns
+    long long quire_progress_add(quire_progress *progress, long long items)
     void quire_pool_report(quire_pool *pool, quire_progress *progress, long long items, long long total)
     bint quire_pool_await(quire_pool *pool, quire_progress *progress, int worker)
     bint quire_is_finished(const quire_progress *progress)

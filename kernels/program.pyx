@@ -10,37 +10,43 @@ from libc.string cimport memcpy, memset
 import numpy as np
 
 from .attention cimport AttentionOp, attention_scratch_bytes, attention_shared_bytes, num_units
+from .experts cimport CombineOp, DispatchOp, RouteOp, RoutingTables, grouping_scratch_bytes
 from .heads cimport HeadsOp
 from .isa cimport (QUIRE_ADD, QUIRE_GEGLU, QUIRE_MAX_HEAD, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TILE, quire_head,
-                   quire_itemsize, quire_output, tiles_of)
+                   tiles_of)
 from .isa import DTYPE_CODES
-from .linear cimport ROWS_IN_CACHE, LinearOp, linear_scratch_bytes
-from .ops import (BLOCK, GATED, INPUT_DTYPES, QUERY_DTYPES, AddNorm, Attention, Convert, Embed, Gather, Linear, Normed,
-                  aligned, padded)
+from .linear cimport ROWS_IN_CACHE, LinearOp, Weight, linear_scratch_bytes
+from .ops import (BLOCK, GATED, INPUT_DTYPES, QUERY_DTYPES, AddNorm, Attention, Combine, Convert, Dispatch, Embed,
+                  ExpertLinear, Gather, Linear, Normed, RouteRows, aligned, max_groups, padded)
 from .pack cimport PackedMatrix
 from .pool cimport QUIRE_SHARE_ITEMS, QUIRE_SHARE_OPS, Pool, quire_pool_run, quire_progress, quire_share
-from .replay cimport ADD_NORM, ATTENTION, CONVERT, EMBED, GATHER, LINEAR, Record, Replay, now, replay_ops
+from .regions cimport Regions
+from .regions import aligned_zeros
+from .replay cimport (ADD_NORM, ATTENTION, COMBINE, CONVERT, DISPATCH, EMBED, GATHER, LINEAR, ROUTE, Record, Replay,
+                      now, replay_ops)
 from .rows cimport ConvertOp
 from .step cimport Step, Value
 
-_NUMPY_DTYPES = {"f32": np.float32, "bf16": np.uint16, "q8": np.int8}
 _EPILOGUES = {"store": QUIRE_STORE, "add": QUIRE_ADD, "swiglu": QUIRE_SWIGLU, "geglu": QUIRE_GEGLU}
 
 
 def scratch_nbytes(head_dim, workers, ops):
     """Return the bytes of all workers' scratch: each worker's own, which every op uses, and the heads they share."""
-    linears = [op.weight for op in ops if isinstance(op, Linear)]
+    linears = [op.weight if isinstance(op, Linear) else op.weights[0] for op in ops
+               if isinstance(op, (Linear, ExpertLinear))]
     widths = [padded(weight.in_features) for weight in linears if "q4" in [dtype for _, dtype in weight.ranges]]
-    own = aligned(max(attention_scratch_bytes(padded(head_dim)), linear_scratch_bytes(max(widths, default=0))))
+    num_experts = max((op.routing.num_experts for op in ops if isinstance(op, RouteRows)), default=0)
+    own = aligned(max(attention_scratch_bytes(padded(head_dim)), linear_scratch_bytes(max(widths, default=0)),
+                      grouping_scratch_bytes(num_experts)))
     return workers * (own + attention_shared_bytes(padded(head_dim)))
 
 
 cdef class Program:
     cdef Replay replay
     cdef Pool pool
-    cdef object keep_alive, arena, records, shares, scratch, block_start, unit_start, sampled
-    cdef char *arena_data
-    cdef int64_t arena_bytes, max_rows, max_sequences, max_samples, vocab_size, num_pages, page_layers, max_positions
+    cdef Regions regions
+    cdef object records, shares, scratch, block_start, unit_start
+    cdef int64_t max_rows, max_sequences, max_samples, vocab_size, num_pages, page_layers, max_positions
     cdef int64_t num_kv_heads, head_dim
     cdef int64_t[::1] windows       # of each layer group
 
@@ -54,27 +60,24 @@ cdef class Program:
         self.num_kv_heads, self.head_dim = kv_layout.num_kv_heads, kv_layout.head_dim
         self.windows = np.array(kv_layout.group_windows, np.int64)
         self.max_positions = 2**31 - 1
-        self.keep_alive, self.sampled = [kv_memory], set()
-        self._allocate(ops, arena_bytes)
+        self.regions = Regions(arena_bytes, self.max_rows)
+        self.regions.keep_alive.append(kv_memory)
+        self._allocate(ops)
         self._lay_out_pages(kv_memory, kv_layout)
         for index, op in enumerate(ops):
             self._add(&self.replay.records[index], op)
         self.replay.num_records = len(ops)
         self.replay.tiles, self.replay.pool = tiles_of(isa), pool.pool
 
-    cdef _allocate(self, ops, arena_bytes):
-        """Allocate the arena, the op records and the workers' scratch: all memory of the program."""
-        self.arena_bytes = arena_bytes
-        self.arena = _aligned_zeros(arena_bytes)
-        cdef char[::1] arena = self.arena
-        self.arena_data = &arena[0]
-        self.records = _aligned_zeros(max(1, len(ops)) * sizeof(Record))
+    cdef _allocate(self, ops):
+        """Allocate the op records and the workers' scratch: with the arena, all memory of the program."""
+        self.records = aligned_zeros(max(1, len(ops)) * sizeof(Record))
         cdef char[::1] records = self.records
         self.replay.records = <Record *>&records[0]
-        self.shares = _aligned_zeros(self.pool.workers * sizeof(quire_share))
+        self.shares = aligned_zeros(self.pool.workers * sizeof(quire_share))
         cdef char[::1] shares = self.shares
         self.replay.shares = <quire_share *>&shares[0]
-        self.scratch = _aligned_zeros(scratch_nbytes(self.head_dim, self.pool.workers, ops))
+        self.scratch = aligned_zeros(scratch_nbytes(self.head_dim, self.pool.workers, ops))
         cdef char[::1] scratch = self.scratch
         self.replay.step.scratch = &scratch[0]
         self.replay.step.scratch_bytes = scratch.shape[0] // self.pool.workers
@@ -112,14 +115,22 @@ cdef class Program:
             self._add_linear(record, op)
         elif isinstance(op, Attention):
             self._add_attention(record, op)
+        elif isinstance(op, ExpertLinear):
+            self._add_expert_linear(record, op)
+        elif isinstance(op, RouteRows):
+            self._add_route(record, op)
+        elif isinstance(op, Dispatch):
+            self._add_dispatch(record, op)
+        elif isinstance(op, Combine):
+            self._add_combine(record, op)
         elif isinstance(op, AddNorm):
             self._add_add_norm(record, op)
         elif isinstance(op, Gather):
             record.kind = GATHER
-            record.op.gather.input = self._value(op.input, op.out.columns, "f32", self.max_rows)
-            record.op.gather.out = self._value(op.out, op.input.columns, "f32", self.max_samples)
-            self.sampled.add(op.out)
-            record.op.gather.is_normed = self._leave_normed(&record.op.gather.normed, op, self.max_samples)
+            record.op.gather.input = self.regions.value(op.input, op.out.columns, "f32", self.max_rows)
+            record.op.gather.out = self.regions.value(op.out, op.input.columns, "f32", self.max_samples)
+            self.regions.sampled.add(op.out)
+            record.op.gather.is_normed = self.regions.normed(&record.op.gather.normed, op, self.max_samples)
         else:
             raise ValueError(f"not an op: {op!r}")
 
@@ -129,61 +140,115 @@ cdef class Program:
             raise ValueError(f"the embedding has {weight.out_features} rows for a vocabulary of {self.vocab_size}")
         if weight.num_parts > 1:
             raise ValueError(f"an embedding has one dtype, not {weight.ranges}")
-        self.keep_alive.append(weight)
+        self.regions.keep_alive.append(weight)
         record.kind = EMBED
-        record.op.embed.out = self._value(op.out, weight.in_features, "f32", self.max_rows)
-        record.op.embed.is_normed = self._leave_normed(&record.op.embed.normed, op, self.max_rows)
+        record.op.embed.out = self.regions.value(op.out, weight.in_features, "f32", self.max_rows)
+        record.op.embed.is_normed = self.regions.normed(&record.op.embed.normed, op, self.max_rows)
         record.op.embed.panels, record.op.embed.width = weight.parts[0], weight.width
         record.op.embed.scale = op.scale
 
     cdef _add_convert(self, Record *record, op):
         cdef ConvertOp *convert = &record.op.convert
         record.kind = CONVERT
-        convert.sampled = self._follows(op.input, op.out)
+        convert.sampled = self.regions.follows(op.input, op.out)
         rows = self.max_samples if convert.sampled else self.max_rows
-        convert.input = self._value(op.input, op.out.columns, "f32", rows)
-        convert.out = self._output(op.out, op.input.columns, rows)
+        convert.input = self.regions.value(op.input, op.out.columns, "f32", rows)
+        convert.out = self.regions.output(op.out, op.input.columns, rows)
 
     cdef _add_add_norm(self, Record *record, op):
         columns = op.out.columns
         record.kind = ADD_NORM
-        record.op.add_norm.input = self._value(op.input, columns, "f32", self.max_rows)
-        record.op.add_norm.out = self._value(op.out, columns, "f32", self.max_rows)
-        record.op.add_norm.weight = self._vector(op.weight, columns, padded(columns))
+        record.op.add_norm.input = self.regions.value(op.input, columns, "f32", self.max_rows)
+        record.op.add_norm.out = self.regions.value(op.out, columns, "f32", self.max_rows)
+        record.op.add_norm.weight = self.regions.vector(op.weight, columns, padded(columns))
         record.op.add_norm.eps = op.eps
-        record.op.add_norm.is_normed = self._leave_normed(&record.op.add_norm.normed, op, self.max_rows)
+        record.op.add_norm.is_normed = self.regions.normed(&record.op.add_norm.normed, op, self.max_rows)
 
     cdef _add_linear(self, Record *record, op):
         cdef PackedMatrix weight = op.weight
         cdef LinearOp *linear = &record.op.linear
+        record.kind = LINEAR
+        linear.sampled = self.regions.follows(op.input.data if isinstance(op.input, Normed) else op.input, op.out)
+        rows = self.max_samples if linear.sampled else self.max_rows
+        linear.groups = NULL
+        self._add_product(linear, op, (weight,), rows, rows // ROWS_IN_CACHE + 1)
+        if op.normed is not None:
+            linear.converts = self.regions.normed(&linear.converted, op, rows)
+        self._add_maxima(linear, op, rows)
+        linear.bias = NULL
+        if op.bias is not None:
+            linear.bias = self.regions.vector(op.bias * np.float32(op.scale), weight.out_features, weight.panels * 16)
+        linear.has_factors, linear.scale = linear.squares != NULL or op.scale != 1, op.scale
+        linear.softcap = op.softcap
+        if op.softcap and op.epilogue != "store":
+            raise ValueError(f"results are capped when they are stored, not with {op.epilogue}")
+
+    cdef _add_expert_linear(self, Record *record, op):
+        cdef LinearOp *linear = &record.op.linear
+        cdef RoutingTables routing = self.regions.tables(op.routing)
+        record.kind = LINEAR
+        shapes = {(weight.out_features, weight.in_features, weight.ranges) for weight in op.weights}
+        if len(op.weights) != op.routing.num_experts or len(shapes) != 1:
+            raise ValueError(f"{op.routing.num_experts} experts need as many weights of one shape and dtype, "
+                             f"not {len(op.weights)} of {len(shapes)}")
+        linear.sampled, linear.bias, linear.maxima = False, NULL, NULL
+        linear.groups, linear.groups_width = routing.groups, routing.groups_width
+        linear.scale, linear.softcap = 1, 0
+        self._add_product(linear, op, op.weights, self.max_rows * op.routing.top_k,
+                          max_groups(self.max_rows, op.routing.num_experts, op.routing.top_k))
+        linear.has_factors = linear.squares != NULL
+
+    cdef _add_product(self, LinearOp *linear, op, weights, rows, groups):
+        """Set the input, the weights and the output: all that linear layers with and without experts have."""
+        cdef PackedMatrix weight = weights[0]
+        cdef char[::1] memory = np.zeros(len(weights) * sizeof(Weight), np.int8)
+        cdef Weight *packed = <Weight *>&memory[0]
         columns, num_blocks = weight.out_features, weight.panels // 2
         if op.epilogue in GATED:
             columns, num_blocks = min(weight.out_features // 2, op.out.columns), weight.panels // 4
             if padded(op.out.columns) != weight.panels * 8:
                 raise ValueError(f"{op.epilogue} of {weight.panels * 16} columns gives {weight.panels * 8}, "
                                  f"out has {op.out.columns}")
-        self.keep_alive.append(weight)
-        record.kind = LINEAR
-        linear.sampled = self._follows(op.input.data if isinstance(op.input, Normed) else op.input, op.out)
-        rows = self.max_samples if linear.sampled else self.max_rows
-        if (rows // ROWS_IN_CACHE + 1) * num_blocks >= QUIRE_SHARE_ITEMS:
+        if groups * num_blocks >= QUIRE_SHARE_ITEMS:
             raise ValueError(f"{rows} rows of {num_blocks} blocks are more than {QUIRE_SHARE_ITEMS - 1} items")
         self._add_linear_input(linear, op.input, weight, rows)
-        linear.out = self._value(op.out, columns, "f32" if op.epilogue == "add" else op.out.dtype, rows)
-        linear.converts = self._leave_normed(&linear.converted, op, rows)
-        if op.out.dtype != "f32":
-            linear.converts, linear.converted = True, self._output(op.out, columns, rows)
-        self._add_maxima(linear, op, rows)
-        memcpy(linear.parts, weight.parts, sizeof(weight.parts))
-        linear.num_parts = weight.num_parts
-        linear.num_blocks = num_blocks
-        linear.bias = NULL
-        if op.bias is not None:
-            linear.bias = self._vector(op.bias * np.float32(op.scale), weight.out_features, weight.panels * 16)
-        linear.has_factors, linear.scale = linear.squares != NULL or op.scale != 1, op.scale
-        linear.epilogue, linear.softcap = _EPILOGUES[op.epilogue], op.softcap
-        if op.softcap and op.epilogue != "store":
-            raise ValueError(f"results are capped when they are stored, not with {op.epilogue}")
+        linear.out = self.regions.value(op.out, columns, "f32" if op.epilogue == "add" else op.out.dtype, rows)
+        linear.converts = op.out.dtype != "f32"
+        if linear.converts:
+            linear.converted = self.regions.output(op.out, columns, rows)
+        linear.num_blocks, linear.epilogue = num_blocks, _EPILOGUES[op.epilogue]
+        for index, weight in enumerate(weights):
+            memcpy(packed[index].parts, weight.parts, sizeof(weight.parts))
+            packed[index].num_parts = weight.num_parts
+        linear.weights = packed
+        self.regions.keep_alive += [weights, memory]
+
+    cdef _add_route(self, Record *record, op):
+        cdef RouteOp *route = &record.op.route
+        record.kind = ROUTE
+        route.routing, route.normalised = self.regions.tables(op.routing), op.normalised
+        route.logits = self.regions.value(op.logits, op.routing.num_experts, "f32", self.max_rows)
+
+    cdef _add_dispatch(self, Record *record, op):
+        cdef DispatchOp *dispatch = &record.op.dispatch
+        cdef Value squares
+        places, columns = self.max_rows * op.routing.top_k, op.input.data.columns
+        record.kind = DISPATCH
+        dispatch.routing = self.regions.tables(op.routing)
+        dispatch.input = self.regions.value(op.input.data, op.out.data.columns, op.out.data.dtype, self.max_rows)
+        dispatch.out = self.regions.value(op.out.data, columns, op.input.data.dtype, places)
+        squares = self.regions.value(op.input.squares, padded(columns) // BLOCK, "f32", self.max_rows)
+        dispatch.squares, dispatch.squares_width = <float *>squares.rows.data, squares.rows.width
+        squares = self.regions.value(op.out.squares, padded(columns) // BLOCK, "f32", places)
+        dispatch.out_squares = <float *>squares.rows.data
+
+    cdef _add_combine(self, Record *record, op):
+        cdef CombineOp *combine = &record.op.combine
+        record.kind = COMBINE
+        combine.routing = self.regions.tables(op.routing)
+        combine.input = self.regions.value(op.input, op.out.columns, "f32", self.max_rows * op.routing.top_k)
+        combine.out = self.regions.value(op.out, op.input.columns, "f32", self.max_rows)
+        combine.is_normed = self.regions.normed(&combine.normed, op, self.max_rows)
 
     cdef _add_maxima(self, LinearOp *linear, op, rows):
         cdef Value maxima
@@ -191,21 +256,21 @@ cdef class Program:
         if op.maxima is not None:
             if op.out.dtype != "f32":
                 raise ValueError(f"maxima need f32, not {op.out!r}")
-            maxima = self._value(op.maxima, padded(op.out.columns) // BLOCK, "f32", rows)
+            maxima = self.regions.value(op.maxima, padded(op.out.columns) // BLOCK, "f32", rows)
             linear.maxima, linear.maxima_width = <float *>maxima.rows.data, maxima.rows.width
 
     cdef _add_linear_input(self, LinearOp *linear, source, PackedMatrix weight, rows):
         cdef Value squares
         linear.squares = NULL
         if isinstance(source, Normed):
-            squares = self._value(source.squares, padded(weight.in_features) // BLOCK, "f32", rows)
+            squares = self.regions.value(source.squares, padded(weight.in_features) // BLOCK, "f32", rows)
             linear.squares, linear.squares_width = <float *>squares.rows.data, squares.rows.width
             linear.eps, source = source.eps, source.data
-        linear.input = self._value(source, weight.in_features, INPUT_DTYPES[weight.dtype], rows)
+        linear.input = self.regions.value(source, weight.in_features, INPUT_DTYPES[weight.dtype], rows)
 
     cdef _add_heads(self, HeadsOp *heads, op, group):
         self._add_rotary(heads, op)
-        heads.qkv = self._value(op.qkv, (op.num_heads + 2 * op.num_kv_heads) * op.head_dim, "f32", self.max_rows)
+        heads.qkv = self.regions.value(op.qkv, (op.num_heads + 2 * op.num_kv_heads) * op.head_dim, "f32", self.max_rows)
         heads.layer_group, heads.layer = op.group, op.layer
         heads.num_heads, heads.num_kv_heads = op.num_heads, op.num_kv_heads
         heads.group, heads.head_dim = group, op.head_dim
@@ -218,12 +283,12 @@ cdef class Program:
     cdef _add_rotary(self, HeadsOp *heads, op):
         cdef const float[:, ::1] rotary
         if op.rotary is None:
-            heads.rotary = self._vector(np.zeros(1), 1, 1)      # no element of it is read
+            heads.rotary = self.regions.vector(np.zeros(1), 1, 1)      # no element of it is read
             return
         rotary = op.rotary
         if not 2 <= rotary.shape[1] <= op.head_dim or rotary.shape[1] % 2:
             raise ValueError(f"rotary table must be [positions, 2 .. {op.head_dim}], not {list(op.rotary.shape)}")
-        self.keep_alive.append(op.rotary)
+        self.regions.keep_alive.append(op.rotary)
         self.max_positions = min(self.max_positions, rotary.shape[0])
         heads.rotary = &rotary[0, 0]
 
@@ -233,7 +298,7 @@ cdef class Program:
         head.norm = NULL
         if norm is not None:
             length = op.head_dim * (heads if op.norms_rows else 1)
-            head.norm = self._vector(norm, length, padded(length + 16))     # a head is read by 16 elements
+            head.norm = self.regions.vector(norm, length, padded(length + 16))     # a head is read by 16 elements
         return head
 
     cdef _add_attention(self, Record *record, op):
@@ -244,7 +309,7 @@ cdef class Program:
             raise ValueError(f"{group} heads of {op.head_dim} do not fill blocks of {BLOCK}: out must be f32")
         record.kind = ATTENTION
         self._add_heads(&attention.heads, op, group)
-        attention.out = self._output(op.out, op.num_heads * op.head_dim, self.max_rows)
+        attention.out = self.regions.output(op.out, op.num_heads * op.head_dim, self.max_rows)
         attention.window, attention.softcap = op.window, op.softcap
         self.replay.step.query_tile = min(self.replay.step.query_tile, QUIRE_TILE // group)
 
@@ -264,62 +329,6 @@ cdef class Program:
         if group > QUIRE_TILE:
             raise ValueError(f"at most {QUIRE_TILE} query heads may share a KV head, not {group}")
         return group
-
-    cdef Value _value(self, region, columns, dtype, rows) except *:
-        """Return the region's pointers, having checked its columns, its dtype and that it holds at least `rows`."""
-        cdef Value value
-        if region.columns != columns or region.dtype != dtype or region.rows < rows:
-            raise ValueError(f"{region!r} should hold at least {rows} rows of {columns} columns as {dtype}")
-        if region.offset < 0 or region.offset % 64 or region.offset + region.nbytes > self.arena_bytes:
-            raise ValueError(f"{region!r} is not aligned or not inside an arena of {self.arena_bytes} bytes")
-        width = padded(columns)
-        planes = region.offset + aligned(region.rows * width * quire_itemsize(DTYPE_CODES[dtype]))
-        value.dtype, value.columns, value.rows.width = DTYPE_CODES[dtype], columns, width
-        value.rows.data = self.arena_data + <int64_t>region.offset
-        value.rows.scales, value.rows.sums = NULL, NULL
-        if dtype == "q8":
-            value.rows.scales = <float *>(self.arena_data + <int64_t>planes)
-            value.rows.sums = <int32_t *>(self.arena_data + <int64_t>(planes + aligned(region.rows * width // 32 * 4)))
-        return value
-
-    cdef quire_output _output(self, region, columns, rows) except *:
-        cdef Value value = self._value(region, columns, region.dtype, rows)
-        cdef quire_output output
-        output.dtype, output.rows, output.norm = value.dtype, value.rows, NULL
-        return output
-
-    cdef bint _leave_normed(self, quire_output *output, op, rows) except -1:
-        """Set `output` to the op's `normed` if it has one; return whether it does."""
-        cdef Value squares
-        if op.normed is None:
-            return False
-        if op.out.dtype != "f32":
-            raise ValueError(f"a norm needs f32, not {op.out!r}")
-        columns = op.out.columns
-        squares = self._value(op.normed.squares, padded(columns) // BLOCK, "f32", rows)
-        output[0] = self._output(op.normed.data, columns, rows)
-        output.norm = self._vector(op.normed.weight, columns, padded(columns))
-        output.squares, output.squares_width = <float *>squares.rows.data, squares.rows.width
-        self._follows(op.out, op.normed.data)
-        return True
-
-    cdef bint _follows(self, source, out):
-        """Return whether an op computes sampling rows only: its input comes, through any ops, from a `Gather`."""
-        if source in self.sampled:
-            self.sampled.add(out)
-            return True
-        self.sampled.discard(out)
-        return False
-
-    cdef const float *_vector(self, array, length, stored) except NULL:
-        """Return a private copy of a norm or bias, padded with zeros."""
-        if array.shape != (length,):
-            raise ValueError(f"expected a vector of {length}, not {list(array.shape)}")
-        copy = np.zeros(stored, np.float32)
-        copy[:length] = array
-        self.keep_alive.append(copy)
-        cdef float[::1] view = copy
-        return &view[0]
 
     # Running.
 
@@ -405,13 +414,4 @@ cdef class Program:
         return seconds
 
     def view(self, region):
-        """Return a region's data plane [rows, padded columns] as an array that shares the arena's memory."""
-        width, dtype = padded(region.columns), np.dtype(_NUMPY_DTYPES[region.dtype])
-        flat = self.arena[region.offset: region.offset + region.rows * width * dtype.itemsize].view(dtype)
-        return flat.reshape(region.rows, width)
-
-
-def _aligned_zeros(nbytes):
-    raw = np.zeros(nbytes + 64, np.int8)
-    start = -raw.ctypes.data % 64
-    return raw[start: start + nbytes]
+        return self.regions.view(region)

@@ -1,6 +1,7 @@
 from libc.stdint cimport int64_t
 
 from .attention cimport AttentionOp
+from .experts cimport CombineOp, DispatchOp, RouteOp
 from .isa cimport quire_tiles
 from .linear cimport LinearOp
 from .pool cimport quire_pool, quire_progress, quire_share
@@ -14,6 +15,9 @@ cdef enum Kind:
     ATTENTION
     GATHER
     ADD_NORM
+    ROUTE
+    DISPATCH
+    COMBINE
 
 cdef union Payload:
     EmbedOp embed
@@ -22,11 +26,14 @@ cdef union Payload:
     AttentionOp attention
     GatherOp gather
     AddNormOp add_norm
+    RouteOp route
+    DispatchOp dispatch
+    CombineOp combine
 
 cdef struct Record:
     Kind kind
     Payload op
-    quire_progress stored           # of attention: the keys and values of chunks; the op begins when they are stored
+    quire_progress stored           # of attention: the keys and values of chunks; of routing: the experts of rows
     quire_progress progress
     int64_t nanoseconds             # until all workers were done; reset by `Program.op_seconds`
 

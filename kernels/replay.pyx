@@ -6,9 +6,10 @@ An op is finished when all its items are computed, whether or not every worker t
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from .attention cimport num_chunk_units, run_attention, store_chunks
+from .experts cimport group_places, num_segments, run_combine, run_dispatch, run_route
 from .linear cimport help_linear, num_items, run_linear
 from .pool cimport (quire_is_finished, quire_pool_await, quire_pool_report, quire_pool_report_written,
-                    quire_progress)
+                    quire_progress, quire_progress_add)
 from .rows cimport run_add_norm, run_convert, run_embed, run_gather
 
 cdef enum:
@@ -50,6 +51,8 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
     cdef int64_t computed, total
     if record.kind == LINEAR:
         return _run_linear(record, replay, worker, workers)
+    if record.kind == ROUTE:
+        return _run_route(record, replay, worker)
     if record.kind == ATTENTION:
         total = num_chunk_units(&record.op.attention, step)
         if total:
@@ -62,6 +65,10 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
     elif record.kind == CONVERT:
         computed = run_convert(&record.op.convert, step, tiles, counter)
         total = step.samples if record.op.convert.sampled else step.rows
+    elif record.kind == DISPATCH:
+        computed, total = run_dispatch(&record.op.dispatch, step, counter), step.rows
+    elif record.kind == COMBINE:
+        computed, total = run_combine(&record.op.combine, step, tiles, counter), num_segments(&record.op.combine, step)
     elif record.kind == EMBED:
         computed, total = run_embed(&record.op.embed, step, tiles, counter), step.rows
     elif record.kind == ADD_NORM:
@@ -85,6 +92,16 @@ cdef bint _run_linear(Record *record, const Replay *replay, int worker, int work
     if not _finishes_within(&record.progress, patience):
         help_linear(op, &replay.step, replay.tiles, shares, number, worker, workers)
         quire_pool_report_written(replay.pool, &record.progress, shares, number, total)
+    return quire_pool_await(replay.pool, &record.progress, worker)
+
+
+cdef bint _run_route(Record *record, const Replay *replay, int worker) noexcept nogil:
+    """Choose the experts of rows; the worker that computes the last row also groups the rows by expert."""
+    cdef const Step *step = &replay.step
+    cdef int64_t computed = run_route(&record.op.route, step, replay.tiles, &record.progress.taken)
+    if computed and quire_progress_add(&record.stored, computed) == step.rows:
+        group_places(&record.op.route, step, worker)
+        quire_pool_report(replay.pool, &record.progress, 1, 1)
     return quire_pool_await(replay.pool, &record.progress, worker)
 
 

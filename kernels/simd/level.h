@@ -45,6 +45,10 @@ void ISA(block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t col
 int64_t ISA(argmax)(const float *x, int64_t n, float *max);
 double ISA(sum_exp)(const float *x, int64_t n, float shift);
 void ISA(exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out);
+void ISA(route)(const float *logits, int64_t experts, int64_t chosen, int normalised, int32_t *indices,
+                float *weights);
+void ISA(combine)(const float *y, int64_t stride, const int32_t *places, const float *weights, int64_t chosen,
+                  int64_t columns, float *out);
 float ISA(stream)(const char *p, int64_t bytes, int64_t ahead);
 int64_t ISA(peak)(int dtype, int64_t steps, const void *w, const void *a, float *result);
 

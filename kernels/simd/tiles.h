@@ -149,6 +149,13 @@ typedef struct {
   // out[i] = exp((x[i] - shift) * scale); n a multiple of 16
   void (*exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out);
 
+  // The `chosen` largest of [experts] logits, largest first, of equal ones the lower index first; and their softmax, over
+  // the chosen if `normalised`, else over all. If a logit is NaN, the weights are NaN, and any experts are chosen.
+  void (*route)(const float *logits, int64_t experts, int64_t chosen, int normalised, int32_t *indices, float *weights);
+  // out[columns] += the sum of weights[i] * y[places[i] * stride ...], in that order; columns a multiple of 16
+  void (*combine)(const float *y, int64_t stride, const int32_t *places, const float *weights, int64_t chosen,
+                  int64_t columns, float *out);
+
   // For benchmarks: the sum of the floats at p, prefetched `ahead` bytes early (0: not); `bytes` is a multiple of 256.
   float (*stream)(const char *p, int64_t bytes, int64_t ahead);
   // For benchmarks: `steps` rounds of the dtype's dot product of w [64 bytes] and a [4 bytes]; *result depends on every

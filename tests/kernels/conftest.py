@@ -13,12 +13,18 @@ from quire.kernels.ops import (
     INPUT_DTYPES,
     AddNorm,
     Attention,
+    Combine,
     Convert,
+    Dispatch,
     Embed,
+    ExpertLinear,
     Gather,
     Linear,
     Normed,
     Region,
+    RouteRows,
+    Routing,
+    max_groups,
     padded,
     region_nbytes,
 )
@@ -50,6 +56,9 @@ class Toy:
     windows: tuple[int, ...] = (0,)
     hidden: int = 80
     intermediate: int = 176
+    experts: int = 0  # of each layer; 0: a dense MLP
+    top_k: int = 2
+    normalised: bool = True
     bias: bool = False  # on every linear layer, not on qkv alone
     page_size: int = 32
     isa: str | None = None
@@ -154,12 +163,13 @@ class Toy:
             bias[column // 16 * 32 + 16 * phase + column % 16] = self._norm(self.intermediate)
         return bias
 
-    def _packed(self, n: int, k: int, *sources: np.ndarray) -> PackedMatrix:
-        matrix = PackedMatrix(n, k, self.weights, self.memory(packed_nbytes(n, k, self.weights)))
+    def _packed(self, n: int, k: int, *sources: np.ndarray, dtype: str | None = None) -> PackedMatrix:
+        dtype = dtype or self.weights
+        matrix = PackedMatrix(n, k, dtype, self.memory(packed_nbytes(n, k, dtype)))
         for index, source in enumerate(sources):
             interleave = index if len(sources) == 2 else None
-            if self.weights in K_QUANTS:
-                ggml_type = self.weights.upper()
+            if dtype in K_QUANTS:
+                ggml_type = dtype.upper()
                 blocks = random_blocks(self.rng, ggml_type, *source.shape, size=float(source.std()))
                 matrix.fill_blocks(blocks, ggml_type, interleave=interleave)
             else:
@@ -188,21 +198,17 @@ class Toy:
 
     def _layer(self, layer: int, x: Region, h1: Normed, qkv: Region, rotary: np.ndarray, after: Normed | None) -> list:
         heads, kv_heads, d = self.heads, self.kv_heads, self.head_dim
-        hidden, intermediate, g, h2 = self.hidden, self.intermediate, self.activated, self._normed(self.max_rows)
+        hidden, h2 = self.hidden, self._normed(self.max_rows)
         a_converted = self._region(self.max_rows, heads * d, INPUT_DTYPES[self.weights])
         a = self._region(self.max_rows, heads * d, "f32") if heads // kv_heads * d % BLOCK else a_converted
-        gate, up = self._random(intermediate, hidden), self._random(intermediate, hidden)
+        mlp = self._expert_ops(x, h2, after) if self.experts else self._mlp_ops(x, h2, after)
         heads_of_norms = (heads, kv_heads) if self.unusual else (1, 1)
         q_norm, k_norm = (self._norm(d * n) for n in heads_of_norms) if self.qk_norm else (None, None)
         qkv_weight = self._packed(qkv.columns, hidden, self._random(qkv.columns, hidden))
         o_weight = self._packed(hidden, heads * d, self._random(hidden, heads * d))
-        gate_up = self._packed(2 * padded(intermediate), hidden, gate, up)
-        down = self._packed(hidden, intermediate, self._random(hidden, intermediate))
         place, window = place_layers(self.windows)[layer], self.windows[layer]
         attention = Attention(qkv, a, *place, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, window)
         added = [Linear(a_converted, o_weight, self._bias(hidden), x, "add", h2)]
-        gated = Linear(h2, gate_up, self._gate_up_bias(), g, "swiglu")
-        last = Linear(g, down, self._bias(hidden), x, "add", after)
         if self.unusual:
             attention = replace(attention, softcap=1.5, norms_rows=self.qk_norm)
             branch = self._region(self.max_rows, hidden, "f32")
@@ -210,14 +216,51 @@ class Toy:
                 Linear(a_converted, o_weight, self._bias(hidden), branch, "store"),
                 AddNorm(branch, self._norm(hidden), 1e-6, x, h2),
             ]
-            gated, last = replace(gated, epilogue="geglu"), replace(last, scale=0.6)
         return [
             Linear(h1, qkv_weight, self._norm(qkv.columns), qkv, "store"),
             attention,
             *([] if a is a_converted else [Convert(a, a_converted)]),
             *added,
-            gated,
-            last,
+            *mlp,
+        ]
+
+    def _gate_up(self) -> PackedMatrix:
+        gate, up = self._random(self.intermediate, self.hidden), self._random(self.intermediate, self.hidden)
+        return self._packed(2 * padded(self.intermediate), self.hidden, gate, up)
+
+    def _down(self) -> PackedMatrix:
+        return self._packed(self.hidden, self.intermediate, self._random(self.hidden, self.intermediate))
+
+    def _mlp_ops(self, x: Region, h: Normed, after: Normed | None) -> list:
+        last = {"scale": 0.6} if self.unusual else {}
+        gated = "geglu" if self.unusual else "swiglu"
+        return [
+            Linear(h, self._gate_up(), self._gate_up_bias(), self.activated, gated),
+            Linear(self.activated, self._down(), self._bias(self.hidden), x, "add", after, **last),
+        ]
+
+    def _expert_ops(self, x: Region, h: Normed, after: Normed | None) -> list:
+        places = self.max_rows * self.top_k
+        router = self._packed(self.experts, self.hidden, self._random(self.experts, self.hidden) * 4, dtype="f32")
+        logits = self._region(self.max_rows, self.experts, "f32")
+        self.routing = Routing(
+            self.experts,
+            self.top_k,
+            self._region(self.max_rows, self.top_k, "f32"),
+            self._region(self.max_rows, self.top_k, "i32"),
+            self._region(1 + max_groups(self.max_rows, self.experts, self.top_k), 3, "i32"),
+        )
+        dispatched = self._normed(places)
+        activated = self._region(places, self.intermediate, INPUT_DTYPES[self.weights])
+        outputs = self._region(places, self.hidden, "f32")
+        gate_up, down = ([make() for _ in range(self.experts)] for make in (self._gate_up, self._down))
+        return [
+            Linear(replace(h, data=x), router, None, logits, "store"),
+            RouteRows(logits, self.routing, self.normalised),
+            Dispatch(h, self.routing, dispatched),
+            ExpertLinear(dispatched, tuple(gate_up), self.routing, activated, "swiglu"),
+            ExpertLinear(activated, tuple(down), self.routing, outputs, "store"),
+            Combine(outputs, self.routing, x, after),
         ]
 
 

@@ -93,6 +93,7 @@ def random_model(rng: random.Random) -> dict[str, Any]:
     kv_heads = rng.choice([1, 1, 2, 3, 4])
     heads = kv_heads * rng.choice([1, 1, 2, 3, 4, 5, 7, 8, 16])
     windows = [rng.choice([0, 0, 0, 1, 64, 256, rng.randint(1, 400)]) for _ in range(rng.choice([1, 1, 2, 3]))]
+    experts = rng.choice([0, 0, rng.randint(1, 40)])
     model = {
         "weights": rng.choices(DTYPES[0], [3, 4, 4, 1, 1, 1, 1])[0],
         "kv": rng.choices(DTYPES[1], [3, 4, 1])[0],
@@ -105,6 +106,9 @@ def random_model(rng: random.Random) -> dict[str, Any]:
         "bias": rng.random() < 0.3,
         "qk_norm": rng.random() < 0.5,
         "page_size": rng.choice([16, 32, 64]),
+        "experts": experts,
+        "top_k": rng.randint(1, max(1, min(experts, 8))),
+        "normalised": rng.random() < 0.7,
         "seed": rng.randrange(1 << 30),
         "unusual": rng.random() < 0.3,
     }
@@ -116,7 +120,8 @@ def random_model(rng: random.Random) -> dict[str, Any]:
 
 def random_lengths(rng: random.Random, model: dict[str, Any]) -> list[int]:
     inside = model["heads"] * model["head_dim"]
-    per_layer = model["hidden"] * (3 * inside + 3 * model["intermediate"]) + 300 * inside
+    mlps = model["top_k"] if model["experts"] else 1
+    per_layer = model["hidden"] * (3 * inside + 3 * mlps * model["intermediate"]) + 300 * inside
     left = max(8, MULTIPLICATIONS // (len(model["windows"]) * per_layer + VOCAB * model["hidden"]))
     lengths = []
     for _ in range(rng.choice([1, 2, 3, 5, 8, 20])):

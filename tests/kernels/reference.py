@@ -6,7 +6,7 @@ any region. Arithmetic is float64; values are rounded as their dtype rounds (bf1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -15,17 +15,22 @@ from quire.kernels.ops import (
     BLOCK,
     GATED,
     QUERY_DTYPES,
+    ROWS_IN_CACHE,
     AddNorm,
     Attention,
+    Combine,
     Convert,
-    DType,
+    Dispatch,
     Embed,
+    ExpertLinear,
     Gather,
     KVDtype,
     Linear,
     Normed,
     Op,
     Region,
+    RouteRows,
+    StoredDtype,
     padded,
 )
 
@@ -50,7 +55,7 @@ def quantise_q8(x: Array) -> Array:
     return (np.rint(blocks / scale) * scale).reshape(x.shape[0], -1)[:, : x.shape[1]]
 
 
-def as_dtype(x: Array, dtype: DType) -> Array:
+def as_dtype(x: Array, dtype: StoredDtype) -> Array:
     if dtype == "bf16":
         return round_bf16(x)
     return quantise_q8(x) if dtype == "q8" else x.astype(np.float32).astype(np.float64)
@@ -94,9 +99,26 @@ def gelu(x: Array) -> Array:
     return activated
 
 
+def gated(y: Array, epilogue: str) -> Array:
+    """Return activation(gate) * up of columns that are 16 of gate and 16 of up in turn."""
+    pairs = y.reshape(len(y), -1, 2, 16)
+    activate = silu if epilogue == "swiglu" else gelu
+    activated: Array = (activate(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(len(y), -1)
+    return activated
+
+
 def soft_cap(x: Array, cap: float) -> Array:
     """Return cap * tanh(x / cap); x itself without a cap."""
     return cap * np.tanh(x / cap) if cap else x
+
+
+def groups_of(experts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+    """Yield (expert, first place, end) of each group, given the expert of each place, ascending."""
+    for expert in np.unique(experts):
+        first, end = (int(np.searchsorted(experts, expert, side=side)) for side in ("left", "right"))
+        parts = -(-(end - first) // ROWS_IN_CACHE)
+        borders = [first + (end - first) * part // parts for part in range(parts + 1)]
+        yield from ((int(expert), *border) for border in pairwise(borders))
 
 
 def rotate_halves(x: Array, rotary: Array) -> Array:
@@ -160,6 +182,14 @@ class ReferenceProgram:
             case AddNorm():
                 branch = rms_norm(self.regions[op.input], op.weight, op.eps)
                 self._write(op.out, self.regions[op.out] + branch, op.normed)
+            case RouteRows():
+                self._route(op)
+            case Dispatch():
+                self._dispatch(op)
+            case ExpertLinear():
+                self._expert_linear(op)
+            case Combine():
+                self._combine(op)
 
     def _write(self, out: Region, x: Array, normed: Normed | None = None) -> None:
         self.regions[out] = as_dtype(x, out.dtype)
@@ -168,22 +198,53 @@ class ReferenceProgram:
             self.regions[normed.squares] = np.add.reduceat(x**2, np.arange(0, x.shape[1], BLOCK), axis=1)
 
     def _linear(self, op: Linear) -> None:
-        if isinstance(op.input, Normed):
-            squares = self.regions[op.input.squares].sum(axis=1, keepdims=True)
-            x = self.regions[op.input.data] / np.sqrt(squares / op.weight.in_features + op.input.eps)
-        else:
-            x = self.regions[op.input]
-        y = x @ op.weight.unpack().astype(np.float64).T
+        y = self._input(op.input) @ op.weight.unpack().astype(np.float64).T
         if op.bias is not None:
             y = y + op.bias
         y = soft_cap(y * op.scale, op.softcap)
         if op.epilogue in GATED:
-            pairs = y.reshape(len(y), -1, 2, 16)
-            activate = silu if op.epilogue == "swiglu" else gelu
-            y = (activate(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(len(y), -1)[:, : op.out.columns]
+            y = gated(y, op.epilogue)[:, : op.out.columns]
         self._write(op.out, self.regions[op.out] + y if op.epilogue == "add" else y, op.normed)
         if op.maxima is not None:
             self.regions[op.maxima] = np.maximum.reduceat(y, np.arange(0, y.shape[1], BLOCK), axis=1)
+
+    def _input(self, source: Region | Normed) -> Array:
+        """Return the rows that a linear layer multiplies."""
+        if not isinstance(source, Normed):
+            return self.regions[source]
+        squares = self.regions[source.squares].sum(axis=1, keepdims=True)
+        scaled: Array = self.regions[source.data] / np.sqrt(squares / source.data.columns + source.eps)
+        return scaled
+
+    def _route(self, op: RouteRows) -> None:
+        logits, top_k = self.regions[op.logits], op.routing.top_k
+        experts = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+        chosen = np.take_along_axis(logits, experts, axis=1)
+        over_all = np.take_along_axis(softmax(logits), experts, axis=1)
+        self.regions[op.routing.weights] = softmax(chosen) if op.normalised else over_all
+        order = np.argsort(experts.reshape(-1), kind="stable")  # by expert, then by row
+        places = np.empty(order.size, np.int64)
+        places[order] = np.arange(order.size)
+        self.regions[op.routing.places] = places.reshape(-1, top_k)
+        self.regions[op.routing.groups] = np.array(list(groups_of(np.sort(experts.reshape(-1)))))
+
+    def _dispatch(self, op: Dispatch) -> None:
+        rows = np.repeat(np.arange(len(self.token_ids)), op.routing.top_k)
+        for source, out in ((op.input.data, op.out.data), (op.input.squares, op.out.squares)):
+            self.regions[out] = np.empty((rows.size, self.regions[source].shape[1]))
+            self.regions[out][self.regions[op.routing.places].reshape(-1)] = self.regions[source][rows]
+
+    def _expert_linear(self, op: ExpertLinear) -> None:
+        x = self._input(op.input)
+        y = np.empty((len(x), op.weights[0].out_features))
+        for expert, first, end in self.regions[op.routing.groups]:
+            y[first:end] = x[first:end] @ op.weights[expert].unpack().astype(np.float64).T
+        self._write(op.out, gated(y, op.epilogue)[:, : op.out.columns] if op.epilogue in GATED else y)
+
+    def _combine(self, op: Combine) -> None:
+        y = self.regions[op.input][self.regions[op.routing.places]]  # [tokens, top_k, columns]
+        added = np.einsum("rkc,rk->rc", y, self.regions[op.routing.weights])
+        self._write(op.out, self.regions[op.out] + added, op.normed)
 
     def _queries(self, op: Attention) -> Array:
         """Return the queries [tokens, num_heads, head_dim] as they multiply the keys; store K and V in their pages."""

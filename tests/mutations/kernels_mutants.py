@@ -10,6 +10,7 @@ SIMD_ATTENTION, ROWS, SIMD_LINEAR, SIMD_HEADS = (
 )
 SOFTMAX, EPILOGUE = "kernels/simd/softmax.h", "kernels/simd/epilogue.h"
 PACK, Q4, K_QUANTS = "kernels/pack.pyx", "kernels/simd/q4.c", "kernels/simd/kquants.c"
+EXPERTS, SIMD_EXPERTS = "kernels/experts.pyx", "kernels/simd/experts.c"
 AMX_LINEAR, AMX_ATTENTION = "kernels/simd/amx_linear.c", "kernels/simd/amx_attention.c"
 STEPS = "tests/kernels/test_program.py tests/kernels/test_memory.py tests/kernels/test_known_values.py"
 BITS = "tests/kernels tests/system/test_same_bits.py"
@@ -232,5 +233,33 @@ MUTANTS = [
         "  for (int r = row; first < row && r < last; r++)\n",
         "  for (int r = first; first < row && r < last; r++)\n",
         "with AMX, rows of a tile that overlaps another one are accumulated twice",
+    ),
+    Mutant(
+        SIMD_EXPERTS,
+        "while (rank > 0 && logits[e] > logits[indices[rank - 1]]) rank--;",
+        "while (rank > 0 && logits[e] >= logits[indices[rank - 1]]) rank--;",
+        "of experts with equal logits, the last ones are chosen instead of the first",
+        "tests/kernels/test_experts.py",
+    ),
+    Mutant(
+        SIMD_EXPERTS,
+        "  const float top = nan ? NAN : logits[indices[0]];",
+        "  const float top = logits[indices[0]];",
+        "a row whose router overflows gets the output of other experts instead of an error",
+        "tests/kernels/test_experts.py",
+    ),
+    Mutant(
+        EXPERTS,
+        "        group[1] = <int32_t>(first + count * part // parts)",
+        "        group[1] = <int32_t>first",
+        "in a long prompt, rows of an expert are computed again by each of its groups",
+        "tests/kernels/test_experts.py",
+    ),
+    Mutant(
+        EXPERTS,
+        "                memcpy(op.out.rows.sums + place * blocks, op.input.rows.sums + row * blocks, blocks * sizeof(int32_t))\n",
+        "",
+        "8-bit experts multiply rows with the sums of other rows",
+        "tests/kernels/test_experts.py",
     ),
 ]

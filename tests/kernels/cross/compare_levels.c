@@ -376,6 +376,26 @@ static void compare_logits(int64_t n) {
   if (tiles->argmax(x, n, &top[0]) != -1) verdict("argmax", QUIRE_F32, "a NaN passed", 1, 0);
 }
 
+static void compare_experts(int64_t experts, int64_t chosen, int normalised) {
+  float logits[MAX_WIDTH], weights[2][MAX_WIDTH], out[2][MAX_WIDTH];
+  int32_t indices[2][MAX_WIDTH];
+  static float y[8 * MAX_WIDTH];
+  fill(logits, MAX_WIDTH), fill(y, 8 * MAX_WIDTH), fill(out[0], MAX_WIDTH);
+  logits[experts - 1] = logits[experts / 2] = 1.f;  // a tie
+  memcpy(out[1], out[0], sizeof out[0]);
+  tiles->route(logits, experts, chosen, normalised, indices[0], weights[0]);
+  scalar->route(logits, experts, chosen, normalised, indices[1], weights[1]);
+  if (indices[0][0] != experts / 2) verdict("route", QUIRE_F32, "wrong index", 1, 0);
+  expect_same("route", QUIRE_F32, "other experts than scalar", indices[0], indices[1], chosen * (int64_t)sizeof(int32_t));
+  expect_same("route", QUIRE_F32, "other bits than scalar", weights[0], weights[1], chosen * (int64_t)sizeof(float));
+  for (int64_t i = 0; i < chosen; i++) indices[0][i] %= 8;
+  tiles->combine(y, MAX_WIDTH, indices[0], weights[0], chosen, MAX_WIDTH, out[0]);
+  scalar->combine(y, MAX_WIDTH, indices[0], weights[0], chosen, MAX_WIDTH, out[1]);
+  expect_same("combine", QUIRE_F32, "other bits than scalar", out[0], out[1], sizeof out[0]);
+  digest("route", QUIRE_F32, weights[0], chosen * (int64_t)sizeof(float));
+  digest("combine", QUIRE_F32, out[0], sizeof out[0]);
+}
+
 static void compare_level(void) {
   static float weight[MAX_WIDTH];
   state = 42, num_records = 0;
@@ -414,6 +434,8 @@ static void compare_level(void) {
   for (int64_t d = 16; d <= 128; d *= 2) compare_part_of_head(d);
   for (int64_t columns = 45; columns < MAX_WIDTH; columns += 100) compare_add_norm(columns);
   compare_soft_cap();
+  for (int64_t experts = 8; experts <= 200; experts = experts * 3 + 1)
+    for (int normalised = 0; normalised < 2; normalised++) compare_experts(experts, 5, normalised);
 }
 
 // Fail where the digests of the last level are not those of the file, or print them if there is none.

@@ -1,0 +1,110 @@
+# cython: language_level=3
+"""The regions of a program's arena: pointers for the ops, taken once when the program is built.
+
+Every size is checked here or by the caller, so that no op has to.
+"""
+from libc.stdint cimport int32_t, int64_t
+
+import numpy as np
+
+from .experts cimport RoutingTables
+from .isa cimport quire_itemsize, quire_output
+from .isa import DTYPE_CODES
+from .ops import BLOCK, aligned, max_groups, padded
+from .step cimport Value
+
+_NUMPY_DTYPES = {"f32": np.float32, "bf16": np.uint16, "q8": np.int8, "i32": np.int32}
+_CODES = DTYPE_CODES | {"i32": DTYPE_CODES["f32"]}    # which of the activations has elements of the same size
+
+
+cdef class Regions:
+    def __init__(self, nbytes, max_rows):
+        self.nbytes, self.max_rows = nbytes, max_rows
+        self.memory = aligned_zeros(nbytes)
+        cdef char[::1] memory = self.memory
+        self.data = &memory[0]
+        self.keep_alive, self.sampled = [], set()
+
+    cdef Value value(self, region, columns, dtype, rows) except *:
+        """Return the region's pointers, having checked its columns, its dtype and that it holds at least `rows`."""
+        cdef Value value
+        if region.columns != columns or region.dtype != dtype or region.rows < rows:
+            raise ValueError(f"{region!r} should hold at least {rows} rows of {columns} columns as {dtype}")
+        if region.offset < 0 or region.offset % 64 or region.offset + region.nbytes > self.nbytes:
+            raise ValueError(f"{region!r} is not aligned or not inside an arena of {self.nbytes} bytes")
+        width = padded(columns)
+        planes = region.offset + aligned(region.rows * width * quire_itemsize(_CODES[dtype]))
+        value.dtype, value.columns, value.rows.width = _CODES[dtype], columns, width
+        value.rows.data = self.data + <int64_t>region.offset
+        value.rows.scales, value.rows.sums = NULL, NULL
+        if dtype == "q8":
+            value.rows.scales = <float *>(self.data + <int64_t>planes)
+            value.rows.sums = <int32_t *>(self.data + <int64_t>(planes + aligned(region.rows * width // 32 * 4)))
+        return value
+
+    cdef quire_output output(self, region, columns, rows) except *:
+        """Return the region as a destination of results."""
+        cdef Value value = self.value(region, columns, region.dtype, rows)
+        cdef quire_output output
+        output.dtype, output.rows, output.norm = value.dtype, value.rows, NULL
+        return output
+
+    cdef bint normed(self, quire_output *output, op, rows) except -1:
+        """Set `output` to the op's `normed` if it has one; return whether it does."""
+        cdef Value squares
+        if op.normed is None:
+            return False
+        if op.out.dtype != "f32":
+            raise ValueError(f"a norm needs f32, not {op.out!r}")
+        columns = op.out.columns
+        squares = self.value(op.normed.squares, padded(columns) // BLOCK, "f32", rows)
+        output[0] = self.output(op.normed.data, columns, rows)
+        output.norm = self.vector(op.normed.weight, columns, padded(columns))
+        output.squares, output.squares_width = <float *>squares.rows.data, squares.rows.width
+        self.follows(op.out, op.normed.data)
+        return True
+
+    cdef bint follows(self, source, out):
+        """Return whether an op computes sampling rows only: its input comes, through any ops, from a `Gather`."""
+        if source in self.sampled:
+            self.sampled.add(out)
+            return True
+        self.sampled.discard(out)
+        return False
+
+    cdef const float *vector(self, array, length, stored) except NULL:
+        """Return a private copy of a norm or bias, padded with zeros."""
+        if array.shape != (length,):
+            raise ValueError(f"expected a vector of {length}, not {list(array.shape)}")
+        copy = np.zeros(stored, np.float32)
+        copy[:length] = array
+        self.keep_alive.append(copy)
+        cdef float[::1] view = copy
+        return &view[0]
+
+    cdef RoutingTables tables(self, routing) except *:
+        """Return pointers to the tables of a `Routing`, whose sizes are checked."""
+        cdef RoutingTables tables
+        cdef Value weights, places, groups
+        if not 1 <= routing.top_k <= routing.num_experts:
+            raise ValueError(f"top_k must be 1 to the {routing.num_experts} experts, not {routing.top_k}")
+        weights = self.value(routing.weights, routing.top_k, "f32", self.max_rows)
+        places = self.value(routing.places, routing.top_k, "i32", self.max_rows)
+        groups = self.value(routing.groups, 3, "i32", 1 + max_groups(self.max_rows, routing.num_experts, routing.top_k))
+        tables.num_experts, tables.top_k = routing.num_experts, routing.top_k
+        tables.weights, tables.weights_width = <float *>weights.rows.data, weights.rows.width
+        tables.places, tables.places_width = <int32_t *>places.rows.data, places.rows.width
+        tables.groups, tables.groups_width = <int32_t *>groups.rows.data, groups.rows.width
+        return tables
+
+    def view(self, region):
+        """Return a region's data plane [rows, padded columns] as an array that shares the arena's memory."""
+        width, dtype = padded(region.columns), np.dtype(_NUMPY_DTYPES[region.dtype])
+        flat = self.memory[region.offset: region.offset + region.rows * width * dtype.itemsize].view(dtype)
+        return flat.reshape(region.rows, width)
+
+
+def aligned_zeros(nbytes):
+    raw = np.zeros(nbytes + 64, np.int8)
+    start = -raw.ctypes.data % 64
+    return raw[start: start + nbytes]

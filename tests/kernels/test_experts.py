@@ -1,0 +1,265 @@
+"""Mixtures of experts: the choice of experts, the rows of each, and promise 1 for the layers that compute them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from quire.kernels import PackedMatrix, Pool, Program, packed_nbytes, supported_levels
+from quire.kernels.ops import (
+    INPUT_DTYPES,
+    Combine,
+    Dispatch,
+    Embed,
+    ExpertLinear,
+    Linear,
+    Normed,
+    Region,
+    RouteRows,
+    Routing,
+    max_groups,
+    region_nbytes,
+)
+from quire.pager.layout import KVLayout
+
+from tests.kernels.conftest import aligned_bytes
+from tests.kernels.test_linear import packed
+from tests.kernels.test_program import pages, tokens, tolerance
+
+LEVELS = supported_levels()
+RNG = np.random.default_rng(9)
+
+
+class Arena:
+    """Regions one behind the other, and a program over them whose rows are those of an embedding."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows, self.nbytes = rows, 0
+
+    def region(self, rows: int, columns: int, dtype: str = "f32") -> Region:
+        region = Region(self.nbytes, rows, columns, dtype)
+        self.nbytes += region_nbytes(rows, columns, dtype)
+        return region
+
+    def normed(self, rows: int, columns: int, dtype: str) -> Normed:
+        norm = np.linspace(0.5, 2, columns, dtype=np.float32)
+        return Normed(self.region(rows, columns, dtype), self.region(rows, -(-columns // 32)), norm, 1e-6)
+
+    def routing(self, experts: int, top_k: int) -> Routing:
+        groups = self.region(1 + max_groups(self.rows, experts, top_k), 3, "i32")
+        return Routing(experts, top_k, self.region(self.rows, top_k), self.region(self.rows, top_k, "i32"), groups)
+
+    def program(self, ops: list, threads: int = 2, isa: str | None = None) -> Program:
+        layout = KVLayout(1, 1, 16, "f32", 64)
+        limits = {"max_rows": self.rows, "max_samples": 1, "max_sequences": 1, "vocab_size": self.rows}
+        memory = np.zeros(16 * layout.page_bytes, np.uint8)
+        return Program(ops, self.nbytes, memory, layout, 16, Pool(threads), isa=isa, **limits)
+
+
+def run(program: Program, token_ids: np.ndarray) -> None:
+    starts = np.array([0, len(token_ids)], np.int32), np.zeros(1, np.int32)
+    program.run(token_ids.astype(np.int32), *starts, np.arange(16, dtype=np.int32), pages(0, 16), np.zeros(0, np.int32))
+
+
+def routed(logits: np.ndarray, top_k: int, *, normalised: bool = True, threads: int = 2, isa: str | None = None):
+    """RouteRows rows with these logits: return weights and places [rows, top_k], and groups [groups, 3]."""
+    arena = Arena(len(logits))
+    x, routing = arena.region(*logits.shape), arena.routing(logits.shape[1], top_k)
+    program = arena.program([Embed(packed(logits, "f32"), x), RouteRows(x, routing, normalised)], threads, isa)
+    run(program, np.arange(len(logits)))
+    groups = program.view(routing.groups)
+    tables = program.view(routing.weights)[:, :top_k], program.view(routing.places)[:, :top_k]
+    return *(table.copy() for table in tables), groups[1 : 1 + groups[0, 0], :3].tolist()
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+def test_the_lower_index_wins_a_tie(isa):
+    logits = np.zeros((4, 37), np.float32)
+    logits[1, [5, 20, 36]] = 2
+    logits[2, 36], logits[2, 7] = 3, 1
+    logits[3] = -np.arange(37)
+    weights, places, groups = routed(logits, 2, isa=isa)
+    assert groups == [[0, 0, 2], [1, 2, 4], [5, 4, 5], [7, 5, 6], [20, 6, 7], [36, 7, 8]]
+    assert places.tolist() == [[0, 2], [4, 6], [7, 5], [1, 3]]
+    np.testing.assert_allclose(weights[:, 0], [0.5, 0.5, 1 / (1 + np.exp(-2)), 1 / (1 + np.exp(-1))], rtol=1e-6)
+    np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (8, 2), (8, 8), (33, 5), (128, 8)])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_routing_matches_numpy(experts, top_k, normalised, isa):
+    logits = (RNG.standard_normal((70, experts)) * 5).astype(np.float32)
+    weights, places, groups = routed(logits, top_k, normalised=normalised, isa=isa)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :top_k]
+    exponentials = np.exp(logits.astype(np.float64))
+    chosen = np.take_along_axis(exponentials, order, axis=1)
+    total = (chosen if normalised else exponentials).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(weights, chosen / total, rtol=2e-6)
+    assert sorted(places.reshape(-1)) == list(range(70 * top_k))
+    expert_of = {place: expert for expert, first, end in groups for place in range(first, end)}
+    assert [[expert_of[place] for place in row] for row in places] == order.tolist()
+    for expert in range(experts):  # rows of one expert are in order
+        of_expert = places[order == expert]
+        assert (np.diff(of_expert) == 1).all()
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_routing_has_the_same_bits_at_every_level_and_number_of_threads(normalised):
+    logits = (RNG.standard_normal((90, 40)) * 5).astype(np.float32)
+    results = [
+        routed(logits, 6, normalised=normalised, threads=threads, isa=isa) for isa in LEVELS for threads in (1, 3)
+    ]
+    assert len({(weights.tobytes(), places.tobytes(), str(groups)) for weights, places, groups in results}) == 1
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_row_whose_logits_are_not_finite_has_nan_weights_and_valid_places(bad, normalised, isa):
+    logits = RNG.standard_normal((5, 20)).astype(np.float32)
+    clean, *_ = routed(logits, 3, normalised=normalised, isa=isa)
+    logits[1], logits[3, 19] = np.nan, bad
+    weights, places, _ = routed(logits, 3, normalised=normalised, isa=isa)
+    assert np.isnan(weights[1]).all()
+    assert np.isnan(weights[3]).any()
+    assert weights[[0, 2, 4]].tobytes() == clean[[0, 2, 4]].tobytes()
+    assert sorted(places.reshape(-1)) == list(range(15))
+
+
+def test_many_rows_of_one_expert_are_groups_that_stay_in_cache():
+    logits = np.zeros((500, 3), np.float32)
+    logits[:, 1] = 1
+    logits[::100, 2] = 2
+    _, places, groups = routed(logits, 1)
+    assert groups == [[1, 0, 165], [1, 165, 330], [1, 330, 495], [2, 495, 500]]
+    assert places[:102, 0].tolist() == [495, *range(99), 496, 99]
+
+
+HIDDEN, INNER, EXPERTS, TOP_K = 80, 41, 5, 2
+
+
+def mixture(rows: np.ndarray, dtype: str, token_ids: np.ndarray, threads: int = 2, isa: str | None = None):
+    """Run rows through a mixture of experts; return it and the residual stream after it, [tokens, HIDDEN]."""
+    rng, arena = np.random.default_rng(4), Arena(len(rows))
+    places = len(rows) * TOP_K
+    router, gate_up, down = (
+        [packed(rng.standard_normal(shape).astype(np.float32) / 9, kind) for _ in range(count)]
+        for shape, kind, count in [
+            ((EXPERTS, HIDDEN), "f32", 1),
+            ((128, HIDDEN), dtype, EXPERTS),
+            ((HIDDEN, INNER), dtype, EXPERTS),
+        ]
+    )
+    x, normed = arena.region(len(rows), HIDDEN), arena.normed(len(rows), HIDDEN, INPUT_DTYPES[dtype])
+    logits, routing = arena.region(len(rows), EXPERTS), arena.routing(EXPERTS, TOP_K)
+    dispatched = arena.normed(places, HIDDEN, INPUT_DTYPES[dtype])
+    activated, out = arena.region(places, INNER, INPUT_DTYPES[dtype]), arena.region(places, HIDDEN)
+    ops = [
+        Embed(packed(rows, "f32"), x, normed),
+        Linear(replace(normed, data=x), router[0], None, logits, "store"),
+        RouteRows(logits, routing, True),
+        Dispatch(normed, routing, dispatched),
+        ExpertLinear(dispatched, tuple(gate_up), routing, activated, "swiglu"),
+        ExpertLinear(activated, tuple(down), routing, out, "store"),
+        Combine(out, routing, x),
+    ]
+    program = arena.program(ops, threads, isa)
+    run(program, token_ids)
+    return program.view(x)[: len(token_ids), :HIDDEN].copy()
+
+
+ROWS = RNG.standard_normal((500, HIDDEN)).astype(np.float32)
+ROWS[200:450] = ROWS[7]  # groups of one expert that several units of work share
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "q8", "q4"])
+def test_a_row_has_the_same_bits_in_every_batch_and_on_every_number_of_threads(dtype, isa):
+    whole = mixture(ROWS, dtype, np.arange(500), isa=isa)
+    for ids, threads in [
+        (np.arange(1), 1),
+        (np.arange(7, 20), 3),
+        (np.arange(499, -1, -1), 2),
+        (RNG.permutation(500)[:230], 2),
+    ]:
+        assert mixture(ROWS, dtype, ids, threads, isa).tobytes() == whole[ids].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["f32", "q8", "q4"])
+def test_every_level_computes_the_same_bits(dtype):
+    assert len({mixture(ROWS, dtype, np.arange(90), isa=isa).tobytes() for isa in LEVELS}) == 1
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "q8", "q4"])
+def test_a_row_that_is_not_finite_changes_no_other(dtype, isa):
+    poisoned = ROWS[:40].copy()
+    poisoned[11, 3] = np.nan
+    got, clean = (mixture(rows, dtype, np.arange(40), isa=isa) for rows in (poisoned, ROWS[:40]))
+    assert np.isnan(got[11]).all()
+    others = np.arange(40) != 11
+    assert got[others].tobytes() == clean[others].tobytes()
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(
+    ("experts", "top_k", "normalised", "sizes"),
+    [
+        (5, 2, True, {}),
+        (40, 3, False, {"hidden": 50, "intermediate": 33}),
+        (1, 1, True, {"hidden": 600, "intermediate": 32}),
+    ],
+)
+@pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "q4"])
+def test_a_decoder_with_experts_matches_the_reference(toy, weights, experts, top_k, normalised, sizes, isa):
+    model = toy(weights=weights, experts=experts, top_k=top_k, normalised=normalised, windows=(0, 0), isa=isa, **sizes)
+    a, b = tokens(120, 1), tokens(60, 2)
+    steps = [[(a[:97], 0, pages(5, 6, 7, 8)), (b[:40], 0, pages(9, 10))], [(b[40:41], 40, pages(9, 10))]]
+    for step in steps:
+        got, want = model.run(*step, reference=True)
+        assert np.abs(got - want).max() <= 2 * tolerance(weights, "f32") * np.ptp(want)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "int8"), ("q4", "int8")])
+def test_same_bits_at_every_chunking_of_a_prompt(toy, weights, kv, isa):
+    prompt, table = tokens(150), pages(*range(7, 12))
+
+    def last_logits(chunk: int, threads: int) -> bytes:
+        model = toy(weights=weights, kv=kv, experts=6, windows=(0, 0), isa=isa, threads=threads)
+        for first in range(0, 150, chunk):
+            logits = model.run((prompt[first : first + chunk], first, table), (tokens(chunk % 9 + 1), 0, pages(40)))
+        return logits[0].tobytes()
+
+    assert len({last_logits(chunk, threads) for chunk, threads in [(150, 1), (1, 2), (7, 3), (64, 2)]}) == 1
+
+
+def test_experts_of_other_shapes_or_numbers_are_refused(toy):
+    model = toy(experts=4)
+    (at, *_) = [i for i, op in enumerate(model.ops) if isinstance(op, ExpertLinear)]
+    expert = model.ops[at]
+    other = PackedMatrix(96, 80, "f32", aligned_bytes(packed_nbytes(96, 80, "f32")))
+    for weights in (expert.weights[:3], (*expert.weights[:3], other)):
+        model.ops[at] = replace(expert, weights=weights)
+        with pytest.raises(ValueError, match="4 experts need as many weights of one shape and dtype"):
+            model.bind()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"top_k": 5}, "top_k must be 1 to the 4 experts, not 5"),
+        ({"top_k": 0}, "top_k must be 1 to the 4 experts, not 0"),
+        ({"num_experts": 3}, "should hold at least"),
+        ({"places": Region(0, 160, 2, "f32")}, "as i32"),
+        ({"groups": Region(0, 4, 3, "i32")}, "should hold at least 6 rows of 3 columns as i32"),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(toy, change, complaint):
+    model = toy(experts=4)
+    (at, *_) = [i for i, op in enumerate(model.ops) if isinstance(op, RouteRows)]
+    model.ops[at] = replace(model.ops[at], routing=replace(model.routing, **change))
+    with pytest.raises(ValueError, match=complaint):
+        model.bind()
