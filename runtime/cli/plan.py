@@ -69,6 +69,7 @@ def plan_text(settings: Settings, spec: DecoderSpec, capacity: Capacity, arena: 
     lines = [
         f"{spec.family}: {spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} query / "
         f"{spec.num_kv_heads} KV heads of {spec.head_dim}, vocabulary {spec.vocab_size}",
+        *_experts(spec),
         f"weights {weights_text(spec, config.weights)}, KV {layout.dtype}: {layout.token_bytes:,} B per token, "
         f"{layout.page_bytes:,} B per page of {layout.page_size} tokens",
         *_windows(layout),
@@ -86,6 +87,17 @@ def plan_text(settings: Settings, spec: DecoderSpec, capacity: Capacity, arena: 
     if arena:
         lines += ["", "step arena, by offset:", capacity.memory.program.describe()]
     return "\n".join(lines)
+
+
+def _experts(spec: DecoderSpec) -> list[str]:
+    """Return a line about layers with experts, none if there are no such layers."""
+    if spec.experts is None:
+        return []
+    experts = spec.experts
+    return [
+        f"{_count(sum(experts.layers), 'layer')} of {experts.num_experts} experts with an MLP of "
+        f"{experts.intermediate_size}, {experts.top_k} per token"
+    ]
 
 
 def _windows(layout: KVLayout) -> list[str]:

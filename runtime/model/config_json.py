@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..common.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
-from .spec import DecoderSpec, Rope
+from .spec import DecoderSpec, Experts, Rope
 
 CONFIG_FILE = "config.json"
 
 MAX_LAYERS = 1024
 MAX_HEADS = 1024
 MAX_WIDTH = 1 << 20  # of hidden and intermediate
+MAX_EXPERTS = 1024
 MAX_VOCAB = 1 << 22
 MAX_POSITIONS = 1 << 27
 MAX_HEAD_DIM = 512  # QUIRE_MAX_HEAD of the kernels
@@ -172,6 +173,20 @@ def read_head_dim(config: ConfigTable) -> int:
     if head_dim % 2:
         raise config.refused("head_dim", f"even, because rotary embedding turns pairs (here it is {head_dim})")
     return head_dim
+
+
+def read_experts(
+    config: ConfigTable, number_key: str, size_key: str, *, normalised: bool, layers: tuple[bool, ...] | None = None
+) -> Experts:
+    """Read a mixture of experts: the keys of their number and size differ between families. Default: in all layers."""
+    num_experts = config.integer(number_key, 1, MAX_EXPERTS)
+    return Experts(
+        num_experts=num_experts,
+        top_k=config.integer("num_experts_per_tok", 1, num_experts),
+        intermediate_size=config.integer(size_key, 1, MAX_WIDTH),
+        normalised=normalised,
+        layers=layers or (True,) * num_layers(config),
+    )
 
 
 def num_layers(config: ConfigTable) -> int:

@@ -13,11 +13,10 @@ import numpy as np
 from ...kernels.ops import INPUT_DTYPES, DType, Epilogue
 from ...kernels.pack import PackedMatrix
 from ...pager.layout import place_layers
-from .program import Heads, Logits, ProgramBuilder, Value
-from .program.builder import NormedValue
+from .program import Heads, Logits, NormedValue, ProgramBuilder, Value
 from .rope import Table
-from .spec import DecoderSpec
-from .weights.packing import DecoderWeights, LayerWeights, Vector
+from .spec import DecoderSpec, Experts
+from .weights.packing import DecoderWeights, ExpertWeights, LayerWeights, Vector
 
 EPILOGUES: dict[str, Epilogue] = {"silu": "swiglu", "gelu_tanh": "geglu"}  # by the activation of the gate
 
@@ -74,17 +73,34 @@ def _attention_block(
 
 
 def _mlp_block(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, x: Value) -> None:
-    """Emit x += down(activation(gate(norm(x))) * up(norm(x)))."""
-    normed = _normed(builder, spec, layer.mlp_norm, x, INPUT_DTYPES[layer.gate_up.dtype])
+    """Emit x += down(activation(gate(norm(x))) * up(norm(x))), or the same for the experts of each row."""
+    mlp = layer.mlp
+    if isinstance(mlp, ExpertWeights):
+        assert spec.experts is not None
+        assert layer.mlp_norm is not None, "families with experts norm what the router reads"
+        dtype = INPUT_DTYPES[mlp.gate_up[0].dtype]
+        _expert_block(builder, spec.experts, mlp, x, builder.norm(x, layer.mlp_norm, spec.norm_eps, dtype))
+        return
     activated = builder.gated(
-        normed,
-        layer.gate_up,
-        layer.gate_up_bias,
+        _normed(builder, spec, layer.mlp_norm, x, INPUT_DTYPES[mlp.gate_up.dtype]),
+        mlp.gate_up,
+        mlp.gate_up_bias,
         spec.intermediate_size,
         EPILOGUES[spec.activation],
-        INPUT_DTYPES[layer.down.dtype],
+        INPUT_DTYPES[mlp.down.dtype],
     )
-    _add(builder, spec, activated, layer.down, layer.down_bias, layer.mlp_post_norm, x)
+    _add(builder, spec, activated, mlp.down, mlp.down_bias, layer.mlp_post_norm, x)
+
+
+def _expert_block(
+    builder: ProgramBuilder, experts: Experts, weights: ExpertWeights, x: Value, normed: NormedValue
+) -> None:
+    """Emit x += the weighted sum of each row's experts, each of which is down(silu(gate(normed)) * up(normed))."""
+    routing = builder.route(builder.router(x, normed, weights.router), experts.top_k, experts.normalised)
+    dispatched = builder.dispatch(normed, routing)
+    dtype = INPUT_DTYPES[weights.down[0].dtype]
+    activated = builder.expert_swiglu(dispatched, weights.gate_up, routing, experts.intermediate_size, dtype)
+    builder.combine_add(builder.expert_linear(activated, weights.down, routing), routing, x)
 
 
 def _normed(

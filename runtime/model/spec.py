@@ -69,6 +69,17 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of the MLP: the experts with the largest router logits compute a token."""
+
+    num_experts: int
+    top_k: int  # experts per token
+    intermediate_size: int  # of each expert
+    normalised: bool  # a token's weights are a softmax over its own experts, not over all
+    layers: tuple[bool, ...]  # one per layer: whether it has experts or an MLP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
     """The names of a checkpoint's tensors, without `.weight` and `.bias`; those of a layer follow `layer`.
 
@@ -88,6 +99,9 @@ class TensorNames:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     mlp_post_norm: str = "post_feedforward_layernorm"
+    router: str = "mlp.gate"
+    expert_gate_up: tuple[str, str] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")  # {}: its number
+    expert_down: str = "mlp.experts.{}.down_proj"
     final_norm: str = "model.norm"
     lm_head: str = "lm_head"
 
@@ -126,6 +140,7 @@ class DecoderSpec:
     logits_scale: float = 1.0
     attention_softcap: float = 0.0  # scores become cap * tanh(score / cap); 0: none
     logits_softcap: float = 0.0  # the same for logits
+    experts: Experts | None = None
     names: TensorNames = TensorNames()
     # tensor -> type, of the tensors that the checkpoint has in blocks of integers; a change of it changes no shape
     quantised: Mapping[str, str] = field(default_factory=dict, compare=False)

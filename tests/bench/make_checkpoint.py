@@ -1,7 +1,7 @@
 """Write a Hugging Face checkpoint with random weights in the shape of a real model: speed depends on the shape only.
 
-usage: make_checkpoint.py SHAPE FOLDER        SHAPE: qwen3-0.6b | llama-3.2-1b | qwen2.5-0.5b
-Needs only the project's dependencies. There is no tokenizer: `quire bench` sends token ids.
+usage: make_checkpoint.py SHAPE FOLDER        SHAPE: qwen3-0.6b | llama-3.2-1b | qwen2.5-0.5b | moe-1b
+There is no tokenizer: `quire bench` sends token ids.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
+from quire.runtime.model import read_spec
+from quire.runtime.model.weights.tensors import expected_tensors
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -69,35 +71,29 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "eos_token_id": 0,
     },
+    "moe-1b": {  # 1.0 B parameters, of which a token uses 0.3 B
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 32768,
+        "hidden_size": 1024,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 3584,
+        "moe_intermediate_size": 1792,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "eos_token_id": 0,
+    },
 }
-
-
-def tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield every (name, shape) of the checkpoint, in the order of the file."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
-    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        yield prefix + "input_layernorm.weight", (hidden,)
-        yield prefix + "post_attention_layernorm.weight", (hidden,)
-        for name, rows, columns in (
-            ("self_attn.q_proj", q, hidden),
-            ("self_attn.k_proj", kv, hidden),
-            ("self_attn.v_proj", kv, hidden),
-            ("self_attn.o_proj", hidden, q),
-            ("mlp.gate_proj", inner, hidden),
-            ("mlp.up_proj", inner, hidden),
-            ("mlp.down_proj", hidden, inner),
-        ):
-            yield f"{prefix}{name}.weight", (rows, columns)
-            if config["model_type"] == "qwen2" and name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-                yield f"{prefix}{name}.bias", (rows,)
-        if config["model_type"] == "qwen3":
-            yield prefix + "self_attn.q_norm.weight", (head_dim,)
-            yield prefix + "self_attn.k_norm.weight", (head_dim,)
-    yield "model.norm.weight", (hidden,)
 
 
 def values(generator: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.uint16]:
@@ -107,9 +103,9 @@ def values(generator: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArra
     return (scaled.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
-def write_safetensors(file: BinaryIO, config: dict[str, Any]) -> None:
+def write_safetensors(file: BinaryIO, tensors: Sequence[tuple[str, tuple[int, ...]]]) -> None:
     header, offset = {}, 0
-    for name, shape in tensors(config):
+    for name, shape in tensors:
         size = 2 * int(np.prod(shape))
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
@@ -117,7 +113,7 @@ def write_safetensors(file: BinaryIO, config: dict[str, Any]) -> None:
     encoded += b" " * (-len(encoded) % 8)
     file.write(struct.pack("<Q", len(encoded)) + encoded)
     generator = np.random.default_rng(1234)
-    for _, shape in tensors(config):
+    for _, shape in tensors:
         file.write(values(generator, shape).tobytes())
 
 
@@ -128,7 +124,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     with (folder / "model.safetensors").open("wb") as file:
-        write_safetensors(file, config)
+        write_safetensors(file, list(expected_tensors(read_spec(folder))))
 
 
 if __name__ == "__main__":

@@ -226,6 +226,43 @@ CASES |= {
         norm_mean=0.0,
         four={"sliding_window_pattern": 3},
     ),
+    "qwen3_moe": Case(
+        "Qwen3MoeConfig",
+        torch.bfloat16,
+        4,
+        {
+            "num_hidden_layers": 3,
+            "vocab_size": 320,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1],
+            "max_position_embeddings": 256,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            "tie_word_embeddings": True,
+            "eos_token_id": 1,
+        },
+    ),
+    "mixtral": Case(
+        "MixtralConfig",
+        torch.float16,
+        5,
+        {
+            "vocab_size": 320,
+            "num_key_value_heads": 2,
+            "intermediate_size": 64,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 256,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            "sliding_window": 40,
+            "eos_token_id": 2,
+        },
+    ),
 }
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -279,9 +316,9 @@ def randomise(model: torch.nn.Module, norm_mean: float) -> None:
             elif parameter.ndim == 1:
                 parameter.copy_(0.3 * noise)
             elif "q_proj" in name or "k_proj" in name:
-                parameter.copy_(noise * 1.5 / parameter.shape[1] ** 0.5)
+                parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
             else:
-                parameter.copy_(noise / parameter.shape[1] ** 0.5)
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
 
 
 def write_configs(folder: Path, case: Case) -> None:
@@ -303,6 +340,8 @@ def as_transformers_4(five: dict[str, Any]) -> dict[str, Any]:
         four["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     four["rope_theta"] = rope.pop("rope_theta")
     four["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    if four["model_type"] == "qwen3_moe":
+        four["num_experts"] = four.pop("num_local_experts")
     return {**four, "torch_dtype": five["dtype"], "transformers_version": "4.46.0"}
 
 

@@ -19,13 +19,29 @@ from .gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
 from .granite import GRANITE
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .mixtral import MIXTRAL
 from .olmo2 import OLMO2
 from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .qwen3_moe import QWEN3_MOE
 from .smollm3 import SMOLLM3
 
-FAMILIES = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GRANITE, OLMO2, PHI3, GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES)
+FAMILIES = (
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    SMOLLM3,
+    GRANITE,
+    OLMO2,
+    PHI3,
+    GEMMA2,
+    GEMMA3,
+    GEMMA3_WITH_IMAGES,
+)
 
 
 def read_spec(path: str | Path) -> DecoderSpec:

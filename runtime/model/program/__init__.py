@@ -1,5 +1,5 @@
 """Building of programs: from a model's layers to a list of ops, with every value placed in the arena."""
 
-from .builder import Heads, Logits, PlacedValue, ProgramBuilder, ProgramPlan, Value
+from .builder import Heads, Logits, NormedValue, PlacedValue, ProgramBuilder, ProgramPlan, Value
 
-__all__ = ["Heads", "Logits", "PlacedValue", "ProgramBuilder", "ProgramPlan", "Value"]
+__all__ = ["Heads", "Logits", "NormedValue", "PlacedValue", "ProgramBuilder", "ProgramPlan", "Value"]

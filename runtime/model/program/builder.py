@@ -17,15 +17,22 @@ from ....kernels.ops import (
     BLOCK,
     AddNorm,
     Attention,
+    Combine,
     Convert,
+    Dispatch,
     DType,
     Embed,
     Epilogue,
+    ExpertLinear,
     Gather,
     Linear,
     Normed,
     Op,
     Region,
+    RouteRows,
+    Routing,
+    StoredDtype,
+    max_groups,
     padded,
     region_nbytes,
 )
@@ -37,13 +44,13 @@ Vector = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The result of an op, f32, bf16 or q8 [rows, columns], before it is placed. Valid for its own builder only."""
+    """The result of an op, [rows, columns] of one dtype, before it is placed. Valid for its own builder only."""
 
     index: int
     name: str
     rows: int
     columns: int
-    dtype: DType
+    dtype: StoredDtype
 
     @property
     def parts(self) -> tuple[Value, ...]:
@@ -72,6 +79,24 @@ class NormedValue:
 
     def placed(self, regions: Sequence[Region]) -> Normed:
         return Normed(self.data.placed(regions), self.squares.placed(regions), self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingValue:
+    """The result of `route`: a `kernels.ops.Routing` before it is placed."""
+
+    num_experts: int
+    top_k: int
+    weights: Value
+    places: Value
+    groups: Value
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return self.weights, self.places, self.groups
+
+    def placed(self, regions: Sequence[Region]) -> Routing:
+        return Routing(self.num_experts, self.top_k, *(part.placed(regions) for part in self.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +164,7 @@ class ProgramBuilder:
         self._first: list[int] = []  # per value: the op that writes it
         self._last: list[int] = []  # per value: the last op that uses it
         self._emit: list[Callable[[Sequence[Region]], Op]] = []  # per op: makes it from the regions of all values
+        self._kept: list[Value] = []  # values that nothing overwrites until the end of the step
         self._norm_writers: dict[int, int] = {}  # value -> the op that wrote it last and can still write its norm
 
     def embed(self, weight: PackedMatrix, scale: float = 1.0) -> Value:
@@ -181,6 +207,13 @@ class ProgramBuilder:
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), "store"))
         return out
 
+    def router(self, x: Value, normed: NormedValue, weight: PackedMatrix) -> Value:
+        """Compute the logits of the experts, f32 [rows, experts], from the f32 row that `normed` is the norm of.
+
+        The weight's columns have been multiplied by those of the norm.
+        """
+        return self.linear(replace(normed, data=x), weight, None, "router logits")
+
     def linear_add(
         self, x: Value, weight: PackedMatrix, bias: Vector | None, residual: Value, scale: float = 1.0
     ) -> None:
@@ -209,6 +242,62 @@ class ProgramBuilder:
         out = self._value("activated", x.rows, columns, dtype)
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), epilogue))
         return out
+
+    def route(self, logits: Value, top_k: int, normalised: bool) -> RoutingValue:
+        """Choose the `top_k` experts of each row, and group the rows by expert."""
+        num_experts = logits.columns
+        routing = RoutingValue(
+            num_experts,
+            top_k,
+            self._value("expert weights", logits.rows, top_k, "f32"),
+            self._value("expert places", logits.rows, top_k, "i32"),
+            self._value("expert groups", 1 + max_groups(logits.rows, num_experts, top_k), 3, "i32"),
+        )
+        self._kept.append(routing.groups)
+        self._add([logits, *routing.parts], lambda at: RouteRows(logits.placed(at), routing.placed(at), normalised))
+        return routing
+
+    def dispatch(self, x: NormedValue, routing: RoutingValue) -> NormedValue:
+        """Copy each row of `x` to the places of its experts, [tokens * top_k, columns]."""
+        rows = x.rows * routing.top_k
+        out = NormedValue(
+            self._value("dispatched", rows, x.data.columns, x.data.dtype),
+            self._value("squares", rows, x.squares.columns, "f32"),
+            x.weight,
+            x.eps,
+        )
+        self._add(
+            [*x.parts, *routing.parts, *out.parts],
+            lambda at: Dispatch(x.placed(at), routing.placed(at), out.placed(at)),
+        )
+        return out
+
+    def expert_swiglu(
+        self, x: NormedValue, weights: Sequence[PackedMatrix], routing: RoutingValue, columns: int, dtype: DType
+    ) -> Value:
+        """Compute silu(gate) * up of each place with the weight of its expert, as `swiglu`."""
+        out = self._value("activated", x.rows, columns, dtype)
+        self._add(
+            [*x.parts, *routing.parts, out],
+            lambda at: ExpertLinear(x.placed(at), tuple(weights), routing.placed(at), out.placed(at), "swiglu"),
+        )
+        return out
+
+    def expert_linear(self, x: Value, weights: Sequence[PackedMatrix], routing: RoutingValue) -> Value:
+        """Compute x @ weight.T of each place with the weight of its expert, f32 [places, out_features]."""
+        out = self._value("expert outputs", x.rows, weights[0].out_features, "f32")
+        self._add(
+            [x, *routing.parts, out],
+            lambda at: ExpertLinear(x.placed(at), tuple(weights), routing.placed(at), out.placed(at), "store"),
+        )
+        return out
+
+    def combine_add(self, x: Value, routing: RoutingValue, residual: Value) -> None:
+        """Add the weighted sum of each row's places in `x` to `residual`, in place."""
+        self._norm_writers[residual.index] = len(self._emit)
+        self._add(
+            [x, *routing.parts, residual], lambda at: Combine(x.placed(at), routing.placed(at), residual.placed(at))
+        )
 
     def attention(
         self,
@@ -277,7 +366,8 @@ class ProgramBuilder:
 
     def build(self, logits: Logits) -> ProgramPlan:
         """Place every value and make the ops. `logits` stay readable after the step."""
-        self._last[logits.values.index] = self._last[logits.maxima.index] = len(self._emit)
+        for kept in (logits.values, logits.maxima, *self._kept):
+            self._last[kept.index] = len(self._emit)
         layout = self._lay_out()
         regions = [
             Region(offset, value.rows, value.columns, value.dtype)
@@ -294,7 +384,7 @@ class ProgramBuilder:
             ),
         )
 
-    def _value(self, name: str, rows: int, columns: int, dtype: DType, writer: int | None = None) -> Value:
+    def _value(self, name: str, rows: int, columns: int, dtype: StoredDtype, writer: int | None = None) -> Value:
         """Return a new value, written by op `writer` or else by the next op added."""
         value = Value(len(self._values), name, rows, columns, dtype)
         self._values.append(value)
@@ -317,5 +407,5 @@ class ProgramBuilder:
 
 
 def _with_norm(op: Op, normed: Normed) -> Op:
-    assert isinstance(op, Embed | Linear | Gather | AddNorm)
+    assert isinstance(op, Embed | Linear | Gather | AddNorm | Combine)
     return replace(op, normed=normed)

@@ -33,6 +33,25 @@ PackedDtypes = PackedDtype | Sequence[tuple[int, PackedDtype]]  # of a matrix, o
 
 
 @dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """The weights of an MLP."""
+
+    gate_up: PackedMatrix  # [2 padded(intermediate), hidden], 16 columns of gate, 16 of up, and so on
+    gate_up_bias: Vector | None
+    down: PackedMatrix  # [hidden, intermediate]
+    down_bias: Vector | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The weights of a mixture of experts: of the router, and for each expert those of an MLP."""
+
+    router: PackedMatrix  # f32 [experts, hidden]; columns multiplied by those of the norm, whose input the router reads
+    gate_up: tuple[PackedMatrix, ...]
+    down: tuple[PackedMatrix, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """The weights of one layer. Biases and norms that the family does not have are None."""
 
@@ -45,10 +64,7 @@ class LayerWeights:
     o_bias: Vector | None
     attention_post_norm: Vector | None  # [hidden]
     mlp_norm: Vector | None  # [hidden]
-    gate_up: PackedMatrix  # [2 padded(intermediate), hidden], 16 columns of gate, 16 of up, and so on
-    gate_up_bias: Vector | None
-    down: PackedMatrix  # [hidden, intermediate]
-    down_bias: Vector | None
+    mlp: MlpWeights | ExpertWeights
     mlp_post_norm: Vector | None  # [hidden]
 
 
@@ -82,8 +98,15 @@ class WeightFactory(Protocol):
     """Makes the matrices and vectors of `build_weights`, in the order of their place in memory."""
 
     def matrix(
-        self, out_features: int, in_features: int, dtype: PackedDtypes, parts: Sequence[Part]
-    ) -> PackedMatrix: ...
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: PackedDtypes,
+        parts: Sequence[Part],
+        factors: Vector | None = None,
+    ) -> PackedMatrix:
+        """Return a matrix whose columns, in the order of in_features, are multiplied by `factors`."""
+
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector: ...
 
 
@@ -136,14 +159,15 @@ def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory)
         return factory.matrix(*shape, _packed_dtype(spec, vocabulary_dtype, parts), parts)
 
     embedding = vocabulary(names.embedding)
-    layers = tuple(_build_layer(spec, names.layer.format(layer), dtype, factory) for layer in range(spec.num_layers))
+    layers = tuple(_build_layer(spec, layer, dtype, factory) for layer in range(spec.num_layers))
     final_norm = factory.vector(hidden, [Part(f"{names.final_norm}.weight", (hidden,))], spec.norm_offset)
     lm_head = embedding if spec.tie_embeddings else vocabulary(names.lm_head)
     return DecoderWeights(embedding, layers, final_norm, lm_head)
 
 
-def _build_layer(spec: DecoderSpec, prefix: str, dtype: WeightDtype, factory: WeightFactory) -> LayerWeights:
+def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: WeightFactory) -> LayerWeights:
     names, hidden, intermediate = spec.names, spec.hidden_size, spec.intermediate_size
+    prefix = names.layer.format(layer)
 
     def norm(present: bool, name: str, size: int) -> Vector | None:
         parts = [Part(f"{prefix}{name}.weight", (size,))]
@@ -156,10 +180,19 @@ def _build_layer(spec: DecoderSpec, prefix: str, dtype: WeightDtype, factory: We
     def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
         return factory.vector(size, _named(parts, prefix, "bias")) if present else None
 
-    qkv = _stacked(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size))
-    o, down = _stacked((names.o,), (hidden,)), _stacked((names.down,), (hidden,))
-    gate_up = _interleaved(names.gate_up, intermediate)
+    def mlp() -> MlpWeights:
+        gate_up, down = _interleaved(names.gate_up, intermediate), _stacked((names.down,), (hidden,))
+        return MlpWeights(
+            gate_up=matrix(2 * padded(intermediate), hidden, gate_up),
+            gate_up_bias=bias(spec.mlp_bias, 2 * padded(intermediate), gate_up),
+            down=matrix(hidden, intermediate, down),
+            down_bias=bias(spec.mlp_bias, hidden, down),
+        )
+
+    qkv, o = _stacked(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size)), _stacked((names.o,), (hidden,))
     q_norm_size, k_norm_size = (spec.q_size, spec.kv_size) if spec.qk_norm_rows else (spec.head_dim, spec.head_dim)
+    mlp_norm = norm(spec.pre_norms, names.mlp_norm, hidden)
+    has_experts = spec.experts is not None and spec.experts.layers[layer]
     return LayerWeights(
         input_norm=norm(spec.pre_norms, names.input_norm, hidden),
         qkv=matrix(spec.qkv_size, hidden, qkv),
@@ -169,12 +202,35 @@ def _build_layer(spec: DecoderSpec, prefix: str, dtype: WeightDtype, factory: We
         o=matrix(hidden, spec.q_size, o),
         o_bias=bias(spec.o_bias, hidden, o),
         attention_post_norm=norm(spec.post_norms, names.attention_post_norm, hidden),
-        mlp_norm=norm(spec.pre_norms, names.mlp_norm, hidden),
-        gate_up=matrix(2 * padded(intermediate), hidden, gate_up),
-        gate_up_bias=bias(spec.mlp_bias, 2 * padded(intermediate), gate_up),
-        down=matrix(hidden, intermediate, down),
-        down_bias=bias(spec.mlp_bias, hidden, down),
+        mlp_norm=mlp_norm,
+        mlp=_build_experts(spec, prefix, dtype, factory, mlp_norm) if has_experts else mlp(),
         mlp_post_norm=norm(spec.post_norms, names.mlp_post_norm, hidden),
+    )
+
+
+def _build_experts(
+    spec: DecoderSpec, prefix: str, dtype: WeightDtype, factory: WeightFactory, norm: Vector | None
+) -> ExpertWeights:
+    """Make the weights of a layer's experts; all matrices of one kind have the same dtype."""
+    assert spec.experts is not None, "only a spec with experts has layers with experts"
+    names, hidden, size = spec.names, spec.hidden_size, spec.experts.intermediate_size
+    num_experts = spec.experts.num_experts
+    router = _named(_stacked((names.router,), (num_experts,)), prefix, "weight", hidden)
+    gate_up, down = [], []
+    for expert in range(num_experts):
+        of_expert = [name.format(expert) for name in (*names.expert_gate_up, names.expert_down)]
+        gate_up.append(_named(_interleaved(of_expert[:2], size), prefix, "weight", hidden))
+        down.append(_named(_stacked(of_expert[2:], (hidden,)), prefix, "weight", size))
+
+    def matrices(out_features: int, in_features: int, experts: Sequence[Sequence[Part]]) -> tuple[PackedMatrix, ...]:
+        packed = _packed_dtype(spec, dtype, [part for parts in experts for part in parts])
+        one = packed if isinstance(packed, str) else "q8"
+        return tuple(factory.matrix(out_features, in_features, one, parts) for parts in experts)
+
+    return ExpertWeights(
+        router=factory.matrix(num_experts, hidden, "f32", router, norm),
+        gate_up=matrices(2 * padded(size), hidden, gate_up),
+        down=matrices(hidden, size, down),
     )
 
 
@@ -232,11 +288,18 @@ class _Packer:
         self._stop = stop
         self._filling: list[Future[None]] = []
 
-    def matrix(self, out_features: int, in_features: int, dtype: PackedDtypes, parts: Sequence[Part]) -> PackedMatrix:
+    def matrix(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: PackedDtypes,
+        parts: Sequence[Part],
+        factors: Vector | None = None,
+    ) -> PackedMatrix:
         nbytes = packed_nbytes(out_features, in_features, dtype)
         memory, self._unused = self._unused[:nbytes], self._unused[nbytes:]
         matrix = PackedMatrix(out_features, in_features, dtype, memory)
-        self._filling.append(self._threads.submit(self._fill, matrix, parts))
+        self._filling.append(self._threads.submit(self._fill, matrix, parts, factors))
         return matrix
 
     def finish(self) -> None:
@@ -244,13 +307,15 @@ class _Packer:
         for filling in self._filling:
             filling.result()
 
-    def _fill(self, matrix: PackedMatrix, parts: Sequence[Part]) -> None:
+    def _fill(self, matrix: PackedMatrix, parts: Sequence[Part], factors: Vector | None) -> None:
         for part in parts:
             kind, columns_per_row = self._checkpoint.dtype(part.tensor), 1 if part.interleave is None else 2
             num_rows = max(ELEMENTS_AT_ONCE // matrix.in_features // 32, 1) * 32
             for row, rows in self._checkpoint.chunks(part.tensor, part.rows, num_rows):
                 if self._stop.is_set():
                     raise Unavailable("loading the model was cancelled")
+                if factors is not None:
+                    rows, kind = (_widen(rows) if kind in READABLE else widen(rows, kind)) * factors, "F32"
                 _fill_rows(matrix, rows, kind, part.start + row * columns_per_row, part.interleave)
 
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
@@ -306,7 +371,14 @@ class WeightPlanner:
         self.nbytes: Counter[PackedDtype] = Counter()  # of packed matrices
         self.tensors: dict[str, tuple[int, ...]] = {}  # name -> shape
 
-    def matrix(self, out_features: int, in_features: int, dtype: PackedDtypes, parts: Sequence[Part]) -> PackedMatrix:
+    def matrix(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: PackedDtypes,
+        parts: Sequence[Part],
+        factors: Vector | None = None,
+    ) -> PackedMatrix:
         ranges = column_ranges(out_features, dtype)
         for columns, one in ranges:
             self.nbytes[one] += packed_nbytes(columns, in_features, one)

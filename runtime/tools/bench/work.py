@@ -1,7 +1,8 @@
 """Compute the least work of a phase from the model's program: bytes read from memory, and useful operations.
 
 Only what the model's definition requires is counted: no padded rows, no masked half of a tile, no byte read twice in a
-step. So the share of the roofline is never too high.
+step. So the share of the roofline is never too high. In a mixture of experts only the chosen experts are read; their
+number is the expected one if all experts are chosen equally often.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ....kernels.ops import INPUT_DTYPES, QUERY_DTYPES, DType, Linear
+from ....kernels.ops import INPUT_DTYPES, QUERY_DTYPES, DType, ExpertLinear, Linear
 from ....scheduler import chunk_pairs
 from ...model.runner import ModelRunner
 from .roofline import Roofline
@@ -68,6 +69,12 @@ def visible_pairs(first: int, rows: int, window: int) -> int:
     return chunk_pairs(first, growing) + (rows - growing) * window
 
 
+def chosen_experts(num_experts: int, top_k: int, rows: float) -> float:
+    """Return the expected number of experts that `rows` rows choose, if all experts are chosen equally often."""
+    missed: float = (1 - top_k / num_experts) ** rows
+    return num_experts * (1 - missed)
+
+
 def _seen(steps: Sequence[Contexts], window: int) -> int:
     """Count the tokens whose keys and values a layer reads, once per step and sequence."""
     return sum(min(context, window or context) for contexts in steps for context in contexts)
@@ -76,18 +83,23 @@ def _seen(steps: Sequence[Contexts], window: int) -> int:
 def _work(runner: ModelRunner, rows: int, samples: int, steps: Sequence[Contexts], pairs: Callable[[int], int]) -> Work:
     """Add up the work of all ops. `pairs(window)` counts the (query, visible key) pairs of a layer with that window."""
     ops: dict[DType, int] = {}
-    weight_bytes = 0
+    weight_bytes = 0.0
     for op in runner.ops:
         if isinstance(op, Linear):
-            weight = op.weight
+            weight, read = op.weight, 1.0
             of = samples if op.maxima is not None else rows  # only the lm_head leaves maxima
-            dtype = INPUT_DTYPES[weight.dtype]
-            ops[dtype] = ops.get(dtype, 0) + 2 * of * weight.out_features * weight.in_features
-            weight_bytes += weight.nbytes * len(steps)
+        elif isinstance(op, ExpertLinear):
+            weight, of = op.weights[0], rows * op.routing.top_k
+            read = chosen_experts(op.routing.num_experts, op.routing.top_k, rows / len(steps))
+        else:
+            continue
+        dtype = INPUT_DTYPES[weight.dtype]
+        ops[dtype] = ops.get(dtype, 0) + 2 * of * weight.out_features * weight.in_features
+        weight_bytes += read * weight.nbytes * len(steps)
     spec, layout = runner.spec, runner.capacity.layout
     dtype = QUERY_DTYPES[layout.dtype]  # of keys and values when they are multiplied
     kv_bytes = 0
     for window in spec.windows:
         ops[dtype] = ops.get(dtype, 0) + 4 * pairs(window) * spec.num_heads * spec.head_dim
         kv_bytes += _seen(steps, window) * layout.layer_page_bytes // layout.page_size
-    return Work(weight_bytes, kv_bytes, ops)
+    return Work(round(weight_bytes), kv_bytes, ops)

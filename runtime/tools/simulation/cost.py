@@ -12,13 +12,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 
-from ....kernels.ops import BLOCK, GATED, INPUT_DTYPES, QUERY_DTYPES, DType, Linear, padded
-from ....kernels.pack import packed_nbytes
+from ....kernels.ops import (
+    BLOCK,
+    GATED,
+    INPUT_DTYPES,
+    QUERY_DTYPES,
+    ROWS_IN_CACHE,
+    DType,
+    ExpertLinear,
+    Linear,
+    padded,
+)
+from ....kernels.pack import PackedMatrix, packed_nbytes
 from ....scheduler import StepPlan
 from ...model import DecoderSpec
 from ...model.runner import Capacity
 from ..bench import Roofline
-from ..bench.work import visible_pairs
+from ..bench.work import chosen_experts, visible_pairs
 from .threads import THREAD_READ, busy_share, finish_seconds, start_seconds
 
 StepCost = Callable[[StepPlan], float]  # the seconds that executing a step takes
@@ -33,7 +43,6 @@ ATTENTION_PEAK: dict[DType, float] = {
 }  # 512 rows after 3,584 tokens; f32: 1 x 1,024
 SEQUENCE_S = 30e-6  # between steps, per sequence: schedule, commit, publish, arrays (measured by `quire bench`)
 HEAD_S = 2.6e-6  # of one thread in attention, per sequence, layer and KV head, whatever the context
-ROWS_IN_CACHE = 192  # rows of a unit of work of linear layers, as in kernels/linear.pyx
 SPLIT = 256  # tokens of a unit of decode attention, as in kernels/attention.pyx
 TILE = 64  # rows, with all query heads of a KV head, of a unit of prefill attention
 SHARED_HEADS = 4  # per thread: with more heads, a unit of decode attention is a whole head
@@ -44,8 +53,9 @@ class RooflineCost:
     """The seconds of each part of a step on `threads` threads. A `StepCost`."""
 
     step_s: float  # waking the threads, and waiting for the end of each op
-    weights_s: float  # read once per step
+    weights_s: float  # read once per step, without those of experts
     linears: tuple[LinearCost, ...]  # of all layers
+    experts: tuple[ExpertsCost, ...]  # of all layers; empty unless the model is a mixture of experts
     head: LinearCost  # lm_head, of the rows that sample
     sequence_s: float  # attention, per sequence, if all threads work
     layers: tuple[LayerCost, ...]
@@ -65,12 +75,14 @@ class RooflineCost:
             samples += sequence.num_samples
             for layer in self.layers:
                 attention_s += layer.seconds(count, sequence.first_position, busy, read_share)
-        return self.step_s + max(self.weights_s, self.linear_seconds(rows, samples)) + attention_s
+        weights_s = self.weights_s + sum(experts.read_seconds(rows) for experts in self.experts)
+        return self.step_s + max(weights_s, self.linear_seconds(rows, samples)) + attention_s
 
     def linear_seconds(self, rows: int, samples: int) -> float:
         """Return the seconds of the linear layers' arithmetic for `rows` tokens of which `samples` sample."""
         layers_s = sum(linear.seconds(rows, self.threads) for linear in self.linears)
-        return layers_s + self.head.seconds(samples, self.threads)
+        experts_s = sum(experts.seconds(rows, self.threads) for experts in self.experts)
+        return layers_s + experts_s + self.head.seconds(samples, self.threads)
 
     def _attention_units(self, plan: StepPlan) -> int:
         """Return the units of work into which an attention op of the step is partitioned."""
@@ -98,6 +110,25 @@ class LinearCost:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsCost:
+    """Linear layers of experts with the same number of blocks, if all experts are chosen equally often."""
+
+    num_experts: int
+    top_k: int
+    num_blocks: int
+    read_s: float  # of one expert's weights, in all of these layers
+    row_s: float  # per row and expert, if all threads work
+
+    def read_seconds(self, rows: int) -> float:
+        return self.read_s * chosen_experts(self.num_experts, self.top_k, rows)
+
+    def seconds(self, rows: int, threads: int) -> float:
+        chosen = chosen_experts(self.num_experts, self.top_k, rows)
+        units = self.num_blocks * max(1, round(max(chosen, rows * self.top_k / ROWS_IN_CACHE)))
+        return rows * self.top_k * self.row_s / busy_share(units, threads)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerCost:
     """Attention of all layers with the same window (0: full attention)."""
 
@@ -118,6 +149,7 @@ class LayerCost:
 def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> RooflineCost:
     """Return the cost of steps on a machine with this roofline, from the program that would run there."""
     linears = [op for op in capacity.memory.program.ops if isinstance(op, Linear)]
+    experts = [op for op in capacity.memory.program.ops if isinstance(op, ExpertLinear)]
     layout = capacity.layout
     read_s = layout.layer_page_bytes / layout.page_size / (KV_READ * roofline.read_bytes_per_s)
     dtype = QUERY_DTYPES[layout.dtype]
@@ -128,6 +160,7 @@ def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> 
         step_s=start_seconds(threads) + ops * finish_seconds(threads),
         weights_s=sum(_read_seconds(op, roofline, threads, max_read_share) for op in linears),
         linears=_linear_costs((op for op in linears if op.maxima is None), roofline),
+        experts=_experts_costs(experts, roofline, threads, max_read_share),
         head=_linear_costs((op for op in linears if op.maxima is not None), roofline)[0],
         sequence_s=HEAD_S * spec.num_layers * spec.num_kv_heads / threads,
         layers=tuple(
@@ -140,13 +173,19 @@ def roofline_cost(spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> 
     )
 
 
-def num_blocks(op: Linear) -> int:
+def num_blocks(op: Linear | ExpertLinear) -> int:
     """Return the blocks of 32 output columns that the threads share; a block of SwiGLU has 32 of gate and 32 of up."""
-    return padded(op.weight.out_features) // BLOCK // (2 if op.epilogue in GATED else 1)
+    return padded(_weight(op).out_features) // BLOCK // (2 if op.epilogue in GATED else 1)
 
 
-def _read_seconds(op: Linear, roofline: Roofline, threads: int, max_read_share: float) -> float:
-    nbytes = packed_nbytes(op.weight.out_features, op.weight.in_features, op.weight.ranges)
+def _weight(op: Linear | ExpertLinear) -> PackedMatrix:
+    """Return the weight of a linear layer, or of one of its experts."""
+    return op.weight if isinstance(op, Linear) else op.weights[0]
+
+
+def _read_seconds(op: Linear | ExpertLinear, roofline: Roofline, threads: int, max_read_share: float) -> float:
+    weight = _weight(op)
+    nbytes = packed_nbytes(weight.out_features, weight.in_features, weight.ranges)
     read_share = min(1.0, busy_share(num_blocks(op), threads) * max_read_share)
     return nbytes / (WEIGHTS_READ * read_share * roofline.read_bytes_per_s)
 
@@ -154,10 +193,27 @@ def _read_seconds(op: Linear, roofline: Roofline, threads: int, max_read_share: 
 def _linear_costs(linears: Iterable[Linear], roofline: Roofline) -> tuple[LinearCost, ...]:
     row_s: dict[int, float] = {}  # by number of blocks
     for op in linears:
-        ops, dtype = 2 * op.weight.out_features * op.weight.in_features, INPUT_DTYPES[op.weight.dtype]
-        seconds = ops / (LINEAR_PEAK[dtype] * roofline.peak_ops_per_s[dtype])
-        row_s[num_blocks(op)] = row_s.get(num_blocks(op), 0.0) + seconds
+        row_s[num_blocks(op)] = row_s.get(num_blocks(op), 0.0) + _row_seconds(op, roofline)
     return tuple(LinearCost(blocks, seconds) for blocks, seconds in sorted(row_s.items()))
+
+
+def _experts_costs(
+    linears: Iterable[ExpertLinear], roofline: Roofline, threads: int, max_read_share: float
+) -> tuple[ExpertsCost, ...]:
+    seconds: dict[tuple[int, int, int], tuple[float, float]] = {}  # reading, and per row
+    for op in linears:
+        shape = op.routing.num_experts, op.routing.top_k, num_blocks(op)
+        read_s, row_s = seconds.get(shape, (0.0, 0.0))
+        read_s += _read_seconds(op, roofline, threads, max_read_share)
+        seconds[shape] = read_s, row_s + _row_seconds(op, roofline)
+    return tuple(ExpertsCost(*shape, *both) for shape, both in sorted(seconds.items()))
+
+
+def _row_seconds(op: Linear | ExpertLinear, roofline: Roofline) -> float:
+    """Return the seconds of the arithmetic of one row, if all threads work."""
+    weight = _weight(op)
+    dtype = INPUT_DTYPES[weight.dtype]
+    return 2 * weight.out_features * weight.in_features / (LINEAR_PEAK[dtype] * roofline.peak_ops_per_s[dtype])
 
 
 class NoisyCost:

@@ -55,6 +55,12 @@ def test_layer_groups_are_shown_if_a_layer_has_a_window(
     assert f"KV pages{MEMORY:>28,} B  {MEMORY // PAGE // per_page:,} pages" in lines
 
 
+def test_a_mixture_of_experts_is_described() -> None:
+    config = EngineConfig(model=str(Path(__file__).parents[2] / "goldens" / "qwen3_moe"), kv_cache_memory=MEMORY)
+    lines = plan_lines(Settings(engine=config, server=ServerConfig()))
+    assert lines[1] == "2 layers of 6 experts with an MLP of 40, 3 per token"
+
+
 def test_the_plan_shows_what_the_server_holds_for_clients_at_most(hybrid_folder: Callable[[str], Path]) -> None:
     engine = EngineConfig(model=str(hybrid_folder("s")), kv_cache_memory=MEMORY)
     limits = {"max_kept_bytes": 1000, "max_unsent_bytes": 2000, "max_pending_bytes": 3000, "max_text_bytes": 4000}

@@ -35,7 +35,7 @@ def folder(model_folder: Callable[..., Path]) -> Callable[[str], Path]:
 
 def matrices(model: PackedModel) -> list[Any]:
     weights = model.weights
-    inner = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    inner = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
     return [matrix.unpack() for matrix in (weights.embedding, *inner, weights.lm_head)]
 
 
@@ -64,8 +64,10 @@ def test_the_weights_are_those_of_the_folder(
     for matrix, other in zip(matrices(packed), matrices(expected), strict=True):
         np.testing.assert_array_equal(matrix, other)
     for layer, like in zip(packed.weights.layers, expected.weights.layers, strict=True):
-        for name in ("input_norm", "qkv_bias", "q_norm", "k_norm", "o_bias", "mlp_norm", "gate_up_bias", "down_bias"):
+        for name in ("input_norm", "qkv_bias", "q_norm", "k_norm", "o_bias", "mlp_norm"):
             np.testing.assert_array_equal(getattr(layer, name), getattr(like, name))
+        for name in ("gate_up_bias", "down_bias"):
+            np.testing.assert_array_equal(getattr(layer.mlp, name), getattr(like.mlp, name))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -113,7 +115,7 @@ def widen_q8_0(tensor: Tensor) -> Any:
 @pytest.mark.parametrize(("kind", "dtypes"), [("F16", {"bf16"}), ("Q8_0", {"q8"}), ("Q4_0", {"q4"})])
 def test_auto_takes_the_types_of_the_file(tmp_path: Path, kind: str, dtypes: set[str]) -> None:
     weights = pack_model(convert(BUNDLED_MODEL, tmp_path / "a.gguf", kind), "auto").weights
-    layers = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    layers = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
     assert {matrix.dtype for matrix in (weights.embedding, *layers)} == dtypes
     assert weights.lm_head is weights.embedding
 
@@ -141,7 +143,7 @@ def test_a_mixed_file_keeps_the_type_of_every_tensor(edited: Callable[..., Path]
     model, in_f32 = pack_model(path, "auto"), pack_model(path, "f32")
     layer = model.weights.layers[1]
     assert layer.qkv.ranges == ((384, "q4_k"), (128, "q6_k"))
-    assert (layer.o.dtype, layer.gate_up.dtype, layer.down.dtype) == ("q5_k", "q4_k", "q8")
+    assert (layer.o.dtype, layer.mlp.gate_up.dtype, layer.mlp.down.dtype) == ("q5_k", "q4_k", "q8")
     assert model.weights.embedding.dtype == "q6_k"
     for matrix, like in zip(matrices(model), matrices(in_f32), strict=True):
         np.testing.assert_array_equal(matrix, like)
@@ -149,7 +151,9 @@ def test_a_mixed_file_keeps_the_type_of_every_tensor(edited: Callable[..., Path]
     logits, like = (compute_logits(packed, token_ids) for packed in (model, in_f32))
     assert np.abs(logits - like).max() / (like.max() - like.min()) < 0.03  # activations are q8
     planned = plan_weights(model.spec, "auto")[1]
-    weights = [matrix for each in model.weights.layers for matrix in (each.qkv, each.o, each.gate_up, each.down)]
+    weights = [
+        matrix for each in model.weights.layers for matrix in (each.qkv, each.o, each.mlp.gate_up, each.mlp.down)
+    ]
     assert planned.total() == sum(matrix.nbytes for matrix in (model.weights.embedding, *weights))
     assert set(planned) == {"q4_k", "q5_k", "q6_k", "q8"}
 
@@ -170,13 +174,13 @@ def stored(kind: str) -> Tensor:
 def test_types_that_cannot_be_kept(edited: Callable[..., Path], gate: str, up: str, dtype: str) -> None:
     """Gate and up are interleaved, so they have one dtype; types without a packed form become q8."""
     path = edited({f"{LAYER}ffn_gate.weight": stored(gate), f"{LAYER}ffn_up.weight": stored(up)})
-    assert pack_model(path, "auto").weights.layers[1].gate_up.dtype == dtype
+    assert pack_model(path, "auto").weights.layers[1].mlp.gate_up.dtype == dtype
 
 
 def test_blocks_are_widened_exactly_for_another_dtype(tmp_path: Path) -> None:
     path = convert(BUNDLED_MODEL, tmp_path / "a.gguf", "Q8_0")
     stored = stored_tensors(BUNDLED_MODEL, "Q8_0")["blk.2.ffn_down.weight"]
-    np.testing.assert_array_equal(pack_model(path, "f32").weights.layers[2].down.unpack(), widen_q8_0(stored))
+    np.testing.assert_array_equal(pack_model(path, "f32").weights.layers[2].mlp.down.unpack(), widen_q8_0(stored))
 
 
 @pytest.mark.parametrize(

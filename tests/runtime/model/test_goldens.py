@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,20 @@ import numpy as np
 import pytest
 from quire.runtime.model import BUNDLED_MODEL, pack_model, read_spec
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "granite", "olmo2", "phi3", "gemma2", "gemma3")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "qwen3_moe",
+    "mixtral",
+)
 HELDOUT = Path(__file__).parents[2] / "data" / "heldout.json"
 
 
@@ -53,8 +67,14 @@ def test_smaller_weights_stay_close(
     goldens: Path, family: str, golden: tuple[list[int], Any], compute_logits: Callable[..., Any], weights: Any
 ) -> None:
     token_ids, expected = golden
-    logits = compute_logits(pack_model(goldens / family, weights), token_ids, kv_dtype="bf16")
-    assert 1e-5 < distance(logits, expected) < 0.05
+    model = pack_model(goldens / family, weights)
+    logits = compute_logits(model, token_ids, kv_dtype="bf16")
+    assert distance(logits, expected) > 1e-5
+    if model.spec.experts is None:
+        assert distance(logits, expected) < 0.05
+    else:  # a rounded row may choose another expert in a near tie: most rows stay close
+        rows = [distance(row, golden_row) for row, golden_row in zip(logits, expected, strict=True)]
+        assert statistics.median(rows) < 0.05
 
 
 def test_both_styles_of_config_mean_the_same(goldens: Path, family: str, model_folder: Callable[..., Path]) -> None:

@@ -14,7 +14,7 @@ from quire.pager.arena import HUGE_PAGE_BYTES
 from quire.runtime.common.errors import ModelError
 from quire.runtime.model import PackedModel, pack_model
 from quire.runtime.model.weights import Checkpoint, packing
-from quire.runtime.model.weights.packing import plan_weights
+from quire.runtime.model.weights.packing import ExpertWeights, MlpWeights, plan_weights
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 from safetensors.numpy import load_file, save_file
 
@@ -27,8 +27,14 @@ def widened(checkpoint: Checkpoint, name: str) -> Any:
 def matrices(model: PackedModel) -> list[PackedMatrix]:
     weights = model.weights
     head = [] if weights.lm_head is weights.embedding else [weights.lm_head]
-    inner = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    inner = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, *mlp_matrices(layer.mlp))]
     return [weights.embedding, *inner, *head]
+
+
+def mlp_matrices(mlp: MlpWeights | ExpertWeights) -> tuple[PackedMatrix, ...]:
+    if isinstance(mlp, MlpWeights):
+        return mlp.gate_up, mlp.down
+    return mlp.router, *mlp.gate_up, *mlp.down
 
 
 def test_q_k_and_v_are_one_matrix_in_that_order(goldens: Path) -> None:
@@ -40,7 +46,7 @@ def test_q_k_and_v_are_one_matrix_in_that_order(goldens: Path) -> None:
 def test_gate_and_up_alternate_by_16_and_are_padded_with_zeros(goldens: Path) -> None:
     checkpoint, layer = SafetensorsCheckpoint(goldens / "qwen3"), pack_model(goldens / "qwen3", "f32").weights.layers[0]
     gate, up = (widened(checkpoint, f"model.layers.0.mlp.{name}_proj.weight") for name in ("gate", "up"))
-    pairs = layer.gate_up.unpack().reshape(-1, 2, 16, 64)  # 176 columns of each, padded to 192
+    pairs = mlp_matrices(layer.mlp)[0].unpack().reshape(-1, 2, 16, 64)  # 176 columns of each, padded to 192
     np.testing.assert_array_equal(pairs[:, 0].reshape(192, 64)[:176], gate)
     np.testing.assert_array_equal(pairs[:, 1].reshape(192, 64)[:176], up)
     assert not pairs[11:].any()
@@ -50,7 +56,7 @@ def test_fused_tensors_are_split_as_separate_ones_are(goldens: Path) -> None:
     checkpoint, layer = SafetensorsCheckpoint(goldens / "phi3"), pack_model(goldens / "phi3", "f32").weights.layers[1]
     prefix = "model.layers.1."
     fused = widened(checkpoint, f"{prefix}mlp.gate_up_proj.weight")
-    pairs = layer.gate_up.unpack().reshape(-1, 2, 16, 64)  # 72 columns of each, padded to 96
+    pairs = mlp_matrices(layer.mlp)[0].unpack().reshape(-1, 2, 16, 64)  # 72 columns of each, padded to 96
     np.testing.assert_array_equal(pairs[:, 0].reshape(96, 64)[:72], fused[:72])
     np.testing.assert_array_equal(pairs[:, 1].reshape(96, 64)[:72], fused[72:])
     np.testing.assert_array_equal(layer.qkv.unpack(), widened(checkpoint, f"{prefix}self_attn.qkv_proj.weight"))
@@ -77,9 +83,10 @@ def test_biases_have_the_order_of_their_columns(goldens: Path) -> None:
     qkv = [widened(checkpoint, f"{prefix}self_attn.{name}_proj.bias") for name in "qkv"]
     gate, up = (widened(checkpoint, f"{prefix}mlp.{name}_proj.bias").reshape(-1, 16) for name in ("gate", "up"))
     assert layer.qkv_bias is not None
-    assert layer.gate_up_bias is not None
+    assert isinstance(layer.mlp, MlpWeights)
+    assert layer.mlp.gate_up_bias is not None
     np.testing.assert_array_equal(layer.qkv_bias, np.concatenate(qkv))
-    np.testing.assert_array_equal(layer.gate_up_bias, np.stack([gate, up], axis=1).reshape(-1))
+    np.testing.assert_array_equal(layer.mlp.gate_up_bias, np.stack([gate, up], axis=1).reshape(-1))
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", True), ("llama", False), ("mistral", False)])
@@ -89,16 +96,44 @@ def test_tied_embeddings_are_packed_once(goldens: Path, family: str, tied: bool)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "q8", "q4", "f32"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2", "phi3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "olmo2", "phi3", "gemma2"])
 def test_the_planned_bytes_are_the_packed_bytes(goldens: Path, family: str, weights: Any) -> None:
     model = pack_model(goldens / family, weights)
     assert plan_weights(model.spec, weights)[1].total() == sum(matrix.nbytes for matrix in matrices(model))
 
 
+def test_each_expert_has_its_own_matrices_and_some_layers_may_have_none(goldens: Path) -> None:
+    folder = goldens / "qwen3_moe"
+    checkpoint, layers = SafetensorsCheckpoint(folder), pack_model(folder, "f32").weights.layers
+    assert [type(layer.mlp) for layer in layers] == [ExpertWeights, MlpWeights, ExpertWeights]
+    experts, prefix = layers[2].mlp, "model.layers.2.mlp."
+    assert isinstance(experts, ExpertWeights)
+    for number in range(6):
+        gate, up, down = (
+            widened(checkpoint, f"{prefix}experts.{number}.{name}_proj.weight") for name in ("gate", "up", "down")
+        )
+        pairs = experts.gate_up[number].unpack().reshape(-1, 2, 16, 64)  # 40 columns of each, padded to 64
+        np.testing.assert_array_equal(pairs[:, 0].reshape(64, 64)[:40], gate)
+        np.testing.assert_array_equal(pairs[:, 1].reshape(64, 64)[:40], up)
+        np.testing.assert_array_equal(experts.down[number].unpack(), down)
+
+
+@pytest.mark.parametrize("weights", ["q4", "q8", "bf16"])
+def test_the_router_is_f32_and_takes_the_norm_into_its_columns(goldens: Path, weights: Any) -> None:
+    folder = goldens / "mixtral"
+    checkpoint, layer = SafetensorsCheckpoint(folder), pack_model(folder, weights).weights.layers[1]
+    router = widened(checkpoint, "model.layers.1.block_sparse_moe.gate.weight")
+    norm = widened(checkpoint, "model.layers.1.post_attention_layernorm.weight")
+    assert isinstance(layer.mlp, ExpertWeights)
+    assert layer.mlp.router.dtype == "f32"
+    assert {matrix.dtype for matrix in (*layer.mlp.gate_up, *layer.mlp.down)} == {weights}
+    np.testing.assert_array_equal(layer.mlp.router.unpack(), router * norm)
+
+
 def test_q4_leaves_the_embedding_and_the_head_in_q8(goldens: Path) -> None:
     weights = pack_model(goldens / "llama", "q4").weights
     layer = weights.layers[0]
-    assert {matrix.dtype for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down)} == {"q4"}
+    assert {matrix.dtype for matrix in (layer.qkv, layer.o, *mlp_matrices(layer.mlp))} == {"q4"}
     assert (weights.embedding.dtype, weights.lm_head.dtype) == ("q8", "q8")
     in_q8 = pack_model(goldens / "llama", "q8").weights
     np.testing.assert_array_equal(weights.lm_head.unpack(), in_q8.lm_head.unpack())

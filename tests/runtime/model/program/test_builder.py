@@ -11,13 +11,18 @@ import pytest
 from quire.kernels.ops import (
     AddNorm,
     Attention,
+    Combine,
     Convert,
+    Dispatch,
     Embed,
+    ExpertLinear,
     Gather,
     Linear,
     Normed,
     Op,
     Region,
+    RouteRows,
+    Routing,
     region_nbytes,
 )
 from quire.kernels.pack import PackedMatrix, packed_nbytes
@@ -50,19 +55,30 @@ def reads_and_writes(op: Op) -> tuple[list[Region], list[Region]]:
             return [op.input], [op.out]
         case AddNorm():
             return [op.input, op.out], [op.out, *regions(op.normed)]
+        case RouteRows():
+            return [op.logits], regions(op.routing)
+        case Dispatch():
+            return [*regions(op.input), op.routing.places], regions(op.out)
+        case ExpertLinear():
+            return [*regions(op.input), op.routing.groups], [op.out]
+        case Combine():
+            tables = [op.routing.places, op.routing.weights]
+            return [op.input, *tables, op.out], [op.out, *regions(op.normed)]
 
 
-def regions(value: Region | Normed | None) -> list[Region]:
+def regions(value: Region | Normed | Routing | None) -> list[Region]:
     if isinstance(value, Normed):
         return [value.data, value.squares]
+    if isinstance(value, Routing):
+        return [value.weights, value.places, value.groups]
     return [] if value is None else [value]
 
 
 def names(ops: list[Op]) -> list[str]:
     return [
         type(op).__name__
-        + (f":{op.epilogue}" if isinstance(op, Linear) else "")
-        + (", norm" if isinstance(op, Embed | Linear | Gather | AddNorm) and op.normed else "")
+        + (f":{op.epilogue}" if isinstance(op, Linear | ExpertLinear) else "")
+        + (", norm" if isinstance(op, Embed | Linear | Gather | AddNorm | Combine) and op.normed else "")
         for op in ops
     ]
 
@@ -87,6 +103,22 @@ def test_without_norms_before_them_layers_read_the_residual_stream() -> None:
 
 def test_heads_that_do_not_fill_blocks_are_converted_by_an_op() -> None:
     assert names(compiled("qwen3", "q8").ops)[2:5] == ["Attention", "Convert", "Linear:add, norm"]  # 2 heads of 24
+
+
+def test_the_ops_of_a_mixture_of_experts() -> None:
+    attention = ["Linear:store", "Attention", "Convert", "Linear:add, norm"]
+    experts = ["Linear:store", "RouteRows", "Dispatch", "ExpertLinear:swiglu", "ExpertLinear:store"]
+    mlp = ["Linear:swiglu", "Linear:add, norm"]
+    layers = [*attention, *experts, "Combine, norm", *attention, *mlp, *attention, *experts, "Combine"]
+    assert names(compiled("qwen3_moe", "q8").ops) == ["Embed, norm", *layers, "Gather, norm", "Linear:store"]
+
+
+def test_nothing_overwrites_the_groups_of_a_layer_until_the_end_of_the_step() -> None:
+    """A worker that lost its core in a layer may read them much later."""
+    plan = compiled("mixtral", "q8")
+    kept = [value for value in plan.values if value.name == "expert groups"]
+    assert len({value.region for value in kept}) == 2
+    assert {value.last_op for value in kept} == {len(plan.ops)}
 
 
 def test_f32_weights_need_no_conversion() -> None:
@@ -126,7 +158,7 @@ def test_windows_come_from_the_spec() -> None:
 
 @pytest.mark.parametrize(("max_tokens", "max_samples"), [(1, 1), (33, 33), (64, 4), (512, 64)])
 @pytest.mark.parametrize("weights", ["bf16", "q8", "q4", "f32"])
-@pytest.mark.parametrize("family", ["mistral", "olmo2", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "olmo2", "gemma3"])
 def test_an_op_reads_what_an_earlier_op_wrote(family: str, weights: Any, max_tokens: int, max_samples: int) -> None:
     """For each byte, the op that wrote it last wrote exactly the region that is read."""
     plan = compiled(family, weights, max_tokens, max_samples)

@@ -6,7 +6,7 @@ import pytest
 from quire.pager import KVLayout
 from quire.runtime.model.program import ProgramBuilder
 from quire.runtime.tools.bench.roofline import Roofline
-from quire.runtime.tools.bench.work import decode_work, prefill_work
+from quire.runtime.tools.bench.work import chosen_experts, decode_work, prefill_work
 
 
 @dataclass
@@ -47,6 +47,36 @@ class FakeModelRunner:
             builder.linear_add(x, FakeWeight(64, 64, "q8", 4352), None, x)
         logits = builder.logits(builder.gather(x), FakeWeight(500, 64, "q8", 34000))
         self.ops = builder.build(logits).ops
+
+
+class FakeMixture(FakeModelRunner):
+    """Layers of 8 experts, two per token, and a head."""
+
+    def __post_init__(self) -> None:
+        self.capacity = FakeCapacity(KVLayout(2, 2, 32, self.kv))
+        builder = ProgramBuilder(16, 4)
+        expert = [FakeWeight(64, 64, "q8", 4352)] * 8
+        x = builder.embed(FakeWeight(500, 64, "q8", 34000))
+        for _ in range(2):
+            logits = builder.linear(x, FakeWeight(8, 64, "f32", 8192), None, "router")
+            routing = builder.route(logits, 2, True)
+            builder.combine_add(builder.expert_linear(x, expert, routing), routing, x)
+        self.ops = builder.build(builder.logits(builder.gather(x), FakeWeight(500, 64, "q8", 34000))).ops
+
+
+def test_only_the_chosen_experts_are_read_and_computed():
+    fixed, kv = 2 * 8192 + 34000, FakeSpec((0, 3))
+    one, four = (decode_work(FakeMixture("f32", kv), [(5,) * users]) for users in (1, 4))
+    assert one.weight_bytes == fixed + 2 * 2 * 4352
+    assert four.weight_bytes == fixed + round(2 * 8 * (1 - 0.75**4) * 4352)
+    assert one.ops["q8"] == 2 * (2 * 2 * 64 * 64 + 500 * 64)
+    assert four.ops["q8"] == 4 * one.ops["q8"]
+
+
+def test_the_expected_number_of_chosen_experts():
+    assert [chosen_experts(8, 2, rows) for rows in (1, 2)] == [2, 3.5]
+    assert chosen_experts(8, 8, 1) == 8
+    assert chosen_experts(128, 8, 1000) == pytest.approx(128)
 
 
 def test_decode_reads_the_weights_once_per_step_and_all_visible_keys_and_values():

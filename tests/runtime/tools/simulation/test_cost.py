@@ -11,6 +11,7 @@ import pytest
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.model import DecoderSpec, read_spec
 from quire.runtime.model.runner import decide_capacity
+from quire.runtime.model.spec import Experts
 from quire.runtime.tools.simulation import NoisyCost, RooflineCost, given_roofline, roofline_cost
 from quire.runtime.tools.simulation.cost import LayerCost
 from quire.scheduler import ScheduledSequence, StepPlan
@@ -90,6 +91,31 @@ def test_layers_with_a_window_cost_less(cost: RooflineCost) -> None:
     hybrid = cost_of(replace(spec, windows=(0, 512) * (spec.num_layers // 2)))
     assert hybrid(plan((200, 1, 1))) == pytest.approx(cost(plan((200, 1, 1))))
     assert hybrid(plan((4096, 1, 1))) < cost(plan((4096, 1, 1)))
+
+
+def test_a_step_reads_only_the_experts_that_its_rows_choose() -> None:
+    spec = read_spec(SHAPE)
+    layers = (True,) * spec.num_layers
+    experts = Experts(num_experts=64, top_k=4, intermediate_size=768, normalised=True, layers=layers)
+    cost = cost_of(replace(spec, experts=experts))
+    one, all_experts = (sum(layer.read_seconds(rows) for layer in cost.experts) for rows in (1, 10_000))
+    assert one == pytest.approx(all_experts / 16)
+    assert sum(layer.read_seconds(8) for layer in cost.experts) == pytest.approx(all_experts * (1 - (15 / 16) ** 8))
+    assert cost(plan((0, 1, 1))) < cost(plan(*[(0, 1, 1)] * 8)) < cost(plan((0, 512, 1)))
+
+
+def test_a_mixture_whose_experts_are_all_chosen_costs_what_the_dense_layers_cost() -> None:
+    spec = read_spec(SHAPE)
+    one_expert = Experts(
+        num_experts=1,
+        top_k=1,
+        intermediate_size=spec.intermediate_size,
+        normalised=True,
+        layers=(True,) * spec.num_layers,
+    )
+    dense, mixture = cost_of(spec), cost_of(replace(spec, experts=one_expert))
+    for step in (plan((64, 1, 1)), plan((0, 512, 1))):
+        assert mixture(step) == pytest.approx(dense(step), rel=0.05)
 
 
 def test_noise_has_mean_1_and_depends_on_the_seed() -> None:

@@ -1,0 +1,100 @@
+"""Reading of mixtures of experts from config.json: which layers have experts, how many, and values that are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire.runtime.common.errors import UnsupportedModel
+from quire.runtime.model import DecoderSpec, read_spec
+from quire.runtime.model.spec import Experts
+
+MINIMAL = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+}
+Read = Callable[..., DecoderSpec]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """Read a minimal config of one model type with the given keys."""
+
+    def read(model_type: str, **keys: Any) -> DecoderSpec:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **MINIMAL, **keys}))
+        return read_spec(tmp_path)
+
+    return read
+
+
+def test_defaults_of_mixtral(read: Read) -> None:
+    spec = read("mixtral")
+    assert spec.experts == Experts(
+        num_experts=8, top_k=2, intermediate_size=96, normalised=True, layers=(True, True, True, True)
+    )
+    assert (spec.norm_eps, spec.windows, spec.eos_token_ids) == (1e-5, (0, 0, 0, 0), (2,))
+
+
+def test_defaults_of_qwen3_moe(read: Read) -> None:
+    spec = read("qwen3_moe")
+    assert spec.experts == Experts(
+        num_experts=128, top_k=8, intermediate_size=768, normalised=False, layers=(True, True, True, True)
+    )
+    assert (spec.qk_norm, spec.head_dim, spec.windows) == (True, 16, (0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        ({"decoder_sparse_step": 2}, (False, True, False, True)),
+        ({"decoder_sparse_step": 5}, (False, False, False, False)),
+        ({"mlp_only_layers": [0, 3]}, (False, True, True, False)),
+        ({"mlp_only_layers": None}, (True, True, True, True)),
+        ({"mlp_only_layers": [1], "decoder_sparse_step": 2}, (False, False, False, True)),
+    ],
+)
+def test_some_layers_of_qwen3_moe_have_an_mlp(read: Read, keys: Any, layers: tuple[bool, ...]) -> None:
+    experts = read("qwen3_moe", **keys).experts
+    assert experts is not None
+    assert experts.layers == layers
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_qwen3_moe_as_transformers_4_and_5_write_it(read: Read, key: str) -> None:
+    keys = {key: 16, "num_experts_per_tok": 4, "moe_intermediate_size": 40, "norm_topk_prob": True}
+    experts = read("qwen3_moe", **keys).experts
+    assert experts is not None
+    assert (experts.num_experts, experts.top_k, experts.intermediate_size, experts.normalised) == (16, 4, 40, True)
+
+
+def test_all_layers_of_qwen3_moe_slide_or_none(read: Read) -> None:
+    assert read("qwen3_moe", sliding_window=8).windows == (0, 0, 0, 0)
+    assert read("qwen3_moe", sliding_window=8, use_sliding_window=True).windows == (8, 8, 8, 8)
+    assert read("mixtral", sliding_window=8).windows == (8, 8, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "complaint"),
+    [
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts is 0; it must be an integer from 1 to 1024"),
+        ("mixtral", {"num_local_experts": 2000}, "num_local_experts is 2000"),
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be an integer from 1 to 8"),
+        ("mixtral", {"num_experts_per_tok": True}, "num_experts_per_tok is true"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+        ("qwen3_moe", {"num_experts": "8"}, 'num_experts is "8"'),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3; it must be a list of layer numbers"),
+        ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob is 1; it must be true or false"),
+    ],
+)
+def test_values_that_are_refused(read: Read, family: str, keys: Any, complaint: str) -> None:
+    with pytest.raises(UnsupportedModel, match=complaint):
+        read(family, **keys)
