@@ -12,6 +12,11 @@ VALIDATOR, SNAPSHOT, ERRORS, BUILD, PROCESSOR = (
     f"runtime/engine/{name}.py" for name in ("validator", "snapshot", "error_mapping", "build", "text_processor")
 )
 
+GRAMMARS = "runtime/engine/grammars.py"
+MASKS = (
+    "tests/runtime/engine/test_grammars.py tests/system/test_structured_outputs.py "
+    "tests/system/test_same_bits_of_grammars.py"
+)
 SAVED = "tests/runtime/engine/test_snapshot.py"
 
 MUTANTS = [
@@ -254,8 +259,8 @@ MUTANTS = [
     ),
     Mutant(
         VALIDATOR,
-        "for token in (min(token_ids), max(token_ids)):",
-        "for token in (token_ids[0], max(token_ids)):",
+        'for token in (min(token_ids), max(token_ids)):\n            self._check_token("prompt", token)',
+        'for token in (token_ids[0], max(token_ids)):\n            self._check_token("prompt", token)',
         "a negative token id in the middle of a prompt reads memory before the embedding",
     ),
     Mutant(
@@ -311,7 +316,7 @@ MUTANTS = [
     ),
     Mutant(
         PROCESSOR,
-        "params.include_stop_str_in_output, params.min_tokens)",
+        "params.include_stop_str_in_output, min_tokens)",
         "params.include_stop_str_in_output, 0)",
         "min_tokens does not hold stop strings back",
     ),
@@ -368,5 +373,61 @@ MUTANTS = [
         "",
         "a latency target that cannot be met is logged in every step",
         "tests/system/test_serving.py",
+    ),
+    Mutant(
+        GRAMMARS,
+        "    matcher.rollback(num_allowed)\n",
+        "",
+        "the matcher keeps draft tokens that were rejected",
+        MASKS,
+    ),
+    Mutant(
+        GRAMMARS,
+        "running.job_for == (end, *drafts)):",
+        "running.job_for[0] == end):",
+        "a late mask for other draft tokens is taken for these",
+        MASKS,
+    ),
+    Mutant(
+        GRAMMARS,
+        "        if matcher.is_error():\n",
+        "        if False:\n",
+        "a limit of the grammar ends the output as if it were complete",
+        MASKS,
+    ),
+    Mutant(
+        GRAMMARS,
+        "            if len(own) >= MAX_COMPILED_PER_TENANT:\n                del self._compiled[own[0]]\n            elif",
+        "            if",
+        "one tenant's grammars evict those of all others",
+        MASKS,
+    ),
+    Mutant(
+        GRAMMARS,
+        'if key != "x-guidance"}',
+        "if key}",
+        "a client's schema switches off the bounds on its own grammar",
+        MASKS,
+    ),
+    Mutant(
+        GRAMMARS,
+        "                if token.token_id != draft:\n",
+        "                if draft is None:\n",
+        "after a rejected draft the grammar's forced tokens are not drafted",
+        MASKS,
+    ),
+    Mutant(
+        GRAMMARS,
+        "return self._compiled[key].deep_copy()",
+        "return self._compiled[key]",
+        "requests with the same grammar share one matcher",
+        MASKS,
+    ),
+    Mutant(
+        VALIDATOR,
+        "        if num_bytes > MAX_GRAMMAR_BYTES:",
+        "        if num_bytes > MAX_GRAMMAR_BYTES << 10:",
+        "a grammar of megabytes is compiled",
+        MASKS,
     ),
 ]

@@ -39,8 +39,8 @@ MUTANTS = [
     ),
     Mutant(
         SIMD_LINEAR,
-        "sum[i][1] = vn_start(t->a.sums[i * blocks + b] / 16);",
-        "sum[i][1] = vn_start(t->a.sums[i * blocks + b] / 8);",
+        "start[i] = t->a.sums[i * blocks + b] / 16;",
+        "start[i] = t->a.sums[i * blocks + b] / 8;",
         "4-bit weights are multiplied with another zero than they were stored with",
         "tests/kernels/test_linear.py tests/kernels/test_program.py",
     ),
@@ -53,8 +53,8 @@ MUTANTS = [
     ),
     Mutant(
         K_QUANTS,
-        "unsigned_byte(s->bytes[1], BLOCKS + j)",
-        "unsigned_byte(s->bytes[0], BLOCKS + j)",
+        "vf_load_i8(s->bytes[1][BLOCKS + j])",
+        "vf_load_i8(s->bytes[0][BLOCKS + j])",
         "half of the columns of a GGUF file's matrix have the minimums of their neighbours",
         "tests/kernels/test_kquants.py",
     ),

@@ -315,8 +315,8 @@ MUTANTS = [
     ),
     Mutant(
         DRAFTS,
-        "limit = min(self._num_tokens, self._max_rows - rows, request.table.max_append())",
-        "limit = min(self._num_tokens, request.table.max_append())",
+        "limit = min(self._max_rows - rows, request.table.max_append())",
+        "limit = request.table.max_append()",
         "drafts of many requests exceed the rows that can be sampled",
     ),
     Mutant(
@@ -381,8 +381,8 @@ MUTANTS = [
     ),
     Mutant(
         REQUEST,
-        "num_output_tokens >= spec.min_tokens and self.token_ids[-1]",
-        "num_output_tokens > spec.min_tokens and self.token_ids[-1]",
+        "num_sampled >= spec.min_tokens and self.token_ids[-1]",
+        "num_sampled > spec.min_tokens and self.token_ids[-1]",
         "a stop token at min_tokens does not end the request",
     ),
     Mutant(
@@ -504,5 +504,17 @@ MUTANTS = [
         "        self._timer = None\n        updates = self._scheduler.expire()",
         "        updates = self._scheduler.expire()",
         "only the first deadline ends a request while no step runs",
+    ),
+    Mutant(
+        "scheduler/scheduler.py",
+        "computed = len(request.token_ids) - 1  # the last token again: its row has no sample yet",
+        "pass",
+        "a deferred sample is never computed",
+    ),
+    Mutant(
+        "scheduler/scheduler.py",
+        "            request.forced = tokens[-1].forced",
+        "            request.forced = tokens[0].forced",
+        "draft tokens of a grammar are those of an earlier position",
     ),
 ]
