@@ -43,6 +43,7 @@ def meson_test(build: Path, *arguments: str, **environment: str) -> str:
     return meson("test", "-C", str(build), "--verbose")
 
 
+@pytest.mark.timeout(900)  # a machine that others use emulates slowly
 @lacks("aarch64-linux-gnu-gcc", "qemu-aarch64-static", "meson", "ninja", "cython")
 def test_golden_bits_of_neon(tmp_path):
     output = meson_test(tmp_path, "--cross-file", "tests/kernels/cross/aarch64.ini")

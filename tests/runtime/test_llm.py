@@ -239,8 +239,12 @@ def test_chat_uses_the_models_template(tmp_path: Path) -> None:
         assert answer.token_ids == llm.generate([answer.prompt_token_ids], FOUR)[0].token_ids
 
 
-def test_a_model_without_a_template(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="has no chat template"):
+def test_a_model_without_a_template(tmp_path: Path) -> None:
+    shutil.copytree(BUNDLED_MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("chat_template*"))
+    with (
+        LLM(tmp_path / "model", kv_cache_memory=4 << 20) as llm,
+        pytest.raises(InvalidRequest, match="has no chat template"),
+    ):
         llm.chat([{"role": "user", "content": "Hello"}])
 
 
@@ -288,7 +292,7 @@ def test_logits_of_text_are_refused(llm: LLM) -> None:
         ({"threads": 5000}, "threads"),
         ({"max_model_len": -3}, "max_model_len"),
         ({"max_model_len": 2049}, "max_model_len 2049 is more than the 2048 positions"),
-        ({"weights": "int4"}, "weights must be bf16, f32, q4 or q8, not 'int4'"),
+        ({"weights": "int4"}, "weights must be auto, bf16, f32, q4 or q8, not 'int4'"),
         ({"kv_cache_dtype": "q8"}, "kv_cache_dtype"),
         ({"kv_cache_memory": 0}, "kv_cache_memory"),
         ({"kv_cache_memory": 10**18}, "kv_cache_memory"),

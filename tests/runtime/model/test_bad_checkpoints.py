@@ -120,13 +120,13 @@ def test_no_weights_at_all(model_folder: Callable[..., Path]) -> None:
 
 
 def test_an_unsupported_architecture(model_folder: Callable[..., Path]) -> None:
-    folder = model_folder("llama", lambda config: config.update(architectures=["MixtralForCausalLM"]))
-    with pytest.raises(UnsupportedModel, match="MixtralForCausalLM"):
+    folder = model_folder("llama", lambda config: config.update(architectures=["FalconForCausalLM"]))
+    with pytest.raises(UnsupportedModel, match="FalconForCausalLM"):
         pack_model(folder, "f32")
 
 
 def test_a_config_that_belongs_to_another_checkpoint(model_folder: Callable[..., Path]) -> None:
-    with pytest.raises(MissingTensor, match=r"model\.layers\.2\.input_layernorm"):
+    with pytest.raises(MissingTensor, match=r"model\.layers\.2\."):
         pack_model(model_folder("llama", lambda config: config.update(num_hidden_layers=3)), "f32")
 
 
