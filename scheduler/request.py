@@ -77,6 +77,7 @@ class Request:
     spilled: Spilled | None = field(default=None, init=False, repr=False)  # while preempted, if its pages were spilled
     beam: BeamSearch | None = field(default=None, init=False)
     beam_parent: Request | None = field(default=None, init=False, repr=False)  # of a beam: the request that searches
+    in_search: bool = field(default=False, init=False)  # it is a beam, or searches
     fork_parent: Request | None = field(default=None, init=False, repr=False)  # request whose prompt pages it may fork
     hypotheses: list[Hypothesis] = field(default_factory=list, init=False, repr=False)  # of a search that has ended
 
@@ -109,11 +110,7 @@ class Request:
         self.token_ids = [*spec.prompt_token_ids, *generated]
         if spec.beam is not None:
             self.beam = BeamSearch(*spec.beam)
-
-    @property
-    def search(self) -> Request | None:
-        """The beam search that this sequence belongs to: the request itself, its parent, or None."""
-        return self.beam_parent if self.beam is None else self
+            self.in_search = True
 
     @property
     def width(self) -> int:
@@ -188,9 +185,10 @@ class Request:
     def natural_end(self) -> FinishReason | None:
         """Return why the last output token ends the request, or None if it does not."""
         spec, num_output_tokens = self.spec, len(self.token_ids) - self.num_prompt_tokens
-        num_sampled = num_output_tokens - len(spec.echoed)
-        if num_sampled > 0 and num_sampled >= spec.min_tokens and self.token_ids[-1] in spec.stop_token_ids:
-            return "stop"
+        if self.token_ids[-1] in spec.stop_token_ids:  # rare: the rest is not computed for most tokens
+            num_sampled = num_output_tokens - len(spec.echoed)
+            if num_sampled > 0 and num_sampled >= spec.min_tokens:
+                return "stop"
         return "length" if num_output_tokens >= spec.max_tokens else None
 
 

@@ -122,7 +122,7 @@ class RunningBatch:
 
     def is_protected(self, request: Request) -> bool:
         """Return whether the request must not be preempted."""
-        return request.search is not None or request.preemptions >= MAX_PREEMPTIONS
+        return request.in_search or request.preemptions >= MAX_PREEMPTIONS
 
     def secure(self, request: Request) -> None:
         """Reserve the pages that a protected request may still need, after its tables have changed."""
@@ -170,7 +170,7 @@ class RunningBatch:
     def _new_beam(self, parent: Request, now: float) -> Request:
         self._last_beam_id -= 1
         beam = Request(replace(parent.spec, request_id=self._last_beam_id, beam=None))
-        beam.beam_parent, beam.order = parent, parent.order
+        beam.beam_parent, beam.in_search, beam.order = parent, True, parent.order
         beam.enter(State.PREFILL, now)
         beam.enter(State.DECODE, now)
         self.requests[beam.request_id] = beam

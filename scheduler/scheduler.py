@@ -178,7 +178,8 @@ class Scheduler:
             samples = sampled[start : start + row.num_samples]
             start += row.num_samples
             request = self._batch.requests[row.request_id]
-            if samples and (search := request.search) is not None:
+            if samples and request.in_search:
+                search = request.beam_parent or request
                 beam_samples.setdefault(search.request_id, []).extend(samples)
             else:
                 updates.append(self._commit_row(request, row, samples, now))
@@ -291,6 +292,8 @@ class Scheduler:
             self._num_arrived += 1
             self._requests[request.request_id] = request
             self._deadlines.push(request)
+            if request.spec.echoed:
+                self._speculator.expect(request)
         self._queue.add(requests)
         spec = requests[0].spec
         return spec.pin_s is None or self._queue.promise_pin(
@@ -320,17 +323,18 @@ class Scheduler:
             self._policy.served(request, 0, len(tokens))
         else:
             self._policy.served(request, len(row.token_ids), 0)
-        if len(tokens) < len(samples) and samples[len(tokens)].error is not None and ending is not None:
+        refused = samples[len(tokens)] if len(tokens) < len(samples) else None
+        if refused is not None and refused.error is not None and ending is not None:
             return self._end(request, ending, tokens)  # its pages may hold NaN: do not put them in the prefix cache
         table = table_of(request)
         computed = min(table.num_tokens, len(request.token_ids) - bool(tokens))
-        deferred = len(tokens) < len(samples) and samples[len(tokens)].is_deferred
-        if deferred:
+        is_deferred = refused is not None and refused.is_deferred
+        if is_deferred:
             computed = len(request.token_ids) - 1  # the last token again: its row has no sample yet
-        if deferred or len(samples) > 1:
+        if is_deferred or len(samples) > 1:
             computed = self._speculator.resolve(request, samples, tokens, computed, now)
-        if tokens:
-            request.forced = tokens[-1].forced
+        if tokens and (tokens[-1].forced or request.forced):
+            self._speculator.expect(request, tokens[-1].forced)
         self._recomputed_tokens += request.note_computed(computed)
         self._pager.commit(table, request.token_ids)
         if ending is not None:

@@ -39,6 +39,7 @@ class Speculator:
         self._num_tokens = num_tokens
         self._max_rows = max_rows
         self._indexes: dict[int, NGramIndex] = {}  # by request id, from its first draft to its end
+        self._known: set[int] = set()  # ids of live requests that have had echoed or forced tokens
 
     def draft(self, requests: Collection[Request], load: StepLoad) -> dict[int, list[int]]:
         """Grow the tables of decoding requests by draft tokens and return these by request id.
@@ -46,14 +47,15 @@ class Speculator:
         `load` is the load of the step without drafts.
         """
         drafts: dict[int, list[int]] = {}
-        looks_up = self._num_tokens > 0 or any(request.forced for request in requests)
-        looks_up = looks_up and self._tokens_that_pay(1.0, 1, load) > 0
+        if not self._num_tokens and not self._known:
+            return drafts
+        looks_up = self._tokens_that_pay(1.0, 1, load) > 0
         rows = load.decode_rows
         for request in requests:
             echoed = request.spec.echoed
             if not looks_up and not echoed:
                 continue
-            if request.state is State.DECODE and request.search is None and request.table is not None:
+            if request.state is State.DECODE and not request.in_search and request.table is not None:
                 limit = min(self._max_rows - rows, request.table.max_append())
                 limit = min(limit, request.spec.max_tokens - request.num_output_tokens - 1)
                 if request.num_output_tokens < len(echoed):  # these are accepted for certain
@@ -93,9 +95,15 @@ class Speculator:
         table.rollback(computed)
         return computed
 
+    def expect(self, request: Request, forced: tuple[int, ...] = ()) -> None:
+        """Note that a request has echoed tokens, or that its grammar allows only `forced` after its last token."""
+        request.forced = forced
+        self._known.add(request.request_id)
+
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request that has ended."""
         self._indexes.pop(request.request_id, None)
+        self._known.discard(request.request_id)
 
     def _note(self, request: Request, drafted: int, accepted: int) -> None:
         request.accepted_draft_tokens += accepted

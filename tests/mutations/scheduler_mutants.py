@@ -381,8 +381,8 @@ MUTANTS = [
     ),
     Mutant(
         REQUEST,
-        "num_sampled >= spec.min_tokens and self.token_ids[-1]",
-        "num_sampled > spec.min_tokens and self.token_ids[-1]",
+        "num_sampled >= spec.min_tokens:",
+        "num_sampled > spec.min_tokens:",
         "a stop token at min_tokens does not end the request",
     ),
     Mutant(
@@ -513,8 +513,8 @@ MUTANTS = [
     ),
     Mutant(
         "scheduler/scheduler.py",
-        "            request.forced = tokens[-1].forced",
-        "            request.forced = tokens[0].forced",
+        "self._speculator.expect(request, tokens[-1].forced)",
+        "self._speculator.expect(request, tokens[0].forced)",
         "draft tokens of a grammar are those of an earlier position",
     ),
 ]
