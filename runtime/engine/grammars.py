@@ -177,7 +177,7 @@ class Grammars:
         drafts = tuple(sequence.context[end:])
         if running.job is not None and (not running.job.done() or running.job_for == (end, *drafts)):
             return running.job if running.job_for == (end, *drafts) else Future()
-        generated = list(sequence.context[sequence.num_prompt_tokens : end]) if sequence.num_samples else []
+        generated = list(sequence.context[sequence.num_prompt_tokens : end])
         threads = self._compiling if running.matcher is None else self._computing
         running.job = threads.submit(self._allowed, running, generated, drafts)
         running.job_for = (end, *drafts)

@@ -80,6 +80,16 @@ def test_a_sequence_that_starts_in_the_middle_has_the_same_masks(masks: Grammars
     assert allowed(mask) == {A, B}
 
 
+def test_a_prefill_in_chunks_after_a_preemption_or_a_crash_knows_the_generated_tokens(masks: Grammars) -> None:
+    """The job that a chunk without a sample begins is also that of the last chunk."""
+    assert masks.begin([sequence(WORD, [B], samples=False)]) is None
+    job = masks._running[1].job
+    assert job is not None
+    job.result(timeout=60)
+    (mask,) = ready(masks.begin([sequence(WORD, [B])]))[1].masks
+    assert allowed(mask) == {A, B}
+
+
 def test_each_draft_token_has_a_mask_and_is_taken_back(masks: Grammars) -> None:
     first, second, third = ready(masks.begin([sequence(WORD, [], (A, B))]))[1].masks
     assert {A, B} <= allowed(first)
