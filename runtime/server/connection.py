@@ -7,7 +7,6 @@ connection remains. Must not import the server or the listening sockets.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 
 from structlog.contextvars import bind_contextvars
@@ -34,7 +33,7 @@ from .acceptor import AcceptedConnection
 from .convert import check_hello
 from .request_handler import AppContext, RequestHandler
 from .request_log import quire_error
-from .send_buffer import SendBuffer
+from .send_buffer import SendBuffer, linger
 from .tenant_bytes import PendingInput
 from .tenants import FRAMES_PER_REQUEST
 from .watchdog import Watchdog
@@ -42,7 +41,6 @@ from .watchdog import Watchdog
 READ_BYTES = 64 << 10
 BYTES_PER_FRAME = 4 << 10  # that count as one frame
 REQUESTS = (Generate, Resume, Tokenize)
-LINGER_S = 1.0
 
 TLS_HANDSHAKE = b"\x16\x03"
 HTTP_METHODS = (b"GET ", b"HEAD ", b"POST ", b"PUT ", b"DELETE ", b"OPTIONS ", b"PATCH ", b"CONNECT ", b"PRI * HTTP")
@@ -99,7 +97,7 @@ class Connection:
             tasks = [self._reading, sending, *self.tasks]
             try:
                 await asyncio.wait(tasks)
-                await self._linger()
+                await linger(self._reader, self._writer)
             finally:
                 if (limit := self._send_buffer.exceeded) is not None:
                     self._log_slow_reader(limit)
@@ -244,17 +242,6 @@ class Connection:
         tenant = None if self._handler is None else self._handler.tenant.name
         event = "connection closed: the client reads too slowly"
         self._context.connection_log.write(logging.WARNING, event, limit=limit, tenant=tenant)
-
-    async def _linger(self) -> None:
-        """Read until the client closes: closing on unread bytes would reset the connection and lose the last frame."""
-        if self._writer.is_closing():
-            return
-        with contextlib.suppress(OSError, TimeoutError):
-            if self._writer.can_write_eof():  # TLS cannot
-                self._writer.write_eof()
-            async with asyncio.timeout(LINGER_S):
-                while await self._reader.read(READ_BYTES):
-                    pass
 
 
 def _peer(writer: asyncio.StreamWriter) -> str:

@@ -19,7 +19,7 @@ from ...common.logs import new_id
 from ..acceptor import AcceptedConnection
 from ..request_handler import AppContext
 from ..request_log import quire_error
-from ..send_buffer import SendBuffer
+from ..send_buffer import SendBuffer, linger
 from ..tenant_bytes import PendingInput
 from ..tenants import Tenant
 from .api import Api, Route
@@ -29,7 +29,6 @@ from .exchange import Exchange
 READ_BYTES = 64 << 10
 MAX_HEAD_BYTES = 32 << 10
 MAX_AHEAD_BYTES = 64 << 10  # that a client may send before its request is answered
-LINGER_S = 1.0
 
 
 class HTTPConnection:
@@ -80,7 +79,7 @@ class HTTPConnection:
             tasks = [self._serving, sending, *self.tasks]
             try:
                 await asyncio.wait(tasks)
-                await self._linger()
+                await linger(self._reader, self._writer)
             finally:
                 if (limit := self._send_buffer.exceeded) is not None:
                     event = "connection closed: the client reads too slowly"
@@ -269,14 +268,3 @@ class HTTPConnection:
         exchange.leave("disconnect")
         if self._answering is not None and not exchange.lives:
             self._answering.cancel()
-
-    async def _linger(self) -> None:
-        """Read until the client closes: closing on unread bytes would reset the connection and lose the answer."""
-        if self._writer.is_closing():
-            return
-        with contextlib.suppress(OSError, TimeoutError):
-            if self._writer.can_write_eof():  # TLS cannot
-                self._writer.write_eof()
-            async with asyncio.timeout(LINGER_S):
-                while await self._reader.read(READ_BYTES):
-                    pass
