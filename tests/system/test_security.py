@@ -17,7 +17,7 @@ from quire import AsyncClient, SamplingParams
 from quire.runtime.cli.token import token_text
 from quire.runtime.common.errors import InvalidRequest, Unauthenticated
 from quire.runtime.common.settings import read_toml
-from quire.runtime.server import auth
+from quire.runtime.server import auth, send_buffer
 from quire.runtime.server.auth import Keyring
 
 TLS = Path(__file__).resolve().parents[1] / "data" / "tls"
