@@ -14,6 +14,7 @@ from ..engine import TextProcessor
 from ..engine.text.gguf_tokenizer import VOCABULARIES
 from ..engine.text.pre_tokenizers import PRE_TOKENIZERS
 from ..model import FAMILIES, DecoderSpec, model_name, model_path, open_tensors, read_spec, weights_text
+from ..model.quantization_config import METHODS
 from ..model.weights import READABLE
 from ..model.weights.ggml import SUPPORTED
 
@@ -35,6 +36,7 @@ def supported() -> Iterator[Row]:
         in_gguf = f", in GGUF files {family.gguf.architecture}" if family.gguf is not None else ""
         yield "family", f"{', '.join(family.architectures)}{in_gguf}"
     yield "safetensors", ", ".join(READABLE)
+    yield "quantised", ", ".join(METHODS)
     yield "GGUF", ", ".join((*READABLE, *SUPPORTED))
     yield "tokenizer", f"tokenizer.json, in GGUF files {', '.join(VOCABULARIES)}; tokenizer.ggml.pre may be:"
     yield from (("", names) for names in wrap(", ".join(PRE_TOKENIZERS), 100, break_on_hyphens=False))

@@ -127,7 +127,6 @@ def build_spec(config: ConfigTable, family: str, rope: Rope) -> DecoderSpec:
 
     A family replaces the fields that differ.
     """
-    _refuse_unsupported(config)
     hidden_size = config.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = config.integer("num_attention_heads", 1, MAX_HEADS)
     num_kv_heads = _num_kv_heads(config, num_heads)
@@ -220,13 +219,6 @@ def windows_by_type(config: ConfigTable, layers: int, window: int) -> tuple[int,
             "use_sliding_window", "true, with a sliding_window, because layer_types has sliding_attention"
         )
     return tuple(sizes[kind] for kind in types)
-
-
-def _refuse_unsupported(config: ConfigTable) -> None:
-    if "quantization_config" in config:
-        raise UnsupportedModel(
-            f"{CONFIG_FILE}: quantization_config is present; weights must be bf16, f16 or f32 (Quire quantises at load)"
-        )
 
 
 def _num_kv_heads(config: ConfigTable, num_heads: int) -> int:

@@ -2,10 +2,11 @@
 
 usage: fuzz_files.py [--cases 200000] [--seed 1]
 
-A case is a small GGUF file, a part of a split one, or a safetensors folder with one or more changes: numbers in the
-header replaced by extreme ones, bytes flipped, ranges removed, repeated or exchanged, the file truncated. A file that
-is accepted is packed too. Every 20th case runs under tracemalloc, to check that memory is bounded by the size of the
-file, and the address space is limited throughout. Exit status 1 on any breach.
+A case is a small GGUF file, a part of a split one, or a safetensors folder, with one or more changes: numbers in the
+header replaced by extreme ones, bytes flipped, ranges removed, repeated or exchanged, the file truncated. Folders that
+are quantised are changed anywhere. A file that is accepted is packed too. Every 20th case runs under tracemalloc, to
+check that memory is bounded by the size of the file, and the address space is limited throughout. Exit status 1 on any
+breach.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from safetensors.numpy import save_file
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests.gguf_files
 
 from tests.gguf_files import Tensor, describe, stored_tensors, write
+from tests.quantised_folders import Make, awq, folder_of, fp8, gptq, int8, words
 
 TRACED = 20  # one case in TRACED runs under tracemalloc
 MAX_PEAK_PER_BYTE = 64  # a metadata entry of 14 bytes is an object, a string and an entry of a dict
@@ -74,6 +76,19 @@ CONFIG: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }  # fmt: skip
+
+MODULES = {
+    **{f"self_attn.{name}_proj": (rows, 32) for name, rows in (("q", 32), ("k", 16), ("v", 16), ("o", 32))},
+    **{f"mlp.{name}_proj": (32, 32) for name in ("gate", "up", "down")},
+}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
+QUANTISED: dict[str, tuple[Mapping[str, Any], Make]] = {
+    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16}, gptq(group=16, sym=False, act_order=True)),
+    "awq": ({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq(32)),
+    "words": ({**COMPRESSED, "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}}, words(sym=False)),
+    "int8": (COMPRESSED, int8()),
+    "fp8": ({"quant_method": "fp8", "weight_block_size": [16, 32]}, fp8((16, 32), name="weight_scale_inv")),
+}
 
 TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(97, 102)), "▁", *"abcdefghijklmnopqrstuvw"]
 VOCABULARY: dict[str, Any] = {
@@ -181,7 +196,15 @@ def make_seeds(folder: Path) -> list[Seed]:
         *seeds,
         Seed("config.json", config, config.stat().st_size, copy, config.read_bytes()),
         Seed("safetensors", file, 8 + length, copy, file.read_bytes()),
+        *(seed for name, how in QUANTISED.items() for seed in _quantised_seeds(folder / name, *how)),
     ]
+
+
+def _quantised_seeds(path: Path, config: Mapping[str, Any], make: Make) -> list[Seed]:
+    """Return seeds of a quantised folder: its config.json, and its tensors with the order of groups and zero points."""
+    folder_of(path, config, make, (), MODULES, **CONFIG)
+    files = path / "config.json", path / "model.safetensors"
+    return [Seed(f"{path.name} {file.stem}", file, file.stat().st_size, path, file.read_bytes()) for file in files]
 
 
 def _gguf_seed(path: Path, tensors: Mapping[str, Tensor]) -> Seed:

@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Any] = {  # of transformers' config class; checkpoints leave
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
 }
-WHOLE_MODEL = ("eos_token_id", "tie_word_embeddings", "quantization_config")  # beside text_config, they apply to it too
+WHOLE_MODEL = ("eos_token_id", "tie_word_embeddings")  # beside text_config, they apply to it too
 
 
 def read_gemma3(config: ConfigTable) -> DecoderSpec:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from ...common.errors import UnsupportedModel
+from ...common.errors import ModelError, UnsupportedModel
 from ..config_json import CONFIG_FILE, ConfigTable, read_config
 from ..files import is_gguf
+from ..quantization_config import read_quantisation
 from ..spec import DecoderSpec
 from ..weights import Checkpoint
 from ..weights.gguf import GGUFFile
 from ..weights.gguf_checkpoint import GGUFCheckpoint
+from ..weights.quantised import QuantisedCheckpoint
 from ..weights.safetensors import SafetensorsCheckpoint
 from ..weights.tensors import check_tensors
 from .family import Family
@@ -45,25 +48,48 @@ FAMILIES = (
 
 
 def read_spec(path: str | Path) -> DecoderSpec:
-    """Read a folder's config.json, or a GGUF file's header. Raises ModelError. A folder needs no weights."""
+    """Read a folder's config.json, or a GGUF file's header. Raises ModelError.
+
+    A folder needs no weights, unless it is quantised: its tensors show which matrices are.
+    """
     if is_gguf(path):
         return _open_gguf(path)[0]
     config = read_config(path)
-    return _family(config).read(config)
+    return _family(config).read(config) if read_quantisation(config) is None else _open_folder(path, config)[0]
 
 
 def open_model(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:
     """Return the spec and the tensors of a folder or GGUF file, all checked and none read. Raises ModelError."""
     if is_gguf(path):
         return _open_gguf(path)
-    spec, checkpoint = read_spec(path), SafetensorsCheckpoint(path)
-    check_tensors(spec, checkpoint)
-    return spec, checkpoint
+    return _open_folder(path, read_config(path))
 
 
 def open_tensors(path: str | Path) -> Checkpoint:
-    """Return the tensors of a folder or GGUF file of any family, as they are stored. Raises ModelError."""
-    return GGUFCheckpoint(GGUFFile(path), {}) if is_gguf(path) else SafetensorsCheckpoint(path)
+    """Return the tensors of a folder or GGUF file of any family, as they are stored. Raises ModelError.
+
+    Those of a quantised matrix are one tensor where their format is supported.
+    """
+    if is_gguf(path):
+        return GGUFCheckpoint(GGUFFile(path), {})
+    stored = SafetensorsCheckpoint(path)
+    try:
+        how = read_quantisation(read_config(path))
+        return stored if how is None else QuantisedCheckpoint(stored, how)
+    except ModelError:
+        return stored
+
+
+def _open_folder(path: str | Path, config: ConfigTable) -> tuple[DecoderSpec, Checkpoint]:
+    how, spec = read_quantisation(config), _family(config).read(config)
+    stored = SafetensorsCheckpoint(path)
+    if how is None:
+        check_tensors(spec, stored)
+        return spec, stored
+    checkpoint = QuantisedCheckpoint(stored, how)
+    spec = replace(spec, quantised=checkpoint.quantised())
+    check_tensors(spec, checkpoint)
+    return spec, checkpoint
 
 
 def _open_gguf(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:

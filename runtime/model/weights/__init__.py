@@ -12,6 +12,13 @@ import numpy.typing as npt
 READABLE: dict[str, type[np.generic]] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}  # element types
 
 
+def as_f32(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Return elements of a type in READABLE as float32, exactly."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)
+
+
 class Checkpoint(Protocol):
     """The tensors of a model's files. Rows of q and k are in Hugging Face's order: a rotated pair is half a head apart.
 
@@ -35,10 +42,10 @@ class Checkpoint(Protocol):
         """Return a tensor, read-only: float32, float16, or bf16 bits as uint16; blocks as uint8 [rows, row bytes]."""
 
     def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """Yield each `num_rows` of the given rows of a tensor, in order, and the number of rows before them.
+        """Yield each `num_rows` of the given rows of a tensor, or fewer, in order, and the number of rows before them.
 
         The memory of the file's pages is given back when the next rows are asked for.
         """
 
 
-__all__ = ["READABLE", "Checkpoint"]
+__all__ = ["READABLE", "Checkpoint", "as_f32"]

@@ -19,12 +19,12 @@ import numpy.typing as npt
 from ....kernels import available_cpus
 from ....kernels.ops import WeightDtype as PackedDtype
 from ....kernels.ops import padded
-from ....kernels.pack import GGML_DTYPES, PackedMatrix, column_ranges, packed_nbytes
+from ....kernels.pack import GGML_DTYPES, PackedMatrix, column_ranges, packed_nbytes, widen_blocks
 from ....pager import OutOfMemory, map_memory
 from ...common.config import WeightDtype
 from ...common.errors import ModelError, Unavailable
 from ..spec import DecoderSpec
-from . import READABLE, Checkpoint
+from . import READABLE, Checkpoint, as_f32
 from .ggml import q5_0_as_q8_0, widen
 
 Vector = npt.NDArray[np.float32]
@@ -315,13 +315,13 @@ class _Packer:
                 if self._stop.is_set():
                     raise Unavailable("loading the model was cancelled")
                 if factors is not None:
-                    rows, kind = (_widen(rows) if kind in READABLE else widen(rows, kind)) * factors, "F32"
+                    rows, kind = _widened(rows, kind) * factors, "F32"
                 _fill_rows(matrix, rows, kind, part.start + row * columns_per_row, part.interleave)
 
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
         out = np.zeros(size, np.float32)
         for part in parts:
-            values = _widen(self._checkpoint.tensor(part.tensor)[part.rows])
+            values = as_f32(self._checkpoint.tensor(part.tensor)[part.rows])
             with np.errstate(invalid="ignore"):  # a NaN ends the requests that meet it, not the load
                 out[_columns(part, len(values))] = values + np.float32(offset)
         return out
@@ -347,11 +347,13 @@ def _columns(part: Part, count: int) -> npt.NDArray[np.int64]:
     return part.start + rows // 16 * 32 + 16 * part.interleave + rows % 16
 
 
-def _widen(values: npt.NDArray[np.generic]) -> Vector:
-    """Return bf16 bits, f16 or f32 as f32, exactly."""
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32)
+def _widened(rows: npt.NDArray[Any], kind: str) -> npt.NDArray[np.float32]:
+    """Return rows of a tensor of type `kind` as float32."""
+    if kind in READABLE:
+        return as_f32(rows)
+    if kind == "Q5_0":
+        rows, kind = q5_0_as_q8_0(rows), "Q8_0"
+    return widen_blocks(rows, kind) if kind in GGML_DTYPES else widen(rows, kind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,11 @@ from ...common.errors import CorruptCheckpoint, MissingTensor, ModelNotFound, Wr
 from . import READABLE
 from .mapped_file import MappedFile
 
+# Element types that can be returned: READABLE, and those of quantised tensors, of which FP8 is returned as bits.
+ELEMENTS: dict[str, type[np.generic]] = {
+    **READABLE, "F8_E4M3": np.uint8, "U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64,
+}  # fmt: skip
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -70,17 +75,30 @@ class SafetensorsCheckpoint:
         """Yield the type and the bytes of every tensor in the files."""
         yield from ((stored.dtype, stored.end - stored.begin) for stored in self._stored.values())
 
-    def tensor(self, name: str) -> npt.NDArray[Any]:
-        """Return a tensor, read-only: float32, float16, or bf16 bits as uint16. It is a view of the file if aligned.
+    def __contains__(self, name: str) -> bool:
+        """Return whether the folder has a tensor."""
+        return name in self._stored
 
-        Raises MissingTensor, or WrongTensor for a dtype that is not in READABLE.
+    def names(self) -> Iterator[str]:
+        """Iterate over the names of all tensors."""
+        return iter(self._stored)
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor in its file. Raises MissingTensor."""
+        stored = self._find(name)
+        return stored.end - stored.begin
+
+    def tensor(self, name: str) -> npt.NDArray[Any]:
+        """Return a tensor, read-only: elements as in ELEMENTS, bf16 bits as uint16. A view of the file if aligned.
+
+        Raises MissingTensor, or WrongTensor for a dtype that is not in ELEMENTS.
         """
         stored = self._find(name)
-        if stored.dtype not in READABLE:
+        if stored.dtype not in ELEMENTS:
             raise WrongTensor(
-                f"tensor {name} in {self.path} is {stored.dtype}; it must be one of {', '.join(READABLE)}"
+                f"tensor {name} in {self.path} is {stored.dtype}; it must be one of {', '.join(ELEMENTS)}"
             )
-        array = stored.file.bytes[stored.begin : stored.end].view(READABLE[stored.dtype]).reshape(stored.shape)
+        array = stored.file.bytes[stored.begin : stored.end].view(ELEMENTS[stored.dtype]).reshape(stored.shape)
         return array if array.flags.aligned else array.copy()
 
     def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
@@ -170,6 +188,6 @@ def _locate(path: Path, name: str, entry: Any, file: MappedFile, data_start: int
     """Check a header entry again: of a repeated key, the library may have validated the other entry."""
     dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     inside = 0 <= begin <= end <= len(file.bytes) - data_start
-    if not inside or (dtype in READABLE and end - begin != prod(shape) * np.dtype(READABLE[dtype]).itemsize):
+    if not inside or (dtype in ELEMENTS and end - begin != prod(shape) * np.dtype(ELEMENTS[dtype]).itemsize):
         raise CorruptCheckpoint(f"{path} places tensor {name} at bytes {begin}..{end}, which does not fit its shape")
     return _Stored(dtype, shape, file, data_start + begin, data_start + end)

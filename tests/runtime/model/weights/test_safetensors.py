@@ -91,11 +91,20 @@ def test_an_absent_tensor_is_named(tmp_path: Path) -> None:
             read("b")
 
 
-def test_integers_have_a_dtype_but_cannot_be_read(tmp_path: Path) -> None:
-    save_file({"ids": np.arange(3)}, tmp_path / "model.safetensors")
-    assert SafetensorsCheckpoint(tmp_path).dtype("ids") == "I64"
-    with pytest.raises(WrongTensor, match=r"ids .* is I64; it must be one of BF16, F16, F32"):
-        SafetensorsCheckpoint(tmp_path).tensor("ids")
+def test_integers_of_quantised_tensors(tmp_path: Path) -> None:
+    tensors = {"I64": np.arange(3), "I32": np.arange(3, dtype=np.int32), "I8": np.arange(-3, 3, dtype=np.int8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    checkpoint = SafetensorsCheckpoint(tmp_path)
+    for dtype, values in tensors.items():
+        assert checkpoint.dtype(dtype) == dtype
+        np.testing.assert_array_equal(checkpoint.tensor(dtype), values)
+
+
+def test_other_types_have_a_name_but_cannot_be_read(tmp_path: Path) -> None:
+    save_file({"mask": np.ones(3, np.bool_)}, tmp_path / "model.safetensors")
+    assert SafetensorsCheckpoint(tmp_path).dtype("mask") == "BOOL"
+    with pytest.raises(WrongTensor, match=r"mask .* is BOOL; it must be one of BF16, F16, F32"):
+        SafetensorsCheckpoint(tmp_path).tensor("mask")
 
 
 @pytest.mark.parametrize(

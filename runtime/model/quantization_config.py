@@ -1,0 +1,131 @@
+"""Reading of quantization_config in config.json: which formats of quantised folders are supported.
+
+Lists of excluded modules are not read: the tensors of a folder show which of its matrices are quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .config_json import MAX_WIDTH, ConfigTable
+from .weights.quantisation import Quantisation
+
+CONFIG_KEYS = ("quantization_config", "compression_config")  # the latter in early folders of compressed-tensors
+COMPRESSED_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mixed-precision",
+    "dense",
+)
+
+
+def read_quantisation(config: ConfigTable) -> Quantisation | None:
+    """Read how a folder is quantised; None if it is not. Raises UnsupportedModel naming the key."""
+    key = next((key for key in CONFIG_KEYS if key in config), None)
+    if key is None:
+        return None
+    table = config.table(key)
+    method = table.text("quant_method", "compressed-tensors" if key == "compression_config" else None)
+    if method not in METHODS:
+        raise table.refused("quant_method", f"one of {', '.join(METHODS)}")
+    return METHODS[method](table)
+
+
+def _gptq(table: ConfigTable) -> Quantisation:
+    version = _one_of(table, "checkpoint_format" if "checkpoint_format" in table else "format", "gptq", "gptq_v2")
+    _refuse_other(table, "is_marlin_format", False)
+    return Quantisation(
+        layout="gptq",
+        bits=_bits(table, "bits", 4, 8),
+        group_size=_group_size(table, "group_size"),
+        zero_offset=1 if version == "gptq" else 0,
+    )
+
+
+def _awq(table: ConfigTable) -> Quantisation:
+    _one_of(table, "version" if "version" in table else "format", "gemm")
+    _bits(table, "w_bit" if "w_bit" in table else "bits", 4)
+    return Quantisation(layout="awq")
+
+
+def _auto_round(table: ConfigTable) -> Quantisation:
+    packing = _one_of(table, "packing_format", "auto_round:auto_gptq", "auto_round:auto_awq")
+    _refuse_other(table, "data_type", "int")
+    return Quantisation(layout="awq") if packing.endswith("awq") else _gptq(table)
+
+
+def _compressed(table: ConfigTable) -> Quantisation:
+    _one_of(table, "format", *COMPRESSED_FORMATS)
+    _refuse_other(table.table("sparsity_config"), "format", "dense")
+    if table.table("transform_config").table("config_groups").values:
+        raise table.refused("transform_config", "absent")
+    groups = table.table("config_groups")
+    blocks = {_compressed_group(groups.table(name)) for name in groups.values} - {None}
+    if len(blocks) > 1:
+        raise table.refused("config_groups", "of one block_structure")
+    return Quantisation(layout="compressed-tensors", block=blocks.pop() if blocks else None)
+
+
+def _compressed_group(group: ConfigTable) -> tuple[int, int] | None:
+    """Check the weights of a group of modules; return the size of the blocks that share a scale, if blocks do."""
+    if "format" in group:
+        _one_of(group, "format", *COMPRESSED_FORMATS)
+    if "weights" not in group:
+        return None
+    weights = group.table("weights")
+    kind = _one_of(weights, "type", "int", "float")
+    _bits(weights, "num_bits", *((4, 8) if kind == "int" else (8,)))
+    return _block(weights, "block_structure") if weights.values.get("strategy") == "block" else None
+
+
+def _fp8(table: ConfigTable) -> Quantisation:
+    return Quantisation(layout="compressed-tensors", block=_block(table, "weight_block_size"))
+
+
+METHODS: dict[str, Callable[[ConfigTable], Quantisation]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "auto-round": _auto_round,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+}
+
+
+def _one_of(table: ConfigTable, key: str, *allowed: str) -> str:
+    """Return the text of `key` in lower case; the first allowed one if it is absent or null."""
+    text = table.text(key, allowed[0]).lower()
+    if text not in allowed:
+        raise table.refused(key, f"one of {', '.join(allowed)}" if len(allowed) > 1 else allowed[0])
+    return text
+
+
+def _refuse_other(table: ConfigTable, key: str, neutral: object) -> None:
+    if key in table and table.values[key] != neutral:
+        raise table.refused(key, f"absent or {neutral}")
+
+
+def _bits(table: ConfigTable, key: str, *allowed: int) -> int:
+    bits = table.integer(key, 1, 64)
+    if bits not in allowed:
+        raise table.refused(key, " or ".join(map(str, allowed)))
+    return bits
+
+
+def _group_size(table: ConfigTable, key: str) -> int:
+    """Return the inputs of a group; 0 if the value is -1, for all."""
+    size = table.integer(key, -1, MAX_WIDTH, 128)
+    if size == 0:
+        raise table.refused(key, "-1 or a positive integer")
+    return max(size, 0)
+
+
+def _block(table: ConfigTable, key: str) -> tuple[int, int] | None:
+    if key not in table:
+        return None
+    rows, columns = (int(size) for size in table.numbers(key, 2))
+    if not 1 <= rows <= MAX_WIDTH or not 1 <= columns <= MAX_WIDTH:
+        raise table.refused(key, f"two integers from 1 to {MAX_WIDTH}")
+    return rows, columns

@@ -1,0 +1,103 @@
+"""Matrices as GPTQ and AWQ store them: int32 words of unsigned numbers, inputs along rows, outputs along columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from ...common.errors import WrongTensor
+from . import READABLE, as_f32
+from .grouped import GroupedMatrix, Octets, Scales, expect, group_order, read_copy, unpack_words
+from .quantisation import Quantisation
+from .safetensors import SafetensorsCheckpoint
+
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the place in a word of each of 8 neighbouring outputs
+
+
+class GPTQMatrix(GroupedMatrix):
+    """A matrix in GPTQ's layout: a word of `qweight` has 8 (or 4) inputs of one output.
+
+    `g_idx` has the group of each input; with act-order, inputs of a group are not neighbours. Version 1 of the format
+    stores zero points less one.
+    """
+
+    def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantisation) -> None:
+        name, order = f"{module}.qweight", f"{module}.g_idx"
+        words, outputs = expect(stored, name, ("I32",), None, None)
+        inputs = expect(stored, order, ("I32", "I64"), None)[0] if order in stored else words * 32 // how.bits
+        bits = words * 32 // inputs
+        if bits not in (4, 8) or words * 32 != bits * inputs:
+            raise WrongTensor(
+                f"tensor {name} in {stored.path} has {words} words for {inputs} inputs; each must have 4 or 8 bits"
+            )
+        num_groups, _ = expect(stored, f"{module}.scales", READABLE, None, outputs)
+        expect(stored, f"{module}.qzeros", ("I32",), num_groups, -(-outputs * bits // 32))
+        size = how.group_size or inputs
+        if -(-inputs // size) != num_groups and order not in stored:
+            raise WrongTensor(
+                f"tensor {module}.scales in {stored.path} has {num_groups} groups; {inputs} inputs in groups of "
+                f"{size}, as {stored.config_name} says, have {-(-inputs // size)}"
+            )
+        self.label = f"GPTQ {bits}-bit"
+        self._zero_offset = how.zero_offset
+        groups = group_order(stored, order, inputs, num_groups, size)
+        super().__init__(stored, module, PARTS, (outputs, inputs), bits, groups)
+
+    def _numbers(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Octets]]:
+        first, last, _ = rows.indices(self.shape[0])
+        for words in _whole(self._stored, self._name("qweight")):
+            for row in range(first, last, num_rows):
+                yield row - first, unpack_words(words[:, row : min(row + num_rows, last)].T, self._bits)
+
+    def _scales(self) -> Scales:
+        return np.ascontiguousarray(as_f32(read_copy(self._stored, self._name("scales"))).T)
+
+    def _zeros(self) -> Octets:
+        zeros = unpack_words(read_copy(self._stored, self._name("qzeros")), self._bits)[:, : self.shape[0]]
+        return np.ascontiguousarray((zeros + np.uint8(self._zero_offset)).T) & np.uint8((1 << self._bits) - 1)
+
+
+class AWQMatrix(GroupedMatrix):
+    """A matrix in AWQ's layout: a word of `qweight` has 8 outputs of one input, in the order AWQ_ORDER."""
+
+    def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantisation) -> None:
+        inputs, words = expect(stored, f"{module}.qweight", ("I32",), None, None)
+        outputs = words * 8
+        num_groups, _ = expect(stored, f"{module}.scales", READABLE, None, outputs)
+        expect(stored, f"{module}.qzeros", ("I32",), num_groups, words)
+        if inputs % num_groups:
+            raise WrongTensor(
+                f"tensor {module}.scales in {stored.path} has {num_groups} groups; {inputs} inputs must be a multiple"
+            )
+        self.label = "AWQ 4-bit"
+        groups = np.arange(inputs) // (inputs // num_groups)
+        super().__init__(stored, module, PARTS, (outputs, inputs), 4, groups)
+
+    def _numbers(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Octets]]:
+        first, last, _ = rows.indices(self.shape[0])
+        for words in _whole(self._stored, self._name("qweight")):
+            for row in range(first, last, num_rows):
+                yield row - first, _awq_columns(words, row, min(row + num_rows, last))
+
+    def _scales(self) -> Scales:
+        return np.ascontiguousarray(as_f32(read_copy(self._stored, self._name("scales"))).T)
+
+    def _zeros(self) -> Octets:
+        return _awq_columns(read_copy(self._stored, self._name("qzeros")), 0, self.shape[0])
+
+
+def _whole(stored: SafetensorsCheckpoint, name: str) -> Iterator[npt.NDArray[np.int32]]:
+    """Yield all rows of a tensor at once; the memory of its pages is given back afterwards."""
+    for _, words in stored.chunks(name, slice(None), stored.shape(name)[0]):
+        yield words
+
+
+def _awq_columns(words: npt.NDArray[np.int32], first: int, last: int) -> Octets:
+    """Return the numbers of outputs `first` to `last`, [outputs, rows of words]."""
+    begin = first // 8
+    numbers = unpack_words(words[:, begin : -(-last // 8)], 4)
+    outputs = np.arange(first, last)
+    return np.ascontiguousarray(numbers[:, (outputs // 8 - begin) * 8 + AWQ_ORDER[outputs % 8]].T)

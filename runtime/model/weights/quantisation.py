@@ -1,0 +1,17 @@
+"""How the matrices of a folder are quantised, as far as its tensors do not show it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantisation:
+    """What config.json says of quantised tensors; a matrix is quantised if the folder has the tensors for it."""
+
+    layout: Literal["gptq", "awq", "compressed-tensors"]  # of integers in int32 words
+    bits: int = 4  # of GPTQ's numbers where a matrix has no g_idx
+    group_size: int = 0  # of GPTQ's groups, in inputs; 0: all inputs
+    zero_offset: int = 0  # is added to GPTQ's zero points
+    block: tuple[int, int] | None = None  # rows and columns of the blocks that share a scale, if blocks do

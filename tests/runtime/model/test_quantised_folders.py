@@ -1,0 +1,315 @@
+"""Folders that other libraries quantised: the weights that they mean, their form in memory, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quire.runtime.cli.models import models
+from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, ModelError, UnsupportedModel, WrongTensor
+from quire.runtime.model import PackedModel, pack_model, read_spec
+from quire.runtime.model.weights.packing import ExpertWeights, LayerWeights, MlpWeights, plan_weights
+from safetensors.numpy import load_file
+
+from tests.quantised_folders import HIDDEN, LAYER, MATRICES, Array, Make, awq, folder_of, fp8, gptq, int8, save_tensors
+from tests.quantised_folders import words as words_of
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
+COMPRESSED: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int"}}},
+    "ignore": ["lm_head"],
+    "kv_cache_scheme": None,
+}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 128]}
+
+
+def _fp8_blocks(*sizes: list[int]) -> dict[str, Any]:
+    """Return the config of one group of modules per size of blocks."""
+    weights = [{"num_bits": 8, "type": "float", "strategy": "block", "block_structure": size} for size in sizes]
+    groups = {f"group_{index}": {"weights": each} for index, each in enumerate(weights)}
+    return {**COMPRESSED, "format": "float-quantized", "config_groups": groups}
+
+
+def _int8(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **config,
+        "format": "int-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}},
+    }
+
+
+# config, matrices, and the type in memory with `auto`: its numbers and scales are those of the file
+KEPT: dict[str, tuple[dict[str, Any], Make, str]] = {
+    "gptq": (GPTQ, gptq(), "q4"),
+    "gptq, groups of 64": (GPTQ | {"group_size": 64}, gptq(group=64), "q4"),
+    "gptq, a last group of 64 in 192": (GPTQ | {"group_size": 128}, gptq(group=128), "q4"),
+    "gptq, one group": (GPTQ | {"group_size": -1}, gptq(group=-1), "q4"),
+    "gptq, version 2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(version=2), "q4"),
+    "gptq without g_idx": (GPTQ, gptq(g_idx=False), "q4"),
+    "gptq, zero points": (GPTQ | {"sym": False}, gptq(sym=False), "q8"),
+    "gptq, zero points, version 2": (GPTQ | {"format": "gptq_v2"}, gptq(sym=False, version=2), "q8"),
+    "gptq, 8 bits": (GPTQ | {"bits": 8}, gptq(bits=8), "q8"),
+    "gptq, 8 bits in some modules": (GPTQ | {"dynamic": {}}, gptq(bits=8), "q8"),
+    "auto-round": (
+        {**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "data_type": "int"},
+        gptq(),
+        "q4",
+    ),
+    "auto-round in awq's layout": (
+        {**AWQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
+        awq(),
+        "q8",
+    ),
+    "awq": (AWQ, awq(), "q8"),
+    "awq, one group": (AWQ | {"group_size": -1}, awq(-1), "q8"),
+    "words": (COMPRESSED, words_of(), "q4"),
+    "words, bf16-like scales of rows": (COMPRESSED, words_of(group=-1), "q4"),
+    "words, zero points": (COMPRESSED, words_of(sym=False), "q8"),
+    "words, 8 bits": (COMPRESSED, words_of(bits=8, group=-1), "q8"),
+    "words, an order that is not used": (COMPRESSED, words_of(order="unused"), "q4"),
+    "int8": (_int8(COMPRESSED), int8(), "q8"),
+    "int8 in groups": (_int8(COMPRESSED), int8(group=64), "q8"),
+}
+# the same for matrices that no type in memory holds exactly
+ROUNDED: dict[str, tuple[dict[str, Any], Make, str]] = {
+    "gptq, act-order": (GPTQ | {"desc_act": True}, gptq(act_order=True), "q8"),
+    "gptq, act-order and zero points": (GPTQ | {"desc_act": True}, gptq(act_order=True, sym=False), "q8"),
+    "gptq, groups of 16": (GPTQ | {"group_size": 16}, gptq(group=16), "q8"),
+    "gptq, 8 bits, zero points": (GPTQ | {"bits": 8}, gptq(bits=8, sym=False), "q8"),
+    "words, act-order": (COMPRESSED, words_of(order="group"), "q8"),
+    "int8, zero points": (_int8(COMPRESSED), int8(zero_point=True), "q8"),
+    "fp8 in blocks": (FP8, fp8((64, 128), name="weight_scale_inv"), "bf16"),
+    "fp8": (FP8 | {"weight_block_size": None}, fp8(), "bf16"),
+    "fp8 in blocks of compressed-tensors": (_fp8_blocks([64, 128]), fp8((64, 128)), "bf16"),
+    "fp8 of fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fp8(per_row=True), "bf16"),
+}
+ALL = {**KEPT, **ROUNDED}
+
+
+def unpacked(layer: LayerWeights) -> dict[str, Array]:
+    """Return the weights of a layer's modules as the kernels see them."""
+    assert isinstance(layer.mlp, MlpWeights)
+    qkv, gate_up = layer.qkv.unpack(), layer.mlp.gate_up.unpack().reshape(-1, 2, 16, HIDDEN)
+    return {
+        "self_attn.q_proj": qkv[:HIDDEN],
+        "self_attn.k_proj": qkv[HIDDEN : HIDDEN * 3 // 2],
+        "self_attn.v_proj": qkv[HIDDEN * 3 // 2 :],
+        "self_attn.o_proj": layer.o.unpack(),
+        "mlp.gate_proj": gate_up[:, 0].reshape(-1, HIDDEN),
+        "mlp.up_proj": gate_up[:, 1].reshape(-1, HIDDEN),
+        "mlp.down_proj": layer.mlp.down.unpack(),
+    }
+
+
+def types(model: PackedModel) -> set[str]:
+    layer = model.weights.layers[0]
+    assert isinstance(layer.mlp, MlpWeights)
+    matrices = (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)
+    return {dtype for matrix in matrices for _, dtype in matrix.ranges}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_weights_are_those_that_the_format_means(tmp_path: Path, name: str) -> None:
+    config, make, _ = ALL[name]
+    expected = folder_of(tmp_path / "a", config, make)
+    found = unpacked(pack_model(tmp_path / "a", "f32").weights.layers[0])
+    for module, weights in expected.items():
+        np.testing.assert_array_equal(found[module], weights, err_msg=module)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_type_in_memory(tmp_path: Path, name: str) -> None:
+    """Numbers and scales are kept where a type holds them; others are off by half a step of 8 bits at most."""
+    config, make, dtype = ALL[name]
+    expected = folder_of(tmp_path / "a", config, make)
+    model = pack_model(tmp_path / "a", "auto")
+    assert types(model) == {dtype}
+    found = unpacked(model.weights.layers[0])
+    for module, weights in expected.items():
+        if name in KEPT:
+            np.testing.assert_array_equal(found[module], weights, err_msg=module)
+        else:
+            largest = np.abs(weights.reshape(len(weights), -1, 32)).max(axis=2).repeat(32, axis=1)
+            assert (np.abs(found[module] - weights) <= largest / 250).all(), module
+
+
+def test_scales_in_float32_are_rounded_to_fp16(tmp_path: Path) -> None:
+    """No number is rounded: the weights of a group have one relative error, at most 2 ** -11."""
+    expected = folder_of(tmp_path / "a", COMPRESSED, words_of(scale_dtype=np.float32))
+    model = pack_model(tmp_path / "a", "auto")
+    assert types(model) == {"q4"}
+    for module, weights in unpacked(model.weights.layers[0]).items():
+        np.testing.assert_allclose(weights, expected[module], rtol=2**-11, err_msg=module)
+
+
+def test_q4_keeps_the_numbers_of_a_symmetric_file(tmp_path: Path) -> None:
+    expected = folder_of(tmp_path / "a", GPTQ, gptq())
+    model = pack_model(tmp_path / "a", "q4")
+    assert (model.weights.embedding.dtype, types(model)) == ("q8", {"q4"})
+    for module, weights in unpacked(model.weights.layers[0]).items():
+        np.testing.assert_array_equal(weights, expected[module])
+
+
+def test_modules_that_are_not_quantised_stay_bf16(tmp_path: Path) -> None:
+    """The tensors decide, not the list in config.json. Q, K and V are one matrix."""
+    plain = ["self_attn.k_proj", "mlp.down_proj"]
+    expected = folder_of(tmp_path / "a", GPTQ | {"modules_to_not_convert": ["mlp"]}, gptq(), plain)
+    layer = pack_model(tmp_path / "a", "auto").weights.layers[0]
+    assert isinstance(layer.mlp, MlpWeights)
+    assert [matrix.dtype for matrix in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)] == [
+        "bf16", "q4", "q4", "bf16",
+    ]  # fmt: skip
+    np.testing.assert_array_equal(unpacked(layer)["self_attn.o_proj"], expected["self_attn.o_proj"])
+
+
+def test_q_k_and_v_of_different_types_keep_them(tmp_path: Path) -> None:
+    def make(rng: np.random.Generator, outputs: int, inputs: int) -> Any:
+        return (gptq() if outputs == inputs else gptq(sym=False))(rng, outputs, inputs)
+
+    expected = folder_of(tmp_path / "a", GPTQ, make)
+    layer = pack_model(tmp_path / "a", "auto").weights.layers[0]
+    assert layer.qkv.ranges == ((HIDDEN, "q4"), (HIDDEN, "q8"))
+    for module in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        np.testing.assert_array_equal(unpacked(layer)[module], expected[module])
+
+
+@pytest.mark.parametrize("make", [gptq(), awq(32)], ids=["gptq", "awq"])
+def test_fused_tensors(tmp_path: Path, make: Make) -> None:
+    """Gate and up are parts of one tensor; the second part begins inside a word of AWQ's layout."""
+    fused = {"self_attn.qkv_proj": (256, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN)}
+    mlp = {"mlp.gate_up_proj": (200, HIDDEN), "mlp.down_proj": (HIDDEN, 100)}
+    config = AWQ if make.__qualname__.startswith("awq") else GPTQ
+    changes: dict[str, Any] = {"architectures": ["Phi3ForCausalLM"], "intermediate_size": 100}
+    expected = folder_of(tmp_path / "a", config, make, ["mlp.down_proj"], fused | mlp, **changes)
+    layer = pack_model(tmp_path / "a", "auto").weights.layers[0]
+    assert isinstance(layer.mlp, MlpWeights)
+    np.testing.assert_array_equal(layer.qkv.unpack(), expected["self_attn.qkv_proj"])
+    pairs = layer.mlp.gate_up.unpack().reshape(-1, 2, 16, HIDDEN)
+    for phase in (0, 1):
+        part = expected["mlp.gate_up_proj"][phase * 100 : phase * 100 + 100]
+        np.testing.assert_array_equal(pairs[:, phase].reshape(-1, HIDDEN)[:100], part)
+
+
+def test_a_mixture_of_experts_with_a_quantised_router(tmp_path: Path) -> None:
+    attention = {name: shape for name, shape in MATRICES.items() if name.startswith("self_attn")}
+    experts = {
+        f"block_sparse_moe.experts.{expert}.{name}": MATRICES[f"mlp.{like}_proj"]
+        for expert in range(2)
+        for name, like in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+    }
+    modules = {**attention, "block_sparse_moe.gate": (8, HIDDEN), **experts}
+    changes: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+    modules |= {
+        name.replace("experts.0", f"experts.{expert}"): shape for name, shape in experts.items() for expert in range(8)
+    }
+    expected = folder_of(tmp_path / "a", GPTQ, gptq(), (), modules, **changes)
+    mlp = pack_model(tmp_path / "a", "auto").weights.layers[0].mlp
+    assert isinstance(mlp, ExpertWeights)
+    np.testing.assert_array_equal(mlp.router.unpack(), expected["block_sparse_moe.gate"])
+    np.testing.assert_array_equal(mlp.down[1].unpack(), expected["block_sparse_moe.experts.1.w2"])
+    assert {matrix.dtype for matrix in (*mlp.gate_up, *mlp.down)} == {"q4"}
+
+
+def test_the_plan_counts_the_types_in_memory(tmp_path: Path) -> None:
+    folder_of(tmp_path / "a", GPTQ, gptq())
+    assert set(plan_weights(read_spec(tmp_path / "a"), "auto")[1]) == {"bf16", "q4"}
+
+
+def test_quire_models_names_the_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder_of(tmp_path / "a", GPTQ, gptq())
+    models(str(tmp_path / "a"))
+    shown = capsys.readouterr().out
+    numbers = sum(outputs * inputs for outputs, inputs in MATRICES.values())
+    orders = sum(inputs for _, inputs in MATRICES.values())
+    nbytes = numbers // 2 + numbers // 32 * 2 + numbers // 32 // 2 + 4 * orders
+    assert f"GPTQ 4-bit: 7 tensors, {nbytes:,} B" in shown
+    assert "F16: 4 tensors" in shown
+    assert "bf16, q4 with --weights auto" in shown
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quant_method is \"bitsandbytes\"; it must be one of gptq, awq"),
+        ({}, r"quantization_config\.quant_method is missing"),
+        ({"quant_method": 4}, "quant_method"),
+        (GPTQ | {"bits": 3}, r"quantization_config\.bits is 3; it must be 4 or 8"),
+        (GPTQ | {"group_size": 0}, "group_size"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is \"marlin\"; it must be one of gptq, gptq_v2"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
+        (AWQ | {"version": "gemv"}, "version is \"gemv\"; it must be gemm"),
+        (AWQ | {"bits": 8}, "bits is 8; it must be 4"),
+        (AWQ | {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"}, "packing_format"),
+        (COMPRESSED | {"format": "nvfp4-pack-quantized"}, "format"),
+        (COMPRESSED | {"format": "marlin-24"}, "format"),
+        (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, r"sparsity_config\.format"),
+        (COMPRESSED | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
+        (COMPRESSED | {"config_groups": {"a": {"weights": {"num_bits": 3, "type": "int"}}}}, r"a\.weights\.num_bits"),
+        (COMPRESSED | {"config_groups": {"a": {"weights": {"num_bits": 4, "type": "float"}}}}, "num_bits"),
+        (COMPRESSED | {"config_groups": []}, "config_groups"),
+        (FP8 | {"weight_block_size": [0, 128]}, "weight_block_size"),
+        (FP8 | {"weight_block_size": [128]}, "weight_block_size"),
+        (_fp8_blocks([64, 128], [32, 32]), "of one block_structure"),
+    ],
+)  # fmt: skip
+def test_a_format_that_is_not_supported(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    folder_of(tmp_path / "a", config, gptq())
+    for read in (read_spec, lambda path: pack_model(path, "auto")):
+        with pytest.raises(UnsupportedModel, match=message):
+            read(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "edit", "error", "message"),
+    [
+        ("gptq", "qzeros", None, MissingTensor, r"q_proj\.qzeros"),
+        ("gptq", "scales", None, MissingTensor, r"q_proj\.scales"),
+        ("gptq", "qweight", None, MissingTensor, r"q_proj\.weight"),
+        ("gptq", "qweight", lambda words: words[:-1], WrongTensor, "15 words for 128 inputs"),
+        ("gptq", "qweight", lambda words: words.view(np.float32), WrongTensor, "must be I32"),
+        ("gptq", "qweight", lambda words: words[:, :0], WrongTensor, "any, any"),
+        ("gptq", "qweight", lambda words: words[:, 0], WrongTensor, "any, any"),
+        ("gptq", "scales", lambda scales: scales[:, 1:], WrongTensor, "any, 128"),
+        ("gptq", "scales", lambda scales: scales.astype(np.float64), WrongTensor, "must be BF16 or F16 or F32"),
+        ("gptq", "qzeros", lambda words: words[:1], WrongTensor, "4, 16"),
+        ("gptq", "g_idx", lambda order: order * 0 + 4, CorruptCheckpoint, "groups 4 to 4; there are 4"),
+        ("gptq", "g_idx", lambda order: order - 2, CorruptCheckpoint, "groups -2"),
+        ("gptq without g_idx", "scales qzeros", lambda values: values[:3], WrongTensor, "3 groups"),
+        ("awq", "qzeros", lambda words: words[:, :3], WrongTensor, "2, 16"),
+        ("awq", "scales qzeros", lambda values: np.concatenate([values, values[:1]]), WrongTensor, "3 groups"),
+        ("words", "weight_shape", None, MissingTensor, "weight_shape"),
+        ("words", "weight_shape", lambda shape: shape * 0 - 1, WrongTensor, "-1, any"),
+        ("words", "weight_shape", lambda shape: shape << [0, 40], WrongTensor, "16 words for 140737488355328 inputs"),
+        ("words", "weight_scale", lambda scales: scales[:, :3], WrongTensor, "one scale for the matrix"),
+        ("words, zero points", "weight_zero_point", lambda words: words[1:], WrongTensor, "16, 4"),
+        ("int8", "weight_scale", None, MissingTensor, "weight_scale"),
+        ("int8", "weight_zero_point", lambda zeros: zeros[:3], WrongTensor, "weight_zero_point"),
+        ("int8", "weight", lambda numbers: numbers[:64], WrongTensor, "one scale for the matrix"),
+    ],
+)
+def test_a_broken_folder(
+    tmp_path: Path,
+    name: str,
+    parts: str,
+    edit: Callable[[Array], Array] | None,
+    error: type[ModelError],
+    message: str,
+) -> None:
+    config, make, _ = KEPT[name]
+    folder_of(tmp_path / "a", config, make)
+    file = tmp_path / "a" / "model.safetensors"
+    tensors = {tensor: value.copy() for tensor, value in load_file(file).items()}
+    for part in parts.split():
+        tensor = f"{LAYER}self_attn.q_proj.{part}"
+        value = tensors.pop(tensor)
+        if edit is not None:
+            tensors[tensor] = edit(value)
+    save_tensors(tensors, file)
+    with pytest.raises(error, match=message):
+        pack_model(tmp_path / "a", "auto")
