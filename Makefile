@@ -34,6 +34,9 @@ attack: $(BIN)/quire
 fuzz-files: $(BIN)/quire
 	$(BIN)/python tests/fuzz/fuzz_files.py $(FUZZ)
 
+check-plan: $(BIN)/quire
+	$(BIN)/python -m tests.bench.plan_memory $(PLAN)
+
 bench: $(BIN)/quire
 	$(INSTALL) '.[bench]' --quiet
 	$(BIN)/python -m pytest -q tests/bench/bench_ops.py $(BENCH)
@@ -54,4 +57,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard test docs attack fuzz-files bench check-kernels check-bits conformance
+.PHONY: demo loadtest dashboard test docs attack fuzz-files bench check-kernels check-bits check-plan conformance

@@ -18,33 +18,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import matplotlib.pyplot as plt
-
 PICTURES = Path(__file__).parent / "pictures"
 QUIRE = (sys.executable, "-P", "-m", "quire.runtime.cli.main")
 PLAN_FLAGS = ("--weights", "q8", "--kv-cache-memory", "1GiB", "--max-model-len", "8192", "--threads", "2")
 SHAPE = Path(__file__).resolve().parents[1] / "tests" / "data" / "qwen3-0.6b"
-MIB = 1 << 20
 
 
 def memory_map() -> None:
-    """Draw what `quire plan` prints for Qwen3-0.6B as one bar."""
-    plan = quire("plan", str(SHAPE), *PLAN_FLAGS)
-    rows = [
-        (name.strip(), int(size.replace(",", "")))
-        for name, size in re.findall(r"^(\w[\w ]+?)\s+([\d,]+) B", plan, re.M)
-    ]
-    blocks = [(name, size) for name, size in rows if name not in ("total", "weights q8")]
-    colours = ["#2c6fb3", "#b3452c", "#6a994e", "#bc9c22", "#7b5ea7", "#888888"]
-    figure, axes = plt.subplots(figsize=(9, 2.2), layout="constrained")
-    left = 0.0
-    for (name, size), colour in zip(blocks, colours, strict=False):
-        axes.barh(0, size / MIB, left=left, color=colour, label=f"{name}, {size / MIB:,.1f} MiB")
-        left += size / MIB
-    axes.set(xlabel="MiB", yticks=[], xlim=(0, left), title="Qwen3-0.6B, q8 weights, 1 GiB of bf16 KV pages")
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.5))
-    figure.savefig(PICTURES / "memory-map.svg")
+    """Let `quire plan` draw the memory of Qwen3-0.6B."""
+    quire("plan", str(SHAPE), *PLAN_FLAGS, "--plot", str(PICTURES / "memory-map.svg"))
 
 
 def roofline() -> None:

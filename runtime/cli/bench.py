@@ -20,9 +20,10 @@ from ..model import model_path, read_spec, weights_text
 from ..model.runner import pick_cpus, pick_isa
 from ..tools.bench import CacheComparison, compare_cache, measure_overhead, measure_shapes, parse_shapes
 from ..tools.bench.console import SpeedReport
-from ..tools.bench.plot import check_plot, plot_cache_comparison, plot_roofline
+from ..tools.bench.plot import plot_cache_comparison, plot_roofline
 from ..tools.bench.speed import Shape, bench_config
 from ..tools.bench.thread_sweep import ThreadResult, ThreadSweep, least_op_seconds, parse_thread_counts
+from ..tools.plotting import check_plot
 from .flags import (
     Json,
     MemoryFlags,
@@ -106,7 +107,7 @@ def _bench_threads(
             report = partial(_report_run, threads)
             measured = list(measure_shapes(llm, shapes, new_tokens, repeats, report))
         results.append(ThreadResult(threads, least_op_seconds(threads, pick_isa(config)), measured))
-    _progress("")
+    show_progress("")
     sweep = ThreadSweep(_configuration(config), results)
     if as_json:
         print(dumps(sweep.as_dict(), indent=1))
@@ -115,7 +116,7 @@ def _bench_threads(
 
 
 def _report_run(threads: int, run: str) -> None:
-    _progress(f"{threads} threads, {run}")
+    show_progress(f"{threads} threads, {run}")
 
 
 def _bench_speed(
@@ -128,10 +129,10 @@ def _bench_speed(
     with leaving_at_once():
         loaded = LLM.from_config(bench_config(config, shapes, new_tokens))
     with loaded as llm:
-        results = list(measure_shapes(llm, shapes, new_tokens, repeats, _progress))
+        results = list(measure_shapes(llm, shapes, new_tokens, repeats, show_progress))
     about = {**_configuration(config), "threads": pick_cpus(config).threads}
     report = SpeedReport(about, results, measure_overhead(config))
-    _progress("")
+    show_progress("")
     if plot is not None:
         plot_roofline(results, report.title, plot)
     if as_json:
@@ -160,7 +161,8 @@ def _bench_cache(config: EngineConfig, shapes_text: str, new_tokens: int, as_jso
             _print_comparison(comparison, new_tokens)
 
 
-def _progress(text: str) -> None:
+def show_progress(text: str) -> None:
+    """Show a line on standard error in place of the last one, if that is a terminal; remove it if `text` is empty."""
     if sys.stderr.isatty():
         print(f"\r{text:<40}", end="" if text else "\r", file=sys.stderr, flush=True)
 

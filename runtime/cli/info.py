@@ -1,16 +1,29 @@
-"""`quire info`: print versions, the instruction set level and the number of threads."""
+"""`quire info`: print versions, the instruction set level and the number of threads, or measure the machine."""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from ...kernels import supported_levels, unsupported_levels
+from ..common.errors import ConfigError
 from ..model.runner import pick_cpus, pick_isa
 from .flags import MemoryFlags, settings_from
 
+MEASURE_HELP = (
+    "Measure this machine's read bandwidth and arithmetic peaks at each ISA level and number of threads, print them "
+    "and write them to this file: a machine profile, for `quire plan --profile` and `quire simulate --profile`."
+)
 
-def info(*, memory: MemoryFlags | None = None) -> None:
+
+def info(
+    *, measure: Annotated[Path | None, Parameter(help=MEASURE_HELP)] = None, memory: MemoryFlags | None = None
+) -> None:
     """Print what this machine offers. Raises ConfigError."""
     config = settings_from(None, memory).engine
     cpus, isa = pick_cpus(config), pick_isa(config)
@@ -23,3 +36,26 @@ def info(*, memory: MemoryFlags | None = None) -> None:
         print(f"ISA        not {level}: {obstacle}")
     print(f"threads    {cpus.threads}  ({cpus.reason})")
     print(f"model      {config.model or 'bundled demo'}")
+    if measure is not None:
+        print("\n".join(_measured(measure, isa, cpus.threads)))
+
+
+def _measured(path: Path, isa: str, threads: int) -> Iterator[str]:
+    """Measure this machine, write the profile and yield its figures. Raises ConfigError."""
+    from ..tools.bench.profile import measure_profile, write_profile
+    from ..tools.bench.roofline import DTYPES, PEAK_NAMES
+    from .bench import show_progress
+
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"`measure` {path} cannot be written: it is a folder, or its folder does not exist")
+    profile = measure_profile(isa, threads, show_progress)
+    show_progress("")
+    write_profile(profile, path)
+    levels = {each.isa: len(each.isa) for each in profile.rooflines}
+    width = max(levels.values())
+    peaks = "".join(f"{f'{PEAK_NAMES[dtype]} GOP/s':>14}" for dtype in DTYPES)
+    yield f"\n{profile.machine}, written to {path}:"
+    yield f"{'ISA':<{width}}{'threads':>9}{'read GB/s':>12}{peaks}"
+    for each in profile.rooflines:
+        rates = "".join(f"{each.peak_ops_per_s[dtype] / 1e9:>14,.0f}" for dtype in DTYPES)
+        yield f"{each.isa:<{width}}{each.threads:>9}{each.read_bytes_per_s / 1e9:>12.1f}{rates}"

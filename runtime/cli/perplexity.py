@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..common.config import EngineConfig, WeightDtype
+from ..common.config import EngineConfig, KVCacheDtype, WeightDtype
 from ..common.errors import ConfigError
 from ..engine.text import Tokenizer
 from ..model import model_path, read_spec, weights_text
@@ -45,19 +45,30 @@ def perplexity(
     ] = None,
     windows: Annotated[int | None, Parameter(help="Score only the first N windows. Default: all.")] = None,
     compare_with: Annotated[str | None, Parameter(help="Compare with this model: KL divergence, top token.")] = None,
-    compare_weights: Annotated[WeightDtype | None, Parameter(help="Data type of that model's weights.")] = None,
+    compare_weights: Annotated[
+        WeightDtype | None, Parameter(help="Data type of that model's weights. Default: auto.")
+    ] = None,
+    compare_kv_cache_dtype: Annotated[
+        KVCacheDtype | None, Parameter(help="Data type of that model's KV cache. Default: that of --kv-cache-dtype.")
+    ] = None,
     json: Json = False,
     memory: MemoryFlags | None = None,
 ) -> None:
     """Measure and print. Raises ConfigError, ModelError or GenerationFailed."""
     refuse_flags("perplexity", SET_BY_WINDOWS, "windows", memory)
-    if compare_weights is not None and compare_with is None:
-        raise ConfigError("--compare-weights needs --compare-with")
+    for flag, value in (("--compare-weights", compare_weights), ("--compare-kv-cache-dtype", compare_kv_cache_dtype)):
+        if value is not None and compare_with is None:
+            raise ConfigError(f"{flag} needs --compare-with")
     config = settings_from(model, memory).engine
     warn_of_ignored("perplexity", config, SET_BY_WINDOWS)
     token_ids, bos = _tokens(model_path(config.model), text)
     plan = plan_windows(len(token_ids), context, stride, windows)
-    base = msgspec.structs.replace(config, model=compare_with, weights=compare_weights or EngineConfig().weights)
+    base = msgspec.structs.replace(
+        config,
+        model=compare_with,
+        weights=compare_weights or EngineConfig().weights,
+        kv_cache_dtype=compare_kv_cache_dtype or config.kv_cache_dtype,
+    )
     sized = [_sized(each, plan) for each in ([config] if compare_with is None else [config, base])]
     measured: Perplexity | Divergence
     with ExitStack() as stack:
@@ -70,7 +81,7 @@ def perplexity(
             measured = measure_divergence(runners[0], runners[1], token_ids, plan, bos, on_window)
     about = {"model": config.model, "weights": _weights(config), "kv_cache_dtype": config.kv_cache_dtype}
     if compare_with is not None:
-        about |= {"base": base.model, "base_weights": _weights(base)}
+        about |= {"base": base.model, "base_weights": _weights(base), "base_kv_cache_dtype": base.kv_cache_dtype}
     if json:
         counts = {"windows": len(plan.starts), "window_tokens": plan.length, "scored_tokens": plan.scored_tokens}
         print(dumps({**about, **counts, **measured.as_dict()}, indent=1))
@@ -118,7 +129,7 @@ def _print(about: dict[str, Any], windows: Windows, measured: Perplexity | Diver
         print(f"PPL = {measured.value:.4f} +/- {measured.error:.5f}")
         return
     figures = measured.as_dict()
-    print(f"compared with {about['base']}: weights {about['base_weights']}\n")
+    print(f"compared with {about['base']}: weights {about['base_weights']}, KV {about['base_kv_cache_dtype']}\n")
     for name, value, error in (
         ("PPL", figures["perplexity"], figures["perplexity_error"]),
         ("PPL of the base", figures["base_perplexity"], figures["base_perplexity_error"]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from json import dumps
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -14,7 +15,7 @@ from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..model import DecoderSpec, model_path, read_spec, weights_text
 from ..model.runner import Capacity, decide_capacity
-from ..tools.bench import Roofline
+from ..tools.bench import Roofline, read_profile
 from ..tools.bench.roofline import RooflineMeter
 from ..tools.simulation import Workload, build_simulator, given_roofline, make_arrivals, parse_objectives, summarize
 from ..tools.simulation.console import print_report
@@ -33,6 +34,8 @@ class MachineOptions:
     "GB/s that all threads together read from memory. Default: this machine's, measured now."
     peak: float | None = None
     "int8 GOP/s of all threads. Default: this machine's, measured now and scaled to --threads."
+    profile: Path | None = None
+    "Machine profile from `quire info --measure` in place of measuring now; gives --threads their default too."
     noise: float = 0.0
     "Sigma of a lognormal factor on the time of every step."
 
@@ -49,14 +52,16 @@ def simulate(
     scheduling: SchedulingFlags | None = None,
 ) -> None:
     """Simulate and print. Raises ConfigError or ModelError."""
-    config = settings_from(model, memory, scheduling).engine
+    config, measured = settings_from(model, memory, scheduling).engine, None
     workload, machine = workload or Workload(), machine or MachineOptions()
     _check(machine)
     objectives = parse_objectives(goodput)
     arrivals = make_arrivals(workload)
+    if machine.profile is not None:
+        config, measured = read_profile(machine.profile).configure(config)
     spec = read_spec(model_path(config.model))
     capacity = decide_capacity(config, spec)
-    roofline = _roofline(capacity, machine.bandwidth, machine.peak)
+    roofline = _roofline(capacity, machine, measured)
     simulator = build_simulator(config, spec, capacity, roofline, arrivals, noise=machine.noise, seed=workload.seed)
     start = time.process_time()
     simulator.run()
@@ -78,23 +83,29 @@ def _check(machine: MachineOptions) -> None:
         raise ConfigError(f"--noise must be between 0 and {MAX_NOISE:g}, not {machine.noise:g}")
 
 
-def _roofline(capacity: Capacity, bandwidth: float | None, peak: float | None) -> Roofline:
-    """Return the machine's roofline: given, or measured here; a peak grows with the threads, a bandwidth does not."""
+def _roofline(capacity: Capacity, machine: MachineOptions, measured: Roofline | None) -> Roofline:
+    """Return the machine's roofline: given, from a profile, or measured here."""
+    bandwidth, peak = machine.bandwidth, machine.peak
     if bandwidth is not None and peak is not None:
         return given_roofline(bandwidth * 1e9, peak * 1e9)
+    if measured is None:
+        measured = _measure(capacity, needs_bandwidth=bandwidth is None)
+    return Roofline(
+        measured.read_bytes_per_s if bandwidth is None else bandwidth * 1e9,
+        measured.peak_ops_per_s if peak is None else given_roofline(1, peak * 1e9).peak_ops_per_s,
+    )
+
+
+def _measure(capacity: Capacity, needs_bandwidth: bool) -> Roofline:
+    """Measure this machine; for more threads than it has CPUs, a peak grows with the threads, a bandwidth does not."""
     threads, cpus = capacity.cpus.threads, available_cpus().threads
-    if threads > cpus and bandwidth is None:
+    if threads > cpus and needs_bandwidth:
         raise ConfigError(
             f"--bandwidth is needed: this machine has {cpus} CPUs, fewer than the {threads} threads to simulate"
         )
     measured = RooflineMeter(min(threads, cpus), capacity.isa).measure()
     more = max(1.0, threads / cpus)
-    return Roofline(
-        measured.read_bytes_per_s if bandwidth is None else bandwidth * 1e9,
-        {dtype: more * ops for dtype, ops in measured.peak_ops_per_s.items()}
-        if peak is None
-        else given_roofline(1, peak * 1e9).peak_ops_per_s,
-    )
+    return Roofline(measured.read_bytes_per_s, {dtype: more * ops for dtype, ops in measured.peak_ops_per_s.items()})
 
 
 def _configuration(config: EngineConfig, spec: DecoderSpec, capacity: Capacity, roofline: Roofline) -> dict[str, Any]:

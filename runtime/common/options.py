@@ -174,7 +174,7 @@ def _integer(value: object, unit: str) -> int | None:
     if not isinstance(value, str):
         return None
     if unit == "bytes":
-        return _parse_size(value)
+        return parse_size(value)
     return int(value) if re.fullmatch(r"[+-]?[0-9]{1,18}", value.strip()) else None
 
 
@@ -198,7 +198,7 @@ def _entries(value: object) -> dict[str, Any] | None:
     return entries if len(entries) == len(pairs) else None
 
 
-def _parse_size(text: str) -> int | None:
+def parse_size(text: str) -> int | None:
     """Return the bytes of `4GiB`, `1.5 GB`, `512M` or `4096`; prefixes with an i are powers of 1024, others of 1000."""
     found = _SIZE.fullmatch(text.strip())
     return round(float(found[1]) * _SIZE_UNITS[(found[2] or "").lower()]) if found and len(found[1]) <= 18 else None

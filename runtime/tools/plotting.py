@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
-from ..common.errors import MissingDependency
+from ..common.errors import ConfigError, MissingDependency
 
 INK, QUIET, GRID = "#1f2933", "#5f6b7a", "#e4e7eb"
 STYLE = {
@@ -57,6 +58,25 @@ def load_pyplot(option: str) -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def check_plot(path: Path) -> None:
+    """Check, before any work, that the picture can be written. Raises MissingDependency or ConfigError."""
+    formats = load_pyplot("plot").FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:] not in formats:
+        raise ConfigError(f"`plot` {path}: the name must end in one of {', '.join(f'.{name}' for name in formats)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"`plot` {path} cannot be written: {path.parent} is not a folder")
+
+
+def save_plot(pyplot: Any, figure: Any, path: Path) -> None:
+    """Write a figure to the file of --plot and close it. Raises ConfigError."""
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"`plot` {path} cannot be written: {error}") from error
+    finally:
+        pyplot.close(figure)
 
 
 @dataclass

@@ -10,9 +10,9 @@ from quire.runtime.model import DecoderSpec
 from quire.runtime.model.runner import decide_capacity
 from quire.runtime.model.spec import Rope
 from quire.runtime.tools.simulation import given_roofline, roofline_cost
-from quire.runtime.tools.simulation.cost import ROWS_IN_CACHE, SEQUENCE_S, RooflineCost, num_blocks
+from quire.runtime.tools.simulation.cost import ROWS_IN_CACHE, RooflineCost, num_blocks
+from quire.runtime.tools.simulation.prediction import step_seconds
 from quire.runtime.tools.simulation.threads import THREAD_READ, busy_share, finish_seconds, start_seconds
-from quire.scheduler import ScheduledSequence, StepPlan
 
 SOCKET_READ = 250e9  # bytes per second: 8 channels of DDR5-4800 at 81 % of 307 GB/s
 THREAD_INT8 = 465e9  # operations per second, measured on Zen 4
@@ -164,8 +164,7 @@ def _cost(spec: DecoderSpec, threads: int, read_bytes_per_s: float = SOCKET_READ
 
 def _seconds(cost: RooflineCost, users: int, first: int, rows: int) -> float:
     """Return the seconds of a step of `users` sequences with `rows` rows each, and from it to the next step."""
-    sequences = (ScheduledSequence(i, ((),), first, [0] * rows, 1, None, (), 0) for i in range(users))
-    return cost(StepPlan(1, tuple(sequences), 0, 0)) + users * SEQUENCE_S
+    return step_seconds(cost, [(first, rows, 1)] * users)
 
 
 def _percent(share: float) -> str:

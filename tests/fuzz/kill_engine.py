@@ -1,6 +1,6 @@
 """Kill and stop engine processes under streams over real sockets, and check that every stream keeps its bytes.
 
-usage: kill_engine.py [--times 20] [--streams 32] [--tokens 300] [--seed 1] [-- FLAGS OF quire serve]
+usage: kill_engine.py [--times 20] [--streams 32] [--tokens 300] [--seed 1] [--families] [-- FLAGS OF quire serve]
 
 Each round runs the streams, some of them samples of one prompt and beam searches, and kills the engine once:
 
@@ -8,6 +8,8 @@ Each round runs the streams, some of them samples of one prompt and beam searche
 * `--times` rounds with SIGKILL while a pool that is too small spills pages to the disk;
 * one set of longer streams, which all kills meet;
 * `--times` servers whose engine is killed while it writes the prefix snapshot at their end.
+
+With `--families`, instead: `--times` rounds with SIGKILL on the golden of every model family, with q8 and q4 weights.
 
 A pause is the longest time between two chunks of any stream. Exit status 1 if a stream differs from its undisturbed run
 in any bit, logprobs included, or if a killed snapshot is not reported or leaves a file.
@@ -32,6 +34,8 @@ from quire import AsyncClient, SamplingParams
 from quire.runtime.common.types import join_chunks
 from server_process import MIB, ServerProcess, start_server
 
+GOLDENS = Path(__file__).resolve().parents[1] / "goldens"
+GOLDEN_TOKENS = 50  # of each stream; goldens have 128 positions or more, and 160 tokens in their vocabulary
 Streams = list[tuple[tuple[int, ...], SamplingParams]]
 
 
@@ -49,7 +53,9 @@ async def read_all(client: AsyncClient, streams: Streams, pauses: list[float]) -
     return await asyncio.gather(*(read(client, *stream, pauses) for stream in streams))
 
 
-def random_streams(random: Random, count: int, tokens: int) -> Streams:
+def random_streams(
+    random: Random, count: int, tokens: int, vocabulary: int = 4000, longest_prompt: int = 120
+) -> Streams:
     """Return streams of which one in eight is a beam search, and one in eight has two samples."""
     streams = []
     for index in range(count):
@@ -59,7 +65,8 @@ def random_streams(random: Random, count: int, tokens: int) -> Streams:
             params = SamplingParams(
                 max_tokens=tokens, temperature=temperature, seed=index, n=n, ignore_eos=True, logprobs=1
             )
-        streams.append((tuple(random.randrange(4, 4000) for _ in range(random.randrange(10, 120))), params))
+        prompt = tuple(random.randrange(4, vocabulary) for _ in range(random.randrange(10, longest_prompt)))
+        streams.append((prompt, params))
     return streams
 
 
@@ -70,10 +77,15 @@ async def rounds(
     number: signal.Signals,
     *,
     while_spilling: bool = False,
+    family: str | None = None,
 ) -> None:
-    name = f"{number.name} while spilling" if while_spilling else number.name
+    name = f"{number.name} while spilling" if while_spilling else f"{family or ''} {number.name}".strip()
     random = Random(options.seed)
-    streams = random_streams(random, options.streams, options.tokens)
+    streams = (
+        random_streams(random, options.streams, options.tokens)
+        if family is None
+        else random_streams(random, options.streams, GOLDEN_TOKENS, 150, 70)
+    )
     longest: list[float] = []
     async with AsyncClient(server.address) as client:
         started = time.perf_counter()
@@ -179,6 +191,15 @@ def compare(found: list[object], expected: list[object], name: str, report: Camp
         report.breach(f"{name}: {len(expected) - equal} of {len(expected)} streams changed")
 
 
+async def main_of_families(options: argparse.Namespace, report: CampaignReport) -> None:
+    for golden in sorted(GOLDENS.glob("*/golden.npz")):
+        for weights in ("q8", "q4"):
+            flags = ("--weights", weights, "--kv-cache-dtype", "int8", "--kv-cache-memory", "8M", *options.flags)
+            with start_server(str(golden.parent), *flags) as server:
+                await rounds(server, options, report, signal.SIGKILL, family=f"{golden.parent.name} {weights}")
+                report.check_log(server)
+
+
 async def main(server: ServerProcess, options: argparse.Namespace, report: CampaignReport) -> None:
     for number in (signal.SIGKILL, signal.SIGSTOP):
         await rounds(server, options, report, number)
@@ -196,10 +217,14 @@ if __name__ == "__main__":
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--families", action="store_true")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of quire serve, after --")
     arguments = parser.parse_args()
     outcome = CampaignReport()
-    with start_server(*arguments.flags) as running_server:
-        uvloop.run(main(running_server, arguments, outcome))
-        outcome.check_log(running_server)
+    if arguments.families:
+        uvloop.run(main_of_families(arguments, outcome))
+    else:
+        with start_server(*arguments.flags) as running_server:
+            uvloop.run(main(running_server, arguments, outcome))
+            outcome.check_log(running_server)
     raise SystemExit(outcome.print())

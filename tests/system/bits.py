@@ -14,9 +14,11 @@ from quire.pager import check
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.types import OutputChunk, SamplingParams, join_chunks
 from quire.runtime.engine import Engine, GenerateRequest, LocalEngine, build
+from quire.runtime.engine.facade import SilentObserver
 from quire.scheduler import TokenBudget
 
 from tests.scheduler.chunked_budget import ChunkedBudget
+from tests.scheduler.forced_preemption import preempt
 
 EVERYTHING: dict[str, dict[str, Any]] = {  # one entry per parameter that affects sampling, the end or the output
     "greedy": {},
@@ -92,3 +94,15 @@ async def one_by_one(engine: LocalEngine, requests: Iterable[GenerateRequest]) -
 
 async def together(engine: LocalEngine, requests: Iterable[GenerateRequest]) -> list[list[str]]:
     return await asyncio.gather(*(outcome(engine, request) for request in requests))
+
+
+class Preemptor(SilentObserver):
+    """Observer that preempts request 0 between two steps, once it has `after` tokens."""
+
+    def __init__(self, engine: LocalEngine, after: int) -> None:
+        self.engine, self.after, self.seen = engine, after, 0
+
+    def on_tokens(self, count: int, since_last_s: float) -> None:
+        self.seen += count
+        if self.seen == self.after:
+            assert preempt(self.engine.core.scheduler, 0)

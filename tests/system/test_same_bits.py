@@ -15,10 +15,8 @@ from quire.pager import KVLayout
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.types import SamplingParams, join_chunks
 from quire.runtime.engine import GenerateRequest
-from quire.runtime.engine.facade import SilentObserver
 
-from tests.scheduler.forced_preemption import preempt
-from tests.system.bits import start_chunked
+from tests.system.bits import Preemptor, start_chunked
 
 LEVELS = supported_levels()
 DTYPES = [("f32", "f32"), ("bf16", "bf16"), ("q8", "bf16"), ("q8", "int8"), ("q4", "int8")]
@@ -134,18 +132,6 @@ async def test_preempted_when_pages_run_out(isa):
     async with running(isa, dtypes, kv_cache_memory=6 * PAGE_BYTES) as engine:
         assert await together(engine, growing) == wanted
         assert engine.stats().preemptions > 0
-
-
-class Preemptor(SilentObserver):
-    """Observer that preempts request 0 between two steps, once it has `after` tokens."""
-
-    def __init__(self, engine, after):
-        self.engine, self.after, self.seen = engine, after, 0
-
-    def on_tokens(self, count, since_last_s):
-        self.seen += count
-        if self.seen == self.after:
-            assert preempt(self.engine.core.scheduler, 0)
 
 
 @pytest.mark.parametrize("after", [1, 4, 11])

@@ -2,12 +2,14 @@
 
 from .cache_comparison import CacheComparison, compare_cache
 from .overhead import StepOverhead, measure_overhead
+from .profile import MachineProfile, measure_profile, read_profile, write_profile
 from .roofline import Roofline
 from .speed import Phase, Shape, ShapeResult, measure_shapes, parse_shapes
 from .work import Work
 
 __all__ = [
     "CacheComparison",
+    "MachineProfile",
     "Phase",
     "Roofline",
     "Shape",
@@ -16,6 +18,9 @@ __all__ = [
     "Work",
     "compare_cache",
     "measure_overhead",
+    "measure_profile",
     "measure_shapes",
     "parse_shapes",
+    "read_profile",
+    "write_profile",
 ]

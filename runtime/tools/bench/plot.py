@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...common.errors import ConfigError
-from ..plotting import load_pyplot
+from ..plotting import load_pyplot, save_plot
 from .cache_comparison import CacheComparison
 from .roofline import DTYPES, PEAK_NAMES, Roofline, mean_roofline
 from .speed import ShapeResult
@@ -18,15 +17,6 @@ LABEL_OFFSETS = [  # points to the right and above, the nearest first
 ]
 
 Line = tuple[tuple[float, float], tuple[float, float]]
-
-
-def check_plot(path: Path) -> None:
-    """Check, before the measurement, that the picture can be written. Raises MissingDependency or ConfigError."""
-    formats = load_pyplot("plot").FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:] not in formats:
-        raise ConfigError(f"`plot` {path}: the name must end in one of {', '.join(f'.{name}' for name in formats)}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"`plot` {path} cannot be written: {path.parent} is not a folder")
 
 
 def plot_cache_comparison(comparison: CacheComparison, path: Path) -> None:
@@ -43,7 +33,7 @@ def plot_cache_comparison(comparison: CacheComparison, path: Path) -> None:
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
-    _save(pyplot, figure, path)
+    save_plot(pyplot, figure, path)
 
 
 def plot_roofline(results: Sequence[ShapeResult], title: str, path: Path) -> None:
@@ -77,7 +67,7 @@ def plot_roofline(results: Sequence[ShapeResult], title: str, path: Path) -> Non
     figure.canvas.draw()  # makes the layout final, so that labels can be placed
     figure.set_layout_engine("none")
     _label_points(axes, points, limits)
-    _save(pyplot, figure, path)
+    save_plot(pyplot, figure, path)
 
 
 def _draw_roofline(axes: Any, roofline: Roofline, intensities: Sequence[float]) -> list[Line]:
@@ -125,12 +115,3 @@ def _box(axes: Any, x: float, y: float, size: float) -> Any:
 
     px, py = axes.transData.transform((x, y))
     return Bbox.from_bounds(px - size, py - size, 2 * size, 2 * size)
-
-
-def _save(pyplot: Any, figure: Any, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"`plot` {path} cannot be written: {error}") from error
-    finally:
-        pyplot.close(figure)

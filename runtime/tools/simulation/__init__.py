@@ -3,6 +3,7 @@
 from ..traffic import Arrival
 from .build import build_simulator, given_roofline
 from .cost import NoisyCost, RooflineCost, StepCost, roofline_cost
+from .prediction import Speed, predict_speed
 from .report import LatencyObjective, SimulationReport, parse_objectives, summarize
 from .simulator import RequestOutcome, SimulatedSpill, SimulationStalled, Simulator, VirtualClock
 from .workload import Workload, make_arrivals
@@ -17,6 +18,7 @@ __all__ = [
     "SimulationReport",
     "SimulationStalled",
     "Simulator",
+    "Speed",
     "StepCost",
     "VirtualClock",
     "Workload",
@@ -24,6 +26,7 @@ __all__ = [
     "given_roofline",
     "make_arrivals",
     "parse_objectives",
+    "predict_speed",
     "roofline_cost",
     "summarize",
 ]

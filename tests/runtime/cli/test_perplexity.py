@@ -53,6 +53,15 @@ def test_it_compares_with_other_weights(capsys: pytest.CaptureFixture[str], text
     assert any(re.fullmatch(r"same top token +[\d.]+% \+/- [\d.]+%", line) for line in lines)
 
 
+def test_it_compares_with_another_type_of_the_kv_cache(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    flags = ("--kv-cache-dtype", "int8", "--compare-with", str(BUNDLED_MODEL))
+    same, other = measure(capsys, text, *flags), measure(capsys, text, *flags, "--compare-kv-cache-dtype", "f32")
+    assert (same["base_kv_cache_dtype"], same["mean_kl"], same["same_top"]) == ("int8", 0, 1)
+    assert other["base_kv_cache_dtype"] == "f32"
+    assert 0 < other["mean_kl"] < 0.01
+    assert other["base_perplexity"] == measure(capsys, text, "--kv-cache-dtype", "f32")["perplexity"]
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["bf16", "int8"])
 def test_any_type_of_the_kv_cache_is_measured(
     capsys: pytest.CaptureFixture[str], text: str, kv_cache_dtype: str
@@ -70,6 +79,7 @@ def test_any_type_of_the_kv_cache_is_measured(
         ([__file__, "--context", "100000"], "these windows need at least 100000, lower --context"),
         ([__file__, "--context", "8", "--stride", "9"], "--stride must be between 1 and --context 8, not 9"),
         ([__file__, "--compare-weights", "q8"], "--compare-weights needs --compare-with"),
+        ([__file__, "--compare-kv-cache-dtype", "f32"], "--compare-kv-cache-dtype needs --compare-with"),
         ([__file__, "--compare-with", "/nowhere"], "/nowhere does not exist"),
         ([__file__, "--max-num-seqs", "2"], "--max-num-seqs cannot be given to perplexity, which sets it for its"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,20 +11,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 from quire.runtime.cli.main import run
-from quire.runtime.cli.plan import comparison, plan_text, server_start_bytes
 from quire.runtime.common.config import EngineConfig, ServerConfig
 from quire.runtime.common.settings import Settings
 from quire.runtime.model import model_path, read_spec
 from quire.runtime.model.runner import decide_capacity
+from quire.runtime.tools.planning import PlanTarget, comparison, plan_serving, plan_text, server_start_bytes
 from safetensors.numpy import save_file
+
+from tests.bench.plan_memory import KV_CACHE_MEMORY, measured_bytes, planned_bytes, resident_bytes
 
 MEMORY = 1 << 20
 PAGE = 2 * 32 * 16 * 2 * 2  # keys and values of 32 tokens, two heads of 16 in bf16, one layer
 
 
 def plan_lines(settings: Settings) -> list[str]:
-    spec = read_spec(model_path(settings.engine.model))
-    return plan_text(settings, spec, decide_capacity(settings.engine, spec), False).splitlines()
+    return plan_text(plan_serving(settings, PlanTarget()), False).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -33,12 +33,15 @@ def plan_lines(settings: Settings) -> list[str]:
     [
         (
             "s.s.ss",
-            ["3 layer groups: 2 full, 2 of window 100, 2 of window 100; 2 layers per page"],
+            [
+                "3 layer groups, 2 layers per page; 2 full: 256 B per token; "
+                "4 of window 100: 512 B per token, up to 163 tokens"
+            ],
             "128 pages in the pool, a sequence takes up to 128 of them; at most 64 sequences, 3,712 tokens each",
         ),
         (
             "s",
-            ["1 layer group: 1 of window 100; 1 layer per page"],
+            ["1 layer group, 1 layer per page; 1 of window 100: 128 B per token, up to 163 tokens"],
             "256 pages in the pool, a sequence takes up to 6 of them; at most 64 sequences, 4,096 tokens each",
         ),
         ("....", [], "2,048 tokens in the pool; at most 64 sequences, 2,048 tokens each"),
@@ -66,7 +69,8 @@ def test_the_plan_shows_what_the_server_holds_for_clients_at_most(hybrid_folder:
     limits = {"max_kept_bytes": 1000, "max_unsent_bytes": 2000, "max_pending_bytes": 3000, "max_text_bytes": 4000}
     server = ServerConfig(max_connections=10, **limits)  # type: ignore[arg-type]
     lines = plan_lines(Settings(engine=engine, server=server))
-    assert lines[lines.index("for clients, in the API server process:") + 1 :] == [
+    first = lines.index("for clients, in the API server process:") + 1
+    assert lines[first : lines.index("", first)] == [
         "kept output                    1,000 B  to resume requests and answer idempotency keys",
         "unsent output                  2,000 B  frames, events, tokens that wait for credit, and incomplete answers",
         "pending input                  3,000 B  incomplete frames and bodies",
@@ -86,17 +90,6 @@ def test_the_plan_is_compared_with_this_machine(capsys: pytest.CaptureFixture[st
 
 
 # The memory of processes
-
-KV_CACHE_MEMORY = 192 << 20
-GENERATE = """
-import sys
-from quire import LLM, SamplingParams
-model, kv_cache_memory = sys.argv[1:]
-with LLM(model or None, weights="q8", kv_cache_memory=int(kv_cache_memory), max_num_seqs=8, threads=2) as llm:
-    llm.generate([list(range(4, 100))] * 8, SamplingParams(max_tokens=16, ignore_eos=True))
-    print("generated", flush=True)
-    sys.stdin.readline()
-"""
 
 
 @pytest.fixture
@@ -118,25 +111,11 @@ def wide_folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def resident_bytes(pid: int | str) -> tuple[int, int]:
-    """Return the anonymous memory of a process, and what it maps of files."""
-    fields = dict(re.findall(r"^(\w+): +(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE))
-    return int(fields["Anonymous"]) << 10, int(fields["Rss"]) - int(fields["Anonymous"]) << 10
-
-
 @pytest.mark.parametrize("is_wide", [False, True])
 def test_a_model_in_this_process_takes_the_planned_memory(wide_folder: str, is_wide: bool) -> None:
     """Engine and tokenizer, within 5 %."""
     model = wide_folder if is_wide else ""
-    config = EngineConfig(model=model or None, weights="q8", kv_cache_memory=KV_CACHE_MEMORY, max_num_seqs=8, threads=2)
-    settings = Settings(engine=config, server=ServerConfig())
-    spec = read_spec(model_path(config.model))
-    planned = decide_capacity(config, spec).memory.total_bytes + server_start_bytes(settings, spec)["tokenizer"]
-    command = [sys.executable, "-c", GENERATE, model, str(KV_CACHE_MEMORY)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "generated\n"
-        assert sum(resident_bytes(process.pid)) == pytest.approx(planned, rel=0.05)
+    assert measured_bytes(model, "q8", "bf16") == pytest.approx(planned_bytes(model, "q8", "bf16"), rel=0.05)
 
 
 def test_a_server_and_its_engine_process_take_the_planned_memory() -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from quire.kernels import CpuBudget
 from quire.runtime.cli.main import main
-from quire.runtime.tools.bench import Roofline
+from quire.runtime.tools.bench import MachineProfile, Roofline, write_profile
+from quire.runtime.tools.bench.profile import FORMAT, VERSION, MeasuredRoofline
 from quire.runtime.tools.simulation import given_roofline
 
 simulate = importlib.import_module("quire.runtime.cli.simulate")
@@ -85,6 +86,26 @@ def test_the_machine_is_measured_if_it_is_not_given(run: Any) -> None:
     report = json.loads(run(*POOL, "--num-prompts", "2", "--peak", "920", "--json")[1])
     assert report["read_bytes_per_s"] > 1e8
     assert report["peak_ops_per_s"] == {"q8": 920e9, "bf16": 460e9, "f32": 230e9}
+
+
+def test_a_machine_profile_replaces_the_measurement(run: Any, tmp_path: Path) -> None:
+    peaks: Any = {"q8": 800e9, "bf16": 400e9, "f32": 200e9}
+    rooflines = tuple(
+        MeasuredRoofline(isa="another level", threads=threads, read_bytes_per_s=threads * 1e10, peak_ops_per_s=peaks)
+        for threads in (1, 64)
+    )
+    profile = MachineProfile(
+        format=FORMAT, version=VERSION, machine="a test", isa="another level", threads=64, rooflines=rooflines
+    )
+    path = tmp_path / "machine.json"
+    write_profile(profile, path)
+    flags = (*POOL, "--num-prompts", "2", "--profile", str(path), "--json")
+    report = json.loads(run(*flags)[1])
+    assert (report["threads"], report["read_bytes_per_s"], report["peak_ops_per_s"]) == (64, 640e9, peaks)
+    report = json.loads(run(*flags, "--threads", "1", "--peak", "920")[1])
+    assert (report["threads"], report["read_bytes_per_s"], report["peak_ops_per_s"]["q8"]) == (1, 1e10, 920e9)
+    status, _, errors = run(*flags, "--threads", "65")
+    assert (status, errors) == (2, "quire: --threads must be between 1 and 64, as in the machine profile, not 65\n")
 
 
 def test_more_threads_than_cpus_scale_the_measured_peak_and_need_a_bandwidth(

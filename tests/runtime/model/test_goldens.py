@@ -11,22 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.runtime.model import BUNDLED_MODEL, pack_model, read_spec
+from quire.runtime.model.families.registry import FAMILIES as REGISTRY
 
-FAMILIES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "smollm3",
-    "granite",
-    "olmo2",
-    "phi3",
-    "gemma2",
-    "gemma3",
-    "qwen3_moe",
-    "mixtral",
-)
+from tests.families import FAMILIES
+
 HELDOUT = Path(__file__).parents[2] / "data" / "heldout.json"
+
+
+READ_AS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}  # the text part of a checkpoint with images
 
 
 def distance(logits: Any, golden: Any) -> float:
@@ -44,6 +36,13 @@ def family(request: pytest.FixtureRequest) -> str:
 def golden(goldens: Path, family: str) -> tuple[list[int], Any]:
     with np.load(goldens / family / "golden.npz") as data:
         return data["token_ids"].tolist(), data["logits"]
+
+
+def test_every_family_of_the_registry_has_a_golden(goldens: Path) -> None:
+    configs = [json.loads((goldens / family / "config.json").read_text()) for family in FAMILIES]
+    named = {name for config in configs for name in config["architectures"]}
+    for family in REGISTRY:
+        assert named & {READ_AS.get(name, name) for name in family.architectures}, family.architectures
 
 
 def test_the_program_on_the_reference_matches_transformers(

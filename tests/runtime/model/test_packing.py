@@ -18,6 +18,8 @@ from quire.runtime.model.weights.packing import ExpertWeights, MlpWeights, plan_
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 from safetensors.numpy import load_file, save_file
 
+from tests.families import FAMILIES
+
 
 def widened(checkpoint: Checkpoint, name: str) -> Any:
     values = checkpoint.tensor(name)
@@ -96,7 +98,7 @@ def test_tied_embeddings_are_packed_once(goldens: Path, family: str, tied: bool)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "q8", "q4", "f32"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "olmo2", "phi3", "gemma2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_planned_bytes_are_the_packed_bytes(goldens: Path, family: str, weights: Any) -> None:
     model = pack_model(goldens / family, weights)
     assert plan_weights(model.spec, weights)[1].total() == sum(matrix.nbytes for matrix in matrices(model))

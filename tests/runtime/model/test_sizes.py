@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 from quire.kernels import scratch_nbytes
+from quire.kernels.ops import padded
+from quire.pager import KVArena
 from quire.runtime.model import describe_sizes, kv_layout, pack_model, plan_memory, read_spec
+from quire.runtime.model.rope import rotary_tables
 from quire.runtime.model.sizes import KNOWN_SHAPES
+
+from tests.families import FAMILIES, GOLDENS
 
 GIB, MIB = 1 << 30, 1 << 20
 SHAPES = {shape.name: shape for shape in KNOWN_SHAPES}
@@ -49,31 +54,38 @@ def test_the_bundled_model_in_the_table_has_its_real_size() -> None:
     assert shape.kv_bytes("bf16") == layout.sequence_bytes(shape.num_tokens)
 
 
-@pytest.mark.parametrize("weights", ["q8", "q4"])
-def test_a_plan_equals_what_loading_and_compiling_allocate(goldens: Path, weights: Any) -> None:
-    model = pack_model(goldens / "qwen3", weights)
-    compiled = model.compile(max_positions=200, max_tokens=48, max_samples=8)
+@pytest.mark.parametrize("kv_dtype", ["f32", "int8"])
+@pytest.mark.parametrize("weights", ["f32", "q8", "q4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_equals_what_loading_and_compiling_allocate(family: str, weights: Any, kv_dtype: Any) -> None:
+    model = pack_model(GOLDENS / family, weights)
+    compiled = model.compile(max_positions=100, max_tokens=48, max_samples=8)
+    layout = kv_layout(model.spec, kv_dtype, 32)
     plan = plan_memory(
-        read_spec(goldens / "qwen3"),
+        read_spec(GOLDENS / family),
         weights=weights,
-        kv_dtype="bf16",
+        kv_dtype=kv_dtype,
         page_size=32,
         num_pages=10,
-        max_positions=200,
+        max_positions=100,
         max_tokens=48,
         max_samples=8,
         workers=2,
     )
+    arena = KVArena(layout, 10)
+    tables = {id(table): table for table in rotary_tables(model.spec.ropes, model.spec.head_dim, 100)}
+    vocab = padded(model.spec.vocab_size)
+    assert plan.kv_bytes == arena.memory.nbytes
     assert plan.arena_bytes == compiled.arena_bytes
     assert plan.program.values == compiled.values
-    assert plan.logits_bytes == compiled.logits.nbytes == 8 * 320 * 4
-    assert plan.kv_bytes == 10 * kv_layout(model.spec, "bf16", 32).page_bytes == 10 * 2 * 2 * 2 * 32 * 32 * 2
-    assert plan.rotary_bytes == 200 * 24 * 4
-    assert plan.scratch_bytes == scratch_nbytes(24, 2, compiled.ops)
-    assert plan.sampling_bytes == 2 * 320 * (4 + 8) + 8 * (4 + 4 + 32 * 8)
+    assert plan.logits_bytes == compiled.logits.nbytes == 8 * vocab * 4
+    assert plan.rotary_bytes == sum(table.nbytes for table in tables.values() if table is not None)
+    assert plan.scratch_bytes == scratch_nbytes(model.spec.head_dim, 2, compiled.ops)
+    assert plan.sampling_bytes == 2 * vocab * (4 + 8) + 8 * (4 + 4 + 32 * 8)
     step_bytes = plan.arena_bytes + plan.rotary_bytes + plan.scratch_bytes + plan.sampling_bytes
     assert plan.total_bytes == plan.weights_bytes + plan.kv_bytes + step_bytes + plan.process_bytes
     assert f"total {plan.total_bytes:>30,} B" in plan.describe()
+    arena.close()
 
 
 def test_a_plan_needs_no_weights_and_no_memory(tmp_path: Path, goldens: Path) -> None:

@@ -1,36 +1,36 @@
-"""Promise 1 for mixtures of experts: neither the other rows that chose an expert nor threads nor ISA levels matter."""
+"""Promise 1 for every family: neither other requests, chunks, threads, ISA levels nor a replay change a bit, and every
+page returns to the pool. In mixtures, requests share experts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
 from quire.kernels import supported_levels
 from quire.runtime.engine import GenerateRequest, LocalEngine
 
+from tests.families import FAMILIES, GOLDENS
 from tests.system import bits
-from tests.system.bits import asked, one_by_one, prompt, together
+from tests.system.bits import Preemptor, asked, chunks_of, one_by_one, outcome, prompt, together
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
 LEVELS = supported_levels()
-FAMILIES = ("mixtral", "qwen3_moe")
 PAIRS = [("f32", "f32"), ("q8", "int8"), ("q4", "int8"), ("bf16", "bf16")]
 
 
 def requests() -> Sequence[GenerateRequest]:
     return [
-        asked(prompt(90, 1), max_tokens=8),
-        asked(prompt(33, 2), max_tokens=8, temperature=0.9, top_p=0.9, seed=3),
-        *(asked(prompt(1 + i, 4), max_tokens=6, temperature=0.7, seed=i) for i in range(6)),
+        asked(prompt(90, 1, 150), max_tokens=8),
+        asked(prompt(33, 2, 150), max_tokens=8, temperature=0.9, top_p=0.9, seed=3),
+        *(asked(prompt(1 + i, 4, 150), max_tokens=6, temperature=0.7, seed=i) for i in range(6)),
     ]
 
 
 def running(family: str, weights: str, kv: str, **settings: Any) -> AbstractAsyncContextManager[LocalEngine]:
     model = str(GOLDENS / family)
-    return bits.running(model=model, weights=weights, kv_cache_dtype=kv, max_model_len=200, **settings)
+    return bits.running(model=model, weights=weights, kv_cache_dtype=kv, max_model_len=120, **settings)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -41,6 +41,19 @@ async def test_requests_together_match_requests_alone(family: str, weights: str,
     for threads, chunk in [(1, None), (2, 7), (3, 64)]:
         async with running(family, weights, kv, threads=threads, chunk=chunk) as engine:
             assert await together(engine, requests()) == alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_a_request_that_is_computed_again_keeps_its_bits(family: str) -> None:
+    """After a preemption, as after a crash, the prompt and the generated tokens are one prompt."""
+    async with running(family, "q8", "int8", enable_prefix_caching=False) as engine:
+        undisturbed = await outcome(engine, requests()[1])
+    async with running(family, "q8", "int8", enable_prefix_caching=False) as engine:
+        engine.set_observer(Preemptor(engine, 4))
+        chunks = await chunks_of(engine, requests()[1])
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.recomputed_tokens > 0
+    assert bits.bits(chunks) == undisturbed
 
 
 @pytest.mark.parametrize("family", FAMILIES)

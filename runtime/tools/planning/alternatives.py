@@ -1,0 +1,110 @@
+"""What other data types of weights and KV cache would change: how many sequences fit, and how fast they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ...common.config import EngineConfig, KVCacheDtype, WeightDtype
+from ...common.errors import ConfigError
+from ...model import DecoderSpec, weights_text
+from ...model.runner import Capacity, decide_capacity
+from ..bench import Roofline, Shape
+from ..simulation import Speed, predict_speed, roofline_cost
+
+WEIGHTS: tuple[WeightDtype, ...] = ("q8", "q4")
+KV_DTYPE: KVCacheDtype = "int8"
+UNBOUNDED = 1 << 60  # bytes of KV cache: more than any sequence needs
+SHORTEST, MAX_LENGTHS = 256, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Data types of weights and KV cache, and a pool that takes what the rest leaves of a given memory."""
+
+    config: EngineConfig
+    weights: str  # for people: "q8", or for a mixture "q4_k, q6_k"
+    capacity: Capacity  # of a pool of any size
+    num_pages: int
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.capacity.memory.weights_bytes
+
+    @property
+    def kv_bytes(self) -> int:
+        """The bytes of the pool."""
+        return self.num_pages * self.capacity.layout.page_bytes
+
+    def sequences(self, length: int) -> int:
+        """Return how many sequences of `length` tokens the pool holds at once."""
+        return self.num_pages // self.capacity.layout.pages_for(length)
+
+    def predict(self, spec: DecoderSpec, roofline: Roofline, shapes: Sequence[Shape]) -> list[Speed | None]:
+        """Return the speed of each shape, None where its users do not run at once."""
+        cost, rows = roofline_cost(spec, self.capacity, roofline), self.config.max_num_batched_tokens
+        return [predict_speed(cost, shape, rows) if self._runs(shape) else None for shape in shapes]
+
+    def _runs(self, shape: Shape) -> bool:
+        length = shape.prompt_tokens + 1
+        fits = self.sequences(length) if length <= self.capacity.max_model_len else 0
+        return shape.batch <= min(fits, self.config.max_num_seqs)
+
+
+def alternatives(config: EngineConfig, spec: DecoderSpec, capacity: Capacity) -> list[Alternative]:
+    """Return what `config` asks for, then q8 and q4 weights and an int8 KV cache, all in the same memory."""
+    found = [_alternative(config, spec, capacity, capacity)]
+    for weights in (config.weights, *WEIGHTS):
+        for kv_dtype in dict.fromkeys((config.kv_cache_dtype, KV_DTYPE)):
+            if (weights, kv_dtype) != (config.weights, config.kv_cache_dtype):
+                other = msgspec.structs.replace(
+                    config,
+                    weights=weights,
+                    kv_cache_dtype=kv_dtype,
+                    kv_cache_memory=UNBOUNDED,
+                    max_model_len=capacity.max_model_len,
+                )
+                found.append(_alternative(other, spec, decide_capacity(other, spec), capacity))
+    return list(_distinct(found))
+
+
+def _alternative(config: EngineConfig, spec: DecoderSpec, capacity: Capacity, planned: Capacity) -> Alternative:
+    others = capacity.memory.total_bytes - capacity.memory.kv_bytes
+    return Alternative(
+        config=config,
+        weights=weights_text(spec, config.weights),
+        capacity=capacity,
+        num_pages=max(0, capacity.layout.pages_in(planned.memory.total_bytes - others)),
+    )
+
+
+def _distinct(found: Sequence[Alternative]) -> Iterator[Alternative]:
+    seen: set[tuple[Any, ...]] = set()
+    for each in found:
+        key = each.weights, each.weights_bytes, each.capacity.layout.dtype
+        if key not in seen:
+            yield each
+        seen.add(key)
+
+
+def sequence_lengths(longest: int) -> list[int]:
+    """Return lengths that grow by factors of 4 up to `longest`, which is the last; at most five."""
+    powers = [SHORTEST << 2 * step for step in range(16)]
+    return [*[length for length in powers if length < longest][1 - MAX_LENGTHS :], longest]
+
+
+def fit_capacity(config: EngineConfig, spec: DecoderSpec, memory_bytes: int, other_bytes: int) -> Capacity:
+    """Return the capacity whose pool takes what the rest leaves of `memory_bytes`.
+
+    `other_bytes` are those of other processes. Raises ConfigError if nothing, or less than `max_model_len` needs, is
+    left.
+    """
+    largest = decide_capacity(msgspec.structs.replace(config, kv_cache_memory=UNBOUNDED), spec)
+    others = largest.memory.total_bytes - largest.memory.kv_bytes + other_bytes
+    least = largest.layout.pages_for(config.max_model_len or 1) * largest.layout.page_bytes
+    if memory_bytes < others + least:
+        raise ConfigError(f"memory must be at least {others + least:,} bytes with these options, not {memory_bytes:,}")
+    return decide_capacity(msgspec.structs.replace(config, kv_cache_memory=memory_bytes - others), spec)

@@ -1,0 +1,217 @@
+"""The memory that serving a model takes in all processes, before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ....pager import KVLayout
+from ....pager.layout import TILE
+from ...common.errors import ConfigError
+from ...common.options import parse_size
+from ...common.settings import Settings
+from ...engine import has_tokenizer
+from ...model import DecoderSpec, model_name, model_path, read_spec, weights_text
+from ...model.runner import Capacity, decide_capacity
+from ...server import SERVER_PROCESS_BYTES, MemoryLimits
+from ..bench import Roofline, Shape, parse_shapes, read_profile
+from ..simulation import Speed
+from .alternatives import Alternative, alternatives, fit_capacity, sequence_lengths
+
+GRAMMAR_TOKEN_BYTES = 400  # measured: of the tables for structured output, per token
+TOKEN_BYTES = 750  # measured: of a tokenizer, per token of vocabularies of 4,000 to 150,000
+SHAPES = "1x128,8x128,32x128"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTarget:
+    """The machine to plan for, as flags of `quire plan`; each field is followed by its help text."""
+
+    memory: str | None = None
+    "Memory of all processes, such as 16GiB; the KV cache takes what the rest leaves. Default: as serving decides."
+    profile: Path | None = None
+    "Machine profile from `quire info --measure`: predict the speed there, with its number of threads."
+    shapes: str | None = None
+    "Users x prompt tokens of each prediction. Default: 1x128,8x128,32x128."
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLayers:
+    """The layers with the same attention window."""
+
+    window: int  # tokens; 0: full attention
+    num_layers: int
+    token_bytes: int  # keys and values of one token, without padding
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The most tokens of a sequence that the cache holds; None: all."""
+        return self.window + TILE - 1 if self.window else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingPlan:
+    """What serving with `settings` takes, and what other data types would change."""
+
+    settings: Settings
+    spec: DecoderSpec
+    capacity: Capacity
+    alternatives: list[Alternative]  # the first is what `settings` asks for
+    shapes: list[Shape]  # whose speed is predicted
+    roofline: Roofline | None  # of the machine profile, if there is one
+
+    @cached_property
+    def server_bytes(self) -> dict[str, int]:
+        return server_start_bytes(self.settings, self.spec)
+
+    @cached_property
+    def clients(self) -> MemoryLimits:
+        return MemoryLimits(self.settings.server)
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of an engine process and the API server process, with all that it may hold for clients."""
+        return self.capacity.memory.total_bytes + sum(self.server_bytes.values()) + self.clients.total_bytes
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of sequences, in tokens, for which the plan says how many fit."""
+        return sequence_lengths(self.settings.engine.max_model_len or self.spec.max_position_embeddings)
+
+    @property
+    def kv_layers(self) -> list[WindowLayers]:
+        return _layers_by_window(self.capacity.layout)
+
+    @cached_property
+    def speeds(self) -> list[list[Speed | None]]:
+        """The speed of each alternative and shape; empty without a profile."""
+        if self.roofline is None:
+            return []
+        return [each.predict(self.spec, self.roofline, self.shapes) for each in self.alternatives]
+
+    @property
+    def title(self) -> str:
+        config = self.settings.engine
+        name = "the bundled model" if config.model is None else model_name(model_path(config.model))
+        return f"{name}, weights {weights_text(self.spec, config.weights)}, KV {self.capacity.layout.dtype}"
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes of each part of the memory map."""
+        memory = self.capacity.memory
+        return {
+            **{f"weights {dtype}": size for dtype, size in sorted(memory.weights.items())},
+            "KV pages": memory.kv_bytes,
+            "step arena": memory.arena_bytes,
+            "rotary table": memory.rotary_bytes,
+            "scratch": memory.scratch_bytes + memory.sampling_bytes,
+            "engine process": memory.process_bytes,
+            "API server process": sum(self.server_bytes.values()),
+            "clients, at most": self.clients.total_bytes,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures: sizes in bytes, times in seconds."""
+        layout, memory = self.capacity.layout, self.capacity.memory
+        roofline = self.roofline
+        return {
+            "model": self.settings.engine.model or "bundled demo",
+            "family": self.spec.family,
+            "weights": dict(sorted(memory.weights.items())),
+            "kv_cache_dtype": layout.dtype,
+            "kv_layers": [
+                {"window": each.window, "layers": each.num_layers, "token_bytes": each.token_bytes}
+                for each in self.kv_layers
+            ],
+            "page_size": layout.page_size,
+            "page_bytes": layout.page_bytes,
+            "pages": memory.kv_pages,
+            "max_model_len": self.capacity.max_model_len,
+            "engine_process": {
+                "weights": memory.weights_bytes,
+                "kv_pages": memory.kv_bytes,
+                "step_arena": memory.arena_bytes,
+                "rotary_table": memory.rotary_bytes,
+                "worker_scratch": memory.scratch_bytes,
+                "sampling_scratch": memory.sampling_bytes,
+                "python_libraries": memory.process_bytes,
+            },
+            "api_server_process": {name.lower().replace(" ", "_"): size for name, size in self.server_bytes.items()},
+            "clients": self.clients.bytes_by_purpose,
+            "total_bytes": self.total_bytes,
+            "threads": self.capacity.cpus.threads,
+            "read_bytes_per_s": roofline and roofline.read_bytes_per_s,
+            "peak_ops_per_s": roofline and dict(roofline.peak_ops_per_s),
+            "alternatives": [self._alternative_as_dict(index) for index in range(len(self.alternatives))],
+        }
+
+    def _alternative_as_dict(self, index: int) -> dict[str, Any]:
+        each, speeds = self.alternatives[index], self.speeds[index] if self.speeds else []
+        return {
+            "weights": each.weights,
+            "kv_cache_dtype": each.capacity.layout.dtype,
+            "weights_bytes": each.weights_bytes,
+            "token_bytes": each.capacity.layout.token_bytes,
+            "kv_bytes": each.kv_bytes,
+            "sequences": {str(length): each.sequences(length) for length in self.lengths},
+            "predicted": {
+                str(shape): speed and {"first_token_s": speed.first_token_s, "tokens_per_s": speed.tokens_per_s}
+                for shape, speed in zip(self.shapes, speeds, strict=False)
+            },
+        }
+
+
+def plan_serving(settings: Settings, target: PlanTarget) -> ServingPlan:
+    """Plan serving with `settings` on a machine. Raises ModelError or ConfigError."""
+    roofline = None
+    if target.shapes is not None and target.profile is None:
+        raise ConfigError("shapes needs --profile")
+    shapes = parse_shapes(target.shapes or SHAPES)
+    if target.profile is not None:
+        config, roofline = read_profile(target.profile).configure(settings.engine)
+        settings = Settings(engine=config, server=settings.server)
+    spec = read_spec(model_path(settings.engine.model))
+    capacity = _capacity(settings, spec, target.memory)
+    return ServingPlan(
+        settings=settings,
+        spec=spec,
+        capacity=capacity,
+        alternatives=alternatives(settings.engine, spec, capacity),
+        shapes=shapes,
+        roofline=roofline,
+    )
+
+
+def _capacity(settings: Settings, spec: DecoderSpec, memory: str | None) -> Capacity:
+    if memory is None:
+        return decide_capacity(settings.engine, spec)
+    if settings.engine.kv_cache_memory is not None:
+        raise ConfigError("memory cannot be given with --kv-cache-memory")
+    size = parse_size(memory)
+    if size is None:
+        raise ConfigError(f"memory must be a size in bytes, such as 17179869184 or 16GiB, not {memory!r}")
+    server_bytes = sum(server_start_bytes(settings, spec).values()) + MemoryLimits(settings.server).total_bytes
+    return fit_capacity(settings.engine, spec, size, server_bytes)
+
+
+def server_start_bytes(settings: Settings, spec: DecoderSpec) -> dict[str, int]:
+    """Return estimates for the API server process at start, without what it shares with engine processes.
+
+    The last one is for an engine process, which has a tokenizer of its own beside the tables of its vocabulary.
+    """
+    tokens = spec.vocab_size if has_tokenizer(model_path(settings.engine.model)) else 0
+    return {
+        "Python libraries": SERVER_PROCESS_BYTES,
+        "tokenizer": tokens * TOKEN_BYTES,
+        "structured output": tokens * (TOKEN_BYTES + GRAMMAR_TOKEN_BYTES),
+    }
+
+
+def _layers_by_window(layout: KVLayout) -> list[WindowLayers]:
+    counts: dict[int, int] = {}
+    for group in layout.groups:
+        counts[group.window] = counts.get(group.window, 0) + len(group.layers)
+    layer_bytes = layout.token_bytes // layout.num_layers
+    return [WindowLayers(window, count, count * layer_bytes) for window, count in counts.items()]

@@ -1,0 +1,138 @@
+"""A serving plan as text: at most 100 columns wide, one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ...model import weights_text
+from ...model.sizes import human
+from ...model.spec import DecoderSpec
+from ..simulation import Speed
+from .alternatives import Alternative
+from .serving_plan import ServingPlan, WindowLayers
+
+
+def comparison(total_bytes: int, available_bytes: int) -> str:
+    """Return a line that compares a plan with the memory that this machine has available, cgroup limit included."""
+    machine = f"{total_bytes:,} B in all, this machine has {available_bytes:,} B available"
+    if total_bytes <= available_bytes:
+        return f"It fits: {machine}."
+    return f"It does not fit: {machine}, {total_bytes - available_bytes:,} B less."
+
+
+def plan_text(plan: ServingPlan, arena: bool) -> str:
+    """Return the memory map, with that of the step arena if `arena` is set, then the tables of alternatives."""
+    config, spec, capacity = plan.settings.engine, plan.spec, plan.capacity
+    layout = capacity.layout
+    lines = [
+        f"{spec.family}: {spec.num_layers} layers, hidden {spec.hidden_size}, {spec.num_heads} query / "
+        f"{spec.num_kv_heads} KV heads of {spec.head_dim}, vocabulary {spec.vocab_size}",
+        *_experts(spec),
+        f"weights {weights_text(spec, config.weights)}, KV {layout.dtype}: {layout.token_bytes:,} B per token, "
+        f"{layout.page_bytes:,} B per page of {layout.page_size} tokens",
+        *_layer_groups(plan),
+        f"{_pool(plan)}; at most {config.max_num_seqs} sequences, "
+        f"{capacity.max_model_len:,} tokens each; {config.max_num_batched_tokens} tokens per step",
+        "",
+        capacity.memory.describe(),
+        "",
+        "API server process at start, and structured output in the engine process:",
+        *(f"{name:<18}{size:>18,} B  estimate" for name, size in plan.server_bytes.items()),
+        "",
+        "for clients, in the API server process:",
+        plan.clients.describe(),
+    ]
+    if arena:
+        lines += ["", "step arena, by offset:", capacity.memory.program.describe()]
+    return "\n".join([*lines, "", *_sequences_table(plan), *_speed_table(plan)])
+
+
+def _experts(spec: DecoderSpec) -> list[str]:
+    """Return a line about layers with experts, none if there are no such layers."""
+    if spec.experts is None:
+        return []
+    experts = spec.experts
+    return [
+        f"{_count(sum(experts.layers), 'layer')} of {experts.num_experts} experts with an MLP of "
+        f"{experts.intermediate_size}, {experts.top_k} per token"
+    ]
+
+
+def _layer_groups(plan: ServingPlan) -> list[str]:
+    """Return a line about layers with sliding windows, none if there are no such layers."""
+    layout = plan.capacity.layout
+    if not any(layout.group_windows):
+        return []
+    counts = _count(len(layout.groups), "layer group"), _count(layout.page_layers, "layer")
+    return [f"{counts[0]}, {counts[1]} per page; {'; '.join(map(_window, plan.kv_layers))}"]
+
+
+def _window(layers: WindowLayers) -> str:
+    size = f"{layers.token_bytes:,} B per token"
+    if layers.max_tokens is None:
+        return f"{layers.num_layers} full: {size}"
+    return f"{layers.num_layers} of window {layers.window}: {size}, up to {layers.max_tokens:,} tokens"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"
+
+
+def _pool(plan: ServingPlan) -> str:
+    layout, capacity = plan.capacity.layout, plan.capacity
+    if not any(layout.group_windows):
+        return f"{capacity.num_pages * layout.page_size:,} tokens in the pool"
+    most = layout.pages_for(capacity.max_model_len)
+    return f"{capacity.num_pages:,} pages in the pool, a sequence takes up to {most:,} of them"
+
+
+def _sequences_table(plan: ServingPlan) -> Iterator[str]:
+    """Yield the table of how many sequences fit with each alternative."""
+    yield "in the same memory: sequences of N tokens that the pool holds at once"
+    header = ("weights", "KV", "size", "KV pool", "B/token", *(f"{length:,}" for length in plan.lengths))
+    rows = [
+        (
+            *_dtypes(each),
+            human(each.weights_bytes),
+            human(each.kv_bytes),
+            f"{each.capacity.layout.token_bytes:,}",
+            *(f"{each.sequences(length):,}" for length in plan.lengths),
+        )
+        for each in plan.alternatives
+    ]
+    yield from _table(header, rows)
+
+
+def _speed_table(plan: ServingPlan) -> Iterator[str]:
+    """Yield the table of predicted speeds, if there is a machine profile."""
+    if plan.roofline is None:
+        return
+    read, peak = plan.roofline.read_bytes_per_s / 1e9, plan.roofline.peak_ops_per_s["q8"] / 1e9
+    threads = _count(plan.capacity.cpus.threads, "thread")
+    yield ""
+    yield f"predicted on {threads} ({read:,.1f} GB/s, {peak:,.0f} int8 GOP/s), by users x prompt tokens:"
+    yield "seconds until all users have their first token; tokens/s of all users while they decode"
+    header = ("weights", "KV", *(cell for shape in plan.shapes for cell in (f"{shape} s", "tok/s")))
+    rows = [
+        (*_dtypes(each), *(cell for speed in speeds for cell in _speed(speed)))
+        for each, speeds in zip(plan.alternatives, plan.speeds, strict=True)
+    ]
+    yield from _table(header, rows)
+
+
+def _speed(speed: Speed | None) -> tuple[str, str]:
+    return ("–", "–") if speed is None else (f"{speed.first_token_s:,.2f}", f"{speed.tokens_per_s:,.1f}")
+
+
+def _dtypes(each: Alternative) -> tuple[str, str]:
+    return each.weights, each.capacity.layout.dtype
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yield lines whose first two columns are aligned left, the others right."""
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
+        cells += [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
+        yield "  ".join(cells)
