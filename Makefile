@@ -31,6 +31,9 @@ check-bits: $(BIN)/quire
 attack: $(BIN)/quire
 	$(BIN)/python tests/fuzz/attack.py $(ATTACK)
 
+attack-http: $(BIN)/quire
+	$(BIN)/python tests/fuzz/hostile_http.py $(ATTACK)
+
 fuzz-files: $(BIN)/quire
 	$(BIN)/python tests/fuzz/fuzz_files.py $(FUZZ)
 
@@ -57,4 +60,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard test docs attack fuzz-files bench check-kernels check-bits check-plan conformance
+.PHONY: demo loadtest dashboard test docs attack attack-http fuzz-files bench check-kernels check-bits check-plan conformance

@@ -49,11 +49,17 @@ class RequestSpec:
     stop_token_ids: frozenset[int] = frozenset()  # includes the end-of-sequence tokens unless they are ignored
     sampling: object = None  # passed on to the model runner
     tenant: str = ""
+    cache_salt: str = ""  # only requests with the same tenant and salt share cached pages
     priority: int = 0  # lower runs earlier
     deadline: float | None = None  # in seconds of the scheduler's clock
     pin_s: float | None = None  # seconds after the end for which the prompt stays pinned in the prefix cache
     echoed: tuple[int, ...] = field(default=(), repr=False)  # the first output tokens, which are not sampled
     beam: BeamSpec | None = None  # beam search instead of sampling; `sampling` must ask for 2 * width top logprobs
+
+    @property
+    def prefix_salt(self) -> bytes:
+        """What keys of cached pages begin with."""
+        return f"{self.tenant}\0{self.cache_salt}".encode() if self.cache_salt else self.tenant.encode()
 
 
 @dataclass(slots=True, eq=False)

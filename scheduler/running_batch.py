@@ -195,7 +195,7 @@ class RunningBatch:
             raise OutOfPages(request.pages_needed + spare_pages, available)
         table = self._restore(request, spare_pages) or self._fork_parent(request, spare_pages)
         if table is None:
-            table = self._pager.open(request.token_ids, request.spec.tenant.encode(), spare_pages)
+            table = self._pager.open(request.token_ids, request.spec.prefix_salt, spare_pages)
         return table
 
     def _restore(self, request: Request, spare_pages: int) -> PageTable | None:
@@ -204,7 +204,7 @@ class RunningBatch:
             return None
         pager, tokens, spilled = self._pager, request.token_ids, request.spilled
         spare_pages += pager.pages_for(len(tokens)) - pager.pages_for(spilled.num_tokens)  # for its other known tokens
-        table = pager.restore(spilled, tokens, request.spec.tenant.encode(), spare_pages)
+        table = pager.restore(spilled, tokens, request.spec.prefix_salt, spare_pages)
         request.spilled = None
         return table
 

@@ -297,7 +297,7 @@ class Scheduler:
         self._queue.add(requests)
         spec = requests[0].spec
         return spec.pin_s is None or self._queue.promise_pin(
-            requests, *self._pager.pages_to_pin(spec.prompt_token_ids, spec.tenant.encode())
+            requests, *self._pager.pages_to_pin(spec.prompt_token_ids, spec.prefix_salt)
         )
 
     # Committing and ending.
@@ -387,7 +387,7 @@ class Scheduler:
         self._speculator.forget(request)
         spec = request.spec
         if spec.pin_s is not None and request.pages_to_pin is not None:
-            self._pager.pin(spec.prompt_token_ids, spec.tenant.encode(), now + spec.pin_s)
+            self._pager.pin(spec.prompt_token_ids, spec.prefix_salt, now + spec.pin_s)
             self._queue.release_pin(request)
         del self._requests[request.request_id]
         request.finish_reason, request.error = ending

@@ -275,11 +275,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     idempotency_window_ms: Annotated[
         Count, _limit("Time that the output of a request with an idempotency key is kept.", unit="ms")
     ] = 600_000
+    store_window_ms: Annotated[
+        Count, _limit("Time that a stored response or chat is kept after its end.", unit="ms")
+    ] = 3_600_000
     max_kept_bytes: Annotated[
         Count,
         _limit(
-            "Output kept for resumable requests and idempotency keys. Each tenant has an equal share, in which a "
-            "running request reserves what it may generate; one without room is refused.",
+            "Output kept for resumable and stored requests and idempotency keys. Each tenant has an equal share, in "
+            "which a running request reserves what it may generate; one without room is refused.",
             unit="bytes",
         ),
     ] = 128 << 20

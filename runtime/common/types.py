@@ -217,6 +217,7 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     usage: Usage | None = None
     choice: int = 0  # index of the output
     cumulative_logprob: float | None = None  # of the whole output, if outputs were ranked by it
+    stop_reason: int | str | None = None  # the id in `stop_token_ids`, or the text in `stop`, that ended the output
 
 
 class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,11 +7,13 @@ the `Engine` dropped it.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -32,6 +34,7 @@ from ...scheduler import (
 )
 from ..common.config import EngineConfig
 from ..common.errors import ContextLengthExceeded, QuireError, Unavailable
+from ..model.files import sampled_fingerprint
 from ..model.runner import ModelRunner, load_model
 from .build import build_pager, build_scheduler, build_spill_file
 from .facade import CoreInfo, EngineStats, StepStats
@@ -119,6 +122,7 @@ class EngineCore:
         self.scheduler = build_scheduler(config, self.pager, runner.capacity.max_num_samples)
         self._worker = ThreadPoolExecutor(1, "quire-step")
         self.grammars = Grammars(runner.path)
+        self._fingerprint = _fingerprint(runner, config)
         self._started = False
         self._scoring = asyncio.Lock()  # held while `logits` computes
         self._closed = False
@@ -156,6 +160,7 @@ class EngineCore:
             isa=capacity.isa,
             threads=capacity.cpus.threads,
             threads_reason=capacity.cpus.reason,
+            fingerprint=self._fingerprint,
         )
 
     @property
@@ -295,3 +300,9 @@ class EngineCore:
             )
         else:
             _log.info("inter-token target can be met again", target_ms=target_ms)
+
+
+def _fingerprint(runner: ModelRunner, config: EngineConfig) -> str:
+    """Return a short name of what the bits of outputs depend on: build, ISA level, dtypes and model."""
+    parts = version("quire"), runner.capacity.isa, config.weights, config.kv_cache_dtype, config.page_size
+    return hashlib.sha256(repr(parts).encode() + sampled_fingerprint(runner.path)).hexdigest()[:16]

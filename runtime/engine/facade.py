@@ -33,6 +33,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     pin_ms: int | None = None  # how long the prompt's pages stay in the prefix cache after the request ends
     echo: bool = False  # each output begins with the prompt from its second token on, with logprobs if wanted
     fit_max_tokens: bool = False  # lower max_tokens to what the context leaves after the prompt, instead of refusing
+    cache_salt: str = ""  # only requests of the tenant with the same salt share cached pages
 
     def text_bytes(self) -> int:
         """Return about how many bytes the text to tokenize takes in memory, counting at most `MAX_COUNTED` values."""
@@ -96,6 +97,7 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     threads_reason: str
     eos_token_ids: frozenset[int] = frozenset()  # from config.json and generation_config.json
     num_processes: int = 0  # engine processes; 0: the core runs in this process
+    fingerprint: str = ""  # of all that decides the bits of an output besides its request
 
 
 class EngineInfo(CoreInfo, frozen=True, kw_only=True):

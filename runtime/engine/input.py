@@ -74,6 +74,7 @@ def scheduled_requests(
                 stop_token_ids=stop_ids,
                 sampling=SamplingSpec(sampling_params, (seed + i) % SEED_LIMIT, stop_ids, request.tenant),
                 tenant=request.tenant,
+                cache_salt=request.cache_salt,
                 priority=request.priority,
                 deadline=None if request.deadline_ms is None else submitted + request.deadline_ms / 1000,
                 pin_s=None if request.pin_ms is None else request.pin_ms / 1000,

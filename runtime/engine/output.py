@@ -100,6 +100,7 @@ class SequenceOutput:
     num_tokens: int = 0  # generated and kept
     last_tokens_s: float | None = None  # when the most recent of them came
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # see `OutputChunk`
     held_tokens: list[SampledToken] = field(default_factory=list)  # of an output that is not streamed
     held_text: str = ""
 
@@ -117,8 +118,17 @@ class SequenceOutput:
         self.num_tokens += len(tokens)
         if reason is not None:
             self.finish_reason = reason
+            self.stop_reason = self._stopped_by(tokens, reason)
             self.output.num_open -= 1
         return tokens, text
+
+    def _stopped_by(self, tokens: Sequence[SampledToken], reason: FinishReason) -> int | str | None:
+        """Return what the request's own stop parameters have matched; None if the model ended the output."""
+        if self.detokenizer is not None and self.detokenizer.stop_string is not None:
+            return self.detokenizer.stop_string
+        if reason == "stop" and tokens and tokens[-1].token_id in self.output.params.stop_token_ids:
+            return tokens[-1].token_id
+        return None
 
 
 class StreamingOutput:
@@ -160,6 +170,7 @@ class StreamingOutput:
             logprobs=None if self.params.logprobs is None else _logprobs(tokens),
             finish_reason=reason,
             choice=sequence.index,
+            stop_reason=sequence.stop_reason,
         )
         return (chunk,)
 
@@ -201,6 +212,7 @@ class StreamingOutput:
         text: str,
         reason: FinishReason | None,
         logprob: float | None = None,
+        stop_reason: int | str | None = None,
     ) -> OutputChunk:
         """Return one chunk that is a whole output."""
         return OutputChunk(
@@ -211,6 +223,7 @@ class StreamingOutput:
             finish_reason=reason,
             choice=choice,
             cumulative_logprob=logprob,
+            stop_reason=stop_reason,
         )
 
     def _cancelled(self) -> list[OutputChunk]:
@@ -236,7 +249,7 @@ class BestOfOutput(StreamingOutput):
         ranked = [(sum(token.logprob or 0.0 for token in each.held_tokens), each) for each in self.sequences]
         ranked.sort(key=lambda pair: -pair[0])
         return [
-            self._whole(i, each.held_tokens, each.held_text, each.finish_reason, logprob)
+            self._whole(i, each.held_tokens, each.held_text, each.finish_reason, logprob, each.stop_reason)
             for i, (logprob, each) in enumerate(ranked[: self.params.n])
         ]
 

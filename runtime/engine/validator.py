@@ -22,6 +22,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 MAX_PIN_MS = 24 * 3600 * 1000
 MAX_PRIORITY = 1_000_000
+MAX_SALT_CHARACTERS = 128
 MAX_CHOICES = 128  # samples or beams of one request; at most `max_num_seqs` anyway
 MAX_BEAM_WIDTH = MAX_TOP_LOGPROBS // 2  # a beam search needs twice as many continuations
 SEED_LIMIT = 1 << 64
@@ -74,6 +75,10 @@ class Validator:
             _integer("deadline_ms", request.deadline_ms, 1, MAX_DEADLINE_MS)
         if request.pin_ms is not None:
             _integer("pin_ms", request.pin_ms, 0, MAX_PIN_MS)
+            if request.cache_salt:  # a tenant's pins are limited per salt
+                raise InvalidRequest("pin_ms cannot be used with cache_salt")
+        if len(request.cache_salt) > MAX_SALT_CHARACTERS:
+            raise InvalidRequest(f"cache_salt has more than {MAX_SALT_CHARACTERS} characters")
 
     def check_prompt(self, request: GenerateRequest) -> None:
         """Check the prompt before it is rendered or tokenized."""

@@ -7,6 +7,8 @@ Must not import frames or `resume`, which decides how long a buffer is kept.
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
 from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -41,7 +43,7 @@ class ResumeEntry:
     session: Session
     request_id: int
     buffer: ReplayBuffer
-    subscriber: Subscriber | None
+    subscriber: BufferReader | None
     expiry: asyncio.TimerHandle | None = None  # while there is no subscriber
     was_cut: bool = False  # its client was lost before the end
 
@@ -56,6 +58,33 @@ class IdempotencyEntry:
     expiry: asyncio.TimerHandle | None = None  # once the request has ended
 
 
+@dataclass(eq=False, slots=True)
+class StoredEntry:
+    """A request that is kept until it is deleted or expires, in a `StoredIndex`."""
+
+    key: tuple[str, str]  # tenant, id
+    fields: bytes  # of the HTTP request, as JSON
+    buffer: ReplayBuffer
+    expiry: asyncio.TimerHandle | None = None  # once the request has ended
+
+    @property
+    def num_bytes(self) -> int:
+        return ENTRY_BYTES + len(self.fields)
+
+
+class BufferReader(Protocol):
+    """One reader of a buffer."""
+
+    buffer: ReplayBuffer
+    was_cut: bool  # its connection was lost before the end
+
+    def wake(self) -> None:
+        """Note a new chunk, or the end of the request."""
+
+    def stop(self, error: QuireError) -> None:
+        """End soon, in `error`."""
+
+
 class Owner(Protocol):
     """Decides how long a buffer is kept."""
 
@@ -64,7 +93,7 @@ class Owner(Protocol):
 
     def on_end(self, buffer: ReplayBuffer) -> None: ...
     def on_cancelled(self, subscriber: Subscriber, cause: CancelCause) -> None: ...
-    def on_subscriber_ended(self, subscriber: Subscriber, cause: CancelCause) -> None: ...
+    def on_subscriber_ended(self, subscriber: BufferReader, cause: CancelCause) -> None: ...
 
 
 def bytes_to_reserve(params: SamplingParams, max_tokens: int) -> int:
@@ -83,9 +112,12 @@ class ReplayBuffer:
         self.request = request
         self.owner = owner
         self.tenant = tenant
-        self.subscribers: set[Subscriber] = set()
+        self.name = secrets.token_hex(16)  # of the output, the same in every answer
+        self.created_s = int(time.time())
+        self.subscribers: set[BufferReader] = set()
         self.resume_entries: set[ResumeEntry] = set()
         self.idempotency_entry: IdempotencyEntry | None = None
+        self.stored_entry: StoredEntry | None = None
         self.generated = 0
         self.admission: AdmissionEstimate | None = None
         self.finish_reason: FinishReason | None = None  # of the last chunk
@@ -110,13 +142,14 @@ class ReplayBuffer:
 
     @property
     def num_references(self) -> int:
-        """The connections that read the stream or may resume it. A running request without any is cancelled."""
-        return len(self.subscribers) + len(self.resume_entries)
+        """The connections that read the stream or may resume it, and its storage. A running request needs one."""
+        return len(self.subscribers) + len(self.resume_entries) + (self.stored_entry is not None)
 
     @property
     def num_bytes(self) -> int:
         output_bytes = self._output_bytes if self.has_ended else max(self._output_bytes, self._reserved_bytes)
-        return output_bytes + ENTRY_BYTES * len(self.resume_entries)
+        stored_bytes = 0 if self.stored_entry is None else self.stored_entry.num_bytes
+        return output_bytes + stored_bytes + ENTRY_BYTES * len(self.resume_entries)
 
     @property
     def bytes_after_drop(self) -> int:

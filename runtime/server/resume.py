@@ -1,7 +1,7 @@
-"""What outlives its connection: resumable requests, by session and id, and the outcomes of idempotency keys.
+"""What outlives its connection: resumable requests, by session and id, stored ones, and outcomes of idempotency keys.
 
-A running request lives while a connection reads it or may resume it; an ended one while it may be resumed or its key is
-known. Must not import frames or sockets.
+A running request lives while a connection reads it or may resume it, or while it is stored; an ended one while it may
+be resumed, is stored or its key is known. Must not import frames or sockets.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .live_requests import LiveRequests
 from .monitoring import CancelCause
 from .replay_buffer import (
     ENTRY_BYTES,
+    BufferReader,
     IdempotencyEntry,
     IdempotencyKey,
     ReplayBuffer,
@@ -28,6 +29,7 @@ from .replay_buffer import (
     Subscriber,
     bytes_to_reserve,
 )
+from .stored_index import StoredIndex, ToStore
 from .tenants import Tenant
 
 SESSION_BYTES = 18  # of randomness: a session's name is all that RESUME needs to know
@@ -58,7 +60,7 @@ class ResumeIndex:
             return wanted
         return secrets.token_urlsafe(SESSION_BYTES)
 
-    def add(self, session: Session, request_id: int, subscriber: Subscriber) -> None:
+    def add(self, session: Session, request_id: int, subscriber: BufferReader) -> None:
         """Make the subscriber's request resumable; it replaces an earlier request with the same id."""
         if (earlier := self._sessions.get(session, {}).get(request_id)) is not None:
             self.remove(earlier)
@@ -77,11 +79,11 @@ class ResumeIndex:
             )
         return entry
 
-    def entry_of(self, subscriber: Subscriber) -> ResumeEntry | None:
+    def entry_of(self, subscriber: BufferReader) -> ResumeEntry | None:
         """Return the entry whose present reader `subscriber` is."""
         return next((entry for entry in subscriber.buffer.resume_entries if entry.subscriber is subscriber), None)
 
-    def attach(self, entry: ResumeEntry, subscriber: Subscriber) -> None:
+    def attach(self, entry: ResumeEntry, subscriber: BufferReader) -> None:
         """Hand the request to `subscriber`; the connection that reads it now loses it."""
         if entry.subscriber is not None:
             entry.subscriber.stop(Cancelled("this request was resumed on another connection"))
@@ -166,6 +168,7 @@ class ReplayStore:
     def __init__(self, requests: LiveRequests, config: ServerConfig, num_tenants: Callable[[], int]) -> None:
         self.resume_index = ResumeIndex(config.resume_timeout_ms / 1000, self.on_change)
         self.idempotency_index = IdempotencyIndex(config.idempotency_window_ms / 1000, self.on_change)
+        self.stored_index = StoredIndex(config.store_window_ms / 1000, self.on_change)
         self._requests = requests
         self._max_bytes = config.max_kept_bytes
         self._num_tenants = num_tenants
@@ -187,12 +190,20 @@ class ReplayStore:
         return bool(self._tasks) or self.resume_index.awaits_a_client
 
     def open(
-        self, tenant: Tenant, request_id: int, request: GenerateRequest, key: str | None, *, resumable: bool
+        self,
+        tenant: Tenant,
+        request_id: int,
+        request: GenerateRequest,
+        key: str | None,
+        *,
+        resumable: bool,
+        stored: ToStore | None = None,
     ) -> ReplayBuffer:
         """Return the buffer of a new request, or of the one that had this idempotency key before.
 
-        The caller must subscribe immediately. Raises InvalidRequest when the key's request was another one, Overloaded
-        or QuotaExceeded when the tenant's share has no room, or a refusal of `LiveRequests`.
+        A new request with `stored` is stored. The caller must subscribe immediately. Raises InvalidRequest when the
+        key's request was another one, Overloaded or QuotaExceeded when the tenant's share has no room, or a refusal of
+        `LiveRequests`.
         """
         buffer = None if key is None else self.idempotency_index.find((tenant.name, key), request)
         entry_bytes = ENTRY_BYTES if resumable else 0
@@ -203,6 +214,7 @@ class ReplayStore:
             self._drop_outputs(droppable)
             return buffer
         num_bytes = bytes_to_reserve(request.sampling_params, self._requests.most_tokens(request))
+        entry_bytes += 0 if stored is None else ENTRY_BYTES + len(stored.fields)
         with self._requests.reporting_refusals():
             droppable = self._check_room(tenant.name, num_bytes + entry_bytes)
         buffer = ReplayBuffer(self._requests.submit(tenant, request_id, request), self, tenant.name, num_bytes)
@@ -213,6 +225,8 @@ class ReplayStore:
         buffer.task.add_done_callback(self._tasks.discard)
         if key is not None:
             self.idempotency_index.add((tenant.name, key), request, buffer)
+        if stored is not None:
+            self.stored_index.add(buffer, stored)
         return buffer
 
     def fail(self, error: QuireError) -> None:
@@ -240,7 +254,8 @@ class ReplayStore:
         if buffer not in self._buffers:
             return
         is_used = not buffer.has_ended or bool(buffer.subscribers)
-        if not (is_used or buffer.resume_entries or buffer.idempotency_entry is not None):
+        is_findable = buffer.resume_entries or buffer.idempotency_entry is not None or buffer.stored_entry is not None
+        if not (is_used or is_findable):
             self._stop_counting(buffer)
             return
         kept = self._tenants[buffer.tenant]
@@ -257,6 +272,8 @@ class ReplayStore:
     def on_end(self, buffer: ReplayBuffer) -> None:
         if buffer.idempotency_entry is not None:
             self.idempotency_index.on_end(buffer.idempotency_entry)
+        if buffer.stored_entry is not None:
+            self.stored_index.on_end(buffer.stored_entry)
         self.on_change(buffer)
 
     def on_cancelled(self, subscriber: Subscriber, cause: CancelCause) -> None:
@@ -268,7 +285,7 @@ class ReplayStore:
         elif not buffer.has_ended:
             buffer.request.cancel(cause)
 
-    def on_subscriber_ended(self, subscriber: Subscriber, cause: CancelCause) -> None:
+    def on_subscriber_ended(self, subscriber: BufferReader, cause: CancelCause) -> None:
         if (entry := self.resume_index.entry_of(subscriber)) is not None:
             self.resume_index.detach(entry)
         self.on_change(subscriber.buffer, cause)
@@ -291,8 +308,8 @@ class ReplayStore:
         limit = f"a tenant's share of `max_kept_bytes` is {share} bytes"
         if num_bytes > share:
             raise QuotaExceeded(
-                f"a request that may generate this much takes up to {num_bytes} bytes to be resumable or to have an "
-                f"idempotency key, and {limit}; lower max_tokens, n or logprobs, or send it without both"
+                f"a request that may generate this much takes up to {num_bytes} bytes to be resumable, stored or to "
+                f"have an idempotency key, and {limit}; lower max_tokens, n or logprobs, or ask for none of these"
             )
         dropped: list[ReplayBuffer] = []
         missing = kept.num_bytes + num_bytes - share
@@ -303,8 +320,8 @@ class ReplayStore:
             if missing <= 0:
                 return dropped
         raise Overloaded(
-            f"the resumable requests and idempotency keys of this tenant hold {kept.num_bytes} bytes, and {limit}; "
-            "send this request without both, or retry later"
+            f"the resumable and stored requests and the idempotency keys of this tenant hold {kept.num_bytes} bytes, "
+            f"and {limit}; send this request without them, or retry later"
         )
 
     def _enforce_share(self, grown: ReplayBuffer, kept: KeptOutput) -> None:
@@ -334,6 +351,8 @@ class ReplayStore:
             )
             for entry in list(buffer.resume_entries):
                 self.resume_index.remove(entry)
+            if buffer.stored_entry is not None:
+                self.stored_index.remove(buffer.stored_entry)
             self.on_change(buffer)
 
     def _remove_entries(self, buffer: ReplayBuffer) -> None:
@@ -343,6 +362,8 @@ class ReplayStore:
             self.resume_index.remove(entry)
         if buffer.idempotency_entry is not None:
             self.idempotency_index.remove(buffer.idempotency_entry)
+        if buffer.stored_entry is not None:
+            self.stored_index.remove(buffer.stored_entry)
         self.on_change(buffer)
 
     def _stop_counting(self, buffer: ReplayBuffer) -> None:
@@ -355,4 +376,5 @@ class ReplayStore:
 
 def _digest(request: GenerateRequest) -> bytes:
     """Return a hash of what decides the outcome; a prompt may be long, and is not kept."""
-    return hashlib.sha256(msgspec.msgpack.encode((request.prompt, request.messages, request.sampling_params))).digest()
+    outcome = msgspec.structs.replace(request, priority=0, deadline_ms=None, pin_ms=None)
+    return hashlib.sha256(msgspec.msgpack.encode(outcome)).digest()

@@ -95,6 +95,7 @@ class ServerProcess:
 
     def __init__(self, process: subprocess.Popen[str], ready: str, log: IO[str]) -> None:
         self.address = ready.partition("clients ")[2].split()[0]
+        self.api_address = ready.partition("api http://")[2].partition("/")[0]  # empty without one
         self.endpoint = Endpoint(self.address, ready.partition("metrics ")[2].split()[0])
         self._process = process
         self._log = log

@@ -35,8 +35,13 @@ RECEIVE_TIMEOUT_S = 60
 FREE_PORTS: dict[str, Any] = {"port": 0, "http_port": 0, "api_port": 0}
 
 
+def prompt_of(request: GenerateRequest) -> Any:
+    """Return the prompt, or the last message."""
+    return request.prompt if request.messages is None else request.messages[-1]["content"]
+
+
 class FakeGeneration:
-    """A stream of max_tokens tokens, whose text contains the prompt.
+    """A stream of max_tokens tokens, whose text contains the prompt or the last message.
 
     The prompt `hold` never ends by itself, `fail` and `crash` raise an error, and `prefill` takes several steps for its
     prompt of three tokens.
@@ -71,7 +76,7 @@ class FakeGeneration:
             self.engine.live.remove(self)
 
     async def _chunks(self) -> AsyncIterator[OutputChunk]:
-        kind, params = self.request.prompt, self.request.sampling_params
+        kind, params = prompt_of(self.request), self.request.sampling_params
         if kind == "prefill":
             self.on_prefill(1)
             self.on_prefill(2)
@@ -103,7 +108,7 @@ class FakeGeneration:
             )
 
     def _chunk(self, first: int, count: int) -> OutputChunk:
-        text = "x" * self.engine.text_bytes or f" {self.request.prompt}:{first}é日"
+        text = "x" * self.engine.text_bytes or f" {prompt_of(self.request)}:{first}é日"
         ids = tuple(range(first, first + count))
         logprobs = tuple(TokenLogprobs(i, -0.5, ((i, -0.5),)) for i in ids)
         return OutputChunk(
@@ -129,9 +134,9 @@ class FakeEngine:
     async def submit(self, request: GenerateRequest) -> FakeGeneration:
         self.requests.append(request)
         await self.submitting.wait()
-        if request.prompt == "full":
+        if prompt_of(request) == "full":
             raise Overloaded("the queue is full", 250)
-        if request.prompt == "bug":
+        if prompt_of(request) == "bug":
             raise KeyError("a bug in submit")
         return FakeGeneration(self, request)
 

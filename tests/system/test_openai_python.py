@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable
@@ -142,6 +143,51 @@ async def test_a_response_stream_adds_up_to_the_whole_response(
     assert (whole.incomplete_details is None) == (whole.status == "completed")
 
 
+async def test_a_stored_response_is_retrieved_resumed_continued_and_deleted(client: openai.AsyncOpenAI) -> None:
+    params: Any = {"model": "quire", "max_output_tokens": 12, "store": True, "top_logprobs": 2}
+    params["include"] = ["message.output_text.logprobs"]
+    stream = await client.responses.create(**params, input="What is a queue?", stream=True)
+    events = [event async for event in stream]
+    for event in events:
+        check(event)
+    first: Any = events[-1]
+    name = first.response.id
+    found = await client.responses.retrieve(name)
+    check(found)
+    assert found == first.response
+    rest = await client.responses.retrieve(name, stream=True, starting_after=4)
+    assert [event async for event in rest] == events[5:]
+    second = await client.responses.create(**params, input="And a stack?", previous_response_id=name)
+    check(second)
+    assert second.previous_response_id == name
+    items = [item async for item in client.responses.input_items.list(second.id, order="asc")]
+    for item in items:
+        check(item)
+    assert [each.content[0].text for each in items] == ["What is a queue?", found.output_text, "And a stack?"]  # type: ignore[union-attr]
+    assert (await client.responses.cancel(name)).status == found.status
+    await client.responses.delete(name)
+    with pytest.raises(openai.NotFoundError):
+        await client.responses.retrieve(name)
+
+
+async def test_a_background_response_is_polled(client: openai.AsyncOpenAI) -> None:
+    answer = await client.responses.create(model="quire", input="a", max_output_tokens=12, background=True)
+    async with asyncio.timeout(60):
+        while answer.status in ("queued", "in_progress"):
+            check(answer)
+            answer = await client.responses.retrieve(answer.id)
+    check(answer)
+    assert answer.status in ("completed", "incomplete")
+    assert answer.output_text
+
+
+async def test_a_stored_chat_is_retrieved_and_deleted(client: openai.AsyncOpenAI) -> None:
+    chat = await client.chat.completions.create(model="quire", messages=MESSAGES, max_tokens=5, store=True)
+    check(chat)
+    assert await client.chat.completions.retrieve(chat.id) == chat
+    check(await client.chat.completions.delete(chat.id))
+
+
 async def test_the_text_of_a_response_may_be_json(client: openai.AsyncOpenAI) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [3, 4]}}, "required": ["n"], "additionalProperties": False}
     form: Any = {"format": {"type": "json_schema", "name": "number", "schema": schema, "strict": True}}
@@ -246,8 +292,11 @@ async def test_a_client_that_leaves_the_queue_or_prefill_frees_its_place(
         await busy.read_until(b"data: ")
         left.send("POST", "/v1/completions", {**body, "prompt": [5] * 1500, "max_tokens": 2})
         await eventually(lambda: real.engine.stats().running == 2 if prefill else real.engine.stats().waiting == 1)
+        step = real.engine.stats().step
         left.writer.transport.abort()
-        await eventually(lambda: (real.engine.stats().running, real.engine.stats().waiting) == (1, 0))
+        while (real.engine.stats().running, real.engine.stats().waiting) != (1, 0):
+            await asyncio.sleep(0)
+        assert real.engine.stats().step <= step + 3  # the step in flight, and those in which the loop sees the end
         assert not busy.reader.at_eof()
         busy.writer.transport.abort()
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -303,3 +304,28 @@ async def test_an_http_stream_outlives_its_engine_process(slow_engine: None, ech
     assert "".join(choice["text"] for choice in choices) == whole["text"]
     logprobs = [each for choice in choices for each in (choice["logprobs"] or {}).get("token_logprobs", ())]
     assert logprobs == (whole["logprobs"] or {}).get("token_logprobs", [])
+
+
+async def test_a_stored_stream_is_resumed_over_a_crash_of_its_engine_process(slow_engine: None) -> None:
+    body = {"input": "What is a queue?", "max_output_tokens": 40, "store": True, "stream": True, "ignore_eos": True}
+    async with engine_pool() as engine:
+        server = Server()
+        await server.start(engine, ServerConfig(port=0, http_port=0, api_port=0))
+        client = await HTTPClient.open(server.api_address)
+        client.send("POST", "/v1/responses", body, {"idempotency-key": "k"})
+        first = await client.read_until(b"response.output_text.delta")
+        kill(engine)
+        client.writer.transport.abort()
+        client = await HTTPClient.open(server.api_address)
+        name = json.loads(first.split(b"data: ")[1].split(b"\n")[0])["response"]["id"]
+        resumed = await client.ask("GET", f"/v1/responses/{name}", headers={"last-event-id": "3"})
+        again = await client.ask("POST", "/v1/responses", body, {"idempotency-key": "k"})
+        client.writer.transport.abort()
+        await server.close()
+        assert engine.core.members[0].num_restarts == 1
+    seen = re.findall(rb"id: \d+\n.+?\n\n", first, re.DOTALL)  # without the framing of HTTP
+    assert len(seen) == 4
+    assert again.content.startswith(b"".join(seen))
+    assert again.content.endswith(resumed.content)
+    assert resumed.content.startswith(b"id: 4\n")
+    assert b"response.completed" in resumed.content or b"response.incomplete" in resumed.content

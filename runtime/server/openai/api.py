@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
 from urllib.parse import unquote
@@ -16,25 +17,28 @@ from structlog.contextvars import bound_contextvars
 
 from ...common.errors import QuireError, Unavailable
 from ...common.prompts import shown
-from ...engine.facade import EngineInfo
 from ..monitoring import Readiness
 from ..request_handler import AppContext
 from ..request_log import quire_error
 from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange
 from .fields import KNOWN, TOKENIZE, Call, Fields, chat_call, check_model, checked_messages, completion_call
-from .formats import ChatFormat, CompletionFormat, Format
+from .formats import ChatFormat, CompletionFormat
 from .json_body import parse_object
 from .responses import RESPONSE_KNOWN, ResponseFormat, response_call
-from .running import CallOutput, CallRunner, StreamedOutput, WholeOutput
+from .running import CallRunner, StreamedOutput, WholeOutput
+from .stored import Endpoint, KeptRequests, idempotency_key
 
 BEARER = b"bearer "
 MODELS = "/v1/models"
+CHATS = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+CHAT_ENDPOINT = Endpoint(chat_call, ChatFormat, KNOWN, "chat.completion.deleted")
+COMPLETION_ENDPOINT = Endpoint(completion_call, CompletionFormat, KNOWN)
+RESPONSE_ENDPOINT = Endpoint(response_call, ResponseFormat, RESPONSE_KNOWN, "response")
 NOT_SERVED = {
     "/v1/embeddings": "this model generates text; it makes no embeddings",
 }
-
-ReadCall = Callable[[Fields, EngineInfo, str], Call]
 
 
 class Route(NamedTuple):
@@ -53,13 +57,14 @@ class Api:
         self._readiness = readiness
         self._model = model
         self._started = int(time.time())
+        self._kept = KeptRequests(context, model)
         self._routes: dict[str, dict[str, Route]] = {
             "/health": {"GET": Route(self._health, needs_key=False)},
             "/version": {"GET": Route(self._version, needs_key=False)},
             MODELS: {"GET": Route(self._models)},
-            "/v1/chat/completions": {"POST": Route(self._chat, takes_body=True)},
-            "/v1/completions": {"POST": Route(self._completion, takes_body=True)},
-            "/v1/responses": {"POST": Route(self._response, takes_body=True)},
+            CHATS: {"POST": Route(partial(self._generate, CHAT_ENDPOINT), takes_body=True)},
+            "/v1/completions": {"POST": Route(partial(self._generate, COMPLETION_ENDPOINT), takes_body=True)},
+            RESPONSES: {"POST": Route(partial(self._generate, RESPONSE_ENDPOINT), takes_body=True)},
             "/tokenize": {"POST": Route(self._tokenize, takes_body=True)},
             "/detokenize": {"POST": Route(self._detokenize, takes_body=True)},
         }
@@ -68,9 +73,7 @@ class Api:
         """Return what answers the request, whose tenant is set. Raises BadRequest or Unauthenticated."""
         self._check_host(exchange.headers)
         path = exchange.target.partition("?")[0]
-        methods = self._routes.get(path)
-        if methods is None and path.startswith(f"{MODELS}/"):
-            methods = {"GET": Route(self._one_model)}
+        methods = self._routes.get(path) or self._routes_below(path)
         if methods is None:
             raise self._not_found(path)
         route = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
@@ -82,6 +85,23 @@ class Api:
         if route.takes_body:
             _check_body_headers(exchange.headers)
         return route
+
+    def _routes_below(self, path: str) -> Mapping[str, Route] | None:
+        """Return what answers the methods of a path that contains a name."""
+        if path.startswith(f"{MODELS}/"):
+            return {"GET": Route(self._one_model)}
+        kept = self._kept
+        parent, _, last = path.rpartition("/")
+        for base, endpoint in ((CHATS, CHAT_ENDPOINT), (RESPONSES, RESPONSE_ENDPOINT)):
+            if parent == base:
+                get, delete = partial(kept.retrieve, endpoint, last), partial(kept.delete, endpoint, last)
+                return {"GET": Route(get), "DELETE": Route(delete)}
+        base, _, name = parent.rpartition("/")
+        if base == RESPONSES and last == "cancel":
+            return {"POST": Route(partial(kept.cancel, RESPONSE_ENDPOINT, name), takes_body=True)}
+        if base == RESPONSES and last == "input_items":
+            return {"GET": Route(partial(kept.input_items, RESPONSE_ENDPOINT, name))}
+        return None
 
     async def answer(self, exchange: Exchange, route: Route) -> None:
         """Answer the request. Never raises."""
@@ -95,36 +115,37 @@ class Api:
 
     # Requests to the engine
 
-    async def _chat(self, exchange: Exchange) -> None:
-        await self._generate(exchange, chat_call, ChatFormat)
-
-    async def _completion(self, exchange: Exchange) -> None:
-        await self._generate(exchange, completion_call, CompletionFormat)
-
-    async def _response(self, exchange: Exchange) -> None:
-        await self._generate(exchange, response_call, ResponseFormat, RESPONSE_KNOWN)
-
-    async def _generate(
-        self, exchange: Exchange, read_call: ReadCall, form_class: type[Format], known: Set[str] = KNOWN
-    ) -> None:
+    async def _generate(self, endpoint: Endpoint, exchange: Exchange) -> None:
         context, tenant = self._context, exchange.tenant
         assert tenant is not None, "authenticated"
         with self._reporting(exchange):
             if context.leaves_at is not None:
                 raise Unavailable("the server is shutting down; send this request elsewhere")
-            call = read_call(self._fields(exchange, known), context.engine.info, tenant.name)
-        runner = CallRunner(exchange, call, context.engine)
+            key = idempotency_key(exchange.headers)
+            fields = self._fields(exchange, endpoint.known)
+            if endpoint is RESPONSE_ENDPOINT and "previous_response_id" in fields.values:
+                await self._kept.add_previous(endpoint, fields, exchange)
+            to_store = endpoint.to_store(fields)
+            call = endpoint.read_call(fields, context.engine.info, tenant.name)
         try:
-            runner.submit(context.requests)
+            if key is not None or call.store:
+                answer = self._kept.submit(exchange, endpoint, call, key, to_store if call.store else None)
+            else:
+                answer = self._submit(exchange, endpoint, call)
         except QuireError as error:
             context.requests.log.refused(tenant.name, exchange.number, error.code, error.retry_after_ms)
             raise
+        del call, fields  # they hold the prompt
+        if (failure := await answer) is not None:
+            exchange.refuse(failure, endpoint.known)
+
+    def _submit(self, exchange: Exchange, endpoint: Endpoint, call: Call) -> Awaitable[QuireError | None]:
+        """Submit a call whose output is not kept, and return what answers it. Raises a refusal."""
+        runner = CallRunner(exchange, call, self._context.engine)
+        runner.submit(self._context.requests)
         # The engine has checked the number of choices.
-        form = form_class(call, self._model, context.engine.token)
-        output: CallOutput = StreamedOutput(exchange, form) if call.stream else WholeOutput(exchange, form)
-        del call  # holds the prompt
-        if (failure := await runner.run(output)) is not None:
-            exchange.refuse(failure, known)
+        form = endpoint.form_class(call, self._model, self._context.engine.token)
+        return runner.run(StreamedOutput(exchange, form) if call.stream else WholeOutput(exchange, form))
 
     async def _tokenize(self, exchange: Exchange) -> None:
         tenant = exchange.tenant
@@ -241,6 +262,8 @@ def _key(headers: Mapping[str, bytes]) -> str | None:
 
 def _check_body_headers(headers: Mapping[str, bytes]) -> None:
     """Raise BadRequest for a body that is not plain JSON, which a browser sends to no other site unasked."""
+    if headers.get("content-length", b"0") == b"0" and "transfer-encoding" not in headers:
+        return
     kind = headers.get("content-type", b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
         raise BadRequest(

@@ -10,12 +10,12 @@ import re
 from collections.abc import Collection
 from email.utils import formatdate
 from http import HTTPStatus
+from typing import Protocol
 
 import h11
 
 from ...common.errors import QuireError
 from ...common.logs import new_id
-from ..live_requests import LiveRequest
 from ..monitoring import CancelCause
 from ..send_buffer import SendBuffer
 from ..tenants import Tenant
@@ -26,7 +26,34 @@ KEEP_ALIVE_S = 15.0  # between comments that keep a silent stream alive through 
 COMMENT = b":\n"
 EVENT_HEADERS = [("content-type", "text/event-stream; charset=utf-8"), ("x-accel-buffering", "no")]
 
+END_OF_EVENT = b"\n\n"
+
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+class Cancellable(Protocol):
+    """What an exchange waits for."""
+
+    def cancel(self, cause: CancelCause) -> None:
+        """End soon: the client does not want the rest."""
+
+
+class EventNumbers:
+    """Gives the events of a stream their numbers as `id`, and leaves out those that the client has received."""
+
+    def __init__(self, first: int) -> None:
+        """Begin with the event number `first`."""
+        self._first = first
+        self._next = 0
+
+    def numbered(self, events: bytes) -> bytes:
+        """Return the next events as they are sent."""
+        first, self._next = self._next, self._next + events.count(END_OF_EVENT)
+        return b"".join(
+            b"id: %d\n%b\n\n" % (number, event)
+            for number, event in enumerate(events.split(END_OF_EVENT)[:-1], first)
+            if number >= self._first
+        )
 
 
 class Exchange:
@@ -43,7 +70,7 @@ class Exchange:
         self.body = b""
         self.send_buffer = send_buffer
         self.tenant: Tenant | None = None  # once authenticated
-        self.lives: list[LiveRequest] = []  # in the engine for this request
+        self.lives: list[Cancellable] = []  # requests in the engine, or the reader of kept output
         self.is_last = False  # the connection closes after the answer
         self.is_over = False
         self._http = http
@@ -53,6 +80,7 @@ class Exchange:
         self._request_id = given.decode() if _REQUEST_ID.fullmatch(given) else self.log_id
         self._has_begun = False
         self._num_events = 0
+        self._numbers: EventNumbers | None = None  # None: the events have no numbers
         self._keep_alive: asyncio.TimerHandle | None = None
 
     def respond(self, answer: HTTPAnswer) -> None:
@@ -66,6 +94,10 @@ class Exchange:
         self._send(h11.EndOfMessage())
         self.is_over = True
 
+    def number_events(self, first: int) -> None:
+        """Give the events of the stream numbers, and send those from `first` on."""
+        self._numbers = EventNumbers(first)
+
     def begin_events(self) -> None:
         """Send the head of a stream."""
         if self.is_over:
@@ -76,10 +108,7 @@ class Exchange:
 
     def send_events(self, events: bytes) -> None:
         """Send events, which may be none."""
-        if self.is_over or not events:
-            return
-        self._num_events += 1
-        self.send_buffer.send_bytes(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)
+        self._send_data(events if self._numbers is None else self._numbers.numbered(events))
 
     def end_events(self) -> None:
         """End the stream."""
@@ -90,7 +119,7 @@ class Exchange:
     def refuse(self, error: QuireError, fields: Collection[str] = ()) -> None:
         """End in `error`: an answer of its own, or the last event of a stream, which `[DONE]` then does not follow."""
         if self._has_begun:
-            self.send_events(error_event(error))
+            self._send_data(error_event(error))
             self.end_events()
         else:
             self.respond(error_answer(error, fields))
@@ -116,6 +145,13 @@ class Exchange:
             reason = "Client Closed Request"
         self._send(h11.Response(status_code=status, reason=reason, headers=[*headers, *own]))
 
+    def _send_data(self, data: bytes) -> None:
+        """Send a piece of the stream, which may be empty."""
+        if self.is_over or not data:
+            return
+        self._num_events += 1
+        self.send_buffer.send_bytes(b"%x\r\n%b\r\n" % (len(data), data) if self._is_chunked else data)
+
     def _send(self, event: h11.Event) -> None:
         if data := self._http.send(event):
             self.send_buffer.send_bytes(data)
@@ -128,6 +164,6 @@ class Exchange:
     def _watch_silence(self, num_events: int) -> None:
         """Send a comment if no event was sent since the last call."""
         if num_events == self._num_events:
-            self.send_events(COMMENT)
+            self._send_data(COMMENT)
         loop = asyncio.get_running_loop()
         self._keep_alive = loop.call_later(KEEP_ALIVE_S, lambda: self._watch_silence(self._num_events))

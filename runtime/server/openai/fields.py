@@ -6,6 +6,8 @@ ignored and counted. `null` is the same as leaving a field out.
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -32,7 +34,12 @@ SAMPLING = frozenset(
         "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "n",
     }
 )  # fmt: skip
-REQUEST = frozenset({"priority", "deadline_ms", "pin_ms"})  # fields of `GenerateRequest`
+REQUEST = frozenset({"priority", "deadline_ms", "pin_ms", "cache_salt"})  # fields of `GenerateRequest`
+# Names of `service_tier`, the priority of each, and the name that the answer has.
+TIERS = {"auto": (0, "default"), "default": (0, "default"), "flex": (1, "flex"), "priority": (-1, "priority")}
+# vLLM's fields of an answer, and fields that OpenAI does not have and whose clients read `stop_reason`.
+TOKEN_IDS = frozenset({"return_token_ids", "return_tokens_as_token_ids"})
+SHOWING_STOP_REASON = frozenset({"stop_token_ids", "include_stop_str_in_output", "return_token_ids"})
 # Labels and hints, which change no answer.
 HINTS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
 COMMON = (
@@ -42,8 +49,8 @@ COMMON = (
     | STRUCTURE
     | {"model", "max_tokens", "seed", "logit_bias", "logprobs", "stream", "stream_options"}
 )
-CHAT = COMMON | {"messages", "max_completion_tokens", "top_logprobs"}
-COMPLETION = COMMON | {"prompt", "best_of", "echo"}
+CHAT = COMMON | TOKEN_IDS | {"messages", "max_completion_tokens", "top_logprobs", "store", "service_tier"}
+COMPLETION = COMMON | TOKEN_IDS | {"prompt", "best_of", "echo"}
 TOKENIZE = frozenset({"model", "prompt", "messages", "add_special_tokens", "return_token_strs"})
 
 # Fields that are known and not supported, with the values that ask for nothing.
@@ -81,7 +88,6 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "length_penalty": (1, 1.0),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "cache_salt": (),
     "thinking_token_budget": (),
     "include_reasoning": (True,),
 }
@@ -97,6 +103,15 @@ class Call:
     include_usage: bool = False
     echo: bool = False
     repeated: Mapping[str, Any] = field(default_factory=dict)  # fields that the answer repeats
+    store: bool = False
+    background: bool = False  # the answer comes before the output
+    fingerprint: str = ""  # of the engine
+    service_tier: str | None = None  # shown in the answer
+    returns_token_ids: bool = False
+    shows_tokens_as_ids: bool = False  # in logprobs
+    shows_stop_reason: bool = False
+    name: str = field(default_factory=lambda: secrets.token_hex(16))  # in the ids of the answer
+    created_s: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def params(self) -> SamplingParams:
@@ -168,7 +183,7 @@ def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
         fit_max_tokens=name not in values,
         **request_fields(fields),
     )
-    return Call((request,), *_streaming(fields))
+    return Call((request,), *_streaming(fields), store=fields.take("store", bool, False), **answer_fields(fields, info))
 
 
 def completion_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
@@ -196,7 +211,7 @@ def completion_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
         GenerateRequest(prompt=prompt, sampling_params=params, tenant=tenant, **request)
         for prompt in _prompts(values["prompt"])
     ]
-    return Call(tuple(requests), stream, include_usage, echo)
+    return Call(tuple(requests), stream, include_usage, echo, **answer_fields(fields, info))
 
 
 def checked_messages(value: object, field: str = "messages") -> tuple[dict[str, Any], ...]:
@@ -267,7 +282,38 @@ def _logit_bias(given: dict[str, Any]) -> dict[int, Any]:
 
 
 def request_fields(fields: Fields) -> dict[str, Any]:
-    return {name: fields.take(name, int, 0) for name in REQUEST if name in fields.values}
+    """Return the fields of the request to the engine besides prompt and sampling. Raises BadRequest."""
+    values: dict[str, Any] = {
+        name: fields.take(name, int, 0) for name in REQUEST - {"cache_salt"} if name in fields.values
+    }
+    if "cache_salt" in fields.values:
+        values["cache_salt"] = fields.take("cache_salt", str, "")
+    if values.get("cache_salt") == "":
+        raise BadRequest("cache_salt must not be empty; leave it out", "cache_salt")
+    return {"priority": TIERS[service_tier(fields) or "auto"][0], **values}
+
+
+def service_tier(fields: Fields) -> str | None:
+    """Return the tier that the request names. Raises BadRequest."""
+    tier = fields.values.get("service_tier")
+    if tier is not None and (not isinstance(tier, str) or tier not in TIERS):
+        raise BadRequest(f"service_tier must be one of {', '.join(TIERS)}, not {shown(tier)}", "service_tier")
+    return tier
+
+
+def answer_fields(fields: Fields, info: EngineInfo) -> dict[str, Any]:
+    """Return what the fields say about the form of the answer of a chat or a completion."""
+    tier = service_tier(fields)
+    returns_token_ids = fields.take("return_token_ids", bool, False)
+    if returns_token_ids and fields.values.get("echo"):
+        raise BadRequest("return_token_ids cannot be used with echo", "return_token_ids")
+    return {
+        "fingerprint": info.fingerprint,
+        "service_tier": None if tier is None else TIERS[tier][1],
+        "returns_token_ids": returns_token_ids,
+        "shows_tokens_as_ids": fields.take("return_tokens_as_token_ids", bool, False),
+        "shows_stop_reason": any(fields.values.get(name) for name in SHOWING_STOP_REASON),
+    }
 
 
 def _streaming(fields: Fields) -> tuple[bool, bool]:
@@ -284,4 +330,4 @@ def _streaming(fields: Fields) -> tuple[bool, bool]:
     return stream, options.take("include_usage", bool, False)
 
 
-_NAMES: dict[type, str] = {str: "text", int: "an integer", bool: "true or false", dict: "an object"}
+_NAMES: dict[type, str] = {str: "text", int: "an integer", bool: "true or false", dict: "an object", list: "a list"}

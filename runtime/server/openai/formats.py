@@ -5,18 +5,17 @@ An event is bytes that are made once per request, around the text of the chunk.
 
 from __future__ import annotations
 
-import secrets
-import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from ...common.types import OutputChunk, Usage
+from .exchange import END_OF_EVENT
 from .fields import Call
 from .logprobs import ChatLogprobs, Columns, CompletionLogprobs, Vocabulary
 
 DONE = b"data: [DONE]\n\n"
-END_OF_EVENT = b"\n\n"
 
 _encode = msgspec.json.encode
 
@@ -28,7 +27,9 @@ class Choice:
         self.logprobs = logprobs
         self.texts: list[str] = []
         self.columns: list[Columns] = []
+        self.token_ids = array("I")
         self.finish_reason = ""
+        self.stop_reason: int | str | None = None
 
     def piece(self, chunk: OutputChunk) -> Columns | None:
         """Return the chunk's logprobs; None if the request asks for none."""
@@ -39,11 +40,12 @@ class Choice:
     def add(self, chunk: OutputChunk) -> int:
         """Keep the chunk for the whole answer, and return about how many bytes it takes there."""
         self.texts.append(chunk.text)
-        self.finish_reason = chunk.finish_reason or ""
+        self.token_ids.extend(chunk.token_ids)
+        self.finish_reason, self.stop_reason = chunk.finish_reason or "", chunk.stop_reason
         piece = self.piece(chunk)
         if piece is not None:
             self.columns.append(piece)
-        return len(chunk.text) + sum(map(len, piece or ()))
+        return len(chunk.text) + len(chunk.token_ids) * self.token_ids.itemsize + sum(map(len, piece or ()))
 
     def echo(self, text: str, first: int | None) -> Columns | None:
         """Begin with the text of the prompt, or of its first token, whose id is `first`. Return its logprobs."""
@@ -64,21 +66,31 @@ class Format:
     id_prefix: bytes
     object_name: bytes
     chunk_name: bytes
+    held_bytes = 0  # of earlier events that the last ones of a stream repeat
 
     def __init__(self, call: Call, model: str, vocabulary: Vocabulary) -> None:
-        ids = b'"id":"%b%b","object":"' % (self.id_prefix, secrets.token_hex(16).encode())
-        created = b'","created":%d,"model":%b,"choices":[' % (int(time.time()), _encode(model))
+        ids = b'"id":"%b%b","object":"' % (self.id_prefix, call.name.encode())
+        tier = b"" if call.service_tier is None else b',"service_tier":' + _encode(call.service_tier)
+        created = b'","created":%d,"model":%b%b,"system_fingerprint":%b,"choices":[' % (
+            call.created_s, _encode(model), tier, _encode(f"fp_{call.fingerprint}"),
+        )  # fmt: skip
         self._head = b"{" + ids + self.object_name + created
         self._event_head = b"data: {" + ids + self.chunk_name + created
         self._include_usage = call.include_usage
         self._event_end = (b'],"usage":null}' if call.include_usage else b"]}") + END_OF_EVENT
         self._choice_heads = [self._event_head + b'{"index":%d,' % index for index in range(call.num_choices)]
-        has_logprobs = call.params.logprobs is not None
-        self.choices = [Choice(self._logprobs(vocabulary) if has_logprobs else None) for _ in range(call.num_choices)]
+        self._returns_token_ids, self._shows_stop_reason = call.returns_token_ids, call.shows_stop_reason
+        has_logprobs, as_ids = call.params.logprobs is not None, call.shows_tokens_as_ids
+        self.choices = [
+            Choice(self._logprobs(vocabulary, as_ids) if has_logprobs else None) for _ in range(call.num_choices)
+        ]
 
     def whole(self, usage: Usage) -> bytes:
         """Return the whole answer, from the chunks that its choices were given."""
-        choices = b",".join(self._whole_choice(index, choice) for index, choice in enumerate(self.choices))
+        choices = b",".join(
+            self._whole_choice(index, choice) + self._token_ids(choice.token_ids) + self._stop_reason(choice) + b"}"
+            for index, choice in enumerate(self.choices)
+        )
         return self._head + choices + b'],"usage":' + usage_json(usage) + b"}"
 
     def opening(self) -> bytes:
@@ -89,11 +101,11 @@ class Format:
         """Return the events of one chunk of a choice; nothing if it shows nothing."""
         piece = self.choices[index].piece(chunk)
         events = b""
-        if chunk.text or (piece is not None and any(piece)):
-            events = self._text_event(index, chunk.text, piece)
+        if chunk.text or (piece is not None and any(piece)) or (self._returns_token_ids and chunk.token_ids):
+            events = self._text_event(index, chunk.text, piece, chunk.token_ids)
         if chunk.finish_reason is not None:
-            end = self._no_delta() + b',"logprobs":null,"finish_reason":"%b"}' % chunk.finish_reason.encode()
-            events += self._choice_heads[index] + end + self._event_end
+            end = self._no_delta() + b',"logprobs":null,"finish_reason":"%b"' % chunk.finish_reason.encode()
+            events += self._choice_heads[index] + end + self._stop_reason(chunk) + b"}" + self._event_end
         return events
 
     def echo_event(self, index: int, text: str, first: int | None) -> bytes:
@@ -106,16 +118,25 @@ class Format:
             return DONE
         return self._event_head + b'],"usage":' + usage_json(usage) + b"}" + END_OF_EVENT + DONE
 
-    def _text_event(self, index: int, text: str, piece: Columns | None) -> bytes:
+    def _text_event(self, index: int, text: str, piece: Columns | None, token_ids: Iterable[int] = ()) -> bytes:
         form = self.choices[index].logprobs
         logprobs = b"null" if piece is None or form is None else form.join((piece,))
-        shown = self._delta(_encode(text)) + b',"logprobs":' + logprobs + b',"finish_reason":null}'
-        return self._choice_heads[index] + shown + self._event_end
+        shown = self._delta(_encode(text)) + b',"logprobs":' + logprobs + b',"finish_reason":null'
+        return self._choice_heads[index] + shown + self._token_ids(token_ids) + b"}" + self._event_end
 
-    def _logprobs(self, vocabulary: Vocabulary) -> ChatLogprobs | CompletionLogprobs:
+    def _token_ids(self, token_ids: Iterable[int]) -> bytes:
+        """Return vLLM's field of a choice, if the request asks for it."""
+        return b',"token_ids":' + _encode(list(token_ids)) if self._returns_token_ids else b""
+
+    def _stop_reason(self, ended: Choice | OutputChunk) -> bytes:
+        """Return vLLM's field of a choice that has ended, if the request has fields that OpenAI does not have."""
+        return b',"stop_reason":' + _encode(ended.stop_reason) if self._shows_stop_reason else b""
+
+    def _logprobs(self, vocabulary: Vocabulary, as_ids: bool) -> ChatLogprobs | CompletionLogprobs:
         raise NotImplementedError
 
     def _whole_choice(self, index: int, choice: Choice) -> bytes:
+        """Return the fields of a choice, without the last bracket."""
         raise NotImplementedError
 
     def _delta(self, text: bytes) -> bytes:
@@ -137,12 +158,12 @@ class ChatFormat(Format):
         role = b'"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}'
         return b"".join(head + role + self._event_end for head in self._choice_heads)
 
-    def _logprobs(self, vocabulary: Vocabulary) -> ChatLogprobs:
-        return ChatLogprobs(vocabulary)
+    def _logprobs(self, vocabulary: Vocabulary, as_ids: bool) -> ChatLogprobs:
+        return ChatLogprobs(vocabulary, as_ids=as_ids)
 
     def _whole_choice(self, index: int, choice: Choice) -> bytes:
         message = b'{"role":"assistant","content":%b,"refusal":null}' % _encode("".join(choice.texts))
-        form = b'{"index":%d,"message":%b,"logprobs":%b,"finish_reason":"%b"}'
+        form = b'{"index":%d,"message":%b,"logprobs":%b,"finish_reason":"%b"'
         return form % (index, message, choice.whole_logprobs(), choice.finish_reason.encode())
 
     def _delta(self, text: bytes) -> bytes:
@@ -158,11 +179,11 @@ class CompletionFormat(Format):
     id_prefix = b"cmpl-"
     object_name = chunk_name = b"text_completion"
 
-    def _logprobs(self, vocabulary: Vocabulary) -> CompletionLogprobs:
-        return CompletionLogprobs(vocabulary)
+    def _logprobs(self, vocabulary: Vocabulary, as_ids: bool) -> CompletionLogprobs:
+        return CompletionLogprobs(vocabulary, as_ids=as_ids)
 
     def _whole_choice(self, index: int, choice: Choice) -> bytes:
-        form = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":"%b"}'
+        form = b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":"%b"'
         text = _encode("".join(choice.texts))
         return form % (index, text, choice.whole_logprobs(), choice.finish_reason.encode())
 

@@ -27,9 +27,20 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise BadRequest("the body nests too deeply") from None
     except json.JSONDecodeError as error:
         raise BadRequest(f"the body is not JSON: {error.msg} (character {error.pos})") from None
+    if b"\\u" in body and not _is_unicode(value):
+        raise BadRequest("the body is not valid Unicode: it contains a lone surrogate")
     if not isinstance(value, dict):
         raise BadRequest('the body must be a JSON object such as {"model": "…"}')
     return value
+
+
+def _is_unicode(value: object) -> bool:
+    """Return whether every text in `value` can be encoded: escapes can spell half a pair of surrogates."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_size(body: bytes) -> None:

@@ -1,23 +1,34 @@
-"""`/v1/responses` without storage: its fields as a request to the engine, its object, and its numbered events."""
+"""`/v1/responses`: its fields as a request to the engine, its object, and its numbered events."""
 
 from __future__ import annotations
 
-import secrets
-import time
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
+from ...common.errors import QuireError
 from ...common.prompts import shown
 from ...common.types import OutputChunk, SamplingParams, Usage
 from ...engine.facade import EngineInfo, GenerateRequest
 from .errors import BadRequest
-from .fields import COMMON, HINTS, UNSUPPORTED, Call, Fields, checked_messages, request_fields, sampling_fields
+from .fields import (
+    COMMON,
+    HINTS,
+    TIERS,
+    UNSUPPORTED,
+    Call,
+    Fields,
+    checked_messages,
+    request_fields,
+    sampling_fields,
+    service_tier,
+)
 from .formats import Choice, Format
-from .logprobs import Vocabulary
+from .logprobs import ChatLogprobs, Vocabulary, shown_in_delta
 
 FIELDS = COMMON - {"n", "max_tokens", "logprobs", "logit_bias", "stream_options"} | HINTS
-FIELDS |= {"input", "instructions", "max_output_tokens", "text"}
+FIELDS |= {"input", "instructions", "max_output_tokens", "text", "store", "background", "previous_response_id"}
+FIELDS |= {"include", "top_logprobs", "service_tier"}
 UNSUPPORTED_HERE: dict[str, tuple[object, ...]] = {
     **UNSUPPORTED,
     "tool_choice": ("none", "auto"),
@@ -28,31 +39,35 @@ UNSUPPORTED_HERE: dict[str, tuple[object, ...]] = {
     "logprobs": (),
     "logit_bias": (),
     "stream_options": ({},),
-    "top_logprobs": (0,),
-    "background": (False,),
     "conversation": (),
-    "include": ([],),
     "max_tool_calls": (),
-    "previous_response_id": (),
     "prompt": (),
     "reasoning": ({},),
     "truncation": ("disabled",),
 }
 RESPONSE_KNOWN = FIELDS | UNSUPPORTED_HERE.keys()
 TEXT_FORMAT = {"type": "text"}
+WITH_LOGPROBS = "message.output_text.logprobs"  # the only value that `include` supports
 TEXT_PARTS = ("input_text", "output_text", "text")
+
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 _encode = msgspec.json.encode
 
 
 def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
-    """Return the call of a response. Raises InvalidRequest."""
+    """Return the call of a response, whose input includes that of the previous one. Raises InvalidRequest."""
     fields.check_supported(FIELDS, UNSUPPORTED_HERE)
+    background = fields.take("background", bool, False)
+    store = fields.take("store", bool, background)
+    if background and not store:
+        raise BadRequest("background needs store: true", "background")
     messages = checked_messages(_messages(fields), "input")
     has_limit = "max_output_tokens" in fields.values
     _use_text_format(fields)
     sampling = sampling_fields(fields, info)
     sampling["max_tokens"] = fields.take("max_output_tokens", int, info.max_model_len)
+    sampling["logprobs"] = _num_logprobs(fields)
     request = GenerateRequest(
         prompt=None,
         messages=messages,
@@ -61,7 +76,44 @@ def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
         fit_max_tokens=not has_limit,
         **request_fields(fields),
     )
-    return Call((request,), fields.take("stream", bool, False), repeated=_repeated(fields))
+    return Call(
+        (request,),
+        fields.take("stream", bool, False),
+        repeated=_repeated(fields) | {"background": background},
+        store=store,
+        background=background,
+    )
+
+
+def input_items(given: object) -> list[Any]:
+    """Return the field `input` as a list; what is neither text nor a list is for `response_call` to refuse."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    return given if isinstance(given, list) else []
+
+
+def listed_items(items: list[Any], name: str) -> list[dict[str, Any]]:
+    """Return input items as `input_items` lists them: with an id, and texts as parts of their content."""
+    return [_listed(dict(item), f"msg_{name}_{index}") for index, item in enumerate(items)]
+
+
+def _listed(item: dict[str, Any], item_id: str) -> dict[str, Any]:
+    if item.setdefault("type", "message") == "message":
+        own = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
+        content = item["content"]
+        parts = [{"text": content}] if isinstance(content, str) else content
+        item["content"] = [{**own, "text": part["text"]} for part in parts]
+    return {"id": item_id, "status": "completed", **item}
+
+
+def _num_logprobs(fields: Fields) -> int | None:
+    """Return how many alternatives of each token to show, None for no logprobs. Raises BadRequest."""
+    included, top = fields.take("include", list, []), fields.take("top_logprobs", int, 0)
+    if other := [each for each in included if each != WITH_LOGPROBS]:
+        raise BadRequest(f"include supports only {WITH_LOGPROBS}, not {shown(other[0])}", "include")
+    if top and not included:
+        raise BadRequest(f"top_logprobs needs include: [{WITH_LOGPROBS!r}]", "top_logprobs")
+    return top if included else None
 
 
 def _use_text_format(fields: Fields) -> None:
@@ -109,9 +161,17 @@ def _message(item: object, where: str) -> dict[str, Any]:
 
 def _repeated(fields: Fields) -> dict[str, Any]:
     """Return the request's fields that its response repeats."""
-    names = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "user")
+    names = (
+        "instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user",
+    )  # fmt: skip
     text = {"format": fields.values.get("text", {}).get("format") or TEXT_FORMAT}
-    return {**{name: fields.values.get(name) for name in names}, "text": text}
+    tier = service_tier(fields)
+    return {
+        **{name: fields.values.get(name) for name in names},
+        "text": text,
+        "top_logprobs": fields.values.get("top_logprobs", 0),
+        "service_tier": None if tier is None else TIERS[tier][1],
+    }
 
 
 class ResponseFormat(Format):
@@ -120,17 +180,20 @@ class ResponseFormat(Format):
     An event's `sequence_number` follows from the tokens alone: each chunk with text is one event.
     """
 
+    id_prefix = b"resp_"
+
     def __init__(self, call: Call, model: str, vocabulary: Vocabulary) -> None:
-        self.choices = [Choice(None)]
+        self._vocabulary = vocabulary
+        self.choices = [Choice(None if call.params.logprobs is None else ChatLogprobs(vocabulary))]
         self._model = model
-        self._id = f"resp_{secrets.token_hex(16)}"
-        self._message_id = f"msg_{secrets.token_hex(16)}"
-        self._created = int(time.time())
+        self._id = f"resp_{call.name}"
+        self._message_id = f"msg_{call.name}"
+        self._created = call.created_s
         params = call.params
         self._repeated = {**call.repeated, "temperature": params.temperature, "top_p": params.top_p}
         self._repeated["metadata"] = call.repeated.get("metadata") or {}
         self._num_events = 0
-        delta = {"item_id": self._message_id, "output_index": 0, "content_index": 0, "logprobs": []}
+        delta = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         self._delta_head = (
             b"event: response.output_text.delta\ndata: " + _encode({"type": "response.output_text.delta", **delta})[:-1]
         )
@@ -138,6 +201,14 @@ class ResponseFormat(Format):
     def whole(self, usage: Usage) -> bytes:
         """Return the object of the finished response."""
         return _encode(self._response(usage))
+
+    def unfinished(self, status: Status, error: QuireError | None) -> bytes:
+        """Return the object of a response that runs, was cancelled or failed, with the output so far."""
+        response = self._response(None)
+        item_status = "in_progress" if status in ("queued", "in_progress") else "incomplete"
+        output = [self._message(item_status, [self._part()])] if self.choices[0].texts else []
+        failure = None if error is None else {"code": "server_error", "message": str(error)}
+        return _encode({**response, "status": status, "error": failure, "output": output})
 
     def opening(self) -> bytes:
         """Return the events before any text."""
@@ -148,18 +219,21 @@ class ResponseFormat(Format):
                 self._event("response.created", response=started),
                 self._event("response.in_progress", response=started),
                 self._event("response.output_item.added", output_index=0, item=self._message("in_progress", [])),
-                self._event("response.content_part.added", **place, part=_part("")),
+                self._event("response.content_part.added", **place, part=self._part()),
             )
         )
 
     def events(self, index: int, chunk: OutputChunk) -> bytes:
         """Return the event of a chunk, and keep its text for the events at the end."""
-        self.choices[index].add(chunk)
-        if not chunk.text:
+        self.held_bytes += self.choices[index].add(chunk)
+        logprobs = shown_in_delta(chunk.logprobs or (), self._vocabulary)
+        if not (chunk.text or logprobs):
             return b""
         number = self._num_events
         self._num_events += 1
-        return self._delta_head + b',"sequence_number":%d,"delta":%b}\n\n' % (number, _encode(chunk.text))
+        return self._delta_head + b',"sequence_number":%d,"delta":%b,"logprobs":%b}\n\n' % (
+            number, _encode(chunk.text), _encode(logprobs) if logprobs else b"[]",
+        )  # fmt: skip
 
     def ending(self, usage: Usage) -> bytes:
         """Return the events after the text."""
@@ -169,8 +243,8 @@ class ResponseFormat(Format):
         name = "response.completed" if response["status"] == "completed" else "response.incomplete"
         return b"".join(
             (
-                self._event("response.output_text.done", **place, text=text, logprobs=[]),
-                self._event("response.content_part.done", **place, part=_part(text)),
+                self._event("response.output_text.done", **place, text=text, logprobs=self._shown_logprobs()),
+                self._event("response.content_part.done", **place, part=self._part()),
                 self._event("response.output_item.done", output_index=0, item=message),
                 self._event(name, response=response),
             )
@@ -187,34 +261,42 @@ class ResponseFormat(Format):
     def _message(self, status: str, content: list[Any]) -> dict[str, Any]:
         return {"id": self._message_id, "type": "message", "status": status, "role": "assistant", "content": content}
 
+    def _part(self) -> dict[str, Any]:
+        """Return the text so far, with its logprobs."""
+        text, logprobs = "".join(self.choices[0].texts), msgspec.Raw(self._logprobs_json())
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def _logprobs_json(self) -> bytes:
+        return b"[%b]" % b",".join(piece[0] for piece in self.choices[0].columns if piece[0])
+
+    def _shown_logprobs(self) -> list[Any]:
+        """Return the logprobs of all deltas."""
+        entries = msgspec.json.decode(self._logprobs_json())
+        for entry in entries:
+            for token in (entry, *entry["top_logprobs"]):
+                del token["bytes"]
+        return list(entries)
+
     def _response(self, usage: Usage | None) -> dict[str, Any]:
         """Return the object, of a response that has ended if it has `usage`."""
         is_cut = self.choices[0].finish_reason == "length"
         status = "in_progress" if usage is None else "incomplete" if is_cut else "completed"
-        text = "".join(self.choices[0].texts)
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "background": False,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self._model,
-            "output": [] if usage is None else [self._message(status, [_part(text)])],
+            "output": [] if usage is None else [self._message(status, [self._part()])],
             "parallel_tool_calls": True,
-            "previous_response_id": None,
             "tool_choice": "auto",
             "tools": [],
-            "top_logprobs": 0,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
             **self._repeated,
         }
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -39,34 +39,8 @@ class CallOutput(Protocol):
         """Release what is held. Idempotent."""
 
 
-class StreamedOutput:
-    """Sends each chunk as events."""
-
-    def __init__(self, exchange: Exchange, form: Format) -> None:
-        self._exchange = exchange
-        self._format = form
-
-    def begin(self, echoes: Sequence[Echo]) -> None:
-        """Send the head of the stream and the first events."""
-        self._exchange.begin_events()
-        echoed = [self._format.echo_event(index, *echo) for index, echo in enumerate(echoes)]
-        self._exchange.send_events(b"".join((self._format.opening(), *echoed)))
-
-    def take(self, index: int, chunk: OutputChunk) -> None:
-        """Send the chunk."""
-        self._exchange.send_events(self._format.events(index, chunk))
-
-    def end(self, usage: Usage) -> None:
-        """Send the last events."""
-        self._exchange.send_events(self._format.ending(usage))
-        self._exchange.end_events()
-
-    def close(self) -> None:
-        """Release nothing: the connection holds what is unsent."""
-
-
-class WholeOutput:
-    """Holds the output until its end. What it holds counts as unsent output of the connection."""
+class HeldOutput:
+    """Counts what an answer holds as unsent output of the connection. Implements `send_buffer.WaitingStream`."""
 
     def __init__(self, exchange: Exchange, form: Format) -> None:
         self._exchange = exchange
@@ -74,33 +48,14 @@ class WholeOutput:
         self._held_bytes = 0
         self._is_closed = False
 
-    def begin(self, echoes: Sequence[Echo]) -> None:
-        """Send nothing yet."""
-        for choice, echo in zip(self._format.choices, echoes, strict=False):
-            choice.echo(*echo)
-
-    def take(self, index: int, chunk: OutputChunk) -> None:
-        """Hold the chunk."""
-        if not self._is_closed:
-            num_bytes = self._format.choices[index].add(chunk)
-            self._held_bytes += num_bytes
-            self._exchange.send_buffer.hold(self, num_bytes)
-
-    def end(self, usage: Usage) -> None:
-        """Send the answer."""
-        self.close()
-        self._exchange.respond(HTTPAnswer(200, self._format.whole(usage)))
-
     def close(self) -> None:
         """Count nothing any more."""
         self._is_closed = True
         self._exchange.send_buffer.hold(self, -self._held_bytes)
         self._held_bytes = 0
 
-    # WaitingStream
-
     def send_soon(self) -> None:
-        """Ignore it: nothing is sent before the end."""
+        """Ignore it: what is held is not sent before the end."""
 
     def shed(self, error: QuireError) -> None:
         """End the call: its answer is longer than the limit."""
@@ -113,6 +68,51 @@ class WholeOutput:
             ),
             "slow_reader",
         )
+
+    def _hold(self, num_bytes: int) -> None:
+        if not self._is_closed:
+            self._held_bytes += num_bytes
+            self._exchange.send_buffer.hold(self, num_bytes)
+
+
+class StreamedOutput(HeldOutput):
+    """Sends each chunk as events."""
+
+    def begin(self, echoes: Sequence[Echo]) -> None:
+        """Send the head of the stream and the first events."""
+        self._exchange.begin_events()
+        echoed = [self._format.echo_event(index, *echo) for index, echo in enumerate(echoes)]
+        self._exchange.send_events(b"".join((self._format.opening(), *echoed)))
+
+    def take(self, index: int, chunk: OutputChunk) -> None:
+        """Send the chunk."""
+        self._exchange.send_events(self._format.events(index, chunk))
+        if self._format.held_bytes != self._held_bytes:
+            self._hold(self._format.held_bytes - self._held_bytes)
+
+    def end(self, usage: Usage) -> None:
+        """Send the last events."""
+        self._exchange.send_events(self._format.ending(usage))
+        self._exchange.end_events()
+
+
+class WholeOutput(HeldOutput):
+    """Holds the output until its end."""
+
+    def begin(self, echoes: Sequence[Echo]) -> None:
+        """Send nothing yet."""
+        for choice, echo in zip(self._format.choices, echoes, strict=False):
+            choice.echo(*echo)
+
+    def take(self, index: int, chunk: OutputChunk) -> None:
+        """Hold the chunk."""
+        if not self._is_closed:
+            self._hold(self._format.choices[index].add(chunk))
+
+    def end(self, usage: Usage) -> None:
+        """Send the answer."""
+        self.close()
+        self._exchange.respond(HTTPAnswer(200, self._format.whole(usage)))
 
 
 class Prompt:

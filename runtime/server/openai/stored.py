@@ -1,0 +1,394 @@
+"""Requests whose output is kept: those with an idempotency key, and those with `store: true`.
+
+An answer is a function of the request's fields and of the kept chunks. It is made again whenever it is asked for, with
+the same bytes. A keyed request whose connection is lost waits for its retry for `resume_timeout_ms`; a stored one runs
+to its end. Must not import `api`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Set
+from dataclasses import replace
+from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from ...common.errors import Cancelled, Overloaded, QuireError, RequestNotFound
+from ...common.prompts import shown
+from ...common.types import OutputChunk, Usage
+from ...engine.facade import EngineInfo
+from ..monitoring import CancelCause
+from ..replay_buffer import ReplayBuffer, StoredEntry
+from ..request_handler import MAX_SUBSCRIBERS, AppContext
+from ..stored_index import ToStore
+from ..tenants import Tenant
+from .errors import BadRequest, HTTPAnswer
+from .exchange import Exchange
+from .fields import Call, Fields
+from .formats import Format
+from .responses import ResponseFormat, Status, input_items, listed_items
+from .running import CallOutput, StreamedOutput, WholeOutput
+
+KEY_HEADER = "idempotency-key"
+LAST_EVENT_HEADER = "last-event-id"
+MAX_KEY_CHARACTERS = 255
+MAX_QUERY_FIELDS = 32
+MAX_EVENT_DIGITS = 15
+MAX_LISTED = 100  # items of one page
+DEFAULT_LISTED = 20
+
+
+class Endpoint(NamedTuple):
+    """One path that generates: how its fields become a call, and the form of its answer."""
+
+    read_call: Callable[[Fields, EngineInfo, str], Call]
+    form_class: type[Format]
+    known: Set[str]
+    deleted_object: str = ""  # what the answer to DELETE calls itself, where outputs can be stored
+
+    @property
+    def id_prefix(self) -> str:
+        return self.form_class.id_prefix.decode()
+
+    def to_store(self, fields: Fields) -> ToStore | None:
+        """Return what to keep of a request that is to be stored, before `read_call` changes the fields."""
+        values = fields.values
+        if not (values.get("store") or values.get("background")):
+            return None
+        known = {name: value for name, value in values.items() if name in self.known}
+        return ToStore(self.id_prefix, json.dumps(known).encode())
+
+
+class KeptReader:
+    """Reads a replay buffer for one exchange, from the first chunk. Implements `replay_buffer.BufferReader`."""
+
+    def __init__(self, buffer: ReplayBuffer, exchange: Exchange, tenant: Tenant) -> None:
+        """Begin to read. Raises Overloaded if too many connections do."""
+        if len(buffer.subscribers) >= MAX_SUBSCRIBERS:
+            raise Overloaded(f"{MAX_SUBSCRIBERS} connections read this output already")
+        self.buffer = buffer
+        self.was_cut = False
+        self.exchange = exchange
+        self._turns = tenant.output_turns
+        self._stopped: QuireError | None = None
+        self._cause: CancelCause = "disconnect"
+        self._changed = asyncio.Event()
+        self._position = 0  # of the next chunk
+        exchange.lives.append(self)
+        buffer.subscribers.add(self)
+        buffer.owner.on_change(buffer)
+
+    async def accepted(self) -> QuireError | None:
+        """Wait until the engine has accepted the request. Return its refusal."""
+        while self.buffer.admission is None and self._failure is None:
+            await self._wait_for_change()
+        return None if self.buffer.admission is not None else self._failure
+
+    async def answer(self, output: CallOutput) -> QuireError | None:
+        """Answer with everything that the request generates, or return its refusal or error."""
+        try:
+            if (refusal := await self.accepted()) is not None:
+                return refusal
+            output.begin([])
+            return await self._read_all(output)
+        finally:
+            output.close()
+
+    async def read_present(self, form: Format) -> Usage | None:
+        """Add the chunks so far to `form`. Return the usage of a request that has ended."""
+        usage = None
+        while self._position < self.buffer.num_chunks and self._stopped is None:
+            for _ in range(await self._turns.take()):
+                if (chunk := self._next_chunk()) is not None:
+                    form.choices[chunk.choice].add(chunk)
+                    usage = chunk.usage
+        return usage
+
+    async def ended(self) -> None:
+        """Wait until the request has ended."""
+        while not self.buffer.has_ended and self._stopped is None:
+            await self._wait_for_change()
+
+    def end(self) -> None:
+        """Stop reading."""
+        self.exchange.lives.clear()
+        self.buffer.subscribers.discard(self)
+        self.buffer.owner.on_subscriber_ended(self, self._cause)
+
+    # BufferReader
+
+    def wake(self) -> None:
+        """Note a new chunk, or the end of the request."""
+        self._changed.set()
+
+    def stop(self, error: QuireError) -> None:
+        """End soon, in `error`."""
+        self._stopped = self._stopped or error
+        self._changed.set()
+
+    # Cancellable
+
+    def cancel(self, cause: CancelCause) -> None:
+        """Stop reading: the connection is lost. The request goes on while it is stored or may be retried."""
+        self.was_cut = True
+        self._cause = cause
+        self.stop(Cancelled("the connection was lost"))
+
+    async def _read_all(self, output: CallOutput) -> QuireError | None:
+        granted = 0  # chunks that may be sent before it is the turn of the tenant's other streams
+        while self._stopped is None:
+            if granted <= 0 and self.buffer.num_chunks > self._position + 1:  # a replay
+                granted = await self._turns.take()
+            elif self.exchange.send_buffer.is_long:
+                await self.exchange.send_buffer.wait_until_short()
+            elif (chunk := self._next_chunk()) is not None:
+                granted -= 1
+                if chunk.finish_reason == "cancelled":
+                    return Cancelled("the request was cancelled")
+                output.take(chunk.choice, chunk)
+                if chunk.usage is not None:
+                    output.end(chunk.usage)
+                    return None
+            elif self.buffer.error is not None:
+                return self.buffer.error
+            else:
+                await self._wait_for_change()
+        return self._stopped
+
+    @property
+    def _failure(self) -> QuireError | None:
+        return self._stopped or self.buffer.error
+
+    def _next_chunk(self) -> OutputChunk | None:
+        if self._position >= self.buffer.num_chunks:
+            return None
+        self._position += 1
+        return self.buffer.chunk(self._position - 1)
+
+    async def _wait_for_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+
+class KeptRequests:
+    """Answers requests whose output is kept, and those that ask for it again."""
+
+    def __init__(self, context: AppContext, model: str) -> None:
+        self._replays = context.replays
+        self._log = context.requests.log
+        self._engine = context.engine
+        self._model = model
+
+    def submit(
+        self, exchange: Exchange, endpoint: Endpoint, call: Call, key: str | None, stored: ToStore | None
+    ) -> Awaitable[QuireError | None]:
+        """Submit the call, or find the earlier one with its key; return what answers it.
+
+        Raises BadRequest or a refusal.
+        """
+        tenant = exchange.tenant
+        assert tenant is not None, "authenticated"
+        if len(call.requests) > 1:
+            raise BadRequest(f"{KEY_HEADER} needs a request with one prompt", "prompt")
+        if call.echo:
+            raise BadRequest(f"echo cannot be used with {KEY_HEADER}", "echo")
+        first = _first_event(exchange.headers, {})
+        is_resumable = not call.store
+        buffer = self._replays.open(
+            tenant, exchange.number, call.requests[0], key, resumable=is_resumable, stored=stored
+        )
+        reader = KeptReader(buffer, exchange, tenant)
+        if is_resumable:
+            self._replays.resume_index.add((tenant.name, secrets.token_urlsafe()), 0, reader)
+        form = self._form(endpoint, call, buffer)
+        if call.background and not call.stream and isinstance(form, ResponseFormat):
+            return self._answer_before_output(form, reader)
+        if call.stream:
+            exchange.number_events(first)
+        return self._answer((StreamedOutput if call.stream else WholeOutput)(exchange, form), reader)
+
+    async def _answer(self, output: CallOutput, reader: KeptReader) -> QuireError | None:
+        try:
+            return await reader.answer(output)
+        finally:
+            reader.end()
+            self._forget_refused(reader.buffer)
+
+    async def _answer_before_output(self, form: ResponseFormat, reader: KeptReader) -> QuireError | None:
+        try:
+            if (refusal := await reader.accepted()) is None:
+                reader.exchange.respond(HTTPAnswer(200, form.unfinished("queued", None)))
+            return refusal
+        finally:
+            reader.end()
+            self._forget_refused(reader.buffer)
+
+    def _forget_refused(self, buffer: ReplayBuffer) -> None:
+        """Do not store a request that the engine has refused."""
+        if buffer.admission is None and buffer.error is not None and buffer.stored_entry is not None:
+            self._replays.stored_index.remove(buffer.stored_entry)
+
+    async def retrieve(self, endpoint: Endpoint, stored_id: str, exchange: Exchange) -> None:
+        """Answer with a stored output: as events from the one that the client asks for, or as an object."""
+        query = _query(exchange)
+        entry, tenant = self._find(exchange, endpoint, stored_id)
+        with_events = query.get("stream", "").lower() == "true" or (
+            b"text/event-stream" in exchange.headers.get("accept", b"") or LAST_EVENT_HEADER in exchange.headers
+        )
+        form = self._form(endpoint, self._call(endpoint, entry, tenant), entry.buffer)
+        first = _first_event(exchange.headers, query)
+        reader = KeptReader(entry.buffer, exchange, tenant)
+        try:
+            if with_events and exchange.method != "HEAD":
+                self._log.resumed(tenant.name, exchange.number, first)
+                exchange.number_events(first)
+                failure = await reader.answer(StreamedOutput(exchange, form))
+            elif isinstance(form, ResponseFormat):
+                exchange.respond(HTTPAnswer(200, await _snapshot(form, reader)))
+                return
+            else:
+                failure = await reader.answer(WholeOutput(exchange, form))
+            if failure is not None:
+                exchange.refuse(failure, endpoint.known)
+        finally:
+            reader.end()
+
+    async def cancel(self, endpoint: Endpoint, stored_id: str, exchange: Exchange) -> None:
+        """End a stored response, and answer with its object. One that has ended stays as it is."""
+        entry, tenant = self._find(exchange, endpoint, stored_id)
+        form = self._form(endpoint, self._call(endpoint, entry, tenant), entry.buffer)
+        assert isinstance(form, ResponseFormat), "only responses are cancelled"
+        reader = KeptReader(entry.buffer, exchange, tenant)
+        try:
+            if not entry.buffer.has_ended:
+                entry.buffer.request.cancel("client")
+            await reader.ended()
+            exchange.respond(HTTPAnswer(200, await _snapshot(form, reader)))
+        finally:
+            reader.end()
+
+    async def delete(self, endpoint: Endpoint, stored_id: str, exchange: Exchange) -> None:
+        """Forget a stored output, and cancel the request if it runs."""
+        entry, _ = self._find(exchange, endpoint, stored_id)
+        if not entry.buffer.has_ended:
+            entry.buffer.request.cancel("client")
+        self._replays.stored_index.remove(entry)
+        exchange.respond(_json({"id": stored_id, "object": endpoint.deleted_object, "deleted": True}))
+
+    async def input_items(self, endpoint: Endpoint, stored_id: str, exchange: Exchange) -> None:
+        """Answer with the items that a response was made from, the last one first unless asked otherwise."""
+        entry, _ = self._find(exchange, endpoint, stored_id)
+        query = _query(exchange)
+        limit = _number("limit", query.get("limit", str(DEFAULT_LISTED)), 1, MAX_LISTED)
+        items = listed_items(input_items(json.loads(entry.fields)["input"]), entry.buffer.name)
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise BadRequest(f"order must be asc or desc, not {shown(order)}", "order")
+        if order == "desc":
+            items.reverse()
+        if "after" in query:
+            ids = [item["id"] for item in items]
+            if query["after"] not in ids:
+                raise BadRequest(f"after is not the id of an item: {shown(query['after'])}", "after")
+            items = items[ids.index(query["after"]) + 1 :]
+        page = items[:limit]
+        first, last = (page[0]["id"], page[-1]["id"]) if page else ("", "")
+        more = len(items) > len(page)
+        exchange.respond(_json({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more}))
+
+    async def add_previous(self, endpoint: Endpoint, fields: Fields, exchange: Exchange) -> None:
+        """Put the input and output of the previous response before the fields' input. Raises BadRequest."""
+        name = fields.take("previous_response_id", str, "")
+        try:
+            entry, tenant = self._find(exchange, endpoint, name)
+        except RequestNotFound as error:
+            code = "previous_response_not_found"
+            raise BadRequest(f"previous_response_id: {error}", "previous_response_id", error_code=code) from None
+        form = self._form(endpoint, self._call(endpoint, entry, tenant), entry.buffer)
+        reader = KeptReader(entry.buffer, exchange, tenant)
+        try:
+            usage = await reader.read_present(form)
+        finally:
+            reader.end()
+        if usage is None or entry.buffer.finish_reason == "cancelled":
+            text = "previous_response_id: that response has not ended, was cancelled or failed"
+            raise BadRequest(text, "previous_response_id")
+        if own := input_items(fields.values.get("input")):
+            output = json.loads(form.whole(usage))["output"]
+            earlier = input_items(json.loads(entry.fields)["input"])
+            fields.values["input"] = [*earlier, *map(_without_logprobs, output), *own]
+
+    def _find(self, exchange: Exchange, endpoint: Endpoint, stored_id: str) -> tuple[StoredEntry, Tenant]:
+        """Return what the endpoint has stored under the id, and the tenant. Raises RequestNotFound."""
+        tenant = exchange.tenant
+        assert tenant is not None, "authenticated"
+        own_id = stored_id if stored_id.startswith(endpoint.id_prefix) else ""
+        return self._replays.stored_index.find(tenant.name, own_id), tenant
+
+    def _call(self, endpoint: Endpoint, entry: StoredEntry, tenant: Tenant) -> Call:
+        return endpoint.read_call(Fields(json.loads(entry.fields)), self._engine.info, tenant.name)
+
+    def _form(self, endpoint: Endpoint, call: Call, buffer: ReplayBuffer) -> Format:
+        named = replace(call, name=buffer.name, created_s=buffer.created_s)
+        return endpoint.form_class(named, self._model, self._engine.token)
+
+
+def idempotency_key(headers: Mapping[str, bytes]) -> str | None:
+    """Return the client's key, None without one. Raises BadRequest."""
+    if KEY_HEADER not in headers:
+        return None
+    key = headers[KEY_HEADER].decode("ascii", "replace")
+    if not (0 < len(key) <= MAX_KEY_CHARACTERS and key.isascii()):
+        raise BadRequest(f"{KEY_HEADER} must have 1 to {MAX_KEY_CHARACTERS} ASCII characters", KEY_HEADER)
+    return key
+
+
+async def _snapshot(form: ResponseFormat, reader: KeptReader) -> bytes:
+    """Return the object of a stored response as it is now."""
+    usage, buffer = await reader.read_present(form), reader.buffer
+    status: Status = "in_progress" if buffer.generated else "queued"
+    if buffer.error is not None:
+        status = "failed"
+    elif buffer.finish_reason == "cancelled":
+        status = "cancelled"
+    elif usage is not None:
+        return form.whole(usage)
+    return form.unfinished(status, buffer.error)
+
+
+def _without_logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item of the output as one of the input."""
+    if item["type"] != "message":
+        return item
+    return {**item, "content": [{"type": part["type"], "text": part["text"]} for part in item["content"]]}
+
+
+def _first_event(headers: Mapping[str, bytes], query: Mapping[str, str]) -> int:
+    """Return the number of the first event to send. Raises BadRequest."""
+    if "starting_after" in query:
+        return 1 + _number("starting_after", query["starting_after"], 0, 10**MAX_EVENT_DIGITS)
+    given = headers.get(LAST_EVENT_HEADER, b"").decode("ascii", "replace")
+    return 1 + _number(LAST_EVENT_HEADER, given, 0, 10**MAX_EVENT_DIGITS) if given else 0
+
+
+def _number(name: str, digits: str, low: int, high: int) -> int:
+    is_number = digits.isascii() and digits.isdecimal() and len(digits) <= MAX_EVENT_DIGITS
+    if not is_number or not low <= int(digits) <= high:
+        raise BadRequest(f"{name} must be a number from {low} to {high}, not {shown(digits)}", name)
+    return int(digits)
+
+
+def _query(exchange: Exchange) -> dict[str, str]:
+    """Return the fields of the query. Raises BadRequest."""
+    try:
+        return dict(parse_qsl(exchange.target.partition("?")[2], max_num_fields=MAX_QUERY_FIELDS))
+    except ValueError:
+        raise BadRequest(f"the query has more than {MAX_QUERY_FIELDS} fields") from None
+
+
+def _json(value: Any) -> HTTPAnswer:
+    return HTTPAnswer(200, msgspec.json.encode(value))

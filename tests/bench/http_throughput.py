@@ -1,0 +1,136 @@
+"""Measure what the HTTP API costs: tokens per second of the same streams over HTTP and over the own protocol, in turns.
+
+usage: http_throughput.py [--model DIR] [--users 32] [--prompt-tokens 64] [--new-tokens 128] [--rounds 9]
+                          [--path /v1/completions] [-- FLAGS OF quire serve]
+
+One server answers both. A round sends one request per user over one way, and counts from when the last user has its
+first token until the first user has its last. Both clients read raw bytes and decode no token, so that they cost the
+machine equally little. The figure is the median ratio of neighbouring rounds; at least 0.97 is expected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import uvloop
+from quire import SamplingParams
+from quire.runtime.protocol.address import TCPAddress, parse_address
+from quire.runtime.protocol.codec import encode
+from quire.runtime.protocol.frames import Generate, Hello
+
+READ_BYTES = 1 << 16
+EVENT_END = b"\n\n"
+TOKENS_FRAME = b"\xa6TOKENS"  # how msgpack writes the type of the frame
+
+Reading = Callable[[list[int], int, list[tuple[float, int]]], Awaitable[None]]
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("--model")
+    parser.add_argument("--users", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--path", choices=("/v1/completions", "/v1/chat/completions"), default="/v1/completions")
+    parser.add_argument("flags", nargs="*")
+    arguments = parser.parse_args()
+    model = [arguments.model] if arguments.model else []
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", *model),
+        *("--port", "0", "--http-port", "0", "--api-port", "0", *arguments.flags),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "QUIRE_LOG_LEVEL": "error"},
+    )
+    assert process.stdout is not None
+    try:
+        words = (await process.stdout.readline()).decode().split()
+        api = words[words.index("api") + 1].removeprefix("http://").removesuffix("/v1")
+        await report(over_http(api, arguments.path), over_frames(words[3]), arguments)
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+async def report(http: Reading, frames: Reading, arguments: argparse.Namespace) -> None:
+    speeds: dict[Reading, list[float]] = {http: [], frames: []}
+    for number in range(arguments.rounds + 1):
+        for reading in (http, frames) if number % 2 else (frames, http):
+            speed = await decode_speed(reading, arguments)
+            if number:  # the first round warms up
+                speeds[reading].append(speed)
+    ratios = [one / other for one, other in zip(speeds[http], speeds[frames], strict=True)]
+    print(f"own protocol {statistics.median(speeds[frames]):9.1f} tok/s")
+    print(f"HTTP         {statistics.median(speeds[http]):9.1f} tok/s")
+    print(f"ratio        {statistics.median(ratios):.3f}, round by round {min(ratios):.3f} to {max(ratios):.3f}")
+
+
+async def decode_speed(reading: Reading, arguments: argparse.Namespace) -> float:
+    arrivals: list[list[tuple[float, int]]] = [[] for _ in range(arguments.users)]
+    prompts = [[random.randrange(4, 4000) for _ in range(arguments.prompt_tokens)] for _ in arrivals]
+    # The extra tokens keep early users running until the last one has started.
+    num_tokens = arguments.new_tokens + arguments.users
+    await asyncio.gather(*(reading(prompt, num_tokens, times) for prompt, times in zip(prompts, arrivals, strict=True)))
+    begin = max(times[0][0] for times in arrivals)
+    end = min(times[-1][0] for times in arrivals)
+    tokens = sum(count for times in arrivals for moment, count in times if begin < moment <= end)
+    return tokens / (end - begin)
+
+
+def over_http(address: str, path: str) -> Reading:
+    """Return what reads one stream of server-sent events; each event is one token."""
+    host, _, port = address.rpartition(":")
+
+    async def read(prompt: list[int], num_tokens: int, times: list[tuple[float, int]]) -> None:
+        own = {"prompt": prompt} if path == "/v1/completions" else {"messages": [_message(prompt)]}
+        fields = {**own, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = json.dumps({**fields, "return_token_ids": True}).encode()  # else a token without text has no event
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+        await _count(host, int(port), request, EVENT_END, b"[DONE]", times)
+
+    return read
+
+
+def over_frames(address: str) -> Reading:
+    """Return what reads one stream of TOKENS frames, each of one token."""
+    place = parse_address(address)
+    assert isinstance(place, TCPAddress), "the server listens on TCP"
+
+    async def read(prompt: list[int], num_tokens: int, times: list[tuple[float, int]]) -> None:
+        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+        request = encode(Hello((1,))) + encode(Generate(1, tuple(prompt), params))
+        await _count(place.host, place.port, request, TOKENS_FRAME, b"\xa4DONE", times)
+
+    return read
+
+
+def _message(prompt: list[int]) -> dict[str, str]:
+    return {"role": "user", "content": " ".join(map(str, prompt[: len(prompt) // 4]))}
+
+
+async def _count(
+    host: str, port: int, request: bytes, mark: bytes, last: bytes, times: list[tuple[float, int]]
+) -> None:
+    """Send a request and note when how many marks arrived, until `last` comes."""
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(request)
+    tail = b""  # which a mark may begin in
+    while last not in tail + (data := await reader.read(READ_BYTES)):
+        assert data, "the stream ended early"
+        if count := (tail + data).count(mark) - tail.count(mark):
+            times.append((time.perf_counter(), count))
+        tail = data[-len(mark) - len(last) :]
+    writer.transport.abort()
+
+
+if __name__ == "__main__":
+    uvloop.run(main())

@@ -1,0 +1,133 @@
+"""Fields of the HTTP API beyond OpenAI's text and tokens: what ends an output, token ids, salts, tiers, logprobs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+
+from .http_client import HTTPClient, Reply
+
+Serving = Callable[..., AbstractAsyncContextManager[Any]]
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+PROMPT = "This module provides access to"
+
+
+async def ask(system: Any, path: str, body: object) -> Reply:
+    client = await HTTPClient.open(system.server.api_address)
+    try:
+        return await client.ask("POST", path, body)
+    finally:
+        client.writer.transport.abort()
+
+
+@pytest.fixture
+async def real(serving: Serving) -> AsyncIterator[Any]:
+    async with serving() as real:
+        yield real
+
+
+async def test_what_ended_an_output(real: Any) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+    choice = (await ask(real, COMPLETIONS, body)).json["choices"][0]
+    ids, text = choice["token_ids"], choice["text"]
+    assert (len(ids), choice["finish_reason"], choice["stop_reason"]) == (12, "length", None)
+    stop_id = next(each for each in ids[2:] if each not in ids[:2])
+    for fields, reason in (
+        ({"stop_token_ids": [stop_id, stop_id - 1]}, stop_id),
+        ({"stop": ["no such text", text[4:9]], "include_stop_str_in_output": True}, text[4:9]),
+    ):
+        whole = (await ask(real, COMPLETIONS, {**body, **fields})).json["choices"][0]
+        assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", reason)
+        for n, best_of in ((1, 2), (2, 2)):
+            ranked = {**body, **fields, "n": n, "best_of": best_of}
+            choices = (await ask(real, COMPLETIONS, ranked)).json["choices"]
+            assert [each["stop_reason"] for each in choices] == [reason] * n
+        events = (await ask(real, COMPLETIONS, {**body, **fields, "stream": True})).events
+        streamed = [event["choices"][0] for event in events]
+        assert streamed[-1]["stop_reason"] == reason
+        assert all("stop_reason" not in each for each in streamed[:-1])
+        assert [token for each in streamed for token in each.get("token_ids", [])] == whole["token_ids"]
+    plain = await ask(real, COMPLETIONS, {"prompt": PROMPT, "max_tokens": 2, "stop": ["x"]})
+    assert "stop_reason" not in plain.json["choices"][0], "OpenAI's types do not have it"
+
+
+async def test_logprobs_name_tokens_by_id(real: Any) -> None:
+    fields = {"max_tokens": 4, "temperature": 0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    choice = (await ask(real, COMPLETIONS, {"prompt": PROMPT, "logprobs": 2, **fields})).json["choices"][0]
+    names = [f"token_id:{each}" for each in choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == names
+    assert all(name in top for name, top in zip(names, choice["logprobs"]["top_logprobs"], strict=True))
+    text = choice["text"]
+    assert all(0 <= offset <= len(text) for offset in choice["logprobs"]["text_offset"])
+    messages = [{"role": "user", "content": "What is a queue?"}]
+    chat = (await ask(real, CHAT, {"messages": messages, "logprobs": True, "top_logprobs": 1, **fields})).json
+    entries = chat["choices"][0]["logprobs"]["content"]
+    assert [each["token"] for each in entries] == [f"token_id:{each}" for each in chat["choices"][0]["token_ids"]]
+    assert entries[0]["top_logprobs"][0]["token"] == entries[0]["token"]
+
+
+async def test_a_salt_isolates_cached_pages(real: Any) -> None:
+    async def num_cached(**fields: Any) -> int:
+        reply = await ask(real, COMPLETIONS, {"prompt": PROMPT * 20, "max_tokens": 1, **fields})
+        count: int = reply.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return count
+
+    found = [await num_cached(**({"cache_salt": salt} if salt else {})) for salt in ("", "", "a", "a", "b", "")]
+    assert [bool(each) for each in found] == [False, True, False, True, False, True]
+
+
+async def test_every_answer_names_what_its_bits_depend_on(serving: Serving) -> None:
+    names = []
+    for settings in ({}, {}, {"weights": "q8"}):
+        async with serving(**settings) as real:
+            reply = await ask(real, COMPLETIONS, {"prompt": "a", "max_tokens": 1})
+            stream = await ask(real, COMPLETIONS, {"prompt": "a", "max_tokens": 1, "stream": True})
+            names.append(reply.json["system_fingerprint"])
+            assert {each["system_fingerprint"] for each in stream.events} == {names[-1]}
+    assert names[0] == names[1] != names[2]
+    assert names[0].startswith("fp_")
+
+
+@pytest.mark.parametrize(
+    ("tier", "shown", "priority"),
+    [("auto", "default", 0), ("default", "default", 0), ("flex", "flex", 1), ("priority", "priority", -1)],
+)
+async def test_service_tiers_are_priorities(system: Any, tier: str, shown: str, priority: int) -> None:
+    messages = [{"role": "user", "content": "b"}]
+    reply = await ask(system, CHAT, {"messages": messages, "max_tokens": 2, "service_tier": tier})
+    assert (reply.json["service_tier"], system.engine.requests[-1].priority) == (shown, priority)
+    await ask(system, CHAT, {"messages": messages, "max_tokens": 2, "service_tier": tier, "priority": 7})
+    assert system.engine.requests[-1].priority == 7
+    response = await ask(system, RESPONSES, {"input": "a", "max_output_tokens": 2, "service_tier": tier})
+    assert response.json["service_tier"] == shown
+    assert "service_tier" not in (await ask(system, CHAT, {"messages": messages, "max_tokens": 2})).json
+
+
+async def test_logprobs_of_a_response(real: Any) -> None:
+    body = {"input": "What is a queue?", "max_output_tokens": 8, "temperature": 0, "top_logprobs": 2}
+    body["include"] = ["message.output_text.logprobs"]
+    part = (await ask(real, RESPONSES, body)).json["output"][0]["content"][0]
+    assert b"".join(bytes(each["bytes"]) for each in part["logprobs"]) == part["text"].encode()
+    assert all(len(each["top_logprobs"]) == 2 for each in part["logprobs"])
+    assert part["logprobs"][0]["top_logprobs"][0].keys() == {"token", "bytes", "logprob"}
+    stream = (await ask(real, RESPONSES, {**body, "stream": True})).content.decode()
+    events = [each for line in stream.split("\n") if line.startswith("data: ") for each in [json.loads(line[6:])]]
+    deltas = [each for event in events if event["type"] == "response.output_text.delta" for each in event["logprobs"]]
+    (done,) = [event for event in events if event["type"] == "response.output_text.done"]
+    shown = [
+        {**_without_bytes(each), "top_logprobs": list(map(_without_bytes, each["top_logprobs"]))}
+        for each in part["logprobs"]
+    ]
+    assert deltas == done["logprobs"] == shown
+    assert events[-1]["response"]["output"][0]["content"][0] == part
+
+
+def _without_bytes(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if name != "bytes"}

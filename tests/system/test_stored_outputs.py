@@ -1,0 +1,359 @@
+"""Stored responses and chats and idempotency keys over HTTP: what is resumed and replayed has the same bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from .http_client import HTTPClient, Reply
+
+Serve = Callable[..., Awaitable[Any]]
+Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
+
+CHAT = "/v1/chat/completions"
+RESPONSES = "/v1/responses"
+
+
+@asynccontextmanager
+async def connection(system: Any) -> AsyncIterator[HTTPClient]:
+    client = await HTTPClient.open(system.server.api_address)
+    try:
+        yield client
+    finally:
+        client.writer.transport.abort()
+
+
+async def ask(system: Any, method: str, path: str, body: object = None, **headers: str) -> Reply:
+    async with connection(system) as client:
+        return await client.ask(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+
+
+def response(text: object = "a", **fields: Any) -> dict[str, Any]:
+    return {"input": text, "max_output_tokens": 6, "store": True, **fields}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "b"}], "max_tokens": 6, **fields}
+
+
+def events(reply: Reply) -> list[bytes]:
+    """Return the events of a stream as they were sent."""
+    assert reply.status == 200, reply
+    return reply.content.removeprefix(b":\n").split(b"\n\n")[:-1]
+
+
+async def stored_id(system: Any, path: str, body: dict[str, Any]) -> str:
+    reply = await ask(system, "POST", path, body)
+    assert reply.status == 200, reply
+    identity: str = reply.json["id"]
+    return identity
+
+
+# Streams that are read again
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(RESPONSES, response(stream=True)), (CHAT, chat(store=True, stream=True, n=3))]
+)
+async def test_a_stream_cut_at_any_event_goes_on_with_the_remaining_bytes(
+    system: Any, eventually: Eventually, path: str, body: dict[str, Any]
+) -> None:
+    length = len(events(await ask(system, "POST", path, body)))
+    assert length > 7
+    for num_read in range(1, length + 1):
+        system.engine.requests.clear()
+        async with connection(system) as client:
+            client.send("POST", path, body)
+            received = b""
+            while received.count(b"\n\n") < num_read:
+                received += await client.read_until(b"\n\n")
+        first = next(line for line in received.decode().split("\n") if line.startswith("data: {"))
+        opening = json.loads(first.removeprefix("data: "))
+        name = opening["id"] if path == CHAT else opening["response"]["id"]
+        whole = events(await ask(system, "GET", f"{path}/{name}?stream=true"))
+        assert len(whole) == length
+        for headers, query in (
+            ({"last_event_id": str(num_read - 1)}, ""),
+            ({}, f"?stream=true&starting_after={num_read - 1}"),
+        ):
+            assert events(await ask(system, "GET", f"{path}/{name}{query}", **headers)) == whole[num_read:]
+        assert [line.split(b"\n")[0] for line in whole] == [b"id: %d" % number for number in range(length)]
+    await eventually(lambda: not system.engine.live)
+
+
+async def test_sequence_numbers_are_the_numbers_of_events(system: Any) -> None:
+    for event in events(await ask(system, "POST", RESPONSES, response(stream=True))):
+        number, _, data = event.decode().split("\n")
+        assert number == f"id: {json.loads(data.removeprefix('data: '))['sequence_number']}"
+
+
+async def test_a_stored_response_goes_on_without_its_client_and_another_is_cancelled(
+    system: Any, eventually: Eventually
+) -> None:
+    for fields, is_stored in (({"store": True}, True), ({"store": False}, False), ({"store": None}, False)):
+        async with connection(system) as client:
+            client.send("POST", RESPONSES, response("hold", stream=True, **fields))
+            await client.read_until(b"response.output_text.delta")
+        if is_stored:
+            (generation,) = system.engine.live
+            assert not generation.cancelled.is_set()
+            generation.cancel()
+        await eventually(lambda: not system.engine.live)
+    assert 'quire_cancelled_total{cause="disconnect"} 2.0' in system.metrics()
+
+
+# Objects
+
+
+async def test_a_stored_response_is_retrieved_and_deleted(system: Any) -> None:
+    created = await ask(system, "POST", RESPONSES, response(instructions="Be short.", metadata={"a": "b"}))
+    path = f"{RESPONSES}/{created.json['id']}"
+    assert (await ask(system, "GET", path)).content == created.content
+    assert (await ask(system, "HEAD", path)).status == 200
+    deleted = await ask(system, "DELETE", path)
+    assert deleted.json == {"id": created.json["id"], "object": "response", "deleted": True}
+    for method, suffix in (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")):
+        reply = await ask(system, method, path + suffix)
+        assert (reply.status, reply.error["code"]) == (404, "not_found"), (method, suffix)
+    assert system.server._context.replays.num_bytes == 0
+
+
+async def test_a_stored_chat_is_retrieved_and_deleted(system: Any) -> None:
+    created = await ask(system, "POST", CHAT, chat(store=True, n=2))
+    path = f"{CHAT}/{created.json['id']}"
+    assert (await ask(system, "GET", path)).content == created.content
+    deleted = await ask(system, "DELETE", path)
+    assert deleted.json == {"id": created.json["id"], "object": "chat.completion.deleted", "deleted": True}
+    assert (await ask(system, "GET", path)).status == 404
+
+
+async def test_nothing_is_stored_unasked(system: Any) -> None:
+    for path, body in ((RESPONSES, {"input": "a"}), (RESPONSES, response(store=False)), (CHAT, chat())):
+        reply = await ask(system, "POST", path, body)
+        assert (await ask(system, "GET", f"{path}/{reply.json['id']}")).status == 404
+    assert system.server._context.replays.num_bytes == 0
+
+
+async def test_an_id_is_of_one_tenant_and_one_api(serve: Serve, tmp_path: Any) -> None:
+    import hashlib
+
+    keys = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("ann", "ben")}
+    file = tmp_path / "keys.toml"
+    file.write_text("".join(f'[{name}]\nkeys = ["{digest}"]\n' for name, digest in keys.items()))
+    file.chmod(0o600)
+    system = await serve(auth_tokens=str(file))
+    created = await ask(system, "POST", RESPONSES, response(), authorization="Bearer ann")
+    name = created.json["id"]
+    assert (await ask(system, "GET", f"{RESPONSES}/{name}", authorization="Bearer ann")).status == 200
+    assert (await ask(system, "GET", f"{RESPONSES}/{name}", authorization="Bearer ben")).status == 404
+    assert (await ask(system, "GET", f"{CHAT}/{name}", authorization="Bearer ann")).status == 404
+    other = f"chatcmpl-{name.removeprefix('resp_')}"
+    assert (await ask(system, "GET", f"{CHAT}/{other}", authorization="Bearer ann")).status == 404
+
+
+async def test_a_background_response_is_answered_before_its_output(system: Any, eventually: Eventually) -> None:
+    reply = await ask(system, "POST", RESPONSES, {"input": "hold", "max_output_tokens": 6, "background": True})
+    assert (reply.json["status"], reply.json["background"], reply.json["output"]) == ("queued", True, [])
+    path = f"{RESPONSES}/{reply.json['id']}"
+
+    async def status() -> str:
+        found: str = (await ask(system, "GET", path)).json["status"]
+        return found
+
+    async with asyncio.timeout(60):
+        while await status() != "in_progress":
+            await asyncio.sleep(0.002)
+    cancelled = (await ask(system, "POST", f"{path}/cancel")).json
+    assert cancelled["status"] == "cancelled"
+    assert cancelled["output"][0]["content"][0]["text"] == " hold:0é日"
+    assert (await ask(system, "POST", f"{path}/cancel", {})).json == cancelled
+    assert (await ask(system, "GET", path)).json == cancelled
+    await eventually(lambda: not system.engine.live)
+
+
+async def test_deleting_a_running_response_cancels_it(system: Any, eventually: Eventually) -> None:
+    reply = await ask(system, "POST", RESPONSES, response("hold", background=True))
+    await eventually(lambda: bool(system.engine.live))
+    assert (await ask(system, "DELETE", f"{RESPONSES}/{reply.json['id']}")).status == 200
+    await eventually(lambda: not system.engine.live)
+    await eventually(lambda: system.server._context.replays.num_bytes == 0)
+
+
+async def test_a_response_that_fails_stays_failed(system: Any, eventually: Eventually) -> None:
+    reply = await ask(system, "POST", RESPONSES, response("fail", background=True))
+    await eventually(lambda: bool(system.engine.requests) and not system.engine.live)
+    found = (await ask(system, "GET", f"{RESPONSES}/{reply.json['id']}")).json
+    assert (found["status"], found["error"]) == ("failed", {"code": "server_error", "message": "the logits are NaN"})
+
+
+async def test_a_refused_request_is_not_stored(system: Any) -> None:
+    reply = await ask(system, "POST", RESPONSES, response("full"))
+    assert (reply.status, reply.headers["retry-after-ms"]) == (429, "250")
+    assert (await ask(system, "POST", RESPONSES, response("full", background=True))).status == 429
+    assert len(system.server._context.replays.stored_index) == 0
+    assert system.server._context.replays.num_bytes == 0
+
+
+# Conversations
+
+
+async def test_a_response_continues_another(system: Any) -> None:
+    first = await stored_id(system, RESPONSES, response("one", instructions="Be short."))
+    second = await stored_id(
+        system, RESPONSES, response([{"role": "user", "content": "two"}], previous_response_id=first)
+    )
+    third = (await ask(system, "POST", RESPONSES, response("three", previous_response_id=second))).json
+    assert third["previous_response_id"] == second
+    answers = ["".join(f" {text}:{i}é日" for i in (0, 2, 4)) for text in ("one", "two")]
+    texts = [each["content"] for each in system.engine.requests[-1].messages]
+    assert texts == ["one", answers[0], "two", answers[1], "three"]
+    assert [each["role"] for each in system.engine.requests[-1].messages] == ["user", "assistant"] * 2 + ["user"]
+    path = f"{RESPONSES}/{third['id']}/input_items"
+    items = (await ask(system, "GET", f"{path}?order=asc")).json
+    assert [each["content"][0]["text"] for each in items["data"]] == texts
+    assert (items["object"], items["has_more"]) == ("list", False)
+    page = (await ask(system, "GET", f"{path}?limit=2")).json
+    assert [each["content"][0]["text"] for each in page["data"]] == ["three", answers[1]]
+    assert (page["has_more"], page["last_id"]) == (True, items["data"][3]["id"])
+    rest = (await ask(system, "GET", f"{path}?after={page['last_id']}")).json
+    assert [each["content"][0]["text"] for each in rest["data"]] == ["two", answers[0], "one"]
+
+
+@pytest.mark.parametrize("previous", ["resp_1", "", "chatcmpl-1", 3])
+async def test_an_unknown_previous_response_is_named(system: Any, previous: object) -> None:
+    reply = await ask(system, "POST", RESPONSES, response(previous_response_id=previous))
+    assert (reply.status, reply.error["param"]) == (400, "previous_response_id")
+    assert system.engine.requests == []
+
+
+async def test_a_running_response_has_no_successor(system: Any, eventually: Eventually) -> None:
+    name = await stored_id(system, RESPONSES, response("hold", background=True))
+    reply = await ask(system, "POST", RESPONSES, response(previous_response_id=name))
+    assert (reply.status, reply.error["param"]) == (400, "previous_response_id")
+    await ask(system, "DELETE", f"{RESPONSES}/{name}")
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("?stream=true&starting_after=-1", "starting_after"),
+        ("?stream=true&starting_after=x", "starting_after"),
+        ("?stream=true&starting_after=9999999999999999", "starting_after"),
+        ("/input_items?limit=0", "limit"),
+        ("/input_items?limit=101", "limit"),
+        ("/input_items?order=up", "order"),
+        ("/input_items?after=x", "after"),
+        ("?" + "&".join(f"a{i}=1" for i in range(40)), None),
+    ],
+)
+async def test_a_wrong_query_is_named(system: Any, query: str, param: str | None) -> None:
+    name = await stored_id(system, RESPONSES, response())
+    reply = await ask(system, "GET", f"{RESPONSES}/{name}{query}")
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+# Idempotency keys
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (RESPONSES, response(store=False)),
+        (RESPONSES, response(stream=True)),
+        (CHAT, chat(n=2)),
+        (CHAT, chat(stream=True, stream_options={"include_usage": True})),
+        ("/v1/completions", {"prompt": "p", "max_tokens": 5, "logprobs": 2}),
+        ("/v1/completions", {"prompt": [1, 2], "max_tokens": 5, "stream": True}),
+    ],
+)
+async def test_a_retry_with_the_key_has_the_same_bytes(system: Any, path: str, body: dict[str, Any]) -> None:
+    replies = [await ask(system, "POST", path, body, idempotency_key="k") for _ in range(2)]
+    assert replies[0].status == 200
+    assert replies[0].content == replies[1].content
+    assert len(system.engine.requests) == 1
+    assert (await ask(system, "POST", path, body, idempotency_key="other")).content != replies[0].content
+    if body.get("stream"):
+        rest = await ask(system, "POST", path, body, idempotency_key="k", last_event_id="1")
+        assert events(rest) == events(replies[0])[2:]
+
+
+async def test_a_keyed_request_waits_for_its_retry(serve: Serve, eventually: Eventually) -> None:
+    system = await serve(resume_timeout_ms=60_000)
+    body = chat(stream=True)
+    body["messages"][0]["content"] = "b"
+    async with connection(system) as client:
+        client.send("POST", CHAT, body, {"idempotency-key": "k"})
+        received = await client.read_until(b"finish_reason")
+    assert len(events(await ask(system, "POST", CHAT, body, idempotency_key="k"))) > received.count(b"\n\n")
+    assert len(system.engine.requests) == 1
+
+
+async def test_a_keyed_request_without_a_retry_is_cancelled(serve: Serve, eventually: Eventually) -> None:
+    system = await serve(resume_timeout_ms=20)
+    body = {"prompt": "hold", "max_tokens": 6, "stream": True}
+    async with connection(system) as client:
+        client.send("POST", "/v1/completions", body, {"idempotency-key": "k"})
+        await client.read_until(b"text_completion")
+    await eventually(lambda: not system.engine.live)
+    assert 'quire_cancelled_total{cause="disconnect"} 1.0' in system.metrics()
+
+
+async def test_a_key_belongs_to_one_request(system: Any) -> None:
+    assert (await ask(system, "POST", CHAT, chat(), idempotency_key="k")).status == 200
+    for body in (chat(temperature=0.5), chat(messages=[{"role": "user", "content": "c"}])):
+        reply = await ask(system, "POST", CHAT, body, idempotency_key="k")
+        assert reply.status == 400
+        assert "idempotency key" in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers", "param"),
+    [
+        ({"prompt": ["a", "b"]}, {}, "prompt"),
+        ({"prompt": "a", "echo": True}, {}, "echo"),
+        ({"prompt": "a"}, {"idempotency_key": "k" * 256}, "idempotency-key"),
+        ({"prompt": "a"}, {"idempotency_key": ""}, "idempotency-key"),
+        ({"prompt": "a", "stream": True}, {"last_event_id": "x"}, "last-event-id"),
+        ({"prompt": "a", "store": True}, {}, "store"),
+    ],
+)
+async def test_what_cannot_be_kept_is_refused(
+    system: Any, fields: dict[str, Any], headers: dict[str, str], param: str
+) -> None:
+    reply = await ask(system, "POST", "/v1/completions", fields, **{"idempotency_key": "k", **headers})
+    assert (reply.status, reply.error["param"]) == (400, param)
+    assert system.engine.requests == []
+
+
+# Memory
+
+
+async def test_stored_output_takes_a_bounded_share(serve: Serve) -> None:
+    system = await serve(max_kept_bytes=30_000)
+    names = [await stored_id(system, RESPONSES, response("a" * 3000)) for _ in range(8)]
+    assert system.server._context.replays.num_bytes <= 30_000
+    found = [(await ask(system, "GET", f"{RESPONSES}/{name}")).status for name in names]
+    assert found == sorted(found, reverse=True)
+    assert found[0] == 404
+    assert found[-1] == 200
+    reply = await ask(system, "POST", RESPONSES, response("a" * 40_000))
+    assert (reply.status, reply.error["code"]) == (429, "insufficient_quota")
+
+
+async def test_what_is_stored_expires(serve: Serve, eventually: Eventually) -> None:
+    system = await serve(store_window_ms=20)
+    name = await stored_id(system, RESPONSES, response())
+    await eventually(lambda: system.server._context.replays.num_bytes == 0)
+    assert (await ask(system, "GET", f"{RESPONSES}/{name}")).status == 404
+
+
+async def test_a_draining_server_answers_what_is_stored(system: Any) -> None:
+    name = await stored_id(system, RESPONSES, response())
+    await system.server.drain(0.1)
+    assert (await ask(system, "GET", f"{RESPONSES}/{name}")).status == 200
+    assert (await ask(system, "POST", RESPONSES, response())).status == 503
