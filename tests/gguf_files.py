@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from quire.runtime.model import read_spec
 from quire.runtime.model.gguf_config import KEYS, NAMES
-from quire.runtime.model.spec import Llama3Scaling, TensorNames
+from quire.runtime.model.spec import DecoderSpec, Llama3Scaling, LongRopeScaling, TensorNames
 from quire.runtime.model.weights.gguf import TYPES
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 from quire.runtime.model.weights.tensors import expected_tensors
@@ -105,7 +105,7 @@ def encode(values: npt.NDArray[np.float32], kind: str) -> Tensor:
         return Tensor(values.shape, kind, values.astype("<f2").tobytes())
     if kind == "BF16":
         return Tensor(values.shape, kind, (values.view(np.uint32) >> 16).astype("<u2").tobytes())  # exact or truncated
-    return Tensor(values.shape, kind, {"Q8_0": q8_0, "Q4_0": q4_0}[kind](values).tobytes())
+    return Tensor(values.shape, kind, {"Q8_0": q8_0, "Q4_0": q4_0, "Q4_K": q4_k, "Q6_K": q6_k}[kind](values).tobytes())
 
 
 def q8_0(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
@@ -128,36 +128,91 @@ def q4_0(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     return np.concatenate([scale.astype("<f2").view(np.uint8), packed], axis=1).reshape(len(values), -1)
 
 
+def q4_k(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Quantise between the minimum and the maximum of each 32 weights, without GGML's search for the best scale."""
+    parts = values.reshape(-1, 8, 32)  # of super-blocks
+    low = np.minimum(parts.min(axis=2), 0)
+    scale, scales = _shared_scale((parts.max(axis=2) - low) / np.float32(15), 63)
+    offset, offsets = _shared_scale(-low, 63)
+    steps = (scale * scales)[:, :, None]
+    shifted = np.divide(parts + (offset * offsets)[:, :, None], steps, where=steps > 0, out=np.zeros_like(parts))
+    numbers = np.clip(np.rint(shifted), 0, 15).astype(np.uint8).reshape(-1, 4, 2, 32)
+    low_bits = scales[:, 4:] & 15 | (offsets[:, 4:] & 15) << 4
+    high_bits = [part[:, :4] | part[:, 4:] >> 4 << 6 for part in (scales, offsets)]
+    packed = (numbers[:, :, 0] | numbers[:, :, 1] << 4).reshape(-1, 128)
+    halves = [each.astype("<f2").view(np.uint8) for each in (scale, offset)]
+    return np.concatenate([*halves, *high_bits, low_bits, packed], axis=1).reshape(len(values), -1)
+
+
+def q6_k(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    """Quantise with the largest of each 16 weights, without GGML's search for the best scale."""
+    parts = values.reshape(-1, 16, 16)  # of super-blocks
+    scale, scales = _shared_scale(np.abs(parts).max(axis=2) / np.float32(31), 127)
+    steps = (scale * scales)[:, :, None]
+    scaled = np.divide(parts, steps, where=steps > 0, out=np.zeros_like(parts))
+    numbers = (np.clip(np.rint(scaled), -32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = numbers[:, :, :2] & 15 | (numbers[:, :, 2:] & 15) << 4
+    high = sum((numbers[:, :, quarter] >> 4 << 2 * quarter for quarter in range(1, 4)), start=numbers[:, :, 0] >> 4)
+    parts = [low.reshape(-1, 128), high.reshape(-1, 64), scales, scale.astype("<f2").view(np.uint8)]
+    return np.concatenate(parts, axis=1).reshape(len(values), -1)
+
+
+def _shared_scale(scales: npt.NDArray[np.float32], most: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint8]]:
+    """Return the scale of each super-block, rounded to fp16, [blocks, 1], and the scales of its parts in its steps."""
+    shared = (scales.max(axis=1, keepdims=True) / np.float32(most)).astype("<f2").astype(np.float32)
+    steps = np.divide(scales, shared, where=shared > 0, out=np.zeros_like(scales))
+    return shared, np.clip(np.rint(steps), 0, most).astype(np.uint8)
+
+
 def convert(folder: Path, path: Path, kind: str = "F32", metadata: Mapping[str, Any] = {}) -> Path:
     """Write a model folder as a GGUF file, as llama.cpp's converter does; `metadata` adds and replaces keys."""
-    return write(path, {**describe(folder), **metadata}, {**stored_tensors(folder, kind), **rope_freqs(folder)})
+    return write(path, {**describe(folder), **metadata}, {**stored_tensors(folder, kind), **rope_factors(folder)})
+
+
+ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}  # of families with another name
+PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3")
+OF_FAMILIES = {  # keys of config.json that the converter writes for some families
+    "attention.scale": ("attention_multiplier", "granite"),
+    "embedding_scale": ("embedding_multiplier", "granite"),
+    "residual_scale": ("residual_multiplier", "granite"),
+    "logit_scale": ("logits_scaling", "granite"),
+    "attention.sliding_window": ("sliding_window", "phi3", "gemma2", "gemma3"),
+    "attn_logit_softcapping": ("attn_logit_softcapping", "gemma2"),
+    "final_logit_softcapping": ("final_logit_softcapping", "gemma2"),
+    "expert_used_count": ("num_experts_per_tok", "mixtral", "qwen3_moe"),
+    "expert_feed_forward_length": ("moe_intermediate_size", "qwen3_moe"),
+}
 
 
 def describe(folder: Path) -> dict[str, Any]:
     """Return the metadata of a folder's config.json, without a tokenizer."""
     config = json.loads((folder / "config.json").read_text())
     spec = read_spec(folder)
-    family = "llama" if spec.family == "mistral" else spec.family
+    family = ARCHITECTURES.get(spec.family, spec.family)
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    scaling = scaling.get("full_attention", scaling)
     values: dict[str, Any] = {"general.architecture": family}
     written = scaling if scaling.get("rope_type") in ("linear", "yarn") else {}
     for key, name in KEYS.items():
         value = written.get(key.removeprefix("rope_scaling.")) if "." in key else config.get(key, scaling.get(key))
         if value is not None:
             values[f"{family}.{name}"] = float(value) if name in FLOATS else value
+    for name, (key, *families) in OF_FAMILIES.items():
+        if spec.family in families and config.get(key) is not None:
+            values[f"{family}.{name}"] = config[key]
+    rope = spec.ropes[0]
     values[f"{family}.attention.key_length"] = values[f"{family}.attention.value_length"] = spec.head_dim
-    values[f"{family}.rope.dimension_count"] = spec.head_dim
+    values[f"{family}.rope.dimension_count"] = rope.dim or spec.head_dim
+    if spec.experts:
+        values[f"{family}.expert_count"] = spec.experts.num_experts
+    if isinstance(rope.scaling, LongRopeScaling):
+        values[f"{family}.rope.scaling.original_context_length"] = rope.scaling.original_max_position_embeddings
+        values[f"{family}.rope.scaling.attn_factor"] = rope.scaling.attention_factor
     if spec.eos_token_ids:
         values["tokenizer.ggml.eos_token_id"] = spec.eos_token_ids[0]
     return values
 
 
-def _each(names: TensorNames) -> list[str]:
-    values = (getattr(names, field.name) for field in fields(names))
-    return [part for value in values for part in (value if isinstance(value, tuple) else (value,))]
-
-
-STORED = dict(zip(_each(TensorNames()), _each(NAMES), strict=True))  # name on Hugging Face -> name in GGUF files
 FLOATS = (
     "attention.layer_norm_rms_epsilon",
     "rope.freq_base",
@@ -171,20 +226,28 @@ FLOATS = (
 def stored_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
     """Return a folder's tensors under the names and in the order of rows of llama.cpp's converter."""
     spec, checkpoint = read_spec(folder), SafetensorsCheckpoint(folder)
-    tensors = {}
+    arrays: dict[str, list[npt.NDArray[np.float32]]] = {}  # experts have several of one name, in order
     for name, _ in expected_tensors(spec):
-        values = _widened(checkpoint.tensor(name))
-        if spec.family in ("llama", "mistral") and re.search(r"\.[qk]_proj\.", name):
+        values = widened(checkpoint.tensor(name))
+        if spec.family in PERMUTED and re.search(r"\.[qk]_proj\.", name):
             halves = values.reshape(-1, 2, spec.head_dim // 2, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
-        tensors[stored_name(name)] = encode(values, kind)
-    return tensors
+        if spec.family.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        arrays.setdefault(stored_name(name, spec), []).append(values)
+    return {
+        name: encode(np.stack(each) if "_exps" in name else each[0], "F32" if "_inp" in name else kind)
+        for name, each in arrays.items()
+    }
 
 
-def rope_freqs(folder: Path) -> dict[str, Tensor]:
-    """Return the divisors of Llama 3.1's frequencies, as llama.cpp's converter computes them; nothing for others."""
+def rope_factors(folder: Path) -> dict[str, Tensor]:
+    """Return the factors of LongRoPE, and the divisors of Llama 3.1's frequencies as the converter computes them."""
     rope, head_dim = read_spec(folder).ropes[0], read_spec(folder).head_dim
     scaling = rope.scaling
+    if isinstance(scaling, LongRopeScaling):
+        factors = {"short": scaling.short_factors, "long": scaling.long_factors}
+        return {f"rope_factors_{name}.weight": encode(np.array(f, np.float32), "F32") for name, f in factors.items()}
     if not isinstance(scaling, Llama3Scaling):
         return {}
     divisors = []
@@ -196,15 +259,31 @@ def rope_freqs(folder: Path) -> dict[str, Tensor]:
     return {"rope_freqs.weight": encode(np.array(divisors, np.float32), "F32")}
 
 
-def stored_name(name: str) -> str:
-    """Return the name in GGUF files of a tensor with a usual name on Hugging Face."""
+def stored_name(name: str, spec: DecoderSpec) -> str:
+    """Return the name in GGUF files of a tensor on Hugging Face; all experts of a layer have one tensor."""
     named = re.fullmatch(r"(?:model\.layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
     assert named is not None
     prefix = "" if named[1] is None else NAMES.layer.format(named[1])
-    return f"{prefix}{STORED[named[2]]}.{named[3]}"
+    without_number = re.sub(r"experts\.\d+", "experts.{}", named[2])
+    return f"{prefix}{_stored_names(spec)[without_number]}.{named[3]}"
 
 
-def _widened(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+def _stored_names(spec: DecoderSpec) -> dict[str, str]:
+    """Return the name in GGUF files for each name on Hugging Face."""
+    fused = {"qkv": ("attn_qkv",), "gate_up": ("ffn_up",)}  # the names of tensors that Phi-3 has
+    stored = {}
+    for field in fields(TensorNames):
+        if field.name == "mlp_norm" and not spec.pre_norms:
+            continue  # OLMo 2's norm with this name follows attention
+        names, others = getattr(spec.names, field.name), getattr(NAMES, field.name)
+        if isinstance(names, str):
+            names, others = (names,), (others,)
+        stored |= dict(zip(names, others if len(names) == len(others) else fused[field.name], strict=True))
+    return stored
+
+
+def widened(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Return bf16 bits, f16 or f32 as f32."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32)

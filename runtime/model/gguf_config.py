@@ -6,21 +6,21 @@ import families.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from ..common.errors import CorruptCheckpoint, UnsupportedModel
-from .config_json import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, ConfigTable
-from .spec import DecoderSpec, FrequencyDivisors, Rope, TensorNames
+from .config_json import MAX_EXPERTS, MAX_HEAD_DIM, ConfigTable, read_head_dim
+from .config_rope import DEFAULT_THETA
+from .rope import rotary_dim
+from .spec import DecoderSpec, FrequencyDivisors, TensorNames
 from .weights.gguf import GGUFFile, Metadata
 from .weights.gguf_checkpoint import GGUFCheckpoint
-from .weights.tensors import check_tensors, expected_tensors
+from .weights.tensors import check_tensors
 
 # Keys of config.json, and the metadata keys with the same values, after "<architecture>.".
-KEYS = {
+KEYS: dict[str, str] = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
@@ -37,6 +37,14 @@ KEYS = {
     "rope_scaling.beta_fast": "rope.scaling.yarn_beta_fast",
     "rope_scaling.beta_slow": "rope.scaling.yarn_beta_slow",
 }
+PER_LAYER = (  # have one value, or one for each layer
+    "attention.head_count",
+    "attention.head_count_kv",
+    "feed_forward_length",
+    "expert_feed_forward_length",
+    "expert_used_count",
+)
+EXPERT_KEYS = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
 
 NAMES = TensorNames(
     embedding="token_embd",
@@ -46,13 +54,21 @@ NAMES = TensorNames(
     q_norm="attn_q_norm",
     k_norm="attn_k_norm",
     o="attn_output",
+    attention_post_norm="post_attention_norm",
     mlp_norm="ffn_norm",
     gate_up=("ffn_gate", "ffn_up"),
     down="ffn_down",
+    mlp_post_norm="post_ffw_norm",
+    router="ffn_gate_inp",
+    expert_gate_up=("ffn_gate_exps", "ffn_up_exps"),
+    expert_down="ffn_down_exps",
     final_norm="output_norm",
     lm_head="output",
 )
-ROPE_FREQS = "rope_freqs.weight"  # f32 [head_dim / 2]: divisors of the frequencies
+FUSED_QKV = "attn_qkv"  # instead of three tensors
+ROPE_FREQS = "rope_freqs.weight"  # f32 [rotated elements / 2]: divisors of the frequencies
+LONG_ROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}  # f32, as many
+LONG_ROPE_SCALE = "rope.scaling.attn_factor"
 QUANTISATION = 2  # the version of GGML's block formats
 EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
@@ -70,6 +86,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "attn_logit_softcapping": (0,),
     "embedding_scale": (0, 1),
     "expert_count": (0,),
+    "expert_gating_func": (0, 1),  # 1: softmax
+    "expert_group_count": (0, 1),
+    "expert_weights_scale": (0, 1),
     "final_logit_softcapping": (0,),
     "logit_scale": (0, 1),
     "residual_scale": (0, 1),
@@ -89,72 +108,132 @@ class GGUFFormat:
     keys: Mapping[str, str] = field(default_factory=lambda: KEYS)
     names: TensorNames = NAMES
     neighbouring_pairs: bool = False  # rows of q and k: a rotated pair is two neighbours, not half a head apart
+    experts: bool = False  # of families with the same architecture, the one whose files have experts
+    derive: Callable[[ConfigTable], Mapping[str, Any]] = lambda config: {}  # keys of config.json that files do not have
 
     def open(self, file: GGUFFile, read: Callable[[ConfigTable], DecoderSpec]) -> tuple[DecoderSpec, GGUFCheckpoint]:
         """Return the spec and the tensors; `read` is the reader of config.json. Raises ModelError."""
-        self._check_neutral(file.metadata)
-        spec = replace(_with_divisors(read(self._config(file)), file), names=self.names)
+        used = {*self.keys.values(), *([LONG_ROPE_SCALE] if _has_long_rope(file) else [])}
+        self._check_neutral(file.metadata, used)
+        if self.experts:
+            file.metadata.integer(f"{self.architecture}.expert_count", 1, MAX_EXPERTS)
+        names = self._names(file)
+        spec = _with_divisors(read(self._config(file, names)), file)
+        spec = replace(spec, names=names, norm_offset=0.0)  # the converter adds the offset to the norms
         checkpoint = GGUFCheckpoint(file, self._pairs(spec))
-        check_tensors(spec, checkpoint)
-        if unused := file.tensors.keys() - {name for name, _ in expected_tensors(spec)} - {ROPE_FREQS}:
+        factors = {ROPE_FREQS, *(LONG_ROPE.values() if _has_long_rope(file) else ())}
+        if unused := file.tensors.keys() - check_tensors(spec, checkpoint) - factors:
             raise UnsupportedModel(f"{file.path} has tensor {min(unused)}, which {self.architecture} does not use")
         if quantised := checkpoint.quantised():
             file.metadata.integer("general.quantization_version", QUANTISATION, QUANTISATION, QUANTISATION)
         return replace(spec, quantised=quantised), checkpoint
 
-    def _check_neutral(self, metadata: Metadata) -> None:
+    def _check_neutral(self, metadata: Metadata, used: Collection[str]) -> None:
         for suffix, allowed in NEUTRAL.items():
             key = f"{self.architecture}.{suffix}"
-            if suffix not in self.keys.values() and key in metadata and metadata[key] not in allowed:
+            if suffix not in used and key in metadata and metadata[key] not in allowed:
                 raise metadata.refused(key, f"absent{''.join(f' or {value}' for value in allowed)}")
 
-    def _config(self, file: GGUFFile) -> ConfigTable:
-        """Return the metadata as an object like that in config.json."""
-        metadata = file.metadata
-        names = {key: f"{self.architecture}.{suffix}" for key, suffix in self.keys.items()}
-        found = {key: _same_in_all_layers(metadata[name]) for key, name in names.items() if name in metadata}
-        scaling = {key.partition(".")[2]: value for key, value in found.items() if key.startswith("rope_scaling.")}
-        values: dict[str, Any] = {"head_dim": None, "rms_norm_eps": None, **found}
-        first = self.names.layer.format(0)
-        values["attention_bias"] = f"{first}{self.names.qkv[0]}.bias" in file.tensors
-        values["mlp_bias"] = f"{first}{self.names.gate_up[0]}.bias" in file.tensors
-        values["rope_scaling"] = _rope_scaling(metadata, self.architecture, scaling)
-        values["tie_word_embeddings"] = f"{self.names.lm_head}.weight" not in file.tensors
-        values["eos_token_id"] = [metadata[key] for key in EOS_KEYS if metadata.get(key, -1) not in NO_TOKEN]
-        embedding = f"{self.names.embedding}.weight"
-        values["vocab_size"] = file.tensors[embedding].shape[0] if embedding in file.tensors else None
-        names |= {"vocab_size": f"the number of rows of {embedding}", "eos_token_id": "tokenizer.ggml.eos_token_id"}
-        config = ConfigTable(values, source=str(file.path), names=names)
-        self._check_heads(config, metadata)
-        return config
+    def _names(self, file: GGUFFile) -> TensorNames:
+        """Return the names of the tensors: any family may have q, k and v in one tensor."""
+        fused = f"{self.names.layer.format(0)}{FUSED_QKV}.weight" in file.tensors
+        return replace(self.names, qkv=(FUSED_QKV,)) if fused else self.names
 
-    def _check_heads(self, config: ConfigTable, metadata: Metadata) -> None:
-        """Refuse what the keys of config.json cannot express: heads that differ, or that are rotated in part."""
+    def _config(self, file: GGUFFile, names: TensorNames) -> ConfigTable:
+        """Return the metadata as an object like that in config.json.
+
+        A key that is absent is null, so that the defaults of the family's config class do not apply.
+        """
+        metadata = file.metadata
+        keys = {key: f"{self.architecture}.{suffix}" for key, suffix in self.keys.items()}
+        found = {key: self._value(metadata, suffix) for key, suffix in self.keys.items()}
+        scaling = {
+            key.partition(".")[2]: value
+            for key, value in found.items()
+            if key.startswith("rope_scaling.") and value is not None
+        }
+        values: dict[str, Any] = {
+            **found,
+            **_found_in_tensors(file, names),
+            "rope_theta": DEFAULT_THETA if found["rope_theta"] is None else found["rope_theta"],
+            "rope_scaling": _rope_scaling(file, self.architecture, scaling),
+            "eos_token_id": [metadata[key] for key in EOS_KEYS if metadata.get(key, -1) not in NO_TOKEN],
+        }
+        keys |= {"vocab_size": f"the number of rows of {names.embedding}.weight", "eos_token_id": EOS_KEYS[0]}
+        if _has_long_rope(file):
+            keys["rope_scaling.attention_factor"] = f"{self.architecture}.{LONG_ROPE_SCALE}"
+        config = ConfigTable(values, source=str(file.path), names=keys)
+        head_dim = self._head_dim(config, metadata)
+        if "partial_rotary_factor" in self.keys:
+            values["partial_rotary_factor"] = self._rotated(metadata, head_dim)
+        return ConfigTable({**values, **self.derive(config)}, source=str(file.path), names=keys)
+
+    def _value(self, metadata: Metadata, suffix: str) -> Any:
+        """Return a value; None where the key is absent or has a value without effect."""
+        value = metadata.get(f"{self.architecture}.{suffix}")
+        if suffix in PER_LAYER and isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]
+        return None if value in NEUTRAL.get(suffix, ()) else value
+
+    def _head_dim(self, config: ConfigTable, metadata: Metadata) -> int:
+        """Return the size of a head.
+
+        Raises UnsupportedModel for what the keys of config.json cannot express: heads that differ, or that are rotated
+        in part where the family's are not.
+        """
         if "rms_norm_eps" not in config:
             raise config.refused("rms_norm_eps", "a number from 1e-12 to 1e12")
-        heads = config.integer("num_attention_heads", 1, MAX_HEADS)
-        head_dim = config.integer("head_dim", 2, MAX_HEAD_DIM, config.integer("hidden_size", 1, MAX_WIDTH) // heads)
-        for suffix in ("attention.value_length", "rope.dimension_count"):
+        head_dim = read_head_dim(config)
+        whole = [] if "partial_rotary_factor" in self.keys else ["rope.dimension_count"]
+        for suffix in ("attention.value_length", *whole):
             key = f"{self.architecture}.{suffix}"
             if metadata.get(key, head_dim) != head_dim:
                 raise metadata.refused(key, f"{head_dim}, the size of a head")
+        return head_dim
 
-    def _pairs(self, spec: DecoderSpec) -> dict[str, int]:
-        """Return the size of a head for each tensor with rows in neighbouring pairs."""
+    def _rotated(self, metadata: Metadata, head_dim: int) -> float:
+        """Return the part of each head that is rotated."""
+        key = f"{self.architecture}.{self.keys['partial_rotary_factor']}"
+        rotated = metadata.integer(key, 2, head_dim, head_dim)
+        if rotated % 2:
+            raise metadata.refused(key, "even")
+        return 1.0 if rotated == head_dim else (rotated + 0.5) / head_dim  # the reader rounds the product down
+
+    def _pairs(self, spec: DecoderSpec) -> dict[str, tuple[int, int]]:
+        """Return for each tensor with rows in neighbouring pairs the size of a head, and the number of these rows."""
         if not self.neighbouring_pairs:
             return {}
-        layers = map(self.names.layer.format, range(spec.num_layers))
-        tensors = [f"{layer}{name}" for layer in layers for name in self.names.qkv[:2]]
-        return {f"{tensor}.{kind}": spec.head_dim for tensor in tensors for kind in ("weight", "bias")}
+        sizes = (spec.q_size, spec.kv_size) if len(spec.names.qkv) > 1 else (spec.q_size + spec.kv_size,)
+        return {
+            f"{spec.names.layer.format(layer)}{name}.{kind}": (spec.head_dim, rows)
+            for layer in range(spec.num_layers)
+            for name, rows in zip(spec.names.qkv, sizes, strict=False)
+            for kind in ("weight", "bias")
+        }
 
 
-def _same_in_all_layers(value: Any) -> Any:
-    """Return the element of a list of equal values: some keys have one value, or one for each layer."""
-    return value[0] if isinstance(value, list) and value and value.count(value[0]) == len(value) else value
+def _found_in_tensors(file: GGUFFile, names: TensorNames) -> dict[str, Any]:
+    """Return the keys of config.json that the presence of tensors stands for, and the size of the vocabulary."""
+    first, embedding = names.layer.format(0), file.tensors.get(f"{names.embedding}.weight")
+    return {
+        "attention_bias": f"{first}{names.qkv[0]}.bias" in file.tensors,
+        "mlp_bias": f"{first}{names.gate_up[0]}.bias" in file.tensors,
+        "tie_word_embeddings": f"{names.lm_head}.weight" not in file.tensors,
+        "vocab_size": None if embedding is None else embedding.shape[0],
+    }
 
 
-def _rope_scaling(metadata: Metadata, architecture: str, scaling: dict[str, Any]) -> dict[str, Any]:
+def _has_long_rope(file: GGUFFile) -> bool:
+    return all(name in file.tensors for name in LONG_ROPE.values())
+
+
+def _rope_scaling(file: GGUFFile, architecture: str, scaling: dict[str, Any]) -> dict[str, Any]:
     """Return the object under rope_scaling. A factor without a type is linear, and 0 or 1 is no factor."""
+    metadata = file.metadata
+    if _has_long_rope(file):
+        factors = {key: list(_factors(file, name)) for key, name in LONG_ROPE.items()}
+        attention_factor = metadata.get(f"{architecture}.{LONG_ROPE_SCALE}", 1.0)
+        return {**scaling, "rope_type": "longrope", **factors, "attention_factor": attention_factor}
     factor = scaling.get("factor", metadata.get(f"{architecture}.rope.scale_linear", 1))
     kind = scaling.get("rope_type", "linear")
     if kind == "none" or (kind == "linear" and factor in (0, 1)):
@@ -164,17 +243,30 @@ def _rope_scaling(metadata: Metadata, architecture: str, scaling: dict[str, Any]
 
 def _with_divisors(spec: DecoderSpec, file: GGUFFile) -> DecoderSpec:
     """Return `spec` with the divisors of frequencies that a file may have: the scaling of Llama 3.1, evaluated."""
-    stored = file.tensors.get(ROPE_FREQS)
-    if stored is None:
+    if ROPE_FREQS not in file.tensors:
         return spec
-    rope = spec.ropes[0]
-    if rope is None or rope.scaling is not None or stored.type.name != "F32" or stored.shape != (spec.head_dim // 2,):
+    divisors = _factors(file, ROPE_FREQS)
+    ropes = {rope for rope in spec.ropes if rope is not None}
+    for rope in ropes:
+        pairs = rotary_dim(rope, spec.head_dim) // 2
+        if len(ropes) > 1 or rope.scaling is not None or len(divisors) != pairs:
+            raise UnsupportedModel(
+                f"{file.path}: {ROPE_FREQS} has {len(divisors)} values beside {len(ropes)} rotary embeddings, one with "
+                f"scaling {rope.scaling}; it must have {pairs}, beside one rotary embedding without scaling"
+            )
+    scaled = [None if rope is None else replace(rope, scaling=FrequencyDivisors(divisors)) for rope in spec.ropes]
+    return replace(spec, ropes=tuple(scaled))
+
+
+def _factors(file: GGUFFile, name: str) -> tuple[float, ...]:
+    """Return a vector of factors of frequencies. Raises UnsupportedModel or CorruptCheckpoint."""
+    stored = file.tensors[name]
+    if stored.type.name != "F32" or len(stored.shape) != 1 or stored.shape[0] > MAX_HEAD_DIM // 2:
         raise UnsupportedModel(
-            f"{file.path}: {ROPE_FREQS} is {stored.type.name} {list(stored.shape)} beside a RoPE scaling of "
-            f"{rope and rope.scaling}; it must be F32 [{spec.head_dim // 2}], and no other scaling present"
+            f"{file.path}: {name} is {stored.type.name} {list(stored.shape)}; it must be F32, half as many values as a "
+            "head has rotated elements"
         )
-    divisors = np.frombuffer(stored.file.bytes[stored.begin : stored.end], "<f4")
-    if not ((divisors >= 1e-6) & (divisors <= 1e6)).all():
-        raise CorruptCheckpoint(f"{file.path}: {ROPE_FREQS} has a value that is not between 1e-6 and 1e6")
-    scaled = Rope(rope.theta, FrequencyDivisors(tuple(map(float, divisors))))
-    return replace(spec, ropes=(scaled,) * spec.num_layers)
+    factors = stored.file.read(stored.begin, stored.end).view("<f4")
+    if not ((factors >= 1e-6) & (factors <= 1e6)).all():
+        raise CorruptCheckpoint(f"{file.path}: {name} has a value that is not between 1e-6 and 1e6")
+    return tuple(map(float, factors))

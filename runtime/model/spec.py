@@ -84,7 +84,8 @@ class TensorNames:
     """The names of a checkpoint's tensors, without `.weight` and `.bias`; those of a layer follow `layer`.
 
     The defaults are those of most families on Hugging Face. `qkv` and `gate_up` have one name where the checkpoint has
-    these matrices in one tensor, one above the other.
+    these matrices in one tensor, one above the other. Names of experts without {} are of tensors with the matrices of
+    all experts: [experts, rows, columns].
     """
 
     embedding: str = "model.embed_tokens"
@@ -100,7 +101,7 @@ class TensorNames:
     down: str = "mlp.down_proj"
     mlp_post_norm: str = "post_feedforward_layernorm"
     router: str = "mlp.gate"
-    expert_gate_up: tuple[str, str] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")  # {}: its number
+    expert_gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")  # {}: its number
     expert_down: str = "mlp.experts.{}.down_proj"
     final_norm: str = "model.norm"
     lm_head: str = "lm_head"

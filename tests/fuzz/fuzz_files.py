@@ -38,7 +38,7 @@ from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # run as a script, for tests.gguf_files
 
-from tests.gguf_files import Tensor, describe, stored_tensors, write
+from tests.gguf_files import Tensor, describe, rope_factors, stored_tensors, write
 from tests.quantised_folders import Make, awq, folder_of, fp8, gptq, int8, words
 
 TRACED = 20  # one case in TRACED runs under tracemalloc
@@ -88,6 +88,29 @@ QUANTISED: dict[str, tuple[Mapping[str, Any], Make]] = {
     "words": ({**COMPRESSED, "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}}, words(sym=False)),
     "int8": (COMPRESSED, int8()),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [16, 32]}, fp8((16, 32), name="weight_scale_inv")),
+}
+FAMILIES: dict[str, dict[str, Any]] = {  # what the files of some families have beyond Llama's
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 1},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "original_max_position_embeddings": 32,
+        "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+        "sliding_window": 16,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "query_pre_attn_scalar": 16,
+        "head_dim": 16,
+        "sliding_window": 16,
+    },
+    "granite": {"architectures": ["GraniteForCausalLM"], "embedding_multiplier": 6.0, "logits_scaling": 4.0},
 }
 
 TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(97, 102)), "▁", *"abcdefghijklmnopqrstuvw"]
@@ -172,12 +195,7 @@ def outcome(model: Path) -> str:
 
 
 def make_seeds(folder: Path) -> list[Seed]:
-    source = folder / "source"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps(CONFIG))
-    values = np.random.default_rng(1)
-    tensors = {name: values.standard_normal(shape, np.float32) for name, shape in expected_tensors(read_spec(source))}
-    save_file(tensors, source / "model.safetensors")
+    source = _make_model(folder / "source", CONFIG)
     about = {**describe(source), **VOCABULARY}
     seeds = []
     for kind in ("F32", "Q8_0", "Q4_0"):
@@ -188,6 +206,10 @@ def make_seeds(folder: Path) -> list[Seed]:
         split = {"split.no": ("u16", part), "split.count": ("u16", 2), "split.tensors.count": ("i32", len(names))}
         path, tensors = folder / f"split-0000{part + 1}-of-00002.gguf", {name: stored[name] for name in some}
         seeds.append(_gguf_seed(write(path, {**(about if part == 0 else {}), **split}, tensors), tensors))
+    for family, changed in FAMILIES.items():
+        other = _make_model(folder / f"source-{family}", {**CONFIG, **changed})
+        tensors = {**stored_tensors(other, "F32"), **rope_factors(other)}
+        seeds.append(_gguf_seed(write(folder / f"{family}.gguf", {**describe(other), **VOCABULARY}, tensors), tensors))
     copy = folder / "safetensors"
     shutil.copytree(source, copy)
     config, file = copy / "config.json", copy / "model.safetensors"
@@ -205,6 +227,16 @@ def _quantised_seeds(path: Path, config: Mapping[str, Any], make: Make) -> list[
     folder_of(path, config, make, (), MODULES, **CONFIG)
     files = path / "config.json", path / "model.safetensors"
     return [Seed(f"{path.name} {file.stem}", file, file.stat().st_size, path, file.read_bytes()) for file in files]
+
+
+def _make_model(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Write a folder with random weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    values = np.random.default_rng(1)
+    tensors = {name: values.standard_normal(shape, np.float32) for name, shape in expected_tensors(read_spec(folder))}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def _gguf_seed(path: Path, tensors: Mapping[str, Tensor]) -> Seed:

@@ -1,5 +1,6 @@
 """The same bits on every machine: with weights in f32, q8 or q4 and a KV cache in f32 or int8, tokens and logprobs do
-not depend on the ISA level. `tests/goldens/bits.json` has a digest per pair of dtypes, from the bundled model.
+not depend on the ISA level. `tests/goldens/bits.json` has a digest per pair of dtypes, from the bundled model; "gguf"
+is a GGUF file of it with the types Q4_K, Q6_K and Q8_0.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from quire.kernels import supported_levels
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.engine import Engine, GenerateRequest, TextProcessor
-from quire.runtime.model import model_path
+from quire.runtime.model import BUNDLED_MODEL, model_path
 from quire.runtime.workers import EnginePool
+
+from tests.gguf_files import describe, encode, stored_tensors, write
 
 from .bits import asked, bits, chunks_of, prompt, running
 
@@ -33,11 +37,24 @@ def requests() -> Sequence[GenerateRequest]:
     ]
 
 
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the bundled model with the types that a Q4_K_M file has; 704 columns are no multiple of 256."""
+    kinds = {"token_embd": "Q6_K", "attn_v": "Q6_K", "ffn_down": "Q8_0"}
+    tensors = {}
+    for name, tensor in stored_tensors(BUNDLED_MODEL, "F32").items():
+        values = np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
+        tensors[name] = encode(values, kinds.get(name.split(".")[-2], "Q4_K"))
+    about = {**describe(BUNDLED_MODEL), "general.quantization_version": 2}
+    return str(write(tmp_path_factory.mktemp("bits") / "a.gguf", about, tensors))
+
+
 @pytest.mark.parametrize("dtypes", GOLDEN)
 @pytest.mark.parametrize("isa", LEVELS)
-async def test_golden_bits(isa: str, dtypes: str) -> None:
+async def test_golden_bits(isa: str, dtypes: str, gguf_file: str) -> None:
     weights, kv = dtypes.split("/")
-    async with running(isa=isa, weights=weights, kv_cache_dtype=kv, kv_cache_memory=KV_CACHE_MEMORY) as engine:
+    settings = {"model": gguf_file, "weights": "auto"} if weights == "gguf" else {"weights": weights}
+    async with running(isa=isa, kv_cache_dtype=kv, kv_cache_memory=KV_CACHE_MEMORY, **settings) as engine:
         streams = [await chunks_of(engine, request) for request in requests()]
     tokens = [token for chunks in streams for chunk in chunks for token in chunk.logprobs]
     lines = [f"{token.token_id} {token.logprob.hex()} {token.top}" for token in tokens]

@@ -1,15 +1,35 @@
 """What Gemma 2 and 3 share: norms around attention and MLP whose weights are stored less 1, embeddings times
-sqrt(hidden_size), a MLP with GELU, scores scaled by a number of config.json, and caps.
+sqrt(hidden_size), a MLP with GELU, scores scaled by a number of config.json, and caps. GGUF files have neither that
+number nor the layers that slide.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from ..config_json import MAX_POSITIONS, ConfigTable, build_spec, read_activation, windows_by_type
+from ..config_json import (
+    MAX_HEADS,
+    MAX_POSITIONS,
+    MAX_WIDTH,
+    ConfigTable,
+    build_spec,
+    num_layers,
+    read_activation,
+    read_head_dim,
+    windows_by_type,
+)
+from ..gguf_config import KEYS
 from ..spec import DecoderSpec, Rope, TensorNames
 
 NAMES = TensorNames(mlp_norm="pre_feedforward_layernorm")
+GGUF_KEYS = KEYS | {
+    "sliding_window": "attention.sliding_window",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
+    "rope_local_base_freq": "rope.freq_base_swa",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 
 
 def build_gemma(config: ConfigTable, family: str, rope: Rope, full_every: int) -> DecoderSpec:
@@ -33,6 +53,30 @@ def build_gemma(config: ConfigTable, family: str, rope: Rope, full_every: int) -
         logits_softcap=_cap(config, "final_logit_softcapping"),
         names=NAMES,
     )
+
+
+def derive_gemma(config: ConfigTable, *, full_every: int, largest: int) -> dict[str, Any]:
+    """Return what llama.cpp derives from a GGUF file's metadata.
+
+    `largest` is the number of layers of the family's largest model, whose scores are not scaled by the size of a head.
+    """
+    layers, scalar = num_layers(config), read_head_dim(config)
+    if layers == largest:
+        scalar = config.integer("hidden_size", 1, MAX_WIDTH) // config.integer("num_attention_heads", 1, MAX_HEADS)
+    slides = _sliding_layers(config, layers, full_every)
+    types = ["sliding_attention" if each else "full_attention" for each in slides]
+    return {"query_pre_attn_scalar": scalar, "layer_types": types, "sliding_window_pattern": None}
+
+
+def _sliding_layers(config: ConfigTable, layers: int, full_every: int) -> list[bool]:
+    """Return whether each layer slides: a list of flags, or all but every N-th; 0: all."""
+    pattern = config.values["sliding_window_pattern"]
+    if isinstance(pattern, list):
+        if len(pattern) != layers or any(flag not in (0, 1) for flag in pattern):
+            raise config.refused("sliding_window_pattern", f"an integer, or a list of {layers} flags")
+        return [bool(flag) for flag in pattern]
+    every = config.integer("sliding_window_pattern", 0, 1 << 30, full_every)
+    return [not every or (layer + 1) % every != 0 for layer in range(layers)]
 
 
 def _windows(config: ConfigTable, layers: int, full_every: int) -> tuple[int, ...]:

@@ -6,9 +6,10 @@ from typing import Any
 
 from ..config_json import ConfigTable
 from ..config_rope import read_rope
+from ..gguf_config import GGUFFormat
 from ..spec import DecoderSpec
 from .family import Family
-from .gemma import build_gemma
+from .gemma import GGUF_KEYS, build_gemma, derive_gemma
 
 DEFAULTS: dict[str, Any] = {  # of transformers' config class; checkpoints leave out keys that have them
     "vocab_size": 256000,
@@ -35,4 +36,12 @@ def read_gemma2(config: ConfigTable) -> DecoderSpec:
     return build_gemma(config, "gemma2", read_rope(config), full_every=2)
 
 
-GEMMA2 = Family(("Gemma2ForCausalLM",), ("gemma2",), read_gemma2)
+def _derive(config: ConfigTable) -> dict[str, Any]:
+    if "rope_local_base_freq" in config:
+        raise config.refused("rope_local_base_freq", "absent: all layers have one rotary embedding")
+    defaults = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")  # old files have none of them
+    present = {key: config.values[key] if key in config else DEFAULTS[key] for key in defaults}
+    return present | derive_gemma(config, full_every=2, largest=46)
+
+
+GEMMA2 = Family(("Gemma2ForCausalLM",), ("gemma2",), read_gemma2, GGUFFormat("gemma2", GGUF_KEYS, derive=_derive))

@@ -10,9 +10,10 @@ from typing import Any
 
 from ..config_json import ConfigTable
 from ..config_rope import rope_of
+from ..gguf_config import GGUFFormat
 from ..spec import DecoderSpec
 from .family import Family
-from .gemma import build_gemma
+from .gemma import GGUF_KEYS, build_gemma, derive_gemma
 
 DEFAULTS: dict[str, Any] = {  # of transformers' config class; checkpoints leave out keys that have them
     "vocab_size": 262_208,
@@ -64,5 +65,14 @@ def _rope_table(config: ConfigTable, kind: str) -> ConfigTable:
     return by_kind.table(kind)
 
 
-GEMMA3 = Family(("Gemma3ForCausalLM",), ("gemma3_text",), read_gemma3)
+def _derive(config: ConfigTable) -> dict[str, Any]:
+    if "attn_logit_softcapping" in config:
+        raise config.refused("attn_logit_softcapping", "absent: scores are not capped")
+    derived = derive_gemma(config, full_every=6, largest=62)
+    if "sliding_window" in config:
+        return derived
+    return derived | {"sliding_window": 1, "layer_types": ["full_attention"] * len(derived["layer_types"])}
+
+
+GEMMA3 = Family(("Gemma3ForCausalLM",), ("gemma3_text",), read_gemma3, GGUFFormat("gemma3", GGUF_KEYS, derive=_derive))
 GEMMA3_WITH_IMAGES = Family(("Gemma3ForConditionalGeneration",), ("gemma3",), read_gemma3_with_images)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from ..config_json import ConfigTable, build_spec
+from ..config_json import ConfigTable, build_spec, read_head_dim
 from ..config_rope import read_rope
+from ..gguf_config import KEYS, GGUFFormat
 from ..spec import DecoderSpec
 from .family import Family
+
+GGUF_KEYS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "rotates": "rope.scaling.finetuned",
+}
 
 
 def read_granite(config: ConfigTable) -> DecoderSpec:
@@ -26,4 +36,16 @@ def read_granite(config: ConfigTable) -> DecoderSpec:
     )
 
 
-GRANITE = Family(("GraniteForCausalLM",), ("granite",), read_granite)
+def _derive(config: ConfigTable) -> Mapping[str, float]:
+    """Return what a file's missing scale of scores means. Granite's files without rotary embedding are refused."""
+    if not config.flag("rotates", True):
+        raise config.refused("rotates", "absent or true: heads are rotated")
+    return {"attention_multiplier": config.positive("attention_multiplier", read_head_dim(config) ** -0.5)}
+
+
+GRANITE = Family(
+    ("GraniteForCausalLM",),
+    ("granite",),
+    read_granite,
+    GGUFFormat("granite", KEYS | GGUF_KEYS, neighbouring_pairs=True, derive=_derive),
+)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ..config_json import ConfigTable, build_spec, read_experts, sliding_window
 from ..config_rope import read_rope
+from ..gguf_config import EXPERT_KEYS, KEYS, GGUFFormat
 from ..spec import DecoderSpec, TensorNames
 from .family import Family
 
@@ -26,4 +27,9 @@ def read_mixtral(config: ConfigTable) -> DecoderSpec:
     return replace(spec, windows=(sliding_window(config),) * spec.num_layers, experts=experts, names=NAMES)
 
 
-MIXTRAL = Family(("MixtralForCausalLM",), ("mixtral",), read_mixtral)
+MIXTRAL = Family(
+    ("MixtralForCausalLM",),
+    ("mixtral",),
+    read_mixtral,
+    GGUFFormat("llama", KEYS | EXPERT_KEYS, neighbouring_pairs=True, experts=True),
+)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ..config_json import ConfigTable, build_spec
 from ..config_rope import read_rope
+from ..gguf_config import GGUFFormat
 from ..spec import DecoderSpec
 from .family import Family
 
@@ -27,4 +28,4 @@ def read_olmo2(config: ConfigTable) -> DecoderSpec:
     )
 
 
-OLMO2 = Family(("Olmo2ForCausalLM",), ("olmo2",), read_olmo2)
+OLMO2 = Family(("Olmo2ForCausalLM",), ("olmo2",), read_olmo2, GGUFFormat("olmo2"))

@@ -8,10 +8,13 @@ from dataclasses import replace
 
 from ..config_json import ConfigTable, build_spec, sliding_window
 from ..config_rope import read_rope
+from ..gguf_config import KEYS, GGUFFormat
+from ..gguf_config import NAMES as GGUF_NAMES
 from ..spec import DecoderSpec, TensorNames
 from .family import Family
 
 NAMES = TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",))
+GGUF_KEYS = {"sliding_window": "attention.sliding_window", "partial_rotary_factor": "rope.dimension_count"}
 
 
 def read_phi3(config: ConfigTable) -> DecoderSpec:
@@ -23,4 +26,9 @@ def read_phi3(config: ConfigTable) -> DecoderSpec:
     return replace(spec, windows=(visible,) * spec.num_layers, names=NAMES)
 
 
-PHI3 = Family(("Phi3ForCausalLM",), ("phi3",), read_phi3)
+PHI3 = Family(
+    ("Phi3ForCausalLM",),
+    ("phi3",),
+    read_phi3,
+    GGUFFormat("phi3", KEYS | GGUF_KEYS, replace(GGUF_NAMES, gate_up=("ffn_up",))),
+)

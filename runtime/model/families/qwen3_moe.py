@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from ..config_json import ConfigTable, build_spec, num_layers, read_experts, sliding_window
 from ..config_rope import read_rope
+from ..gguf_config import EXPERT_KEYS, KEYS, GGUFFormat
 from ..spec import DecoderSpec
 from .family import Family
 
@@ -49,4 +50,14 @@ def _layers_with_experts(config: ConfigTable) -> tuple[bool, ...]:
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 
-QWEN3_MOE = Family(("Qwen3MoeForCausalLM",), ("qwen3_moe",), read_qwen3_moe)
+QWEN3_MOE = Family(
+    ("Qwen3MoeForCausalLM",),
+    ("qwen3_moe",),
+    read_qwen3_moe,
+    GGUFFormat(
+        "qwen3moe",
+        KEYS | EXPERT_KEYS | {"moe_intermediate_size": "expert_feed_forward_length"},
+        experts=True,
+        derive=lambda config: {"norm_topk_prob": True},
+    ),
+)

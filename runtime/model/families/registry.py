@@ -94,13 +94,15 @@ def _open_folder(path: str | Path, config: ConfigTable) -> tuple[DecoderSpec, Ch
 
 def _open_gguf(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:
     file = GGUFFile(path)
-    formats = {family.gguf.architecture: family for family in FAMILIES if family.gguf is not None}
+    formats = [(family.gguf, family.read) for family in FAMILIES if family.gguf is not None]
     architecture = file.metadata.text("general.architecture")
-    if architecture not in formats:
-        raise file.metadata.refused("general.architecture", f"one of {', '.join(formats)}")
-    family = formats[architecture]
-    assert family.gguf is not None, "only families with a GGUF format are in the table"
-    return family.gguf.open(file, family.read)
+    named = [pair for pair in formats if pair[0].architecture == architecture]
+    if not named:
+        known = dict.fromkeys(form.architecture for form, _ in formats)
+        raise file.metadata.refused("general.architecture", f"one of {', '.join(known)}")
+    has_experts = file.metadata.get(f"{architecture}.expert_count", 0) != 0
+    form, read = next((pair for pair in named if pair[0].experts == has_experts), named[0])
+    return form.open(file, read)
 
 
 def _family(config: ConfigTable) -> Family:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..config_json import ConfigTable, build_spec, num_layers, sliding_window, windows_by_type
 from ..config_rope import read_rope
+from ..gguf_config import GGUFFormat
 from ..spec import DecoderSpec
 from .family import Family
 
@@ -53,4 +54,4 @@ def _windows(config: ConfigTable, rotates: list[bool]) -> tuple[int, ...]:
     return tuple(0 if rotated else window for rotated in rotates)
 
 
-SMOLLM3 = Family(("SmolLM3ForCausalLM",), ("smollm3",), read_smollm3)
+SMOLLM3 = Family(("SmolLM3ForCausalLM",), ("smollm3",), read_smollm3, GGUFFormat("smollm3", neighbouring_pairs=True))

@@ -22,7 +22,7 @@ def as_f32(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
 class Checkpoint(Protocol):
     """The tensors of a model's files. Rows of q and k are in Hugging Face's order: a rotated pair is half a head apart.
 
-    No tensor is read on opening, and every tensor lies completely inside its file. The methods raise MissingTensor.
+    No tensor is read on opening, and every tensor lay completely inside its file then. The methods raise MissingTensor.
     """
 
     path: Path  # the folder or file, for messages
@@ -39,12 +39,16 @@ class Checkpoint(Protocol):
         """Yield the type and the bytes of every tensor in the files."""
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
-        """Return a tensor, read-only: float32, float16, or bf16 bits as uint16; blocks as uint8 [rows, row bytes]."""
+        """Return a copy of a tensor: float32, float16, or bf16 bits as uint16; blocks as uint8 [rows, row bytes].
+
+        Raises CorruptCheckpoint if it cannot be read.
+        """
 
     def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield each `num_rows` of the given rows of a tensor, or fewer, in order, and the number of rows before them.
 
-        The memory of the file's pages is given back when the next rows are asked for.
+        The rows of a tensor of experts are those of the first expert, then those of the second one, and so on.
+        The array may be overwritten when the next rows are asked for. Raises CorruptCheckpoint if rows cannot be read.
         """
 
 

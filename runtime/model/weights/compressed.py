@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ...common.errors import WrongTensor
 from . import as_f32
-from .grouped import GroupedMatrix, Octets, Scales, expect, find_grid, group_order, read_copy, unpack_words
+from .grouped import GroupedMatrix, Octets, Scales, expect, find_grid, group_order, unpack_words
 from .quantisation import Quantisation
 from .safetensors import SafetensorsCheckpoint
 
@@ -42,7 +42,7 @@ class CompressedMatrix(GroupedMatrix):
     def _zeros(self) -> Octets:
         num_rows, middle = self.shape[0], np.uint8(1 << self._bits - 1)
         if self._zeros_in_words:
-            words = read_copy(self._stored, self._zero_name)
+            words = self._stored.tensor(self._zero_name)
             return np.ascontiguousarray(unpack_words(words.T, self._bits)[:, :num_rows].T)
         if self._zero_name in self._stored:
             signed: npt.NDArray[np.int8] = self._grid.read(self._stored, self._zero_name, num_rows)
@@ -56,7 +56,7 @@ class WordsMatrix(CompressedMatrix):
     def __init__(self, stored: SafetensorsCheckpoint, module: str, how: Quantisation) -> None:
         name, size = f"{module}.weight_packed", f"{module}.weight_shape"
         expect(stored, size, ("I32", "I64"), 2)
-        rows, columns = map(int, read_copy(stored, size))
+        rows, columns = map(int, stored.tensor(size))
         _, words = expect(stored, name, ("I32",), rows, None)
         bits = next((bits for bits in (4, 8) if -(-columns * bits // 32) == words), 0)
         if not bits:

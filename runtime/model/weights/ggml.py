@@ -1,6 +1,6 @@
-"""Quantised types of GGML that the kernels do not pack themselves: Q4_1, Q5_0 and Q5_1.
+"""Quantised types of GGML as float32, and the types that the kernels do not pack themselves: Q4_1, Q5_0 and Q5_1.
 
-llama.cpp uses them in k-quant files for matrices whose rows are not a multiple of 256.
+llama.cpp uses these three in k-quant files for matrices whose rows are not a multiple of 256.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ....kernels.pack import GGML_DTYPES
+from ....kernels.pack import GGML_DTYPES, widen_blocks
 
 Blocks = npt.NDArray[np.uint8]  # [rows, row bytes], or [blocks, bytes of a block]
 Integers = npt.NDArray[np.integer[Any]]
@@ -26,7 +26,11 @@ def q5_0_as_q8_0(rows: Blocks) -> Blocks:
 
 
 def widen(rows: Blocks, kind: str) -> npt.NDArray[np.float32]:
-    """Return rows of Q4_1 or Q5_1 blocks as float32 [rows, columns], by GGML's formula: scale * number + minimum."""
+    """Return rows of blocks of a type in `SUPPORTED` as float32 [rows, columns], by GGML's formula."""
+    if kind in GGML_DTYPES:
+        return widen_blocks(rows, kind)
+    if kind == "Q5_0":
+        return widen_blocks(q5_0_as_q8_0(rows), "Q8_0")
     blocks = rows.reshape(-1, {"Q4_1": 20, "Q5_1": 24}[kind])
     scales, minimums = (np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32) for at in (0, 2))
     numbers = _nibbles(blocks[:, 4:]) if kind == "Q4_1" else _with_fifth_bits(blocks[:, 8:], blocks[:, 4:8])

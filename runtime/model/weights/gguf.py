@@ -89,7 +89,7 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The header entry of a tensor, and the mapped file that contains it. Its bytes lie completely inside the file."""
+    """The header entry of a tensor, and the file that contains it. Its bytes lay completely inside the file."""
 
     shape: tuple[int, ...]  # as in torch: [rows, columns], [columns]; the last dimension is contiguous
     type: BlockType
@@ -331,10 +331,10 @@ class _Part:
             )
         begin = data + offset
         end = begin + prod(shape) // kind.block * kind.nbytes
-        if offset % alignment or end > len(self._file.bytes):
+        if offset % alignment or end > self._file.size:
             raise CorruptCheckpoint(
                 f"{self.path}: tensor {name} of shape {list(shape)} lies at bytes {begin}..{end} of "
-                f"{len(self._file.bytes)}; it must lie inside the file, at a multiple of {alignment} bytes"
+                f"{self._file.size}; it must lie inside the file, at a multiple of {alignment} bytes"
             )
         return StoredTensor(shape, kind, self._file, begin, end)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from math import lcm, prod
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,12 @@ from .gguf import GGUFFile, StoredTensor
 
 
 class GGUFCheckpoint:
-    """The tensors of `file`. `pairs` has the size of a head for tensors with a rotated pair in neighbouring rows."""
+    """The tensors of `file`. `pairs` has the tensors with a rotated pair in neighbouring rows.
 
-    def __init__(self, file: GGUFFile, pairs: Mapping[str, int]) -> None:
+    Its values are the size of a head, and the number of rows, from the first one on, that are in such pairs.
+    """
+
+    def __init__(self, file: GGUFFile, pairs: Mapping[str, tuple[int, int]]) -> None:
         self.path = file.path
         self.config_name = "the metadata"
         self.matrix_dtypes: Collection[str] = (*READABLE, *SUPPORTED)
@@ -41,20 +45,26 @@ class GGUFCheckpoint:
         return {name: tensor.type.name for name, tensor in self._tensors.items() if tensor.type.block > 1}
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
-        """Return a tensor, read-only: float32, float16, or bf16 bits as uint16; blocks as uint8 [rows, row bytes].
+        """Return a copy of a tensor: float32, float16, or bf16 bits as uint16; blocks as uint8 [rows, row bytes].
 
-        Raises MissingTensor.
+        Raises MissingTensor, or CorruptCheckpoint if it cannot be read.
         """
-        array, order = _array(self._find(name)), self._order(name)
+        stored, order = self._find(name), self._order(name)
+        data = stored.file.read(stored.begin, stored.end)
+        shape = stored.shape if stored.type.name in READABLE else (-1, stored.row_bytes)
+        array = _typed(stored, data).reshape(shape)
         return array if order is None else array[order]
 
     def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield each `num_rows` of the given rows of a tensor. See `weights.Checkpoint`."""
         stored, order = self._find(name), self._order(name)
-        array = _array(stored)
-        for row, chunk in stored.file.chunks(array, stored.begin, stored.end, rows, num_rows):
-            first = row + (rows.start or 0)
-            yield row, chunk if order is None else array[order[first : first + len(chunk)]]
+        wanted = range(prod(stored.shape[:-1]))[rows]
+        if order is not None:  # it moves rows within heads: whole heads are read, and whole tiles of 32 rows
+            unit = lcm(self._pairs[name][0], 32)
+            num_rows = max(num_rows // unit, 1) * unit
+        for row, chunk in stored.file.chunks(stored.begin, stored.row_bytes, wanted, num_rows):
+            array, first = _typed(stored, chunk), wanted.start + row
+            yield row, array if order is None else array[order[first : first + len(array)] - first]
 
     def _find(self, name: str) -> StoredTensor:
         try:
@@ -66,13 +76,12 @@ class GGUFCheckpoint:
         """Return the row of the file for each row of the checkpoint; None if the order is the same."""
         if name not in self._pairs:
             return None
+        head_dim, paired = self._pairs[name]
         rows = np.arange(self.shape(name)[0])
-        return rows.reshape(-1, self._pairs[name] // 2, 2).swapaxes(1, 2).reshape(-1)
+        rows[:paired] = rows[:paired].reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
+        return rows
 
 
-def _array(stored: StoredTensor) -> npt.NDArray[Any]:
-    data = stored.file.bytes[stored.begin : stored.end]
-    if stored.type.name not in READABLE:
-        return data.reshape(-1, stored.row_bytes)
-    array = data.view(READABLE[stored.type.name]).reshape(stored.shape)
-    return array if array.flags.aligned else array.copy()
+def _typed(stored: StoredTensor, rows: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    """Return the bytes of rows as numbers; blocks as they are."""
+    return rows.view(READABLE[stored.type.name]) if stored.type.name in READABLE else rows

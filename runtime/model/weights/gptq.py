@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ...common.errors import WrongTensor
 from . import READABLE, as_f32
-from .grouped import GroupedMatrix, Octets, Scales, expect, group_order, read_copy, unpack_words
+from .grouped import GroupedMatrix, Octets, Scales, expect, group_order, unpack_words
 from .quantisation import Quantisation
 from .safetensors import SafetensorsCheckpoint
 
@@ -48,15 +48,15 @@ class GPTQMatrix(GroupedMatrix):
 
     def _numbers(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Octets]]:
         first, last, _ = rows.indices(self.shape[0])
-        for words in _whole(self._stored, self._name("qweight")):
-            for row in range(first, last, num_rows):
-                yield row - first, unpack_words(words[:, row : min(row + num_rows, last)].T, self._bits)
+        words = self._stored.tensor(self._name("qweight"))
+        for row in range(first, last, num_rows):
+            yield row - first, unpack_words(words[:, row : min(row + num_rows, last)].T, self._bits)
 
     def _scales(self) -> Scales:
-        return np.ascontiguousarray(as_f32(read_copy(self._stored, self._name("scales"))).T)
+        return np.ascontiguousarray(as_f32(self._stored.tensor(self._name("scales"))).T)
 
     def _zeros(self) -> Octets:
-        zeros = unpack_words(read_copy(self._stored, self._name("qzeros")), self._bits)[:, : self.shape[0]]
+        zeros = unpack_words(self._stored.tensor(self._name("qzeros")), self._bits)[:, : self.shape[0]]
         return np.ascontiguousarray((zeros + np.uint8(self._zero_offset)).T) & np.uint8((1 << self._bits) - 1)
 
 
@@ -78,21 +78,15 @@ class AWQMatrix(GroupedMatrix):
 
     def _numbers(self, rows: slice, num_rows: int) -> Iterator[tuple[int, Octets]]:
         first, last, _ = rows.indices(self.shape[0])
-        for words in _whole(self._stored, self._name("qweight")):
-            for row in range(first, last, num_rows):
-                yield row - first, _awq_columns(words, row, min(row + num_rows, last))
+        words = self._stored.tensor(self._name("qweight"))
+        for row in range(first, last, num_rows):
+            yield row - first, _awq_columns(words, row, min(row + num_rows, last))
 
     def _scales(self) -> Scales:
-        return np.ascontiguousarray(as_f32(read_copy(self._stored, self._name("scales"))).T)
+        return np.ascontiguousarray(as_f32(self._stored.tensor(self._name("scales"))).T)
 
     def _zeros(self) -> Octets:
-        return _awq_columns(read_copy(self._stored, self._name("qzeros")), 0, self.shape[0])
-
-
-def _whole(stored: SafetensorsCheckpoint, name: str) -> Iterator[npt.NDArray[np.int32]]:
-    """Yield all rows of a tensor at once; the memory of its pages is given back afterwards."""
-    for _, words in stored.chunks(name, slice(None), stored.shape(name)[0]):
-        yield words
+        return _awq_columns(self._stored.tensor(self._name("qzeros")), 0, self.shape[0])
 
 
 def _awq_columns(words: npt.NDArray[np.int32], first: int, last: int) -> Octets:

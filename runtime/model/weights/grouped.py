@@ -109,14 +109,6 @@ def unpack_words(words: npt.NDArray[np.int32], bits: int) -> Octets:
     return np.stack([octets & 15, octets >> 4], axis=-1).reshape(*octets.shape[:-1], -1)
 
 
-def read_copy(stored: SafetensorsCheckpoint, name: str) -> npt.NDArray[Any]:
-    """Return a copy of a tensor, so that the pages of the file can be given back at once."""
-    if not stored.shape(name):
-        return stored.tensor(name).copy()
-    (whole,) = (rows.copy() for _, rows in stored.chunks(name, slice(None), stored.shape(name)[0]))
-    return whole
-
-
 def expect(stored: SafetensorsCheckpoint, name: str, dtypes: Collection[str], *sizes: int | None) -> tuple[int, ...]:
     """Return the shape of a tensor, in which None stands for any positive size. Raises MissingTensor or WrongTensor."""
     shape, dtype = stored.shape(name), stored.dtype(name)
@@ -140,7 +132,7 @@ def group_order(
     if name not in stored:
         return consecutive
     expect(stored, name, ("I32", "I64"), inputs)
-    order = read_copy(stored, name).astype(np.intp)
+    order = stored.tensor(name).astype(np.intp)
     if not order.any() or order.min() == -1:
         order = consecutive
     if order.min() < 0 or order.max() >= num_groups:
@@ -159,7 +151,7 @@ class ScaleGrid:
 
     def read(self, stored: SafetensorsCheckpoint, name: str, num_rows: int) -> npt.NDArray[Any]:
         """Return what a tensor has for each row of the matrix, [num_rows, groups of columns]."""
-        values = read_copy(stored, name)
+        values = stored.tensor(name)
         return values.reshape((*values.shape, 1, 1)[:2])[np.arange(num_rows) // self.rows]
 
 

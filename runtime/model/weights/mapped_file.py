@@ -1,47 +1,64 @@
-"""A checkpoint file in memory-mapped form, whose pages are given back once they have been read."""
+"""A checkpoint file: mapped for its header, read by position for its tensors."""
 
 from __future__ import annotations
 
 import mmap
+import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-FAULT_AROUND = 2 << 20  # bytes: with a page, the system may map pages before it, which were given back already
+from ...common.errors import CorruptCheckpoint
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class MappedFile:
-    """A file mapped for reading. Raises OSError if it cannot be opened, ValueError if it is empty.
+    """A file opened for reading. Raises OSError if it cannot be opened, ValueError if it is empty.
 
-    A page counts as memory of this process from the first access on, until `chunks` gives it back.
+    `read` and `chunks` do not use the map: if the file were truncated meanwhile, an access beyond its new end would end
+    the process.
     """
 
     def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.view = memoryview(self._map)
-        self.bytes = np.frombuffer(self._map, np.uint8)  # [file size], read-only
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.view = memoryview(mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ))
+        self.size = len(self.view)
 
-    def chunks(
-        self, array: npt.NDArray[Any], begin: int, end: int, rows: slice, num_rows: int
-    ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """Yield each `num_rows` of the given rows of `array`, and the number of rows before them.
+    def read(self, begin: int, end: int) -> Bytes:
+        """Return a copy of the bytes from `begin` to `end`. Raises CorruptCheckpoint if they cannot be read."""
+        out = np.empty(end - begin, np.uint8)
+        self._fill(out, begin)
+        return out
 
-        `array` is a view of the bytes from `begin` to `end`, or has that content. The next rows are read ahead, and the
-        memory of pages is given back when the rows after them are asked for.
+    def chunks(self, begin: int, row_bytes: int, rows: range, num_rows: int) -> Iterator[tuple[int, Bytes]]:
+        """Yield the bytes of each `num_rows` of `rows`, as [rows, row_bytes], and the number of rows before them.
+
+        Row 0 begins at byte `begin`. The array is overwritten when the next rows are asked for; they are read ahead.
+        Raises CorruptCheckpoint if bytes cannot be read.
         """
-        first, last, _ = rows.indices(len(array))
-        row_bytes = (end - begin) // len(array)
-        for row in range(first, last, num_rows):
-            stop = min(row + num_rows, last)
-            self._advise(mmap.MADV_WILLNEED, begin + stop * row_bytes, begin + min(stop + num_rows, last) * row_bytes)
-            yield row - first, array[row:stop]
-            self._advise(mmap.MADV_DONTNEED, max(0, begin + row * row_bytes - FAULT_AROUND), begin + stop * row_bytes)
+        buffer = np.empty((min(num_rows, len(rows)), row_bytes), np.uint8)
+        for start in range(0, len(rows), num_rows):
+            some = rows[start : start + num_rows]
+            following = begin + some.stop * row_bytes
+            os.posix_fadvise(self._descriptor, following, len(some) * row_bytes, os.POSIX_FADV_WILLNEED)
+            chunk = buffer[: len(some)]
+            self._fill(chunk.reshape(-1), begin + some.start * row_bytes)
+            yield start, chunk
 
-    def _advise(self, advice: int, begin: int, end: int) -> None:
-        first = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > begin:
-            self._map.madvise(advice, first, end - first)
+    def _fill(self, out: Bytes, begin: int) -> None:
+        """Fill `out` with the bytes from `begin` on; without the GIL."""
+        rest, at = out.data, begin
+        while rest:
+            try:
+                count = os.preadv(self._descriptor, [rest], at)
+            except OSError as error:
+                raise CorruptCheckpoint(f"{self.path} cannot be read at byte {at}: {error}") from error
+            if count == 0:
+                raise CorruptCheckpoint(f"{self.path} was truncated while it was read: it ends at byte {at}")
+            rest, at = rest[count:], at + count

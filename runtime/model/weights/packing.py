@@ -83,8 +83,8 @@ class Part:
     """Rows of a tensor, and the columns of a packed matrix that they fill (see `PackedMatrix.fill`)."""
 
     tensor: str
-    shape: tuple[int, ...]  # of the tensor: [rows, in_features], or [rows] of a norm or bias
-    first_row: int = 0
+    shape: tuple[int, ...]  # of the tensor: [rows, in_features], [experts, rows, in_features], or [rows] of a vector
+    first_row: int = 0  # of all rows of all experts
     num_rows: int | None = None  # None: all that follow
     start: int = 0
     interleave: int | None = None
@@ -216,22 +216,30 @@ def _build_experts(
     names, hidden, size = spec.names, spec.hidden_size, spec.experts.intermediate_size
     num_experts = spec.experts.num_experts
     router = _named(_stacked((names.router,), (num_experts,)), prefix, "weight", hidden)
-    gate_up, down = [], []
-    for expert in range(num_experts):
-        of_expert = [name.format(expert) for name in (*names.expert_gate_up, names.expert_down)]
-        gate_up.append(_named(_interleaved(of_expert[:2], size), prefix, "weight", hidden))
-        down.append(_named(_stacked(of_expert[2:], (hidden,)), prefix, "weight", size))
 
-    def matrices(out_features: int, in_features: int, experts: Sequence[Sequence[Part]]) -> tuple[PackedMatrix, ...]:
+    def matrices(out_features: int, in_features: int, parts: Sequence[Part]) -> tuple[PackedMatrix, ...]:
+        experts = [
+            _named([_of_expert(part, expert, num_experts) for part in parts], prefix, "weight", in_features)
+            for expert in range(num_experts)
+        ]
         packed = _packed_dtype(spec, dtype, [part for parts in experts for part in parts])
         one = packed if isinstance(packed, str) else "q8"
         return tuple(factory.matrix(out_features, in_features, one, parts) for parts in experts)
 
     return ExpertWeights(
         router=factory.matrix(num_experts, hidden, "f32", router, norm),
-        gate_up=matrices(2 * padded(size), hidden, gate_up),
-        down=matrices(hidden, size, down),
+        gate_up=matrices(2 * padded(size), hidden, _interleaved(names.expert_gate_up, size)),
+        down=matrices(hidden, size, _stacked((names.expert_down,), (hidden,))),
     )
+
+
+def _of_expert(part: Part, expert: int, num_experts: int) -> Part:
+    """Return a part of one expert's matrix: of a tensor of its own, or of one that holds those of all experts."""
+    if "{}" in part.tensor:
+        return replace(part, tensor=part.tensor.format(expert))
+    (rows,) = part.shape
+    first_row, num_rows = expert * rows + part.first_row, rows if part.num_rows is None else part.num_rows
+    return replace(part, shape=(num_experts, rows), first_row=first_row, num_rows=num_rows)
 
 
 def _packed_dtype(spec: DecoderSpec, dtype: WeightDtype, parts: Sequence[Part]) -> PackedDtypes:

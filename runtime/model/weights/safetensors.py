@@ -1,8 +1,8 @@
-"""The tensors of a Hugging Face folder: shapes, dtypes and arrays, which are views of the mapped files.
+"""The tensors of a Hugging Face folder: shapes, dtypes and arrays.
 
 Once a `SafetensorsCheckpoint` is open, every one of its tensors lies completely inside its file. The safetensors
 library validates each file (header, offsets without gap or overlap, no byte missing or left over). It cannot return
-bf16 as numpy arrays, so the arrays are views of a memory map at the offsets that it validated.
+bf16 as numpy arrays, so the bytes are read at the offsets that it validated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LANGUAGE_MODEL = re.compile(r"(model\.)?language_model\.(model\.)?(?P<tensor>.*
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """The header entry of a tensor, and the mapped file that contains it."""
+    """The header entry of a tensor, and the file that contains it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -89,22 +89,27 @@ class SafetensorsCheckpoint:
         return stored.end - stored.begin
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
-        """Return a tensor, read-only: elements as in ELEMENTS, bf16 bits as uint16. A view of the file if aligned.
+        """Return a copy of a tensor: elements as in ELEMENTS, bf16 bits as uint16.
 
-        Raises MissingTensor, or WrongTensor for a dtype that is not in ELEMENTS.
+        Raises MissingTensor, WrongTensor for a dtype that is not in ELEMENTS, CorruptCheckpoint if it cannot be read.
         """
-        stored = self._find(name)
-        if stored.dtype not in ELEMENTS:
-            raise WrongTensor(
-                f"tensor {name} in {self.path} is {stored.dtype}; it must be one of {', '.join(ELEMENTS)}"
-            )
-        array = stored.file.bytes[stored.begin : stored.end].view(ELEMENTS[stored.dtype]).reshape(stored.shape)
-        return array if array.flags.aligned else array.copy()
+        stored, kind = self._find(name), self._kind(name)
+        return stored.file.read(stored.begin, stored.end).view(kind).reshape(stored.shape)
 
     def chunks(self, name: str, rows: slice, num_rows: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
         """Yield each `num_rows` of the given rows of a tensor. See `weights.Checkpoint`."""
-        stored = self._find(name)
-        yield from stored.file.chunks(self.tensor(name), stored.begin, stored.end, rows, num_rows)
+        stored, kind = self._find(name), self._kind(name)
+        row_bytes = stored.shape[-1] * np.dtype(kind).itemsize
+        wanted = range(prod(stored.shape[:-1]))[rows]
+        for row, chunk in stored.file.chunks(stored.begin, row_bytes, wanted, num_rows):
+            yield row, chunk.view(kind)
+
+    def _kind(self, name: str) -> type[np.generic]:
+        """Return the numpy type of a tensor. Raises WrongTensor for a dtype that is not in ELEMENTS."""
+        dtype = self._find(name).dtype
+        if dtype not in ELEMENTS:
+            raise WrongTensor(f"tensor {name} in {self.path} is {dtype}; it must be one of {', '.join(ELEMENTS)}")
+        return ELEMENTS[dtype]
 
     def _find(self, name: str) -> _Stored:
         try:
@@ -176,9 +181,9 @@ def _open_file(path: Path) -> dict[str, _Stored]:
 
 
 def _read_header(path: Path, file: MappedFile) -> tuple[Mapping[str, Any], int]:
-    (length,) = struct.unpack("<Q", file.bytes[:8].tobytes())
+    (length,) = struct.unpack("<Q", file.view[:8])
     try:
-        header = json.loads(file.bytes[8 : 8 + length].tobytes())
+        header = json.loads(bytes(file.view[8 : 8 + length]))
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path} has a header that is not JSON: {error}") from error
     return header, 8 + length
@@ -187,7 +192,7 @@ def _read_header(path: Path, file: MappedFile) -> tuple[Mapping[str, Any], int]:
 def _locate(path: Path, name: str, entry: Any, file: MappedFile, data_start: int) -> _Stored:
     """Check a header entry again: of a repeated key, the library may have validated the other entry."""
     dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    inside = 0 <= begin <= end <= len(file.bytes) - data_start
+    inside = 0 <= begin <= end <= file.size - data_start
     if not inside or (dtype in ELEMENTS and end - begin != prod(shape) * np.dtype(ELEMENTS[dtype]).itemsize):
         raise CorruptCheckpoint(f"{path} places tensor {name} at bytes {begin}..{end}, which does not fit its shape")
     return _Stored(dtype, shape, file, data_start + begin, data_start + end)

@@ -6,12 +6,13 @@ rotary buffers, and tied ones may have a copy of the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence, Set
 
+from ....kernels.pack import PackedMatrix
 from ...common.errors import WrongTensor
 from ..spec import DecoderSpec
 from . import READABLE, Checkpoint
-from .packing import WeightPlanner, build_weights
+from .packing import PackedDtypes, Part, Vector, WeightPlanner, build_weights
 
 
 def expected_tensors(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -21,13 +22,43 @@ def expected_tensors(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]
     yield from planner.tensors.items()
 
 
-def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> None:
-    """Check presence, shape and dtype of every tensor, reading none. Raises MissingTensor or WrongTensor."""
-    for name, shape in expected_tensors(spec):
-        found, dtype = checkpoint.shape(name), checkpoint.dtype(name)
-        where = f"tensor {name} in {checkpoint.path}"
-        if found != shape:
-            raise WrongTensor(f"{where} is {list(found)}; {checkpoint.config_name} implies {list(shape)}")
-        allowed = checkpoint.matrix_dtypes if len(shape) == 2 else READABLE
-        if dtype not in allowed:
-            raise WrongTensor(f"{where} is {dtype}; it must be one of {', '.join(allowed)}")
+def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> Set[str]:
+    """Check presence, shape and dtype of every tensor, reading none; return their names.
+
+    Raises MissingTensor or WrongTensor.
+    """
+    checker = _Checker(checkpoint)
+    build_weights(spec, "f32", checker)
+    return checker.tensors.keys()
+
+
+class _Checker(WeightPlanner):
+    """Checks the tensors of each matrix and vector before the next one: a config.json may imply millions of them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__()
+        self._checkpoint = checkpoint
+
+    def matrix(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: PackedDtypes,
+        parts: Sequence[Part],
+        factors: Vector | None = None,
+    ) -> PackedMatrix:
+        self._check(parts, self._checkpoint.matrix_dtypes)
+        return super().matrix(out_features, in_features, dtype, parts, factors)
+
+    def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
+        self._check(parts, READABLE)
+        return super().vector(size, parts, offset)
+
+    def _check(self, parts: Sequence[Part], allowed: Collection[str]) -> None:
+        for name, shape in ((part.tensor, part.shape) for part in parts):
+            found, dtype = self._checkpoint.shape(name), self._checkpoint.dtype(name)
+            where = f"tensor {name} in {self._checkpoint.path}"
+            if found != shape:
+                raise WrongTensor(f"{where} is {list(found)}; {self._checkpoint.config_name} implies {list(shape)}")
+            if dtype not in allowed:
+                raise WrongTensor(f"{where} is {dtype}; it must be one of {', '.join(allowed)}")

@@ -9,68 +9,117 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire.runtime.common.errors import MissingTensor, ModelNotFound, UnsupportedModel, WrongTensor
+from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, ModelNotFound, UnsupportedModel, WrongTensor
 from quire.runtime.model import BUNDLED_MODEL, PackedModel, fingerprint, model_name, model_path, pack_model, read_spec
 from quire.runtime.model.gguf_config import NAMES
-from quire.runtime.model.rope import inverse_frequencies
+from quire.runtime.model.rope import inverse_frequencies, rotary_dim
 from quire.runtime.model.spec import FrequencyDivisors
-from quire.runtime.model.weights.packing import plan_weights
+from quire.runtime.model.weights.packing import ExpertWeights, MlpWeights, plan_weights
 
 from tests.gguf_files import Tensor, convert, describe, encode, stored_tensors, write
 from tests.kernels.ggml import random_blocks
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+FULL: dict[str, Any] = {"sliding_window": None, "use_sliding_window": False}
+CHANGED: dict[str, dict[str, Any]] = {  # values of the goldens that GGUF files of a family cannot have
+    "qwen2": FULL,
+    "mistral": FULL,
+    "mixtral": FULL,
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": [], "norm_topk_prob": True},
+}
+METADATA = {"gemma3": {"gemma3.attention.sliding_window_pattern": 3}}  # the converter leaves out 6, the usual one
+FAMILIES = ("llama", "qwen3", "granite", "olmo2", "phi3", *CHANGED)
 LAYER = "blk.1."
+VECTORS = (
+    "input_norm",
+    "qkv_bias",
+    "q_norm",
+    "k_norm",
+    "o_bias",
+    "attention_post_norm",
+    "mlp_norm",
+    "mlp_post_norm",
+)
 
 
 @pytest.fixture
 def folder(model_folder: Callable[..., Path]) -> Callable[[str], Path]:
-    """Copy a golden folder without its sliding windows, which these architectures have not in GGUF files."""
+    """Copy a golden folder, with values that GGUF files can have."""
+    return lambda family: model_folder(family, lambda config: config.update(CHANGED.get(family, {})))
 
-    def copy(family: str) -> Path:
-        return model_folder(family, lambda config: config.update(sliding_window=None, use_sliding_window=False))
 
-    return copy
+def convert_golden(source: Path, path: Path, kind: str = "F32") -> Path:
+    return convert(source, path, kind, METADATA.get(source.name, {}))
+
+
+def inner_matrices(model: PackedModel) -> list[Any]:
+    found = []
+    for layer in model.weights.layers:
+        if isinstance(layer.mlp, ExpertWeights):
+            found += [layer.qkv, layer.o, layer.mlp.router, *layer.mlp.gate_up, *layer.mlp.down]
+        else:
+            found += [layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down]
+    return found
 
 
 def matrices(model: PackedModel) -> list[Any]:
     weights = model.weights
-    inner = [matrix for layer in weights.layers for matrix in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
-    return [matrix.unpack() for matrix in (weights.embedding, *inner, weights.lm_head)]
+    return [matrix.unpack() for matrix in (weights.embedding, *inner_matrices(model), weights.lm_head)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_spec_is_that_of_the_folder(folder: Callable[[str], Path], family: str, tmp_path: Path) -> None:
     source = folder(family)
-    expected, spec = read_spec(source), read_spec(convert(source, tmp_path / "a.gguf"))
+    expected, spec = read_spec(source), read_spec(convert_golden(source, tmp_path / "a.gguf"))
     named = "llama" if family == "mistral" else family
-    wanted = replace(expected, family=named, names=NAMES, eos_token_ids=expected.eos_token_ids[:1])
+    names = NAMES if family != "phi3" else replace(NAMES, qkv=("attn_qkv",), gate_up=("ffn_up",))
+    wanted = replace(expected, family=named, names=names, eos_token_ids=expected.eos_token_ids[:1], norm_offset=0.0)
     assert replace(spec, ropes=expected.ropes) == wanted
-    frequencies = [inverse_frequencies(rope, spec.head_dim, 100) for rope in (spec.ropes[0], expected.ropes[0])]
-    np.testing.assert_allclose(frequencies[0][0], frequencies[1][0], rtol=2e-7)
-    assert frequencies[0][1] == frequencies[1][1]
+    for rope, like in zip(spec.ropes, expected.ropes, strict=True):
+        assert (rope is None) == (like is None)
+        if rope is None or like is None:
+            continue
+        dim = rotary_dim(like, spec.head_dim)
+        assert rotary_dim(rope, spec.head_dim) == dim
+        for positions in (64, 65):  # the golden of Phi-3 has factors for long contexts from 65 on
+            found, frequencies = inverse_frequencies(rope, dim, positions), inverse_frequencies(like, dim, positions)
+            np.testing.assert_allclose(found[0], frequencies[0], rtol=2e-7)
+            assert found[1] == pytest.approx(frequencies[1], rel=1e-7)
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"), [*((family, "F32") for family in FAMILIES), ("llama", "BF16"), ("qwen3", "BF16")]
+    ("family", "kind"), [*((family, "F32") for family in FAMILIES), ("llama", "BF16"), ("qwen3_moe", "BF16")]
 )
 def test_the_weights_are_those_of_the_folder(
     folder: Callable[[str], Path], family: str, kind: str, tmp_path: Path
 ) -> None:
     """Rows of q and k that the converter has moved are back in their place; bf16 is exact where the folder is bf16."""
     source = folder(family)
-    path, weights = convert(source, tmp_path / "a.gguf", kind), "f32" if kind == "F32" else "bf16"
+    path, weights = convert_golden(source, tmp_path / "a.gguf", kind), "f32" if kind == "F32" else "bf16"
     packed, expected = pack_model(path, weights), pack_model(source, weights)
     for matrix, other in zip(matrices(packed), matrices(expected), strict=True):
         np.testing.assert_array_equal(matrix, other)
     for layer, like in zip(packed.weights.layers, expected.weights.layers, strict=True):
-        for name in ("input_norm", "qkv_bias", "q_norm", "k_norm", "o_bias", "mlp_norm"):
+        for name in VECTORS:
             np.testing.assert_array_equal(getattr(layer, name), getattr(like, name))
-        for name in ("gate_up_bias", "down_bias"):
+        for name in ("gate_up_bias", "down_bias") if isinstance(layer.mlp, MlpWeights) else ():
             np.testing.assert_array_equal(getattr(layer.mlp, name), getattr(like.mlp, name))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_has_the_tokens_of_the_folder(
+    folder: Callable[[str], Path], family: str, compute_logits: Callable[..., Any], tmp_path: Path
+) -> None:
+    source, token_ids = folder(family), [7 * position % 150 for position in range(70)]
+    logits = compute_logits(pack_model(convert_golden(source, tmp_path / "a.gguf"), "f32"), token_ids)
+    like = compute_logits(pack_model(source, "f32"), token_ids)
+    np.testing.assert_array_equal(logits.argmax(axis=1), like.argmax(axis=1))
+    assert np.abs(logits - like).max() / (like.max() - like.min()) < 2e-6
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "granite", "olmo2", "phi3"])
 def test_the_logits_are_those_of_transformers(
     goldens: Path,
     folder: Callable[[str], Path],
@@ -82,7 +131,7 @@ def test_the_logits_are_those_of_transformers(
         token_ids, golden = data["token_ids"].tolist(), data["logits"]
     if family in ("mistral", "qwen2"):  # the golden has windows, from its 20th token on
         token_ids, golden = token_ids[:20], golden[:20]
-    logits = compute_logits(pack_model(convert(folder(family), tmp_path / "a.gguf"), "f32"), token_ids)
+    logits = compute_logits(pack_model(convert_golden(folder(family), tmp_path / "a.gguf"), "f32"), token_ids)
     assert np.abs(logits - golden).max() / (golden.max() - golden.min()) < 2e-4
 
 
@@ -186,7 +235,7 @@ def test_blocks_are_widened_exactly_for_another_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"general.architecture": "gpt2"}, "general.architecture is 'gpt2'; it must be one of llama, qwen2, qwen3"),
+        ({"general.architecture": "gpt2"}, "general.architecture is 'gpt2'; it must be one of llama, qwen2, qwen3, "),
         ({"general.architecture": 3}, "general.architecture is 3; it must be a string"),
         ({"qwen3.block_count": 0}, "qwen3.block_count is 0; it must be an integer from 1 to 1024"),
         ({"qwen3.block_count": "4"}, 'qwen3.block_count is "4"; it must be an integer'),
@@ -230,6 +279,10 @@ def zeros(*shape: int, kind: str = "F32") -> Tensor:
     return encode(np.zeros(shape, np.float32), kind)
 
 
+def ones(*shape: int) -> Tensor:
+    return encode(np.ones(shape, np.float32), "F32")
+
+
 def test_an_output_matrix_of_its_own(edited: Callable[..., Path]) -> None:
     path = edited({"output.weight": zeros(4096, 256)})
     assert not read_spec(path).tie_embeddings
@@ -257,7 +310,9 @@ def test_an_output_matrix_of_its_own(edited: Callable[..., Path]) -> None:
             "attn_norm.weight in .* is Q8_0; it must be one of BF16, F16, F32$",
         ),
         ({"blk.0.attn_sinks.weight": zeros(4)}, UnsupportedModel, "has tensor blk.0.attn_sinks.weight, which qwen3"),
-        ({"rope_freqs.weight": zeros(16)}, UnsupportedModel, r"rope_freqs\.weight is F32 \[16\]"),
+        ({"rope_freqs.weight": zeros(2, 16)}, UnsupportedModel, r"rope_freqs\.weight is F32 \[2, 16\]; it must be F32"),
+        ({"rope_freqs.weight": zeros(32)}, CorruptCheckpoint, r"rope_freqs\.weight has a value that is not between"),
+        ({"rope_freqs.weight": ones(16)}, UnsupportedModel, r"rope_freqs\.weight has 16 values .* it must have 32"),
     ],
 )
 def test_tensors_that_do_not_fit_the_metadata_are_refused(

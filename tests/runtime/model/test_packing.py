@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,16 @@ import pytest
 from quire.kernels.pack import PackedMatrix
 from quire.pager import OutOfMemory, map_memory
 from quire.pager.arena import HUGE_PAGE_BYTES
-from quire.runtime.common.errors import ModelError
-from quire.runtime.model import PackedModel, pack_model
+from quire.runtime.common.errors import CorruptCheckpoint, ModelError
+from quire.runtime.model import BUNDLED_MODEL, PackedModel, pack_model
+from quire.runtime.model.families.registry import open_model
 from quire.runtime.model.weights import Checkpoint, packing
-from quire.runtime.model.weights.packing import ExpertWeights, MlpWeights, plan_weights
+from quire.runtime.model.weights.packing import ExpertWeights, MlpWeights, pack_weights, plan_weights
 from quire.runtime.model.weights.safetensors import SafetensorsCheckpoint
 from safetensors.numpy import load_file, save_file
 
 from tests.families import FAMILIES
+from tests.gguf_files import convert
 
 
 def widened(checkpoint: Checkpoint, name: str) -> Any:
@@ -151,14 +154,14 @@ def test_other_tensors_are_ignored(model_folder: Callable[..., Path]) -> None:
 
 def test_a_matrix_that_cannot_be_filled_fails_the_load(goldens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices are filled on other threads; their errors are raised on this one."""
-    read = SafetensorsCheckpoint.tensor
+    read = SafetensorsCheckpoint.chunks
 
-    def fail_once(checkpoint: SafetensorsCheckpoint, name: str) -> Any:
+    def fail_once(checkpoint: SafetensorsCheckpoint, name: str, *rows: Any) -> Any:
         if name == "model.layers.1.mlp.down_proj.weight":
             raise MemoryError(name)
-        return read(checkpoint, name)
+        return read(checkpoint, name, *rows)
 
-    monkeypatch.setattr(SafetensorsCheckpoint, "tensor", fail_once)
+    monkeypatch.setattr(SafetensorsCheckpoint, "chunks", fail_once)
     with pytest.raises(MemoryError, match="down_proj"):
         pack_model(goldens / "llama", "bf16")
 
@@ -183,3 +186,21 @@ def test_weights_that_do_not_fit_name_a_setting_that_is_not_in_use(
     monkeypatch.setattr(packing, "map_memory", refuse)
     with pytest.raises(ModelError, match=rf"^the weights do not fit as {weights}: cannot map [\d,]+ bytes; {advice}$"):
         pack_model(None, weights)
+
+
+def test_a_file_that_is_truncated_while_it_is_packed_is_a_typed_error(tmp_path: Path) -> None:
+    """It does not end the process, as an access to a mapped page beyond the end would."""
+    path = convert(BUNDLED_MODEL, tmp_path / "a.gguf", "Q8_0")
+    spec, checkpoint = open_model(path)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(CorruptCheckpoint, match=r"a\.gguf was truncated while it was read: it ends at byte \d+"):
+        pack_weights(spec, checkpoint, "auto")
+
+
+def test_no_file_stays_open_or_mapped(tmp_path: Path) -> None:
+    path = convert(BUNDLED_MODEL, tmp_path / "a.gguf", "Q8_0")
+    model = pack_model(path, "auto")
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    open_files = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    assert str(path) not in open_files
+    assert model.path == path

@@ -18,7 +18,7 @@ F32, Q8_0 = NUMBERS["F32"], NUMBERS["Q8_0"]
 
 
 def data_of(tensor: StoredTensor) -> bytes:
-    return tensor.file.bytes[tensor.begin : tensor.end].tobytes()
+    return tensor.file.read(tensor.begin, tensor.end).tobytes()
 
 
 @pytest.mark.parametrize("version", [2, 3])

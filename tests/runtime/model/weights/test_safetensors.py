@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -59,14 +60,26 @@ def test_the_language_model_of_a_model_with_images_has_its_usual_names(tmp_path:
         assert checkpoint.shape(name) == (2, 3)
 
 
-def test_arrays_share_the_mapped_file_and_are_read_only(tmp_path: Path) -> None:
-    save_file({"a": FLOATS}, tmp_path / "model.safetensors")
+def test_chunks_are_the_rows_of_a_tensor(tmp_path: Path) -> None:
+    """The rows of experts follow one another."""
+    values = np.arange(3 * 4 * 2, dtype=np.float32).reshape(3, 4, 2)
+    save_file({"a": values}, tmp_path / "model.safetensors")
     checkpoint = SafetensorsCheckpoint(tmp_path)
-    assert np.shares_memory(checkpoint.tensor("a"), checkpoint.tensor("a"))
-    assert not checkpoint.tensor("a").flags.writeable
+    found = [(row, chunk.tolist()) for row, chunk in checkpoint.chunks("a", slice(3, 10), 3)]
+    rows = values.reshape(12, 2).tolist()
+    assert found == [(0, rows[3:6]), (3, rows[6:9]), (6, rows[9:10])]
 
 
-def test_an_unaligned_tensor_is_copied_to_an_aligned_place(tmp_path: Path) -> None:
+def test_a_file_that_is_truncated_after_opening_is_a_typed_error(tmp_path: Path) -> None:
+    save_file({"a": FLOATS}, tmp_path / "model.safetensors")
+    checkpoint, size = SafetensorsCheckpoint(tmp_path), (tmp_path / "model.safetensors").stat().st_size
+    os.truncate(tmp_path / "model.safetensors", size - 4)
+    for read in (checkpoint.tensor, lambda name: list(checkpoint.chunks(name, slice(None), 1))):
+        with pytest.raises(CorruptCheckpoint, match=rf"model.safetensors was truncated .* ends at byte {size - 4}"):
+            read("a")
+
+
+def test_an_unaligned_tensor_is_read_into_an_aligned_place(tmp_path: Path) -> None:
     header = json.dumps({"a": entry(0, 4, shape=[1])})
     header += " " * ((1 - len(header)) % 4)  # so that the data starts at an odd byte
     write(tmp_path, header.encode(), struct.pack("<f", 1.5))

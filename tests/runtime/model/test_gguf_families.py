@@ -1,0 +1,281 @@
+"""What is special in the GGUF files of each family: keys and tensors beyond those that Llama has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quire.runtime.common.errors import CorruptCheckpoint, ModelError, UnsupportedModel, WrongTensor
+from quire.runtime.model import pack_model, read_spec
+from quire.runtime.model.spec import FrequencyDivisors, LongRopeScaling
+from quire.runtime.model.weights.ggml import widen
+from quire.runtime.model.weights.packing import ExpertWeights
+
+from tests.gguf_files import Tensor, describe, encode, rope_factors, stored_tensors, write
+from tests.kernels.ggml import random_blocks
+
+CHANGED: dict[str, dict[str, Any]] = {"qwen3_moe": {"num_hidden_layers": 1, "mlp_only_layers": []}}
+
+
+@pytest.fixture
+def edited(model_folder: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """Write a golden as a GGUF file with other metadata and tensors; None is absent: `edited(family, {}, {})`."""
+
+    def write_edited(
+        family: str, metadata: dict[str, Any] | None = None, tensors: dict[str, Tensor | None] | None = None
+    ) -> Path:
+        folder = tmp_path / family
+        if not folder.exists():
+            model_folder(family, lambda config: config.update(CHANGED.get(family, {})))
+        keys = {**describe(folder), **(metadata or {})}
+        arrays = {**stored_tensors(folder, "F32"), **rope_factors(folder), **(tensors or {})}
+        return write(
+            tmp_path / f"{family}.gguf",
+            {key: value for key, value in keys.items() if value is not None},
+            {name: tensor for name, tensor in arrays.items() if tensor is not None},
+        )
+
+    return write_edited
+
+
+def blocks(kind: str, *shape: int) -> Tensor:
+    """Return random blocks of small weights."""
+    rows = random_blocks(np.random.default_rng(len(kind)), kind, int(np.prod(shape[:-1])), shape[-1], size=0.03)
+    return Tensor(shape, kind, rows.tobytes())
+
+
+def widened(tensor: Tensor) -> Any:
+    """Return the numbers of a tensor in blocks."""
+    rows = np.frombuffer(tensor.data, np.uint8).reshape(int(np.prod(tensor.shape[:-1])), -1)
+    return widen(rows, tensor.kind).reshape(tensor.shape)
+
+
+def joined(tensors: dict[str, Tensor], names: list[str]) -> Tensor:
+    """Return several tensors in one, one above the other."""
+    shapes = [tensors[name].shape for name in names]
+    return Tensor((sum(shape[0] for shape in shapes), *shapes[0][1:]), "F32", b"".join(tensors[n].data for n in names))
+
+
+def test_q_k_and_v_in_one_tensor(goldens: Path, edited: Callable[..., Path]) -> None:
+    """Any family may have them: the rows of Q and K are in neighbouring pairs, those of V are not."""
+    tensors = stored_tensors(goldens / "llama", "F32")
+    fused: dict[str, Tensor | None] = {}
+    for layer in ("blk.0.", "blk.1."):
+        for kind in ("weight", "bias"):
+            parts = [f"{layer}attn_{name}.{kind}" for name in "qkv"]
+            fused |= {**dict.fromkeys(parts), f"{layer}attn_qkv.{kind}": joined(tensors, parts)}
+    packed, like = (pack_model(path, "f32").weights for path in (edited("llama", {}, fused), goldens / "llama"))
+    for layer, expected in zip(packed.layers, like.layers, strict=True):
+        np.testing.assert_array_equal(layer.qkv.unpack(), expected.qkv.unpack())
+        np.testing.assert_array_equal(layer.qkv_bias, expected.qkv_bias)
+
+
+def experts(path: Path, weights: Any = "auto") -> ExpertWeights:
+    mlp = pack_model(path, weights).weights.layers[0].mlp
+    assert isinstance(mlp, ExpertWeights)
+    return mlp
+
+
+def test_experts_keep_the_type_of_their_tensor(edited: Callable[..., Path]) -> None:
+    """One tensor has the matrices of all experts, one after the other."""
+    down, gate, up = blocks("Q4_0", 5, 64, 64), blocks("Q8_0", 5, 64, 64), blocks("Q8_0", 5, 64, 64)
+    tensors = {
+        "blk.0.ffn_down_exps.weight": down,
+        "blk.0.ffn_gate_exps.weight": gate,
+        "blk.0.ffn_up_exps.weight": up,
+    }
+    mlp = experts(edited("mixtral", {"general.quantization_version": 2}, tensors))
+    for expert, (gate_up, matrix) in enumerate(zip(mlp.gate_up, mlp.down, strict=True)):
+        assert (gate_up.dtype, matrix.dtype) == ("q8", "q4")
+        np.testing.assert_array_equal(matrix.unpack(), widened(down)[expert])
+        columns = gate_up.unpack().reshape(-1, 2, 16, 64)
+        np.testing.assert_array_equal(columns[:, 0].reshape(64, 64), widened(gate)[expert])
+        np.testing.assert_array_equal(columns[:, 1].reshape(64, 64), widened(up)[expert])
+
+
+@pytest.mark.parametrize(("gate", "dtype"), [("Q4_0", "q8"), ("Q5_0", "q8"), ("F32", "bf16")])
+def test_gate_and_up_of_experts_have_one_dtype(edited: Callable[..., Path], gate: str, dtype: str) -> None:
+    kinds = {"Q5_0": Tensor((5, 64, 64), "Q5_0", b"\1" * 5 * 64 * 2 * 22), "F32": encode(np.ones((5, 64, 64)), "F32")}
+    tensors = {
+        "blk.0.ffn_gate_exps.weight": kinds.get(gate) or blocks(gate, 5, 64, 64),
+        "blk.0.ffn_up_exps.weight": blocks("Q8_0", 5, 64, 64),
+    }
+    mlp = experts(edited("mixtral", {"general.quantization_version": 2}, tensors))
+    assert {matrix.dtype for matrix in mlp.gate_up} == {dtype}
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q5_0", "F16"])
+def test_the_router_is_f32_from_any_type(edited: Callable[..., Path], kind: str) -> None:
+    """Its columns are multiplied by the norm."""
+    router = {"F16": encode(np.full((5, 64), 0.5), "F16"), "Q5_0": Tensor((5, 64), kind, b"\1" * 5 * 2 * 22)}.get(kind)
+    router = router or blocks(kind, 5, 64)
+    norm = encode(np.full(64, 2.0), "F32")
+    path = edited(
+        "mixtral",
+        {"general.quantization_version": 2},
+        {"blk.0.ffn_gate_inp.weight": router, "blk.0.ffn_norm.weight": norm},
+    )
+    expected = 2 * (np.full((5, 64), 0.5) if kind == "F16" else widened(router))
+    np.testing.assert_array_equal(experts(path).router.unpack(), expected)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "slides"),
+    [
+        (None, [1, 1, 1, 1]),
+        (2, [1, 0, 1, 0]),
+        (0, [1, 1, 1, 1]),
+        (1, [0, 0, 0, 0]),
+        ([True, False, False, True], [1, 0, 0, 1]),
+    ],
+)
+def test_the_layers_of_gemma_3_that_slide(edited: Callable[..., Path], pattern: Any, slides: list[int]) -> None:
+    """Every sixth sees all tokens unless the file says otherwise; sliding layers have another rotary embedding."""
+    spec = read_spec(
+        edited("gemma3", {"gemma3.attention.sliding_window_pattern": pattern, "gemma3.rope.freq_base_swa": 5e3})
+    )
+    assert spec.windows == tuple(24 * each for each in slides)
+    assert [rope.theta for rope in spec.ropes if rope] == [5e3 if each else 1e6 for each in slides]
+
+
+def test_divisors_beside_two_rotary_embeddings_are_refused(edited: Callable[..., Path]) -> None:
+    path = edited(
+        "gemma3",
+        {"gemma3.attention.sliding_window_pattern": 2},
+        {"rope_freqs.weight": encode(np.ones(16, np.float32), "F32")},
+    )
+    with pytest.raises(UnsupportedModel, match="has 16 values beside 2 rotary embeddings"):
+        read_spec(path)
+
+
+def test_gemma_3_without_a_window(edited: Callable[..., Path]) -> None:
+    spec = read_spec(edited("gemma3", {"gemma3.attention.sliding_window": None}))
+    assert spec.windows == (0, 0, 0, 0)
+    assert {rope.theta for rope in spec.ropes if rope} == {1e6}
+
+
+def test_gemma_2_of_old_files(edited: Callable[..., Path]) -> None:
+    """Files without these keys are of the first models, whose values are known."""
+    absent = dict.fromkeys(
+        ("gemma2.attention.sliding_window", "gemma2.attn_logit_softcapping", "gemma2.final_logit_softcapping")
+    )
+    spec = read_spec(edited("gemma2", absent))
+    assert (spec.windows, spec.attention_softcap, spec.logits_softcap) == ((4096, 0, 4096, 0), 50, 30)
+    assert (spec.norm_offset, spec.attention_scale) == (0, 32**-0.5)
+
+
+@pytest.mark.parametrize(("family", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_scores_of_gemma_27b_are_scaled_by_hidden_size_and_heads(
+    edited: Callable[..., Path], goldens: Path, family: str, layers: int
+) -> None:
+    tensors = stored_tensors(goldens / family, "F32")
+    more = {
+        name.replace("blk.0.", f"blk.{layer}."): tensor
+        for layer in range(4, layers)
+        for name, tensor in tensors.items()
+        if name.startswith("blk.0.")
+    }
+    spec = read_spec(edited(family, {f"{family}.block_count": layers}, more))
+    assert spec.attention_scale == 12**-0.5  # 48 / 4, where the size of a head is 32
+
+
+def test_granite_without_multipliers(edited: Callable[..., Path]) -> None:
+    keys = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
+    spec = read_spec(edited("granite", {**{f"granite.{key}": None for key in keys}, "granite.residual_scale": 0.0}))
+    assert spec.attention_scale == spec.head_dim**-0.5
+    assert (spec.embedding_scale, spec.residual_scale, spec.logits_scale) == (1, 1, 1)
+
+
+def test_layers_without_rotary_embedding_have_no_divisors(edited: Callable[..., Path]) -> None:
+    divisors = np.linspace(1, 2, 6, dtype=np.float32)
+    spec = read_spec(edited("smollm3", {}, {"rope_freqs.weight": encode(divisors, "F32")}))
+    assert spec.ropes[3] is None
+    assert {rope.scaling for rope in spec.ropes if rope} == {FrequencyDivisors(tuple(map(float, divisors)))}
+
+
+def test_phi_3_with_and_without_longrope(edited: Callable[..., Path]) -> None:
+    """Phi-4 has no window, which its files say with 0; files of short contexts have no factors."""
+    spec = read_spec(edited("phi3", {"phi3.attention.sliding_window": 0}))
+    (rope,) = set(spec.ropes)
+    assert rope is not None
+    assert isinstance(rope.scaling, LongRopeScaling)
+    assert (rope.dim, len(rope.scaling.long_factors), spec.windows) == (12, 6, (0, 0))
+    absent = {"rope_factors_long.weight": None, "rope_factors_short.weight": None}
+    (rope,) = set(read_spec(edited("phi3", {"phi3.rope.scaling.attn_factor": None}, absent)).ropes)
+    assert rope is not None
+    assert rope.scaling is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "message"),
+    [
+        ("granite", {"granite.rope.scaling.finetuned": False}, "rope.scaling.finetuned is false; it must be absent or"),
+        ("granite", {"granite.logit_scale": "6"}, 'granite.logit_scale is "6"; it must be a number'),
+        ("olmo2", {"olmo2.attention.sliding_window": 64}, "sliding_window is 64; it must be absent or 0"),
+        ("gemma2", {"gemma2.rope.freq_base_swa": 1e4}, "freq_base_swa is 10000.0; it must be absent"),
+        ("gemma2", {"gemma2.attention.sliding_window": ("i32", -1)}, "sliding_window is -1; it must be an integer"),
+        ("gemma3", {"gemma3.attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; it must be absent"),
+        (
+            "gemma3",
+            {"gemma3.attention.sliding_window_pattern": [True]},
+            r"\[true\]; it must be an integer, or a list of 4",
+        ),
+        ("gemma3", {"gemma3.attention.sliding_window_pattern": True}, "sliding_window_pattern is true; it must be"),
+        ("gemma3", {"gemma3.block_count": 1 << 30}, "block_count is 1073741824; it must be"),
+        ("phi3", {"phi3.rope.dimension_count": 11}, "rope.dimension_count is 11; it must be even"),
+        ("phi3", {"phi3.rope.dimension_count": 18}, "dimension_count is 18; it must be an integer from 2 to 16"),
+        ("phi3", {"phi3.rope.dimension_count": 14}, "rope_scaling.short_factor is .* it must be a list of 7"),
+        ("phi3", {"phi3.rope.scaling.attn_factor": "a"}, 'phi3.rope.scaling.attn_factor is "a"; it must be'),
+        ("mixtral", {"llama.expert_used_count": 6}, "llama.expert_used_count is 6; it must be an integer from 1 to 5"),
+        ("mixtral", {"llama.expert_used_count": None}, "llama.expert_used_count is null; it must be an integer"),
+        ("mixtral", {"llama.expert_count": 1 << 20}, "llama.expert_count is 1048576; it must be"),
+        ("qwen3_moe", {"qwen3moe.expert_count": 0}, "qwen3moe.expert_count is 0; it must be"),
+        ("qwen3_moe", {"qwen3moe.expert_gating_func": 2}, "expert_gating_func is 2; it must be absent or 0 or 1"),
+        ("qwen3_moe", {"qwen3moe.expert_weights_scale": 2.5}, "expert_weights_scale is 2.5; it must be absent"),
+    ],
+)
+def test_metadata_that_cannot_be_run_are_refused(
+    edited: Callable[..., Path], family: str, changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        read_spec(edited(family, changed))
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "error", "message"),
+    [
+        ("phi3", {"rope_factors_long.weight": None}, UnsupportedModel, "it must be absent or 1"),
+        (
+            "phi3",
+            {"rope_factors_long.weight": encode(np.zeros(6, np.float32), "F32")},
+            CorruptCheckpoint,
+            "rope_factors_long.weight has a value that is not between",
+        ),
+        (
+            "phi3",
+            {"rope_factors_long.weight": Tensor((6,), "F16", bytes(12))},
+            UnsupportedModel,
+            "rope_factors_long.weight is F16",
+        ),
+        (
+            "mixtral",
+            {"blk.1.ffn_down_exps.weight": encode(np.zeros((4, 64, 64), np.float32), "F32")},
+            WrongTensor,
+            r"ffn_down_exps.weight in .* is \[4, 64, 64\]; the metadata implies \[5, 64, 64\]",
+        ),
+        (
+            "mixtral",
+            {"blk.1.ffn_down_exps.weight": encode(np.zeros((5 * 64, 64), np.float32), "F32")},
+            WrongTensor,
+            r"is \[320, 64\]; the metadata implies \[5, 64, 64\]",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(
+    edited: Callable[..., Path], family: str, changed: dict[str, Any], error: type[ModelError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        pack_model(edited(family, {}, changed), "f32")
