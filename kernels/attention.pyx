@@ -18,7 +18,7 @@ from .step cimport page_at, table_of
 
 cdef enum:
     SPLIT = 256
-    SHARED_HEADS = 4                # per worker: KV heads whose splits may be units of work of their own
+    SHARED_HEADS = 3                # per worker: the most KV heads that are divided into splits
 
 
 # The softmax of some rows after some splits.
@@ -42,6 +42,16 @@ cdef struct Workspace:
 cdef struct SharedHead:
     quire_signal *merged            # number of splits that are merged
     State total
+
+
+# Some queries of one KV head, and the tokens to which they attend.
+cdef struct Unit:
+    int64_t sequence
+    int64_t head
+    int64_t first_row, queries
+    int64_t first_position          # of the queries
+    int64_t begin, end              # tokens; `begin` is the first one of a tile
+    bint decodes                    # its sequence has one row in this step
 
 
 cdef int64_t _state_bytes(int64_t d) noexcept nogil:
@@ -117,25 +127,50 @@ cdef int64_t run_attention(const AttentionOp *op, const Step *step, const quire_
     A free worker takes the next unit: the last query tiles first, because they take longest; splits in ascending order.
     """
     cdef Workspace workspace = _workspace(step.scratch + worker * step.scratch_bytes, step.padded_head_dim)
-    cdef int64_t units = step.unit_start[step.sequences], sequence = step.sequences - 1, heads = op.heads.num_kv_heads
-    cdef int64_t unit, local, count, computed = 0
-    cdef bint by_split = partitions_by_split(step, heads, workers)
-    unit = units - 1 - quire_next_index(counter)
-    while unit >= 0:
-        while step.unit_start[sequence] > unit:
-            sequence -= 1
-        local, count = unit - step.unit_start[sequence], step.unit_start[sequence + 1] - step.unit_start[sequence]
-        if step.row_start[sequence + 1] - step.row_start[sequence] > 1:
-            _attend_tile(op, step, tiles, &workspace, sequence, local // heads, local % heads)
-        elif by_split:
-            local = count - 1 - local
-            _attend_shared_split(op, step, tiles, &workspace, sequence, local // heads * SPLIT, local % heads, workers)
+    cdef int64_t units = step.unit_start[step.sequences], index, computed = 0
+    cdef bint by_split = partitions_by_split(step, op.heads.num_kv_heads, workers)
+    cdef Unit unit, after
+    unit.sequence = step.sequences - 1
+    index = units - 1 - quire_next_index(counter)
+    while index >= 0:
+        unit = _unit(op, step, index, unit.sequence, by_split)
+        after = _unit(op, step, max(<int64_t>0, index - workers), unit.sequence, by_split)  # if all are equally fast
+        if unit.decodes and unit.end > step.first_position[unit.sequence]:
+            store_rows(&op.heads, step, tiles, unit.sequence, step.first_position[unit.sequence] // step.page_size,
+                       unit.head)
+        if unit.decodes and by_split:
+            _attend_shared_split(op, step, tiles, &workspace, &unit, &after, workers)
         else:
-            store_rows(&op.heads, step, tiles, sequence, step.first_position[sequence] // step.page_size, local)
-            _attend_tile(op, step, tiles, &workspace, sequence, 0, local)
+            _attend_tile(op, step, tiles, &workspace, &unit, &after)
         computed += 1
-        unit = units - 1 - quire_next_index(counter)
+        index = units - 1 - quire_next_index(counter)
     return computed
+
+
+cdef Unit _unit(const AttentionOp *op, const Step *step, int64_t index, int64_t sequence, bint by_split) noexcept nogil:
+    """Return a unit of work, which belongs to `sequence` or an earlier one."""
+    cdef Unit unit
+    cdef int64_t heads = op.heads.num_kv_heads, count, skipped = 0, split
+    while step.unit_start[sequence] > index:
+        sequence -= 1
+    count = step.unit_start[sequence + 1] - step.unit_start[sequence]
+    index -= step.unit_start[sequence]
+    unit.sequence, unit.first_row = sequence, step.row_start[sequence]
+    unit.queries = step.row_start[sequence + 1] - unit.first_row
+    unit.decodes = unit.queries == 1
+    if unit.decodes and by_split:
+        index = count - 1 - index
+    unit.head = index % heads
+    if not unit.decodes:
+        skipped = index // heads * step.query_tile
+        unit.queries = min(step.query_tile, unit.queries - skipped)
+    unit.first_row += skipped
+    unit.first_position = step.first_position[sequence] + skipped
+    unit.begin, unit.end = _first_token(op, unit.first_position), unit.first_position + unit.queries
+    if unit.decodes and by_split:
+        split = index // heads * SPLIT
+        unit.begin, unit.end = max(unit.begin, split), min(unit.end, split + SPLIT)
+    return unit
 
 
 cdef int64_t num_chunk_units(const AttentionOp *op, const Step *step) noexcept nogil:
@@ -162,55 +197,50 @@ cdef int64_t store_chunks(const AttentionOp *op, const Step *step, const quire_t
 
 
 cdef void _attend_tile(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,
-                       int64_t sequence, int64_t query_tile, int64_t head) noexcept nogil:
+                       const Unit *unit, const Unit *after) noexcept nogil:
     """Attend with all query heads of one KV head for up to `step.query_tile` queries; each KV byte is read once."""
-    cdef int64_t skipped = query_tile * step.query_tile, first_row = step.row_start[sequence] + skipped
-    cdef int64_t queries = min(step.query_tile, step.row_start[sequence + 1] - first_row)
-    cdef int64_t rows = queries * op.heads.group, first_position = step.first_position[sequence] + skipped
-    cdef int64_t last = first_position + queries - 1, first_split = _first_split(op, first_position), split
-    _load_queries(op, step, tiles, workspace, first_row, first_position, queries, head)
-    _attend_split(op, step, tiles, workspace, &workspace.total, sequence, head, rows, first_split, last)
-    split = first_split + SPLIT
-    while split <= last:
-        _attend_split(op, step, tiles, workspace, &workspace.split, sequence, head, rows, split, last)
-        _merge(tiles, rows, step.padded_head_dim, &workspace.split, &workspace.total)
+    cdef int64_t split = unit.begin // SPLIT * SPLIT + SPLIT
+    _load_queries(op, step, tiles, workspace, unit)
+    _attend_split(op, step, tiles, workspace, &workspace.total, unit, unit.begin, after)
+    while split < unit.end:
+        _attend_split(op, step, tiles, workspace, &workspace.split, unit, split, after)
+        _merge(tiles, unit.queries * op.heads.group, step.padded_head_dim, &workspace.split, &workspace.total)
         split += SPLIT
-    _write_output(op, tiles, workspace, &workspace.total, first_row, queries, head)
+    _write_output(op, tiles, workspace, &workspace.total, unit)
 
 
 cdef void _attend_shared_split(const AttentionOp *op, const Step *step, const quire_tiles *tiles,
-                               const Workspace *workspace, int64_t sequence, int64_t split, int64_t head,
+                               const Workspace *workspace, const Unit *unit, const Unit *after,
                                int workers) noexcept nogil:
     """Attend to one split of a decoding row and merge it after all earlier splits. The last split writes the output."""
-    cdef int64_t position = step.first_position[sequence], first_split = _first_split(op, position)
-    cdef SharedHead shared = _shared_head(step, sequence * op.heads.num_kv_heads + head, workers)
-    cdef bint is_last = split + SPLIT > position
+    cdef SharedHead shared = _shared_head(step, unit.sequence * op.heads.num_kv_heads + unit.head, workers)
+    cdef int64_t first_split = _first_token(op, unit.first_position) // SPLIT, split = unit.begin // SPLIT
+    cdef bint is_last = unit.end > unit.first_position
     cdef State total = shared.total
-    if split < first_split:
+    if unit.begin >= unit.end:      # the row sees nothing of it
         return
-    if is_last:
-        store_rows(&op.heads, step, tiles, sequence, position // step.page_size, head)
-    _load_queries(op, step, tiles, workspace, step.row_start[sequence], position, 1, head)
-    _attend_split(op, step, tiles, workspace, &workspace.split, sequence, head, op.heads.group, split, position)
-    quire_signal_await(shared.merged, <unsigned>((split - first_split) // SPLIT))
+    _load_queries(op, step, tiles, workspace, unit)
+    _attend_split(op, step, tiles, workspace, &workspace.split, unit, unit.begin, after)
+    quire_signal_await(shared.merged, <unsigned>(split - first_split))
     if split == first_split:
         memset(total.l, 0, op.heads.group * sizeof(float))      # the rest may be of an earlier step
     _merge(tiles, op.heads.group, step.padded_head_dim, &workspace.split, &total)
     if is_last:
-        _write_output(op, tiles, workspace, &total, step.row_start[sequence], 1, head)
-    quire_signal_set(shared.merged, 0 if is_last else <unsigned>((split - first_split) // SPLIT) + 1)
+        _write_output(op, tiles, workspace, &total, unit)
+    quire_signal_set(shared.merged, 0 if is_last else <unsigned>(split - first_split) + 1)
 
 
-cdef int64_t _first_split(const AttentionOp *op, int64_t position) noexcept nogil:
-    return max(<int64_t>0, position - op.window + 1) // SPLIT * SPLIT if op.window else 0
+cdef int64_t _first_token(const AttentionOp *op, int64_t position) noexcept nogil:
+    """Return the first token of the first tile that a query sees."""
+    return max(<int64_t>0, position - op.window + 1) // QUIRE_TILE * QUIRE_TILE if op.window else 0
 
 
 cdef void _load_queries(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,
-                        int64_t first_row, int64_t first_position, int64_t queries, int64_t head) noexcept nogil:
+                        const Unit *unit) noexcept nogil:
     cdef int64_t r
-    load_queries(&op.heads, step, tiles, first_row, first_position, queries, head, &workspace.q)
-    for r in range(queries * op.heads.group):
-        workspace.positions[r] = first_position + r // op.heads.group
+    load_queries(&op.heads, step, tiles, unit.first_row, unit.first_position, unit.queries, unit.head, &workspace.q)
+    for r in range(unit.queries * op.heads.group):
+        workspace.positions[r] = unit.first_position + r // op.heads.group
 
 
 cdef void _merge(const quire_tiles *tiles, int64_t rows, int64_t d, const State *split,
@@ -219,11 +249,15 @@ cdef void _merge(const quire_tiles *tiles, int64_t rows, int64_t d, const State 
 
 
 cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,
-                        const State *state, int64_t sequence, int64_t head, int64_t rows, int64_t split,
-                        int64_t last) noexcept nogil:
-    """Compute the rows' softmax over tokens [split, split + 256) by tiles; each tile only for the rows that see it."""
+                        const State *state, const Unit *unit, int64_t token, const Unit *after) noexcept nogil:
+    """Compute the rows' softmax over the tokens from `token` to the end of its split, by tiles.
+
+    Each tile is computed only for the rows that see it, and the one that follows is prefetched: the unit's next, or the
+    first one of `after`.
+    """
     cdef quire_attention_tile tile
-    cdef int64_t d = step.padded_head_dim, i, r, token, begin = 0, end
+    cdef int64_t d = step.padded_head_dim, rows = unit.queries * op.heads.group, r, begin = 0, end
+    cdef int64_t split_end = min(token // SPLIT * SPLIT + SPLIT, unit.end)
     for r in range(rows):
         state.m[r] = -INFINITY
         state.l[r] = 0
@@ -234,17 +268,18 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
     tile.page_size = step.page_size
     tile.s = workspace.s
     tile.p = workspace.p
-    for i in range(min(SPLIT, last + 1 - split + QUIRE_TILE - 1) // QUIRE_TILE):
-        token = split + i * QUIRE_TILE
-        while begin < rows and workspace.positions[begin] < token:
+    while token < split_end:
+        while workspace.positions[begin] < token:
             begin += 1
         end = rows
         while op.window and end > begin and workspace.positions[end - 1] - op.window + 1 >= token + QUIRE_TILE:
             end -= 1
-        if begin == end:
-            continue
         tile.first_token = token
-        _point_at_pages(op, step, sequence, head, token, last, &tile)
+        _point_at_pages(op, step, unit, &tile)
+        if token + QUIRE_TILE < unit.end:
+            _prefetch_pages(op, step, unit, token + QUIRE_TILE, &tile)
+        else:
+            _prefetch_pages(op, step, after, after.begin, &tile)
         tile.q.data = <char *>workspace.q.data + begin * d * quire_itemsize(step.kv_dtype)
         tile.q.scales = workspace.q.scales + begin * (d // 32)
         tile.q.sums = workspace.q.sums + begin * (d // 32)
@@ -253,37 +288,44 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
         tile.l = state.l + begin
         tile.o = state.o + begin * d
         tiles.attention[step.kv_dtype](<int>(end - begin), &tile)
+        token += QUIRE_TILE
 
 
-cdef void _point_at_pages(const AttentionOp *op, const Step *step, int64_t sequence, int64_t head, int64_t token,
-                          int64_t last, quire_attention_tile *tile) noexcept nogil:
-    """Look up the pages of one tile, and the next tile's K to prefetch, in the page table.
-
-    Beyond the sequence's end, masked columns point at its last page.
-    """
-    cdef int64_t page = token // step.page_size, last_page = last // step.page_size, slot, j
-    cdef int64_t per_tile = QUIRE_TILE // step.page_size, panel = 16 * step.padded_head_dim
-    cdef const int32_t *table = table_of(step, op.heads.layer_group, sequence)
+cdef void _point_at_pages(const AttentionOp *op, const Step *step, const Unit *unit,
+                          quire_attention_tile *tile) noexcept nogil:
+    """Look up the pages of one tile. Beyond the unit's end, masked columns point at its last page."""
+    cdef int64_t page = tile.first_token // step.page_size, last_page = (unit.end - 1) // step.page_size, slot, j
+    cdef int64_t panel = 16 * step.padded_head_dim
+    cdef const int32_t *table = table_of(step, op.heads.layer_group, unit.sequence)
     cdef quire_page kv
-    tile.num_pages = <int>min(per_tile, last_page - page + 1)
+    tile.num_pages = <int>min(QUIRE_TILE // step.page_size, last_page - page + 1)
     for j in range(4):
-        kv = page_at(step, op.heads.layer, table[min(page + 16 * j // step.page_size, last_page)], head)
+        kv = page_at(step, op.heads.layer, table[min(page + 16 * j // step.page_size, last_page)], unit.head)
         slot = 16 * j % step.page_size
         tile.k[j] = <char *>kv.k + slot // 16 * panel * quire_itemsize(step.kv_dtype)
         if step.kv_dtype == QUIRE_Q8:
             tile.k_scales[j] = kv.k_scales + slot // 16 * (panel // 32)
             tile.v_scales[j] = kv.v_scales + slot
         tile.v[16 * j // step.page_size] = kv.v
-    for j in range(per_tile):
-        tile.next_k[j] = NULL
-        if page + per_tile + j <= last_page:
-            tile.next_k[j] = page_at(step, op.heads.layer, table[page + per_tile + j], head).k
+
+
+cdef void _prefetch_pages(const AttentionOp *op, const Step *step, const Unit *unit, int64_t token,
+                          quire_attention_tile *tile) noexcept nogil:
+    """Let `tile` prefetch the pages of the unit's tile from `token` on; none if the unit ends before."""
+    cdef const int32_t *table = table_of(step, op.heads.layer_group, unit.sequence)
+    cdef int64_t page = token // step.page_size
+    tile.num_next_pages, tile.next_bytes = 0, step.head_bytes
+    while tile.num_next_pages < QUIRE_TILE // step.page_size and page * step.page_size < unit.end:
+        tile.next[tile.num_next_pages] = <char *>page_at(step, op.heads.layer, table[page], unit.head).k
+        tile.num_next_pages += 1
+        page += 1
 
 
 cdef void _write_output(const AttentionOp *op, const quire_tiles *tiles, const Workspace *workspace, const State *state,
-                        int64_t first_row, int64_t queries, int64_t head) noexcept nogil:
+                        const Unit *unit) noexcept nogil:
     """Write each query's heads side by side, in the dtype that the next linear layer reads."""
     cdef int64_t d = workspace.q.width, head_dim = op.heads.head_dim, columns = op.heads.group * head_dim, i, g, r, j
+    cdef int64_t queries = unit.queries, first_row = unit.first_row, head = unit.head
     cdef float *row
     for i in range(queries):
         row = workspace.split.o + i * columns        # no longer needed

@@ -62,7 +62,9 @@ cdef extern from "simd/tiles.h" nogil:
         const float *v_scales[4]
         int num_pages
         int page_size
-        const void *next_k[4]
+        const char *next[4]
+        int num_next_pages
+        int64_t next_bytes
         float *m
         float *l
         float *s

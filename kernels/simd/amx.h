@@ -51,13 +51,6 @@ INLINE void use_tiles_of_blocks(void) {
   if (LEVEL(tile_shape) != BLOCKS_OF_32) LEVEL(configure)(BLOCKS_OF_32);
 }
 
-// Prefetch part `part` of `parts` of `bytes` at p into L2; nothing if p is NULL.
-INLINE void fetch_part(const void *p, int64_t bytes, int64_t part, int64_t parts) {
-  if (!p) return;
-  for (int64_t line = bytes / 64 * part / parts; line < bytes / 64 * (part + 1) / parts; line++)
-    __builtin_prefetch((const char *)p + line * 64, 0, 2);
-}
-
 // sums[16] = the 16 rows at `a` times one panel of unsigned int8, in tiles of blocks: for each 32 of K an exact integer dot,
 // then the operations of body_blocks in their order, so that the bits are those of all levels. Two blocks have their own
 // memory, so that the product of one can overlap the scaling of the other.

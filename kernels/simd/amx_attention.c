@@ -18,7 +18,7 @@ INLINE int min_int(int a, int b) { return a < b ? a : b; }
 // one before.
 INLINE int first_row(int row, int rows) { return rows < TILE_ROWS ? 0 : min_int(row, rows - TILE_ROWS); }
 
-// s[rows][64] = q · K for one tile of rows, 32 of head_dim per product; the tile's V is prefetched meanwhile.
+// s[rows][64] = q · K for one tile of rows, 32 of head_dim per product
 static void scores_bf16(int rows, const quire_attention_tile *t, int row, int fetch) {
   const int64_t d = t->head_dim, steps = (d + 31) / 32;
   const char *q = (const char *)t->q.data + row * d * 2;
@@ -30,7 +30,7 @@ static void scores_bf16(int rows, const quire_attention_tile *t, int row, int fe
   tile_zero(2);
   tile_zero(3);
   for (int64_t step = 0; step < steps; step++, q += TILE_BYTES) {
-    for (int page = 0; fetch && page < t->num_pages; page++) fetch_part(t->v[page], t->page_size * d * 2, step, steps);
+    if (fetch) fetch_pages(t, step, step + 1, 2 * steps);
     for (int j = 0; j < 4; j++) k.at[j] = (const char *)t->k[j] + step * TILE_ROWS * TILE_BYTES;
     if (32 * step + 32 > d) {  // the last 16
       memset(q_copy, 0, sizeof q_copy), memset(k.copy, 0, sizeof k.copy);
@@ -70,12 +70,6 @@ INLINE void load_values(panels *v, int count, const quire_attention_tile *t, int
   }
 }
 
-// Prefetch part `part` of `parts` of the next tile's K.
-INLINE void fetch_next_keys(const quire_attention_tile *t, int64_t size, int64_t part, int64_t parts) {
-  for (int page = 0; page < QUIRE_TILE / t->page_size; page++)
-    fetch_part(t->next_k[page], t->page_size * t->head_dim * size, part, parts);
-}
-
 // o[rows][n ...] = o * keep + p · V for one tile of rows and 64 or 16 columns, 32 tokens per product. Rows before `row`
 // belong to an earlier tile and keep their results.
 INLINE void values_bf16(const int count, int rows, const quire_attention_tile *t, int row, const softmax_result *soft,
@@ -91,6 +85,7 @@ INLINE void values_bf16(const int count, int rows, const quire_attention_tile *t
       float *x = t->o + r * d + n + 16 * j;
       vf_store(x, vf_mul(vf_load(x), vf_set1(soft->keep[r])));
     }
+  if (row == 0) fetch_pages(t, d + n, d + n + 16 * count, 2 * d);
   tile_load(0, o, row_bytes);
   if (count == 4) {
     tile_load(1, o + 16, row_bytes);
@@ -98,7 +93,6 @@ INLINE void values_bf16(const int count, int rows, const quire_attention_tile *t
     tile_load(3, o + 48, row_bytes);
   }
   for (int64_t step = 0; step < steps; step++) {
-    if (row == 0) fetch_next_keys(t, 2, n / 16 * steps + step * count, d / 16 * steps);
     load_values(&v, count, t, step, n, 2);
     tile_load(4, p + step * TILE_BYTES, QUIRE_TILE * 2);
     tile_load(6, v.at[0], TILE_BYTES);
@@ -143,7 +137,7 @@ static void scores_int8(const quire_attention_tile *t, int row) {
   const quire_rows q = {(int8_t *)t->q.data + row * d, t->q.scales + row * blocks, t->q.sums + row * blocks, d};
   vf s[TILE_ROWS];
   for (int j = 0; j < 4; j++) {
-    for (int page = 0; row == 0 && page < t->num_pages; page++) fetch_part(t->v[page], t->page_size * d, j, 4);
+    if (row == 0) fetch_pages(t, j, j + 1, 8);
     multiply_int8(&q, t->k[j], t->k_scales[j], NULL, 0, s);
     for (int i = 0; i < TILE_ROWS; i++) vf_store(t->s + (row + i) * QUIRE_TILE + 16 * j, s[i]);
   }
@@ -160,8 +154,8 @@ static void values_int8(const quire_attention_tile *t, int row, const softmax_re
   tile_zero(1);
   tile_zero(2);
   tile_zero(3);
+  if (row == 0) fetch_pages(t, d + n, d + n + 32, 2 * d);
   for (int64_t step = 0; step < steps; step++) {
-    if (row == 0) fetch_next_keys(t, 1, n / 32 * steps + step, d / 32 * steps);
     load_values(&v, 2, t, step, n, 1);
     tile_load(4, high + step * 32, QUIRE_TILE);
     tile_load(5, low + step * 32, QUIRE_TILE);
@@ -202,6 +196,7 @@ void LEVEL(attention_int8)(int rows, const quire_attention_tile *t) {
   }
   if (whole == rows) return;
   quire_attention_tile rest = *t;
+  if (whole) rest.num_next_pages = 0;
   rest.q.data = (char *)t->q.data + whole * d;
   rest.q.scales += whole * (d / 32);
   rest.q.sums += whole * (d / 32);

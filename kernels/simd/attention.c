@@ -20,13 +20,6 @@
     PER_ROW_COUNT(take, CALL, row) \
   }
 
-// Decode is bound by memory, so while a tile is multiplied the first group of rows prefetches the bytes read next.
-INLINE const char *fetch_lines(const char *next, const int lines) {
-  if (!next) return NULL;
-  UNROLL for (int j = 0; j < lines; j++) __builtin_prefetch(next + j * 64, 0, 2);
-  return next + lines * 64;
-}
-
 // s[rows][panels] += a[rows] · one line of each panel; a line is one element of K in f32, two in bf16.
 INLINE void multiply_line(const int dtype, const int rows, const int panels, const char *const *w, int64_t line,
                           const char *a, int64_t lda, vf s[][4]) {
@@ -43,20 +36,16 @@ INLINE void multiply_line(const int dtype, const int rows, const int panels, con
   }
 }
 
-// s[rows][64] = q · K; the tile's V is prefetched meanwhile.
+// s[rows][64] = q · K
 INLINE void scores(const int dtype, const int rows, const quire_attention_tile *t, int row) {
-  const int64_t d = t->head_dim, lines = dtype == QUIRE_F32 ? d : d / 2, per_page = lines * t->page_size / 64;
+  const int64_t d = t->head_dim, lines = dtype == QUIRE_F32 ? d : d / 2;
   const char *q = (const char *)t->q.data + row * d * quire_itemsize(dtype);
   const char *const w[4] = {t->k[0], t->k[1], t->k[2], t->k[3]};
   vf s[ATTENTION_ROWS][4];
   UNROLL for (int i = 0; i < rows; i++) UNROLL for (int j = 0; j < 4; j++) s[i][j] = vf_zero();
-  for (int64_t line = 0; line < lines;) {
-    const int64_t page = line / per_page;
-    const char *next = row == 0 && page < t->num_pages ? t->v[page] : NULL;
-    for (const int64_t end = line + per_page; line < end; line++) {
-      next = fetch_lines(next, 4);
-      multiply_line(dtype, rows, 4, w, line, q, d, s);
-    }
+  for (int64_t line = 0; line < lines; line++) {
+    if (row == 0 && line % 8 == 0) fetch_pages(t, line, line + 8, 2 * lines);
+    multiply_line(dtype, rows, 4, w, line, q, d, s);
   }
   UNROLL for (int i = 0; i < rows; i++)
     UNROLL for (int j = 0; j < 4; j++) vf_store(t->s + (row + i) * 64 + j * 16, s[i][j]);
@@ -68,16 +57,13 @@ INLINE void scores_int8(const int rows, const quire_attention_tile *t, int row, 
   const int64_t d = t->head_dim, blocks = d / 32;
   const uint8_t *w[2] = {t->k[2 * pair], t->k[2 * pair + 1]};
   const int8_t *q = (const int8_t *)t->q.data + row * d;
-  const int page = 32 * pair / t->page_size;
-  const char *next = row == 0 && page < t->num_pages && t->page_size >= 32
-                         ? (const char *)t->v[page] + 32 * pair % t->page_size * d : NULL;
   vf s[ATTENTION_ROWS][2];
   UNROLL for (int i = 0; i < rows; i++) s[i][0] = s[i][1] = vf_zero();
   for (int64_t b = 0; b < blocks; b++) {
     vi dot[ATTENTION_ROWS][2];
+    if (row == 0) fetch_pages(t, pair * blocks + b, pair * blocks + b + 1, 4 * blocks);
     UNROLL for (int i = 0; i < rows; i++) dot[i][0] = dot[i][1] = vi_dot4_start(t->q.sums[(row + i) * blocks + b]);
     UNROLL for (int k = 0; k < 8; k++) {
-      next = fetch_lines(next, 2);
       const wq8 u = wq8_load(w[0] + (b * 8 + k) * 64), v = wq8_load(w[1] + (b * 8 + k) * 64);
       UNROLL for (int i = 0; i < rows; i++) {
         dot[i][0] = vi_dot4(dot[i][0], u, q + i * d + b * 32 + k * 4);
@@ -96,7 +82,7 @@ INLINE void scores_int8(const int rows, const quire_attention_tile *t, int row, 
     UNROLL for (int j = 0; j < 2; j++) vf_store(t->s + (row + i) * 64 + (2 * pair + j) * 16, s[i][j]);
 }
 
-// o[rows][n ...] = o * keep + p · V, all pages of the tile in one chain; the next tile's K is prefetched meanwhile.
+// o[rows][n ...] = o * keep + p · V, all pages of the tile in one chain
 INLINE void values(const int dtype, const int rows, const int panels, const quire_attention_tile *t, int row,
                    const softmax_result *soft, int64_t n) {
   const int64_t d = t->head_dim, size = quire_itemsize(dtype), lines = t->page_size / (dtype == QUIRE_F32 ? 1 : 2);
@@ -105,14 +91,12 @@ INLINE void values(const int dtype, const int rows, const int panels, const quir
   UNROLL for (int i = 0; i < rows; i++)
     UNROLL for (int j = 0; j < panels; j++)
       s[i][j] = vf_mul(vf_load(o + i * d + j * 16), vf_set1(soft->keep[row + i]));
+  if (row == 0) fetch_pages(t, d + n, d + n + 16 * panels, 2 * d);
   for (int g = 0; g < t->num_pages; g++) {
-    const char *w[4], *next = row == 0 && t->next_k[g] ? (const char *)t->next_k[g] + n * t->page_size * size : NULL;
+    const char *w[4];
     UNROLL for (int j = 0; j < panels; j++) w[j] = (const char *)t->v[g] + (n + 16 * j) * t->page_size * size;
     const char *p = (const char *)t->p + (row * 64 + g * t->page_size) * size;
-    for (int64_t line = 0; line < lines; line++) {
-      next = fetch_lines(next, panels);
-      multiply_line(dtype, rows, panels, w, line, p, 64, s);
-    }
+    for (int64_t line = 0; line < lines; line++) multiply_line(dtype, rows, panels, w, line, p, 64, s);
   }
   UNROLL for (int i = 0; i < rows; i++)
     UNROLL for (int j = 0; j < panels; j++) vf_store(o + i * d + j * 16, s[i][j]);
@@ -126,11 +110,10 @@ INLINE void values_int8(const int rows, const quire_attention_tile *t, int row, 
     a[i][0] = a[i][1] = vi_dot4_start(soft->high_sum[row + i]);
     b[i][0] = b[i][1] = vi_dot4_start(soft->low_sum[row + i]);
   }
+  if (row == 0) fetch_pages(t, t->head_dim + n, t->head_dim + n + 32, 2 * t->head_dim);
   for (int g = 0; g < t->num_pages; g++) {
     const uint8_t *w = (const uint8_t *)t->v[g] + n * t->page_size;
-    const char *next = row == 0 && t->next_k[g] ? (const char *)t->next_k[g] + n * t->page_size : NULL;
     for (int64_t token = 0; token < t->page_size; token += 4) {
-      next = fetch_lines(next, 2);
       const wq8 u = wq8_load(w + token * 16), v = wq8_load(w + (t->page_size + token) * 16);
       UNROLL for (int i = 0; i < rows; i++) {
         a[i][0] = vi_dot4(a[i][0], u, high + i * 64 + g * t->page_size + token);

@@ -1,4 +1,5 @@
-// The softmax of one 64-token tile, between its scores and its weighted sum; shared by all levels. Internal to simd/.
+// What attention shares at all levels: the softmax of one 64-token tile, between its scores and its weighted sum, and
+// prefetching the next tile. Internal to simd/.
 #pragma once
 #include <math.h>
 
@@ -10,6 +11,14 @@ typedef struct {
   float scale[QUIRE_TILE];              // int8: p = scale * (128 * high + low), each digit 0..127
   int32_t high_sum[QUIRE_TILE], low_sum[QUIRE_TILE];  // start values that make integer dots with unsigned values exact
 } softmax_result;
+
+// Decode is bound by memory: prefetch the lines [from, to) / `all` of each page of the next tile into L2. A tile's scores
+// fetch the first half, its weighted sum the second half.
+INLINE void fetch_pages(const quire_attention_tile *t, int64_t from, int64_t to, int64_t all) {
+  const int64_t first = t->next_bytes * from / all, end = t->next_bytes * to / all;
+  for (int page = 0; page < t->num_next_pages; page++)
+    for (int64_t byte = first; byte < end; byte += 64) __builtin_prefetch(t->next[page] + byte, 0, 2);
+}
 
 // The columns [from, to) of 16 that row r sees in each quarter of the tile; returns whether it sees all 64.
 INLINE int visible(const quire_attention_tile *t, int r, int from[4], int to[4]) {

@@ -80,7 +80,9 @@ typedef struct {
                              // int8 [d/16][page/4][16][4] unsigned
   const float *v_scales[4];  // int8: of 16 tokens each
   int num_pages, page_size;  // v[0 .. num_pages); the sequence may end inside the last page
-  const void *next_k[4];     // prefetched in the meantime: K of each page of the next tile, or NULL
+  const char *next[4];       // prefetched in the meantime: the pages of the next tile, one KV head of each
+  int num_next_pages;
+  int64_t next_bytes;        // of each
   float *m, *l;              // [rows] running maximum and sum of the split
   float *s;                  // scratch [64][64] f32
   void *p;                   // scratch [64][64] in the KV dtype; for int8 two of them: high and low digits

@@ -221,7 +221,7 @@ static void run_attention(const quire_tiles *level, attention *x, int dtype, qui
       t.k[j] = (char *)page->k + slot * d * quire_itemsize(dtype);
       t.k_scales[j] = page->k_scales + slot * (d / 32);
       t.v_scales[j] = page->v_scales + slot;
-      t.v[16 * j / size] = page->v, t.next_k[16 * j / size] = page->k;
+      t.v[16 * j / size] = page->v;
     }
     reset(x->m, x->l, x->o, rows * d);
     level->attention[dtype](rows, &t);
