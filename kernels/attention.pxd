@@ -9,6 +9,7 @@ cdef struct AttentionOp:
     quire_output out                # [tokens][num_heads][head_dim]
     int64_t window                  # 0: all earlier tokens
     float softcap                   # of the scores; 0: none
+    const float *sinks              # [num_heads], a score of each head without a value; or NULL
 
 cdef int64_t attention_scratch_bytes(int64_t padded_head_dim) noexcept nogil
 cdef int64_t attention_shared_bytes(int64_t padded_head_dim) noexcept nogil

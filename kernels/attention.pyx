@@ -12,7 +12,8 @@ from libc.stdint cimport int32_t
 from libc.string cimport memcpy, memset
 
 from .heads cimport load_queries, store_rows
-from .isa cimport QUIRE_F32, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_itemsize, quire_page, quire_rows
+from .isa cimport (QUIRE_F32, QUIRE_LANES, QUIRE_Q8, QUIRE_TILE, quire_attention_tile, quire_itemsize, quire_page,
+                   quire_rows)
 from .pool cimport quire_next_index, quire_signal, quire_signal_await, quire_signal_set
 from .step cimport page_at, table_of
 
@@ -327,6 +328,8 @@ cdef void _write_output(const AttentionOp *op, const quire_tiles *tiles, const W
     cdef int64_t d = workspace.q.width, head_dim = op.heads.head_dim, columns = op.heads.group * head_dim, i, g, r, j
     cdef int64_t queries = unit.queries, first_row = unit.first_row, head = unit.head
     cdef float *row
+    if op.sinks != NULL:
+        _add_sinks(op, tiles, state, queries * op.heads.group, head)
     for i in range(queries):
         row = workspace.split.o + i * columns        # no longer needed
         for g in range(op.heads.group):
@@ -339,3 +342,15 @@ cdef void _write_output(const AttentionOp *op, const quire_tiles *tiles, const W
                    workspace.split.o + i * columns, columns * sizeof(float))
     else:
         tiles.convert(workspace.split.o, columns, queries, columns, &op.out, first_row, head * columns)
+
+
+cdef void _add_sinks(const AttentionOp *op, const quire_tiles *tiles, const State *state, int64_t rows,
+                     int64_t head) noexcept nogil:
+    """Add the exponentials of the heads' sinks, relative to each row's maximum, to the sums of the softmax."""
+    cdef float x[QUIRE_TILE]
+    cdef int64_t padded = (rows + QUIRE_LANES - 1) // QUIRE_LANES * QUIRE_LANES, r
+    for r in range(padded):
+        x[r] = op.sinks[head * op.heads.group + r % op.heads.group] - state.m[r] if r < rows else 0
+    tiles.exp_scaled(x, 0, 1, padded, x)
+    for r in range(rows):
+        state.l[r] += x[r]

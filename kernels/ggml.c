@@ -6,10 +6,12 @@
 #include "simd/tiles.h"
 #include "simd/vec.h"
 
-int64_t quire_ggml_weights(int type) { return type == QUIRE_GGML_Q8_0 || type == QUIRE_GGML_Q4_0 ? 32 : 256; }
+int64_t quire_ggml_weights(int type) {
+  return type == QUIRE_GGML_Q8_0 || type == QUIRE_GGML_Q4_0 || type == QUIRE_GGML_MXFP4 ? 32 : 256;
+}
 
 int64_t quire_ggml_bytes(int type) {
-  static const int64_t bytes[] = {34, 18, 144, 176, 210};
+  static const int64_t bytes[] = {34, 18, 144, 176, 210, 17};
   return bytes[type];
 }
 
@@ -84,8 +86,21 @@ static void widen_q6_k(const uint8_t *block, float *out) {
   }
 }
 
+// MXFP4: an exponent e, then 16 bytes of codes in the order of Q4_0; a weight is half of the code's number times 2^(e - 127).
+static void widen_mxfp4(const uint8_t *block, float *out) {
+  static const int8_t numbers[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+  const uint32_t bits = block[0] ? (uint32_t)block[0] << 23 : 1u << 22;
+  float scale;
+  memcpy(&scale, &bits, sizeof scale);
+  for (int i = 0; i < 16; i++) {
+    out[i] = (float)numbers[block[1 + i] & 15] * (scale * 0.5f);
+    out[16 + i] = (float)numbers[block[1 + i] >> 4] * (scale * 0.5f);
+  }
+}
+
 void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out) {
-  static void (*const widen[])(const uint8_t *, float *) = {widen_q8_0, widen_q4_0, widen_q4_k, widen_q5_k, widen_q6_k};
+  static void (*const widen[])(const uint8_t *, float *) = {widen_q8_0, widen_q4_0, widen_q4_k, widen_q5_k, widen_q6_k,
+                                                            widen_mxfp4};
   for (int64_t b = 0; b < n; b++) widen[type](blocks + b * quire_ggml_bytes(type), out + b * quire_ggml_weights(type));
 }
 
@@ -133,6 +148,13 @@ static void pack_q4_0(const uint8_t *block, uint8_t *at, uint16_t *scale) {
   for (int line = 0; line < 4; line++) put(at, line, load32(block + 2 + line * 4));
 }
 
+// Block b of n, whose exponent and codes have places of their own in the panel.
+static void pack_mxfp4(const uint8_t *block, uint8_t *panel, int64_t b, int64_t n, int64_t column) {
+  panel[b * 16 + column] = block[0];
+  uint8_t *at = panel + quire_mxfp4_scale_bytes(n * 32) + b * 256 + column * 4;
+  for (int line = 0; line < 4; line++) put(at, line, load32(block + 1 + line * 4));
+}
+
 // A k-quant's super-block as one column of a panel's super-block, whose layout is in simd/tiles.h.
 static inline __attribute__((always_inline)) void pack_k(int dtype, const uint8_t *block, uint8_t *super_block, int64_t column) {
   const uint8_t *scales = dtype == QUIRE_Q6_K ? block + 192 : block + 4;
@@ -168,6 +190,7 @@ void quire_ggml_pack(int type, const uint8_t *blocks, int64_t stride, int64_t ro
       switch (type) {
         case QUIRE_GGML_Q8_0: pack_q8_0(block, panel + b * 512 + column * 4, scales + b * 16 + column); break;
         case QUIRE_GGML_Q4_0: pack_q4_0(block, panel + b * 256 + column * 4, scales + b * 16 + column); break;
+        case QUIRE_GGML_MXFP4: pack_mxfp4(block, panel, b, n, column); break;
         case QUIRE_GGML_Q4_K: pack_k(QUIRE_Q4_K, block, panel + b * quire_super_block_bytes(QUIRE_Q4_K), column); break;
         case QUIRE_GGML_Q5_K: pack_k(QUIRE_Q5_K, block, panel + b * quire_super_block_bytes(QUIRE_Q5_K), column); break;
         default: pack_k(QUIRE_Q6_K, block, panel + b * quire_super_block_bytes(QUIRE_Q6_K), column);

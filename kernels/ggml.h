@@ -4,7 +4,7 @@
 #pragma once
 #include <stdint.h>
 
-enum { QUIRE_GGML_Q8_0, QUIRE_GGML_Q4_0, QUIRE_GGML_Q4_K, QUIRE_GGML_Q5_K, QUIRE_GGML_Q6_K };
+enum { QUIRE_GGML_Q8_0, QUIRE_GGML_Q4_0, QUIRE_GGML_Q4_K, QUIRE_GGML_Q5_K, QUIRE_GGML_Q6_K, QUIRE_GGML_MXFP4 };
 
 int64_t quire_ggml_weights(int type);  // of one block
 int64_t quire_ggml_bytes(int type);    // of one block

@@ -14,12 +14,14 @@ cdef extern from "simd/tiles.h" nogil:
         QUIRE_Q4_K
         QUIRE_Q5_K
         QUIRE_Q6_K
+        QUIRE_MXFP4
         QUIRE_DTYPES
         QUIRE_SUPER_BLOCK
         QUIRE_STORE
         QUIRE_ADD
         QUIRE_SWIGLU
         QUIRE_GEGLU
+        QUIRE_CLAMPED
         QUIRE_LEVELS
 
     ctypedef struct quire_rows:

@@ -11,6 +11,7 @@ cdef enum:
 cdef struct Weight:                 # of a `PackedMatrix`
     Panels parts[MOST_RANGES]
     int num_parts
+    const float *bias               # [16 * panels] or NULL
 
 cdef struct LinearOp:
     Value input
@@ -29,7 +30,6 @@ cdef struct LinearOp:
     int64_t groups_width
     const Weight *weights           # of each expert, else of one matrix
     int64_t num_blocks              # of 32 columns of out
-    const float *bias               # [16 * panels] or NULL
     int epilogue
     bint sampled                    # computes only the rows that sample
 

@@ -232,7 +232,7 @@ cdef void _multiply(const LinearOp *op, const quire_tiles *tiles, const Item *it
         lines = 2 * next.part.panel_bytes // (width // 32) // 64    # of `next`, per 32 of K
     tile.scratch = scratch + 1
     tile.factors = scratch.factors if op.has_factors else NULL
-    tile.bias = op.bias + 16 * pair.panel if op.bias != NULL else NULL
+    tile.bias = item.weight.bias + 16 * pair.panel if item.weight.bias != NULL else NULL
     tile.c, tile.ldc = y, QUIRE_BLOCK
     tile.epilogue = op.epilogue
     tile.a.width = width

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from .pack import PackedMatrix
 
 DType = Literal["f32", "bf16", "q8"]  # of activations
-WeightDtype = Literal["bf16", "q8", "q4", "q4_k", "q5_k", "q6_k", "f32"]
-Epilogue = Literal["store", "add", "swiglu", "geglu"]
-GATED: tuple[Epilogue, ...] = ("swiglu", "geglu")  # whose weight has columns of gate and up in turn
+WeightDtype = Literal["bf16", "q8", "q4", "q4_k", "q5_k", "q6_k", "mxfp4", "f32"]
+Epilogue = Literal["store", "add", "swiglu", "geglu", "swiglu_clamped"]
+GATED: tuple[Epilogue, ...] = ("swiglu", "geglu", "swiglu_clamped")  # whose weight has columns of gate and up in turn
 StoredDtype = Literal["f32", "bf16", "q8", "i32"]  # of regions: activations, and tables of numbers
 
 KVDtype = Literal["bf16", "f32", "int8"]
@@ -31,6 +31,7 @@ INPUT_DTYPES: dict[WeightDtype, DType] = {  # by the weight's dtype
     "q4_k": "q8",
     "q5_k": "q8",
     "q6_k": "q8",
+    "mxfp4": "q8",
     "f32": "f32",
 }
 BLOCK = 32  # columns that share one activation scale; every row is padded to a multiple of it
@@ -109,11 +110,11 @@ class Convert:
 @dataclass(frozen=True, slots=True)
 class Linear:
     """y = (input @ weight.T + bias) * scale, then `store`: out = y, or softcap * tanh(y / softcap) with a `softcap`;
-    `add`: out += y; `swiglu`: out = silu(gate) * up; `geglu`: out = gelu(gate) * up, by the approximation with tanh.
+    `add`: out += y; `swiglu`: out = silu(gate) * up; `geglu`: out = gelu(gate) * up, by the approximation with tanh;
+    `swiglu_clamped`: out = gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up between -7 and 7.
 
-    For `swiglu` and `geglu` the weight's columns are 16 of gate and 16 of up in turn, and `out` has half as many. `out`
-    may have any dtype, but f32 with `add`, `normed` or `maxima`: the maximum of each 32 columns, NaN if one of them is
-    NaN.
+    For these three the weight's columns are 16 of gate and 16 of up in turn, and `out` has half as many. `out` may have
+    any dtype, but f32 with `add`, `normed` or `maxima`: the maximum of each 32 columns, NaN if one of them is NaN.
     """
 
     input: Region | Normed  # [rows, in_features] in the dtype of INPUT_DTYPES
@@ -134,7 +135,8 @@ class Attention:
     Splits qkv into heads; applies q_norm and k_norm if given, to each head or, with `norms_rows`, to all query heads of
     a row together and to all key heads together; then the rotary embedding; stores K and V in their pages; computes
     softmax(q K^T) V per head over the sequence's pages, with `window` > 0 over the last `window` tokens. With `softcap`
-    > 0, scores become softcap * tanh(score / softcap).
+    > 0, scores become softcap * tanh(score / softcap). With `sinks`, the softmax of a head has one more score, which
+    takes a share of the weight and has no value.
     Layers of one window may share pages: they are a layer group, with one page table per sequence and a slot in its
     pages for each layer.
 
@@ -159,6 +161,7 @@ class Attention:
     window: int
     softcap: float = 0.0  # 0: none
     norms_rows: bool = False
+    sinks: npt.NDArray[np.float32] | None = None  # [num_heads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +238,9 @@ class ExpertLinear:
     input: Region | Normed  # [places, in_features] in the dtype of INPUT_DTYPES
     weights: tuple[PackedMatrix, ...]  # [num_experts], of one shape and dtype
     routing: Routing
-    out: Region  # [places, out_features]; for `swiglu` half as many columns
-    epilogue: Literal["store", "swiglu"]
+    out: Region  # [places, out_features]; for gated epilogues half as many columns
+    epilogue: Epilogue  # `store`, or a gated one
+    biases: tuple[npt.NDArray[np.float32], ...] | None = None  # [num_experts] of [out_features]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from libc.string cimport memcpy, memset
 import numpy as np
 
 from .isa import WEIGHT_CODES
-from .isa cimport (QUIRE_BF16, QUIRE_F32, QUIRE_Q4, QUIRE_Q4_K, QUIRE_SUPER_BLOCK, quire_panel_bytes, quire_tiles,
-                   tiles_of)
+from .isa cimport (QUIRE_BF16, QUIRE_F32, QUIRE_MXFP4, QUIRE_Q4, QUIRE_Q4_K, QUIRE_SUPER_BLOCK,
+                   quire_panel_bytes, quire_tiles, tiles_of)
 
 cdef extern from "ggml.h" nogil:
     enum:
@@ -19,6 +19,7 @@ cdef extern from "ggml.h" nogil:
         QUIRE_GGML_Q4_K
         QUIRE_GGML_Q5_K
         QUIRE_GGML_Q6_K
+        QUIRE_GGML_MXFP4
     int64_t quire_ggml_weights(int type)
     int64_t quire_ggml_bytes(int type)
     void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out)
@@ -26,9 +27,10 @@ cdef extern from "ggml.h" nogil:
     void quire_ggml_pack(int type, const uint8_t *blocks, int64_t stride, int64_t rows, int64_t n, int lane,
                          uint8_t *panel, uint16_t *scales)
 
-GGML_DTYPES = {"Q8_0": "q8", "Q4_0": "q4", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k"}
+GGML_DTYPES = {"Q8_0": "q8", "Q4_0": "q4", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k",
+               "MXFP4": "mxfp4"}
 _GGML_CODES = {"Q8_0": QUIRE_GGML_Q8_0, "Q4_0": QUIRE_GGML_Q4_0, "Q4_K": QUIRE_GGML_Q4_K, "Q5_K": QUIRE_GGML_Q5_K,
-               "Q6_K": QUIRE_GGML_Q6_K}
+               "Q6_K": QUIRE_GGML_Q6_K, "MXFP4": QUIRE_GGML_MXFP4}
 _ROWS_AT_ONCE = 64    # rows of the source that are widened to f32 at a time: malloc keeps what a thread has freed
 _INTEGERS = {"q8", "q4", *GGML_DTYPES.values()}    # dtypes that multiply q8 activations
 _ZEROS = {"q8": 0x80, "q4": 0x88}    # bytes of padding: weights are stored unsigned
@@ -64,8 +66,9 @@ def _panels_nbytes(columns, in_features, dtype):
         raise ValueError(f"weight dtype must be one of {', '.join(WEIGHT_CODES)}, not {dtype!r}")
     if columns < 1 or in_features < 1:
         raise ValueError(f"a matrix needs positive sizes, not {columns} x {in_features}")
-    if WEIGHT_CODES[dtype] >= QUIRE_Q4_K and in_features % QUIRE_SUPER_BLOCK:
-        raise ValueError(f"{dtype} needs in_features in multiples of {QUIRE_SUPER_BLOCK}, not {in_features}")
+    block = 32 if WEIGHT_CODES[dtype] == QUIRE_MXFP4 else QUIRE_SUPER_BLOCK
+    if WEIGHT_CODES[dtype] >= QUIRE_Q4_K and in_features % block:
+        raise ValueError(f"{dtype} needs in_features in multiples of {block}, not {in_features}")
     width = _padded(in_features)
     scales = _padded(columns) * width // 32 * 2 if dtype in _ZEROS else 0
     return _padded(columns) // 16 * quire_panel_bytes(WEIGHT_CODES[dtype], width) + scales
@@ -162,7 +165,7 @@ cdef class PackedMatrix:
     cdef int _check_columns(self, int64_t start, int64_t n, interleave, int native) except -2:
         """Check that `n` rows of a source fit from column `start` on; return the phase, -1 without interleaving.
 
-        The source has the numbers of dtype `native`. Nothing else is rounded to the dtypes of super-blocks.
+        The source has the numbers of dtype `native`. Nothing else is rounded to k-quants and mxfp4.
         """
         if interleave not in (None, 0, 1):
             raise ValueError(f"interleave must be None, 0 or 1, not {interleave!r}")

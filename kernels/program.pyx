@@ -12,8 +12,8 @@ import numpy as np
 from .attention cimport AttentionOp, attention_scratch_bytes, attention_shared_bytes, num_units
 from .experts cimport CombineOp, DispatchOp, RouteOp, RoutingTables, grouping_scratch_bytes
 from .heads cimport HeadsOp
-from .isa cimport (QUIRE_ADD, QUIRE_GEGLU, QUIRE_MAX_HEAD, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TILE, quire_head,
-                   tiles_of)
+from .isa cimport (QUIRE_ADD, QUIRE_CLAMPED, QUIRE_GEGLU, QUIRE_MAX_HEAD, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TILE,
+                   quire_head, tiles_of)
 from .isa import DTYPE_CODES
 from .linear cimport ROWS_IN_CACHE, LinearOp, Weight, linear_scratch_bytes
 from .ops import (BLOCK, GATED, INPUT_DTYPES, QUERY_DTYPES, AddNorm, Attention, Combine, Convert, Dispatch, Embed,
@@ -27,7 +27,8 @@ from .replay cimport (ADD_NORM, ATTENTION, COMBINE, CONVERT, DISPATCH, EMBED, GA
 from .rows cimport ConvertOp
 from .step cimport Step, Value
 
-_EPILOGUES = {"store": QUIRE_STORE, "add": QUIRE_ADD, "swiglu": QUIRE_SWIGLU, "geglu": QUIRE_GEGLU}
+_EPILOGUES = {"store": QUIRE_STORE, "add": QUIRE_ADD, "swiglu": QUIRE_SWIGLU, "geglu": QUIRE_GEGLU,
+              "swiglu_clamped": QUIRE_CLAMPED}
 
 
 def scratch_nbytes(head_dim, workers, ops):
@@ -171,13 +172,11 @@ cdef class Program:
         linear.sampled = self.regions.follows(op.input.data if isinstance(op.input, Normed) else op.input, op.out)
         rows = self.max_samples if linear.sampled else self.max_rows
         linear.groups = NULL
-        self._add_product(linear, op, (weight,), rows, rows // ROWS_IN_CACHE + 1)
+        biases = None if op.bias is None else (op.bias * np.float32(op.scale),)
+        self._add_product(linear, op, (weight,), biases, rows, rows // ROWS_IN_CACHE + 1)
         if op.normed is not None:
             linear.converts = self.regions.normed(&linear.converted, op, rows)
         self._add_maxima(linear, op, rows)
-        linear.bias = NULL
-        if op.bias is not None:
-            linear.bias = self.regions.vector(op.bias * np.float32(op.scale), weight.out_features, weight.panels * 16)
         linear.has_factors, linear.scale = linear.squares != NULL or op.scale != 1, op.scale
         linear.softcap = op.softcap
         if op.softcap and op.epilogue != "store":
@@ -191,15 +190,17 @@ cdef class Program:
         if len(op.weights) != op.routing.num_experts or len(shapes) != 1:
             raise ValueError(f"{op.routing.num_experts} experts need as many weights of one shape and dtype, "
                              f"not {len(op.weights)} of {len(shapes)}")
-        linear.sampled, linear.bias, linear.maxima = False, NULL, NULL
+        if op.biases is not None and len(op.biases) != len(op.weights):
+            raise ValueError(f"{len(op.weights)} experts need as many biases, not {len(op.biases)}")
+        linear.sampled, linear.maxima = False, NULL
         linear.groups, linear.groups_width = routing.groups, routing.groups_width
         linear.scale, linear.softcap = 1, 0
-        self._add_product(linear, op, op.weights, self.max_rows * op.routing.top_k,
+        self._add_product(linear, op, op.weights, op.biases, self.max_rows * op.routing.top_k,
                           max_groups(self.max_rows, op.routing.num_experts, op.routing.top_k))
         linear.has_factors = linear.squares != NULL
 
-    cdef _add_product(self, LinearOp *linear, op, weights, rows, groups):
-        """Set the input, the weights and the output: all that linear layers with and without experts have."""
+    cdef _add_product(self, LinearOp *linear, op, weights, biases, rows, groups):
+        """Set the input, the weights and biases, and the output: what linear layers with and without experts have."""
         cdef PackedMatrix weight = weights[0]
         cdef char[::1] memory = np.zeros(len(weights) * sizeof(Weight), np.int8)
         cdef Weight *packed = <Weight *>&memory[0]
@@ -219,7 +220,9 @@ cdef class Program:
         linear.num_blocks, linear.epilogue = num_blocks, _EPILOGUES[op.epilogue]
         for index, weight in enumerate(weights):
             memcpy(packed[index].parts, weight.parts, sizeof(weight.parts))
-            packed[index].num_parts = weight.num_parts
+            packed[index].num_parts, packed[index].bias = weight.num_parts, NULL
+            if biases is not None:
+                packed[index].bias = self.regions.vector(biases[index], weight.out_features, weight.panels * 16)
         linear.weights = packed
         self.regions.keep_alive += [weights, memory]
 
@@ -310,7 +313,9 @@ cdef class Program:
         record.kind = ATTENTION
         self._add_heads(&attention.heads, op, group)
         attention.out = self.regions.output(op.out, op.num_heads * op.head_dim, self.max_rows)
-        attention.window, attention.softcap = op.window, op.softcap
+        attention.window, attention.softcap, attention.sinks = op.window, op.softcap, NULL
+        if op.sinks is not None:
+            attention.sinks = self.regions.vector(op.sinks, op.num_heads, op.num_heads)
         self.replay.step.query_tile = min(self.replay.step.query_tile, QUIRE_TILE // group)
 
     def _check_place(self, op):

@@ -34,12 +34,23 @@ INLINE const char *fetch_next(const char *next, int lines) {
   return next + lines * 64;
 }
 
-// silu(x) or gelu(x), the latter by its approximation 0.5 x (1 + tanh(u / 2)): both are x times a logistic function.
+// silu(x), gelu(x) by its approximation 0.5 x (1 + tanh(u / 2)), or x sigmoid(1.702 x): all are x times a logistic function.
 INLINE vf activate(const int epilogue, vf x) {
   vf u = x;
   if (epilogue == QUIRE_GEGLU)  // u = 2 sqrt(2 / pi) (x + 0.044715 x^3)
     u = vf_mul(vf_mul(x, vf_set1(1.5957691216f)), vf_fma(vf_mul(x, x), vf_set1(0.044715f), vf_set1(1.f)));
+  if (epilogue == QUIRE_CLAMPED) u = vf_mul(x, vf_set1(1.702f));
   return vf_div(x, vf_add(vf_set1(1.f), vf_exp(vf_sub(vf_zero(), u))));
+}
+
+// activation(gate) * up. CLAMPED limits both to 7 and adds 1 to up; a NaN passes through.
+INLINE vf gated(const int epilogue, vf gate, vf up) {
+  if (epilogue == QUIRE_CLAMPED) {
+    const vf limit = vf_set1(7.f);
+    gate = vf_min(limit, gate);
+    up = vf_add(vf_min(limit, vf_max(vf_set1(-7.f), up)), vf_set1(1.f));
+  }
+  return vf_mul(activate(epilogue, gate), up);
 }
 
 // The epilogue. acc[row] holds the pair's two panels. Epilogues are elementwise, so the chains stay as they are.
@@ -51,7 +62,7 @@ INLINE void finish(const int rows, vf acc[][2], const quire_linear_tile *t) {
     if (t->factors) y0 = vf_mul(y0, vf_set1(t->factors[i])), y1 = vf_mul(y1, vf_set1(t->factors[i]));
     if (t->bias) y0 = vf_add(y0, bias0), y1 = vf_add(y1, bias1);
     if (t->epilogue >= QUIRE_SWIGLU) {
-      vf_store(c, vf_mul(activate(t->epilogue, y0), y1));
+      vf_store(c, gated(t->epilogue, y0, y1));
       continue;
     }
     if (t->epilogue == QUIRE_ADD) y0 = vf_add(vf_load(c), y0), y1 = vf_add(vf_load(c + 16), y1);

@@ -22,6 +22,7 @@ void ISA(linear_q4)(int rows, const quire_linear_tile *t);
 void ISA(linear_q4_k)(int rows, const quire_linear_tile *t);
 void ISA(linear_q5_k)(int rows, const quire_linear_tile *t);
 void ISA(linear_q6_k)(int rows, const quire_linear_tile *t);
+void ISA(linear_mxfp4)(int rows, const quire_linear_tile *t);
 void ISA(attention_f32)(int rows, const quire_attention_tile *t);
 void ISA(attention_bf16)(int rows, const quire_attention_tile *t);
 void ISA(attention_int8)(int rows, const quire_attention_tile *t);
@@ -39,6 +40,7 @@ void ISA(store_value)(const float *x, int64_t slot, const quire_page *page);
 void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out);
 void ISA(unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane, float *out);
 void ISA(unpack_k)(const void *panel, int bits, int64_t width, int lane, float *out);
+void ISA(unpack_mxfp4)(const void *panel, int64_t width, int lane, float *out);
 void ISA(quantise_q4)(const float *w, uint16_t *scales, void *block);
 void ISA(block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *maxima,
                        int64_t maxima_stride);

@@ -76,6 +76,10 @@ void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out) {
 }
 
 void ISA(unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane, float *out) {
+  if (dtype == QUIRE_MXFP4) {
+    ISA(unpack_mxfp4)(panel, width, lane, out);
+    return;
+  }
   if (dtype >= QUIRE_Q4_K) {
     ISA(unpack_k)(panel, dtype, width, lane, out);
     return;

@@ -7,8 +7,8 @@
 enum { QUIRE_LANES = 16, QUIRE_BLOCK = 32, QUIRE_TILE = 64, QUIRE_MAX_HEAD = 512 };
 // Dtypes of weights; the first three of activations. Those of super-blocks have their bits as codes.
 enum { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_Q8 = 2, QUIRE_Q4 = 3 };
-enum { QUIRE_Q4_K = 4, QUIRE_Q5_K = 5, QUIRE_Q6_K = 6, QUIRE_DTYPES = 7 };
-enum { QUIRE_STORE = 0, QUIRE_ADD = 1, QUIRE_SWIGLU = 2, QUIRE_GEGLU = 3 };  // epilogues; from SWIGLU on, of pairs
+enum { QUIRE_Q4_K = 4, QUIRE_Q5_K = 5, QUIRE_Q6_K = 6, QUIRE_MXFP4 = 7, QUIRE_DTYPES = 8 };
+enum { QUIRE_STORE = 0, QUIRE_ADD = 1, QUIRE_SWIGLU = 2, QUIRE_GEGLU = 3, QUIRE_CLAMPED = 4 };  // epilogues; from SWIGLU on, of pairs
 
 static inline __attribute__((always_inline)) int64_t quire_itemsize(const int dtype) {
   return dtype == QUIRE_F32 ? 4 : dtype == QUIRE_BF16 ? 2 : 1;
@@ -27,8 +27,14 @@ static inline __attribute__((always_inline)) int64_t quire_super_block_bytes(con
   return (quire_scale_lines(dtype) + 8 * dtype) * 64;
 }
 
+// A panel of mxfp4 begins with its exponents, a byte for each 32 of K and column, padded to whole lines; then codes as in q4.
+static inline __attribute__((always_inline)) int64_t quire_mxfp4_scale_bytes(const int64_t width) {
+  return (width / 2 + 63) / 64 * 64;
+}
+
 // Of 16 columns and `width` of K, without the scales of q8 and q4.
 static inline __attribute__((always_inline)) int64_t quire_panel_bytes(const int dtype, const int64_t width) {
+  if (dtype == QUIRE_MXFP4) return quire_mxfp4_scale_bytes(width) + width * 8;
   if (dtype >= QUIRE_Q4_K) return width / QUIRE_SUPER_BLOCK * quire_super_block_bytes(dtype);
   return dtype == QUIRE_Q4 ? width * 8 : width * 16 * quire_itemsize(dtype);
 }
@@ -61,7 +67,7 @@ typedef struct {
   const float *bias;       // [32] or NULL
   const char *next;        // prefetched into L2 in the meantime, `next_lines` cache lines per 32 of K; or NULL
   int next_lines;
-  float *c;                // first output column of the pair; for SWIGLU and GEGLU the pair yields 16 columns
+  float *c;                // first output column of the pair; from SWIGLU on the pair yields 16 columns
   int64_t ldc;             // floats
   int epilogue;
 } quire_linear_tile;

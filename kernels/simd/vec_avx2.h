@@ -197,7 +197,17 @@ static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
 }
 static inline wq8 wq8_or(wq8 a, wq8 b) { return (wq8){_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
 static inline wq8 wq8_set1(int8_t x) { return (wq8){_mm256_set1_epi8(x), _mm256_set1_epi8(x)}; }
+// table[i] for bytes i below 16.
+static inline wq8 wq8_pick(const uint8_t *table, wq8 indices) {
+  const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table));
+  return (wq8){_mm256_shuffle_epi8(both, indices.lo), _mm256_shuffle_epi8(both, indices.hi)};
+}
 static inline vf vf_load_i8(const int8_t *p) {
   const __m128i lo = _mm_loadl_epi64((const void *)p), hi = _mm_loadl_epi64((const void *)(p + 8));
   return (vf){_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(lo)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(hi))};
 }
+// 2^(e - 127) for bytes e; 0 for 0, infinite for 255.
+static inline __m256 exponents_half(const uint8_t *p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const void *)p)), 23));
+}
+static inline vf vf_load_exponents(const uint8_t *p) { return (vf){exponents_half(p), exponents_half(p + 8)}; }

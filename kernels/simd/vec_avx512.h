@@ -107,6 +107,14 @@ static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
 }
 static inline wq8 wq8_or(wq8 a, wq8 b) { return _mm512_or_si512(a, b); }
 static inline wq8 wq8_set1(int8_t x) { return _mm512_set1_epi8(x); }
+// table[i] for bytes i below 16.
+static inline wq8 wq8_pick(const uint8_t *table, wq8 indices) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table)), indices);
+}
 static inline vf vf_load_i8(const int8_t *p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)p)));
+}
+// 2^(e - 127) for bytes e; 0 for 0, infinite for 255.
+static inline vf vf_load_exponents(const uint8_t *p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)), 23));
 }

@@ -145,7 +145,17 @@ static inline wq8 wq4_bits(wq4 w, int shift, int mask) {
 }
 static inline wq8 wq8_or(wq8 a, wq8 b) { MAP(wq8, vorrq_s8(a.q[i], b.q[i])); }
 static inline wq8 wq8_set1(int8_t x) { MAP(wq8, vdupq_n_s8(x)); }
+// table[i] for bytes i below 16.
+static inline wq8 wq8_pick(const uint8_t *table, wq8 indices) {
+  const uint8x16_t entries = vld1q_u8(table);
+  MAP(wq8, vreinterpretq_s8_u8(vqtbl1q_u8(entries, vreinterpretq_u8_s8(indices.q[i]))));
+}
 static inline vf vf_load_i8(const int8_t *p) {
   const int16x8_t half[2] = {vmovl_s8(vld1_s8(p)), vmovl_s8(vld1_s8(p + 8))};
   MAP(vf, vcvtq_f32_s32(vmovl_s16(i % 2 ? vget_high_s16(half[i / 2]) : vget_low_s16(half[i / 2]))));
+}
+// 2^(e - 127) for bytes e; 0 for 0, infinite for 255.
+static inline vf vf_load_exponents(const uint8_t *p) {
+  const uint16x8_t half[2] = {vmovl_u8(vld1_u8(p)), vmovl_u8(vld1_u8(p + 8))};
+  MAP(vf, vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(i % 2 ? vget_high_u16(half[i / 2]) : vget_low_u16(half[i / 2])), 23)));
 }

@@ -185,6 +185,18 @@ static inline wq8 wq8_set1(int8_t x) {
   memset(&r, x, sizeof r);
   return r;
 }
+// table[i] for bytes i below 16.
+static inline wq8 wq8_pick(const uint8_t *table, wq8 indices) {
+  uint8_t bytes[64];
+  memcpy(bytes, &indices, sizeof bytes);
+  for (int i = 0; i < 64; i++) bytes[i] = table[bytes[i]];
+  memcpy(&indices, bytes, sizeof bytes);
+  return indices;
+}
 static inline vf vf_load_i8(const int8_t *p) {
   MAP(vf, ((f32x4){p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]}));
+}
+// 2^(e - 127) for bytes e; 0 for 0, infinite for 255.
+static inline vf vf_load_exponents(const uint8_t *p) {
+  MAP(vf, (f32x4)((u32x4){p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]} << 23));
 }

@@ -33,7 +33,12 @@ from quire.pager.layout import KVLayout, first_kept_token, place_layers
 from tests.kernels.ggml import random_blocks
 from tests.kernels.reference import ReferenceProgram
 
-K_QUANTS = ("q4_k", "q5_k", "q6_k")  # the weights of a toy are random blocks of them
+BLOCK_DTYPES = {
+    "q4_k": 256,
+    "q5_k": 256,
+    "q6_k": 256,
+    "mxfp4": 32,
+}  # dtypes with random blocks as weights: K of a block
 VOCAB = 333
 MAX_ROWS, MAX_SAMPLES, NUM_PAGES, MAX_POSITIONS = 160, 40, 48, 700
 
@@ -168,7 +173,7 @@ class Toy:
         matrix = PackedMatrix(n, k, dtype, self.memory(packed_nbytes(n, k, dtype)))
         for index, source in enumerate(sources):
             interleave = index if len(sources) == 2 else None
-            if dtype in K_QUANTS:
+            if dtype in BLOCK_DTYPES:
                 ggml_type = dtype.upper()
                 blocks = random_blocks(self.rng, ggml_type, *source.shape, size=float(source.std()))
                 matrix.fill_blocks(blocks, ggml_type, interleave=interleave)
@@ -210,7 +215,8 @@ class Toy:
         attention = Attention(qkv, a, *place, heads, kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, window)
         added = [Linear(a_converted, o_weight, self._bias(hidden), x, "add", h2)]
         if self.unusual:
-            attention = replace(attention, softcap=1.5, norms_rows=self.qk_norm)
+            sinks = self.rng.normal(0, 2, heads).astype(np.float32)
+            attention = replace(attention, softcap=1.5, norms_rows=self.qk_norm, sinks=sinks)
             branch = self._region(self.max_rows, hidden, "f32")
             added = [
                 Linear(a_converted, o_weight, self._bias(hidden), branch, "store"),
@@ -254,12 +260,16 @@ class Toy:
         activated = self._region(places, self.intermediate, INPUT_DTYPES[self.weights])
         outputs = self._region(places, self.hidden, "f32")
         gate_up, down = ([make() for _ in range(self.experts)] for make in (self._gate_up, self._down))
+        experts = range(self.experts)
+        gate_up_biases = tuple(self._gate_up_bias() for _ in experts) if self.bias else None
+        down_biases = tuple(self._norm(self.hidden) for _ in experts) if self.bias else None
+        gated = "swiglu_clamped" if self.unusual else "swiglu"
         return [
-            Linear(replace(h, data=x), router, None, logits, "store"),
+            Linear(replace(h, data=x), router, self._bias(self.experts), logits, "store"),
             RouteRows(logits, self.routing, self.normalised),
             Dispatch(h, self.routing, dispatched),
-            ExpertLinear(dispatched, tuple(gate_up), self.routing, activated, "swiglu"),
-            ExpertLinear(activated, tuple(down), self.routing, outputs, "store"),
+            ExpertLinear(dispatched, tuple(gate_up), self.routing, activated, gated, gate_up_biases),
+            ExpertLinear(activated, tuple(down), self.routing, outputs, "store", down_biases),
             Combine(outputs, self.routing, x, after),
         ]
 

@@ -4,8 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 
-BLOCKS = {"Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210)}
-SCALES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # offsets of fp16 numbers
+BLOCKS = {
+    "Q8_0": (32, 34),
+    "Q4_0": (32, 18),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+    "MXFP4": (32, 17),
+}
+SCALES = {
+    "Q8_0": (0,),
+    "Q4_0": (0,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "MXFP4": (),
+}  # offsets of fp16 numbers
 # What makes random bytes weights of about 1: the scales of blocks, those of weights and then those of minimums.
 SIZES = {
     "Q8_0": (1 / 74,),
@@ -13,6 +27,7 @@ SIZES = {
     "Q4_K": (1 / 160, 1 / 21),
     "Q5_K": (1 / 330, 1 / 21),
     "Q6_K": (1 / 1400,),
+    "MXFP4": (),
 }
 
 
@@ -23,6 +38,8 @@ def random_blocks(rng: np.random.Generator, ggml_type: str, rows: int, columns: 
     for offset, scale in zip(SCALES[ggml_type], SIZES[ggml_type], strict=True):
         scales = (rng.uniform(0.3, 1.7, blocks.shape[:2]) * scale * size).astype(np.float16)
         blocks[:, :, offset : offset + 2] = scales.view(np.uint8).reshape(*scales.shape, 2)
+    if ggml_type == "MXFP4":  # a byte e for the scale 2^(e - 127)
+        blocks[:, :, 0] = rng.integers(124, 127, blocks.shape[:2]) + int(np.rint(np.log2(size)))
     return blocks.reshape(rows, columns // weights * nbytes)
 
 
@@ -78,4 +95,12 @@ def _q6_k(blocks: np.ndarray) -> np.ndarray:
     return scales[:, :, None] * (weights.reshape(len(blocks), 16, 16).astype(np.float32) - 32)
 
 
-FORMULAS = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
+def _mxfp4(blocks: np.ndarray) -> np.ndarray:
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+    exponents = np.where(blocks[:, :1] == 255, np.inf, blocks[:, :1].astype(np.float64) - 127)
+    halves = np.concatenate([blocks[:, 1:] & 15, blocks[:, 1:] >> 4], axis=1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return (np.exp2(exponents) * numbers[halves]).astype(np.float32)
+
+
+FORMULAS = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "MXFP4": _mxfp4}

@@ -25,11 +25,11 @@ from quire.kernels import Program, supported_levels
 from quire.kernels.ops import padded
 from quire.pager import KVLayout
 
-from tests.kernels.conftest import K_QUANTS, MAX_POSITIONS, MAX_SAMPLES, VOCAB, Toy
+from tests.kernels.conftest import BLOCK_DTYPES, MAX_POSITIONS, MAX_SAMPLES, VOCAB, Toy
 
 MAX_ROWS = 400
 LEVELS = supported_levels()
-DTYPES = ["f32", "q8", "q4", "bf16", *K_QUANTS], ["f32", "int8", "bf16"]
+DTYPES = ["f32", "q8", "q4", "bf16", *BLOCK_DTYPES], ["f32", "int8", "bf16"]
 MULTIPLICATIONS = 100_000_000  # of a case's reference: about half a second
 REDUCING_S = 60
 POISONED_POSITION = 300  # in the middle of a page, so that the page is not cleared
@@ -95,7 +95,7 @@ def random_model(rng: random.Random) -> dict[str, Any]:
     windows = [rng.choice([0, 0, 0, 1, 64, 256, rng.randint(1, 400)]) for _ in range(rng.choice([1, 1, 2, 3]))]
     experts = rng.choice([0, 0, rng.randint(1, 40)])
     model = {
-        "weights": rng.choices(DTYPES[0], [3, 4, 4, 1, 1, 1, 1])[0],
+        "weights": rng.choices(DTYPES[0], [3, 4, 4, 1, 1, 1, 1, 2])[0],
         "kv": rng.choices(DTYPES[1], [3, 4, 1])[0],
         "heads": heads,
         "kv_heads": kv_heads,
@@ -112,9 +112,9 @@ def random_model(rng: random.Random) -> dict[str, Any]:
         "seed": rng.randrange(1 << 30),
         "unusual": rng.random() < 0.3,
     }
-    if model["weights"] in K_QUANTS:  # whole super-blocks along K
-        head_dim = rng.choice([n for n in (16, 32, 64, 128, 256) if n * heads % 256 == 0] or [256])
-        model |= {"head_dim": head_dim, "hidden": 256, "intermediate": rng.choice([256, 512])}
+    if block := BLOCK_DTYPES.get(model["weights"]):  # whole blocks along K
+        head_dim = rng.choice([n for n in (16, 32, 64, 128, 256) if n * heads % block == 0] or [block])
+        model |= {"head_dim": head_dim, "hidden": 256, "intermediate": block * rng.choice([1, 2])}
     return model
 
 
@@ -277,7 +277,7 @@ def smaller_cases(case: Case) -> Iterator[Case]:
         ("intermediate", 32),
         ("head_dim", 32),
     ):
-        if name in ("heads", "hidden", "intermediate", "head_dim") and case.model["weights"] in K_QUANTS:
+        if name in ("heads", "hidden", "intermediate", "head_dim") and case.model["weights"] in BLOCK_DTYPES:
             continue
         if value and value != case.model[name]:
             yield msgspec.structs.replace(case, model={**case.model, name: value})

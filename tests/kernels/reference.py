@@ -102,9 +102,13 @@ def gelu(x: Array) -> Array:
 def gated(y: Array, epilogue: str) -> Array:
     """Return activation(gate) * up of columns that are 16 of gate and 16 of up in turn."""
     pairs = y.reshape(len(y), -1, 2, 16)
-    activate = silu if epilogue == "swiglu" else gelu
-    activated: Array = (activate(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(len(y), -1)
-    return activated
+    gate, up = pairs[:, :, 0], pairs[:, :, 1]
+    if epilogue == "swiglu_clamped":
+        gate = np.minimum(gate, 7)
+        activated: Array = gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -7, 7) + 1)
+    else:
+        activated = (silu if epilogue == "swiglu" else gelu)(gate) * up
+    return activated.reshape(len(y), -1)
 
 
 def soft_cap(x: Array, cap: float) -> Array:
@@ -239,6 +243,8 @@ class ReferenceProgram:
         y = np.empty((len(x), op.weights[0].out_features))
         for expert, first, end in self.regions[op.routing.groups]:
             y[first:end] = x[first:end] @ op.weights[expert].unpack().astype(np.float64).T
+            if op.biases is not None:
+                y[first:end] += op.biases[expert]
         self._write(op.out, gated(y, op.epilogue)[:, : op.out.columns] if op.epilogue in GATED else y)
 
     def _combine(self, op: Combine) -> None:
@@ -284,6 +290,8 @@ class ReferenceProgram:
             assert pages.min() >= 0, "pages that a row sees are not released"
             keys = np.repeat(self.keys[op.layer, pages, tokens], op.num_heads // op.num_kv_heads, axis=1)
             values = np.repeat(self.values[op.layer, pages, tokens], op.num_heads // op.num_kv_heads, axis=1)
-            weights = softmax(soft_cap(np.einsum("hd,thd->ht", q[row], keys), op.softcap))
-            out[row] = np.einsum("ht,thd->hd", weights, values)
+            scores = soft_cap(np.einsum("hd,thd->ht", q[row], keys), op.softcap)
+            if op.sinks is not None:
+                scores = np.concatenate([scores, op.sinks.astype(np.float64)[:, None]], axis=1)
+            out[row] = np.einsum("ht,thd->hd", softmax(scores)[:, : len(seen)], values)
         self._write(op.out, out.reshape(len(q), -1))

@@ -210,6 +210,7 @@ def test_a_row_that_is_not_finite_changes_no_other(dtype, isa):
         (5, 2, True, {}),
         (40, 3, False, {"hidden": 50, "intermediate": 33}),
         (1, 1, True, {"hidden": 600, "intermediate": 32}),
+        (6, 3, True, {"bias": True, "unusual": True}),
     ],
 )
 @pytest.mark.parametrize("weights", ["f32", "bf16", "q8", "q4"])
@@ -245,6 +246,9 @@ def test_experts_of_other_shapes_or_numbers_are_refused(toy):
         model.ops[at] = replace(expert, weights=weights)
         with pytest.raises(ValueError, match="4 experts need as many weights of one shape and dtype"):
             model.bind()
+    model.ops[at] = replace(expert, biases=(np.zeros(96, np.float32),) * 3)
+    with pytest.raises(ValueError, match="4 experts need as many biases, not 3"):
+        model.bind()
 
 
 @pytest.mark.parametrize(

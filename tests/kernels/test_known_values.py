@@ -131,6 +131,23 @@ def test_geglu(isa):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
+def test_clamped_swiglu(isa):
+    """gate / (1 + exp(-1.702 gate)) * (up + 1), where a gate of 9 is 7 and up is -7 to 7; a gate of -9 stays."""
+    gates, ups = [0, 1, -1, 9, -9, 1, 1], [5, 2, 2, 1, 1, 9, -9]
+    gate, up = np.zeros((32, 1)), np.zeros((32, 1))
+    gate[:7, 0], up[:7, 0] = gates, ups
+    weight = packed(np.zeros((64, 1)))
+    weight.fill(gate.astype(np.float32), interleave=0)
+    weight.fill(up.astype(np.float32), interleave=1)
+    arena = Arena()
+    rows, y = arena.region(1), arena.region(32)
+    ops = [Embed(packed([[1]]), rows), Linear(rows, weight, None, y, "swiglu_clamped")]
+    sigmoid_of_1 = 1 / (1 + np.exp(-1.702))
+    want = [0, 3 * sigmoid_of_1, -3 * (1 - sigmoid_of_1), 13.999906, -4.01e-6, 8 * sigmoid_of_1, -6 * sigmoid_of_1]
+    assert run(arena, ops, 1, y, isa)[0, :7] == pytest.approx(want, abs=2e-6)
+
+
+@pytest.mark.parametrize("isa", LEVELS)
 def test_results_are_scaled_then_capped(isa):
     """2 tanh((2 * 1 + 2) / 2 / 2) = 2 tanh(1); an embedding of 1 has the scale 2."""
     arena = Arena()
@@ -191,6 +208,23 @@ def test_capped_scores(kv, isa):
     """The scores ln 3 * (20, 0) become ln 3 * (tanh 20, 0), so the weights are 3/4 and 1/4."""
     out = attend([[1, 0, 1, 0, 4, 0], [1, 0, 0, 1, 0, 8]], isa, kv=kv, scale=20 * LN3, softcap=LN3)
     assert out == pytest.approx(np.array([[4, 0], [3, 2]]), abs=TOLERANCE[kv])
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("kv", KV)
+def test_a_sink_takes_its_share_of_the_softmax(kv, isa):
+    """The scores ln 3 and 0 beside a sink of ln 4 are the weights 3/8 and 1/8; a sink of -100 takes nothing."""
+    qkv = [[1, 0, 1, 0, 1, 0, 4, 0], [1, 0, 1, 0, 0, 1, 0, 8]]
+    sinks = np.array([np.log(4), -100], np.float32)
+    out = attend(qkv, isa, kv=kv, scale=LN3, heads=2, sinks=sinks)
+    assert out == pytest.approx(np.array([[12 / 7, 0, 4, 0], [1.5, 1, 3, 2]]), abs=TOLERANCE[kv])
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(("sink", "kept"), [(0, 300 / 301), (np.log(300), 1 / 2), (200, 0)])
+def test_a_sink_counts_once_over_all_splits(sink, kept, isa):
+    out = attend([[1, 0, 0, 0, 4, -4]] * 300, isa, sinks=np.array([sink], np.float32))
+    assert out[299] == pytest.approx([4 * kept, -4 * kept], abs=1e-5)
 
 
 @pytest.mark.parametrize("isa", LEVELS)

@@ -12,7 +12,7 @@ from tests.kernels.ggml import BLOCKS, SCALES, dequantise, random_blocks
 from tests.kernels.reference import ReferenceProgram
 
 LEVELS = supported_levels()
-K_QUANTS = ["Q4_K", "Q5_K", "Q6_K"]
+NATIVE = ["Q4_K", "Q5_K", "Q6_K", "MXFP4"]  # types with kernels of their own
 RNG = np.random.default_rng(6)
 ROWS = RNG.normal(0, 1, (23, 512)).astype(np.float32)
 
@@ -65,7 +65,7 @@ def test_a_layer_multiplies_the_dequantised_weights(ggml_type, columns, isa):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("ggml_type", K_QUANTS)
+@pytest.mark.parametrize("ggml_type", NATIVE)
 def test_a_row_has_the_same_bits_in_every_batch_and_on_every_number_of_threads(ggml_type, isa):
     weight = blocks_matrix([(ggml_type, random_blocks(np.random.default_rng(1), ggml_type, 75, 512))], 512)
     x = np.tile(ROWS, (10, 1)) * RNG.uniform(0.5, 2, (230, 1)).astype(np.float32)
@@ -88,8 +88,8 @@ def test_the_largest_weights_and_activations_do_not_overflow(ggml_type, isa):
     """All bits of all weights and scales are set, and each block's activations are all 127 or all -127."""
     blocks = random_blocks(np.random.default_rng(3), ggml_type, 32, 256)
     split = blocks.reshape(-1, BLOCKS[ggml_type][1])
-    numbers = np.isin(np.arange(split.shape[1]), [at + byte for at in SCALES[ggml_type] for byte in (0, 1)])
-    split[:, ~numbers] = 0xFF
+    scales = [at + byte for at in SCALES[ggml_type] for byte in (0, 1)] or [0]
+    split[:, ~np.isin(np.arange(split.shape[1]), scales)] = 0xFF
     weight = blocks_matrix([(ggml_type, blocks)], 256)
     x = np.where(np.arange(256) % 96 < 32, 1, -1).astype(np.float32)[None].repeat(7, axis=0)
     got, want = multiply(x, weight, isa)
@@ -97,7 +97,7 @@ def test_the_largest_weights_and_activations_do_not_overflow(ggml_type, isa):
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("weights", K_QUANTS)
+@pytest.mark.parametrize("weights", NATIVE)
 def test_the_logits_of_a_decoder_match_the_reference(toy, weights, isa):
     model = toy(weights=weights.lower(), heads=8, head_dim=32, hidden=256, intermediate=512, isa=isa)
     ids = np.random.default_rng(4).integers(0, 333, 70).astype(np.int32)
@@ -124,7 +124,7 @@ def test_neighbours_of_one_dtype_are_one_range():
     assert mixed.nbytes == packed_nbytes(64, 256, "q4_k") + packed_nbytes(32, 256, "q6_k")
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [("q4_k", 4.5), ("q5_k", 5.5), ("q6_k", 6.625)])
+@pytest.mark.parametrize(("dtype", "bits"), [("q4_k", 4.5), ("q5_k", 5.5), ("q6_k", 6.625), ("mxfp4", 4.25)])
 def test_bits_per_weight(dtype, bits):
     assert packed_nbytes(64, 512, dtype) == 64 * 512 * bits / 8
 

@@ -30,6 +30,15 @@ def test_any_scale_is_widened(ggml_type, scale):
         assert np.array_equal(widen_blocks(blocks, ggml_type), dequantise(blocks, ggml_type), equal_nan=True)
 
 
+def test_every_scale_of_mxfp4_is_kept():
+    blocks = np.random.default_rng(1).integers(0, 256, (255, 17), np.uint8)
+    blocks[:, 0] = np.arange(255)
+    packed = matrix(255, 32, "mxfp4")
+    packed.fill_blocks(blocks, "MXFP4")
+    assert np.array_equal(packed.unpack(), dequantise(blocks, "MXFP4"))
+    assert np.array_equal(widen_blocks(blocks, "MXFP4"), dequantise(blocks, "MXFP4"))
+
+
 @given(ggml_type=st.sampled_from(TYPES), rows=st.integers(1, 70), count=st.integers(1, 3), seed=st.integers(0, 99))
 def test_a_dtype_with_the_same_numbers_keeps_every_bit(ggml_type, rows, count, seed):
     columns = count * BLOCKS[ggml_type][0]
@@ -78,7 +87,7 @@ def test_blocks_may_be_read_only():
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        (lambda: widen_blocks(np.zeros((1, 34), np.uint8), "Q3_K"), "one of Q8_0, Q4_0, Q4_K, Q5_K, Q6_K"),
+        (lambda: widen_blocks(np.zeros((1, 34), np.uint8), "Q3_K"), "one of Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4"),
         (lambda: widen_blocks(np.zeros((1, 35), np.uint8), "Q8_0"), "whole blocks of 34 bytes, not 35"),
         (lambda: matrix(4, 64, "q8").fill_blocks(np.zeros((4, 34), np.uint8), "Q8_0"), "not 64 weights in Q8_0"),
         (lambda: matrix(4, 80, "q8").fill_blocks(np.zeros((4, 68), np.uint8), "Q8_0"), "not 80 weights in Q8_0"),

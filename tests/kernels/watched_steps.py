@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from conftest import K_QUANTS, NUM_PAGES, Toy
+from conftest import BLOCK_DTYPES, NUM_PAGES, Toy
 from quire.kernels import Pool, Sampler, supported_levels
 from quire.kernels.sample import ADJUSTMENT, ROW
 
@@ -109,7 +109,7 @@ def cases() -> Iterator[tuple[str, Callable[[], object]]]:
             )
             for name, run in steps(model):
                 yield f"step at {isa}: {weights} weights, {kv} KV, windows {windows}, {name}", run
-        for weights in K_QUANTS:
+        for weights in BLOCK_DTYPES:
             wide = {"heads": 8, "head_dim": 32, "hidden": 256, "intermediate": 512}
             model = Toy(weights=weights, kv="int8", **wide, isa=isa, threads=THREADS, memory=guarded)
             for name, run in steps(model):

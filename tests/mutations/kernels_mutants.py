@@ -9,8 +9,8 @@ SIMD_ATTENTION, ROWS, SIMD_LINEAR, SIMD_HEADS = (
     f"kernels/simd/{name}.c" for name in ("attention", "rows", "linear", "heads")
 )
 SOFTMAX, EPILOGUE = "kernels/simd/softmax.h", "kernels/simd/epilogue.h"
-PACK, Q4, K_QUANTS = "kernels/pack.pyx", "kernels/simd/q4.c", "kernels/simd/kquants.c"
-EXPERTS, SIMD_EXPERTS = "kernels/experts.pyx", "kernels/simd/experts.c"
+PACK, Q4, K_QUANTS, MXFP4 = "kernels/pack.pyx", *(f"kernels/simd/{name}.c" for name in ("q4", "kquants", "mxfp4"))
+EXPERTS, SIMD_EXPERTS, PROGRAM = "kernels/experts.pyx", "kernels/simd/experts.c", "kernels/program.pyx"
 AMX_LINEAR, AMX_ATTENTION = "kernels/simd/amx_linear.c", "kernels/simd/amx_attention.c"
 STEPS = "tests/kernels/test_program.py tests/kernels/test_memory.py tests/kernels/test_known_values.py"
 BITS = "tests/kernels tests/system/test_same_bits.py"
@@ -64,6 +64,55 @@ MUTANTS = [
         "if False and",
         "weights of a type that nothing quantises to are packed as another type, without an error",
         "tests/kernels/test_kquants.py",
+    ),
+    Mutant(
+        MXFP4,
+        "vi_set1((t->a.sums[i * blocks + b] >> 5) * 3)",
+        "vi_set1((t->a.sums[i * blocks + b] >> 5) * 2)",
+        "4-bit floating-point weights are multiplied with another zero than they were stored with",
+        "tests/kernels/test_kquants.py",
+    ),
+    Mutant(
+        MXFP4,
+        "q = load_scales(s1 + b * 16);",
+        "q = load_scales(s0 + b * 16);",
+        "half of the columns of an expert have the scales of their neighbours",
+        "tests/kernels/test_kquants.py",
+    ),
+    Mutant(
+        MXFP4,
+        "vf_max(vf_load_exponents(exponents), vf_set1(0x1p-127f))",
+        "vf_load_exponents(exponents)",
+        "weights with the smallest scale of MXFP4 become zero",
+        "tests/kernels/test_pack_blocks.py",
+    ),
+    Mutant(
+        ATTENTION,
+        "        _add_sinks(op, tiles, state, queries * op.heads.group, head)\n",
+        "        pass\n",
+        "gpt-oss attends as if it had no sinks",
+        "tests/kernels/test_known_values.py",
+    ),
+    Mutant(
+        ATTENTION,
+        "op.sinks[head * op.heads.group + r % op.heads.group]",
+        "op.sinks[head * op.heads.group + r // op.heads.group]",
+        "a head of gpt-oss has the sink of another head",
+        "tests/kernels/test_known_values.py tests/kernels/test_program.py",
+    ),
+    Mutant(
+        EPILOGUE,
+        "up = vf_add(vf_min(limit, vf_max(vf_set1(-7.f), up)), vf_set1(1.f));",
+        "up = vf_add(vf_min(limit, up), vf_set1(1.f));",
+        "experts of gpt-oss do not limit large negative values",
+        "tests/kernels/test_known_values.py",
+    ),
+    Mutant(
+        PROGRAM,
+        "self.regions.vector(biases[index], weight.out_features, weight.panels * 16)",
+        "self.regions.vector(biases[0], weight.out_features, weight.panels * 16)",
+        "all experts have the bias of the first one",
+        "tests/kernels/test_experts.py",
     ),
     Mutant(
         ATTENTION,

@@ -59,14 +59,17 @@ static void fill_dtype(void *out, int dtype, int64_t n) {
   }
 }
 
-// Random panels; the fp16 numbers of super-blocks are finite.
-static void fill_panels(char *panels, int dtype, int64_t bytes) {
+// Random panels; the fp16 numbers of super-blocks are finite, and the scales of mxfp4 are 2^-7 to 1.
+static void fill_panels(char *panels, int dtype, int64_t width, int count) {
+  const int64_t panel = quire_panel_bytes(dtype, width), bytes = count * panel;
   fill_dtype(panels, dtype, bytes / quire_itemsize(dtype));
-  for (int64_t at = 0; dtype >= QUIRE_Q4_K && at < bytes; at += quire_super_block_bytes(dtype))
+  for (int64_t at = 0; dtype == QUIRE_MXFP4 && at < bytes; at += panel)
+    for (int64_t i = 0; i < width / 2; i++) panels[at + i] = (char)(120 + next_bits() % 8);
+  for (int64_t at = 0; dtype >= QUIRE_Q4_K && dtype <= QUIRE_Q6_K && at < bytes; at += quire_super_block_bytes(dtype))
     for (int i = 0; i < 32; i++) ((uint16_t *)(panels + at))[i] = next_scale();
 }
 
-static const char *const dtype_names[] = {"f32", "bf16", "q8", "q4", "q4_k", "q5_k", "q6_k"};
+static const char *const dtype_names[] = {"f32", "bf16", "q8", "q4", "q4_k", "q5_k", "q6_k", "mxfp4"};
 
 static void verdict(const char *op, int dtype, const char *what, double error, double allowed) {
   if (error <= allowed) return;
@@ -164,7 +167,7 @@ static void compare_linear(const char *op, int dtype, int64_t width, int epilogu
   static uint16_t scales[2 * MAX_WIDTH / 32 * 16];
   static float bias[32], factors[MAX_ROWS], before[MAX_ROWS * 32], want[MAX_ROWS * 32], alone[MAX_ROWS * 32], got[MAX_ROWS * 32];
   quire_rows a = rows_of(input_dtype(dtype), width);
-  fill_panels(panels, dtype, 2 * quire_panel_bytes(dtype, width));
+  fill_panels(panels, dtype, width, 2);
   for (int64_t i = 0; i < 2 * width / 32 * 16; i++) scales[i] = next_scale();
   fill(bias, 32), fill(factors, MAX_ROWS), fill(before, MAX_ROWS * 32);
   for (int rows = 1; rows <= tiles->linear_rows[dtype] && rows <= MAX_ROWS; rows++) {
@@ -339,7 +342,7 @@ static void compare_unpack(int dtype, int64_t width) {
   static char panel[16 * MAX_WIDTH * 4];
   static float got[MAX_WIDTH], want[MAX_WIDTH];
   uint16_t scales[MAX_WIDTH / 32 * 16];
-  fill_panels(panel, dtype, quire_panel_bytes(dtype, width));
+  fill_panels(panel, dtype, width, 1);
   for (int i = 0; i < MAX_WIDTH / 32 * 16; i++) scales[i] = next_scale();
   for (int lane = 0; lane < 16; lane++) {
     tiles->unpack_column(panel, scales, dtype, width, lane, got);
@@ -436,6 +439,11 @@ static void compare_level(void) {
   compare_soft_cap();
   for (int64_t experts = 8; experts <= 200; experts = experts * 3 + 1)
     for (int normalised = 0; normalised < 2; normalised++) compare_experts(experts, 5, normalised);
+  for (int64_t width = 32; width <= MAX_WIDTH; width *= 4) {
+    for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear("linear", QUIRE_MXFP4, width, epilogue);
+    compare_unpack(QUIRE_MXFP4, width);
+  }
+  for (int dtype = 0; dtype < 4; dtype++) compare_linear("clamped swiglu", dtype, 512, QUIRE_CLAMPED);
 }
 
 // Fail where the digests of the last level are not those of the file, or print them if there is none.
