@@ -8,10 +8,11 @@ from pathlib import Path
 from statistics import mean, pstdev
 
 import pytest
-from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.config import EngineConfig, WeightDtype
 from quire.runtime.model import DecoderSpec, read_spec
 from quire.runtime.model.runner import decide_capacity
 from quire.runtime.model.spec import Experts
+from quire.runtime.model.weights.tensors import expected_tensors
 from quire.runtime.tools.simulation import NoisyCost, RooflineCost, given_roofline, roofline_cost
 from quire.runtime.tools.simulation.cost import LayerCost
 from quire.scheduler import ScheduledSequence, StepPlan
@@ -30,8 +31,8 @@ def plan(*chunks: Chunk) -> StepPlan:
     return StepPlan(1, tuple(sequences), 0, 0)
 
 
-def cost_of(spec: DecoderSpec) -> RooflineCost:
-    config = EngineConfig(weights="q8", kv_cache_dtype="int8", kv_cache_memory=1 << 30, threads=2)
+def cost_of(spec: DecoderSpec, weights: WeightDtype = "q8") -> RooflineCost:
+    config = EngineConfig(weights=weights, kv_cache_dtype="int8", kv_cache_memory=1 << 30, threads=2)
     return roofline_cost(spec, decide_capacity(config, spec), MACHINE)
 
 
@@ -56,6 +57,17 @@ def test_decode_is_as_fast_as_measured(users: int, context: int, tokens_per_s: f
 def test_prefill_is_as_fast_as_measured(prompt: int, tokens_per_s: float, cost: RooflineCost) -> None:
     seconds = sum(cost(plan((first, 512, int(first + 512 == prompt)))) for first in range(0, prompt, 512))
     assert prompt / seconds == pytest.approx(tokens_per_s, rel=0.1)
+
+
+@pytest.mark.parametrize(("kind", "decode", "prefill"), [("Q4_0", (73, 334, 359), 670), ("Q4_K", (82, 285, 326), 567)])
+def test_ggufs_types_are_as_fast_as_measured(kind: str, decode: tuple[float, ...], prefill: float) -> None:
+    """Compare with Q4_0 and Q4_K_M files of Qwen3-0.6B in tests/bench/LOG.md; in both the embedding is Q6_K."""
+    spec = read_spec(SHAPE)
+    kinds = {name: "Q6_K" if "embed" in name else kind for name, shape in expected_tensors(spec) if len(shape) > 1}
+    cost = cost_of(replace(spec, quantised=kinds), "auto")
+    for users, tokens_per_s in zip((1, 8, 32), decode, strict=True):
+        assert users / cost(plan(*[(144, 1, 1)] * users)) == pytest.approx(tokens_per_s, rel=0.15)
+    assert 512 / cost(plan(*[(0, 128, 1)] * 4)) == pytest.approx(prefill, rel=0.1)
 
 
 def test_reading_the_weights_hides_the_arithmetic_of_few_rows(cost: RooflineCost) -> None:
