@@ -15,10 +15,10 @@ from ...kernels.pack import PackedMatrix
 from ...pager.layout import place_layers
 from .program import Heads, Logits, NormedValue, ProgramBuilder, Value
 from .rope import Table
-from .spec import DecoderSpec, Experts
+from .spec import DecoderSpec
 from .weights.packing import DecoderWeights, ExpertWeights, LayerWeights, Vector
 
-EPILOGUES: dict[str, Epilogue] = {"silu": "swiglu", "gelu_tanh": "geglu"}  # by the activation of the gate
+EPILOGUES: dict[str, Epilogue] = {"silu": "swiglu", "gelu_tanh": "geglu", "clamped_silu": "swiglu_clamped"}
 
 
 def emit_decoder(
@@ -67,7 +67,7 @@ def _attention_block(
     normed = _normed(builder, spec, layer.input_norm, x, INPUT_DTYPES[layer.qkv.dtype])
     qkv = builder.linear(normed, layer.qkv, layer.qkv_bias, "qkv")
     attended = builder.attention(
-        qkv, heads, layer.q_norm, layer.k_norm, spec.norm_eps, rotary, INPUT_DTYPES[layer.o.dtype]
+        qkv, heads, layer.q_norm, layer.k_norm, spec.norm_eps, rotary, layer.sinks, INPUT_DTYPES[layer.o.dtype]
     )
     _add(builder, spec, attended, layer.o, layer.o_bias, layer.attention_post_norm, x)
 
@@ -76,10 +76,9 @@ def _mlp_block(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, 
     """Emit x += down(activation(gate(norm(x))) * up(norm(x))), or the same for the experts of each row."""
     mlp = layer.mlp
     if isinstance(mlp, ExpertWeights):
-        assert spec.experts is not None
         assert layer.mlp_norm is not None, "families with experts norm what the router reads"
         dtype = INPUT_DTYPES[mlp.gate_up[0].dtype]
-        _expert_block(builder, spec.experts, mlp, x, builder.norm(x, layer.mlp_norm, spec.norm_eps, dtype))
+        _expert_block(builder, spec, mlp, x, builder.norm(x, layer.mlp_norm, spec.norm_eps, dtype))
         return
     activated = builder.gated(
         _normed(builder, spec, layer.mlp_norm, x, INPUT_DTYPES[mlp.gate_up.dtype]),
@@ -93,14 +92,23 @@ def _mlp_block(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, 
 
 
 def _expert_block(
-    builder: ProgramBuilder, experts: Experts, weights: ExpertWeights, x: Value, normed: NormedValue
+    builder: ProgramBuilder, spec: DecoderSpec, weights: ExpertWeights, x: Value, normed: NormedValue
 ) -> None:
-    """Emit x += the weighted sum of each row's experts, each of which is down(silu(gate(normed)) * up(normed))."""
-    routing = builder.route(builder.router(x, normed, weights.router), experts.top_k, experts.normalised)
-    dispatched = builder.dispatch(normed, routing)
-    dtype = INPUT_DTYPES[weights.down[0].dtype]
-    activated = builder.expert_swiglu(dispatched, weights.gate_up, routing, experts.intermediate_size, dtype)
-    builder.combine_add(builder.expert_linear(activated, weights.down, routing), routing, x)
+    """Emit x += the weighted sum of each row's experts, each an MLP: down(activation(gate(normed)) * up(normed))."""
+    experts = spec.experts
+    assert experts is not None
+    logits = builder.router(x, normed, weights.router, weights.router_bias)
+    routing = builder.route(logits, experts.top_k, experts.normalised)
+    activated = builder.expert_gated(
+        builder.dispatch(normed, routing),
+        weights.gate_up,
+        weights.gate_up_biases,
+        routing,
+        experts.intermediate_size,
+        EPILOGUES[spec.activation],
+        INPUT_DTYPES[weights.down[0].dtype],
+    )
+    builder.combine_add(builder.expert_linear(activated, weights.down, weights.down_biases, routing), routing, x)
 
 
 def _normed(

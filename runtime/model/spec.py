@@ -77,6 +77,7 @@ class Experts:
     intermediate_size: int  # of each expert
     normalised: bool  # a token's weights are a softmax over its own experts, not over all
     layers: tuple[bool, ...]  # one per layer: whether it has experts or an MLP
+    bias: bool = False  # of the router and of each expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +96,7 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     o: str = "self_attn.o_proj"
+    sinks: str = "self_attn.sinks"  # with its suffix, if it has one
     attention_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -131,7 +133,8 @@ class DecoderSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate
+    activation: Literal["silu", "gelu_tanh", "clamped_silu"] = "silu"  # of the gate of MLPs and experts
+    sinks: bool = False  # each query head has a score in its softmax that belongs to no token
     pre_norms: bool = True  # of the input of attention and MLP
     post_norms: bool = False  # of their output, before it is added to the residual stream
     norm_offset: float = 0.0  # is added to the weights of all norms

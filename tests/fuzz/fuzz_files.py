@@ -46,6 +46,7 @@ MAX_PEAK_PER_BYTE = 64  # a metadata entry of 14 bytes is an object, a string an
 MAX_PEAK_BASE = 8 << 20  # bytes allowed for any file, however short
 ADDRESS_SPACE = 4 << 30  # more than this process needs, less than a header can claim
 REPORTED_BREACHES = 5
+GOLDENS = Path(__file__).parents[1] / "goldens"
 IN_MEMORY = "/dev/shm"  # 40 times as fast as a disk
 EXTREMES = (
     0,
@@ -216,6 +217,7 @@ def make_seeds(folder: Path) -> list[Seed]:
     length = struct.unpack("<Q", file.read_bytes()[:8])[0]
     return [
         *seeds,
+        *_seeds_of_stacked_experts(folder / "gpt_oss"),
         Seed("config.json", config, config.stat().st_size, copy, config.read_bytes()),
         Seed("safetensors", file, 8 + length, copy, file.read_bytes()),
         *(seed for name, how in QUANTISED.items() for seed in _quantised_seeds(folder / name, *how)),
@@ -237,6 +239,16 @@ def _make_model(folder: Path, config: Mapping[str, Any]) -> Path:
     tensors = {name: values.standard_normal(shape, np.float32) for name, shape in expected_tensors(read_spec(folder))}
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def _seeds_of_stacked_experts(folder: Path) -> list[Seed]:
+    shutil.copytree(GOLDENS / "gpt_oss_mxfp4", folder)
+    config, file = folder / "config.json", folder / "model.safetensors"
+    length = struct.unpack("<Q", file.read_bytes()[:8])[0]
+    return [
+        Seed("config.json of gpt-oss", config, config.stat().st_size, folder, config.read_bytes()),
+        Seed("safetensors of gpt-oss", file, 8 + length, folder, file.read_bytes()),
+    ]
 
 
 def _gguf_seed(path: Path, tensors: Mapping[str, Tensor]) -> Seed:

@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 TOKENS = 96
@@ -51,6 +53,7 @@ class Case:
     max_shard_size: str = "1GB"
     norm_mean: float = 1.0  # of the norms' weights
     four: dict[str, Any] | None = None  # keys that only transformers 4 writes
+    mxfp4: bool = False  # experts are in MXFP4, as in the checkpoints of gpt-oss
 
 
 CASES = {
@@ -265,6 +268,32 @@ CASES |= {
     ),
 }
 
+GPT_OSS: dict[str, Any] = {
+    "vocab_size": 320,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "intermediate_size": 40,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
+    "sliding_window": 20,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+}
+CASES |= {
+    "gpt_oss": Case("GptOssConfig", torch.bfloat16, 5, GPT_OSS),
+    "gpt_oss_mxfp4": Case("GptOssConfig", torch.bfloat16, 4, {**GPT_OSS, "intermediate_size": 96}, mxfp4=True),
+}
+
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 10000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
@@ -303,6 +332,8 @@ def write_case(folder: Path, case: Case) -> None:
     model.to(case.dtype).save_pretrained(folder, max_shard_size=case.max_shard_size)
     (folder / "generation_config.json").unlink()
     write_configs(folder, case)
+    if case.mxfp4:
+        write_mxfp4(folder)
     write_golden(folder)
 
 
@@ -313,6 +344,10 @@ def randomise(model: torch.nn.Module, norm_mean: float) -> None:
             noise = torch.randn(parameter.shape)
             if "norm" in name:
                 parameter.copy_(norm_mean + 0.2 * noise)
+            elif "sinks" in name:
+                parameter.copy_(2 + noise)
+            elif "experts.gate_up_proj" in name and parameter.ndim == 3:
+                parameter.copy_(noise * 5 / parameter.shape[1] ** 0.5)  # some are clamped
             elif parameter.ndim == 1:
                 parameter.copy_(0.3 * noise)
             elif "q_proj" in name or "k_proj" in name:
@@ -326,6 +361,25 @@ def write_configs(folder: Path, case: Case) -> None:
     five = json.loads((folder / "config.json").read_text())
     for name, wanted in (("config.json", case.style), ("other_config.json", 9 - case.style)):
         config = five if wanted == 5 else {**as_transformers_4(five), **(case.four or {})}
+        (folder / name).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
+
+
+def write_mxfp4(folder: Path) -> None:
+    """Replace the experts by random ones in MXFP4, and say so in both configs."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        codes = torch.randint(0, 16, (experts, rows, columns // 32, 32), dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+        scales = torch.randint(122, 125, codes.shape[:3], dtype=torch.uint8)
+        tensors[f"{name}_scales"] = scales + (2 if "gate_up" in name else 0)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    for name in ("config.json", "other_config.json"):
+        config = json.loads((folder / name).read_text())
+        config["quantization_config"] = {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+        }
         (folder / name).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")
 
 
@@ -347,13 +401,29 @@ def as_transformers_4(five: dict[str, Any]) -> dict[str, Any]:
 
 def write_golden(folder: Path) -> None:
     """Write the logits of transformers, which loads the folder from disk, so that the configs are tested too."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    load = load_mxfp4 if "quantization_config" in (folder / "config.json").read_text() else load_folder
+    model = load(folder).eval()
     token_ids = torch.randint(0, model.config.vocab_size, (1, TOKENS))
     with torch.no_grad():
         logits = model(input_ids=token_ids).logits[0]
     np.savez_compressed(folder / "golden.npz", token_ids=token_ids[0].numpy(), logits=logits.numpy())
+
+
+def load_folder(folder: Path) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def load_mxfp4(folder: Path) -> torch.nn.Module:
+    """Load a folder whose experts are in MXFP4, which transformers itself reads with further packages only."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
+        blocks, scales = tensors.pop(f"{name}_blocks"), tensors.pop(f"{name}_scales")
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    model.load_state_dict(tensors)
+    return model
 
 
 def write_ropes(path: Path) -> None:

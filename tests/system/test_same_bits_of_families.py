@@ -18,6 +18,7 @@ from tests.system.bits import Preemptor, asked, chunks_of, one_by_one, outcome, 
 
 LEVELS = supported_levels()
 PAIRS = [("f32", "f32"), ("q8", "int8"), ("q4", "int8"), ("bf16", "bf16")]
+CASES = [*((family, *pair) for family in FAMILIES for pair in PAIRS), ("gpt_oss_mxfp4", "auto", "int8")]
 
 
 def requests() -> Sequence[GenerateRequest]:
@@ -33,8 +34,7 @@ def running(family: str, weights: str, kv: str, **settings: Any) -> AbstractAsyn
     return bits.running(model=model, weights=weights, kv_cache_dtype=kv, max_model_len=120, **settings)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("weights", "kv"), PAIRS)
+@pytest.mark.parametrize(("family", "weights", "kv"), CASES)
 async def test_requests_together_match_requests_alone(family: str, weights: str, kv: str) -> None:
     async with running(family, weights, kv, threads=1, enable_prefix_caching=False) as engine:
         alone = await one_by_one(engine, requests())

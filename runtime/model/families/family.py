@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from ..config_json import ConfigTable
 from ..gguf_config import GGUFFormat
 from ..spec import DecoderSpec
+from ..weights import Checkpoint
+from ..weights.safetensors import SafetensorsCheckpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,3 +22,4 @@ class Family:
     model_types: tuple[str, ...]  # config.json's `model_type`, for files without `architectures`
     read: Callable[[ConfigTable], DecoderSpec]
     gguf: GGUFFormat | None = None  # the form of its GGUF files; None: not supported
+    tensors: Callable[[SafetensorsCheckpoint, DecoderSpec], Checkpoint] | None = None  # of a folder, if of another form

@@ -13,12 +13,14 @@ from ..spec import DecoderSpec
 from ..weights import Checkpoint
 from ..weights.gguf import GGUFFile
 from ..weights.gguf_checkpoint import GGUFCheckpoint
+from ..weights.quantisation import Quantisation
 from ..weights.quantised import QuantisedCheckpoint
 from ..weights.safetensors import SafetensorsCheckpoint
 from ..weights.tensors import check_tensors
 from .family import Family
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
+from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .llama import LLAMA
 from .mistral import MISTRAL
@@ -44,6 +46,7 @@ FAMILIES = (
     GEMMA2,
     GEMMA3,
     GEMMA3_WITH_IMAGES,
+    GPT_OSS,
 )
 
 
@@ -55,7 +58,8 @@ def read_spec(path: str | Path) -> DecoderSpec:
     if is_gguf(path):
         return _open_gguf(path)[0]
     config = read_config(path)
-    return _family(config).read(config) if read_quantisation(config) is None else _open_folder(path, config)[0]
+    family = _family(config)
+    return family.read(config) if _quantisation(family, config) is None else _open_folder(path, config)[0]
 
 
 def open_model(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:
@@ -81,15 +85,22 @@ def open_tensors(path: str | Path) -> Checkpoint:
 
 
 def _open_folder(path: str | Path, config: ConfigTable) -> tuple[DecoderSpec, Checkpoint]:
-    how, spec = read_quantisation(config), _family(config).read(config)
+    family = _family(config)
+    how, spec = _quantisation(family, config), family.read(config)
     stored = SafetensorsCheckpoint(path)
     if how is None:
-        check_tensors(spec, stored)
-        return spec, stored
+        tensors = stored if family.tensors is None else family.tensors(stored, spec)
+        check_tensors(spec, tensors)
+        return spec, tensors
     checkpoint = QuantisedCheckpoint(stored, how)
     spec = replace(spec, quantised=checkpoint.quantised())
     check_tensors(spec, checkpoint)
     return spec, checkpoint
+
+
+def _quantisation(family: Family, config: ConfigTable) -> Quantisation | None:
+    """Return how a folder is quantised; None for a family that reads its own form, and for a folder that is not."""
+    return read_quantisation(config) if family.tensors is None else None
 
 
 def _open_gguf(path: str | Path) -> tuple[DecoderSpec, Checkpoint]:

@@ -207,12 +207,12 @@ class ProgramBuilder:
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), "store"))
         return out
 
-    def router(self, x: Value, normed: NormedValue, weight: PackedMatrix) -> Value:
+    def router(self, x: Value, normed: NormedValue, weight: PackedMatrix, bias: Vector | None) -> Value:
         """Compute the logits of the experts, f32 [rows, experts], from the f32 row that `normed` is the norm of.
 
         The weight's columns have been multiplied by those of the norm.
         """
-        return self.linear(replace(normed, data=x), weight, None, "router logits")
+        return self.linear(replace(normed, data=x), weight, bias, "router logits")
 
     def linear_add(
         self, x: Value, weight: PackedMatrix, bias: Vector | None, residual: Value, scale: float = 1.0
@@ -235,7 +235,7 @@ class ProgramBuilder:
         epilogue: Epilogue,
         dtype: DType,
     ) -> Value:
-        """Compute silu(gate) * up (swiglu) or gelu(gate) * up (geglu), [rows, columns] in the next layer's dtype.
+        """Compute the product of gate and up of a gated `epilogue`, [rows, columns] in the next layer's dtype.
 
         The weight's columns are 16 of gate and 16 of up in turn.
         """
@@ -272,23 +272,32 @@ class ProgramBuilder:
         )
         return out
 
-    def expert_swiglu(
-        self, x: NormedValue, weights: Sequence[PackedMatrix], routing: RoutingValue, columns: int, dtype: DType
+    def expert_gated(
+        self,
+        x: NormedValue,
+        weights: tuple[PackedMatrix, ...],
+        biases: tuple[Vector, ...] | None,
+        routing: RoutingValue,
+        columns: int,
+        epilogue: Epilogue,
+        dtype: DType,
     ) -> Value:
-        """Compute silu(gate) * up of each place with the weight of its expert, as `swiglu`."""
+        """Compute `gated` of each place with the weight and bias of its expert."""
         out = self._value("activated", x.rows, columns, dtype)
         self._add(
             [*x.parts, *routing.parts, out],
-            lambda at: ExpertLinear(x.placed(at), tuple(weights), routing.placed(at), out.placed(at), "swiglu"),
+            lambda at: ExpertLinear(x.placed(at), weights, routing.placed(at), out.placed(at), epilogue, biases),
         )
         return out
 
-    def expert_linear(self, x: Value, weights: Sequence[PackedMatrix], routing: RoutingValue) -> Value:
-        """Compute x @ weight.T of each place with the weight of its expert, f32 [places, out_features]."""
+    def expert_linear(
+        self, x: Value, weights: tuple[PackedMatrix, ...], biases: tuple[Vector, ...] | None, routing: RoutingValue
+    ) -> Value:
+        """Compute x @ weight.T + bias of each place with those of its expert, f32 [places, out_features]."""
         out = self._value("expert outputs", x.rows, weights[0].out_features, "f32")
         self._add(
             [x, *routing.parts, out],
-            lambda at: ExpertLinear(x.placed(at), tuple(weights), routing.placed(at), out.placed(at), "store"),
+            lambda at: ExpertLinear(x.placed(at), weights, routing.placed(at), out.placed(at), "store", biases),
         )
         return out
 
@@ -307,6 +316,7 @@ class ProgramBuilder:
         k_norm: Vector | None,
         eps: float,
         rotary: Vector | None,
+        sinks: Vector | None,
         dtype: DType,
     ) -> Value:
         """Attend causally over the pages, [tokens, num_heads * head_dim] in `dtype`.
@@ -334,6 +344,7 @@ class ProgramBuilder:
                 window=heads.window,
                 softcap=heads.softcap,
                 norms_rows=heads.norms_rows,
+                sinks=sinks,
             ),
         )
         return self.convert(out, dtype)

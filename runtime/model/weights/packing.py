@@ -47,8 +47,11 @@ class ExpertWeights:
     """The weights of a mixture of experts: of the router, and for each expert those of an MLP."""
 
     router: PackedMatrix  # f32 [experts, hidden]; columns multiplied by those of the norm, whose input the router reads
+    router_bias: Vector | None
     gate_up: tuple[PackedMatrix, ...]
+    gate_up_biases: tuple[Vector, ...] | None
     down: tuple[PackedMatrix, ...]
+    down_biases: tuple[Vector, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class LayerWeights:
     qkv_bias: Vector | None
     q_norm: Vector | None  # [head_dim], or with qk_norm_rows [q_size]
     k_norm: Vector | None  # [head_dim], or with qk_norm_rows [kv_size]
+    sinks: Vector | None  # [num_heads]
     o: PackedMatrix  # [hidden, q_size]
     o_bias: Vector | None
     attention_post_norm: Vector | None  # [hidden]
@@ -199,6 +203,9 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
         qkv_bias=bias(spec.qkv_bias, spec.qkv_size, qkv),
         q_norm=norm(spec.qk_norm, names.q_norm, q_norm_size),
         k_norm=norm(spec.qk_norm, names.k_norm, k_norm_size),
+        sinks=factory.vector(spec.num_heads, [Part(f"{prefix}{names.sinks}", (spec.num_heads,))])
+        if spec.sinks
+        else None,
         o=matrix(hidden, spec.q_size, o),
         o_bias=bias(spec.o_bias, hidden, o),
         attention_post_norm=norm(spec.post_norms, names.attention_post_norm, hidden),
@@ -214,22 +221,30 @@ def _build_experts(
     """Make the weights of a layer's experts; all matrices of one kind have the same dtype."""
     assert spec.experts is not None, "only a spec with experts has layers with experts"
     names, hidden, size = spec.names, spec.hidden_size, spec.experts.intermediate_size
-    num_experts = spec.experts.num_experts
-    router = _named(_stacked((names.router,), (num_experts,)), prefix, "weight", hidden)
+    num_experts, has_bias = spec.experts.num_experts, spec.experts.bias
+    router = _stacked((names.router,), (num_experts,))
+    gate_up, down = _interleaved(names.expert_gate_up, size), _stacked((names.expert_down,), (hidden,))
+
+    def of_experts(parts: Sequence[Part], suffix: str, *in_features: int) -> list[list[Part]]:
+        each = ([_of_expert(part, expert, num_experts) for part in parts] for expert in range(num_experts))
+        return [_named(parts, prefix, suffix, *in_features) for parts in each]
 
     def matrices(out_features: int, in_features: int, parts: Sequence[Part]) -> tuple[PackedMatrix, ...]:
-        experts = [
-            _named([_of_expert(part, expert, num_experts) for part in parts], prefix, "weight", in_features)
-            for expert in range(num_experts)
-        ]
+        experts = of_experts(parts, "weight", in_features)
         packed = _packed_dtype(spec, dtype, [part for parts in experts for part in parts])
         one = packed if isinstance(packed, str) else "q8"
         return tuple(factory.matrix(out_features, in_features, one, parts) for parts in experts)
 
+    def biases(size: int, parts: Sequence[Part]) -> tuple[Vector, ...] | None:
+        return tuple(factory.vector(size, parts) for parts in of_experts(parts, "bias")) if has_bias else None
+
     return ExpertWeights(
-        router=factory.matrix(num_experts, hidden, "f32", router, norm),
-        gate_up=matrices(2 * padded(size), hidden, _interleaved(names.expert_gate_up, size)),
-        down=matrices(hidden, size, _stacked((names.expert_down,), (hidden,))),
+        router=factory.matrix(num_experts, hidden, "f32", _named(router, prefix, "weight", hidden), norm),
+        router_bias=factory.vector(num_experts, _named(router, prefix, "bias")) if has_bias else None,
+        gate_up=matrices(2 * padded(size), hidden, gate_up),
+        gate_up_biases=biases(2 * padded(size), gate_up),
+        down=matrices(hidden, size, down),
+        down_biases=biases(hidden, down),
     )
 
 
@@ -329,7 +344,7 @@ class _Packer:
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
         out = np.zeros(size, np.float32)
         for part in parts:
-            values = as_f32(self._checkpoint.tensor(part.tensor)[part.rows])
+            values = as_f32(self._checkpoint.tensor(part.tensor).reshape(-1)[part.rows])
             with np.errstate(invalid="ignore"):  # a NaN ends the requests that meet it, not the load
                 out[_columns(part, len(values))] = values + np.float32(offset)
         return out

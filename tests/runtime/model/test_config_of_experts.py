@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from math import log
 from pathlib import Path
 from typing import Any
 
 import pytest
 from quire.runtime.common.errors import UnsupportedModel
 from quire.runtime.model import DecoderSpec, read_spec
-from quire.runtime.model.spec import Experts
+from quire.runtime.model.spec import Experts, Rope, YarnScaling
 
 MINIMAL = {
     "vocab_size": 100,
@@ -48,6 +49,32 @@ def test_defaults_of_qwen3_moe(read: Read) -> None:
         num_experts=128, top_k=8, intermediate_size=768, normalised=False, layers=(True, True, True, True)
     )
     assert (spec.qk_norm, spec.head_dim, spec.windows) == (True, 16, (0, 0, 0, 0))
+
+
+def test_defaults_of_gpt_oss(read: Read) -> None:
+    spec = read("gpt_oss", num_key_value_heads=2)
+    assert spec.experts == Experts(
+        num_experts=128, top_k=4, intermediate_size=96, normalised=True, layers=(True,) * 4, bias=True
+    )
+    assert (spec.windows, spec.head_dim, spec.norm_eps) == ((128, 0, 128, 0), 64, 1e-5)
+    assert (spec.qkv_bias, spec.o_bias, spec.sinks, spec.activation) == (True, True, True, "clamped_silu")
+    scaling = YarnScaling(32.0, 0.1 * log(32) + 1, 32.0, 1.0, False, 4096)
+    assert spec.ropes == (Rope(150_000.0, scaling),) * 4
+    assert spec.quantised == {}
+
+
+def test_layers_and_rope_of_gpt_oss(read: Read) -> None:
+    types = ["full_attention", "sliding_attention", "full_attention", "full_attention"]
+    rope = {"rope_type": "default", "rope_theta": 1000.0}
+    spec = read("gpt_oss", num_key_value_heads=2, layer_types=types, sliding_window=7, rope_parameters=rope)
+    assert (spec.windows, spec.ropes[0]) == ((0, 7, 0, 0), Rope(1000.0))
+
+
+def test_quantised_experts_of_gpt_oss_are_in_mxfp4(read: Read) -> None:
+    spec = read("gpt_oss", num_key_value_heads=2, quantization_config={"quant_method": "mxfp4"})
+    assert set(spec.quantised.values()) == {"MXFP4"}
+    assert len(spec.quantised) == 8
+    assert "model.layers.3.mlp.experts.down_proj.weight" in spec.quantised
 
 
 @pytest.mark.parametrize(
@@ -93,6 +120,10 @@ def test_all_layers_of_qwen3_moe_slide_or_none(read: Read) -> None:
         ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers is 3; it must be a list of layer numbers"),
         ("qwen3_moe", {"mlp_only_layers": [True]}, "mlp_only_layers"),
         ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob is 1; it must be true or false"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; it must be absent or 7"),
+        ("gpt_oss", {"hidden_act": "gelu_pytorch_tanh"}, 'hidden_act is "gelu_pytorch_tanh"; it must be "silu"'),
+        ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, 'quantization_config.quant_method is "gptq"'),
+        ("gpt_oss", {"quantization_config": {"bits": 4}}, "quantization_config.quant_method is missing"),
     ],
 )
 def test_values_that_are_refused(read: Read, family: str, keys: Any, complaint: str) -> None:

@@ -55,12 +55,12 @@ class FakeMixture(FakeModelRunner):
     def __post_init__(self) -> None:
         self.capacity = FakeCapacity(KVLayout(2, 2, 32, self.kv))
         builder = ProgramBuilder(16, 4)
-        expert = [FakeWeight(64, 64, "q8", 4352)] * 8
+        experts = (FakeWeight(64, 64, "q8", 4352),) * 8
         x = builder.embed(FakeWeight(500, 64, "q8", 34000))
         for _ in range(2):
             logits = builder.linear(x, FakeWeight(8, 64, "f32", 8192), None, "router")
             routing = builder.route(logits, 2, True)
-            builder.combine_add(builder.expert_linear(x, expert, routing), routing, x)
+            builder.combine_add(builder.expert_linear(x, experts, None, routing), routing, x)
         self.ops = builder.build(builder.logits(builder.gather(x), FakeWeight(500, 64, "q8", 34000))).ops
 
 
