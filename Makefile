@@ -49,6 +49,13 @@ conformance: $(BIN)/quire
 	$(BIN)/python tests/conformance/run.py python
 	$(BIN)/python tests/conformance/run.py node
 
+# The packages go to build/clients and deploy/clients/ai-sdk/node_modules, outside of .venv.
+clients: $(BIN)/quire
+	python3 -m venv build/clients
+	build/clients/bin/pip install --quiet --disable-pip-version-check -r deploy/clients/langchain/requirements.txt -r deploy/clients/litellm/requirements.txt
+	cd deploy/clients/ai-sdk && npm install --no-audit --no-fund --ignore-scripts --no-package-lock
+	$(BIN)/python -m pytest -q tests/system/test_client_examples.py
+
 # Prints each package and each compiled file; the whole output is in .venv/install.log.
 $(BIN)/quire: pyproject.toml
 	@echo 'Creating .venv with the build tools'
@@ -60,4 +67,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard test docs attack attack-http fuzz-files bench check-kernels check-bits check-plan conformance
+.PHONY: demo loadtest dashboard test docs attack attack-http fuzz-files bench check-kernels check-bits check-plan conformance clients

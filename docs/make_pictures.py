@@ -1,14 +1,15 @@
 """Make the pictures of the documentation in docs/pictures: run it with the environment's Python.
 
-usage: python docs/make_pictures.py [--chromium PROGRAM] [NAME ...]
+usage: python -m docs.make_pictures [--chromium PROGRAM] [NAME ...]
 
-It needs `quire` with the extra `plot`, and Chromium for the two screenshots. Without names it makes all of them:
-memory-map, roofline, status-page, load-test-report.
+It needs `quire` with the extra `dev`, and Chromium for the screenshots. Without names it makes all of them: memory-map,
+roofline, status-page, load-test-report, chat-page.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import re
 import subprocess
 import sys
@@ -17,6 +18,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import aiohttp
+
+from tests.system.chromium import ALT, Browser, Tab
+from tests.system.test_chat_page import ask
 
 PICTURES = Path(__file__).parent / "pictures"
 QUIRE = (sys.executable, "-P", "-m", "quire.runtime.cli.main")
@@ -36,7 +42,7 @@ def roofline() -> None:
 
 def status_page(chromium: str) -> None:
     """Photograph the status page of a server under load."""
-    with server() as (address, operator):
+    with server() as (address, operator, _):
         host, port = address.split(":")
         flags = (
             "--num-prompts",
@@ -69,20 +75,60 @@ def load_test_report(chromium: str) -> None:
         photograph(chromium, report.as_uri(), PICTURES / "load-test-report.png", "1100,1500")
 
 
+def chat_page() -> None:
+    """Photograph the chat page with two conversations, light, and the tokens of an answer, dark."""
+    with server() as (_, _, api), tempfile.TemporaryDirectory() as profile:
+        browser = Browser(Path(profile))
+        try:
+            asyncio.run(_chat(browser, api))
+        finally:
+            browser.close()
+
+
+async def _chat(browser: Browser, api: str) -> None:
+    is_done = "document.querySelectorAll('article.done').length"
+    async with aiohttp.ClientSession() as session:
+        tab = Tab(await session.ws_connect(browser.url, max_msg_size=0))
+        await tab.open(f"http://{api}/", (1180, 760))
+        await tab.press("s", ALT)
+        for field, value in (("temperature", "0.7"), ("seed", "4"), ("max_tokens", "90")):
+            await tab.evaluate(f"document.querySelector('#fields [name={field}]').select()")
+            await tab.type(value)
+        for number, question in enumerate(("What is a queue?", "How do I sort a list?"), 1):
+            await ask(tab, question)
+            await tab.until(f"{is_done} === {number}")
+        await tab.press("n", ALT)
+        await ask(tab, "Write a function that returns the n-th line of a file.")
+        await tab.until(f"{is_done} === 1")
+        await tab.press("ArrowDown", ALT)
+        (PICTURES / "chat-page.png").write_bytes(await tab.photograph())
+        await tab.press("ArrowUp", ALT)
+        await tab.press("s", ALT)
+        await tab.press("v", ALT)
+        await tab.prefer("dark")
+        await tab.evaluate("document.querySelector('.tokens').focus()")
+        for _ in range(12):
+            await tab.press("ArrowRight")
+        (PICTURES / "chat-page-tokens.png").write_bytes(await tab.photograph())
+        await tab.close()
+
+
 def quire(*arguments: str) -> str:
     return subprocess.run([*QUIRE, *arguments], check=True, capture_output=True, text=True).stdout
 
 
 @contextmanager
-def server() -> Iterator[tuple[str, str]]:
-    """Yield the addresses for clients and operators of a server on the bundled model."""
+def server() -> Iterator[tuple[str, str, str]]:
+    """Yield the addresses for clients, operators and the HTTP API of a server on the bundled model."""
     command = [*QUIRE, "serve", "--port", "0", "--http-port", "0", "--api-port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         try:
-            found = re.search(r"clients (\S+)\s+metrics http://([^/\s]+)", process.stdout.readline())
+            found = re.search(
+                r"clients (\S+)\s+metrics http://([^/\s]+)\S*\s+api http://([^/\s]+)", process.stdout.readline()
+            )
             assert found is not None, "the server did not start"
-            yield found[1], found[2]
+            yield found[1], found[2], found[3]
         finally:
             process.terminate()
 
@@ -104,6 +150,7 @@ def main() -> None:
         "roofline": roofline,
         "status-page": lambda: status_page(arguments.chromium),
         "load-test-report": lambda: load_test_report(arguments.chromium),
+        "chat-page": chat_page,
     }
     if unknown := set(arguments.names) - set(makers):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; allowed: {', '.join(makers)}")

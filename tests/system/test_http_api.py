@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from quire.runtime.common.config import ServerConfig
 from quire.runtime.common.errors import ConfigError
+from quire.runtime.common.types import Usage
 from quire.runtime.server import Server
 from quire.runtime.server.openai import exchange as exchange_module
+from quire.runtime.server.openai.formats import total_usage
 
 from .http_client import HTTPClient, Reply
 
@@ -73,6 +75,26 @@ async def test_a_stream_has_the_same_text_and_usage_only_if_asked(system: Any) -
     assert all(each["usage"] is None for each in others)
     assert last["choices"] == []
     assert last["usage"]["total_tokens"] == 7
+
+
+async def test_usage_has_the_times_of_the_phases_only_if_asked(system: Any) -> None:
+    times = {"queue_ms": 0.0, "prefill_ms": 0.0, "decode_ms": 0.0, "stall_ms": 0.0}
+    asked = complete(["a", "b"], return_timings=True)
+    assert (await ask(system, COMPLETIONS, asked)).json["usage"]["timings"] == times
+    streamed = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+    assert (await ask(system, COMPLETIONS, streamed)).events[-1]["usage"]["timings"] == times
+    reply = await ask(system, COMPLETIONS, {**asked, "stream": True})
+    assert (reply.status, reply.error["param"]) == (400, "return_timings")
+
+
+def test_the_times_of_several_prompts_are_the_longest_of_each_phase() -> None:
+    usages = [
+        Usage(prompt_tokens=2, completion_tokens=3, cached_tokens=1, queue_ms=5, prefill_ms=1, decode_ms=9),
+        Usage(prompt_tokens=4, completion_tokens=5, queue_ms=4, prefill_ms=7, stall_ms=2),
+    ]
+    assert total_usage(usages) == Usage(
+        prompt_tokens=6, completion_tokens=8, cached_tokens=1, queue_ms=5, prefill_ms=7, decode_ms=9, stall_ms=2
+    )
 
 
 async def test_choices_of_several_prompts_are_numbered_across_them(system: Any) -> None:
@@ -361,7 +383,7 @@ async def test_a_body_of_quotes_takes_linear_time(system: Any) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "text"),
     [
-        ("GET", "/", 404, "/v1/chat/completions"),
+        ("GET", "/nothing", 404, "/v1/chat/completions"),
         ("POST", "/chat/completions", 404, "ends with /v1, once"),
         ("POST", "/v1/v1/completions", 404, "ends with /v1, once"),
         ("POST", "/v1/embeddings", 404, "no embeddings"),

@@ -30,6 +30,7 @@ from prometheus_client.core import Metric
 
 from ...common.logs import BoundedLog
 from ..acceptor import AcceptedConnection, Acceptor, ConnectionLimits
+from ..pages import PAGE_HEADERS, read_page
 from ..tenants import Turns
 from .readiness import Readiness
 from .status import Status
@@ -45,22 +46,9 @@ READ_BYTES = 4 << 10
 METRICS_MAX_AGE_S = 1.0
 STATUS_MAX_AGE_S = 0.5
 
-PAGE_HEADERS = {
-    "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-resource-policy": "same-origin",
-    "cache-control": "no-store",
-}
-PAGE = {  # path -> file in this folder, media type
-    "/": ("status.html", "text/html; charset=utf-8"),
-    "/status.css": ("status.css", "text/css; charset=utf-8"),
-    "/status.js": ("status.js", "text/javascript; charset=utf-8"),
-}
+PAGE = ("status.html", "status.css", "status.js")  # in this folder
 TEXT = "text/plain; charset=utf-8"
+NOT_CACHED = {**PAGE_HEADERS, "cache-control": "no-store"}
 
 _log = structlog.get_logger("quire.server")
 
@@ -90,7 +78,8 @@ class OperatorServer:
             "/readyz": self._readyz,
             "/status.json": self._status_json,
         }
-        self._page = {path: _read_page(*entry) for path, entry in PAGE.items()}
+        page = read_page(files(__package__), *PAGE)
+        self._page = {path: Answer(*entry, headers=NOT_CACHED) for path, entry in page.items()}
         self._warnings = BoundedLog(_log)
         self._turns = Turns()
         self._acceptor = Acceptor(listening, self._serve, LIMITS)
@@ -118,7 +107,7 @@ class OperatorServer:
         return Answer(f"{problem or 'ready'}\n".encode(), status_code=503 if problem else 200)
 
     async def _status_json(self) -> Answer:
-        return Answer(await self._status_cache.get(), "application/json", headers=PAGE_HEADERS)
+        return Answer(await self._status_cache.get(), "application/json", headers=NOT_CACHED)
 
     async def _render_status(self) -> bytes:
         return msgspec.json.encode(self._status())
@@ -255,7 +244,3 @@ async def render_metrics(registry: CollectorRegistry) -> bytes:
         text.append(generate_latest(_Families([family])))
         await asyncio.sleep(0)
     return b"".join(text)
-
-
-def _read_page(name: str, media_type: str) -> Answer:
-    return Answer((files(__package__) / name).read_bytes(), media_type, headers=PAGE_HEADERS)

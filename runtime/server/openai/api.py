@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
+from importlib.resources import files
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -18,6 +19,7 @@ from structlog.contextvars import bound_contextvars
 from ...common.errors import QuireError, Unavailable
 from ...common.prompts import shown
 from ..monitoring import Readiness
+from ..pages import PAGE_HEADERS, PageFile, read_page
 from ..request_handler import AppContext
 from ..request_log import quire_error
 from .errors import BadRequest, HTTPAnswer
@@ -36,6 +38,7 @@ RESPONSES = "/v1/responses"
 CHAT_ENDPOINT = Endpoint(chat_call, ChatFormat, KNOWN, "chat.completion.deleted")
 COMPLETION_ENDPOINT = Endpoint(completion_call, CompletionFormat, KNOWN)
 RESPONSE_ENDPOINT = Endpoint(response_call, ResponseFormat, RESPONSE_KNOWN, "response")
+PAGE = ("chat.html", "chat.css", "chat.js", "api.js", "conversations.js", "view.js")  # in the folder `page`
 NOT_SERVED = {
     "/v1/embeddings": "this model generates text; it makes no embeddings",
 }
@@ -68,12 +71,14 @@ class Api:
             "/tokenize": {"POST": Route(self._tokenize, takes_body=True)},
             "/detokenize": {"POST": Route(self._detokenize, takes_body=True)},
         }
+        page = read_page(files(__package__) / "page", *PAGE)
+        self._page = {path: {"GET": Route(partial(_send_file, file), needs_key=False)} for path, file in page.items()}
 
     def route(self, exchange: Exchange) -> Route:
         """Return what answers the request, whose tenant is set. Raises BadRequest or Unauthenticated."""
         self._check_host(exchange.headers)
         path = exchange.target.partition("?")[0]
-        methods = self._routes.get(path) or self._routes_below(path)
+        methods = self._routes.get(path) or self._page.get(path) or self._routes_below(path)
         if methods is None:
             raise self._not_found(path)
         route = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
@@ -271,6 +276,10 @@ def _check_body_headers(headers: Mapping[str, bytes]) -> None:
         )
     if headers.get("content-encoding", b"identity").lower() != b"identity":
         raise BadRequest("a compressed body is not supported; leave out content-encoding", status=415)
+
+
+async def _send_file(file: PageFile, exchange: Exchange) -> None:
+    exchange.respond(HTTPAnswer(200, file.content, file.media_type, PAGE_HEADERS))
 
 
 def _json(value: Any) -> HTTPAnswer:

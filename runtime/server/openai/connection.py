@@ -189,7 +189,7 @@ class HTTPConnection:
                 while True:
                     event = self._http.next_event()
                     if isinstance(event, h11.Request):
-                        return event
+                        return _checked_head(event)
                     if event is not h11.NEED_DATA:
                         return None
                     data = await self._reader.read(READ_BYTES)
@@ -268,3 +268,10 @@ class HTTPConnection:
         exchange.leave("disconnect")
         if self._answering is not None and not exchange.lives:
             self._answering.cancel()
+
+
+def _checked_head(head: h11.Request) -> h11.Request:
+    """Return the head. Raises RemoteProtocolError if it is too long: h11 checks that only of incomplete heads."""
+    if sum(len(name) + len(value) for name, value in head.headers) > MAX_HEAD_BYTES:
+        raise h11.RemoteProtocolError(f"a head has at most {MAX_HEAD_BYTES} bytes", error_status_hint=431)
+    return head

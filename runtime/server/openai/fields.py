@@ -50,7 +50,8 @@ COMMON = (
     | {"model", "max_tokens", "seed", "logit_bias", "logprobs", "stream", "stream_options"}
 )
 CHAT = COMMON | TOKEN_IDS | {"messages", "max_completion_tokens", "top_logprobs", "store", "service_tier"}
-COMPLETION = COMMON | TOKEN_IDS | {"prompt", "best_of", "echo"}
+CHAT |= {"return_timings"}
+COMPLETION = COMMON | TOKEN_IDS | {"prompt", "best_of", "echo", "return_timings"}
 TOKENIZE = frozenset({"model", "prompt", "messages", "add_special_tokens", "return_token_strs"})
 
 # Fields that are known and not supported, with the values that ask for nothing.
@@ -73,6 +74,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "best_of": (1,),
     "prompt_logprobs": (),
+    "return_timings": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
@@ -108,6 +110,7 @@ class Call:
     fingerprint: str = ""  # of the engine
     service_tier: str | None = None  # shown in the answer
     returns_token_ids: bool = False
+    returns_timings: bool = False  # in the usage
     shows_tokens_as_ids: bool = False  # in logprobs
     shows_stop_reason: bool = False
     name: str = field(default_factory=lambda: secrets.token_hex(16))  # in the ids of the answer
@@ -307,10 +310,15 @@ def answer_fields(fields: Fields, info: EngineInfo) -> dict[str, Any]:
     returns_token_ids = fields.take("return_token_ids", bool, False)
     if returns_token_ids and fields.values.get("echo"):
         raise BadRequest("return_token_ids cannot be used with echo", "return_token_ids")
+    returns_timings = fields.take("return_timings", bool, False)
+    if returns_timings and fields.values.get("stream") and not _streaming(fields)[1]:
+        text = "return_timings needs stream_options.include_usage: true in a stream, whose usage has the times"
+        raise BadRequest(text, "return_timings")
     return {
         "fingerprint": info.fingerprint,
         "service_tier": None if tier is None else TIERS[tier][1],
         "returns_token_ids": returns_token_ids,
+        "returns_timings": returns_timings,
         "shows_tokens_as_ids": fields.take("return_tokens_as_token_ids", bool, False),
         "shows_stop_reason": any(fields.values.get(name) for name in SHOWING_STOP_REASON),
     }

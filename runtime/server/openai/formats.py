@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -16,6 +17,7 @@ from .fields import Call
 from .logprobs import ChatLogprobs, Columns, CompletionLogprobs, Vocabulary
 
 DONE = b"data: [DONE]\n\n"
+TIMINGS = ("queue_ms", "prefill_ms", "decode_ms", "stall_ms")  # of `Usage`
 
 _encode = msgspec.json.encode
 
@@ -77,6 +79,7 @@ class Format:
         self._head = b"{" + ids + self.object_name + created
         self._event_head = b"data: {" + ids + self.chunk_name + created
         self._include_usage = call.include_usage
+        self._returns_timings = call.returns_timings
         self._event_end = (b'],"usage":null}' if call.include_usage else b"]}") + END_OF_EVENT
         self._choice_heads = [self._event_head + b'{"index":%d,' % index for index in range(call.num_choices)]
         self._returns_token_ids, self._shows_stop_reason = call.returns_token_ids, call.shows_stop_reason
@@ -91,7 +94,7 @@ class Format:
             self._whole_choice(index, choice) + self._token_ids(choice.token_ids) + self._stop_reason(choice) + b"}"
             for index, choice in enumerate(self.choices)
         )
-        return self._head + choices + b'],"usage":' + usage_json(usage) + b"}"
+        return self._head + choices + b'],"usage":' + self._usage_json(usage) + b"}"
 
     def opening(self) -> bytes:
         """Return the events before any text."""
@@ -116,7 +119,20 @@ class Format:
         """Return the events after the last chunk: the usage if it was asked for, and the end."""
         if not self._include_usage:
             return DONE
-        return self._event_head + b'],"usage":' + usage_json(usage) + b"}" + END_OF_EVENT + DONE
+        return self._event_head + b'],"usage":' + self._usage_json(usage) + b"}" + END_OF_EVENT + DONE
+
+    def _usage_json(self, usage: Usage) -> bytes:
+        """Return OpenAI's `usage`, and the time that each phase took if the request asks for it."""
+        fields: dict[str, object] = {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+        if self._returns_timings:
+            fields["timings"] = {name: round(getattr(usage, name), 3) for name in TIMINGS}
+        return _encode(fields)
 
     def _text_event(self, index: int, text: str, piece: Columns | None, token_ids: Iterable[int] = ()) -> bytes:
         form = self.choices[index].logprobs
@@ -194,23 +210,12 @@ class CompletionFormat(Format):
         return b'"text":""'
 
 
-def usage_json(usage: Usage) -> bytes:
-    """Return OpenAI's `usage`."""
-    return _encode(
-        {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-        }
-    )
-
-
 def total_usage(usages: Sequence[Usage]) -> Usage:
-    """Return the tokens of several prompts together."""
+    """Return the tokens of several prompts together, and of each phase the longest time."""
+    times: dict[str, Any] = {name: max((getattr(usage, name) for usage in usages), default=0.0) for name in TIMINGS}
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),
+        **times,
     )

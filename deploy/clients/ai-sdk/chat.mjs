@@ -1,0 +1,28 @@
+// The Vercel AI SDK with a Quire server: a chat, a stream, and an answer that matches a schema.
+//
+// usage: node chat.mjs [URL]    npm install
+
+import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+import { generateText, Output, streamText } from "ai";
+import { z } from "zod";
+
+const quire = createOpenAICompatible({
+  name: "quire",
+  baseURL: process.argv[2] ?? "http://127.0.0.1:8000/v1",
+  apiKey: "none", // the server's key, if it has keys
+  includeUsage: true,
+  supportsStructuredOutputs: true,
+});
+const options = { model: quire("quire"), maxOutputTokens: 60, temperature: 0 }; // the served model's name
+
+const chat = await generateText({ ...options, prompt: "What is a queue?" });
+console.log("chat:", chat.text, chat.usage);
+
+process.stdout.write("stream: ");
+const stream = streamText({ ...options, prompt: "What is a stack?" });
+for await (const text of stream.textStream) process.stdout.write(text);
+console.log("", await stream.usage);
+
+const schema = z.object({ name: z.string().max(20), size: z.enum(["small", "large"]) });
+const { output } = await generateText({ ...options, prompt: "Name a module.", output: Output.object({ schema }) });
+console.log("schema:", output);

@@ -1,0 +1,32 @@
+"""LangChain with a Quire server: a chat, a stream, and an answer that matches a schema.
+
+usage: chat.py [URL]    pip install -r requirements.txt
+"""
+
+import sys
+from typing import Literal
+
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
+
+URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
+
+
+class Module(BaseModel):
+    """A module of a program."""
+
+    name: str = Field(max_length=20)
+    size: Literal["small", "large"]
+
+
+# `model` is the served model's name; `api_key` the server's key, if it has keys.
+model = ChatOpenAI(base_url=URL, api_key="none", model="quire", max_tokens=60, temperature=0)
+answer = model.invoke("What is a queue?")
+print("chat:", answer.content, answer.usage_metadata)
+
+print("stream: ", end="")
+for chunk in model.stream("What is a stack?", stream_usage=True):
+    print(chunk.content, end="", flush=True)
+print()
+
+print("schema:", model.with_structured_output(Module, method="json_schema").invoke("Name a module."))

@@ -1,0 +1,248 @@
+// The page: which conversation is shown, what its buttons and keys do, and when it is drawn again.
+
+import { saveKey, savedKey, servedModel } from "./api.js";
+import { Conversation, load, save } from "./conversations.js";
+import { conversationItem, element, settingFields, turnArticle } from "./view.js";
+
+const DRAW_EVERY_MS = 60;
+const PROMPTS = [
+  "What is a queue?",
+  "Explain in three sentences how a CPU cache works.",
+  "Write a Python function that returns the n-th Fibonacci number, and a test for it.",
+  "Name five ways to make a web page load faster, the most effective first.",
+  "Rewrite more politely: Send me the report now.",
+  "Return a JSON object with the name, the capital and the population of three countries.",
+];
+const SHORTCUTS = [ // [keys for people, code with Alt, what it does, action]
+  ["Alt N", "KeyN", "new conversation", () => open(new Conversation(current.settings))],
+  ["Alt ↑", "ArrowUp", "previous conversation", () => step(-1)],
+  ["Alt ↓", "ArrowDown", "next conversation", () => step(1)],
+  ["Alt R", "KeyR", "ask the last message again", () => retry()],
+  ["Alt E", "KeyE", "change the last message", () => edit()],
+  ["Alt V", "KeyV", "show tokens and their probabilities, or text", () => toggleTokens()],
+  ["Alt S", "KeyS", "show or hide the settings", () => toggleSettings()],
+  ["Alt /", "Slash", "show these keys", () => $("help").showModal()],
+];
+const OTHER_KEYS = [
+  ["Enter", "send the message; Shift Enter starts a new line"],
+  ["Escape", "stop the answer"],
+];
+
+const $ = (id) => document.getElementById(id);
+
+let model = ""; // empty until the server has said it
+let conversations = load();
+let current = conversations[0] ?? new Conversation();
+let showsTokens = false;
+if (!conversations.length) conversations.push(current);
+
+// Actions
+
+function open(conversation) {
+  current.draft = $("question").value;
+  if (!conversations.includes(conversation)) conversations.unshift(conversation);
+  current = conversation;
+  compose(current.draft);
+  $("fields").replaceChildren(...settingFields(current.settings));
+  $("log").replaceChildren();
+  drawn.clear();
+  draw();
+  $("log").scrollTop = $("log").scrollHeight;
+}
+
+function step(by) {
+  const index = conversations.indexOf(current) + by;
+  if (conversations[index]) open(conversations[index]);
+}
+
+function remove(conversation) {
+  conversation.stop();
+  conversations = conversations.filter((each) => each !== conversation);
+  if (!conversations.length) conversations.push(new Conversation(conversation.settings));
+  if (conversation === current) open(conversations[0]);
+  save(conversations);
+  draw();
+}
+
+function send() {
+  const question = $("question").value;
+  if (!model || current.live || !question.trim()) return;
+  compose("");
+  ask(question);
+}
+
+async function ask(question) {
+  const asked = current;
+  stickToEnd = true;
+  try {
+    await asked.ask(question, model, changed);
+  } catch (error) {
+    if (error.status !== 401) throw error;
+    askForKey(error.message);
+  }
+  const { state, numTokens } = asked.turns.at(-1).answer;
+  if (asked === current) $("announcement").textContent = `The answer is ${state}: ${numTokens} tokens.`;
+  save(conversations);
+}
+
+function retry() {
+  if (model && current.turns.length && !current.live) ask(current.takeBack());
+}
+
+function edit() {
+  if (!current.turns.length || current.live) return;
+  compose(current.takeBack());
+  draw();
+}
+
+function toggleTokens() {
+  showsTokens = !showsTokens;
+  $("raw").setAttribute("aria-pressed", showsTokens);
+  drawn.clear();
+  draw();
+}
+
+function toggleSettings() {
+  const shows = $("settings").hidden;
+  $("settings").hidden = !shows;
+  $("open-settings").setAttribute("aria-expanded", shows);
+  (shows ? $("fields").querySelector("select, input, textarea") : $("question")).focus();
+}
+
+// The server's model, and the key that it may ask for
+
+async function connect() {
+  try {
+    model = await servedModel();
+    $("model").textContent = model;
+  } catch (error) {
+    $("model").textContent = error.message;
+    if (error.status === 401) askForKey(savedKey() ? error.message : "");
+    else setTimeout(connect, error.retryMs ?? 2000);
+  }
+  draw();
+}
+
+function askForKey(problem) {
+  $("key-problem").textContent = problem;
+  if (!$("key-dialog").open) $("key-dialog").showModal();
+}
+
+$("key-form").onsubmit = (event) => {
+  event.preventDefault();
+  saveKey($("key").value.trim());
+  $("key").value = "";
+  $("key-dialog").close();
+  connect();
+};
+
+// Drawing: after a change, of what has changed, and not often, since the server may need the same processor
+
+const items = new WeakMap(); // conversation -> its item in the list
+const drawn = new Map(); // turn -> {article, version, isLast}
+let stickToEnd = true;
+let isDrawPending = false;
+
+function changed() {
+  if (isDrawPending) return;
+  isDrawPending = true;
+  setTimeout(() => {
+    isDrawPending = false;
+    draw();
+  }, DRAW_EVERY_MS);
+}
+
+function draw() {
+  drawList();
+  drawTurns();
+  const isLive = current.live !== null;
+  $("send").hidden = isLive;
+  $("send").disabled = !model;
+  $("stop").hidden = !isLive;
+  if (stickToEnd) $("log").scrollTop = $("log").scrollHeight;
+}
+
+function drawList() {
+  const shown = conversations.map((each) => {
+    if (!items.has(each)) items.set(each, conversationItem(each, { select: () => open(each), remove: () => remove(each) }));
+    const { item, update } = items.get(each);
+    update(each === current);
+    return item;
+  });
+  showChildren($("list"), shown);
+}
+
+function drawTurns() {
+  const articles = current.turns.map((turn) => {
+    const isLast = turn === current.turns.at(-1);
+    const before = drawn.get(turn);
+    if (before?.version === turn.answer.version && before.isLast === isLast) return before.article;
+    const article = turnArticle(turn, { showsTokens, isLast, retry, edit });
+    before?.article.replaceWith(article);
+    drawn.set(turn, { article, version: turn.answer.version, isLast });
+    return article;
+  });
+  if (articles.length) showChildren($("log"), articles);
+  else if (!$("log").querySelector(".prompts")) $("log").replaceChildren(promptPicker());
+}
+
+function showChildren(parent, shown) {
+  const isShown = shown.length === parent.childElementCount && shown.every((each, index) => each === parent.children[index]);
+  if (!isShown) parent.replaceChildren(...shown);
+}
+
+function promptPicker() {
+  const buttons = PROMPTS.map((prompt) => element("button", { type: "button", onclick: () => compose(prompt) }, prompt));
+  return element("section", { className: "prompts" }, element("h2", {}, "Pick a prompt, or write one"), ...buttons);
+}
+
+function compose(text) {
+  $("question").value = text;
+  fitComposer();
+  $("question").focus();
+}
+
+function fitComposer() {
+  const box = $("question");
+  box.style.height = "auto";
+  box.style.height = `${box.scrollHeight + box.offsetHeight - box.clientHeight}px`;
+}
+
+// Events
+
+$("log").onscroll = () => {
+  const { scrollTop, scrollHeight, clientHeight } = $("log");
+  stickToEnd = scrollHeight - scrollTop - clientHeight < 40;
+};
+$("question").oninput = fitComposer;
+$("question").onkeydown = (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  send();
+};
+$("composer").onsubmit = (event) => {
+  event.preventDefault();
+  send();
+};
+$("stop").onclick = () => current.stop();
+$("new").onclick = () => open(new Conversation(current.settings));
+$("raw").onclick = toggleTokens;
+$("open-settings").onclick = toggleSettings;
+$("open-help").onclick = () => $("help").showModal();
+$("key-dialog").oncancel = (event) => event.preventDefault(); // without a key the page can do nothing
+
+document.onkeydown = (event) => {
+  if (document.querySelector("dialog[open]")) return;
+  if (event.key === "Escape") current.stop();
+  const shortcut = event.altKey && !event.ctrlKey && !event.metaKey && SHORTCUTS.find(([, code]) => code === event.code);
+  if (!shortcut) return;
+  event.preventDefault();
+  const [, , , act] = shortcut;
+  act();
+};
+window.onpagehide = () => save(conversations);
+
+$("shortcuts").append(...[...OTHER_KEYS, ...SHORTCUTS.map(([keys, , does]) => [keys, does])].map(([keys, does]) =>
+  element("div", {}, element("dt", {}, element("kbd", {}, keys)), element("dd", {}, does))));
+$("fields").append(...settingFields(current.settings));
+connect();

@@ -1,0 +1,213 @@
+// Conversations: their settings, turns and answers, and the requests that they make. Must not touch the document.
+
+import { ApiError, stream } from "./api.js";
+
+const STORED = "quire.conversations"; // in the tab's storage
+const TEXT_MAX_TOKENS = 200; // in mode `text`, where the server's default is 16
+const TOP_LOGPROBS = 4;
+const MAX_SEED = 2 ** 32;
+
+const lines = (text) => text.split("\n").filter((line) => line);
+
+// What can be set. `kind` is number, text (several lines), check, or a list of choices. `fields` returns the fields
+// of the request, from a value that is not empty.
+export const SETTINGS = [
+  { name: "mode", label: "Mode", kind: ["chat", "text"], note: "text continues what you write, without a chat template", fields: () => ({}) },
+  { name: "system", label: "System message", kind: "text", fields: () => ({}) },
+  { name: "max_tokens", label: "Maximum tokens", kind: "number", step: 1, min: 1 },
+  { name: "temperature", label: "Temperature", kind: "number", step: 0.1, min: 0, note: "0: always the most likely token" },
+  { name: "top_p", label: "Top p", kind: "number", step: 0.05, min: 0 },
+  { name: "top_k", label: "Top k", kind: "number", step: 1, min: 0 },
+  { name: "min_p", label: "Min p", kind: "number", step: 0.01, min: 0 },
+  { name: "repetition_penalty", label: "Repetition penalty", kind: "number", step: 0.05, min: 0 },
+  { name: "presence_penalty", label: "Presence penalty", kind: "number", step: 0.1, min: -2 },
+  { name: "frequency_penalty", label: "Frequency penalty", kind: "number", step: 0.1, min: -2 },
+  { name: "seed", label: "Seed", kind: "number", step: 1, note: "empty: another one for each answer" },
+  { name: "stop", label: "Stop texts, one per line", kind: "text", fields: (text) => ({ stop: lines(text) }) },
+  { name: "format", label: "Format", kind: ["any text", "JSON object"], fields: (format) => (format === "JSON object" ? { response_format: { type: "json_object" } } : {}) },
+  { name: "logprobs", label: "Ask for probabilities of tokens", kind: "check", fields: () => ({}) },
+];
+
+export const DEFAULTS = Object.fromEntries(SETTINGS.map(({ name, kind }) => [name, Array.isArray(kind) ? kind[0] : kind === "check" ? true : ""]));
+
+// One answer as it grows.
+export class Answer {
+  text = "";
+  reasoning = "";
+  tokens = []; // {text, bytes, logprob, top: [{text, logprob}]}, if the request asks for probabilities
+  pieces = 0; // events with text
+  state = "waiting"; // then streaming; in the end done, stopped or failed
+  problem = ""; // of a failed one
+  finishReason = null;
+  usage = null;
+  seed = null;
+  startedMs = 0;
+  firstMs = null; // of the first text
+  endedMs = null;
+  version = 0; // grows with each change
+
+  get isLive() {
+    return this.state === "waiting" || this.state === "streaming";
+  }
+
+  get numTokens() { // exact once the usage is there, and with probabilities
+    return this.usage?.completion_tokens ?? (this.tokens.length || this.pieces);
+  }
+
+  // Tokens per second after the first one, null where that means nothing.
+  get rate() {
+    if (this.firstMs === null || this.numTokens < 2) return null;
+    const ms = this.usage?.timings.decode_ms || (this.endedMs ?? performance.now()) - this.firstMs;
+    return ms > 0 ? (1000 * (this.numTokens - 1)) / ms : null;
+  }
+
+  take({ choices, usage }) {
+    this.version += 1;
+    this.usage = usage ?? this.usage;
+    for (const choice of choices) {
+      const text = choice.text ?? choice.delta.content ?? "";
+      const reasoning = choice.delta?.reasoning_content ?? "";
+      this.text += text;
+      this.reasoning += reasoning;
+      this.tokens.push(...tokensOf(choice.logprobs));
+      this.finishReason = choice.finish_reason ?? this.finishReason;
+      if (text || reasoning) {
+        this.pieces += 1;
+        this.firstMs ??= performance.now();
+        this.state = "streaming";
+      }
+    }
+  }
+
+  end(state, problem = "") {
+    this.version += 1;
+    this.state = state;
+    this.problem = problem;
+    this.endedMs = performance.now();
+  }
+}
+
+// Return the tokens of a chat's or a completion's logprobs in one form.
+function tokensOf(logprobs) {
+  if (logprobs?.content) {
+    return logprobs.content.map(({ token, bytes, logprob, top_logprobs: top }) =>
+      ({ text: token, bytes, logprob, top: top.map((other) => ({ text: other.token, logprob: other.logprob })) }));
+  }
+  return (logprobs?.tokens ?? []).map((text, index) => ({
+    text,
+    bytes: null,
+    logprob: logprobs.token_logprobs[index],
+    top: Object.entries(logprobs.top_logprobs[index]).map(([other, logprob]) => ({ text: other, logprob })),
+  }));
+}
+
+export class Conversation {
+  draft = ""; // the text of the composer
+  turns = []; // {question, answer}
+  #abort = null; // stops the live answer
+
+  constructor(settings = DEFAULTS, turns = []) {
+    this.settings = { ...settings };
+    this.turns = turns;
+  }
+
+  get title() {
+    const first = this.turns[0]?.question ?? this.draft;
+    return first.trim().split("\n")[0].slice(0, 80) || "New conversation";
+  }
+
+  get live() { // the answer that is being generated
+    const answer = this.turns.at(-1)?.answer;
+    return answer?.isLive ? answer : null;
+  }
+
+  // Ask, and return when the answer has ended, however it did. `changed` is called after every change.
+  async ask(question, model, changed) {
+    const answer = new Answer();
+    this.turns.push({ question, answer });
+    answer.seed = this.settings.seed === "" ? Math.floor(Math.random() * MAX_SEED) : Number(this.settings.seed);
+    answer.startedMs = performance.now();
+    const { path, body } = this.#request(model, answer.seed);
+    this.#abort = new AbortController();
+    changed();
+    try {
+      for await (const event of stream(path, body, this.#abort.signal)) {
+        answer.take(event);
+        changed();
+      }
+      answer.end("done");
+    } catch (error) {
+      if (error.name === "AbortError") {
+        answer.end("stopped");
+      } else {
+        answer.end("failed", error.message);
+        if (!(error instanceof ApiError) || error.status === 401) throw error;
+      }
+    } finally {
+      changed();
+    }
+  }
+
+  stop() {
+    if (this.live) this.#abort.abort();
+  }
+
+  // Remove the last turn, which is not live, and return its question.
+  takeBack() {
+    return this.turns.pop().question;
+  }
+
+  // Return path and body of the request for the last turn's answer.
+  #request(model, seed) {
+    const isChat = this.settings.mode === "chat";
+    const body = { model, stream: true, stream_options: { include_usage: true }, return_timings: true };
+    for (const { name, kind, fields } of SETTINGS) {
+      const value = this.settings[name];
+      if (value !== "") Object.assign(body, fields ? fields(value) : { [name]: kind === "number" ? Number(value) : value });
+    }
+    body.seed = seed;
+    if (isChat) {
+      body.messages = this.#messages();
+      if (this.settings.logprobs) Object.assign(body, { logprobs: true, top_logprobs: TOP_LOGPROBS });
+      return { path: "v1/chat/completions", body };
+    }
+    body.prompt = this.turns.map(({ question, answer }) => question + answer.text).join("");
+    body.max_tokens ??= TEXT_MAX_TOKENS;
+    if (this.settings.logprobs) body.logprobs = TOP_LOGPROBS;
+    return { path: "v1/completions", body };
+  }
+
+  #messages() {
+    const messages = this.settings.system ? [{ role: "system", content: this.settings.system }] : [];
+    for (const { question, answer } of this.turns) { // those without an answer are left out, but for the last
+      if (answer.text || answer.isLive) messages.push({ role: "user", content: question });
+      if (answer.text) messages.push({ role: "assistant", content: answer.text });
+    }
+    return messages;
+  }
+}
+
+// The conversations of this tab, without the probabilities of tokens
+
+export function save(conversations) {
+  const kept = conversations.map(({ settings, turns }) => ({
+    settings,
+    turns: turns.map(({ question, answer }) => ({ question, answer: { ...answer, tokens: [] } })),
+  }));
+  try {
+    sessionStorage.setItem(STORED, JSON.stringify(kept));
+  } catch {
+    // The tab's storage is full: what was saved before stays.
+  }
+}
+
+export function load() {
+  const kept = JSON.parse(sessionStorage.getItem(STORED) ?? "[]");
+  return kept.map(({ settings, turns }) => new Conversation({ ...DEFAULTS, ...settings }, turns.map(restoredTurn)));
+}
+
+function restoredTurn({ question, answer }) {
+  const restored = Object.assign(new Answer(), answer);
+  if (restored.isLive) Object.assign(restored, { state: "stopped", endedMs: restored.firstMs }); // the page was left
+  return { question, answer: restored };
+}

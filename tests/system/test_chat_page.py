@@ -1,0 +1,307 @@
+"""The page to chat, in headless Chromium: over a fake engine with scripted answers, and over a real one."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from importlib.resources import files
+from typing import Any
+
+import aiohttp
+import pytest
+from quire.runtime.server.openai.api import PAGE
+
+from .chromium import ALT, Browser, Tab
+from .http_client import HTTPClient, Reply
+
+needs_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium on PATH")
+OpenTab = Callable[[str], Awaitable[Tab]]
+Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
+
+FOLDER = files("quire.runtime.server.openai") / "page"
+TEXTS = {name: (FOLDER / name).read_text("utf-8") for name in PAGE}
+SCRIPTS = "\n".join(text for name, text in TEXTS.items() if name.endswith(".js"))
+HOSTILE = '<img src=x onerror="alert(1)"><script>alert(2)</script>&lt;'
+IS_DONE = "document.querySelector('article:last-child')?.className === 'done'"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browser = Browser(tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+async def open_tab(browser: Browser) -> AsyncIterator[OpenTab]:
+    """Open a page by its address. No script of it has failed, and its policy has blocked nothing."""
+    tabs: list[Tab] = []
+    async with aiohttp.ClientSession() as session:
+
+        async def open_it(address: str) -> Tab:
+            tab = Tab(await session.ws_connect(browser.url, max_msg_size=0))
+            tabs.append(tab)
+            await tab.open(f"http://{address}/")
+            return tab
+
+        yield open_it
+        for tab in tabs:
+            await tab.close()
+    assert [tab.problems for tab in tabs] == [[]] * len(tabs)
+
+
+async def ask(tab: Tab, question: str) -> None:
+    await tab.until("!document.getElementById('send').disabled")
+    await tab.evaluate("document.getElementById('question').focus()")
+    await tab.type(question)
+    await tab.press("Enter")
+
+
+async def set_field(tab: Tab, name: str, value: object) -> None:
+    """Set a field of the settings as its reader does."""
+    field = "checked" if isinstance(value, bool) else "value"
+    script = f"""(() => {{
+      const input = document.querySelector('#fields [name={name}]');
+      input.{field} = {json.dumps(value)};
+      input.dispatchEvent(new Event('input'));
+      return true;
+    }})()"""
+    await tab.until(script)
+
+
+async def get(address: str, path: str, method: str = "GET") -> Reply:
+    client = await HTTPClient.open(address)
+    try:
+        return await client.ask(method, path)
+    finally:
+        client.writer.transport.abort()
+
+
+# Without a browser
+
+
+async def test_the_page_may_load_only_its_own_files_and_needs_no_key(serve: Callable[..., Any]) -> None:
+    system = await serve(token="secret")
+    for path, name in {"/": "chat.html", **{f"/{name}": name for name in PAGE[1:]}}.items():
+        reply = await get(system.server.api_address, path)
+        assert (reply.status, reply.content.decode()) == (200, TEXTS[name])
+        assert reply.headers["cache-control"] == "no-store"
+        assert reply.headers["x-content-type-options"] == "nosniff"
+        policy = reply.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "trusted-types 'none'" in policy
+        assert not re.search(r"unsafe|http|\*", policy)
+        assert (await get(system.server.api_address, path, "HEAD")).content == b""
+    assert (await get(system.server.api_address, "/", "POST")).status == 405
+
+
+def test_nothing_is_loaded_from_another_host_and_no_text_becomes_markup() -> None:
+    assert not re.search(r"@import|url\(", TEXTS["chat.css"])
+    assert not re.search(r"<style|style=|\son\w+=|<script>", TEXTS["chat.html"]), "the policy would block it"
+    assert "://" not in SCRIPTS
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", SCRIPTS)
+    links = re.findall(r'(?:src|href)="([^"]+)"', TEXTS["chat.html"])
+    assert {link for link in links if not link.startswith("data:")} == {"chat.css", "chat.js"}
+    assert set(re.findall(r'from "\./([\w.]+)"', SCRIPTS)) | {"chat.css", "chat.js", "chat.html"} == set(PAGE)
+    assert set(re.findall(r'\$\("([\w-]+)"\)', SCRIPTS)) <= set(re.findall(r'id="([\w-]+)"', TEXTS["chat.html"]))
+
+
+# In a browser
+
+
+@needs_chromium
+async def test_a_chat_by_keyboard_shows_what_the_api_answers(serving: Callable[..., Any], open_tab: OpenTab) -> None:
+    async with serving() as real:
+        address = real.server.api_address
+        tab = await open_tab(address)
+        await set_field(tab, "seed", "7")
+        await set_field(tab, "max_tokens", "40")
+        await ask(tab, "What is a queue?")
+        await tab.until(IS_DONE)
+        shown = await tab.evaluate("document.querySelector('.answer').textContent")
+        await ask(tab, "And a stack?")
+        await tab.until(f"document.querySelectorAll('article').length === 2 && {IS_DONE}")
+        facts = await tab.text("article:last-child .facts")
+        legend = await tab.text("article:last-child .times .legend")
+        client = await HTTPClient.open(address)
+        messages = [{"role": "user", "content": "What is a queue?"}]
+        reply = await client.ask("POST", "/v1/chat/completions", {"messages": messages, "seed": 7, "max_tokens": 40})
+        client.writer.transport.abort()
+    assert shown == reply.json["choices"][0]["message"]["content"].lstrip("\n")
+    assert re.search(
+        r"40 tokens · [\d.]+ tokens/s · first text after .*s · [1-9]\d* of \d+ prompt tokens cached", facts
+    )
+    assert facts.endswith("seed 7")
+    assert "prefill" in legend
+    assert "decode" in legend
+
+
+@needs_chromium
+async def test_escape_stops_and_cancels_the_request(system: Any, open_tab: OpenTab, eventually: Eventually) -> None:
+    tab = await open_tab(system.server.api_address)
+    await ask(tab, "hold")
+    await tab.until("document.querySelector('article.streaming .answer')?.textContent.includes('hold:0')")
+    assert len(system.engine.live) == 1
+    await tab.press("Escape")
+    await tab.until("document.querySelector('article.stopped')")
+    await eventually(lambda: not system.engine.live)
+    assert await tab.text(".answer") == " hold:0é日"
+
+
+@needs_chromium
+async def test_several_conversations_stream_at_once(system: Any, open_tab: OpenTab, eventually: Eventually) -> None:
+    tab = await open_tab(system.server.api_address)
+    await ask(tab, "hold")
+    await tab.until("document.querySelector('article.streaming')")
+    await tab.press("n", ALT)
+    await tab.until("document.querySelector('.prompts')")
+    await ask(tab, "short")
+    await tab.until(IS_DONE)
+    assert len(system.engine.live) == 1
+    await tab.until("document.querySelectorAll('#list li.live').length === 1")
+    await tab.press("ArrowDown", ALT)
+    await tab.until("document.querySelector('article.streaming .question')?.textContent === 'hold'")
+    await tab.click("#list li.live .close")
+    await eventually(lambda: not system.engine.live)
+    assert await tab.text("article .question") == "short"
+
+
+@needs_chromium
+async def test_retry_and_edit_replace_the_last_turn(system: Any, open_tab: OpenTab) -> None:
+    tab = await open_tab(system.server.api_address)
+    await ask(tab, "one")
+    await tab.until(IS_DONE)
+    await ask(tab, "two")
+    await tab.until(f"document.querySelectorAll('article').length === 2 && {IS_DONE}")
+    facts = await tab.text("article:last-child .facts")
+    await tab.press("r", ALT)
+    await tab.until(f"document.querySelector('article:last-child .facts').innerText !== {facts!r} && {IS_DONE}")
+    await tab.press("e", ALT)
+    await tab.until("document.querySelectorAll('article').length === 1")
+    assert await tab.evaluate("document.getElementById('question').value") == "two"
+    await tab.type(" b")
+    await tab.press("Enter")
+    await tab.until(f"document.querySelectorAll('article').length === 2 && {IS_DONE}")
+    requests = system.engine.requests
+    asked = [[each["content"] for each in request.messages if each["role"] == "user"] for request in requests]
+    assert asked == [["one"], ["one", "two"], ["one", "two"], ["one", "two b"]]
+    assert requests[1].messages == requests[2].messages
+    assert len({request.sampling_params.seed for request in requests}) == 4
+
+
+@needs_chromium
+async def test_settings_reach_the_request_of_their_conversation(system: Any, open_tab: OpenTab) -> None:
+    tab = await open_tab(system.server.api_address)
+    await tab.press("s", ALT)
+    assert await tab.until("!document.getElementById('settings').hidden")
+    given = {"system": "Be short.", "temperature": "0.5", "top_k": "7", "seed": "3", "max_tokens": "4", "stop": "a\nb"}
+    for name, value in {**given, "logprobs": False}.items():
+        await set_field(tab, name, value)
+    await ask(tab, "one")
+    await tab.until(IS_DONE)
+    first = system.engine.requests[0]
+    params = first.sampling_params
+    assert first.messages[0] == {"role": "system", "content": "Be short."}
+    assert (params.temperature, params.top_k, params.seed, params.max_tokens) == (0.5, 7, 3, 4)
+    assert (list(params.stop), params.logprobs) == (["a", "b"], None)
+    await tab.press("n", ALT)  # begins with the same settings, which are its own
+    await set_field(tab, "mode", "text")
+    await set_field(tab, "temperature", "")
+    await ask(tab, "two")
+    await tab.until(IS_DONE)
+    second = system.engine.requests[1]
+    assert (second.prompt, second.messages) == ("two", None)
+    assert (second.sampling_params.temperature, second.sampling_params.max_tokens) == (1.0, 4)
+
+
+@needs_chromium
+@pytest.mark.parametrize("mode", ["chat", "text"])
+async def test_tokens_show_their_probabilities(system: Any, open_tab: OpenTab, mode: str) -> None:
+    tab = await open_tab(system.server.api_address)
+    await set_field(tab, "mode", mode)
+    await set_field(tab, "max_tokens", "6")
+    await ask(tab, "one")
+    await tab.until(IS_DONE)
+    await tab.press("v", ALT)
+    await tab.until("document.querySelectorAll('.tokens .token').length === 6")
+    assert await tab.evaluate("document.querySelector('.tokens .token').classList.contains('p50')")  # e^-0.5 is 61 %
+    await tab.evaluate("document.querySelector('.tokens').focus()")
+    await tab.press("ArrowRight")
+    assert await tab.text(".detail .chosen") == '"\\u0000"\n61 %'
+
+
+@needs_chromium
+async def test_a_key_is_asked_for_until_it_is_right(serve: Callable[..., Any], open_tab: OpenTab) -> None:
+    system = await serve(token="secret")
+    tab = await open_tab(system.server.api_address)
+    await tab.until("document.getElementById('key-dialog').open")
+    await tab.type("wrong")
+    await tab.press("Enter")
+    await tab.until("document.getElementById('key-problem').textContent")
+    await tab.type("secret")
+    await tab.press("Enter")
+    await tab.until("!document.getElementById('key-dialog').open")
+    await ask(tab, "one")
+    await tab.until(IS_DONE)
+    await tab.reload()
+    await tab.until("document.getElementById('model').textContent === 'quire'")
+    assert await tab.text("article .question") == "one"
+
+
+@needs_chromium
+async def test_problems_are_shown_and_end_only_their_answer(system: Any, open_tab: OpenTab) -> None:
+    tab = await open_tab(system.server.api_address)
+    for question, problem in (("full", "the queue is full"), ("fail", "the logits are NaN")):
+        await ask(tab, question)
+        await tab.until(f"document.querySelector('article:last-child .problem')?.textContent === {problem!r}")
+    await ask(tab, "three")
+    await tab.until(IS_DONE)
+    asked = [each["content"] for each in system.engine.requests[-1].messages if each["role"] == "user"]
+    assert asked == ["fail", "three"]
+
+
+@needs_chromium
+async def test_markup_of_users_and_models_is_text(system: Any, open_tab: OpenTab) -> None:
+    tab = await open_tab(system.server.api_address)
+    await ask(tab, HOSTILE)
+    await tab.until(IS_DONE)
+    assert await tab.evaluate("document.querySelectorAll('img, article script').length") == 0
+    assert HOSTILE in await tab.text(".answer")
+    assert await tab.text("#list .title") == HOSTILE
+
+
+@needs_chromium
+async def test_code_blocks_are_set_apart(system: Any, open_tab: OpenTab) -> None:
+    tab = await open_tab(system.server.api_address)
+    await set_field(tab, "max_tokens", "2")
+    await tab.evaluate("document.getElementById('question').value = 'a\\n```python\\nb = 1\\n```\\nc'")
+    await ask(tab, "")
+    await tab.until(IS_DONE)
+    assert await tab.evaluate("document.querySelector('.answer pre').textContent") == "b = 1"
+
+
+@needs_chromium
+async def test_the_page_is_dark_if_its_reader_prefers_that(system: Any, open_tab: OpenTab) -> None:
+    tab = await open_tab(system.server.api_address)
+    grounds = []
+    for scheme in ("light", "dark"):
+        await tab.prefer(scheme)
+        grounds.append(await tab.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert grounds == ["rgb(245, 246, 248)", "rgb(17, 20, 24)"]
+
+
+@needs_chromium
+async def test_everything_is_reached_with_the_tab_key(system: Any, open_tab: OpenTab) -> None:
+    tab = await open_tab(system.server.api_address)
+    await tab.until("!document.getElementById('send').disabled")
+    reached = []
+    for _ in range(24):
+        await tab.press("Tab")
+        reached.append(await tab.evaluate("document.activeElement.id || document.activeElement.className"))
+    assert {"raw", "open-settings", "open-help", "new", "open", "close", "question"} <= set(reached)
+    await tab.press("/", ALT)
+    await tab.until("document.getElementById('help').open")
+    await tab.press("Escape")
+    await tab.until("!document.getElementById('help').open")
