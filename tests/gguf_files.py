@@ -169,17 +169,22 @@ def convert(folder: Path, path: Path, kind: str = "F32", metadata: Mapping[str, 
     return write(path, {**describe(folder), **metadata}, {**stored_tensors(folder, kind), **rope_factors(folder)})
 
 
-ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}  # of families with another name
+ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+}  # of families with another name
 PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3")
 OF_FAMILIES = {  # keys of config.json that the converter writes for some families
     "attention.scale": ("attention_multiplier", "granite"),
     "embedding_scale": ("embedding_multiplier", "granite"),
     "residual_scale": ("residual_multiplier", "granite"),
     "logit_scale": ("logits_scaling", "granite"),
-    "attention.sliding_window": ("sliding_window", "phi3", "gemma2", "gemma3"),
+    "attention.sliding_window": ("sliding_window", "phi3", "gemma2", "gemma3", "gpt_oss"),
     "attn_logit_softcapping": ("attn_logit_softcapping", "gemma2"),
     "final_logit_softcapping": ("final_logit_softcapping", "gemma2"),
-    "expert_used_count": ("num_experts_per_tok", "mixtral", "qwen3_moe"),
+    "expert_used_count": ("num_experts_per_tok", "mixtral", "qwen3_moe", "gpt_oss"),
     "expert_feed_forward_length": ("moe_intermediate_size", "qwen3_moe"),
 }
 

@@ -1,6 +1,7 @@
 """gpt-oss: experts with biases and a clamped activation in every layer, attention sinks, and every other layer slides.
 
-A folder has all experts of a layer in one tensor, in MXFP4 or transposed (`weights/stacked_experts.py`).
+A folder has the experts of a layer in one tensor, in MXFP4 or transposed (`weights/stacked_experts.py`); a GGUF file
+has one tensor for the gates of all experts, one for up and one for down.
 """
 
 from __future__ import annotations
@@ -8,8 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..config_json import ConfigTable, build_spec, num_layers, read_experts, sliding_window, windows_by_type
+from ..config_json import (
+    MAX_POSITIONS,
+    ConfigTable,
+    build_spec,
+    num_layers,
+    read_experts,
+    sliding_window,
+    windows_by_type,
+)
 from ..config_rope import read_rope
+from ..gguf_config import EXPERT_KEYS, KEYS, GGUFFormat
+from ..gguf_config import NAMES as GGUF_NAMES
 from ..spec import DecoderSpec, TensorNames
 from ..weights.stacked_experts import StackedExperts
 from .family import Family
@@ -90,4 +101,29 @@ def _tensors_in_blocks(num_layers: int) -> dict[str, str]:
     return {f"{NAMES.layer.format(layer)}{name}.weight": "MXFP4" for layer in range(num_layers) for name in names}
 
 
-GPT_OSS = Family(("GptOssForCausalLM",), ("gpt_oss",), read_gpt_oss, tensors=StackedExperts)
+def _derive(config: ConfigTable) -> dict[str, Any]:
+    """Return what GGUF files do not say: every second layer slides, and YaRN does not round its range of dimensions."""
+    if config.values.get("sliding_window_pattern") not in (None, 2):
+        raise config.refused("sliding_window_pattern", "absent or 2")
+    if "rope_local_base_freq" in config:
+        raise config.refused("rope_local_base_freq", "absent: all layers have one rotary embedding")
+    config.integer("sliding_window", 1, MAX_POSITIONS)
+    scaling = config.table("rope_scaling").values
+    return {"rope_scaling": {**scaling, "truncate": False} if scaling else {}}
+
+
+GGUF = GGUFFormat(
+    "gpt-oss",
+    KEYS
+    | EXPERT_KEYS
+    | {
+        "intermediate_size": "expert_feed_forward_length",
+        "sliding_window": "attention.sliding_window",
+        "sliding_window_pattern": "attention.sliding_window_pattern",
+        "rope_local_base_freq": "rope.freq_base_swa",
+    },
+    replace(GGUF_NAMES, mlp_norm="post_attention_norm", sinks="attn_sinks.weight"),
+    experts=True,
+    derive=_derive,
+)
+GPT_OSS = Family(("GptOssForCausalLM",), ("gpt_oss",), read_gpt_oss, GGUF, StackedExperts)
