@@ -40,6 +40,13 @@ fuzz-files: $(BIN)/quire
 check-plan: $(BIN)/quire
 	$(BIN)/python -m tests.bench.plan_memory $(PLAN)
 
+fuzz-grammars: $(BIN)/quire
+	$(BIN)/python tests/fuzz/fuzz_grammars.py $(FUZZ)
+
+check-structured: $(BIN)/quire
+	$(INSTALL) '.[bench]' --quiet
+	$(BIN)/python tests/fuzz/structured_generations.py $(GENERATIONS)
+
 bench: $(BIN)/quire
 	$(INSTALL) '.[bench]' --quiet
 	$(BIN)/python -m pytest -q tests/bench/bench_ops.py $(BENCH)
@@ -67,4 +74,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard test docs attack attack-http fuzz-files bench check-kernels check-bits check-plan conformance clients
+.PHONY: demo loadtest dashboard test docs attack attack-http fuzz-files fuzz-grammars check-structured bench check-kernels check-bits check-plan conformance clients

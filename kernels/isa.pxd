@@ -116,6 +116,7 @@ cdef extern from "simd/tiles.h" nogil:
         int64_t (*argmax)(const float *x, int64_t n, float *max) noexcept nogil
         double (*sum_exp)(const float *x, int64_t n, float shift) noexcept nogil
         void (*exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out) noexcept nogil
+        void (*set_forbidden)(const int32_t *mask, int64_t words, float value, float *x) noexcept nogil
         void (*route)(const float *logits, int64_t experts, int64_t chosen, bint normalised, int32_t *indices,
                       float *weights) noexcept nogil
         void (*combine)(const float *y, int64_t stride, const int32_t *places, const float *weights, int64_t chosen,

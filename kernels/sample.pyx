@@ -171,6 +171,7 @@ cdef void _sample_row(Draw *draw, int64_t index, float *weights, uint64_t *order
     cdef const float *maxima = draw.maxima + index * draw.maxima_stride
     cdef float top = 0
     cdef double log_total = 0
+    cdef const int32_t *mask = draw.masks + (row.mask - 1) * draw.mask_stride if row.mask > 0 else NULL
     cdef bint wants_logprobs = row.logprobs >= 0
     cdef int64_t token = _largest(draw, x, maxima, &top)
     if token < 0 or top == INFINITY or top == -INFINITY:
@@ -178,14 +179,14 @@ cdef void _sample_row(Draw *draw, int64_t index, float *weights, uint64_t *order
         return
     if wants_logprobs:
         log_total = top + _log(draw.tiles.sum_exp(x, draw.vocab_size, top))
-    if row.mask > 0:
-        _set_forbidden(draw, row, x, -INFINITY)
+    if mask != NULL:
+        draw.tiles.set_forbidden(mask, draw.mask_stride, -INFINITY, x)
     if row.logprobs > 0:
         _top_logprobs(x, maxima, draw.vocab_size, row.logprobs, log_total, draw.top_ids + index * TOP,
                       draw.top_logprobs + index * TOP)
     if row.num_adjustments:
         _adjust(draw, row, x)
-    if row.num_adjustments or row.mask > 0:
+    if row.num_adjustments or mask != NULL:
         token = draw.tiles.argmax(x, draw.vocab_size, &top)
         if top == -INFINITY:
             draw.tokens[index] = -1
@@ -193,9 +194,9 @@ cdef void _sample_row(Draw *draw, int64_t index, float *weights, uint64_t *order
     if row.temperature > 1e-5:               # below, (x - max) / temperature overflows
         draw.tiles.exp_scaled(x, top, 1 / row.temperature, draw.stride, weights)
         _forbid(draw, row, x, weights)
-        if row.mask > 0:
-            _set_forbidden(draw, row, weights, 0)
-        token = _draw_weighted(weights, order, draw.vocab_size, row)
+        if mask != NULL:
+            draw.tiles.set_forbidden(mask, draw.mask_stride, 0, weights)
+        token = _draw_weighted(weights, order, draw.vocab_size, row, mask)
     if row.num_adjustments:
         _restore(draw, row, x)
     draw.tokens[index] = <int32_t>token
@@ -261,21 +262,13 @@ cdef void _forbid(Draw *draw, const Row *row, const float *x, float *weights) no
             weights[draw.adjustments[i].token_id] = 0
 
 
-cdef void _set_forbidden(const Draw *draw, const Row *row, float *values, float value) noexcept nogil:
-    """Set the values of the tokens that the row's mask does not allow."""
-    cdef const int32_t *mask = draw.masks + (row.mask - 1) * draw.mask_stride
-    cdef int64_t word, i
-    for word in range(draw.mask_stride):
-        if mask[word] == -1:
-            continue
-        for i in range(32):
-            if not <uint32_t>mask[word] >> i & 1:
-                values[32 * word + i] = value
+cdef int64_t _draw_weighted(float *weights, uint64_t *order, int64_t n, const Row *row,
+                            const int32_t *mask) noexcept nogil:
+    """Filter the weights and draw by inverse CDF, in token order and double precision.
 
-
-cdef int64_t _draw_weighted(float *weights, uint64_t *order, int64_t n, const Row *row) noexcept nogil:
-    """Filter the weights and draw by inverse CDF, in token order and double precision."""
-    cdef int64_t i, chosen = 0
+    Blocks of 32 weights that the mask, if there is one, does not allow are zero: they are not read.
+    """
+    cdef int64_t block, i, chosen = 0
     cdef double total = 0, target, sum = 0
     if row.min_p > 0:
         for i in range(n):
@@ -288,15 +281,19 @@ cdef int64_t _draw_weighted(float *weights, uint64_t *order, int64_t n, const Ro
             total += weights[i]
         _keep(weights, order, n, n, total * row.top_p)
     total = 0
-    for i in range(n):
-        total += weights[i]
+    for block in range(0, n, 32):
+        if mask == NULL or mask[block // 32] != 0:
+            for i in range(block, min(n, block + 32)):
+                total += weights[i]
     target = _uniform(row.seed, row.position) * total
-    for i in range(n):
-        if weights[i] > 0:
-            chosen = i
-            sum += weights[i]
-            if sum > target:
-                return i
+    for block in range(0, n, 32):
+        if mask == NULL or mask[block // 32] != 0:
+            for i in range(block, min(n, block + 32)):
+                if weights[i] > 0:
+                    chosen = i
+                    sum += weights[i]
+                    if sum > target:
+                        return i
     return chosen
 
 

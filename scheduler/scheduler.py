@@ -354,10 +354,16 @@ class Scheduler:
         ending = self._endings.pop(parent.request_id, None) or (None if error is None else Ending(error=error))
         if ending is not None:
             return self._end(parent, ending)
+        is_deferred = any(sample.is_deferred for sample in samples)
         for beam in beams:
+            if is_deferred:  # all beams compute their last token again: the search goes on with the samples of all
+                table_of(beam).rollback(len(beam.token_ids) - 1)
             self._recomputed_tokens += beam.note_computed(table_of(beam).num_tokens)
             self._pager.commit(table_of(beam), beam.token_ids)
         self._policy.served(parent, 0, len(beams))
+        if is_deferred:
+            self._batch.secure(parent)
+            return None
         spec = parent.spec
         survivors = search.advance(samples, spec.stop_token_ids, spec.min_tokens, spec.max_tokens)
         if parent.state is State.PREFILL:

@@ -47,6 +47,7 @@ void ISA(block_maxima)(const float *x, int64_t stride, int64_t rows, int64_t col
 int64_t ISA(argmax)(const float *x, int64_t n, float *max);
 double ISA(sum_exp)(const float *x, int64_t n, float shift);
 void ISA(exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out);
+void ISA(set_forbidden)(const int32_t *mask, int64_t words, float value, float *x);
 void ISA(route)(const float *logits, int64_t experts, int64_t chosen, int normalised, int32_t *indices,
                 float *weights);
 void ISA(combine)(const float *y, int64_t stride, const int32_t *places, const float *weights, int64_t chosen,

@@ -150,3 +150,15 @@ void ISA(exp_scaled)(const float *x, float shift, float scale, int64_t n, float 
   for (int64_t j = 0; j < n; j += 16)
     vf_store(out + j, vf_exp(vf_mul(vf_sub(vf_load(x + j), vf_set1(shift)), vf_set1(scale))));
 }
+
+void ISA(set_forbidden)(const int32_t *mask, int64_t words, float value, float *x) {
+  static const uint32_t bit[32] = {1u << 0, 1u << 1, 1u << 2, 1u << 3, 1u << 4, 1u << 5, 1u << 6, 1u << 7,
+    1u << 8, 1u << 9, 1u << 10, 1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15, 1u << 16, 1u << 17, 1u << 18,
+    1u << 19, 1u << 20, 1u << 21, 1u << 22, 1u << 23, 1u << 24, 1u << 25, 1u << 26, 1u << 27, 1u << 28, 1u << 29,
+    1u << 30, 1u << 31};
+  for (int64_t word = 0; word < words; word++, x += 32) {
+    const uint32_t allowed = (uint32_t)mask[word];
+    if (allowed == UINT32_MAX) continue;
+    for (int i = 0; i < 32; i++) x[i] = allowed & bit[i] ? x[i] : value;
+  }
+}

@@ -32,6 +32,7 @@ const quire_tiles LEVEL(quire_tiles) = {
     .argmax = ISA(argmax),
     .sum_exp = ISA(sum_exp),
     .exp_scaled = ISA(exp_scaled),
+    .set_forbidden = ISA(set_forbidden),
     .route = ISA(route),
     .combine = ISA(combine),
     .stream = ISA(stream),

@@ -156,6 +156,8 @@ typedef struct {
   double (*sum_exp)(const float *x, int64_t n, float shift);      // sum(exp(x - shift))
   // out[i] = exp((x[i] - shift) * scale); n a multiple of 16
   void (*exp_scaled)(const float *x, float shift, float scale, int64_t n, float *out);
+  // x[i] = value where bit i of the mask is 0, of 32 * words elements; the lowest bit of a word comes first.
+  void (*set_forbidden)(const int32_t *mask, int64_t words, float value, float *x);
 
   // The `chosen` largest of [experts] logits, largest first, of equal ones the lower index first; and their softmax, over
   // the chosen if `normalised`, else over all. If a logit is NaN, the weights are NaN, and any experts are chosen.

@@ -38,7 +38,8 @@ from ..model.files import sampled_fingerprint
 from ..model.runner import ModelRunner, load_model
 from .build import build_pager, build_scheduler, build_spill_file
 from .facade import CoreInfo, EngineStats, StepStats
-from .grammars import Grammars, StepMasks
+from .grammars import Grammars
+from .masks import StepMasks
 
 _log = structlog.get_logger("quire.engine")
 
@@ -267,7 +268,7 @@ class EngineCore:
         """Run a step, in the step's thread."""
         if masks is None:
             return self.runner.execute(plan)
-        return masks.with_forced_tokens(self.runner.execute(plan, masks))
+        return masks.advance(self.runner.execute(plan, masks))
 
     def _observe(self, step: FinishedStep) -> None:
         sequences = step.plan.sequences

@@ -1,42 +1,45 @@
 """Structured output: which tokens a request's grammar allows next, as masks for the sampler.
 
 A mask is a pure function of the grammar and the tokens that the request has generated, so preemption, replay after a
-crash and draft tokens do not change what a request generates. Grammars are compiled and masks computed in threads,
-while the step's rows are computed. A sample whose mask comes too late is deferred: its row is computed again in the
-next step. Must not import the scheduler's state or frames.
+crash and draft tokens do not change what a request generates. Must not import the scheduler's state or frames.
+
+After a step's samples, one call of llguidance computes the next masks of all sequences, while the event loop commits
+the samples and plans. What that call cannot compute begins with the next step, beside its rows: masks after draft
+tokens, and those of new sequences, whose grammar is compiled first. A sample whose mask comes too late is deferred: its
+row is computed again in the next step. A sequence whose mask came late computes its next ones apart, so that it delays
+no others.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import llguidance
-import numpy as np
-import structlog
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from ...scheduler.plan import ScheduledSequence, StepResult
-from ..common.errors import GenerationFailed, InvalidRequest, QuireError
+from ...scheduler.plan import ScheduledSequence
+from ..common.errors import GenerationFailed, InvalidRequest
 from ..common.types import StructuredOutputs
 from ..model import read_spec
-from ..model.runner import AllowedTokens, SamplingSpec
+from ..model.runner import SamplingSpec
+from .json_schema import without_idle_keywords
+from .masks import MaskJob, MaskThread, RunningGrammar, StepMasks
 from .text import Tokenizer, has_tokenizer
 from .text_processor import TextProcessor
 
 WAIT_S = 0.002  # for masks, after a step's rows are computed, if other sequences sample in it
 WAIT_ALONE_S = 0.02  # if none does
-NUM_THREADS = 2  # that compute masks; one more compiles
+NUM_THREADS = 2  # that compute masks of one sequence each
 MAX_COMPILED = 128  # grammars that are kept compiled
 MAX_COMPILED_PER_TENANT = 16
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"  # at most once in each place: no model fills its output with spaces
-
-_log = structlog.get_logger("quire.engine")
 
 
 def check_structure(structure: StructuredOutputs) -> None:
@@ -70,60 +73,12 @@ def _json_grammar(schema: dict[str, Any] | bool | str) -> str:
     if not isinstance(parsed, dict):
         raise ValueError(f"a JSON schema is an object, true or false, not {type(parsed).__name__}")
     # "x-guidance" holds options of the library: a client's own would switch off limits.
-    checked = {key: value for key, value in parsed.items() if key != "x-guidance"}
+    checked = {key: value for key, value in without_idle_keywords(parsed).items() if key != "x-guidance"}
     return LLMatcher.grammar_from_json_schema(checked, overrides={"whitespace_pattern": JSON_WHITESPACE})
 
 
 def _limits() -> LLParserLimits:
     return LLParserLimits(max_lexer_states=20_000, max_grammar_size=200_000, verbose_errors=False)
-
-
-@dataclass(slots=True)
-class _Running:
-    """The matcher of one running sequence, and its job: the computation of its masks, which one thread runs."""
-
-    structure: StructuredOutputs
-    tenant: str
-    matcher: LLMatcher | None = None
-    num_consumed: int = 0  # generated tokens that the matcher has seen
-    job: Future[AllowedTokens] | None = None
-    job_for: tuple[int, ...] = field(default=())  # length of the context without draft tokens, then the draft tokens
-
-
-@dataclass(slots=True)
-class StepMasks:
-    """The masks of one step. The methods are called in the step's thread."""
-
-    jobs: dict[int, Future[AllowedTokens]] = field(default_factory=dict)  # by request id
-    sampling: list[tuple[_Running, ScheduledSequence]] = field(default_factory=list)
-    others_sample: bool = False  # sequences without a grammar
-
-    def wait(self) -> dict[int, AllowedTokens]:
-        """Wait for the masks, but not so long that other sequences notice. What is not ready has no masks."""
-        if not self.others_sample:
-            wait(self.jobs.values(), WAIT_ALONE_S, FIRST_COMPLETED)
-        wait(self.jobs.values(), WAIT_S)
-        return {request_id: job.result() if job.done() else AllowedTokens() for request_id, job in self.jobs.items()}
-
-    def with_forced_tokens(self, result: StepResult) -> StepResult:
-        """Return the result with the tokens that each grammar forces after the last sample that will be accepted."""
-        sampled = list(result.sampled)
-        start: dict[int, int] = {}  # index of each request's first sample
-        for index, token in enumerate(sampled):
-            start.setdefault(token.request_id, index)
-        for running, sequence in self.sampling:
-            at = start[sequence.request_id]
-            drafts = sequence.context[len(sequence.context) - sequence.num_samples + 1 :]
-            accepted: list[int] = []
-            for token, draft in zip(sampled[at : at + sequence.num_samples], (*drafts, None), strict=True):
-                if token.error is not None or token.is_deferred:
-                    break
-                accepted.append(token.token_id)
-                if token.token_id != draft:
-                    forced = tuple(_forced_after(running, accepted))
-                    sampled[at + len(accepted) - 1] = token._replace(forced=forced)
-                    break
-        return replace(result, sampled=tuple(sampled))
 
 
 class Grammars:
@@ -134,10 +89,12 @@ class Grammars:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._running: dict[int, _Running] = {}  # by request id: those of the last step
+        self._running: dict[int, RunningGrammar] = {}  # by request id: those of the last step
+        self._beams: dict[tuple[int, tuple[int, ...]], RunningGrammar] = {}  # by search and generated tokens, likewise
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()  # by tenant and grammar
         self._compiling = ThreadPoolExecutor(1, "quire-compile")
-        self._computing = ThreadPoolExecutor(NUM_THREADS, "quire-masks")
+        self._apart = ThreadPoolExecutor(NUM_THREADS, "quire-masks-apart")
+        self._together = MaskThread(max(1, len(os.sched_getaffinity(0)) // 2))
         self._tokenizer: LLTokenizer | None = None
 
     def load(self) -> None:
@@ -149,58 +106,98 @@ class Grammars:
             self._tokenizer = _load_tables(self._path)
 
     def begin(self, sequences: Sequence[ScheduledSequence]) -> StepMasks | None:
-        """Begin to compute the masks of a step, before its rows; None if no sequence of the step has a grammar."""
+        """Begin to compute the masks that a step lacks, before its rows; None if it samples nothing with a grammar."""
         before, self._running = self._running, {}
-        step = StepMasks()
+        beams, self._beams = self._beams, {}
+        step = StepMasks(self._together, WAIT_S, WAIT_ALONE_S)
+        together: list[RunningGrammar] = []
+        num_samples = 0
         for sequence in sequences:
-            sampling = cast(SamplingSpec, sequence.sampling)
-            if (structure := sampling.params.structured_outputs) is None:
+            sampling, first = cast(SamplingSpec, sequence.sampling), num_samples
+            num_samples += sequence.num_samples
+            if sampling.params.structured_outputs is None:
                 step.others_sample |= sequence.num_samples > 0
                 continue
-            running = before.get(sequence.request_id) or _Running(structure, sampling.tenant)
+            if sampling.params.beam_width:
+                running = self._beam(beams, sampling, tuple(sequence.context[sequence.num_prompt_tokens :]))
+            else:
+                running = before.get(sequence.request_id) or RunningGrammar(sampling)
             self._running[sequence.request_id] = running
-            job = self._job(running, sequence)
+            is_begun = running.job is not None and running.end == len(sequence.context) and sequence.num_samples == 1
+            if not is_begun and not self._begin_masks(running, sequence, together):
+                step.busy.add(sequence.request_id)
             if sequence.num_samples:
-                step.jobs[sequence.request_id] = job
-                step.sampling.append((running, sequence))
-        return step if step.jobs else None
+                step.sampling.append((running, sequence, first))
+        if together:
+            self._together.start(together)
+        return step if step.sampling else None
 
     def close(self) -> None:
         """End the threads when what they run has ended."""
-        for threads in (self._compiling, self._computing):
+        self._together.close()
+        for threads in (self._compiling, self._apart):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _job(self, running: _Running, sequence: ScheduledSequence) -> Future[AllowedTokens]:
-        """Return the job for the sequence's masks; a job for other tokens that still runs is never ready for these."""
-        num_drafts = max(0, sequence.num_samples - 1)
-        end = len(sequence.context) - num_drafts
-        drafts = tuple(sequence.context[end:])
-        if running.job is not None and (not running.job.done() or running.job_for == (end, *drafts)):
-            return running.job if running.job_for == (end, *drafts) else Future()
-        generated = list(sequence.context[sequence.num_prompt_tokens : end])
-        threads = self._compiling if running.matcher is None else self._computing
-        running.job = threads.submit(self._allowed, running, generated, drafts)
-        running.job_for = (end, *drafts)
-        return running.job
+    def _begin_masks(
+        self, running: RunningGrammar, sequence: ScheduledSequence, together: list[RunningGrammar]
+    ) -> bool:
+        """Begin to compute the sequence's masks unless they are, or add it to `together`.
+
+        Returns False if that must wait for masks for other tokens, which are being computed.
+        """
+        context = sequence.context
+        end = len(context) - max(0, sequence.num_samples - 1)
+        drafts = tuple(context[end:])
+        if running.has_masks(end, drafts):
+            return True
+        pending = context[sequence.num_prompt_tokens + running.num_consumed : end]
+        is_apart = running.matcher is None or bool(pending) or running.distrust > 0
+        job = running.job
+        if job is not None and not job.is_done and (is_apart or job.is_late):
+            return False  # else the two jobs follow each other in one thread
+        running.end, running.drafts = end, drafts
+        if is_apart:
+            threads = self._compiling if running.matcher is None else self._apart
+            threads.submit(self._together.compute, MaskJob([running]), partial(self._prepare, running, pending))
+        else:
+            together.append(running)
+        return True
+
+    def _beam(
+        self,
+        beams: Mapping[tuple[int, tuple[int, ...]], RunningGrammar],
+        sampling: SamplingSpec,
+        generated: tuple[int, ...],
+    ) -> RunningGrammar:
+        """Return the beam's grammar: that of the last step if it is computed again, or a fork of its parent's."""
+        running = beams.get((id(sampling), generated))
+        if running is None:
+            running = RunningGrammar(sampling, is_beam=True)
+            parent = beams.get((id(sampling), generated[:-1]))
+            if parent is not None and parent.matcher is not None and parent.job is not None and parent.job.is_done:
+                running.matcher = parent.matcher.deep_copy()
+                running.matcher.consume_token(generated[-1])
+                running.num_consumed = len(generated)
+                running.distrust = parent.distrust if parent.job.is_late else 0
+        self._beams[id(sampling), generated] = running
+        return running
 
     # In the threads
 
-    def _allowed(self, running: _Running, generated: list[int], drafts: tuple[int, ...]) -> AllowedTokens:
-        try:
-            if running.matcher is None:
-                running.matcher = self._matcher(running)
-            return AllowedTokens(_masks(running, generated, drafts, (self._tables().vocab_size + 31) // 32))
-        except QuireError as error:
-            return AllowedTokens(error=str(error))
-        except Exception as error:
-            _log.exception("computing a mask failed")
-            return AllowedTokens(error=f"structured_outputs: {error!r}")
+    def _prepare(self, running: RunningGrammar, pending: Sequence[int]) -> None:
+        """Compile the sequence's grammar, if it is not, and take the generated tokens that its matcher has not seen."""
+        if running.matcher is None:
+            running.matcher = self._matcher(running)
+        running.matcher.consume_tokens(list(pending))
+        running.num_consumed += len(pending)
 
-    def _matcher(self, running: _Running) -> LLMatcher:
+    def _matcher(self, running: RunningGrammar) -> LLMatcher:
         """Return a new matcher of the sequence's grammar. Only the compiling thread calls this."""
-        key = (running.tenant, grammar_of(running.structure))
+        sampling = running.sampling
+        assert sampling.params.structured_outputs is not None
+        key = (sampling.tenant, grammar_of(sampling.params.structured_outputs))
         if key not in self._compiled:
-            own = [each for each in self._compiled if each[0] == running.tenant]
+            own = [each for each in self._compiled if each[0] == sampling.tenant]
             if len(own) >= MAX_COMPILED_PER_TENANT:
                 del self._compiled[own[0]]
             elif len(self._compiled) >= MAX_COMPILED:
@@ -212,6 +209,7 @@ class Grammars:
     def _tables(self) -> LLTokenizer:
         if self._tokenizer is None:
             self._tokenizer = _load_tables(self._path)
+        self._together.num_words = (self._tokenizer.vocab_size + 31) // 32
         return self._tokenizer
 
 
@@ -225,37 +223,6 @@ def _load_tables(path: Path) -> LLTokenizer:
         raise GenerationFailed("structured_outputs need a token that ends the output; this model has none")
     wrapper = TokenizerWrapper(_Vocabulary(tokenizer, ends[0]))
     return LLTokenizer(wrapper, n_vocab=spec.vocab_size, eos_token=ends)
-
-
-def _masks(running: _Running, generated: list[int], drafts: tuple[int, ...], num_words: int) -> Any:
-    """Return int32 [1 + drafts, words]: the tokens allowed after `generated`, and after each draft token.
-
-    Nothing is masked after a draft token that is not allowed: it is not sampled, so what follows is not used.
-    """
-    matcher = running.matcher
-    assert matcher is not None
-    matcher.consume_tokens(generated[running.num_consumed :])
-    running.num_consumed = len(generated)
-    masks = np.full((1 + len(drafts), num_words), -1, np.int32)
-    num_allowed = 0
-    for row, draft in zip(masks, (*drafts, None), strict=True):
-        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if matcher.is_error():
-            raise GenerationFailed(f"structured_outputs: {matcher.get_error()}")
-        if draft is None or matcher.is_stopped() or not matcher.try_consume_tokens([draft]):
-            break
-        num_allowed += 1
-    matcher.rollback(num_allowed)
-    return masks
-
-
-def _forced_after(running: _Running, accepted: list[int]) -> list[int]:
-    matcher = running.matcher
-    assert matcher is not None
-    num_taken = matcher.try_consume_tokens(accepted)
-    forced = [] if matcher.is_stopped() else matcher.compute_ff_tokens()
-    matcher.rollback(num_taken)
-    return forced
 
 
 class _Vocabulary:

@@ -34,7 +34,6 @@ NEUTRAL_FOR_BEAMS: dict[str, object] = {
     "frequency_penalty": 0,
     "logit_bias": None,
     "stop": (),
-    "structured_outputs": None,
 }
 NEUTRAL_FOR_GRAMMARS: dict[str, object] = {"min_tokens": 0, "ignore_eos": False}  # the grammar says when it may end
 MAX_GRAMMAR_BYTES = 256 << 10

@@ -281,6 +281,22 @@ def test_only_allowed_tokens_are_drawn_and_with_their_own_frequencies():
     assert [np.mean(seen == token) for token in (3, 40, 999)] == pytest.approx(weights, abs=0.15)
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}])
+def test_a_mask_gives_the_draw_of_the_allowed_tokens_alone(filters):
+    """At every level, however many tokens of a block of 32 are allowed: like logits of minus infinity."""
+    chance = np.random.default_rng(5)
+    logits = random_logits(64)
+    shares = np.repeat(chance.choice([0.0, 0.02, 0.5, 1.0], (64, STRIDE // 32)), 32, axis=1)[:, :VOCAB]
+    bits = chance.random((64, VOCAB)) < shares
+    bits[:, 700] = True
+    rows = [row(temperature=1.5, position=i, mask=i + 1, **filters) for i in range(64)]
+    plain = [row(temperature=1.5, position=i, **filters) for i in range(64)]
+    expected = draw(np.where(bits, logits, np.float32(-1e30)), plain)[0]
+    for isa in LEVELS:
+        tokens = masked(logits, rows, [np.flatnonzero(each) for each in bits], isa)[0]
+        assert tokens.tolist() == expected.tolist()
+
+
 def test_a_mask_comes_before_bias_and_penalties():
     logits = random_logits()
     rows = [row(mask=1, num_adjustments=2)]

@@ -13,9 +13,10 @@ VALIDATOR, SNAPSHOT, ERRORS, BUILD, PROCESSOR = (
 )
 
 GRAMMARS = "runtime/engine/grammars.py"
-MASKS = (
+MASKS = "runtime/engine/masks.py"
+MASK_TESTS = (
     "tests/runtime/engine/test_grammars.py tests/system/test_structured_outputs.py "
-    "tests/system/test_same_bits_of_grammars.py"
+    "tests/system/test_same_bits_of_grammars.py tests/system/test_beams_of_grammars.py"
 )
 SAVED = "tests/runtime/engine/test_snapshot.py"
 
@@ -375,59 +376,73 @@ MUTANTS = [
         "tests/system/test_serving.py",
     ),
     Mutant(
-        GRAMMARS,
-        "    matcher.rollback(num_allowed)\n",
-        "",
-        "the matcher keeps draft tokens that were rejected",
         MASKS,
-    ),
-    Mutant(
-        GRAMMARS,
-        "running.job_for == (end, *drafts)):",
-        "running.job_for[0] == end):",
+        "self.end == end and self.drafts[: len(drafts)] == drafts",
+        "self.end == end",
         "a late mask for other draft tokens is taken for these",
+        MASK_TESTS,
+    ),
+    Mutant(
         MASKS,
+        "                if running.matcher.is_error():\n",
+        "                if False:\n",
+        "a limit of the grammar ends the output as if it were complete",
+        MASK_TESTS,
+    ),
+    Mutant(
+        MASKS,
+        "            self.distrust = DISTRUST << self.num_late\n",
+        "",
+        "a grammar whose masks take long delays the masks of all others in every step",
+        MASK_TESTS,
     ),
     Mutant(
         GRAMMARS,
-        "        if matcher.is_error():\n",
-        "        if False:\n",
-        "a limit of the grammar ends the output as if it were complete",
-        MASKS,
+        "parent.matcher.deep_copy()",
+        "parent.matcher",
+        "two beams share a matcher",
+        MASK_TESTS,
+    ),
+    Mutant(
+        "runtime/engine/json_schema.py",
+        '"contains" not in schema or (',
+        "True or (",
+        "a keyword that forbids something is ignored",
+        "tests/runtime/engine/test_json_schemas.py",
     ),
     Mutant(
         GRAMMARS,
         "            if len(own) >= MAX_COMPILED_PER_TENANT:\n                del self._compiled[own[0]]\n            elif",
         "            if",
         "one tenant's grammars evict those of all others",
-        MASKS,
+        MASK_TESTS,
     ),
     Mutant(
         GRAMMARS,
         'if key != "x-guidance"}',
         "if key}",
         "a client's schema switches off the bounds on its own grammar",
-        MASKS,
+        MASK_TESTS,
     ),
     Mutant(
-        GRAMMARS,
-        "                if token.token_id != draft:\n",
-        "                if draft is None:\n",
-        "after a rejected draft the grammar's forced tokens are not drafted",
         MASKS,
+        "        if token.token_id != draft:\n",
+        "        if draft is None:\n",
+        "after a rejected draft the grammar's forced tokens are not drafted",
+        MASK_TESTS,
     ),
     Mutant(
         GRAMMARS,
         "return self._compiled[key].deep_copy()",
         "return self._compiled[key]",
         "requests with the same grammar share one matcher",
-        MASKS,
+        MASK_TESTS,
     ),
     Mutant(
         VALIDATOR,
         "        if num_bytes > MAX_GRAMMAR_BYTES:",
         "        if num_bytes > MAX_GRAMMAR_BYTES << 10:",
         "a grammar of megabytes is compiled",
-        MASKS,
+        MASK_TESTS,
     ),
 ]

@@ -513,6 +513,12 @@ MUTANTS = [
     ),
     Mutant(
         "scheduler/scheduler.py",
+        "                table_of(beam).rollback(len(beam.token_ids) - 1)\n",
+        "                pass\n",
+        "a beam search whose mask was late never goes on",
+    ),
+    Mutant(
+        "scheduler/scheduler.py",
         "self._speculator.expect(request, tokens[-1].forced)",
         "self._speculator.expect(request, tokens[0].forced)",
         "draft tokens of a grammar are those of an earlier position",

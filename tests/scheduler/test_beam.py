@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
-from quire.scheduler import BeamSearch, BeamSpec, CostModel, Fair, LatencyBudget, SampledToken, TooLong
+from quire.scheduler import (
+    BeamSearch,
+    BeamSpec,
+    CostModel,
+    Fair,
+    LatencyBudget,
+    SampledToken,
+    StepPlan,
+    StepResult,
+    TooLong,
+)
 
 from tests.scheduler.conftest import MakeHarness, top_logprobs
 from tests.scheduler.forced_preemption import preempt
@@ -124,6 +136,37 @@ def test_a_failing_beam_or_step_ends_the_whole_search(make_harness: MakeHarness)
     updates = harness.scheduler.abandon("the step failed")
     assert [(update.request_id, update.error) for update in updates] == [(2, "the step failed")]
     assert harness.scheduler.stats().pages_owned == 0
+
+
+@pytest.mark.parametrize("windows", [(0,), (9,), (0, 9)])
+def test_a_search_whose_masks_come_late_has_the_same_results(
+    make_harness: MakeHarness, windows: tuple[int, ...]
+) -> None:
+    """If one beam's sample is deferred, all beams compute their last token again, in prefill and in decode."""
+    chance = random.Random(3)
+    harness = make_harness(num_pages=64, vocabulary=VOCABULARY, windows=windows)
+    execute, num_deferred = harness.execute, 0
+
+    def deferring(plan: StepPlan) -> StepResult:
+        nonlocal num_deferred
+        result = execute(plan)
+        sampled = [
+            SampledToken(sample.request_id, -1, is_deferred=True) if chance.random() < 0.3 else sample
+            for sample in result.sampled
+        ]
+        num_deferred += sum(sample.is_deferred for sample in sampled)
+        return StepResult(result.step_id, tuple(sampled), result.duration_s)
+
+    harness.execute = deferring
+    harness.add(1, PROMPT, max_tokens=14, stop_token_ids=frozenset({2, 7}), beam=BeamSpec(3))
+    harness.run()
+    found = [
+        ([token.token_id for token in each.tokens], pytest.approx(each.score))
+        for each in harness.requests[1].hypotheses
+    ]
+    assert found == search(PROMPT, 3, 14, frozenset({2, 7}))
+    assert num_deferred > 5
+    assert harness.scheduler.stats().pages_owned == harness.scheduler.stats().pages_reserved == 0
 
 
 def test_ties_go_to_the_earlier_hypothesis_then_to_the_lower_token() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from ...common.config import EngineConfig
 from ...common.errors import ConfigError
 from .. import PackedModel, model_path, pack_model, read_spec
 from .capacity import Capacity, decide_capacity
-from .sampling import AllowedTokens, Masks, sampling_rows, use_masks
+from .sampling import AllowedTokens, Masks, sampling_rows
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
@@ -86,7 +86,7 @@ class ModelRunner:
         """
         start = time.perf_counter()
         self._forward(plan.sequences)
-        sampled = self._sample(plan.sequences, masks.wait() if masks else {})
+        sampled = self._sample(plan.sequences, masks.wait() if masks else AllowedTokens())
         return StepResult(plan.step_id, sampled, time.perf_counter() - start)
 
     def score(
@@ -137,23 +137,21 @@ class ModelRunner:
             np.array(samples, np.int32),
         )
 
-    def _sample(
-        self, sequences: Sequence[ScheduledSequence], allowed: Mapping[int, AllowedTokens]
-    ) -> tuple[SampledToken, ...]:
+    def _sample(self, sequences: Sequence[ScheduledSequence], allowed: AllowedTokens) -> tuple[SampledToken, ...]:
         owners = [sequence.request_id for sequence in sequences for _ in range(sequence.num_samples)]
         if not owners:
             return ()
-        rows, adjustments = sampling_rows(sequences)
-        masks = use_masks(rows, owners, allowed)
+        rows, adjustments = sampling_rows(sequences, allowed.first)
         start = time.perf_counter()
         tokens, logprobs, top_ids, top_logprobs = self._sampler.sample(
-            self._logits, self._maxima, rows, adjustments, masks
+            self._logits, self._maxima, rows, adjustments, allowed.masks
         )
         self._sampling_s += time.perf_counter() - start
         wanted: list[int] = rows["logprobs"].tolist()
+        missing = allowed.missing
         return tuple(
-            _unmasked(request_id, allowed[request_id])
-            if request_id in allowed and allowed[request_id].masks is None
+            _unmasked(request_id, missing[request_id])
+            if request_id in missing
             else _sampled(request_id, token, logprob, n, top_ids[i], top_logprobs[i])
             for i, (request_id, token, logprob, n) in enumerate(
                 zip(owners, tokens.tolist(), logprobs.tolist(), wanted, strict=True)
@@ -180,9 +178,9 @@ def _starts(counts: Sequence[int]) -> Ints:
     return starts
 
 
-def _unmasked(request_id: int, allowed: AllowedTokens) -> SampledToken:
+def _unmasked(request_id: int, error: str | None) -> SampledToken:
     """Return the result of a sample that has no mask: an error, or that it is deferred."""
-    return SampledToken(request_id, 0, error=allowed.error, is_deferred=allowed.error is None)
+    return SampledToken(request_id, 0, error=error, is_deferred=error is None)
 
 
 def _sampled(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from ....kernels.sample import ADJUSTMENT, ROW
 from ....scheduler.plan import ScheduledSequence
 from ...common.types import SamplingParams
 
+Ints = npt.NDArray[np.int32]
 Row = tuple[float, ...]  # in the order of ROW
 PARAMETERS = tuple(ROW.fields or ())[2:-4]  # after seed and position, before logprobs, adjustments and mask
 _parameters = attrgetter(*PARAMETERS)
@@ -38,44 +39,39 @@ class SamplingSpec:
 
 @dataclass(frozen=True, slots=True)
 class AllowedTokens:
-    """The masks of one sequence's samples in a step. Without masks and error they are not ready."""
+    """The masks of a step's samples. Sequences that may generate any token have neither masks nor an entry."""
 
-    masks: npt.NDArray[np.int32] | None = None  # [samples, words]: a bit per token of the vocabulary, the lowest first
-    error: str | None = None
+    masks: Ints | None = None  # [masks, words]: a bit per token of the vocabulary, the lowest first
+    first: Mapping[int, int] = field(default_factory=dict)  # request id -> the mask of its first sample; others follow
+    missing: Mapping[int, str | None] = field(default_factory=dict)  # request id -> the error; None: not ready in time
 
 
 class Masks(Protocol):
     """The masks of a step's samples, which are computed while the rows are."""
 
-    def wait(self) -> Mapping[int, AllowedTokens]:
-        """Return the masks by request id; sequences that may generate any token are absent."""
+    def wait(self) -> AllowedTokens:
+        """Return the masks that are ready, and which are missing."""
 
 
-def sampling_rows(sequences: Sequence[ScheduledSequence]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return the sampler's (rows, adjustments) for all samples in order, each after its own part of the context."""
+def sampling_rows(
+    sequences: Sequence[ScheduledSequence], first_masks: Mapping[int, int]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Return the sampler's (rows, adjustments) for all samples in order, each after its own part of the context.
+
+    `first_masks` are the masks of each sequence's first sample, by request id.
+    """
     rows: list[Row] = []
     adjustments: list[Adjustment] = []
     for sequence in sequences:
         length = len(sequence.context)
+        mask = first_masks.get(sequence.request_id, -1) + 1
         for position in range(length - sequence.num_samples + 1, length + 1):
-            rows.append(_row(sequence, position, adjustments))
+            rows.append(_row(sequence, position, mask, adjustments))
+            mask += mask > 0
     return np.array(rows, ROW), np.array(adjustments, ADJUSTMENT)
 
 
-def use_masks(
-    rows: npt.NDArray[Any], owners: Sequence[int], allowed: Mapping[int, AllowedTokens]
-) -> npt.NDArray[np.int32] | None:
-    """Set the mask of each row whose owner has masks; return all masks [masks, words], None if there are none."""
-    masks: list[npt.NDArray[np.int32]] = []
-    for request_id, tokens in allowed.items():
-        if tokens.masks is not None:
-            first, count = owners.index(request_id), len(tokens.masks)
-            rows["mask"][first : first + count] = np.arange(len(masks) + 1, len(masks) + 1 + count)
-            masks.extend(tokens.masks)
-    return np.stack(masks) if masks else None
-
-
-def _row(sequence: ScheduledSequence, position: int, adjustments: list[Adjustment]) -> Row:
+def _row(sequence: ScheduledSequence, position: int, mask: int, adjustments: list[Adjustment]) -> Row:
     """Return the row for the token after the first `position` tokens of the context, and append its adjustments."""
     spec, first = sequence.sampling, len(adjustments)
     assert isinstance(spec, SamplingSpec)
@@ -85,7 +81,7 @@ def _row(sequence: ScheduledSequence, position: int, adjustments: list[Adjustmen
         adjustments.append((sequence.echoed[position - sequence.num_prompt_tokens], 0, 0, CERTAIN))
         return (spec.seed, position, *_parameters(GREEDY), logprobs, first, 1, 0)
     adjustments.extend(_adjustments(spec, sequence.context, position, num_given))
-    return (spec.seed, position, *_parameters(spec.params), logprobs, first, len(adjustments) - first, 0)
+    return (spec.seed, position, *_parameters(spec.params), logprobs, first, len(adjustments) - first, mask)
 
 
 def _adjustments(

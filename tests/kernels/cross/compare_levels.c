@@ -373,6 +373,11 @@ static void compare_logits(int64_t n) {
   digest("exp", QUIRE_F32, y, n / 16 * 16 * (int64_t)sizeof *y);
   for (int64_t i = 0; i < n / 16 * 16; i++)
     verdict("exp", QUIRE_F32, "off libm", fabs((double)y[i] / exp((double)((x[i] - 2.f) * 25.f)) - 1), 3e-7);
+  const int32_t mask[3] = {0, -1, (int32_t)0x80000005};
+  static float z[96];
+  memcpy(y, x, sizeof z), memcpy(z, x, sizeof z);
+  tiles->set_forbidden(mask, 3, -1.f, y), scalar->set_forbidden(mask, 3, -1.f, z);
+  expect_same("set_forbidden", QUIRE_F32, "other bits than scalar", y, z, sizeof z);
   x[n / 3] = NAN;
   tiles->block_maxima(x + n / 3 - 1, 3, 2, 21, maxima[0], 1), scalar->block_maxima(x + n / 3 - 1, 3, 2, 21, maxima[1], 1);
   if (maxima[0][0] == maxima[0][0] || maxima[0][1] != maxima[1][1]) verdict("maxima", QUIRE_F32, "elsewhere", 1, 0);

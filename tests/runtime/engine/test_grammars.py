@@ -12,7 +12,9 @@ import pytest
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.types import SamplingParams, StructuredOutputs
 from quire.runtime.engine import grammars
-from quire.runtime.engine.grammars import Grammars, StepMasks, check_structure, grammar_of
+from quire.runtime.engine import masks as masks_module
+from quire.runtime.engine.grammars import Grammars, check_structure, grammar_of
+from quire.runtime.engine.masks import MaskThread, StepMasks
 from quire.runtime.engine.text_processor import TextProcessor
 from quire.runtime.model import BUNDLED_MODEL, read_spec
 from quire.runtime.model.runner import SamplingSpec
@@ -57,11 +59,30 @@ def sequence(
 
 
 def ready(step: StepMasks | None) -> dict[int, Any]:
-    """Return the masks once all of them are ready."""
+    """Return the masks of each sequence, or its error, once all of them are ready."""
     assert step is not None
-    for job in step.jobs.values():
-        job.result(timeout=60)
-    return step.wait()
+    jobs = [running.job for running, _, _ in step.sampling]
+    with step.thread.changed:
+        assert step.thread.changed.wait_for(lambda: all(job is not None and job.is_done for job in jobs), 60)
+    return given(step)
+
+
+def given(step: StepMasks | None) -> dict[int, Any]:
+    """Return the masks of each sequence that are ready now, its error, or None."""
+    assert step is not None
+    found = step.wait()
+    outcome: dict[int, Any] = dict(found.missing)
+    for _, each, _ in step.sampling:
+        if each.request_id in found.first:
+            first = found.first[each.request_id]
+            outcome[each.request_id] = found.masks[first : first + each.num_samples]
+    return outcome
+
+
+def advance(step: StepMasks | None, *samples: SampledToken) -> list[tuple[int, ...]]:
+    """Give a step its samples; return the tokens that are forced after each."""
+    assert step is not None
+    return [sample.forced for sample in step.advance(StepResult(1, samples, 0.0)).sampled]
 
 
 def allowed(mask: Any) -> set[int]:
@@ -71,37 +92,37 @@ def allowed(mask: Any) -> set[int]:
 def test_masks_follow_the_generated_tokens(masks: Grammars) -> None:
     pair = {token for token in range(VOCAB) if TOKENIZER.token_bytes(token) in (b"aa", b"ab", b"ba", b"bb")}
     for generated, expected in (([], {A, B} | pair), ([A], {A, B}), ([A, B], {EOS})):
-        (mask,) = ready(masks.begin([sequence(WORD, generated)]))[1].masks
+        (mask,) = ready(masks.begin([sequence(WORD, generated)]))[1]
         assert allowed(mask) == expected
 
 
 def test_a_sequence_that_starts_in_the_middle_has_the_same_masks(masks: Grammars) -> None:
-    (mask,) = ready(masks.begin([sequence(WORD, [B])]))[1].masks
+    (mask,) = ready(masks.begin([sequence(WORD, [B])]))[1]
     assert allowed(mask) == {A, B}
 
 
 def test_a_prefill_in_chunks_after_a_preemption_or_a_crash_knows_the_generated_tokens(masks: Grammars) -> None:
     """The job that a chunk without a sample begins is also that of the last chunk."""
     assert masks.begin([sequence(WORD, [B], samples=False)]) is None
-    job = masks._running[1].job
-    assert job is not None
-    job.result(timeout=60)
-    (mask,) = ready(masks.begin([sequence(WORD, [B])]))[1].masks
+    (mask,) = ready(masks.begin([sequence(WORD, [B])]))[1]
     assert allowed(mask) == {A, B}
 
 
 def test_each_draft_token_has_a_mask_and_is_taken_back(masks: Grammars) -> None:
-    first, second, third = ready(masks.begin([sequence(WORD, [], (A, B))]))[1].masks
+    first, second, third = ready(masks.begin([sequence(WORD, [], (A, B))]))[1]
     assert {A, B} <= allowed(first)
     assert allowed(second) == {A, B}
     assert allowed(third) == {EOS}
-    (mask,) = ready(masks.begin([sequence(WORD, [B])]))[1].masks
+    step = masks.begin([sequence(WORD, [], (A, B))])
+    ready(step)
+    advance(step, SampledToken(1, B), SampledToken(1, B), SampledToken(1, B))
+    (mask,) = ready(masks.begin([sequence(WORD, [B])]))[1]
     assert allowed(mask) == {A, B}, "another token than the draft was sampled"
 
 
 def test_nothing_is_masked_after_a_draft_that_is_not_allowed_or_ends_the_output(masks: Grammars) -> None:
     for drafts in ((C, A), (A, B, EOS, A)):
-        *_, last = ready(masks.begin([sequence(WORD, [], drafts)]))[1].masks
+        *_, last = ready(masks.begin([sequence(WORD, [], drafts)]))[1]
         assert (last == -1).all()
 
 
@@ -129,14 +150,14 @@ def test_a_mask_that_is_not_ready_is_said_to_be_and_comes_later(
     monkeypatch.setattr(Grammars, "_matcher", slow)
     step = masks.begin([sequence(WORD, [])])
     assert step is not None
-    assert (step.wait()[1].masks, step.wait()[1].error) == (None, None)
+    assert given(step) == {1: None}
     for generated, drafts in (([], ()), ([], (A,)), ([A], ())):
         again = masks.begin([sequence(WORD, generated, drafts)])
         assert again is not None
-        assert again.wait()[1].masks is None, "the job for the first tokens still runs"
+        assert given(again) == {1: None}, "the job for the first tokens still runs"
     go.set()
     ready(step)
-    (mask,) = ready(masks.begin([sequence(WORD, [A])]))[1].masks
+    (mask,) = ready(masks.begin([sequence(WORD, [A])]))[1]
     assert allowed(mask) == {A, B}
 
 
@@ -144,10 +165,10 @@ def test_forced_tokens_follow_the_last_accepted_sample(masks: Grammars) -> None:
     structure = StructuredOutputs(regex="(a|c)bbbbbbbb!")
 
     def forced(drafts: tuple[int, ...], *samples: SampledToken) -> list[tuple[int, ...]]:
+        masks._running.clear()
         step = masks.begin([sequence(structure, [], drafts)])
         ready(step)
-        assert step is not None
-        return [sample.forced for sample in step.with_forced_tokens(StepResult(1, samples, 0.0)).sampled]
+        return advance(step, *samples)
 
     (rest,) = forced((), SampledToken(1, A))
     assert TOKENIZER.decode(rest).startswith("bbbb")
@@ -157,6 +178,112 @@ def test_forced_tokens_follow_the_last_accepted_sample(masks: Grammars) -> None:
     assert TOKENIZER.decode(after).startswith("bbb")
     assert forced((), SampledToken(1, 0, error="NaN")) == [()]
     assert forced((), SampledToken(1, 0, is_deferred=True)) == [()]
+
+
+def test_the_next_masks_of_all_sequences_are_one_job_that_begins_with_the_samples(masks: Grammars) -> None:
+    requests = range(1, 5)
+    step = masks.begin([sequence(WORD, [], request_id=number) for number in requests])
+    ready(step)
+    advance(step, *(SampledToken(number, A) for number in requests))
+    jobs = {masks._running[number].job for number in requests}
+    assert len(jobs) == 1
+    again = masks.begin([sequence(WORD, [A], request_id=number) for number in (2, 1, 4)])
+    assert {masks._running[number].job for number in (1, 2, 4)} == jobs, "nothing is computed twice"
+    for (mask,) in ready(again).values():
+        assert allowed(mask) == {A, B}
+
+
+def test_a_mask_with_forced_drafts_follows_that_without(masks: Grammars) -> None:
+    """The job without them may still run when the draft tokens are known."""
+    step = masks.begin([sequence(WORD, [])])
+    ready(step)
+    advance(step, SampledToken(1, A))
+    first, second = ready(masks.begin([sequence(WORD, [A], (B,))]))[1]
+    assert (allowed(first), allowed(second)) == ({A, B}, {EOS})
+    (mask,) = ready(masks.begin([sequence(WORD, [A])]))[1]
+    assert allowed(mask) == {A, B}, "the first of these masks"
+
+
+def test_draft_tokens_may_come_before_the_job_without_them_runs(
+    masks: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = (1, 2)
+    step = masks.begin([sequence(WORD, [], request_id=number) for number in requests])
+    ready(step)
+    go, compute = threading.Event(), MaskThread._masks
+
+    def slow(self: MaskThread, job: Any) -> Any:
+        assert go.wait(60)
+        return compute(self, job)
+
+    monkeypatch.setattr(MaskThread, "_masks", slow)
+    advance(step, *(SampledToken(number, A) for number in requests))
+    again = masks.begin([sequence(WORD, [A], (B,)), sequence(WORD, [A], request_id=2)])
+    go.set()
+    found = ready(again)
+    assert [allowed(mask) for mask in (*found[1], *found[2])] == [{A, B}, {EOS}, {A, B}]
+
+
+def test_a_sequence_whose_mask_was_late_computes_the_next_ones_apart(
+    masks: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "WAIT_S", 0.0)
+    monkeypatch.setattr(grammars, "WAIT_ALONE_S", 0.0)
+    structure, generated = StructuredOutputs(regex="[ab]{9}"), [A]
+    ready(masks.begin([sequence(structure, [])]))
+    go, compute = threading.Event(), MaskThread._masks
+
+    def slow(self: MaskThread, job: Any) -> Any:
+        assert go.wait(60)
+        return compute(self, job)
+
+    step = masks.begin([sequence(structure, [])])
+    monkeypatch.setattr(MaskThread, "_masks", slow)
+    advance(step, SampledToken(1, A))
+    late = masks.begin([sequence(structure, generated)])
+    assert given(late) == {1: None}
+    go.set()
+    ready(late)
+    apart = []
+    for _ in range(masks_module.DISTRUST + 2):
+        step = masks.begin([sequence(structure, generated)])
+        ready(step)
+        apart.append(masks._running[1].distrust > 0)
+        advance(step, SampledToken(1, A))
+        generated.append(A)
+    assert apart == [True] * (masks_module.DISTRUST + 1) + [False]
+
+
+def test_a_panic_of_the_library_is_an_error_of_its_sequences(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        pass
+
+    def panic(self: MaskThread, job: Any) -> Any:
+        raise Panic("index out of bounds")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MaskThread, "_masks", panic)
+        assert "index out of bounds" in ready(masks.begin([sequence(WORD, [])]))[1]
+    assert allowed(ready(masks.begin([sequence(WORD, [A], request_id=2)]))[2][0]) == {A, B}
+
+
+def test_beams_continue_the_text_of_their_parents(masks: Grammars) -> None:
+    sampling = SamplingSpec(SamplingParams(structured_outputs=WORD, beam_width=2), 1, frozenset({EOS}), "")
+
+    def beam(request_id: int, *generated: int) -> ScheduledSequence:
+        context = [*PROMPT, *generated]
+        return ScheduledSequence(request_id, [[0]], 0, context, 1, sampling, context, len(PROMPT))
+
+    step = masks.begin([beam(1)])
+    ready(step)
+    advance(step, SampledToken(1, A))
+    found = ready(masks.begin([beam(1, B), beam(-1, A)]))
+    assert [allowed(found[number][0]) for number in (1, -1)] == [{A, B}, {A, B}]
+    found = ready(masks.begin([beam(1, A, B), beam(-1, A, A)]))
+    assert [allowed(found[number][0]) for number in (1, -1)] == [{EOS}, {EOS}]
+    found = ready(masks.begin([beam(1, A, A), beam(-1, B, B)]))
+    assert allowed(found[1][0]) == {EOS}, "computed again after the other beam's mask was late"
+    assert allowed(found[-1][0]) == {EOS}, "its parent is not known: the text is read again"
 
 
 def test_a_tenant_with_many_grammars_evicts_its_own(masks: Grammars) -> None:
@@ -201,9 +328,7 @@ def test_a_model_without_an_end_token_is_an_error_of_the_request(
     spec = dataclasses.replace(read_spec(BUNDLED_MODEL), eos_token_ids=())
     monkeypatch.setattr(TextProcessor, "load", lambda path: endless)
     monkeypatch.setattr(grammars, "read_spec", lambda path: spec)
-    outcome = ready(masks.begin([sequence(WORD, [])]))[1]
-    assert outcome.masks is None
-    assert "a token that ends the output" in outcome.error
+    assert "a token that ends the output" in ready(masks.begin([sequence(WORD, [])]))[1]
 
 
 def test_a_client_cannot_switch_off_the_bound_on_whitespace() -> None:

@@ -80,6 +80,60 @@ def test_what_cannot_be_enforced_is_refused_with_the_reason(message: str) -> Non
         check_structure(StructuredOutputs(json={"type": "array", "items": REFUSED[message], "minItems": 1}))
 
 
+IDLE: list[dict[str, Any]] = [
+    {"uniqueItems": False, "minItems": 0},
+    {"not": False},
+    {"contains": {"type": "integer"}, "minContains": 0},
+    {"minContains": 2},
+    {"maxContains": 0},
+    {"unevaluatedItems": True},
+    {"unevaluatedProperties": {}},
+    {"propertyNames": {}},
+    {"propertyNames": {"type": "string"}},
+    {"dependentRequired": {"a": []}},
+    {"dependentSchemas": {"a": {}}},
+    {"dependencies": {"a": [], "b": True}},
+    {"if": {"minItems": 2}},
+    {"if": {"minItems": 2}, "then": True, "else": {}},
+    {"then": {"minItems": 2}, "else": False},
+]
+
+
+@pytest.mark.parametrize("keywords", IDLE, ids=str)
+def test_keywords_that_allow_everything_are_accepted_wherever_a_schema_may_stand(keywords: dict[str, Any]) -> None:
+    idle = {"items": {"type": "integer"}, **keywords}
+    schema = {
+        "$defs": {"list": {"type": "array", **idle}},
+        "properties": {"a": {"anyOf": [{"$ref": "#/$defs/list"}]}, "uniqueItems": {"const": {"uniqueItems": False}}},
+        "additionalProperties": {"type": "array", "prefixItems": [{"type": "object", **keywords}], **idle},
+    }
+    structure = StructuredOutputs(json=schema)
+    check_structure(structure)
+    matcher = LLMatcher(tables(), grammar_of(structure), log_level=0)
+    assert can_be_generated(matcher.deep_copy(), {"a": [1, 1], "uniqueItems": {"uniqueItems": False}, "c": [{}, 2]})
+    for wrong in ({"a": ["1"]}, {"uniqueItems": {}}, {"c": [1]}):
+        assert not can_be_generated(matcher.deep_copy(), wrong)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"uniqueItems": True},
+        {"not": {}},
+        {"contains": {}, "minContains": 0, "maxContains": 2},
+        {"contains": {}},
+        {"if": {}, "then": {"minItems": 2}},
+        {"if": {}, "else": False},
+        {"dependentRequired": {"a": ["b"]}},
+        {"unevaluatedItems": False},
+    ],
+    ids=str,
+)
+def test_keywords_that_may_forbid_something_are_still_refused(keywords: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="Unimplemented keys"):
+        check_structure(StructuredOutputs(json={"type": "array", **keywords}))
+
+
 def test_there_are_enough_schemas() -> None:
     assert len({case[0] for case in SCHEMAS}) == len(SCHEMAS) >= 200
     assert all(case[2] for case in SCHEMAS)

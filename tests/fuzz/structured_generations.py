@@ -1,0 +1,111 @@
+"""Generate under every schema of the suite with random weights, and check each output with another library.
+
+usage: structured_generations.py [--count 10000] [--tokens 120] [--seed 1]
+
+The model is tiny, with the tokenizer of the bundled one. Some requests have n = 3, some a beam search, and all have
+draft tokens. An output that ended with "stop" must be valid JSON that its schema allows, according to jsonschema. One
+that ended with "length" must be the beginning of one. Exit status 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+from llguidance import LLMatcher
+from quire import LLM, CompletionOutput, SamplingParams, StructuredOutputs
+from quire.runtime.engine.grammars import Grammars, grammar_of
+from quire.runtime.model import BUNDLED_MODEL, read_spec
+from quire.runtime.model.weights.tensors import expected_tensors
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "bench"))
+from make_checkpoint import write_safetensors  # noqa: E402
+
+SCHEMAS: list[list[Any]] = json.loads((ROOT / "tests" / "data" / "json_schemas.json").read_text())
+BATCH = 200  # prompts of one call
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+SHAPE |= {"num_key_value_heads": 1, "head_dim": 32}
+
+
+def make_model(folder: Path) -> None:
+    """Write a model with random weights, and the bundled model's tokenizer."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(BUNDLED_MODEL / name, folder / name)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | SHAPE))
+    with (folder / "model.safetensors").open("wb") as file:
+        write_safetensors(file, list(expected_tensors(read_spec(folder))))
+
+
+def fault(schema: Any, output: CompletionOutput, begins: bool) -> str | None:
+    """Return what is wrong with an output; `begins` tells whether the grammar accepts its tokens."""
+    if not begins:
+        return "the grammar does not accept its tokens"
+    if output.finish_reason == "length":
+        return None
+    try:
+        value = json.loads(output.text)
+        jsonschema.validate(value, schema, format_checker=jsonschema.FormatChecker())
+    except (ValueError, jsonschema.ValidationError) as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def main() -> int:
+    """Generate, check and report; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--tokens", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    chance, outcomes, faults = random.Random(args.seed), Counter[str](), list[str]()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder))
+        grammars = Grammars(Path(folder))
+        matchers = {
+            name: LLMatcher(grammars._tables(), grammar_of(StructuredOutputs(json=schema)), log_level=0)
+            for name, schema, *_ in SCHEMAS
+        }
+        with LLM(folder, max_num_seqs=48, num_speculative_tokens=3) as llm:
+            while sum(outcomes.values()) < args.count:
+                chosen = [chance.choice(SCHEMAS) for _ in range(BATCH)]
+                choices = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.0, "n": 3}]
+                choices.append({"beam_width": 3, "n": 3})
+                params = [
+                    SamplingParams(
+                        max_tokens=args.tokens,
+                        structured_outputs=StructuredOutputs(json=schema),
+                        seed=chance.getrandbits(32),
+                        **chance.choice(choices),
+                    )
+                    for _, schema, *_ in chosen
+                ]
+                prompts = [tuple(chance.randrange(300) for _ in range(chance.randrange(1, 40))) for _ in chosen]
+                for (name, schema, *_), result in zip(chosen, llm.generate(prompts, params), strict=True):
+                    for output in result.outputs:
+                        matcher = matchers[name].deep_copy()
+                        begins = matcher.try_consume_tokens(list(output.token_ids)) == len(output.token_ids)
+                        wrong = fault(schema, output, begins)
+                        outcomes["wrong" if wrong else str(output.finish_reason)] += 1
+                        if wrong:
+                            faults.append(f"{name}: {wrong}: {output.text[:200]!r}")
+                print(dict(outcomes), f"{time.monotonic() - started:.0f} s", flush=True)
+        grammars.close()
+    for text in faults[:40]:
+        print(text)
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
