@@ -77,7 +77,9 @@ async def _start_and_serve(settings: Settings, stop: _StopSignal) -> None:
     await check_config(settings.server)
     if settings.server.prefix_snapshot is not None:
         check_snapshot_path(Path(settings.server.prefix_snapshot))
-    text_processor = await asyncio.to_thread(TextProcessor.load, model_path(settings.engine.model))
+    text_processor = await asyncio.to_thread(
+        TextProcessor.load, model_path(settings.engine.model), settings.engine.tool_call_parser
+    )
     if text_processor.tokenizer is None:
         _log.warning("the model has no tokenizer: prompts must be token ids")
     async with _core(settings) as core:

@@ -17,6 +17,10 @@ from .options import option
 WeightDtype = Literal["auto", "bf16", "q8", "q4", "f32"]
 KVCacheDtype = Literal["bf16", "f32", "int8"]
 PageSize = Literal[16, 32, 64]
+ToolCallParser = Literal[
+    "auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "mistral_list", "phi4_mini_json", "deepseek_v3",
+    "deepseek_v31", "openai",
+]  # fmt: skip
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -84,6 +88,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "Instruction set level; `quire info` lists those of this machine.", unit="level", default="the best one"
         ),
     ] = None
+
+    tool_call_parser: Annotated[
+        ToolCallParser,
+        _memory(
+            "How the model writes tool calls: the name of a family. auto: as its chat template says; none: it writes "
+            "none."
+        ),
+    ] = "auto"
 
     max_num_waiting: Annotated[Count, _scheduling("Maximum number of requests in the queue.", unit="requests")] = 1024
     max_num_waiting_per_tenant: Annotated[
@@ -325,6 +337,7 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_share: float
     threads: int | None
     enable_prefix_caching: bool
+    tool_call_parser: ToolCallParser
     isa: str | None
     max_num_waiting: int
     max_num_waiting_per_tenant: int | None

@@ -1,18 +1,21 @@
-"""The forms of a prompt that users may pass to `LLM` and to the clients: token ids, and the messages of a chat.
+"""The forms of a prompt that users may pass to `LLM` and to the clients: token ids, a chat's messages and its tools.
 
-`as_token_ids` and `chat_messages` raise InvalidRequest, which names the fault and what is allowed.
+`as_token_ids`, `chat_messages` and `chat_tools` raise InvalidRequest, which names the fault and what is allowed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
+import re
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from .errors import InvalidRequest
 
 UNORDERED_OR_TEXT = (str, bytes, bytearray, Mapping, Set)
+TOOL_EXAMPLE = '{"type": "function", "function": {"name": "…", "parameters": {…}}}'
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 EXAMPLE = '{"role": "user", "content": "Hello"}'
 
 
@@ -38,6 +41,34 @@ def chat_messages(messages: object) -> tuple[dict[str, Any], ...]:
     if not items or not all(isinstance(item, Mapping) for item in items):
         raise InvalidRequest(f"messages must be a list of at least one map such as {EXAMPLE}, not {shown(messages)}")
     return tuple(_message(dict(item), f"messages[{index}]") for index, item in enumerate(items))
+
+
+def chat_tools(tools: object) -> tuple[dict[str, Any], ...]:
+    """Return tools in OpenAI's form, `{"type": "function", "function": {name, description, parameters, strict}}`."""
+    if not isinstance(tools, list | tuple) or not all(isinstance(each, Mapping) for each in tools):
+        raise InvalidRequest(f"tools must be a list such as [{TOOL_EXAMPLE}], not {shown(tools)}")
+    checked = tuple(_tool(each, f"tools[{index}]") for index, each in enumerate(tools))
+    names = [each["function"]["name"] for each in checked]
+    if twice := [name for index, name in enumerate(names) if name in names[:index]]:
+        raise InvalidRequest(f"tools: the name {twice[0]!r} occurs twice")
+    return checked
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") != "function" or not isinstance(tool.get("function"), Mapping):
+        raise InvalidRequest(f"{where} must be a function such as {TOOL_EXAMPLE}, not {shown(tool)}")
+    function = {key: value for key, value in tool["function"].items() if value is not None}
+    if not isinstance(name := function.get("name"), str) or not TOOL_NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{where}: name must be 1 to 128 letters, digits and characters of _-.:/, not {shown(name)}"
+        )
+    parameters = function.get("parameters", {})
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise InvalidRequest(f"{where}: parameters must be the JSON schema of an object, not {shown(parameters)}")
+    for key, kind, allowed in (("description", str, "text"), ("strict", bool, "true or false")):
+        if not isinstance(function.get(key, kind()), kind):
+            raise InvalidRequest(f"{where}: {key} must be {allowed}, not {shown(function[key])}")
+    return {"type": "function", "function": function}
 
 
 def shown(value: object) -> str:

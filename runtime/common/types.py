@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
@@ -69,6 +69,14 @@ class StructuredOutputs(
 
     def _is_default(self, name: str) -> bool:
         return getattr(self, name) is (False if name == "json_object" else None)
+
+
+class ToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which of a chat's tools its answer may or must call."""
+
+    needed: Literal["none", "auto", "required"] = "auto"
+    names: tuple[str, ...] | None = None  # of the tools that may be called; None: all
+    parallel: bool = True  # several calls in one answer
 
 
 class SamplingParams(

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -26,7 +27,7 @@ from .core import Core, CoreListener, EngineCore, Prefilled
 from .error_mapping import failure_error, refusal_error
 from .facade import EngineInfo, EngineObserver, EngineStats, GenerateRequest, RequestStats, SilentObserver, StepStats
 from .fair_executor import FairExecutor
-from .input import fitted, num_sequences, prompt_token_ids, scheduled_requests
+from .input import PreparedInput, fitted, num_sequences, prepare, scheduled_requests
 from .output import SequenceOutput, Stream, StreamingOutput, output_class
 from .text import Token
 from .text_processor import TextProcessor
@@ -62,7 +63,7 @@ class Engine(Generic[CoreT]):
     @classmethod
     async def start(cls, config: EngineConfig) -> Engine[EngineCore]:
         """Load the model into this process and allocate all memory. Raises ModelError or ConfigError."""
-        text_processor = await asyncio.to_thread(TextProcessor.load, model_path(config.model))
+        text_processor = await asyncio.to_thread(TextProcessor.load, model_path(config.model), config.tool_call_parser)
         return Engine(await EngineCore.load(config), text_processor)
 
     def submit(self, request: GenerateRequest) -> Coroutine[Any, Any, Stream]:
@@ -74,17 +75,17 @@ class Engine(Generic[CoreT]):
             num_queued = num_sequences(request.sampling_params)
             self.core.check_room(request.tenant, num_queued + self._num_preparing[request.tenant])
             self._validator.check_prompt(request)  # after the queue: checking a long text takes its time
-            prompt: tuple[int, ...] | asyncio.Future[tuple[int, ...]]
+            prepared: PreparedInput | asyncio.Future[PreparedInput]
             if isinstance(request.prompt, tuple) and request.sampling_params.structured_outputs is None:
-                prompt = request.prompt
+                prepared = PreparedInput(request.prompt, request.sampling_params)
             else:
-                prompt = self._prepare(request, num_queued)
+                prepared = self._prepare(request, num_queued)
         except SchedulerError as error:
             raise self._rejected(refusal_error(error)) from error
         except QuireError as error:
             self._rejected(error)
             raise
-        return self._accept(request, prompt, submitted)
+        return self._accept(request, prepared, submitted)
 
     async def tokenize(self, text: str, add_special_tokens: bool = True, *, tenant: str = "") -> tuple[int, ...]:
         """See `facade.EngineFacade.tokenize`."""
@@ -96,7 +97,8 @@ class Engine(Generic[CoreT]):
         """See `facade.EngineFacade.tokenize_chat`."""
         request = GenerateRequest(prompt=None, messages=messages, tenant=tenant)
         self._validator.check_prompt(request)
-        return await self._executor.submit(tenant, prompt_token_ids, request, self.text_processor, self._validator)
+        prepared = await self._executor.submit(tenant, prepare, request, self.text_processor, self._validator)
+        return prepared.token_ids
 
     async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "") -> str:
         """See `facade.EngineFacade.detokenize`."""
@@ -141,29 +143,31 @@ class Engine(Generic[CoreT]):
 
     # From a request to the core's queue
 
-    def _prepare(self, request: GenerateRequest, num_queued: int) -> asyncio.Future[tuple[int, ...]]:
+    def _prepare(self, request: GenerateRequest, num_queued: int) -> asyncio.Future[PreparedInput]:
         """Begin to tokenize the prompt in a helper thread; `num_queued` sequences count as queued until it is done."""
         tenant = request.tenant
 
-        def release(done: asyncio.Future[tuple[int, ...]]) -> None:
+        def release(done: asyncio.Future[PreparedInput]) -> None:
             self._num_preparing[tenant] -= num_queued
             if not self._num_preparing[tenant]:
                 del self._num_preparing[tenant]
             if not done.cancelled():
                 done.exception()  # seen, also if the request was given up before it was awaited
 
-        preparing = self._executor.submit(tenant, prompt_token_ids, request, self.text_processor, self._validator)
+        preparing = self._executor.submit(tenant, prepare, request, self.text_processor, self._validator)
         self._num_preparing[tenant] += num_queued
         preparing.add_done_callback(release)
         return preparing
 
     async def _accept(
-        self, request: GenerateRequest, prompt: tuple[int, ...] | asyncio.Future[tuple[int, ...]], submitted: float
+        self, request: GenerateRequest, preparing: PreparedInput | asyncio.Future[PreparedInput], submitted: float
     ) -> Stream:
         """Queue the request on the core."""
         output: StreamingOutput | None = None
         try:
-            token_ids = prompt if isinstance(prompt, tuple) else await prompt
+            prepared = preparing if isinstance(preparing, PreparedInput) else await preparing
+            token_ids = prepared.token_ids
+            request = msgspec.structs.replace(request, sampling_params=prepared.params)
             if request.fit_max_tokens:
                 request = fitted(request, self.info.max_model_len - len(token_ids))
             params = request.sampling_params
@@ -179,10 +183,11 @@ class Engine(Generic[CoreT]):
             )
             self._next_id += len(requests)
             num_echoed = len(token_ids) - 1 if request.echo else 0
-            stream = Stream(token_ids, lambda: self._cancel(requests))
-            output = output_class(params)(
-                stream, request, seed, submitted, requests, lambda: self.text_processor.detokenizer(params, num_echoed)
+            stream = Stream(token_ids, lambda: self._cancel(requests), prepared.new_parser)
+            new_detokenizer = partial(
+                self.text_processor.detokenizer, params, num_echoed, markup=frozenset(prepared.markup.values())
             )
+            output = output_class(params)(stream, request, seed, submitted, requests, new_detokenizer)
             # Registered first: the core's updates may come before its answer.
             self._sequences.update((sequence.request.request_id, sequence) for sequence in output.sequences)
             stream.admission = await self.core.add(requests)

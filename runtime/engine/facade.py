@@ -15,8 +15,10 @@ import msgspec
 
 from ...scheduler import AdmissionEstimate
 from ..common.errors import QuireError
-from ..common.types import FinishReason, OutputChunk, SamplingParams, Usage
-from .text import Token
+from ..common.types import FinishReason, OutputChunk, SamplingParams, ToolChoice, Usage
+from .text import OutputParser, Token
+
+NewParser = Callable[[], OutputParser]
 
 MAX_COUNTED = 1000  # values of one request; counting takes time on the event loop
 
@@ -27,6 +29,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | tuple[int, ...] | None
     sampling_params: SamplingParams = SamplingParams()
     messages: tuple[dict[str, Any], ...] | None = None  # instead of a prompt; rendered by the model's chat template
+    tools: tuple[dict[str, Any], ...] = ()  # that the chat template shows to the model, in OpenAI's form
+    template_variables: dict[str, Any] = {}  # for the chat template, such as `enable_thinking`
+    # Read the output as reasoning, answer and tool calls: it has the markup's special tokens in its text, and a grammar
+    # if there are tools. None: the output is plain text.
+    tool_choice: ToolChoice | None = None
     tenant: str = ""  # from authentication, never from the request's body
     priority: int = 0  # lower runs earlier
     deadline_ms: int | None = None  # from submission
@@ -39,7 +46,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Return about how many bytes the text to tokenize takes in memory, counting at most `MAX_COUNTED` values."""
         if isinstance(self.prompt, tuple):
             return 0
-        num_bytes, unseen = 0, [self.prompt, self.messages]
+        num_bytes, unseen = 0, [self.prompt, self.messages, self.tools, self.template_variables]
         for _ in range(MAX_COUNTED):
             if not unseen:
                 break
@@ -65,6 +72,10 @@ class Generation(Protocol):
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
         """The prompt as the model gets it."""
+
+    @property
+    def new_parser(self) -> NewParser | None:
+        """What makes a parser of each output; None for a request without `tool_choice`."""
 
     def __aiter__(self) -> AsyncIterator[OutputChunk]: ...
 

@@ -66,6 +66,17 @@ def grammar_of(structure: StructuredOutputs) -> str:
         raise InvalidRequest(f"structured_outputs: {error}") from error
 
 
+def lark_rule(structure: StructuredOutputs) -> str:
+    """Return the grammar as the body of a rule in Lark's notation. Raises InvalidRequest as `grammar_of`."""
+    grammar = grammar_of(structure)
+    if grammar.startswith("{"):
+        only = json.loads(grammar)["grammars"][0]
+        if only.get("lark_grammar") is None:
+            return f"%json {json.dumps(only['json_schema'])}"
+        grammar = only["lark_grammar"]
+    return f"%lark {{\n{grammar}\n}}"
+
+
 def _json_grammar(schema: dict[str, Any] | bool | str) -> str:
     parsed = json.loads(schema) if isinstance(schema, str) else schema
     if isinstance(parsed, bool):

@@ -6,6 +6,9 @@ of a request of its own with seed + i.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 import msgspec
 
 from ...scheduler import BeamSpec, Request, RequestSpec
@@ -13,26 +16,60 @@ from ..common.errors import InvalidRequest
 from ..common.prompts import chat_messages
 from ..common.types import SamplingParams
 from ..model.runner import SamplingSpec
-from .facade import GenerateRequest
+from .facade import GenerateRequest, NewParser
 from .grammars import check_structure
 from .text_processor import TextProcessor
+from .tool_calls import ToolCalls
 from .validator import SEED_LIMIT, Validator
 
 
-def prompt_token_ids(request: GenerateRequest, text_processor: TextProcessor, validator: Validator) -> tuple[int, ...]:
+class PreparedInput(NamedTuple):
+    """What the engine needs of a request beyond its fields."""
+
+    token_ids: tuple[int, ...]  # of the prompt
+    params: SamplingParams  # with the grammar of the tool calls
+    new_parser: NewParser | None = None
+    markup: Mapping[str, int] = {}  # ids of the special tokens that the parser gets
+
+
+def prepare(request: GenerateRequest, text_processor: TextProcessor, validator: Validator) -> PreparedInput:
     """Return the prompt as token ids; a chat is rendered first. The grammar of a structured output is checked.
 
     Both take their time: call it in a thread. Raises InvalidRequest, ContextLengthExceeded or GenerationFailed.
     """
-    if request.sampling_params.structured_outputs is not None:
-        check_structure(request.sampling_params.structured_outputs)
+    params = request.sampling_params
+    if request.messages is not None:
+        return _prepare_chat(request, text_processor, validator)
+    if params.structured_outputs is not None:
+        check_structure(params.structured_outputs)
     if isinstance(request.prompt, tuple):
-        return request.prompt
-    if request.prompt is not None:
-        return text_processor.encode(request.prompt)
-    text = text_processor.render(chat_messages(request.messages))
+        return PreparedInput(request.prompt, params)
+    return PreparedInput(text_processor.encode(request.prompt or ""), params)
+
+
+def _prepare_chat(request: GenerateRequest, text_processor: TextProcessor, validator: Validator) -> PreparedInput:
+    _check_effort(request.template_variables, text_processor)
+    text = text_processor.render(chat_messages(request.messages), request.tools, request.template_variables)
     validator.check_text(text)
-    return text_processor.encode(text, add_special_tokens=False)  # the template has written them
+    params, new_parser = request.sampling_params, None
+    markup: Mapping[str, int] = {}
+    if request.tool_choice is not None:
+        calls = ToolCalls(text_processor.markup, request.tools, request.tool_choice)
+        structure = calls.structure(text, params.structured_outputs)
+        new_parser, markup = calls.new_parser(text, params.structured_outputs), calls.markup.tokens
+        params = msgspec.structs.replace(params, structured_outputs=structure)
+        validator.check_options(msgspec.structs.replace(request, sampling_params=params))
+    if params.structured_outputs is not None:
+        check_structure(params.structured_outputs)
+    # The template has written the special tokens.
+    return PreparedInput(text_processor.encode(text, add_special_tokens=False), params, new_parser, markup)
+
+
+def _check_effort(variables: Mapping[str, Any], text_processor: TextProcessor) -> None:
+    template = text_processor.chat_template
+    names = ("reasoning_effort", "enable_thinking")
+    if names[0] in variables and template is not None and not any(map(template.uses, names)):
+        raise InvalidRequest("reasoning_effort is not a setting of this model's chat template; leave it out")
 
 
 def fitted(request: GenerateRequest, room: int) -> GenerateRequest:

@@ -16,7 +16,7 @@ from operator import attrgetter
 from ...scheduler import AdmissionEstimate, Request, RequestUpdate, SampledToken
 from ..common.errors import QuireError
 from ..common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
-from .facade import GenerateRequest
+from .facade import GenerateRequest, NewParser
 from .text import IncrementalDetokenizer
 
 NewDetokenizer = Callable[[], IncrementalDetokenizer | None]  # None: the model has no tokenizer
@@ -33,8 +33,11 @@ class Stream:
 
     admission: AdmissionEstimate  # set before `Engine.submit` returns the stream
 
-    def __init__(self, prompt_token_ids: tuple[int, ...], cancel: Callable[[], None]) -> None:
+    def __init__(
+        self, prompt_token_ids: tuple[int, ...], cancel: Callable[[], None], new_parser: NewParser | None = None
+    ) -> None:
         self.prompt_token_ids = prompt_token_ids
+        self.new_parser = new_parser
         self._cancel = cancel
         self._on_prefill: Callable[[int], None] | None = None
         self._early: deque[OutputChunk | QuireError] = deque()  # put before there was a reader

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..common.config import ToolCallParser
 from ..common.errors import CorruptCheckpoint, GenerationFailed, UnsupportedModel
 from ..common.types import SamplingParams
-from .text import ChatTemplate, IncrementalDetokenizer, Token, Tokenizer, has_tokenizer
+from .text import ChatTemplate, IncrementalDetokenizer, Markup, Token, Tokenizer, has_tokenizer
+from .text.markup import find_markup
 from .text.tokenizer import read_json, text_folder
 
 # Sampling parameters that a model's generation_config.json may recommend.
@@ -29,20 +31,24 @@ class TextProcessor:
         tokenizer: Tokenizer | None,
         chat_template: ChatTemplate | None,
         default_sampling: Mapping[str, float] | None = None,
+        tool_call_parser: ToolCallParser = "auto",
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.default_sampling = dict(default_sampling or {})  # what generation_config.json recommends
+        self.markup = Markup()  # how the model writes reasoning and tool calls
+        if tokenizer is not None and chat_template is not None:
+            self.markup = find_markup(tool_call_parser, chat_template.source, tokenizer.special_tokens)
 
     @classmethod
-    def load(cls, path: Path) -> TextProcessor:
+    def load(cls, path: Path, tool_call_parser: ToolCallParser = "auto") -> TextProcessor:
         """Read what a model's folder or GGUF file has. Raises CorruptCheckpoint or UnsupportedModel."""
         tokenizer = Tokenizer(path) if has_tokenizer(path) else None
         try:
             template = ChatTemplate.load(path)
         except UnsupportedModel:
             template = None
-        return cls(tokenizer, template, _default_sampling(text_folder(path)))
+        return cls(tokenizer, template, _default_sampling(text_folder(path)), tool_call_parser)
 
     @property
     def longest_token(self) -> int:
@@ -72,20 +78,28 @@ class TextProcessor:
         assert self.tokenizer is not None, "Validator.check_vocabulary refuses ids for a model without tokenizer"
         return self.tokenizer.token(token_id)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return a chat as prompt text that includes its special tokens. Raises InvalidRequest."""
         assert self.chat_template is not None, "Validator.check_prompt refuses chats for a model without template"
-        return self.chat_template.render(messages)
+        return self.chat_template.render(messages, tools, variables)
 
-    def detokenizer(self, params: SamplingParams, num_echoed: int = 0) -> IncrementalDetokenizer | None:
+    def detokenizer(
+        self, params: SamplingParams, num_echoed: int = 0, *, markup: frozenset[int] = frozenset()
+    ) -> IncrementalDetokenizer | None:
         """Return a new detokenizer for one sequence, which begins with `num_echoed` tokens of the prompt.
 
-        Return None without a tokenizer.
+        Return None without a tokenizer. The text has the special tokens in `markup`.
         """
         if self.tokenizer is None:
             return None
         min_tokens = num_echoed + max(params.min_tokens, 1)
-        return IncrementalDetokenizer(self.tokenizer, params.stop, params.include_stop_str_in_output, min_tokens)
+        stops = params.stop, params.include_stop_str_in_output
+        return IncrementalDetokenizer(self.tokenizer, *stops, min_tokens, markup)
 
 
 def _default_sampling(folder: Path) -> dict[str, float]:

@@ -19,6 +19,7 @@ import msgspec
 from ...scheduler import AdmissionEstimate
 from ..common.errors import Cancelled, InvalidRequest, QuireError
 from ..common.types import FinishReason, OutputChunk, SamplingParams
+from ..engine.facade import NewParser
 from .live_requests import LiveRequest
 from .monitoring import CancelCause
 from .output_stream import CHUNK_BYTES, Delivery, OutputStream, decode_chunk, encode_chunk
@@ -120,6 +121,7 @@ class ReplayBuffer:
         self.stored_entry: StoredEntry | None = None
         self.generated = 0
         self.admission: AdmissionEstimate | None = None
+        self.new_parser: NewParser | None = None  # with `admission`
         self.finish_reason: FinishReason | None = None  # of the last chunk
         self.error: QuireError | None = None
         self._outcome: OutputChunk | QuireError | None = None  # of the request: its last chunk or its error
@@ -196,7 +198,7 @@ class ReplayBuffer:
         except Exception as error:
             self._take(error)
             return
-        self.admission = generation.admission
+        self.admission, self.new_parser = generation.admission, generation.new_parser
         self._wake_subscribers()
         generation.deliver(self._take)
         del generation  # that holds the prompt

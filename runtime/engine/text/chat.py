@@ -9,10 +9,11 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import Template, TemplateError, TemplateSyntaxError
 
 from ...common.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
 from .gguf_tokenizer import file_vocabulary, read_chat_template
@@ -22,6 +23,7 @@ from .tokenizer import text_folder
 MAX_MESSAGES = 4096
 MAX_VALUES = 1 << 16  # texts, numbers, lists and maps in all messages together
 MAX_DEPTH = 8  # nested lists and maps in one message
+MAX_SCHEMA_DEPTH = 64  # in a tool, in the arguments of a call and in a variable
 MAX_SOURCE_CHARACTERS = 1 << 20
 MAX_ERROR_CHARACTERS = 500  # a template's error may quote the messages
 MAX_INDENT = 16  # of JSON
@@ -29,19 +31,37 @@ MAX_DATE_CHARACTERS = 256
 RENDER_TIMEOUT_S = 2.0
 
 
+# Names of variables that a request cannot set.
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # of a message, in different families
+PROBE = "quire_probe"
+PROBE_TOOL = {"type": "function", "function": {"name": PROBE, "description": PROBE, "parameters": {"type": "object"}}}
+TOOLS_TEXT = "You can call these tools. Each line has a tool's name, and the JSON schema of its arguments:"
+
+ToolsPlace = Literal["variable", "message", "text"]
+
+
 class ChatTemplate:
     """A compiled chat template, which can use `variables` (bos_token, eos_token, …) by name.
 
-    Raises CorruptCheckpoint if the source is not a template.
+    `tool_source` is that of the template for chats with tools, if it is another one. Raises CorruptCheckpoint if a
+    source is not a template.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, source: str, variables: Mapping[str, Any] | None = None, *, tool_source: str | None = None
+    ) -> None:
+        self.source = source + (tool_source or "")
         self._variables = {"tools": None, "add_generation_prompt": True, **(variables or {})}
+        self._sandbox = _sandbox()
+        self._template = self._compiled(source)
+        self._tool_template = self._template if tool_source is None else self._compiled(tool_source)
+
+    def _compiled(self, source: str) -> Template:
         if len(source) > MAX_SOURCE_CHARACTERS:
             raise CorruptCheckpoint(f"the chat template has {len(source)} characters; at most {MAX_SOURCE_CHARACTERS}")
-        self._sandbox = _sandbox()
         try:
-            self._template = self._sandbox.from_string(source)
+            return self._sandbox.from_string(source)
         except TemplateSyntaxError as error:
             raise CorruptCheckpoint(f"the chat template is broken at line {error.lineno}: {error.message}") from error
         # The compilers of jinja2 and Python raise a dozen other types for deep nesting.
@@ -57,24 +77,53 @@ class ChatTemplate:
         metadata = file_vocabulary(Path(path))
         if metadata is not None:
             source, special_tokens = read_chat_template(metadata)
+            tool_source = None
         else:
             folder = text_folder(Path(path))
             config = _tokenizer_config(folder)
-            source, special_tokens = _file_source(folder) or _config_source(config), _special_tokens(config)
+            source = _file_source(folder / "chat_template.jinja") or _config_source(config, "default")
+            tool_file = folder / "additional_chat_templates" / "tool_use.jinja"
+            tool_source = _file_source(tool_file) or _config_source(config, "tool_use")
+            special_tokens = _special_tokens(config)
         if source is None:
             raise UnsupportedModel(f"{path} has no chat template; send a plain prompt instead of messages")
-        return cls(source, special_tokens)
+        return cls(source, special_tokens, tool_source=tool_source)
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the prompt text. It includes special tokens, so encode it with `add_special_tokens=False`.
 
-        It may take up to RENDER_TIMEOUT_S: call it in a thread. Messages are maps with text keys, of texts, numbers,
-        booleans, None, lists and maps. Raises InvalidRequest if they are not, and if the template refuses them, exceeds
-        its limits or does not end.
+        `tools` are functions in OpenAI's form; `variables` are for the template, such as `enable_thinking`. It may take
+        up to RENDER_TIMEOUT_S: call it in a thread. Messages are maps with text keys, of texts, numbers, booleans,
+        None, lists and maps. Raises InvalidRequest if they are not, and if the template refuses them, exceeds its
+        limits or does not end.
         """
-        variables = {**self._variables, "messages": _checked_copy(messages)}
+        left = [MAX_VALUES]
+        given = {key: _copy(value, MAX_SCHEMA_DEPTH, left) for key, value in (variables or {}).items()}
+        if refused := sorted(RESERVED & given.keys()):
+            raise InvalidRequest(f"chat_template_kwargs must not have {refused[0]}")
+        chat = _checked_copy(messages, left)
+        if any(each.get("tool_calls") for each in chat):
+            chat = [_with_arguments(each, as_text=self._takes_argument_text, left=left) for each in chat]
+        chat = [_with_reasoning(each) for each in chat]
+        offered = [_offered(_copy(each, MAX_SCHEMA_DEPTH, left)) for each in tools]
+        if offered and self._tools_place != "variable":
+            chat = _with_tools_in_system(chat, offered, self._tools_place)
+        return self._run(chat, offered or None, given)
+
+    def uses(self, variable: str) -> bool:
+        """Return whether the template mentions a variable of this name."""
+        return variable in self.source
+
+    def _run(self, messages: list[Any], tools: list[Any] | None, given: Mapping[str, Any]) -> str:
+        variables = {**self._variables, **given, "messages": messages, "tools": tools}
+        template = self._template if tools is None else self._tool_template
         try:
-            return self._sandbox.run(lambda: self._template.render(variables), RENDER_TIMEOUT_S)
+            return self._sandbox.run(lambda: template.render(variables), RENDER_TIMEOUT_S)
         except TimeoutError:
             reason = f"the chat template took longer than {RENDER_TIMEOUT_S} s for these messages"
         # A template can raise whatever its expressions raise: TypeError, ZeroDivisionError, SecurityError, …
@@ -82,9 +131,98 @@ class ChatTemplate:
             reason = f"the chat template refused these messages: {error}"[:MAX_ERROR_CHARACTERS]
         raise InvalidRequest(reason)  # not within `except`: the other error's traceback holds what the template made
 
+    def _shows(self, needle: str, messages: list[Any], tools: list[Any] | None) -> bool:
+        """Return whether the prompt of a trial chat contains `needle`."""
+        try:
+            return needle in self._run(messages, tools, {})
+        except InvalidRequest:
+            return False
 
-def _checked_copy(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return a copy with lists instead of tuples, as templates expect. Raises InvalidRequest."""
+    @cached_property
+    def _tools_place(self) -> ToolsPlace:
+        """Where the template reads tools: a variable, a system message's `tools`, or only as a message's text."""
+        user = {"role": "user", "content": "a"}
+        if self._shows(PROBE, [user], [PROBE_TOOL]):
+            return "variable"
+        system = {"role": "system", "content": "a", "tools": PROBE}
+        return "message" if self._shows(PROBE, [system, user], None) else "text"
+
+    @cached_property
+    def _takes_argument_text(self) -> bool:
+        """Whether the template joins the arguments of a call to texts, instead of writing a map as JSON."""
+
+        def shows(arguments: object) -> bool:
+            call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
+            chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            return self._shows(f'"{PROBE}"', chat, None)
+
+        return not shows({PROBE: "a"}) and shows(json.dumps({PROBE: "a"}))
+
+
+def _with_arguments(message: dict[str, Any], *, as_text: bool, left: list[int]) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as the template reads them. Raises InvalidRequest."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    if not isinstance(calls, list) or not all(_is_call(each) for each in calls):
+        raise InvalidRequest(
+            'tool_calls must be a list such as [{"id": "…", "type": "function", "function": {"name": "…", "arguments": '
+            '"{…}"}}]'
+        )
+    copies = []
+    for call in calls:
+        arguments = call["function"].get("arguments") or "{}"
+        if isinstance(arguments, str):
+            arguments = _parsed(arguments)
+        if not isinstance(arguments, dict):
+            raise InvalidRequest(f"the arguments of a call of {call['function']['name']!r} are not a JSON object")
+        arguments = json.dumps(arguments, ensure_ascii=False) if as_text else _copy(arguments, MAX_SCHEMA_DEPTH, left)
+        copies.append({**call, "type": "function", "function": {**call["function"], "arguments": arguments}})
+    return {**message, "content": message.get("content"), "tool_calls": copies}
+
+
+def _is_call(call: object) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _parsed(arguments: str) -> object:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message that has its reasoning under every name that templates read."""
+    given = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), None)
+    return message if given is None else {**dict.fromkeys(REASONING_KEYS, given), **message}
+
+
+def _offered(tool: Any) -> dict[str, Any]:
+    """Return a tool as models see it: without `strict`, which is about the grammar."""
+    function = {key: value for key, value in tool["function"].items() if key != "strict"}
+    return {"type": "function", "function": function}
+
+
+def _with_tools_in_system(chat: list[Any], tools: list[Any], place: ToolsPlace) -> list[Any]:
+    """Return the chat with its tools in the system message, which it may not have yet."""
+    has_system = chat[0].get("role") == "system"
+    system = chat[0] if has_system else {"role": "system", "content": ""}
+    functions = [tool["function"] for tool in tools]
+    if place == "message":
+        system = {**system, "tools": json.dumps(functions, ensure_ascii=False)}
+    else:
+        lines = [TOOLS_TEXT, *(json.dumps(each, ensure_ascii=False) for each in functions)]
+        system = {**system, "content": f"{system['content']}\n\n{chr(10).join(lines)}".strip()}
+    return [system, *chat[has_system:]]
+
+
+def _checked_copy(messages: Sequence[Mapping[str, Any]], left: list[int]) -> list[Any]:
+    """Return a copy with lists instead of tuples, as templates expect. Raises InvalidRequest.
+
+    It has at most `left` values, which are then fewer.
+    """
     if (
         not isinstance(messages, list | tuple)
         or not messages
@@ -93,7 +231,6 @@ def _checked_copy(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
         raise InvalidRequest('messages must be a list of at least one map, such as {"role": "user", "content": "…"}')
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest(f"{len(messages)} messages; at most {MAX_MESSAGES}")
-    left = [MAX_VALUES]
     return [_copy(each, MAX_DEPTH, left) for each in messages]
 
 
@@ -117,12 +254,20 @@ def _copy(value: Any, depth: int, left: list[int]) -> Any:
 def _sandbox() -> Sandbox:
     """Return a sandbox with the functions that transformers offers to templates."""
 
-    def to_json(value: Any, indent: int | None = None) -> str:
+    def to_json(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: Any = None,
+        sort_keys: bool = False,
+    ) -> str:
+        form: dict[str, Any] = {"ensure_ascii": bool(ensure_ascii), "sort_keys": bool(sort_keys)}
+        form["separators"] = None if separators is None else tuple(map(str, separators))
         if indent is None:
-            return json.dumps(value, ensure_ascii=False)
+            return json.dumps(value, **form)
         if not isinstance(indent, int) or not 0 <= indent <= MAX_INDENT:
             raise TemplateError(f"tojson takes an indent of 0 to {MAX_INDENT}")
-        return sandbox.concat(json.JSONEncoder(ensure_ascii=False, indent=indent).iterencode(value))
+        return sandbox.concat(json.JSONEncoder(indent=indent, **form).iterencode(value))
 
     sandbox = Sandbox(filters={"tojson": to_json})
     sandbox.globals["raise_exception"] = _raise_exception
@@ -151,21 +296,23 @@ def _tokenizer_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _file_source(folder: Path) -> str | None:
+def _file_source(path: Path) -> str | None:
     try:
-        return (folder / "chat_template.jinja").read_text("utf-8")
+        return path.read_text("utf-8")
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise CorruptCheckpoint(f"{folder / 'chat_template.jinja'} cannot be read: {error}") from error
+        raise CorruptCheckpoint(f"{path} cannot be read: {error}") from error
 
 
-def _config_source(config: Mapping[str, Any]) -> str | None:
-    """Return the only template, or the one named `default` of a list."""
+def _config_source(config: Mapping[str, Any], name: str) -> str | None:
+    """Return the template of this name of a list; a single one is the `default`."""
     declared = config.get("chat_template")
     if isinstance(declared, list):
         named = {entry.get("name"): entry.get("template") for entry in declared if isinstance(entry, dict)}
-        declared = named.get("default")
+        declared = named.get(name)
+    elif name != "default":
+        return None
     return declared if isinstance(declared, str) else None
 
 

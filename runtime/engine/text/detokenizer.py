@@ -6,23 +6,30 @@ inside a possible stop string. The cost of a token does not depend on the length
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from encodings.utf_8 import IncrementalDecoder
 
 from ...common.errors import InvalidRequest
+from .markup import MARK
 from .tokenizer import Tokenizer
 
 
 class IncrementalDetokenizer:
     """Detokenizer of one sequence: `push` its tokens, and `finish` when it has ended without a stop string.
 
-    A stop string counts only if its last token is the `min_tokens`-th or later; before, it is ordinary text.
+    A stop string counts only if its last token is the `min_tokens`-th or later; before, it is ordinary text. Special
+    tokens add nothing to the text, except the ids in `markup`, which add MARK and their names.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), include_stop_str: bool = False, min_tokens: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        include_stop_str: bool = False,
+        min_tokens: int = 0,
+        markup: Collection[int] = (),
     ) -> None:
-        self._text = _TextStream(tokenizer)
+        self._text = _TextStream(tokenizer, markup)
         self._matcher = _StopMatcher(stop) if stop else None
         self._include_stop_str = include_stop_str
         self._min_tokens = min_tokens
@@ -72,12 +79,15 @@ class IncrementalDetokenizer:
 class _TextStream:
     """Decoder of a token sequence, piece by piece; no piece ends inside a character."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, markup: Collection[int]) -> None:
         self._tokenizer = tokenizer
+        self._markup = markup
         self._utf8 = IncrementalDecoder(errors="replace")
         self._previous: int | None = None  # last token with text: the context of the next
 
     def push(self, token_id: int) -> str:
+        if token_id in self._markup:
+            return self.finish() + MARK + self._tokenizer.token(token_id).data.decode()
         raw = self._tokenizer.token_bytes(token_id)
         if raw == b"" or token_id in self._tokenizer.special_token_ids:
             return ""

@@ -45,6 +45,11 @@ class Tokenizer:
         self._byte_fallback = "ByteFallback" in decoders
         self._bytes_by_id: dict[int, bytes | None] = {}
 
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens, by name."""
+        return {self._fast.id_to_token(token_id) or "": token_id for token_id in sorted(self.special_token_ids)}
+
     @property
     def vocab_size(self) -> int:
         """Number of ids, with added tokens; a model's vocabulary may be padded beyond it."""

@@ -19,6 +19,8 @@ from ...engine.facade import EngineInfo, GenerateRequest
 from .errors import BadRequest
 from .structure import FIELDS as STRUCTURE
 from .structure import structure_of
+from .tools import FIELDS as TOOLS
+from .tools import is_named, request_tools, template_variables, tool_choice
 
 T = TypeVar("T")
 
@@ -49,7 +51,7 @@ COMMON = (
     | STRUCTURE
     | {"model", "max_tokens", "seed", "logit_bias", "logprobs", "stream", "stream_options"}
 )
-CHAT = COMMON | TOKEN_IDS | {"messages", "max_completion_tokens", "top_logprobs", "store", "service_tier"}
+CHAT = COMMON | TOKEN_IDS | TOOLS | {"messages", "max_completion_tokens", "top_logprobs", "store", "service_tier"}
 CHAT |= {"return_timings"}
 COMPLETION = COMMON | TOKEN_IDS | {"prompt", "best_of", "echo", "return_timings"}
 TOKENIZE = frozenset({"model", "prompt", "messages", "add_special_tokens", "return_token_strs"})
@@ -67,6 +69,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "web_search_options": (),
     "moderation": (),
     "reasoning_effort": (),
+    "enable_thinking": (),
     "verbosity": (),
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -104,6 +107,7 @@ class Call:
     stream: bool
     include_usage: bool = False
     echo: bool = False
+    is_call_named: bool = False  # it asks for a call of one certain tool
     repeated: Mapping[str, Any] = field(default_factory=dict)  # fields that the answer repeats
     store: bool = False
     background: bool = False  # the answer comes before the output
@@ -178,15 +182,25 @@ def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
     name = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
     sampling["max_tokens"] = fields.take(name, int, info.max_model_len)
+    tools = request_tools(values)
     request = GenerateRequest(
         prompt=None,
         messages=messages,
+        tools=tools,
+        tool_choice=tool_choice(values, tools),
+        template_variables=template_variables(values),
         sampling_params=SamplingParams(**sampling),
         tenant=tenant,
         fit_max_tokens=name not in values,
         **request_fields(fields),
     )
-    return Call((request,), *_streaming(fields), store=fields.take("store", bool, False), **answer_fields(fields, info))
+    return Call(
+        (request,),
+        *_streaming(fields),
+        is_call_named=is_named(values),
+        store=fields.take("store", bool, False),
+        **answer_fields(fields, info),
+    )
 
 
 def completion_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:

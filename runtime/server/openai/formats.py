@@ -5,61 +5,25 @@ An event is bytes that are made once per request, around the text of the chunk.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from ...common.types import OutputChunk, Usage
+from ...engine.facade import NewParser
+from ...engine.text import Delta
+from ...engine.text.markup_parser import DeltaKind
+from .choices import Choice
 from .exchange import END_OF_EVENT
 from .fields import Call
 from .logprobs import ChatLogprobs, Columns, CompletionLogprobs, Vocabulary
+from .tools import call_id
 
 DONE = b"data: [DONE]\n\n"
 TIMINGS = ("queue_ms", "prefill_ms", "decode_ms", "stall_ms")  # of `Usage`
 
 _encode = msgspec.json.encode
-
-
-class Choice:
-    """One choice as it grows: what a whole answer needs of it, and its logprobs."""
-
-    def __init__(self, logprobs: ChatLogprobs | CompletionLogprobs | None) -> None:
-        self.logprobs = logprobs
-        self.texts: list[str] = []
-        self.columns: list[Columns] = []
-        self.token_ids = array("I")
-        self.finish_reason = ""
-        self.stop_reason: int | str | None = None
-
-    def piece(self, chunk: OutputChunk) -> Columns | None:
-        """Return the chunk's logprobs; None if the request asks for none."""
-        if self.logprobs is None or chunk.logprobs is None:
-            return None
-        return self.logprobs.piece(chunk.logprobs)
-
-    def add(self, chunk: OutputChunk) -> int:
-        """Keep the chunk for the whole answer, and return about how many bytes it takes there."""
-        self.texts.append(chunk.text)
-        self.token_ids.extend(chunk.token_ids)
-        self.finish_reason, self.stop_reason = chunk.finish_reason or "", chunk.stop_reason
-        piece = self.piece(chunk)
-        if piece is not None:
-            self.columns.append(piece)
-        return len(chunk.text) + len(chunk.token_ids) * self.token_ids.itemsize + sum(map(len, piece or ()))
-
-    def echo(self, text: str, first: int | None) -> Columns | None:
-        """Begin with the text of the prompt, or of its first token, whose id is `first`. Return its logprobs."""
-        piece = (
-            self.logprobs.first(first) if isinstance(self.logprobs, CompletionLogprobs) and first is not None else None
-        )
-        self.texts.append(text)
-        self.columns += [] if piece is None else [piece]
-        return piece
-
-    def whole_logprobs(self) -> bytes:
-        return b"null" if self.logprobs is None else self.logprobs.join(self.columns)
 
 
 class Format:
@@ -71,7 +35,9 @@ class Format:
     held_bytes = 0  # of earlier events that the last ones of a stream repeat
 
     def __init__(self, call: Call, model: str, vocabulary: Vocabulary) -> None:
-        ids = b'"id":"%b%b","object":"' % (self.id_prefix, call.name.encode())
+        self._id = self.id_prefix.decode() + call.name
+        self._is_call_named = call.is_call_named
+        ids = b'"id":"%b","object":"' % self._id.encode()
         tier = b"" if call.service_tier is None else b',"service_tier":' + _encode(call.service_tier)
         created = b'","created":%d,"model":%b%b,"system_fingerprint":%b,"choices":[' % (
             call.created_s, _encode(model), tier, _encode(f"fp_{call.fingerprint}"),
@@ -88,6 +54,11 @@ class Format:
             Choice(self._logprobs(vocabulary, as_ids) if has_logprobs else None) for _ in range(call.num_choices)
         ]
 
+    def read_with(self, new_parser: NewParser | None) -> None:
+        """Read each choice's text with a parser that `new_parser` makes, before its first chunk."""
+        for choice in self.choices:
+            choice.parser = None if new_parser is None else new_parser()
+
     def whole(self, usage: Usage) -> bytes:
         """Return the whole answer, from the chunks that its choices were given."""
         choices = b",".join(
@@ -102,12 +73,11 @@ class Format:
 
     def events(self, index: int, chunk: OutputChunk) -> bytes:
         """Return the events of one chunk of a choice; nothing if it shows nothing."""
-        piece = self.choices[index].piece(chunk)
-        events = b""
-        if chunk.text or (piece is not None and any(piece)) or (self._returns_token_ids and chunk.token_ids):
-            events = self._text_event(index, chunk.text, piece, chunk.token_ids)
+        choice = self.choices[index]
+        deltas, piece = choice.read(chunk)
+        events = self._delta_events(index, deltas, piece, chunk.token_ids)
         if chunk.finish_reason is not None:
-            end = self._no_delta() + b',"logprobs":null,"finish_reason":"%b"' % chunk.finish_reason.encode()
+            end = self._no_delta() + b',"logprobs":null,"finish_reason":"%b"' % self._finish_reason(choice)
             events += self._choice_heads[index] + end + self._stop_reason(chunk) + b"}" + self._event_end
         return events
 
@@ -123,16 +93,28 @@ class Format:
 
     def _usage_json(self, usage: Usage) -> bytes:
         """Return OpenAI's `usage`, and the time that each phase took if the request asks for it."""
+        num_reasoning = sum(choice.num_reasoning_tokens for choice in self.choices)
         fields: dict[str, object] = {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": num_reasoning},
         }
         if self._returns_timings:
             fields["timings"] = {name: round(getattr(usage, name), 3) for name in TIMINGS}
         return _encode(fields)
+
+    def _delta_events(
+        self, index: int, deltas: Sequence[Delta], piece: Columns | None, token_ids: Sequence[int]
+    ) -> bytes:
+        """Return the events of what a chunk adds to a choice."""
+        if deltas or (piece is not None and any(piece)) or (self._returns_token_ids and token_ids):
+            return self._text_event(index, "".join(delta.text for delta in deltas), piece, token_ids)
+        return b""
+
+    def _finish_reason(self, choice: Choice) -> bytes:
+        return choice.finish_reason.encode()
 
     def _text_event(self, index: int, text: str, piece: Columns | None, token_ids: Iterable[int] = ()) -> bytes:
         form = self.choices[index].logprobs
@@ -171,16 +153,64 @@ class ChatFormat(Format):
 
     def opening(self) -> bytes:
         """Return the role of every choice, in order: openai-python appends to its list of choices."""
-        role = b'"delta":{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}'
+        content = b'""' if self.choices[0].parser is None else b"null"
+        delta = b'"delta":{"role":"assistant","content":%b,"refusal":null}' % content
+        role = delta + b',"logprobs":null,"finish_reason":null}'
         return b"".join(head + role + self._event_end for head in self._choice_heads)
+
+    def _delta_events(
+        self, index: int, deltas: Sequence[Delta], piece: Columns | None, token_ids: Sequence[int]
+    ) -> bytes:
+        choice = self.choices[index]
+        if choice.parser is None:
+            return super()._delta_events(index, deltas, piece, token_ids)
+        events = []
+        call = len(choice.calls) - sum(delta.kind == "call" for delta in deltas) - 1
+        for kind, text in deltas or ([Delta("content", "")] if self._returns_token_ids and token_ids else ()):
+            call += kind == "call"
+            if kind == "content":
+                events.append(self._text_event(index, text, piece, token_ids))
+                piece = None
+            else:
+                delta = _reasoning(text) if kind == "reasoning" else self._call_delta(index, call, kind, text)
+                shown = b'"delta":%b,"logprobs":null,"finish_reason":null' % _encode(delta)
+                events.append(self._choice_heads[index] + shown + self._token_ids(token_ids) + b"}" + self._event_end)
+            token_ids = ()
+        return b"".join(events)
+
+    def _call_delta(self, index: int, call: int, kind: DeltaKind, text: str) -> dict[str, Any]:
+        """Return what begins a call, or more of its arguments. Clients join texts: each is sent once."""
+        if kind == "arguments":
+            return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
+        begun = {"id": call_id(self._id, index, call), "type": "function", "function": {"name": text, "arguments": ""}}
+        return {"tool_calls": [{"index": call, **begun}]}
+
+    def _finish_reason(self, choice: Choice) -> bytes:
+        """Return `tool_calls` after calls, but after a call of the tool that the request names `stop`, as OpenAI."""
+        if choice.calls and choice.finish_reason == "stop" and not self._is_call_named:
+            return b"tool_calls"
+        return choice.finish_reason.encode()
 
     def _logprobs(self, vocabulary: Vocabulary, as_ids: bool) -> ChatLogprobs:
         return ChatLogprobs(vocabulary, as_ids=as_ids)
 
     def _whole_choice(self, index: int, choice: Choice) -> bytes:
-        message = b'{"role":"assistant","content":%b,"refusal":null}' % _encode("".join(choice.texts))
+        content = "".join(choice.texts)
+        has_content = content or choice.parser is None
+        message: dict[str, Any] = {"role": "assistant", "content": content if has_content else None, "refusal": None}
+        if choice.reasoning:
+            message |= _reasoning("".join(choice.reasoning))
+        if choice.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call_id(self._id, index, number),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": "".join(call.arguments)},
+                }
+                for number, call in enumerate(choice.calls)
+            ]
         form = b'{"index":%d,"message":%b,"logprobs":%b,"finish_reason":"%b"'
-        return form % (index, message, choice.whole_logprobs(), choice.finish_reason.encode())
+        return form % (index, _encode(message), choice.whole_logprobs(), self._finish_reason(choice))
 
     def _delta(self, text: bytes) -> bytes:
         return b'"delta":{"content":' + text + b"}"
@@ -208,6 +238,11 @@ class CompletionFormat(Format):
 
     def _no_delta(self) -> bytes:
         return b'"text":""'
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Return reasoning under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def total_usage(usages: Sequence[Usage]) -> Usage:

@@ -10,6 +10,7 @@ from ...common.errors import QuireError
 from ...common.prompts import shown
 from ...common.types import OutputChunk, SamplingParams, Usage
 from ...engine.facade import EngineInfo, GenerateRequest
+from .choices import Choice
 from .errors import BadRequest
 from .fields import (
     COMMON,
@@ -23,7 +24,7 @@ from .fields import (
     sampling_fields,
     service_tier,
 )
-from .formats import Choice, Format
+from .formats import Format
 from .logprobs import ChatLogprobs, Vocabulary, shown_in_delta
 
 FIELDS = COMMON - {"n", "max_tokens", "logprobs", "logit_bias", "stream_options"} | HINTS

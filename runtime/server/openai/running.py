@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ...common.errors import Cancelled, InvalidRequest, QuireError
 from ...common.types import OutputChunk, Usage
-from ...engine.facade import EngineFacade, Generation
+from ...engine.facade import EngineFacade, Generation, NewParser
 from ..live_requests import LiveRequest, LiveRequests
 from ..request_log import quire_error
 from .errors import HTTPAnswer
@@ -26,8 +26,11 @@ Echo = tuple[str, int | None]  # a text, and the id of the token that it is, if 
 class CallOutput(Protocol):
     """How a call's output is answered."""
 
-    def begin(self, echoes: Sequence[Echo]) -> None:
-        """Every request of the call is accepted; each choice begins with its echo, if there are some."""
+    def begin(self, echoes: Sequence[Echo], new_parser: NewParser | None) -> None:
+        """Every request of the call is accepted; each choice begins with its echo, if there are some.
+
+        `new_parser` makes what reads each choice's text, if it is not the answer alone.
+        """
 
     def take(self, index: int, chunk: OutputChunk) -> None:
         """Take the next chunk of a choice."""
@@ -78,8 +81,9 @@ class HeldOutput:
 class StreamedOutput(HeldOutput):
     """Sends each chunk as events."""
 
-    def begin(self, echoes: Sequence[Echo]) -> None:
+    def begin(self, echoes: Sequence[Echo], new_parser: NewParser | None) -> None:
         """Send the head of the stream and the first events."""
+        self._format.read_with(new_parser)
         self._exchange.begin_events()
         echoed = [self._format.echo_event(index, *echo) for index, echo in enumerate(echoes)]
         self._exchange.send_events(b"".join((self._format.opening(), *echoed)))
@@ -99,8 +103,9 @@ class StreamedOutput(HeldOutput):
 class WholeOutput(HeldOutput):
     """Holds the output until its end."""
 
-    def begin(self, echoes: Sequence[Echo]) -> None:
+    def begin(self, echoes: Sequence[Echo], new_parser: NewParser | None) -> None:
         """Send nothing yet."""
+        self._format.read_with(new_parser)
         for choice, echo in zip(self._format.choices, echoes, strict=False):
             choice.echo(*echo)
 
@@ -172,7 +177,7 @@ class CallRunner:
                 else:
                     streams.append(each)
             if self._failure is None:
-                output.begin(await self._echoes(streams) if self._echo else [])
+                output.begin(await self._echoes(streams) if self._echo else [], streams[0].new_parser)
                 self._requests.clear()
                 for prompt, stream in zip(self._prompts, streams, strict=True):
                     stream.deliver(partial(self._take, output, prompt))

@@ -93,7 +93,7 @@ class KeptReader:
         try:
             if (refusal := await self.accepted()) is not None:
                 return refusal
-            output.begin([])
+            output.begin([], self.buffer.new_parser)
             return await self._read_all(output)
         finally:
             output.close()
@@ -101,6 +101,7 @@ class KeptReader:
     async def read_present(self, form: Format) -> Usage | None:
         """Add the chunks so far to `form`. Return the usage of a request that has ended."""
         usage = None
+        form.read_with(self.buffer.new_parser)
         while self._position < self.buffer.num_chunks and self._stopped is None:
             for _ in range(await self._turns.take()):
                 if (chunk := self._next_chunk()) is not None:

@@ -119,9 +119,9 @@ class FakeTextProcessor(TextProcessor):
         self._note("encode")
         return super().encode(text, add_special_tokens)
 
-    def render(self, messages: Sequence[Any]) -> str:
+    def render(self, messages: Sequence[Any], tools: Sequence[Any] = (), variables: Any = None) -> str:
         self._note("render")
-        return super().render(messages)
+        return super().render(messages, tools, variables)
 
     def _note(self, name: str) -> None:
         self.calls.append(name)

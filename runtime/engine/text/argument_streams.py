@@ -1,0 +1,244 @@
+"""The arguments of a tool call as they stream: where they end in the output, and their JSON.
+
+Both forms return JSON of which every beginning is the beginning of an object.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+SPACE = " \t\r\n"
+PARAMETER = "<parameter="
+END_OF_PARAMETER = "</parameter>"
+
+# Keys of a schema that say nothing of the value.
+ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
+SIMPLE = frozenset({"string", "null", "boolean", "integer", "number"})
+
+ValueForm = Literal["text", "mixed", "json"]
+
+_OUTSIDE_TEXT = re.compile(r'["{}\[\]]')
+_WITHIN_TEXT = re.compile(r'["\\]')
+
+
+class ArgumentStream(Protocol):
+    """The arguments of one call."""
+
+    is_complete: bool
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Return the JSON that more of the output adds, and the rest of it: to be given again, or after the end."""
+
+    def finish(self, is_cut: bool) -> str:
+        """Return what completes the JSON at the output's end; nothing if the output `is_cut`."""
+
+
+class JSONArguments:
+    """One JSON object, passed on as it is written."""
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self._depth = 0
+        self._is_broken = False  # no object
+        self._in_text = False
+        self._is_escaped = False
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """See `ArgumentStream.feed`."""
+        if self._is_broken:
+            return "", ""
+        if not self._depth:
+            text = text.lstrip(SPACE)
+            if text and text[0] != "{":
+                self._is_broken = True
+                return "", ""
+        end = self._end(text)
+        return text[:end], text[end:]
+
+    def finish(self, is_cut: bool) -> str:
+        """See `ArgumentStream.finish`."""
+        return "{}" if not is_cut and not self._depth and not self.is_complete else ""
+
+    def _end(self, text: str) -> int:
+        """Return where the object ends, or the length of the text."""
+        at = 0
+        while at < len(text):
+            if self._is_escaped:
+                self._is_escaped = False
+                at += 1
+                continue
+            found = (_WITHIN_TEXT if self._in_text else _OUTSIDE_TEXT).search(text, at)
+            if found is None:
+                break
+            at, character = found.end(), found.group()
+            if character == "\\":
+                self._is_escaped = True
+            elif character == '"':
+                self._in_text = not self._in_text
+            else:
+                self._depth += 1 if character in "{[" else -1
+                if not self._depth:
+                    self.is_complete = True
+                    return at
+        return len(text)
+
+
+class ParameterArguments:
+    r"""Parameters of Qwen3-Coder, `<parameter=KEY>\nVALUE\n</parameter>`, as a JSON object.
+
+    The schema of the arguments decides which values are texts.
+    """
+
+    def __init__(self, schema: Mapping[str, Any] | None) -> None:
+        self.is_complete = False
+        self._schema = schema or {}
+        self._num_parameters = 0
+        self._form: ValueForm | None = None  # of the value that comes next
+        self._value_schema: Any = True
+        self._at_start = False  # of the value
+        self._held = ""  # of a value that is shown at its end
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """See `ArgumentStream.feed`."""
+        pieces: list[str] = []
+        before = None
+        while not self.is_complete and text != before:
+            before = text
+            text = (self._between if self._form is None else self._value)(text, pieces)
+        return "".join(pieces), text
+
+    def finish(self, is_cut: bool) -> str:
+        """See `ArgumentStream.finish`."""
+        return "{}" if not is_cut and not self._num_parameters and not self.is_complete else ""
+
+    def _between(self, text: str, pieces: list[str]) -> str:
+        """Take the head of the next parameter, or find the end of the parameters."""
+        text = text.lstrip(SPACE)
+        if text.startswith(PARAMETER):
+            key, end, rest = text[len(PARAMETER) :].partition(">")
+            if not end:
+                return text
+            self._value_schema = property_schema(self._schema, key)
+            self._form, self._at_start = value_form(self._value_schema), True
+            pieces.append(f"{', ' if self._num_parameters else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+            pieces.append('"' if self._form == "text" else "")
+            self._num_parameters += 1
+            return rest
+        if not PARAMETER.startswith(text):
+            self.is_complete = True
+            pieces.append("}" if self._num_parameters else "{}")
+        return text
+
+    def _value(self, text: str, pieces: list[str]) -> str:
+        """Take more of a value, without the line breaks at its start and end."""
+        if self._at_start and text:
+            text = text.removeprefix("\n")
+            self._at_start = False
+        end = text.find(END_OF_PARAMETER)
+        if end >= 0:
+            value, text = self._held + text[:end].removesuffix("\n"), text[end + len(END_OF_PARAMETER) :]
+            pieces.append(_text(value) + '"' if self._form == "text" else _json_value(value, self._value_schema))
+            self._held, self._form = "", None
+            return text
+        end = len(text) - max(num_held(text, "\n" + END_OF_PARAMETER), num_held(text, END_OF_PARAMETER))
+        if self._form == "text":
+            pieces.append(_text(text[:end]))
+        else:
+            self._held += text[:end]
+        return text[end:]
+
+
+def property_schema(schema: Mapping[str, Any], key: str) -> Any:
+    """Return the schema of one argument; that of a reference within the schema is looked up."""
+    properties = schema.get("properties")
+    found = properties.get(key, True) if isinstance(properties, dict) else True
+    reference = found.get("$ref") if isinstance(found, dict) and found.keys() - ANNOTATIONS == {"$ref"} else None
+    if isinstance(reference, str) and reference.startswith("#/"):
+        target: Any = schema
+        for part in reference[2:].split("/"):
+            target = target.get(part) if isinstance(target, dict) else None
+        return found if target is None else target
+    return found
+
+
+def value_form(schema: Any) -> ValueForm:
+    """Return how a value is written: as plain text, as JSON, or as JSON unless that fails and it is a text."""
+    types = _simple_types(schema)
+    if types == frozenset({"string"}):
+        return "text"
+    return "json" if types is None or "string" not in types else "mixed"
+
+
+def text_values(schema: Any) -> list[str]:
+    """Return the texts to which a schema restricts its value; none if it does not, or if others are allowed too."""
+    keys = schema.keys() - ANNOTATIONS - {"type"} if isinstance(schema, dict) else set()
+    values = schema["enum"] if keys == {"enum"} else [schema["const"]] if keys == {"const"} else []
+    return values if isinstance(values, list) and all(isinstance(each, str) for each in values) else []
+
+
+def num_held(text: str, literal: str) -> int:
+    """Return the length of the longest end of `text` that is a beginning of `literal`, but not all of it."""
+    for length in range(min(len(text), len(literal) - 1), 0, -1):
+        if literal.startswith(text[-length:]):
+            return length
+    return 0
+
+
+def _simple_types(schema: Any) -> frozenset[str] | None:
+    """Return the types of a schema that only names types without further limits, or texts; None for other schemas."""
+    if schema is True:
+        return SIMPLE | {"object", "array"}
+    if not isinstance(schema, dict):
+        return None
+    keys = schema.keys() - ANNOTATIONS
+    if text_values(schema):
+        return frozenset({"string"})
+    if not keys:
+        return SIMPLE | {"object", "array"}
+    if keys == {"type"}:
+        given = schema["type"]
+        types = frozenset([given] if isinstance(given, str) else given)
+        return types if types <= SIMPLE else None
+    for name in ("anyOf", "oneOf"):
+        if keys == {name} and isinstance(schema[name], list):
+            found = [_simple_types(each) for each in schema[name]]
+            if any(each is None for each in found):
+                return None
+            return frozenset().union(*(each for each in found if each is not None))
+    return None
+
+
+def _json_value(text: str, schema: Any) -> str:
+    """Return a value's JSON: the text itself if it is JSON of a type that the schema names, else a JSON text."""
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    types = _simple_types(schema)
+    if types is None or (not isinstance(value, str) and _type_names(value) & types):
+        return text.strip(SPACE)
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _type_names(value: object) -> frozenset[str]:
+    match value:
+        case None:
+            return frozenset({"null"})
+        case bool():
+            return frozenset({"boolean"})
+        case int():
+            return frozenset({"integer", "number"})
+        case float():
+            return frozenset({"number"})
+    return frozenset({"object"} if isinstance(value, dict) else {"array"})
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is no number")

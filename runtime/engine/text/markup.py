@@ -1,0 +1,182 @@
+"""Markup: how a family of models writes reasoning and tool calls. One description yields the parser and the grammar.
+
+In a literal of a description, a space stands for optional white space; everything else is exact. A marker that is a
+special token of the vocabulary begins with MARK in the literals and in the text to parse: text that only spells its
+name is text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+MARK = "\ufdd0"  # a code point that is no character, and that grammars keep out of texts
+
+ArgumentsForm = Literal["json", "parameters"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Reasoning before the answer, between two literals. The prompt may already end with `open`."""
+
+    open: str
+    close: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallSyntax:
+    """A list of calls: `begin`, calls with `separator` between them, `end`.
+
+    A call is `open`, its tool's name, `middle`, its arguments, `close`. A `bare` list may leave out `begin` where the
+    answer begins with it.
+    """
+
+    open: str
+    middle: str
+    close: str
+    begin: str = ""
+    separator: str = " "
+    end: str = ""
+    bare: bool = False
+    arguments: ArgumentsForm = "json"
+
+    @property
+    def trigger(self) -> str:
+        """What ends the text before the calls: the first literal."""
+        return (self.begin or self.open).partition(" ")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """The markup of one family: its reasoning and its tool calls, either of which may be missing.
+
+    With `channels`, everything is a message of OpenAI's harmony format instead.
+    """
+
+    reasoning: Reasoning | None = None
+    calls: CallSyntax | None = None
+    channels: bool = False
+    tokens: Mapping[str, int] = field(default_factory=dict)  # ids of the special tokens in the literals, by name
+
+    def with_special(self, special: Mapping[str, int]) -> Markup:
+        """Return the markup with MARK before each of a vocabulary's special tokens, ids by name."""
+        if self.channels:
+            return replace(self, tokens={name: special[name] for name in CHANNEL_TOKENS if name in special})
+        literals = "\n".join((*_literals(self.calls), *_literals(self.reasoning)))
+        tokens = {name: token for name, token in special.items() if name and name in literals}
+        if not tokens:
+            return self
+        return Markup(_marked(self.reasoning, tokens), _marked(self.calls, tokens), tokens=tokens)
+
+    def without_calls(self) -> Markup:
+        """Return the markup of an output in which nothing is a call."""
+        literals = _literals(self.reasoning)
+        kept = {name: token for name, token in self.tokens.items() if any(name in each for each in literals)}
+        return self if self.channels else Markup(self.reasoning, tokens=kept)
+
+    def marked(self, name: str) -> str:
+        """Return a marker as it is in the text."""
+        return MARK + name if name in self.tokens else name
+
+
+CHANNEL_TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+THINK = Reasoning("<think>", "</think>")
+BRACKETS = Reasoning("[THINK]", "[/THINK]")
+
+_NAME_FIRST = ' { "name" : "'
+_ARGUMENTS = '" , "arguments" : '
+
+# The names are those that vLLM gives to its parsers.
+FAMILIES: dict[str, Markup] = {
+    "hermes": Markup(calls=CallSyntax(f"<tool_call>{_NAME_FIRST}", _ARGUMENTS, " } </tool_call>")),
+    "qwen3_coder": Markup(
+        calls=CallSyntax("<tool_call> <function=", "> ", " </function> </tool_call>", arguments="parameters")
+    ),
+    "llama3_json": Markup(
+        calls=CallSyntax(
+            ' { "name" : "', '" , "parameters" : ', " }", begin="<|python_tag|>", separator=" ; ", bare=True
+        )
+    ),
+    "mistral": Markup(calls=CallSyntax("[TOOL_CALLS]", "[ARGS] ", "", separator="")),
+    "mistral_list": Markup(
+        calls=CallSyntax(_NAME_FIRST, _ARGUMENTS, " }", begin="[TOOL_CALLS] [", separator=" ,", end=" ]")
+    ),
+    "phi4_mini_json": Markup(
+        calls=CallSyntax(
+            _NAME_FIRST, _ARGUMENTS, " }", begin="<|tool_call|> [", separator=" ,", end=" ] <|/tool_call|>"
+        )
+    ),
+    "deepseek_v3": Markup(
+        calls=CallSyntax(
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            "\n```json ",
+            " ```<｜tool▁call▁end｜>",
+            begin="<｜tool▁calls▁begin｜>",
+            end=" <｜tool▁calls▁end｜>",
+        )
+    ),
+    "deepseek_v31": Markup(
+        calls=CallSyntax(
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁sep｜> ",
+            " <｜tool▁call▁end｜>",
+            begin="<｜tool▁calls▁begin｜>",
+            end=" <｜tool▁calls▁end｜>",
+        )
+    ),
+    "openai": Markup(channels=True),
+}
+
+# What a chat template or a vocabulary of the family contains; the first family with all of it is the model's.
+_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("openai", ("<|channel|>", "<|message|>")),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
+    ("qwen3_coder", ("<tool_call>", "<function=")),
+    ("hermes", ("<tool_call>",)),
+    ("phi4_mini_json", ("<|tool_call|>",)),
+    ("phi4_mini_json", ("<|tool|>",)),
+    ("mistral", ("[TOOL_CALLS]", "[ARGS]")),
+    ("mistral_list", ("[TOOL_CALLS]",)),
+    ("llama3_json", ("<|start_header_id|>", '"parameters":')),
+    ("llama3_json", ("<|python_tag|>",)),
+)
+
+
+def find_markup(name: str, template: str, tokens: Mapping[str, int]) -> Markup:
+    """Return the markup of the family `name`; `auto`: of the model with this chat template and these special tokens.
+
+    Reasoning is always found by the template. `none` has no tool calls.
+    """
+    return _family(name, template, tokens).with_special(tokens)
+
+
+def _family(name: str, template: str, tokens: Collection[str]) -> Markup:
+    if name == "auto":
+        name = next((each for each, signs in _SIGNS if all(sign in template for sign in signs)), "none")
+    family = FAMILIES.get(name, Markup())
+    if family.channels:
+        return family
+    found = [each for each in (THINK, BRACKETS) if each.close in template or each.close in tokens]
+    return replace(family, reasoning=found[0] if found else None)
+
+
+Part = TypeVar("Part", Reasoning | None, CallSyntax | None)
+
+
+def _literals(part: Reasoning | CallSyntax | None) -> list[str]:
+    return [] if part is None else [value for value in asdict(part).values() if isinstance(value, str)]
+
+
+def _marked(part: Part, names: Collection[str]) -> Part:
+    if part is None:
+        return part
+    pattern = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+    literals: dict[str, Any] = {
+        name: pattern.sub(lambda found: MARK + found.group(), value)
+        for name, value in asdict(part).items()
+        if isinstance(value, str)
+    }
+    return replace(part, **literals)

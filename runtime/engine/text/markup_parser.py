@@ -1,0 +1,319 @@
+"""Streaming parsers of a model's output: reasoning, answer, and the names and arguments of tool calls.
+
+What a parser returns is a function of the text alone: for every division of a text into pieces the joined deltas are
+the same. Markup never reaches a delta, also when the text ends within it. White space beside markup belongs to it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol
+
+from .argument_streams import SPACE, ArgumentStream, JSONArguments, ParameterArguments, num_held
+from .markup import MARK, Markup
+
+DeltaKind = Literal["reasoning", "content", "call", "arguments"]
+Schemas = Mapping[str, Any]  # of the arguments, by the tool's name
+
+MAX_HELD_SPACE = 64  # characters of white space that may turn out to be beside markup
+
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]*")
+_RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.:/-]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class Delta(NamedTuple):
+    """The next piece of an output. A `call` begins the next tool call; its text is the tool's name."""
+
+    kind: DeltaKind
+    text: str
+
+
+class OutputParser(Protocol):
+    """A parser of one output."""
+
+    def feed(self, text: str) -> list[Delta]:
+        """Return what the next piece of the text adds."""
+
+    def finish(self, is_cut: bool) -> list[Delta]:
+        """Return what is left at the end of the text. What may be the beginning of markup is dropped if it `is_cut`."""
+
+    @property
+    def kind(self) -> DeltaKind | None:
+        """What the next character of a plain text would be; None: nothing that is shown."""
+
+
+class MarkupParser:
+    """Parser of outputs with literals around reasoning and calls.
+
+    Without `schemas` no text is a call. The output begins within reasoning if `in_reasoning`. `takes_bare_calls` is
+    about markup whose calls need nothing that announces them.
+    """
+
+    def __init__(
+        self, markup: Markup, schemas: Schemas | None, *, in_reasoning: bool = False, takes_bare_calls: bool = True
+    ) -> None:
+        self._reasoning = markup.reasoning
+        self._calls = None if schemas is None else markup.calls
+        self._schemas = schemas or {}
+        self._takes_bare_calls = takes_bare_calls
+        self._stray = re.compile("|".join(re.escape(MARK + name) for name in markup.tokens) or MARK)
+        self._buffer = ""
+        self._deltas: list[Delta] = []
+        self._skips_space = in_reasoning  # the text so far ends with markup
+        self._expected = ""  # the literal that must come next
+        self._after_expected: Callable[[], Any] = self._name
+        self._arguments: ArgumentStream = JSONArguments()
+        # A state takes what it can from the buffer, and returns the next state, or None if it needs more text.
+        self._state: Callable[[], Any] = self._thoughts if in_reasoning else self._start
+
+    def feed(self, text: str) -> list[Delta]:
+        """See `OutputParser.feed`."""
+        self._buffer += text
+        while (state := self._state()) is not None:
+            self._state = state
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def finish(self, is_cut: bool) -> list[Delta]:
+        """See `OutputParser.finish`."""
+        rest = self._buffer.lstrip(SPACE) if self._skips_space else self._buffer
+        self._buffer = ""
+        if self._state == self._in_arguments:
+            self._emit("arguments", self._arguments.finish(is_cut))
+        elif self._state == self._thoughts:
+            assert self._reasoning is not None
+            self._emit("reasoning", _without_start(rest, self._reasoning.close) if is_cut else rest.rstrip(SPACE))
+        elif self._state == self._answer and self._calls is not None:
+            self._emit("content", _without_start(rest, self._calls.trigger) if is_cut else rest)
+        elif self._state in (self._start, self._bare) and (not is_cut or not rest.strip(SPACE)):
+            self._emit("content", rest)
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    @property
+    def kind(self) -> DeltaKind | None:
+        """See `OutputParser.kind`."""
+        if self._state == self._thoughts:
+            return "reasoning"
+        is_answer = self._state in (self._start, self._bare, self._answer) and not self._skips_space
+        return "content" if is_answer else None
+
+    # States: reasoning and the answer's text
+
+    def _start(self) -> Callable[[], Any] | None:
+        """Find out whether the output begins with reasoning."""
+        if self._reasoning is None:
+            return self._bare
+        text, literal = self._buffer.lstrip(SPACE), self._reasoning.open
+        if text.startswith(literal):
+            self._buffer = text[len(literal) :]
+            self._skips_space = True
+            return self._thoughts
+        return None if literal.startswith(text) else self._bare
+
+    def _thoughts(self) -> Callable[[], Any] | None:
+        assert self._reasoning is not None, "the prompt ends with its literal"
+        return self._bare if self._take_until(self._reasoning.close, "reasoning") else None
+
+    def _bare(self) -> Callable[[], Any] | None:
+        """Find out whether the answer begins with calls that nothing announces."""
+        calls = self._calls
+        if calls is None or not calls.bare or not self._takes_bare_calls:
+            return self._answer
+        end = _match(calls.open, self._buffer)
+        if end is None:
+            return None
+        return self._answer if end < 0 else self._expect(calls.open, self._name)
+
+    def _answer(self) -> Callable[[], Any] | None:
+        calls = self._calls
+        if calls is None:
+            self._take_until("", "content")
+        elif self._take_until(calls.trigger, "content"):
+            return self._expect((calls.begin + calls.open)[len(calls.trigger) :], self._name)
+        return None
+
+    # States: calls
+
+    def _literal(self) -> Callable[[], Any] | None:
+        """Take the literal that must come next."""
+        end = _match(self._expected, self._buffer)
+        if end is None:
+            return None
+        if end < 0:
+            return self._dropped
+        self._buffer = self._buffer[end:]
+        return self._after_expected
+
+    def _name(self) -> Callable[[], Any] | None:
+        """Take a tool's name, which ends where a character follows that no name has."""
+        match = _NAME.match(self._buffer)
+        assert match is not None, "it matches the empty text"
+        name = match.group()
+        if len(name) == len(self._buffer):
+            return None
+        if not name:
+            return self._dropped
+        assert self._calls is not None
+        self._buffer = self._buffer[len(name) :]
+        self._deltas.append(Delta("call", name))
+        has_parameters = self._calls.arguments == "parameters"
+        self._arguments = ParameterArguments(self._schemas.get(name)) if has_parameters else JSONArguments()
+        return self._expect(self._calls.middle, self._in_arguments)
+
+    def _in_arguments(self) -> Callable[[], Any] | None:
+        assert self._calls is not None
+        text, self._buffer = self._arguments.feed(self._buffer)
+        self._emit("arguments", text)
+        return self._expect(self._calls.close, self._next_call) if self._arguments.is_complete else None
+
+    def _next_call(self) -> Callable[[], Any] | None:
+        """Find out whether another call follows. What else follows a call is dropped."""
+        assert self._calls is not None
+        literal = self._calls.separator + self._calls.open
+        first, text = literal.split()[0], self._buffer.lstrip(SPACE)
+        if text.startswith(first):
+            return self._expect(literal, self._name)
+        return None if first.startswith(text) else self._dropped
+
+    def _dropped(self) -> None:
+        self._buffer = ""
+
+    # Steps
+
+    def _expect(self, literal: str, then: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the state that takes `literal`, and then goes on with another."""
+        self._expected, self._after_expected = literal, then
+        return self._literal
+
+    def _take_until(self, literal: str, kind: DeltaKind) -> bool:
+        """Take text up to `literal`, and it too; return whether it was found. Without a literal take all there is."""
+        if self._skips_space:
+            self._buffer = self._buffer.lstrip(SPACE)
+            self._skips_space = not self._buffer
+        if not literal:
+            self._emit(kind, self._buffer)
+            self._buffer = ""
+            return False
+        found = self._buffer.find(literal)
+        end = found if found >= 0 else len(self._buffer) - num_held(self._buffer, literal)
+        last_space = self._buffer[max(0, end - MAX_HELD_SPACE) : end]
+        end_of_text = end - (len(last_space) - len(last_space.rstrip(SPACE)))
+        self._emit(kind, self._buffer[:end_of_text])
+        self._buffer = self._buffer[end_of_text if found < 0 else found + len(literal) :]
+        self._skips_space |= found >= 0
+        return found >= 0
+
+    def _emit(self, kind: DeltaKind, text: str) -> None:
+        """Append a piece without special tokens, which are out of place in it."""
+        if MARK in text:
+            text = self._stray.sub("", text)
+        if text:
+            self._deltas.append(Delta(kind, text))
+
+
+class ChannelParser:
+    """Parser of OpenAI's harmony format: messages, each with a header that names its channel and its recipient."""
+
+    def __init__(self, markup: Markup, schemas: Schemas | None) -> None:
+        self._message, self._start = markup.marked("<|message|>"), markup.marked("<|start|>")
+        self._ends = (*map(markup.marked, ("<|end|>", "<|call|>", "<|return|>")), self._start)
+        self._first = (markup.marked("<|channel|>"), "to=functions.", *self._ends, self._message)  # of a header
+        self._takes_calls = schemas is not None
+        self._buffer = ""
+        self._kind: DeltaKind | None = None  # of the message's body; None: dropped
+        self._seen: set[DeltaKind] = set()
+        self._in_body = False
+        self._arguments: JSONArguments | None = None
+
+    def feed(self, text: str) -> list[Delta]:
+        """See `OutputParser.feed`."""
+        self._buffer += text
+        deltas: list[Delta] = []
+        while self._header(deltas) if not self._in_body else self._body(deltas):
+            pass
+        return deltas
+
+    def finish(self, is_cut: bool) -> list[Delta]:
+        """See `OutputParser.finish`."""
+        deltas: list[Delta] = []
+        rest, self._buffer = self._buffer, ""
+        if self._in_body and not is_cut:
+            self._take(rest, deltas)
+        if self._arguments is not None and (text := self._arguments.finish(is_cut)):
+            deltas.append(Delta("arguments", text))
+        return deltas
+
+    @property
+    def kind(self) -> DeltaKind | None:
+        """See `OutputParser.kind`."""
+        return self._kind if self._in_body and self._arguments is None else None
+
+    def _header(self, deltas: list[Delta]) -> bool:
+        """Take a message's header; return whether more can be taken. Text without any header is the answer."""
+        text = self._buffer.lstrip(SPACE)
+        if not any(each.startswith(text) or text.startswith(each) for each in self._first):
+            self._begin("content", deltas)
+            return True
+        end = self._buffer.find(self._message)
+        if end < 0:
+            return False
+        header, self._buffer = self._buffer[:end], self._buffer[end + len(self._message) :]
+        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+        if recipient and self._takes_calls:
+            self._begin("call", deltas)
+            self._arguments = JSONArguments()
+            deltas.append(Delta("call", recipient.group(1)))
+        else:
+            self._begin("reasoning" if channel and channel.group(1) == "analysis" else "content", deltas)
+        return True
+
+    def _begin(self, kind: DeltaKind, deltas: list[Delta]) -> None:
+        """Begin a message's body. Messages of one kind are joined with a line break."""
+        self._in_body, self._kind, self._arguments = True, kind, None
+        if kind in self._seen and kind != "call":
+            deltas.append(Delta(kind, "\n"))
+        self._seen.add(kind)
+
+    def _body(self, deltas: list[Delta]) -> bool:
+        places = [(place, each) for each in self._ends if (place := self._buffer.find(each)) >= 0]
+        if not places:
+            end = len(self._buffer) - max(num_held(self._buffer, each) for each in self._ends)
+            self._take(self._buffer[:end], deltas)
+            self._buffer = self._buffer[end:]
+            return False
+        end, literal = min(places)
+        self._take(self._buffer[:end], deltas)
+        if self._arguments is not None and (text := self._arguments.finish(is_cut=False)):
+            deltas.append(Delta("arguments", text))
+        self._arguments = None
+        self._buffer = self._buffer[end if literal == self._start else end + len(literal) :]
+        self._in_body = False
+        return True
+
+    def _take(self, text: str, deltas: list[Delta]) -> None:
+        if self._arguments is not None:
+            if not self._arguments.is_complete and (piece := self._arguments.feed(text)[0]):
+                deltas.append(Delta("arguments", piece))
+        elif text and self._kind is not None:
+            deltas.append(Delta(self._kind, text))
+
+
+def _match(literal: str, text: str) -> int | None:
+    """Return where `literal` ends in the text that begins with it; -1 if it does not, None if more text decides."""
+    at = 0
+    for index, part in enumerate(literal.split(" ")):
+        if index:
+            at = len(text) - len(text[at:].lstrip(SPACE))
+        if not text.startswith(part, at):
+            return None if part.startswith(text[at:]) else -1
+        at += len(part)
+    return at
+
+
+def _without_start(text: str, literal: str) -> str:
+    """Return the text without the beginning of `literal` at its end, and without white space before that."""
+    held = num_held(text, literal)
+    return text[: len(text) - held].rstrip(SPACE) if held else text

@@ -1,0 +1,119 @@
+"""One request's tool calls and reasoning: the grammar that its output must match, and the parser that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import structlog
+
+from ..common.errors import InvalidRequest
+from ..common.types import StructuredOutputs, ToolChoice
+from .facade import NewParser
+from .grammars import check_structure, lark_rule
+from .json_schema import without_idle_keywords
+from .text import Markup
+from .text.argument_streams import SPACE
+from .text.markup import MARK
+from .text.markup_grammar import MarkupGrammar
+from .text.markup_parser import ChannelParser, MarkupParser
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+_log = structlog.get_logger("quire.engine")
+
+
+class ToolCalls:
+    """What an output may be: text with `markup`, with calls of `tools` as `choice` says.
+
+    Raises InvalidRequest for tools that the model cannot call, or that are not there.
+    """
+
+    def __init__(self, markup: Markup, tools: tuple[dict[str, Any], ...], choice: ToolChoice) -> None:
+        self._choice = choice
+        functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+        names = functions if choice.names is None else choice.names
+        if unknown := [name for name in names if name not in functions]:
+            raise InvalidRequest(
+                f"tool_choice: there is no tool {unknown[0]!r}; tools has {', '.join(functions) or 'none'}"
+            )
+        if choice.needed == "required" and not names:
+            raise InvalidRequest("tool_choice: a call is required, but there are no tools")
+        if tools and not (markup.calls or markup.channels):
+            raise InvalidRequest(
+                "tools: how this model writes tool calls cannot be seen in its chat template; the server's option "
+                "tool_call_parser names a form"
+            )
+        self._has_tools = bool(tools)
+        self._functions = {name: functions[name] for name in functions if name in names and choice.needed != "none"}
+        self._grammar_markup = markup
+        self.markup = markup if self._functions else markup.without_calls()  # of the text that the parser gets
+
+    def structure(self, prompt: str, answer: StructuredOutputs | None) -> StructuredOutputs | None:
+        """Return what the output must match: calls, or else `answer`, after any reasoning. None: any text.
+
+        `prompt` is the rendered chat. It takes milliseconds: use a thread. Raises InvalidRequest.
+        """
+        if not self._has_tools and (answer is None or not (self.markup.reasoning or self.markup.channels)):
+            return answer
+        if answer is not None:
+            check_structure(answer)
+        schemas = {name: _schema(function) for name, function in self._functions.items()}
+        structure = self._grammar(schemas, prompt, answer)
+        try:
+            check_structure(structure)
+        except InvalidRequest:
+            # A schema that is not strict, and that no grammar can have, is left to the model.
+            schemas = {name: _possible_schema(function) for name, function in self._functions.items()}
+            structure = self._grammar(schemas, prompt, answer)
+        return structure
+
+    def new_parser(self, prompt: str, answer: StructuredOutputs | None) -> NewParser | None:
+        """Return what makes a parser of each output; None if every output is an answer and nothing else."""
+        schemas = {name: _schema(function) for name, function in self._functions.items()}
+        if self.markup.channels:
+            return partial(ChannelParser, self.markup, schemas)
+        if self.markup.calls is None and self.markup.reasoning is None:
+            return None
+        return partial(
+            MarkupParser,
+            self.markup,
+            schemas,
+            in_reasoning=self._in_reasoning(prompt),
+            takes_bare_calls=answer is None,
+        )
+
+    def _grammar(self, schemas: Mapping[str, Any], prompt: str, answer: StructuredOutputs | None) -> StructuredOutputs:
+        content = None if answer is None else lark_rule(answer)
+        needed = self._choice.needed if schemas else "none"
+        grammar = MarkupGrammar(self._grammar_markup, content).write(
+            schemas, needed, parallel=self._choice.parallel, in_reasoning=self._in_reasoning(prompt)
+        )
+        return StructuredOutputs(lark=grammar)
+
+    def _in_reasoning(self, prompt: str) -> bool:
+        """Return whether the template has written the beginning of the reasoning."""
+        reasoning = self.markup.reasoning
+        return reasoning is not None and prompt.rstrip(SPACE).endswith(reasoning.open.removeprefix(MARK))
+
+
+def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    return without_idle_keywords({**ANY_OBJECT, **function.get("parameters", {})})
+
+
+def _possible_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, or that of any object if the grammar cannot have it.
+
+    Raises InvalidRequest for a strict tool.
+    """
+    schema = _schema(function)
+    try:
+        check_structure(StructuredOutputs(json=schema))
+    except InvalidRequest as error:
+        reason = str(error).removeprefix("structured_outputs: ")
+        if function.get("strict"):
+            raise InvalidRequest(f"tools: the parameters of {function['name']!r}: {reason}") from None
+        _log.info("a tool's arguments are any object", tool=function["name"], reason=reason)
+        return ANY_OBJECT
+    return schema

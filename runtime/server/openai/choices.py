@@ -1,0 +1,100 @@
+"""A choice of an answer as it grows: its reasoning, its text, its tool calls and its logprobs."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from ...common.types import OutputChunk, TokenLogprobs
+from ...engine.text import Delta, OutputParser
+from .logprobs import ChatLogprobs, Columns, CompletionLogprobs
+
+
+class ToolCall:
+    """One tool call of a choice as it grows."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.arguments: list[str] = []
+
+
+class Choice:
+    """One choice as it grows: what a whole answer needs of it, and its logprobs.
+
+    With a `parser` its text is reasoning, answer and tool calls; without one it is the answer.
+    """
+
+    def __init__(self, logprobs: ChatLogprobs | CompletionLogprobs | None) -> None:
+        self.logprobs = logprobs
+        self.parser: OutputParser | None = None
+        self.texts: list[str] = []  # of the answer
+        self.reasoning: list[str] = []
+        self.calls: list[ToolCall] = []
+        self.columns: list[Columns] = []
+        self.token_ids = array("I")
+        self.finish_reason = ""
+        self.stop_reason: int | str | None = None
+        self.num_reasoning_tokens = 0
+        self._held: list[TokenLogprobs] = []  # of text that the parser may still show
+
+    def read(self, chunk: OutputChunk) -> tuple[Sequence[Delta], Columns | None]:
+        """Return what the chunk adds, and the logprobs of its answer; None if the request asks for none.
+
+        The calls are counted.
+        """
+        self.finish_reason, self.stop_reason = chunk.finish_reason or "", chunk.stop_reason
+        if self.parser is None:
+            deltas: Sequence[Delta] = [Delta("content", chunk.text)] if chunk.text else ()
+            return deltas, self._piece(chunk.logprobs)
+        before = self.parser.kind
+        deltas = self.parser.feed(chunk.text)
+        after = self.parser.kind
+        if chunk.finish_reason is not None:
+            deltas = [*deltas, *self.parser.finish(is_cut=chunk.finish_reason != "stop")]
+        self.calls += [ToolCall(delta.text) for delta in deltas if delta.kind == "call"]
+        if "reasoning" in (before, after):
+            self.num_reasoning_tokens += len(chunk.token_ids)
+        return deltas, self._piece(self._shown_logprobs(chunk, deltas, is_answer=before == after == "content"))
+
+    def add(self, chunk: OutputChunk) -> int:
+        """Keep the chunk for the whole answer, and return about how many bytes it takes there."""
+        deltas, piece = self.read(chunk)
+        call = len(self.calls) - sum(delta.kind == "call" for delta in deltas) - 1
+        for kind, text in deltas:
+            if kind == "call":
+                call += 1
+            elif kind == "arguments":
+                self.calls[call].arguments.append(text)
+            else:
+                (self.texts if kind == "content" else self.reasoning).append(text)
+        if piece is not None:
+            self.columns.append(piece)
+        self.token_ids.extend(chunk.token_ids)
+        return len(chunk.text) + len(chunk.token_ids) * self.token_ids.itemsize + sum(map(len, piece or ()))
+
+    def _shown_logprobs(
+        self, chunk: OutputChunk, deltas: Sequence[Delta], *, is_answer: bool
+    ) -> Sequence[TokenLogprobs] | None:
+        """Return the logprobs of the answer's tokens; those of text that may turn out to be markup are held."""
+        if chunk.logprobs is None or self.logprobs is None:
+            return None
+        self._held = [*self._held, *chunk.logprobs] if is_answer else []
+        if not any(delta.kind == "content" for delta in deltas):
+            return ()
+        shown, self._held = self._held or chunk.logprobs, []
+        return shown
+
+    def _piece(self, logprobs: Sequence[TokenLogprobs] | None) -> Columns | None:
+        return None if self.logprobs is None or logprobs is None else self.logprobs.piece(logprobs)
+
+    def echo(self, text: str, first: int | None) -> Columns | None:
+        """Begin with the text of the prompt, or of its first token, whose id is `first`. Return its logprobs."""
+        piece = (
+            self.logprobs.first(first) if isinstance(self.logprobs, CompletionLogprobs) and first is not None else None
+        )
+        self.texts.append(text)
+        self.columns += [] if piece is None else [piece]
+        return piece
+
+    def whole_logprobs(self) -> bytes:
+        return b"null" if self.logprobs is None else self.logprobs.join(self.columns)
