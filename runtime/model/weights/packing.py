@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ....kernels import available_cpus
 from ....kernels.ops import WeightDtype as PackedDtype
 from ....kernels.ops import padded
-from ....kernels.pack import GGML_DTYPES, PackedMatrix, column_ranges, packed_nbytes, widen_blocks
+from ....kernels.pack import GGML_DTYPES, PackedMatrix, column_ranges, packed_nbytes
 from ....pager import OutOfMemory, map_memory
 from ...common.config import WeightDtype
 from ...common.errors import ModelError, Unavailable
@@ -338,7 +338,8 @@ class _Packer:
                 if self._stop.is_set():
                     raise Unavailable("loading the model was cancelled")
                 if factors is not None:
-                    rows, kind = _widened(rows, kind) * factors, "F32"
+                    with np.errstate(over="ignore", invalid="ignore"):  # a NaN ends the requests that meet it
+                        rows, kind = (as_f32(rows) if kind in READABLE else widen(rows, kind)) * factors, "F32"
                 _fill_rows(matrix, rows, kind, part.start + row * columns_per_row, part.interleave)
 
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
@@ -368,15 +369,6 @@ def _columns(part: Part, count: int) -> npt.NDArray[np.int64]:
     if part.interleave is None:
         return part.start + rows
     return part.start + rows // 16 * 32 + 16 * part.interleave + rows % 16
-
-
-def _widened(rows: npt.NDArray[Any], kind: str) -> npt.NDArray[np.float32]:
-    """Return rows of a tensor of type `kind` as float32."""
-    if kind in READABLE:
-        return as_f32(rows)
-    if kind == "Q5_0":
-        rows, kind = q5_0_as_q8_0(rows), "Q8_0"
-    return widen_blocks(rows, kind) if kind in GGML_DTYPES else widen(rows, kind)
 
 
 @dataclass(frozen=True, slots=True)

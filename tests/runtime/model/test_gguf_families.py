@@ -122,6 +122,13 @@ def test_the_router_is_f32_from_any_type(edited: Callable[..., Path], kind: str)
     np.testing.assert_array_equal(experts(path).router.unpack(), expected)
 
 
+def test_a_router_with_infinite_weights_loads(edited: Callable[..., Path]) -> None:
+    router = encode(np.full((5, 64), np.inf, np.float32), "F32")
+    norm = encode(np.zeros(64, np.float32), "F32")
+    path = edited("mixtral", {}, {"blk.0.ffn_gate_inp.weight": router, "blk.0.ffn_norm.weight": norm})
+    assert np.isnan(experts(path).router.unpack()).all()
+
+
 @pytest.mark.parametrize(
     ("pattern", "slides"),
     [
