@@ -82,6 +82,8 @@ async def decode_speed(reading: Reading, arguments: argparse.Namespace) -> float
     begin = max(times[0][0] for times in arrivals)
     end = min(times[-1][0] for times in arrivals)
     tokens = sum(count for times in arrivals for moment, count in times if begin < moment <= end)
+    if end <= begin:
+        raise SystemExit("no moment at which all users decoded: more --new-tokens, or a quieter machine")
     return tokens / (end - begin)
 
 
@@ -123,11 +125,13 @@ async def _count(
     """Send a request and note when how many marks arrived, until `last` comes."""
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(request)
-    tail = b""  # which a mark may begin in
-    while last not in tail + (data := await reader.read(READ_BYTES)):
+    tail, is_over = b"", False  # a mark may begin in the tail
+    while not is_over:
+        data = await reader.read(READ_BYTES)
         assert data, "the stream ended early"
         if count := (tail + data).count(mark) - tail.count(mark):
             times.append((time.perf_counter(), count))
+        is_over = last in tail + data
         tail = data[-len(mark) - len(last) :]
     writer.transport.abort()
 
