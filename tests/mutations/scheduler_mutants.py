@@ -85,7 +85,7 @@ MUTANTS = [
     ),
     Mutant(
         SCHEDULER,
-        "spec.tenant.encode(), now + spec.pin_s)",
+        "spec.prefix_salt, now + spec.pin_s)",
         'b"", now + spec.pin_s)',
         "prompts of tenants are not pinned",
     ),

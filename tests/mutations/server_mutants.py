@@ -15,9 +15,62 @@ LIVE, TENANTS, AUTH, LISTEN, SERVER, WATCHDOG = (
 )
 CONVERT, ACCEPTOR = "runtime/server/convert.py", "runtime/server/acceptor.py"
 HTTP, LOGS = "runtime/server/monitoring/http.py", "runtime/common/logs.py"
+STORED, STORED_INDEX, EXCHANGE = (
+    f"runtime/server/{name}.py" for name in ("openai/stored", "stored_index", "openai/exchange")
+)
+STORING = "tests/system/test_stored_outputs.py"
 OPERATORS = "tests/runtime/server/test_acceptor.py tests/runtime/server/monitoring tests/system/test_operator_port.py"
 
 MUTANTS = [
+    Mutant(
+        EXCHANGE,
+        "if number >= self._first",
+        "if number > self._first",
+        "a resumed stream lacks an event",
+        STORING,
+    ),
+    Mutant(
+        STORED,
+        "replace(call, name=buffer.name, created_s=buffer.created_s)",
+        "call",
+        "a retry with a key has another id than the first answer",
+        STORING,
+    ),
+    Mutant(
+        STORED,
+        'own_id = stored_id if stored_id.startswith(endpoint.id_prefix) else ""',
+        "own_id = stored_id",
+        "a response that continues a stored chat fails with an internal error",
+        STORING,
+    ),
+    Mutant(
+        STORED,
+        "        is_resumable = not call.store",
+        "        is_resumable = False",
+        "a keyed request is cancelled with its connection, so that its retry runs it again",
+        STORING,
+    ),
+    Mutant(
+        STORED,
+        "            self._forget_refused(reader.buffer)\n\n    async def _answer_before",
+        "            pass\n\n    async def _answer_before",
+        "refused requests fill the memory of stored ones",
+        STORING,
+    ),
+    Mutant(
+        STORED_INDEX,
+        "        del self._entries[entry.key]\n",
+        "",
+        "a deleted response can still be read",
+        STORING,
+    ),
+    Mutant(
+        STORED_INDEX,
+        "        entry.expiry = asyncio.get_running_loop().call_later(self._window_s, self.remove, entry)",
+        "        pass",
+        "stored responses never expire",
+        STORING,
+    ),
     Mutant(
         LIVE,
         "            release_text()\n            tenant.leave()\n            raise",
@@ -72,8 +125,8 @@ MUTANTS = [
     ),
     Mutant(
         RESUME,
-        "(request.prompt, request.messages, request.sampling_params)",
-        "(request.prompt, request.sampling_params)",
+        "msgspec.structs.replace(request, priority=0,",
+        "msgspec.structs.replace(request, messages=None, priority=0,",
         "a key answers another chat",
         RESUMING,
     ),

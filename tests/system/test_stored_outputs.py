@@ -231,6 +231,12 @@ async def test_an_unknown_previous_response_is_named(system: Any, previous: obje
     assert system.engine.requests == []
 
 
+async def test_a_chat_has_no_successor_among_responses(system: Any) -> None:
+    name = await stored_id(system, CHAT, chat(store=True))
+    reply = await ask(system, "POST", RESPONSES, response(previous_response_id=name))
+    assert (reply.status, reply.error["code"]) == (400, "previous_response_not_found")
+
+
 async def test_a_running_response_has_no_successor(system: Any, eventually: Eventually) -> None:
     name = await stored_id(system, RESPONSES, response("hold", background=True))
     reply = await ask(system, "POST", RESPONSES, response(previous_response_id=name))
@@ -282,15 +288,18 @@ async def test_a_retry_with_the_key_has_the_same_bytes(system: Any, path: str, b
         assert events(rest) == events(replies[0])[2:]
 
 
-async def test_a_keyed_request_waits_for_its_retry(serve: Serve, eventually: Eventually) -> None:
-    system = await serve(resume_timeout_ms=60_000)
-    body = chat(stream=True)
-    body["messages"][0]["content"] = "b"
-    async with connection(system) as client:
-        client.send("POST", CHAT, body, {"idempotency-key": "k"})
-        received = await client.read_until(b"finish_reason")
-    assert len(events(await ask(system, "POST", CHAT, body, idempotency_key="k"))) > received.count(b"\n\n")
+async def test_a_keyed_request_waits_for_its_retry(system: Any, eventually: Eventually) -> None:
+    body = chat(stream=True, messages=[{"role": "user", "content": "hold"}])
+    for _ in range(3):
+        async with connection(system) as client:
+            client.send("POST", CHAT, body, {"idempotency-key": "k"})
+            await client.read_until(b"hold:0")
+        await eventually(lambda: system.server.num_connections == 0)
+        (generation,) = system.engine.live
+        assert not generation.cancelled.is_set()
     assert len(system.engine.requests) == 1
+    generation.cancel()
+    await eventually(lambda: not system.engine.live)
 
 
 async def test_a_keyed_request_without_a_retry_is_cancelled(serve: Serve, eventually: Eventually) -> None:
