@@ -111,6 +111,7 @@ class Server:
                 )
             if api_listening is not None:
                 api = Api(context, readiness, config.served_model_name or DEFAULT_MODEL_NAME)
+                opening.callback(api.close)
                 self._serve_clients(
                     api_listening, lambda each: HTTPConnection(each, context, api), context, max_connections, opening
                 )

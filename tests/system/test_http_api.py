@@ -374,6 +374,15 @@ async def test_texts_may_have_any_number_of_commas_and_brackets(system: Any) -> 
         assert system.engine.requests[-1].prompt == prompt
 
 
+async def test_long_bodies_of_a_tenant_that_wait_to_be_read_are_limited(serve: Serve) -> None:
+    system = await serve(max_text_bytes=100_000)
+    reply = await ask(system, COMPLETIONS, complete("a" * 100_000))
+    assert (reply.status, reply.error["code"]) == (429, "insufficient_quota")
+    assert "max_text_bytes" in reply.error["message"]
+    assert system.engine.requests == []
+    assert system.server._context.requests.texts.num_bytes == 0
+
+
 async def test_a_body_of_quotes_takes_linear_time(system: Any) -> None:
     for unit in (b'"', b'\\"', b'"[', b'"\\'):
         body = b'{"a":"' + b"[" * 70_000 + unit * 500_000

@@ -18,6 +18,7 @@ from structlog.contextvars import bound_contextvars
 
 from ...common.errors import QuireError, Unavailable
 from ...common.prompts import shown
+from ...engine.fair_executor import FairExecutor
 from ..monitoring import Readiness
 from ..pages import PAGE_HEADERS, PageFile, read_page
 from ..request_handler import AppContext
@@ -32,6 +33,7 @@ from .running import CallRunner, StreamedOutput, WholeOutput
 from .stored import Endpoint, KeptRequests, idempotency_key
 
 BEARER = b"bearer "
+PARSED_AT_ONCE = 64 << 10  # bytes of a body, which takes about a millisecond
 MODELS = "/v1/models"
 CHATS = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
@@ -61,6 +63,7 @@ class Api:
         self._model = model
         self._started = int(time.time())
         self._kept = KeptRequests(context, model)
+        self._parser = FairExecutor(1)  # reads long bodies beside the event loop
         self._routes: dict[str, dict[str, Route]] = {
             "/health": {"GET": Route(self._health, needs_key=False)},
             "/version": {"GET": Route(self._version, needs_key=False)},
@@ -73,6 +76,10 @@ class Api:
         }
         page = read_page(files(__package__) / "page", *PAGE)
         self._page = {path: {"GET": Route(partial(_send_file, file), needs_key=False)} for path, file in page.items()}
+
+    def close(self) -> None:
+        """Read no body any more. Idempotent."""
+        self._parser.close()
 
     def route(self, exchange: Exchange) -> Route:
         """Return what answers the request, whose tenant is set. Raises BadRequest or Unauthenticated."""
@@ -127,7 +134,7 @@ class Api:
             if context.leaves_at is not None:
                 raise Unavailable("the server is shutting down; send this request elsewhere")
             key = idempotency_key(exchange.headers)
-            fields = self._fields(exchange, endpoint.known)
+            fields = await self._fields(exchange, endpoint.known)
             if endpoint is RESPONSE_ENDPOINT and "previous_response_id" in fields.values:
                 await self._kept.add_previous(endpoint, fields, exchange)
             to_store = endpoint.to_store(fields)
@@ -157,7 +164,7 @@ class Api:
         assert tenant is not None, "authenticated"
         engine, texts = self._context.engine, self._context.requests.texts.of(tenant.name)
         with self._reporting(exchange):
-            fields = self._fields(exchange)
+            fields = await self._fields(exchange)
             fields.check_supported(TOKENIZE)
             if "messages" in fields.values:
                 messages = checked_messages(fields.values["messages"])
@@ -182,16 +189,25 @@ class Api:
         tenant = exchange.tenant
         assert tenant is not None, "authenticated"
         with self._reporting(exchange):
-            tokens = self._fields(exchange).take("tokens", list, [])
+            tokens = (await self._fields(exchange)).take("tokens", list, [])
             if set(map(type, tokens)) - {int}:
                 raise BadRequest(f"tokens must be a list of token ids, not {shown(tokens)}", "tokens")
             text = await self._context.engine.detokenize(tuple(tokens), tenant=tenant.name)
         exchange.respond(_json({"prompt": text}))
 
-    def _fields(self, exchange: Exchange, known: Set[str] = KNOWN) -> Fields:
-        """Return the body's fields, once its model is checked. Raises BadRequest."""
-        fields = Fields(parse_object(exchange.body))
+    async def _fields(self, exchange: Exchange, known: Set[str] = KNOWN) -> Fields:
+        """Return the body's fields, once its model is checked. Raises BadRequest, or the refusal of a long body."""
+        tenant, body = exchange.tenant, exchange.body
+        assert tenant is not None, "authenticated"
         exchange.body = b""
+        if len(body) <= PARSED_AT_ONCE:
+            fields = Fields(parse_object(body))
+        else:
+            release = self._context.requests.texts.of(tenant.name).reserve(len(body))
+            try:
+                fields = Fields(await self._parser.submit(tenant.name, parse_object, body))
+            finally:
+                release()
         self._context.observer.http_unknown_fields.value += fields.num_unknown(known)
         check_model(fields, self._model)
         return fields
