@@ -1,6 +1,6 @@
 // The Vercel AI SDK with a Quire server: a chat, a stream, and an answer that matches a schema.
 //
-// usage: node chat.mjs [URL]    npm install
+// usage: node chat.mjs [URL]    npm install; quire serve --served-model-name quire
 
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, Output, streamText } from "ai";

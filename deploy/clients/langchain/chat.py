@@ -1,6 +1,6 @@
 """LangChain with a Quire server: a chat, a stream, and an answer that matches a schema.
 
-usage: chat.py [URL]    pip install -r requirements.txt
+usage: chat.py [URL]    pip install -r requirements.txt; quire serve --served-model-name quire
 """
 
 import sys
