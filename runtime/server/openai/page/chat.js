@@ -21,7 +21,7 @@ const SHORTCUTS = [ // [keys for people, code with Alt, what it does, action]
   ["Alt E", "KeyE", "change the last message", () => edit()],
   ["Alt V", "KeyV", "show tokens and their probabilities, or text", () => toggleTokens()],
   ["Alt S", "KeyS", "show or hide the settings", () => toggleSettings()],
-  ["Alt /", "Slash", "show these keys", () => $("help").showModal()],
+  ["Alt /", "Slash", "show these shortcuts", () => $("help").showModal()],
 ];
 const OTHER_KEYS = [
   ["Enter", "send the message; Shift Enter starts a new line"],

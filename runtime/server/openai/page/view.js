@@ -193,7 +193,9 @@ export function settingFields(settings) {
       input = element("input", { type: "number", step, min: min ?? "" });
     }
     if (kind !== "check") input.value = settings[name];
-    Object.assign(input, { name, oninput: set, title: note ?? "" });
-    return element("label", { className: kind === "check" ? "check" : "" }, element("span", {}, label), input);
+    Object.assign(input, { name, oninput: set });
+    const made = element("label", { className: kind === "check" ? "check" : "" }, element("span", {}, label), input);
+    if (note) made.append(element("small", {}, note));
+    return made;
   });
 }
