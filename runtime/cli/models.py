@@ -73,7 +73,7 @@ def _types(path: Path) -> Iterator[Row]:
     for kind, nbytes in open_tensors(path).sizes():
         sizes.setdefault(kind, []).append(nbytes)
     for kind, each in sizes.items():
-        yield "stored", f"{kind}: {len(each):,} tensors, {sum(each):,} B"
+        yield "stored", f"{kind}: {len(each):,} tensor{'s' if len(each) > 1 else ''}, {sum(each):,} B"
 
 
 def _text(path: Path) -> Iterator[Row]:

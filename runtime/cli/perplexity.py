@@ -123,7 +123,7 @@ def _progress(windows: Windows, compares: bool) -> Iterator[Callable[[float], No
 def _print(about: dict[str, Any], windows: Windows, measured: Perplexity | Divergence) -> None:
     print(
         f"{about['model']}: weights {about['weights']}, KV {about['kv_cache_dtype']}; {windows.scored_tokens:,} tokens "
-        f"scored in {len(windows.starts)} windows of {windows.length}"
+        f"scored in {len(windows.starts)} window{'s' if len(windows.starts) > 1 else ''} of {windows.length}"
     )
     if isinstance(measured, Perplexity):
         print(f"PPL = {measured.value:.4f} +/- {measured.error:.5f}")
