@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 
 from ...common.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
-from .gguf_tokenizer import file_vocabulary, read_chat_template
+from .gguf_tokenizer import file_vocabulary, read_chat_templates
 from .sandbox import Sandbox
 from .tokenizer import text_folder
 
@@ -76,8 +76,7 @@ class ChatTemplate:
         """
         metadata = file_vocabulary(Path(path))
         if metadata is not None:
-            source, special_tokens = read_chat_template(metadata)
-            tool_source = None
+            source, tool_source, special_tokens = read_chat_templates(metadata)
         else:
             folder = text_folder(Path(path))
             config = _tokenizer_config(folder)

@@ -93,18 +93,20 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> tuple[FastTokenizer, frozense
     return fast, _end_ids(tokens)
 
 
-def read_chat_template(metadata: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
-    """Return the source of the default chat template, if there is one, and the special tokens that it may name.
+def read_chat_templates(metadata: Mapping[str, Any]) -> tuple[str | None, str | None, dict[str, str]]:
+    """Return the sources of the default chat template and of that for tools, and the special tokens that they may name.
 
-    These are bos_token, eos_token, unk_token and pad_token as far as they exist. Raises as `read_tokenizer`.
+    A source is None if the file does not have it. The tokens are bos_token, eos_token, unk_token and pad_token as far
+    as they exist. Raises as `read_tokenizer`.
     """
     values = _Values(metadata)
-    source = values.text("tokenizer.chat_template", None)
+    source, tool_source = (values.text(f"tokenizer.chat_template{name}", None) for name in ("", ".tool_use"))
     if source is None:
-        return None, {}
+        return None, tool_source, {}
     tokens = _read_tokens(values, _read_kind(values))
     names = {"bos_token": tokens.bos, "eos_token": tokens.eos, "unk_token": tokens.unknown, "pad_token": tokens.padding}
-    return source, {name: tokens.texts[token_id] for name, token_id in names.items() if token_id is not None}
+    special = {name: tokens.texts[token_id] for name, token_id in names.items() if token_id is not None}
+    return source, tool_source, special
 
 
 class _Values:

@@ -56,6 +56,17 @@ def test_the_default_of_several_templates_is_used(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path).render(MESSAGES) == "yes"
 
 
+def test_the_template_for_tools_of_several_is_used_for_chats_with_tools(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    named = [{"name": "tool_use", "template": "{{ tools[0].function.name }}"}, {"name": "default", "template": "yes"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert ChatTemplate.load(tmp_path).render(MESSAGES) == "yes"
+    assert ChatTemplate.load(tmp_path).render(MESSAGES, [tool]) == "f"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file {{ tools | length }}")
+    assert ChatTemplate.load(tmp_path).render(MESSAGES, [tool]) == "file 1"
+
+
 def test_a_model_without_a_template(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="no chat template"):
         ChatTemplate.load(tmp_path)

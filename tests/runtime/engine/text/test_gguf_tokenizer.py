@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, ModelNotFound, UnsupportedModel
 from quire.runtime.engine.text import ChatTemplate, Tokenizer, gguf_tokenizer, has_tokenizer
-from quire.runtime.engine.text.gguf_tokenizer import read_chat_template, read_tokenizer
+from quire.runtime.engine.text.gguf_tokenizer import read_chat_templates, read_tokenizer
 from quire.runtime.engine.text.pre_tokenizers import PRE_TOKENIZERS
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
@@ -294,11 +294,31 @@ def test_numbers_may_be_arrays(pieces: Mapping[str, Any]) -> None:
 
 
 def test_a_chat_template_is_a_text_or_absent(pieces: Mapping[str, Any]) -> None:
-    assert read_chat_template(pieces) == (None, {})
+    assert read_chat_templates(pieces) == (None, None, {})
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    assert read_chat_template({**pieces, "tokenizer.chat_template": "{{ 1 }}"}) == ("{{ 1 }}", special)
-    with pytest.raises(CorruptCheckpoint, match=r"tokenizer.chat_template must be a text, not 3"):
-        read_chat_template({"tokenizer.chat_template": 3})
+    named = {**pieces, "tokenizer.chat_template": "{{ 1 }}"}
+    assert read_chat_templates(named) == ("{{ 1 }}", None, special)
+    assert read_chat_templates({**named, "tokenizer.chat_template.tool_use": "{{ 2 }}"}) == (
+        "{{ 1 }}",
+        "{{ 2 }}",
+        special,
+    )
+    for key in ("tokenizer.chat_template", "tokenizer.chat_template.tool_use"):
+        with pytest.raises(CorruptCheckpoint, match=f"{key} must be a text, not 3"):
+            read_chat_templates({**named, key: 3})
+
+
+def test_a_template_for_tools_is_used_for_chats_with_tools(pieces: Mapping[str, Any], tmp_path: Path) -> None:
+    templates = {
+        "tokenizer.chat_template": "plain",
+        "tokenizer.chat_template.tool_use": "{{ tools[0].function.name }}",
+        "tokenizer.chat_template.rag": "documents",
+        "tokenizer.chat_templates": ["tool_use", "rag"],
+    }
+    template = ChatTemplate.load(write(tmp_path / "a.gguf", {**pieces, **templates}, {}))
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    chat = [{"role": "user", "content": "hi"}]
+    assert (template.render(chat), template.render(chat, [tool])) == ("plain", "f")
 
 
 def test_a_file_is_a_tokenizer_and_a_template(
