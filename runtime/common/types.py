@@ -7,6 +7,7 @@ on the model, and `engine/validator.py` checks them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,9 +47,9 @@ class StructuredOutputs(
 ):
     """What the output must match; exactly one field is set. Raises InvalidRequest for none, several or an empty one.
 
-    `json` is a JSON schema as an object or as text (true: any JSON value), `json_object` any JSON object, `regex` a
-    regular expression for the whole output, `choice` a list of texts, `lark` and `gbnf` context-free grammars in the
-    notation of Lark and of llama.cpp.
+    `json` is a JSON schema as an object, which becomes text, or as text (true: any JSON value), `json_object` any JSON
+    object, `regex` a regular expression for the whole output, `choice` a list of texts, `lark` and `gbnf` context-free
+    grammars in the notation of Lark and of llama.cpp.
     """
 
     json: dict[str, Any] | bool | str | None = None
@@ -66,6 +67,12 @@ class StructuredOutputs(
         for name, value in given.items():
             if value in ("", ()):
                 raise InvalidRequest(f"structured_outputs: {name} must not be empty")
+        if isinstance(self.json, dict):  # as text: maps of a frame nest a few levels only
+            try:
+                text = json.dumps(self.json, ensure_ascii=False, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise InvalidRequest(f"structured_outputs: the schema is not JSON: {error}") from error
+            msgspec.structs.force_setattr(self, "json", text)
 
     def _is_default(self, name: str) -> bool:
         return getattr(self, name) is (False if name == "json_object" else None)

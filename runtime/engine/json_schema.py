@@ -18,17 +18,30 @@ _Schema = Mapping[str, Any]
 def without_idle_keywords(schema: Any) -> Any:
     """Return a schema, or a list of schemas, without the keywords that allow everything.
 
-    Raises RecursionError for one that is nested too deeply.
+    Raises RecursionError for one that is nested too deeply, and ValueError if it needs keys of a map that differ: the
+    grammar allows a key to occur twice.
     """
     if isinstance(schema, list):
         return [without_idle_keywords(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
+    _check_distinct_keys(schema)
     return {
         key: _inside(key, value)
         for key, value in schema.items()
         if (is_idle := IDLE.get(key)) is None or not is_idle(value, schema)
     }
+
+
+def _check_distinct_keys(schema: _Schema) -> None:
+    least, required = schema.get("minProperties"), schema.get("required")
+    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    keys = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
+    if isinstance(least, int) and not is_closed and least > len(keys) + 1:
+        raise ValueError(
+            f"minProperties: {least} cannot be enforced where keys are free, since a key may occur twice; list the "
+            "keys in properties and required"
+        )
 
 
 def _inside(key: str, value: Any) -> Any:

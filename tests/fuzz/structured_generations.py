@@ -33,7 +33,7 @@ from make_checkpoint import write_safetensors  # noqa: E402
 
 SCHEMAS: list[list[Any]] = json.loads((ROOT / "tests" / "data" / "json_schemas.json").read_text())
 BATCH = 200  # prompts of one call
-SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
 SHAPE |= {"num_key_value_heads": 1, "head_dim": 32}
 
 
@@ -54,10 +54,13 @@ def fault(schema: Any, output: CompletionOutput, begins: bool) -> str | None:
     if output.finish_reason == "length":
         return None
     try:
-        value = json.loads(output.text)
-        jsonschema.validate(value, schema, format_checker=jsonschema.FormatChecker())
-    except (ValueError, jsonschema.ValidationError) as error:
-        return str(error).splitlines()[0]
+        validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+        validator(schema, format_checker=validator.FORMAT_CHECKER).validate(json.loads(output.text))
+    except ValueError as error:
+        return str(error)
+    except jsonschema.ValidationError as error:
+        is_year_0 = error.validator == "format" and str(error.instance).startswith("0000-")
+        return None if is_year_0 else error.message  # Python has no year 0, RFC 3339 has
     return None
 
 
@@ -94,8 +97,10 @@ def main() -> int:
                 prompts = [tuple(chance.randrange(300) for _ in range(chance.randrange(1, 40))) for _ in chosen]
                 for (name, schema, *_), result in zip(chosen, llm.generate(prompts, params), strict=True):
                     for output in result.outputs:
-                        matcher = matchers[name].deep_copy()
-                        begins = matcher.try_consume_tokens(list(output.token_ids)) == len(output.token_ids)
+                        tokens = list(output.token_ids)
+                        if output.finish_reason == "stop":
+                            del tokens[-1]  # the token that ends the output
+                        begins = matchers[name].deep_copy().try_consume_tokens(tokens) == len(tokens)
                         wrong = fault(schema, output, begins)
                         outcomes["wrong" if wrong else str(output.finish_reason)] += 1
                         if wrong:

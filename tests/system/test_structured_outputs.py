@@ -49,6 +49,23 @@ async def test_every_kind_of_grammar_through_a_socket(serving: Any) -> None:
         assert json.loads(await text(json={"type": "array", "items": {"type": "boolean"}, "maxItems": 2})) is not None
 
 
+async def test_a_schema_may_nest_deeper_than_a_frame(serving: Any) -> None:
+    schema: dict[str, Any] = {"const": 7}
+    for _ in range(20):
+        schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
+    async with serving() as real, AsyncClient(real.address) as client:
+        value = json.loads((await client.complete("The", params(400, json=schema))).text)
+    assert str(value) == "[" * 20 + "7" + "]" * 20
+
+
+@pytest.mark.parametrize("schema", [{"enum": [float("nan")]}, {"const": {1, 2}}, {"items": None}], ids=str)
+def test_a_schema_that_is_not_json_is_refused(schema: Any) -> None:
+    if "items" in schema:
+        schema["items"] = schema
+    with pytest.raises(InvalidRequest, match="the schema is not JSON"):
+        StructuredOutputs(json=schema)
+
+
 @pytest.mark.parametrize(
     ("structure", "message"),
     [

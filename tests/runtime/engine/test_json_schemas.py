@@ -22,6 +22,7 @@ from quire.runtime.model import BUNDLED_MODEL
 SCHEMAS: list[list[Any]] = json.loads((Path(__file__).parents[2] / "data" / "json_schemas.json").read_text())
 TEXT = TextProcessor.load(BUNDLED_MODEL)
 REFUSED: dict[str, Any] = {
+    "minProperties: 2 cannot be enforced": {"type": "object", "minProperties": 2, "required": []},
     'Unimplemented keys: ["not"]': {"not": {"type": "string"}},
     'Unimplemented keys: ["if", "then"]': {"type": "integer", "if": {"minimum": 3}, "then": {"multipleOf": 2}},
     'Unimplemented keys: ["uniqueItems"]': {"type": "array", "uniqueItems": True},
