@@ -99,7 +99,8 @@ class ToolCalls:
 
 
 def _schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    return without_idle_keywords({**ANY_OBJECT, **function.get("parameters", {})})
+    schema: dict[str, Any] = without_idle_keywords({**ANY_OBJECT, **function.get("parameters", {})})
+    return schema
 
 
 def _possible_schema(function: Mapping[str, Any]) -> dict[str, Any]:

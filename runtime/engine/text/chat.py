@@ -24,6 +24,7 @@ MAX_MESSAGES = 4096
 MAX_VALUES = 1 << 16  # texts, numbers, lists and maps in all messages together
 MAX_DEPTH = 8  # nested lists and maps in one message
 MAX_SCHEMA_DEPTH = 64  # in a tool, in the arguments of a call and in a variable
+MESSAGE = "a message"
 MAX_SOURCE_CHARACTERS = 1 << 20
 MAX_ERROR_CHARACTERS = 500  # a template's error may quote the messages
 MAX_INDENT = 16  # of JSON
@@ -102,14 +103,17 @@ class ChatTemplate:
         limits or does not end.
         """
         left = [MAX_VALUES]
-        given = {key: _copy(value, MAX_SCHEMA_DEPTH, left) for key, value in (variables or {}).items()}
+        given = {
+            key: _copy(value, MAX_SCHEMA_DEPTH, left, "a variable of the template")
+            for key, value in (variables or {}).items()
+        }
         if refused := sorted(RESERVED & given.keys()):
             raise InvalidRequest(f"chat_template_kwargs must not have {refused[0]}")
         chat = _checked_copy(messages, left)
         if any(each.get("tool_calls") for each in chat):
             chat = [_with_arguments(each, as_text=self._takes_argument_text, left=left) for each in chat]
         chat = [_with_reasoning(each) for each in chat]
-        offered = [_offered(_copy(each, MAX_SCHEMA_DEPTH, left)) for each in tools]
+        offered = [_offered(_copy(each, MAX_SCHEMA_DEPTH, left, "a tool")) for each in tools]
         if offered and self._tools_place != "variable":
             chat = _with_tools_in_system(chat, offered, self._tools_place)
         return self._run(chat, offered or None, given)
@@ -175,7 +179,9 @@ def _with_arguments(message: dict[str, Any], *, as_text: bool, left: list[int]) 
             arguments = _parsed(arguments)
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"the arguments of a call of {call['function']['name']!r} are not a JSON object")
-        arguments = json.dumps(arguments, ensure_ascii=False) if as_text else _copy(arguments, MAX_SCHEMA_DEPTH, left)
+        arguments = (
+            json.dumps(arguments, ensure_ascii=False) if as_text else _copy(arguments, MAX_SCHEMA_DEPTH, left, "a call")
+        )
         copies.append({**call, "type": "function", "function": {**call["function"], "arguments": arguments}})
     return {**message, "content": message.get("content"), "tool_calls": copies}
 
@@ -230,24 +236,26 @@ def _checked_copy(messages: Sequence[Mapping[str, Any]], left: list[int]) -> lis
         raise InvalidRequest('messages must be a list of at least one map, such as {"role": "user", "content": "…"}')
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest(f"{len(messages)} messages; at most {MAX_MESSAGES}")
-    return [_copy(each, MAX_DEPTH, left) for each in messages]
+    return [_copy(each, MAX_DEPTH, left, MESSAGE) for each in messages]
 
 
-def _copy(value: Any, depth: int, left: list[int]) -> Any:
+def _copy(value: Any, depth: int, left: list[int], what: str) -> Any:
+    """Return a copy of what nests up to `depth` levels. Raises InvalidRequest."""
     left[0] -= 1
     if left[0] < 0:
         raise InvalidRequest(f"messages hold more than {MAX_VALUES} values")
     if value is None or isinstance(value, str | int | float):
         return value
     if depth == 0:
-        raise InvalidRequest(f"a message nests deeper than {MAX_DEPTH} levels")
+        levels = MAX_DEPTH if what == MESSAGE else MAX_SCHEMA_DEPTH
+        raise InvalidRequest(f"{what} nests deeper than {levels} levels")
     if isinstance(value, list | tuple):
-        return [_copy(item, depth - 1, left) for item in value]
+        return [_copy(item, depth - 1, left, what) for item in value]
     if not isinstance(value, Mapping):
-        raise InvalidRequest(f"a message holds a {type(value).__name__}; texts, numbers, lists and maps are allowed")
+        raise InvalidRequest(f"{what} holds a {type(value).__name__}; texts, numbers, lists and maps are allowed")
     if not all(isinstance(key, str) for key in value):
-        raise InvalidRequest("a message has a key that is not text")
-    return {key: _copy(item, depth - 1, left) for key, item in value.items()}
+        raise InvalidRequest(f"{what} has a key that is not text")
+    return {key: _copy(item, depth - 1, left, what) for key, item in value.items()}
 
 
 def _sandbox() -> Sandbox:

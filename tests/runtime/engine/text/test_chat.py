@@ -358,3 +358,72 @@ def test_a_refusal_does_not_keep_what_the_template_made() -> None:
 def test_hostile_content_parts_are_refused_by_name(content: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         ChatTemplate(CHATML).render([{"role": "user", "content": content}])
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "weather", "strict": True, "parameters": {"type": "object", "properties": {}}},
+}
+CALL = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+CALLING = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+
+
+def test_a_template_gets_tools_and_variables() -> None:
+    template = ChatTemplate("{{ tools | tojson }}{{ enable_thinking }}")
+    shown = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
+    text = json.dumps([{"type": "function", "function": shown}])
+    assert template.render(MESSAGES, [TOOL], {"enable_thinking": False}) == f"{text}False"
+    with pytest.raises(InvalidRequest, match="must not have messages"):
+        template.render(MESSAGES, (), {"messages": []})
+    with pytest.raises(InvalidRequest, match="a tool nests deeper than 64 levels"):
+        template.render(MESSAGES, [{"type": "function", "function": {"a": nested_lists(64)}}])
+
+
+def test_the_template_for_tools_is_used_with_tools(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    template = ChatTemplate.load(tmp_path)
+    assert (template.render(MESSAGES), template.render(MESSAGES, [TOOL])) == ("plain", "weather")
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("file {{ tools[0].function.name }}")
+    assert ChatTemplate.load(tmp_path).render(MESSAGES, [TOOL]) == "file weather"
+
+
+def test_tools_that_a_template_ignores_are_in_the_system_message() -> None:
+    every = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    text = ChatTemplate(every).render([{"role": "system", "content": "Be short."}, *MESSAGES], [TOOL])
+    assert text.startswith("system: Be short.\n\nYou can call these tools.")
+    assert '\n{"name": "weather", "parameters": {"type": "object", "properties": {}}}\n' in text
+    assert ChatTemplate(every).render(MESSAGES, [TOOL]).startswith("system: You can call these tools.")
+    own = "{% for m in messages %}{{ m.tools }}{% endfor %}"  # as Phi-4-mini's
+    assert ChatTemplate(own).render(MESSAGES, [TOOL]).startswith('[{"name": "weather"')
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[1].tool_calls[0].function.arguments | tojson }}",
+        "{{ '' + messages[1].tool_calls[0].function.arguments }}",
+    ],
+)
+@pytest.mark.parametrize("arguments", ['{"city":"Rome"}', {"city": "Rome"}])
+def test_arguments_are_as_the_template_reads_them(source: str, arguments: Any) -> None:
+    call = {**CALL, "function": {"name": "weather", "arguments": arguments}}
+    messages = [CALLING[0], {**CALLING[1], "tool_calls": [call]}]
+    assert ChatTemplate(source).render(messages) == '{"city": "Rome"}'
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "no JSON", "[" * 100_000])
+def test_arguments_must_be_an_object(arguments: str) -> None:
+    call = {**CALL, "function": {"name": "weather", "arguments": arguments}}
+    with pytest.raises(InvalidRequest, match="arguments of a call of 'weather'"):
+        ChatTemplate(CHATML).render([CALLING[0], {**CALLING[1], "tool_calls": [call]}])
+    for calls in ("f", [1], [{"function": {"name": 1}}]):
+        with pytest.raises(InvalidRequest, match="tool_calls must be a list"):
+            ChatTemplate(CHATML).render([{**CALLING[1], "tool_calls": calls}])
+
+
+def test_reasoning_has_every_name_that_templates_read() -> None:
+    template = ChatTemplate("{{ messages[0].reasoning_content }}{{ messages[0].thinking }}")
+    assert template.render([{"role": "assistant", "content": "", "reasoning": "So."}]) == "So.So."

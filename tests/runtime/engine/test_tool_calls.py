@@ -1,0 +1,169 @@
+"""What the grammar of a request allows, the parser reads as calls of its tools with valid arguments."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from quire.runtime.common.errors import InvalidRequest
+from quire.runtime.common.types import StructuredOutputs, ToolChoice
+from quire.runtime.engine.grammars import grammar_of
+from quire.runtime.engine.text.markup import BRACKETS, CHANNEL_TOKENS, FAMILIES, MARK, THINK, CallSyntax, Markup
+from quire.runtime.engine.tool_calls import ToolCalls
+
+DEEPSEEK = FAMILIES["deepseek_v31"].calls or CallSyntax("", "", "")
+SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>", *CHANNEL_TOKENS)
+PIECES = (
+    "<tool_call>", "</tool_call>", "<think>", "</think>", "}}", '"}}\n', '{"name', '": "', "{}", "weather", "time",
+    "<function=", "<parameter=", "</parameter>", "</function>", "\n```json\n", "<|tool_call|>", '{"name": "', "final",
+    '"parameters": ', '"arguments": ', "commentary to=functions.", "Paris", DEEPSEEK.open, DEEPSEEK.begin, DEEPSEEK.middle,
+)  # fmt: skip
+EOS = 0
+
+
+class Vocabulary:
+    """Special tokens, bytes and some pieces of markup."""
+
+    names = ("<eos>", *SPECIAL)
+
+    def __init__(self) -> None:
+        self.bos_token_id, self.eos_token_id = None, EOS
+        self.special_token_ids = list(range(len(self.names)))
+        self.tokens = [each.encode() for each in self.names] + [bytes([byte]) for byte in range(256)]
+        self.tokens += [piece.encode() for piece in PIECES]
+
+    def __call__(self, text: str) -> list[int]:
+        return [len(self.names) + byte for byte in text.encode()]
+
+
+VOCABULARY = Vocabulary()
+TABLES = LLTokenizer(TokenizerWrapper(VOCABULARY))
+IDS = {name: token for token, name in enumerate(VOCABULARY.names)}
+
+CITY = {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2]}}
+TOOLS: tuple[dict[str, Any], ...] = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {"properties": properties, "required": [*properties][:1], "additionalProperties": False},
+        },
+    }
+    for name, properties in (("weather", CITY), ("time", {}), ("weather_now", CITY))
+)
+MARKUPS = [
+    replace(family, reasoning=None if family.channels else reasoning).with_special(special)
+    for family in FAMILIES.values()
+    for reasoning in (None, THINK, BRACKETS)
+    for special in ({}, IDS)
+    if not (family.channels and reasoning)
+]
+
+
+def outputs(structure: StructuredOutputs | None, seed: int) -> tuple[str, bool]:
+    """Return a text that the grammar allows, drawn with a preference for markup; and whether it is cut."""
+    assert structure is not None
+    draw = random.Random(seed)
+    matcher = LLMatcher(TABLES, grammar_of(structure), log_level=0)
+    mask = np.zeros((len(VOCABULARY.tokens) + 31) // 32, np.int32)
+    data: list[bytes] = []
+    for _ in range(100):
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        assert not matcher.is_error(), matcher.get_error()
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(VOCABULARY.tokens)])
+        markup = [token for token in allowed if token > 255 + len(VOCABULARY.names) or token < len(VOCABULARY.names)]
+        token = int(draw.choice(markup if markup and draw.random() < 0.7 else [*allowed]))
+        if token == EOS:
+            return b"".join(data).decode(errors="replace"), False
+        assert matcher.try_consume_tokens([token]) == 1
+        name = VOCABULARY.tokens[token]
+        data.append(MARK.encode() + name if token < len(VOCABULARY.names) else name)
+    return b"".join(data).decode(errors="replace"), True
+
+
+def choices() -> Iterator[ToolChoice]:
+    yield ToolChoice()
+    yield ToolChoice(needed="required", parallel=False)
+    yield ToolChoice(needed="required", names=("time", "weather"))
+    yield ToolChoice(needed="none")
+
+
+@pytest.mark.parametrize("markup", MARKUPS)
+def test_what_the_grammar_allows_is_read_as_valid_calls(markup: Markup) -> None:
+    for choice in choices():
+        calls = ToolCalls(markup, TOOLS, choice)
+        structure = calls.structure("prompt", None)
+        new_parser = calls.new_parser("prompt", None)
+        for seed in range(2):
+            text, is_cut = outputs(structure, seed)
+            deltas: list[Any] = []
+            if new_parser is not None:
+                parser = new_parser()
+                deltas = [*parser.feed(text), *parser.finish(is_cut)]
+            found: list[list[str]] = []
+            for kind, piece in deltas:
+                assert MARK not in piece
+                if kind == "call":
+                    assert piece in (choice.names or ("weather", "time", "weather_now"))
+                    found.append([piece, ""])
+                elif kind == "arguments":
+                    found[-1][1] += piece
+                elif markup.calls is not None and MARK not in markup.calls.trigger and kind == "content":
+                    assert markup.calls.trigger not in piece
+            assert not (choice.needed == "none" and found)
+            if not is_cut:
+                assert found or choice.needed != "required", text
+                assert len(found) <= 1 or choice.parallel
+            for name, arguments in found if not is_cut else found[:-1]:
+                given = json.loads(arguments)
+                assert given.keys() <= (set() if name == "time" else {"city", "days"})
+                if name != "time":
+                    assert given["city"] in ("Paris", "Rome")
+                    assert given.get("days") in (None, 1, 2)
+
+
+def test_tools_need_a_markup_of_calls() -> None:
+    with pytest.raises(InvalidRequest, match="tool_call_parser"):
+        ToolCalls(Markup(THINK), TOOLS, ToolChoice())
+    with pytest.raises(InvalidRequest, match="no tool 'f'"):
+        ToolCalls(FAMILIES["hermes"], TOOLS, ToolChoice(names=("f",)))
+
+
+def test_without_markup_nothing_is_constrained_or_parsed() -> None:
+    calls = ToolCalls(Markup(), (), ToolChoice())
+    assert calls.structure("prompt", None) is None
+    assert calls.new_parser("prompt", None) is None
+    answer = StructuredOutputs(regex="a")
+    assert calls.structure("prompt", answer) is answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (StructuredOutputs(json={"enum": ["a"]}), '"a"'),
+        (StructuredOutputs(regex="a/b|\n"), "a/b"),
+        (StructuredOutputs(choice=("x", 'y"')), 'y"'),
+        (StructuredOutputs(lark='start: "a" other\nother: /b+/'), "abb"),
+        (StructuredOutputs(gbnf='root ::= "a" other\nother ::= [0-9]+'), "a12"),
+    ],
+)
+@pytest.mark.parametrize("markup", [replace(FAMILIES["hermes"], reasoning=THINK), FAMILIES["openai"]])
+@pytest.mark.parametrize("tools", [(), TOOLS])
+def test_an_answer_of_a_form_may_follow_reasoning(
+    markup: Markup, answer: StructuredOutputs, text: str, tools: Any
+) -> None:
+    structure = ToolCalls(markup, tools, ToolChoice()).structure("prompt", answer)
+    assert structure is not None
+    before = "<think>\nSo.\n</think>\n"
+    if markup.channels:
+        before = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>"
+    for whole, is_allowed in ((before + text, True), (before + "?", False)):
+        matcher = LLMatcher(TABLES, grammar_of(structure), log_level=0)
+        ids = VOCABULARY(whole)
+        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) is is_allowed
