@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..common.errors import InvalidRequest
+
 DATA = frozenset({"const", "default", "enum", "example", "examples"})  # their values are no schemas
 MAPS = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # of schemas, by name
 
@@ -18,8 +20,8 @@ _Schema = Mapping[str, Any]
 def without_idle_keywords(schema: Any) -> Any:
     """Return a schema, or a list of schemas, without the keywords that allow everything.
 
-    Raises RecursionError for one that is nested too deeply, and ValueError if it needs keys of a map that differ: the
-    grammar allows a key to occur twice.
+    Raises RecursionError for one that is nested too deeply, and InvalidRequest if it needs keys of a map that differ:
+    the grammar allows a key to occur twice.
     """
     if isinstance(schema, list):
         return [without_idle_keywords(each) for each in schema]
@@ -38,9 +40,9 @@ def _check_distinct_keys(schema: _Schema) -> None:
     is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     keys = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
     if isinstance(least, int) and not is_closed and least > len(keys) + 1:
-        raise ValueError(
-            f"minProperties: {least} cannot be enforced where keys are free, since a key may occur twice; list the "
-            "keys in properties and required"
+        raise InvalidRequest(
+            f"a JSON schema with minProperties: {least} cannot be enforced where keys are free, since a key may occur "
+            "twice; list the keys in properties and required"
         )
 
 
