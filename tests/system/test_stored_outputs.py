@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.scripted_model import write_scripted_model
+
 from .http_client import HTTPClient, Reply
 
 Serve = Callable[..., Awaitable[Any]]
@@ -105,6 +107,23 @@ async def test_a_stored_response_goes_on_without_its_client_and_another_is_cance
             generation.cancel()
         await eventually(lambda: not system.engine.live)
     assert 'quire_cancelled_total{cause="disconnect"} 2.0' in system.metrics()
+
+
+async def test_tool_calls_are_read_again_with_the_same_bytes(serving: Callable[..., Any], tmp_path: Any) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    template = "{# <tool_call> #}{{ tools }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    model = write_scripted_model(tmp_path / "model", {"<|0|>": f"I look.\n{call}"}, template=template)
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    body = {"messages": [{"role": "user", "content": "<|0|>"}], "tools": tools, "store": True}
+    async with serving(model=str(model)) as real:
+        whole = await ask(real, "POST", CHAT, body)
+        assert whole.json["choices"][0]["finish_reason"] == "tool_calls"
+        path = f"{CHAT}/{whole.json['id']}"
+        assert (await ask(real, "GET", path)).content == whole.content
+        streamed = await ask(real, "POST", CHAT, {**body, "stream": True}, idempotency_key="k")
+        assert whole.json["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+        retried = await ask(real, "POST", CHAT, {**body, "stream": True}, idempotency_key="k", last_event_id="2")
+        assert events(retried) == events(streamed)[3:]
 
 
 # Objects
