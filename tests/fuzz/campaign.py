@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -69,24 +69,29 @@ class CampaignReport:
 Attack = Callable[[ServerProcess, CampaignReport, argparse.Namespace], Awaitable[None]]
 
 
-def run(attack: Attack, parser: argparse.ArgumentParser) -> int:
-    """Start a server, run `attack` for `--seconds` while bystanders read, print the report, return the exit status."""
+def run(attack: Attack, parser: argparse.ArgumentParser, *, flags: Sequence[str] = (), token: str | None = None) -> int:
+    """Start a server, run `attack` for `--seconds` while bystanders read, print the report, return the exit status.
+
+    `flags` are of quire serve; `token` is the bystanders' key.
+    """
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of quire serve, after --")
     options = parser.parse_args()
     report = CampaignReport()
-    with start_server(*options.flags) as server:
-        uvloop.run(_run(server, attack, report, options))
+    with start_server(*flags, *options.flags) as server:
+        uvloop.run(_run(server, attack, report, options, token))
         report.check_log(server)
     return report.print()
 
 
-async def _run(server: ServerProcess, attack: Attack, report: CampaignReport, options: argparse.Namespace) -> None:
+async def _run(
+    server: ServerProcess, attack: Attack, report: CampaignReport, options: argparse.Namespace, token: str | None
+) -> None:
     before = await server.settled()
     print(f"{'before':<9} {before}")
     samples: list[Vitals] = []
-    async with bystanders(server, report):
+    async with bystanders(server, report, token):
         attacking = asyncio.ensure_future(attack(server, report, options))
         for number in range(1, NUM_SAMPLES + 1):
             await asyncio.wait([attacking], timeout=options.seconds / NUM_SAMPLES)
@@ -124,12 +129,12 @@ def _check_memory(samples: list[Vitals], report: CampaignReport) -> None:
 
 
 @asynccontextmanager
-async def bystanders(server: ServerProcess, report: CampaignReport) -> AsyncIterator[None]:
+async def bystanders(server: ServerProcess, report: CampaignReport, token: str | None = None) -> AsyncIterator[None]:
     """Run clients that repeat the same requests and expect the same answers. Entered after their first answers."""
     async with contextlib.AsyncExitStack() as stack:
         tasks = []
         for prompt, params in BYSTANDER_REQUESTS:
-            client = await stack.enter_async_context(AsyncClient(server.address))
+            client = await stack.enter_async_context(AsyncClient(server.address, token))
             first = await client.complete(prompt, params)
             tasks.append(asyncio.create_task(_repeat(client, prompt, params, first, report)))
         tasks.append(asyncio.create_task(_ping(client, report)))

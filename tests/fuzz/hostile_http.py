@@ -1,11 +1,12 @@
 """Attack the HTTP API of a live `quire serve` from every side at once, while bystanders read their streams.
 
-usage: hostile_http.py [--seconds 60] [--seed 1] [--connections 3000] [-- FLAGS OF quire serve]
+usage: hostile_http.py [--seconds 60] [--seed 1] [--connections 3000] [--keys] [-- FLAGS OF quire serve]
 
 The clients send heads a byte at a time, bodies that are huge, late, or of another length than they say, broken chunks,
 pipelined requests, deep and duplicated JSON, paths and hosts of other sites, wrong fields, and stored requests without
 end; they leave at any moment, never read, or open thousands of connections. Each answer must be HTTP/1.1 with a JSON
-error of OpenAI's form or a success, and never a 500; otherwise the connection must close. Exit status 1 on any breach.
+error of OpenAI's form or a success, and never a 500; otherwise the connection must close. With `--keys`, attackers and
+bystanders are two tenants, and names of hosts are not checked. Exit status 1 on any breach.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import json
 import resource
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -24,6 +28,7 @@ import h11
 from campaign import CampaignReport, run
 from server_process import ServerProcess
 
+ATTACKER, BYSTANDER = "attacker", "bystander"  # names of tenants and their keys
 CLIENTS_PER_KIND = 3
 ANSWER_S = 60.0
 CROWD_PAUSE_S = 5.0
@@ -48,18 +53,20 @@ class Answer(NamedTuple):
 class HostileClient:
     """One connection that sends any bytes, and checks every answer."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> None:
         self.writer = writer
+        self.token = token
         self._reader = reader
         self._unread = b""
 
     @classmethod
-    async def open(cls, server: ServerProcess) -> HostileClient:
+    async def open(cls, server: ServerProcess, token: str) -> HostileClient:
         host, _, port = server.api_address.rpartition(":")
-        return cls(*await asyncio.open_connection(host, int(port)))
+        return cls(*await asyncio.open_connection(host, int(port)), token)
 
     def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> None:
         lines = {"host": "localhost", "content-type": "application/json", "content-length": str(len(body)), **headers}
+        lines["authorization"] = f"Bearer {self.token}"
         head = "".join(f"{name.replace('_', '-')}: {value}\r\n" for name, value in lines.items())
         self.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body)
 
@@ -268,7 +275,7 @@ async def _hosts_and_origins(client: HostileClient, rng: Random) -> str:
     path = rng.choice(GENERATING)
     client.send("POST", path, json.dumps(body_of(path, rng)).encode(), host=host, origin="http://evil.example")
     answer = await client.answer()
-    if answer is not None and answer.status == 200 and "evil" in host:
+    if answer is not None and answer.status == 200 and "evil" in host and not client.token:
         raise WrongAnswer(f"the host {host!r} was answered")
     return "closed" if answer is None else str(answer.status)
 
@@ -361,16 +368,16 @@ async def attack(server: ServerProcess, report: CampaignReport, options: argpars
         for kind in KINDS:
             for index in range(CLIENTS_PER_KIND):
                 rng = Random(f"{options.seed}:{kind.__name__}:{index}")
-                group.create_task(_repeat(kind, server, report, rng))
+                group.create_task(_repeat(kind, server, report, rng, ATTACKER if options.keys else ""))
         group.create_task(_crowd(server, report, options.connections))
 
 
-async def _repeat(kind: Kind, server: ServerProcess, report: CampaignReport, rng: Random) -> None:
+async def _repeat(kind: Kind, server: ServerProcess, report: CampaignReport, rng: Random, token: str) -> None:
     """Run one client after another. Silence, invalid answers and internal errors are breaches."""
     name = kind.__name__.strip("_")
     while True:
         try:
-            client = await HostileClient.open(server)
+            client = await HostileClient.open(server, token)
         except OSError:
             report.cases[f"{name}: not connected"] += 1
             await asyncio.sleep(1)
@@ -399,7 +406,7 @@ async def _crowd(server: ServerProcess, report: CampaignReport, connections: int
     async def join(index: int) -> HostileClient | None:
         async with gate:
             try:
-                client = await HostileClient.open(server)
+                client = await HostileClient.open(server, "")
             except OSError:
                 report.cases["crowd: connection refused"] += 1
                 return None
@@ -414,7 +421,19 @@ async def _crowd(server: ServerProcess, report: CampaignReport, connections: int
             client.abort()
 
 
+def main(parser: argparse.ArgumentParser) -> int:
+    if not parser.parse_known_args()[0].keys:
+        return run(attack, parser)
+    with tempfile.TemporaryDirectory(prefix="attack-") as folder:
+        keys = Path(folder, "keys.toml")
+        digests = {token: hashlib.sha256(token.encode()).hexdigest() for token in (ATTACKER, BYSTANDER)}
+        keys.write_text("".join(f'[{token}]\nkeys = ["{digest}"]\n' for token, digest in digests.items()))
+        keys.chmod(0o600)
+        return run(attack, parser, flags=("--auth-tokens", str(keys)), token=BYSTANDER)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connections", type=int, default=3000)
-    sys.exit(run(attack, parser))
+    parser.add_argument("--keys", action="store_true", help="attackers and bystanders are two tenants")
+    sys.exit(main(parser))
