@@ -22,7 +22,8 @@ SPECIAL = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|python_tag|>", *C
 PIECES = (
     "<tool_call>", "</tool_call>", "<think>", "</think>", "}}", '"}}\n', '{"name', '": "', "{}", "weather", "time",
     "<function=", "<parameter=", "</parameter>", "</function>", "\n```json\n", "<|tool_call|>", '{"name": "', "final",
-    '"parameters": ', '"arguments": ', "commentary to=functions.", "Paris", DEEPSEEK.open, DEEPSEEK.begin, DEEPSEEK.middle,
+    '"parameters": ', '"arguments": ', "commentary to=functions.", "Paris",
+    DEEPSEEK.open, DEEPSEEK.begin, DEEPSEEK.middle,
 )  # fmt: skip
 EOS = 0
 
