@@ -19,6 +19,9 @@ STORED, STORED_INDEX, EXCHANGE = (
     f"runtime/server/{name}.py" for name in ("openai/stored", "stored_index", "openai/exchange")
 )
 STORING = "tests/system/test_stored_outputs.py"
+PAGE = "runtime/server/openai/page"
+CHATTING = "tests/system/test_chat_page.py"
+HTTP_API = "tests/system/test_http_api.py"
 OPERATORS = "tests/runtime/server/test_acceptor.py tests/runtime/server/monitoring tests/system/test_operator_port.py"
 
 MUTANTS = [
@@ -682,5 +685,54 @@ MUTANTS = [
         "        kept.droppable.pop(buffer, None)\n        if not kept.num_bytes:",
         "        if not kept.num_bytes:",
         "an output that has expired is dropped a second time",
+    ),
+    Mutant(
+        "runtime/server/openai/api.py",
+        "Route(partial(_send_file, file), needs_key=False)",
+        "Route(partial(_send_file, file))",
+        "a server with keys does not send the page that would ask for one",
+        CHATTING,
+    ),
+    Mutant(
+        "runtime/server/pages.py",
+        "script-src 'self'",
+        "script-src 'self' 'unsafe-inline'",
+        "the policy of the pages allows scripts in markup",
+        CHATTING,
+    ),
+    Mutant(
+        f"{PAGE}/conversations.js",
+        "if (this.live) this.#abort.abort();",
+        "",
+        "Escape does not stop an answer",
+        CHATTING,
+    ),
+    Mutant(
+        f"{PAGE}/conversations.js",
+        "this.settings = { ...settings };",
+        "this.settings = settings;",
+        "conversations share their settings",
+        CHATTING,
+    ),
+    Mutant(
+        f"{PAGE}/chat.js",
+        "ask(current.takeBack());",
+        "ask(current.turns.at(-1).question);",
+        "a retry adds a turn instead of replacing the last one",
+        CHATTING,
+    ),
+    Mutant(
+        "runtime/server/openai/formats.py",
+        "max((getattr(usage, name) for usage in usages), default=0.0)",
+        "sum(getattr(usage, name) for usage in usages)",
+        "the times of prompts that run side by side are added",
+        HTTP_API,
+    ),
+    Mutant(
+        "runtime/server/openai/connection.py",
+        "return _checked_head(event)",
+        "return event",
+        "a head that arrives in one piece may be longer than the limit",
+        HTTP_API,
     ),
 ]

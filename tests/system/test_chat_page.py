@@ -214,6 +214,8 @@ async def test_settings_reach_the_request_of_their_conversation(system: Any, ope
     second = system.engine.requests[1]
     assert (second.prompt, second.messages) == ("two", None)
     assert (second.sampling_params.temperature, second.sampling_params.max_tokens) == (1.0, 4)
+    await tab.press("ArrowDown", ALT)
+    assert await tab.until("document.querySelector('#fields [name=mode]').value") == "chat"
 
 
 @needs_chromium
@@ -253,7 +255,7 @@ async def test_a_key_is_asked_for_until_it_is_right(serve: Callable[..., Any], o
 @needs_chromium
 async def test_problems_are_shown_and_end_only_their_answer(system: Any, open_tab: OpenTab) -> None:
     tab = await open_tab(system.server.api_address)
-    for question, problem in (("full", "the queue is full"), ("fail", "the logits are NaN")):
+    for question, problem in (("full", "the queue is full; try again in 1 s"), ("fail", "the logits are NaN")):
         await ask(tab, question)
         await tab.until(f"document.querySelector('article:last-child .problem')?.textContent === {problem!r}")
     await ask(tab, "three")

@@ -140,7 +140,8 @@ export class Conversation {
       if (error.name === "AbortError") {
         answer.end("stopped");
       } else {
-        answer.end("failed", error.message);
+        const seconds = error.retryMs && Math.ceil(error.retryMs / 1000);
+        answer.end("failed", error.message + (seconds ? `; try again in ${seconds} s` : ""));
         if (!(error instanceof ApiError) || error.status === 401) throw error;
       }
     } finally {
