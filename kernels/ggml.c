@@ -6,12 +6,10 @@
 #include "simd/tiles.h"
 #include "simd/vec.h"
 
-int64_t quire_ggml_weights(int type) {
-  return type == QUIRE_GGML_Q8_0 || type == QUIRE_GGML_Q4_0 || type == QUIRE_GGML_MXFP4 ? 32 : 256;
-}
+int64_t quire_ggml_weights(int type) { return type >= QUIRE_GGML_Q4_K && type <= QUIRE_GGML_Q6_K ? 256 : 32; }
 
 int64_t quire_ggml_bytes(int type) {
-  static const int64_t bytes[] = {34, 18, 144, 176, 210, 17};
+  static const int64_t bytes[] = {34, 18, 144, 176, 210, 17, 19};
   return bytes[type];
 }
 
@@ -98,9 +96,18 @@ static void widen_mxfp4(const uint8_t *block, float *out) {
   }
 }
 
+// Q4_Z: d, a zero point, then 16 bytes as Q4_0 has them.
+static void widen_q4_z(const uint8_t *block, float *out) {
+  const float d = load_f16(block);
+  for (int i = 0; i < 16; i++) {
+    out[i] = d * (float)((block[3 + i] & 15) - block[2]);
+    out[16 + i] = d * (float)((block[3 + i] >> 4) - block[2]);
+  }
+}
+
 void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out) {
   static void (*const widen[])(const uint8_t *, float *) = {widen_q8_0, widen_q4_0, widen_q4_k, widen_q5_k, widen_q6_k,
-                                                            widen_mxfp4};
+                                                            widen_mxfp4, widen_q4_z};
   for (int64_t b = 0; b < n; b++) widen[type](blocks + b * quire_ggml_bytes(type), out + b * quire_ggml_weights(type));
 }
 
@@ -155,6 +162,14 @@ static void pack_mxfp4(const uint8_t *block, uint8_t *panel, int64_t b, int64_t 
   for (int line = 0; line < 4; line++) put(at, line, load32(block + 1 + line * 4));
 }
 
+// As pack_mxfp4, with a scale and a zero point.
+static void pack_q4_z(const uint8_t *block, uint8_t *panel, int64_t b, int64_t n, int64_t column) {
+  memcpy(panel + (b * 16 + column) * 2, block, 2);
+  panel[n * 32 + b * 16 + column] = block[2];
+  uint8_t *at = panel + quire_q4_z_scale_bytes(n * 32) + b * 256 + column * 4;
+  for (int line = 0; line < 4; line++) put(at, line, load32(block + 3 + line * 4));
+}
+
 // A k-quant's super-block as one column of a panel's super-block, whose layout is in simd/tiles.h.
 static inline __attribute__((always_inline)) void pack_k(int dtype, const uint8_t *block, uint8_t *super_block, int64_t column) {
   const uint8_t *scales = dtype == QUIRE_Q6_K ? block + 192 : block + 4;
@@ -191,6 +206,7 @@ void quire_ggml_pack(int type, const uint8_t *blocks, int64_t stride, int64_t ro
         case QUIRE_GGML_Q8_0: pack_q8_0(block, panel + b * 512 + column * 4, scales + b * 16 + column); break;
         case QUIRE_GGML_Q4_0: pack_q4_0(block, panel + b * 256 + column * 4, scales + b * 16 + column); break;
         case QUIRE_GGML_MXFP4: pack_mxfp4(block, panel, b, n, column); break;
+        case QUIRE_GGML_Q4_Z: pack_q4_z(block, panel, b, n, column); break;
         case QUIRE_GGML_Q4_K: pack_k(QUIRE_Q4_K, block, panel + b * quire_super_block_bytes(QUIRE_Q4_K), column); break;
         case QUIRE_GGML_Q5_K: pack_k(QUIRE_Q5_K, block, panel + b * quire_super_block_bytes(QUIRE_Q5_K), column); break;
         default: pack_k(QUIRE_Q6_K, block, panel + b * quire_super_block_bytes(QUIRE_Q6_K), column);

@@ -1,10 +1,10 @@
 // Rows of GGML blocks, as GGUF files have them: packed into panels of the same numbers, and widened to f32. And weights
-// quantised as GGML does.
+// quantised as GGML does. Q4_Z is no type of GGML, but Q4_0 with a byte for the zero point behind the scale.
 // A row is consecutive blocks along K. Each block has its own scales, so rows and blocks are independent.
 #pragma once
 #include <stdint.h>
 
-enum { QUIRE_GGML_Q8_0, QUIRE_GGML_Q4_0, QUIRE_GGML_Q4_K, QUIRE_GGML_Q5_K, QUIRE_GGML_Q6_K, QUIRE_GGML_MXFP4 };
+enum { QUIRE_GGML_Q8_0, QUIRE_GGML_Q4_0, QUIRE_GGML_Q4_K, QUIRE_GGML_Q5_K, QUIRE_GGML_Q6_K, QUIRE_GGML_MXFP4, QUIRE_GGML_Q4_Z };
 
 int64_t quire_ggml_weights(int type);  // of one block
 int64_t quire_ggml_bytes(int type);    // of one block

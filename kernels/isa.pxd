@@ -15,6 +15,7 @@ cdef extern from "simd/tiles.h" nogil:
         QUIRE_Q5_K
         QUIRE_Q6_K
         QUIRE_MXFP4
+        QUIRE_Q4_Z
         QUIRE_DTYPES
         QUIRE_SUPER_BLOCK
         QUIRE_STORE

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from .pack import PackedMatrix
 
 DType = Literal["f32", "bf16", "q8"]  # of activations
-WeightDtype = Literal["bf16", "q8", "q4", "q4_k", "q5_k", "q6_k", "mxfp4", "f32"]
+WeightDtype = Literal["bf16", "q8", "q4", "q4_k", "q5_k", "q6_k", "mxfp4", "q4_z", "f32"]
 Epilogue = Literal["store", "add", "swiglu", "geglu", "swiglu_clamped"]
 GATED: tuple[Epilogue, ...] = ("swiglu", "geglu", "swiglu_clamped")  # whose weight has columns of gate and up in turn
 StoredDtype = Literal["f32", "bf16", "q8", "i32"]  # of regions: activations, and tables of numbers
@@ -32,6 +32,7 @@ INPUT_DTYPES: dict[WeightDtype, DType] = {  # by the weight's dtype
     "q5_k": "q8",
     "q6_k": "q8",
     "mxfp4": "q8",
+    "q4_z": "q8",
     "f32": "f32",
 }
 BLOCK = 32  # columns that share one activation scale; every row is padded to a multiple of it

@@ -8,6 +8,7 @@ from .ops import WeightDtype
 WeightDtypes = WeightDtype | Sequence[tuple[int, WeightDtype]]  # of a matrix, or of ranges of columns side by side
 
 GGML_DTYPES: dict[str, WeightDtype]  # GGML's type -> the dtype that packs its blocks bit for bit
+BLOCK_DTYPES: dict[str, WeightDtype]  # the same, with Q4_Z: Q4_0 with a byte for the zero point behind the scale
 
 def packed_nbytes(out_features: int, in_features: int, dtype: WeightDtypes) -> int:
     """Return the bytes of one matrix's packed tiles and scales, a multiple of 64. Both sizes are padded to 32.
@@ -25,7 +26,7 @@ def column_ranges(out_features: int, dtype: WeightDtypes) -> tuple[tuple[int, We
 def widen_blocks(blocks: npt.NDArray[np.uint8], ggml_type: str) -> npt.NDArray[np.float32]:
     """Return rows of GGML blocks, [n, bytes], as f32 [n, weights], with GGML's formula.
 
-    The type is Q8_0, Q4_0, Q4_K, Q5_K, Q6_K or MXFP4. Raises ValueError for another one, and for rows of broken blocks.
+    The type is one of BLOCK_DTYPES. Raises ValueError for another one, and for rows of broken blocks.
     """
 
 class PackedMatrix:
@@ -36,7 +37,7 @@ class PackedMatrix:
     as q8: byte (i, n, j) has w + 8 of K = 4i + j in its low half, and of K = 16 + 4i + j in its high half. q4_k, q5_k
     and q6_k have super-blocks of 256 along K (`simd/tiles.h`), so K is a multiple of 256; they take 4.5, 5.5 and 6.625
     bits per weight. mxfp4 has 4-bit codes in the order of q4 behind a panel's exponents; K is a multiple of 32, and a
-    weight takes 4.25 bits.
+    weight takes 4.25 bits. q4_z is q4 with a zero point for each scale, and takes 4.75 bits.
 
     Ranges of columns may differ in dtype, as the parts of a fused QKV projection do in GGUF files: each range is packed
     as a matrix of its own, one behind another.
@@ -55,17 +56,17 @@ class PackedMatrix:
 
         With `interleave` 0 or 1, row r goes to column `start + r // 16 * 32 + 16 * interleave + r % 16`: gate and up of
         one SwiGLU layer. q8 and q4 quantise by blocks of 32 along K with a scale in fp16. For q8 the scale is
-        max|w| / 127; for q4, whose values are -8 to 7, it is the best of 33 of either sign by squared error. q4_k,
-        q5_k, q6_k and mxfp4 are filled by `fill_blocks` only.
+        max|w| / 127; for q4, whose values are -8 to 7, it is the best of 33 of either sign by squared error. The
+        others are filled by `fill_blocks` only.
         """
     def fill_blocks(
         self, blocks: npt.NDArray[np.uint8], ggml_type: str, start: int = 0, interleave: int | None = None
     ) -> None:
         """Pack rows of GGML blocks, [n, bytes], into output columns as `fill` does.
 
-        Columns in the dtype of GGML_DTYPES get the numbers and scales of the blocks, bit for bit. For columns in f32,
+        Columns in the dtype of BLOCK_DTYPES get the numbers and scales of the blocks, bit for bit. For columns in f32,
         bf16, q8 or q4, blocks of another type are widened to f32, a few rows at a time, and packed as `fill` packs f32.
-        Raises ValueError for q4_k, q5_k, q6_k and mxfp4 from another type, and if the rows are not `in_features`
+        Raises ValueError for k-quants, mxfp4 and q4_z from another type, and if the rows are not `in_features`
         weights in whole blocks. Releases the GIL.
         """
     def unpack(self) -> npt.NDArray[np.float32]:

@@ -9,7 +9,7 @@ from libc.string cimport memcpy, memset
 import numpy as np
 
 from .isa import WEIGHT_CODES
-from .isa cimport (QUIRE_BF16, QUIRE_F32, QUIRE_MXFP4, QUIRE_Q4, QUIRE_Q4_K, QUIRE_SUPER_BLOCK,
+from .isa cimport (QUIRE_BF16, QUIRE_F32, QUIRE_MXFP4, QUIRE_Q4, QUIRE_Q4_K, QUIRE_Q4_Z, QUIRE_SUPER_BLOCK,
                    quire_panel_bytes, quire_tiles, tiles_of)
 
 cdef extern from "ggml.h" nogil:
@@ -20,6 +20,7 @@ cdef extern from "ggml.h" nogil:
         QUIRE_GGML_Q5_K
         QUIRE_GGML_Q6_K
         QUIRE_GGML_MXFP4
+        QUIRE_GGML_Q4_Z
     int64_t quire_ggml_weights(int type)
     int64_t quire_ggml_bytes(int type)
     void quire_ggml_widen(int type, const uint8_t *blocks, int64_t n, float *out)
@@ -29,10 +30,11 @@ cdef extern from "ggml.h" nogil:
 
 GGML_DTYPES = {"Q8_0": "q8", "Q4_0": "q4", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k",
                "MXFP4": "mxfp4"}
+BLOCK_DTYPES = GGML_DTYPES | {"Q4_Z": "q4_z"}
 _GGML_CODES = {"Q8_0": QUIRE_GGML_Q8_0, "Q4_0": QUIRE_GGML_Q4_0, "Q4_K": QUIRE_GGML_Q4_K, "Q5_K": QUIRE_GGML_Q5_K,
-               "Q6_K": QUIRE_GGML_Q6_K, "MXFP4": QUIRE_GGML_MXFP4}
+               "Q6_K": QUIRE_GGML_Q6_K, "MXFP4": QUIRE_GGML_MXFP4, "Q4_Z": QUIRE_GGML_Q4_Z}
 _ROWS_AT_ONCE = 64    # rows of the source that are widened to f32 at a time: malloc keeps what a thread has freed
-_INTEGERS = {"q8", "q4", *GGML_DTYPES.values()}    # dtypes that multiply q8 activations
+_INTEGERS = {"q8", "q4", *BLOCK_DTYPES.values()}    # dtypes that multiply q8 activations
 _ZEROS = {"q8": 0x80, "q4": 0x88}    # bytes of padding: weights are stored unsigned
 
 
@@ -66,7 +68,7 @@ def _panels_nbytes(columns, in_features, dtype):
         raise ValueError(f"weight dtype must be one of {', '.join(WEIGHT_CODES)}, not {dtype!r}")
     if columns < 1 or in_features < 1:
         raise ValueError(f"a matrix needs positive sizes, not {columns} x {in_features}")
-    block = 32 if WEIGHT_CODES[dtype] == QUIRE_MXFP4 else QUIRE_SUPER_BLOCK
+    block = 32 if WEIGHT_CODES[dtype] in (QUIRE_MXFP4, QUIRE_Q4_Z) else QUIRE_SUPER_BLOCK
     if WEIGHT_CODES[dtype] >= QUIRE_Q4_K and in_features % block:
         raise ValueError(f"{dtype} needs in_features in multiples of {block}, not {in_features}")
     width = _padded(in_features)
@@ -141,7 +143,7 @@ cdef class PackedMatrix:
             self._fill_rows(_widened(source[base:base + _ROWS_AT_ONCE]), start, base, phase)
 
     def fill_blocks(self, const uint8_t[:, ::1] blocks, ggml_type, start=0, interleave=None):
-        cdef int code = _ggml_code(ggml_type), native = WEIGHT_CODES[GGML_DTYPES[ggml_type]]
+        cdef int code = _ggml_code(ggml_type), native = WEIGHT_CODES[BLOCK_DTYPES[ggml_type]]
         cdef int phase = self._check_columns(start, blocks.shape[0], interleave, native)
         cdef int64_t first = start, num_blocks = self.in_features // quire_ggml_weights(code), row = 0, column, count, i
         if self.in_features % quire_ggml_weights(code) or blocks.shape[1] != num_blocks * quire_ggml_bytes(code):
@@ -165,7 +167,7 @@ cdef class PackedMatrix:
     cdef int _check_columns(self, int64_t start, int64_t n, interleave, int native) except -2:
         """Check that `n` rows of a source fit from column `start` on; return the phase, -1 without interleaving.
 
-        The source has the numbers of dtype `native`. Nothing else is rounded to k-quants and mxfp4.
+        The source has the numbers of dtype `native`. Nothing else is rounded to k-quants, mxfp4 and q4_z.
         """
         if interleave not in (None, 0, 1):
             raise ValueError(f"interleave must be None, 0 or 1, not {interleave!r}")

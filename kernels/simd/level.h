@@ -23,6 +23,7 @@ void ISA(linear_q4_k)(int rows, const quire_linear_tile *t);
 void ISA(linear_q5_k)(int rows, const quire_linear_tile *t);
 void ISA(linear_q6_k)(int rows, const quire_linear_tile *t);
 void ISA(linear_mxfp4)(int rows, const quire_linear_tile *t);
+void ISA(linear_q4_z)(int rows, const quire_linear_tile *t);
 void ISA(attention_f32)(int rows, const quire_attention_tile *t);
 void ISA(attention_bf16)(int rows, const quire_attention_tile *t);
 void ISA(attention_int8)(int rows, const quire_attention_tile *t);

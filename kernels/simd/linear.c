@@ -79,6 +79,30 @@ INLINE void body_blocks(const int dtype, const int rows, const quire_linear_tile
 INLINE void body_q8(const int rows, const quire_linear_tile *t) { body_blocks(QUIRE_Q8, rows, t); }
 INLINE void body_q4(const int rows, const quire_linear_tile *t) { body_blocks(QUIRE_Q4, rows, t); }
 
+// q4 with a zero point per block and column: dot - zero * sum(a), an integer below 2^24, is exact in f32, so the bits are
+// those of q8 with the same weights.
+INLINE void body_q4_z(const int rows, const quire_linear_tile *t) {
+  const int64_t width = t->a.width, blocks = width / 32, head = quire_q4_z_scale_bytes(width);
+  const uint8_t *h0 = t->w, *h1 = h0 + t->panel_bytes, *w0 = h0 + head, *w1 = h1 + head;
+  static const int32_t start[LINEAR_ROWS];
+  vf acc[LINEAR_ROWS][2];
+  UNROLL for (int i = 0; i < rows; i++) acc[i][0] = acc[i][1] = vf_zero();
+  const char *next = t->next;
+  for (int64_t b = 0; b < blocks; b++, w0 += 256, w1 += 256) {
+    next = fetch_next(next, t->next_lines);
+    vi dot[LINEAR_ROWS][2];
+    dot_q4(rows, w0, w1, (const int8_t *)t->a.data + b * 32, width, start, dot);
+    const vf p = vf_load_f16((const uint16_t *)h0 + b * 16), q = vf_load_f16((const uint16_t *)h1 + b * 16);
+    const vf y = vf_load_i8((const int8_t *)h0 + width + b * 16), z = vf_load_i8((const int8_t *)h1 + width + b * 16);
+    UNROLL for (int i = 0; i < rows; i++) {
+      const vf sum = vf_set1((float)t->a.sums[i * blocks + b] * 0x1p-7f), scale = vf_set1(t->a.scales[i * blocks + b]);
+      acc[i][0] = vf_fma(vf_fma(y, sum, vf_from(dot[i][0])), vf_mul(p, scale), acc[i][0]);
+      acc[i][1] = vf_fma(vf_fma(z, sum, vf_from(dot[i][1])), vf_mul(q, scale), acc[i][1]);
+    }
+  }
+  finish(rows, acc, t);
+}
+
 void ISA(linear_f32)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= LINEAR_ROWS);
   PER_ROW_COUNT(body_f32)
@@ -94,4 +118,8 @@ void ISA(linear_q8)(int rows, const quire_linear_tile *t) {
 void ISA(linear_q4)(int rows, const quire_linear_tile *t) {
   assert(rows >= 1 && rows <= LINEAR_ROWS);
   PER_ROW_COUNT(body_q4)
+}
+void ISA(linear_q4_z)(int rows, const quire_linear_tile *t) {
+  assert(rows >= 1 && rows <= LINEAR_ROWS);
+  PER_ROW_COUNT(body_q4_z)
 }

@@ -75,7 +75,19 @@ void ISA(to_bf16)(const float *x, int64_t n, uint16_t *out) {
   for (int64_t j = 0; j < n; j += 16) vf_store_bf16(out + j, vf_load(x + j));
 }
 
+static void unpack_q4_z(const uint8_t *panel, int64_t width, int lane, float *out) {
+  const uint8_t *zeros = panel + width + lane, *block = panel + quire_q4_z_scale_bytes(width) + lane * 4;
+  for (int64_t k = 0; k < width; k += 32, zeros += 16, block += 256) {
+    const float scale = f16_widen(((const uint16_t *)panel)[k / 2 + lane]);
+    for (int i = 0; i < 32; i++) *out++ = (float)((block[i % 16 / 4 * 64 + i % 4] >> i / 16 * 4 & 15) - *zeros) * scale;
+  }
+}
+
 void ISA(unpack_column)(const void *panel, const uint16_t *scales, int dtype, int64_t width, int lane, float *out) {
+  if (dtype == QUIRE_Q4_Z) {
+    unpack_q4_z(panel, width, lane, out);
+    return;
+  }
   if (dtype == QUIRE_MXFP4) {
     ISA(unpack_mxfp4)(panel, width, lane, out);
     return;

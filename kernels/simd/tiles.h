@@ -7,7 +7,7 @@
 enum { QUIRE_LANES = 16, QUIRE_BLOCK = 32, QUIRE_TILE = 64, QUIRE_MAX_HEAD = 512 };
 // Dtypes of weights; the first three of activations. Those of super-blocks have their bits as codes.
 enum { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_Q8 = 2, QUIRE_Q4 = 3 };
-enum { QUIRE_Q4_K = 4, QUIRE_Q5_K = 5, QUIRE_Q6_K = 6, QUIRE_MXFP4 = 7, QUIRE_DTYPES = 8 };
+enum { QUIRE_Q4_K = 4, QUIRE_Q5_K = 5, QUIRE_Q6_K = 6, QUIRE_MXFP4 = 7, QUIRE_Q4_Z = 8, QUIRE_DTYPES = 9 };
 enum { QUIRE_STORE = 0, QUIRE_ADD = 1, QUIRE_SWIGLU = 2, QUIRE_GEGLU = 3, QUIRE_CLAMPED = 4 };  // epilogues; from SWIGLU on, of pairs
 
 static inline __attribute__((always_inline)) int64_t quire_itemsize(const int dtype) {
@@ -32,9 +32,15 @@ static inline __attribute__((always_inline)) int64_t quire_mxfp4_scale_bytes(con
   return (width / 2 + 63) / 64 * 64;
 }
 
+// One of q4_z begins with fp16 scales [width / 32][16] and bytes with zero points [width / 32][16], padded to whole lines.
+static inline __attribute__((always_inline)) int64_t quire_q4_z_scale_bytes(const int64_t width) {
+  return (width * 3 / 2 + 63) / 64 * 64;
+}
+
 // Of 16 columns and `width` of K, without the scales of q8 and q4.
 static inline __attribute__((always_inline)) int64_t quire_panel_bytes(const int dtype, const int64_t width) {
   if (dtype == QUIRE_MXFP4) return quire_mxfp4_scale_bytes(width) + width * 8;
+  if (dtype == QUIRE_Q4_Z) return quire_q4_z_scale_bytes(width) + width * 8;
   if (dtype >= QUIRE_Q4_K) return width / QUIRE_SUPER_BLOCK * quire_super_block_bytes(dtype);
   return dtype == QUIRE_Q4 ? width * 8 : width * 16 * quire_itemsize(dtype);
 }

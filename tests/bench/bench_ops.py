@@ -20,7 +20,7 @@ VOCAB = 151936
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 512])
-@pytest.mark.parametrize("weights", ["q8", "q4", "q4_k", "q5_k", "q6_k", "bf16", "f32"])
+@pytest.mark.parametrize("weights", ["q8", "q4", "q4_k", "q5_k", "q6_k", "q4_z", "bf16", "f32"])
 def test_linear_layers(measure, one_op, weights, rows):
     bench = one_op("Linear", rows=rows, weights=weights)
     matrices = [op.weight for op in bench.ops]

@@ -38,6 +38,7 @@ BLOCK_DTYPES = {
     "q5_k": 256,
     "q6_k": 256,
     "mxfp4": 32,
+    "q4_z": 32,
 }  # dtypes with random blocks as weights: K of a block
 VOCAB = 333
 MAX_ROWS, MAX_SAMPLES, NUM_PAGES, MAX_POSITIONS = 160, 40, 48, 700

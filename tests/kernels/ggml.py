@@ -11,6 +11,7 @@ BLOCKS = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
     "MXFP4": (32, 17),
+    "Q4_Z": (32, 19),
 }
 SCALES = {
     "Q8_0": (0,),
@@ -19,6 +20,7 @@ SCALES = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
     "MXFP4": (),
+    "Q4_Z": (0,),
 }  # offsets of fp16 numbers
 # What makes random bytes weights of about 1: the scales of blocks, those of weights and then those of minimums.
 SIZES = {
@@ -28,6 +30,7 @@ SIZES = {
     "Q5_K": (1 / 330, 1 / 21),
     "Q6_K": (1 / 1400,),
     "MXFP4": (),
+    "Q4_Z": (1 / 6,),
 }
 
 
@@ -40,6 +43,8 @@ def random_blocks(rng: np.random.Generator, ggml_type: str, rows: int, columns: 
         blocks[:, :, offset : offset + 2] = scales.view(np.uint8).reshape(*scales.shape, 2)
     if ggml_type == "MXFP4":  # a byte e for the scale 2^(e - 127)
         blocks[:, :, 0] = rng.integers(124, 127, blocks.shape[:2]) + int(np.rint(np.log2(size)))
+    if ggml_type == "Q4_Z":
+        blocks[:, :, 2] %= 16  # the zero point
     return blocks.reshape(rows, columns // weights * nbytes)
 
 
@@ -103,4 +108,17 @@ def _mxfp4(blocks: np.ndarray) -> np.ndarray:
         return (np.exp2(exponents) * numbers[halves]).astype(np.float32)
 
 
-FORMULAS = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "MXFP4": _mxfp4}
+def _q4_z(blocks: np.ndarray) -> np.ndarray:
+    halves = np.concatenate([blocks[:, 3:] & 15, blocks[:, 3:] >> 4], axis=1)
+    return _f16(blocks, 0) * (halves.astype(np.float32) - blocks[:, 2:3])
+
+
+FORMULAS = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
+    "Q4_Z": _q4_z,
+}

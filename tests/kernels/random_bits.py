@@ -95,7 +95,7 @@ def random_model(rng: random.Random) -> dict[str, Any]:
     windows = [rng.choice([0, 0, 0, 1, 64, 256, rng.randint(1, 400)]) for _ in range(rng.choice([1, 1, 2, 3]))]
     experts = rng.choice([0, 0, rng.randint(1, 40)])
     model = {
-        "weights": rng.choices(DTYPES[0], [3, 4, 4, 1, 1, 1, 1, 2])[0],
+        "weights": rng.choices(DTYPES[0], [3, 4, 4, 1, 1, 1, 1, 2, 2])[0],
         "kv": rng.choices(DTYPES[1], [3, 4, 1])[0],
         "heads": heads,
         "kv_heads": kv_heads,

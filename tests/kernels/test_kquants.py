@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from quire.kernels import PackedMatrix, Pool, Program, packed_nbytes, supported_levels
 from quire.kernels.ops import Convert, Embed, Linear, Region, region_nbytes
-from quire.kernels.pack import GGML_DTYPES
+from quire.kernels.pack import BLOCK_DTYPES
 from quire.pager.layout import KVLayout
 
 from tests.kernels.conftest import aligned_bytes
@@ -12,14 +12,14 @@ from tests.kernels.ggml import BLOCKS, SCALES, dequantise, random_blocks
 from tests.kernels.reference import ReferenceProgram
 
 LEVELS = supported_levels()
-NATIVE = ["Q4_K", "Q5_K", "Q6_K", "MXFP4"]  # types with kernels of their own
+NATIVE = ["Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q4_Z"]  # types with kernels of their own
 RNG = np.random.default_rng(6)
 ROWS = RNG.normal(0, 1, (23, 512)).astype(np.float32)
 
 
 def blocks_matrix(parts: list[tuple[str, np.ndarray]], columns: int) -> PackedMatrix:
     """Return a matrix of GGML blocks, one range of output columns behind another."""
-    dtypes = [(len(blocks), GGML_DTYPES[ggml_type]) for ggml_type, blocks in parts]
+    dtypes = [(len(blocks), BLOCK_DTYPES[ggml_type]) for ggml_type, blocks in parts]
     rows = sum(count for count, _ in dtypes)
     packed = PackedMatrix(rows, columns, dtypes, aligned_bytes(packed_nbytes(rows, columns, dtypes)))
     start = 0
@@ -55,7 +55,7 @@ def multiply(x: np.ndarray, weight: PackedMatrix, isa: str | None = None, thread
 
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("columns", [256, 512])
-@pytest.mark.parametrize("ggml_type", list(GGML_DTYPES))
+@pytest.mark.parametrize("ggml_type", list(BLOCK_DTYPES))
 def test_a_layer_multiplies_the_dequantised_weights(ggml_type, columns, isa):
     blocks = random_blocks(RNG, ggml_type, 41, columns)
     got, want = multiply(ROWS[:, :columns], blocks_matrix([(ggml_type, blocks)], columns), isa)
@@ -76,20 +76,34 @@ def test_a_row_has_the_same_bits_in_every_batch_and_on_every_number_of_threads(g
 
 
 @pytest.mark.parametrize("epilogue", ["store", "swiglu"])
-@pytest.mark.parametrize("ggml_type", list(GGML_DTYPES))
+@pytest.mark.parametrize("ggml_type", list(BLOCK_DTYPES))
 def test_every_level_computes_the_same_bits(ggml_type, epilogue):
     weight = blocks_matrix([(ggml_type, random_blocks(np.random.default_rng(2), ggml_type, 64, 512))], 512)
     assert len({multiply(ROWS, weight, isa, epilogue=epilogue)[0].tobytes() for isa in LEVELS}) == 1
 
 
 @pytest.mark.parametrize("isa", LEVELS)
-@pytest.mark.parametrize("ggml_type", list(GGML_DTYPES))
+@pytest.mark.parametrize("columns", [32, 96, 512])
+def test_zero_points_have_the_bits_of_q8_with_the_same_weights(columns, isa):
+    """dot - zero * sum(a) is exact in f32, as the integers of q8 are; a panel of 96 columns has lines of padding."""
+    blocks = random_blocks(np.random.default_rng(5), "Q4_Z", 41, columns).reshape(-1, 19)
+    numbers = np.concatenate([blocks[:, 3:] & 15, blocks[:, 3:] >> 4], axis=1) - blocks[:, 2:3]
+    same = np.concatenate([blocks[:, :2], numbers], axis=1).reshape(41, -1)
+    got, _ = multiply(ROWS[:, :columns], blocks_matrix([("Q4_Z", blocks.reshape(41, -1))], columns), isa)
+    want, _ = multiply(ROWS[:, :columns], blocks_matrix([("Q8_0", same)], columns), isa)
+    assert got.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("ggml_type", list(BLOCK_DTYPES))
 def test_the_largest_weights_and_activations_do_not_overflow(ggml_type, isa):
     """All bits of all weights and scales are set, and each block's activations are all 127 or all -127."""
     blocks = random_blocks(np.random.default_rng(3), ggml_type, 32, 256)
     split = blocks.reshape(-1, BLOCKS[ggml_type][1])
     scales = [at + byte for at in SCALES[ggml_type] for byte in (0, 1)] or [0]
     split[:, ~np.isin(np.arange(split.shape[1]), scales)] = 0xFF
+    if ggml_type == "Q4_Z":
+        split[:, 2] = 0  # the zero point
     weight = blocks_matrix([(ggml_type, blocks)], 256)
     x = np.where(np.arange(256) % 96 < 32, 1, -1).astype(np.float32)[None].repeat(7, axis=0)
     got, want = multiply(x, weight, isa)
@@ -124,7 +138,9 @@ def test_neighbours_of_one_dtype_are_one_range():
     assert mixed.nbytes == packed_nbytes(64, 256, "q4_k") + packed_nbytes(32, 256, "q6_k")
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [("q4_k", 4.5), ("q5_k", 5.5), ("q6_k", 6.625), ("mxfp4", 4.25)])
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [("q4_k", 4.5), ("q5_k", 5.5), ("q6_k", 6.625), ("mxfp4", 4.25), ("q4_z", 4.75)]
+)
 def test_bits_per_weight(dtype, bits):
     assert packed_nbytes(64, 512, dtype) == 64 * 512 * bits / 8
 
@@ -138,6 +154,7 @@ def new_matrix(rows: int, columns: int, dtype: object) -> PackedMatrix:
     [
         (lambda: new_matrix(32, 80, "q4_k"), "q4_k needs in_features in multiples of 256, not 80"),
         (lambda: packed_nbytes(32, 128, "q6_k"), "multiples of 256, not 128"),
+        (lambda: packed_nbytes(32, 48, "q4_z"), "multiples of 32, not 48"),
         (lambda: new_matrix(32, 256, "q5_k").fill(np.zeros((1, 256), np.float32)), "GGML blocks of the same type"),
         (
             lambda: new_matrix(32, 256, "q5_k").fill_blocks(random_blocks(RNG, "Q4_K", 1, 256), "Q4_K"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from quire.kernels.pack import GGML_DTYPES, widen_blocks
+from quire.kernels.pack import BLOCK_DTYPES, widen_blocks
 
 from tests.kernels.ggml import BLOCKS, SCALES, dequantise, random_blocks
 from tests.kernels.test_pack import matrix
@@ -43,14 +43,14 @@ def test_every_scale_of_mxfp4_is_kept():
 def test_a_dtype_with_the_same_numbers_keeps_every_bit(ggml_type, rows, count, seed):
     columns = count * BLOCKS[ggml_type][0]
     blocks = random_blocks(np.random.default_rng(seed), ggml_type, rows, columns)
-    packed = matrix(rows, columns, GGML_DTYPES[ggml_type])
+    packed = matrix(rows, columns, BLOCK_DTYPES[ggml_type])
     packed.fill_blocks(blocks, ggml_type)
     assert packed.unpack().tobytes() == dequantise(blocks, ggml_type).tobytes()
 
 
 @pytest.mark.parametrize("ggml_type", TYPES)
 def test_blocks_fill_columns_of_any_start_and_from_two_sources(ggml_type):
-    columns, dtype = 2 * BLOCKS[ggml_type][0], GGML_DTYPES[ggml_type]
+    columns, dtype = 2 * BLOCKS[ggml_type][0], BLOCK_DTYPES[ggml_type]
     rng = np.random.default_rng(2)
     first, second = (random_blocks(rng, ggml_type, 75, columns) for _ in range(2))
     apart, pair = matrix(80, columns, dtype), matrix(160, columns, dtype)
@@ -67,7 +67,7 @@ def test_blocks_fill_columns_of_any_start_and_from_two_sources(ggml_type):
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "q8", "q4"])
 @pytest.mark.parametrize("ggml_type", TYPES)
 def test_another_dtype_has_the_widened_values_rounded(ggml_type, dtype):
-    if GGML_DTYPES[ggml_type] == dtype:
+    if BLOCK_DTYPES[ggml_type] == dtype:
         return
     blocks = random_blocks(np.random.default_rng(3), ggml_type, 150, 256)
     packed, rounded = matrix(150, 256, dtype), matrix(150, 256, dtype)
@@ -87,7 +87,7 @@ def test_blocks_may_be_read_only():
 @pytest.mark.parametrize(
     ("call", "complaint"),
     [
-        (lambda: widen_blocks(np.zeros((1, 34), np.uint8), "Q3_K"), "one of Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4"),
+        (lambda: widen_blocks(np.zeros((1, 34), np.uint8), "Q3_K"), "one of Q8_0, Q4_0, Q4_K, Q5_K, Q6_K, MXFP4, Q4_Z"),
         (lambda: widen_blocks(np.zeros((1, 35), np.uint8), "Q8_0"), "whole blocks of 34 bytes, not 35"),
         (lambda: matrix(4, 64, "q8").fill_blocks(np.zeros((4, 34), np.uint8), "Q8_0"), "not 64 weights in Q8_0"),
         (lambda: matrix(4, 80, "q8").fill_blocks(np.zeros((4, 68), np.uint8), "Q8_0"), "not 80 weights in Q8_0"),

@@ -59,6 +59,13 @@ MUTANTS = [
         "tests/kernels/test_kquants.py",
     ),
     Mutant(
+        SIMD_LINEAR,
+        "vf_fma(z, sum, vf_from(dot[i][1]))",
+        "vf_fma(y, sum, vf_from(dot[i][1]))",
+        "half of the columns of an AWQ matrix have the zero points of their neighbours",
+        "tests/kernels/test_kquants.py",
+    ),
+    Mutant(
         PACK,
         "if QUIRE_Q4_K <= WEIGHT_CODES[dtype] != native and",
         "if False and",

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ....kernels.pack import GGML_DTYPES, widen_blocks
+from ....kernels.pack import BLOCK_DTYPES, GGML_DTYPES, widen_blocks
 
 Blocks = npt.NDArray[np.uint8]  # [rows, row bytes], or [blocks, bytes of a block]
 Integers = npt.NDArray[np.integer[Any]]
@@ -26,8 +26,8 @@ def q5_0_as_q8_0(rows: Blocks) -> Blocks:
 
 
 def widen(rows: Blocks, kind: str) -> npt.NDArray[np.float32]:
-    """Return rows of blocks of a type in `SUPPORTED` as float32 [rows, columns], by GGML's formula."""
-    if kind in GGML_DTYPES:
+    """Return rows of blocks of a type in `SUPPORTED`, or Q4_Z, as float32 [rows, columns], by GGML's formula."""
+    if kind in BLOCK_DTYPES:
         return widen_blocks(rows, kind)
     if kind == "Q5_0":
         return widen_blocks(q5_0_as_q8_0(rows), "Q8_0")

@@ -26,9 +26,9 @@ BLOCK = 32  # inputs of a block of Q4_0 and Q8_0
 class GroupedMatrix(ABC):
     """A quantised matrix of shape [out, in], in the tensors `tensors` of a folder.
 
-    `kind` is the type of its chunks: Q4_0 or Q8_0, GGML's blocks with the numbers of the file, where each 32 inputs
-    share a group and the numbers fit; else F32. Scales of blocks are rounded to fp16. Zero points and the order of
-    groups are read on opening.
+    `kind` is the type of its chunks: Q4_0, Q4_Z or Q8_0, blocks with the numbers of the file, where each 32 inputs
+    share a group, and 8-bit numbers have no zero point; else F32. Scales of blocks are rounded to fp16. Zero points and
+    the order of groups are read on opening.
     """
 
     label: str  # for people
@@ -81,7 +81,7 @@ class GroupedMatrix(ABC):
             return "F32"
         if (self._zeros() == 1 << self._bits - 1).all():
             return "Q4_0" if self._bits == 4 else "Q8_0"
-        return "Q8_0" if self._bits == 4 else "F32"  # a difference of 8-bit numbers takes 9 bits
+        return "Q4_Z" if self._bits == 4 else "F32"  # a difference of 8-bit numbers takes 9 bits
 
     def _encoded(self, numbers: Octets, scales: Scales, zeros: Octets) -> npt.NDArray[Any]:
         """Return rows of numbers as rows of `kind`."""
@@ -91,14 +91,15 @@ class GroupedMatrix(ABC):
                 widened -= zeros[:, self._groups]
                 widened *= scales[:, self._groups]
             return widened
-        blocks = numbers.reshape(len(numbers), -1, BLOCK)  # [n, in / 32, 32]
-        if self.kind == "Q4_0":  # the first half of a block is in the low halves of the bytes
-            blocks = blocks[:, :, : BLOCK // 2] | blocks[:, :, BLOCK // 2 :] << np.uint8(4)
-        else:
-            blocks = blocks - zeros[:, self._of_blocks, None]  # modulo 256, as signed numbers are
         with np.errstate(over="ignore"):
             halves = scales[:, self._of_blocks, None].astype("<f2")
-        return np.concatenate([halves.view(np.uint8), blocks], axis=2).reshape(len(numbers), -1)
+        blocks, zero_points = numbers.reshape(len(numbers), -1, BLOCK), zeros[:, self._of_blocks, None]
+        if self.kind == "Q8_0":
+            parts = [halves.view(np.uint8), blocks - zero_points]  # modulo 256, as signed numbers are
+        else:  # the first half of a block is in the low halves of the bytes
+            packed = blocks[:, :, : BLOCK // 2] | blocks[:, :, BLOCK // 2 :] << np.uint8(4)
+            parts = [halves.view(np.uint8), *([zero_points] if self.kind == "Q4_Z" else []), packed]
+        return np.concatenate(parts, axis=2).reshape(len(numbers), -1)
 
 
 def unpack_words(words: npt.NDArray[np.int32], bits: int) -> Octets:

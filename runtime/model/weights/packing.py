@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ....kernels import available_cpus
 from ....kernels.ops import WeightDtype as PackedDtype
 from ....kernels.ops import padded
-from ....kernels.pack import GGML_DTYPES, PackedMatrix, column_ranges, packed_nbytes
+from ....kernels.pack import BLOCK_DTYPES, PackedMatrix, column_ranges, packed_nbytes
 from ....pager import OutOfMemory, map_memory
 from ...common.config import WeightDtype
 from ...common.errors import ModelError, Unavailable
@@ -266,7 +266,7 @@ def _packed_dtype(spec: DecoderSpec, dtype: WeightDtype, parts: Sequence[Part]) 
         return dtype
     if any(part.tensor not in spec.quantised for part in parts):
         return "bf16"
-    dtypes = [GGML_DTYPES.get(spec.quantised[part.tensor], "q8") for part in parts]
+    dtypes = [BLOCK_DTYPES.get(spec.quantised[part.tensor], "q8") for part in parts]
     if len(set(dtypes)) == 1:
         return dtypes[0]
     ranges = [(part.shape[0], dtype) for part, dtype in zip(parts, dtypes, strict=True)]
@@ -337,10 +337,13 @@ class _Packer:
             for row, rows in self._checkpoint.chunks(part.tensor, part.rows, num_rows):
                 if self._stop.is_set():
                     raise Unavailable("loading the model was cancelled")
-                if factors is not None:
+                start = part.start + row * columns_per_row
+                if factors is None:
+                    _fill_rows(matrix, rows, kind, start, part.interleave)
+                else:
+                    widened = as_f32(rows) if kind in READABLE else widen(rows, kind)
                     with np.errstate(over="ignore", invalid="ignore"):  # a NaN ends the requests that meet it
-                        rows, kind = (as_f32(rows) if kind in READABLE else widen(rows, kind)) * factors, "F32"
-                _fill_rows(matrix, rows, kind, part.start + row * columns_per_row, part.interleave)
+                        matrix.fill(widened * factors, start, part.interleave)
 
     def vector(self, size: int, parts: Sequence[Part], offset: float = 0.0) -> Vector:
         out = np.zeros(size, np.float32)
@@ -355,7 +358,7 @@ def _fill_rows(matrix: PackedMatrix, rows: npt.NDArray[Any], kind: str, start: i
     """Pack rows of a tensor of type `kind`, numbers or blocks, into the columns from `start` on."""
     if kind in READABLE:
         matrix.fill(rows, start, interleave)
-    elif kind in GGML_DTYPES:
+    elif kind in BLOCK_DTYPES:
         matrix.fill_blocks(rows, kind, start, interleave)
     elif kind == "Q5_0":
         matrix.fill_blocks(q5_0_as_q8_0(rows), "Q8_0", start, interleave)

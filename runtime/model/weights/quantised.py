@@ -31,7 +31,7 @@ class QuantisedCheckpoint:
     def __init__(self, stored: SafetensorsCheckpoint, how: Quantisation) -> None:
         self.path = stored.path
         self.config_name = stored.config_name
-        self.matrix_dtypes: Collection[str] = (*READABLE, "Q4_0", "Q8_0")
+        self.matrix_dtypes: Collection[str] = (*READABLE, "Q4_0", "Q4_Z", "Q8_0")
         self._stored = stored
         self._matrices = dict(_find_matrices(stored, how))
 
@@ -40,7 +40,7 @@ class QuantisedCheckpoint:
         return self._matrices[name].shape if name in self._matrices else self._stored.shape(name)
 
     def dtype(self, name: str) -> str:
-        """Return the type in which `chunks` has a tensor: that of its elements, Q4_0 or Q8_0. Raises MissingTensor."""
+        """Return the type in which `chunks` has a tensor: Q4_0, Q4_Z, Q8_0 or elements. Raises MissingTensor."""
         return self._matrices[name].kind if name in self._matrices else self._stored.dtype(name)
 
     def sizes(self) -> Iterator[tuple[str, int]]:
@@ -53,7 +53,7 @@ class QuantisedCheckpoint:
         yield from ((self._stored.dtype(name), self._stored.nbytes(name)) for name in rest)
 
     def quantised(self) -> dict[str, str]:
-        """Return the type of each matrix of integers: Q4_0 or Q8_0 if it has these blocks, else its format's name."""
+        """Return the type of each matrix of integers: Q4_0, Q4_Z or Q8_0 if it has such blocks, or its format."""
         return {
             name: matrix.label if matrix.kind == "F32" else matrix.kind
             for name, matrix in self._matrices.items()

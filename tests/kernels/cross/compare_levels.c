@@ -59,17 +59,21 @@ static void fill_dtype(void *out, int dtype, int64_t n) {
   }
 }
 
-// Random panels; the fp16 numbers of super-blocks are finite, and the scales of mxfp4 are 2^-7 to 1.
+// Random panels; the fp16 numbers of super-blocks are finite, the scales of mxfp4 are 2^-7 to 1, and zero points below 16.
 static void fill_panels(char *panels, int dtype, int64_t width, int count) {
   const int64_t panel = quire_panel_bytes(dtype, width), bytes = count * panel;
   fill_dtype(panels, dtype, bytes / quire_itemsize(dtype));
   for (int64_t at = 0; dtype == QUIRE_MXFP4 && at < bytes; at += panel)
     for (int64_t i = 0; i < width / 2; i++) panels[at + i] = (char)(120 + next_bits() % 8);
+  for (int64_t at = 0; dtype == QUIRE_Q4_Z && at < bytes; at += panel) {
+    for (int64_t i = 0; i < width / 2; i++) ((uint16_t *)(panels + at))[i] = next_scale();
+    for (int64_t i = width; i < width * 3 / 2; i++) panels[at + i] = (char)(next_bits() % 16);
+  }
   for (int64_t at = 0; dtype >= QUIRE_Q4_K && dtype <= QUIRE_Q6_K && at < bytes; at += quire_super_block_bytes(dtype))
     for (int i = 0; i < 32; i++) ((uint16_t *)(panels + at))[i] = next_scale();
 }
 
-static const char *const dtype_names[] = {"f32", "bf16", "q8", "q4", "q4_k", "q5_k", "q6_k", "mxfp4"};
+static const char *const dtype_names[] = {"f32", "bf16", "q8", "q4", "q4_k", "q5_k", "q6_k", "mxfp4", "q4_z"};
 
 static void verdict(const char *op, int dtype, const char *what, double error, double allowed) {
   if (error <= allowed) return;
@@ -449,6 +453,10 @@ static void compare_level(void) {
     compare_unpack(QUIRE_MXFP4, width);
   }
   for (int dtype = 0; dtype < 4; dtype++) compare_linear("clamped swiglu", dtype, 512, QUIRE_CLAMPED);
+  for (int64_t width = 32; width <= MAX_WIDTH; width *= 4) {
+    for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear("linear", QUIRE_Q4_Z, width, epilogue);
+    compare_unpack(QUIRE_Q4_Z, width);
+  }
 }
 
 // Fail where the digests of the last level are not those of the file, or print them if there is none.

@@ -11,6 +11,7 @@ import pytest
 from quire.runtime.cli.models import models
 from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, ModelError, UnsupportedModel, WrongTensor
 from quire.runtime.model import PackedModel, pack_model, read_spec
+from quire.runtime.model.weights import quantised
 from quire.runtime.model.weights.packing import ExpertWeights, LayerWeights, MlpWeights, plan_weights
 from safetensors.numpy import load_file
 
@@ -52,8 +53,8 @@ KEPT: dict[str, tuple[dict[str, Any], Make, str]] = {
     "gptq, one group": (GPTQ | {"group_size": -1}, gptq(group=-1), "q4"),
     "gptq, version 2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(version=2), "q4"),
     "gptq without g_idx": (GPTQ, gptq(g_idx=False), "q4"),
-    "gptq, zero points": (GPTQ | {"sym": False}, gptq(sym=False), "q8"),
-    "gptq, zero points, version 2": (GPTQ | {"format": "gptq_v2"}, gptq(sym=False, version=2), "q8"),
+    "gptq, zero points": (GPTQ | {"sym": False}, gptq(sym=False), "q4_z"),
+    "gptq, zero points, version 2": (GPTQ | {"format": "gptq_v2"}, gptq(sym=False, version=2), "q4_z"),
     "gptq, 8 bits": (GPTQ | {"bits": 8}, gptq(bits=8), "q8"),
     "gptq, 8 bits in some modules": (GPTQ | {"dynamic": {}}, gptq(bits=8), "q8"),
     "auto-round": (
@@ -64,13 +65,13 @@ KEPT: dict[str, tuple[dict[str, Any], Make, str]] = {
     "auto-round in awq's layout": (
         {**AWQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_awq"},
         awq(),
-        "q8",
+        "q4_z",
     ),
-    "awq": (AWQ, awq(), "q8"),
-    "awq, one group": (AWQ | {"group_size": -1}, awq(-1), "q8"),
+    "awq": (AWQ, awq(), "q4_z"),
+    "awq, one group": (AWQ | {"group_size": -1}, awq(-1), "q4_z"),
     "words": (COMPRESSED, words_of(), "q4"),
     "words, bf16-like scales of rows": (COMPRESSED, words_of(group=-1), "q4"),
-    "words, zero points": (COMPRESSED, words_of(sym=False), "q8"),
+    "words, zero points": (COMPRESSED, words_of(sym=False), "q4_z"),
     "words, 8 bits": (COMPRESSED, words_of(bits=8, group=-1), "q8"),
     "words, an order that is not used": (COMPRESSED, words_of(order="unused"), "q4"),
     "int8": (_int8(COMPRESSED), int8(), "q8"),
@@ -174,7 +175,7 @@ def test_q_k_and_v_of_different_types_keep_them(tmp_path: Path) -> None:
 
     expected = folder_of(tmp_path / "a", GPTQ, make)
     layer = pack_model(tmp_path / "a", "auto").weights.layers[0]
-    assert layer.qkv.ranges == ((HIDDEN, "q4"), (HIDDEN, "q8"))
+    assert layer.qkv.ranges == ((HIDDEN, "q4"), (HIDDEN, "q4_z"))
     for module in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
         np.testing.assert_array_equal(unpacked(layer)[module], expected[module])
 
@@ -196,17 +197,17 @@ def test_fused_tensors(tmp_path: Path, make: Make) -> None:
         np.testing.assert_array_equal(pairs[:, phase].reshape(-1, HIDDEN)[:100], part)
 
 
-def test_a_mixture_of_experts_with_a_quantised_router(tmp_path: Path) -> None:
+def test_a_mixture_of_experts_with_a_quantised_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router is widened, in two parts."""
+    monkeypatch.setattr(quantised, "ELEMENTS_AT_ONCE", 1)
     attention = {name: shape for name, shape in MATRICES.items() if name.startswith("self_attn")}
-    experts = {
-        f"block_sparse_moe.experts.{expert}.{name}": MATRICES[f"mlp.{like}_proj"]
-        for expert in range(2)
-        for name, like in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
-    }
-    modules = {**attention, "block_sparse_moe.gate": (8, HIDDEN), **experts}
-    changes: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
-    modules |= {
-        name.replace("experts.0", f"experts.{expert}"): shape for name, shape in experts.items() for expert in range(8)
+    shapes = {"w1": (32, HIDDEN), "w2": (HIDDEN, 32), "w3": (32, HIDDEN)}
+    names = [f"block_sparse_moe.experts.{expert}.{name}" for expert in range(40) for name in shapes]
+    modules = {**attention, "block_sparse_moe.gate": (40, HIDDEN), **{name: shapes[name[-2:]] for name in names}}
+    changes: dict[str, Any] = {
+        "architectures": ["MixtralForCausalLM"],
+        "intermediate_size": 32,
+        "num_local_experts": 40,
     }
     expected = folder_of(tmp_path / "a", GPTQ, gptq(), (), modules, **changes)
     mlp = pack_model(tmp_path / "a", "auto").weights.layers[0].mlp
