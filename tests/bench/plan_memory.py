@@ -82,14 +82,24 @@ def wide_checkpoint(family: str, folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     with (folder / "model.safetensors").open("wb") as file:
-        write_safetensors(file, list(expected_tensors(read_spec(folder))))
+        write_safetensors(file, [_as_stored(*tensor) for tensor in expected_tensors(read_spec(folder))])
     return folder
+
+
+def _as_stored(name: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return a tensor's name and shape in a folder: one tensor with all experts has no suffix and is transposed."""
+    stacked = re.fullmatch(r"(.*\.experts\.(?:gate_up|down)_proj)\.(weight|bias)", name)
+    if stacked is None:
+        return name, shape
+    return (f"{stacked[1]}_bias", shape) if stacked[2] == "bias" else (stacked[1], (shape[0], shape[2], shape[1]))
 
 
 def _models(given: list[str], folder: Path) -> Iterator[tuple[str, str]]:
     """Yield names and paths; a checkpoint that was written for this run is removed afterwards."""
     yield from ((Path(model).name, model) for model in given)
     for family in () if given else FAMILIES:
+        if "quantization_config" in (GOLDENS / family / "config.json").read_text():
+            continue  # the same family without it has a golden too
         path = wide_checkpoint(family, folder / family)
         yield family, str(path)
         (path / "model.safetensors").unlink()
