@@ -9,10 +9,11 @@ from typing import Any
 
 from ....pager import KVLayout
 from ....pager.layout import TILE
-from ...common.errors import ConfigError
+from ...common.errors import ConfigError, ModelError
 from ...common.options import parse_size
 from ...common.settings import Settings
 from ...engine import has_tokenizer
+from ...engine.text import Tokenizer
 from ...model import DecoderSpec, model_name, model_path, read_spec, weights_text
 from ...model.runner import Capacity, decide_capacity
 from ...server import SERVER_PROCESS_BYTES, MemoryLimits
@@ -58,13 +59,10 @@ class ServingPlan:
     settings: Settings
     spec: DecoderSpec
     capacity: Capacity
+    server_bytes: dict[str, int]  # of the API server process at start, by purpose
     alternatives: list[Alternative]  # the first is what `settings` asks for
     shapes: list[Shape]  # whose speed is predicted
     roofline: Roofline | None  # of the machine profile, if there is one
-
-    @cached_property
-    def server_bytes(self) -> dict[str, int]:
-        return server_start_bytes(self.settings, self.spec)
 
     @cached_property
     def clients(self) -> MemoryLimits:
@@ -173,18 +171,20 @@ def plan_serving(settings: Settings, target: PlanTarget) -> ServingPlan:
         config, roofline = read_profile(target.profile).configure(settings.engine)
         settings = Settings(engine=config, server=settings.server)
     spec = read_spec(model_path(settings.engine.model))
-    capacity = _capacity(settings, spec, target.memory)
+    server_bytes = server_start_bytes(settings, spec)
+    capacity = _capacity(settings, spec, target.memory, sum(server_bytes.values()))
     return ServingPlan(
         settings=settings,
         spec=spec,
         capacity=capacity,
+        server_bytes=server_bytes,
         alternatives=alternatives(settings.engine, spec, capacity),
         shapes=shapes,
         roofline=roofline,
     )
 
 
-def _capacity(settings: Settings, spec: DecoderSpec, memory: str | None) -> Capacity:
+def _capacity(settings: Settings, spec: DecoderSpec, memory: str | None, server_bytes: int) -> Capacity:
     if memory is None:
         return decide_capacity(settings.engine, spec)
     if settings.engine.kv_cache_memory is not None:
@@ -192,8 +192,8 @@ def _capacity(settings: Settings, spec: DecoderSpec, memory: str | None) -> Capa
     size = parse_size(memory)
     if size is None:
         raise ConfigError(f"memory must be a size in bytes, such as 17179869184 or 16GiB, not {memory!r}")
-    server_bytes = sum(server_start_bytes(settings, spec).values()) + MemoryLimits(settings.server).total_bytes
-    return fit_capacity(settings.engine, spec, size, server_bytes)
+    others = server_bytes + MemoryLimits(settings.server).total_bytes
+    return fit_capacity(settings.engine, spec, size, others)
 
 
 def server_start_bytes(settings: Settings, spec: DecoderSpec) -> dict[str, int]:
@@ -201,12 +201,20 @@ def server_start_bytes(settings: Settings, spec: DecoderSpec) -> dict[str, int]:
 
     The last one is for an engine process, which has a tokenizer of its own beside the tables of its vocabulary.
     """
-    tokens = spec.vocab_size if has_tokenizer(model_path(settings.engine.model)) else 0
+    tokens = _num_tokens(model_path(settings.engine.model), spec)
     return {
         "Python libraries": SERVER_PROCESS_BYTES,
         "tokenizer": tokens * TOKEN_BYTES,
         "structured output": tokens * (TOKEN_BYTES + GRAMMAR_TOKEN_BYTES),
     }
+
+
+def _num_tokens(path: Path, spec: DecoderSpec) -> int:
+    """Return the tokens of the model's tokenizer, of which there may be fewer than rows in the embedding."""
+    try:
+        return Tokenizer(path).vocab_size if has_tokenizer(path) else 0
+    except ModelError:  # serving refuses the tokenizer; its size is not known
+        return spec.vocab_size
 
 
 def _layers_by_window(layout: KVLayout) -> list[WindowLayers]:

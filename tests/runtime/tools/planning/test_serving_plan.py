@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from quire.runtime.cli.main import run
 from quire.runtime.common.config import EngineConfig, ServerConfig
 from quire.runtime.common.errors import ConfigError
 from quire.runtime.common.settings import Settings
-from quire.runtime.model import read_spec
+from quire.runtime.model import BUNDLED_MODEL, read_spec
 from quire.runtime.model.runner import decide_capacity
 from quire.runtime.tools.bench import MachineProfile, write_profile
 from quire.runtime.tools.bench.profile import FORMAT, VERSION, MeasuredRoofline
 from quire.runtime.tools.planning import PlanTarget, ServingPlan, plan_serving
 from quire.runtime.tools.planning.alternatives import sequence_lengths
+from quire.runtime.tools.planning.serving_plan import TOKEN_BYTES
 
 SHAPE = Path(__file__).parents[3] / "data" / "qwen3-0.6b"
 GOLDENS = Path(__file__).parents[3] / "goldens"
@@ -179,6 +181,17 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list
     printed = capsys.readouterr()
     assert (printed.out, printed.err.count("\n")) == ("", 1)
     assert printed.err.startswith(f"quire: {message}")
+
+
+def test_a_tokenizer_is_planned_with_the_tokens_that_it_has(tmp_path: Path) -> None:
+    assert planned(model=BUNDLED_MODEL).server_bytes["tokenizer"] == 4096 * TOKEN_BYTES
+    config = json.loads((BUNDLED_MODEL / "config.json").read_text()) | {"vocab_size": 5000}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert planned(model=tmp_path).server_bytes["tokenizer"] == 0
+    shutil.copy(BUNDLED_MODEL / "tokenizer.json", tmp_path)
+    assert planned(model=tmp_path).server_bytes["tokenizer"] == 4096 * TOKEN_BYTES
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert planned(model=tmp_path).server_bytes["tokenizer"] == 5000 * TOKEN_BYTES
 
 
 def test_parts_of_the_picture_add_up() -> None:
