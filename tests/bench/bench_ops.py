@@ -16,6 +16,8 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.tools.bench import measure_overhead
 from quire.runtime.tools.bench.thread_sweep import least_op_seconds
 
+from .conftest import MIXTURE
+
 VOCAB = 151936
 
 
@@ -26,6 +28,16 @@ def test_linear_layers(measure, one_op, weights, rows):
     matrices = [op.weight for op in bench.ops]
     multiplied = sum(matrix.out_features * matrix.in_features for matrix in matrices)
     measure(bench, sum(matrix.nbytes for matrix in matrices), 2 * rows * multiplied)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("weights", ["q8", "q4", "bf16"])
+def test_experts(measure, one_op, weights, rows):
+    bench = one_op("ExpertLinear", rows=rows, weights=weights, spec=MIXTURE)
+    chosen = min(rows * MIXTURE.experts.top_k, MIXTURE.experts.num_experts)
+    matrices = [op.weights[0] for op in bench.ops]
+    multiplied = sum(matrix.out_features * matrix.in_features for matrix in matrices)
+    measure(bench, chosen * sum(matrix.nbytes for matrix in matrices), 2 * rows * MIXTURE.experts.top_k * multiplied)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from quire.runtime.model.decoder import emit_decoder
 from quire.runtime.model.packed_model import kv_layout
 from quire.runtime.model.program import ProgramBuilder
 from quire.runtime.model.rope import rotary_tables
-from quire.runtime.model.spec import DecoderSpec, Rope
+from quire.runtime.model.spec import DecoderSpec, Experts, Rope
 from quire.runtime.model.weights.packing import build_weights
 
 LAYERS = 8  # enough that the weights do not fit into a cache, in any dtype
@@ -37,10 +38,21 @@ QWEN3 = DecoderSpec(
 )
 
 
-class Zeros:
-    """Implements `packing.Source`."""
+MIXTURE = replace(
+    QWEN3,
+    num_layers=1,  # of 176 MB in q8
+    ropes=QWEN3.ropes[:1],
+    windows=QWEN3.windows[:1],
+    experts=Experts(num_experts=32, top_k=4, intermediate_size=1792, normalised=True, layers=(True,)),
+)
 
-    def matrix(self, out_features: int, in_features: int, dtype: str, parts: object) -> PackedMatrix:
+
+class Zeros:
+    """Implements `packing.WeightFactory`."""
+
+    def matrix(
+        self, out_features: int, in_features: int, dtype: str, parts: object, factors: object = None
+    ) -> PackedMatrix:
         memory = map_memory(packed_nbytes(out_features, in_features, dtype))
         return PackedMatrix(out_features, in_features, dtype, memory)
 
@@ -52,8 +64,9 @@ class Zeros:
 class OneOp:
     """The ops of one kind of a decoder, bound to memory, for `users` with `rows` rows each after `context` tokens.
 
-    `kind` is the op's class; `head` selects the lm_head instead of the layers' linears. `run` executes one step of
-    them. Memory that an op reads and no other op has written is zero.
+    `kind` is the op's class; `head` selects the lm_head instead of the layers' linears, `spec` a mixture of experts, of
+    which all get as many rows. `run` executes one step of them. Memory that an op reads and no other op has written is
+    zero.
     """
 
     kind: str
@@ -63,16 +76,18 @@ class OneOp:
     weights: str = "q8"
     kv: str = "bf16"
     head: bool = False
+    spec: DecoderSpec = QWEN3
     ops: list = field(init=False)
 
     def __post_init__(self) -> None:
         self.pool = Pool(available_cpus().threads)
-        self.layout = kv_layout(QWEN3, self.kv, 32)
+        spec = self.spec
+        self.layout = kv_layout(spec, self.kv, 32)
         end = self.context + self.rows
         pages = self.layout.pages_for(end)
         builder = ProgramBuilder(self.users * self.rows, self.users)
-        rotary = rotary_tables(QWEN3.ropes, QWEN3.head_dim, end)
-        plan = builder.build(emit_decoder(builder, QWEN3, build_weights(QWEN3, self.weights, Zeros()), rotary))
+        rotary = rotary_tables(spec.ropes, spec.head_dim, end)
+        plan = builder.build(emit_decoder(builder, spec, build_weights(spec, self.weights, Zeros()), rotary))
         self.ops = [op for op in plan.ops if type(op).__name__ == self.kind]
         if self.kind == "Linear":
             self.ops = [op for op in self.ops if (op.maxima is not None) == self.head]
@@ -87,10 +102,12 @@ class OneOp:
             max_rows=self.users * self.rows,
             max_samples=self.users,
             max_sequences=self.users,
-            vocab_size=QWEN3.vocab_size,
+            vocab_size=spec.vocab_size,
         )
         # Pages never written share one physical page of zeros, which is read at another speed than separate pages.
         self.program.view(Region(0, plan.arena_bytes // 128, 32, "f32")).fill(0)
+        if self.kind == "ExpertLinear":
+            self._route()
         self.step = (
             np.arange(self.users * self.rows) % 8000,
             np.arange(self.users + 1) * self.rows,
@@ -100,6 +117,15 @@ class OneOp:
             np.arange(self.users),
         )
         self.step = tuple(array.astype(np.int32) for array in self.step)
+
+    def _route(self) -> None:
+        """Divide the places of all rows evenly among the experts, instead of a router."""
+        routing = self.ops[0].routing
+        bounds = np.linspace(0, self.users * self.rows * routing.top_k, routing.num_experts + 1).astype(int)
+        groups = [(expert, *ends) for expert, ends in enumerate(pairwise(bounds)) if ends[0] < ends[1]]
+        table = self.program.view(routing.groups)
+        table[0, 0] = len(groups)
+        table[1 : 1 + len(groups), :3] = groups
 
     def run(self) -> None:
         self.program.run(*self.step)
