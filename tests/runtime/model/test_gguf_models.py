@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, ModelNotFound, UnsupportedModel, WrongTensor
 from quire.runtime.model import BUNDLED_MODEL, PackedModel, fingerprint, model_name, model_path, pack_model, read_spec
+from quire.runtime.model.families.registry import FAMILIES as REGISTERED
 from quire.runtime.model.gguf_config import NAMES
 from quire.runtime.model.rope import inverse_frequencies, rotary_dim
 from quire.runtime.model.spec import FrequencyDivisors
 from quire.runtime.model.weights.packing import ExpertWeights, MlpWeights, plan_weights
 
-from tests.gguf_files import Tensor, convert, describe, encode, stored_tensors, write
+from tests.gguf_files import ARCHITECTURES, Tensor, convert, describe, encode, stored_tensors, write
 from tests.kernels.ggml import random_blocks
 
 FULL: dict[str, Any] = {"sliding_window": None, "use_sliding_window": False}
@@ -67,6 +68,12 @@ def inner_matrices(model: PackedModel) -> list[Any]:
 def matrices(model: PackedModel) -> list[Any]:
     weights = model.weights
     return [matrix.unpack() for matrix in (weights.embedding, *inner_matrices(model), weights.lm_head)]
+
+
+def test_no_family_with_gguf_files_is_left_out() -> None:
+    """gpt-oss has a file of tests of its own."""
+    architectures = {family.gguf.architecture for family in REGISTERED if family.gguf is not None}
+    assert architectures == {"gpt-oss", *(ARCHITECTURES.get(family, family) for family in FAMILIES)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
