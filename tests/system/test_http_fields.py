@@ -73,6 +73,29 @@ async def test_logprobs_name_tokens_by_id(real: Any) -> None:
     assert entries[0]["top_logprobs"][0]["token"] == entries[0]["token"]
 
 
+@pytest.mark.parametrize("prompt", [PROMPT + " a queue.", "日本語 é", [60, 200, 300], [9]])
+async def test_prompt_logprobs_are_those_of_an_echo(real: Any, prompt: Any) -> None:
+    body = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "return_token_ids": True, "logprobs": 1}
+    plain = (await ask(real, COMPLETIONS, body)).json
+    echo = (await ask(real, COMPLETIONS, {**body, "return_token_ids": False, "echo": True, "logprobs": 3})).json
+    found = (await ask(real, COMPLETIONS, {**body, "prompt_logprobs": 3})).json
+    choice = found["choices"][0]
+    first, *entries = choice.pop("prompt_logprobs")
+    assert first is None
+    assert choice == plain["choices"][0]
+    assert found["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] == len(entries) + 1
+    expected = echo["choices"][0]["logprobs"]["token_logprobs"][1 : len(entries) + 1]
+    assert [next(iter(each.values()))["logprob"] for each in entries] == expected
+    for each in entries:
+        ranks = sorted(token["rank"] for token in each.values() if token["rank"] is not None)
+        assert ranks == [1, 2, 3]
+    bare = {name: value for name, value in body.items() if name != "logprobs"}
+    choices = (await ask(real, COMPLETIONS, {**bare, "prompt": [[5, 6], [7, 8, 9]], "prompt_logprobs": 0, "n": 2})).json
+    assert [len(each["prompt_logprobs"]) for each in choices["choices"]] == [2, 2, 3, 3]
+    assert {each["logprobs"] for each in choices["choices"]} == {None}
+    assert [len(each["token_ids"]) for each in choices["choices"]] == [4] * 4
+
+
 async def test_a_salt_isolates_cached_pages(real: Any) -> None:
     async def num_cached(**fields: Any) -> int:
         reply = await ask(real, COMPLETIONS, {"prompt": PROMPT * 20, "max_tokens": 1, **fields})

@@ -344,6 +344,7 @@ async def test_a_key_belongs_to_one_request(system: Any) -> None:
     [
         ({"prompt": ["a", "b"]}, {}, "prompt"),
         ({"prompt": "a", "echo": True}, {}, "echo"),
+        ({"prompt": "a", "prompt_logprobs": 1}, {}, "prompt_logprobs"),
         ({"prompt": "a"}, {"idempotency_key": "k" * 256}, "idempotency-key"),
         ({"prompt": "a"}, {"idempotency_key": ""}, "idempotency-key"),
         ({"prompt": "a", "stream": True}, {"last_event_id": "x"}, "last-event-id"),

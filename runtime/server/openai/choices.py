@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ...common.types import OutputChunk, TokenLogprobs
 from ...engine.text import Delta, OutputParser
 from .logprobs import ChatLogprobs, Columns, CompletionLogprobs
+from .prompt_logprobs import PromptPart
 
 
 class ToolCall:
@@ -27,6 +28,7 @@ class Choice:
     def __init__(self, logprobs: ChatLogprobs | CompletionLogprobs | None) -> None:
         self.logprobs = logprobs
         self.parser: OutputParser | None = None
+        self.prompt: PromptPart | None = None  # with which the chunks begin
         self.texts: list[str] = []  # of the answer
         self.reasoning: list[str] = []
         self.calls: list[ToolCall] = []
@@ -58,6 +60,11 @@ class Choice:
 
     def add(self, chunk: OutputChunk) -> int:
         """Keep the chunk for the whole answer, and return about how many bytes it takes there."""
+        num_prompt_bytes = 0
+        if self.prompt is not None:
+            num_prompt_bytes = -self.prompt.num_bytes
+            chunk = self.prompt.split(chunk)
+            num_prompt_bytes += self.prompt.num_bytes
         deltas, piece = self.read(chunk)
         call = len(self.calls) - sum(delta.kind == "call" for delta in deltas) - 1
         for kind, text in deltas:
@@ -70,7 +77,8 @@ class Choice:
         if piece is not None:
             self.columns.append(piece)
         self.token_ids.extend(chunk.token_ids)
-        return len(chunk.text) + len(chunk.token_ids) * self.token_ids.itemsize + sum(map(len, piece or ()))
+        num_bytes = len(chunk.text) + len(chunk.token_ids) * self.token_ids.itemsize + sum(map(len, piece or ()))
+        return num_bytes + num_prompt_bytes
 
     def _shown_logprobs(
         self, chunk: OutputChunk, deltas: Sequence[Delta], *, is_answer: bool

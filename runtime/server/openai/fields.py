@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 MAX_PROMPTS = 256  # of one completion request
 MAX_VALUES = 1 << 16  # in all messages together
+MAX_PROMPT_LOGPROBS = 20
 COMPLETION_MAX_TOKENS = 16
 SEEDS = 1 << 64  # a negative seed counts from the end
 
@@ -53,7 +54,7 @@ COMMON = (
 )
 CHAT = COMMON | TOKEN_IDS | TOOLS | {"messages", "max_completion_tokens", "top_logprobs", "store", "service_tier"}
 CHAT |= {"return_timings"}
-COMPLETION = COMMON | TOKEN_IDS | {"prompt", "best_of", "echo", "return_timings"}
+COMPLETION = COMMON | TOKEN_IDS | {"prompt", "best_of", "echo", "return_timings", "prompt_logprobs"}
 TOKENIZE = frozenset({"model", "prompt", "messages", "add_special_tokens", "return_token_strs"})
 
 # Fields that are known and not supported, with the values that ask for nothing.
@@ -107,6 +108,8 @@ class Call:
     stream: bool
     include_usage: bool = False
     echo: bool = False
+    prompt_logprobs: int | None = None  # alternatives of each prompt token to show
+    num_logprobs: int | None = None  # of each output token, if the prompt's are shown
     is_call_named: bool = False  # it asks for a call of one certain tool
     repeated: Mapping[str, Any] = field(default_factory=dict)  # fields that the answer repeats
     store: bool = False
@@ -216,6 +219,9 @@ def completion_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
         sampling["best_of"] = fields.take("best_of", int, 1)
     sampling["max_tokens"] = fields.take("max_tokens", int, COMPLETION_MAX_TOKENS)
     echo = fields.take("echo", bool, False)
+    num_logprobs, prompt_logprobs = sampling.get("logprobs"), _prompt_logprobs(fields)
+    if prompt_logprobs is not None:
+        sampling["logprobs"] = max(prompt_logprobs, num_logprobs or 0)
     stream, include_usage = _streaming(fields)
     params, request = SamplingParams(**sampling), request_fields(fields)
     if stream and params.best_of not in (None, params.n):
@@ -223,12 +229,28 @@ def completion_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     if params.best_of == params.n:
         params = SamplingParams(**{**sampling, "best_of": None})
     # The engine echoes what it must compute logprobs of, or has nothing else to do.
-    request["echo"] = echo and (params.logprobs is not None or not params.max_tokens)
+    request["echo"] = prompt_logprobs is not None or (echo and (params.logprobs is not None or not params.max_tokens))
     requests = [
         GenerateRequest(prompt=prompt, sampling_params=params, tenant=tenant, **request)
         for prompt in _prompts(values["prompt"])
     ]
-    return Call(tuple(requests), stream, include_usage, echo, **answer_fields(fields, info))
+    return Call(
+        tuple(requests), stream, include_usage, echo, prompt_logprobs, num_logprobs, **answer_fields(fields, info)
+    )
+
+
+def _prompt_logprobs(fields: Fields) -> int | None:
+    """Return how many alternatives of each prompt token to show, None for no logprobs of them. Raises BadRequest."""
+    if "prompt_logprobs" not in fields.values:
+        return None
+    num_shown = fields.take("prompt_logprobs", int, 0)
+    if not 0 <= num_shown <= MAX_PROMPT_LOGPROBS:
+        text = f"prompt_logprobs must be between 0 and {MAX_PROMPT_LOGPROBS}, not {num_shown}"
+        raise BadRequest(text, "prompt_logprobs")
+    for name in ("stream", "echo", "best_of"):
+        if fields.values.get(name):
+            raise BadRequest(f"prompt_logprobs cannot be used with {name}", "prompt_logprobs")
+    return num_shown
 
 
 def checked_messages(value: object, field: str = "messages") -> tuple[dict[str, Any], ...]:

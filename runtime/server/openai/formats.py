@@ -62,7 +62,11 @@ class Format:
     def whole(self, usage: Usage) -> bytes:
         """Return the whole answer, from the chunks that its choices were given."""
         choices = b",".join(
-            self._whole_choice(index, choice) + self._token_ids(choice.token_ids) + self._stop_reason(choice) + b"}"
+            self._whole_choice(index, choice)
+            + (b"" if choice.prompt is None else b',"prompt_logprobs":' + choice.prompt.json())
+            + self._token_ids(choice.token_ids)
+            + self._stop_reason(choice)
+            + b"}"
             for index, choice in enumerate(self.choices)
         )
         return self._head + choices + b'],"usage":' + self._usage_json(usage) + b"}"

@@ -19,12 +19,15 @@ from .errors import HTTPAnswer
 from .exchange import Exchange
 from .fields import Call
 from .formats import Format, total_usage
+from .prompt_logprobs import PromptPart
 
 Echo = tuple[str, int | None]  # a text, and the id of the token that it is, if its logprobs are shown
 
 
 class CallOutput(Protocol):
     """How a call's output is answered."""
+
+    form: Format
 
     def begin(self, echoes: Sequence[Echo], new_parser: NewParser | None) -> None:
         """Every request of the call is accepted; each choice begins with its echo, if there are some.
@@ -47,7 +50,7 @@ class HeldOutput:
 
     def __init__(self, exchange: Exchange, form: Format) -> None:
         self._exchange = exchange
-        self._format = form
+        self.form = form
         self._held_bytes = 0
         self._is_closed = False
 
@@ -83,20 +86,20 @@ class StreamedOutput(HeldOutput):
 
     def begin(self, echoes: Sequence[Echo], new_parser: NewParser | None) -> None:
         """Send the head of the stream and the first events."""
-        self._format.read_with(new_parser)
+        self.form.read_with(new_parser)
         self._exchange.begin_events()
-        echoed = [self._format.echo_event(index, *echo) for index, echo in enumerate(echoes)]
-        self._exchange.send_events(b"".join((self._format.opening(), *echoed)))
+        echoed = [self.form.echo_event(index, *echo) for index, echo in enumerate(echoes)]
+        self._exchange.send_events(b"".join((self.form.opening(), *echoed)))
 
     def take(self, index: int, chunk: OutputChunk) -> None:
         """Send the chunk."""
-        self._exchange.send_events(self._format.events(index, chunk))
-        if self._format.held_bytes != self._held_bytes:
-            self._hold(self._format.held_bytes - self._held_bytes)
+        self._exchange.send_events(self.form.events(index, chunk))
+        if self.form.held_bytes != self._held_bytes:
+            self._hold(self.form.held_bytes - self._held_bytes)
 
     def end(self, usage: Usage) -> None:
         """Send the last events."""
-        self._exchange.send_events(self._format.ending(usage))
+        self._exchange.send_events(self.form.ending(usage))
         self._exchange.end_events()
 
 
@@ -105,19 +108,19 @@ class WholeOutput(HeldOutput):
 
     def begin(self, echoes: Sequence[Echo], new_parser: NewParser | None) -> None:
         """Send nothing yet."""
-        self._format.read_with(new_parser)
-        for choice, echo in zip(self._format.choices, echoes, strict=False):
+        self.form.read_with(new_parser)
+        for choice, echo in zip(self.form.choices, echoes, strict=False):
             choice.echo(*echo)
 
     def take(self, index: int, chunk: OutputChunk) -> None:
         """Hold the chunk."""
         if not self._is_closed:
-            self._hold(self._format.choices[index].add(chunk))
+            self._hold(self.form.choices[index].add(chunk))
 
     def end(self, usage: Usage) -> None:
         """Send the answer."""
         self.close()
-        self._exchange.respond(HTTPAnswer(200, self._format.whole(usage)))
+        self._exchange.respond(HTTPAnswer(200, self.form.whole(usage)))
 
 
 class Prompt:
@@ -145,6 +148,8 @@ class CallRunner:
         self._exchange = exchange
         self._requests = list(call.requests)  # until they are accepted: they hold the prompts
         self._echo = call.echo
+        self._prompt_logprobs = call.prompt_logprobs
+        self._num_logprobs = call.num_logprobs
         self._n = call.params.n
         self._engine = engine
         self._prompts: list[Prompt] = []
@@ -177,6 +182,8 @@ class CallRunner:
                 else:
                     streams.append(each)
             if self._failure is None:
+                if self._prompt_logprobs is not None:
+                    self._show_prompts(output.form, streams, self._prompt_logprobs)
                 output.begin(await self._echoes(streams) if self._echo else [], streams[0].new_parser)
                 self._requests.clear()
                 for prompt, stream in zip(self._prompts, streams, strict=True):
@@ -193,6 +200,14 @@ class CallRunner:
             self._exchange.lives.clear()
             for prompt in self._prompts:
                 prompt.end()
+
+    def _show_prompts(self, form: Format, streams: Sequence[Generation], num_shown: int) -> None:
+        """Have each choice take the logprobs of its prompt from what the engine echoes."""
+        for prompt, stream in zip(self._prompts, streams, strict=True):
+            for choice in form.choices[prompt.first_choice : prompt.first_choice + self._n]:
+                choice.prompt = PromptPart(stream.prompt_token_ids, self._engine.token, num_shown, self._num_logprobs)
+                if self._num_logprobs is None:
+                    choice.logprobs = None
 
     async def _echoes(self, streams: Sequence[Generation]) -> list[Echo]:
         """Return what each choice begins with: the prompt, or its first token where the engine echoes the others."""

@@ -195,8 +195,9 @@ class KeptRequests:
         assert tenant is not None, "authenticated"
         if len(call.requests) > 1:
             raise BadRequest(f"{KEY_HEADER} needs a request with one prompt", "prompt")
-        if call.echo:
-            raise BadRequest(f"echo cannot be used with {KEY_HEADER}", "echo")
+        for name, is_given in (("echo", call.echo), ("prompt_logprobs", call.prompt_logprobs is not None)):
+            if is_given:
+                raise BadRequest(f"{name} cannot be used with {KEY_HEADER}", name)
         first = _first_event(exchange.headers, {})
         is_resumable = not call.store
         buffer = self._replays.open(

@@ -1,0 +1,70 @@
+"""`prompt_logprobs`: the engine echoes the prompt as the first part of an output, and here the two are taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from encodings.utf_8 import IncrementalDecoder
+from typing import Any
+
+import msgspec
+
+from ...common.types import OutputChunk, TokenLogprobs
+from .logprobs import LEAST, Vocabulary
+
+_encode = msgspec.json.encode
+
+
+class PromptPart:
+    """The prompt at the start of one output: its logprobs in vLLM's form, and what follows it."""
+
+    def __init__(
+        self, token_ids: Sequence[int], vocabulary: Vocabulary, num_shown: int, num_logprobs: int | None
+    ) -> None:
+        """Show `num_shown` alternatives of each prompt token, `num_logprobs` of each output token (None: nothing)."""
+        self.num_logprobs = num_logprobs
+        self._vocabulary = vocabulary
+        self._num_shown = num_shown
+        self._entries = [b"null"]  # the first token has no probability
+        echoed = [vocabulary(token_id) for token_id in token_ids[1:]]
+        self._tokens_left = len(echoed)
+        # A character that the prompt begins and the output completes belongs to the output.
+        text = IncrementalDecoder("replace").decode(b"".join(token.data for token in echoed if not token.is_special))
+        self._characters_left = len(text)
+
+    def split(self, chunk: OutputChunk) -> OutputChunk:
+        """Note the prompt's part of the chunk, and return the output's."""
+        num_tokens = min(self._tokens_left, len(chunk.token_ids))
+        num_characters = min(self._characters_left, len(chunk.text))
+        self._tokens_left -= num_tokens
+        self._characters_left -= num_characters
+        logprobs = chunk.logprobs or ()
+        self._entries += [_encode(self._entry(each)) for each in logprobs[:num_tokens]]
+        shown = None
+        if self.num_logprobs is not None:
+            shown = tuple(
+                msgspec.structs.replace(each, top=each.top[: self.num_logprobs]) for each in logprobs[num_tokens:]
+            )
+        return msgspec.structs.replace(
+            chunk, token_ids=chunk.token_ids[num_tokens:], text=chunk.text[num_characters:], logprobs=shown
+        )
+
+    def json(self) -> bytes:
+        """Return the value of the field."""
+        return b"[%b]" % b",".join(self._entries)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self._entries))
+
+    def _entry(self, of: TokenLogprobs) -> dict[str, Any]:
+        """Return the token and the alternatives by id; the rank of a token that is not among them is unknown."""
+        ranked = {token_id: rank for rank, (token_id, _) in enumerate(of.top, 1)}
+        shown = {of.token_id: of.logprob} | dict(of.top[: self._num_shown])
+        return {
+            str(token_id): {
+                "logprob": max(logprob, LEAST),
+                "rank": ranked.get(token_id),
+                "decoded_token": self._vocabulary(token_id).data.decode(errors="replace"),
+            }
+            for token_id, logprob in shown.items()
+        }
