@@ -7,11 +7,14 @@ import re
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from quire.runtime.server.openai.api import PAGE
+
+from tests.scripted_model import write_scripted_model
 
 from .chromium import ALT, Browser, Tab
 from .http_client import HTTPClient, Reply
@@ -272,6 +275,20 @@ async def test_markup_of_users_and_models_is_text(system: Any, open_tab: OpenTab
     assert await tab.evaluate("document.querySelectorAll('img, article script').length") == 0
     assert HOSTILE in await tab.text(".answer")
     assert await tab.text("#list .title") == HOSTILE
+
+
+@needs_chromium
+async def test_reasoning_is_set_apart(serving: Callable[..., Any], open_tab: OpenTab, tmp_path: Path) -> None:
+    template = "{# <think></think> #}{% for message in messages %}{{ message.content }}{% endfor %}"
+    scripts = {"<|0|>": "<think>\nHm.\n</think>\n\nHello."}
+    model = write_scripted_model(tmp_path / "model", scripts, template=template, added=["<think>"])
+    async with serving(model=str(model)) as real:
+        tab = await open_tab(real.server.api_address)
+        await set_field(tab, "temperature", "0")
+        await ask(tab, "Hi <|0|>")
+        await tab.until(IS_DONE)
+        assert await tab.evaluate("document.querySelector('.reasoning').lastChild.textContent.trim()") == "Hm."
+        assert await tab.text(".answer") == "Hello."
 
 
 @needs_chromium

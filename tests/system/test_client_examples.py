@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = ROOT / "deploy" / "clients"
 PACKAGES = ROOT / "build" / "clients"  # a folder of Python packages
 NODE_PACKAGES = CLIENTS / "ai-sdk" / "node_modules"
-SCHEMA_LINE = r"schema: .*name\W+[^\n]{1,30}size\W+(small|large)"
+OUTPUT = r"^chat: .*^stream: .*^schema: .*name\W+[^\n]{1,30}size\W+(small|large).*^tool: .*(Paris|Rome)"
 TIMEOUT_S = 240
 
 
 async def run(serving: Callable[..., Any], command: str, script: Path, environment: Mapping[str, str]) -> str:
     """Run an example against a server with the bundled model, and return its output."""
-    async with serving() as real:
+    async with serving(tool_call_parser="hermes") as real:
         url = f"http://{real.server.api_address}/v1"
         process = await asyncio.create_subprocess_exec(
             *(command, str(script), url),
@@ -48,14 +48,14 @@ async def test_a_python_client(serving: Callable[..., Any], name: str, package: 
         pytest.skip(f"{package} is not installed; `make clients` installs it")
     offline = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}
     output = await run(serving, str(python), CLIENTS / name / "chat.py", offline)
-    assert re.search(rf"^chat: .*^stream: .*^{SCHEMA_LINE}", output, re.M | re.S), output
+    assert re.search(OUTPUT, output, re.M | re.S), output
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 @pytest.mark.skipif(not NODE_PACKAGES.is_dir(), reason="the AI SDK is not installed; `make clients` installs it")
 async def test_the_ai_sdk(serving: Callable[..., Any]) -> None:
     output = await run(serving, "node", CLIENTS / "ai-sdk" / "chat.mjs", {})
-    assert re.search(rf"^chat: .*^stream: .*^{SCHEMA_LINE}", output, re.M | re.S), output
+    assert re.search(OUTPUT, output, re.M | re.S), output
 
 
 @pytest.mark.parametrize("name", ["langchain/chat.py", "litellm/chat.py", "ai-sdk/chat.mjs"])

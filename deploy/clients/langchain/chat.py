@@ -1,4 +1,4 @@
-"""LangChain with a Quire server: a chat, a stream, and an answer that matches a schema.
+"""LangChain with a Quire server: a chat, a stream, an answer that matches a schema, and a tool call.
 
 usage: chat.py [URL]    pip install -r requirements.txt; quire serve --served-model-name quire
 """
@@ -6,6 +6,7 @@ usage: chat.py [URL]    pip install -r requirements.txt; quire serve --served-mo
 import sys
 from typing import Literal
 
+from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
@@ -19,8 +20,14 @@ class Module(BaseModel):
     size: Literal["small", "large"]
 
 
+@tool
+def weather(city: Literal["Paris", "Rome"]) -> str:
+    """Return the weather of a city."""
+    return f"It rains in {city}."
+
+
 # `model` is the served model's name; `api_key` the server's key, if it has keys.
-model = ChatOpenAI(base_url=URL, api_key="none", model="quire", max_tokens=60, temperature=0)
+model = ChatOpenAI(base_url=URL, api_key="none", model="quire", max_tokens=120, temperature=0)
 answer = model.invoke("What is a queue?")
 print("chat:", answer.content, answer.usage_metadata)
 
@@ -30,3 +37,6 @@ for chunk in model.stream("What is a stack?", stream_usage=True):
 print()
 
 print("schema:", model.with_structured_output(Module, method="json_schema").invoke("Name a module."))
+
+asked = model.bind_tools([weather], tool_choice="required", parallel_tool_calls=False).invoke("How is the weather?")
+print("tool:", [weather.invoke(call["args"]) for call in asked.tool_calls])

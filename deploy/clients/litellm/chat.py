@@ -1,4 +1,4 @@
-"""LiteLLM with a Quire server: a chat, a stream, and an answer that matches a schema.
+"""LiteLLM with a Quire server: a chat, a stream, an answer that matches a schema, and a tool call.
 
 usage: chat.py [URL]    pip install -r requirements.txt; quire serve --served-model-name quire
 """
@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
 # After `openai/` comes the served model's name; `api_key` is the server's key, if it has keys.
-QUIRE = {"model": "openai/quire", "api_base": URL, "api_key": "none", "max_tokens": 60, "temperature": 0}
+QUIRE = {"model": "openai/quire", "api_base": URL, "api_key": "none", "max_tokens": 120, "temperature": 0}
 
 
 class Module(BaseModel):
@@ -19,6 +19,10 @@ class Module(BaseModel):
 
     name: str = Field(max_length=20)
     size: Literal["small", "large"]
+
+
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": CITY}}
 
 
 answer = completion(messages=[{"role": "user", "content": "What is a queue?"}], **QUIRE)
@@ -31,3 +35,7 @@ print()
 
 answer = completion(messages=[{"role": "user", "content": "Name a module."}], response_format=Module, **QUIRE)
 print("schema:", Module.model_validate_json(answer.choices[0].message.content))
+
+question = [{"role": "user", "content": "How is the weather?"}]
+answer = completion(messages=question, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, **QUIRE)
+print("tool:", [call.function.arguments for call in answer.choices[0].message.tool_calls])
