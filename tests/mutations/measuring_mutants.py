@@ -1,4 +1,4 @@
-"""Bugs in what measures: `runtime/tools/loadtest/` and `runtime/server/monitoring/`."""
+"""Bugs in what measures and plans: `runtime/tools/` and `runtime/server/monitoring/`."""
 
 from mutant import Mutant
 
@@ -11,6 +11,9 @@ OPENAI, TIMELINE = "runtime/tools/loadtest/openai_backend.py", "runtime/tools/lo
 COLLECTOR, METRICS, HISTORY, READINESS, INSTRUMENTS = (
     f"runtime/server/monitoring/{name}.py" for name in ("collector", "metrics", "history", "readiness", "instruments")
 )
+ALTERNATIVES, SERVING_PLAN = (f"runtime/tools/planning/{name}.py" for name in ("alternatives", "serving_plan"))
+PROFILE, PREDICTION = "runtime/tools/bench/profile.py", "runtime/tools/simulation/prediction.py"
+PLANNING_TESTS = "tests/runtime/tools/planning tests/runtime/tools/simulation/test_prediction.py tests/runtime/tools/bench/test_profile.py"
 
 MUTANTS = [
     Mutant(
@@ -204,5 +207,61 @@ MUTANTS = [
         "self.counts[min(bisect_left(self.bounds, value) + 1, len(self.bounds))] += 1",
         "values count in the bucket above",
         MONITORING_TESTS,
+    ),
+    Mutant(
+        ALTERNATIVES,
+        "others = capacity.memory.total_bytes - capacity.memory.kv_bytes\n",
+        "others = planned.memory.total_bytes - planned.memory.kv_bytes\n",
+        "smaller weights leave no more memory for the KV cache",
+        PLANNING_TESTS,
+    ),
+    Mutant(
+        ALTERNATIVES,
+        "return shape.batch <= min(fits, self.config.max_num_seqs)",
+        "return shape.batch <= fits",
+        "a speed is predicted for more users than run at once",
+        PLANNING_TESTS,
+    ),
+    Mutant(
+        ALTERNATIVES,
+        "largest.memory.kv_bytes + other_bytes",
+        "largest.memory.kv_bytes",
+        "`quire plan --memory` forgets the API server process and its clients",
+        PLANNING_TESTS,
+    ),
+    Mutant(
+        SERVING_PLAN,
+        "count * layer_bytes) for",
+        "layer_bytes) for",
+        "the KV bytes of a layer group are those of one layer",
+        f"{PLANNING_TESTS} tests/runtime/cli/test_plan.py",
+    ),
+    Mutant(
+        PROFILE,
+        "config.isa or self.isa, config.threads or self.threads",
+        "self.isa, self.threads",
+        "`quire plan --profile` ignores --isa and --threads",
+        PLANNING_TESTS,
+    ),
+    Mutant(
+        PROFILE,
+        "if (profile.format, profile.version) != (FORMAT, VERSION):",
+        "if profile.format != FORMAT:",
+        "a machine profile of another version is read as if it were of this one",
+        PLANNING_TESTS,
+    ),
+    Mutant(
+        PREDICTION,
+        "return Speed(prefill_s, shape.batch / decode_s)",
+        "return Speed(prefill_s / shape.batch, shape.batch / decode_s)",
+        "the predicted time to the first token is that of one of the users",
+        PLANNING_TESTS,
+    ),
+    Mutant(
+        PREDICTION,
+        "            if not free:\n",
+        "            if free < max_rows:\n",
+        "prompts that share a step are predicted one per step",
+        PLANNING_TESTS,
     ),
 ]
