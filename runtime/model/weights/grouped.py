@@ -91,15 +91,26 @@ class GroupedMatrix(ABC):
                 widened -= zeros[:, self._groups]
                 widened *= scales[:, self._groups]
             return widened
+        whole, zero_points = numbers.reshape(len(numbers), -1, BLOCK), zeros[:, self._of_blocks]
+        # A difference is modulo 256, as signed numbers are.
+        blocks = whole - zero_points[:, :, None] if self.kind == "Q8_0" else _halves_together(whole)
+        fields = [("scale", "<f2"), ("zero", "u1"), ("numbers", f"V{blocks.shape[2]}")]
+        out = np.empty(blocks.shape[:2], [field for field in fields if self.kind == "Q4_Z" or field[0] != "zero"])
         with np.errstate(over="ignore"):
-            halves = scales[:, self._of_blocks, None].astype("<f2")
-        blocks, zero_points = numbers.reshape(len(numbers), -1, BLOCK), zeros[:, self._of_blocks, None]
-        if self.kind == "Q8_0":
-            parts = [halves.view(np.uint8), blocks - zero_points]  # modulo 256, as signed numbers are
-        else:  # the first half of a block is in the low halves of the bytes
-            packed = blocks[:, :, : BLOCK // 2] | blocks[:, :, BLOCK // 2 :] << np.uint8(4)
-            parts = [halves.view(np.uint8), *([zero_points] if self.kind == "Q4_Z" else []), packed]
-        return np.concatenate(parts, axis=2).reshape(len(numbers), -1)
+            out["scale"] = scales[:, self._of_blocks]
+        if self.kind == "Q4_Z":
+            out["zero"] = zero_points
+        out["numbers"] = blocks.view(fields[-1][1])[:, :, 0]
+        return out.view(np.uint8)
+
+
+def _halves_together(blocks: Octets) -> Octets:
+    """Return 4-bit numbers [n, blocks, 32] in bytes [n, blocks, 16]: the first half of a block is in the low halves."""
+    eights = blocks.view(np.uint64).reshape(-1, 4)  # 8 numbers each: columns are faster than 16 bytes at a time
+    out = np.empty((len(eights), 2), np.uint64)
+    for half in (0, 1):
+        out[:, half] = eights[:, half] | eights[:, half + 2] << np.uint64(4)
+    return out.view(np.uint8).reshape(*blocks.shape[:2], BLOCK // 2)
 
 
 def unpack_words(words: npt.NDArray[np.int32], bits: int) -> Octets:
@@ -107,7 +118,10 @@ def unpack_words(words: npt.NDArray[np.int32], bits: int) -> Octets:
     octets = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return octets
-    return np.stack([octets & 15, octets >> 4], axis=-1).reshape(*octets.shape[:-1], -1)
+    pairs = octets.astype("<u2")
+    pairs |= pairs << np.uint16(4)
+    pairs &= np.uint16(0x0F0F)
+    return pairs.view(np.uint8)
 
 
 def expect(stored: SafetensorsCheckpoint, name: str, dtypes: Collection[str], *sizes: int | None) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ K_QUANT_ARITHMETIC: dict[WeightDtype, float] = {
     "q4_k": 1.16,
     "q5_k": 1.18,
     "q6_k": 1.5,
+    "q4_z": 1.12,
 }  # q4 and q8: 1
 ATTENTION_PEAK: dict[DType, float] = {
     "q8": 0.40,
