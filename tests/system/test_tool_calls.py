@@ -15,6 +15,8 @@ from quire.runtime.engine.text.markup import CHANNEL_TOKENS
 
 from tests.scripted_model import write_scripted_model
 
+from .test_openai_python import check
+
 CITY = {
     "type": "object",
     "properties": {"city": {"type": "string"}},
@@ -274,3 +276,69 @@ async def test_a_template_without_tool_calls(client: Client) -> None:
             model="quire", messages=[{"role": "user", "content": "<|0|>"}], tools=[]
         )
         assert none.choices[0].message.content == f"I look.\n{HERMES_CALLS}"
+
+
+FLAT: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+async def respond(client: openai.AsyncOpenAI, given: Any, **options: Any) -> Any:
+    """Return the response to an input, of which the stream has the same items, each begun and ended once."""
+    params: Any = {"model": "quire", "input": given, "tools": FLAT, "extra_body": {"seed": 5}, **options}
+    whole = await client.responses.create(**params)
+    numbers, begun, ended, pieces, last = [], [], [], {}, None
+    async for event in await client.responses.create(**params, stream=True):
+        check(event)
+        numbers.append(event.sequence_number)
+        if event.type == "response.output_item.added":
+            begun.append(event.output_index)
+        elif event.type == "response.output_item.done":
+            ended.append(event.item.model_dump())
+        elif event.type.endswith(".delta"):
+            pieces[event.output_index] = pieces.get(event.output_index, "") + event.delta
+        elif event.type in ("response.output_text.done", "response.reasoning_text.done"):
+            assert pieces.pop(event.output_index) == event.text
+        elif event.type == "response.function_call_arguments.done":
+            assert pieces.pop(event.output_index) == event.arguments
+        last = event
+    check(whole)
+    assert not pieces
+    assert numbers == list(range(len(numbers)))
+    assert last is not None
+    shown = [without_names(item.model_dump()) for item in whole.output]
+    assert [without_names(item.model_dump()) for item in last.response.output] == shown
+    assert list(map(without_names, ended)) == shown
+    assert begun == list(range(len(shown)))
+    assert last.response.usage.output_tokens_details == whole.usage.output_tokens_details
+    return whole
+
+
+def without_names(item: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in item.items() if key not in ("id", "call_id")}
+
+
+async def test_responses_have_an_item_for_each_part(client: Client) -> None:
+    scripts = {"<|0|>": f"<think>\nHm.\n</think>\n\nI look.\n{HERMES_CALLS}", "<|1|>": "It rains."}
+    async with client("<tool_call></think>", scripts) as connected:
+        whole = await respond(connected, "Hello <|0|>")
+        assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
+        assert whole.output[0].content[0].text == "Hm."
+        assert whole.output_text == "I look."
+        assert [(item.name, item.arguments) for item in whole.output[2:]] == [("weather", PARIS), ("time", "{}")]
+        assert whole.usage.output_tokens_details.reasoning_tokens > 0
+        results = [
+            {"type": "function_call_output", "call_id": item.call_id, "output": text}
+            for item, text in zip(whole.output[2:], ("rain", "late <|1|>"), strict=True)
+        ]
+        after = [{"role": "user", "content": "Hello"}, *[item.model_dump() for item in whole.output], *results]
+        assert (await respond(connected, after)).output_text == "It rains."
+        cut = await respond(connected, "Hello <|0|>", max_output_tokens=8)
+        assert (cut.status, cut.output[-1].status) == ("incomplete", "incomplete")
+        named = await respond(connected, "<|1|>", tool_choice={"type": "function", "name": "time"})
+        assert [(item.type, item.name) for item in named.output] == [("function_call", "time")]
+        stored = await connected.responses.create(model="quire", input="Hello <|0|>", tools=FLAT, store=True)
+        again = await connected.responses.retrieve(stored.id)
+        assert again.model_dump() == stored.model_dump()
+        follow: Any = {"previous_response_id": stored.id, "input": results[1:], "tools": FLAT, "model": "quire"}
+        assert (await connected.responses.create(**follow)).output_text == "It rains."
+        with pytest.raises(openai.BadRequestError, match=r"input\[0\] must be a message"):
+            await connected.responses.create(model="quire", input=[{"type": "computer_call"}])  # type: ignore[typeddict-item, list-item]

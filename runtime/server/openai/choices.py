@@ -7,16 +7,26 @@ from collections.abc import Sequence
 
 from ...common.types import OutputChunk, TokenLogprobs
 from ...engine.text import Delta, OutputParser
+from ...engine.text.markup_parser import DeltaKind
 from .logprobs import ChatLogprobs, Columns, CompletionLogprobs
 from .prompt_logprobs import PromptPart
 
 
-class ToolCall:
-    """One tool call of a choice as it grows."""
+class Run:
+    """A piece of a choice of one kind: reasoning, text of the answer, or one call of the tool `name`."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, kind: DeltaKind, name: str) -> None:
+        self.kind = kind
         self.name = name
-        self.arguments: list[str] = []
+        self.texts: list[str] = []  # of a call: its arguments
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def takes(self, kind: DeltaKind) -> bool:
+        """Return whether a delta of this kind is a part of the run."""
+        return kind == ("arguments" if self.kind == "call" else self.kind)
 
 
 class Choice:
@@ -30,8 +40,8 @@ class Choice:
         self.parser: OutputParser | None = None
         self.prompt: PromptPart | None = None  # with which the chunks begin
         self.texts: list[str] = []  # of the answer
-        self.reasoning: list[str] = []
-        self.calls: list[ToolCall] = []
+        self.runs: list[Run] = []  # with a parser
+        self.num_calls = 0
         self.columns: list[Columns] = []
         self.token_ids = array("I")
         self.finish_reason = ""
@@ -53,7 +63,7 @@ class Choice:
         after = self.parser.kind
         if chunk.finish_reason is not None:
             deltas = [*deltas, *self.parser.finish(is_cut=chunk.finish_reason != "stop")]
-        self.calls += [ToolCall(delta.text) for delta in deltas if delta.kind == "call"]
+        self.num_calls += sum(delta.kind == "call" for delta in deltas)
         if "reasoning" in (before, after):
             self.num_reasoning_tokens += len(chunk.token_ids)
         return deltas, self._piece(self._shown_logprobs(chunk, deltas, is_answer=before == after == "content"))
@@ -66,19 +76,27 @@ class Choice:
             chunk = self.prompt.split(chunk)
             num_prompt_bytes += self.prompt.num_bytes
         deltas, piece = self.read(chunk)
-        call = len(self.calls) - sum(delta.kind == "call" for delta in deltas) - 1
-        for kind, text in deltas:
-            if kind == "call":
-                call += 1
-            elif kind == "arguments":
-                self.calls[call].arguments.append(text)
-            else:
-                (self.texts if kind == "content" else self.reasoning).append(text)
-        if piece is not None:
-            self.columns.append(piece)
+        self.keep(deltas, piece)
         self.token_ids.extend(chunk.token_ids)
         num_bytes = len(chunk.text) + len(chunk.token_ids) * self.token_ids.itemsize + sum(map(len, piece or ()))
         return num_bytes + num_prompt_bytes
+
+    def keep(self, deltas: Sequence[Delta], piece: Columns | None) -> list[int]:
+        """Keep what a chunk adds for the whole answer. Return the index of each delta's run."""
+        places = []
+        for kind, text in deltas:
+            if kind == "content":
+                self.texts.append(text)
+            if self.parser is None:
+                continue
+            if not (self.runs and self.runs[-1].takes(kind)):
+                self.runs.append(Run(kind, text if kind == "call" else ""))
+            if kind != "call":
+                self.runs[-1].texts.append(text)
+            places.append(len(self.runs) - 1)
+        if piece is not None:
+            self.columns.append(piece)
+        return places
 
     def _shown_logprobs(
         self, chunk: OutputChunk, deltas: Sequence[Delta], *, is_answer: bool

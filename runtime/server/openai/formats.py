@@ -169,7 +169,7 @@ class ChatFormat(Format):
         if choice.parser is None:
             return super()._delta_events(index, deltas, piece, token_ids)
         events = []
-        call = len(choice.calls) - sum(delta.kind == "call" for delta in deltas) - 1
+        call = choice.num_calls - sum(delta.kind == "call" for delta in deltas) - 1
         for kind, text in deltas or ([Delta("content", "")] if self._returns_token_ids and token_ids else ()):
             call += kind == "call"
             if kind == "content":
@@ -191,7 +191,7 @@ class ChatFormat(Format):
 
     def _finish_reason(self, choice: Choice) -> bytes:
         """Return `tool_calls` after calls, but after a call of the tool that the request names `stop`, as OpenAI."""
-        if choice.calls and choice.finish_reason == "stop" and not self._is_call_named:
+        if choice.num_calls and choice.finish_reason == "stop" and not self._is_call_named:
             return b"tool_calls"
         return choice.finish_reason.encode()
 
@@ -202,16 +202,16 @@ class ChatFormat(Format):
         content = "".join(choice.texts)
         has_content = content or choice.parser is None
         message: dict[str, Any] = {"role": "assistant", "content": content if has_content else None, "refusal": None}
-        if choice.reasoning:
-            message |= _reasoning("".join(choice.reasoning))
-        if choice.calls:
+        if reasoning := "".join(run.text for run in choice.runs if run.kind == "reasoning"):
+            message |= _reasoning(reasoning)
+        if calls := [run for run in choice.runs if run.kind == "call"]:
             message["tool_calls"] = [
                 {
                     "id": call_id(self._id, index, number),
                     "type": "function",
-                    "function": {"name": call.name, "arguments": "".join(call.arguments)},
+                    "function": {"name": call.name, "arguments": call.text},
                 }
-                for number, call in enumerate(choice.calls)
+                for number, call in enumerate(calls)
             ]
         form = b'{"index":%d,"message":%b,"logprobs":%b,"finish_reason":"%b"'
         return form % (index, _encode(message), choice.whole_logprobs(), self._finish_reason(choice))

@@ -9,7 +9,7 @@ import msgspec
 from ...common.errors import QuireError
 from ...common.prompts import shown
 from ...common.types import OutputChunk, SamplingParams, Usage
-from ...engine.facade import EngineInfo, GenerateRequest
+from ...engine.facade import EngineInfo, GenerateRequest, NewParser
 from .choices import Choice
 from .errors import BadRequest
 from .fields import (
@@ -26,15 +26,15 @@ from .fields import (
 )
 from .formats import Format
 from .logprobs import ChatLogprobs, Vocabulary, shown_in_delta
+from .response_items import OutputItems, chat_fields, input_messages
+from .tools import FIELDS as TOOLS
+from .tools import request_tools, template_variables, tool_choice
 
 FIELDS = COMMON - {"n", "max_tokens", "logprobs", "logit_bias", "stream_options"} | HINTS
 FIELDS |= {"input", "instructions", "max_output_tokens", "text", "store", "background", "previous_response_id"}
-FIELDS |= {"include", "top_logprobs", "service_tier"}
+FIELDS |= {"include", "top_logprobs", "service_tier", "reasoning"} | TOOLS - {"reasoning_effort"}
 UNSUPPORTED_HERE: dict[str, tuple[object, ...]] = {
     **UNSUPPORTED,
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "parallel_tool_calls": (True, False),
     "n": (1,),
     "max_tokens": (),
     "logprobs": (),
@@ -43,13 +43,11 @@ UNSUPPORTED_HERE: dict[str, tuple[object, ...]] = {
     "conversation": (),
     "max_tool_calls": (),
     "prompt": (),
-    "reasoning": ({},),
     "truncation": ("disabled",),
 }
 RESPONSE_KNOWN = FIELDS | UNSUPPORTED_HERE.keys()
 TEXT_FORMAT = {"type": "text"}
 WITH_LOGPROBS = "message.output_text.logprobs"  # the only value that `include` supports
-TEXT_PARTS = ("input_text", "output_text", "text")
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
@@ -69,9 +67,14 @@ def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     sampling = sampling_fields(fields, info)
     sampling["max_tokens"] = fields.take("max_output_tokens", int, info.max_model_len)
     sampling["logprobs"] = _num_logprobs(fields)
+    chat = chat_fields(fields.values)
+    tools = request_tools(chat)
     request = GenerateRequest(
         prompt=None,
         messages=messages,
+        tools=tools,
+        tool_choice=tool_choice(chat, tools),
+        template_variables=template_variables(chat),
         sampling_params=SamplingParams(**sampling),
         tenant=tenant,
         fit_max_tokens=not has_limit,
@@ -145,19 +148,7 @@ def _messages(fields: Fields) -> list[Any]:
         return [*messages, {"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise BadRequest(f"input must be text or a list of messages, not {shown(given)}", "input")
-    return messages + [_message(item, f"input[{index}]") for index, item in enumerate(given)]
-
-
-def _message(item: object, where: str) -> dict[str, Any]:
-    if not isinstance(item, dict) or item.get("type", "message") != "message":
-        raise BadRequest(f"{where} must be a message; items of other types are not supported", "input")
-    content = item.get("content")
-    if isinstance(content, list):
-        content = [
-            {**part, "type": "text"} if isinstance(part, dict) and part.get("type") in TEXT_PARTS else part
-            for part in content
-        ]
-    return {"role": item.get("role"), "content": content}
+    return messages + input_messages(given)
 
 
 def _repeated(fields: Fields) -> dict[str, Any]:
@@ -166,9 +157,14 @@ def _repeated(fields: Fields) -> dict[str, Any]:
         "instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user",
     )  # fmt: skip
     text = {"format": fields.values.get("text", {}).get("format") or TEXT_FORMAT}
+    reasoning = {"reasoning": fields.values["reasoning"]} if fields.values.get("reasoning") else {}
     tier = service_tier(fields)
     return {
         **{name: fields.values.get(name) for name in names},
+        **reasoning,
+        "tools": fields.values.get("tools", []),
+        "tool_choice": fields.values.get("tool_choice", "auto"),
+        "parallel_tool_calls": fields.values.get("parallel_tool_calls", True),
         "text": text,
         "top_logprobs": fields.values.get("top_logprobs", 0),
         "service_tier": None if tier is None else TIERS[tier][1],
@@ -178,7 +174,8 @@ def _repeated(fields: Fields) -> dict[str, Any]:
 class ResponseFormat(Format):
     """The `response` object and its events.
 
-    An event's `sequence_number` follows from the tokens alone: each chunk with text is one event.
+    An event's `sequence_number` follows from the tokens alone: each chunk with text is one event. With a parser, each
+    run of reasoning, of text, and each call is an item of its own; without one the only item is the message.
     """
 
     id_prefix = b"resp_"
@@ -194,10 +191,18 @@ class ResponseFormat(Format):
         self._repeated = {**call.repeated, "temperature": params.temperature, "top_p": params.top_p}
         self._repeated["metadata"] = call.repeated.get("metadata") or {}
         self._num_events = 0
+        self._name = call.name
+        self._items: OutputItems | None = None  # with a parser
         delta = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         self._delta_head = (
             b"event: response.output_text.delta\ndata: " + _encode({"type": "response.output_text.delta", **delta})[:-1]
         )
+
+    def read_with(self, new_parser: NewParser | None) -> None:
+        """See `Format.read_with`."""
+        super().read_with(new_parser)
+        if new_parser is not None:
+            self._items = OutputItems(self.choices[0], self._name, self._event, self._all_logprobs)
 
     def whole(self, usage: Usage) -> bytes:
         """Return the object of the finished response."""
@@ -207,7 +212,7 @@ class ResponseFormat(Format):
         """Return the object of a response that runs, was cancelled or failed, with the output so far."""
         response = self._response(None)
         item_status = "in_progress" if status in ("queued", "in_progress") else "incomplete"
-        output = [self._message(item_status, [self._part()])] if self.choices[0].texts else []
+        output = self._output(item_status) if self.choices[0].runs or self.choices[0].texts else []
         failure = None if error is None else {"code": "server_error", "message": str(error)}
         return _encode({**response, "status": status, "error": failure, "output": output})
 
@@ -215,10 +220,13 @@ class ResponseFormat(Format):
         """Return the events before any text."""
         place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         started = self._response(None)
+        created = self._event("response.created", response=started)
+        created += self._event("response.in_progress", response=started)
+        if self._items is not None:
+            return created
         return b"".join(
             (
-                self._event("response.created", response=started),
-                self._event("response.in_progress", response=started),
+                created,
                 self._event("response.output_item.added", output_index=0, item=self._message("in_progress", [])),
                 self._event("response.content_part.added", **place, part=self._part()),
             )
@@ -226,8 +234,13 @@ class ResponseFormat(Format):
 
     def events(self, index: int, chunk: OutputChunk) -> bytes:
         """Return the event of a chunk, and keep its text for the events at the end."""
-        self.held_bytes += self.choices[index].add(chunk)
+        choice = self.choices[index]
+        deltas, piece = choice.read(chunk)
+        runs = choice.keep(deltas, piece)
+        self.held_bytes += len(chunk.text) + sum(map(len, piece or ()))
         logprobs = shown_in_delta(chunk.logprobs or (), self._vocabulary)
+        if self._items is not None:
+            return self._items.events(deltas, runs, logprobs if piece is not None and any(piece) else [])
         if not (chunk.text or logprobs):
             return b""
         number = self._num_events
@@ -238,10 +251,12 @@ class ResponseFormat(Format):
 
     def ending(self, usage: Usage) -> bytes:
         """Return the events after the text."""
-        place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         response = self._response(usage)
-        text, message = "".join(self.choices[0].texts), response["output"][0]
         name = "response.completed" if response["status"] == "completed" else "response.incomplete"
+        if self._items is not None:
+            return self._items.close(response["status"]) + self._event(name, response=response)
+        place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+        text, message = "".join(self.choices[0].texts), response["output"][0]
         return b"".join(
             (
                 self._event("response.output_text.done", **place, text=text, logprobs=self._shown_logprobs()),
@@ -251,13 +266,16 @@ class ResponseFormat(Format):
             )
         )
 
-    def _event(self, name: str, **fields: Any) -> bytes:
+    def _event(self, name: str, /, **fields: Any) -> bytes:
         number = self._num_events
         self._num_events += 1
         return b"event: %b\ndata: %b\n\n" % (
             name.encode(),
             _encode({"type": name, "sequence_number": number, **fields}),
         )
+
+    def _output(self, status: str) -> list[dict[str, Any]]:
+        return [self._message(status, [self._part()])] if self._items is None else self._items.shown(status)
 
     def _message(self, status: str, content: list[Any]) -> dict[str, Any]:
         return {"id": self._message_id, "type": "message", "status": status, "role": "assistant", "content": content}
@@ -278,6 +296,9 @@ class ResponseFormat(Format):
                 del token["bytes"]
         return list(entries)
 
+    def _all_logprobs(self, with_bytes: bool) -> Any:
+        return msgspec.Raw(self._logprobs_json()) if with_bytes else self._shown_logprobs()
+
     def _response(self, usage: Usage | None) -> dict[str, Any]:
         """Return the object, of a response that has ended if it has `usage`."""
         is_cut = self.choices[0].finish_reason == "length"
@@ -290,21 +311,18 @@ class ResponseFormat(Format):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self._model,
-            "output": [] if usage is None else [self._message(status, [self._part()])],
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": [],
+            "output": [] if usage is None else self._output(status),
             "truncation": "disabled",
-            "usage": None if usage is None else _usage(usage),
+            "usage": None if usage is None else _usage(usage, self.choices[0].num_reasoning_tokens),
             **self._repeated,
         }
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }

@@ -1,0 +1,200 @@
+"""The items of `/v1/responses`: those of the input as messages of a chat, and those of the output as they grow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...common.prompts import shown
+from ...engine.text import Delta
+from .choices import Choice
+from .errors import BadRequest
+from .tools import call_id
+
+# Of the kinds of runs: the prefix of an item's id, and the name of its deltas.
+PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}
+DELTAS = {"content": "output_text", "reasoning": "reasoning_text", "arguments": "function_call_arguments"}
+TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+
+
+def input_messages(items: list[Any]) -> list[dict[str, Any]]:
+    """Return input items as messages: reasoning and calls are parts of the assistant's message beside them.
+
+    Raises BadRequest.
+    """
+    messages: list[dict[str, Any]] = []
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        if kind == "message":
+            message = {"role": item.get("role"), "content": _texts(item.get("content"))}
+            if last is not None and message["role"] == "assistant" and "content" not in last:
+                last |= message
+            else:
+                messages.append(message)
+        elif kind == "function_call_output":
+            content = _texts(_text(item, "output", where, (str, list)))
+            messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", where), "content": content})
+        elif kind in ("function_call", "reasoning"):
+            if last is None or (kind == "reasoning" and ("content" in last or "tool_calls" in last)):
+                last = {"role": "assistant"}
+                messages.append(last)
+            if kind == "reasoning":
+                last["reasoning_content"] = _reasoning(item)
+            else:
+                function = {name: _text(item, name, where) for name in ("name", "arguments")}
+                call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
+                last["tool_calls"] = [*last.get("tool_calls", ()), call]
+        else:
+            raise BadRequest(
+                f"{where} must be a message, a function_call, a function_call_output or a reasoning item; items of "
+                "other types are not supported",
+                "input",
+            )
+    return [each for each in messages if each.keys() & {"content", "tool_calls"} or each["role"] != "assistant"]
+
+
+def chat_fields(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields about tools and reasoning in the form that they have in chats. Raises BadRequest."""
+    fields: dict[str, Any] = {
+        name: values[name]
+        for name in ("parallel_tool_calls", "chat_template_kwargs", "enable_thinking")
+        if name in values
+    }
+    if "tools" in values:
+        fields["tools"] = values["tools"]
+        if isinstance(values["tools"], list):
+            fields["tools"] = [_nested(tool) for tool in values["tools"]]
+    match values.get("tool_choice"):
+        case None:
+            pass
+        case {"type": "function", "name": name}:
+            fields["tool_choice"] = {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": mode, "tools": tools}:
+            fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+        case choice:
+            fields["tool_choice"] = choice
+    match values.get("reasoning", {}):
+        case {"effort": effort, **rest} if not (rest.keys() - {"summary"}):
+            fields |= {} if effort is None else {"reasoning_effort": effort}
+        case {**rest} if not (rest.keys() - {"summary"}):
+            pass
+        case other:
+            raise BadRequest(
+                f'reasoning must be an object such as {{"effort": "low"}}, not {shown(other)}', "reasoning"
+            )
+    return fields
+
+
+class OutputItems:
+    """The items of an output that a parser reads: each run of its choice is one. `event` makes a numbered event."""
+
+    def __init__(self, choice: Choice, name: str, event: Callable[..., bytes], logprobs: Callable[[bool], Any]) -> None:
+        self._choice = choice
+        self._name = name  # of the response, in the items' ids
+        self._event = event
+        self._logprobs = logprobs  # of the answer's text, with the tokens' bytes or without
+        self._num_begun = 0  # items in events; all but the last have ended
+
+    def shown(self, status: str) -> list[dict[str, Any]]:
+        """Return the items, of which the last one has this status."""
+        last = len(self._choice.runs) - 1
+        return [self._item(index, status if index == last else "completed") for index in range(last + 1)]
+
+    def events(self, deltas: Sequence[Delta], runs: Sequence[int], logprobs: list[Any]) -> bytes:
+        """Return the events of deltas, each of which the choice has kept in the run at that index.
+
+        `logprobs` are those of the text in the deltas.
+        """
+        events: list[bytes] = []
+        for (kind, text), index in zip(deltas, runs, strict=True):
+            if index >= self._num_begun:
+                events += [self.close("completed"), self._begin(index)]
+            if kind == "call":
+                continue
+            place = self._place(index)
+            if kind == "content":
+                place["logprobs"], logprobs = logprobs, []
+            name = DELTAS[kind]
+            events.append(self._event(f"response.{name}.delta", **place, delta=text))
+        return b"".join(events)
+
+    def close(self, status: str) -> bytes:
+        """Return the events that end the last item, if there is one."""
+        if not self._num_begun:
+            return b""
+        index = self._num_begun - 1
+        run, place = self._choice.runs[index], self._place(index)
+        item = self._item(index, status)
+        if run.kind == "call":
+            done = self._event("response.function_call_arguments.done", **place, arguments=run.text)
+        else:
+            extra = {"logprobs": self._logprobs(False)} if run.kind == "content" else {}
+            done = self._event(f"response.{DELTAS[run.kind]}.done", **place, text=run.text, **extra)
+            done += self._event("response.content_part.done", **place, part=item["content"][0])
+        return done + self._event("response.output_item.done", output_index=index, item=item)
+
+    def _begin(self, index: int) -> bytes:
+        self._num_begun = index + 1
+        item = self._item(index, "in_progress", is_empty=True)
+        added = self._event("response.output_item.added", output_index=index, item=item)
+        if self._choice.runs[index].kind == "call":
+            return added
+        part = self._part(index, is_empty=True)
+        return added + self._event("response.content_part.added", **self._place(index), part=part)
+
+    def _place(self, index: int) -> dict[str, Any]:
+        place = {"item_id": self._id(index), "output_index": index}
+        return place if self._choice.runs[index].kind == "call" else {**place, "content_index": 0}
+
+    def _id(self, index: int) -> str:
+        return f"{PREFIXES[self._choice.runs[index].kind]}_{self._name}_{index}"
+
+    def _item(self, index: int, status: str, *, is_empty: bool = False) -> dict[str, Any]:
+        run, own = self._choice.runs[index], {"id": self._id(index), "status": status}
+        if run.kind == "call":
+            named = {"call_id": call_id(self._name, 0, index), "name": run.name}
+            return {**own, "type": "function_call", **named, "arguments": "" if is_empty else run.text}
+        content = [] if is_empty else [self._part(index)]
+        if run.kind == "reasoning":
+            return {**own, "type": "reasoning", "summary": [], "content": content}
+        return {**own, "type": "message", "role": "assistant", "content": content}
+
+    def _part(self, index: int, *, is_empty: bool = False) -> dict[str, Any]:
+        run = self._choice.runs[index]
+        text = "" if is_empty else run.text
+        if run.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        logprobs = [] if is_empty else self._logprobs(True)
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _nested(tool: object) -> object:
+    """Return a tool of a response in the form that tools of chats have."""
+    if not isinstance(tool, dict) or "function" in tool:
+        return tool
+    return {"type": tool.get("type"), "function": {key: value for key, value in tool.items() if key != "type"}}
+
+
+def _texts(content: Any) -> Any:
+    """Return content whose parts of text have the type that they have in chats."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {**part, "type": "text"} if isinstance(part, dict) and part.get("type") in TEXT_PARTS else part
+        for part in content
+    ]
+
+
+def _text(item: dict[str, Any], name: str, where: str, kinds: tuple[type, ...] = (str,)) -> Any:
+    value = item.get(name)
+    if type(value) not in kinds:
+        raise BadRequest(f"{where}: {name} must be text, not {shown(value)}", "input")
+    return value
+
+
+def _reasoning(item: dict[str, Any]) -> str:
+    parts = item.get("content") or item.get("summary") or []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    return "\n".join(text for text in texts if isinstance(text, str))
