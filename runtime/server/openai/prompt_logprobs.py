@@ -24,6 +24,7 @@ class PromptPart:
         self.num_logprobs = num_logprobs
         self._vocabulary = vocabulary
         self._num_shown = num_shown
+        self.num_bytes = 0  # of the entries
         self._entries = [b"null"]  # the first token has no probability
         echoed = [vocabulary(token_id) for token_id in token_ids[1:]]
         self._tokens_left = len(echoed)
@@ -38,7 +39,9 @@ class PromptPart:
         self._tokens_left -= num_tokens
         self._characters_left -= num_characters
         logprobs = chunk.logprobs or ()
-        self._entries += [_encode(self._entry(each)) for each in logprobs[:num_tokens]]
+        entries = [_encode(self._entry(each)) for each in logprobs[:num_tokens]]
+        self._entries += entries
+        self.num_bytes += sum(map(len, entries))
         shown = None
         if self.num_logprobs is not None:
             shown = tuple(
@@ -51,10 +54,6 @@ class PromptPart:
     def json(self) -> bytes:
         """Return the value of the field."""
         return b"[%b]" % b",".join(self._entries)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(map(len, self._entries))
 
     def _entry(self, of: TokenLogprobs) -> dict[str, Any]:
         """Return the token and the alternatives by id; the rank of a token that is not among them is unknown."""
