@@ -121,7 +121,10 @@ def _speed_table(plan: ServingPlan) -> Iterator[str]:
 
 
 def _speed(speed: Speed | None) -> tuple[str, str]:
-    return ("–", "–") if speed is None else (f"{speed.first_token_s:,.2f}", f"{speed.tokens_per_s:,.1f}")
+    if speed is None:
+        return "–", "–"
+    seconds = speed.first_token_s
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}", f"{speed.tokens_per_s:,.1f}"
 
 
 def _dtypes(each: Alternative) -> tuple[str, str]:

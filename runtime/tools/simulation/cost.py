@@ -37,12 +37,13 @@ StepCost = Callable[[StepPlan], float]  # the seconds that executing a step take
 WEIGHTS_READ = 0.88  # share of the read bandwidth: one user decodes
 KV_READ = 0.73  # eight users at 2,048 tokens: 25 of 34 GB/s
 LINEAR_PEAK: dict[DType, float] = {"q8": 0.65, "bf16": 0.80, "f32": 0.83}  # of the dtype's peak: prefill of 8 x 128
-K_QUANT_ARITHMETIC: dict[WeightDtype, float] = {
+ARITHMETIC: dict[WeightDtype, float] = {  # of a dtype, relative to q4 and q8
+    "mxfp4": 1.09,
+    "q4_z": 1.12,
     "q4_k": 1.16,
     "q5_k": 1.18,
     "q6_k": 1.5,
-    "q4_z": 1.12,
-}  # q4 and q8: 1
+}
 ATTENTION_PEAK: dict[DType, float] = {
     "q8": 0.40,
     "bf16": 0.74,
@@ -221,7 +222,7 @@ def _row_seconds(op: Linear | ExpertLinear, roofline: Roofline) -> float:
     weight = _weight(op)
     peaks = {dtype: LINEAR_PEAK[dtype] * peak for dtype, peak in roofline.peak_ops_per_s.items()}
     return sum(
-        2 * columns * weight.in_features * K_QUANT_ARITHMETIC.get(dtype, 1.0) / peaks[INPUT_DTYPES[dtype]]
+        2 * columns * weight.in_features * ARITHMETIC.get(dtype, 1.0) / peaks[INPUT_DTYPES[dtype]]
         for columns, dtype in weight.ranges
     )
 
