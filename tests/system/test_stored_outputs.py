@@ -126,6 +126,34 @@ async def test_tool_calls_are_read_again_with_the_same_bytes(serving: Callable[.
         assert events(retried) == events(streamed)[3:]
 
 
+async def test_a_stored_response_with_calls_is_continued_by_their_results(
+    serving: Callable[..., Any], tmp_path: Any
+) -> None:
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+    template = (
+        "{# <tool_call> #}{{ tools }}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    )
+    scripts = {"<|0|>": f"I look.\n{call}", "<|1|>": "It is sunny."}
+    model = write_scripted_model(tmp_path / "model", scripts, template=template)
+    body = {"input": "<|0|>", "tools": [{"type": "function", "name": "weather", "parameters": None}], "store": True}
+    async with serving(model=str(model)) as real:
+        streamed = await ask(real, "POST", RESPONSES, {**body, "stream": True})
+        first = json.loads(events(streamed)[-1].split(b"data: ")[1])["response"]
+        path = f"{RESPONSES}/{first['id']}"
+        for number in range(len(events(streamed))):
+            assert events(await ask(real, "GET", path, last_event_id=str(number))) == events(streamed)[number + 1 :]
+        assert (await ask(real, "GET", path)).json == first
+        (made,) = [item for item in first["output"] if item["type"] == "function_call"]
+        result = {"type": "function_call_output", "call_id": made["call_id"], "output": "<|1|>"}
+        reply = await ask(real, "POST", RESPONSES, {**body, "input": [result], "previous_response_id": first["id"]})
+        assert reply.status == 200, reply
+        assert reply.json["output"][0]["content"][0]["text"] == "It is sunny."
+        items = (await ask(real, "GET", f"{RESPONSES}/{reply.json['id']}/input_items?order=asc")).json["data"]
+        assert [item["type"] for item in items] == ["message", "message", "function_call", "function_call_output"]
+        assert len({item["id"] for item in items}) == 4
+
+
 # Objects
 
 
