@@ -37,6 +37,7 @@ from .text_processor import TextProcessor
 WAIT_S = 0.002  # for masks, after a step's rows are computed, if other sequences sample in it
 WAIT_ALONE_S = 0.02  # if none does
 NUM_THREADS = 2  # that compute masks of one sequence each
+MAX_FORCING_BYTES = 16 << 10  # of a grammar whose forced tokens are looked for: that takes long for long texts
 MAX_COMPILED = 128  # grammars that are kept compiled
 MAX_COMPILED_PER_TENANT = 16
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"  # at most once in each place: no model fills its output with spaces
@@ -199,7 +200,8 @@ class Grammars:
         """Compile the sequence's grammar, if it is not, and take the generated tokens that its matcher has not seen."""
         if running.matcher is None:
             running.matcher = self._matcher(running)
-        running.matcher.consume_tokens(list(pending))
+        for token_id in pending:  # one by one: a call holds the GIL
+            running.matcher.consume_token(token_id)
         running.num_consumed += len(pending)
 
     def _matcher(self, running: RunningGrammar) -> LLMatcher:
@@ -214,7 +216,9 @@ class Grammars:
             elif len(self._compiled) >= MAX_COMPILED:
                 self._compiled.popitem(last=False)
             self._compiled[key] = LLMatcher(self._tables(), key[1], log_level=0, limits=_limits())
+            self._compiled[key].compute_bitmask()  # once, not in each copy
         self._compiled.move_to_end(key)
+        running.may_force = len(key[1]) <= MAX_FORCING_BYTES
         return self._compiled[key].deep_copy()
 
     def _tables(self) -> LLTokenizer:

@@ -22,6 +22,7 @@ from ..model.runner import AllowedTokens, SamplingSpec
 
 DISTRUST = 4  # masks that a sequence computes apart, in time, after it was late; doubled each time
 MAX_DOUBLINGS = 8
+MAX_FORCED = 64  # tokens; after more, forced tokens are not looked for: a text of 250,000 characters takes a second
 
 _log = structlog.get_logger("quire.engine")
 
@@ -58,6 +59,7 @@ class RunningGrammar:
     distrust: int = 1  # masks that it must compute apart, in time, before it is computed together with others
     num_late: int = 0
     is_beam: bool = False
+    may_force: bool = True  # its forced tokens are looked for, in the step's thread
 
     def has_masks(self, end: int, drafts: tuple[int, ...]) -> bool:
         """Return whether its job, done or not, is for the first `end` tokens of the context and these draft tokens."""
@@ -84,7 +86,11 @@ class RunningGrammar:
         self.job, self.drafts = None, ()
         self.end += len(accepted)
         self.num_consumed += len(accepted)
-        return matcher.compute_ff_tokens()
+        if not self.may_force:
+            return []
+        forced = matcher.compute_ff_tokens()
+        self.may_force = len(forced) <= MAX_FORCED
+        return forced[:MAX_FORCED]
 
 
 class MaskThread:

@@ -180,6 +180,20 @@ def test_forced_tokens_follow_the_last_accepted_sample(masks: Grammars) -> None:
     assert forced((), SampledToken(1, 0, is_deferred=True)) == [()]
 
 
+@pytest.mark.parametrize(
+    "structure", [StructuredOutputs(regex="a" + "b!" * 9000), StructuredOutputs(regex="a(b!){400}")]
+)
+def test_a_long_forced_text_is_not_looked_for_again_in_each_step(masks: Grammars, structure: StructuredOutputs) -> None:
+    step = masks.begin([sequence(structure, [])])
+    ready(step)
+    (forced,) = advance(step, SampledToken(1, A))
+    assert len(forced) <= masks_module.MAX_FORCED
+    step = masks.begin([sequence(structure, [A])])
+    ready(step)
+    assert advance(step, SampledToken(1, B)) == [()]
+    assert allowed(ready(masks.begin([sequence(structure, [A, B])]))[1][0]) >= set(ids("!"))
+
+
 def test_the_next_masks_of_all_sequences_are_one_job_that_begins_with_the_samples(masks: Grammars) -> None:
     requests = range(1, 5)
     step = masks.begin([sequence(WORD, [], request_id=number) for number in requests])
