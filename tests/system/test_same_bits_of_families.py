@@ -38,7 +38,7 @@ def running(family: str, weights: str, kv: str, **settings: Any) -> AbstractAsyn
 async def test_requests_together_match_requests_alone(family: str, weights: str, kv: str) -> None:
     async with running(family, weights, kv, threads=1, enable_prefix_caching=False) as engine:
         alone = await one_by_one(engine, requests())
-    for threads, chunk in [(1, None), (2, 7), (3, 64)]:
+    for threads, chunk in [(2, 7), (3, None)]:
         async with running(family, weights, kv, threads=threads, chunk=chunk) as engine:
             assert await together(engine, requests()) == alone
 
@@ -57,7 +57,7 @@ async def test_a_request_that_is_computed_again_keeps_its_bits(family: str) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("weights", "kv"), PAIRS[:3])
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("q4", "int8")])
 async def test_every_level_computes_the_same_bits(family: str, weights: str, kv: str) -> None:
     outcomes = []
     for isa in LEVELS:
