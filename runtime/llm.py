@@ -19,7 +19,7 @@ from .common.config import EngineConfig, EngineOptions
 from .common.errors import InvalidRequest, Unavailable
 from .common.loop_thread import LoopThread
 from .common.options import suggestion
-from .common.prompts import UNORDERED_OR_TEXT, as_token_ids, chat_messages, shown
+from .common.prompts import UNORDERED_OR_TEXT, as_token_ids, chat_messages, chat_tools, shown
 from .common.settings import resolve_settings
 from .common.types import RequestOutput, SamplingParams, check_arguments, join_chunks
 from .engine import Engine, GenerateRequest, LocalEngine
@@ -85,15 +85,27 @@ class LLM:
         return self._thread.run(_generate(self._open_engine(), requests))
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
         """Return the answer to a chat, `[{"role": "user", "content": …}, …]`, with the model's own chat template.
+
+        The template gets `tools` in OpenAI's form and the variables in `chat_template_kwargs`. The text is what the
+        model writes, with the markup of reasoning and tool calls that is no special token.
 
         Raises InvalidRequest if the model has no template or the template refuses the messages, and as `generate`.
         """
         engine = self._open_engine()
         request = GenerateRequest(
-            prompt=None, messages=chat_messages(messages), sampling_params=sampling_params or SamplingParams()
+            prompt=None,
+            messages=chat_messages(messages),
+            tools=chat_tools(tools),
+            template_variables=dict(chat_template_kwargs or {}),
+            sampling_params=sampling_params or SamplingParams(),
         )
         return self._thread.run(_generate(engine, [request]))[0]
 

@@ -200,8 +200,8 @@ MUTANTS = [
     ),
     Mutant(
         INPUT,
-        "return text_processor.encode(text, add_special_tokens=False)",
-        "return text_processor.encode(text)",
+        "text_processor.encode(text, add_special_tokens=False)",
+        "text_processor.encode(text)",
         "chats begin with two BOS tokens",
     ),
     Mutant(
@@ -317,8 +317,8 @@ MUTANTS = [
     ),
     Mutant(
         PROCESSOR,
-        "params.include_stop_str_in_output, min_tokens)",
-        "params.include_stop_str_in_output, 0)",
+        "*stops, min_tokens, markup)",
+        "*stops, 0, markup)",
         "min_tokens does not hold stop strings back",
     ),
     Mutant(

@@ -7,6 +7,7 @@ DETOKENIZER, CHAT, TOKENIZER, SANDBOX, GGUF, NAMES = (
     f"runtime/engine/text/{name}.py"
     for name in ("detokenizer", "chat", "tokenizer", "sandbox", "gguf_tokenizer", "pre_tokenizers")
 )
+PARSER, ARGUMENTS = "runtime/engine/text/markup_parser.py", "runtime/engine/text/argument_streams.py"
 
 MUTANTS = [
     Mutant(
@@ -65,14 +66,14 @@ MUTANTS = [
     ),
     Mutant(
         CHAT,
-        "    return {key: _copy(item, depth - 1, left) for key, item in value.items()}",
-        "    return {key: _copy(item, depth, left) for key, item in value.items()}",
+        "    return {key: _copy(item, depth - 1, left, what) for key, item in value.items()}",
+        "    return {key: _copy(item, depth, left, what) for key, item in value.items()}",
         "the depth of maps in a chat is unlimited",
     ),
     Mutant(
         CHAT,
-        "        return [_copy(item, depth - 1, left) for item in value]",
-        "        return [_copy(item, depth, left) for item in value]",
+        "        return [_copy(item, depth - 1, left, what) for item in value]",
+        "        return [_copy(item, depth, left, what) for item in value]",
         "the depth of lists in a chat is unlimited",
     ),
     Mutant(
@@ -83,14 +84,14 @@ MUTANTS = [
     ),
     Mutant(
         CHAT,
-        '        declared = named.get("default")',
+        "        declared = named.get(name)",
         "        declared = next(iter(named.values()), None)",
         "a model with several templates uses the first, such as that for tools",
     ),
     Mutant(
         CHAT,
-        "_file_source(folder) or _config_source(config), _special",
-        "_config_source(config) or _file_source(folder), _special",
+        '_file_source(folder / "chat_template.jinja") or _config_source(config, "default")',
+        '_config_source(config, "default") or _file_source(folder / "chat_template.jinja")',
         "an outdated template in tokenizer_config.json wins over chat_template.jinja",
     ),
     Mutant(
@@ -182,5 +183,41 @@ MUTANTS = [
         "PreTokenizer((_QWEN2,), nfc=True)",
         "PreTokenizer((_QWEN2,))",
         "decomposed characters in prompts for Qwen are other tokens than the folder's",
+    ),
+    Mutant(
+        PARSER,
+        "        if self._skips_space:\n            self._buffer = self._buffer.lstrip(SPACE)",
+        "        if self._skips_space and len(self._buffer) > 1:\n            self._buffer = self._buffer.lstrip(SPACE)",
+        "an answer after reasoning begins with line breaks, if they come as tokens of their own",
+    ),
+    Mutant(
+        PARSER,
+        "_without_start(rest, self._calls.trigger) if is_cut else rest)",
+        "rest)",
+        "an answer cut by max_tokens ends with the beginning of a tool call",
+    ),
+    Mutant(
+        PARSER,
+        "        if len(name) == len(self._buffer):\n            return None\n",
+        "",
+        "the name of a called tool is cut where a token ends",
+    ),
+    Mutant(
+        ARGUMENTS,
+        '            if character == "\\\\":\n                self._is_escaped = True\n',
+        '            if character == "\\\\":\n                pass\n',
+        "arguments end early where a text has an escaped quote and a bracket",
+    ),
+    Mutant(
+        ARGUMENTS,
+        '        return "{}" if not is_cut and not self._depth and not self.is_complete else ""',
+        '        return ""',
+        "a call whose arguments are null has no arguments instead of none",
+    ),
+    Mutant(
+        CHAT,
+        'return not shows({PROBE: "a"}) and shows(json.dumps({PROBE: "a"}))',
+        "return False",
+        "templates that join arguments to texts refuse every chat with tool calls",
     ),
 ]

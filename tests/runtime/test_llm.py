@@ -239,6 +239,18 @@ def test_chat_uses_the_models_template(tmp_path: Path) -> None:
         assert answer.token_ids == llm.generate([answer.prompt_token_ids], FOUR)[0].token_ids
 
 
+def test_tools_and_variables_reach_the_template(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text("{% for t in tools %}{{ t.function.name }}{% endfor %} {{ mood }}")
+    tool = {"type": "function", "function": {"name": "weather"}}
+    messages = [{"role": "user", "content": "Hi"}]
+    with LLM(folder, kv_cache_memory=8 << 20) as llm:
+        answer = llm.chat(messages, FOUR, tools=[tool], chat_template_kwargs={"mood": "calm"})
+        assert answer.token_ids == llm.generate("weather calm", FOUR)[0].token_ids
+        with pytest.raises(InvalidRequest, match="must be a function"):
+            llm.chat(messages, tools=[{"type": "other"}])
+
+
 def test_a_model_without_a_template(tmp_path: Path) -> None:
     shutil.copytree(BUNDLED_MODEL, tmp_path / "model", ignore=shutil.ignore_patterns("chat_template*"))
     with (
