@@ -207,8 +207,9 @@ class Grammars:
     def _matcher(self, running: RunningGrammar) -> LLMatcher:
         """Return a new matcher of the sequence's grammar. Only the compiling thread calls this."""
         sampling = running.sampling
-        assert sampling.params.structured_outputs is not None
-        key = (sampling.tenant, grammar_of(sampling.params.structured_outputs))
+        structure = sampling.params.structured_outputs
+        assert structure is not None
+        key = (sampling.tenant, grammar_of(structure))
         if key not in self._compiled:
             own = [each for each in self._compiled if each[0] == sampling.tenant]
             if len(own) >= MAX_COMPILED_PER_TENANT:
@@ -218,7 +219,8 @@ class Grammars:
             self._compiled[key] = LLMatcher(self._tables(), key[1], log_level=0, limits=_limits())
             self._compiled[key].compute_bitmask()  # once, not in each copy
         self._compiled.move_to_end(key)
-        running.may_force = len(key[1]) <= MAX_FORCING_BYTES
+        is_ambiguous = structure.lark is not None or structure.gbnf is not None  # maybe: the search may never end
+        running.may_force = len(key[1]) <= MAX_FORCING_BYTES and not is_ambiguous
         return self._compiled[key].deep_copy()
 
     def _tables(self) -> LLTokenizer:

@@ -7,6 +7,7 @@ the event loop between steps and the step's thread in a step.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -22,6 +23,7 @@ from ..model.runner import AllowedTokens, SamplingSpec
 
 DISTRUST = 4  # masks that a sequence computes apart, in time, after it was late; doubled each time
 MAX_DOUBLINGS = 8
+LIMIT_S = 10.0  # for the masks of one job: some ambiguous grammars never end
 MAX_FORCED = 64  # tokens; after more, forced tokens are not looked for: a text of 250,000 characters takes a second
 
 _log = structlog.get_logger("quire.engine")
@@ -30,7 +32,7 @@ _log = structlog.get_logger("quire.engine")
 class MaskJob:
     """The computation of masks of some sequences by one thread. Those of one sequence follow each other."""
 
-    __slots__ = ("is_done", "is_late", "masks", "num_masks", "parts")
+    __slots__ = ("is_done", "is_late", "masks", "num_masks", "parts", "started")
 
     def __init__(self, sequences: list[RunningGrammar]) -> None:
         self.parts: list[tuple[RunningGrammar, int, tuple[int, ...]]] = []  # with the first mask and the draft tokens
@@ -38,6 +40,7 @@ class MaskJob:
         self.num_masks = 0
         self.is_done = False
         self.is_late = False  # a step has waited for it in vain
+        self.started = 0.0  # time.monotonic() when its computation began; 0 before
         for running in sequences:
             running.job, running.row = self, self.num_masks
             self.parts.append((running, self.num_masks, running.drafts))
@@ -64,6 +67,12 @@ class RunningGrammar:
     def has_masks(self, end: int, drafts: tuple[int, ...]) -> bool:
         """Return whether its job, done or not, is for the first `end` tokens of the context and these draft tokens."""
         return self.job is not None and self.end == end and self.drafts[: len(drafts)] == drafts
+
+    def check_limit(self) -> None:
+        """Note an error if the masks take so long that they may never come."""
+        job = self.job
+        if job is not None and not job.is_done and job.started and time.monotonic() - job.started > LIMIT_S:
+            self.error = f"structured_outputs: the tokens that may follow were not known after {LIMIT_S:.0f} s"
 
     def note_late(self) -> None:
         """Compute the next masks apart: a step has waited for the last ones in vain."""
@@ -102,19 +111,26 @@ class MaskThread:
         self._executor = LLExecutor(num_cores)
         self._queue: SimpleQueue[MaskJob | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._job: MaskJob | None = None  # that is computed
 
     def start(self, sequences: list[RunningGrammar]) -> None:
         """Begin to compute the masks of these sequences, after the jobs that were started before."""
+        stuck = self._job
+        if stuck is not None and not stuck.is_done and time.monotonic() - stuck.started > LIMIT_S:
+            self.close()  # a call of the library cannot be ended: the next jobs get another thread
+            self._queue, self._thread = SimpleQueue(), None
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="quire-masks", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(self._queue,), name="quire-masks", daemon=True)
             self._thread.start()
         self._queue.put(MaskJob(sequences))
 
     def compute(self, job: MaskJob, prepare: Callable[[], None] | None = None) -> None:
         """Compute a job in the calling thread. It is done then, whatever happens: an error is one of its sequences."""
+        job.started = time.monotonic()
         try:
             if prepare is not None:
                 prepare()
+                job.started = time.monotonic()
             job.masks = self._masks(job)
             for running, _, _ in job.parts:
                 if running.matcher is not None and running.matcher.is_error():
@@ -151,8 +167,9 @@ class MaskThread:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         return masks
 
-    def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
+    def _run(self, queue: SimpleQueue[MaskJob | None]) -> None:
+        while (job := queue.get()) is not None:
+            self._job = job
             self.compute(job)
 
 
@@ -182,6 +199,8 @@ class StepMasks:
                 start[job] = sum(map(len, masks))
                 masks.append(job.masks)
         for running, sequence, _ in self.sampling:
+            if running.job not in start:
+                running.check_limit()
             if running.error is not None or running.job not in start or sequence.request_id in self.busy:
                 missing[sequence.request_id] = running.error
             else:

@@ -268,6 +268,36 @@ def test_a_sequence_whose_mask_was_late_computes_the_next_ones_apart(
     assert apart == [True] * (masks_module.DISTRUST + 1) + [False]
 
 
+def test_masks_that_never_come_end_their_request_and_no_other(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WAIT_S", "WAIT_ALONE_S"):
+        monkeypatch.setattr(grammars, name, 0.0)
+    step = masks.begin([sequence(WORD, []), sequence(WORD, [], request_id=2)])
+    ready(step)
+    go, begun, compute = threading.Event(), threading.Event(), MaskThread._masks
+    guilty = masks._running[1]
+
+    def stuck(self: MaskThread, job: Any) -> Any:
+        if any(running is guilty for running, _, _ in job.parts):
+            begun.set()
+            assert go.wait(60)
+        return compute(self, job)
+
+    monkeypatch.setattr(MaskThread, "_masks", stuck)
+    assert step is not None
+    step.sampling = step.sampling[:1]
+    advance(step, SampledToken(1, A))
+    assert begun.wait(60)
+    both = [sequence(WORD, [A]), sequence(WORD, [], request_id=2)]
+    assert given(masks.begin(both))[1] is None
+    monkeypatch.setattr(masks_module, "LIMIT_S", 0.0)
+    step = masks.begin(both)
+    assert "were not known after" in given(step)[1]
+    step.sampling = step.sampling[1:]
+    step.advance(StepResult(1, (SampledToken(1, 0, error="ended"), SampledToken(2, A)), 0.0))
+    assert allowed(ready(masks.begin([sequence(WORD, [A], request_id=2)]))[2][0]) == {A, B}
+    go.set()
+
+
 def test_a_panic_of_the_library_is_an_error_of_its_sequences(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     class Panic(BaseException):
         pass
