@@ -384,7 +384,7 @@ MUTANTS = [
     ),
     Mutant(
         MASKS,
-        "                if running.matcher.is_error():\n",
+        "                if running.matcher is not None and running.matcher.is_error():\n",
         "                if False:\n",
         "a limit of the grammar ends the output as if it were complete",
         MASK_TESTS,
