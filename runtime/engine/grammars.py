@@ -238,20 +238,23 @@ def _load_tables(path: Path) -> LLTokenizer:
     ends = sorted(token_id for token_id in known if token_id < spec.vocab_size)
     if not ends:
         raise GenerationFailed("structured_outputs need a token that ends the output; this model has none")
-    wrapper = TokenizerWrapper(_Vocabulary(tokenizer, ends[0]))
-    return LLTokenizer(wrapper, n_vocab=spec.vocab_size, eos_token=ends)
+    wrapper = TokenizerWrapper(_Vocabulary(tokenizer, spec.vocab_size, ends[0]))
+    return LLTokenizer(wrapper, eos_token=ends)
 
 
 class _Vocabulary:
-    """A tokenizer in the form that llguidance reads."""
+    """A tokenizer in the form that llguidance reads, with as many tokens as the model has logits.
+
+    A model may have more, which pad its matrix and have no bytes: no grammar allows them. It may have fewer.
+    """
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
         self._tokenizer = tokenizer
         self.eos_token_id = eos_token_id
-        self.tokens = tokenizer.all_bytes()
-        self.special_token_ids = sorted(tokenizer.special_token_ids)
+        self.tokens = tokenizer.all_bytes(vocab_size)
+        self.special_token_ids = sorted(token for token in tokenizer.special_token_ids if token < vocab_size)
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

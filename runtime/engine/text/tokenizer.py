@@ -90,9 +90,12 @@ class Tokenizer:
             found = self._bytes_by_id[token_id] = self._find_bytes(token_id)
             return found
 
-    def all_bytes(self) -> list[bytes]:
-        """Return the bytes of every token by id. A token without bytes of its own has the bytes of its text."""
-        found = ((self.token_bytes(token_id), token_id) for token_id in range(self.vocab_size))
+    def all_bytes(self, vocab_size: int) -> list[bytes]:
+        """Return the bytes of the tokens 0 to `vocab_size` - 1, none for an unknown id.
+
+        A token without bytes of its own has the bytes of its text.
+        """
+        found = ((self.token_bytes(token_id), token_id) for token_id in range(vocab_size))
         return [self._plain_bytes(token_id) if raw is None else raw for raw, token_id in found]
 
     def _plain_bytes(self, token_id: int) -> bytes:

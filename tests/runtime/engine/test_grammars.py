@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,6 +96,23 @@ def test_masks_follow_the_generated_tokens(masks: Grammars) -> None:
     for generated, expected in (([], {A, B} | pair), ([A], {A, B}), ([A, B], {EOS})):
         (mask,) = ready(masks.begin([sequence(WORD, generated)]))[1]
         assert allowed(mask) == expected
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB + 100, VOCAB - 100])
+def test_masks_have_the_models_tokens_not_the_tokenizers(tmp_path: Path, vocab_size: int) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((BUNDLED_MODEL / name).read_bytes())
+    config = json.loads((BUNDLED_MODEL / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": vocab_size}))
+    padded = Grammars(tmp_path)
+    try:
+        (mask,) = ready(padded.begin([sequence(WORD, [A])]))[1]
+        (rest,) = ready(padded.begin([sequence(StructuredOutputs(regex="(.|\\n)*"), [])]))[1]
+    finally:
+        padded.close()
+    assert len(mask) == len(rest) == (vocab_size + 31) // 32
+    assert allowed(mask) == {A, B}
+    assert max(allowed(rest)) < min(vocab_size, VOCAB)
 
 
 def test_a_sequence_that_starts_in_the_middle_has_the_same_masks(masks: Grammars) -> None:
