@@ -38,8 +38,9 @@ WAIT_S = 0.002  # for masks, after a step's rows are computed, if other sequence
 WAIT_ALONE_S = 0.02  # if none does
 NUM_THREADS = 2  # that compute masks of one sequence each
 MAX_FORCING_BYTES = 16 << 10  # of a grammar whose forced tokens are looked for: that takes long for long texts
-MAX_COMPILED = 128  # grammars that are kept compiled
-MAX_COMPILED_PER_TENANT = 16
+MAX_COMPILED = 512 << 10  # characters of the grammars that are kept compiled: up to 150 bytes of memory for each
+MAX_COMPILED_PER_TENANT = MAX_COMPILED // 2
+MIN_CHARACTERS = 4 << 10  # for which each grammar counts, however short
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"  # at most once in each place: no model fills its output with spaces
 
 
@@ -210,18 +211,30 @@ class Grammars:
         structure = sampling.params.structured_outputs
         assert structure is not None
         key = (sampling.tenant, grammar_of(structure))
-        if key not in self._compiled:
-            own = [each for each in self._compiled if each[0] == sampling.tenant]
-            if len(own) >= MAX_COMPILED_PER_TENANT:
-                del self._compiled[own[0]]
-            elif len(self._compiled) >= MAX_COMPILED:
-                self._compiled.popitem(last=False)
-            self._compiled[key] = LLMatcher(self._tables(), key[1], log_level=0, limits=_limits())
-            self._compiled[key].compute_bitmask()  # once, not in each copy
+        matcher = self._compiled.get(key)
+        if matcher is None:
+            matcher = LLMatcher(self._tables(), key[1], log_level=0, limits=_limits())
+            matcher.compute_bitmask()  # once, not in each copy
+            self._compiled[key] = matcher
         self._compiled.move_to_end(key)
+        self._forget_compiled(sampling.tenant)
         is_ambiguous = structure.lark is not None or structure.gbnf is not None  # maybe: the search may never end
         running.may_force = len(key[1]) <= MAX_FORCING_BYTES and not is_ambiguous
-        return self._compiled[key].deep_copy()
+        return matcher.deep_copy()
+
+    def _forget_compiled(self, tenant: str) -> None:
+        """Forget the grammars used longest ago: of this tenant beyond its share, then of all beyond the limit."""
+        self._shrink([key for key in self._compiled if key[0] == tenant], MAX_COMPILED_PER_TENANT)
+        self._shrink(list(self._compiled), MAX_COMPILED)
+
+    def _shrink(self, keys: Sequence[tuple[str, str]], limit: int) -> None:
+        sizes = [max(len(text), MIN_CHARACTERS) for _, text in keys]
+        size = sum(sizes)
+        for key, own_size in zip(keys, sizes, strict=True):
+            if size <= limit:
+                break
+            size -= own_size
+            del self._compiled[key]
 
     def _tables(self) -> LLTokenizer:
         if self._tokenizer is None:

@@ -412,8 +412,8 @@ MUTANTS = [
     ),
     Mutant(
         GRAMMARS,
-        "            if len(own) >= MAX_COMPILED_PER_TENANT:\n                del self._compiled[own[0]]\n            elif",
-        "            if",
+        "        self._shrink([key for key in self._compiled if key[0] == tenant], MAX_COMPILED_PER_TENANT)\n",
+        "",
         "one tenant's grammars evict those of all others",
         MASK_TESTS,
     ),
@@ -433,8 +433,8 @@ MUTANTS = [
     ),
     Mutant(
         GRAMMARS,
-        "return self._compiled[key].deep_copy()",
-        "return self._compiled[key]",
+        "return matcher.deep_copy()",
+        "return matcher",
         "requests with the same grammar share one matcher",
         MASK_TESTS,
     ),

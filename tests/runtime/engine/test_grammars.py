@@ -349,20 +349,39 @@ def test_beams_continue_the_text_of_their_parents(masks: Grammars) -> None:
     assert allowed(found[-1][0]) == {EOS}, "its parent is not known: the text is read again"
 
 
-def test_a_tenant_with_many_grammars_evicts_its_own(masks: Grammars) -> None:
+def compiled_sizes(masks: Grammars) -> dict[str, int]:
+    """Return the characters of the grammars that are kept, by tenant."""
+    sizes: dict[str, int] = {}
+    for tenant, text in masks._compiled:
+        sizes[tenant] = sizes.get(tenant, 0) + len(text)
+    return sizes
+
+
+def test_a_tenant_with_many_grammars_evicts_its_own(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_COMPILED_PER_TENANT", 5000)
+    monkeypatch.setattr(grammars, "MIN_CHARACTERS", 0)
     ready(masks.begin([sequence(WORD, [], tenant="quiet")]))
-    for number in range(grammars.MAX_COMPILED_PER_TENANT + 5):
-        ready(masks.begin([sequence(StructuredOutputs(regex=f"a{number}"), [], request_id=number, tenant="loud")]))
-    tenants = [tenant for tenant, _ in masks._compiled]
-    assert tenants.count("loud") == grammars.MAX_COMPILED_PER_TENANT
-    assert tenants.count("quiet") == 1
+    quiet = compiled_sizes(masks)["quiet"]
+    for number in range(8):
+        regex = "a" * 1000 + str(number)
+        ready(masks.begin([sequence(StructuredOutputs(regex=regex), [], request_id=number, tenant="loud")]))
+    sizes = compiled_sizes(masks)
+    assert sizes["quiet"] == quiet
+    assert 4000 < sizes["loud"] <= 5000
 
 
 def test_grammars_of_all_tenants_are_bounded(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MAX_COMPILED", 3)
-    for number in range(5):
-        ready(masks.begin([sequence(WORD, [], request_id=number, tenant=str(number))]))
-    assert [tenant for tenant, _ in masks._compiled] == ["2", "3", "4"]
+    monkeypatch.setattr(grammars, "MAX_COMPILED", 3 * grammars.MIN_CHARACTERS)  # three short ones
+    for number, tenant in enumerate("012045"):
+        ready(masks.begin([sequence(WORD, [], request_id=number, tenant=tenant)]))
+    assert list(compiled_sizes(masks)) == ["0", "4", "5"], "the tenant that came again was used last"
+
+
+def test_a_grammar_beyond_the_limit_is_used_and_not_kept(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_COMPILED", 10)
+    found = ready(masks.begin([sequence(WORD, [])]))
+    assert {A, B} < allowed(found[1][0])
+    assert not masks._compiled
 
 
 def test_a_grammar_is_compiled_once(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
