@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
 
@@ -265,9 +266,12 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self.eos_token_id = eos_token_id
         self.tokens = tokenizer.all_bytes(vocab_size)
         self.special_token_ids = sorted(token for token in tokenizer.special_token_ids if token < vocab_size)
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """Return the ids of forced text, up to the first token that the model does not have."""
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return list(takewhile(lambda token_id: token_id < self._vocab_size, token_ids))

@@ -15,7 +15,7 @@ from .grammars import check_structure, lark_rule
 from .json_schema import without_idle_keywords
 from .text import Markup
 from .text.argument_streams import SPACE
-from .text.markup import MARK
+from .text.markup import FAMILIES, MARK
 from .text.markup_grammar import MarkupGrammar
 from .text.markup_parser import ChannelParser, MarkupParser
 
@@ -42,8 +42,8 @@ class ToolCalls:
             raise InvalidRequest("tool_choice: a call is required, but there are no tools")
         if tools and not (markup.calls or markup.channels):
             raise InvalidRequest(
-                "tools: how this model writes tool calls cannot be seen in its chat template; the server's option "
-                "tool_call_parser names a form"
+                "tools: the chat template does not show how this model writes tool calls; serve it with "
+                f"--tool-call-parser and one of {', '.join(FAMILIES)}"
             )
         self._has_tools = bool(tools)
         self._functions = {name: functions[name] for name in functions if name in names and choice.needed != "none"}

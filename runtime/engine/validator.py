@@ -90,7 +90,7 @@ class Validator:
                 raise InvalidRequest("this model has no chat template; send a prompt instead of messages")
             self._check_tokenizer()
         elif request.sampling_params.stop and not self._info.has_tokenizer:
-            raise InvalidRequest("stop strings cannot be found without a tokenizer.json; use stop_token_ids")
+            raise InvalidRequest("stop: strings cannot be found without a tokenizer.json; use stop_token_ids")
 
     def check_text(self, text: str) -> None:
         """Check a text before it is tokenized, so that one that is far too long costs nothing."""
@@ -141,15 +141,15 @@ class Validator:
 
     def _check_stops(self, params: SamplingParams) -> None:
         if len(params.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest(f"{len(params.stop)} stop strings; at most {MAX_STOP_STRINGS} are allowed")
+            raise InvalidRequest(f"stop has {len(params.stop)} strings; at most {MAX_STOP_STRINGS} are allowed")
         for text in params.stop:
             if not 1 <= len(text) <= MAX_STOP_CHARACTERS:
                 raise InvalidRequest(
-                    f"a stop string has {len(text)} characters; 1 to {MAX_STOP_CHARACTERS} are allowed"
+                    f"stop: a string has {len(text)} characters; 1 to {MAX_STOP_CHARACTERS} are allowed"
                 )
         if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(
-                f"{len(params.stop_token_ids)} stop_token_ids; at most {MAX_STOP_TOKEN_IDS} are allowed"
+                f"stop_token_ids has {len(params.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS} are allowed"
             )
         for token in params.stop_token_ids:
             self._check_token("stop_token_ids", token)

@@ -266,7 +266,7 @@ async def test_a_schema_that_no_grammar_can_have_is_not_enforced(client: Client)
 
 async def test_a_template_without_tool_calls(client: Client) -> None:
     async with client("plain", {"<|0|>": f"I look.\n{HERMES_CALLS}"}) as connected:
-        with pytest.raises(openai.BadRequestError, match="tool_call_parser"):
+        with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
             await connected.chat.completions.create(
                 model="quire", messages=[{"role": "user", "content": "<|0|>"}], tools=TOOLS
             )

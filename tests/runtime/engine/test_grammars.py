@@ -115,6 +115,14 @@ def test_masks_have_the_models_tokens_not_the_tokenizers(tmp_path: Path, vocab_s
     assert max(allowed(rest)) < min(vocab_size, VOCAB)
 
 
+def test_text_is_forced_up_to_the_first_token_that_the_model_does_not_have() -> None:
+    text = "Return the number of queues."
+    token_ids = ids(text)
+    first = token_ids.index(max(token_ids))
+    assert first > 0
+    assert grammars._Vocabulary(TOKENIZER, max(token_ids), EOS)(text) == token_ids[:first]
+
+
 def test_a_sequence_that_starts_in_the_middle_has_the_same_masks(masks: Grammars) -> None:
     (mask,) = ready(masks.begin([sequence(WORD, [B])]))[1]
     assert allowed(mask) == {A, B}

@@ -130,7 +130,7 @@ def test_what_the_grammar_allows_is_read_as_valid_calls(markup: Markup) -> None:
 
 
 def test_tools_need_a_markup_of_calls() -> None:
-    with pytest.raises(InvalidRequest, match="tool_call_parser"):
+    with pytest.raises(InvalidRequest, match="--tool-call-parser and one of hermes, "):
         ToolCalls(Markup(THINK), TOOLS, ToolChoice())
     with pytest.raises(InvalidRequest, match="no tool 'f'"):
         ToolCalls(FAMILIES["hermes"], TOOLS, ToolChoice(names=("f",)))

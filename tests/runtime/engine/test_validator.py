@@ -141,7 +141,7 @@ CHAT = ({"role": "user", "content": "hi"},)
             GenerateRequest(prompt=(1,), sampling_params=SamplingParams(stop=("x",))),
             False,
             False,
-            "stop strings cannot be found without a tokenizer.json; use stop_token_ids",
+            "stop: strings cannot be found without a tokenizer.json; use stop_token_ids",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from quire.kernels.ops import padded
 from quire.pager import KVArena
 from quire.runtime.model import describe_sizes, kv_layout, pack_model, plan_memory, read_spec
 from quire.runtime.model.rope import rotary_tables
-from quire.runtime.model.sizes import KNOWN_SHAPES
+from quire.runtime.model.sizes import KNOWN_SHAPES, human
 
 from tests.families import FAMILIES, GOLDENS
 
@@ -34,6 +34,14 @@ SHAPES = {shape.name: shape for shape in KNOWN_SHAPES}
 def test_known_sizes(name: str, tokens: int, f32: int, bf16: int) -> None:
     shape = SHAPES[name]
     assert (shape.num_tokens, shape.kv_bytes("f32"), shape.kv_bytes("bf16")) == (tokens, f32, bf16)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(3 * MIB // 2, "1.5 MiB"), (224 * MIB, "224 MiB"), (1_022 * MIB, "1,022 MiB"), (2 * GIB, "2.0 GiB")],
+)
+def test_sizes_for_people_have_no_exponent(size: int, text: str) -> None:
+    assert human(size) == text
 
 
 def test_the_table_prints_every_model_with_exact_bytes() -> None:
