@@ -284,8 +284,12 @@ async def test_a_chat_has_no_successor_among_responses(system: Any) -> None:
     assert (reply.status, reply.error["code"]) == (400, "previous_response_not_found")
 
 
-async def test_a_running_response_has_no_successor(system: Any, eventually: Eventually) -> None:
+async def test_a_response_that_runs_or_was_cancelled_has_no_successor(system: Any, eventually: Eventually) -> None:
     name = await stored_id(system, RESPONSES, response("hold", background=True))
+    reply = await ask(system, "POST", RESPONSES, response(previous_response_id=name))
+    assert (reply.status, reply.error["param"]) == (400, "previous_response_id")
+    cancelled = await ask(system, "POST", f"{RESPONSES}/{name}/cancel")
+    assert cancelled.json["status"] == "cancelled"
     reply = await ask(system, "POST", RESPONSES, response(previous_response_id=name))
     assert (reply.status, reply.error["param"]) == (400, "previous_response_id")
     await ask(system, "DELETE", f"{RESPONSES}/{name}")

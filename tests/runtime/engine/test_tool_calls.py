@@ -136,6 +136,27 @@ def test_tools_need_a_markup_of_calls() -> None:
         ToolCalls(FAMILIES["hermes"], TOOLS, ToolChoice(names=("f",)))
 
 
+def test_a_call_in_channels_may_follow_an_announcement() -> None:
+    structure = ToolCalls(FAMILIES["openai"], TOOLS, ToolChoice(needed="required")).structure("prompt", None)
+    assert structure is not None
+    announced = "<|channel|>commentary<|message|>Looking.<|end|><|start|>assistant"
+    ids = VOCABULARY(f"{announced}<|channel|>commentary to=functions.time<|message|>{{}}")
+    matcher = LLMatcher(TABLES, grammar_of(structure), log_level=0)
+    assert matcher.try_consume_tokens(ids) == len(ids)
+
+
+def test_parameters_may_refer_to_definitions_of_their_tool() -> None:
+    listed = {"type": "array", "items": {"$ref": "#/$defs/city"}}
+    parameters = {"properties": {"cities": listed}, "required": ["cities"], "$defs": {"city": CITY["city"]}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    structure = ToolCalls(FAMILIES["qwen3_coder"], (tool,), ToolChoice(needed="required")).structure("prompt", None)
+    assert structure is not None
+    for city, is_allowed in (("Rome", True), ("Oslo", False)):
+        matcher = LLMatcher(TABLES, grammar_of(structure), log_level=0)
+        ids = VOCABULARY(f'<tool_call>\n<function=f>\n<parameter=cities>\n["{city}"]')
+        assert (matcher.try_consume_tokens(ids) == len(ids)) is is_allowed
+
+
 def test_without_markup_nothing_is_constrained_or_parsed() -> None:
     calls = ToolCalls(Markup(), (), ToolChoice())
     assert calls.structure("prompt", None) is None

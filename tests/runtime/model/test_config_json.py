@@ -230,10 +230,12 @@ def test_sliding_layers_of_gemma3_have_their_own_rotary_embedding(read: Read, ke
 def test_the_text_part_of_a_gemma3_with_images(read: Read) -> None:
     nothing = dict.fromkeys(MINIMAL, ...)
     text = {"hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10240, "sliding_window": 1024}
+    text["final_logit_softcapping"] = 30
     spec = read("gemma3", **nothing, architectures=["Gemma3ForConditionalGeneration"], text_config=text, eos_token_id=5)
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (34, 8, 4, 256)
     assert (spec.vocab_size, spec.eos_token_ids, spec.tie_embeddings) == (262_208, (5,), True)
     assert spec.windows[:7] == (1024, 1024, 1024, 1024, 1024, 0, 1024)
+    assert spec.logits_softcap == 0
 
 
 def test_multipliers_and_caps(read: Read) -> None:

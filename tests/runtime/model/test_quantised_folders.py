@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.runtime.cli.models import models
+from quire.runtime.common.config import WeightDtype
 from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, ModelError, UnsupportedModel, WrongTensor
 from quire.runtime.model import PackedModel, pack_model, read_spec
 from quire.runtime.model.weights import quantised
@@ -180,15 +181,18 @@ def test_q_k_and_v_of_different_types_keep_them(tmp_path: Path) -> None:
         np.testing.assert_array_equal(unpacked(layer)[module], expected[module])
 
 
-@pytest.mark.parametrize("make", [gptq(), awq(32)], ids=["gptq", "awq"])
-def test_fused_tensors(tmp_path: Path, make: Make) -> None:
+@pytest.mark.parametrize(
+    ("config", "make", "dtype"),
+    [(GPTQ, gptq(), "auto"), (AWQ, awq(32), "auto"), (FP8 | {"weight_block_size": None}, fp8(per_row=True), "f32")],
+    ids=["gptq", "awq", "fp8"],
+)
+def test_fused_tensors(tmp_path: Path, config: dict[str, Any], make: Make, dtype: WeightDtype) -> None:
     """Gate and up are parts of one tensor; the second part begins inside a word of AWQ's layout."""
     fused = {"self_attn.qkv_proj": (256, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN)}
     mlp = {"mlp.gate_up_proj": (200, HIDDEN), "mlp.down_proj": (HIDDEN, 100)}
-    config = AWQ if make.__qualname__.startswith("awq") else GPTQ
     changes: dict[str, Any] = {"architectures": ["Phi3ForCausalLM"], "intermediate_size": 100}
     expected = folder_of(tmp_path / "a", config, make, ["mlp.down_proj"], fused | mlp, **changes)
-    layer = pack_model(tmp_path / "a", "auto").weights.layers[0]
+    layer = pack_model(tmp_path / "a", dtype).weights.layers[0]
     assert isinstance(layer.mlp, MlpWeights)
     np.testing.assert_array_equal(layer.qkv.unpack(), expected["self_attn.qkv_proj"])
     pairs = layer.mlp.gate_up.unpack().reshape(-1, 2, 16, HIDDEN)

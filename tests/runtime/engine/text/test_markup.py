@@ -205,6 +205,8 @@ def test_reasoning_may_begin_in_the_prompt() -> None:
 def test_without_tools_no_text_is_a_call() -> None:
     text = "<tool_call>\n{}\n</tool_call>"
     assert read(parser(THINKING, None), text) == [("content", text)]
+    text = "<|channel|>commentary to=functions.time<|message|>{}<|call|>"
+    assert read(parser(FAMILIES["openai"], None), text) == [("content", "{}")]
 
 
 def test_json_that_is_no_call_is_an_answer() -> None:
@@ -230,6 +232,19 @@ def test_what_no_grammar_allows_ends_in_no_markup() -> None:
     assert read(parser(FAMILIES["openai"]), "no header") == [("content", "no header")]
 
 
+def test_only_a_text_that_is_cut_loses_the_beginning_of_markup() -> None:
+    assert read(parser(THINKING), ["a <tool_c"]) == [("content", "a <tool_c")]
+    assert read(parser(THINKING), ["<thi"]) == [("content", "<thi")]
+    assert read(parser(THINKING), ["<thi"], is_cut=True) == []
+    assert read(parser(THINKING), [" \n"], is_cut=True) == [("content", " \n")]
+
+
+def test_calls_in_channels_follow_each_other() -> None:
+    call = "<|channel|>commentary to=functions.time<|message|>{}<|call|>"
+    text = f"{call}<|start|>assistant{call}"
+    assert read(parser(FAMILIES["openai"]), text) == [("call", "time"), ("arguments", "{}")] * 2
+
+
 def test_much_white_space_is_shown_before_it_ends() -> None:
     reader = parser(THINKING)
     shown = reader.feed("a" + " " * 10_000)
@@ -247,6 +262,8 @@ PARAMETERS: dict[str, Any] = {
         "short": {"type": "string", "maxLength": 3},
         "list": {"type": "array"},
         "reference": {"$ref": "#/$defs/text"},
+        "count": {"type": ["integer", "string"]},
+        "missing": {"$ref": "#/$defs/missing"},
     },
     "$defs": {"text": {"type": "string"}},
 }
@@ -272,6 +289,9 @@ PARAMETERS: dict[str, Any] = {
         ("list", "[1, 2", "[1, 2"),
         ("reference", "true", "true"),
         ("unknown", "true", True),
+        ("count", "true", "true"),
+        ("count", "5.0", "5.0"),
+        ("missing", "[1]", [1]),
     ],
 )
 def test_values_of_parameters_have_the_types_of_the_schema(key: str, value: str, expected: object) -> None:
@@ -279,6 +299,13 @@ def test_values_of_parameters_have_the_types_of_the_schema(key: str, value: str,
     for pieces in ([text], list(text)):
         (_, (_, arguments)) = read(parser(FAMILIES["qwen3_coder"], {"f": PARAMETERS}), pieces)
         assert json.loads(arguments) == {key: expected}
+
+
+def test_a_value_may_be_on_the_line_of_its_parameter() -> None:
+    text = "<tool_call>\n<function=f>\n<parameter=text>a</parameter>\n</function>\n</tool_call>"
+    for at in range(len(text)):
+        found = read(parser(FAMILIES["qwen3_coder"], {"f": PARAMETERS}), [text[:at], text[at:]])
+        assert found == [("call", "f"), ("arguments", '{"text": "a"}')]
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def cut(name: str, *index: Any) -> Callable[[Tensors], None]:
         ("gpt_oss", lambda t: t.pop(f"{EXPERTS}.down_proj"), MissingTensor, "experts.down_proj is not in"),
         ("gpt_oss_mxfp4", dequantise, MissingTensor, "gate_up_proj_blocks is not in"),
         ("gpt_oss_mxfp4", cut("down_proj_scales", slice(4)), WrongTensor, r"\[5, 64, 3, 16\] and \[4, 64, 3\]"),
+        ("gpt_oss_mxfp4", cut("down_proj_scales", ..., slice(2)), WrongTensor, r"\[5, 64, 3, 16\] and \[5, 64, 2\]"),
         ("gpt_oss_mxfp4", cut("down_proj_blocks", ..., slice(8)), WrongTensor, r"\[5, 64, 3, 8\] and"),
         ("gpt_oss_mxfp4", cut("down_proj_blocks", 0), WrongTensor, "must have 4 dimensions"),
         (

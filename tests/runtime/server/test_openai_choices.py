@@ -1,0 +1,86 @@
+"""Choices of an answer as they grow, and the fields and items of requests with tools and reasoning."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from quire.runtime.common.types import FinishReason, OutputChunk, TokenLogprobs
+from quire.runtime.engine.text import Token
+from quire.runtime.engine.text.markup import FAMILIES, THINK
+from quire.runtime.engine.text.markup_parser import MarkupParser
+from quire.runtime.server.openai.choices import Choice
+from quire.runtime.server.openai.logprobs import ChatLogprobs
+from quire.runtime.server.openai.response_items import chat_fields, input_messages
+from quire.runtime.server.openai.tools import call_id, template_variables
+
+MARKUP = replace(FAMILIES["hermes"], reasoning=THINK)
+
+
+def choice_of(*texts: str, end: FinishReason = "stop") -> Choice:
+    """Return a choice that has read a token for each text, and then the end."""
+    choice = Choice(ChatLogprobs(lambda token_id: Token(texts[token_id].encode(), is_special=False)))
+    choice.parser = MarkupParser(MARKUP, {})
+    for index, text in enumerate(texts):
+        logprobs = (TokenLogprobs(index, -float(index)),)
+        choice.add(OutputChunk(first_index=index, token_ids=(index,), text=text, logprobs=logprobs))
+    choice.add(OutputChunk(first_index=len(texts), token_ids=(), text="", logprobs=(), finish_reason=end))
+    return choice
+
+
+def shown_tokens(choice: Choice) -> list[str]:
+    return [entry["token"] for entry in json.loads(choice.whole_logprobs())["content"]]
+
+
+def test_the_markers_of_reasoning_count_as_reasoning() -> None:
+    choice = choice_of("<think>", "So", ".", "</think>", "Hello", "!")
+    assert [(run.kind, run.text) for run in choice.runs] == [("reasoning", "So."), ("content", "Hello!")]
+    assert choice.num_reasoning_tokens == 4
+    assert shown_tokens(choice) == ["Hello", "!"]
+
+
+def test_logprobs_of_held_text_are_shown_once() -> None:
+    tokens = ["a", " <", "b", " c"]
+    choice = choice_of(*tokens)
+    assert "".join(choice.texts) == "a <b c"
+    assert shown_tokens(choice) == tokens
+
+
+@pytest.mark.parametrize(("end", "text"), [("length", "a"), ("stop", "a <tool")])
+def test_an_output_that_is_cut_within_markup(end: FinishReason, text: str) -> None:
+    assert "".join(choice_of("a", " <", "tool", end=end).texts) == text
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+        ({"reasoning_effort": "none", "enable_thinking": True}, {"reasoning_effort": "none", "enable_thinking": True}),
+        ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+    ],
+)
+def test_the_more_specific_field_about_reasoning_wins(body: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert template_variables(body) == expected
+
+
+def test_calls_of_all_choices_have_ids_of_their_own() -> None:
+    assert len({call_id(answer, choice, index) for answer in "ab" for choice in range(3) for index in range(3)}) == 18
+
+
+def test_allowed_tools_of_a_response_have_the_form_of_chats() -> None:
+    tools = [{"type": "function", "name": "f"}]
+    fields = chat_fields({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": tools}})
+    assert fields == {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}}
+
+
+def test_reasoning_after_a_call_or_a_text_begins_a_message() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    messages = input_messages([thought("a"), call, thought("b"), {"role": "assistant", "content": "c"}])
+    assert [(each["reasoning_content"], each.get("content")) for each in messages] == [("a", None), ("b", "c")]
+    assert [len(each.get("tool_calls", ())) for each in messages] == [1, 0]
