@@ -42,12 +42,14 @@ MAX_FORCING_BYTES = 16 << 10  # of a grammar whose forced tokens are looked for:
 MAX_COMPILED = 512 << 10  # characters of the grammars that are kept compiled: up to 150 bytes of memory for each
 MAX_COMPILED_PER_TENANT = MAX_COMPILED // 2
 MIN_CHARACTERS = 4 << 10  # for which each grammar counts, however short
+MAX_ITEMS = 20_000  # ways to go on, of a parser: an object with 500 optional properties has 2,000
+MAX_AMBIGUOUS_ITEMS = 1_000  # of a grammar in which they may be ways to read the text: a mask takes their square
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,8}"  # at most once in each place: no model fills its output with spaces
 
 
 def check_structure(structure: StructuredOutputs) -> None:
     """Raise InvalidRequest if the grammar cannot be compiled within the limits. It takes milliseconds: use a thread."""
-    message = LLMatcher.validate_grammar(grammar_of(structure), limits=_limits())
+    message = LLMatcher.validate_grammar(grammar_of(structure), limits=_limits(structure))
     if message and not message.startswith("WARNING"):
         raise InvalidRequest(f"structured_outputs: {message}")
 
@@ -91,8 +93,17 @@ def _json_grammar(schema: dict[str, Any] | bool | str) -> str:
     return LLMatcher.grammar_from_json_schema(checked, overrides={"whitespace_pattern": JSON_WHITESPACE})
 
 
-def _limits() -> LLParserLimits:
-    return LLParserLimits(max_lexer_states=20_000, max_grammar_size=200_000, verbose_errors=False)
+def _limits(structure: StructuredOutputs) -> LLParserLimits:
+    return LLParserLimits(
+        max_lexer_states=20_000,
+        max_grammar_size=200_000,
+        max_items_in_row=MAX_AMBIGUOUS_ITEMS if _may_be_ambiguous(structure) else MAX_ITEMS,
+        verbose_errors=False,
+    )
+
+
+def _may_be_ambiguous(structure: StructuredOutputs) -> bool:
+    return structure.lark is not None or structure.gbnf is not None
 
 
 class Grammars:
@@ -214,13 +225,12 @@ class Grammars:
         key = (sampling.tenant, grammar_of(structure))
         matcher = self._compiled.get(key)
         if matcher is None:
-            matcher = LLMatcher(self._tables(), key[1], log_level=0, limits=_limits())
+            matcher = LLMatcher(self._tables(), key[1], log_level=0, limits=_limits(structure))
             matcher.compute_bitmask()  # once, not in each copy
             self._compiled[key] = matcher
         self._compiled.move_to_end(key)
         self._forget_compiled(sampling.tenant)
-        is_ambiguous = structure.lark is not None or structure.gbnf is not None  # maybe: the search may never end
-        running.may_force = len(key[1]) <= MAX_FORCING_BYTES and not is_ambiguous
+        running.may_force = len(key[1]) <= MAX_FORCING_BYTES and not _may_be_ambiguous(structure)
         return matcher.deep_copy()
 
     def _forget_compiled(self, tenant: str) -> None:

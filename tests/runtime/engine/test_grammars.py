@@ -357,6 +357,21 @@ def test_beams_continue_the_text_of_their_parents(masks: Grammars) -> None:
     assert allowed(found[-1][0]) == {EOS}, "its parent is not known: the text is read again"
 
 
+def test_an_object_may_have_many_optional_properties(masks: Grammars) -> None:
+    schema = {"type": "object", "properties": {f"v{number}": {"type": "integer"} for number in range(600)}}
+    text = ids('{"v599": 1')
+    found = ready(masks.begin([sequence(StructuredOutputs(json=schema), text)]))
+    assert ids("}")[0] in allowed(found[1][0])
+
+
+@pytest.mark.parametrize("rules", ['x: x x | "a" |', 'x: x x x | x "a" | "a" x | "a"'])
+def test_a_grammar_with_too_many_ways_to_read_a_text_ends_its_request(masks: Grammars, rules: str) -> None:
+    grammar = StructuredOutputs(lark=f"start: x\n{rules}")
+    check_structure(grammar)
+    found = ready(masks.begin([sequence(grammar, [A] * 520)]))
+    assert "items" in found[1]
+
+
 def compiled_sizes(masks: Grammars) -> dict[str, int]:
     """Return the characters of the grammars that are kept, by tenant."""
     sizes: dict[str, int] = {}
