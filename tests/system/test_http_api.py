@@ -293,7 +293,11 @@ async def test_a_wrong_field_is_named(system: Any, fields: dict[str, Any], param
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [[0] * 70_000]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 2}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 1 << 40}, "max_completion_tokens"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"best_of": 2}, "best_of"),
@@ -327,6 +331,8 @@ async def test_a_wrong_field_of_a_chat_is_named(system: Any, fields: dict[str, A
         ({"include": ["file_search_call.results"]}, "include"),
         ({"n": 2}, "n"),
         ({"max_output_tokens": "x"}, "max_output_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
     ],
 )
 async def test_a_wrong_field_of_a_response_is_named(system: Any, fields: dict[str, Any], param: str) -> None:

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 MAX_PROMPTS = 256  # of one completion request
 MAX_VALUES = 1 << 16  # in all messages together
-MAX_PROMPT_LOGPROBS = 20
+MAX_ALTERNATIVES = 20  # of one token, with their logprobs
 COMPLETION_MAX_TOKENS = 16
 SEEDS = 1 << 64  # a negative seed counts from the end
 
@@ -145,6 +145,13 @@ class Fields:
             raise BadRequest(f"{name} must be {_NAMES[kind]}, not {shown(value)}", name)
         return value
 
+    def take_between(self, name: str, least: int, most: int, default: int) -> int:
+        """Return the field, an integer between `least` and `most`, or `default` without it. Raises BadRequest."""
+        value = self.take(name, int, default)
+        if not least <= value <= most:
+            raise BadRequest(f"{name} must be between {least} and {most}, not {value}", name)
+        return value
+
     def num_unknown(self, known: Set[str]) -> int:
         return len(self.values.keys() - known)
 
@@ -178,13 +185,14 @@ def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
         raise BadRequest("messages is missing", "messages", error_code="missing_required_parameter")
     messages = checked_messages(values["messages"])
     sampling = sampling_fields(fields, info)
-    with_logprobs, top_logprobs = fields.take("logprobs", bool, False), fields.take("top_logprobs", int, 0)
+    with_logprobs = fields.take("logprobs", bool, False)
+    top_logprobs = fields.take_between("top_logprobs", 0, MAX_ALTERNATIVES, 0)
     if with_logprobs:
         sampling["logprobs"] = top_logprobs
     elif "top_logprobs" in values:
         raise BadRequest("top_logprobs needs logprobs: true", "top_logprobs")
     name = "max_completion_tokens" if "max_completion_tokens" in values else "max_tokens"
-    sampling["max_tokens"] = fields.take(name, int, info.max_model_len)
+    sampling["max_tokens"] = fields.take_between(name, 1, info.max_model_len, info.max_model_len)
     tools = request_tools(values)
     request = GenerateRequest(
         prompt=None,
@@ -243,10 +251,7 @@ def _prompt_logprobs(fields: Fields) -> int | None:
     """Return how many alternatives of each prompt token to show, None for no logprobs of them. Raises BadRequest."""
     if "prompt_logprobs" not in fields.values:
         return None
-    num_shown = fields.take("prompt_logprobs", int, 0)
-    if not 0 <= num_shown <= MAX_PROMPT_LOGPROBS:
-        text = f"prompt_logprobs must be between 0 and {MAX_PROMPT_LOGPROBS}, not {num_shown}"
-        raise BadRequest(text, "prompt_logprobs")
+    num_shown = fields.take_between("prompt_logprobs", 0, MAX_ALTERNATIVES, 0)
     for name in ("stream", "echo", "best_of"):
         if fields.values.get(name):
             raise BadRequest(f"prompt_logprobs cannot be used with {name}", "prompt_logprobs")

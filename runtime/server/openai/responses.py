@@ -15,6 +15,7 @@ from .errors import BadRequest
 from .fields import (
     COMMON,
     HINTS,
+    MAX_ALTERNATIVES,
     TIERS,
     UNSUPPORTED,
     Call,
@@ -65,7 +66,7 @@ def response_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:
     has_limit = "max_output_tokens" in fields.values
     _use_text_format(fields)
     sampling = sampling_fields(fields, info)
-    sampling["max_tokens"] = fields.take("max_output_tokens", int, info.max_model_len)
+    sampling["max_tokens"] = fields.take_between("max_output_tokens", 1, info.max_model_len, info.max_model_len)
     sampling["logprobs"] = _num_logprobs(fields)
     chat = chat_fields(fields.values)
     tools = request_tools(chat)
@@ -112,7 +113,7 @@ def _listed(item: dict[str, Any], item_id: str) -> dict[str, Any]:
 
 def _num_logprobs(fields: Fields) -> int | None:
     """Return how many alternatives of each token to show, None for no logprobs. Raises BadRequest."""
-    included, top = fields.take("include", list, []), fields.take("top_logprobs", int, 0)
+    included, top = fields.take("include", list, []), fields.take_between("top_logprobs", 0, MAX_ALTERNATIVES, 0)
     if other := [each for each in included if each != WITH_LOGPROBS]:
         raise BadRequest(f"include supports only {WITH_LOGPROBS}, not {shown(other[0])}", "include")
     if top and not included:
