@@ -5,6 +5,7 @@ Lists of excluded modules are not read: the tensors of a folder show which of it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from .config_json import MAX_WIDTH, ConfigTable
@@ -123,9 +124,16 @@ def _group_size(table: ConfigTable, key: str) -> int:
 
 
 def _block(table: ConfigTable, key: str) -> tuple[int, int] | None:
+    """Return rows and columns of a block, which are a list or a text such as "128x128"; None if the key is absent."""
     if key not in table:
         return None
-    rows, columns = (int(size) for size in table.numbers(key, 2))
+    if isinstance(text := table.values[key], str):
+        sizes = re.fullmatch(r"([0-9]{1,7})x([0-9]{1,7})", text)
+        if sizes is None:
+            raise table.refused(key, 'a list of 2 integers, or a text such as "128x128"')
+        rows, columns = int(sizes[1]), int(sizes[2])
+    else:
+        rows, columns = (int(size) for size in table.numbers(key, 2))
     if not 1 <= rows <= MAX_WIDTH or not 1 <= columns <= MAX_WIDTH:
         raise table.refused(key, f"two integers from 1 to {MAX_WIDTH}")
     return rows, columns

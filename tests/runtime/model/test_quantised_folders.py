@@ -31,7 +31,7 @@ COMPRESSED: dict[str, Any] = {
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [64, 128]}
 
 
-def _fp8_blocks(*sizes: list[int]) -> dict[str, Any]:
+def _fp8_blocks(*sizes: list[int] | str) -> dict[str, Any]:
     """Return the config of one group of modules per size of blocks."""
     weights = [{"num_bits": 8, "type": "float", "strategy": "block", "block_structure": size} for size in sizes]
     groups = {f"group_{index}": {"weights": each} for index, each in enumerate(weights)}
@@ -88,6 +88,7 @@ ROUNDED: dict[str, tuple[dict[str, Any], Make, str]] = {
     "int8, zero points": (_int8(COMPRESSED), int8(zero_point=True), "q8"),
     "fp8 in blocks": (FP8, fp8((64, 128), name="weight_scale_inv"), "bf16"),
     "fp8": (FP8 | {"weight_block_size": None}, fp8(), "bf16"),
+    "fp8 in blocks that are named by a text": (_fp8_blocks("64x128"), fp8((64, 128)), "bf16"),
     "fp8 in blocks of compressed-tensors": (_fp8_blocks([64, 128]), fp8((64, 128)), "bf16"),
     "fp8 of fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, fp8(per_row=True), "bf16"),
 }
@@ -261,6 +262,8 @@ def test_quire_models_names_the_format(tmp_path: Path, capsys: pytest.CaptureFix
         (FP8 | {"weight_block_size": [0, 128]}, "weight_block_size"),
         (FP8 | {"weight_block_size": [128]}, "weight_block_size"),
         (_fp8_blocks([64, 128], [32, 32]), "of one block_structure"),
+        (_fp8_blocks("64x0"), "block_structure"),
+        (_fp8_blocks("64x"), "block_structure"),
     ],
 )  # fmt: skip
 def test_a_format_that_is_not_supported(tmp_path: Path, config: dict[str, Any], message: str) -> None:
