@@ -26,6 +26,7 @@ DEFAULT_ALIGNMENT = 32
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 16
 MAX_STRINGS = 1 << 24  # in one array: tokens or merges of a vocabulary
+MAX_VALUES = 1 << 21  # of an array that is asked for: merges of a large vocabulary
 MAX_NAME_BYTES = 64  # of a tensor
 MAX_KEY_BYTES = (1 << 16) - 1
 MAX_DIMENSIONS = 4
@@ -107,7 +108,7 @@ class Metadata(Mapping[str, Any]):
     """The metadata of a file: numbers, booleans, strings, and lists of them, which are decoded at each access.
 
     A float32 is the shortest decimal that rounds to it, so that 1e-6 stays 1e-6. Raises CorruptCheckpoint for a value
-    that is not UTF-8, or neither true nor false.
+    that is not UTF-8, or neither true nor false, and for a list of more than MAX_VALUES.
     """
 
     def __init__(self, path: Path, data: memoryview, entries: Mapping[str, _Entry]) -> None:
@@ -118,6 +119,8 @@ class Metadata(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         """Return a value. Raises KeyError."""
         entry = self._entries[key]
+        if entry.count > MAX_VALUES:
+            raise CorruptCheckpoint(f"{self.path}: {key} has {entry.count} values; at most {MAX_VALUES} are supported")
         return self._decode(key, entry) if entry.is_array else self._decode(key, entry)[0]
 
     def __iter__(self) -> Iterator[str]:

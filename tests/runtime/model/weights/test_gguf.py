@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire.runtime.common.errors import CorruptCheckpoint, ModelError, ModelNotFound, UnsupportedModel
-from quire.runtime.model.weights.gguf import GGUFFile, StoredTensor
+from quire.runtime.model.weights.gguf import MAX_VALUES, GGUFFile, StoredTensor
 
 from tests.gguf_files import NUMBERS, Tensor, encode, header, info, pair, text, write
 
@@ -66,6 +66,14 @@ def test_values_are_checked_when_they_are_read(tmp_path: Path) -> None:
         metadata["a.flag"]
     with pytest.raises(CorruptCheckpoint, match=r"a\.text holds a string that is not UTF-8"):
         metadata["a.text"]
+
+
+def test_a_list_of_millions_of_values_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
+    few, many = (("raw", struct.pack("<IIQ", 9, 0, count) + b"\1" * count) for count in (MAX_VALUES, MAX_VALUES + 1))
+    metadata = GGUFFile(write(tmp_path / "a.gguf", {"a.few": few, "a.many": many}, {})).metadata
+    assert len(metadata["a.few"]) == MAX_VALUES
+    with pytest.raises(CorruptCheckpoint, match=rf"a\.many has {MAX_VALUES + 1} values; at most {MAX_VALUES} are"):
+        metadata.integer("a.many", 0, 1)
 
 
 ALIGNED = b"\0" * 256
