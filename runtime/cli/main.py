@@ -30,7 +30,7 @@ PIPE_CLOSED = 141
 def main() -> None:
     """Run the command line of this process and exit."""
     signal.signal(signal.SIGINT, leave)  # a KeyboardInterrupt during an import would not always come through
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")  # of a terminal that cannot show every character
     try:
         status = run(sys.argv[1:])

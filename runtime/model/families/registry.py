@@ -130,5 +130,6 @@ def _family(config: ConfigTable) -> Family:
 
 def _pick(config: ConfigTable, key: str, name: str, families: dict[str, Family]) -> Family:
     if name not in families:
-        raise UnsupportedModel(f"{CONFIG_FILE}: {config.where}{key} is {name}; it must be one of {', '.join(families)}")
+        allowed = ", ".join(families)
+        raise UnsupportedModel(f"{CONFIG_FILE}: {config.where}{key} is {name:.80}; it must be one of {allowed}")
     return families[name]

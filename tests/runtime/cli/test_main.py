@@ -137,22 +137,23 @@ def test_a_full_disk_exits_with_1(arguments: list[str]) -> None:
     assert done.stderr == "quire: standard output cannot be written: No space left on device\n"
 
 
-def test_characters_that_the_output_cannot_show_are_escaped() -> None:
-    program = """
+@pytest.mark.parametrize(("encoding", "character"), [("ascii", "\\xe9"), ("utf-8:surrogateescape", "\\ud800")])
+def test_characters_that_the_output_cannot_show_are_escaped(encoding: str, character: str) -> None:
+    program = f"""
         import sys
         from quire.runtime.cli import main
-        main.run = lambda arguments: print("caf\\xe9")
+        main.run = lambda arguments: print("caf{character}")
         main.main()
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        env={**os.environ, "PYTHONIOENCODING": encoding},
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "caf\\xe9\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"caf{character}\n", "")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
