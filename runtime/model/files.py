@@ -71,7 +71,7 @@ def sampled_fingerprint(path: Path) -> bytes:
 
 def _digest(path: Path, digest_of: Callable[[BufferedReader], hashlib._Hash]) -> bytes:
     """Return a sha256 over the names of a model's files and the digests of their contents."""
-    paths = GGUFFile(path).paths if is_gguf(path) else (path / CONFIG_FILE, *sorted(path.glob("*.safetensors*")))
+    paths = GGUFFile(path).paths if is_gguf(path) else _folder_files(path)
     digest = hashlib.sha256()
     try:
         for file_path in paths:
@@ -81,6 +81,12 @@ def _digest(path: Path, digest_of: Callable[[BufferedReader], hashlib._Hash]) ->
     except OSError as error:
         raise CorruptCheckpoint(f"{path} cannot be read completely: {error}") from error
     return digest.digest()
+
+
+def _folder_files(folder: Path) -> list[Path]:
+    """Return the paths of config.json and of all files with weights; what is no file may have such a name too."""
+    weights = (path for path in folder.glob("*.safetensors*") if path.is_file())
+    return [folder / CONFIG_FILE, *sorted(weights)]
 
 
 def _sampled(file: BufferedReader) -> hashlib._Hash:

@@ -18,7 +18,7 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError
 from ...common.errors import CorruptCheckpoint, InvalidRequest, UnsupportedModel
 from .gguf_tokenizer import file_vocabulary, read_chat_templates
 from .sandbox import Sandbox
-from .tokenizer import text_folder
+from .tokenizer import read_file, read_json, text_folder
 
 MAX_MESSAGES = 4096
 MAX_VALUES = 1 << 16  # texts, numbers, lists and maps in all messages together
@@ -80,7 +80,7 @@ class ChatTemplate:
             source, tool_source, special_tokens = read_chat_templates(metadata)
         else:
             folder = text_folder(Path(path))
-            config = _tokenizer_config(folder)
+            config = read_json(folder / "tokenizer_config.json")
             source = _file_source(folder / "chat_template.jinja") or _config_source(config, "default")
             tool_file = folder / "additional_chat_templates" / "tool_use.jinja"
             tool_source = _file_source(tool_file) or _config_source(config, "tool_use")
@@ -292,23 +292,11 @@ def _strftime_now(pattern: str) -> str:
     return datetime.datetime.now().strftime(pattern)
 
 
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    path = folder / "tokenizer_config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{path} is not readable JSON: {error}") from error
-    return config if isinstance(config, dict) else {}
-
-
 def _file_source(path: Path) -> str | None:
+    data = read_file(path)
     try:
-        return path.read_text("utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
+        return None if data is None else data.decode()
+    except ValueError as error:
         raise CorruptCheckpoint(f"{path} cannot be read: {error}") from error
 
 

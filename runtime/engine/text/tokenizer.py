@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as FastTokenizer
@@ -152,7 +153,10 @@ def _eos_token_ids(folder: Path, fast: FastTokenizer) -> frozenset[int]:
         ids.add(token_id)
     token = _token_text(read_json(folder / "tokenizer_config.json").get("eos_token"))
     if token is not None:
-        ids |= {token_id for token_id in [fast.token_to_id(token)] if token_id is not None}
+        try:
+            ids |= {token_id for token_id in [fast.token_to_id(token)] if token_id is not None}
+        except UnicodeEncodeError as error:  # JSON can have half a character
+            raise CorruptCheckpoint(f"{folder}: eos_token is not a text: {error}") from error
     return frozenset(ids)
 
 
@@ -170,13 +174,29 @@ def _load_fast(folder: Path) -> FastTokenizer:
     return fast
 
 
+def read_file(path: Path) -> bytes | None:
+    """Return the content of a file, None without one. Raises CorruptCheckpoint for what is not a regular file.
+
+    To open a pipe blocks until its other end is opened, and a device may never end.
+    """
+    try:
+        if not S_ISREG(path.stat().st_mode):
+            raise CorruptCheckpoint(f"{path} cannot be read: it must be a regular file")
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CorruptCheckpoint(f"{path} cannot be read: {error}") from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Return the file's JSON object; an empty one if there is no file."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    data = read_file(path)
+    if data is None:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path} is not readable JSON: {error}") from error
     if not isinstance(content, dict):
         raise CorruptCheckpoint(f"{path} must hold a JSON object, not {type(content).__name__}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from os import mkfifo
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +348,15 @@ def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
     assert fingerprint(path) != fingerprint(other)
     (tmp_path / "model.safetensors").touch()
     assert model_path(tmp_path) == tmp_path
+
+
+def test_a_fingerprint_leaves_out_what_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
+    before = fingerprint(tmp_path)
+    mkfifo(tmp_path / "pipe.safetensors")
+    (tmp_path / "old.safetensors.parts").mkdir()
+    assert fingerprint(tmp_path) == before
 
 
 def test_the_name_of_a_split_file() -> None:

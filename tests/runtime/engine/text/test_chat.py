@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from os import mkfifo
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ def test_the_jinja_file_wins_over_the_config(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path).render(MESSAGES) == "config"
     (tmp_path / "chat_template.jinja").write_text("file{{ eos_token }}")
     assert ChatTemplate.load(tmp_path).render(MESSAGES) == "file</s>"
+
+
+def test_a_pipe_is_not_read(tmp_path: Path) -> None:
+    mkfifo(tmp_path / "chat_template.jinja")
+    with pytest.raises(CorruptCheckpoint, match=r"chat_template\.jinja cannot be read: it must be a regular file"):
+        ChatTemplate.load(tmp_path)
 
 
 def test_the_default_of_several_templates_is_used(tmp_path: Path) -> None:

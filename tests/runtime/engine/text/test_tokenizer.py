@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from os import mkfifo
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,14 @@ def test_a_broken_config_is_named(folder: Path, name: str, content: bytes) -> No
         Tokenizer(folder)
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_pipe_is_refused(folder: Path, name: str) -> None:
+    (folder / name).unlink(missing_ok=True)
+    mkfifo(folder / name)
+    with pytest.raises(CorruptCheckpoint, match=rf"{name} cannot be read: it must be a regular file"):
+        Tokenizer(folder)
+
+
 def test_many_threads_may_encode_and_decode(byte_level: Tokenizer) -> None:
     texts = [f"thread {index}: naïve 日本語 👧 " * 5 for index in range(64)]
     with ThreadPoolExecutor(8) as pool:
@@ -108,6 +117,12 @@ def test_many_threads_may_encode_and_decode(byte_level: Tokenizer) -> None:
 def test_an_end_token_id_of_another_type_is_refused(folder: Path, declared: object) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
     with pytest.raises(CorruptCheckpoint, match="eos_token_id must be a token id or a list of token ids"):
+        Tokenizer(folder)
+
+
+def test_an_end_token_that_is_half_a_character_is_refused(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "\\ud800"}')
+    with pytest.raises(CorruptCheckpoint, match="eos_token is not a text"):
         Tokenizer(folder)
 
 
