@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
@@ -32,8 +33,8 @@ def as_token_ids(prompt: object) -> tuple[int, ...]:
 def chat_messages(messages: object) -> tuple[dict[str, Any], ...]:
     """Return the messages of a chat as maps whose `content` is text; OpenAI's text parts are joined with line breaks.
 
-    A message needs a role, and content unless it is an assistant's message with `tool_calls`. Other keys are for the
-    model's template.
+    A message needs a role, and content unless it is an assistant's message with `tool_calls`. The content of an
+    assistant's message may be None, as it is in answers without text. Other keys are for the model's template.
     """
     items = (
         tuple(messages) if isinstance(messages, Iterable) and not isinstance(messages, str | bytes | Mapping) else ()
@@ -48,8 +49,8 @@ def chat_tools(tools: object) -> tuple[dict[str, Any], ...]:
     if not isinstance(tools, list | tuple) or not all(isinstance(each, Mapping) for each in tools):
         raise InvalidRequest(f"tools must be a list such as [{TOOL_EXAMPLE}], not {shown(tools)}")
     checked = tuple(_tool(each, f"tools[{index}]") for index, each in enumerate(tools))
-    names = [each["function"]["name"] for each in checked]
-    if twice := [name for index, name in enumerate(names) if name in names[:index]]:
+    counts = Counter(each["function"]["name"] for each in checked)
+    if twice := [name for name, count in counts.items() if count > 1]:
         raise InvalidRequest(f"tools: the name {twice[0]!r} occurs twice")
     return checked
 
@@ -73,7 +74,10 @@ def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def shown(value: object) -> str:
     """Return the value as Python writes it, cut to 80 characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a {type(value).__name__} that nests too deeply"
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
@@ -86,7 +90,9 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list | tuple):
         message["content"] = "\n".join(_text(part, f"{where}: content[{index}]") for index, part in enumerate(content))
-    elif not isinstance(content, str) and not (content is None and _has_tool_calls(message)):
+    elif content is None and message["role"] == "assistant":
+        message |= {} if _has_tool_calls(message) else {"content": ""}
+    elif not isinstance(content, str):
         raise InvalidRequest(f"{where}: content must be text or a list of text parts, not {shown(content)}")
     return message
 

@@ -170,7 +170,7 @@ class _Kind:
                 return msgspec.convert(value, self.hint, strict=True)
             except msgspec.ValidationError:  # rare, and slower: a number of numpy
                 return msgspec.convert(_plain(value), self.hint, strict=True)
-        except msgspec.ValidationError:
+        except (msgspec.ValidationError, RecursionError):
             allowed = f"{self.option.allowed()}{' or None' if self.option.default is None else ''}"
             raise InvalidRequest(f"{self.option.name} must be {allowed}, not {shown(value)}") from None
 

@@ -152,5 +152,13 @@ async def test_logprobs_of_a_response(real: Any) -> None:
     assert events[-1]["response"]["output"][0]["content"][0] == part
 
 
+@pytest.mark.parametrize("field", ["stop", "temperature", "stop_token_ids", "response_format", "tools"])
+@pytest.mark.parametrize("depth", [400, 900])
+async def test_a_field_that_nests_deeply_is_refused(system: Any, field: str, depth: int) -> None:
+    body = b'{"messages":[{"role":"user","content":"a"}],"%b":%b}' % (field.encode(), b"[" * depth + b"]" * depth)
+    reply = await ask(system, CHAT, body)
+    assert (reply.status, field in reply.error["message"] or "too deeply" in reply.error["message"]) == (400, True)
+
+
 def _without_bytes(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name != "bytes"}

@@ -271,6 +271,13 @@ async def test_a_response_continues_another(system: Any) -> None:
     assert [each["content"][0]["text"] for each in rest["data"]] == ["two", answers[0], "one"]
 
 
+async def test_input_without_text_is_listed(system: Any) -> None:
+    items = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}, {"role": "user", "content": []}]
+    name = await stored_id(system, RESPONSES, response(items))
+    listed = (await ask(system, "GET", f"{RESPONSES}/{name}/input_items?order=asc")).json["data"]
+    assert [[part["text"] for part in each["content"]] for each in listed] == [["a"], [], []]
+
+
 @pytest.mark.parametrize("previous", ["resp_1", "", "chatcmpl-1", 3])
 async def test_an_unknown_previous_response_is_named(system: Any, previous: object) -> None:
     reply = await ask(system, "POST", RESPONSES, response(previous_response_id=previous))

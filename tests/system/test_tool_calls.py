@@ -132,9 +132,9 @@ async def test_what_tool_choice_asks_for_is_what_comes(client: Client) -> None:
     """The script is one text, but the grammar decides."""
     scripts = {"<|0|>": f"I look.\n{HERMES_CALLS}"}
     async with client("<tool_call>", scripts) as connected:
-        required = await ask(connected, "<|0|>", tools=BOUNDED, tool_choice="required", max_tokens=400)
+        required = await ask(connected, "<|0|>", tools=BOUNDED, tool_choice="required", max_tokens=400, logprobs=True)
         assert calls(required)
-        assert required.choices[0].message.content is None
+        assert (required.choices[0].message.content, required.choices[0].logprobs) == (None, None)
         for name, arguments in calls(required):
             assert name in ("weather", "time")
             assert isinstance(json.loads(arguments), dict)

@@ -42,9 +42,9 @@ class ChatLogprobs:
         return {"token": data.decode(errors="replace"), "logprob": max(logprob, LEAST), "bytes": list(data)}
 
     def join(self, pieces: Iterable[Columns]) -> bytes:
-        """Return the JSON of the pieces."""
+        """Return the JSON of the pieces: null without an entry, as in a stream, whose chunks have none then."""
         (content,) = _joined(pieces, 1)
-        return b'{"content":[' + content + b'],"refusal":null}'
+        return b'{"content":[' + content + b'],"refusal":null}' if content else b"null"
 
 
 class CompletionLogprobs:

@@ -45,7 +45,7 @@ def input_messages(items: list[Any]) -> list[dict[str, Any]]:
             else:
                 function = {name: _text(item, name, where) for name in ("name", "arguments")}
                 call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
-                last["tool_calls"] = [*last.get("tool_calls", ()), call]
+                last.setdefault("tool_calls", []).append(call)
         else:
             raise BadRequest(
                 f"{where} must be a message, a function_call, a function_call_output or a reasoning item; items of "

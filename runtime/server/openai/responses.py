@@ -105,7 +105,7 @@ def listed_items(items: list[Any], name: str) -> list[dict[str, Any]]:
 def _listed(item: dict[str, Any], item_id: str) -> dict[str, Any]:
     if item.setdefault("type", "message") == "message":
         own = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
-        content = item["content"]
+        content = item.get("content") or []
         parts = [{"text": content}] if isinstance(content, str) else content
         item["content"] = [{**own, "text": part["text"]} for part in parts]
     return {"id": item_id, "status": "completed", **item}

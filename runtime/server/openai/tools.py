@@ -41,7 +41,7 @@ def tool_choice(values: dict[str, Any], tools: tuple[dict[str, Any], ...]) -> To
     if type(parallel) is not bool:
         raise BadRequest(f"parallel_tool_calls must be true or false, not {shown(parallel)}", "parallel_tool_calls")
     needed, names = _choice(values.get("tool_choice", "auto"))
-    offered = [tool["function"]["name"] for tool in tools]
+    offered = {tool["function"]["name"] for tool in tools}
     if needed != "none" and ("tool_choice" in values and (names is not None or needed == "required")) and not offered:
         raise BadRequest("tool_choice needs tools", "tool_choice")
     if unknown := [name for name in names or () if name not in offered]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 from quire.runtime.common.errors import InvalidRequest
-from quire.runtime.common.prompts import as_token_ids, chat_messages
+from quire.runtime.common.prompts import as_token_ids, chat_messages, chat_tools, shown
 
 HELLO = {"role": "user", "content": "Hello"}
 
@@ -70,6 +71,26 @@ def test_an_assistants_tool_calls_need_no_content() -> None:
 def test_other_forms_are_refused_by_name(messages: Any, fault: str) -> None:
     with pytest.raises(InvalidRequest, match=fault):
         chat_messages(messages)
+
+
+def test_an_answer_without_text_is_a_message() -> None:
+    """An answer that was cut within its reasoning, which clients send back."""
+    message = {"role": "assistant", "content": None, "reasoning_content": "Hm", "tool_calls": None}
+    assert chat_messages([HELLO, message])[1] == {**message, "content": ""}
+
+
+def test_many_tools_take_linear_time() -> None:
+    tools = [{"type": "function", "function": {"name": f"f{index}"}} for index in range(40_000)]
+    begin = time.process_time()
+    assert len(chat_tools(tools)) == len(tools)
+    assert time.process_time() - begin < 4, "comparing all pairs takes above 10 s"
+
+
+def test_a_value_that_nests_deeply_is_shown() -> None:
+    value: list[Any] = []
+    for _ in range(5000):
+        value = [value]
+    assert shown(value) == "a list that nests too deeply"
 
 
 def test_a_long_value_is_cut_in_the_error() -> None:
