@@ -333,6 +333,10 @@ async def test_a_wrong_field_of_a_chat_is_named(system: Any, fields: dict[str, A
         ({"max_output_tokens": "x"}, "max_output_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"include": ["message.output_text.logprobs"], "top_logprobs": 21}, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
+        ({"metadata": "x"}, "metadata"),
+        ({"user": 5}, "user"),
     ],
 )
 async def test_a_wrong_field_of_a_response_is_named(system: Any, fields: dict[str, Any], param: str) -> None:

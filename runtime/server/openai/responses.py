@@ -31,23 +31,24 @@ from .response_items import OutputItems, chat_fields, input_messages
 from .tools import FIELDS as TOOLS
 from .tools import request_tools, template_variables, tool_choice
 
-FIELDS = COMMON - {"n", "max_tokens", "logprobs", "logit_bias", "stream_options"} | HINTS
+FIELDS = COMMON - {"n", "max_tokens", "logprobs", "logit_bias", "response_format", "stream_options"} | HINTS
 FIELDS |= {"input", "instructions", "max_output_tokens", "text", "store", "background", "previous_response_id"}
 FIELDS |= {"include", "top_logprobs", "service_tier", "reasoning"} | TOOLS - {"reasoning_effort"}
+TEXT_FORMAT = {"type": "text"}
 UNSUPPORTED_HERE: dict[str, tuple[object, ...]] = {
     **UNSUPPORTED,
     "n": (1,),
     "max_tokens": (),
     "logprobs": (),
     "logit_bias": (),
-    "stream_options": ({},),
+    "response_format": (TEXT_FORMAT,),  # here it is `text.format`
+    "stream_options": ({}, {"include_obfuscation": False}),
     "conversation": (),
     "max_tool_calls": (),
     "prompt": (),
     "truncation": ("disabled",),
 }
 RESPONSE_KNOWN = FIELDS | UNSUPPORTED_HERE.keys()
-TEXT_FORMAT = {"type": "text"}
 WITH_LOGPROBS = "message.output_text.logprobs"  # the only value that `include` supports
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
@@ -153,7 +154,9 @@ def _messages(fields: Fields) -> list[Any]:
 
 
 def _repeated(fields: Fields) -> dict[str, Any]:
-    """Return the request's fields that its response repeats."""
+    """Return the request's fields that its response repeats. Raises BadRequest."""
+    for name, kind in (("metadata", dict), ("user", str)):
+        fields.take(name, kind, kind())
     names = (
         "instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user",
     )  # fmt: skip
