@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from io import BufferedReader
-from os import SEEK_END
+from os import SEEK_END, fsencode
 from os.path import exists, isdir, isfile
 from pathlib import Path
 
@@ -48,11 +48,13 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def model_name(path: Path) -> str:
-    """Return the name of a model: that of its folder, or that of its GGUF file without the ending."""
-    if not is_gguf(path):
-        return path.resolve().name
-    part = PART.fullmatch(path.name)
-    return part[1] if part else path.stem
+    """Return the name of a model: that of its folder, or that of its GGUF file without the ending.
+
+    Bytes that are not UTF-8 are replaced: the name is sent to clients.
+    """
+    part = PART.fullmatch(path.name) if is_gguf(path) else None
+    name = part[1] if part else path.stem if is_gguf(path) else path.resolve().name
+    return fsencode(name).decode(errors="replace")
 
 
 def fingerprint(path: Path) -> bytes:
@@ -77,7 +79,7 @@ def _digest(path: Path, digest_of: Callable[[BufferedReader], hashlib._Hash]) ->
         for file_path in paths:
             with file_path.open("rb") as file:
                 content = digest_of(file).hexdigest()
-            digest.update(f"{file_path.name} {content}\n".encode())
+            digest.update(fsencode(f"{file_path.name} {content}\n"))
     except OSError as error:
         raise CorruptCheckpoint(f"{path} cannot be read completely: {error}") from error
     return digest.digest()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from os import mkfifo
+from os import fsdecode, mkfifo
 from pathlib import Path
 from typing import Any
 
@@ -361,6 +361,12 @@ def test_a_fingerprint_leaves_out_what_is_no_file(tmp_path: Path) -> None:
 
 def test_the_name_of_a_split_file() -> None:
     assert model_name(Path("a/Qwen3-8B-Q4_K_M-00001-of-00003.gguf")) == "Qwen3-8B-Q4_K_M"
+
+
+def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
+    path = convert(BUNDLED_MODEL, tmp_path / fsdecode(b"caf\xe9.gguf"))
+    assert model_name(path) == "caf\N{REPLACEMENT CHARACTER}"
+    assert fingerprint(path) != fingerprint(path.rename(tmp_path / fsdecode(b"caf\xe8.gguf")))
 
 
 @pytest.mark.parametrize(
