@@ -34,6 +34,8 @@ def plan(
     Raises ModelError, ConfigError or MissingDependency.
     """
     if sizes:
+        if model or arena or plot or json or target or memory or limits:
+            raise ConfigError("sizes cannot be given with a model or another flag: its table is the same for all")
         print(describe_sizes())
         return
     if arena and json:

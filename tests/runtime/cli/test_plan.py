@@ -89,6 +89,14 @@ def test_the_plan_is_compared_with_this_machine(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.startswith("It does not fit: 1,100,")
 
 
+@pytest.mark.parametrize(
+    "others", [["folder"], ["--plot", "a.svg"], ["--json"], ["--memory", "3GiB"], ["--max-num-seqs", "3"]]
+)
+def test_sizes_ignores_no_flag(others: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--sizes", *others]) == 2
+    assert capsys.readouterr().err.startswith("quire: --sizes cannot be given with a model or another flag")
+
+
 # The memory of processes
 
 
