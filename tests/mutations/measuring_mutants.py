@@ -264,4 +264,18 @@ MUTANTS = [
         "prompts that share a step are predicted one per step",
         PLANNING_TESTS,
     ),
+    Mutant(
+        ALTERNATIVES,
+        "if length < longest]",
+        "if length <= longest]",
+        "the longest length of the plan is listed twice",
+        PLANNING_TESTS,
+    ),
+    Mutant(
+        "runtime/tools/simulation/cost.py",
+        "rows * self.top_k * self.row_s / busy_share",
+        "rows * self.row_s / busy_share",
+        "each row is predicted to pass one expert only",
+        "tests/runtime/tools/simulation/test_cost.py",
+    ),
 ]

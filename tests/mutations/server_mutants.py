@@ -23,6 +23,8 @@ PAGE = "runtime/server/openai/page"
 CHATTING = "tests/system/test_chat_page.py"
 HTTP_API = "tests/system/test_http_api.py"
 OPERATORS = "tests/runtime/server/test_acceptor.py tests/runtime/server/monitoring tests/system/test_operator_port.py"
+CHOICE, TOOLS, ITEMS = (f"runtime/server/openai/{name}.py" for name in ("choices", "tools", "response_items"))
+CHOICES = "tests/runtime/server/test_openai_choices.py"
 
 MUTANTS = [
     Mutant(
@@ -734,5 +736,68 @@ MUTANTS = [
         "return event",
         "a head that arrives in one piece may be longer than the limit",
         HTTP_API,
+    ),
+    Mutant(
+        CHOICE,
+        'if "reasoning" in (before, after):',
+        'if after == "reasoning":',
+        "the marker that ends reasoning does not count as reasoning",
+        CHOICES,
+    ),
+    Mutant(
+        CHOICE,
+        'is_cut=chunk.finish_reason != "stop"',
+        "is_cut=False",
+        "an answer that is cut shows the beginning of a marker",
+        CHOICES,
+    ),
+    Mutant(
+        CHOICE,
+        "shown, self._held = self._held or chunk.logprobs, []",
+        "shown = self._held or chunk.logprobs",
+        "logprobs of tokens are shown with each later token again",
+        CHOICES,
+    ),
+    Mutant(
+        TOOLS,
+        'variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}',
+        'variables = {"reasoning_effort": effort, "enable_thinking": True}',
+        "reasoning_effort none does not switch thinking off",
+        CHOICES,
+    ),
+    Mutant(
+        TOOLS,
+        "return variables | given",
+        "return given | variables",
+        "a template variable loses against the field that it overrides",
+        CHOICES,
+    ),
+    Mutant(
+        TOOLS,
+        'f"{answer_id}/{choice}/{index}"',
+        'f"{answer_id}/{index}"',
+        "calls of different choices have the same ids",
+        CHOICES,
+    ),
+    Mutant(
+        ITEMS,
+        'case {"type": "allowed_tools", "mode": mode, "tools": tools}:',
+        'case {"type": "allowed", "mode": mode, "tools": tools}:',
+        "allowed_tools of a response is refused",
+        CHOICES,
+    ),
+    Mutant(
+        ITEMS,
+        '(kind == "reasoning" and ("content" in last or "tool_calls" in last))',
+        "False",
+        "reasoning after a call replaces the reasoning before it",
+        CHOICES,
+    ),
+    Mutant(
+        STORED,
+        'if usage is None or entry.buffer.finish_reason == "cancelled":',
+        "if usage is None:",
+        "a cancelled response is continued as if it were whole",
+        STORING,
     ),
 ]

@@ -8,6 +8,10 @@ DETOKENIZER, CHAT, TOKENIZER, SANDBOX, GGUF, NAMES = (
     for name in ("detokenizer", "chat", "tokenizer", "sandbox", "gguf_tokenizer", "pre_tokenizers")
 )
 PARSER, ARGUMENTS = "runtime/engine/text/markup_parser.py", "runtime/engine/text/argument_streams.py"
+PARSER, ARGUMENTS, GRAMMAR = (
+    f"runtime/engine/text/{name}.py" for name in ("markup_parser", "argument_streams", "markup_grammar")
+)
+MARKUP_TESTS = "tests/runtime/engine/text/test_markup.py tests/runtime/engine/test_tool_calls.py"
 
 MUTANTS = [
     Mutant(
@@ -219,5 +223,68 @@ MUTANTS = [
         'return not shows({PROBE: "a"}) and shows(json.dumps({PROBE: "a"}))',
         "return False",
         "templates that join arguments to texts refuse every chat with tool calls",
+    ),
+    Mutant(
+        PARSER,
+        "_without_start(rest, self._calls.trigger) if is_cut else rest)",
+        "_without_start(rest, self._calls.trigger))",
+        "an answer that ends with the beginning of a marker loses it",
+        MARKUP_TESTS,
+    ),
+    Mutant(
+        PARSER,
+        "(not is_cut or not rest.strip(SPACE))",
+        "not is_cut",
+        "a whole answer that begins like a marker is empty",
+        MARKUP_TESTS,
+    ),
+    Mutant(
+        PARSER,
+        "if recipient and self._takes_calls:",
+        "if recipient:",
+        "a model of channels calls tools that the request does not have",
+        MARKUP_TESTS,
+    ),
+    Mutant(
+        PARSER,
+        'if kind in self._seen and kind != "call":',
+        "if kind in self._seen:",
+        "each call in channels after the first one is followed by an empty call",
+        MARKUP_TESTS,
+    ),
+    Mutant(
+        ARGUMENTS,
+        'max(num_held(text, "\\n" + END_OF_PARAMETER), num_held(text, END_OF_PARAMETER))',
+        'num_held(text, "\\n" + END_OF_PARAMETER)',
+        "the end of a parameter that is divided between tokens becomes a part of its value",
+        MARKUP_TESTS,
+    ),
+    Mutant(
+        ARGUMENTS,
+        'case bool():\n            return frozenset({"boolean"})\n        case int():',
+        "case int():",
+        "a text `true` becomes a boolean where the schema says integer or text",
+        MARKUP_TESTS,
+    ),
+    Mutant(
+        GRAMMAR,
+        "{**roots, **given} if isinstance(given, dict) else given",
+        "given",
+        "references to definitions in parameters of Qwen3-Coder make the grammar invalid",
+        MARKUP_TESTS,
+    ),
+    Mutant(
+        GRAMMAR,
+        'for name in ("analysis", *(["commentary"] if tools else []))',
+        'for name in ("analysis",)',
+        "gpt-oss cannot announce a call before it",
+        MARKUP_TESTS,
+    ),
+    Mutant(
+        PARSER,
+        "if self._in_body and not is_cut:\n            self._take(rest, deltas)",
+        "if self._in_body:\n            self._take(rest, deltas)",
+        "what may be markup is shown at the end of a cut message in channels",
+        MARKUP_TESTS,
     ),
 ]

@@ -108,7 +108,7 @@ def test_what_cannot_be_planned_is_refused(target: PlanTarget, options: dict[str
 
 @pytest.mark.parametrize(
     ("longest", "lengths"),
-    [(128, [128]), (2048, [256, 1024, 2048]), (40_960, [256, 1024, 4096, 16_384, 40_960])],
+    [(128, [128]), (1024, [256, 1024]), (2048, [256, 1024, 2048]), (40_960, [256, 1024, 4096, 16_384, 40_960])],
 )
 def test_lengths_grow_up_to_the_longest(longest: int, lengths: list[int]) -> None:
     assert sequence_lengths(longest) == lengths

@@ -14,7 +14,7 @@ from quire.runtime.model.runner import decide_capacity
 from quire.runtime.model.spec import Experts
 from quire.runtime.model.weights.tensors import expected_tensors
 from quire.runtime.tools.simulation import NoisyCost, RooflineCost, given_roofline, roofline_cost
-from quire.runtime.tools.simulation.cost import LayerCost
+from quire.runtime.tools.simulation.cost import ExpertsCost, LayerCost
 from quire.scheduler import ScheduledSequence, StepPlan
 
 SHAPE = Path(__file__).parents[3] / "data" / "qwen3-0.6b"
@@ -139,3 +139,8 @@ def test_noise_has_mean_1_and_depends_on_the_seed() -> None:
     assert draw(1) != draw(2)
     assert mean(draw(1)) == pytest.approx(2.0, rel=0.01)
     assert pstdev(draw(1)) == pytest.approx(0.2, rel=0.05)
+
+
+def test_each_row_passes_all_experts_that_it_chooses() -> None:
+    cost = ExpertsCost(num_experts=8, top_k=3, num_blocks=4, read_s=0.0, row_s=0.5)
+    assert cost.seconds(rows=10, threads=1) == pytest.approx(10 * 3 * 0.5)
