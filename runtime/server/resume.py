@@ -202,11 +202,13 @@ class ReplayStore:
         """Return the buffer of a new request, or of the one that had this idempotency key before.
 
         A new request with `stored` is stored. The caller must subscribe immediately. Raises InvalidRequest when the
-        key's request was another one, Overloaded or QuotaExceeded when the tenant's share has no room, or a refusal of
-        `LiveRequests`.
+        key's request was another one or is not stored as asked, Overloaded or QuotaExceeded when the tenant's share has
+        no room, or a refusal of `LiveRequests`.
         """
         buffer = None if key is None else self.idempotency_index.find((tenant.name, key), request)
         entry_bytes = ENTRY_BYTES if resumable else 0
+        if buffer is not None and stored is not None and buffer.stored_entry is None:
+            raise InvalidRequest("the output of this idempotency key's request is not stored; take a fresh key")
         if buffer is not None:
             with self._requests.reporting_refusals():
                 droppable = self._check_room(tenant.name, entry_bytes, keep=buffer)

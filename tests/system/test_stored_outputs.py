@@ -271,6 +271,15 @@ async def test_a_response_continues_another(system: Any) -> None:
     assert [each["content"][0]["text"] for each in rest["data"]] == ["two", answers[0], "one"]
 
 
+async def test_what_was_not_stored_cannot_be_stored_by_a_retry(system: Any) -> None:
+    replies = [
+        await ask(system, "POST", RESPONSES, response(store=store), Idempotency_Key="a")
+        for store in (False, False, True)
+    ]
+    assert [reply.status for reply in replies] == [200, 200, 400]
+    assert "is not stored; take a fresh key" in replies[2].error["message"]
+
+
 async def test_input_without_text_is_listed(system: Any) -> None:
     items = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}, {"role": "user", "content": []}]
     name = await stored_id(system, RESPONSES, response(items))
