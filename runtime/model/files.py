@@ -39,7 +39,10 @@ def model_path(model: str | Path | None) -> Path:
         found = "is neither a folder nor a .gguf file" if exists(model) else "does not exist"
         raise ModelNotFound(f"{model} {found}")
     folder = Path(model)
-    return folder if any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE)) else _only_gguf(folder)
+    try:
+        return folder if any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE)) else _only_gguf(folder)
+    except OSError as error:
+        raise ModelNotFound(f"{folder} cannot be read: {error}") from error
 
 
 def is_gguf(path: str | Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from os import fsdecode, mkfifo
@@ -348,6 +349,15 @@ def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
     assert fingerprint(path) != fingerprint(other)
     (tmp_path / "model.safetensors").touch()
     assert model_path(tmp_path) == tmp_path
+
+
+def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(ModelNotFound, match=r"cannot be read: .*Permission denied"):
+        model_path(tmp_path)
 
 
 def test_a_fingerprint_leaves_out_what_is_no_file(tmp_path: Path) -> None:
