@@ -12,8 +12,10 @@ from quire.runtime.engine.text import Token
 from quire.runtime.engine.text.markup import FAMILIES, THINK
 from quire.runtime.engine.text.markup_parser import MarkupParser
 from quire.runtime.server.openai.choices import Choice
-from quire.runtime.server.openai.logprobs import ChatLogprobs
+from quire.runtime.server.openai.logprobs import ChatLogprobs, CompletionLogprobs
+from quire.runtime.server.openai.prompt_logprobs import PromptPart
 from quire.runtime.server.openai.response_items import chat_fields, input_messages
+from quire.runtime.server.openai.structure import structure_of
 from quire.runtime.server.openai.tools import call_id, template_variables
 
 MARKUP = replace(FAMILIES["hermes"], reasoning=THINK)
@@ -84,3 +86,26 @@ def test_reasoning_after_a_call_or_a_text_begins_a_message() -> None:
     messages = input_messages([thought("a"), call, thought("b"), {"role": "assistant", "content": "c"}])
     assert [(each["reasoning_content"], each.get("content")) for each in messages] == [("a", None), ("b", "c")]
     assert [len(each.get("tool_calls", ())) for each in messages] == [1, 0]
+
+
+def test_offsets_of_completions_count_characters() -> None:
+    texts = ["é", "日", "a"]
+    form = CompletionLogprobs(lambda token_id: Token(texts[token_id].encode(), is_special=False))
+    shown = json.loads(form.join([form.piece([TokenLogprobs(index, -1.0) for index in range(3)])]))
+    assert (shown["tokens"], shown["text_offset"]) == (texts, [0, 1, 2])
+
+
+def test_only_a_rule_named_start_makes_a_grammar_larks() -> None:
+    structure = structure_of({"guided_grammar": 'root ::= "start"'})
+    assert structure is not None
+    assert (structure.lark, structure.gbnf) == (None, 'root ::= "start"')
+
+
+def test_a_prompt_ends_within_the_second_of_two_chunks() -> None:
+    part = PromptPart([0, 1, 2], lambda token_id: Token(b"abc"[token_id : token_id + 1], is_special=False), 1, None)
+    texts = []
+    for token, text in ((1, "b"), (2, "cx")):
+        logprobs = (TokenLogprobs(token, -3.0, ((0, -1.0), (token, -3.0))),)
+        texts.append(part.split(OutputChunk(first_index=0, token_ids=(token,), text=text, logprobs=logprobs)).text)
+    assert texts == ["", "x"]
+    assert {key: each["rank"] for key, each in json.loads(part.json())[1].items()} == {"1": 2, "0": 1}
