@@ -35,7 +35,7 @@ from .threads import THREAD_READ, busy_share, finish_seconds, start_seconds
 StepCost = Callable[[StepPlan], float]  # the seconds that executing a step takes
 
 WEIGHTS_READ = 0.88  # share of the read bandwidth: one user decodes
-KV_READ = 0.73  # eight users at 2,048 tokens: 25 of 34 GB/s
+KV_READ = 0.93  # eight users at 2,048 tokens: 34 of 36 GB/s, without HEAD_S
 LINEAR_PEAK: dict[DType, float] = {"q8": 0.65, "bf16": 0.80, "f32": 0.83}  # of the dtype's peak: prefill of 8 x 128
 ARITHMETIC: dict[WeightDtype, float] = {  # of a dtype, relative to q4 and q8
     "mxfp4": 1.09,
@@ -50,10 +50,10 @@ ATTENTION_PEAK: dict[DType, float] = {
     "f32": 0.60,
 }  # 512 rows after 3,584 tokens; f32: 1 x 1,024
 SEQUENCE_S = 30e-6  # between steps, per sequence: schedule, commit, publish, arrays (measured by `quire bench`)
-HEAD_S = 2.6e-6  # of one thread in attention, per sequence, layer and KV head, whatever the context
+HEAD_S = 1.4e-6  # of one thread in attention, per sequence, layer and KV head, whatever the context
 SPLIT = 256  # tokens of a unit of decode attention, as in kernels/attention.pyx
 TILE = 64  # rows, with all query heads of a KV head, of a unit of prefill attention
-SHARED_HEADS = 4  # per thread: with more heads, a unit of decode attention is a whole head
+SHARED_HEADS = 3  # per thread: with more heads, a unit of decode attention is a whole head
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,7 +124,7 @@ def test_speeds_are_those_measured_on_the_machine_of_the_profile(profile: Path) 
     assert one is not None
     assert eight is not None
     assert many is not None
-    assert [speed.tokens_per_s for speed in (one, eight, many)] == pytest.approx([47.1, 292, 398], rel=0.1)
+    assert [speed.tokens_per_s for speed in (one, eight, many)] == pytest.approx([47.1, 325, 398], rel=0.1)
     assert [speed.first_token_s for speed in (one, eight, many)] == pytest.approx(
         [128 / 623, 1024 / 651, 4096 / 657], rel=0.1
     )

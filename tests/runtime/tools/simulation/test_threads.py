@@ -78,5 +78,5 @@ def test_a_sequence_with_few_heads_leaves_threads_idle() -> None:
         linear_s = max(cost.weights_s, cost.linear_seconds(users, users))
         return cost(plan(users, 3, 1)) - cost.step_s - linear_s
 
-    assert attention_s(8) == pytest.approx(attention_s(1), rel=0.1)
-    assert attention_s(16) == pytest.approx(2 * attention_s(1), rel=0.1)
+    assert attention_s(8) == pytest.approx(attention_s(1), rel=0.15)
+    assert attention_s(16) == pytest.approx(2 * attention_s(1), rel=0.15)
