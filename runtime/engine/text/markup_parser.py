@@ -43,6 +43,10 @@ class OutputParser(Protocol):
     def kind(self) -> DeltaKind | None:
         """What the next character of a plain text would be; None: nothing that is shown."""
 
+    @property
+    def holds_text(self) -> bool:
+        """Whether the text ends with what may turn out to be markup."""
+
 
 class MarkupParser:
     """Parser of outputs with literals around reasoning and calls.
@@ -99,6 +103,11 @@ class MarkupParser:
             return "reasoning"
         is_answer = self._state in (self._start, self._bare, self._answer) and not self._skips_space
         return "content" if is_answer else None
+
+    @property
+    def holds_text(self) -> bool:
+        """See `OutputParser.holds_text`."""
+        return bool(self._buffer)
 
     # States: reasoning and the answer's text
 
@@ -250,6 +259,11 @@ class ChannelParser:
     def kind(self) -> DeltaKind | None:
         """See `OutputParser.kind`."""
         return self._kind if self._in_body and self._arguments is None else None
+
+    @property
+    def holds_text(self) -> bool:
+        """See `OutputParser.holds_text`."""
+        return bool(self._buffer)
 
     def _header(self, deltas: list[Delta]) -> bool:
         """Take a message's header; return whether more can be taken. Text without any header is the answer."""

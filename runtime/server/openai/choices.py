@@ -66,7 +66,8 @@ class Choice:
         self.num_calls += sum(delta.kind == "call" for delta in deltas)
         if "reasoning" in (before, after):
             self.num_reasoning_tokens += len(chunk.token_ids)
-        return deltas, self._piece(self._shown_logprobs(chunk, deltas, is_answer=before == after == "content"))
+        is_answer = after == "content" and (before == "content" or self.parser.holds_text)
+        return deltas, self._piece(self._shown_logprobs(chunk, deltas, is_answer=is_answer))
 
     def add(self, chunk: OutputChunk) -> int:
         """Keep the chunk for the whole answer, and return about how many bytes it takes there."""

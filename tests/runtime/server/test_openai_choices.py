@@ -43,10 +43,11 @@ def test_the_markers_of_reasoning_count_as_reasoning() -> None:
     assert shown_tokens(choice) == ["Hello", "!"]
 
 
-def test_logprobs_of_held_text_are_shown_once() -> None:
-    tokens = ["a", " <", "b", " c"]
-    choice = choice_of(*tokens)
-    assert "".join(choice.texts) == "a <b c"
+@pytest.mark.parametrize("markup", [[], ["<think>", "So", "</think>"], ["<think>", "So", "</think>", "\n\n"]])
+@pytest.mark.parametrize("tokens", [["a", " <", "b", " c"], ["<", "b"], ["<", "tool", "s"]])
+def test_logprobs_of_held_text_are_shown_once(markup: list[str], tokens: list[str]) -> None:
+    choice = choice_of(*markup, *tokens)
+    assert "".join(choice.texts) == "".join(tokens)
     assert shown_tokens(choice) == tokens
 
 
