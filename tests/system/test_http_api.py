@@ -512,6 +512,11 @@ async def test_no_other_site_may_read_answers(system: Any) -> None:
     assert (await ask(system, COMPLETIONS, method="OPTIONS", origin="http://evil.example")).status == 405
 
 
+async def test_a_prompt_that_fails_cancels_the_others(system: Any, eventually: Eventually) -> None:
+    assert (await ask(system, COMPLETIONS, complete(["hold", "fail", "hold"]))).status == 500
+    await eventually(lambda: not system.engine.live)
+
+
 # Clients that leave
 
 
