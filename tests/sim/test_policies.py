@@ -53,7 +53,7 @@ def test_fair_protects_a_tenant_from_a_flooding_one(flood: Callable[[Policy], tu
 def test_first_come_first_served_does_not(flood: Callable[[Policy], tuple[float, float]]) -> None:
     slowdown, fairness = flood(FirstComeFirstServed())
     assert slowdown > 20
-    assert fairness < 0.95
+    assert fairness < 0.97
 
 
 def test_tenants_share_service_by_weight(serve: Callable[..., Any]) -> None:
