@@ -102,49 +102,38 @@ def test_rms_norm(dtype, isa):
     assert run(arena, ops, 1, y, isa)[0] == pytest.approx(want, abs={"f32": 1e-3, "bf16": 1e-3, "q8": 8}[dtype])
 
 
+def gated(epilogue, gates, ups, isa):
+    """Return an epilogue's results for these pairs of values."""
+    weight = packed(np.zeros((64, 1)))
+    for interleave, values in enumerate((gates, ups)):
+        column = np.zeros((32, 1), np.float32)
+        column[: len(values), 0] = values
+        weight.fill(column, interleave=interleave)
+    arena = Arena()
+    rows, y = arena.region(1), arena.region(32)
+    ops = [Embed(packed([[1]]), rows), Linear(rows, weight, None, y, epilogue)]
+    return run(arena, ops, 1, y, isa)[0, : len(gates)]
+
+
 @pytest.mark.parametrize("isa", LEVELS)
 def test_swiglu(isa):
     """silu(0) * 5 = 0, silu(ln 3) * 2 = 1.5 ln 3, silu(-ln 3) * 4 = -ln 3; an input of 1 selects the weights."""
-    gate, up = np.zeros((32, 1)), np.zeros((32, 1))
-    gate[:3, 0], up[:3, 0] = [0, LN3, -LN3], [5, 2, 4]
-    weight = packed(np.zeros((64, 1)))
-    weight.fill(gate.astype(np.float32), interleave=0)
-    weight.fill(up.astype(np.float32), interleave=1)
-    arena = Arena()
-    rows, y = arena.region(1), arena.region(32)
-    ops = [Embed(packed([[1]]), rows), Linear(rows, weight, None, y, "swiglu")]
-    assert run(arena, ops, 1, y, isa)[0, :3] == pytest.approx([0, 1.5 * LN3, -LN3], abs=1e-6)
+    assert gated("swiglu", [0, LN3, -LN3], [5, 2, 4], isa) == pytest.approx([0, 1.5 * LN3, -LN3], abs=1e-6)
 
 
 @pytest.mark.parametrize("isa", LEVELS)
 def test_geglu(isa):
     """gelu(0) * 5 = 0; gelu(1) = 0.841192, gelu(-1) = gelu(1) - 1, by the approximation with tanh."""
-    gate, up = np.zeros((32, 1)), np.zeros((32, 1))
-    gate[:3, 0], up[:3, 0] = [0, 1, -1], [5, 2, 1]
-    weight = packed(np.zeros((64, 1)))
-    weight.fill(gate.astype(np.float32), interleave=0)
-    weight.fill(up.astype(np.float32), interleave=1)
-    arena = Arena()
-    rows, y = arena.region(1), arena.region(32)
-    ops = [Embed(packed([[1]]), rows), Linear(rows, weight, None, y, "geglu")]
-    assert run(arena, ops, 1, y, isa)[0, :3] == pytest.approx([0, 1.682384, -0.158808], abs=1e-6)
+    assert gated("geglu", [0, 1, -1], [5, 2, 1], isa) == pytest.approx([0, 1.682384, -0.158808], abs=1e-6)
 
 
 @pytest.mark.parametrize("isa", LEVELS)
 def test_clamped_swiglu(isa):
     """gate / (1 + exp(-1.702 gate)) * (up + 1), where a gate of 9 is 7 and up is -7 to 7; a gate of -9 stays."""
     gates, ups = [0, 1, -1, 9, -9, 1, 1], [5, 2, 2, 1, 1, 9, -9]
-    gate, up = np.zeros((32, 1)), np.zeros((32, 1))
-    gate[:7, 0], up[:7, 0] = gates, ups
-    weight = packed(np.zeros((64, 1)))
-    weight.fill(gate.astype(np.float32), interleave=0)
-    weight.fill(up.astype(np.float32), interleave=1)
-    arena = Arena()
-    rows, y = arena.region(1), arena.region(32)
-    ops = [Embed(packed([[1]]), rows), Linear(rows, weight, None, y, "swiglu_clamped")]
     sigmoid_of_1 = 1 / (1 + np.exp(-1.702))
     want = [0, 3 * sigmoid_of_1, -3 * (1 - sigmoid_of_1), 13.999906, -4.01e-6, 8 * sigmoid_of_1, -6 * sigmoid_of_1]
-    assert run(arena, ops, 1, y, isa)[0, :7] == pytest.approx(want, abs=2e-6)
+    assert gated("swiglu_clamped", gates, ups, isa) == pytest.approx(want, abs=2e-6)
 
 
 @pytest.mark.parametrize("isa", LEVELS)

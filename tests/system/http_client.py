@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 import h11
@@ -99,3 +100,13 @@ class HTTPClient:
             except ConnectionError:
                 pass
             return True
+
+
+@asynccontextmanager
+async def connection(system: Any) -> AsyncIterator[HTTPClient]:
+    """Connect to a system's HTTP API; the connection is cut at the end."""
+    client = await HTTPClient.open(system.server.api_address)
+    try:
+        yield client
+    finally:
+        client.writer.transport.abort()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from quire.runtime.server import Server
 from quire.runtime.server.openai import exchange as exchange_module
 from quire.runtime.server.openai.formats import total_usage
 
-from .http_client import HTTPClient, Reply
+from .http_client import HTTPClient, Reply, connection
 
 Serve = Callable[..., Awaitable[Any]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
@@ -26,15 +25,6 @@ Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 TLS = Path(__file__).resolve().parents[1] / "data" / "tls"
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-
-
-@asynccontextmanager
-async def connection(system: Any) -> AsyncIterator[HTTPClient]:
-    client = await HTTPClient.open(system.server.api_address)
-    try:
-        yield client
-    finally:
-        client.writer.transport.abort()
 
 
 async def ask(system: Any, path: str, body: object = None, method: str = "POST", **headers: str) -> Reply:

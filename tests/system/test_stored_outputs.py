@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from tests.scripted_model import write_scripted_model
 
-from .http_client import HTTPClient, Reply
+from .http_client import Reply, connection
 
 Serve = Callable[..., Awaitable[Any]]
 Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
 
 CHAT = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
-
-
-@asynccontextmanager
-async def connection(system: Any) -> AsyncIterator[HTTPClient]:
-    client = await HTTPClient.open(system.server.api_address)
-    try:
-        yield client
-    finally:
-        client.writer.transport.abort()
 
 
 async def ask(system: Any, method: str, path: str, body: object = None, **headers: str) -> Reply:
