@@ -120,7 +120,7 @@ def quire(*arguments: str) -> str:
 @contextmanager
 def server() -> Iterator[tuple[str, str, str]]:
     """Yield the addresses for clients, operators and the HTTP API of a server on the bundled model."""
-    command = [*QUIRE, "serve", "--port", "0", "--http-port", "0", "--api-port", "0"]
+    command = [*QUIRE, "serve", "--port", "0", "--operator-port", "0", "--openai-port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         try:

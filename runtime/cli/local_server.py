@@ -19,7 +19,7 @@ from ..common.errors import Unavailable
 
 START_TIMEOUT_S = 60
 STOP_TIMEOUT_S = 10
-FREE_PORTS = ("--port", "0", "--http-port", "0", "--api-port", "0")
+FREE_PORTS = ("--port", "0", "--operator-port", "0", "--openai-port", "0")
 TERMINATED = 128 + signal.SIGTERM  # exit status
 
 

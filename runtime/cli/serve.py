@@ -136,10 +136,10 @@ def _ready_line(settings: Settings, engine: Engine[Core], server: Server) -> str
     info, config = engine.info, settings.engine
     weights = weights_text(read_spec(model_path(config.model)), config.weights)
     scheme = "http" if settings.server.tls_cert is None else "https"
-    api = f"api {scheme}://{server.api_address}/v1  " if server.api_address else ""
+    api = f"api {scheme}://{server.openai_address}/v1  " if server.openai_address else ""
     processes = f"  {info.num_processes} engine processes" if info.num_processes > 1 else ""
     return (
-        f"quire ready: clients {server.address}  metrics http://{server.http_address}/metrics  {api}"
+        f"quire ready: clients {server.address}  metrics http://{server.operator_address}/metrics  {api}"
         f"model {config.model or 'bundled demo'} ({weights}, KV {config.kv_cache_dtype})  "
         f"{info.num_pages} pages of {info.page_size} tokens  "
         f"{info.threads} threads ({info.threads_reason})  {info.isa}{processes}"

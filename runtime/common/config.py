@@ -155,18 +155,18 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "127.0.0.1"
     port: Annotated[Port, _server("Port for clients; 0 takes a free one.")] = 7070
     uds: Annotated[str | None, _server("Unix socket for clients, instead of `host` and `port`.", unit="file")] = None
-    http_host: Annotated[
+    operator_host: Annotated[
         str, _server("Address for operators: metrics, probes and the status page.", unit="address")
     ] = "127.0.0.1"
-    http_port: Annotated[Port, _server("Port for operators; 0 takes a free one.")] = 7071
-    api_host: Annotated[
+    operator_port: Annotated[Port, _server("Port for operators; 0 takes a free one.")] = 7071
+    openai_host: Annotated[
         str,
         _server(
             "Address of OpenAI's HTTP API; one that other machines reach needs `token` or `auth_tokens`.",
             unit="address",
         ),
     ] = "127.0.0.1"
-    api_port: Annotated[Port, _server("Port of OpenAI's HTTP API; 0 takes a free one.")] = 8000
+    openai_port: Annotated[Port, _server("Port of OpenAI's HTTP API; 0 takes a free one.")] = 8000
     token: Annotated[
         str | None,
         _server(

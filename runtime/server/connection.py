@@ -189,9 +189,10 @@ class Connection:
             raise ProtocolError("the client began a TLS handshake; this port is served without TLS")
         if first_bytes.startswith(HTTP_METHODS):
             context = self._context
-            api = f"OpenAI's HTTP API is on {context.api_address}, " if context.api_address else ""
+            api = f"OpenAI's HTTP API is on {context.openai_address}, " if context.openai_address else ""
             text = (
-                f"this port speaks Quire's msgpack frames; {api}metrics and probes (HTTP) are on {context.http_address}"
+                f"this port speaks Quire's msgpack frames; {api}"
+                f"metrics and probes (HTTP) are on {context.operator_address}"
             )
             self._writer.write(HTTP_ANSWER % (len(text) + 1, text.encode()))
             self._send_buffer.close()  # an ERROR frame would be part of the HTTP answer

@@ -65,8 +65,8 @@ class AppContext:
     keyring: Keyring
     requests: LiveRequests
     replays: ReplayStore
-    http_address: str  # of the operator port
-    api_address: str  # of OpenAI's HTTP API; empty without one
+    operator_address: str  # of the operator port
+    openai_address: str  # of OpenAI's HTTP API; empty without one
     unsent: EqualShares = field(init=False)
     pending: EqualShares = field(init=False)
     connection_log: BoundedLog = field(default_factory=lambda: BoundedLog(_log))

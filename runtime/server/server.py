@@ -56,8 +56,8 @@ class Server:
     def __init__(self, observer: PrometheusObserver | None = None) -> None:
         self.observer = observer or PrometheusObserver()
         self.address = ""  # where clients connect: `host:port`, `[v6]:port` or `unix:/path`
-        self.http_address = ""
-        self.api_address = ""  # empty: there is no HTTP API
+        self.operator_address = ""
+        self.openai_address = ""  # empty: there is no HTTP API
         self._connections: dict[ClientConnection, asyncio.Task[None]] = {}
         self._acceptors: list[Acceptor] = []
         self._closing = False
@@ -82,24 +82,26 @@ class Server:
             keyring.check_permissions()
             listening = await _listen(config)
             opening.callback(listening.close)
-            http_listening = await listen_tcp(config.http_host, config.http_port)
-            opening.callback(http_listening.close)
+            operator_listening = await listen_tcp(config.operator_host, config.operator_port)
+            opening.callback(operator_listening.close)
 
-            api_listening = await _listen_api(config)
-            if api_listening is not None:
-                opening.callback(api_listening.close)
+            openai_listening = await _listen_openai(config)
+            if openai_listening is not None:
+                opening.callback(openai_listening.close)
 
             engine.set_observer(self.observer)
             texts = EqualShares("texts", "max_text_bytes", lambda: config.max_text_bytes // keyring.num_tenants)
             requests = LiveRequests(engine, self.observer, texts)
             replays = ReplayStore(requests, config, lambda: keyring.num_tenants)
-            http_address = str(http_listening.address)
-            api_address = "" if api_listening is None else str(api_listening.address)
-            context = AppContext(engine, config, self.observer, keyring, requests, replays, http_address, api_address)
+            operator_address = str(operator_listening.address)
+            openai_address = "" if openai_listening is None else str(openai_listening.address)
+            context = AppContext(
+                engine, config, self.observer, keyring, requests, replays, operator_address, openai_address
+            )
             readiness = Readiness(engine.stats, config.stall_timeout_ms / 1000)
             opening.push_async_callback(_stop, asyncio.create_task(readiness.watch()))
-            self._serve_operators(context, readiness, http_listening, opening)
-            num_ports = 1 if api_listening is None else 2
+            self._serve_operators(context, readiness, operator_listening, opening)
+            num_ports = 1 if openai_listening is None else 2
             reserved = num_ports * MAX_REFUSALS + RESERVED_FILES
             max_connections = fit_connections(num_ports * config.max_connections, reserved) // num_ports
             if max_connections < config.max_connections:
@@ -109,11 +111,11 @@ class Server:
                     configured=config.max_connections,
                     needed_open_files=num_ports * config.max_connections + reserved,
                 )
-            if api_listening is not None:
+            if openai_listening is not None:
                 api = Api(context, readiness, config.served_model_name or DEFAULT_MODEL_NAME)
                 opening.callback(api.close)
                 self._serve_clients(
-                    api_listening, lambda each: HTTPConnection(each, context, api), context, max_connections, opening
+                    openai_listening, lambda each: HTTPConnection(each, context, api), context, max_connections, opening
                 )
             self._serve_clients(listening, lambda each: Connection(each, context), context, max_connections, opening)
             opening.push_async_callback(context.replays.close)
@@ -124,14 +126,14 @@ class Server:
             self._open = opening.pop_all()
         self._context, self._readiness = context, readiness
         self.address = str(listening.address)
-        self.http_address = str(http_listening.address)
-        self.api_address = api_address
+        self.operator_address = str(operator_listening.address)
+        self.openai_address = openai_address
         _log.info("memory for clients at most", total_bytes=memory.total_bytes, **memory.bytes_by_purpose)
         _log.info(
             "listening",
             address=self.address,
-            http_address=self.http_address,
-            api_address=self.api_address,
+            operator_address=self.operator_address,
+            openai_address=self.openai_address,
             max_connections=max_connections,
         )
 
@@ -276,7 +278,7 @@ async def check_config(config: ServerConfig) -> tuple[Keyring, TLS | None]:
     """Check what needs no engine: keys and certificate, which are returned, limits and address. Raises ConfigError."""
     keyring, tls = Keyring.of(config), TLS.of(config)
     MemoryLimits(config).check(keyring.num_tenants, machine_memory_bytes())
-    hosts = {} if config.uds is not None else {"host": config.host, "api_host": config.api_host}
+    hosts = {} if config.uds is not None else {"host": config.host, "openai_host": config.openai_host}
     for name, host in hosts.items():
         if not config.has_keys and not await is_loopback(host):
             raise ConfigError(
@@ -292,14 +294,14 @@ async def _listen(config: ServerConfig) -> ListeningSocket:
     return await listen_tcp(config.host, config.port)
 
 
-async def _listen_api(config: ServerConfig) -> ListeningSocket | None:
+async def _listen_openai(config: ServerConfig) -> ListeningSocket | None:
     if not config.serves_api:
         _log.info("no HTTP API: `uds` without keys lets in this user only; set `token` or `auth_tokens` to have both")
         return None
     try:
-        return await listen_tcp(config.api_host, config.api_port)
+        return await listen_tcp(config.openai_host, config.openai_port)
     except ConfigError as error:
-        raise ConfigError(f"{error}; this is the port of the HTTP API, `api_port`") from None
+        raise ConfigError(f"{error}; this is the port of the HTTP API, `openai_port`") from None
 
 
 async def _stop(task: asyncio.Task[Any]) -> None:

@@ -75,7 +75,7 @@ async def engine(config: EngineConfig) -> AsyncIterator[Generate]:
 async def server(model: str | None, flags: Sequence[str]) -> AsyncIterator[Generate]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", *([model] if model else [])),
-        *("--port", "0", "--http-port", "0", "--api-port", "0", *flags),
+        *("--port", "0", "--operator-port", "0", "--openai-port", "0", *flags),
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "QUIRE_LOG_LEVEL": "error"},
     )

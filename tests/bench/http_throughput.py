@@ -46,7 +46,7 @@ async def main() -> None:
     model = [arguments.model] if arguments.model else []
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", *model),
-        *("--port", "0", "--http-port", "0", "--api-port", "0", *arguments.flags),
+        *("--port", "0", "--operator-port", "0", "--openai-port", "0", *arguments.flags),
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "QUIRE_LOG_LEVEL": "error"},
     )

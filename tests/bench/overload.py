@@ -144,7 +144,16 @@ class ServerProcess:
 @contextmanager
 def serving(arguments: argparse.Namespace) -> Iterator[ServerProcess]:
     command = [str(Path(sys.executable).with_name("quire")), "serve", *([arguments.model] if arguments.model else [])]
-    command += ["--port", "0", "--http-port", "0", "--api-port", "0", "--max-num-seqs", str(arguments.max_num_seqs)]
+    command += [
+        "--port",
+        "0",
+        "--operator-port",
+        "0",
+        "--openai-port",
+        "0",
+        "--max-num-seqs",
+        str(arguments.max_num_seqs),
+    ]
     command += ["--max-num-waiting", str(arguments.max_num_waiting), *arguments.flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:

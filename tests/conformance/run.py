@@ -45,7 +45,7 @@ DRIVERS = {
 }
 TOKEN = "a token for this run"
 CERTIFICATE, KEY = ROOT / "tests" / "data" / "tls" / "cert.pem", ROOT / "tests" / "data" / "tls" / "key.pem"
-SMALL = ("--port", "0", "--http-port", "0", "--api-port", "0", "--threads", "1", "--kv-cache-memory", "16MiB")
+SMALL = ("--port", "0", "--operator-port", "0", "--openai-port", "0", "--threads", "1", "--kv-cache-memory", "16MiB")
 GUARDED = ("--in-process", "--token", TOKEN, "--tls-cert", str(CERTIFICATE), "--tls-key", str(KEY))
 CASE_TIMEOUT_S = 60.0
 MAX_REASON_CHARACTERS = 2000

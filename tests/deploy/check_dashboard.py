@@ -54,8 +54,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="duration of the load")
     seconds = parser.parse_args().seconds
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
-        address, http_address, server = running.enter_context(quire_server())
-        prometheus = running.enter_context(prometheus_server(Path(folder), http_address))
+        address, operator_address, server = running.enter_context(quire_server())
+        prometheus = running.enter_context(prometheus_server(Path(folder), operator_address))
         asyncio.run(load(address, seconds, server))
         failed = report(prometheus)
     sys.exit(1 if failed else 0)
@@ -124,9 +124,9 @@ def quire_server() -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
         "serve",
         "--port",
         "0",
-        "--http-port",
+        "--operator-port",
         "0",
-        "--api-port",
+        "--openai-port",
         "0",
         *SERVER_FLAGS,
     )

@@ -30,7 +30,7 @@ async def scrape() -> str:
     engine = await Engine.start(EngineConfig(kv_cache_memory=1 << 20, max_model_len=128, threads=1))
     server = Server()
     try:
-        await server.start(engine, ServerConfig(port=0, http_port=0, api_port=0))
+        await server.start(engine, ServerConfig(port=0, operator_port=0, openai_port=0))
         return generate_latest(server.observer.registry).decode()
     finally:
         await server.close()

@@ -61,7 +61,7 @@ class HostileClient:
 
     @classmethod
     async def open(cls, server: ServerProcess, token: str) -> HostileClient:
-        host, _, port = server.api_address.rpartition(":")
+        host, _, port = server.openai_address.rpartition(":")
         return cls(*await asyncio.open_connection(host, int(port)), token)
 
     def send(self, method: str, path: str, body: bytes = b"", **headers: str) -> None:

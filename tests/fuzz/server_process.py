@@ -95,7 +95,7 @@ class ServerProcess:
 
     def __init__(self, process: subprocess.Popen[str], ready: str, log: IO[str]) -> None:
         self.address = ready.partition("clients ")[2].split()[0]
-        self.api_address = ready.partition("api http://")[2].partition("/")[0]  # empty without one
+        self.openai_address = ready.partition("api http://")[2].partition("/")[0]  # empty without one
         self.endpoint = Endpoint(self.address, ready.partition("metrics ")[2].split()[0])
         self._process = process
         self._log = log
@@ -183,7 +183,7 @@ def start_server(*flags: str, variables: Mapping[str, str] = SHORT_TIMEOUTS) -> 
 
     Variables of the environment win over `variables`.
     """
-    ports = ("--port", "0", "--http-port", "0", "--api-port", "0")
+    ports = ("--port", "0", "--operator-port", "0", "--openai-port", "0")
     command = [str(Path(sys.executable).with_name("quire")), "serve", *ports, *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(

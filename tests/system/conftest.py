@@ -32,7 +32,7 @@ from quire.scheduler import AdmissionEstimate
 
 CHUNK_TOKENS = 2
 RECEIVE_TIMEOUT_S = 60
-FREE_PORTS: dict[str, Any] = {"port": 0, "http_port": 0, "api_port": 0}
+FREE_PORTS: dict[str, Any] = {"port": 0, "operator_port": 0, "openai_port": 0}
 
 
 def prompt_of(request: GenerateRequest) -> Any:

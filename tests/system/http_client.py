@@ -105,7 +105,7 @@ class HTTPClient:
 @asynccontextmanager
 async def connection(system: Any) -> AsyncIterator[HTTPClient]:
     """Connect to a system's HTTP API; the connection is cut at the end."""
-    client = await HTTPClient.open(system.server.api_address)
+    client = await HTTPClient.open(system.server.openai_address)
     try:
         yield client
     finally:

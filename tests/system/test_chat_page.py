@@ -88,7 +88,7 @@ async def get(address: str, path: str, method: str = "GET") -> Reply:
 async def test_the_page_may_load_only_its_own_files_and_needs_no_key(serve: Callable[..., Any]) -> None:
     system = await serve(token="secret")
     for path, name in {"/": "chat.html", **{f"/{name}": name for name in PAGE[1:]}}.items():
-        reply = await get(system.server.api_address, path)
+        reply = await get(system.server.openai_address, path)
         assert (reply.status, reply.content.decode()) == (200, TEXTS[name])
         assert reply.headers["cache-control"] == "no-store"
         assert reply.headers["x-content-type-options"] == "nosniff"
@@ -96,8 +96,8 @@ async def test_the_page_may_load_only_its_own_files_and_needs_no_key(serve: Call
         assert "default-src 'none'" in policy
         assert "trusted-types 'none'" in policy
         assert not re.search(r"unsafe|http|\*", policy)
-        assert (await get(system.server.api_address, path, "HEAD")).content == b""
-    assert (await get(system.server.api_address, "/", "POST")).status == 405
+        assert (await get(system.server.openai_address, path, "HEAD")).content == b""
+    assert (await get(system.server.openai_address, "/", "POST")).status == 405
 
 
 def test_nothing_is_loaded_from_another_host_and_no_text_becomes_markup() -> None:
@@ -117,7 +117,7 @@ def test_nothing_is_loaded_from_another_host_and_no_text_becomes_markup() -> Non
 @needs_chromium
 async def test_a_chat_by_keyboard_shows_what_the_api_answers(serving: Callable[..., Any], open_tab: OpenTab) -> None:
     async with serving() as real:
-        address = real.server.api_address
+        address = real.server.openai_address
         tab = await open_tab(address)
         await set_field(tab, "seed", "7")
         await set_field(tab, "max_tokens", "40")
@@ -143,7 +143,7 @@ async def test_a_chat_by_keyboard_shows_what_the_api_answers(serving: Callable[.
 
 @needs_chromium
 async def test_escape_stops_and_cancels_the_request(system: Any, open_tab: OpenTab, eventually: Eventually) -> None:
-    tab = await open_tab(system.server.api_address)
+    tab = await open_tab(system.server.openai_address)
     await ask(tab, "hold")
     await tab.until("document.querySelector('article.streaming .answer')?.textContent.includes('hold:0')")
     assert len(system.engine.live) == 1
@@ -155,7 +155,7 @@ async def test_escape_stops_and_cancels_the_request(system: Any, open_tab: OpenT
 
 @needs_chromium
 async def test_several_conversations_stream_at_once(system: Any, open_tab: OpenTab, eventually: Eventually) -> None:
-    tab = await open_tab(system.server.api_address)
+    tab = await open_tab(system.server.openai_address)
     await ask(tab, "hold")
     await tab.until("document.querySelector('article.streaming')")
     await tab.press("n", ALT)
@@ -173,7 +173,7 @@ async def test_several_conversations_stream_at_once(system: Any, open_tab: OpenT
 
 @needs_chromium
 async def test_retry_and_edit_replace_the_last_turn(system: Any, open_tab: OpenTab) -> None:
-    tab = await open_tab(system.server.api_address)
+    tab = await open_tab(system.server.openai_address)
     await ask(tab, "one")
     await tab.until(IS_DONE)
     await ask(tab, "two")
@@ -196,7 +196,7 @@ async def test_retry_and_edit_replace_the_last_turn(system: Any, open_tab: OpenT
 
 @needs_chromium
 async def test_settings_reach_the_request_of_their_conversation(system: Any, open_tab: OpenTab) -> None:
-    tab = await open_tab(system.server.api_address)
+    tab = await open_tab(system.server.openai_address)
     await tab.press("s", ALT)
     assert await tab.until("!document.getElementById('settings').hidden")
     given = {"system": "Be short.", "temperature": "0.5", "top_k": "7", "seed": "3", "max_tokens": "4", "stop": "a\nb"}
@@ -224,7 +224,7 @@ async def test_settings_reach_the_request_of_their_conversation(system: Any, ope
 @needs_chromium
 @pytest.mark.parametrize("mode", ["chat", "text"])
 async def test_tokens_show_their_probabilities(system: Any, open_tab: OpenTab, mode: str) -> None:
-    tab = await open_tab(system.server.api_address)
+    tab = await open_tab(system.server.openai_address)
     await set_field(tab, "mode", mode)
     await set_field(tab, "max_tokens", "6")
     await ask(tab, "one")
@@ -240,7 +240,7 @@ async def test_tokens_show_their_probabilities(system: Any, open_tab: OpenTab, m
 @needs_chromium
 async def test_a_key_is_asked_for_until_it_is_right(serve: Callable[..., Any], open_tab: OpenTab) -> None:
     system = await serve(token="secret")
-    tab = await open_tab(system.server.api_address)
+    tab = await open_tab(system.server.openai_address)
     await tab.until("document.getElementById('key-dialog').open")
     await tab.type("wrong")
     await tab.press("Enter")
@@ -257,7 +257,7 @@ async def test_a_key_is_asked_for_until_it_is_right(serve: Callable[..., Any], o
 
 @needs_chromium
 async def test_problems_are_shown_and_end_only_their_answer(system: Any, open_tab: OpenTab) -> None:
-    tab = await open_tab(system.server.api_address)
+    tab = await open_tab(system.server.openai_address)
     for question, problem in (("full", "the queue is full; try again in 1 s"), ("fail", "the logits are NaN")):
         await ask(tab, question)
         await tab.until(f"document.querySelector('article:last-child .problem')?.textContent === {problem!r}")
@@ -269,7 +269,7 @@ async def test_problems_are_shown_and_end_only_their_answer(system: Any, open_ta
 
 @needs_chromium
 async def test_markup_of_users_and_models_is_text(system: Any, open_tab: OpenTab) -> None:
-    tab = await open_tab(system.server.api_address)
+    tab = await open_tab(system.server.openai_address)
     await ask(tab, HOSTILE)
     await tab.until(IS_DONE)
     assert await tab.evaluate("document.querySelectorAll('img, article script').length") == 0
@@ -283,7 +283,7 @@ async def test_reasoning_is_set_apart(serving: Callable[..., Any], open_tab: Ope
     scripts = {"<|0|>": "<think>\nHm.\n</think>\n\nHello."}
     model = write_scripted_model(tmp_path / "model", scripts, template=template, added=["<think>"])
     async with serving(model=str(model)) as real:
-        tab = await open_tab(real.server.api_address)
+        tab = await open_tab(real.server.openai_address)
         await set_field(tab, "temperature", "0")
         await ask(tab, "Hi <|0|>")
         await tab.until(IS_DONE)
@@ -293,7 +293,7 @@ async def test_reasoning_is_set_apart(serving: Callable[..., Any], open_tab: Ope
 
 @needs_chromium
 async def test_code_blocks_are_set_apart(system: Any, open_tab: OpenTab) -> None:
-    tab = await open_tab(system.server.api_address)
+    tab = await open_tab(system.server.openai_address)
     await set_field(tab, "max_tokens", "2")
     await tab.evaluate("document.getElementById('question').value = 'a\\n```python\\nb = 1\\n```\\nc'")
     await ask(tab, "")
@@ -303,7 +303,7 @@ async def test_code_blocks_are_set_apart(system: Any, open_tab: OpenTab) -> None
 
 @needs_chromium
 async def test_the_page_is_dark_if_its_reader_prefers_that(system: Any, open_tab: OpenTab) -> None:
-    tab = await open_tab(system.server.api_address)
+    tab = await open_tab(system.server.openai_address)
     grounds = []
     for scheme in ("light", "dark"):
         await tab.prefer(scheme)
@@ -313,7 +313,7 @@ async def test_the_page_is_dark_if_its_reader_prefers_that(system: Any, open_tab
 
 @needs_chromium
 async def test_everything_is_reached_with_the_tab_key(system: Any, open_tab: OpenTab) -> None:
-    tab = await open_tab(system.server.api_address)
+    tab = await open_tab(system.server.openai_address)
     await tab.until("!document.getElementById('send').disabled")
     reached = []
     for _ in range(24):

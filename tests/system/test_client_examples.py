@@ -23,7 +23,7 @@ TIMEOUT_S = 240
 async def run(serving: Callable[..., Any], command: str, script: Path, environment: Mapping[str, str]) -> str:
     """Run an example against a server with the bundled model, and return its output."""
     async with serving(tool_call_parser="hermes") as real:
-        url = f"http://{real.server.api_address}/v1"
+        url = f"http://{real.server.openai_address}/v1"
         process = await asyncio.create_subprocess_exec(
             *(command, str(script), url),
             stdout=asyncio.subprocess.PIPE,

@@ -152,7 +152,7 @@ async def test_no_tls_to_a_server_with_tls(serve: Serve) -> None:
 
 async def test_the_port_of_operators_is_named(system: Any) -> None:
     with pytest.raises(ProtocolError, match="this is an HTTP port; use the address after `clients`"):
-        async with AsyncClient(system.server.http_address):
+        async with AsyncClient(system.server.operator_address):
             pass
 
 

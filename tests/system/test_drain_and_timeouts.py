@@ -138,7 +138,7 @@ async def test_a_draining_server_is_not_ready(system: Any) -> None:
     def status() -> int:
         with (
             pytest.raises(urllib.error.HTTPError) as refusal,
-            urllib.request.urlopen(f"http://{system.server.http_address}/readyz"),
+            urllib.request.urlopen(f"http://{system.server.operator_address}/readyz"),
         ):
             pass
         refusal.value.close()

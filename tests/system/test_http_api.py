@@ -676,7 +676,7 @@ async def test_http_1_0(system: Any) -> None:
 async def test_tls(serve: Serve) -> None:
     system = await serve(tls_cert=str(TLS / "cert.pem"), tls_key=str(TLS / "key.pem"))
     trust = ssl.create_default_context(cafile=TLS / "cert.pem")
-    client = await HTTPClient.open(system.server.api_address, ssl=trust)
+    client = await HTTPClient.open(system.server.openai_address, ssl=trust)
     assert (await client.ask("POST", COMPLETIONS, complete(stream=True))).events
     client.writer.transport.abort()
     async with connection(system) as plain:
@@ -708,12 +708,12 @@ async def test_a_draining_server_finishes_what_runs_and_refuses_the_rest(system:
 
 
 async def test_an_api_off_loopback_requires_a_key() -> None:
-    config = ServerConfig(port=0, http_port=0, api_port=0, api_host="0.0.0.0")
-    with pytest.raises(ConfigError, match=r"`api_host` .* is reachable"):
+    config = ServerConfig(port=0, operator_port=0, openai_port=0, openai_host="0.0.0.0")
+    with pytest.raises(ConfigError, match=r"`openai_host` .* is reachable"):
         await Server().start(None, config)  # type: ignore[arg-type]
 
 
 async def test_a_unix_socket_without_keys_is_not_widened_to_a_port(serve: Serve, socket_path: Any) -> None:
-    assert (await serve(uds=str(socket_path))).server.api_address == ""
+    assert (await serve(uds=str(socket_path))).server.openai_address == ""
     with_key = await serve(uds=str(socket_path.with_name("other")), token="x")
     assert (await ask(with_key, "/v1/models", method="GET", authorization="Bearer x")).status == 200

@@ -20,7 +20,7 @@ PROMPT = "This module provides access to"
 
 
 async def ask(system: Any, path: str, body: object) -> Reply:
-    client = await HTTPClient.open(system.server.api_address)
+    client = await HTTPClient.open(system.server.openai_address)
     try:
         return await client.ask("POST", path, body)
     finally:

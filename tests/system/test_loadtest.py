@@ -55,7 +55,7 @@ async def test_an_open_loop(serving: Callable[..., Any], run: Run, capsys: pytes
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
 async def test_over_http(serving: Callable[..., Any], run: Run, endpoint: str) -> None:
     async with serving() as real:
-        url = f"http://{real.server.api_address}"
+        url = f"http://{real.server.openai_address}"
         result = await run(
             *("--backend", "openai", "--base-url", url, "--endpoint", endpoint, "--tokenizer", str(BUNDLED_MODEL)),
             *("--max-concurrency", "4", *SMALL),
@@ -99,7 +99,7 @@ async def test_a_sweep_with_a_report(
 ) -> None:
     report, runs = tmp_path / "report.html", tmp_path / "runs"
     async with serving() as real:
-        metrics = f"http://{real.server.http_address}/metrics"
+        metrics = f"http://{real.server.operator_address}/metrics"
         await asyncio.to_thread(
             call,
             *("--base-url", real.address, *SMALL, "--sweep", "concurrency:1,2", "--sweep-dir", str(runs)),

@@ -24,8 +24,8 @@ from .conftest import RawClient, raw_client
 TLS = Path(__file__).resolve().parents[1] / "data" / "tls"
 SETTINGS = {
     "port": 0,
-    "http_port": 0,
-    "api_port": 0,
+    "operator_port": 0,
+    "openai_port": 0,
     "tls_cert": str(TLS / "cert.pem"),
     "tls_key": str(TLS / "key.pem"),
     "credit_timeout_ms": 50,
@@ -165,7 +165,7 @@ async def failed_handshakes(site: Site) -> None:
 
 async def operator_requests(site: Site) -> None:
     for sent in (b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 2, b"\x00\r\n\r\n", b"GET /readyz HT"):
-        client = await site.plain(site.server.http_address)
+        client = await site.plain(site.server.operator_address)
         client.writer.write(sent)
         if not sent.endswith(b"HT"):
             assert (await client.reader.read(5)) == b"HTTP/"
@@ -182,7 +182,7 @@ async def http_calls(site: Site) -> None:
         ('"max_tokens": 500, "ignore_eos": true, "stream": true', b"HTTP/1.1 200"),
         ("", b"HTTP/1.1 400"),
     ):
-        client = await raw_client(site.server.api_address, False, ssl=site.trust)
+        client = await raw_client(site.server.openai_address, False, ssl=site.trust)
         body = f'{{"prompt": "{PROMPT}", {fields}}}'.encode()
         kind = b"content-type: application/json\r\n"
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n%bcontent-length: %d\r\n\r\n" % (kind, len(body))

@@ -28,7 +28,7 @@ PROMPT = "This module provides access to"
 async def client(serving: Callable[..., Any]) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
         serving() as real,
-        openai.AsyncOpenAI(base_url=f"http://{real.server.api_address}/v1", api_key="none", max_retries=0) as client,
+        openai.AsyncOpenAI(base_url=f"http://{real.server.openai_address}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client
 
@@ -204,7 +204,7 @@ async def test_prompt_logprobs_are_those_of_the_model(serving: Callable[..., Any
         logits = (await real.engine.logits(ids)).astype(np.float64)
         expected = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
         expected -= logits.max(-1, keepdims=True)
-        url = f"http://{real.server.api_address}/v1"
+        url = f"http://{real.server.openai_address}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
             for prompt, max_tokens in ((list(ids), 0), (list(ids), 3), ([list(ids), list(ids[:5]), list(ids[:9])], 1)):
                 params: Any = {"model": "quire", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
@@ -267,7 +267,7 @@ async def test_a_stream_that_is_left_early_frees_its_pages(
     serving: Callable[..., Any],
 ) -> None:
     async with serving() as real:
-        url = f"http://{real.server.api_address}/v1"
+        url = f"http://{real.server.openai_address}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
             stream = await client.completions.create(
                 model="quire", prompt=PROMPT, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
@@ -285,8 +285,8 @@ async def test_a_client_that_leaves_the_queue_or_prefill_frees_its_place(
 ) -> None:
     """The other request runs on; the one that was left is gone from the queue, or its pages are."""
     async with serving(max_num_seqs=1 + prefill, max_num_batched_tokens=16) as real:
-        busy = await HTTPClient.open(real.server.api_address)
-        left = await HTTPClient.open(real.server.api_address)
+        busy = await HTTPClient.open(real.server.openai_address)
+        left = await HTTPClient.open(real.server.openai_address)
         body = {"prompt": PROMPT, "max_tokens": 1900, "stream": True, "ignore_eos": True}
         busy.send("POST", "/v1/completions", body)
         await busy.read_until(b"data: ")
@@ -317,7 +317,7 @@ async def test_prompt_logprobs_survive_preemption(serving: Callable[..., Any]) -
     prompt = [7 * i % 4000 + 5 for i in range(60)]
     params: Any = {"model": "quire", "prompt": prompt, "max_tokens": 20, "seed": 3, "echo": True, "logprobs": 0}
     async with serving(max_num_seqs=4) as real:
-        url = f"http://{real.server.api_address}/v1"
+        url = f"http://{real.server.openai_address}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
             alone = (await client.completions.create(**params)).choices[0]
             preemptor = Preemptor(real.engine)

@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 async def get(system: Any, path: str) -> Answer:
-    return await fetch(system.server.http_address, path)
+    return await fetch(system.server.operator_address, path)
 
 
 async def fetch(address: str, path: str) -> Answer:
@@ -103,7 +103,7 @@ async def test_no_counter_falls_when_the_engine_restarts() -> None:
     core = await EnginePool.launch(EngineConfig(kv_cache_memory=8 << 20))
     engine, server = Engine(core, TextProcessor.load(model_path(None))), Server()
     try:
-        await server.start(engine, ServerConfig(port=0, http_port=0, api_port=0))
+        await server.start(engine, ServerConfig(port=0, operator_port=0, openai_port=0))
         async with AsyncClient(server.address) as client:
             for _ in range(3):
                 await client.complete([5] * 70, SamplingParams(max_tokens=60, ignore_eos=True))
@@ -126,7 +126,7 @@ async def counters(server: Server, condition: Callable[[dict[str, float]], bool]
     """Wait for the engine's metrics and `condition`; return every counter and histogram sample."""
     async with asyncio.timeout(60):
         while True:
-            text = (await fetch(server.http_address, "/metrics")).text
+            text = (await fetch(server.operator_address, "/metrics")).text
             found = {
                 str((sample.name, sample.labels)) if sample.labels else sample.name: sample.value
                 for family in text_string_to_metric_families(text)

@@ -104,7 +104,7 @@ async def test_the_start_reads_the_file_of_keys_once(
 
 
 SECRET_WORDS = "A prompt of secret words"
-PORTS = ("--port", "0", "--http-port", "0", "--api-port", "0")
+PORTS = ("--port", "0", "--operator-port", "0", "--openai-port", "0")
 SERVE = (sys.executable, "-m", "quire.runtime.cli.main", "serve", *PORTS, "--in-process")
 LOGGED = ("--kv-cache-memory", "8MiB", "--log-format", "json", "--log-level", "debug")
 

@@ -337,7 +337,7 @@ async def test_a_token_is_required_when_set(serve: Serve, hello: list[Any], mess
 
 
 async def test_an_address_off_loopback_requires_a_token() -> None:
-    from_outside = ServerConfig(host="0.0.0.0", port=0, http_port=0, api_port=0)
+    from_outside = ServerConfig(host="0.0.0.0", port=0, operator_port=0, openai_port=0)
     with pytest.raises(ConfigError, match="requires `token`"):
         await Server().start(None, from_outside)  # type: ignore[arg-type]
 
@@ -349,13 +349,13 @@ async def test_an_address_off_loopback_is_allowed_with_a_token(serve: Serve) -> 
 @pytest.mark.parametrize("settings", [{"host": "no such host"}, {"host": "192.0.2.1", "token": "x"}])
 async def test_an_address_that_cannot_be_used_is_a_config_error(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        await Server().start(None, ServerConfig(port=0, http_port=0, api_port=0, **settings))  # type: ignore[arg-type]
+        await Server().start(None, ServerConfig(port=0, operator_port=0, openai_port=0, **settings))  # type: ignore[arg-type]
 
 
 async def test_a_taken_port_is_a_config_error(system: Any) -> None:
     port = int(system.address.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-        await Server().start(system.engine, ServerConfig(port=port, http_port=0, api_port=0))
+        await Server().start(system.engine, ServerConfig(port=port, operator_port=0, openai_port=0))
 
 
 # Unix sockets
@@ -384,20 +384,20 @@ async def test_a_stale_socket_file_is_replaced(serve: Serve, socket_path: Path) 
 async def test_a_socket_in_use_is_left_alone(serve: Serve, socket_path: Path) -> None:
     first = await serve(uds=str(socket_path))
     with pytest.raises(ConfigError, match="another server is listening"):
-        await Server().start(first.engine, ServerConfig(uds=str(socket_path), http_port=0, api_port=0))
+        await Server().start(first.engine, ServerConfig(uds=str(socket_path), operator_port=0, openai_port=0))
     await first.raw()
 
 
 def test_a_file_that_is_no_socket_is_left_alone(socket_path: Path) -> None:
     socket_path.write_text("precious")
     with pytest.raises(ConfigError, match="is not a socket"):
-        asyncio.run(Server().start(None, ServerConfig(uds=str(socket_path), http_port=0, api_port=0)))  # type: ignore[arg-type]
+        asyncio.run(Server().start(None, ServerConfig(uds=str(socket_path), operator_port=0, openai_port=0)))  # type: ignore[arg-type]
     assert socket_path.read_text() == "precious"
 
 
 async def test_a_path_too_long_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot listen on unix socket"):
-        await Server().start(None, ServerConfig(uds=str(tmp_path / ("x" * 200)), http_port=0, api_port=0))  # type: ignore[arg-type]
+        await Server().start(None, ServerConfig(uds=str(tmp_path / ("x" * 200)), operator_port=0, openai_port=0))  # type: ignore[arg-type]
 
 
 # Closing the server

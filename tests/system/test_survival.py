@@ -289,8 +289,8 @@ async def test_an_http_stream_outlives_its_engine_process(slow_engine: None, ech
     body = {"prompt": [7 * i % 4000 for i in range(40)], "max_tokens": 40, "seed": 5, "ignore_eos": True, **echo}
     async with engine_pool() as engine:
         server = Server()
-        await server.start(engine, ServerConfig(port=0, http_port=0, api_port=0))
-        client = await HTTPClient.open(server.api_address)
+        await server.start(engine, ServerConfig(port=0, operator_port=0, openai_port=0))
+        client = await HTTPClient.open(server.openai_address)
         whole = (await client.ask("POST", "/v1/completions", body)).json["choices"][0]
         client.send("POST", "/v1/completions", {**body, "stream": True})
         first = await client.read_until(b"\n\n")
@@ -310,13 +310,13 @@ async def test_a_stored_stream_is_resumed_over_a_crash_of_its_engine_process(slo
     body = {"input": "What is a queue?", "max_output_tokens": 40, "store": True, "stream": True, "ignore_eos": True}
     async with engine_pool() as engine:
         server = Server()
-        await server.start(engine, ServerConfig(port=0, http_port=0, api_port=0))
-        client = await HTTPClient.open(server.api_address)
+        await server.start(engine, ServerConfig(port=0, operator_port=0, openai_port=0))
+        client = await HTTPClient.open(server.openai_address)
         client.send("POST", "/v1/responses", body, {"idempotency-key": "k"})
         first = await client.read_until(b"response.output_text.delta")
         kill(engine)
         client.writer.transport.abort()
-        client = await HTTPClient.open(server.api_address)
+        client = await HTTPClient.open(server.openai_address)
         name = json.loads(first.split(b"data: ")[1].split(b"\n")[0])["response"]["id"]
         resumed = await client.ask("GET", f"/v1/responses/{name}", headers={"last-event-id": "3"})
         again = await client.ask("POST", "/v1/responses", body, {"idempotency-key": "k"})

@@ -67,7 +67,7 @@ def client(serving: Callable[..., Any], tmp_path: Path) -> Client:
         template = f"{{# {signs} #}}{TEMPLATE}"
         model = write_scripted_model(tmp_path / "model", scripts, template=template, special=special, added=added)
         async with serving(model=str(model), **settings) as real:
-            url = f"http://{real.server.api_address}/v1"
+            url = f"http://{real.server.openai_address}/v1"
             async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as connected:
                 yield connected
 

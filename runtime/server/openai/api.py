@@ -264,7 +264,7 @@ class Api:
             return
         host = headers.get("host", b"").decode("ascii", "replace")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        if name.lower() in ("", "localhost", self._context.config.api_host):
+        if name.lower() in ("", "localhost", self._context.config.openai_host):
             return
         try:
             ipaddress.ip_address(name.strip("[]"))

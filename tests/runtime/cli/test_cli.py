@@ -308,7 +308,7 @@ def refused(done: subprocess.CompletedProcess[str], message: str) -> None:
 def server(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run `quire serve` on free ports; yield the process and its ready line."""
     process = subprocess.Popen(
-        [*SCRIPT, "serve", "--http-port", "0", "--api-port", "0", *QUICK, *flags],
+        [*SCRIPT, "serve", "--operator-port", "0", "--openai-port", "0", *QUICK, *flags],
         cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -366,10 +366,10 @@ def test_a_port_in_use_is_an_error(quire: Quire) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         message = f"cannot listen on 127.0.0.1:{port}"
-        refused(quire("serve", "--port", port, "--http-port", "0", "--api-port", "0", *QUICK), message)
-        refused(quire("serve", "--port", "0", "--http-port", port, "--api-port", "0", *QUICK), message)
-        answer = quire("serve", "--port", "0", "--http-port", "0", "--api-port", port, *QUICK)
-        refused(answer, f"{message}: Address already in use; this is the port of the HTTP API, --api-port")
+        refused(quire("serve", "--port", port, "--operator-port", "0", "--openai-port", "0", *QUICK), message)
+        refused(quire("serve", "--port", "0", "--operator-port", port, "--openai-port", "0", *QUICK), message)
+        answer = quire("serve", "--port", "0", "--operator-port", "0", "--openai-port", port, *QUICK)
+        refused(answer, f"{message}: Address already in use; this is the port of the HTTP API, --openai-port")
 
 
 # serve --prefix-snapshot
@@ -416,7 +416,7 @@ def test_a_snapshot_makes_a_restart_warm_and_a_damaged_one_is_ignored(hostile_fo
 def test_a_file_that_is_not_a_snapshot_is_not_overwritten(quire: Quire, tmp_path: Path) -> None:
     path = tmp_path / "thesis.txt"
     path.write_text("four years of work")
-    ports = ("--port", "0", "--http-port", "0", "--api-port", "0")
+    ports = ("--port", "0", "--operator-port", "0", "--openai-port", "0")
     done = quire("serve", *ports, *QUICK, "--prefix-snapshot", str(path))
     assert (done.returncode, done.stdout) == (2, "")
     assert f"quire: --prefix-snapshot {path} would be replaced at the end: the file is not a snapshot" in done.stderr
@@ -444,7 +444,7 @@ def test_a_snapshot_that_cannot_be_saved_is_in_the_log_and_in_the_exit_status(
 
 
 def test_paths_that_cannot_hold_a_snapshot_are_errors(quire: Quire, tmp_path: Path) -> None:
-    serve = ("serve", "--port", "0", "--http-port", "0", "--api-port", "0", *QUICK, "--prefix-snapshot")
+    serve = ("serve", "--port", "0", "--operator-port", "0", "--openai-port", "0", *QUICK, "--prefix-snapshot")
     refused(quire(*serve, str(tmp_path)), "is a folder; name a file")
     refused(quire(*serve, "/nowhere/at/all"), "cannot create a file in /nowhere/at")
 

@@ -129,7 +129,7 @@ def test_a_quota_is_found_in_a_cgroup_namespace(make_quota: Callable[[float], Pa
 
 def test_ready_line_and_metrics_give_the_reason_for_the_threads(make_quota: Callable[[float], Path]) -> None:
     group = make_quota(0.5)
-    ports = ("--port", "0", "--http-port", "0", "--api-port", "0")
+    ports = ("--port", "0", "--operator-port", "0", "--openai-port", "0")
     serve = inside(group, *QUIRE, "serve", *ports, "--kv-cache-memory", "4MiB")
     with subprocess.Popen(
         serve, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -141,7 +141,7 @@ def test_a_server_and_its_engine_process_take_the_planned_memory() -> None:
         "2",
         "--port",
         "0",
-        "--http-port",
+        "--operator-port",
         "0",
     )
     command = [sys.executable, "-P", "-m", "quire.runtime.cli.main", "serve", *flags]

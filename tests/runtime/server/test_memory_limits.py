@@ -45,7 +45,7 @@ def test_the_smallest_limits_are_accepted() -> None:
 
 async def test_a_server_with_such_limits_does_not_start() -> None:
     with pytest.raises(ConfigError, match="max_unsent_bytes"):
-        await Server().start(None, ServerConfig(port=0, http_port=0, api_port=0, max_unsent_bytes=1))  # type: ignore[arg-type]
+        await Server().start(None, ServerConfig(port=0, operator_port=0, openai_port=0, max_unsent_bytes=1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("text", "limit"), [("4096\n", 4096), ("max\n", None), (f"{1 << 60}\n", None), (None, None)])
