@@ -16,10 +16,22 @@ from .admission import (
 from .beam import BeamSearch, BeamSpec, Hypothesis
 from .budget import LEAST_PREFILL, PREFILL_SHARE, Budget, LatencyBudget, StepBudget, TokenBudget
 from .cost import Coefficients, CostModel, StepLoad, chunk_pairs
+from .encoding import EncoderLimits, EncoderStats
 from .engine_loop import EngineLoop, FinishedStep
-from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
+from .plan import EncodedText, EncoderResult, EncoderStep, SampledToken, ScheduledSequence, StepPlan, StepResult
 from .policy import Fair, FirstComeFirstServed, Policy, Priority
-from .request import TRANSITIONS, FinalCounters, FinishReason, Request, RequestSpec, RequestUpdate, State
+from .request import (
+    TRANSITIONS,
+    EncodeRequest,
+    EncodeSpec,
+    FinalCounters,
+    FinishReason,
+    QueuedRequest,
+    Request,
+    RequestSpec,
+    RequestUpdate,
+    State,
+)
 from .running_batch import MAX_PREEMPTIONS
 from .scheduler import DEADLINE_PASSED, Scheduler, SchedulerStats
 
@@ -37,6 +49,13 @@ __all__ = [
     "Coefficients",
     "CostModel",
     "DuplicateRequest",
+    "EncodeRequest",
+    "EncodeSpec",
+    "EncodedText",
+    "EncoderLimits",
+    "EncoderResult",
+    "EncoderStats",
+    "EncoderStep",
     "EngineLoop",
     "Fair",
     "FinalCounters",
@@ -50,6 +69,7 @@ __all__ = [
     "Policy",
     "Priority",
     "QueueFull",
+    "QueuedRequest",
     "Refused",
     "Request",
     "RequestSpec",

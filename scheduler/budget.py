@@ -86,7 +86,7 @@ class StepBudget:
     Allows at least `LEAST_PREFILL` prefill tokens as long as rows are left, so that prefill never starves.
     """
 
-    __slots__ = ("_cost", "_guaranteed_tokens", "_seconds", "_tokens", "decode_over_target", "load")
+    __slots__ = ("_cost", "_guaranteed_tokens", "_kept_seconds", "_seconds", "_tokens", "decode_over_target", "load")
 
     def __init__(
         self,
@@ -100,6 +100,7 @@ class StepBudget:
         self.decode_over_target = decode_over_target  # predicted decoding time / target; 0 until costs are measured
         self._tokens = tokens
         self._seconds = seconds
+        self._kept_seconds = 0.0
         self._cost = cost
         self._guaranteed_tokens = LEAST_PREFILL
 
@@ -109,6 +110,16 @@ class StepBudget:
             return self._tokens
         fits = _chunk_in(self._seconds, context, self._cost)
         return min(self._tokens, max(fits, self._guaranteed_tokens))
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds that are left under the latency target; None if it does not limit this step."""
+        return None if self._cost is None else max(0.0, self._seconds) + self._kept_seconds
+
+    def keep_half(self) -> None:
+        """Keep half of the seconds for other work than prefill."""
+        self._seconds /= 2
+        self._kept_seconds = self._seconds if self._cost is not None else 0.0
 
     @property
     def limit(self) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from .admission import AdmissionEstimate, NotAccepting, StepMismatch
 from .plan import StepPlan, StepResult
-from .request import Request, RequestUpdate
+from .request import EncodeRequest, Request, RequestUpdate
 from .scheduler import Scheduler
 
 
@@ -108,7 +108,15 @@ class EngineLoop:
         self._begin_work()
         return estimate
 
-    def readmit(self, request: Request) -> None:
+    def add_encoding(self, request: EncodeRequest) -> AdmissionEstimate:
+        """Queue texts to encode. Raises NotAccepting, or what `Scheduler.add_encoding` raises, changing nothing."""
+        if not request.spec.is_continuation or self._closing is not None:
+            self._check_accepting()
+        estimate = self._scheduler.add_encoding(request)
+        self._begin_work()
+        return estimate
+
+    def readmit(self, request: Request | EncodeRequest) -> None:
         """Queue a request that another scheduler accepted. Raises what `Scheduler.readmit` raises."""
         self._scheduler.readmit(request)
         self._begin_work()

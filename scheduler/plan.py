@@ -26,14 +26,31 @@ class ScheduledSequence(NamedTuple):
     echoed: Sequence[int] = ()  # the tokens after the prompt that are not sampled
 
 
+class EncodedText(NamedTuple):
+    """One text as an encoder takes it."""
+
+    token_ids: tuple[int, ...]
+    type_ids: tuple[int, ...] | None = None  # of each token, for models that have token types; None: all 0
+
+
+class EncoderStep(NamedTuple):
+    """The encoder's part of a step: some stages of one batch of texts."""
+
+    texts: tuple[EncodedText, ...]  # of a batch that begins with this step; empty: the batch of the step before goes on
+    num_stages: int
+    is_last: bool  # the batch ends with this step
+    request_ids: tuple[int, ...]  # of the batch, each once
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: decode rows first, then prefill chunks, each in order of admission. Never empty."""
+    """One step: decode rows first, then prefill chunks, each in order of admission; then the encoder. Never empty."""
 
     step_id: int
     sequences: tuple[ScheduledSequence, ...]
     num_decode_rows: int
     num_prefill_tokens: int
+    encoder: EncoderStep | None = None
 
 
 class SampledToken(NamedTuple):
@@ -48,10 +65,19 @@ class SampledToken(NamedTuple):
     is_deferred: bool = False  # its row must be computed again: which tokens are allowed was not known in time
 
 
+class EncoderResult(NamedTuple):
+    """The result of the encoder's part of a step: an error ends every request of the batch."""
+
+    duration_s: float
+    values: tuple[bytes | None, ...] = ()  # f32 per text, if the batch ends; None: they are not finite numbers
+    error: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Samples in the plan's order, those of one sequence together, and the seconds the step took."""
+    """Samples in the plan's order, those of one sequence together, and the seconds that the sequences took."""
 
     step_id: int
     sampled: tuple[SampledToken, ...]
     duration_s: float
+    encoder: EncoderResult | None = None

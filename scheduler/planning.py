@@ -4,7 +4,8 @@ Must not import the scheduler. Planning grows page tables and changes which requ
 the tables have grown by, so a plan that is never executed costs no token.
 
 Order of a step: one token for every decoding request; then prefill chunks in the policy's order, newly admitted
-requests included, within the budget; then draft tokens, if no other request could use the step.
+requests included, within the budget; then draft tokens, if no other request could use the step. The encoder gets the
+time that is left.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ..pager import OutOfPages
 from .admission import SchedulerConfig
 from .budget import TARGET_SHARE, Budget, StepBudget
 from .cost import StepLoad, chunk_pairs
+from .encoding import EncoderPlanner
 from .plan import ScheduledSequence, StepPlan
 from .policy import Policy
 from .queue import RequestQueue
@@ -34,17 +36,19 @@ class Planner:
         speculator: Speculator,
         config: SchedulerConfig,
         clock: Callable[[], float],
+        encoder: EncoderPlanner | None = None,
     ) -> None:
         self.load = StepLoad()  # of the last plan
         self.itl_overrun = 0.0  # share of the latency target that decoding alone takes; 0: the target can be met
         self.num_itl_overruns = 0  # steps planned while it could not be met
         self._batch = batch
         self._queue = queue
-        self._policy: Policy = queue.policy
+        self._policy: Policy[Request] = queue.policy
         self._budget = budget
         self._speculator = speculator
         self._max_num_seqs = config.max_num_seqs
         self._clock = clock
+        self._encoder = encoder
         self._num_plans = 0
         self._has_preempted = False  # to free pages, in the step being planned; then no request is admitted
 
@@ -54,11 +58,13 @@ class Planner:
         self._batch.begin_step()
         step = self._grow_decodes()
         self._note_target(step)
+        if self._encoder is not None and self._encoder.has_work:
+            step.keep_half()
         self._fill(step)
         drafts: Mapping[int, list[int]] = {}
         if not self._queue and not step.load.prefill_tokens:
             drafts = self._speculator.draft(self._batch.requests.values(), step.load)
-        return self._assemble(drafts)
+        return self._assemble(drafts, step)
 
     def preempt(self, request: Request) -> None:
         """Move a running request back to the queue."""
@@ -167,7 +173,7 @@ class Planner:
                 return
         table.append(1)
 
-    def _assemble(self, drafts: Mapping[int, list[int]]) -> StepPlan | None:
+    def _assemble(self, drafts: Mapping[int, list[int]], step: StepBudget) -> StepPlan | None:
         """Return what the tables have grown by; requests that were preempted in this step have no table any more."""
         decodes: list[ScheduledSequence] = []
         prefills: list[ScheduledSequence] = []
@@ -201,11 +207,12 @@ class Planner:
                 prefills.append(row)
                 prefill_tokens += end - first
                 pairs += chunk_pairs(first, end - first)
-        if not decodes and not prefills:
-            return None
         self.load = StepLoad(decode_rows, prefill_tokens, kv_tokens, pairs)
+        encoding = None if self._encoder is None else self._encoder.plan(self.load, step.seconds_left, self._clock())
+        if not decodes and not prefills and encoding is None:
+            return None
         self._num_plans += 1
-        return StepPlan(self._num_plans, (*decodes, *prefills), decode_rows, prefill_tokens)
+        return StepPlan(self._num_plans, (*decodes, *prefills), decode_rows, prefill_tokens, encoding)
 
 
 def _computed_work(request: Request) -> tuple[int, int]:

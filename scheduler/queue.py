@@ -12,13 +12,13 @@ from heapq import heapify, heappop, heappush
 
 from .admission import AdmissionEstimate, CannotMeetDeadline, PageQuotaExceeded, SchedulerConfig, TooLong
 from .policy import Policy
-from .request import Request, State
+from .request import QueuedRequest, Request, State
 
 
 class RequestQueue:
     """Requests that wait to run, ordered by `policy`, and the forks that wait for their parent's prompt."""
 
-    def __init__(self, policy: Policy, config: SchedulerConfig, num_pages: int) -> None:
+    def __init__(self, policy: Policy[Request], config: SchedulerConfig, num_pages: int) -> None:
         self.policy = policy
         self.num_tokens = 0  # known tokens of all queued requests
         self.blocked_by = "tokens"  # why the first request was not admitted
@@ -27,6 +27,7 @@ class RequestQueue:
         self._num_pages = num_pages
         self._num_waiting = 0
         self._waiting: Counter[str] = Counter()  # queued requests by tenant
+        self._encodings: Counter[str] = Counter()  # queued encode requests by tenant
         self._running_seqs: Counter[str] = Counter()  # running sequences by tenant
         self._running_pages: Counter[str] = Counter()  # pages of running requests at their longest, by tenant
         self._promised_pins: Counter[str] = Counter()  # pages that live requests will pin, by tenant
@@ -37,12 +38,17 @@ class RequestQueue:
 
     def limit_reached(self, tenant: str, count: int) -> str | None:
         """Return which limit of the queue `count` more requests of the tenant would exceed, in words."""
-        if self._num_waiting + count > self._config.max_num_waiting:
-            return f"{self._num_waiting} requests are waiting, the limit is {self._config.max_num_waiting}"
-        limit = self._config.max_num_waiting_per_tenant
-        if limit is not None and self._waiting[tenant] + count > limit:
-            return f"{self._waiting[tenant]} requests of this tenant are waiting, the limit is {limit}"
+        num_waiting = self._num_waiting + self._encodings.total()
+        if num_waiting + count > self._config.max_num_waiting:
+            return f"{num_waiting} requests are waiting, the limit is {self._config.max_num_waiting}"
+        limit, num_waiting = self._config.max_num_waiting_per_tenant, self._waiting[tenant] + self._encodings[tenant]
+        if limit is not None and num_waiting + count > limit:
+            return f"{num_waiting} requests of this tenant are waiting, the limit is {limit}"
         return None
+
+    def count_encodings(self, tenant: str, amount: int) -> None:
+        """Add to the tenant's queued encode requests, which wait elsewhere within the same limits."""
+        _add(self._encodings, tenant, amount)
 
     def check_fit(self, request: Request, estimate: AdmissionEstimate, now: float) -> None:
         """Raise TooLong, PageQuotaExceeded or CannotMeetDeadline if the request could never finish."""
@@ -156,14 +162,14 @@ class DeadlineHeap:
     """Deadlines of requests that have not ended, queued or running."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Request]] = []  # entries of ended requests are removed late
+        self._heap: list[tuple[float, int, QueuedRequest]] = []  # entries of ended requests are removed late
 
-    def push(self, request: Request) -> None:
+    def push(self, request: QueuedRequest) -> None:
         """Add a request, if it has a deadline."""
         if request.spec.deadline is not None:
             heappush(self._heap, (request.spec.deadline, request.order, request))
 
-    def pop(self) -> Request:
+    def pop(self) -> QueuedRequest:
         """Remove and return the request with the earliest deadline."""
         return heappop(self._heap)[2]
 

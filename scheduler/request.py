@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from ..pager import PageTable, Spilled
 from .beam import BeamSearch, BeamSpec, Hypothesis
-from .plan import SampledToken
+from .plan import EncodedText, SampledToken
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -62,8 +62,72 @@ class RequestSpec:
         return f"{self.tenant}\0{self.cache_salt}".encode() if self.cache_salt else self.tenant.encode()
 
 
+@dataclass(frozen=True, slots=True)
+class EncodeSpec:
+    """Texts to encode: each is run through the encoder once and gets the values that the encoder returns for it."""
+
+    request_id: int
+    texts: tuple[EncodedText, ...] = field(repr=False)
+    _: KW_ONLY
+    tenant: str = ""
+    priority: int = 0  # lower runs earlier
+    deadline: float | None = None  # in seconds of the scheduler's clock
+    is_continuation: bool = False  # of a request that was accepted: the limits of the queue do not apply
+
+
 @dataclass(slots=True, eq=False)
-class Request:
+class QueuedRequest:
+    """What all requests have: an id, a state and the seconds spent in each state."""
+
+    spec: RequestSpec | EncodeSpec
+
+    request_id: int = field(init=False)
+    state: State = field(default=State.WAITING, init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    error: str | None = field(default=None, init=False)
+    order: int = field(default=0, init=False)  # number of requests that arrived before it
+    arrival_time: float = field(default=0.0, init=False)
+    first_token_time: float | None = field(default=None, init=False)
+    state_since: float = field(default=0.0, init=False)
+    seconds_in: list[float] = field(default_factory=lambda: [0.0] * len(State), init=False, repr=False)
+    cached_tokens: int = field(default=0, init=False)  # found in the prefix cache when it was first admitted
+    recomputed_tokens: int = field(default=0, init=False)  # computed again after a preemption
+
+    @property
+    def width(self) -> int:
+        """Sequence slots that it uses."""
+        return 1
+
+    def arrive(self, order: int, now: float) -> None:
+        """Start to count time in the queue."""
+        self.order = order
+        self.arrival_time = self.state_since = now
+
+    def enter(self, state: State, now: float) -> None:
+        """Change state. Raises ValueError if `TRANSITIONS` does not allow it."""
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"request {self.request_id} cannot go from {self.state.name} to {state.name}")
+        self.seconds_in[self.state] += now - self.state_since
+        self.state_since = now
+        self.state = state
+
+
+@dataclass(slots=True, eq=False)
+class EncodeRequest(QueuedRequest):
+    """Texts to encode, and their values so far. It is in PREFILL from its first batch on."""
+
+    spec: EncodeSpec
+    num_taken: int = field(default=0, init=False)  # leading texts that are in a batch, or were
+    values: list[bytes] = field(default_factory=list, init=False, repr=False)  # of the leading texts; f32
+
+    def __post_init__(self) -> None:
+        if not self.spec.texts or not all(text.token_ids for text in self.spec.texts):
+            raise ValueError("a request needs at least 1 text, and each text at least 1 token")
+        self.request_id = self.spec.request_id
+
+
+@dataclass(slots=True, eq=False)
+class Request(QueuedRequest):
     """A request and its progress, which only the scheduler changes.
 
     `generated` are output tokens that another scheduler has generated; the request continues after them.
@@ -72,10 +136,6 @@ class Request:
     spec: RequestSpec
     generated: Sequence[int] = field(default=(), repr=False)
 
-    request_id: int = field(init=False)
-    state: State = field(default=State.WAITING, init=False)
-    finish_reason: FinishReason | None = field(default=None, init=False)
-    error: str | None = field(default=None, init=False)
     token_ids: list[int] = field(init=False, repr=False)  # all known tokens: prompt, then output
     num_prompt_tokens: int = field(init=False)
     num_computed_tokens: int = field(default=0, init=False)  # leading tokens whose keys and values are in `table`
@@ -87,15 +147,8 @@ class Request:
     fork_parent: Request | None = field(default=None, init=False, repr=False)  # request whose prompt pages it may fork
     hypotheses: list[Hypothesis] = field(default_factory=list, init=False, repr=False)  # of a search that has ended
 
-    order: int = field(default=0, init=False)  # number of requests that arrived before it
     pages_needed: int = field(default=0, init=False)  # at its longest
     pages_to_pin: int | None = field(default=None, init=False)  # at its end; None: its prompt is not pinned
-    arrival_time: float = field(default=0.0, init=False)
-    first_token_time: float | None = field(default=None, init=False)
-    state_since: float = field(default=0.0, init=False)
-    seconds_in: list[float] = field(default_factory=lambda: [0.0] * len(State), init=False, repr=False)
-    cached_tokens: int = field(default=0, init=False)  # found in the prefix cache when it was first admitted
-    recomputed_tokens: int = field(default=0, init=False)  # computed again after a preemption
     high_water_tokens: int = field(default=0, init=False)  # most tokens that were computed at any time
     preemptions: int = field(default=0, init=False)
     accepted_draft_tokens: int = field(default=0, init=False)
@@ -153,19 +206,6 @@ class Request:
         """Seconds spent preempted."""
         return self.seconds_in[State.PREEMPTED]
 
-    def arrive(self, order: int, now: float) -> None:
-        """Start to count time in the queue."""
-        self.order = order
-        self.arrival_time = self.state_since = now
-
-    def enter(self, state: State, now: float) -> None:
-        """Change state. Raises ValueError if `TRANSITIONS` does not allow it."""
-        if state not in TRANSITIONS[self.state]:
-            raise ValueError(f"request {self.request_id} cannot go from {self.state.name} to {state.name}")
-        self.seconds_in[self.state] += now - self.state_since
-        self.state_since = now
-        self.state = state
-
     def append(self, token_id: int, now: float) -> None:
         """Add a sampled token to the known tokens."""
         if self.first_token_time is None:
@@ -217,7 +257,8 @@ class FinalCounters(NamedTuple):
 class RequestUpdate(NamedTuple):
     """What happened to one request: its new tokens, and its end, if it ended (a reason, or an error in words).
 
-    A stop token is among `tokens`. The request is named by its id, so an update can be sent to another process.
+    A stop token is among `tokens`. An encode request has one update, with the values of its texts or an error. The
+    request is named by its id, so an update can be sent to another process.
     """
 
     request_id: int
@@ -225,6 +266,7 @@ class RequestUpdate(NamedTuple):
     finish_reason: FinishReason | None = None
     error: str | None = None
     counters: FinalCounters | None = None  # if the request ended in the scheduler
+    values: tuple[bytes, ...] = ()  # of an encode request: f32, per text
 
     @property
     def ended(self) -> bool:

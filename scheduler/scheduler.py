@@ -14,17 +14,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..pager import Pager, check
 from .admission import AdmissionEstimate, DuplicateRequest, QueueFull, SchedulerConfig, StepMismatch
 from .budget import Budget, WaitForecast
 from .cost import CostModel
+from .encoding import EncoderLimits, EncoderPlanner, EncoderStats
 from .plan import SampledToken, ScheduledSequence, StepPlan, StepResult
 from .planning import Planner
 from .policy import FirstComeFirstServed, Policy
 from .queue import DeadlineHeap, RequestQueue
-from .request import Ending, FinishReason, Request, RequestUpdate, State
+from .request import EncodeRequest, Ending, FinishReason, QueuedRequest, Request, RequestUpdate, State
 from .running_batch import RunningBatch, table_of
 from .speculative import Speculator, accept_samples
 
@@ -55,6 +56,7 @@ class SchedulerStats:
     draft_tokens: int  # verified
     accepted_draft_tokens: int
     steps_over_itl_target: int  # whose decoding alone was predicted to exceed the latency target
+    encoder: EncoderStats = field(default_factory=EncoderStats)
 
 
 class Scheduler:
@@ -71,7 +73,9 @@ class Scheduler:
         config: SchedulerConfig,
         *,
         cost: CostModel | None = None,
-        policy: Policy | None = None,
+        policy: Policy[Request] | None = None,
+        encoder: EncoderLimits | None = None,
+        encoder_policy: Policy[EncodeRequest] | None = None,
         clock: Callable[[], float] = time.monotonic,
         debug: bool | None = None,
     ) -> None:
@@ -80,13 +84,18 @@ class Scheduler:
             raise ValueError(f"max_num_batched_tokens must be at least max_num_seqs={max_seqs}, got {max_rows}")
         self._pager = pager
         self._cost = cost or CostModel()
-        self._policy: Policy = FirstComeFirstServed() if policy is None else policy  # an empty policy is falsy
+        # An empty policy is falsy.
+        self._policy: Policy[Request] = FirstComeFirstServed() if policy is None else policy
         self._queue = RequestQueue(self._policy, config, pager.pool.num_pages)
         self._batch = RunningBatch(pager, self._cost)
         self._forecast = WaitForecast(self._cost, budget, max_seqs)
         max_samples = min(max_rows, config.max_num_samples or max_seqs)
         self._speculator = Speculator(self._cost, pager.page_size, config.num_speculative_tokens, max_samples)
-        self._planner = Planner(self._batch, self._queue, budget, self._speculator, config, clock)
+        self._encoder: EncoderPlanner | None = None
+        if encoder is not None:
+            order: Policy[EncodeRequest] = FirstComeFirstServed() if encoder_policy is None else encoder_policy
+            self._encoder = EncoderPlanner(encoder, order, self._cost, self._queue.count_encodings)
+        self._planner = Planner(self._batch, self._queue, budget, self._speculator, config, clock, self._encoder)
         self._clock = clock
         self._debug = os.environ.get("QUIRE_DEBUG") == "1" if debug is None else debug
 
@@ -118,11 +127,26 @@ class Scheduler:
         self._queue.check_fit(request, estimate, now)
         return estimate if self._accept(requests, now) else replace(estimate, pin_refused=True)
 
-    def readmit(self, request: Request) -> None:
+    def add_encoding(self, request: EncodeRequest) -> AdmissionEstimate:
+        """Queue texts to encode. Raises DuplicateRequest, QueueFull or CannotMeetDeadline, changing nothing."""
+        encoder, now = self._encoder_of(request), self._clock()
+        if not request.spec.is_continuation:
+            self.check_room(request.spec.tenant)
+        estimate = encoder.check_deadline(request, now)
+        self._arrive(request, now)
+        encoder.add(request)
+        return estimate
+
+    def readmit(self, request: Request | EncodeRequest) -> None:
         """Queue a request that another scheduler with the same limits accepted; limits are not checked again.
 
         Raises DuplicateRequest.
         """
+        if isinstance(request, EncodeRequest):
+            encoder = self._encoder_of(request)
+            self._arrive(request, self._clock())
+            encoder.add(request)
+            return
         self._prepare((request,))
         self._accept((request,), self._clock())
 
@@ -136,10 +160,12 @@ class Scheduler:
         """
         if (reason is None) == (error is None):
             raise ValueError("a request ends for a reason or with an error")
+        ending = Ending(reason, error)
+        if self._encoder is not None and (encoding := self._encoder.requests.get(request_id)) is not None:
+            return self._encoder.end(encoding, ending, self._clock())  # at once: it holds nothing of a step
         request = self._requests.get(request_id)
         if request is None:
             return None
-        ending = Ending(reason, error)
         if self._is_in_flight(request_id):
             self._endings.setdefault(request_id, ending)
             return None
@@ -185,7 +211,10 @@ class Scheduler:
                 updates.append(self._commit_row(request, row, samples, now))
         for parent_id, samples_of_beams in beam_samples.items():
             updates.append(self._commit_beams(self._requests[parent_id], samples_of_beams, now))
-        self._learn(result.duration_s)
+        if plan.sequences:
+            self._learn(result.duration_s)
+        if self._encoder is not None and result.encoder is not None:
+            updates += self._encoder.commit(result.encoder, now)
         self._finish_step()
         return [update for update in updates if update is not None]
 
@@ -198,23 +227,29 @@ class Scheduler:
             request = self._requests.get(row.request_id)
             if request is not None:  # not a beam, which ends with its parent
                 updates.append(self._end(request, self._endings.pop(row.request_id, Ending(error=error))))
+        if self._encoder is not None and self._in_flight.encoder is not None:
+            updates += self._encoder.abandon(error, self._clock())
         self._finish_step()
         return updates
 
     def end_all(self, error: str) -> list[RequestUpdate]:
         """End every request with `error`. No step may be running any more."""
         self._in_flight = None
-        return [
+        updates = [
             self._end(request, self._endings.pop(request.request_id, Ending(error=error)))
             for request in tuple(self._requests.values())
         ]
+        if self._encoder is not None:
+            now, encoder = self._clock(), self._encoder
+            updates += [encoder.end(request, Ending(error=error), now) for request in tuple(encoder.requests.values())]
+        return updates
 
     # State.
 
     @property
     def has_work(self) -> bool:
         """Whether any request has not ended."""
-        return bool(self._requests)
+        return bool(self._requests) or (self._encoder is not None and self._encoder.has_work)
 
     @property
     def num_waiting(self) -> int:
@@ -234,7 +269,8 @@ class Scheduler:
     @property
     def next_deadline(self) -> float | None:
         """The next time at which `expire` has something to do, in seconds of the clock."""
-        return self._deadlines.earliest(len(self._requests))
+        num_encodings = 0 if self._encoder is None else len(self._encoder.requests)
+        return self._deadlines.earliest(len(self._requests) + num_encodings)
 
     def now(self) -> float:
         """Return the time of the clock that deadlines refer to, in seconds."""
@@ -263,14 +299,31 @@ class Scheduler:
             draft_tokens=self._speculator.num_draft_tokens,
             accepted_draft_tokens=self._speculator.num_accepted_tokens,
             steps_over_itl_target=self._planner.num_itl_overruns,
+            encoder=EncoderStats() if self._encoder is None else self._encoder.stats(),
         )
 
     # Adding.
 
+    def _encoder_of(self, request: EncodeRequest) -> EncoderPlanner:
+        """Return the encoder's part for a new request."""
+        if self._encoder is None:
+            raise ValueError("this scheduler has no encoder")
+        self._check_new(request)
+        return self._encoder
+
+    def _check_new(self, request: QueuedRequest) -> None:
+        encodings = () if self._encoder is None else self._encoder.requests
+        if request.request_id in self._requests or request.request_id in encodings:
+            raise DuplicateRequest(request.request_id)
+
+    def _arrive(self, request: QueuedRequest, now: float) -> None:
+        request.arrive(self._num_arrived, now)
+        self._num_arrived += 1
+        self._deadlines.push(request)
+
     def _prepare(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            if request.request_id in self._requests:
-                raise DuplicateRequest(request.request_id)
+            self._check_new(request)
             request.pages_needed = self._batch.pages_at_longest(request)
 
     def _estimate(self, pages_needed: int, prefill_tokens: int) -> AdmissionEstimate:
@@ -288,10 +341,8 @@ class Scheduler:
     def _accept(self, requests: Sequence[Request], now: float) -> bool:
         """Queue the requests. Return False if their prompt will not be pinned, though they ask for it."""
         for request in requests:
-            request.arrive(self._num_arrived, now)
-            self._num_arrived += 1
+            self._arrive(request, now)
             self._requests[request.request_id] = request
-            self._deadlines.push(request)
             if request.spec.echoed:
                 self._speculator.expect(request)
         self._queue.add(requests)
@@ -309,6 +360,8 @@ class Scheduler:
         expected = [row.request_id for row in plan.sequences for _ in range(row.num_samples)]
         if [token.request_id for token in result.sampled] != expected:
             raise StepMismatch(f"step {result.step_id} must sample for requests {expected}, in this order")
+        if (plan.encoder is None) != (result.encoder is None):
+            raise StepMismatch(f"step {result.step_id} must have the encoder's result exactly if it was planned")
         return plan
 
     def _commit_row(

@@ -15,6 +15,7 @@ from ...scheduler import (
     LatencyBudget,
     Policy,
     Priority,
+    Request,
     Scheduler,
     SchedulerConfig,
     TokenBudget,
@@ -74,7 +75,7 @@ def _budget(config: EngineConfig, cost: CostModel) -> Budget:
     return LatencyBudget(cost, config.itl_target_ms / 1000, config.max_num_batched_tokens)
 
 
-def _policy(config: EngineConfig) -> Policy:
+def _policy(config: EngineConfig) -> Policy[Request]:
     match config.scheduling_policy:
         case "fcfs":
             return FirstComeFirstServed()

@@ -17,6 +17,8 @@ from quire.pager.layout import first_kept_token
 from quire.scheduler import (
     Budget,
     CostModel,
+    EncodeRequest,
+    EncoderLimits,
     Policy,
     Request,
     RequestSpec,
@@ -103,7 +105,9 @@ class SchedulerHarness:
         budget: Budget | None = None,
         max_chunk: int | None = None,
         cost: CostModel | None = None,
-        policy: Policy | None = None,
+        policy: Policy[Request] | None = None,
+        encoder: EncoderLimits | None = None,
+        encoder_policy: Policy[EncodeRequest] | None = None,
         **limits: Any,
     ) -> None:
         self.now = 0.0
@@ -128,6 +132,8 @@ class SchedulerHarness:
             SchedulerConfig(max_num_seqs=max_num_seqs, **limits),
             cost=cost,
             policy=policy,
+            encoder=encoder,
+            encoder_policy=encoder_policy,
             clock=lambda: self.now,
             debug=True,
         )
