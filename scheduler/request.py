@@ -50,6 +50,7 @@ class RequestSpec:
     sampling: object = None  # passed on to the model runner
     tenant: str = ""
     cache_salt: str = ""  # only requests with the same tenant and salt share cached pages
+    conversation: bytes = b""  # what requests of one conversation have in common: they share cached pages; for routing
     priority: int = 0  # lower runs earlier
     deadline: float | None = None  # in seconds of the scheduler's clock
     pin_s: float | None = None  # seconds after the end for which the prompt stays pinned in the prefix cache

@@ -257,6 +257,11 @@ class Scheduler:
         return len(self._queue)
 
     @property
+    def predicted_wait_s(self) -> float | None:
+        """Seconds until a new request would be computed; None until step costs have been measured."""
+        return self._estimate(0, 0).predicted_wait_s
+
+    @property
     def num_steps(self) -> int:
         """Finished steps, failed ones included. In a healthy engine it grows while there is work."""
         return self._num_finished_steps

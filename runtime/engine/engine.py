@@ -27,7 +27,7 @@ from .core import Core, CoreListener, EngineCore, Prefilled
 from .error_mapping import failure_error, refusal_error
 from .facade import EngineInfo, EngineObserver, EngineStats, GenerateRequest, RequestStats, SilentObserver, StepStats
 from .fair_executor import FairExecutor
-from .input import PreparedInput, fitted, num_sequences, prepare, scheduled_requests
+from .input import PreparedInput, conversation_of, fitted, num_sequences, prepare, scheduled_requests
 from .output import SequenceOutput, Stream, StreamingOutput, output_class
 from .text import Token
 from .text_processor import TextProcessor
@@ -180,6 +180,7 @@ class Engine(Generic[CoreT]):
                 seed=seed,
                 eos_token_ids=self._eos_token_ids,
                 submitted=submitted,
+                conversation=conversation_of(request, prepared),
             )
             self._next_id += len(requests)
             num_echoed = len(token_ids) - 1 if request.echo else 0

@@ -41,6 +41,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     echo: bool = False  # each output begins with the prompt from its second token on, with logprobs if wanted
     fit_max_tokens: bool = False  # lower max_tokens to what the context leaves after the prompt, instead of refusing
     cache_salt: str = ""  # only requests of the tenant with the same salt share cached pages
+    prompt_cache_key: str = ""  # requests of the tenant with the same key go to the same engine process if it has room
 
     def text_bytes(self) -> int:
         """Return about how many bytes the text to tokenize takes in memory, counting at most `MAX_COUNTED` values."""

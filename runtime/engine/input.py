@@ -6,7 +6,9 @@ of a request of its own with seed + i.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,12 +24,15 @@ from .text_processor import TextProcessor
 from .tool_calls import ToolCalls
 from .validator import SEED_LIMIT, Validator
 
+MAX_KEY_TOKENS = 1024  # of a prompt without messages that its conversation is known by
+
 
 class PreparedInput(NamedTuple):
     """What the engine needs of a request beyond its fields."""
 
     token_ids: tuple[int, ...]  # of the prompt
     params: SamplingParams  # with the grammar of the tool calls
+    messages: Sequence[Mapping[str, Any]] = ()  # of a chat, with their content as text
     new_parser: NewParser | None = None
     markup: Mapping[str, int] = {}  # ids of the special tokens that the parser gets
 
@@ -49,7 +54,8 @@ def prepare(request: GenerateRequest, text_processor: TextProcessor, validator: 
 
 def _prepare_chat(request: GenerateRequest, text_processor: TextProcessor, validator: Validator) -> PreparedInput:
     _check_effort(request.template_variables, text_processor)
-    text = text_processor.render(chat_messages(request.messages), request.tools, request.template_variables)
+    messages = chat_messages(request.messages)
+    text = text_processor.render(messages, request.tools, request.template_variables)
     validator.check_text(text)
     params, new_parser = request.sampling_params, None
     markup: Mapping[str, int] = {}
@@ -62,7 +68,28 @@ def _prepare_chat(request: GenerateRequest, text_processor: TextProcessor, valid
     if params.structured_outputs is not None:
         check_structure(params.structured_outputs)
     # The template has written the special tokens.
-    return PreparedInput(text_processor.encode(text, add_special_tokens=False), params, new_parser, markup)
+    token_ids = text_processor.encode(text, add_special_tokens=False)
+    return PreparedInput(token_ids, params, messages, new_parser, markup)
+
+
+def conversation_of(request: GenerateRequest, prepared: PreparedInput) -> bytes:
+    """Return a digest of what all turns of a request's conversation have in common; the token ids must be valid.
+
+    It is the given `prompt_cache_key`; else the messages up to the user's first; else the first tokens of the prompt.
+    Of these it takes the largest power of two, at most `MAX_KEY_TOKENS`: they change rarely while a conversation grows.
+    """
+    parts = [request.tenant, request.cache_salt]
+    if request.prompt_cache_key:
+        parts += ["key", request.prompt_cache_key]
+    for message in () if request.prompt_cache_key else prepared.messages:
+        parts += [message["role"], message.get("content", "")]
+        if message["role"] == "user":
+            break
+    digest = blake2b(msgspec.msgpack.encode([part.encode(errors="surrogatepass") for part in parts]), digest_size=16)
+    if len(parts) == 2:
+        num_tokens = min(MAX_KEY_TOKENS, 1 << len(prepared.token_ids).bit_length() >> 1)
+        digest.update(array("Q", prepared.token_ids[:num_tokens]).tobytes())
+    return digest.digest()
 
 
 def _check_effort(variables: Mapping[str, Any], text_processor: TextProcessor) -> None:
@@ -87,6 +114,7 @@ def scheduled_requests(
     seed: int,
     eos_token_ids: frozenset[int],
     submitted: float,
+    conversation: bytes = b"",
 ) -> list[Request]:
     """Return the scheduler's requests, one per sample, with ids from `first_id` on.
 
@@ -112,6 +140,7 @@ def scheduled_requests(
                 sampling=SamplingSpec(sampling_params, (seed + i) % SEED_LIMIT, stop_ids, request.tenant),
                 tenant=request.tenant,
                 cache_salt=request.cache_salt,
+                conversation=conversation,
                 priority=request.priority,
                 deadline=None if request.deadline_ms is None else submitted + request.deadline_ms / 1000,
                 pin_s=None if request.pin_ms is None else request.pin_ms / 1000,

@@ -132,6 +132,7 @@ class StatsReport(_Message, tag="STATS", frozen=True):
     """Sent every STATS_INTERVAL_S."""
 
     stats: EngineStats | None  # None: the engine loop has ended unexpectedly
+    predicted_wait_s: float = 0.0  # of a new request; 0 until step costs have been measured
 
 
 ToEngine = StartEngine | AddRequests | ReadmitRequest | CancelRequest | DropRequest | StopEngine

@@ -162,7 +162,8 @@ class CoreServer:
     async def _send_stats(self) -> None:
         while True:
             try:
-                self._link.send(StatsReport(self._core.stats()))
+                stats = self._core.stats()
+                self._link.send(StatsReport(stats, self._core.scheduler.predicted_wait_s or 0.0))
             except Unavailable:
                 self._link.send(StatsReport(None))
             await asyncio.sleep(STATS_INTERVAL_S)

@@ -36,8 +36,7 @@ class EnginePool:
             threads=sum(member.info.threads for member in members),
             num_processes=len(members),
         )
-        self._router = Router(len(members), info.page_size)
-        self._num_restarts = [0] * len(members)  # of each member, that the router knows of
+        self._router = Router(str(index) for index in range(len(members)))
         self._num_running = len(members)
         self._listener = CoreListener()
 
@@ -153,12 +152,8 @@ class EnginePool:
         if not candidates:
             return self.members[0]
         candidates = [index for index in candidates if self.members[index].pid is not None] or candidates
-        for index, member in enumerate(self.members):
-            if member.num_restarts != self._num_restarts[index]:
-                self._num_restarts[index] = member.num_restarts
-                self._router.forget(index)
-        loads = {index: self.members[index].num_requests for index in candidates}
-        return self.members[self._router.choose(tenant, request.spec.prompt_token_ids, loads)]
+        loads = {str(index): self.members[index].load for index in candidates}
+        return self.members[int(self._router.choose(request.spec.conversation, loads))]
 
     def _on_member_ended(self) -> None:
         self._num_running -= 1

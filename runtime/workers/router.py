@@ -1,54 +1,71 @@
-"""Chooses the engine process for a request: the one that computed most of its prompt, unless it has too many requests.
+"""Chooses the engine for a request: the home of its conversation, unless that is saturated.
 
-Pure: token ids and loads in, an index out. The keys are those of the prefix cache (`pager/prefix.py`), which are the
-same in every process. A cache may have evicted what the router remembers: that costs time, never a wrong result.
+Pure and without memory: the choice depends on the key, the members and their loads alone, so that any number of API
+servers choose the same home. A request elsewhere costs a prefill, never a wrong result.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from typing import NamedTuple
 
-from ...pager import page_keys, root_key
+import numpy as np
+import numpy.typing as npt
 
-MAX_KEYS = 1 << 16  # remembered per engine, the latest ones
-LOAD_SLACK = 8  # requests that the engine with the prompt may have more than the least loaded one
+NUM_ALTERNATIVES = 4  # members that a saturated home's requests go to, by rank
+MAX_MORE_REQUESTS = 8  # that a home may have than the member with the fewest
+MAX_MORE_WAIT_S = 1.0  # by which the predicted wait at a home may exceed the shortest
+
+
+class MemberLoad(NamedTuple):
+    """How busy a member is, as far as the API server knows."""
+
+    num_requests: int  # that have not ended
+    predicted_wait_s: float = 0.0  # until the first token of a new request
 
 
 class Router:
-    def __init__(self, num_engines: int, page_size: int) -> None:
-        self._page_size = page_size
-        self._keys_of: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_engines)]  # oldest first
+    """Rendezvous hashing among fixed members: every key has its own order of them, and its home is the first.
 
-    def choose(self, tenant: str, token_ids: Sequence[int], loads: Mapping[int, int]) -> int:
-        """Choose one of the engines in `loads` (engine -> number of its requests) and remember that.
+    When members come or go, make a new router. Only the keys of members that left get new homes, and each new one of n
+    members becomes the home of about one key in n.
+    """
 
-        Of engines with equally much of the prompt it is the one with the fewest requests, of those the first.
+    def __init__(self, members: Iterable[str]) -> None:
+        self.members = tuple(sorted(set(members)))
+        self._hashes = np.array([_hash(member.encode()) for member in self.members], np.uint64)  # [members]
+
+    def choose(self, key: bytes, loads: Mapping[str, MemberLoad]) -> str:
+        """Choose one of the members in `loads`, which must have at least one member of this router.
+
+        It is the key's home, or, if that is saturated, the least loaded of the next `NUM_ALTERNATIVES` members. If all
+        of these are saturated, it is the least loaded of all.
         """
-        keys = self._prompt_keys(tenant, token_ids)
-        max_load = min(loads.values()) + LOAD_SLACK
-        near = [engine for engine, load in loads.items() if load <= max_load]
-        chosen = min(near, key=lambda engine: (-self._num_known(engine, keys), loads[engine], engine))
-        self._remember(chosen, keys)
-        return chosen
+        fewest = min(load.num_requests for load in loads.values())
+        shortest_s = min(load.predicted_wait_s for load in loads.values())
 
-    def forget(self, engine: int) -> None:
-        """Forget the prompts of an engine whose cache is empty after a restart."""
-        self._keys_of[engine].clear()
+        def is_saturated(member: str) -> bool:
+            num_requests, wait_s = loads[member]
+            return num_requests > fewest + MAX_MORE_REQUESTS or wait_s > shortest_s + MAX_MORE_WAIT_S
 
-    def _prompt_keys(self, tenant: str, token_ids: Sequence[int]) -> list[bytes]:
-        """Return the key of each full page."""
-        root, size = root_key(tenant.encode()), self._page_size
-        return [key for key, _ in page_keys(root, token_ids, size, 0, len(token_ids) // size)]
+        ranked = [member for member in self._ranked(key) if member in loads]
+        if not is_saturated(ranked[0]):
+            return ranked[0]
+        near = ranked[1 : NUM_ALTERNATIVES + 1]
+        return min([member for member in near if not is_saturated(member)] or ranked, key=loads.__getitem__)
 
-    def _num_known(self, engine: int, keys: Sequence[bytes]) -> int:
-        known = self._keys_of[engine]
-        return next((depth for depth, key in enumerate(keys) if key not in known), len(keys))
+    def _ranked(self, key: bytes) -> list[str]:
+        """Return all members in the order of this key."""
+        return [self.members[index] for index in np.argsort(_mix(self._hashes ^ np.uint64(_hash(key)))).tolist()]
 
-    def _remember(self, engine: int, keys: Sequence[bytes]) -> None:
-        known = self._keys_of[engine]
-        for key in keys:
-            known[key] = None
-            known.move_to_end(key)
-        while len(known) > MAX_KEYS:
-            known.popitem(last=False)
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the values hashed, each on its own: the finalizer of SplitMix64, a bijection."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -44,6 +44,7 @@ from .engine_link import (
 )
 from .health import HealthTimeouts
 from .pending_adds import PendingAdd, PendingAdds
+from .router import MemberLoad
 from .supervisor import RESTART_TIMEOUT_S, Supervisor
 from .token_log import TokenLog
 
@@ -87,6 +88,7 @@ class SupervisedEngine:
         self._tokens = TokenLog(clock)
         self._pending_adds = PendingAdds()
         self._num_waiting = 0  # last reported by the process
+        self._predicted_wait_s = 0.0  # likewise
         self._stats: EngineStats | None = None  # of this process; None until it has sent some
         self._former_counts = dict.fromkeys(COUNTERS, 0)  # of the processes before this one
         self._num_replayed = 0
@@ -122,6 +124,11 @@ class SupervisedEngine:
     def num_requests(self) -> int:
         """Requests that have not ended, with those that wait to be added."""
         return len(self._tokens) + len(self._pending_adds)
+
+    @property
+    def load(self) -> MemberLoad:
+        """What a router compares."""
+        return MemberLoad(self.num_requests, self._predicted_wait_s)
 
     @property
     def num_restarts(self) -> int:
@@ -231,9 +238,9 @@ class SupervisedEngine:
                 self._send_next()
             case StatsReport(None):
                 self._supervisor.health.note_broken()
-            case StatsReport(EngineStats() as stats):
+            case StatsReport(EngineStats() as stats, predicted_wait_s):
                 self._supervisor.health.note_step(stats.step, stats.running + stats.waiting > 0)
-                self._stats, self._num_waiting = stats, stats.waiting
+                self._stats, self._num_waiting, self._predicted_wait_s = stats, stats.waiting, predicted_wait_s
             case RequestsBegun(requests):
                 self._tokens.note_begun(requests)
             case AddAnswer():
@@ -250,7 +257,7 @@ class SupervisedEngine:
             for name in COUNTERS:
                 self._former_counts[name] += getattr(self._stats, name)
         self._stats = None
-        self._num_waiting = 0
+        self._num_waiting, self._predicted_wait_s = 0, 0.0
         self._num_quarantined += self._pending_adds.on_process_exit(from_outside)
         ended = self._tokens.on_process_exit(from_outside)
         self._num_quarantined += len(ended.quarantined)
@@ -272,6 +279,8 @@ class SupervisedEngine:
 
     def _on_answer(self, answer: AddAnswer) -> None:
         self._num_waiting = answer.num_waiting
+        if answer.estimate is not None and answer.refusal is None:
+            self._predicted_wait_s = answer.estimate.predicted_wait_s or 0.0
         pending = self._pending_adds.answered(answer.request_id)
         if pending is None:  # its caller left
             return

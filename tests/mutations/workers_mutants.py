@@ -459,9 +459,21 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/workers/router.py",
-        "min(loads.values()) + LOAD_SLACK",
-        "min(loads.values()) + LOAD_SLACK + 1",
-        "the process with the prompt is overloaded by one request more than documented",
+        "num_requests > fewest + MAX_MORE_REQUESTS",
+        "num_requests > fewest + MAX_MORE_REQUESTS + 1",
+        "the home of a conversation is overloaded by one request more than documented",
+    ),
+    Mutant(
+        "runtime/workers/router.py",
+        "sorted(set(members))",
+        "members",
+        "API servers that list the members in another order choose other homes",
+    ),
+    Mutant(
+        "runtime/workers/router.py",
+        "wait_s > shortest_s + MAX_MORE_WAIT_S",
+        "False",
+        "requests wait behind long prompts at their home while other engines are idle",
     ),
     Mutant(
         "runtime/workers/supervised_engine.py",

@@ -181,6 +181,15 @@ def test_the_wait_is_predicted_from_the_queue(make_harness: MakeHarness) -> None
     assert waits == pytest.approx([0.1, 0.2, 0.3, 0.4], rel=0.05)
 
 
+def test_the_wait_of_any_new_request_is_known(make_harness: MakeHarness) -> None:
+    assert make_harness().scheduler.predicted_wait_s is None
+    harness = learned(make_harness, max_num_batched_tokens=10)
+    assert harness.scheduler.predicted_wait_s == pytest.approx(0.0, abs=0.01)
+    for request_id in range(4):
+        harness.add(request_id, PROMPT)
+    assert harness.scheduler.predicted_wait_s == pytest.approx(0.4, rel=0.05)
+
+
 def test_the_wait_is_predicted_from_8_measured_steps_on(make_harness: MakeHarness) -> None:
     harness = make_harness()
     harness.step_s = 0.1

@@ -241,6 +241,7 @@ async def test_requests_sent_ahead_are_answered_in_order(system: Any) -> None:
         ({"echo": 1}, "echo"),
         ({"cache_salt": ""}, "cache_salt"),
         ({"cache_salt": 3}, "cache_salt"),
+        ({"prompt_cache_key": 3}, "prompt_cache_key"),
         ({"service_tier": "flex"}, "service_tier"),
         ({"return_token_ids": True, "echo": True}, "return_token_ids"),
         ({"structured_outputs": {"regex": 1}}, "structured_outputs"),

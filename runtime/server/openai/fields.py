@@ -37,14 +37,15 @@ SAMPLING = frozenset(
         "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "n",
     }
 )  # fmt: skip
-REQUEST = frozenset({"priority", "deadline_ms", "pin_ms", "cache_salt"})  # fields of `GenerateRequest`
+NUMBERS = frozenset({"priority", "deadline_ms", "pin_ms"})  # fields of `GenerateRequest`
+REQUEST = NUMBERS | {"cache_salt", "prompt_cache_key"}
 # Names of `service_tier`, the priority of each, and the name that the answer has.
 TIERS = {"auto": (0, "default"), "default": (0, "default"), "flex": (1, "flex"), "priority": (-1, "priority")}
 # vLLM's fields of an answer, and fields that OpenAI does not have and whose clients read `stop_reason`.
 TOKEN_IDS = frozenset({"return_token_ids", "return_tokens_as_token_ids"})
 SHOWING_STOP_REASON = frozenset({"stop_token_ids", "include_stop_str_in_output", "return_token_ids"})
 # Labels and hints, which change no answer.
-HINTS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
+HINTS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_retention"})
 COMMON = (
     SAMPLING
     | REQUEST
@@ -328,10 +329,9 @@ def _logit_bias(given: dict[str, Any]) -> dict[int, Any]:
 def request_fields(fields: Fields) -> dict[str, Any]:
     """Return the fields of the request to the engine besides prompt and sampling. Raises BadRequest."""
     values: dict[str, Any] = {
-        name: fields.take(name, int, 0) for name in REQUEST - {"cache_salt"} if name in fields.values
+        name: fields.take(name, int, 0) if name in NUMBERS else fields.take(name, str, "")
+        for name in REQUEST & fields.values.keys()
     }
-    if "cache_salt" in fields.values:
-        values["cache_salt"] = fields.take("cache_salt", str, "")
     if values.get("cache_salt") == "":
         raise BadRequest("cache_salt must not be empty; leave it out", "cache_salt")
     return {"priority": TIERS[service_tier(fields) or "auto"][0], **values}

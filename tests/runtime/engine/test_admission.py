@@ -42,6 +42,17 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
+async def test_the_core_learns_the_conversation_of_a_request(engine: Engine[FakeCore], core: FakeCore) -> None:
+    given = GenerateRequest(prompt=(1, 2), prompt_cache_key="a", sampling_params=SamplingParams(max_tokens=4))
+    turns = [CHAT, (*CHAT, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "go on"})]
+    for each in (*(request(None, messages=turn) for turn in turns), given, request((3, 4), n=2)):
+        await engine.submit(each)
+    first, second, *others = [each.spec.conversation for each in core.requests]
+    assert first == second
+    assert others[1] == others[2], "samples of one prompt"
+    assert len({first, *others}) == 3
+
+
 # The queue while prompts are prepared
 
 

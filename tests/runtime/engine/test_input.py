@@ -1,12 +1,14 @@
-"""The size of a request's text, which limits what waits to be tokenized."""
+"""The size of a request's text, its conversation, and the scheduler's requests."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.types import SamplingParams
 from quire.runtime.engine.facade import MAX_COUNTED, GenerateRequest
-from quire.runtime.engine.input import fitted, scheduled_requests
+from quire.runtime.engine.input import MAX_KEY_TOKENS, PreparedInput, conversation_of, fitted, scheduled_requests
 from quire.scheduler import RequestSpec
 
 
@@ -52,3 +54,50 @@ def test_an_echoed_prompt_is_output_after_its_first_token() -> None:
     assert scheduled((5, 6), 0).max_tokens == 1
     with pytest.raises(InvalidRequest, match="max_tokens must be at least 1"):
         scheduled((5,), 0)
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+FIRST, SECOND = {"role": "user", "content": "Hello"}, {"role": "user", "content": "More"}
+ANSWER = {"role": "assistant", "content": "Hi"}
+
+
+def conversation(*messages: dict[str, Any], token_ids: tuple[int, ...] = (), **fields: Any) -> bytes:
+    request = GenerateRequest(prompt=None, **fields)
+    return conversation_of(request, PreparedInput(token_ids, request.sampling_params, messages))
+
+
+def test_a_chat_keeps_its_conversation_from_turn_to_turn() -> None:
+    first = conversation(SYSTEM, FIRST, token_ids=(1, 2))
+    assert conversation(SYSTEM, FIRST, ANSWER, SECOND, token_ids=(1, 2, 3, 4)) == first
+    assert conversation(SYSTEM, FIRST, ANSWER | {"tool_calls": []}) == first
+    for other in ((FIRST,), (SYSTEM, SECOND), (SYSTEM, SECOND, FIRST), (SYSTEM,), (SYSTEM, SYSTEM, FIRST)):
+        assert conversation(*other) != first
+    assert conversation({"role": "user", "content": "ab"}) != conversation({"role": "usera", "content": "b"})
+    assert conversation({"role": "assistant", "tool_calls": [1]}), "it has no content"
+    assert len(first) == 16
+
+
+def test_tenants_and_salts_share_no_conversation() -> None:
+    found = {conversation(FIRST, tenant=tenant, cache_salt=salt) for tenant in ("", "a") for salt in ("", "a", "b")}
+    assert len(found) == 6
+
+
+def test_a_given_key_is_the_conversation() -> None:
+    key = conversation(FIRST, prompt_cache_key="a")
+    assert conversation(SECOND, token_ids=(7,), prompt_cache_key="a") == key
+    assert conversation(token_ids=(7,), prompt_cache_key="a") == key
+    assert len({key, conversation(FIRST), conversation(FIRST, prompt_cache_key="b")}) == 3
+    assert conversation(FIRST, prompt_cache_key="a", tenant="b") != key
+    assert conversation(FIRST, prompt_cache_key="\ud800") != key
+
+
+def test_a_prompt_without_messages_is_known_by_its_first_tokens() -> None:
+    """The largest power of two, so that a prompt that grows by a turn seldom changes."""
+    prompt = tuple(range(3 * MAX_KEY_TOKENS))
+    found = {conversation(token_ids=prompt[:length]) for length in range(1, len(prompt) + 1)}
+    assert len(found) == MAX_KEY_TOKENS.bit_length()
+    assert conversation(token_ids=prompt[:700]) == conversation(token_ids=prompt[:512])
+    assert conversation(token_ids=prompt) == conversation(token_ids=prompt[:MAX_KEY_TOKENS])
+    assert conversation(token_ids=(*prompt[:511], 0)) != conversation(token_ids=prompt[:512])
+    assert conversation(token_ids=prompt[:512], tenant="a") != conversation(token_ids=prompt[:512])
+    assert conversation(token_ids=(2**64 - 1,))

@@ -100,7 +100,8 @@ class FakeProcess:
         self.pid = pid
         self.start = start
         self.sent: list[ToEngine] = []
-        self.answers_adds = True  # at once, each with ESTIMATE
+        self.answers_adds = True  # at once, each with `estimate`
+        self.estimate = ESTIMATE
         self.heartbeats = True
         self.is_stopped = False  # by SIGSTOP
         self.exit_delay_s = 0.0  # between the end of its link and its exit
@@ -150,7 +151,7 @@ class FakeProcess:
             self._receive(message)
 
     def accept(self, request_id: int) -> None:
-        self.reply(AddAnswer(request_id, ESTIMATE, 0))
+        self.reply(AddAnswer(request_id, self.estimate, 0))
 
     def refuse(self, request_id: int, refusal: str, estimate: AdmissionEstimate | None = ESTIMATE) -> None:
         self.reply(AddAnswer(request_id, estimate, 0, refusal, "no"))

@@ -59,6 +59,7 @@ class FakeCore:
     is_broken: bool = False
     num_waiting: int = 3
     num_steps: int = 7
+    predicted_wait_s: float | None = None
     on_stop: Callable[[], None] = lambda: None
 
     @property
@@ -254,7 +255,10 @@ async def test_failures_that_a_broken_loop_publishes_are_not_sent(scene: Scene) 
 
 async def test_stats_are_sent_at_intervals_and_say_when_the_loop_is_broken(scene: Scene) -> None:
     await asyncio.sleep(2 * STATS_INTERVAL_S)
-    assert scene.link.take(StatsReport) == [StatsReport(engine_stats(step=7))] * 2
+    scene.core.predicted_wait_s = 1.5
+    await asyncio.sleep(STATS_INTERVAL_S)
+    stats = engine_stats(step=7)
+    assert scene.link.take(StatsReport) == [StatsReport(stats), StatsReport(stats), StatsReport(stats, 1.5)]
     scene.core.is_broken = True
     await asyncio.sleep(STATS_INTERVAL_S)
     assert scene.link.take(StatsReport) == [StatsReport(None)]

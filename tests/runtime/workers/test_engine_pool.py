@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +13,25 @@ from quire.kernels.cpus import CpuBudget
 from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import ConfigError, Unavailable
 from quire.runtime.workers import EnginePool, engine_pool, supervisor
-from quire.runtime.workers.engine_link import AddRequests, CancelRequest, DropRequest
+from quire.runtime.workers.engine_link import AddRequests, CancelRequest, DropRequest, StatsReport
+from quire.runtime.workers.router import MAX_MORE_WAIT_S
 from quire.runtime.workers.supervised_engine import COUNTERS
-from quire.scheduler import NotAccepting, QueueFull
+from quire.scheduler import CannotMeetDeadline, NotAccepting, QueueFull
 
-from .fakes import FakeListener, FakeProcess, FakeSpawner, core_info, new_requests, until
+from .fakes import (
+    ESTIMATE,
+    FakeListener,
+    FakeProcess,
+    FakeSpawner,
+    core_info,
+    engine_stats,
+    new_requests,
+    until,
+)
 
 PAGE_SIZE = core_info().page_size
 PROMPT = tuple(range(4 * PAGE_SIZE))
+AT_0, AT_1 = b"0", b"1"  # conversations whose homes, of two engines, are the first and the second
 
 
 @pytest.fixture
@@ -87,31 +99,55 @@ async def test_the_engine_process_decides_about_a_full_queue(processes: FakeSpaw
 # Where requests go
 
 
-async def test_a_prompt_goes_where_its_beginning_was_computed(pool: EnginePool, processes: FakeSpawner) -> None:
-    await pool.add(new_requests(1, prompt=(99,)))
-    await pool.add(new_requests(2, prompt=PROMPT))
-    await pool.add(new_requests(3, prompt=(98,)))
-    await pool.add(new_requests(4, prompt=(*PROMPT, 5)))
-    assert engine_with(processes, 1) == engine_with(processes, 3) == "engine-0"
-    assert engine_with(processes, 2) == engine_with(processes, 4) == "engine-1"
+async def test_a_conversation_goes_to_its_home(pool: EnginePool, processes: FakeSpawner) -> None:
+    for request_id, key in enumerate((AT_1, AT_0, AT_1, AT_0), 1):
+        await pool.add(new_requests(request_id, conversation=key))
+    assert processes.of("engine-0").sent_ids() == [2, 4]
+    assert processes.of("engine-1").sent_ids() == [1, 3]
 
 
-async def test_a_restarted_engine_is_not_believed_to_have_a_warm_cache(
-    pool: EnginePool, processes: FakeSpawner
+async def test_conversations_with_the_same_beginning_reach_every_engine(
+    processes: FakeSpawner, listener: FakeListener
 ) -> None:
-    await pool.add(new_requests(1, prompt=PROMPT))
+    async with launched(4, listener) as pool:
+        for number in range(32):
+            request = new_requests(number, prompt=(*PROMPT, number), conversation=b"%d" % number)
+            await pool.add(request)
+            processes.started[[number in each.sent_ids() for each in processes.started].index(True)].finish(number)
+        assert min(len(process.sent_ids()) for process in processes.started) >= 4
+
+
+async def test_a_saturated_home_is_left(pool: EnginePool, processes: FakeSpawner) -> None:
+    """The engines report their waits, and an answer to a new request says it earlier."""
+    await pool.add(new_requests(1, conversation=AT_0))
+    processes.of("engine-0").reply(StatsReport(engine_stats(), predicted_wait_s=2 * MAX_MORE_WAIT_S))
+    await pool.add(new_requests(2, conversation=AT_0))
+    assert engine_with(processes, 2) == "engine-1"
+    processes.of("engine-0").reply(StatsReport(engine_stats(), predicted_wait_s=0.0))
+    processes.of("engine-0").estimate = replace(ESTIMATE, predicted_wait_s=2 * MAX_MORE_WAIT_S)
+    await pool.add(new_requests(3, conversation=AT_0))
+    await pool.add(new_requests(4, conversation=AT_0))
+    assert [engine_with(processes, request_id) for request_id in (3, 4)] == ["engine-0", "engine-1"]
+
+
+async def test_a_refused_request_does_not_saturate_an_engine(pool: EnginePool, processes: FakeSpawner) -> None:
     first = processes.of("engine-0")
-    assert first.sent_ids() == [1]
-    await restart(pool, first)
-    await pool.add(new_requests(2, prompt=PROMPT))
-    assert engine_with(processes, 2) == "engine-1", "the idler one, since neither has the prompt"
-
-
-async def test_a_restart_of_one_engine_is_not_held_against_the_other(pool: EnginePool, processes: FakeSpawner) -> None:
-    await pool.add(new_requests(1, prompt=PROMPT))
-    await restart(pool, processes.of("engine-1"))
-    await pool.add(new_requests(2, prompt=PROMPT))
+    first.answers_adds = False
+    adding = asyncio.create_task(pool.add(new_requests(1, conversation=AT_0)))
+    await asyncio.sleep(0.01)
+    first.refuse(1, "CannotMeetDeadline", replace(ESTIMATE, predicted_wait_s=2 * MAX_MORE_WAIT_S))
+    with pytest.raises(CannotMeetDeadline):
+        await adding
+    first.answers_adds = True
+    await pool.add(new_requests(2, conversation=AT_0))
     assert engine_with(processes, 2) == "engine-0"
+
+
+async def test_a_restarted_engine_has_no_wait(pool: EnginePool, processes: FakeSpawner) -> None:
+    processes.of("engine-0").reply(StatsReport(engine_stats(), predicted_wait_s=2 * MAX_MORE_WAIT_S))
+    await restart(pool, processes.of("engine-0"))
+    await pool.add(new_requests(1, conversation=AT_0))
+    assert engine_with(processes, 1) == "engine-0"
 
 
 async def test_a_request_goes_to_an_engine_with_room(processes: FakeSpawner, listener: FakeListener) -> None:
@@ -168,7 +204,7 @@ async def test_a_refused_request_belongs_to_no_engine_any_more(pool: EnginePool,
     assert [member.num_requests for member in pool.members] == [0, 0]
     first.answers_adds = True
     await pool.add(new_requests(3))
-    await pool.add(new_requests(1))
+    await pool.add(new_requests(1, conversation=AT_1))
     pool.cancel(1)
     assert second.sent[-1] == CancelRequest(1), "an id that was refused is free again"
     assert [member.num_requests for member in pool.members] == [1, 1]
@@ -194,7 +230,7 @@ async def test_a_request_whose_caller_left_belongs_to_no_engine_any_more(
 
 async def test_cancel_and_drop_reach_the_engine_that_has_the_request(pool: EnginePool, processes: FakeSpawner) -> None:
     await pool.add(new_requests(1))
-    await pool.add(new_requests(2))
+    await pool.add(new_requests(2, conversation=AT_1))
     pool.cancel(2)
     pool.drop(1, None, "the user left")
     assert processes.of("engine-0").sent[-1] == DropRequest(1, None, "the user left")
@@ -208,7 +244,7 @@ async def test_updates_and_failures_of_all_engines_are_published(
     pool: EnginePool, processes: FakeSpawner, listener: FakeListener
 ) -> None:
     await pool.add(new_requests(1))
-    await pool.add(new_requests(2))
+    await pool.add(new_requests(2, conversation=AT_1))
     processes.of("engine-0").generate(1, 5)
     processes.of("engine-1").finish(2, 6)
     assert (listener.tokens(1), listener.tokens(2)) == ([5], [6])
@@ -300,7 +336,7 @@ async def test_an_engine_that_cannot_start_ends_the_others(processes: FakeSpawne
 async def test_the_end_of_a_pool_is_the_end_of_its_last_engine(processes: FakeSpawner, listener: FakeListener) -> None:
     async with launched(2, listener) as pool:
         await pool.add(new_requests(1))
-        await pool.add(new_requests(2))
+        await pool.add(new_requests(2, conversation=AT_1))
         draining = asyncio.create_task(pool.drain())
         await asyncio.sleep(1)
         with pytest.raises(NotAccepting, match="draining"):
