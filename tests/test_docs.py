@@ -53,7 +53,7 @@ QWEN3_06B = {  # the only file of a model folder that `quire plan` reads
 def addresses():
     """Start a server with the bundled model on free ports; yield its address and the URL of its HTTP API."""
     ports = ("--port", "0", "--operator-port", "0", "--openai-port", "0")
-    command = [*quire_command(), "serve", *ports, "--threads", "1"]
+    command = [*quire_command(), "serve", *ports, "--threads", "1", "--tool-call-parser", "hermes"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=ENVIRONMENT, text=True
     ) as server:

@@ -16,6 +16,10 @@ PACKAGES = ("kernels", "pager", "runtime", "scheduler")
 VIEW = ROOT / ".mypy_cache" / "view"  # a fixed path, so that mypy can reuse its cache in the next run
 
 PUBLIC_NAMES = {
+    "ChatOptions",
+    "Delta",
+    "ToolCall",
+    "ToolChoice",
     "LLM",
     "Accepted",
     "AsyncClient",

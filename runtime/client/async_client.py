@@ -14,7 +14,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from ..common.errors import ConfigError, GenerationFailed, InvalidRequest, ProtocolError, QuireError, Unavailable
 from ..common.prompts import as_token_ids, chat_messages, shown
-from ..common.types import OutputChunk, RequestOutput, SamplingParams, check_arguments, join_chunks
+from ..common.types import ChatOptions, OutputChunk, RequestOutput, SamplingParams, check_arguments, join_chunks
 from ..protocol.address import UnixAddress, parse_address
 from ..protocol.frames import AskStats, Generate, ListModels, Models, ServedModel, Stats, Tokenize, Tokenized
 from .connection import ClientConnection, ConnectionLost
@@ -29,6 +29,7 @@ class RequestOptions(TypedDict, total=False):
     """Options of a request besides its prompt and its sampling parameters."""
 
     messages: Sequence[Mapping[str, Any]]  # chat messages instead of a prompt; rendered by the model's chat template
+    chat: ChatOptions | None  # of messages: tools, and an answer with reasoning and tool calls apart from its text
     deadline_ms: int | None  # from arrival at the server
     priority: int  # requests with a lower number run earlier; default 0
     pin_ms: int | None  # how long the prompt stays in the prefix cache after the request has ended
@@ -87,16 +88,19 @@ class AsyncClient:
         """Stream the continuation of a text, of token ids or of `messages`; the last chunk has `usage`.
 
         Leaving the loop early cancels the request. The call itself raises TypeError for an unknown argument and
-        InvalidRequest for a prompt, `messages`, `sampling_params` or a callback of another form. The loop raises the
-        server's error by its class, or Unavailable if the connection is lost. Keep reading: the server ends a stream
-        that is not read in time with DeadlineExceeded. The chunks of several choices arrive interleaved, each with its
-        `choice`; the last one of a choice has its `finish_reason`. Callbacks run between two chunks.
+        InvalidRequest for a prompt, `messages`, `chat`, `sampling_params` or a callback of another form. The loop
+        raises the server's error by its class, or Unavailable if the connection is lost. Keep reading: the server
+        ends a stream that is not read in time with DeadlineExceeded. The chunks of several choices arrive
+        interleaved, each with its `choice`; the last one of a choice has its `finish_reason`. Callbacks run between
+        two chunks.
         """
         _check_options(options)
         if not isinstance(sampling_params, SamplingParams | None):
             kind = type(sampling_params).__name__
             raise InvalidRequest(f"sampling_params must be a SamplingParams such as SamplingParams(), not {kind}")
-        messages = options.get("messages")
+        messages, chat = options.get("messages"), options.get("chat")
+        if not isinstance(chat, ChatOptions | None):
+            raise InvalidRequest(f"chat must be a ChatOptions such as ChatOptions(tools=[…]), not {shown(chat)}")
         frame = Generate(
             next(self._ids),
             prompt if prompt is None or isinstance(prompt, str) else as_token_ids(prompt),
@@ -107,6 +111,7 @@ class AsyncClient:
             None if messages is None else chat_messages(messages),
             idempotency_key=options.get("idempotency_key"),
             resumable=options.get("resumable", False),
+            chat=chat,
         )
         return TokenStream(self._entered(), frame, options.get("on_accepted"), options.get("on_progress")).chunks()
 

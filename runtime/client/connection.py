@@ -14,7 +14,7 @@ import ssl
 import time
 from typing import Any, NamedTuple
 
-from ..common.errors import ProtocolError, QuireError, Unavailable
+from ..common.errors import InvalidRequest, ProtocolError, QuireError, Unavailable
 from ..protocol.address import Address, UnixAddress
 from ..protocol.codec import MAX_ARRAY_LENGTH, Decoder, Malformed, check_limits, encode
 from ..protocol.frames import (
@@ -116,6 +116,8 @@ class ClientConnection:
 
         Raises InvalidRequest if the frame cannot be encoded or exceeds the protocol's limits.
         """
+        if isinstance(frame, Generate) and frame.chat is not None and "tools" not in self._welcome.result().features:
+            raise InvalidRequest("chat is not supported by this server; use a newer one, or its HTTP API")
         inbox: Inbox = asyncio.Queue()
         if self.lost is not None:
             inbox.put_nowait(ConnectionLost(copy.copy(self.lost)))

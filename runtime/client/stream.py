@@ -169,4 +169,5 @@ class _ChoiceTracker:
             finish_reason=answer.finish_reason,
             choice=answer.choice,
             cumulative_logprob=answer.cumulative_logprob,
+            deltas=answer.deltas,
         )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -68,14 +68,17 @@ class StructuredOutputs(
             if value in ("", ()):
                 raise InvalidRequest(f"structured_outputs: {name} must not be empty")
         if isinstance(self.json, dict):  # as text: maps of a frame nest a few levels only
-            try:
-                text = json.dumps(self.json, ensure_ascii=False, allow_nan=False)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise InvalidRequest(f"structured_outputs: the schema is not JSON: {error}") from error
-            msgspec.structs.force_setattr(self, "json", text)
+            msgspec.structs.force_setattr(self, "json", _json(self.json, "structured_outputs: the schema"))
 
     def _is_default(self, name: str) -> bool:
         return getattr(self, name) is (False if name == "json_object" else None)
+
+
+def _json(value: object, what: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{what} is not JSON: {error}") from error
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,6 +87,30 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     needed: Literal["none", "auto", "required"] = "auto"
     names: tuple[str, ...] | None = None  # of the tools that may be called; None: all
     parallel: bool = True  # several calls in one answer
+
+
+class ChatOptions(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    metaclass=_NamesRightArgument,
+):
+    """How a chat's answer is made and read: its reasoning and its tool calls come apart from its text.
+
+    `tools` are in OpenAI's form, `{"type": "function", "function": {…}}`, each as a map, which becomes text, or as JSON
+    text. Raises InvalidRequest for a map that is not JSON.
+    """
+
+    tools: tuple[str, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    template_variables: dict[str, Any] = {}  # for the chat template, such as `enable_thinking`
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(tool, str) for tool in self.tools):
+            texts = tuple(tool if isinstance(tool, str) else _json(tool, "a tool") for tool in self.tools)
+            msgspec.structs.force_setattr(self, "tools", texts)
 
 
 class SamplingParams(
@@ -217,6 +244,16 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     stall_ms: float = 0.0  # preempted; of the output that was preempted longest
 
 
+DeltaKind = Literal["reasoning", "content", "call", "arguments"]
+
+
+class Delta(NamedTuple):
+    """The next piece of an output. A `call` begins the next tool call; its text is the tool's name."""
+
+    kind: DeltaKind
+    text: str
+
+
 class OutputChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """One piece of a stream: tokens of one output that arrived together, and the text that they completed.
 
@@ -233,6 +270,14 @@ class OutputChunk(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc
     choice: int = 0  # index of the output
     cumulative_logprob: float | None = None  # of the whole output, if outputs were ranked by it
     stop_reason: int | str | None = None  # the id in `stop_token_ids`, or the text in `stop`, that ended the output
+    deltas: tuple[Delta, ...] | None = None  # of a chat with `ChatOptions`: reasoning and calls, which `text` lacks
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of a tool that an answer asks for."""
+
+    name: str
+    arguments: str  # JSON
 
 
 class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,6 +288,8 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: FinishReason
     cumulative_logprob: float | None  # None unless the request has logprobs, best_of or beam_width
+    reasoning: str = ""  # of a chat with `ChatOptions`, as are the calls
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,10 +333,23 @@ def _join(chunks: list[OutputChunk]) -> CompletionOutput:
         logprobs = tuple(entry for chunk in chunks for entry in chunk.logprobs or ())
     ranked_by = [chunk.cumulative_logprob for chunk in chunks if chunk.cumulative_logprob is not None]
     total = None if logprobs is None else sum(entry.logprob for entry in logprobs)
+    deltas = [delta for chunk in chunks for delta in chunk.deltas or ()]
     return CompletionOutput(
         token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         text="".join(chunk.text for chunk in chunks),
         logprobs=logprobs,
         finish_reason=reason,
         cumulative_logprob=ranked_by[0] if ranked_by else total,
+        reasoning="".join(delta.text for delta in deltas if delta.kind == "reasoning"),
+        tool_calls=_tool_calls(deltas),
     )
+
+
+def _tool_calls(deltas: Iterable[Delta]) -> tuple[ToolCall, ...]:
+    calls: list[tuple[str, list[str]]] = []  # names, and the pieces of their arguments
+    for kind, text in deltas:
+        if kind == "call":
+            calls.append((text, []))
+        elif kind == "arguments":
+            calls[-1][1].append(text)
+    return tuple(ToolCall(name=name, arguments="".join(pieces)) for name, pieces in calls)

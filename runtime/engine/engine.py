@@ -93,11 +93,10 @@ class Engine(Generic[CoreT]):
         encode = self.text_processor.encode
         return await self._executor.submit(tenant, encode, text, add_special_tokens)
 
-    async def tokenize_chat(self, messages: tuple[dict[str, Any], ...], *, tenant: str = "") -> tuple[int, ...]:
+    async def tokenize_chat(self, request: GenerateRequest) -> tuple[int, ...]:
         """See `facade.EngineFacade.tokenize_chat`."""
-        request = GenerateRequest(prompt=None, messages=messages, tenant=tenant)
         self._validator.check_prompt(request)
-        prepared = await self._executor.submit(tenant, prepare, request, self.text_processor, self._validator)
+        prepared = await self._executor.submit(request.tenant, prepare, request, self.text_processor, self._validator)
         return prepared.token_ids
 
     async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "") -> str:
@@ -184,7 +183,12 @@ class Engine(Generic[CoreT]):
             )
             self._next_id += len(requests)
             num_echoed = len(token_ids) - 1 if request.echo else 0
-            stream = Stream(token_ids, lambda: self._cancel(requests), prepared.new_parser)
+            stream = Stream(
+                token_ids,
+                lambda: self._cancel(requests),
+                prepared.new_parser,
+                reads_output=request.reads_output,
+            )
             new_detokenizer = partial(
                 self.text_processor.detokenizer, params, num_echoed, markup=frozenset(prepared.markup.values())
             )

@@ -34,6 +34,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     # Read the output as reasoning, answer and tool calls: it has the markup's special tokens in its text, and a grammar
     # if there are tools. None: the output is plain text.
     tool_choice: ToolChoice | None = None
+    reads_output: bool = False  # with `tool_choice`: chunks have `deltas` instead of a text with markup
     tenant: str = ""  # from authentication, never from the request's body
     priority: int = 0  # lower runs earlier
     deadline_ms: int | None = None  # from submission
@@ -222,8 +223,8 @@ class EngineFacade(Protocol):
         Raises InvalidRequest without a tokenizer, and as `submit` for the text.
         """
 
-    async def tokenize_chat(self, messages: tuple[dict[str, Any], ...], *, tenant: str = "") -> tuple[int, ...]:
-        """Return the token ids of a chat as `submit` renders it; tenants take turns. Raises as `submit`."""
+    async def tokenize_chat(self, request: GenerateRequest) -> tuple[int, ...]:
+        """Return the prompt of a chat as `submit` renders it; tenants take turns. Raises as `submit`."""
 
     async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "") -> str:
         """Return the text of `token_ids`, special tokens left out; tenants take turns.

@@ -13,11 +13,13 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+import msgspec
+
 from ...scheduler import AdmissionEstimate, Request, RequestUpdate, SampledToken
 from ..common.errors import QuireError
 from ..common.types import FinishReason, OutputChunk, SamplingParams, TokenLogprobs, Usage
 from .facade import GenerateRequest, NewParser
-from .text import IncrementalDetokenizer
+from .text import IncrementalDetokenizer, OutputParser
 
 NewDetokenizer = Callable[[], IncrementalDetokenizer | None]  # None: the model has no tokenizer
 
@@ -34,10 +36,17 @@ class Stream:
     admission: AdmissionEstimate  # set before `Engine.submit` returns the stream
 
     def __init__(
-        self, prompt_token_ids: tuple[int, ...], cancel: Callable[[], None], new_parser: NewParser | None = None
+        self,
+        prompt_token_ids: tuple[int, ...],
+        cancel: Callable[[], None],
+        new_parser: NewParser | None = None,
+        *,
+        reads_output: bool = False,
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
         self.new_parser = new_parser
+        self._reads_output = reads_output and new_parser is not None
+        self._parsers: dict[int, OutputParser] = {}  # by output, if the stream reads them
         self._cancel = cancel
         self._on_prefill: Callable[[int], None] | None = None
         self._early: deque[OutputChunk | QuireError] = deque()  # put before there was a reader
@@ -49,7 +58,19 @@ class Stream:
         """Append a chunk or the error that ends the stream. A chunk with usage ends it too."""
         if not self._ended:
             self._ended = isinstance(item, QuireError) or item.usage is not None
-            self._receive(item)
+            self._receive(self._read(item) if self._reads_output and isinstance(item, OutputChunk) else item)
+
+    def _read(self, chunk: OutputChunk) -> OutputChunk:
+        """Return the chunk with the answer as its text, and with reasoning and tool calls as deltas."""
+        if (parser := self._parsers.get(chunk.choice)) is None:
+            assert self.new_parser is not None, "the stream reads outputs"
+            parser = self._parsers[chunk.choice] = self.new_parser()
+        found = parser.feed(chunk.text)
+        if chunk.finish_reason is not None:
+            found += parser.finish(is_cut=chunk.finish_reason != "stop")
+        text = "".join(delta.text for delta in found if delta.kind == "content")
+        deltas = tuple(delta for delta in found if delta.kind != "content")
+        return msgspec.structs.replace(chunk, text=text, deltas=deltas or None)
 
     def deliver(self, receive: Callable[[OutputChunk | QuireError], object]) -> None:
         """See `facade.Generation.deliver`."""

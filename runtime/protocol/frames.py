@@ -32,14 +32,14 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ..common.types import FinishReason, SamplingParams, TokenLogprobs, Usage
+from ..common.types import ChatOptions, Delta, FinishReason, SamplingParams, TokenLogprobs, Usage
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 4 << 20  # default of what each side offers; the smaller offer applies
 MIN_FRAME_BYTES = 64 << 10  # limit before WELCOME, and the least that a peer may offer
 HEARTBEAT_NONCE = 1  # of a PING that only breaks silence; a default would not be sent, and earlier peers expect a nonce
 HEARTBEATS_MISSED = 3  # intervals of silence after which a connection is closed
-FEATURES = ("heartbeat", "pins", "progress")  # HELLO requests them, WELCOME grants them
+FEATURES = ("heartbeat", "pins", "progress", "tools")  # HELLO requests them, WELCOME grants them
 ALREADY_EXISTS = "ALREADY_EXISTS"
 
 RequestId = Annotated[int, msgspec.Meta(ge=0)]  # u64, msgpack's largest integer type
@@ -74,6 +74,7 @@ class Generate(_Frame, tag="GENERATE", frozen=True):
     credit: NumTokens | None = None  # tokens that may be sent before CREDIT; None: no limit
     idempotency_key: IdempotencyKey | None = None  # unique for this tenant
     resumable: bool = False  # continue for a while after the connection is lost
+    chat: ChatOptions | None = None  # sent if `tools` was negotiated: of messages, whose answer is read
 
 
 class Cancel(_Frame, tag="CANCEL", frozen=True):
@@ -156,6 +157,7 @@ class Tokens(_Frame, tag="TOKENS", frozen=True):
     choice: int = 0  # index of the output
     finish_reason: FinishReason | None = None  # if this output ends and others continue
     cumulative_logprob: float | None = None  # of the whole output, if outputs were ranked by it
+    deltas: tuple[Delta, ...] | None = None  # of a request with `chat`: reasoning and calls, which `text` lacks
 
 
 class Done(_Frame, tag="DONE", frozen=True):

@@ -6,11 +6,13 @@ A request's tenant comes from its connection, never from a frame.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import msgspec
 
 from ...scheduler import AdmissionEstimate
-from ..common.errors import ProtocolError
+from ..common.errors import InvalidRequest, ProtocolError
+from ..common.prompts import chat_tools
 from ..common.types import OutputChunk
 from ..engine.facade import EngineInfo, EngineStats, GenerateRequest
 from ..protocol.codec import Malformed
@@ -30,6 +32,8 @@ from ..protocol.frames import (
 )
 from .tenants import TenantTotals
 
+MAX_TOOLS_CHARACTERS = 256 << 10  # of one request: the event loop waits while their JSON is read
+
 
 def check_hello(frame: Frame | Malformed) -> Hello:
     """Return `frame` if it is a HELLO of this server's protocol version. Raises ProtocolError otherwise."""
@@ -41,6 +45,17 @@ def check_hello(frame: Frame | Malformed) -> Hello:
 
 
 def engine_request(frame: Generate, tenant: str) -> GenerateRequest:
+    """Return the request of a frame. Raises InvalidRequest for options of a chat that do not fit."""
+    chat: dict[str, Any] = {}
+    if frame.chat is not None:
+        if frame.messages is None:
+            raise InvalidRequest("chat needs messages; leave it out with a prompt")
+        chat = {
+            "tools": _tools(frame.chat.tools),
+            "tool_choice": frame.chat.tool_choice,
+            "template_variables": frame.chat.template_variables,
+            "reads_output": True,
+        }
     return GenerateRequest(
         prompt=frame.prompt,
         messages=frame.messages,
@@ -49,7 +64,17 @@ def engine_request(frame: Generate, tenant: str) -> GenerateRequest:
         priority=frame.priority,
         deadline_ms=frame.deadline_ms,
         pin_ms=frame.pin_ms,
+        **chat,
     )
+
+
+def _tools(texts: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
+    if (num_characters := sum(map(len, texts))) > MAX_TOOLS_CHARACTERS:
+        raise InvalidRequest(f"tools have {num_characters} characters; at most {MAX_TOOLS_CHARACTERS} are allowed")
+    try:
+        return chat_tools([msgspec.json.decode(text) for text in texts])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"tools: each must be the JSON text of a tool: {error}") from None
 
 
 def accepted_frame(request_id: int, admission: AdmissionEstimate, features: Collection[str] = ()) -> Accepted:
@@ -67,7 +92,7 @@ def accepted_frame(request_id: int, admission: AdmissionEstimate, features: Coll
 def tokens_frame(request_id: int, chunk: OutputChunk) -> Tokens | None:
     """Return the chunk as TOKENS; None if it only ends the stream."""
     ends_choice = None if chunk.usage is not None else chunk.finish_reason  # DONE has the last choice's end
-    if not chunk.token_ids and not chunk.text and ends_choice is None:
+    if not chunk.token_ids and not chunk.text and not chunk.deltas and ends_choice is None:
         return None
     return Tokens(
         request_id,
@@ -78,6 +103,7 @@ def tokens_frame(request_id: int, chunk: OutputChunk) -> Tokens | None:
         chunk.choice,
         ends_choice,
         chunk.cumulative_logprob,
+        chunk.deltas,
     )
 
 

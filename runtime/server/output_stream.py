@@ -196,7 +196,7 @@ class OutputStream:
 
     def _send(self, chunk: OutputChunk) -> None:
         if self._credit <= 0 and chunk.token_ids:  # unwanted
-            chunk = msgspec.structs.replace(chunk, token_ids=(), text="", logprobs=None)
+            chunk = msgspec.structs.replace(chunk, token_ids=(), text="", logprobs=None, deltas=None)
         num_tokens = len(chunk.token_ids)
         self._credit -= num_tokens
         self._num_sent += num_tokens

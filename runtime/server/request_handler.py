@@ -194,9 +194,11 @@ class RequestHandler:
             self._refuse(frame.request_id, Unavailable("the server is shutting down; send this request elsewhere"))
             return
         context, request_id = self._context, frame.request_id
-        request, delivery = engine_request(frame, self.tenant.name), self._delivery(frame)
         stream: OutputStream
         try:
+            if frame.chat is not None and "tools" not in self._features:
+                raise InvalidRequest("chat belongs to the feature `tools`, which HELLO did not request")
+            request, delivery = engine_request(frame, self.tenant.name), self._delivery(frame)
             if frame.resumable or frame.idempotency_key is not None:
                 buffer = context.replays.open(
                     self.tenant, request_id, request, frame.idempotency_key, resumable=frame.resumable

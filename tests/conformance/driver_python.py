@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
-from quire import AsyncClient, OutputChunk, QuireError, SamplingParams
+from quire import AsyncClient, ChatOptions, OutputChunk, QuireError, SamplingParams, ToolChoice
 
 
 class Stream:
@@ -36,6 +36,8 @@ class Stream:
         choice["text"] += chunk.text
         if chunk.logprobs is not None:
             choice["logprobs"] = (choice["logprobs"] or []) + list(msgspec.to_builtins(chunk.logprobs))
+        if chunk.deltas is not None:
+            choice.setdefault("deltas", []).extend(chunk.deltas)
         choice["finish_reason"] = chunk.finish_reason
         if chunk.usage is not None:
             self._usage = msgspec.to_builtins(chunk.usage) | {"seed": str(chunk.usage.seed)}
@@ -86,6 +88,9 @@ class Driver:
         for name in ("stop", "stop_token_ids"):
             params[name] = tuple(params.get(name, ()))
         assert self._client is not None, "connect first"
+        if "chat" in options:
+            choice = ToolChoice(**options["chat"].get("tool_choice", {}))
+            options["chat"] = ChatOptions(**{**options["chat"], "tool_choice": choice})
         return Stream(self._client.generate(prompt, SamplingParams(**params), **options))
 
 

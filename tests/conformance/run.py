@@ -7,16 +7,16 @@ with a line on standard output, {"ok": …} or {"error": {"code", "retryable", "
 integers are decimal strings. The commands:
 
     {"do": "connect", "address", "token"?, "ca"?, "first_id"?}   make a new client; ca: trusted PEM file, implies TLS
-    {"do": "start", "stream", "request"}   start a stream by name; request: prompt | messages, params, resumable?,
-                                           idempotency_key?, deadline_ms?
+    {"do": "start", "stream", "request"}   start a stream by name; request: prompt | messages, chat?, params,
+                                           resumable?, idempotency_key?, deadline_ms?
     {"do": "read", "stream", "tokens"}     read until N tokens of all outputs came; answer with the outcome so far
     {"do": "finish", "stream"}             read to the end; answer with the outcome
     {"do": "leave", "stream"}              stop reading, so that the client cancels the request
     {"do": "run", "requests"}              read all requests to the end at the same time; answer with their outcomes
 
-An outcome is {"choices": [{"token_ids", "text", "logprobs", "finish_reason"}], "usage"}. The model in this process
-gives the expected outcomes. A proxy between client and server counts tokens and credit, and cuts connections. The exit
-status is 1 if a case failed.
+An outcome is {"choices": [{"token_ids", "text", "logprobs", "finish_reason", "deltas"?}], "usage"}. The model in this
+process gives the expected outcomes. A proxy between client and server counts tokens and credit, and cuts connections.
+The exit status is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,20 @@ DRIVERS = {
 }
 TOKEN = "a token for this run"
 CERTIFICATE, KEY = ROOT / "tests" / "data" / "tls" / "cert.pem", ROOT / "tests" / "data" / "tls" / "key.pem"
-SMALL = ("--port", "0", "--operator-port", "0", "--openai-port", "0", "--threads", "1", "--kv-cache-memory", "16MiB")
+SMALL = (
+    "--port",
+    "0",
+    "--operator-port",
+    "0",
+    "--openai-port",
+    "0",
+    "--threads",
+    "1",
+    "--kv-cache-memory",
+    "16MiB",
+    "--tool-call-parser",
+    "hermes",
+)
 GUARDED = ("--in-process", "--token", TOKEN, "--tls-cert", str(CERTIFICATE), "--tls-key", str(KEY))
 CASE_TIMEOUT_S = 60.0
 MAX_REASON_CHARACTERS = 2000
@@ -196,6 +209,9 @@ class _Run:
             for name, outcome in zip(named, outcomes_of(answer["ok"]), strict=True):
                 compare = _compare_whole if expected.get("reference") else _compare_prefix
                 compare(name, outcome, self._wanted[name])
+        if "calls" in expected:
+            for outcome in outcomes_of(answer["ok"]):
+                _compare_calls(outcome["choices"][0], expected)
         if "connections" in expected and self._proxy.connections != expected["connections"]:
             raise Failed(f"{self._proxy.connections} connections, not {expected['connections']}")
         if "ids_from" in expected:
@@ -220,6 +236,19 @@ def _compare_whole(name: str, outcome: dict[str, Any], wanted: dict[str, Any]) -
             raise Failed(f"{name}: usage {outcome['usage']}, expected {what} {value}")
 
 
+def _compare_calls(choice: dict[str, Any], expected: dict[str, Any]) -> None:
+    deltas: list[tuple[str, str]] = choice.get("deltas", [])
+    calls: list[list[str]] = []
+    for kind, text in deltas:
+        if kind == "call":
+            calls.append([text, ""])
+        elif kind == "arguments":
+            calls[-1][1] += text
+    found = [[name, json.loads(arguments)] for name, arguments in calls]
+    if (choice["text"], found) != (expected["text"], expected["calls"]):
+        raise Failed(f"{choice}, expected {expected}")
+
+
 def _compare_prefix(name: str, outcome: dict[str, Any], wanted: dict[str, Any]) -> None:
     (came,), whole = outcome["choices"], wanted["choices"][0]
     if not came["token_ids"] or came["token_ids"] != whole["token_ids"][: len(came["token_ids"])]:
@@ -234,7 +263,7 @@ def _references(requests: dict[str, Any]) -> dict[str, Any]:
         return {
             name: _outcome(llm.generate(request["prompt"], _params(request["params"]))[0], request["params"])
             for name, request in requests.items()
-            if "seed" in request["params"] or not request["params"].get("temperature")
+            if "prompt" in request and ("seed" in request["params"] or not request["params"].get("temperature"))
         }
 
 

@@ -147,8 +147,8 @@ class FakeEngine:
             raise InvalidRequest("the text is empty")
         return (0,) * add_special_tokens + tuple(text.encode())
 
-    async def tokenize_chat(self, messages: Any, *, tenant: str = "") -> tuple[int, ...]:
-        return tuple("".join(each["content"] for each in messages).encode())
+    async def tokenize_chat(self, request: GenerateRequest) -> tuple[int, ...]:
+        return tuple("".join(each["content"] for each in request.messages or ()).encode())
 
     async def detokenize(self, token_ids: tuple[int, ...], *, tenant: str = "") -> str:
         return bytes(token_ids).decode(errors="replace")

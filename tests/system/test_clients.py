@@ -483,7 +483,7 @@ def test_a_bad_address() -> None:
         ({"max_new_tokens": 3}, "no argument 'max_new_tokens'; write sampling_params=SamplingParams(max_tokens=…)"),
         ({"params": THREE}, "no argument 'params'; did you mean sampling_params=…?"),
         ({"resumeable": True}, "no argument 'resumeable'; did you mean resumable=…?"),
-        ({"colour": "red"}, "no argument 'colour'; the arguments are prompt, sampling_params, messages, deadline_ms,"),
+        ({"colour": "red"}, "no argument 'colour'; the arguments are prompt, sampling_params, messages, chat,"),
     ],
     ids=["max_tokens", "max_new_tokens", "params", "resumeable", "colour"],
 )

@@ -22,8 +22,8 @@ const commands = {
   run: ({ requests }) => Promise.all(requests.map((request) => read(begin(request), Infinity))),
 };
 
-function begin({ prompt, messages, params, resumable, idempotency_key: idempotencyKey, deadline_ms: deadlineMs }) {
-  const chunks = client.generate(prompt, known(params), { messages, resumable, idempotencyKey, deadlineMs });
+function begin({ prompt, messages, chat, params, resumable, idempotency_key: idempotencyKey, deadline_ms: deadlineMs }) {
+  const chunks = client.generate(prompt, known(params), { messages, chat, resumable, idempotencyKey, deadlineMs });
   return { chunks, tokens: 0, outcome: { choices: [], usage: null } };
 }
 
@@ -42,6 +42,7 @@ async function read(stream, tokens) {
     choice.token_ids.push(...chunk.tokenIds);
     choice.text += chunk.text;
     if (chunk.logprobs) (choice.logprobs ??= []).push(...chunk.logprobs);
+    if (chunk.deltas) (choice.deltas ??= []).push(...chunk.deltas);
     choice.finish_reason = chunk.finishReason;
     stream.outcome.usage = chunk.usage && { ...chunk.usage, seed: String(chunk.usage.seed) };
   }

@@ -6,7 +6,7 @@ import tls from "node:tls";
 import { Packr } from "msgpackr";
 
 const VERSION = 1, MAX_FRAME_BYTES = 4 << 20, RESUME_FOR_MS = 60_000, MAX_RETRY_MS = 2_000;
-const OPTIONS = "messages, deadlineMs, priority, pinMs, idempotencyKey and resumable";
+const OPTIONS = "messages, chat, deadlineMs, priority, pinMs, idempotencyKey and resumable";
 const CREDIT = 256; // most tokens of a stream that are in transit or unread
 const msgpack = new Packr({ useRecords: false, encodeUndefinedAsNil: true, int64AsType: "auto" });
 
@@ -32,11 +32,11 @@ export class Client {
 
   close() { this.#closed = true; this.#socket?.destroy(); }
 
-  // Chunks { choice, firstIndex, tokenIds, text, logprobs, finishReason, usage }; the last one has `usage`.
+  // Chunks { choice, firstIndex, tokenIds, text, logprobs, finishReason, deltas, usage }; the last one has `usage`.
   async *generate(prompt, params = {}, options = {}) {
-    const { messages, deadlineMs, priority = 0, pinMs, idempotencyKey, resumable = false, ...unknown } = options;
+    const { messages, chat, deadlineMs, priority = 0, pinMs, idempotencyKey, resumable = false, ...unknown } = options;
     for (const name in unknown) throw new TypeError(`generate has no option '${name}'; the options are ${OPTIONS}`);
-    const id = this.#nextId++, how = [deadlineMs, priority, pinMs, messages, CREDIT, idempotencyKey, resumable];
+    const id = this.#nextId++, how = [deadlineMs, priority, pinMs, messages, CREDIT, idempotencyKey, resumable, chat && wired(chat)];
     const ask = short(["GENERATE", id, prompt, exact(params), ...how]);
     if (this.#leaving && this.#socket) throw unavailable("the server is shutting down; send new requests elsewhere");
     await this.#connected();
@@ -46,11 +46,11 @@ export class Client {
       for (;;) {
         const [type, ...fields] = await inbox.get();
         if (type === "TOKENS") {
-          const [, firstIndex, tokenIds, text, logprobs = null, choice = 0, finishReason = null] = fields;
+          const [, firstIndex, tokenIds, text, logprobs = null, choice = 0, finishReason = null, , deltas = null] = fields;
           if (tokenIds.length === 0 && bare.size === bare.add(choice).size) continue;
           received += tokenIds.length;
           if (finishReason) ended.add(choice);
-          yield { choice, firstIndex, tokenIds, text, logprobs, finishReason, usage: null };
+          yield { choice, firstIndex, tokenIds, text, logprobs, finishReason, deltas, usage: null };
           const read = received - credited;
           if (2 * read >= CREDIT && this.#send(["CREDIT", id, read])) credited = received;
         } else if (type === "DONE") {
@@ -131,7 +131,7 @@ export class Client {
           buffer = buffer.subarray(end);
         }
       });
-      this.#send(short(["HELLO", [VERSION], token, ["heartbeat"], MAX_FRAME_BYTES, this.#session]), socket);
+      this.#send(short(["HELLO", [VERSION], token, ["heartbeat", "tools"], MAX_FRAME_BYTES, this.#session]), socket);
     });
   }
 }
@@ -149,6 +149,9 @@ const unavailable = (message) => new QuireError("UNAVAILABLE", message, true);
 // msgpackr writes numbers beyond 32 bits as floats; as BigInt they stay integers.
 const exact = (params) => Object.fromEntries(Object.entries(params).map(([name, value]) =>
   [name, Number.isSafeInteger(value) && Math.abs(value) > 0x7fffffff ? BigInt(value) : value]));
+
+// Tools travel as JSON text: frames nest a few levels only.
+const wired = ({ tools = [], ...chat }) => ({ ...chat, tools: tools.map((tool) => JSON.stringify(tool)) });
 
 // Trailing fields with defaults are left out: an older server may not know them.
 function short(frame) {

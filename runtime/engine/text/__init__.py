@@ -3,12 +3,11 @@
 from .chat import ChatTemplate
 from .detokenizer import IncrementalDetokenizer
 from .markup import Markup
-from .markup_parser import Delta, OutputParser
+from .markup_parser import OutputParser
 from .tokenizer import Token, Tokenizer, has_tokenizer
 
 __all__ = [
     "ChatTemplate",
-    "Delta",
     "IncrementalDetokenizer",
     "Markup",
     "OutputParser",

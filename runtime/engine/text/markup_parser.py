@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Protocol
 
+from ...common.types import Delta, DeltaKind
 from .argument_streams import SPACE, ArgumentStream, JSONArguments, ParameterArguments, num_held
 from .markup import MARK, Markup
 
-DeltaKind = Literal["reasoning", "content", "call", "arguments"]
 Schemas = Mapping[str, Any]  # of the arguments, by the tool's name
 
 MAX_HELD_SPACE = 64  # characters of white space that may turn out to be beside markup
@@ -21,13 +21,6 @@ MAX_HELD_SPACE = 64  # characters of white space that may turn out to be beside 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]*")
 _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.:/-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-
-
-class Delta(NamedTuple):
-    """The next piece of an output. A `call` begins the next tool call; its text is the tool's name."""
-
-    kind: DeltaKind
-    text: str
 
 
 class OutputParser(Protocol):

@@ -25,7 +25,7 @@ from ..request_handler import AppContext
 from ..request_log import quire_error
 from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange
-from .fields import KNOWN, TOKENIZE, Call, Fields, chat_call, check_model, checked_messages, completion_call
+from .fields import KNOWN, TOKENIZE, Call, Fields, chat_call, chat_prompt, check_model, completion_call
 from .formats import ChatFormat, CompletionFormat
 from .json_body import parse_object
 from .responses import RESPONSE_KNOWN, ResponseFormat, response_call
@@ -167,9 +167,9 @@ class Api:
             fields = await self._fields(exchange)
             fields.check_supported(TOKENIZE)
             if "messages" in fields.values:
-                messages = checked_messages(fields.values["messages"])
-                release = texts.reserve(len(exchange.body))
-                tokenizing = engine.tokenize_chat(messages, tenant=tenant.name)
+                request = chat_prompt(fields, tenant.name)
+                release = texts.reserve(request.text_bytes())
+                tokenizing = engine.tokenize_chat(request)
             else:
                 text = fields.take("prompt", str, "")
                 release = texts.reserve(sys.getsizeof(text))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from ...common.types import OutputChunk, TokenLogprobs
-from ...engine.text import Delta, OutputParser
-from ...engine.text.markup_parser import DeltaKind
+from ...common.types import Delta, DeltaKind, OutputChunk, TokenLogprobs
+from ...engine.text import OutputParser
 from .logprobs import ChatLogprobs, Columns, CompletionLogprobs
 from .prompt_logprobs import PromptPart
 

@@ -56,7 +56,7 @@ COMMON = (
 CHAT = COMMON | TOKEN_IDS | TOOLS | {"messages", "max_completion_tokens", "top_logprobs", "store", "service_tier"}
 CHAT |= {"return_timings"}
 COMPLETION = COMMON | TOKEN_IDS | {"prompt", "best_of", "echo", "return_timings", "prompt_logprobs"}
-TOKENIZE = frozenset({"model", "prompt", "messages", "add_special_tokens", "return_token_strs"})
+TOKENIZE = TOOLS | {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"}
 
 # Fields that are known and not supported, with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -176,6 +176,17 @@ def check_model(fields: Fields, model: str) -> None:
             error_code="model_not_found",
             status=404,
         )
+
+
+def chat_prompt(fields: Fields, tenant: str) -> GenerateRequest:
+    """Return the request of a chat whose prompt is wanted, and no answer. Raises InvalidRequest."""
+    return GenerateRequest(
+        prompt=None,
+        messages=checked_messages(fields.values["messages"]),
+        tools=request_tools(fields.values),
+        template_variables=template_variables(fields.values),
+        tenant=tenant,
+    )
 
 
 def chat_call(fields: Fields, info: EngineInfo, tenant: str) -> Call:

@@ -10,10 +10,8 @@ from typing import Any
 
 import msgspec
 
-from ...common.types import OutputChunk, Usage
+from ...common.types import Delta, DeltaKind, OutputChunk, Usage
 from ...engine.facade import NewParser
-from ...engine.text import Delta
-from ...engine.text.markup_parser import DeltaKind
 from .choices import Choice
 from .exchange import END_OF_EVENT
 from .fields import Call

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...common.prompts import shown
-from ...engine.text import Delta
+from ...common.types import Delta
 from .choices import Choice
 from .errors import BadRequest
 from .tools import call_id

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from quire.runtime.common import errors
 from quire.runtime.common.config import ServerConfig
-from quire.runtime.common.types import SamplingParams, Usage
+from quire.runtime.common.types import ChatOptions, SamplingParams, ToolChoice, Usage
 from quire.runtime.engine import validator
 from quire.runtime.protocol import codec, frames
 from quire.runtime.protocol import wire_errors as wire_errors
@@ -29,7 +29,13 @@ FRAMES = {
     "PING, either way": frames.Ping,
     "PONG, either way": frames.Pong,
 }
-MAPS = {"`params` of GENERATE": SamplingParams, "`usage` of DONE": Usage, "Each of MODELS": ServedModel}
+MAPS = {
+    "`params` of GENERATE": SamplingParams,
+    "`chat` of GENERATE": ChatOptions,
+    "`tool_choice` of `chat`": ToolChoice,
+    "`usage` of DONE": Usage,
+    "Each of MODELS": ServedModel,
+}
 EXAMPLES = re.findall(r"^    ([→←]) (.*)\n((?:      [0-9a-f ]+\n)+)", TEXT, re.M)
 
 
@@ -54,7 +60,7 @@ def defaults(struct: type[Any]) -> list[tuple[str, str, bool]]:
 def written(default: object) -> str:
     if default is msgspec.NODEFAULT:
         return "–"
-    if isinstance(default, SamplingParams):
+    if isinstance(default, SamplingParams | ToolChoice):
         return "{}"
     return "nil" if default is None else json.dumps(default)
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from quire.runtime.common.errors import GenerationFailed, Overloaded, Unavailable
 from quire.runtime.common.logs import MAX_LINES
-from quire.runtime.common.types import OutputChunk
+from quire.runtime.common.types import ChatOptions, OutputChunk
 from quire.runtime.protocol.codec import MAX_ARRAY_LENGTH, encode
 from quire.runtime.protocol.frames import (
     MIN_FRAME_BYTES,
@@ -23,6 +23,7 @@ from quire.runtime.protocol.frames import (
     Done,
     Error,
     Frame,
+    Generate,
     Hello,
     ListModels,
     Ping,
@@ -321,6 +322,14 @@ async def test_progress_is_sent_until_the_first_tokens_of_each_request(server: F
         server.engine.last.note_prefill(2)
         await server.engine.last.put(chunk(1, last=True))
         assert names(await peer.received()) == ["Tokens", "Tokens", "Done"]
+
+
+async def test_options_of_a_chat_need_their_feature(server: FakeServer) -> None:
+    frame = Generate(1, None, messages=({"role": "user", "content": "x"},), chat=ChatOptions())
+    old, new = await server.connect(), await server.connect(features=("tools",))
+    assert "the feature `tools`" in error(await old.ask(frame)).message
+    assert names(await new.ask(frame)) == ["Accepted"]
+    assert server.engine.last.request.reads_output
 
 
 async def test_the_id_of_a_refused_request_is_free(server: FakeServer) -> None:
