@@ -8,6 +8,7 @@ cdef struct AttentionOp:
     HeadsOp heads
     quire_output out                # [tokens][num_heads][head_dim]
     int64_t window                  # 0: all earlier tokens
+    bint causal                     # else a row sees the rest of its text, or `window` tokens of it
     float softcap                   # of the scores; 0: none
     const float *sinks              # [num_heads], a score of each head without a value; or NULL
 

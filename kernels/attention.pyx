@@ -36,7 +36,8 @@ cdef struct Workspace:
     float *s                # [64][64]
     State split
     State total
-    int64_t *positions      # [64]
+    int64_t *oldest         # [64] the first token that a row sees
+    int64_t *newest         # [64] the last one
 
 
 # A KV head whose splits several workers compute; they merge them into `total` in order.
@@ -66,7 +67,7 @@ cdef int64_t _shared_head_bytes(int64_t d) noexcept nogil:
 cdef int64_t attention_scratch_bytes(int64_t padded_head_dim) noexcept nogil:
     """Return the bytes of one worker's `Workspace`."""
     cdef int64_t d = padded_head_dim
-    return QUIRE_TILE * (d * 4 + 2 * QUIRE_TILE * 4 + 8) + 2 * _state_bytes(d)
+    return QUIRE_TILE * (d * 4 + 2 * QUIRE_TILE * 4 + 16) + 2 * _state_bytes(d)
 
 
 cdef int64_t attention_shared_bytes(int64_t padded_head_dim) noexcept nogil:
@@ -90,9 +91,10 @@ cdef Workspace _workspace(char *scratch, int64_t d) noexcept nogil:
     workspace.q.sums = <int32_t *>(workspace.q.scales + QUIRE_TILE * d // 32)
     workspace.s = <float *>(scratch + QUIRE_TILE * d * 4)
     workspace.p = <char *>(workspace.s + QUIRE_TILE * QUIRE_TILE)
-    workspace.positions = <int64_t *>(workspace.p + QUIRE_TILE * QUIRE_TILE * 4)
-    workspace.split = _state(<char *>(workspace.positions + QUIRE_TILE), d)
-    workspace.total = _state(<char *>(workspace.positions + QUIRE_TILE) + _state_bytes(d), d)
+    workspace.oldest = <int64_t *>(workspace.p + QUIRE_TILE * QUIRE_TILE * 4)
+    workspace.newest = workspace.oldest + QUIRE_TILE
+    workspace.split = _state(<char *>(workspace.newest + QUIRE_TILE), d)
+    workspace.total = _state(<char *>(workspace.newest + QUIRE_TILE) + _state_bytes(d), d)
     return workspace
 
 
@@ -167,7 +169,8 @@ cdef Unit _unit(const AttentionOp *op, const Step *step, int64_t index, int64_t 
         unit.queries = min(step.query_tile, unit.queries - skipped)
     unit.first_row += skipped
     unit.first_position = step.first_position[sequence] + skipped
-    unit.begin, unit.end = _first_token(op, unit.first_position), unit.first_position + unit.queries
+    unit.begin = _oldest(op, unit.first_position) // QUIRE_TILE * QUIRE_TILE
+    unit.end = _newest(op, step, sequence, unit.first_position + unit.queries - 1) + 1
     if unit.decodes and by_split:
         split = index // heads * SPLIT
         unit.begin, unit.end = max(unit.begin, split), min(unit.end, split + SPLIT)
@@ -215,7 +218,7 @@ cdef void _attend_shared_split(const AttentionOp *op, const Step *step, const qu
                                int workers) noexcept nogil:
     """Attend to one split of a decoding row and merge it after all earlier splits. The last split writes the output."""
     cdef SharedHead shared = _shared_head(step, unit.sequence * op.heads.num_kv_heads + unit.head, workers)
-    cdef int64_t first_split = _first_token(op, unit.first_position) // SPLIT, split = unit.begin // SPLIT
+    cdef int64_t first_split = _oldest(op, unit.first_position) // SPLIT, split = unit.begin // SPLIT
     cdef bint is_last = unit.end > unit.first_position
     cdef State total = shared.total
     if unit.begin >= unit.end:      # the row sees nothing of it
@@ -231,17 +234,26 @@ cdef void _attend_shared_split(const AttentionOp *op, const Step *step, const qu
     quire_signal_set(shared.merged, 0 if is_last else <unsigned>(split - first_split) + 1)
 
 
-cdef int64_t _first_token(const AttentionOp *op, int64_t position) noexcept nogil:
-    """Return the first token of the first tile that a query sees."""
-    return max(<int64_t>0, position - op.window + 1) // QUIRE_TILE * QUIRE_TILE if op.window else 0
+cdef int64_t _oldest(const AttentionOp *op, int64_t position) noexcept nogil:
+    """Return the first token that a query sees; a causal window includes the query."""
+    return max(<int64_t>0, position - op.window + op.causal) if op.window else 0
+
+
+cdef int64_t _newest(const AttentionOp *op, const Step *step, int64_t sequence, int64_t position) noexcept nogil:
+    """Return the last token that a query of `sequence` sees."""
+    cdef int64_t last = step.first_position[sequence] + step.row_start[sequence + 1] - step.row_start[sequence] - 1
+    if op.causal:
+        return position
+    return min(last, position + op.window) if op.window else last
 
 
 cdef void _load_queries(const AttentionOp *op, const Step *step, const quire_tiles *tiles, const Workspace *workspace,
                         const Unit *unit) noexcept nogil:
-    cdef int64_t r
+    cdef int64_t r, position
     load_queries(&op.heads, step, tiles, unit.first_row, unit.first_position, unit.queries, unit.head, &workspace.q)
     for r in range(unit.queries * op.heads.group):
-        workspace.positions[r] = unit.first_position + r // op.heads.group
+        position = unit.first_position + r // op.heads.group
+        workspace.oldest[r], workspace.newest[r] = _oldest(op, position), _newest(op, step, unit.sequence, position)
 
 
 cdef void _merge(const quire_tiles *tiles, int64_t rows, int64_t d, const State *split,
@@ -263,17 +275,16 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
         state.m[r] = -INFINITY
         state.l[r] = 0
     memset(state.o, 0, rows * d * sizeof(float))    # an earlier step may have left NaN, and 0 * NaN is NaN
-    tile.window = op.window
     tile.softcap = op.softcap
     tile.head_dim = d
     tile.page_size = step.page_size
     tile.s = workspace.s
     tile.p = workspace.p
     while token < split_end:
-        while workspace.positions[begin] < token:
+        while workspace.newest[begin] < token:
             begin += 1
         end = rows
-        while op.window and end > begin and workspace.positions[end - 1] - op.window + 1 >= token + QUIRE_TILE:
+        while end > begin and workspace.oldest[end - 1] >= token + QUIRE_TILE:
             end -= 1
         tile.first_token = token
         _point_at_pages(op, step, unit, &tile)
@@ -284,7 +295,8 @@ cdef void _attend_split(const AttentionOp *op, const Step *step, const quire_til
         tile.q.data = <char *>workspace.q.data + begin * d * quire_itemsize(step.kv_dtype)
         tile.q.scales = workspace.q.scales + begin * (d // 32)
         tile.q.sums = workspace.q.sums + begin * (d // 32)
-        tile.positions = workspace.positions + begin
+        tile.oldest = workspace.oldest + begin
+        tile.newest = workspace.newest + begin
         tile.m = state.m + begin
         tile.l = state.l + begin
         tile.o = state.o + begin * d

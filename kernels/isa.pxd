@@ -20,9 +20,17 @@ cdef extern from "simd/tiles.h" nogil:
         QUIRE_SUPER_BLOCK
         QUIRE_STORE
         QUIRE_ADD
+        QUIRE_GELU
+        QUIRE_GELU_TANH
+        QUIRE_RELU
+        QUIRE_TANH
         QUIRE_SWIGLU
         QUIRE_GEGLU
         QUIRE_CLAMPED
+        QUIRE_GEGLU_EXACT
+        QUIRE_LAYER_NORM
+        QUIRE_RMS_NORM
+        QUIRE_L2_NORM
         QUIRE_LEVELS
 
     ctypedef struct quire_rows:
@@ -54,8 +62,8 @@ cdef extern from "simd/tiles.h" nogil:
 
     ctypedef struct quire_attention_tile:
         quire_rows q
-        const int64_t *positions
-        int64_t window
+        const int64_t *oldest
+        const int64_t *newest
         float softcap
         int64_t first_token
         int64_t head_dim
@@ -104,6 +112,10 @@ cdef extern from "simd/tiles.h" nogil:
                             float *factors) noexcept nogil
         float (*inverse_rms)(const float *x, float eps, int64_t n) noexcept nogil
         void (*add_norm)(const float *y, const float *weight, float eps, int64_t columns, float *x) noexcept nogil
+        void (*norm_row)(int kind, const float *x, const float *weight, const float *bias, float eps, int64_t columns,
+                         float *out) noexcept nogil
+        void (*mean_rows)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *out) noexcept nogil
+        void (*activate)(int epilogue, float *x, int64_t n) noexcept nogil
         void (*soft_cap)(float *x, int64_t n, float cap) noexcept nogil
         void (*head)(const float *x, const quire_head *h, const float *rotary, float *out) noexcept nogil
         void (*store_key)(const float *x, int64_t slot, const quire_page *page) noexcept nogil

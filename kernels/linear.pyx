@@ -13,8 +13,8 @@ its own scale.
 from libc.stdint cimport uint64_t
 from libc.string cimport memcpy
 
-from .isa cimport (QUIRE_ADD, QUIRE_BLOCK, QUIRE_F32, QUIRE_Q8, QUIRE_SWIGLU, quire_itemsize, quire_linear_tile,
-                   quire_panel_bytes)
+from .isa cimport (QUIRE_ADD, QUIRE_BLOCK, QUIRE_F32, QUIRE_GELU, QUIRE_Q8, QUIRE_SWIGLU, quire_itemsize,
+                   quire_linear_tile, quire_panel_bytes)
 from .pool cimport (quire_share_count, quire_share_held, quire_share_hold, quire_share_left, quire_share_release,
                     quire_share_take)
 
@@ -159,6 +159,8 @@ cdef void _compute(const LinearOp *op, const Step *step, const quire_tiles *tile
         _multiply(op, tiles, &item, _pair(&item, 2 * item.block + 1), after, scratch, y + 16)
     else:
         _multiply(op, tiles, &item, _pair(&item, item.block), after, scratch, y)
+    if QUIRE_GELU <= op.epilogue < QUIRE_SWIGLU:
+        tiles.activate(op.epilogue, y, (item.end - item.row) * QUIRE_BLOCK)
     if op.softcap > 0:
         tiles.soft_cap(y, (item.end - item.row) * QUIRE_BLOCK, op.softcap)
 

@@ -18,8 +18,17 @@ from .pack import PackedMatrix
 
 DType = Literal["f32", "bf16", "q8"]  # of activations
 WeightDtype = Literal["bf16", "q8", "q4", "q4_k", "q5_k", "q6_k", "mxfp4", "q4_z", "f32"]
-Epilogue = Literal["store", "add", "swiglu", "geglu", "swiglu_clamped"]
-GATED: tuple[Epilogue, ...] = ("swiglu", "geglu", "swiglu_clamped")  # whose weight has columns of gate and up in turn
+Epilogue = Literal[
+    "store", "add", "gelu", "gelu_tanh", "relu", "tanh", "swiglu", "geglu", "swiglu_clamped", "geglu_exact"
+]
+GATED: tuple[Epilogue, ...] = (  # whose weight has columns of gate and up in turn
+    "swiglu",
+    "geglu",
+    "swiglu_clamped",
+    "geglu_exact",
+)
+NormKind = Literal["layer", "rms", "l2"]
+Pooling = Literal["mean", "first", "last"]
 StoredDtype = Literal["f32", "bf16", "q8", "i32"]  # of regions: activations, and tables of numbers
 
 KVDtype = Literal["bf16", "f32", "int8"]
@@ -37,6 +46,7 @@ INPUT_DTYPES: dict[WeightDtype, DType] = {  # by the weight's dtype
 }
 BLOCK = 32  # columns that share one activation scale; every row is padded to a multiple of it
 ALIGNMENT = 64  # bytes; of every plane of a region
+EPHEMERAL_PAGE_SIZE = 32  # tokens
 ROWS_IN_CACHE = 192  # activations that stay in L2 while the weights of a linear layer pass over them
 
 
@@ -76,6 +86,51 @@ def region_nbytes(rows: int, columns: int, dtype: StoredDtype) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class EphemeralPages:
+    """Pages in the arena for the keys and values of one layer, laid out as those of the KV cache.
+
+    A text's pages are consecutive, each with its KV heads one after another. `ephemeral_pages` returns their number.
+    """
+
+    offset: int  # bytes in the arena
+    num_pages: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: KVDtype
+
+    @property
+    def page_size(self) -> int:
+        return EPHEMERAL_PAGE_SIZE
+
+    @property
+    def padded_head_dim(self) -> int:
+        unit = BLOCK if self.dtype == "int8" else BLOCK // 2
+        return -(-self.head_dim // unit) * unit
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one KV head of a page: keys, then values; for int8, then their scales."""
+        elements = EPHEMERAL_PAGE_SIZE * self.padded_head_dim
+        if self.dtype == "int8":
+            return aligned(2 * elements + elements // 16 + EPHEMERAL_PAGE_SIZE * 4)
+        return 2 * elements * (2 if self.dtype == "bf16" else 4)
+
+    @property
+    def layer_page_bytes(self) -> int:
+        return self.num_kv_heads * self.head_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_pages * self.layer_page_bytes
+
+
+def ephemeral_pages(tokens: int, texts: int) -> int:
+    """Return the largest number of pages that `texts` texts of `tokens` tokens in all can take."""
+    texts = min(texts, tokens)
+    return texts + (tokens - texts) // EPHEMERAL_PAGE_SIZE
+
+
+@dataclass(frozen=True, slots=True)
 class Normed:
     """RMS norm of an f32 x [rows, columns], in two halves that need no pass over memory.
 
@@ -92,12 +147,18 @@ class Normed:
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """out[r] = column token_ids[r] of `weight`, widened to f32, times `scale`."""
+    """out[r] = column token_ids[r] of `weight`, widened to f32, times `scale`.
+
+    Encoders with learned embeddings of the type and the position of a token add a column of each: first
+    `types`[type_ids[r]], then `positions`[number of the row in its sequence].
+    """
 
     weight: PackedMatrix  # [vocab, hidden]
     out: Region  # f32 [tokens, hidden]
     normed: Normed | None = None  # of out
     scale: float = 1.0
+    types: PackedMatrix | None = None  # [type ids, hidden]
+    positions: PackedMatrix | None = None  # [positions, hidden]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +173,12 @@ class Convert:
 class Linear:
     """y = (input @ weight.T + bias) * scale, then `store`: out = y, or softcap * tanh(y / softcap) with a `softcap`;
     `add`: out += y; `swiglu`: out = silu(gate) * up; `geglu`: out = gelu(gate) * up, by the approximation with tanh;
-    `swiglu_clamped`: out = gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up between -7 and 7.
+    `swiglu_clamped`: out = gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up between -7 and 7;
+    `geglu_exact`: out = gelu(gate) * up, by the error function. `gelu`, `gelu_tanh`, `relu` and `tanh`: out is the
+    function of each y; `gelu` is the one by the error function.
 
-    For these three the weight's columns are 16 of gate and 16 of up in turn, and `out` has half as many. `out` may have
-    any dtype, but f32 with `add`, `normed` or `maxima`: the maximum of each 32 columns, NaN if one of them is NaN.
+    For the gated ones the weight's columns are 16 of gate and 16 of up in turn, and `out` has half as many. `out` may
+    have any dtype, but f32 with `add`, `normed` or `maxima`: the maximum of each 32 columns, NaN if one of them is NaN.
     """
 
     input: Region | Normed  # [rows, in_features] in the dtype of INPUT_DTYPES
@@ -163,6 +226,56 @@ class Attention:
     softcap: float = 0.0  # 0: none
     norms_rows: bool = False
     sinks: npt.NDArray[np.float32] | None = None  # [num_heads]
+
+
+@dataclass(frozen=True, slots=True)
+class EphemeralAttention:
+    """Attention among the tokens of each text, whose keys and values nothing reads after the op.
+
+    As `Attention`, but with `pages` in the arena instead of those of the KV cache, for the layer that runs. All ops of
+    a program have the same `pages`. With `causal`, a row sees itself and the rows before it, of them the last `window`
+    with `window` > 0; else it sees the whole text, with `window` > 0 the rows that are at most `window` away.
+    """
+
+    qkv: Region  # f32 [tokens, (num_heads + 2 num_kv_heads) * head_dim]
+    out: Region  # [tokens, num_heads * head_dim], as in Attention
+    pages: EphemeralPages
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: npt.NDArray[np.float32] | None  # [head_dim]
+    k_norm: npt.NDArray[np.float32] | None  # [head_dim]
+    eps: float
+    rotary: npt.NDArray[np.float32] | None
+    scale: float  # of q
+    causal: bool
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NormRows:
+    """Norm each row of `input`: out = the normed row in f32, `converted` = the same in the dtype of the next layer.
+
+    `layer`: (x - mean) / sqrt(variance + eps) * weight + bias; `rms`: x / sqrt(mean(x^2) + eps) * weight;
+    `l2`: x / max(|x|, eps). An RMS norm before a linear layer needs no such pass over memory: see `Normed`.
+    """
+
+    input: Region  # f32 [rows, columns]
+    kind: NormKind
+    weight: npt.NDArray[np.float32] | None  # [columns]; None for l2
+    bias: npt.NDArray[np.float32] | None  # [columns]; of `layer` only
+    eps: float
+    out: Region | None  # f32 [rows, columns]; may be `input`
+    converted: Region | None = None  # [rows, columns] in any dtype
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRows:
+    """out[i] = the mean, the first or the last of the rows of text i: one row per text is computed from here on."""
+
+    input: Region  # f32 [tokens, columns]
+    out: Region  # f32 [samples, columns]
+    pooling: Pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,4 +367,18 @@ class Combine:
     normed: Normed | None = None  # of out
 
 
-Op = Embed | Convert | Linear | Attention | Gather | AddNorm | RouteRows | Dispatch | ExpertLinear | Combine
+Op = (
+    Embed
+    | Convert
+    | Linear
+    | Attention
+    | EphemeralAttention
+    | NormRows
+    | PoolRows
+    | Gather
+    | AddNorm
+    | RouteRows
+    | Dispatch
+    | ExpertLinear
+    | Combine
+)

@@ -41,8 +41,8 @@ class Program:
         self,
         ops: Sequence[Op],
         arena_bytes: int,
-        kv_memory: npt.NDArray[np.uint8],
-        kv_layout: PageLayout,
+        kv_memory: npt.NDArray[np.uint8] | None,
+        kv_layout: PageLayout | None,
         num_pages: int,
         pool: Pool,
         *,
@@ -67,6 +67,21 @@ class Program:
         the pages page_ids[page_start[g*n+i]..page_start[g*n+i+1]]. A group with a window may have -1 for released pages
         before the first tile of 64 tokens that the sequence's first row sees. Raises ValueError for an array that would
         lead outside the program's memory.
+        """
+
+    def run_texts(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        row_start: npt.NDArray[np.int32],
+        type_ids: npt.NDArray[np.int32] | None = None,
+        first: int = 0,
+        end: int | None = None,
+    ) -> None:
+        """Run the ops [first, end) over whole texts: `token_ids` [rows], `type_ids` [rows] (none: all 0).
+
+        The program has no KV cache (`kv_layout` None). Text i owns rows row_start[i]..row_start[i+1], from position 0
+        on; every text has a row of the samples. Ranges of ops in order, with the same arrays, give the same bits as all
+        ops at once. Raises ValueError for an array that would lead outside the program's memory.
         """
 
     def op_seconds(self) -> list[float]:

@@ -5,7 +5,7 @@ from .experts cimport CombineOp, DispatchOp, RouteOp
 from .isa cimport quire_tiles
 from .linear cimport LinearOp
 from .pool cimport quire_pool, quire_progress, quire_share
-from .rows cimport AddNormOp, ConvertOp, EmbedOp, GatherOp
+from .rows cimport AddNormOp, ConvertOp, EmbedOp, GatherOp, NormOp, PoolOp
 from .step cimport Step
 
 cdef enum Kind:
@@ -15,6 +15,8 @@ cdef enum Kind:
     ATTENTION
     GATHER
     ADD_NORM
+    NORM
+    POOL
     ROUTE
     DISPATCH
     COMBINE
@@ -26,6 +28,8 @@ cdef union Payload:
     AttentionOp attention
     GatherOp gather
     AddNormOp add_norm
+    NormOp norm
+    PoolOp pool
     RouteOp route
     DispatchOp dispatch
     CombineOp combine
@@ -40,6 +44,7 @@ cdef struct Record:
 cdef struct Replay:
     Record *records
     int64_t num_records
+    int64_t first, end              # records that the step runs
     quire_share *shares             # [workers], of the items of linear layers
     Step step
     const quire_tiles *tiles

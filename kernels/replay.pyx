@@ -10,7 +10,7 @@ from .experts cimport group_places, num_segments, run_combine, run_dispatch, run
 from .linear cimport help_linear, num_items, run_linear
 from .pool cimport (quire_is_finished, quire_pool_await, quire_pool_report, quire_pool_report_written,
                     quire_progress, quire_progress_add)
-from .rows cimport run_add_norm, run_convert, run_embed, run_gather
+from .rows cimport run_add_norm, run_convert, run_embed, run_gather, run_norm, run_pool
 
 cdef enum:
     PATIENCE_NS = 10000             # for which a worker at least waits for the items of others before it helps
@@ -23,13 +23,13 @@ cdef void replay_ops(void *argument, int worker, int workers) noexcept nogil:
     """
     cdef Replay *replay = <Replay *>argument
     cdef int64_t i, before = replay.started
-    for i in range(replay.num_records):
+    for i in range(replay.first, replay.end):
         if quire_is_finished(&replay.records[i].progress):
             continue
         if not _run(&replay.records[i], replay, worker, workers):
             break
     if worker == 0:
-        for i in range(replay.num_records):
+        for i in range(replay.first, replay.end):
             replay.records[i].nanoseconds += max(<int64_t>0, replay.records[i].progress.finished_ns - before)
             before = max(before, <int64_t>replay.records[i].progress.finished_ns)
     if replay.tiles.end != NULL:
@@ -70,7 +70,12 @@ cdef bint _run(Record *record, const Replay *replay, int worker, int workers) no
     elif record.kind == COMBINE:
         computed, total = run_combine(&record.op.combine, step, tiles, counter), num_segments(&record.op.combine, step)
     elif record.kind == EMBED:
-        computed, total = run_embed(&record.op.embed, step, tiles, counter), step.rows
+        computed, total = run_embed(&record.op.embed, step, tiles, counter, worker), step.rows
+    elif record.kind == NORM:
+        computed = run_norm(&record.op.norm, step, tiles, counter, worker)
+        total = step.samples if record.op.norm.sampled else step.rows
+    elif record.kind == POOL:
+        computed, total = run_pool(&record.op.pool, step, tiles, counter), step.samples
     elif record.kind == ADD_NORM:
         computed, total = run_add_norm(&record.op.add_norm, step, tiles, counter), step.rows
     else:

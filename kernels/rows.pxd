@@ -11,6 +11,8 @@ cdef struct EmbedOp:
     Panels panels                   # of the weight
     int64_t width
     float scale
+    bint has_types, has_positions   # else their panels are not set
+    Panels types, positions
 
 cdef struct ConvertOp:
     Value input
@@ -31,11 +33,37 @@ cdef struct AddNormOp:
     bint is_normed
     quire_output normed
 
-cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles,
-                       long long *counter) noexcept nogil
+cdef struct NormOp:
+    Value input
+    int kind
+    const float *weight             # [columns], padded to 32; or NULL
+    const float *bias
+    float eps
+    bint keeps                      # results are written to `out`
+    Value out
+    bint converts                   # and to `converted`
+    quire_output converted
+    bint sampled
+
+cdef struct PoolOp:
+    Value input
+    Value out
+    int pooling
+
+cdef enum Pooling:
+    MEAN
+    FIRST
+    LAST
+
+cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
+                       int worker) noexcept nogil
 cdef int64_t run_convert(const ConvertOp *op, const Step *step, const quire_tiles *tiles,
                          long long *counter) noexcept nogil
 cdef int64_t run_gather(const GatherOp *op, const Step *step, const quire_tiles *tiles,
                         long long *counter) noexcept nogil
+cdef int64_t run_norm(const NormOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
+                      int worker) noexcept nogil
+cdef int64_t run_pool(const PoolOp *op, const Step *step, const quire_tiles *tiles,
+                      long long *counter) noexcept nogil
 cdef int64_t run_add_norm(const AddNormOp *op, const Step *step, const quire_tiles *tiles,
                           long long *counter) noexcept nogil

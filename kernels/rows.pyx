@@ -9,23 +9,75 @@ from libc.string cimport memcpy
 from .pool cimport quire_next_index
 
 
-cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles,
-                       long long *counter) noexcept nogil:
-    cdef int64_t row = quire_next_index(counter), token, width = op.out.rows.width, computed = 0, j
+cdef int64_t run_embed(const EmbedOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
+                       int worker) noexcept nogil:
+    cdef int64_t row = quire_next_index(counter), width = op.out.rows.width, sequence = 0, computed = 0, j
+    cdef float *learned = <float *>(step.scratch + worker * step.scratch_bytes)
     cdef float *out
     while row < step.rows:
-        token = step.token_ids[row]
         out = <float *>op.out.rows.data + row * width
-        tiles.unpack_column(op.panels.data + token // 16 * op.panels.panel_bytes,
-                            op.panels.scales + token // 16 * (op.width // 2) if op.panels.scales != NULL else NULL,
-                            op.panels.dtype, op.width, <int>(token % 16), out)
+        _unpack(&op.panels, op.width, tiles, step.token_ids[row], out)
         if op.scale != 1:
             for j in range(width):
                 out[j] *= op.scale
+        if op.has_types:
+            _unpack(&op.types, op.width, tiles, step.type_ids[row] if step.type_ids != NULL else 0, learned)
+            _add(learned, width, out)
+        if op.has_positions:
+            while step.row_start[sequence + 1] <= row:
+                sequence += 1
+            _unpack(&op.positions, op.width, tiles, row - step.row_start[sequence], learned)
+            _add(learned, width, out)
         if op.is_normed:
             tiles.convert(out, width, 1, op.out.columns, &op.normed, row, 0)
         computed += 1
         row = quire_next_index(counter)
+    return computed
+
+
+cdef void _unpack(const Panels *panels, int64_t width, const quire_tiles *tiles, int64_t column,
+                  float *out) noexcept nogil:
+    tiles.unpack_column(panels.data + column // 16 * panels.panel_bytes,
+                        panels.scales + column // 16 * (width // 2) if panels.scales != NULL else NULL, panels.dtype,
+                        width, <int>(column % 16), out)
+
+
+cdef void _add(const float *x, int64_t n, float *out) noexcept nogil:
+    cdef int64_t i
+    for i in range(n):
+        out[i] += x[i]
+
+
+cdef int64_t run_norm(const NormOp *op, const Step *step, const quire_tiles *tiles, long long *counter,
+                      int worker) noexcept nogil:
+    """Norm rows; those that are only converted, in scratch."""
+    cdef int64_t row = quire_next_index(counter), width = op.input.rows.width, columns = op.input.columns, computed = 0
+    cdef float *y = <float *>(step.scratch + worker * step.scratch_bytes)
+    while row < (step.samples if op.sampled else step.rows):
+        if op.keeps:
+            y = <float *>op.out.rows.data + row * width
+        tiles.norm_row(op.kind, <const float *>op.input.rows.data + row * width, op.weight, op.bias, op.eps, columns, y)
+        if op.converts:
+            tiles.convert(y, width, 1, columns, &op.converted, row, 0)
+        computed += 1
+        row = quire_next_index(counter)
+    return computed
+
+
+cdef int64_t run_pool(const PoolOp *op, const Step *step, const quire_tiles *tiles,
+                      long long *counter) noexcept nogil:
+    cdef int64_t text = quire_next_index(counter), width = op.input.rows.width, first, end, computed = 0
+    cdef const float *rows = <const float *>op.input.rows.data
+    cdef float *out
+    while text < step.samples:
+        first, end = step.row_start[text], step.row_start[text + 1]
+        out = <float *>op.out.rows.data + text * width
+        if op.pooling == MEAN:
+            tiles.mean_rows(rows + first * width, width, end - first, width, out)
+        else:
+            memcpy(out, rows + (first if op.pooling == FIRST else end - 1) * width, width * sizeof(float))
+        computed += 1
+        text = quire_next_index(counter)
     return computed
 
 

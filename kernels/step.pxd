@@ -8,6 +8,7 @@ cdef struct Step:
     int64_t samples
     int64_t sequences
     const int32_t *token_ids        # [rows]
+    const int32_t *type_ids         # [rows] of texts; NULL: all 0
     const int32_t *row_start        # [sequences + 1]
     const int32_t *first_position   # [sequences]
     const int32_t *page_start       # [layer groups * sequences + 1], into page_ids: one group's tables after another's

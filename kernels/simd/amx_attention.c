@@ -200,7 +200,8 @@ void LEVEL(attention_int8)(int rows, const quire_attention_tile *t) {
   rest.q.data = (char *)t->q.data + whole * d;
   rest.q.scales += whole * (d / 32);
   rest.q.sums += whole * (d / 32);
-  rest.positions += whole;
+  rest.oldest += whole;
+  rest.newest += whole;
   rest.m += whole;
   rest.l += whole;
   rest.o += whole * d;

@@ -34,23 +34,19 @@ INLINE const char *fetch_next(const char *next, int lines) {
   return next + lines * 64;
 }
 
-// silu(x), gelu(x) by its approximation 0.5 x (1 + tanh(u / 2)), or x sigmoid(1.702 x): all are x times a logistic function.
-INLINE vf activate(const int epilogue, vf x) {
-  vf u = x;
-  if (epilogue == QUIRE_GEGLU)  // u = 2 sqrt(2 / pi) (x + 0.044715 x^3)
-    u = vf_mul(vf_mul(x, vf_set1(1.5957691216f)), vf_fma(vf_mul(x, x), vf_set1(0.044715f), vf_set1(1.f)));
-  if (epilogue == QUIRE_CLAMPED) u = vf_mul(x, vf_set1(1.702f));
-  return vf_div(x, vf_add(vf_set1(1.f), vf_exp(vf_sub(vf_zero(), u))));
-}
+// Not inlined: its polynomial would be in every body once per row.
+static __attribute__((noinline)) vf gelu_exact(vf x) { return vf_gelu(x); }
 
-// activation(gate) * up. CLAMPED limits both to 7 and adds 1 to up; a NaN passes through.
+// activation(gate) * up: silu, gelu, or gate sigmoid(1.702 gate). CLAMPED limits both to 7 and adds 1 to up; a NaN passes through.
 INLINE vf gated(const int epilogue, vf gate, vf up) {
   if (epilogue == QUIRE_CLAMPED) {
     const vf limit = vf_set1(7.f);
     gate = vf_min(limit, gate);
     up = vf_add(vf_min(limit, vf_max(vf_set1(-7.f), up)), vf_set1(1.f));
   }
-  return vf_mul(activate(epilogue, gate), up);
+  if (epilogue == QUIRE_GEGLU_EXACT) return vf_mul(gelu_exact(gate), up);
+  if (epilogue == QUIRE_GEGLU) return vf_mul(vf_gelu_tanh(gate), up);
+  return vf_mul(vf_swish(gate, epilogue == QUIRE_CLAMPED ? vf_mul(gate, vf_set1(1.702f)) : gate), up);
 }
 
 // The epilogue. acc[row] holds the pair's two panels. Epilogues are elementwise, so the chains stay as they are.

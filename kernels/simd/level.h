@@ -34,6 +34,10 @@ void ISA(convert)(const float *x, int64_t stride, int64_t rows, int64_t columns,
 void ISA(rms_factors)(const float *squares, int64_t width, int64_t rows, int64_t columns, float eps, float *factors);
 float ISA(inverse_rms)(const float *x, float eps, int64_t n);
 void ISA(add_norm)(const float *y, const float *weight, float eps, int64_t columns, float *x);
+void ISA(norm_row)(int kind, const float *x, const float *weight, const float *bias, float eps, int64_t columns,
+                   float *out);
+void ISA(mean_rows)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *out);
+void ISA(activate)(int epilogue, float *x, int64_t n);
 void ISA(soft_cap)(float *x, int64_t n, float cap);
 void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *out);
 void ISA(store_key)(const float *x, int64_t slot, const quire_page *page);

@@ -67,6 +67,50 @@ void ISA(add_norm)(const float *y, const float *weight, float eps, int64_t colum
     vf_store(x + j, vf_add(vf_load(x + j), vf_mul(vf_mul(vf_load(y + j), factor), vf_load(weight + j))));
 }
 
+// The sums of x - shift and of its square, added in one fixed order.
+INLINE float sum_of(const float *x, int64_t n, vf shift, const int squares) {
+  vf s[2] = {vf_zero(), vf_zero()};
+  for (int64_t j = 0; j < n; j += 32)
+    for (int i = 0; i < 2; i++) {
+      const int64_t at = j + 16 * i;
+      if (at >= n) break;
+      const vf y = columns_of(x, at, n, shift), z = vf_sub(y, shift);
+      s[i] = squares ? vf_fma(z, z, s[i]) : vf_add(z, s[i]);
+    }
+  return vf_sum(vf_add(s[0], s[1]));
+}
+
+void ISA(norm_row)(int kind, const float *x, const float *weight, const float *bias, float eps, int64_t columns,
+                   float *out) {
+  const vf shift = vf_set1(kind == QUIRE_LAYER_NORM ? sum_of(x, columns, vf_zero(), 0) / (float)columns : 0.f);
+  const float squares = sum_of(x, columns, shift, 1), length = sqrtf(squares);
+  float factor = kind == QUIRE_L2_NORM ? 1.f / (length > eps ? length : eps) : 1.f / sqrtf(squares / (float)columns + eps);
+  if (!(squares < INFINITY)) factor = NAN;
+  for (int64_t j = 0; j < columns; j += 16) {
+    vf y = vf_mul(vf_sub(columns_of(x, j, columns, shift), shift), vf_set1(factor));
+    if (weight) y = vf_mul(y, vf_load(weight + j));
+    if (bias) y = vf_add(y, vf_load(bias + j));
+    vf_store(out + j, columns - j < 16 ? vf_blend(y, vf_zero(), 0, (int)(columns - j)) : y);
+  }
+}
+
+void ISA(mean_rows)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *out) {
+  for (int64_t j = 0; j < columns; j += 16) {
+    vf sum = vf_load(x + j);
+    for (int64_t row = 1; row < rows; row++) sum = vf_add(sum, vf_load(x + row * stride + j));
+    vf_store(out + j, vf_div(sum, vf_set1((float)rows)));
+  }
+}
+
+void ISA(activate)(int epilogue, float *x, int64_t n) {
+  for (int64_t j = 0; j < n; j += 16) {
+    const vf y = vf_load(x + j);
+    vf_store(x + j, epilogue == QUIRE_GELU        ? vf_gelu(y)
+                    : epilogue == QUIRE_GELU_TANH ? vf_gelu_tanh(y)
+                    : epilogue == QUIRE_RELU      ? vf_max(vf_zero(), y) : vf_tanh(y));
+  }
+}
+
 void ISA(soft_cap)(float *x, int64_t n, float cap) {
   for (int64_t j = 0; j < n; j += 16) vf_store(x + j, vf_soft_cap(vf_load(x + j), cap));
 }

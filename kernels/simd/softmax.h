@@ -22,14 +22,13 @@ INLINE void fetch_pages(const quire_attention_tile *t, int64_t from, int64_t to,
 
 // The columns [from, to) of 16 that row r sees in each quarter of the tile; returns whether it sees all 64.
 INLINE int visible(const quire_attention_tile *t, int r, int from[4], int to[4]) {
-  const int64_t behind = t->positions[r] - t->first_token;        // the row sees tile columns <= behind ...
-  const int64_t oldest = t->window ? behind - t->window + 1 : 0;  // ... and >= oldest
+  const int64_t first = t->oldest[r] - t->first_token, last = t->newest[r] - t->first_token;  // columns of the tile
   for (int j = 0; j < 4; j++) {
-    const int64_t lo = oldest - 16 * j, hi = behind + 1 - 16 * j;
+    const int64_t lo = first - 16 * j, hi = last + 1 - 16 * j;
     from[j] = (int)(lo < 0 ? 0 : lo > 16 ? 16 : lo);
     to[j] = (int)(hi < 0 ? 0 : hi > 16 ? 16 : hi);
   }
-  return behind >= 63 && oldest <= 0;
+  return last >= 63 && first <= 0;
 }
 
 // Update every row's running maximum; keep[r] is the factor of its running output.

@@ -8,7 +8,10 @@ enum { QUIRE_LANES = 16, QUIRE_BLOCK = 32, QUIRE_TILE = 64, QUIRE_MAX_HEAD = 512
 // Dtypes of weights; the first three of activations. Those of super-blocks have their bits as codes.
 enum { QUIRE_F32 = 0, QUIRE_BF16 = 1, QUIRE_Q8 = 2, QUIRE_Q4 = 3 };
 enum { QUIRE_Q4_K = 4, QUIRE_Q5_K = 5, QUIRE_Q6_K = 6, QUIRE_MXFP4 = 7, QUIRE_Q4_Z = 8, QUIRE_DTYPES = 9 };
-enum { QUIRE_STORE = 0, QUIRE_ADD = 1, QUIRE_SWIGLU = 2, QUIRE_GEGLU = 3, QUIRE_CLAMPED = 4 };  // epilogues; from SWIGLU on, of pairs
+// Epilogues: those from GELU on are functions of each result, those from SWIGLU on of pairs.
+enum { QUIRE_STORE = 0, QUIRE_ADD = 1, QUIRE_GELU = 2, QUIRE_GELU_TANH = 3, QUIRE_RELU = 4, QUIRE_TANH = 5 };
+enum { QUIRE_SWIGLU = 6, QUIRE_GEGLU = 7, QUIRE_CLAMPED = 8, QUIRE_GEGLU_EXACT = 9 };
+enum { QUIRE_LAYER_NORM = 0, QUIRE_RMS_NORM = 1, QUIRE_L2_NORM = 2 };
 
 static inline __attribute__((always_inline)) int64_t quire_itemsize(const int dtype) {
   return dtype == QUIRE_F32 ? 4 : dtype == QUIRE_BF16 ? 2 : 1;
@@ -81,8 +84,8 @@ typedef struct {
 // One tile of 64 tokens for `rows` query rows that share a KV head, inside one split of 256 tokens.
 typedef struct {
   quire_rows q;              // [rows][head_dim] in the KV dtype; for int8 with scales and sums per 32 of head_dim
-  const int64_t *positions;  // [rows], ascending
-  int64_t window;            // 0: all earlier tokens
+  const int64_t *oldest;     // [rows], ascending: the first token that the row sees
+  const int64_t *newest;     // [rows], ascending: the last one
   float softcap;             // of the scores; 0: none
   int64_t first_token;       // absolute position of the tile, a multiple of 64
   int64_t head_dim;          // padded to 16; for int8 to 32
@@ -141,6 +144,13 @@ typedef struct {
   float (*inverse_rms)(const float *x, float eps, int64_t n);
   // x += RMS norm of y; both and `weight` have `columns`, and memory up to a multiple of 16.
   void (*add_norm)(const float *y, const float *weight, float eps, int64_t columns, float *x);
+  // Norm one row into `out`, which may be x: (x - mean) / sqrt(variance + eps) * weight + bias, x / rms * weight, or
+  // x / max(|x|, eps). Both vectors have zeros up to a multiple of 16; NaN where a sum of squares is not finite.
+  void (*norm_row)(int kind, const float *x, const float *weight, const float *bias, float eps, int64_t columns,
+                   float *out);
+  // out[columns] = the mean of the rows, added in order; columns a multiple of 16
+  void (*mean_rows)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *out);
+  void (*activate)(int epilogue, float *x, int64_t n);            // GELU .. TANH in place; n a multiple of 16
   void (*soft_cap)(float *x, int64_t n, float cap);               // x = cap * tanh(x / cap); n a multiple of 16
   // One head to `out` (head_dim padded to 32): RMS norm if `norm` is given; rotation by halves of the first rotary_dim
   // elements by `rotary` (cos | sin); scale. Elements from head_dim on become zero.

@@ -6,6 +6,7 @@ any region. Arithmetic is float64; values are rounded as their dtype rounds (bf1
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -22,12 +23,15 @@ from quire.kernels.ops import (
     Convert,
     Dispatch,
     Embed,
+    EphemeralAttention,
     ExpertLinear,
     Gather,
     KVDtype,
     Linear,
     Normed,
+    NormRows,
     Op,
+    PoolRows,
     Region,
     RouteRows,
     StoredDtype,
@@ -88,6 +92,18 @@ def rms_norm(x: Array, weight: npt.NDArray[np.float32], eps: float) -> Array:
     return scaled
 
 
+def norm_rows(x: Array, op: NormRows) -> Array:
+    """Return the norm of each row: Ba et al., 2016; Zhang and Sennrich, 2019; or of length 1."""
+    if op.kind == "l2":
+        unit: Array = x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), op.eps)
+        return unit
+    assert op.weight is not None
+    if op.kind == "rms":
+        return rms_norm(x, op.weight, op.eps)
+    centred = x - x.mean(axis=1, keepdims=True)
+    return rms_norm(centred, op.weight, op.eps) + (0 if op.bias is None else op.bias)
+
+
 def silu(x: Array) -> Array:
     activated: Array = x / (1 + np.exp(-x))
     return activated
@@ -99,6 +115,18 @@ def gelu(x: Array) -> Array:
     return activated
 
 
+erf = np.vectorize(math.erf)
+
+
+def gelu_exact(x: Array) -> Array:
+    """Return GELU by the error function (Hendrycks and Gimpel, 2016)."""
+    activated: Array = 0.5 * x * (1 + erf(x / np.sqrt(2)))
+    return activated
+
+
+FUNCTIONS = {"gelu": gelu_exact, "gelu_tanh": gelu, "relu": lambda y: np.maximum(y, 0), "tanh": np.tanh}
+
+
 def gated(y: Array, epilogue: str) -> Array:
     """Return activation(gate) * up of columns that are 16 of gate and 16 of up in turn."""
     pairs = y.reshape(len(y), -1, 2, 16)
@@ -107,7 +135,7 @@ def gated(y: Array, epilogue: str) -> Array:
         gate = np.minimum(gate, 7)
         activated: Array = gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -7, 7) + 1)
     else:
-        activated = (silu if epilogue == "swiglu" else gelu)(gate) * up
+        activated = {"swiglu": silu, "geglu": gelu, "geglu_exact": gelu_exact}[epilogue](gate) * up
     return activated.reshape(len(y), -1)
 
 
@@ -171,10 +199,20 @@ class ReferenceProgram:
         for op in self.ops:
             self._run(op)
 
+    def run_texts(self, token_ids: Ints, row_start: Ints, type_ids: Ints | None = None) -> None:
+        """Run the same texts as `Program.run_texts`."""
+        counts = np.diff(row_start)
+        self.token_ids, self.row_start, self.sample_rows = token_ids, row_start, row_start[1:] - 1
+        self.type_ids = np.zeros_like(token_ids) if type_ids is None else type_ids
+        self.sequence = np.repeat(np.arange(len(counts)), counts)
+        self.position = np.arange(len(token_ids)) - row_start[self.sequence]
+        for op in self.ops:
+            self._run(op)
+
     def _run(self, op: Op) -> None:
         match op:
             case Embed():
-                self._write(op.out, op.weight.unpack().astype(np.float64)[self.token_ids] * op.scale, op.normed)
+                self._embed(op)
             case Convert():
                 self._write(op.out, self.regions[op.input])
             case Gather():
@@ -183,6 +221,17 @@ class ReferenceProgram:
                 self._linear(op)
             case Attention():
                 self._attention(op)
+            case EphemeralAttention():
+                self._ephemeral_attention(op)
+            case NormRows():
+                y = norm_rows(self.regions[op.input], op)
+                for region in (op.out, op.converted):
+                    if region is not None:
+                        self._write(region, y)
+            case PoolRows():
+                pooled = {"mean": lambda x: x.mean(axis=0), "first": lambda x: x[0], "last": lambda x: x[-1]}
+                texts = np.split(self.regions[op.input], self.row_start[1:-1])
+                self._write(op.out, np.array([pooled[op.pooling](text) for text in texts]))
             case AddNorm():
                 branch = rms_norm(self.regions[op.input], op.weight, op.eps)
                 self._write(op.out, self.regions[op.out] + branch, op.normed)
@@ -201,11 +250,21 @@ class ReferenceProgram:
             self.regions[normed.data] = as_dtype(x * normed.weight, normed.data.dtype)
             self.regions[normed.squares] = np.add.reduceat(x**2, np.arange(0, x.shape[1], BLOCK), axis=1)
 
+    def _embed(self, op: Embed) -> None:
+        x = op.weight.unpack().astype(np.float64)[self.token_ids] * op.scale
+        if op.types is not None:
+            x = x + op.types.unpack()[self.type_ids]
+        if op.positions is not None:
+            x = x + op.positions.unpack()[self.position]
+        self._write(op.out, x, op.normed)
+
     def _linear(self, op: Linear) -> None:
         y = self._input(op.input) @ op.weight.unpack().astype(np.float64).T
         if op.bias is not None:
             y = y + op.bias
         y = soft_cap(y * op.scale, op.softcap)
+        if op.epilogue in FUNCTIONS:
+            y = FUNCTIONS[op.epilogue](y)
         if op.epilogue in GATED:
             y = gated(y, op.epilogue)[:, : op.out.columns]
         self._write(op.out, self.regions[op.out] + y if op.epilogue == "add" else y, op.normed)
@@ -254,31 +313,52 @@ class ReferenceProgram:
 
     def _queries(self, op: Attention) -> Array:
         """Return the queries [tokens, num_heads, head_dim] as they multiply the keys; store K and V in their pages."""
-        q, k, v = self._heads(op)
-        if op.q_norm is not None:
-            q = self._norm_heads(q, op.q_norm, op)
-        if op.k_norm is not None:
-            k = self._norm_heads(k, op.k_norm, op)
-        table = np.zeros((len(self.position), 0)) if op.rotary is None else op.rotary[self.position].astype(np.float64)
-        rotary = table[:, None, :]
+        q, k, v = self._rotated(op, op.norms_rows)
         for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
             page, token = self.tables[op.group][sequence][position // self.page_size], position % self.page_size
-            self.keys[op.layer, page, token] = as_key(rotate_halves(k, rotary)[row], self.kv_dtype)
+            self.keys[op.layer, page, token] = as_key(k[row], self.kv_dtype)
             self.values[op.layer, page, token] = as_value(v[row], self.kv_dtype)
-        queries = rotate_halves(q, rotary) * op.scale
-        return as_dtype(queries.reshape(-1, op.head_dim), QUERY_DTYPES[self.kv_dtype]).reshape(q.shape)
+        return as_dtype(q.reshape(-1, op.head_dim), QUERY_DTYPES[self.kv_dtype]).reshape(q.shape)
 
-    def _norm_heads(self, heads: Array, weight: npt.NDArray[np.float32], op: Attention) -> Array:
-        rows = heads.reshape(len(heads), -1) if op.norms_rows else heads
-        return rms_norm(rows, weight, op.eps).reshape(heads.shape)
+    def _rotated(self, op: Attention | EphemeralAttention, norms_rows: bool) -> tuple[Array, Array, Array]:
+        """Return the heads of queries, which are scaled, keys and values, before they are rounded."""
+        q, k, v = self._heads(op)
+        if op.q_norm is not None:
+            q = self._norm_heads(q, op.q_norm, op.eps, norms_rows)
+        if op.k_norm is not None:
+            k = self._norm_heads(k, op.k_norm, op.eps, norms_rows)
+        table = np.zeros((len(self.position), 0)) if op.rotary is None else op.rotary[self.position].astype(np.float64)
+        rotary = table[:, None, :]
+        return rotate_halves(q, rotary) * op.scale, rotate_halves(k, rotary), v
 
-    def _heads(self, op: Attention) -> tuple[Array, Array, Array]:
+    def _norm_heads(self, heads: Array, weight: npt.NDArray[np.float32], eps: float, norms_rows: bool) -> Array:
+        rows = heads.reshape(len(heads), -1) if norms_rows else heads
+        return rms_norm(rows, weight, eps).reshape(heads.shape)
+
+    def _heads(self, op: Attention | EphemeralAttention) -> tuple[Array, Array, Array]:
         heads = self.regions[op.qkv].reshape(len(self.token_ids), -1, op.head_dim)
         return (
             heads[:, : op.num_heads],
             heads[:, op.num_heads : op.num_heads + op.num_kv_heads],
             heads[:, op.num_heads + op.num_kv_heads :],
         )
+
+    def _ephemeral_attention(self, op: EphemeralAttention) -> None:
+        q, k, v = self._rotated(op, norms_rows=False)
+        kv_dtype, group = op.pages.dtype, op.num_heads // op.num_kv_heads
+        q = as_dtype(q.reshape(-1, op.head_dim), QUERY_DTYPES[kv_dtype]).reshape(q.shape)
+        keys = np.repeat(as_key(k.reshape(-1, op.head_dim), kv_dtype).reshape(k.shape), group, axis=1)
+        values = np.repeat(as_value(v.reshape(-1, op.head_dim), kv_dtype).reshape(v.shape), group, axis=1)
+        out = np.zeros_like(q)
+        for row, (sequence, position) in enumerate(zip(self.sequence, self.position, strict=True)):
+            rows = np.flatnonzero(self.sequence == sequence)
+            after = self.position[rows] - position
+            behind = op.window - op.causal if op.window else len(q)
+            ahead = 0 if op.causal else op.window or len(q)
+            seen = rows[(after >= -behind) & (after <= ahead)]
+            weights = softmax(np.einsum("hd,thd->ht", q[row], keys[seen]))
+            out[row] = np.einsum("ht,thd->hd", weights, values[seen])
+        self._write(op.out, out.reshape(len(q), -1))
 
     def _attention(self, op: Attention) -> None:
         q = self._queries(op)

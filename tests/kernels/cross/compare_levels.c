@@ -190,6 +190,12 @@ static void compare_linear(const char *op, int dtype, int64_t width, int epilogu
   free_rows(&a);
 }
 
+static void compare_epilogues(int dtype, int64_t width) {
+  compare_linear("linear", dtype, width, QUIRE_STORE);
+  compare_linear("linear", dtype, width, QUIRE_ADD);
+  compare_linear("linear", dtype, width, QUIRE_SWIGLU);
+}
+
 // The pages of one KV head, and the state of attention.
 typedef struct {
   quire_page pages[PAGES];
@@ -215,11 +221,14 @@ static void free_page(quire_page *p) { free(p->k), free(p->v), free(p->k_scales)
 static void run_attention(const quire_tiles *level, attention *x, int dtype, quire_rows q, int64_t size, int64_t window,
                           float softcap, int first, int rows) {
   const int64_t d = q.width;
-  int64_t positions[MAX_ROWS];
-  for (int r = 0; r < rows; r++) positions[r] = 64 + first + r;
+  int64_t oldest[MAX_ROWS], newest[MAX_ROWS];
+  for (int r = 0; r < rows; r++) {
+    newest[r] = 64 + first + r;
+    oldest[r] = window && newest[r] >= window ? newest[r] - window + 1 : 0;
+  }
   reset(x->total_m, x->total_l, x->total_o, rows * d);
   for (int64_t token = 0; token < 128; token += 64) {
-    quire_attention_tile t = {.q = from_row(q, dtype, first), .positions = positions, .window = window, .softcap = softcap,
+    quire_attention_tile t = {.q = from_row(q, dtype, first), .oldest = oldest, .newest = newest, .softcap = softcap,
                               .first_token = token, .head_dim = d, .num_pages = (int)(64 / size),
                               .page_size = (int)size, .m = x->m, .l = x->l, .s = x->s, .p = x->p, .o = x->o};
     for (int j = 0; j < 4; j++) {
@@ -314,6 +323,34 @@ static void compare_part_of_head(int64_t d) {
     tiles->head(x, &h, rotary, got), scalar->head(x, &h, rotary, want);
     expect_scalar("part of head", QUIRE_F32, got, want, d, 0);
     digest("part of head", QUIRE_F32, got, d * (int64_t)sizeof *got);
+  }
+}
+
+static void compare_norm_row(int64_t columns) {
+  static float x[MAX_WIDTH], weight[MAX_WIDTH], bias[MAX_WIDTH], got[MAX_WIDTH], want[MAX_WIDTH];
+  fill(x, MAX_WIDTH), fill(weight, columns), fill(bias, columns);
+  for (int kind = QUIRE_LAYER_NORM; kind <= QUIRE_L2_NORM; kind++) {
+    const float *b = kind == QUIRE_LAYER_NORM ? bias : NULL, *w = kind == QUIRE_L2_NORM ? NULL : weight;
+    tiles->norm_row(kind, x, w, b, 1e-6f, columns, got), scalar->norm_row(kind, x, w, b, 1e-6f, columns, want);
+    expect_scalar("norm row", QUIRE_F32, got, want, (columns + 15) / 16 * 16, 0);
+    digest("norm row", QUIRE_F32, got, (columns + 15) / 16 * 16 * (int64_t)sizeof *got);
+  }
+  tiles->mean_rows(x, 48, 5, 48, got), scalar->mean_rows(x, 48, 5, 48, want);
+  expect_scalar("mean rows", QUIRE_F32, got, want, 48, 0);
+  digest("mean rows", QUIRE_F32, got, 48 * sizeof *got);
+}
+
+static void compare_activate(void) {
+  float x[4096], got[4096], want[4096];
+  for (int i = 0; i < 4096; i++) x[i] = next_float() * 8.f;
+  x[0] = INFINITY, x[1] = -INFINITY, x[2] = 0.f, x[3] = -0.f;
+  for (int epilogue = QUIRE_GELU; epilogue <= QUIRE_TANH; epilogue++) {
+    memcpy(got, x, sizeof x), memcpy(want, x, sizeof x);
+    tiles->activate(epilogue, got, 4096), scalar->activate(epilogue, want, 4096);
+    expect_scalar("activation", QUIRE_F32, got, want, 4096, 0);
+    digest("activation", QUIRE_F32, got, sizeof got);
+    got[0] = NAN, tiles->activate(epilogue, got, 16);
+    if (got[0] == got[0]) verdict("activation", QUIRE_F32, "a NaN was lost", 1, 0);
   }
 }
 
@@ -414,7 +451,7 @@ static void compare_level(void) {
   fill(weight, MAX_WIDTH);
   for (int dtype = 0; dtype < 3; dtype++) {
     for (int64_t width = 32; width <= MAX_WIDTH; width *= 4) {
-      for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear("linear", dtype, width, epilogue);
+      compare_epilogues(dtype, width);
       compare_convert(dtype, width - 5, width, NULL);
       compare_convert(dtype, width - 5, width, weight);
       compare_unpack(dtype, width);
@@ -431,13 +468,13 @@ static void compare_level(void) {
   compare_to_bf16();
   for (int64_t n = 48; n < 1000; n += 137) compare_logits(n);
   for (int64_t width = 32; width <= MAX_WIDTH; width *= 4) {
-    for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear("linear", QUIRE_Q4, width, epilogue);
+    compare_epilogues(QUIRE_Q4, width);
     compare_unpack(QUIRE_Q4, width);
   }
   compare_quantise_q4();
   for (int dtype = QUIRE_Q4_K; dtype <= QUIRE_Q6_K; dtype++)
     for (int64_t width = QUIRE_SUPER_BLOCK; width <= MAX_WIDTH; width += QUIRE_SUPER_BLOCK) {
-      for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear("linear", dtype, width, epilogue);
+      compare_epilogues(dtype, width);
       compare_unpack(dtype, width);
     }
   for (int dtype = 0; dtype < 4; dtype++) compare_linear("geglu", dtype, 128, QUIRE_GEGLU);
@@ -449,14 +486,17 @@ static void compare_level(void) {
   for (int64_t experts = 8; experts <= 200; experts = experts * 3 + 1)
     for (int normalised = 0; normalised < 2; normalised++) compare_experts(experts, 5, normalised);
   for (int64_t width = 32; width <= MAX_WIDTH; width *= 4) {
-    for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear("linear", QUIRE_MXFP4, width, epilogue);
+    compare_epilogues(QUIRE_MXFP4, width);
     compare_unpack(QUIRE_MXFP4, width);
   }
   for (int dtype = 0; dtype < 4; dtype++) compare_linear("clamped swiglu", dtype, 512, QUIRE_CLAMPED);
   for (int64_t width = 32; width <= MAX_WIDTH; width *= 4) {
-    for (int epilogue = QUIRE_STORE; epilogue <= QUIRE_SWIGLU; epilogue++) compare_linear("linear", QUIRE_Q4_Z, width, epilogue);
+    compare_epilogues(QUIRE_Q4_Z, width);
     compare_unpack(QUIRE_Q4_Z, width);
   }
+  for (int dtype = 0; dtype < 4; dtype++) compare_linear("exact geglu", dtype, 128, QUIRE_GEGLU_EXACT);
+  for (int64_t columns = 45; columns < MAX_WIDTH; columns += 100) compare_norm_row(columns);
+  compare_activate();
 }
 
 // Fail where the digests of the last level are not those of the file, or print them if there is none.

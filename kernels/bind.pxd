@@ -1,0 +1,40 @@
+from libc.stdint cimport int64_t
+
+from .attention cimport AttentionOp
+from .heads cimport HeadsOp
+from .isa cimport quire_head
+from .linear cimport LinearOp
+from .pack cimport PackedMatrix, Panels
+from .regions cimport Regions
+from .replay cimport Record
+
+cdef class Binder:
+    cdef Regions regions
+    cdef object kv_layout           # of the KV cache, or None
+    cdef object pages               # EphemeralPages, or None
+    cdef int64_t max_rows, max_samples, vocab_size
+    cdef int64_t max_positions      # of a sequence
+    cdef int64_t num_types          # of tokens
+    cdef int64_t query_tile         # queries of one attention tile
+
+    cdef bind(self, Record *record, op)
+    cdef _add_embed(self, Record *record, op)
+    cdef bint _learned(self, Panels *panels, PackedMatrix table, PackedMatrix weight) except -1
+    cdef _add_convert(self, Record *record, op)
+    cdef _add_add_norm(self, Record *record, op)
+    cdef _add_norm(self, Record *record, op)
+    cdef _add_pool(self, Record *record, op)
+    cdef _add_linear(self, Record *record, op)
+    cdef _add_expert_linear(self, Record *record, op)
+    cdef _add_product(self, LinearOp *linear, op, weights, biases, rows, groups)
+    cdef _add_route(self, Record *record, op)
+    cdef _add_dispatch(self, Record *record, op)
+    cdef _add_combine(self, Record *record, op)
+    cdef _add_maxima(self, LinearOp *linear, op, rows)
+    cdef _add_linear_input(self, LinearOp *linear, source, PackedMatrix weight, rows)
+    cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows)
+    cdef _add_rotary(self, HeadsOp *heads, op)
+    cdef quire_head _head(self, op, norm, heads, rotary_dim, scale) except *
+    cdef _add_attention(self, Record *record, op)
+    cdef _add_ephemeral_attention(self, Record *record, op)
+    cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows)

@@ -1,0 +1,352 @@
+# cython: language_level=3
+"""Binding: every op of a program as a record of pointers and sizes, which are checked here.
+
+A method for each kind of op; no size is checked in a step.
+"""
+from libc.string cimport memcpy
+
+import numpy as np
+
+from .attention cimport AttentionOp
+from .experts cimport CombineOp, DispatchOp, RouteOp, RoutingTables
+from .heads cimport HeadsOp
+from .isa cimport (QUIRE_ADD, QUIRE_CLAMPED, QUIRE_GEGLU, QUIRE_GEGLU_EXACT, QUIRE_GELU, QUIRE_GELU_TANH, QUIRE_L2_NORM,
+                   QUIRE_LAYER_NORM, QUIRE_RELU, QUIRE_RMS_NORM, QUIRE_STORE, QUIRE_SWIGLU, QUIRE_TANH, QUIRE_TILE,
+                   quire_head)
+from .linear cimport ROWS_IN_CACHE, LinearOp, Weight
+from .ops import (BLOCK, GATED, INPUT_DTYPES, AddNorm, Attention, Combine, Convert, Dispatch, Embed, EphemeralAttention,
+                  ExpertLinear, Gather, Linear, Normed, NormRows, PoolRows, RouteRows, ephemeral_pages, max_groups,
+                  padded)
+from .pack cimport PackedMatrix, Panels
+from .pool cimport QUIRE_SHARE_ITEMS
+from .replay cimport (ADD_NORM, ATTENTION, COMBINE, CONVERT, DISPATCH, EMBED, GATHER, LINEAR, NORM, POOL, ROUTE,
+                      Record)
+from .rows cimport FIRST, LAST, MEAN, ConvertOp, NormOp
+from .step cimport Value
+
+_EPILOGUES = {"store": QUIRE_STORE, "add": QUIRE_ADD, "gelu": QUIRE_GELU, "gelu_tanh": QUIRE_GELU_TANH,
+              "relu": QUIRE_RELU, "tanh": QUIRE_TANH, "swiglu": QUIRE_SWIGLU, "geglu": QUIRE_GEGLU,
+              "swiglu_clamped": QUIRE_CLAMPED, "geglu_exact": QUIRE_GEGLU_EXACT}
+_NORMS = {"layer": QUIRE_LAYER_NORM, "rms": QUIRE_RMS_NORM, "l2": QUIRE_L2_NORM}
+_POOLINGS = {"mean": MEAN, "first": FIRST, "last": LAST}
+
+
+cdef class Binder:
+    """The limits of a program: those of the ops that are bound so far are in `max_positions` and `query_tile`."""
+
+    def __init__(self, regions, max_rows, max_samples, vocab_size, kv_layout, pages):
+        self.regions, self.max_rows, self.max_samples, self.vocab_size = regions, max_rows, max_samples, vocab_size
+        self.kv_layout, self.pages = kv_layout, pages
+        self.max_positions = self.num_types = 2**31 - 1
+        self.query_tile = QUIRE_TILE
+
+    cdef bind(self, Record *record, op):
+        """Set the record of an op."""
+        if isinstance(op, Embed):
+            self._add_embed(record, op)
+        elif isinstance(op, Convert):
+            self._add_convert(record, op)
+        elif isinstance(op, Linear):
+            self._add_linear(record, op)
+        elif isinstance(op, Attention):
+            self._add_attention(record, op)
+        elif isinstance(op, ExpertLinear):
+            self._add_expert_linear(record, op)
+        elif isinstance(op, RouteRows):
+            self._add_route(record, op)
+        elif isinstance(op, Dispatch):
+            self._add_dispatch(record, op)
+        elif isinstance(op, Combine):
+            self._add_combine(record, op)
+        elif isinstance(op, AddNorm):
+            self._add_add_norm(record, op)
+        elif isinstance(op, EphemeralAttention):
+            self._add_ephemeral_attention(record, op)
+        elif isinstance(op, NormRows):
+            self._add_norm(record, op)
+        elif isinstance(op, PoolRows):
+            self._add_pool(record, op)
+        elif isinstance(op, Gather):
+            record.kind = GATHER
+            record.op.gather.input = self.regions.value(op.input, op.out.columns, "f32", self.max_rows)
+            record.op.gather.out = self.regions.value(op.out, op.input.columns, "f32", self.max_samples)
+            self.regions.sampled.add(op.out)
+            record.op.gather.is_normed = self.regions.normed(&record.op.gather.normed, op, self.max_samples)
+        else:
+            raise ValueError(f"not an op: {op!r}")
+
+    cdef _add_embed(self, Record *record, op):
+        cdef PackedMatrix weight = op.weight
+        if weight.out_features < self.vocab_size:
+            raise ValueError(f"the embedding has {weight.out_features} rows for a vocabulary of {self.vocab_size}")
+        if weight.num_parts > 1:
+            raise ValueError(f"an embedding has one dtype, not {weight.ranges}")
+        self.regions.keep_alive.append(weight)
+        record.kind = EMBED
+        record.op.embed.out = self.regions.value(op.out, weight.in_features, "f32", self.max_rows)
+        record.op.embed.is_normed = self.regions.normed(&record.op.embed.normed, op, self.max_rows)
+        record.op.embed.panels, record.op.embed.width = weight.parts[0], weight.width
+        record.op.embed.scale = op.scale
+        record.op.embed.has_types = self._learned(&record.op.embed.types, op.types, weight)
+        if record.op.embed.has_types:
+            self.num_types = min(self.num_types, op.types.out_features)
+        record.op.embed.has_positions = self._learned(&record.op.embed.positions, op.positions, weight)
+        if record.op.embed.has_positions:
+            self.max_positions = min(self.max_positions, op.positions.out_features)
+
+    cdef bint _learned(self, Panels *panels, PackedMatrix table, PackedMatrix weight) except -1:
+        """Set the panels of an embedding that is added to `weight`'s; return whether there is one."""
+        if table is None:
+            return False
+        if table.num_parts > 1 or table.in_features != weight.in_features:
+            raise ValueError(f"learned embeddings need one dtype and {weight.in_features} columns, not {table.ranges} "
+                             f"and {table.in_features}")
+        self.regions.keep_alive.append(table)
+        panels[0] = table.parts[0]
+        return True
+
+    cdef _add_convert(self, Record *record, op):
+        cdef ConvertOp *convert = &record.op.convert
+        record.kind = CONVERT
+        convert.sampled = self.regions.follows(op.input, op.out)
+        rows = self.max_samples if convert.sampled else self.max_rows
+        convert.input = self.regions.value(op.input, op.out.columns, "f32", rows)
+        convert.out = self.regions.output(op.out, op.input.columns, rows)
+
+    cdef _add_add_norm(self, Record *record, op):
+        columns = op.out.columns
+        record.kind = ADD_NORM
+        record.op.add_norm.input = self.regions.value(op.input, columns, "f32", self.max_rows)
+        record.op.add_norm.out = self.regions.value(op.out, columns, "f32", self.max_rows)
+        record.op.add_norm.weight = self.regions.vector(op.weight, columns, padded(columns))
+        record.op.add_norm.eps = op.eps
+        record.op.add_norm.is_normed = self.regions.normed(&record.op.add_norm.normed, op, self.max_rows)
+
+    cdef _add_norm(self, Record *record, op):
+        cdef NormOp *norm = &record.op.norm
+        columns = op.input.columns
+        record.kind = NORM
+        if op.out is None and op.converted is None:
+            raise ValueError("a norm writes `out`, `converted` or both")
+        if (op.weight is None) != (op.kind == "l2") or op.bias is not None and op.kind != "layer":
+            raise ValueError(f"{op.kind} takes a weight unless it is l2, and a bias if it is layer")
+        norm.sampled, norm.keeps, norm.converts = False, op.out is not None, op.converted is not None
+        for out in (op.out, op.converted):
+            if out is not None:
+                norm.sampled = self.regions.follows(op.input, out)
+        rows = self.max_samples if norm.sampled else self.max_rows
+        norm.kind, norm.eps, norm.weight, norm.bias = _NORMS[op.kind], op.eps, NULL, NULL
+        if op.weight is not None:
+            norm.weight = self.regions.vector(op.weight, columns, padded(columns))
+        if op.bias is not None:
+            norm.bias = self.regions.vector(op.bias, columns, padded(columns))
+        norm.input = self.regions.value(op.input, columns, "f32", rows)
+        if norm.keeps:
+            norm.out = self.regions.value(op.out, columns, "f32", rows)
+        if norm.converts:
+            norm.converted = self.regions.output(op.converted, columns, rows)
+
+    cdef _add_pool(self, Record *record, op):
+        record.kind = POOL
+        record.op.pool.input = self.regions.value(op.input, op.out.columns, "f32", self.max_rows)
+        record.op.pool.out = self.regions.value(op.out, op.input.columns, "f32", self.max_samples)
+        record.op.pool.pooling = _POOLINGS[op.pooling]
+        self.regions.sampled.add(op.out)
+
+    cdef _add_linear(self, Record *record, op):
+        cdef PackedMatrix weight = op.weight
+        cdef LinearOp *linear = &record.op.linear
+        record.kind = LINEAR
+        linear.sampled = self.regions.follows(op.input.data if isinstance(op.input, Normed) else op.input, op.out)
+        rows = self.max_samples if linear.sampled else self.max_rows
+        linear.groups = NULL
+        biases = None if op.bias is None else (op.bias * np.float32(op.scale),)
+        self._add_product(linear, op, (weight,), biases, rows, rows // ROWS_IN_CACHE + 1)
+        if op.normed is not None:
+            linear.converts = self.regions.normed(&linear.converted, op, rows)
+        self._add_maxima(linear, op, rows)
+        linear.has_factors, linear.scale = linear.squares != NULL or op.scale != 1, op.scale
+        linear.softcap = op.softcap
+        if op.softcap and op.epilogue != "store":
+            raise ValueError(f"results are capped when they are stored, not with {op.epilogue}")
+
+    cdef _add_expert_linear(self, Record *record, op):
+        cdef LinearOp *linear = &record.op.linear
+        cdef RoutingTables routing = self.regions.tables(op.routing)
+        record.kind = LINEAR
+        shapes = {(weight.out_features, weight.in_features, weight.ranges) for weight in op.weights}
+        if len(op.weights) != op.routing.num_experts or len(shapes) != 1:
+            raise ValueError(f"{op.routing.num_experts} experts need as many weights of one shape and dtype, "
+                             f"not {len(op.weights)} of {len(shapes)}")
+        if op.biases is not None and len(op.biases) != len(op.weights):
+            raise ValueError(f"{len(op.weights)} experts need as many biases, not {len(op.biases)}")
+        linear.sampled, linear.maxima = False, NULL
+        linear.groups, linear.groups_width = routing.groups, routing.groups_width
+        linear.scale, linear.softcap = 1, 0
+        self._add_product(linear, op, op.weights, op.biases, self.max_rows * op.routing.top_k,
+                          max_groups(self.max_rows, op.routing.num_experts, op.routing.top_k))
+        linear.has_factors = linear.squares != NULL
+
+    cdef _add_product(self, LinearOp *linear, op, weights, biases, rows, groups):
+        """Set the input, the weights and biases, and the output: what linear layers with and without experts have."""
+        cdef PackedMatrix weight = weights[0]
+        cdef char[::1] memory = np.zeros(len(weights) * sizeof(Weight), np.int8)
+        cdef Weight *packed = <Weight *>&memory[0]
+        columns, num_blocks = weight.out_features, weight.panels // 2
+        if op.epilogue in GATED:
+            columns, num_blocks = min(weight.out_features // 2, op.out.columns), weight.panels // 4
+            if padded(op.out.columns) != weight.panels * 8:
+                raise ValueError(f"{op.epilogue} of {weight.panels * 16} columns gives {weight.panels * 8}, "
+                                 f"out has {op.out.columns}")
+        if groups * num_blocks >= QUIRE_SHARE_ITEMS:
+            raise ValueError(f"{rows} rows of {num_blocks} blocks are more than {QUIRE_SHARE_ITEMS - 1} items")
+        self._add_linear_input(linear, op.input, weight, rows)
+        linear.out = self.regions.value(op.out, columns, "f32" if op.epilogue == "add" else op.out.dtype, rows)
+        linear.converts = op.out.dtype != "f32"
+        if linear.converts:
+            linear.converted = self.regions.output(op.out, columns, rows)
+        linear.num_blocks, linear.epilogue = num_blocks, _EPILOGUES[op.epilogue]
+        for index, weight in enumerate(weights):
+            memcpy(packed[index].parts, weight.parts, sizeof(weight.parts))
+            packed[index].num_parts, packed[index].bias = weight.num_parts, NULL
+            if biases is not None:
+                packed[index].bias = self.regions.vector(biases[index], weight.out_features, weight.panels * 16)
+        linear.weights = packed
+        self.regions.keep_alive += [weights, memory]
+
+    cdef _add_route(self, Record *record, op):
+        cdef RouteOp *route = &record.op.route
+        record.kind = ROUTE
+        route.routing, route.normalised = self.regions.tables(op.routing), op.normalised
+        route.logits = self.regions.value(op.logits, op.routing.num_experts, "f32", self.max_rows)
+
+    cdef _add_dispatch(self, Record *record, op):
+        cdef DispatchOp *dispatch = &record.op.dispatch
+        cdef Value squares
+        places, columns = self.max_rows * op.routing.top_k, op.input.data.columns
+        record.kind = DISPATCH
+        dispatch.routing = self.regions.tables(op.routing)
+        dispatch.input = self.regions.value(op.input.data, op.out.data.columns, op.out.data.dtype, self.max_rows)
+        dispatch.out = self.regions.value(op.out.data, columns, op.input.data.dtype, places)
+        squares = self.regions.value(op.input.squares, padded(columns) // BLOCK, "f32", self.max_rows)
+        dispatch.squares, dispatch.squares_width = <float *>squares.rows.data, squares.rows.width
+        squares = self.regions.value(op.out.squares, padded(columns) // BLOCK, "f32", places)
+        dispatch.out_squares = <float *>squares.rows.data
+
+    cdef _add_combine(self, Record *record, op):
+        cdef CombineOp *combine = &record.op.combine
+        record.kind = COMBINE
+        combine.routing = self.regions.tables(op.routing)
+        combine.input = self.regions.value(op.input, op.out.columns, "f32", self.max_rows * op.routing.top_k)
+        combine.out = self.regions.value(op.out, op.input.columns, "f32", self.max_rows)
+        combine.is_normed = self.regions.normed(&combine.normed, op, self.max_rows)
+
+    cdef _add_maxima(self, LinearOp *linear, op, rows):
+        cdef Value maxima
+        linear.maxima = NULL
+        if op.maxima is not None:
+            if op.out.dtype != "f32":
+                raise ValueError(f"maxima need f32, not {op.out!r}")
+            maxima = self.regions.value(op.maxima, padded(op.out.columns) // BLOCK, "f32", rows)
+            linear.maxima, linear.maxima_width = <float *>maxima.rows.data, maxima.rows.width
+
+    cdef _add_linear_input(self, LinearOp *linear, source, PackedMatrix weight, rows):
+        cdef Value squares
+        linear.squares = NULL
+        if isinstance(source, Normed):
+            squares = self.regions.value(source.squares, padded(weight.in_features) // BLOCK, "f32", rows)
+            linear.squares, linear.squares_width = <float *>squares.rows.data, squares.rows.width
+            linear.eps, source = source.eps, source.data
+        linear.input = self.regions.value(source, weight.in_features, INPUT_DTYPES[weight.dtype], rows)
+
+    cdef _add_heads(self, HeadsOp *heads, op, group, norms_rows):
+        rotary_dim = 0 if op.rotary is None else op.rotary.shape[1]
+        self._add_rotary(heads, op)
+        heads.qkv = self.regions.value(op.qkv, (op.num_heads + 2 * op.num_kv_heads) * op.head_dim, "f32", self.max_rows)
+        heads.num_heads, heads.num_kv_heads = op.num_heads, op.num_kv_heads
+        heads.group, heads.head_dim = group, op.head_dim
+        heads.norms_rows = norms_rows
+        heads.query = self._head(op, op.q_norm, op.num_heads if norms_rows else 1, rotary_dim, op.scale)
+        heads.key = self._head(op, op.k_norm, op.num_kv_heads if norms_rows else 1, rotary_dim, 1)
+        heads.value = self._head(op, None, 1, 0, 1)
+
+    cdef _add_rotary(self, HeadsOp *heads, op):
+        cdef const float[:, ::1] rotary
+        if op.rotary is None:
+            heads.rotary = self.regions.vector(np.zeros(1), 1, 1)      # no element of it is read
+            return
+        rotary = op.rotary
+        if not 2 <= rotary.shape[1] <= op.head_dim or rotary.shape[1] % 2:
+            raise ValueError(f"rotary table must be [positions, 2 .. {op.head_dim}], not {list(op.rotary.shape)}")
+        self.regions.keep_alive.append(op.rotary)
+        self.max_positions = min(self.max_positions, rotary.shape[0])
+        heads.rotary = &rotary[0, 0]
+
+    cdef quire_head _head(self, op, norm, heads, rotary_dim, scale) except *:
+        cdef quire_head head
+        head.head_dim, head.rotary_dim, head.eps, head.factor, head.scale = op.head_dim, rotary_dim, op.eps, 0, scale
+        head.norm = NULL
+        if norm is not None:
+            length = op.head_dim * heads
+            head.norm = self.regions.vector(norm, length, padded(length + 16))     # a head is read by 16 elements
+        return head
+
+    cdef _add_attention(self, Record *record, op):
+        cdef AttentionOp *attention = &record.op.attention
+        self._check_place(op)
+        self._add_heads_and_output(attention, op, op.norms_rows)
+        record.kind = ATTENTION
+        attention.heads.layer_group, attention.heads.layer = op.group, op.layer
+        attention.causal, attention.softcap = True, op.softcap
+        if op.sinks is not None:
+            attention.sinks = self.regions.vector(op.sinks, op.num_heads, op.num_heads)
+
+    cdef _add_ephemeral_attention(self, Record *record, op):
+        cdef AttentionOp *attention = &record.op.attention
+        pages = op.pages
+        if self.kv_layout is not None or pages != self.pages:
+            raise ValueError(f"all attention of a program is in pages of the KV cache or in {self.pages!r}")
+        if (op.num_kv_heads, op.head_dim) != (pages.num_kv_heads, pages.head_dim) or op.window < 0:
+            raise ValueError(f"{op.num_kv_heads} x {op.head_dim} KV heads with a window of {op.window} do not fit "
+                             f"{pages!r}")
+        needed = ephemeral_pages(self.max_rows, self.max_samples)
+        if pages.num_pages < needed:
+            raise ValueError(f"{self.max_rows} rows of {self.max_samples} texts need {needed} pages, "
+                             f"not {pages.num_pages}")
+        if pages.offset < 0 or pages.offset % 64 or pages.offset + pages.nbytes > self.regions.nbytes:
+            raise ValueError(f"{pages!r} are not aligned or not inside an arena of {self.regions.nbytes} bytes")
+        self._add_heads_and_output(attention, op, False)
+        record.kind = ATTENTION
+        attention.heads.layer_group = attention.heads.layer = 0
+        attention.causal, attention.softcap = op.causal, 0
+
+    cdef _add_heads_and_output(self, AttentionOp *attention, op, norms_rows):
+        group = self._query_heads(op)
+        if op.out.dtype != "f32" and group * op.head_dim % BLOCK:
+            raise ValueError(f"{group} heads of {op.head_dim} do not fill blocks of {BLOCK}: out must be f32")
+        self._add_heads(&attention.heads, op, group, norms_rows)
+        attention.out = self.regions.output(op.out, op.num_heads * op.head_dim, self.max_rows)
+        attention.window, attention.sinks = op.window, NULL
+        self.query_tile = min(self.query_tile, QUIRE_TILE // group)
+
+    def _check_place(self, op):
+        layout = self.kv_layout
+        if layout is None:
+            raise ValueError("attention over pages needs a KV cache")
+        if (not 0 <= op.layer < layout.page_layers or op.num_kv_heads != layout.num_kv_heads
+                or op.head_dim != layout.head_dim):
+            raise ValueError(f"layer {op.layer} with {op.num_kv_heads} x {op.head_dim} KV heads does not fit a cache "
+                             f"of {layout.page_layers} layers with {layout.num_kv_heads} x {layout.head_dim}")
+        windows = list(layout.group_windows)
+        if not 0 <= op.group < len(windows) or op.window < 0 or op.window != windows[op.group]:
+            raise ValueError(f"a window of {op.window} does not fit layer group {op.group}; "
+                             f"the groups' windows are {windows}")
+
+    def _query_heads(self, op):
+        """Return the number of query heads per KV head."""
+        if op.num_heads < 1 or op.num_heads % op.num_kv_heads:
+            raise ValueError(f"{op.num_heads} query heads do not divide among {op.num_kv_heads} KV heads")
+        group = op.num_heads // op.num_kv_heads
+        if group > QUIRE_TILE:
+            raise ValueError(f"at most {QUIRE_TILE} query heads may share a KV head, not {group}")
+        return group

@@ -1,0 +1,140 @@
+"""A small text encoder with odd sizes, bound to the kernels and to the numpy reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from quire.kernels import PackedMatrix, Pool, Program, packed_nbytes
+from quire.kernels.ops import (
+    BLOCK,
+    GATED,
+    INPUT_DTYPES,
+    Convert,
+    Embed,
+    EphemeralAttention,
+    EphemeralPages,
+    Linear,
+    NormRows,
+    PoolRows,
+    Region,
+    ephemeral_pages,
+    padded,
+    region_nbytes,
+)
+
+from tests.kernels.conftest import aligned_bytes
+from tests.kernels.reference import ReferenceProgram
+
+VOCAB, TYPES, POSITIONS = 200, 2, 700
+MAX_ROWS, MAX_TEXTS = 800, 40
+
+
+@dataclass
+class Encoder:
+    """Layers with norms after (`post_norm`, as BERT) or before each branch; `windows` has one per layer."""
+
+    weights: str = "f32"
+    kv: str = "f32"
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 24
+    hidden: int = 80
+    intermediate: int = 112
+    windows: tuple[int, ...] = (0, 0)
+    causal: bool = False
+    post_norm: bool = True
+    rotates: bool = False
+    qk_norm: bool = False
+    epilogue: str = "gelu"
+    pooling: str = "mean"
+    isa: str | None = None
+    threads: int = 2
+    seed: int = 11
+    ops: list = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        self.offset = 0
+        self._build()
+        self.program = self.bind()
+        self.reference = ReferenceProgram(self.ops, self.kv, 32, 0)
+
+    def bind(self, **limits: int) -> Program:
+        """Build the program."""
+        limits = {"max_rows": MAX_ROWS, "max_samples": MAX_TEXTS, "max_sequences": MAX_TEXTS, **limits}
+        pool = Pool(self.threads)
+        return Program(self.ops, self.offset, None, None, 0, pool, vocab_size=VOCAB, isa=self.isa, **limits)
+
+    def run(self, *texts: Sequence[int], types: np.ndarray | None = None, program: Program | None = None) -> np.ndarray:
+        """Return the vectors of some texts, f32 [texts, hidden]."""
+        program = program or self.program
+        program.run_texts(*self.step(*texts), types)
+        return program.view(self.vectors)[: len(texts), : self.hidden].copy()
+
+    def run_reference(self, *texts: Sequence[int], types: np.ndarray | None = None) -> np.ndarray:
+        self.reference.run_texts(*self.step(*texts), types)
+        return self.reference.regions[self.vectors]
+
+    def step(self, *texts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        counts = [len(text) for text in texts]
+        return np.concatenate(texts).astype(np.int32), np.cumsum([0, *counts]).astype(np.int32)
+
+    def region(self, rows: int, columns: int, dtype: str = "f32") -> Region:
+        region = Region(self.offset, rows, columns, dtype)
+        self.offset += region_nbytes(rows, columns, dtype)
+        return region
+
+    def random(self, *shape: int) -> np.ndarray:
+        return (self.rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+
+    def packed(self, n: int, k: int, size: float = 1.0, dtype: str | None = None) -> PackedMatrix:
+        dtype = dtype or self.weights
+        matrix = PackedMatrix(n, k, dtype, aligned_bytes(packed_nbytes(n, k, dtype)))
+        matrix.fill(self.random(n, k) * np.float32(size))
+        return matrix
+
+    def linear(self, source: Region, out: Region, epilogue: str = "store") -> Linear:
+        columns = 2 * padded(out.columns) if epilogue in GATED else out.columns
+        weight = self.packed(columns, source.columns, 2)
+        return Linear(source, weight, self.random(columns), out, epilogue)
+
+    def norm(self, source: Region, out: Region | None, converted: Region | None) -> NormRows:
+        weight = (1 + 0.3 * self.rng.standard_normal(source.columns)).astype(np.float32)
+        return NormRows(source, "layer", weight, self.random(source.columns), 1e-5, out, converted)
+
+    def _build(self) -> None:
+        dtype = INPUT_DTYPES[self.weights]
+        self.pages = EphemeralPages(
+            self.offset, ephemeral_pages(MAX_ROWS, MAX_TEXTS), self.kv_heads, self.head_dim, self.kv
+        )
+        self.offset += self.pages.nbytes
+        x, h = self.region(MAX_ROWS, self.hidden), self.region(MAX_ROWS, self.hidden, dtype)
+        embeddings = [self.packed(n, self.hidden, 8) for n in (VOCAB, TYPES, POSITIONS)]
+        self.ops += [Embed(embeddings[0], x, None, 1.0, embeddings[1], embeddings[2])]
+        self.ops += [self.norm(x, x, h)]
+        for window in self.windows:
+            self._add_layer(x, h, window)
+        pooled, projected = self.region(MAX_TEXTS, self.hidden), self.region(MAX_TEXTS, self.hidden)
+        self.vectors, converted = self.region(MAX_TEXTS, self.hidden), self.region(MAX_TEXTS, self.hidden, dtype)
+        self.ops += [PoolRows(x, pooled, self.pooling), Convert(pooled, converted)]
+        self.ops += [self.linear(converted, projected, "tanh")]
+        self.ops += [NormRows(projected, "l2", None, None, 1e-12, self.vectors)]
+
+    def _add_layer(self, x: Region, h: Region, window: int) -> None:
+        d, group, dtype = self.head_dim, self.heads // self.kv_heads, INPUT_DTYPES[self.weights]
+        qkv = self.region(MAX_ROWS, (self.heads + 2 * self.kv_heads) * d)
+        a = self.region(MAX_ROWS, self.heads * d, dtype if group * d % BLOCK == 0 else "f32")
+        converted = a if a.dtype == dtype else self.region(MAX_ROWS, a.columns, dtype)
+        q_norm, k_norm = (1 + self.random(d), 1 + self.random(d)) if self.qk_norm else (None, None)
+        rotary = self.rng.uniform(-1, 1, (POSITIONS, d // 2 * 2)).astype(np.float32) if self.rotates else None
+        attention = EphemeralAttention(
+            qkv, a, self.pages, self.heads, self.kv_heads, d, q_norm, k_norm, 1e-6, rotary, d**-0.5, self.causal, window
+        )
+        inner = self.region(MAX_ROWS, self.intermediate, dtype)
+        after = self.norm(x, x if self.post_norm else None, h)
+        self.ops += [self.linear(h, qkv), attention, *([] if converted is a else [Convert(a, converted)])]
+        self.ops += [self.linear(converted, x, "add"), after]
+        self.ops += [self.linear(h, inner, self.epilogue), self.linear(inner, x, "add")]
+        self.ops += [self.norm(x, x if self.post_norm else None, h)]

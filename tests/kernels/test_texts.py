@@ -1,0 +1,176 @@
+"""Encoders without a KV cache against the numpy reference; a text's bits never depend on the other texts of a step."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from quire.kernels import supported_levels
+from quire.kernels.ops import EphemeralAttention, NormRows
+
+from tests.kernels.encoder import MAX_TEXTS, POSITIONS, TYPES, VOCAB, Encoder
+
+LEVELS = supported_levels()
+TOLERANCE = {"f32": 3e-5, "bf16": 2e-2, "q8": 8e-2}  # of vectors of length 1
+
+
+def text(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, n).astype(np.int32)
+
+
+def close(encoder: Encoder, *texts: np.ndarray) -> bool:
+    types = text(sum(map(len, texts)), 5) % TYPES
+    got, want = encoder.run(*texts, types=types), encoder.run_reference(*texts, types=types)
+    return bool(np.abs(got - want).max() <= TOLERANCE[encoder.weights if encoder.kv == "f32" else "q8"])
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "int8"), ("f32", "int8")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"post_norm": False, "rotates": True, "epilogue": "geglu_exact", "windows": (0, 9), "pooling": "first"},
+        {"causal": True, "kv_heads": 2, "qk_norm": True, "rotates": True, "windows": (0, 40), "pooling": "last"},
+        {"epilogue": "relu", "head_dim": 32},
+        {"epilogue": "gelu_tanh", "head_dim": 10, "hidden": 33, "intermediate": 50},
+    ],
+)
+def test_an_encoder_matches_the_reference(options, weights, kv, isa):
+    encoder = Encoder(weights=weights, kv=kv, isa=isa, **options)
+    assert close(encoder, text(70, 1), text(1, 2), text(33, 3))
+    assert close(encoder, text(17, 4))
+
+
+@pytest.mark.parametrize("kv", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("window", [0, 3, 64, 300])
+def test_long_texts_see_both_sides_of_their_window(window, kv):
+    encoder = Encoder(kv=kv, windows=(window,))
+    assert close(encoder, text(600, 1), text(65, 2))
+
+
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("bf16", "bf16"), ("q8", "int8")])
+def test_a_text_has_the_same_bits_among_any_others_and_on_any_number_of_threads(weights, kv, isa):
+    options = {"weights": weights, "kv": kv, "windows": (0, 20), "isa": isa}
+    encoder, one_thread = Encoder(**options), Encoder(**options, threads=1)
+    mine = text(130, 1)
+    alone = encoder.run(mine)[0].tobytes()
+    assert one_thread.run(mine)[0].tobytes() == alone
+    for others in ([1], [64, 65], [5] * 30):
+        before = [text(n, i + 2) for i, n in enumerate(others)]
+        assert encoder.run(*before, mine, text(9, 3))[len(others)].tobytes() == alone
+        assert one_thread.run(mine, *before)[0].tobytes() == alone
+
+
+@pytest.mark.parametrize(("weights", "kv"), [("f32", "f32"), ("q8", "int8")])
+@pytest.mark.parametrize("epilogue", ["gelu", "geglu_exact"])
+def test_an_encoder_has_the_same_bits_at_every_level(epilogue, weights, kv):
+    texts = [text(90, 1), text(3, 2)]
+    vectors = {Encoder(weights=weights, kv=kv, epilogue=epilogue, isa=isa).run(*texts).tobytes() for isa in LEVELS}
+    assert len(vectors) == 1
+
+
+@pytest.mark.parametrize("kv", ["f32", "int8"])
+def test_a_batch_that_advances_by_ranges_of_ops_has_the_same_bits(kv):
+    encoder = Encoder(kv=kv)
+    texts = [text(70, 1), text(12, 2)]
+    want, step, num_ops = encoder.run(*texts), encoder.step(*texts), len(encoder.ops)
+    for first in range(num_ops):
+        encoder.program.run_texts(*step, None, first, first + 1)
+    assert encoder.program.view(encoder.vectors)[:2, : encoder.hidden].tobytes() == want.tobytes()
+
+
+def test_only_a_text_with_nan_ends_as_nan():
+    encoder = Encoder(pooling="mean")
+    row = np.flatnonzero(text(70, 1) == text(70, 1)[7])
+    encoder.ops = [
+        replace(op, weight=_poisoned(encoder, int(text(70, 1)[7]))) if i == 0 else op
+        for i, op in enumerate(encoder.ops)
+    ]
+    assert len(row)
+    clean = np.setdiff1d(np.arange(VOCAB), text(70, 1)).astype(np.int32)[:20]
+    got = encoder.run(text(70, 1), clean, program=encoder.bind())
+    assert np.isnan(got[0]).all()
+    assert np.isfinite(got[1]).all()
+
+
+def _poisoned(encoder: Encoder, token: int):
+    rows = encoder.random(VOCAB, encoder.hidden)
+    rows[token] = np.nan
+    matrix = encoder.packed(VOCAB, encoder.hidden, dtype="f32")
+    matrix.fill(rows)
+    return matrix
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "row_start", "type_ids", "message"),
+    [
+        ([], [0], None, "0 rows of 0 texts"),
+        ([1, 2], [0, 2, 2], None, "text 1 must have 1"),
+        ([1, 2], [0, 1], None, "row_start must run"),
+        ([1, VOCAB], [0, 2], None, "outside the vocabulary"),
+        ([1, -1], [0, 2], None, "outside the vocabulary"),
+        ([1, 2], [0, 2], [0, TYPES], "outside the 2 types"),
+        ([1, 2], [0, 2], [0], "2 rows need as many type ids"),
+        ([1] * (POSITIONS + 1), [0, POSITIONS + 1], None, f"1..{POSITIONS} tokens"),
+        ([1] * (MAX_TEXTS + 1), list(range(MAX_TEXTS + 2)), None, f"1..{MAX_TEXTS}"),
+    ],
+)
+def test_texts_that_do_not_fit_are_refused(token_ids, row_start, type_ids, message):
+    types = None if type_ids is None else np.array(type_ids, np.int32)
+    with pytest.raises(ValueError, match=message):
+        Encoder().program.run_texts(np.array(token_ids, np.int32), np.array(row_start, np.int32), types)
+
+
+def test_ranges_and_programs_that_do_not_fit_are_refused(toy):
+    encoder = Encoder()
+    step = encoder.step(text(3))
+    for first, end in ((-1, 2), (3, 2), (0, 99)):
+        with pytest.raises(ValueError, match="not a range"):
+            encoder.program.run_texts(*step, None, first, end)
+    with pytest.raises(ValueError, match="runs texts"):
+        encoder.program.run(**toy().step((text(3), 0, np.array([0], np.int32))))
+    with pytest.raises(ValueError, match="runs sequences"):
+        toy().program.run_texts(*step)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": 2}, "do not fit"),
+        ({"window": -1}, "do not fit"),
+        ({"rotary": np.zeros((8, 26), np.float32)}, "rotary table must be"),
+    ],
+)
+def test_attention_that_does_not_fit_its_pages_is_refused(changes, message):
+    encoder = Encoder()
+    encoder.ops = [replace(op, **changes) if isinstance(op, EphemeralAttention) else op for op in encoder.ops]
+    with pytest.raises(ValueError, match=message):
+        encoder.bind()
+
+
+def test_pages_that_do_not_hold_every_step_are_refused():
+    encoder = Encoder()
+    with pytest.raises(ValueError, match="800 rows of 41 texts need"):
+        encoder.bind(max_samples=MAX_TEXTS + 1)
+    encoder.offset = encoder.pages.nbytes - 64
+    with pytest.raises(ValueError, match="not aligned or not inside"):
+        encoder.bind()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"out": None, "converted": None}, "writes `out`, `converted` or both"),
+        ({"kind": "l2"}, "takes a weight"),
+        ({"kind": "rms"}, "a bias if it is layer"),
+        ({"weight": None}, "takes a weight"),
+        ({"weight": np.zeros(3, np.float32)}, "expected a vector"),
+    ],
+)
+def test_norms_that_do_not_fit_are_refused(changes, message):
+    encoder = Encoder()
+    index = next(i for i, op in enumerate(encoder.ops) if isinstance(op, NormRows))
+    encoder.ops[index] = replace(encoder.ops[index], **changes)
+    with pytest.raises(ValueError, match=message):
+        encoder.bind()
