@@ -160,5 +160,31 @@ async def test_a_field_that_nests_deeply_is_refused(system: Any, field: str, dep
     assert (reply.status, field in reply.error["message"] or "too deeply" in reply.error["message"]) == (400, True)
 
 
+REFUSED: Any = {"type": "object", "not": {"type": "string"}}
+MESSAGES = [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": REFUSED}}}, "response_format"),
+        (CHAT, {"response_format": {"type": "json_object", "schema": REFUSED}, "text": 1}, "response_format"),
+        (CHAT, {"structured_outputs": {"json": REFUSED}}, "structured_outputs"),
+        (CHAT, {"guided_json": REFUSED, "stream": True}, "guided_json"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": REFUSED}}}, "text.format"),
+        (RESPONSES, {"include": ["reasoning.encrypted_content"]}, "include"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+async def test_an_error_names_the_field_of_the_body(real: Any, path: str, body: Any, param: str) -> None:
+    prompt: Any = {"input": "a"} if path == RESPONSES else {"messages": MESSAGES}
+    reply = await ask(real, path, {**prompt, **body})
+    assert (reply.status, reply.error["param"], reply.error["message"].split(":")[0].split(" ")[0]) == (
+        400,
+        param,
+        param,
+    )
+
+
 def _without_bytes(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if name != "bytes"}

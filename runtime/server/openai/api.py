@@ -31,6 +31,7 @@ from .json_body import parse_object
 from .responses import RESPONSE_KNOWN, ResponseFormat, response_call
 from .running import CallRunner, StreamedOutput, WholeOutput
 from .stored import Endpoint, KeptRequests, idempotency_key
+from .structure import structure_field
 
 BEARER = b"bearer "
 PARSED_AT_ONCE = 64 << 10  # bytes of a body, which takes about a millisecond
@@ -138,6 +139,7 @@ class Api:
             if endpoint is RESPONSE_ENDPOINT and "previous_response_id" in fields.values:
                 await self._kept.add_previous(endpoint, fields, exchange)
             to_store = endpoint.to_store(fields)
+            exchange.structure_field = structure_field(fields.values.keys())
             call = endpoint.read_call(fields, context.engine.info, tenant.name)
         try:
             if key is not None or call.store:

@@ -22,6 +22,7 @@ from ...common.errors import (
 )
 
 JSON = "application/json"
+STRUCTURE = "structured_outputs"  # the engine's name of the field with a grammar
 RETRY_UNAVAILABLE_MS = 1000  # for Unavailable, which says nothing of when it ends
 
 
@@ -74,9 +75,12 @@ _KINDS: tuple[tuple[type[QuireError], _Kind], ...] = (
 )
 
 
-def error_answer(error: QuireError, fields: Collection[str] = ()) -> HTTPAnswer:
-    """Return `error` as an answer; `fields` are the names of the body that its `param` may be."""
-    content = _body(error, fields)
+def error_answer(error: QuireError, fields: Collection[str] = (), structure: str = STRUCTURE) -> HTTPAnswer:
+    """Return `error` as an answer.
+
+    `fields` are the names of the body that its `param` may be; `structure` is the one that had the grammar.
+    """
+    content = _body(error, fields, structure)
     if isinstance(error, BadRequest):
         return HTTPAnswer(error.status, content, JSON, {"x-should-retry": "false", **error.headers})
     return HTTPAnswer(_kind(error).status, content, JSON, _retry_headers(error))
@@ -84,14 +88,14 @@ def error_answer(error: QuireError, fields: Collection[str] = ()) -> HTTPAnswer:
 
 def error_event(error: QuireError) -> bytes:
     """Return `error` as the last event of a stream."""
-    return b"data: " + _body(error, ()) + b"\n\n"
+    return b"data: " + _body(error, (), STRUCTURE) + b"\n\n"
 
 
 def _kind(error: QuireError) -> _Kind:
     return next(kind for cls, kind in _KINDS if isinstance(error, cls))
 
 
-def _body(error: QuireError, fields: Collection[str]) -> bytes:
+def _body(error: QuireError, fields: Collection[str], structure: str) -> bytes:
     kind = _kind(error)
     message = str(error).encode("utf-8", "replace").decode()  # it may quote a lone surrogate
     param, code = None, kind.code
@@ -100,6 +104,8 @@ def _body(error: QuireError, fields: Collection[str]) -> bytes:
     else:  # the engine's messages about a parameter begin with its name
         first = message.partition(" ")[0].rstrip(":")
         param = first if first in fields else None
+        if first == STRUCTURE and structure != STRUCTURE:
+            param, message = structure, structure + message.removeprefix(STRUCTURE)
     return msgspec.json.encode({"error": {"message": message, "type": kind.type, "param": param, "code": code}})
 
 

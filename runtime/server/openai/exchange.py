@@ -19,7 +19,7 @@ from ...common.logs import new_id
 from ..monitoring import CancelCause
 from ..send_buffer import SendBuffer
 from ..tenants import Tenant
-from .errors import HTTPAnswer, error_answer, error_event
+from .errors import STRUCTURE, HTTPAnswer, error_answer, error_event
 
 KEEP_ALIVE_S = 15.0  # between comments that keep a silent stream alive through proxies
 # One line without the empty one that ends an event: after it, clients that saw an `id` would read an empty event.
@@ -68,6 +68,7 @@ class Exchange:
         self.target = request.target.decode("ascii", "replace")
         self.headers = {name.decode("ascii"): value for name, value in request.headers}
         self.body = b""
+        self.structure_field = STRUCTURE  # the field of the body with the grammar
         self.send_buffer = send_buffer
         self.tenant: Tenant | None = None  # once authenticated
         self.lives: list[Cancellable] = []  # requests in the engine, or the reader of kept output
@@ -122,7 +123,7 @@ class Exchange:
             self._send_data(error_event(error))
             self.end_events()
         else:
-            self.respond(error_answer(error, fields))
+            self.respond(error_answer(error, fields, self.structure_field))
 
     def leave(self, cause: CancelCause) -> None:
         """Cancel what runs: the client has left, or reads too slowly."""

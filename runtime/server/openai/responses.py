@@ -116,7 +116,8 @@ def _num_logprobs(fields: Fields) -> int | None:
     """Return how many alternatives of each token to show, None for no logprobs. Raises BadRequest."""
     included, top = fields.take("include", list, []), fields.take_between("top_logprobs", 0, MAX_ALTERNATIVES, 0)
     if other := [each for each in included if each != WITH_LOGPROBS]:
-        raise BadRequest(f"include supports only {WITH_LOGPROBS}, not {shown(other[0])}", "include")
+        advice = "; reasoning is sent as text" if other[0] == "reasoning.encrypted_content" else ""
+        raise BadRequest(f"include supports only {WITH_LOGPROBS}, not {shown(other[0])}{advice}", "include")
     if top and not included:
         raise BadRequest(f"top_logprobs needs include: [{WITH_LOGPROBS!r}]", "top_logprobs")
     return top if included else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from ...common.errors import InvalidRequest
@@ -35,6 +36,12 @@ def structure_of(values: dict[str, Any]) -> StructuredOutputs | None:
     if len(found) > 1:
         raise BadRequest(f"give one of {found[0][0]} and {found[1][0]}, not both", found[1][0])
     return found[0][1] if found else None
+
+
+def structure_field(values: Set[str]) -> str:
+    """Return which of a body's fields has the grammar, by its name in the body."""
+    given = (name for name in ("response_format", "structured_outputs", *ALIASES) if name in values)
+    return next(given, "text.format" if "text" in values else "structured_outputs")  # the former of a response
 
 
 def _response_format(value: object) -> StructuredOutputs | None:
