@@ -21,7 +21,7 @@ from .common.loop_thread import LoopThread
 from .common.options import suggestion
 from .common.prompts import UNORDERED_OR_TEXT, as_token_ids, chat_messages, chat_tools, shown
 from .common.settings import resolve_settings
-from .common.types import RequestOutput, SamplingParams, check_arguments, join_chunks
+from .common.types import RequestOutput, SamplingParams, ToolChoice, check_arguments, join_chunks
 from .engine import Engine, GenerateRequest, LocalEngine
 from .engine.output import Stream
 
@@ -90,12 +90,14 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: ToolChoice | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
         """Return the answer to a chat, `[{"role": "user", "content": …}, …]`, with the model's own chat template.
 
-        The template gets `tools` in OpenAI's form and the variables in `chat_template_kwargs`. The text is what the
-        model writes, with the markup of reasoning and tool calls that is no special token.
+        The template gets `tools` in OpenAI's form and the variables in `chat_template_kwargs`. With a `tool_choice`, an
+        output's `reasoning` and `tool_calls` come apart from its text, and calls are valid. Without one, the text is
+        what the model writes, with the markup of reasoning and tool calls that is no special token.
 
         Raises InvalidRequest if the model has no template or the template refuses the messages, and as `generate`.
         """
@@ -104,6 +106,8 @@ class LLM:
             prompt=None,
             messages=chat_messages(messages),
             tools=chat_tools(tools),
+            tool_choice=tool_choice,
+            reads_output=tool_choice is not None,
             template_variables=dict(chat_template_kwargs or {}),
             sampling_params=sampling_params or SamplingParams(),
         )

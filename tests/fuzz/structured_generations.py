@@ -2,6 +2,8 @@
 
 usage: structured_generations.py [--count 10000] [--tokens 120] [--seed 1]
 
+Half as many outputs again are chats that require calls of tools, whose parameters are the schemas of objects.
+
 The model is tiny, with the tokenizer of the bundled one. Some requests have n = 3, some a beam search, and all have
 draft tokens. An output that ended with "stop" must be valid JSON that its schema allows, according to jsonschema. One
 that ended with "length" must be the beginning of one. Exit status 1 otherwise.
@@ -17,13 +19,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 from llguidance import LLMatcher
-from quire import LLM, CompletionOutput, SamplingParams, StructuredOutputs
-from quire.runtime.engine.grammars import Grammars, grammar_of
+from quire import LLM, CompletionOutput, InvalidRequest, SamplingParams, StructuredOutputs, ToolChoice
+from quire.runtime.engine.grammars import Grammars, check_structure, grammar_of
 from quire.runtime.model import BUNDLED_MODEL, read_spec
 from quire.runtime.model.weights.tensors import expected_tensors
 
@@ -33,13 +36,20 @@ from make_checkpoint import write_safetensors  # noqa: E402
 
 SCHEMAS: list[list[Any]] = json.loads((ROOT / "tests" / "data" / "json_schemas.json").read_text())
 BATCH = 200  # prompts of one call
+MAX_TOOL_CHARACTERS = 1500  # of a schema: the model's context is short
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
 SHAPE |= {"num_key_value_heads": 1, "head_dim": 32}
 
 
 def make_model(folder: Path) -> None:
     """Write a model with random weights, and the bundled model's tokenizer."""
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+    ):
         shutil.copy(BUNDLED_MODEL / name, folder / name)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | SHAPE))
@@ -51,17 +61,65 @@ def fault(schema: Any, output: CompletionOutput, begins: bool) -> str | None:
     """Return what is wrong with an output; `begins` tells whether the grammar accepts its tokens."""
     if not begins:
         return "the grammar does not accept its tokens"
-    if output.finish_reason == "length":
-        return None
+    return None if output.finish_reason == "length" else json_fault(schema, output.text)
+
+
+def json_fault(schema: Any, text: str) -> str | None:
+    """Return why a text is not JSON that the schema allows, None if it is."""
     try:
         validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
-        validator(schema, format_checker=validator.FORMAT_CHECKER).validate(json.loads(output.text))
+        validator(schema, format_checker=validator.FORMAT_CHECKER).validate(json.loads(text))
     except ValueError as error:
         return str(error)
     except jsonschema.ValidationError as error:
         is_year_0 = error.validator == "format" and str(error.instance).startswith("0000-")
         return None if is_year_0 else error.message  # Python has no year 0, RFC 3339 has
     return None
+
+
+def required_calls(folder: Path, count: int, num_tokens: int, chance: random.Random) -> tuple[Counter[str], list[str]]:
+    """Generate chats that require a call of a tool; return how they ended, and what is wrong."""
+    objects = [(name, schema) for name, schema, *_ in SCHEMAS if _is_of_objects(schema)]
+    outcomes, faults = Counter[str](), list[str]()
+
+    def ask(_: int) -> None:
+        offered = {f"tool_{i}": schema for i, (_, schema) in enumerate(chance.sample(objects, 2))}
+        tools = [
+            {"type": "function", "function": {"name": n, "parameters": offered[n], "strict": True}} for n in offered
+        ]
+        choice = ToolChoice(needed="required", parallel=chance.random() < 0.5)
+        params = SamplingParams(max_tokens=num_tokens, temperature=1.0, seed=chance.getrandbits(32))
+        messages = [{"role": "user", "content": str(chance.getrandbits(64))}]
+        output = llm.chat(messages, params, tools=tools, tool_choice=choice).outputs[0]
+        wrong = None
+        if output.finish_reason == "stop":
+            wrong = "no call" if not output.tool_calls else "text beside the calls" if output.text else None
+            wrong = "several calls" if len(output.tool_calls) > 1 and not choice.parallel else wrong
+            for call in output.tool_calls:
+                wrong = wrong or json_fault(offered[call.name], call.arguments)
+        elif "<tool_call>" in output.text:
+            wrong = "markup in the text"
+        outcomes["wrong" if wrong else str(output.finish_reason)] += 1
+        if wrong:
+            faults.append(f"tools: {wrong}: {output.tool_calls!r:.300}")
+
+    with LLM(folder, max_num_seqs=48, tool_call_parser="hermes") as llm, ThreadPoolExecutor(48) as pool:
+        list(pool.map(ask, range(count)))
+    return outcomes, faults
+
+
+def _is_of_objects(schema: Any) -> bool:
+    if (
+        not isinstance(schema, dict)
+        or len(json.dumps(schema)) > MAX_TOOL_CHARACTERS
+        or schema.get("type", "object") != "object"
+    ):
+        return False
+    try:
+        check_structure(StructuredOutputs(json={"type": "object", **schema}))
+    except InvalidRequest:
+        return False
+    return True
 
 
 def main() -> int:
@@ -107,6 +165,9 @@ def main() -> int:
                             faults.append(f"{name}: {wrong}: {output.text[:200]!r}")
                 print(dict(outcomes), f"{time.monotonic() - started:.0f} s", flush=True)
         grammars.close()
+        called, wrong_calls = required_calls(Path(folder), args.count // 2, args.tokens, chance)
+        print("required calls", dict(called), f"{time.monotonic() - started:.0f} s", flush=True)
+        faults += wrong_calls
     for text in faults[:40]:
         print(text)
     return 1 if faults else 0

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, ToolChoice
 from quire.runtime.common.errors import (
     ConfigError,
     ContextLengthExceeded,
@@ -249,6 +249,18 @@ def test_tools_and_variables_reach_the_template(tmp_path: Path) -> None:
         assert answer.token_ids == llm.generate("weather calm", FOUR)[0].token_ids
         with pytest.raises(InvalidRequest, match="must be a function"):
             llm.chat(messages, tools=[{"type": "other"}])
+
+
+def test_a_required_call_of_a_chat_comes_apart_from_its_text() -> None:
+    city = {"type": "object", "properties": {"city": {"const": "Rome"}}, "required": ["city"]}
+    strict = {"name": "weather", "parameters": {**city, "additionalProperties": False}, "strict": True}
+    tools: list[dict[str, Any]] = [{"type": "function", "function": strict}]
+    messages = [{"role": "user", "content": "Hello"}]
+    with LLM(tool_call_parser="hermes", kv_cache_memory=16 << 20) as llm:
+        choice = ToolChoice(needed="required", parallel=False)
+        output = llm.chat(messages, SamplingParams(max_tokens=100), tools=tools, tool_choice=choice).outputs[0]
+    (call,) = output.tool_calls
+    assert (output.text, call.name, json.loads(call.arguments)) == ("", "weather", {"city": "Rome"})
 
 
 def test_a_model_without_a_template(tmp_path: Path) -> None:

@@ -27,14 +27,13 @@ from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange
 from .fields import KNOWN, TOKENIZE, Call, Fields, chat_call, chat_prompt, check_model, completion_call
 from .formats import ChatFormat, CompletionFormat
-from .json_body import parse_object
+from .json_body import PARSED_AT_ONCE, parse_object
 from .responses import RESPONSE_KNOWN, ResponseFormat, response_call
 from .running import CallRunner, StreamedOutput, WholeOutput
 from .stored import Endpoint, KeptRequests, idempotency_key
 from .structure import structure_field
 
 BEARER = b"bearer "
-PARSED_AT_ONCE = 64 << 10  # bytes of a body, which takes about a millisecond
 MODELS = "/v1/models"
 CHATS = "/v1/chat/completions"
 RESPONSES = "/v1/responses"
@@ -135,12 +134,14 @@ class Api:
             if context.leaves_at is not None:
                 raise Unavailable("the server is shutting down; send this request elsewhere")
             key = idempotency_key(exchange.headers)
+            is_long = len(exchange.body) > PARSED_AT_ONCE
             fields = await self._fields(exchange, endpoint.known)
             if endpoint is RESPONSE_ENDPOINT and "previous_response_id" in fields.values:
                 await self._kept.add_previous(endpoint, fields, exchange)
             to_store = endpoint.to_store(fields)
             exchange.structure_field = structure_field(fields.values.keys())
-            call = endpoint.read_call(fields, context.engine.info, tenant.name)
+            read_call = partial(endpoint.read_call, fields, context.engine.info, tenant.name)
+            call = await self._parser.submit(tenant.name, read_call) if is_long else read_call()
         try:
             if key is not None or call.store:
                 answer = self._kept.submit(exchange, endpoint, call, key, to_store if call.store else None)
@@ -149,7 +150,7 @@ class Api:
         except QuireError as error:
             context.requests.log.refused(tenant.name, exchange.number, error.code, error.retry_after_ms)
             raise
-        del call, fields  # they hold the prompt
+        del call, fields, read_call  # they hold the prompt
         if (failure := await answer) is not None:
             exchange.refuse(failure, endpoint.known)
 

@@ -1,26 +1,33 @@
 """The JSON object of a request's body, stricter than Python's reader: no key twice, no NaN, no infinity, only UTF-8.
 
-The event loop waits for the reader, so the number of values is limited before it runs.
+The event loop waits for the reader, so the number of values is limited before it runs. A long body is read in a thread,
+by a reader that lets go of the GIL between two values.
 """
 
 from __future__ import annotations
 
 import json
+import json.scanner
 import math
 from typing import Any, NoReturn
 
 from .errors import BadRequest
 
+PARSED_AT_ONCE = 64 << 10  # bytes of a body, which takes about a millisecond
 MAX_CONTAINERS = 1 << 16  # lists, objects and keys of one body, of which each costs as much as several numbers
 MAX_VALUES = 1 << 18  # such as token ids
 MAX_DIGITS = 20  # of an integer: converting a long one takes quadratic time
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Return the object in `body`. Raises BadRequest that names the fault."""
+    """Return the object in `body`; one of more than `PARSED_AT_ONCE` bytes in one thread only.
+
+    Raises BadRequest that names the fault.
+    """
     _check_size(body)
+    decoder = _DECODER if len(body) <= PARSED_AT_ONCE else _PATIENT_DECODER
     try:
-        value = _DECODER.decode(body.decode())
+        value = decoder.decode(body.decode())
     except UnicodeDecodeError as error:
         raise BadRequest(f"the body is not UTF-8 (byte {error.start})") from None
     except RecursionError:
@@ -86,6 +93,13 @@ def _refuse_constant(name: str) -> NoReturn:
     raise BadRequest(f"the body is not JSON: {name} is no number")
 
 
-_DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_int=_integer, parse_float=_finite, parse_constant=_refuse_constant
-)
+def _new_decoder() -> json.JSONDecoder:
+    return json.JSONDecoder(
+        object_pairs_hook=_unique, parse_int=_integer, parse_float=_finite, parse_constant=_refuse_constant
+    )
+
+
+_DECODER = _new_decoder()
+_PATIENT_DECODER = _new_decoder()
+# The scanner in C would hold the GIL for the whole body, and every stream would wait.
+_PATIENT_DECODER.scan_once = json.scanner.py_make_scanner(_PATIENT_DECODER)  # type: ignore[attr-defined]
