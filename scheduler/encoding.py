@@ -34,6 +34,7 @@ class EncoderLimits(Protocol):
     """What the scheduler knows of an encoder."""
 
     max_rows: int  # tokens of a batch
+    max_texts: int  # of a batch
     num_stages: int  # of a batch
 
     def stage_seconds(self, lengths: Sequence[int]) -> float:
@@ -192,7 +193,7 @@ class EncoderPlanner:
         while (request := self._policy.head()) is not None:
             text = request.spec.texts[request.num_taken]
             num_tokens = len(text.token_ids)
-            if lengths and rows + num_tokens > self._limits.max_rows:
+            if lengths and (rows + num_tokens > self._limits.max_rows or len(lengths) == self._limits.max_texts):
                 break
             if lengths and rows >= next_check:
                 next_check = rows + rows // 8 + 1  # predicting takes a pass over all lengths

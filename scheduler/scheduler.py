@@ -253,8 +253,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._queue)
+        """Requests in the queue, those to encode included."""
+        return len(self._queue) + (0 if self._encoder is None else self._encoder.stats().waiting)
 
     @property
     def predicted_wait_s(self) -> float | None:

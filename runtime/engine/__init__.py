@@ -4,6 +4,11 @@ from .core import Core, CoreListener, EngineCore, Prefilled
 from .engine import Engine, LocalEngine
 from .facade import (
     CoreInfo,
+    EmbeddedTexts,
+    Embeddings,
+    EmbedRequest,
+    EmbedStats,
+    EncoderInfo,
     EngineFacade,
     EngineInfo,
     EngineObserver,
@@ -22,6 +27,11 @@ __all__ = [
     "Core",
     "CoreInfo",
     "CoreListener",
+    "EmbedRequest",
+    "EmbedStats",
+    "EmbeddedTexts",
+    "Embeddings",
+    "EncoderInfo",
     "Engine",
     "EngineCore",
     "EngineFacade",

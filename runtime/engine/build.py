@@ -5,17 +5,19 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from ...pager import Pager, SpillFile, SpillUnavailable
 from ...scheduler import (
     Budget,
     CostModel,
+    EncoderLimits,
     Fair,
     FirstComeFirstServed,
     LatencyBudget,
     Policy,
     Priority,
-    Request,
+    QueuedRequest,
     Scheduler,
     SchedulerConfig,
     TokenBudget,
@@ -23,6 +25,8 @@ from ...scheduler import (
 from ..common.config import EngineConfig
 from ..common.errors import ConfigError
 from ..model.runner import ModelRunner
+
+R = TypeVar("R", bound=QueuedRequest)
 
 
 def build_spill_file(config: EngineConfig, runner: ModelRunner) -> SpillFile | None:
@@ -37,8 +41,10 @@ def build_spill_file(config: EngineConfig, runner: ModelRunner) -> SpillFile | N
         raise ConfigError(f"kv_spill_dir: {error}") from error
 
 
-def build_pager(config: EngineConfig, runner: ModelRunner, spill_file: SpillFile | None) -> Pager:
-    """Return a pager over the runner's KV memory."""
+def build_pager(config: EngineConfig, runner: ModelRunner | None, spill_file: SpillFile | None) -> Pager:
+    """Return a pager over the runner's KV memory; without a runner, one with no memory, which nothing uses."""
+    if runner is None:
+        return Pager(config.page_size, 1, enable_prefix_caching=False)
     return Pager(
         runner.capacity.layout.page_size,
         runner.capacity.num_pages,
@@ -53,6 +59,7 @@ def build_scheduler(
     config: EngineConfig,
     pager: Pager,
     max_num_samples: int,
+    encoder: EncoderLimits | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
     """Return the scheduler that the configuration describes."""
@@ -66,7 +73,16 @@ def build_scheduler(
         max_num_waiting_per_tenant=config.max_num_waiting_per_tenant,
         max_kv_pages_per_tenant=None if share is None else max(1, int(share * pager.pool.num_pages)),
     )
-    return Scheduler(pager, _budget(config, cost), limits, cost=cost, policy=_policy(config), clock=clock)
+    return Scheduler(
+        pager,
+        _budget(config, cost),
+        limits,
+        cost=cost,
+        policy=_policy(config),
+        encoder=encoder,
+        encoder_policy=_policy(config),
+        clock=clock,
+    )
 
 
 def _budget(config: EngineConfig, cost: CostModel) -> Budget:
@@ -75,7 +91,7 @@ def _budget(config: EngineConfig, cost: CostModel) -> Budget:
     return LatencyBudget(cost, config.itl_target_ms / 1000, config.max_num_batched_tokens)
 
 
-def _policy(config: EngineConfig) -> Policy[Request]:
+def _policy(config: EngineConfig) -> Policy[R]:
     match config.scheduling_policy:
         case "fcfs":
             return FirstComeFirstServed()

@@ -7,13 +7,16 @@ the `Engine` dropped it.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -21,9 +24,15 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from ...kernels import CpuBudget
 from ...pager import OutOfPages, SpillFile
 from ...scheduler import (
     AdmissionEstimate,
+    EncodedText,
+    EncodeRequest,
+    EncoderLimits,
+    EncoderResult,
+    EncoderStep,
     EngineLoop,
     FinishedStep,
     FinishReason,
@@ -33,11 +42,12 @@ from ...scheduler import (
     StepResult,
 )
 from ..common.config import EngineConfig
-from ..common.errors import ContextLengthExceeded, QuireError, Unavailable
+from ..common.errors import ContextLengthExceeded, QuireError, Unavailable, UnsupportedModel
+from ..model import model_path
 from ..model.files import sampled_fingerprint
 from ..model.runner import ModelRunner, load_model
 from .build import build_pager, build_scheduler, build_spill_file
-from .facade import CoreInfo, EngineStats, StepStats
+from .facade import CoreInfo, EncoderInfo, EngineStats, StepStats
 from .grammars import Grammars
 from .masks import StepMasks
 
@@ -82,6 +92,9 @@ class Core(Protocol):
     async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
         """Queue a request, or the samples of one prompt. Raises Refused or NotAccepting and then changes nothing."""
 
+    async def add_encoding(self, request: EncodeRequest) -> AdmissionEstimate:
+        """Queue texts for the encoder. Raises Refused or NotAccepting and then changes nothing."""
+
     def cancel(self, request_id: int) -> None:
         """End a request; its end is published. Allowed in every state, idempotent."""
 
@@ -101,6 +114,26 @@ class Core(Protocol):
         """Stop, and free memory and threads. Idempotent."""
 
 
+class Encoder(EncoderLimits, Protocol):
+    """A loaded encoder. Its methods block; the engine calls them from one thread."""
+
+    path: Path
+    isa: str
+    cpus: CpuBudget
+
+    def begin(self, texts: Sequence[EncodedText]) -> None:
+        """Begin a batch, in place of one that has not ended."""
+
+    def advance(self, num_stages: int) -> bool:
+        """Run the next stages of the batch. Return whether it has ended."""
+
+    def values(self) -> npt.NDArray[np.float32]:
+        """Return the values [texts, dimensions or labels] of the batch, which has ended."""
+
+    def close(self) -> None:
+        """Free memory and threads. Idempotent."""
+
+
 class EngineCore:
     """Implements `Core` with one scheduler, one model runner and one step thread.
 
@@ -112,18 +145,24 @@ class EngineCore:
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: ModelRunner | None,
         config: EngineConfig,
         spill_file: SpillFile | None,
+        encoder: Encoder | None = None,
+        encoder_info: EncoderInfo | None = None,
     ) -> None:
-        self.runner = runner
+        """Own a model that generates text, an encoder, or both, with what `encoder_info` says of the encoder."""
         self.config = config
+        self.encoder = encoder
+        self._encoder_info = encoder_info
+        self._runner = runner
         self._spill_file = spill_file
         self.pager = build_pager(config, runner, spill_file)
-        self.scheduler = build_scheduler(config, self.pager, runner.capacity.max_num_samples)
+        num_samples = config.max_num_seqs if runner is None else runner.capacity.max_num_samples
+        self.scheduler = build_scheduler(config, self.pager, num_samples, encoder)
         self._worker = ThreadPoolExecutor(1, "quire-step")
-        self.grammars = Grammars(runner.path)
-        self._fingerprint = _fingerprint(runner, config)
+        self.grammars = Grammars(model_path(config.model) if runner is None else runner.path)
+        self._info = self._describe()
         self._started = False
         self._scoring = asyncio.Lock()  # held while `logits` computes
         self._closed = False
@@ -150,7 +189,24 @@ class EngineCore:
     @property
     def info(self) -> CoreInfo:
         """See `Core.info`."""
-        runner, capacity = self.runner, self.runner.capacity
+        return self._info
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The model that generates text. Raises UnsupportedModel if the only model is an encoder."""
+        if self._runner is None:
+            raise UnsupportedModel("this model is an encoder: it makes embeddings or scores, and generates no text")
+        return self._runner
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV cache."""
+        return 0 if self._runner is None else self._runner.capacity.memory.kv_bytes
+
+    def _describe(self) -> CoreInfo:
+        if self._runner is None:
+            return self._describe_encoder()
+        runner, capacity = self._runner, self._runner.capacity
         return CoreInfo(
             vocab_size=runner.spec.vocab_size,
             max_model_len=capacity.max_model_len,
@@ -161,7 +217,26 @@ class EngineCore:
             isa=capacity.isa,
             threads=capacity.cpus.threads,
             threads_reason=capacity.cpus.reason,
-            fingerprint=self._fingerprint,
+            fingerprint=_fingerprint(runner.path, capacity.isa, self.config),
+            encoder=self._encoder_info,
+        )
+
+    def _describe_encoder(self) -> CoreInfo:
+        encoder, info = self.encoder, self._encoder_info
+        assert encoder is not None, "a core has a model"
+        assert info is not None, "an encoder comes with its description"
+        return CoreInfo(
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            num_pages=0,
+            page_size=self.config.page_size,
+            isa=encoder.isa,
+            threads=encoder.cpus.threads,
+            threads_reason=encoder.cpus.reason,
+            fingerprint=_fingerprint(encoder.path, encoder.isa, self.config),
+            encoder=info,
+            generates=False,
         )
 
     @property
@@ -186,6 +261,10 @@ class EngineCore:
             raise Unavailable("this engine is computing logits; try again")
         return self.engine_loop.add(*requests)
 
+    async def add_encoding(self, request: EncodeRequest) -> AdmissionEstimate:
+        """See `Core.add_encoding`. It does not suspend."""
+        return self.engine_loop.add_encoding(request)
+
     def cancel(self, request_id: int) -> None:
         """See `Core.cancel`."""
         self.engine_loop.cancel(request_id)
@@ -198,7 +277,15 @@ class EngineCore:
         """See `Core.stats`."""
         if self.is_broken:
             raise Unavailable("the engine has stopped after an internal error; restart it")
-        return msgspec.convert(self.scheduler.stats(), EngineStats, from_attributes=True)
+        stats = self.scheduler.stats()
+        encoder = stats.encoder
+        return msgspec.structs.replace(
+            msgspec.convert(stats, EngineStats, from_attributes=True),
+            encoder_waiting=encoder.waiting,
+            encoder_running=encoder.running,
+            encoded_texts=encoder.texts,
+            encoded_tokens=encoder.tokens,
+        )
 
     async def drain(self) -> None:
         """See `Core.drain`."""
@@ -223,7 +310,10 @@ class EngineCore:
             self.grammars.close()
             if self._spill_file is not None:
                 self._spill_file.close()
-            self.runner.close()
+            if self.encoder is not None:
+                self.encoder.close()
+            if self._runner is not None:
+                self._runner.close()
 
     async def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return the raw logits [len(token_ids), vocab] after each token, for evaluation.
@@ -266,22 +356,28 @@ class EngineCore:
 
     def _compute(self, plan: StepPlan, masks: StepMasks | None) -> StepResult:
         """Run a step, in the step's thread."""
-        if masks is None:
-            return self.runner.execute(plan)
-        return masks.advance(self.runner.execute(plan, masks))
+        result = StepResult(plan.step_id, (), 0.0)
+        if plan.sequences:
+            execute = self.runner.execute
+            result = execute(plan) if masks is None else masks.advance(execute(plan, masks))
+        if plan.encoder is None or self.encoder is None:
+            return result
+        return dataclasses.replace(result, encoder=run_encoder(self.encoder, plan.encoder))
 
     def _observe(self, step: FinishedStep) -> None:
         sequences = step.plan.sequences
         if bool(self.scheduler.itl_overrun) != self._misses_itl_target:
             self._log_itl_target(step.plan.num_decode_rows)
+        encoder_s = 0.0 if step.result.encoder is None else step.result.encoder.duration_s
         stats = StepStats(
-            duration_s=step.result.duration_s,
+            duration_s=step.result.duration_s + encoder_s,
             prefill_tokens=step.plan.num_prefill_tokens,
             decode_tokens=step.plan.num_decode_rows,
             context_tokens=tuple([s.first_position + len(s.token_ids) for s in sequences]),
             schedule_s=step.schedule_s,
             commit_s=step.commit_s,
             publish_s=step.publish_s,
+            encoder_s=encoder_s,
         )
         prefilled = [
             Prefilled(s.request_id, s.first_position + len(s.token_ids)) for s in sequences if not s.num_samples
@@ -303,7 +399,24 @@ class EngineCore:
             _log.info("inter-token target can be met again", target_ms=target_ms)
 
 
-def _fingerprint(runner: ModelRunner, config: EngineConfig) -> str:
+def run_encoder(encoder: Encoder, step: EncoderStep) -> EncoderResult:
+    """Run the encoder's part of a step. An exception ends its batch only."""
+    started = time.perf_counter()
+    values: tuple[bytes | None, ...] = ()
+    try:
+        if step.texts:
+            encoder.begin(step.texts)
+        encoder.advance(step.num_stages)
+        if step.is_last:
+            rows = encoder.values()
+            values = tuple(row.tobytes() if np.isfinite(row).all() else None for row in rows)
+    except Exception as error:
+        _log.exception("encoder batch failed", requests=len(step.request_ids))
+        return EncoderResult(time.perf_counter() - started, error=f"encoding failed: {error!r}")
+    return EncoderResult(time.perf_counter() - started, values)
+
+
+def _fingerprint(path: Path, isa: str, config: EngineConfig) -> str:
     """Return a short name of what the bits of outputs depend on: build, ISA level, dtypes and model."""
-    parts = version("quire"), runner.capacity.isa, config.weights, config.kv_cache_dtype, config.page_size
-    return hashlib.sha256(repr(parts).encode() + sampled_fingerprint(runner.path)).hexdigest()[:16]
+    parts = version("quire"), isa, config.weights, config.kv_cache_dtype, config.page_size
+    return hashlib.sha256(repr(parts).encode() + sampled_fingerprint(path)).hexdigest()[:16]

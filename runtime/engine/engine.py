@@ -20,12 +20,22 @@ import numpy.typing as npt
 
 from ...scheduler import Request, RequestUpdate, SchedulerError
 from ..common.config import EngineConfig
-from ..common.errors import GenerationFailed, QuireError, Unavailable
+from ..common.errors import GenerationFailed, InvalidRequest, QuireError, Unavailable
 from ..common.types import FinishReason, OutputChunk, Usage
 from ..model import model_path
 from .core import Core, CoreListener, EngineCore, Prefilled
+from .embedding import Embedder, EmbeddingStream, EncoderTextProcessor
 from .error_mapping import failure_error, refusal_error
-from .facade import EngineInfo, EngineObserver, EngineStats, GenerateRequest, RequestStats, SilentObserver, StepStats
+from .facade import (
+    EmbedRequest,
+    EngineInfo,
+    EngineObserver,
+    EngineStats,
+    GenerateRequest,
+    RequestStats,
+    SilentObserver,
+    StepStats,
+)
 from .fair_executor import FairExecutor
 from .input import PreparedInput, conversation_of, fitted, num_sequences, prepare, scheduled_requests
 from .output import SequenceOutput, Stream, StreamingOutput, output_class
@@ -39,7 +49,9 @@ CoreT = TypeVar("CoreT", bound=Core)
 class Engine(Generic[CoreT]):
     """Implements `facade.EngineFacade` over a core, which it starts and owns. End both with `close`."""
 
-    def __init__(self, core: CoreT, text_processor: TextProcessor) -> None:
+    def __init__(
+        self, core: CoreT, text_processor: TextProcessor, encoder_texts: EncoderTextProcessor | None = None
+    ) -> None:
         self.core = core
         self.text_processor = text_processor
         info = core.info
@@ -58,6 +70,9 @@ class Engine(Generic[CoreT]):
         self._num_preparing: Counter[str] = Counter()  # tenant -> sequences whose prompt is being tokenized
         self._executor = FairExecutor()
         self._next_id = 0
+        self._embedder: Embedder | None = None
+        if info.encoder is not None and encoder_texts is not None:
+            self._embedder = Embedder(core, info.encoder, encoder_texts, self._executor, self._new_id)
         core.start(CoreListener(self._publish, self._fail_request, self._observe_step, self._fail_all))
 
     @classmethod
@@ -70,6 +85,8 @@ class Engine(Generic[CoreT]):
         """See `facade.EngineFacade.submit`."""
         submitted = time.monotonic()
         try:
+            if not self.info.generates:
+                raise InvalidRequest("this model is an encoder: it makes embeddings or scores, and generates no text")
             self._validator.check_options(request)
             # Count requests that are still being tokenized as queued; otherwise more are tokenized than can be queued.
             num_queued = num_sequences(request.sampling_params)
@@ -86,6 +103,22 @@ class Engine(Generic[CoreT]):
             self._rejected(error)
             raise
         return self._accept(request, prepared, submitted)
+
+    def embed(self, request: EmbedRequest) -> Coroutine[Any, Any, EmbeddingStream]:
+        """See `facade.EngineFacade.embed`."""
+        if self._embedder is None:
+            raise self._rejected(InvalidRequest("this server has no embedding model; it generates text"))
+        try:
+            return self._reporting(self._embedder.submit(request))
+        except QuireError as error:
+            raise self._rejected(error) from error
+
+    async def _reporting(self, accepting: Coroutine[Any, Any, EmbeddingStream]) -> EmbeddingStream:
+        try:
+            return await accepting
+        except QuireError as error:
+            self._rejected(error)
+            raise
 
     async def tokenize(self, text: str, add_special_tokens: bool = True, *, tenant: str = "") -> tuple[int, ...]:
         """See `facade.EngineFacade.tokenize`."""
@@ -116,13 +149,19 @@ class Engine(Generic[CoreT]):
     def set_observer(self, observer: EngineObserver) -> None:
         """See `facade.EngineFacade.set_observer`."""
         self._observer = observer
+        if self._embedder is not None:
+            self._embedder.observer = observer
 
     async def drain(self) -> None:
         """See `facade.EngineFacade.drain`."""
         await self.core.drain()
+        if self._embedder is not None:
+            await self._embedder.drain()
 
     async def stop(self) -> None:
         """End all requests now and compute nothing more. Idempotent."""
+        if self._embedder is not None:
+            self._embedder.close()
         for sequence in self._sequences.values():
             sequence.output.error = Unavailable("the engine was closed before this request ended; try again")
         await self.core.stop()
@@ -141,6 +180,10 @@ class Engine(Generic[CoreT]):
         return await self.core.logits(token_ids)
 
     # From a request to the core's queue
+
+    def _new_id(self) -> int:
+        self._next_id += 1
+        return self._next_id - 1
 
     def _prepare(self, request: GenerateRequest, num_queued: int) -> asyncio.Future[PreparedInput]:
         """Begin to tokenize the prompt in a helper thread; `num_queued` sequences count as queued until it is done."""
@@ -235,7 +278,9 @@ class Engine(Generic[CoreT]):
         now = time.monotonic()
         for update in updates:
             sequence = self._sequences.get(update.request_id)
-            if sequence is None:  # its request has failed because of another sequence
+            if sequence is None:  # texts, or its request has failed because of another sequence
+                if self._embedder is not None:
+                    self._embedder.take(update)
                 continue
             output, num_before = sequence.output, sequence.num_tokens
             try:
@@ -277,6 +322,8 @@ class Engine(Generic[CoreT]):
         sequence = self._sequences.get(request_id)
         if sequence is not None:
             self._fail(sequence.output, sequence.output.error or error, time.monotonic())
+        elif self._embedder is not None:
+            self._embedder.fail(request_id, error)
 
     def _fail(self, output: StreamingOutput, error: QuireError, now: float) -> None:
         """End a request and all its sequences with one error."""
@@ -287,6 +334,8 @@ class Engine(Generic[CoreT]):
     def _fail_all(self) -> None:
         """End the requests that are left when the core has ended: the step that broke it may have ended some."""
         now = time.monotonic()
+        if self._embedder is not None:
+            self._embedder.fail_all()
         for output in {id(sequence.output): sequence.output for sequence in self._sequences.values()}.values():
             error = output.error or GenerationFailed("the engine stopped unexpectedly")
             output.stream.put(error)

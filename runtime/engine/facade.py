@@ -7,11 +7,13 @@ iterator.
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from ...scheduler import AdmissionEstimate
 from ..common.errors import QuireError
@@ -20,6 +22,7 @@ from .text import OutputParser, Token
 
 NewParser = Callable[[], OutputParser]
 
+INT_BYTES = 36  # of a token id in a tuple
 MAX_COUNTED = 1000  # values of one request; counting takes time on the event loop
 
 
@@ -61,6 +64,50 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return num_bytes
 
 
+class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Texts to embed, or documents to score against a query."""
+
+    inputs: tuple[str | tuple[int, ...], ...]  # texts, or token ids with the model's special tokens
+    query: str | None = None  # score each of `inputs` for this query, instead of embedding it
+    dimensions: int | None = None  # leading elements of each vector; None: all
+    prompt_name: str | None = None  # of the model's prompts, which goes before each text; None: the model's default
+    truncate_prompt_tokens: int | None = None  # keep this many tokens of a text, -1: as many as the model takes
+    tenant: str = ""  # from authentication, never from the request's body
+    priority: int = 0  # lower runs earlier
+    deadline_ms: int | None = None  # from submission
+
+    def text_bytes(self) -> int:
+        """Return about how many bytes the texts take in memory."""
+        num_bytes = sys.getsizeof(self.inputs) + sys.getsizeof(self.query)
+        for each in self.inputs:
+            num_bytes += sys.getsizeof(each) + (INT_BYTES * len(each) if isinstance(each, tuple) else 0)
+        return num_bytes
+
+
+class EmbeddedTexts(msgspec.Struct, frozen=True, kw_only=True):
+    """The vectors, or the scores, of consecutive inputs of a request."""
+
+    first_index: int  # of the first one among the request's inputs
+    values: npt.NDArray[np.float32]  # [texts, dimensions], or [texts, 1] of scores
+    prompt_tokens: int  # of these texts
+
+
+class Embeddings(Protocol):
+    """The stream of an accepted `EmbedRequest`. Iterate it once: work pauses while it is not read.
+
+    Closing the iterator early cancels the request.
+    """
+
+    @property
+    def admission(self) -> AdmissionEstimate:
+        """The estimate with which the request was accepted."""
+
+    def __aiter__(self) -> AsyncGenerator[EmbeddedTexts, None]: ...
+
+    def cancel(self) -> None:
+        """End the request without reading it. Idempotent."""
+
+
 class Generation(Protocol):
     """The stream of an accepted request. Read it once: call `deliver`, or iterate it.
 
@@ -97,6 +144,20 @@ class Generation(Protocol):
         """
 
 
+class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a core reports of its encoder; constant while it runs."""
+
+    vocab_size: int
+    max_model_len: int  # tokens of a text
+    dimensions: int  # of a vector
+    num_labels: int = 0  # of a model that scores pairs of texts; 0: it makes vectors
+    score_activation: str = "identity"  # what makes a score of a label's value: "sigmoid" or "identity"
+    normalise: bool = False  # vectors have length 1
+    matryoshka: tuple[int, ...] = ()  # smaller numbers of dimensions that the model was trained for; (): not known
+    prompts: dict[str, str] = {}  # name -> text that goes before an input
+    default_prompt: str | None = None  # name of the prompt of inputs without one
+
+
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a core reports of itself; constant while it runs."""
 
@@ -111,6 +172,8 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: frozenset[int] = frozenset()  # from config.json and generation_config.json
     num_processes: int = 0  # engine processes; 0: the core runs in this process
     fingerprint: str = ""  # of all that decides the bits of an output besides its request
+    encoder: EncoderInfo | None = None
+    generates: bool = True  # False: the model is an encoder, which generates no text
 
 
 class EngineInfo(CoreInfo, frozen=True, kw_only=True):
@@ -145,6 +208,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     restarts: int = 0  # of engine processes
     replayed_requests: int = 0  # that went on in a new engine process
     quarantined_requests: int = 0
+    encoder_waiting: int = 0  # requests with texts to encode that are in no batch yet
+    encoder_running: int = 0  # requests whose texts are all in a batch, or encoded
+    encoded_texts: int = 0
+    encoded_tokens: int = 0
     steps_over_itl_target: int = 0  # steps since decoding alone exceeded the latency target, until 90 % of it
 
 
@@ -158,6 +225,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
     schedule_s: float
     commit_s: float
     publish_s: float  # including detokenizing
+    encoder_s: float = 0.0  # of `duration_s`
 
 
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,6 +241,17 @@ class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
     time_per_output_token_s: float | None = None  # mean after the first token, of the sequence that decoded longest
 
 
+class EmbedStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One ended `EmbedRequest`."""
+
+    tenant: str
+    kind: Literal["embed", "score"]
+    error: QuireError | None  # None also if it was cancelled
+    num_texts: int  # whose values were read
+    prompt_tokens: int  # of these
+    e2e_s: float
+
+
 class EngineObserver(Protocol):
     """Receives an engine's events on the event loop. Its methods must be cheap and must not raise."""
 
@@ -184,6 +263,8 @@ class EngineObserver(Protocol):
     def on_rejected(self, error: QuireError) -> None: ...
 
     def on_finished(self, stats: RequestStats) -> None: ...
+
+    def on_embedded(self, stats: EmbedStats) -> None: ...
 
 
 class SilentObserver:
@@ -201,6 +282,9 @@ class SilentObserver:
     def on_finished(self, stats: RequestStats) -> None:
         """Ignore the end."""
 
+    def on_embedded(self, stats: EmbedStats) -> None:
+        """Ignore the end."""
+
 
 class EngineFacade(Protocol):
     """An engine, as its users see it."""
@@ -211,6 +295,12 @@ class EngineFacade(Protocol):
         The call itself refuses what needs no token ids to be refused, so a full queue costs the server no task. Raises
         InvalidRequest, ContextLengthExceeded, Overloaded, QuotaExceeded, DeadlineExceeded or Unavailable, before any
         computation; a refused request leaves nothing behind.
+        """
+
+    def embed(self, request: EmbedRequest) -> Awaitable[Embeddings]:
+        """Check a request; when awaited, tokenize and queue its first texts and return its stream.
+
+        Raises as `submit`, ContextLengthExceeded for a text that is too long as well from the stream.
         """
 
     @property

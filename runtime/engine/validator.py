@@ -12,7 +12,7 @@ import msgspec
 from ...kernels.sample import MAX_TOP_LOGPROBS
 from ..common.errors import ContextLengthExceeded, InvalidRequest
 from ..common.types import SamplingParams
-from .facade import EngineInfo, GenerateRequest
+from .facade import EmbedRequest, EncoderInfo, EngineInfo, GenerateRequest
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -23,6 +23,7 @@ MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 MAX_PIN_MS = 24 * 3600 * 1000
 MAX_PRIORITY = 1_000_000
 MAX_SALT_CHARACTERS = 128
+MAX_INPUTS = 1 << 14  # texts of one request to embed or score
 MAX_CHOICES = 128  # samples or beams of one request; at most `max_num_seqs` anyway
 MAX_BEAM_WIDTH = MAX_TOP_LOGPROBS // 2  # a beam search needs twice as many continuations
 SEED_LIMIT = 1 << 64
@@ -188,6 +189,55 @@ class Validator:
     def _check_token(self, name: str, token: int) -> None:
         if not 0 <= token < self._info.vocab_size:
             raise InvalidRequest(f"{name}: token id {token} is outside the vocabulary 0..{self._info.vocab_size - 1}")
+
+
+def check_embed_options(request: EmbedRequest, info: EncoderInfo) -> None:
+    """Check a request to embed or score, but for the lengths of its texts in tokens. Raises InvalidRequest."""
+    is_score = request.query is not None
+    name = "documents" if is_score else "inputs"
+    if is_score and info.num_labels > 1:
+        raise InvalidRequest(f"this model has {info.num_labels} labels; scores need a model with one, or with vectors")
+    if not is_score and info.num_labels:
+        raise InvalidRequest("this model scores pairs of texts; it makes no embeddings")
+    if not 1 <= len(request.inputs) <= MAX_INPUTS:
+        raise InvalidRequest(f"{name} has {len(request.inputs)} entries; 1 to {MAX_INPUTS} are allowed")
+    for index, each in enumerate(request.inputs):
+        _check_input(f"{name}[{index}]", each, info, takes_ids=not is_score)
+    if request.query is not None:
+        _check_input("query", request.query, info, takes_ids=False)
+        if request.dimensions is not None or request.prompt_name is not None:
+            raise InvalidRequest("dimensions and prompt_name are for embeddings; leave them out of a request to score")
+    if request.dimensions is not None:
+        _check_dimensions(request.dimensions, info)
+    if request.prompt_name is not None and request.prompt_name not in info.prompts:
+        names = ", ".join(sorted(info.prompts)) or "none"
+        raise InvalidRequest(f"prompt_name {request.prompt_name[:80]!r} is not one of this model's prompts: {names}")
+    if request.truncate_prompt_tokens is not None and request.truncate_prompt_tokens != -1:
+        _integer("truncate_prompt_tokens", request.truncate_prompt_tokens, 1, info.max_model_len)
+    _integer("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    if request.deadline_ms is not None:
+        _integer("deadline_ms", request.deadline_ms, 1, MAX_DEADLINE_MS)
+
+
+def _check_input(name: str, value: str | tuple[int, ...], info: EncoderInfo, *, takes_ids: bool) -> None:
+    if not value:
+        raise InvalidRequest(f"{name} is empty; give at least one character or one token id")
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"{name} is not valid Unicode: it contains a lone surrogate") from None
+    elif not takes_ids:
+        raise InvalidRequest(f"{name} must be text, not token ids: the model's own form of a pair is around it")
+    elif not 0 <= min(value) <= max(value) < info.vocab_size:
+        raise InvalidRequest(f"{name}: a token id is outside the vocabulary 0..{info.vocab_size - 1}")
+
+
+def _check_dimensions(dimensions: int, info: EncoderInfo) -> None:
+    if info.matryoshka and dimensions not in (*info.matryoshka, info.dimensions):
+        allowed = ", ".join(map(str, sorted({*info.matryoshka, info.dimensions})))
+        raise InvalidRequest(f"dimensions must be one of {allowed}, not {dimensions}")
+    _integer("dimensions", dimensions, 1, info.dimensions)
 
 
 def _check_beam(params: SamplingParams) -> None:

@@ -15,7 +15,7 @@ from typing import Literal, cast
 
 import msgspec
 
-from ...scheduler import AdmissionEstimate, FinishReason, RequestSpec, RequestUpdate
+from ...scheduler import AdmissionEstimate, EncodeSpec, FinishReason, RequestSpec, RequestUpdate
 from ..common.config import EngineConfig
 from ..engine import CoreInfo, EngineStats, Prefilled, StepStats
 from ..model.runner import SamplingSpec
@@ -65,6 +65,18 @@ class ReadmitRequest(_Message, tag="READMIT", frozen=True):
 
     request: SampledRequestSpec
     generated: tuple[int, ...]
+
+
+class AddEncoding(_Message, tag="ADD_ENCODING", frozen=True):
+    """Texts to encode. It is answered by an AddAnswer."""
+
+    request: EncodeSpec
+
+
+class ReadmitEncoding(_Message, tag="READMIT_ENCODING", frozen=True):
+    """Texts to encode that a former process had accepted. It has no answer."""
+
+    request: EncodeSpec
 
 
 class CancelRequest(_Message, tag="CANCEL", frozen=True):
@@ -135,7 +147,16 @@ class StatsReport(_Message, tag="STATS", frozen=True):
     predicted_wait_s: float = 0.0  # of a new request; 0 until step costs have been measured
 
 
-ToEngine = StartEngine | AddRequests | ReadmitRequest | CancelRequest | DropRequest | StopEngine
+ToEngine = (
+    StartEngine
+    | AddRequests
+    | ReadmitRequest
+    | AddEncoding
+    | ReadmitEncoding
+    | CancelRequest
+    | DropRequest
+    | StopEngine
+)
 FromEngine = EngineReady | EngineFailed | SnapshotProgress | AddAnswer | RequestsBegun | StepReport | StatsReport
 TO_ENGINE: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 FROM_ENGINE: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)

@@ -16,15 +16,16 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import structlog
 import uvloop
 
-from ...scheduler import Refused, Request, RequestUpdate, SchedulerError, StepPlan
+from ...scheduler import AdmissionEstimate, EncodeRequest, Refused, Request, RequestUpdate, SchedulerError, StepPlan
 from ..common.errors import QuireError, Unavailable
 from ..common.logs import log_to_stderr
 from ..engine import CoreListener, EngineCore, Prefilled, StepStats, prefix_snapshot
@@ -32,12 +33,14 @@ from .engine_link import (
     STATS_INTERVAL_S,
     TO_ENGINE,
     AddAnswer,
+    AddEncoding,
     AddRequests,
     CancelRequest,
     DropRequest,
     EngineFailed,
     EngineLink,
     EngineReady,
+    ReadmitEncoding,
     ReadmitRequest,
     RequestsBegun,
     SnapshotProgress,
@@ -87,7 +90,8 @@ async def _run(end: socket.socket) -> None:
     try:
         core = await EngineCore.load(start.config)
         try:
-            await asyncio.to_thread(core.grammars.load)
+            if core.info.generates:
+                await asyncio.to_thread(core.grammars.load)
             async with (
                 nullcontext()
                 if start.snapshot is None
@@ -126,7 +130,7 @@ class CoreServer:
         self._core.start(CoreListener(publish=self._publish, observe=self._observe, begin=self._begin))
         gc.freeze()
         self._link.receive = self._receive
-        self._link.send(EngineReady(self._core.info, self._core.runner.capacity.memory.kv_bytes))
+        self._link.send(EngineReady(self._core.info, self._core.kv_bytes))
         sending_stats = asyncio.create_task(self._send_stats())
         await self._stopping.wait()
         await self._core.stop()
@@ -134,12 +138,17 @@ class CoreServer:
         self._flush()
 
     def _receive(self, message: ToEngine) -> None:
+        loop = self._core.engine_loop
         try:
             match message:
                 case AddRequests(specs):
-                    self._add([Request(spec) for spec in specs])
+                    self._add(specs[0].request_id, partial(loop.add, *map(Request, specs)))
                 case ReadmitRequest(spec, generated):
-                    self._core.engine_loop.readmit(Request(spec, generated))
+                    loop.readmit(Request(spec, generated))
+                case AddEncoding(encode_spec):
+                    self._add(encode_spec.request_id, partial(loop.add_encoding, EncodeRequest(encode_spec)))
+                case ReadmitEncoding(encode_spec):
+                    loop.readmit(EncodeRequest(encode_spec))
                 case CancelRequest(request_id):
                     self._core.cancel(request_id)
                 case DropRequest(request_id, reason, error):
@@ -150,10 +159,11 @@ class CoreServer:
         except Exception:
             _exit()
 
-    def _add(self, requests: Sequence[Request]) -> None:
-        request_id, scheduler = requests[0].request_id, self._core.scheduler
+    def _add(self, request_id: int, add: Callable[[], AdmissionEstimate]) -> None:
+        """Answer with the outcome of `add`."""
+        scheduler = self._core.scheduler
         try:
-            answer = AddAnswer(request_id, self._core.engine_loop.add(*requests), scheduler.num_waiting)
+            answer = AddAnswer(request_id, add(), scheduler.num_waiting)
         except SchedulerError as refusal:
             estimate = refusal.estimate if isinstance(refusal, Refused) else None
             answer = AddAnswer(request_id, estimate, scheduler.num_waiting, type(refusal).__name__, str(refusal))
@@ -176,6 +186,10 @@ class CoreServer:
         if new:
             self._begun.update(row.request_id for row in new)
             self._link.send(RequestsBegun(tuple([Prefilled(row.request_id, row.first_position) for row in new])))
+        if plan.encoder is not None and plan.encoder.texts:
+            texts = [Prefilled(each, 0) for each in plan.encoder.request_ids if each not in self._begun]
+            self._begun.update(each.request_id for each in texts)
+            self._link.send(RequestsBegun(tuple(texts)))
 
     def _publish(self, updates: Sequence[RequestUpdate]) -> None:
         """Hold updates until their step is observed; between steps, until the event loop has run this turn."""

@@ -7,10 +7,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from operator import attrgetter
 
 import msgspec
 
-from ...scheduler import AdmissionEstimate, FinishReason, NotAccepting, QueueFull, Request
+from ...scheduler import AdmissionEstimate, EncodeRequest, FinishReason, NotAccepting, QueueFull, Request
 from ..common.config import EngineConfig
 from ..common.errors import Unavailable
 from ..engine import CoreInfo, CoreListener, EngineStats
@@ -98,6 +99,11 @@ class EnginePool:
         member = self.members[0] if len(self.members) == 1 else self._choose(requests[0], len(requests))
         return await member.add(requests)
 
+    async def add_encoding(self, request: EncodeRequest) -> AdmissionEstimate:
+        """Add texts to the member with the fewest requests. Its process decides whether they have room."""
+        candidates = self._candidates(request.spec.tenant, 1) or [0]
+        return await min([self.members[i] for i in candidates], key=attrgetter("num_requests")).add_encoding(request)
+
     def cancel(self, request_id: int) -> None:
         for member in self.members:
             member.cancel(request_id)
@@ -142,16 +148,19 @@ class EnginePool:
                 indices.append(index)
         return indices
 
+    def _candidates(self, tenant: str, count: int) -> list[int]:
+        """Return the indices of members that have room, those whose process is ready if there are some."""
+        with_room = self._with_room(tenant, count)
+        return [index for index in with_room if self.members[index].pid is not None] or with_room
+
     def _choose(self, request: Request, count: int) -> SupervisedEngine:
         """Return the member that a request goes to: one with room and a process that is ready, if there is one.
 
         Without any room the first member is asked; its refusal is returned.
         """
-        tenant = request.spec.tenant
-        candidates = self._with_room(tenant, count)
+        candidates = self._candidates(request.spec.tenant, count)
         if not candidates:
             return self.members[0]
-        candidates = [index for index in candidates if self.members[index].pid is not None] or candidates
         loads = {str(index): self.members[index].load for index in candidates}
         return self.members[int(self._router.choose(request.spec.conversation, loads))]
 

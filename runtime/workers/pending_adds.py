@@ -13,16 +13,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...scheduler import NotAccepting, Request
+from ...scheduler import NotAccepting, QueuedRequest
 from ..common.errors import Quarantined
 from .engine_link import AddAnswer
 
 
 @dataclass(slots=True, eq=False)
 class PendingAdd:
-    """A request, or the samples of one."""
+    """A request, the samples of one, or texts to encode."""
 
-    requests: Sequence[Request]
+    requests: Sequence[QueuedRequest]
     answer: asyncio.Future[AddAnswer]
     crash_suspect: bool = False  # it had been sent to a process that crashed
 
@@ -44,7 +44,7 @@ class PendingAdds:
     def num_sequences(self) -> int:
         return sum(len(pending.requests) for pending in self._all())
 
-    def add(self, requests: Sequence[Request]) -> PendingAdd:
+    def add(self, requests: Sequence[QueuedRequest]) -> PendingAdd:
         pending = PendingAdd(requests, asyncio.get_running_loop().create_future())
         self._waiting.append(pending)
         return pending

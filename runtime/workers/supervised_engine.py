@@ -16,9 +16,11 @@ from ...scheduler import (
     DEADLINE_PASSED,
     AdmissionEstimate,
     CannotMeetDeadline,
+    EncodeRequest,
     FinishReason,
     NotAccepting,
     PageQuotaExceeded,
+    QueuedRequest,
     QueueFull,
     Request,
     RequestUpdate,
@@ -29,11 +31,13 @@ from ..common.errors import DeadlineExceeded, Quarantined, Unavailable
 from ..engine import CoreInfo, CoreListener, EngineStats
 from .engine_link import (
     AddAnswer,
+    AddEncoding,
     AddRequests,
     CancelRequest,
     DropRequest,
     FromEngine,
     LogOptions,
+    ReadmitEncoding,
     ReadmitRequest,
     RequestsBegun,
     StartEngine,
@@ -59,6 +63,8 @@ COUNTERS = (  # fields of EngineStats that a new process counts from 0
     "draft_tokens",
     "accepted_draft_tokens",
     "steps_over_itl_target",
+    "encoded_texts",
+    "encoded_tokens",
 )
 QUARANTINE_REASON = (
     "the engine crashed twice while it computed this request, the second time with no other request that could have "
@@ -163,6 +169,15 @@ class SupervisedEngine:
     async def add(self, requests: Sequence[Request]) -> AdmissionEstimate:
         """See `Core.add`. Raises DeadlineExceeded, too. A caller that is cancelled leaves nothing behind."""
         self._check_accepting()
+        return await self._add(requests)
+
+    async def add_encoding(self, request: EncodeRequest) -> AdmissionEstimate:
+        """See `Core.add_encoding`. Raises DeadlineExceeded, too. A caller that is cancelled leaves nothing behind."""
+        if not request.spec.is_continuation or self._stopped or self._down is not None:
+            self._check_accepting()
+        return await self._add((request,))
+
+    async def _add(self, requests: Sequence[QueuedRequest]) -> AdmissionEstimate:
         pending = self._pending_adds.add(requests)
         self._idle.clear()
         self._send_next()
@@ -239,8 +254,9 @@ class SupervisedEngine:
             case StatsReport(None):
                 self._supervisor.health.note_broken()
             case StatsReport(EngineStats() as stats, predicted_wait_s):
-                self._supervisor.health.note_step(stats.step, stats.running + stats.waiting > 0)
-                self._stats, self._num_waiting, self._predicted_wait_s = stats, stats.waiting, predicted_wait_s
+                num_running, num_waiting = stats.running + stats.encoder_running, stats.waiting + stats.encoder_waiting
+                self._supervisor.health.note_step(stats.step, num_running + num_waiting > 0)
+                self._stats, self._num_waiting, self._predicted_wait_s = stats, num_waiting, predicted_wait_s
             case RequestsBegun(requests):
                 self._tokens.note_begun(requests)
             case AddAnswer():
@@ -301,10 +317,13 @@ class SupervisedEngine:
         if (process := self._supervisor.process) is not None:
             for request in self._tokens.next_to_send():
                 self._num_replayed += 1
-                process.link.send(ReadmitRequest(as_read(request.spec), tuple(request.output_token_ids)))
+                if isinstance(request, EncodeRequest):
+                    process.link.send(ReadmitEncoding(request.spec))
+                elif isinstance(request, Request):
+                    process.link.send(ReadmitRequest(as_read(request.spec), tuple(request.output_token_ids)))
             if not self._tokens.is_replaying:
                 for pending in self._pending_adds.send():
-                    process.link.send(AddRequests(tuple([as_read(request.spec) for request in pending.requests])))
+                    process.link.send(_add_message(pending.requests))
         self._note_idle()
 
     def _withdraw(self, pending: PendingAdd) -> None:
@@ -330,3 +349,11 @@ class SupervisedEngine:
             raise NotAccepting("no new requests are accepted: the engine is draining or closed")
         if self._down is not None:
             raise NotAccepting(self._down)
+
+
+def _add_message(requests: Sequence[QueuedRequest]) -> AddRequests | AddEncoding:
+    """Return what asks an engine process to accept the requests of one `PendingAdd`."""
+    first = requests[0]
+    if isinstance(first, EncodeRequest):
+        return AddEncoding(first.spec)
+    return AddRequests(tuple([as_read(each.spec) for each in requests if isinstance(each, Request)]))

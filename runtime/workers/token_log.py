@@ -1,4 +1,4 @@
-"""Every accepted request with its tokens so far, so that the next engine process can continue where one exited.
+"""Every accepted request, with its tokens so far, so that the next engine process can continue where one exited.
 
 Pure: it must not import processes or sockets. A request leaves the log when it ends.
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from ...scheduler import FinalCounters, Request, RequestUpdate, State
+from ...scheduler import FinalCounters, QueuedRequest, Request, RequestUpdate, State
 from ..engine import Prefilled
 
 MAX_UNPRODUCTIVE_EXITS = 3  # from outside and in a row, before any request gained a token; more count as crashes
@@ -30,7 +30,7 @@ MIN_GAINED_TOKENS = 2  # that clear a suspect: the first comes from the replay's
 class LoggedRequest:
     """A request, what the current process did for it, and what earlier processes (incarnations) did."""
 
-    request: Request
+    request: QueuedRequest
     incarnation_began: float  # when the current process got it; while none has it, when the last one exited
     is_sent: bool = False  # the current process has it
     is_cancelled: bool = False  # a CancelRequest was sent; the current process has not reported the end yet
@@ -63,7 +63,7 @@ class TokenLog:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: QueuedRequest) -> None:
         """Add a request that the process has accepted."""
         self._entries[request.request_id] = LoggedRequest(request, self._clock(), is_sent=True)
 
@@ -128,7 +128,7 @@ class TokenLog:
         if entry is None:
             return False
         request = entry.request
-        if update.tokens:
+        if update.tokens and isinstance(request, Request):
             if request.first_token_time is None:
                 request.first_token_time = self._clock()
             request.token_ids.extend([token.token_id for token in update.tokens])
@@ -169,7 +169,7 @@ class TokenLog:
             _end_incarnation(entry, now)
             (self._suspects if entry.crash_suspect else self._unsent).append(entry)
         # A beam search gains no token before its end: it goes last, so that no other suspect waits for that.
-        self._suspects = deque(sorted(self._suspects, key=lambda entry: entry.request.beam is not None))
+        self._suspects = deque(sorted(self._suspects, key=_is_beam_search))
         return ended
 
     @property
@@ -177,7 +177,7 @@ class TokenLog:
         """Whether new requests have to wait, because they would be computed together with a suspect."""
         return bool(self._isolated or self._suspects or self._unsent)
 
-    def next_to_send(self) -> list[Request]:
+    def next_to_send(self) -> list[QueuedRequest]:
         """Return the requests that the process may have now: the next suspect alone, or all when none is left."""
         if self._isolated is not None:
             return []
@@ -186,7 +186,7 @@ class TokenLog:
             return [self._send(self._isolated)]
         return [self._send(self._unsent.popleft()) for _ in range(len(self._unsent))]
 
-    def _send(self, entry: LoggedRequest) -> Request:
+    def _send(self, entry: LoggedRequest) -> QueuedRequest:
         now = self._clock()
         entry.seconds_in[State.PREEMPTED] += now - entry.incarnation_began
         entry.incarnation_began = now
@@ -205,9 +205,13 @@ class TokenLog:
             self._isolated = None
 
 
+def _is_beam_search(entry: LoggedRequest) -> bool:
+    return isinstance(entry.request, Request) and entry.request.beam is not None
+
+
 def _end_incarnation(entry: LoggedRequest, now: float) -> None:
     """Add up the seconds that the process, which is gone, cannot report any more."""
-    first_token_time = entry.request.first_token_time
+    request, first_token_time = entry.request, entry.request.first_token_time
     phases: tuple[tuple[State, float | None], ...]  # each with its end
     if entry.num_incarnations:
         phases = ((State.PREEMPTED, entry.begun_at), (State.DECODE, now))
@@ -218,7 +222,8 @@ def _end_incarnation(entry: LoggedRequest, now: float) -> None:
         until = now if end is None else end
         entry.seconds_in[state] += until - since
         since = until
-    entry.lost_tokens = 0 if first_token_time is None else len(entry.request.token_ids) - 1
+    if isinstance(request, Request) and first_token_time is not None:
+        entry.lost_tokens = len(request.token_ids) - 1
     entry.num_incarnations += 1
     entry.incarnation_began = now
     entry.is_sent = False
@@ -230,7 +235,8 @@ def _set_final_counters(entry: LoggedRequest, last: FinalCounters) -> None:
     """Set the request's counters over all incarnations. Waiting for or in a later process counts as a stall."""
     request, seconds_in = entry.request, list(last.seconds_in)
     request.recomputed_tokens = last.recomputed_tokens
-    request.hypotheses = list(last.hypotheses)
+    if isinstance(request, Request):
+        request.hypotheses = list(last.hypotheses)
     if not entry.num_incarnations:
         request.seconds_in = seconds_in
         request.cached_tokens = last.cached_tokens

@@ -40,6 +40,7 @@ class FakeEncoder:
 
     def __init__(self, max_rows: int = 8, num_stages: int = 4, stage_s: float = 0.0) -> None:
         self.max_rows = max_rows
+        self.max_texts = 30
         self.num_stages = num_stages
         self.stage_s = stage_s
 
@@ -109,6 +110,13 @@ def test_batches_take_texts_of_several_requests_up_to_the_rows():
     harness.run()
     assert harness.batches == [[(1, 2)], [(3, 4, 5), (6,)], [(7, 8, 9, 10)]]
     assert harness.values == {1: (b"\1\2", b"\3\4\5"), 2: (b"\6", b"\7\b\t\n")}
+
+
+def test_a_batch_has_so_many_texts_at_most():
+    harness = EncoderHarness(FakeEncoder(max_rows=100))
+    harness.encode(1, *[[7]] * 40)
+    harness.run()
+    assert list(map(len, harness.batches)) == [30, 10]
 
 
 def test_alone_a_step_runs_as_many_stages_as_fit_a_twentieth_of_a_second():

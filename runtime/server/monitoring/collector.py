@@ -95,6 +95,10 @@ def _engine_families(stats: EngineStats) -> list[Metric]:
             "Steps since decoding alone was predicted to exceed the inter-token target, until it falls to 90 % of it.",
             stats.steps_over_itl_target,
         ),
+        _gauge("num_encodings_running", "Parts of requests to embed or score in a batch.", stats.encoder_running),
+        _gauge("num_encodings_waiting", "Parts of requests to embed or score in the queue.", stats.encoder_waiting),
+        _counter("encoded_texts", "Texts that were embedded or scored.", stats.encoded_texts),
+        _counter("encoded_tokens", "Tokens of texts that were embedded or scored.", stats.encoded_tokens),
         _counter("engine_restarts", "Engine processes started in place of one that died or stalled.", stats.restarts),
         _counter("replayed_requests", "Requests continued in a new engine process.", stats.replayed_requests),
         _counter(

@@ -16,7 +16,7 @@ from prometheus_client.core import InfoMetricFamily
 
 from ...common.errors import QuireError
 from ...common.types import FinishReason, Usage
-from ...engine.facade import EngineStats, RequestStats, StepStats
+from ...engine.facade import EmbedStats, EngineStats, RequestStats, StepStats
 from ..acceptor import RefusalCause
 from .collector import ClientLoad, MetricsCollector, Mirror
 from .history import FINE_BOUNDS_S
@@ -111,6 +111,13 @@ class PrometheusObserver:
         if stats.usage is not None:
             self._observe_usage(stats.usage)
 
+    def on_embedded(self, stats: EmbedStats) -> None:
+        self.embed_requests.add(stats.kind)
+        self.embed_latency.observe(stats.e2e_s)
+        self.embed_texts.observe(stats.num_texts)
+        if stats.error is not None:
+            self.failures.add(stats.error.code.lower())
+
     # The server's own
 
     def on_cancelled(self, cause: CancelCause) -> None:
@@ -148,6 +155,12 @@ class PrometheusObserver:
             "Requests refused by a limit, the queue or validation; not duplicate ids, failed RESUME or TOKENIZE.",
             "reason",
             codes,
+        )
+        self.embed_requests = LabelledCounter(
+            "embed_requests",
+            "Ended requests to embed or score texts, also failed and cancelled ones.",
+            "kind",
+            ("embed", "score"),
         )
         self.cancelled = LabelledCounter(
             "cancelled", "Requests cancelled by the server, by cause.", "cause", get_args(CancelCause)
@@ -202,6 +215,12 @@ class PrometheusObserver:
         )
         self.request_generation_tokens = Histogram(
             "request_generation_tokens", "Generated tokens per request.", TOKEN_COUNT_BUCKETS
+        )
+        self.embed_latency = Histogram(
+            "embed_latency_seconds", "From submission to the end of a request to embed or score.", REQUEST_TIME_BUCKETS
+        )
+        self.embed_texts = Histogram(
+            "embed_request_texts", "Texts of a request to embed or score whose values were read.", TOKEN_COUNT_BUCKETS
         )
         self.step_duration = Histogram(
             "step_duration_seconds", "Duration of engine steps.", STEP_DURATION_BUCKETS, FINE_BOUNDS_S

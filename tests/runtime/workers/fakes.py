@@ -15,9 +15,11 @@ from quire.runtime.engine import CoreInfo, CoreListener, EngineStats, Prefilled,
 from quire.runtime.model.runner import SamplingSpec
 from quire.runtime.workers.engine_link import (
     AddAnswer,
+    AddEncoding,
     AddRequests,
     EngineReady,
     FromEngine,
+    ReadmitEncoding,
     ReadmitRequest,
     RequestsBegun,
     StartEngine,
@@ -27,6 +29,9 @@ from quire.runtime.workers.engine_link import (
 )
 from quire.scheduler import (
     AdmissionEstimate,
+    EncodedText,
+    EncodeRequest,
+    EncodeSpec,
     FinalCounters,
     FinishReason,
     Request,
@@ -121,8 +126,9 @@ class FakeProcess:
 
     def send(self, message: ToEngine) -> None:
         self.sent.append(message)
-        if isinstance(message, AddRequests) and self.answers_adds:
-            asyncio.get_running_loop().call_soon(self.accept, message.requests[0].request_id)
+        if isinstance(message, AddRequests | AddEncoding) and self.answers_adds:
+            first = message.requests[0] if isinstance(message, AddRequests) else message.request
+            asyncio.get_running_loop().call_soon(self.accept, first.request_id)
 
     async def stop(self) -> str | None:
         self.was_asked_to_stop = True
@@ -185,7 +191,7 @@ class FakeProcess:
         for message in self.sent:
             if isinstance(message, AddRequests):
                 ids += [spec.request_id for spec in message.requests]
-            elif isinstance(message, ReadmitRequest):
+            elif isinstance(message, AddEncoding | ReadmitEncoding | ReadmitRequest):
                 ids.append(message.request.request_id)
         return ids
 
@@ -286,6 +292,10 @@ def new_requests(*ids: int, prompt: Iterable[int] = (1, 2, 3), **options: Any) -
     sampling = SamplingSpec(SamplingParams(), 0, frozenset())
     options = {"max_tokens": 10, "sampling": sampling, **options}
     return [Request(RequestSpec(request_id, tuple(prompt), **options)) for request_id in ids]
+
+
+def new_encoding(request_id: int, **options: Any) -> EncodeRequest:
+    return EncodeRequest(EncodeSpec(request_id, (EncodedText((1, 2), (0, 1)), EncodedText((3,))), **options))
 
 
 def core_info(**changes: Any) -> CoreInfo:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 import pytest
@@ -15,12 +14,14 @@ from quire.runtime.workers import engine_main
 from quire.runtime.workers.engine_link import (
     STATS_INTERVAL_S,
     AddAnswer,
+    AddEncoding,
     AddRequests,
     CancelRequest,
     DropRequest,
     EngineLink,
     EngineReady,
     FromEngine,
+    ReadmitEncoding,
     ReadmitRequest,
     RequestsBegun,
     StatsReport,
@@ -31,6 +32,9 @@ from quire.runtime.workers.engine_link import (
 from quire.runtime.workers.engine_main import CoreServer
 from quire.scheduler import (
     AdmissionEstimate,
+    EncodedText,
+    EncodeRequest,
+    EncoderStep,
     FinishReason,
     NotAccepting,
     QueueFull,
@@ -41,7 +45,7 @@ from quire.scheduler import (
     StepPlan,
 )
 
-from .fakes import ESTIMATE, STEP_STATS, core_info, engine_stats, new_requests
+from .fakes import ESTIMATE, STEP_STATS, core_info, engine_stats, new_encoding, new_requests
 
 
 @dataclass
@@ -49,11 +53,9 @@ class FakeCore:
     """A core whose steps the test makes; it is its own engine loop and scheduler."""
 
     info: CoreInfo = field(default_factory=core_info)
-    runner: Any = field(
-        default_factory=lambda: SimpleNamespace(capacity=SimpleNamespace(memory=SimpleNamespace(kv_bytes=9)))
-    )
+    kv_bytes: int = 9
     listener: CoreListener = field(default_factory=CoreListener)
-    added: list[Request] = field(default_factory=list)
+    added: list[Any] = field(default_factory=list)
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     refusal: Exception | None = None
     is_broken: bool = False
@@ -79,7 +81,11 @@ class FakeCore:
         self.added += requests
         return ESTIMATE
 
-    def readmit(self, request: Request) -> None:
+    def add_encoding(self, request: EncodeRequest) -> AdmissionEstimate:
+        self.added.append(request)
+        return ESTIMATE
+
+    def readmit(self, request: Request | EncodeRequest) -> None:
         self.added.append(request)
 
     def cancel(self, request_id: int) -> None:
@@ -187,6 +193,21 @@ async def test_a_readmitted_request_has_its_tokens_and_no_answer(scene: Scene) -
     scene.link.receive(ReadmitRequest(as_read(new_requests(4)[0].spec), (8, 9)))
     assert scene.core.added[0].output_token_ids == [8, 9]
     assert scene.link.sent == []
+
+
+async def test_texts_are_answered_and_readmitted_without_an_answer(scene: Scene) -> None:
+    scene.link.receive(AddEncoding(new_encoding(4).spec))
+    assert scene.link.take(AddAnswer) == [AddAnswer(4, ESTIMATE, 3)]
+    scene.link.receive(ReadmitEncoding(new_encoding(5).spec))
+    assert [request.spec for request in scene.core.added] == [new_encoding(4).spec, new_encoding(5).spec]
+    assert scene.link.take(AddAnswer) == []
+
+
+async def test_texts_are_announced_when_their_batch_begins(scene: Scene) -> None:
+    begins = EncoderStep((EncodedText((1,)),) * 3, 1, False, (4, 5))
+    scene.core.listener.begin(StepPlan(1, (), 0, 0, begins))
+    scene.core.listener.begin(StepPlan(2, (), 0, 0, EncoderStep((), 1, True, (4, 5))))
+    assert scene.link.take(RequestsBegun) == [RequestsBegun((Prefilled(4, 0), Prefilled(5, 0)))]
 
 
 async def test_cancel_and_drop_reach_the_core(scene: Scene) -> None:

@@ -18,7 +18,7 @@ from quire.runtime.common.config import EngineConfig
 from quire.runtime.common.errors import DeadlineExceeded, ModelError, Quarantined, Unavailable
 from quire.runtime.engine import Prefilled
 from quire.runtime.workers import HealthTimeouts, supervisor
-from quire.runtime.workers.engine_link import CancelRequest, DropRequest, ReadmitRequest
+from quire.runtime.workers.engine_link import CancelRequest, DropRequest, ReadmitEncoding, ReadmitRequest
 from quire.runtime.workers.supervised_engine import COUNTERS, SupervisedEngine
 from quire.scheduler import (
     DEADLINE_PASSED,
@@ -43,6 +43,7 @@ from .fakes import (
     core_info,
     engine_stats,
     loop_clock,
+    new_encoding,
     new_requests,
     until,
 )
@@ -362,7 +363,7 @@ async def test_counters_are_summed_over_all_processes(engine: SupervisedEngine, 
 
 async def test_every_number_that_only_grows_is_kept_over_restarts() -> None:
     """A counter that is added to EngineStats has to be added to COUNTERS too; gauges are listed here."""
-    gauges = {"running", "waiting", "waiting_by_reason"} | {
+    gauges = {"running", "waiting", "waiting_by_reason", "encoder_running", "encoder_waiting"} | {
         name for name in msgspec.structs.asdict(engine_stats()) if name.startswith("pages_")
     }
     counted_here = {"restarts", "replayed_requests", "quarantined_requests"}
@@ -568,6 +569,39 @@ async def test_a_request_whose_computation_crashes_two_processes_is_quarantined_
     third.finish(2)
     third.tell_stats()
     assert engine.stats().quarantined_requests == 1
+
+
+async def test_texts_run_again_after_a_crash_and_those_that_crash_twice_are_quarantined(
+    engine: SupervisedEngine, processes: FakeSpawner, listener: FakeListener
+) -> None:
+    for request_id in (1, 2):
+        assert await engine.add_encoding(new_encoding(request_id)) == ESTIMATE
+    processes.last.begin(1, 2)
+    processes.last.exit(-signal.SIGSEGV)
+    second = await processes.next()
+    assert second.sent == [ReadmitEncoding(new_encoding(1).spec)]
+    second.begin(1)
+    second.exit(-signal.SIGSEGV)
+    third = await processes.next()
+    assert listener.ends() == {1: "Quarantined"}
+    assert third.sent_ids() == [2]
+    third.begin(2)
+    third.finish(2, reason="stop")
+    assert listener.ends() == {1: "Quarantined", 2: "stop"}
+    assert engine.num_requests == 0
+
+
+async def test_later_texts_of_a_request_are_accepted_while_draining(
+    engine: SupervisedEngine, processes: FakeSpawner
+) -> None:
+    await engine.drain()
+    with pytest.raises(NotAccepting):
+        await engine.add_encoding(new_encoding(1))
+    await engine.add_encoding(new_encoding(2, is_continuation=True))
+    engine.drop(2, error="the caller left")
+    await engine.stop()
+    with pytest.raises(NotAccepting):
+        await engine.add_encoding(new_encoding(3, is_continuation=True))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=str)

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client import generate_latest
-from quire.runtime.common.errors import Overloaded, QuireError, Unavailable
+from quire.runtime.common.errors import GenerationFailed, Overloaded, QuireError, Unavailable
 from quire.runtime.common.types import Usage
-from quire.runtime.engine.facade import EngineStats, RequestStats, StepStats
+from quire.runtime.engine.facade import EmbedStats, EngineStats, RequestStats, StepStats
 from quire.runtime.server.monitoring.collector import ClientLoad
 from quire.runtime.server.monitoring.instruments import MAX_TENANTS
 from quire.runtime.server.monitoring.metrics import PrometheusObserver, error_codes
@@ -31,6 +31,10 @@ STATS = msgspec.structs.replace(
     replayed_requests=5,
     quarantined_requests=1,
     steps_over_itl_target=9,
+    encoder_running=2,
+    encoder_waiting=6,
+    encoded_texts=800,
+    encoded_tokens=9000,
 )
 USAGE = Usage(prompt_tokens=10, completion_tokens=5, cached_tokens=4, queue_ms=20, prefill_ms=30, decode_ms=400)
 
@@ -73,6 +77,10 @@ def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
         "quire_spec_decode_num_accepted_tokens_total": "counter",
         "quire_steps_total": "counter",
         "quire_steps_over_itl_target_total": "counter",
+        "quire_num_encodings_running": "gauge",
+        "quire_num_encodings_waiting": "gauge",
+        "quire_encoded_texts_total": "counter",
+        "quire_encoded_tokens_total": "counter",
         "quire_engine_restarts_total": "counter",
         "quire_replayed_requests_total": "counter",
         "quire_quarantined_requests_total": "counter",
@@ -85,6 +93,7 @@ def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
         "quire_request_success_total": "counter",
         "quire_request_failures_total": "counter",
         "quire_admission_rejections_total": "counter",
+        "quire_embed_requests_total": "counter",
         "quire_cancelled_total": "counter",
         "quire_refused_requests_total": "counter",
         "quire_resumed_streams_total": "counter",
@@ -100,6 +109,8 @@ def test_the_names_are_pinned(observer: PrometheusObserver) -> None:
         "quire_request_decode_time_seconds": "histogram",
         "quire_request_prompt_tokens": "histogram",
         "quire_request_generation_tokens": "histogram",
+        "quire_embed_latency_seconds": "histogram",
+        "quire_embed_request_texts": "histogram",
         "quire_step_duration_seconds": "histogram",
         "quire_batch_size": "histogram",
     }
@@ -124,6 +135,8 @@ def test_the_engine_is_read_when_scraped(observer: PrometheusObserver) -> None:
     assert samples["quire_replayed_requests_total"] == 5
     assert samples["quire_quarantined_requests_total"] == 1
     assert samples["quire_steps_over_itl_target_total"] == 9
+    assert [samples[f"quire_num_encodings_{state}"] for state in ("running", "waiting")] == [2, 6]
+    assert [samples[f"quire_encoded_{what}_total"] for what in ("texts", "tokens")] == [800, 9000]
     assert samples["quire_connections"] == 6
     assert samples['quire_client_memory_bytes{purpose="kept_output"}'] == 700
     assert samples['quire_client_memory_bytes{purpose="unsent_output"}'] == 80
@@ -313,3 +326,15 @@ def test_refusals_by_tenant_have_a_bounded_number_of_series(observer: Prometheus
     assert counts["tenant0", "other"] == MAX_TENANTS + 50
     text = generate_latest(observer.registry).decode()
     assert 'quire_refused_requests_total{reason="resource_exhausted",tenant="tenant1"} 1.0' in text
+
+
+def test_requests_to_embed_are_counted_by_kind_and_timed(observer: PrometheusObserver) -> None:
+    for kind, error in (("embed", None), ("score", GenerationFailed("no"))):
+        observer.on_embedded(
+            EmbedStats(tenant="t", kind=kind, error=error, num_texts=30, prompt_tokens=90, e2e_s=0.2)  # type: ignore[arg-type]
+        )
+    samples = exposed(observer)
+    assert [samples[f'quire_embed_requests_total{{kind="{kind}"}}'] for kind in ("embed", "score")] == [1, 1]
+    assert samples['quire_request_failures_total{code="internal"}'] == 1
+    assert samples["quire_embed_latency_seconds_count"] == 2
+    assert samples["quire_embed_request_texts_sum"] == 60
