@@ -86,20 +86,24 @@ void ISA(norm_row)(int kind, const float *x, const float *weight, const float *b
   const float squares = sum_of(x, columns, shift, 1), length = sqrtf(squares);
   float factor = kind == QUIRE_L2_NORM ? 1.f / (length > eps ? length : eps) : 1.f / sqrtf(squares / (float)columns + eps);
   if (!(squares < INFINITY)) factor = NAN;
-  for (int64_t j = 0; j < columns; j += 16) {
+  int64_t j = 0;
+  for (; j < columns; j += 16) {
     vf y = vf_mul(vf_sub(columns_of(x, j, columns, shift), shift), vf_set1(factor));
     if (weight) y = vf_mul(y, vf_load(weight + j));
     if (bias) y = vf_add(y, vf_load(bias + j));
     vf_store(out + j, columns - j < 16 ? vf_blend(y, vf_zero(), 0, (int)(columns - j)) : y);
   }
+  if (j % 32) vf_store(out + j, vf_zero());  // the padding is zero
 }
 
 void ISA(mean_rows)(const float *x, int64_t stride, int64_t rows, int64_t columns, float *out) {
-  for (int64_t j = 0; j < columns; j += 16) {
+  int64_t j = 0;
+  for (; j < columns; j += 16) {
     vf sum = vf_load(x + j);
     for (int64_t row = 1; row < rows; row++) sum = vf_add(sum, vf_load(x + row * stride + j));
     vf_store(out + j, vf_div(sum, vf_set1((float)rows)));
   }
+  if (j % 32) vf_store(out + j, vf_zero());  // the padding is zero
 }
 
 void ISA(activate)(int epilogue, float *x, int64_t n) {

@@ -1,0 +1,74 @@
+"""BERT, RoBERTa and XLM-RoBERTa: learned positions, token types, norms after the residual additions."""
+
+from __future__ import annotations
+
+from ..config_json import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable, num_layers, read_head_dim
+from .family import EncoderFamily, read_named
+from .spec import BertSpec, MlpActivation, Projection
+
+MAX_TYPES = 1 << 16
+ACTIVATIONS: dict[str, MlpActivation] = {
+    "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
+}  # fmt: skip
+
+
+def read_bert(config: ConfigTable) -> BertSpec:
+    """Read a `BertModel`."""
+    return _read(config, "bert", 0)
+
+
+def read_roberta(config: ConfigTable) -> BertSpec:
+    """Read a `RobertaModel`, whose positions begin after that of the padding token."""
+    return _read(config, "roberta", config.integer("pad_token_id", 0, MAX_VOCAB, 1) + 1)
+
+
+def _read(config: ConfigTable, family: str, first_position: int) -> BertSpec:
+    if config.text("position_embedding_type", "absolute") != "absolute":
+        raise config.refused("position_embedding_type", '"absolute" or absent')
+    if config.flag("is_decoder", False):
+        raise config.refused("is_decoder", "false or absent")
+    num_positions = config.integer("max_position_embeddings", 1, MAX_POSITIONS)
+    if num_positions <= first_position:
+        raise config.refused("max_position_embeddings", f"above {first_position}, the position of the first token")
+    layers = num_layers(config)
+    return BertSpec(
+        family=family,
+        vocab_size=config.integer("vocab_size", 1, MAX_VOCAB),
+        hidden_size=config.integer("hidden_size", 1, MAX_WIDTH),
+        num_layers=layers,
+        num_heads=config.integer("num_attention_heads", 1, MAX_HEADS),
+        head_dim=read_head_dim(config),
+        intermediate_size=config.integer("intermediate_size", 1, MAX_WIDTH),
+        norm_eps=config.positive("layer_norm_eps", 1e-12),
+        max_position_embeddings=num_positions - first_position,
+        activation=read_named(config, "hidden_act", ACTIVATIONS, "gelu"),
+        num_positions=num_positions,
+        first_position=first_position,
+        num_types=config.integer("type_vocab_size", 1, MAX_TYPES, 2),
+        ropes=(None,) * layers,
+        windows=(0,) * layers,
+    )
+
+
+def read_bert_head(config: ConfigTable, labels: int) -> tuple[Projection, ...]:
+    """Return the layers of a `BertForSequenceClassification`."""
+    hidden = config.integer("hidden_size", 1, MAX_WIDTH)
+    return (
+        Projection(tensor="bert.pooler.dense", in_features=hidden, out_features=hidden, activation="tanh"),
+        Projection(tensor="classifier", in_features=hidden, out_features=labels),
+    )
+
+
+def read_roberta_head(config: ConfigTable, labels: int) -> tuple[Projection, ...]:
+    """Return the layers of a `RobertaForSequenceClassification`."""
+    hidden = config.integer("hidden_size", 1, MAX_WIDTH)
+    return (
+        Projection(tensor="classifier.dense", in_features=hidden, out_features=hidden, activation="tanh"),
+        Projection(tensor="classifier.out_proj", in_features=hidden, out_features=labels),
+    )
+
+
+BERT = EncoderFamily("Bert", ("bert",), read_bert, read_bert_head, prefix="bert.")
+ROBERTA = EncoderFamily("Roberta", ("roberta",), read_roberta, read_roberta_head, prefix="roberta.")
+XLM_ROBERTA = EncoderFamily("XLMRoberta", ("xlm-roberta",), read_roberta, read_roberta_head, prefix="roberta.")
+CAMEMBERT = EncoderFamily("Camembert", ("camembert",), read_roberta, read_roberta_head, prefix="roberta.")

@@ -1,0 +1,87 @@
+"""The program of an encoder, from token ids to one vector, or the values of its labels, per text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ....kernels.ops import INPUT_DTYPES, DType, Epilogue
+from ..decoder import emit_layers
+from ..program import Heads, ProgramBuilder, Value
+from ..rope import Table
+from ..spec import DecoderSpec
+from ..weights.packing import DecoderWeights
+from .spec import BertSpec, EncoderSpec, Projection
+from .weights import BertLayerWeights, BertWeights, EncoderWeights, NormWeights, ProjectionWeights
+
+GATED: dict[str, Epilogue] = {"silu": "swiglu", "gelu": "geglu_exact", "gelu_tanh": "geglu"}
+PLAIN: dict[str, Epilogue] = {
+    "none": "store", "tanh": "tanh", "relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_tanh",
+}  # fmt: skip
+LEAST_LENGTH = 1e-12  # vectors are divided by their length, at least this, as torch does
+
+
+def emit_encoder(
+    builder: ProgramBuilder, spec: EncoderSpec, weights: EncoderWeights, rotary: Sequence[Table | None]
+) -> Value:
+    """Emit all ops; return the result, f32 [texts, dimensions]. `rotary` has one table per layer."""
+    if isinstance(spec.body, DecoderSpec):
+        assert isinstance(weights.body, DecoderWeights), "a spec and its weights are of one kind"
+        x = emit_layers(builder, spec.body, weights.body, rotary)
+        x = builder.norm_rows(x, "rms", weights.body.final_norm, None, spec.body.norm_eps, "f32")
+    else:
+        assert isinstance(weights.body, BertWeights), "a spec and its weights are of one kind"
+        x = _emit_bert(builder, spec.body, weights.body, rotary)
+    x = builder.pool(x, spec.pooling)
+    for projection, projection_weights in zip(spec.projections, weights.projections, strict=True):
+        x = _project(builder, projection, projection_weights, x)
+    return builder.norm_rows(x, "l2", None, None, LEAST_LENGTH, "f32") if spec.normalise else x
+
+
+def _emit_bert(builder: ProgramBuilder, spec: BertSpec, weights: BertWeights, rotary: Sequence[Table | None]) -> Value:
+    """Emit the layers; return the rows of the last one, normed, f32."""
+    x = builder.embed(weights.words, types=weights.types, positions=weights.positions)
+    dtypes: list[DType] = [*(INPUT_DTYPES[layer.qkv.dtype] for layer in weights.layers), "f32"]
+    normed = _norm_in_place(builder, spec, weights.embedding_norm, x, dtypes[0])
+    for index, layer in enumerate(weights.layers):
+        attended = _attend(builder, spec, layer, index, normed, rotary[index])
+        builder.linear_add(attended, layer.o, layer.o_bias, x)
+        normed = _norm(builder, spec, layer.attention_norm, x, INPUT_DTYPES[layer.up.dtype])
+        activated = builder.activated(
+            normed,
+            layer.up,
+            layer.up_bias,
+            spec.intermediate_size,
+            GATED[spec.activation] if spec.gated else PLAIN[spec.activation],
+            INPUT_DTYPES[layer.down.dtype],
+        )
+        builder.linear_add(activated, layer.down, layer.down_bias, x)
+        normed = _norm(builder, spec, layer.mlp_norm, x, dtypes[index + 1])
+    return normed
+
+
+def _attend(
+    builder: ProgramBuilder, spec: BertSpec, layer: BertLayerWeights, index: int, x: Value, rotary: Table | None
+) -> Value:
+    heads = Heads(spec.num_heads, spec.num_heads, spec.head_dim, spec.head_dim**-0.5, spec.windows[index], causal=False)
+    qkv = builder.linear(x, layer.qkv, layer.qkv_bias, "qkv")
+    return builder.attention(qkv, heads, None, None, spec.norm_eps, rotary, None, INPUT_DTYPES[layer.o.dtype])
+
+
+def _norm(builder: ProgramBuilder, spec: BertSpec, norm: NormWeights, x: Value, dtype: DType) -> Value:
+    """Norm the residual stream for the next linear layer; with norms after the additions, in place."""
+    if not spec.pre_norms:
+        return _norm_in_place(builder, spec, norm, x, dtype)
+    return builder.norm_rows(x, "layer", norm.weight, norm.bias, spec.norm_eps, dtype)
+
+
+def _norm_in_place(builder: ProgramBuilder, spec: BertSpec, norm: NormWeights, x: Value, dtype: DType) -> Value:
+    return builder.norm_in_place(x, "layer", norm.weight, norm.bias, spec.norm_eps, dtype)
+
+
+def _project(builder: ProgramBuilder, spec: Projection, weights: ProjectionWeights, x: Value) -> Value:
+    """Emit norm(activation(linear(x)))."""
+    epilogue = PLAIN[spec.activation]
+    x = builder.activated(x, weights.weight, weights.bias, spec.out_features, epilogue, "f32")
+    if weights.norm is None:
+        return x
+    return builder.norm_rows(x, "layer", weights.norm.weight, weights.norm.bias, spec.norm_eps, "f32")

@@ -1,0 +1,38 @@
+"""What the module of an encoder family defines: its names in config.json, and the readers of body and head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..config_json import ConfigTable
+from .spec import BertSpec, Pooling, Projection
+
+Name = TypeVar("Name", bound=str)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderFamily:
+    """An encoder family. The readers raise UnsupportedModel naming the key of config.json."""
+
+    name: str  # what its architectures begin with
+    model_types: tuple[str, ...]  # config.json's `model_type`, for files without `architectures`
+    read: Callable[[ConfigTable], BertSpec]
+    head: Callable[[ConfigTable, int], tuple[Projection, ...]] | None = None  # the layers of a head for n labels
+    head_pooling: Callable[[ConfigTable], Pooling] = lambda config: "first"
+    prefix: str = ""  # of the body's tensors where the checkpoint has a head
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """The names in config.json's `architectures[0]`."""
+        kinds = ("Model", "ForMaskedLM", "ForSequenceClassification") if self.head else ("Model", "ForMaskedLM")
+        return tuple(f"{self.name}{kind}" for kind in kinds)
+
+
+def read_named(config: ConfigTable, key: str, names: Mapping[str, Name], default: str | None = None) -> Name:
+    """Return what `names` has for the text under `key`."""
+    found = names.get(config.text(key, default))
+    if found is None:
+        raise config.refused(key, f"one of {', '.join(names)}")
+    return found

@@ -1,0 +1,77 @@
+"""NomicBERT, of nomic-embed-text 1 and 1.5: BERT with rotary embeddings, gated SiLU and no biases.
+
+Its config.json is that of transformers 5, or that of the model's own code, which has GPT-2's names.
+"""
+
+from __future__ import annotations
+
+from ..config_json import MAX_HEADS, MAX_POSITIONS, MAX_VOCAB, MAX_WIDTH, ConfigTable, num_layers, read_head_dim
+from ..config_rope import read_rope
+from .bert import MAX_TYPES
+from .family import EncoderFamily, read_named
+from .spec import BertSpec, EncoderNames, MlpActivation
+
+OWN_NAMES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "intermediate_size": "n_inner",
+    "max_position_embeddings": "n_positions",
+    "layer_norm_eps": "layer_norm_epsilon",
+    "hidden_act": "activation_function",
+    "rope_theta": "rotary_emb_base",
+}
+OWN_VALUES = {  # of keys that could change the model -> the only supported value, which is also the default
+    "prenorm": False, "parallel_block": False, "causal": False, "rotary_emb_interleaved": False,
+    "rotary_emb_fraction": 1.0, "use_rms_norm": False, "rotary_emb_scale_base": None, "rotary_scaling_factor": None,
+    "qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False,
+}  # fmt: skip
+ACTIVATIONS: dict[str, MlpActivation] = {"silu": "silu", "swiglu": "silu"}
+NAMES = EncoderNames(
+    embedding_norm="emb_ln",
+    layer="encoder.layers.{}.",
+    qkv=("attn.Wqkv",),
+    o="attn.out_proj",
+    attention_norm="norm1",
+    up=("mlp.fc12", "mlp.fc11"),
+    down="mlp.fc2",
+    mlp_norm="norm2",
+)
+
+
+def read_nomic_bert(config: ConfigTable) -> BertSpec:
+    """Read a `NomicBertModel`."""
+    for key, value in OWN_VALUES.items():
+        if key in config and config.values[key] != value:
+            raise config.refused(key, f"{str(value).lower()} or absent")
+    renamed = {key: config.values[own] for key, own in OWN_NAMES.items() if config.values.get(own) is not None}
+    config = ConfigTable({"rope_theta": 1000.0, **renamed, **config.values}, names=_shown(config))
+    layers = num_layers(config)
+    return BertSpec(
+        family="nomic_bert",
+        vocab_size=config.integer("vocab_size", 1, MAX_VOCAB),
+        hidden_size=config.integer("hidden_size", 1, MAX_WIDTH),
+        num_layers=layers,
+        num_heads=config.integer("num_attention_heads", 1, MAX_HEADS),
+        head_dim=read_head_dim(config),
+        intermediate_size=config.integer("intermediate_size", 1, MAX_WIDTH),
+        norm_eps=config.positive("layer_norm_eps", 1e-12),
+        max_position_embeddings=config.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        activation=read_named(config, "hidden_act", ACTIVATIONS, "silu"),
+        gated=True,
+        num_types=config.integer("type_vocab_size", 1, MAX_TYPES, 2),
+        ropes=(read_rope(config),) * layers,
+        windows=(0,) * layers,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        names=NAMES,
+    )
+
+
+def _shown(config: ConfigTable) -> dict[str, str]:
+    """Return the names of keys in messages: those that config.json has."""
+    return {key: own for key, own in OWN_NAMES.items() if key not in config.values and own in config.values}
+
+
+NOMIC_BERT = EncoderFamily("NomicBert", ("nomic_bert",), read_nomic_bert)

@@ -1,0 +1,184 @@
+"""The encoder families, and the reading of a folder into an `EncoderSpec` and its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ...common.errors import UnsupportedModel
+from ..config_json import CONFIG_FILE, MAX_WIDTH, ConfigTable, read_config
+from ..families.family import Family
+from ..families.registry import FAMILIES
+from ..files import is_gguf
+from ..spec import DecoderSpec
+from .bert import BERT, CAMEMBERT, ROBERTA, XLM_ROBERTA
+from .family import EncoderFamily
+from .modernbert import MODERNBERT
+from .nomic_bert import NOMIC_BERT
+from .sentence_transformers import (
+    MODULES_FILE,
+    AnswerTokens,
+    Modules,
+    has_modules,
+    read_modules,
+    read_prompts,
+    read_score_activation,
+    read_text_limits,
+)
+from .spec import BertSpec, EncoderSpec, Pooling, Projection
+from .tensors import SCORE, EncoderTensors, check_encoder_tensors
+
+ENCODERS = (BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, MODERNBERT, NOMIC_BERT)
+CLASSIFIER = "ForSequenceClassification"
+CAUSAL = "ForCausalLM"
+MAX_LABELS = 1 << 16
+
+
+def is_encoder(path: str | Path) -> bool:
+    """Return whether the model of a folder makes vectors or scores instead of text. Raises ModelError.
+
+    It does if its architecture is an encoder's or has a classification head, and with sentence-transformers' modules.
+    """
+    if is_gguf(path):
+        return False
+    name = _architecture(read_config(path))
+    return name in _by_architecture() or has_modules(Path(path)) or _decoder(name) is not None
+
+
+def read_encoder(path: str | Path) -> EncoderSpec:
+    """Read config.json and the files of sentence-transformers; no tensor. Raises ModelError."""
+    folder, config = Path(path), read_config(path)
+    body, family = _body(config)
+    modules = read_modules(folder, body.hidden_size) if has_modules(folder) else Modules(files={})
+    pooling, projections = _after_body(config, family, body, modules)
+    labels = projections[-1].out_features if _scores(config, modules) else 0
+    limits = read_text_limits(folder)
+    prompts, default_prompt = read_prompts(folder)
+    return EncoderSpec(
+        body=body,
+        pooling=pooling,
+        projections=projections,
+        normalise=modules.normalise,
+        num_labels=labels,
+        score_activation=read_score_activation(folder, config, labels) if labels else "identity",
+        max_model_len=min(body.max_position_embeddings, limits.max_length or body.max_position_embeddings),
+        lower_case=limits.lower_case,
+        prompts=prompts,
+        default_prompt=default_prompt,
+        matryoshka=_matryoshka(config),
+        files=modules.files,
+    )
+
+
+def open_encoder(path: str | Path) -> tuple[EncoderSpec, EncoderTensors]:
+    """Return the spec and the tensors of a folder, all checked and none read. Raises ModelError."""
+    spec, folder, config = read_encoder(path), Path(path), read_config(path)
+    family = _body(config)[1]
+    answer = read_modules(folder, spec.hidden_size).answer if has_modules(folder) else None
+    prefix = family.prefix if isinstance(family, EncoderFamily) else ""
+    tensors = EncoderTensors(folder, prefix, spec.files, _answer_rows(config, spec, answer))
+    check_encoder_tensors(spec, tensors)
+    return spec, tensors
+
+
+def _architecture(config: ConfigTable) -> str:
+    """Return `architectures[0]`, or the name that `model_type` stands for."""
+    if "architectures" not in config:
+        types = {name: family for family in ENCODERS for name in family.model_types}
+        family = types.get(config.text("model_type", ""))
+        return family.architectures[0] if family else ""
+    names = config.values["architectures"]
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise config.refused("architectures", "a list of names")
+    return names[0]
+
+
+def _by_architecture() -> dict[str, EncoderFamily]:
+    return {name: family for family in ENCODERS for name in family.architectures}
+
+
+def _decoder(name: str) -> Family | None:
+    """Return the family of decoders whose body or classifier has the architecture `name`."""
+    if name.endswith(CAUSAL):
+        return None
+    stem = name.removesuffix(CLASSIFIER).removesuffix("Model")
+    return next((family for family in FAMILIES if f"{stem}{CAUSAL}" in family.architectures), None)
+
+
+def _body(config: ConfigTable) -> tuple[BertSpec | DecoderSpec, EncoderFamily | Family]:
+    name = _architecture(config)
+    if name in (known := _by_architecture()):
+        return known[name].read(config), known[name]
+    family = _decoder(name) or next((family for family in FAMILIES if name in family.architectures), None)
+    if family is None:
+        raise UnsupportedModel(
+            f"{CONFIG_FILE}: architectures[0] is {name:.80}; it must be one of {', '.join(known)}, or that of a decoder"
+        )
+    spec = family.read(config)
+    if spec.sinks or spec.attention_softcap or spec.qk_norm_rows:
+        raise UnsupportedModel(
+            f"{CONFIG_FILE}: architectures[0] is {name:.80}; a decoder that makes vectors must have no attention "
+            "sinks, no soft cap of scores, and no norm over all heads together"
+        )
+    return replace(spec, tie_embeddings=True), family  # its LM head is not used
+
+
+def _after_body(
+    config: ConfigTable, family: EncoderFamily | Family, body: BertSpec | DecoderSpec, modules: Modules
+) -> tuple[Pooling, tuple[Projection, ...]]:
+    """Return how the rows of a text are pooled, and the layers after that."""
+    if modules.pooling is not None:
+        return modules.pooling, modules.projections
+    if modules.answer is not None:
+        return "last", (Projection(tensor=SCORE, in_features=body.hidden_size, out_features=1, bias=False),)
+    if _architecture(config).endswith(CLASSIFIER):
+        labels = _num_labels(config)
+        if isinstance(family, EncoderFamily):
+            assert family.head is not None, "an architecture with a head is that of a family with one"
+            return family.head_pooling(config), family.head(config, labels)
+        return "last", (Projection(tensor="score", in_features=body.hidden_size, out_features=labels, bias=False),)
+    if isinstance(body, DecoderSpec):
+        raise UnsupportedModel(
+            f"a decoder makes vectors or scores only if {MODULES_FILE} of sentence-transformers says how; the folder "
+            "has no module that pools"
+        )
+    return "mean", ()
+
+
+def _scores(config: ConfigTable, modules: Modules) -> bool:
+    if modules.pooling is not None:
+        return modules.scores
+    return modules.answer is not None or _architecture(config).endswith(CLASSIFIER)
+
+
+def _num_labels(config: ConfigTable) -> int:
+    if "num_labels" in config:
+        return config.integer("num_labels", 1, MAX_LABELS)
+    labels = config.table("id2label").values
+    if len(labels) > MAX_LABELS:
+        raise UnsupportedModel(f"{CONFIG_FILE}: id2label has {len(labels)} labels; at most {MAX_LABELS}")
+    return len(labels) or 2
+
+
+def _matryoshka(config: ConfigTable) -> tuple[int, ...]:
+    """Return the numbers of dimensions that the model was trained for."""
+    if "matryoshka_dimensions" not in config:
+        return ()
+    sizes = config.values["matryoshka_dimensions"]
+    if not isinstance(sizes, list) or not all(type(size) is int and 1 <= size <= MAX_WIDTH for size in sizes):
+        raise config.refused("matryoshka_dimensions", f"a list of integers from 1 to {MAX_WIDTH}")
+    return tuple(sorted(set(sizes)))
+
+
+def _answer_rows(
+    config: ConfigTable, spec: EncoderSpec, answer: AnswerTokens | None
+) -> tuple[str, int, int | None] | None:
+    """Return the matrix that has the rows of the answer tokens, and the rows."""
+    if answer is None or not isinstance(spec.body, DecoderSpec):
+        return None
+    for key, token in (("true_token_id", answer.true), ("false_token_id", answer.false)):
+        if token is not None and token >= spec.body.vocab_size:
+            raise UnsupportedModel(f"{key} is {token}; the vocabulary has {spec.body.vocab_size} tokens")
+    names = spec.body.names
+    tied = config.flag("tie_word_embeddings", False)
+    return f"{names.embedding if tied else names.lm_head}.weight", answer.true, answer.false

@@ -1,0 +1,115 @@
+"""The description of an encoder: a transformer whose rows are pooled to one vector, or to scores, per text.
+
+Every `EncoderSpec` can be run: the readers of this package refuse all other values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..spec import DecoderSpec, Rope
+
+Pooling = Literal["mean", "first", "last"]
+MlpActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]  # gelu: with erf; gelu_tanh: its approximation
+Activation = Literal["none", "tanh", "gelu", "gelu_tanh", "relu"]  # after pooling
+ScoreActivation = Literal["sigmoid", "identity"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderNames:
+    """The names of a checkpoint's tensors, without `.weight` and `.bias`; those of a layer follow `layer`.
+
+    `qkv` and `gate_up` have one name where the checkpoint has these matrices in one tensor, one above the other.
+    """
+
+    words: str = "embeddings.word_embeddings"
+    positions: str = "embeddings.position_embeddings"
+    types: str = "embeddings.token_type_embeddings"
+    embedding_norm: str = "embeddings.LayerNorm"
+    layer: str = "encoder.layer.{}."  # {}: the number of the layer
+    qkv: tuple[str, ...] = ("attention.self.query", "attention.self.key", "attention.self.value")
+    o: str = "attention.output.dense"
+    attention_norm: str = "attention.output.LayerNorm"
+    up: tuple[str, ...] = ("intermediate.dense",)  # with a gate: gate, then up
+    down: str = "output.dense"
+    mlp_norm: str = "output.LayerNorm"
+    final_norm: str = "final_norm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BertSpec:
+    """A bidirectional transformer with layer norms, as BERT and what followed it."""
+
+    family: str  # model_type: "bert", …
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    max_position_embeddings: int  # tokens of the longest text
+    activation: MlpActivation
+    gated: bool = False  # the MLP is down(activation(gate(x)) * up(x)), not down(activation(up(x)))
+    num_positions: int = 0  # rows of the table of learned positions; 0: none
+    first_position: int = 0  # the row of a text's first token
+    num_types: int = 0  # rows of the table of token types; 0: none
+    ropes: tuple[Rope | None, ...]  # one per layer; None: heads are not rotated
+    windows: tuple[int, ...]  # one per layer: a token sees those at most this far away; 0: all
+    pre_norms: bool = False  # norms are before attention and MLP, and at the end; not after the residual additions
+    qkv_bias: bool = True
+    o_bias: bool = True
+    mlp_bias: bool = True
+    norm_bias: bool = True
+    names: EncoderNames = EncoderNames()
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """A linear layer after pooling: y = norm(activation(x @ weight.T + bias))."""
+
+    tensor: str  # its name, without `.weight` and `.bias`
+    in_features: int
+    out_features: int
+    bias: bool = True
+    activation: Activation = "none"
+    norm: str | None = None  # the name of a layer norm; None: no norm
+    norm_bias: bool = False
+    norm_eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderSpec:
+    """A model that makes one vector of each text, or scores it."""
+
+    body: BertSpec | DecoderSpec  # a decoder attends causally, and without pages
+    pooling: Pooling
+    projections: tuple[Projection, ...] = ()
+    normalise: bool = False  # vectors have length 1
+    num_labels: int = 0  # scores of a text; 0: the result is a vector
+    score_activation: ScoreActivation = "identity"  # what makes a score of a label's value
+    max_model_len: int  # tokens of the longest text
+    lower_case: bool = False  # texts are lower-cased before they are tokenized
+    prompts: Mapping[str, str] = field(default_factory=dict)  # name -> text that goes before an input
+    default_prompt: str | None = None  # the name of the prompt of inputs without one
+    matryoshka: tuple[int, ...] = ()  # smaller numbers of dimensions that the model was trained for; (): not known
+    files: Mapping[str, str] = field(default_factory=dict)  # folder of a projection's own file -> prefix of its tensors
+
+    @property
+    def family(self) -> str:
+        return self.body.family
+
+    @property
+    def hidden_size(self) -> int:
+        return self.body.hidden_size
+
+    @property
+    def dimensions(self) -> int:
+        """Columns of the result: elements of a vector, or labels."""
+        return self.projections[-1].out_features if self.projections else self.hidden_size

@@ -1,0 +1,142 @@
+"""The values that a program computes, before they are placed in the arena, and the program that `ProgramBuilder` makes.
+
+A `Value` is symbolic until `ProgramBuilder.build` places it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ....kernels.ops import Normed, Op, Region, Routing, StoredDtype
+
+Vector = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """The result of an op, [rows, columns] of one dtype, before it is placed. Valid for its own builder only."""
+
+    index: int
+    name: str
+    rows: int
+    columns: int
+    dtype: StoredDtype
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return (self,)
+
+    def placed(self, regions: Sequence[Region]) -> Region:
+        return regions[self.index]
+
+
+@dataclass(frozen=True, slots=True)
+class NormedValue:
+    """The result of `norm`: a `kernels.ops.Normed` before it is placed. Only a linear layer can read it."""
+
+    data: Value
+    squares: Value
+    weight: Vector
+    eps: float
+
+    @property
+    def rows(self) -> int:
+        return self.data.rows
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return self.data, self.squares
+
+    def placed(self, regions: Sequence[Region]) -> Normed:
+        return Normed(self.data.placed(regions), self.squares.placed(regions), self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingValue:
+    """The result of `route`: a `kernels.ops.Routing` before it is placed."""
+
+    num_experts: int
+    top_k: int
+    weights: Value
+    places: Value
+    groups: Value
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return self.weights, self.places, self.groups
+
+    def placed(self, regions: Sequence[Region]) -> Routing:
+        return Routing(self.num_experts, self.top_k, *(part.placed(regions) for part in self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """The result of a program, and the maximum of each 32 logits, so that greedy sampling reads few of them."""
+
+    values: Value  # f32 [samples, vocab]
+    maxima: Value  # f32 [samples, padded(vocab) / 32]
+
+    @property
+    def parts(self) -> tuple[Value, ...]:
+        return self.values, self.maxima
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The shape of one attention layer, the place of its keys and values, and what applies to heads and scores."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of queries
+    window: int  # 0: all earlier tokens, or with causal = False all tokens
+    group: int = 0  # layer group: layers that share a page table
+    layer: int = 0  # slot in the group's pages
+    softcap: float = 0.0  # of scores; 0: none
+    norms_rows: bool = False  # q_norm and k_norm are over all heads of a row
+    causal: bool = True  # a row sees itself and earlier rows only
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedValue:
+    """A value in the arena, and the first and last op that use it."""
+
+    name: str
+    region: Region
+    first_op: int
+    last_op: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramPlan:
+    """The ops and the arena's size for `kernels.Program`, and the map of the arena."""
+
+    ops: list[Op]
+    arena_bytes: int
+    results: tuple[Region, ...]  # f32 [max_samples, columns]: logits and their maxima, or vectors or scores
+    values: tuple[PlacedValue, ...]
+
+    @property
+    def logits(self) -> Region:
+        """The logits of a decoder, f32 [max_samples, vocab]."""
+        return self.results[0]
+
+    @property
+    def maxima(self) -> Region:
+        """The maximum of each 32 logits, f32 [max_samples, padded(vocab) / 32]."""
+        return self.results[1]
+
+    def describe(self) -> str:
+        """Return the arena's map as text: one line per place and use, with the number of uses."""
+        uses: dict[tuple[int, str, str], int] = {}
+        for value in self.values:
+            shape = f"{value.region.dtype} [{value.region.rows}, {value.region.columns}]"
+            key = value.region.offset, f"{value.name:<14}{shape:<22}", f"{value.region.nbytes:>14,} B"
+            uses[key] = uses.get(key, 0) + 1
+        by_offset = sorted(uses.items(), key=lambda use: use[0][0])
+        lines = [f"{offset:>14,}  {what}{size}  x{count}" for (offset, what, size), count in by_offset]
+        return "\n".join([*lines, f"{self.arena_bytes:>14,}  end of arena, {len(self.ops)} ops"])

@@ -1,0 +1,198 @@
+"""The encoder runner: loads an encoder, owns its memory, and computes batches of texts in stages.
+
+It keeps one batch between calls. Its methods block; the engine calls them from one thread, that of the model runner
+where a decoder is served too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ....kernels import CpuBudget, Pool, Program
+from ....kernels.ops import EphemeralAttention
+from ....scheduler import EncodedText
+from ...common.config import EngineConfig
+from ...common.errors import ConfigError
+from ..encoder import EncoderMemoryPlan, EncoderSpec, PackedEncoder, pack_encoder, plan_encoder_memory, read_encoder
+from ..files import model_path
+from .capacity import pick_cpus, pick_isa
+
+MAX_TEXTS = 256  # of a batch: each takes a page of keys and values, or more
+LONGEST_BY_DEFAULT = 8192  # tokens; a step's memory grows with the longest text
+MEASURED_ROWS = 64  # of the texts that the cost of a stage is measured with
+MEASURED_LENGTH = 16  # tokens of each
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderCapacity:
+    """The sizes that an encoder runner is built with."""
+
+    max_model_len: int  # tokens of the longest text
+    max_rows: int  # tokens of a batch
+    max_texts: int  # of a batch
+    cpus: CpuBudget
+    isa: str
+    memory: EncoderMemoryPlan
+
+
+def decide_encoder_capacity(config: EngineConfig, spec: EncoderSpec) -> EncoderCapacity:
+    """Decide all sizes. Raises ConfigError if the model or this machine cannot do what the configuration asks for.
+
+    `max_model_len` limits the texts of an encoder that is served alone; beside a decoder, it is the decoder's.
+    """
+    wanted = config.max_model_len
+    if wanted is not None and wanted > spec.max_model_len:
+        raise ConfigError(f"max_model_len {wanted} is more than the {spec.max_model_len} tokens this model takes")
+    longest = wanted or min(spec.max_model_len, LONGEST_BY_DEFAULT)
+    max_rows = max(longest, config.max_num_batched_tokens)
+    max_texts = min(MAX_TEXTS, max_rows)
+    cpus = pick_cpus(config)
+    memory = plan_encoder_memory(
+        replace(spec, max_model_len=longest),
+        weights=config.weights,
+        max_rows=max_rows,
+        max_texts=max_texts,
+        workers=cpus.threads,
+    )
+    return EncoderCapacity(longest, max_rows, max_texts, cpus, pick_isa(config), memory)
+
+
+def load_encoder(config: EngineConfig, stop: threading.Event | None = None, pool: Pool | None = None) -> EncoderRunner:
+    """Read, pack and bind the encoder `config.model`. Raises ModelError or ConfigError, as `load_model` does.
+
+    `pool` has the threads of a decoder beside it; without one the runner has its own.
+    """
+    path = model_path(config.model)
+    capacity = decide_encoder_capacity(config, read_encoder(path))
+    model = pack_encoder(path, config.weights, capacity.max_model_len, stop)
+    return EncoderRunner(model, capacity, pool or Pool(capacity.cpus.threads))
+
+
+class EncoderRunner:
+    """A loaded encoder bound to memory and threads. The constructor takes all memory, as `capacity` plans."""
+
+    def __init__(self, model: PackedEncoder, capacity: EncoderCapacity, pool: Pool) -> None:
+        self.spec = model.spec
+        self.path = model.path
+        self.capacity = capacity
+        self.cpus = capacity.cpus
+        self.isa = capacity.isa
+        self.max_rows = capacity.max_rows
+        self.max_texts = capacity.max_texts
+        plan = model.compile(max_rows=self.max_rows, max_texts=self.max_texts)
+        self.arena_bytes = plan.arena_bytes
+        self._ends = _stage_ends(plan.ops)
+        self.num_stages = len(self._ends)  # one per layer; the first and the last one do what comes before and after
+        try:
+            self._program = Program(
+                plan.ops,
+                plan.arena_bytes,
+                None,
+                None,
+                0,
+                pool,
+                max_rows=self.max_rows,
+                max_samples=self.max_texts,
+                max_sequences=self.max_texts,
+                vocab_size=self.spec.body.vocab_size,
+                isa=capacity.isa,
+            )
+        except MemoryError as error:
+            raise ConfigError(
+                f"batches of {self.max_rows} tokens need {plan.arena_bytes:,} bytes, which the system does not give; "
+                "lower max_num_batched_tokens and max_model_len"
+            ) from error
+        self._values: Floats = self._program.view(plan.results[0])  # [max_texts, padded dimensions]
+        self._token_ids = self._row_start = np.zeros(0, np.int32)
+        self._type_ids: npt.NDArray[np.int32] | None = None
+        self._next = self.num_stages  # the stage to compute next
+        self._base_s, self._row_s = self._measure()
+
+    def begin(self, texts: Sequence[EncodedText]) -> None:
+        """Take the texts of the next batch; an unfinished one is given up.
+
+        Raises ValueError for texts that do not fit: more than `max_rows` tokens or `max_texts` texts, a text without
+        tokens or with more than `spec.max_model_len`, an unknown token or type.
+        """
+        self._next = self.num_stages
+        token_ids = [token for text in texts for token in text.token_ids]
+        lengths = [len(text.token_ids) for text in texts]
+        if not 1 <= len(token_ids) <= self.max_rows or len(texts) > self.max_texts:
+            raise ValueError(
+                f"{len(token_ids)} tokens of {len(texts)} texts; a batch takes 1 to {self.max_rows} of at most "
+                f"{self.max_texts}"
+            )
+        if not 1 <= min(lengths) <= max(lengths) <= self.spec.max_model_len:
+            raise ValueError(f"a text has 1 to {self.spec.max_model_len} tokens")
+        self._token_ids = np.array(token_ids, np.int32)
+        self._row_start = np.zeros(len(texts) + 1, np.int32)
+        np.cumsum(lengths, out=self._row_start[1:])
+        self._type_ids = self._types_of(texts)
+        self._program.run_texts(self._token_ids, self._row_start, self._type_ids, 0, 0)  # checks all ids
+        self._next = 0
+
+    def advance(self, num_stages: int) -> bool:
+        """Compute the next stages of the batch; return whether it is done."""
+        end = min(self._next + num_stages, self.num_stages)
+        if self._next < end:
+            first_op = self._ends[self._next - 1] if self._next else 0
+            self._program.run_texts(self._token_ids, self._row_start, self._type_ids, first_op, self._ends[end - 1])
+            self._next = end
+        return self._next == self.num_stages
+
+    def values(self) -> Floats:
+        """Return a copy of the vectors, or of the labels' values before any activation, f32 [texts, dimensions]."""
+        return self._values[: len(self._row_start) - 1, : self.spec.dimensions].copy()
+
+    def stage_seconds(self, lengths: Sequence[int]) -> float:
+        """Return the predicted seconds of one stage of a batch with texts of these numbers of tokens.
+
+        Rows cost what they cost when the runner was built. Pairs of a query and a key cost as many operations of a
+        row's matrices, at the same speed.
+        """
+        body = self.spec.body
+        matrices = body.hidden_size * (4 * body.hidden_size + 3 * body.intermediate_size)
+        pairs = sum(length * length for length in lengths) * 2 * body.num_heads * body.head_dim
+        return self._base_s + self._row_s * (sum(lengths) + pairs / matrices)
+
+    def close(self) -> None:
+        """Release weights, memory and threads now, not at the next garbage collection. Idempotent."""
+        if hasattr(self, "_program"):
+            del self._program, self._values
+
+    def _types_of(self, texts: Sequence[EncodedText]) -> npt.NDArray[np.int32] | None:
+        """Return the token types of a batch; None where all are 0, and for a model without types."""
+        if not getattr(self.spec.body, "num_types", 0) or all(text.type_ids is None for text in texts):
+            return None
+        types = [text.type_ids or (0,) * len(text.token_ids) for text in texts]
+        if any(len(of_text) != len(text.token_ids) for of_text, text in zip(types, texts, strict=True)):
+            raise ValueError("a text has a type for each token, or none")
+        return np.array([one for of_text in types for one in of_text], np.int32)
+
+    def _measure(self) -> tuple[float, float]:
+        """Return the seconds of a stage with few rows, and those that each further row adds."""
+        seconds = []
+        num_texts = max(1, min(MEASURED_ROWS, self.max_rows) // MEASURED_LENGTH)
+        length = min(MEASURED_LENGTH, self.spec.max_model_len)
+        for lengths in ([length] * num_texts, [1], [length] * num_texts):
+            self.begin([EncodedText((0,) * each) for each in lengths])
+            start = time.perf_counter()
+            self.advance(1)
+            seconds.append(time.perf_counter() - start)
+        self._next = self.num_stages
+        row_s = max(seconds[2] - seconds[1], 0.0) / max(length * num_texts - 1, 1)
+        return seconds[1], max(row_s, 1e-9)
+
+
+def _stage_ends(ops: Sequence[object]) -> list[int]:
+    """Return the op after each stage: a stage ends before the next layer's projection to queries, keys and values."""
+    starts = [index - 1 for index, op in enumerate(ops) if isinstance(op, EphemeralAttention)]
+    return [*starts[1:], len(ops)]

@@ -1,0 +1,104 @@
+"""The vectors and scores of each encoder, compared with sentence-transformers and transformers in f32."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from quire.runtime.model.encoder import ENCODERS, pack_encoder
+from quire.runtime.model.runner.encoder_runner import EncoderRunner
+
+from .conftest import FOLDER, NAMES, Golden, load, read_golden, run, run_reference
+
+FEW = ("bert_scores", "modernbert", "qwen3")
+
+
+def distance(values: Any, golden: Golden) -> float:
+    """Return the largest difference, relative to the range of the golden values."""
+    return float(np.abs(values - golden.values).max() / np.ptp(golden.values))
+
+
+def cosines(values: Any, golden: Golden) -> Any:
+    lengths = np.linalg.norm(values, axis=1) * np.linalg.norm(golden.values, axis=1)
+    return (values * golden.values).sum(axis=1) / lengths
+
+
+def test_every_family_has_a_golden() -> None:
+    named = {json.loads((FOLDER / name / "config.json").read_text())["architectures"][0] for name in NAMES}
+    for family in ENCODERS:
+        assert family.name == "Camembert" or named & set(family.architectures)  # Camembert has RoBERTa's readers
+
+
+def test_the_program_on_the_reference_matches(golden: Golden) -> None:
+    assert distance(run_reference(pack_encoder(golden.folder, "f32"), golden.encoded), golden) < 2e-6
+
+
+def test_f32_kernels_are_within_2e_4(golden: Golden) -> None:
+    assert distance(run(load(golden.folder), golden.encoded), golden) < 2e-4
+
+
+@pytest.mark.parametrize("weights", ["q8", "bf16"])
+def test_rounded_weights_are_close(golden: Golden, weights: str) -> None:
+    values = run(load(golden.folder, weights=weights), golden.encoded)
+    if values.shape[1] > 3:  # a vector
+        assert cosines(values, golden).min() > 0.999
+    assert distance(values, golden) < 0.05
+
+
+def test_q4_runs() -> None:
+    golden = read_golden("bert")
+    assert cosines(run(load(golden.folder, weights="q4"), golden.encoded), golden).min() > 0.9
+
+
+@pytest.mark.parametrize("weights", ["f32", "q8"])
+@pytest.mark.parametrize("name", FEW)
+def test_a_text_has_the_same_bits_alone_in_any_batch_and_any_stages(name: str, weights: str) -> None:
+    golden = read_golden(name)
+    runner = load(golden.folder, weights=weights, max_num_batched_tokens=1024)
+    alone = np.concatenate([run(runner, [text]) for text in golden.encoded])
+    shuffled = [*golden.encoded[::-1], *golden.encoded[2:], golden.encoded[0]]
+    for stages in (1, 2, 100):
+        values = run(runner, shuffled, stages)
+        assert np.array_equal(values[: len(alone)][::-1], alone)
+        assert np.array_equal(values[len(alone) : -1], alone[2:])
+        assert np.array_equal(values[-1], alone[0])
+
+
+@pytest.mark.parametrize("weights", ["f32", "q8"])
+@pytest.mark.parametrize("name", FEW)
+def test_the_bits_do_not_depend_on_level_and_threads(name: str, weights: str) -> None:
+    golden = read_golden(name)
+    expected = run(load(golden.folder, weights=weights), golden.encoded)
+    for config in ({"isa": "scalar"}, {"threads": 3}):
+        assert np.array_equal(run(load(golden.folder, weights=weights, **config), golden.encoded), expected), config
+
+
+def test_a_new_batch_replaces_an_unfinished_one() -> None:
+    golden = read_golden("bert")
+    runner = load(golden.folder)
+    runner.begin(golden.encoded)
+    assert not runner.advance(1)
+    assert distance(run(runner, golden.encoded), golden) < 2e-4
+
+
+def test_batches_that_do_not_fit_are_refused() -> None:
+    golden = read_golden("bert")
+    runner: EncoderRunner = load(golden.folder, max_num_batched_tokens=256, max_num_seqs=8, max_model_len=40)
+    (text,) = golden.encoded[:1]
+    for texts, message in (
+        ([], "a batch takes"),
+        ([text] * 86, "258 tokens of 86 texts"),
+        ([text._replace(token_ids=())], "a batch takes"),
+        ([text, text._replace(token_ids=())], "a text has 1 to 40 tokens"),
+        ([text._replace(token_ids=(2,) * 41)], "a text has 1 to 40 tokens"),
+        ([text._replace(token_ids=(2, 160))], "160"),
+        ([text._replace(token_ids=(-1,))], "-1"),
+        ([text._replace(type_ids=(0, 1))], "a text has a type for each token"),
+        ([text._replace(type_ids=(0, 2, 0))], "2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            runner.begin(texts)
+        assert runner.advance(1), "nothing to do"
+    assert runner.stage_seconds([16, 16]) > runner.stage_seconds([16]) > 0

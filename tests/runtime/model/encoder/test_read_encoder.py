@@ -1,0 +1,186 @@
+"""Reading an encoder's folder: what the files of transformers and sentence-transformers mean, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire.runtime.common.errors import CorruptCheckpoint, MissingTensor, UnsupportedModel, WrongTensor
+from quire.runtime.model.encoder import BertSpec, is_encoder, pack_encoder, read_encoder
+
+from .conftest import FOLDER, NAMES
+
+Copy = Callable[..., Path]
+
+
+def bert_of(folder: Path) -> BertSpec:
+    body = read_encoder(folder).body
+    assert isinstance(body, BertSpec)
+    return body
+
+
+def edited(**values: Any) -> Callable[[Any], object]:
+    return lambda content: content.update(values)
+
+
+def test_all_goldens_are_encoders_and_decoders_are_not() -> None:
+    assert all(is_encoder(FOLDER / name) for name in NAMES)
+    assert not is_encoder(FOLDER.parent / "qwen3")
+
+
+def test_what_a_folder_of_sentence_transformers_means() -> None:
+    spec = read_encoder(FOLDER / "bert_dense")
+    assert (spec.pooling, spec.normalise, spec.dimensions, spec.hidden_size) == ("first", True, 24, 40)
+    assert (spec.num_labels, spec.max_model_len) == (0, 256)
+    assert spec.prompts == {"query": "find: ", "document": ""}
+    assert read_encoder(FOLDER / "bert").max_model_len == 190  # of sentence_bert_config.json
+    assert read_encoder(FOLDER / "qwen3").pooling == "last"
+
+
+def test_heads_for_scores() -> None:
+    found = {name: read_encoder(FOLDER / name) for name in NAMES if name.endswith(("scores", "answer"))}
+    assert {name: (spec.num_labels, spec.score_activation) for name, spec in found.items()} == {
+        "bert_scores": (1, "identity"),
+        "modernbert_scores": (3, "identity"),
+        "qwen3_answer": (1, "sigmoid"),
+        "qwen3_scores": (2, "identity"),
+        "xlm_roberta_scores": (1, "sigmoid"),
+    }
+
+
+def test_positions_of_roberta_begin_after_that_of_padding(encoder_folder: Copy) -> None:
+    body = bert_of(encoder_folder("roberta"))
+    assert (body.first_position, body.max_position_embeddings, body.num_positions) == (2, 256, 258)
+
+
+@pytest.mark.parametrize("other", ["layers", "version 4"])
+def test_layers_of_modernbert(encoder_folder: Copy, other: str) -> None:
+    def edit(config: Any) -> None:
+        if other == "version 4":
+            del config["layer_types"], config["rope_parameters"]
+            config.update(global_attn_every_n_layers=3, global_rope_theta=160_000.0, local_rope_theta=None)
+
+    body = bert_of(encoder_folder("modernbert", edit))
+    assert body.windows == (0, 5, 5, 0)
+    thetas = [rope.theta for rope in body.ropes if rope is not None]
+    assert thetas == [160_000.0] * 4 if other == "version 4" else [160_000.0, 10_000.0, 10_000.0, 160_000.0]
+
+
+def test_nomics_own_config(encoder_folder: Copy) -> None:
+    expected = bert_of(FOLDER / "nomic_bert")
+    names = {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+        "layer_norm_eps": "layer_norm_epsilon",
+    }
+
+    def edit(config: Any) -> None:
+        for key, own in names.items():
+            config[own] = config.pop(key)
+        del config["rope_parameters"], config["hidden_act"], config["head_dim"]
+        config.update(activation_function="swiglu", rotary_emb_base=1000, rotary_emb_fraction=1.0, prenorm=False)
+
+    folder = encoder_folder("nomic_bert", edit)
+    assert bert_of(folder) == expected
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "n_inner": 0}))
+    with pytest.raises(UnsupportedModel, match="n_inner is 0"):
+        read_encoder(folder)
+    (folder / "config.json").write_text(json.dumps({**config, "prenorm": True}))
+    with pytest.raises(UnsupportedModel, match="prenorm is true; it must be false"):
+        read_encoder(folder)
+
+
+def test_the_pooling_of_older_versions(encoder_folder: Copy) -> None:
+    def edit(config: Any) -> None:
+        config.clear()
+        config.update(word_embedding_dimension=40, pooling_mode_cls_token=False, pooling_mode_lasttoken=True)
+
+    assert read_encoder(encoder_folder("bert", edit, "1_Pooling/config.json")).pooling == "last"
+
+
+def test_without_modules_rows_are_averaged(encoder_folder: Copy) -> None:
+    folder = encoder_folder("bert_dense")
+    (folder / "modules.json").unlink()
+    spec = read_encoder(folder)
+    assert (spec.pooling, spec.normalise, spec.dimensions) == ("mean", False, 40)
+    decoder = encoder_folder("qwen3")
+    (decoder / "modules.json").unlink()
+    with pytest.raises(UnsupportedModel, match=r"modules\.json of sentence-transformers"):
+        read_encoder(decoder)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "edit", "message"),
+    [
+        ("bert", "config.json", edited(hidden_act="swish"), "hidden_act"),
+        ("bert", "config.json", edited(position_embedding_type="relative_key"), "position_embedding_type"),
+        ("bert", "config.json", edited(num_attention_heads=3), "hidden_size"),
+        ("bert", "config.json", edited(is_decoder=True), "is_decoder"),
+        ("bert", "config.json", edited(type_vocab_size=0), "type_vocab_size"),
+        ("bert", "config.json", edited(architectures=["T5Model"]), "architectures"),
+        ("bert", "config.json", edited(architectures=[]), "architectures"),
+        ("bert", "config.json", edited(matryoshka_dimensions=[0]), "matryoshka_dimensions"),
+        ("roberta", "config.json", edited(pad_token_id=400), "max_position_embeddings"),
+        ("modernbert", "config.json", edited(layer_types=["full_attention"]), "layer_types"),
+        ("modernbert_scores", "config.json", edited(classifier_pooling="max"), "classifier_pooling"),
+        ("modernbert_scores", "config.json", edited(id2label=[1]), "id2label"),
+        ("bert", "1_Pooling/config.json", edited(pooling_mode="max"), "pooling_mode"),
+        ("bert", "1_Pooling/config.json", edited(pooling_mode=["mean", "cls"]), "pooling_mode"),
+        ("bert", "1_Pooling/config.json", edited(embedding_dimension=41), "embedding_dimension"),
+        ("bert", "1_Pooling/config.json", edited(include_prompt=False), "include_prompt"),
+        ("bert_dense", "2_Dense/config.json", edited(activation_function="os.system"), "activation_function"),
+        ("bert_dense", "2_Dense/config.json", edited(in_features=39), "in_features"),
+        ("bert_dense", "2_Dense/config.json", edited(use_residual=True), "use_residual"),
+        ("bert", "modules.json", lambda modules: modules.pop(0), "Pooling first"),
+        ("bert", "modules.json", lambda modules: modules.pop(1), "Normalize after Transformer"),
+        ("bert", "modules.json", lambda modules: modules[1].update(type="a.WordWeights"), "WordWeights after"),
+        ("bert", "modules.json", lambda modules: modules[1].update(path="../other"), r"\[1\]\.path"),
+        ("bert", "modules.json", lambda modules: modules[1].pop("type"), r"\[1\]\.type"),
+        ("bert", "modules.json", lambda modules: modules.clear(), "modules.json must be a list"),
+        ("bert", "config_sentence_transformers.json", edited(prompts=[1]), "prompts"),
+        ("bert", "config_sentence_transformers.json", edited(default_prompt_name="x"), "default_prompt_name"),
+        ("bert_scores", "config_sentence_transformers.json", edited(activation_fn="os.system"), "activation_fn"),
+        ("bert", "sentence_bert_config.json", edited(max_seq_length=0), "max_seq_length"),
+        ("qwen3_answer", "1_LogitScore/config.json", edited(true_token_id=10**6), "true_token_id"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_named(
+    encoder_folder: Copy, name: str, file: str, edit: Callable[[Any], object], message: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        pack_encoder(encoder_folder(name, edit, file), "f32")
+
+
+@pytest.mark.parametrize("file", ["modules.json", "1_Pooling/config.json", "sentence_bert_config.json"])
+def test_broken_files(encoder_folder: Copy, file: str) -> None:
+    folder = encoder_folder("bert")
+    for content in (b"{", b"3", b"\xff", b"[" * 100_000):
+        (folder / file).write_bytes(content)
+        with pytest.raises((CorruptCheckpoint, UnsupportedModel), match="json"):
+            read_encoder(folder)
+
+
+def test_a_pipe_is_not_opened(encoder_folder: Copy) -> None:
+    folder = encoder_folder("bert")
+    (folder / "sentence_bert_config.json").unlink()
+    os.mkfifo(folder / "sentence_bert_config.json")
+    assert read_encoder(folder).max_model_len == 190  # of tokenizer_config.json
+
+
+def test_missing_and_wrong_tensors(encoder_folder: Copy) -> None:
+    with pytest.raises(MissingTensor, match=r"encoder\.layer\.2\.attention"):
+        pack_encoder(encoder_folder("bert", edited(num_hidden_layers=3)), "f32")
+    with pytest.raises(WrongTensor, match="word_embeddings"):
+        pack_encoder(encoder_folder("bert_scores", edited(vocab_size=159)), "f32")
+    with pytest.raises(WrongTensor, match="position_embeddings"):
+        pack_encoder(encoder_folder("roberta", edited(max_position_embeddings=255)), "f32")
+    with pytest.raises(WrongTensor, match="linear"):
+        pack_encoder(encoder_folder("bert_dense", edited(out_features=25), "2_Dense/config.json"), "f32")
