@@ -36,6 +36,7 @@ attack-http: $(BIN)/quire
 
 fuzz-files: $(BIN)/quire
 	$(BIN)/python tests/fuzz/fuzz_files.py $(FUZZ)
+	$(BIN)/python tests/fuzz/fuzz_encoders.py
 
 check-plan: $(BIN)/quire
 	$(BIN)/python -m tests.bench.plan_memory $(PLAN)

@@ -14,6 +14,7 @@ from ..engine import TextProcessor
 from ..engine.text.gguf_tokenizer import VOCABULARIES
 from ..engine.text.pre_tokenizers import PRE_TOKENIZERS
 from ..model import FAMILIES, DecoderSpec, model_name, model_path, open_tensors, read_spec, weights_text
+from ..model.encoder import ENCODERS, BertSpec, EncoderSpec, is_encoder, read_encoder
 from ..model.quantization_config import METHODS
 from ..model.weights import READABLE
 from ..model.weights.ggml import SUPPORTED
@@ -35,6 +36,13 @@ def supported() -> Iterator[Row]:
     for family in FAMILIES:
         in_gguf = f", in GGUF files {family.gguf.architecture}" if family.gguf is not None else ""
         yield "family", f"{', '.join(family.architectures)}{in_gguf}"
+    for encoder in ENCODERS:
+        yield "encoder", ", ".join(encoder.architectures)
+    yield (
+        "encoder",
+        "each family above: Model and ForCausalLM with sentence-transformers' modules.json, and "
+        "ForSequenceClassification",
+    )
     yield "safetensors", ", ".join(READABLE)
     yield "quantised", ", ".join(METHODS)
     yield "GGUF", ", ".join((*READABLE, *SUPPORTED))
@@ -56,6 +64,9 @@ def known(path: Path) -> Iterator[Row]:
 
 
 def _shape(path: Path) -> Iterator[Row]:
+    if is_encoder(path):
+        yield from _encoder(read_encoder(path))
+        return
     spec = read_spec(path)
     yield "family", spec.family
     yield "shape", _sizes(spec)
@@ -63,7 +74,22 @@ def _shape(path: Path) -> Iterator[Row]:
     yield "in memory", f"{weights_text(spec, 'auto')} with --weights auto"
 
 
-def _sizes(spec: DecoderSpec) -> str:
+def _encoder(spec: EncoderSpec) -> Iterator[Row]:
+    yield "family", spec.family
+    yield "shape", _sizes(spec.body)
+    rows = {"mean": "the mean of its rows", "first": "its first row", "last": "its last row"}[spec.pooling]
+    if spec.num_labels:
+        yield "makes", f"{spec.num_labels} score{'s' if spec.num_labels > 1 else ''} of a pair of texts, from {rows}"
+    else:
+        yield (
+            "makes",
+            f"a vector of {spec.dimensions} of a text, from {rows}{', of length 1' if spec.normalise else ''}",
+        )
+    yield from (("prompt", f"{name}: {prompt!r}") for name, prompt in spec.prompts.items() if prompt)
+    yield "context", f"{spec.max_model_len:,} tokens"
+
+
+def _sizes(spec: DecoderSpec | BertSpec) -> str:
     heads = f"{spec.num_heads} query / {spec.num_kv_heads} KV heads of {spec.head_dim}"
     return f"{spec.num_layers} layers, hidden {spec.hidden_size}, {heads}, vocabulary {spec.vocab_size}"
 

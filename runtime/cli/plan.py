@@ -10,9 +10,19 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from ..common.errors import ConfigError
-from ..model import describe_sizes
+from ..model import describe_sizes, model_path
+from ..model.encoder import is_encoder
 from ..model.runner import free_memory_bytes
-from ..tools.planning import PlanTarget, comparison, plan_serving, plan_text, plot_memory
+from ..tools.planning import (
+    EncoderPlan,
+    PlanTarget,
+    ServingPlan,
+    comparison,
+    plan_encoder,
+    plan_serving,
+    plan_text,
+    plot_memory,
+)
 from ..tools.plotting import check_plot
 from .flags import Json, LimitFlags, MemoryFlags, ModelFolder, settings_from
 
@@ -42,8 +52,15 @@ def plan(
         raise ConfigError("arena cannot be given with --json")
     if plot is not None:
         check_plot(plot)
-    planned = plan_serving(settings_from(model, memory, limits), target or PlanTarget())
+    settings, target = settings_from(model, memory, limits), target or PlanTarget()
+    if settings.engine.model is not None and is_encoder(model_path(settings.engine.model)):
+        encoder = plan_encoder(settings, target)
+        planned: EncoderPlan | ServingPlan = encoder
+        text = encoder.text(arena)
+    else:
+        serving = plan_serving(settings, target)
+        planned, text = serving, plan_text(serving, arena)
     if plot is not None:
         plot_memory(planned.parts, planned.title, plot)
-    print(dumps(planned.as_dict(), indent=1) if json else plan_text(planned, arena))
+    print(dumps(planned.as_dict(), indent=1) if json else text)
     print(comparison(planned.total_bytes, free_memory_bytes()), file=sys.stderr)

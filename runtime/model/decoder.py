@@ -25,13 +25,20 @@ def emit_decoder(
     builder: ProgramBuilder, spec: DecoderSpec, weights: DecoderWeights, rotary: Sequence[Table | None]
 ) -> Logits:
     """Emit the ops from token ids to the logits of the rows that sample. `rotary` has one table per layer."""
+    sampled = builder.gather(emit_layers(builder, spec, weights, rotary))
+    normed = builder.norm(sampled, weights.final_norm, spec.norm_eps, INPUT_DTYPES[weights.lm_head.dtype])
+    return builder.logits(normed, weights.lm_head, spec.logits_scale, spec.logits_softcap)
+
+
+def emit_layers(
+    builder: ProgramBuilder, spec: DecoderSpec, weights: DecoderWeights, rotary: Sequence[Table | None]
+) -> Value:
+    """Emit the ops from token ids to the output of the last layer, which the final norm has not seen."""
     x = builder.embed(weights.embedding, _embedding_scale(spec, weights))
     for layer, layer_weights in enumerate(weights.layers):
         _attention_block(builder, spec, layer_weights, layer, x, rotary[layer])
         _mlp_block(builder, spec, layer_weights, x)
-    sampled = builder.gather(x)
-    normed = builder.norm(sampled, weights.final_norm, spec.norm_eps, INPUT_DTYPES[weights.lm_head.dtype])
-    return builder.logits(normed, weights.lm_head, spec.logits_scale, spec.logits_softcap)
+    return x
 
 
 def _embedding_scale(spec: DecoderSpec, weights: DecoderWeights) -> float:
@@ -54,15 +61,15 @@ def _attention_block(
     """Emit x += o(attention(qkv(norm(x))))."""
     group, slot = place_layers(spec.windows)[index]
     heads = Heads(
-        group,
-        slot,
         spec.num_heads,
         spec.num_kv_heads,
         spec.head_dim,
         spec.attention_scale,
         spec.windows[index],
-        spec.attention_softcap,
-        spec.qk_norm_rows,
+        group=group,
+        layer=slot,
+        softcap=spec.attention_softcap,
+        norms_rows=spec.qk_norm_rows,
     )
     normed = _normed(builder, spec, layer.input_norm, x, INPUT_DTYPES[layer.qkv.dtype])
     qkv = builder.linear(normed, layer.qkv, layer.qkv_bias, "qkv")
@@ -80,7 +87,7 @@ def _mlp_block(builder: ProgramBuilder, spec: DecoderSpec, layer: LayerWeights, 
         dtype = INPUT_DTYPES[mlp.gate_up[0].dtype]
         _expert_block(builder, spec, mlp, x, builder.norm(x, layer.mlp_norm, spec.norm_eps, dtype))
         return
-    activated = builder.gated(
+    activated = builder.activated(
         _normed(builder, spec, layer.mlp_norm, x, INPUT_DTYPES[mlp.gate_up.dtype]),
         mlp.gate_up,
         mlp.gate_up_bias,

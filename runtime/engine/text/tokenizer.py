@@ -75,6 +75,11 @@ class Tokenizer:
         ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
+    def encode_typed(self, text: str, pair: str | None = None) -> tuple[list[int], list[int]]:
+        """Return token ids and token types of a text, or of a pair of texts, with special tokens."""
+        (encoding,) = self._fast.encode_batch_fast([text if pair is None else (text, pair)])
+        return encoding.ids, encoding.type_ids
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids` without special tokens. Unknown ids yield nothing, invalid UTF-8 U+FFFD."""
         text: str = self._fast.decode(list(token_ids), skip_special_tokens=True)

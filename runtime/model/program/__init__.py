@@ -1,5 +1,6 @@
 """Building of programs: from a model's layers to a list of ops, with every value placed in the arena."""
 
-from .builder import Heads, Logits, NormedValue, PlacedValue, ProgramBuilder, ProgramPlan, Value
+from .builder import ProgramBuilder
+from .values import Heads, Logits, NormedValue, PlacedValue, ProgramPlan, Value
 
 __all__ = ["Heads", "Logits", "NormedValue", "PlacedValue", "ProgramBuilder", "ProgramPlan", "Value"]

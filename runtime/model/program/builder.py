@@ -2,16 +2,13 @@
 
 Independent of models. Every op of the result reads only values that an earlier op wrote and no later op overwrote.
 
-A `Value` is symbolic until `build` places it in the arena. Values have `max_tokens` rows, after `gather` `max_samples`.
+Values (`values.py`) have `max_tokens` rows, after `gather` `max_samples`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
-import numpy.typing as npt
+from dataclasses import replace
 
 from ....kernels.ops import (
     BLOCK,
@@ -22,144 +19,43 @@ from ....kernels.ops import (
     Dispatch,
     DType,
     Embed,
+    EphemeralAttention,
+    EphemeralPages,
     Epilogue,
     ExpertLinear,
     Gather,
+    KVDtype,
     Linear,
     Normed,
+    NormKind,
+    NormRows,
     Op,
+    Pooling,
+    PoolRows,
     Region,
     RouteRows,
-    Routing,
     StoredDtype,
+    ephemeral_pages,
     max_groups,
     padded,
     region_nbytes,
 )
 from ....kernels.pack import PackedMatrix
 from .arena_layout import ArenaLayout, Lifetime, lay_out
-
-Vector = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """The result of an op, [rows, columns] of one dtype, before it is placed. Valid for its own builder only."""
-
-    index: int
-    name: str
-    rows: int
-    columns: int
-    dtype: StoredDtype
-
-    @property
-    def parts(self) -> tuple[Value, ...]:
-        return (self,)
-
-    def placed(self, regions: Sequence[Region]) -> Region:
-        return regions[self.index]
-
-
-@dataclass(frozen=True, slots=True)
-class NormedValue:
-    """The result of `norm`: a `kernels.ops.Normed` before it is placed. Only a linear layer can read it."""
-
-    data: Value
-    squares: Value
-    weight: Vector
-    eps: float
-
-    @property
-    def rows(self) -> int:
-        return self.data.rows
-
-    @property
-    def parts(self) -> tuple[Value, ...]:
-        return self.data, self.squares
-
-    def placed(self, regions: Sequence[Region]) -> Normed:
-        return Normed(self.data.placed(regions), self.squares.placed(regions), self.weight, self.eps)
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingValue:
-    """The result of `route`: a `kernels.ops.Routing` before it is placed."""
-
-    num_experts: int
-    top_k: int
-    weights: Value
-    places: Value
-    groups: Value
-
-    @property
-    def parts(self) -> tuple[Value, ...]:
-        return self.weights, self.places, self.groups
-
-    def placed(self, regions: Sequence[Region]) -> Routing:
-        return Routing(self.num_experts, self.top_k, *(part.placed(regions) for part in self.parts))
-
-
-@dataclass(frozen=True, slots=True)
-class Logits:
-    """The result of a program, and the maximum of each 32 logits, so that greedy sampling reads few of them."""
-
-    values: Value  # f32 [samples, vocab]
-    maxima: Value  # f32 [samples, padded(vocab) / 32]
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """The shape of one attention layer, the place of its keys and values, and what applies to heads and scores."""
-
-    group: int  # layer group: layers that share a page table
-    layer: int  # slot in the group's pages
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float  # of queries
-    window: int  # 0: all earlier tokens
-    softcap: float  # of scores; 0: none
-    norms_rows: bool  # q_norm and k_norm are over all heads of a row
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedValue:
-    """A value in the arena, and the first and last op that use it."""
-
-    name: str
-    region: Region
-    first_op: int
-    last_op: int
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramPlan:
-    """The ops and the arena's size for `kernels.Program`, and the map of the arena."""
-
-    ops: list[Op]
-    arena_bytes: int
-    logits: Region  # f32 [max_samples, vocab]
-    maxima: Region  # f32 [max_samples, padded(vocab) / 32]
-    values: tuple[PlacedValue, ...]
-
-    def describe(self) -> str:
-        """Return the arena's map as text: one line per place and use, with the number of uses."""
-        uses: dict[tuple[int, str, str], int] = {}
-        for value in self.values:
-            shape = f"{value.region.dtype} [{value.region.rows}, {value.region.columns}]"
-            key = value.region.offset, f"{value.name:<14}{shape:<22}", f"{value.region.nbytes:>14,} B"
-            uses[key] = uses.get(key, 0) + 1
-        by_offset = sorted(uses.items(), key=lambda use: use[0][0])
-        lines = [f"{offset:>14,}  {what}{size}  x{count}" for (offset, what, size), count in by_offset]
-        return "\n".join([*lines, f"{self.arena_bytes:>14,}  end of arena, {len(self.ops)} ops"])
+from .values import Heads, Logits, NormedValue, PlacedValue, ProgramPlan, RoutingValue, Value, Vector
 
 
 class ProgramBuilder:
-    """Collects the ops of a program, in order, for steps of up to `max_tokens` rows, `max_samples` of which sample."""
+    """Collects the ops of a program, in order, for steps of up to `max_tokens` rows, `max_samples` of which sample.
 
-    def __init__(self, max_tokens: int, max_samples: int) -> None:
+    With `ephemeral`, attention keeps nothing: keys and values have this dtype, and are in the arena instead of pages.
+    """
+
+    def __init__(self, max_tokens: int, max_samples: int, ephemeral: KVDtype | None = None) -> None:
         self.max_tokens = max_tokens
         self.max_samples = max_samples
+        self.ephemeral = ephemeral
+        self._keys_values: tuple[Value, EphemeralPages] | None = None  # those of every layer in turn
         self._values: list[Value] = []
         self._first: list[int] = []  # per value: the op that writes it
         self._last: list[int] = []  # per value: the last op that uses it
@@ -167,11 +63,20 @@ class ProgramBuilder:
         self._kept: list[Value] = []  # values that nothing overwrites until the end of the step
         self._norm_writers: dict[int, int] = {}  # value -> the op that wrote it last and can still write its norm
 
-    def embed(self, weight: PackedMatrix, scale: float = 1.0) -> Value:
-        """Start the residual stream: the embedding of each token times `scale`, f32 [tokens, hidden]."""
+    def embed(
+        self,
+        weight: PackedMatrix,
+        scale: float = 1.0,
+        types: PackedMatrix | None = None,
+        positions: PackedMatrix | None = None,
+    ) -> Value:
+        """Start the residual stream: the embedding of each token times `scale`, f32 [tokens, hidden].
+
+        Those of the token's type and position in its text are added, where there are any.
+        """
         out = self._value("residual", self.max_tokens, weight.in_features, "f32")
         self._norm_writers[out.index] = len(self._emit)
-        self._add([out], lambda at: Embed(weight, out.placed(at), scale=scale))
+        self._add([out], lambda at: Embed(weight, out.placed(at), scale=scale, types=types, positions=positions))
         return out
 
     def norm(self, x: Value, weight: Vector, eps: float, dtype: DType) -> NormedValue:
@@ -192,6 +97,45 @@ class ProgramBuilder:
         write = self._emit[writer]
         self._emit[writer] = lambda at: _with_norm(write(at), out.placed(at))
         return out
+
+    def norm_rows(
+        self, x: Value, kind: NormKind, weight: Vector | None, bias: Vector | None, eps: float, dtype: DType
+    ) -> Value:
+        """Return each row of `x` normed, in `dtype`."""
+        out = self._value("normed", x.rows, x.columns, dtype)
+        self._add(
+            [x, out],
+            lambda at: NormRows(
+                x.placed(at),
+                kind,
+                weight,
+                bias,
+                eps,
+                out=out.placed(at) if dtype == "f32" else None,
+                converted=None if dtype == "f32" else out.placed(at),
+            ),
+        )
+        return out
+
+    def norm_in_place(
+        self, x: Value, kind: NormKind, weight: Vector | None, bias: Vector | None, eps: float, dtype: DType
+    ) -> Value:
+        """Norm each row of `x` in place, and return it in `dtype`; `x` itself if that is its dtype."""
+        self._norm_writers.pop(x.index, None)
+        converted = None if dtype == x.dtype else self._value("normed", x.rows, x.columns, dtype)
+        self._add(
+            [x] if converted is None else [x, converted],
+            lambda at: NormRows(
+                x.placed(at),
+                kind,
+                weight,
+                bias,
+                eps,
+                out=x.placed(at),
+                converted=None if converted is None else converted.placed(at),
+            ),
+        )
+        return x if converted is None else converted
 
     def convert(self, x: Value, dtype: DType) -> Value:
         """Convert `x` to another dtype; return `x` itself if it has that dtype."""
@@ -226,7 +170,7 @@ class ProgramBuilder:
         self._norm_writers[residual.index] = len(self._emit)
         self._add([x, residual], lambda at: AddNorm(x.placed(at), weight, eps, residual.placed(at)))
 
-    def gated(
+    def activated(
         self,
         x: Value | NormedValue,
         weight: PackedMatrix,
@@ -235,9 +179,9 @@ class ProgramBuilder:
         epilogue: Epilogue,
         dtype: DType,
     ) -> Value:
-        """Compute the product of gate and up of a gated `epilogue`, [rows, columns] in the next layer's dtype.
+        """Compute the activation of x @ weight.T + bias that `epilogue` names, [rows, columns] in `dtype`.
 
-        The weight's columns are 16 of gate and 16 of up in turn.
+        With a gated epilogue the weight's columns are 16 of gate and 16 of up in turn, and the result is their product.
         """
         out = self._value("activated", x.rows, columns, dtype)
         self._add([*x.parts, out], lambda at: Linear(x.placed(at), weight, bias, out.placed(at), epilogue))
@@ -282,7 +226,7 @@ class ProgramBuilder:
         epilogue: Epilogue,
         dtype: DType,
     ) -> Value:
-        """Compute `gated` of each place with the weight and bias of its expert."""
+        """Compute `activated` of each place with the weight and bias of its expert."""
         out = self._value("activated", x.rows, columns, dtype)
         self._add(
             [*x.parts, *routing.parts, out],
@@ -319,13 +263,16 @@ class ProgramBuilder:
         sinks: Vector | None,
         dtype: DType,
     ) -> Value:
-        """Attend causally over the pages, [tokens, num_heads * head_dim] in `dtype`.
+        """Attend over the pages, or with `ephemeral` among the rows of each text, [tokens, num_heads * head_dim].
 
         Stores K and V in their pages. Without a `rotary` table heads are not rotated. If the query
-        heads of a KV head do not fill whole blocks, the op's result is f32 and a `Convert` follows.
+        heads of a KV head do not fill whole blocks, the op's result is f32 and a `Convert` to `dtype` follows.
         """
         whole = heads.num_heads // heads.num_kv_heads * heads.head_dim % BLOCK == 0
         out = self._value("attended", qkv.rows, heads.num_heads * heads.head_dim, dtype if whole else "f32")
+        if self.ephemeral is not None:
+            self._add_ephemeral(qkv, out, heads, q_norm, k_norm, eps, rotary)
+            return self.convert(out, dtype)
         self._add(
             [qkv, out],
             lambda at: Attention(
@@ -348,6 +295,51 @@ class ProgramBuilder:
             ),
         )
         return self.convert(out, dtype)
+
+    def _add_ephemeral(
+        self,
+        qkv: Value,
+        out: Value,
+        heads: Heads,
+        q_norm: Vector | None,
+        k_norm: Vector | None,
+        eps: float,
+        rotary: Vector | None,
+    ) -> None:
+        memory, pages = self._ephemeral_pages(heads)
+        self._add(
+            [qkv, out, memory],
+            lambda at: EphemeralAttention(
+                qkv=qkv.placed(at),
+                out=out.placed(at),
+                pages=replace(pages, offset=memory.placed(at).offset),
+                num_heads=heads.num_heads,
+                num_kv_heads=heads.num_kv_heads,
+                head_dim=heads.head_dim,
+                q_norm=q_norm,
+                k_norm=k_norm,
+                eps=eps,
+                rotary=rotary,
+                scale=heads.scale,
+                causal=heads.causal,
+                window=heads.window,
+            ),
+        )
+
+    def _ephemeral_pages(self, heads: Heads) -> tuple[Value, EphemeralPages]:
+        """Return the pages of all layers, which have the same heads, and the value that takes their place."""
+        if self._keys_values is None:
+            assert self.ephemeral is not None, "only attention that keeps nothing has its pages in the arena"
+            num_pages = ephemeral_pages(self.max_tokens, self.max_samples)
+            pages = EphemeralPages(0, num_pages, heads.num_kv_heads, heads.head_dim, self.ephemeral)
+            self._keys_values = self._value("keys, values", num_pages, -(-pages.nbytes // num_pages // 4), "f32"), pages
+        return self._keys_values
+
+    def pool(self, x: Value, pooling: Pooling) -> Value:
+        """Return the mean, the first or the last row of each text, f32 [samples, columns]."""
+        out = self._value("pooled", self.max_samples, x.columns, "f32")
+        self._add([x, out], lambda at: PoolRows(x.placed(at), out.placed(at), pooling))
+        return out
 
     def gather(self, x: Value) -> Value:
         """Take the rows of `x` that sample, [samples, columns]."""
@@ -375,9 +367,9 @@ class ProgramBuilder:
         )
         return Logits(values, maxima)
 
-    def build(self, logits: Logits) -> ProgramPlan:
-        """Place every value and make the ops. `logits` stay readable after the step."""
-        for kept in (logits.values, logits.maxima, *self._kept):
+    def build(self, result: Logits | Value) -> ProgramPlan:
+        """Place every value and make the ops. The `result` stays readable after the step."""
+        for kept in (*result.parts, *self._kept):
             self._last[kept.index] = len(self._emit)
         layout = self._lay_out()
         regions = [
@@ -387,8 +379,7 @@ class ProgramBuilder:
         return ProgramPlan(
             ops=[emit(regions) for emit in self._emit],
             arena_bytes=layout.nbytes,
-            logits=logits.values.placed(regions),
-            maxima=logits.maxima.placed(regions),
+            results=tuple(part.placed(regions) for part in result.parts),
             values=tuple(
                 PlacedValue(value.name, regions[value.index], self._first[value.index], self._last[value.index])
                 for value in self._values

@@ -52,7 +52,7 @@ class ModelRunner:
             max_positions=capacity.max_model_len, max_tokens=self.max_rows, max_samples=capacity.max_num_samples
         )
         self.ops = plan.ops
-        pool = Pool(capacity.cpus.threads)
+        self.pool = pool = Pool(capacity.cpus.threads)
         try:
             self._program = Program(
                 plan.ops,

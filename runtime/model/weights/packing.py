@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from . import READABLE, Checkpoint, as_f32
 from .ggml import q5_0_as_q8_0, widen
 
 Vector = npt.NDArray[np.float32]
+Weights = TypeVar("Weights")  # of one kind of model
 ELEMENTS_AT_ONCE = 1 << 20  # of a tensor, between two looks at whether the load was cancelled
 PackedDtypes = PackedDtype | Sequence[tuple[int, PackedDtype]]  # of a matrix, or of ranges of its columns
 
@@ -117,16 +118,25 @@ class WeightFactory(Protocol):
 def pack_weights(
     spec: DecoderSpec, checkpoint: Checkpoint, dtype: WeightDtype, stop: threading.Event | None = None
 ) -> DecoderWeights:
-    """Pack every matrix into one block of exactly the planned size. The checkpoint must have passed `check_tensors`.
+    """Pack every matrix as `dtype`. The checkpoint must have passed `check_tensors`. See `pack_built`."""
+    return pack_built(lambda factory, packed: build_weights(spec, packed, factory), checkpoint, dtype, stop)
+
+
+def pack_built(
+    build: Callable[[WeightFactory, WeightDtype], Weights],
+    checkpoint: Checkpoint,
+    dtype: WeightDtype,
+    stop: threading.Event | None = None,
+) -> Weights:
+    """Pack every matrix that `build` makes into one block of exactly the planned size.
 
     Raises ModelError when the system has no memory for the block, and Unavailable after the tensors in work when
     another thread sets `stop`.
     """
-    _, planned = plan_weights(spec, dtype)
-    block = _map_weights(spec, dtype, planned.total())
+    block = _map_weights(build, dtype)
     with ThreadPoolExecutor(available_cpus().threads) as threads:
         packer = _Packer(checkpoint, block, threads, stop or threading.Event())
-        weights = build_weights(spec, dtype, packer)
+        weights = build(packer, dtype)
         packer.finish()
     return weights
 
@@ -143,13 +153,20 @@ def weights_text(spec: DecoderSpec, dtype: WeightDtype) -> str:
     return ", ".join(sorted(plan_weights(spec, dtype)[1])) if dtype == "auto" else dtype
 
 
-def _map_weights(spec: DecoderSpec, dtype: WeightDtype, nbytes: int) -> npt.NDArray[np.uint8]:
+def _map_weights(build: Callable[[WeightFactory, WeightDtype], Weights], dtype: WeightDtype) -> npt.NDArray[np.uint8]:
+    nbytes = _planned_bytes(build, dtype)
     try:
         return map_memory(nbytes)
     except OutOfMemory as error:
-        smallest = plan_weights(spec, "q4")[1].total()
+        smallest = _planned_bytes(build, "q4")
         advice = f"weights q4 need {smallest:,} bytes" if smallest < nbytes else "use a smaller model or more memory"
         raise ModelError(f"the weights do not fit as {dtype}: {error}; {advice}") from error
+
+
+def _planned_bytes(build: Callable[[WeightFactory, WeightDtype], Weights], dtype: WeightDtype) -> int:
+    planner = WeightPlanner()
+    build(planner, dtype)
+    return planner.nbytes.total()
 
 
 def build_weights(spec: DecoderSpec, dtype: WeightDtype, factory: WeightFactory) -> DecoderWeights:
@@ -178,14 +195,14 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
         return factory.vector(size, parts, spec.norm_offset) if present else None
 
     def matrix(out_features: int, in_features: int, parts: Sequence[Part]) -> PackedMatrix:
-        parts = _named(parts, prefix, "weight", in_features)
+        parts = named(parts, prefix, "weight", in_features)
         return factory.matrix(out_features, in_features, _packed_dtype(spec, dtype, parts), parts)
 
     def bias(present: bool, size: int, parts: Sequence[Part]) -> Vector | None:
-        return factory.vector(size, _named(parts, prefix, "bias")) if present else None
+        return factory.vector(size, named(parts, prefix, "bias")) if present else None
 
     def mlp() -> MlpWeights:
-        gate_up, down = _interleaved(names.gate_up, intermediate), _stacked((names.down,), (hidden,))
+        gate_up, down = interleaved(names.gate_up, intermediate), stacked((names.down,), (hidden,))
         return MlpWeights(
             gate_up=matrix(2 * padded(intermediate), hidden, gate_up),
             gate_up_bias=bias(spec.mlp_bias, 2 * padded(intermediate), gate_up),
@@ -193,7 +210,7 @@ def _build_layer(spec: DecoderSpec, layer: int, dtype: WeightDtype, factory: Wei
             down_bias=bias(spec.mlp_bias, hidden, down),
         )
 
-    qkv, o = _stacked(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size)), _stacked((names.o,), (hidden,))
+    qkv, o = stacked(names.qkv, (spec.q_size, spec.kv_size, spec.kv_size)), stacked((names.o,), (hidden,))
     q_norm_size, k_norm_size = (spec.q_size, spec.kv_size) if spec.qk_norm_rows else (spec.head_dim, spec.head_dim)
     mlp_norm = norm(spec.pre_norms, names.mlp_norm, hidden)
     has_experts = spec.experts is not None and spec.experts.layers[layer]
@@ -222,12 +239,12 @@ def _build_experts(
     assert spec.experts is not None, "only a spec with experts has layers with experts"
     names, hidden, size = spec.names, spec.hidden_size, spec.experts.intermediate_size
     num_experts, has_bias = spec.experts.num_experts, spec.experts.bias
-    router = _stacked((names.router,), (num_experts,))
-    gate_up, down = _interleaved(names.expert_gate_up, size), _stacked((names.expert_down,), (hidden,))
+    router = stacked((names.router,), (num_experts,))
+    gate_up, down = interleaved(names.expert_gate_up, size), stacked((names.expert_down,), (hidden,))
 
     def of_experts(parts: Sequence[Part], suffix: str, *in_features: int) -> list[list[Part]]:
         each = ([_of_expert(part, expert, num_experts) for part in parts] for expert in range(num_experts))
-        return [_named(parts, prefix, suffix, *in_features) for parts in each]
+        return [named(parts, prefix, suffix, *in_features) for parts in each]
 
     def matrices(out_features: int, in_features: int, parts: Sequence[Part]) -> tuple[PackedMatrix, ...]:
         experts = of_experts(parts, "weight", in_features)
@@ -239,8 +256,8 @@ def _build_experts(
         return tuple(factory.vector(size, parts) for parts in of_experts(parts, "bias")) if has_bias else None
 
     return ExpertWeights(
-        router=factory.matrix(num_experts, hidden, "f32", _named(router, prefix, "weight", hidden), norm),
-        router_bias=factory.vector(num_experts, _named(router, prefix, "bias")) if has_bias else None,
+        router=factory.matrix(num_experts, hidden, "f32", named(router, prefix, "weight", hidden), norm),
+        router_bias=factory.vector(num_experts, named(router, prefix, "bias")) if has_bias else None,
         gate_up=matrices(2 * padded(size), hidden, gate_up),
         gate_up_biases=biases(2 * padded(size), gate_up),
         down=matrices(hidden, size, down),
@@ -274,7 +291,7 @@ def _packed_dtype(spec: DecoderSpec, dtype: WeightDtype, parts: Sequence[Part]) 
     return ranges if whole and all(part.interleave is None for part in parts) else "q8"
 
 
-def _stacked(names: Sequence[str], sizes: Sequence[int]) -> list[Part]:
+def stacked(names: Sequence[str], sizes: Sequence[int]) -> list[Part]:
     """Return the parts of a matrix whose columns are those of several tensors in turn, or of one tensor with all."""
     if len(names) == 1:
         return [Part(names[0], (sum(sizes),))]
@@ -282,14 +299,14 @@ def _stacked(names: Sequence[str], sizes: Sequence[int]) -> list[Part]:
     return [Part(name, (size,), start=start) for name, size, start in zip(names, sizes, starts, strict=True)]
 
 
-def _interleaved(names: Sequence[str], size: int) -> list[Part]:
+def interleaved(names: Sequence[str], size: int) -> list[Part]:
     """Return the parts of a matrix of gate and up, `size` columns each, 16 of one and 16 of the other in turn."""
     if len(names) == 1:
         return [Part(names[0], (2 * size,), phase * size, size, interleave=phase) for phase in (0, 1)]
     return [Part(name, (size,), interleave=phase) for phase, name in enumerate(names)]
 
 
-def _named(parts: Sequence[Part], prefix: str, suffix: str, *in_features: int) -> list[Part]:
+def named(parts: Sequence[Part], prefix: str, suffix: str, *in_features: int) -> list[Part]:
     return [
         replace(part, tensor=f"{prefix}{part.tensor}.{suffix}", shape=(*part.shape, *in_features)) for part in parts
     ]

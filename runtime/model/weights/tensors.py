@@ -6,13 +6,13 @@ rotary buffers, and tied ones may have a copy of the head.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 
 from ....kernels.pack import PackedMatrix
 from ...common.errors import WrongTensor
 from ..spec import DecoderSpec
 from . import READABLE, Checkpoint
-from .packing import PackedDtypes, Part, Vector, WeightPlanner, build_weights
+from .packing import PackedDtypes, Part, Vector, WeightFactory, WeightPlanner, build_weights
 
 
 def expected_tensors(spec: DecoderSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -27,8 +27,13 @@ def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> Set[str]:
 
     Raises MissingTensor or WrongTensor.
     """
+    return check_built(lambda factory: build_weights(spec, "f32", factory), checkpoint)
+
+
+def check_built(build: Callable[[WeightFactory], object], checkpoint: Checkpoint) -> Set[str]:
+    """Check the tensors of all weights that `build` makes, as `check_tensors` does those of a decoder."""
     checker = _Checker(checkpoint)
-    build_weights(spec, "f32", checker)
+    build(checker)
     return checker.tensors.keys()
 
 

@@ -1,16 +1,19 @@
 """`quire plan`: the memory that serving a model takes, what other data types would change, and the speed to expect."""
 
 from .alternatives import Alternative, alternatives
+from .encoder_plan import EncoderPlan, plan_encoder
 from .picture import plot_memory
 from .serving_plan import PlanTarget, ServingPlan, plan_serving, server_start_bytes
 from .text import comparison, plan_text
 
 __all__ = [
     "Alternative",
+    "EncoderPlan",
     "PlanTarget",
     "ServingPlan",
     "alternatives",
     "comparison",
+    "plan_encoder",
     "plan_serving",
     "plan_text",
     "plot_memory",

@@ -201,7 +201,7 @@ def server_start_bytes(settings: Settings, spec: DecoderSpec) -> dict[str, int]:
 
     The last one is for an engine process, which has a tokenizer of its own beside the tables of its vocabulary.
     """
-    tokens = _num_tokens(model_path(settings.engine.model), spec)
+    tokens = num_tokens(model_path(settings.engine.model), spec.vocab_size)
     return {
         "Python libraries": SERVER_PROCESS_BYTES,
         "tokenizer": tokens * TOKEN_BYTES,
@@ -209,12 +209,12 @@ def server_start_bytes(settings: Settings, spec: DecoderSpec) -> dict[str, int]:
     }
 
 
-def _num_tokens(path: Path, spec: DecoderSpec) -> int:
+def num_tokens(path: Path, vocab_size: int) -> int:
     """Return the tokens of the model's tokenizer, of which there may be fewer than rows in the embedding."""
     try:
         return Tokenizer(path).vocab_size if has_tokenizer(path) else 0
     except ModelError:  # serving refuses the tokenizer; its size is not known
-        return spec.vocab_size
+        return vocab_size
 
 
 def _layers_by_window(layout: KVLayout) -> list[WindowLayers]:
