@@ -51,6 +51,7 @@ class StepPlan:
     num_decode_rows: int
     num_prefill_tokens: int
     encoder: EncoderStep | None = None
+    max_forced: int = 0  # tokens forced by a grammar that would pay as draft tokens of each sequence, in the next step
 
 
 class SampledToken(NamedTuple):

@@ -212,7 +212,8 @@ class Planner:
         if not decodes and not prefills and encoding is None:
             return None
         self._num_plans += 1
-        return StepPlan(self._num_plans, (*decodes, *prefills), decode_rows, prefill_tokens, encoding)
+        max_forced = self._speculator.max_forced(StepLoad(len(decodes) + len(prefills), 0, kv_tokens))
+        return StepPlan(self._num_plans, (*decodes, *prefills), decode_rows, prefill_tokens, encoding, max_forced)
 
 
 def _computed_work(request: Request) -> tuple[int, int]:

@@ -47,13 +47,13 @@ class Speculator:
         `load` is the load of the step without drafts.
         """
         drafts: dict[int, list[int]] = {}
-        if not self._num_tokens and not self._known:
+        if not (self._num_tokens or self._known) or load.decode_rows >= self._max_rows:
             return drafts
         looks_up = self._tokens_that_pay(1.0, 1, load) > 0
         rows = load.decode_rows
         for request in requests:
             echoed = request.spec.echoed
-            if not looks_up and not echoed:
+            if not echoed and not (looks_up and (self._num_tokens or request.forced)):
                 continue
             if request.state is State.DECODE and not request.in_search and request.table is not None:
                 limit = min(self._max_rows - rows, request.table.max_append())
@@ -99,6 +99,10 @@ class Speculator:
         """Note that a request has echoed tokens, or that its grammar allows only `forced` after its last token."""
         request.forced = forced
         self._known.add(request.request_id)
+
+    def max_forced(self, load: StepLoad) -> int:
+        """Return how many tokens that a grammar forces pay as draft tokens of each sequence of a decoding step."""
+        return self._tokens_that_pay(FORCED_ACCEPTANCE, self._max_rows - load.decode_rows, load)
 
     def forget(self, request: Request) -> None:
         """Drop what is kept for a request that has ended."""

@@ -12,9 +12,9 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -49,6 +49,7 @@ from ..model.runner import ModelRunner, load_model
 from .build import build_pager, build_scheduler, build_spill_file
 from .facade import CoreInfo, EncoderInfo, EngineStats, StepStats
 from .grammars import Grammars
+from .job_threads import JobThreads
 from .masks import StepMasks
 
 _log = structlog.get_logger("quire.engine")
@@ -160,7 +161,8 @@ class EngineCore:
         self.pager = build_pager(config, runner, spill_file)
         num_samples = config.max_num_seqs if runner is None else runner.capacity.max_num_samples
         self.scheduler = build_scheduler(config, self.pager, num_samples, encoder)
-        self._worker = ThreadPoolExecutor(1, "quire-step")
+        self._step_threads = JobThreads(2, "quire-step")  # one may compute masks while the other runs the next step
+        self._computing = threading.Lock()  # held while a thread uses a model
         self.grammars = Grammars(model_path(config.model) if runner is None else runner.path)
         self._info = self._describe()
         self._started = False
@@ -306,14 +308,15 @@ class EngineCore:
             async with self._scoring:  # `logits` ends before its next chunk
                 pass
         finally:  # also if the loop is broken or this call is cancelled
-            self._worker.shutdown()
+            self._step_threads.close()
             self.grammars.close()
             if self._spill_file is not None:
                 self._spill_file.close()
-            if self.encoder is not None:
-                self.encoder.close()
-            if self._runner is not None:
-                self._runner.close()
+            with self._computing:
+                if self.encoder is not None:
+                    self.encoder.close()
+                if self._runner is not None:
+                    self._runner.close()
 
     async def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return the raw logits [len(token_ids), vocab] after each token, for evaluation.
@@ -323,19 +326,18 @@ class EngineCore:
         """
         if self._closed or self.scheduler.has_work or self._scoring.locked():
             raise Unavailable("logits are computed between requests; wait until the running ones have ended")
-        runner, loop = self.runner, asyncio.get_running_loop()
+        max_num_samples = self.runner.capacity.max_num_samples
         out = np.empty((len(token_ids), self.runner.spec.vocab_size), np.float32)
         async with self._scoring:
             table = self.pager.open(())
             try:
-                for first in range(0, len(token_ids), runner.capacity.max_num_samples):
+                for first in range(0, len(token_ids), max_num_samples):
                     if self._closed:
                         raise Unavailable("the engine was closed in the meantime")
-                    chunk = token_ids[first : first + runner.capacity.max_num_samples]
+                    chunk = token_ids[first : first + max_num_samples]
                     table.append(len(chunk))
-                    out[first : first + len(chunk)] = await loop.run_in_executor(
-                        self._worker, runner.score, chunk, first, table.pages, len(chunk)
-                    )
+                    score = partial(self._score, chunk, first, table.pages)
+                    out[first : first + len(chunk)] = await self._step_threads.call(score)
                     self.pager.commit(table, token_ids)
                 return out
             except OutOfPages as error:
@@ -349,20 +351,26 @@ class EngineCore:
         self._listener.begin(plan)
         try:
             masks = self.grammars.begin(plan.sequences)
-            return await asyncio.get_running_loop().run_in_executor(self._worker, self._compute, plan, masks)
+            compute = partial(self._compute, plan, masks)
+            return await self._step_threads.call(compute, None if masks is None else masks.compute_next)
         except Exception:
             _log.exception("step failed", step=plan.step_id, sequences=len(plan.sequences))
             raise
 
     def _compute(self, plan: StepPlan, masks: StepMasks | None) -> StepResult:
-        """Run a step, in the step's thread."""
+        """Run a step, in its thread."""
         result = StepResult(plan.step_id, (), 0.0)
-        if plan.sequences:
-            execute = self.runner.execute
-            result = execute(plan) if masks is None else masks.advance(execute(plan, masks))
-        if plan.encoder is None or self.encoder is None:
-            return result
-        return dataclasses.replace(result, encoder=run_encoder(self.encoder, plan.encoder))
+        with self._computing:
+            if plan.sequences:
+                execute = self.runner.execute
+                result = execute(plan) if masks is None else masks.advance(execute(plan, masks), plan.max_forced)
+            if plan.encoder is None or self.encoder is None:
+                return result
+            return dataclasses.replace(result, encoder=run_encoder(self.encoder, plan.encoder))
+
+    def _score(self, token_ids: Sequence[int], first: int, tables: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
+        with self._computing:
+            return self.runner.score(token_ids, first, tables, len(token_ids))
 
     def _observe(self, step: FinishedStep) -> None:
         sequences = step.plan.sequences

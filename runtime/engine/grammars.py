@@ -5,18 +5,18 @@ crash and draft tokens do not change what a request generates. Must not import t
 
 After a step's samples, one call of llguidance computes the next masks of all sequences, while the event loop commits
 the samples and plans. What that call cannot compute begins with the next step, beside its rows: masks after draft
-tokens, and those of new sequences, whose grammar is compiled first. A sample whose mask comes too late is deferred: its
-row is computed again in the next step. A sequence whose mask came late computes its next ones apart, so that it delays
-no others.
+tokens that no grammar forces, and those of new sequences, whose grammar is compiled first. A sample whose mask comes
+too late is deferred: its row is computed again in the next step. A sequence whose mask came late computes its next ones
+apart, so that it delays no others. If a call may never end, its sequences begin again, apart.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -30,8 +30,9 @@ from ..common.errors import GenerationFailed, InvalidRequest
 from ..common.types import StructuredOutputs
 from ..model import read_spec
 from ..model.runner import SamplingSpec
+from .job_threads import JobThreads
 from .json_schema import without_idle_keywords
-from .masks import MaskJob, MaskThread, RunningGrammar, StepMasks
+from .masks import MaskJob, MaskQueue, RunningGrammar, StepMasks
 from .text import Tokenizer, has_tokenizer
 from .text_processor import TextProcessor
 
@@ -117,9 +118,11 @@ class Grammars:
         self._running: dict[int, RunningGrammar] = {}  # by request id: those of the last step
         self._beams: dict[tuple[int, tuple[int, ...]], RunningGrammar] = {}  # by search and generated tokens, likewise
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()  # by tenant and grammar
-        self._compiling = ThreadPoolExecutor(1, "quire-compile")
-        self._apart = ThreadPoolExecutor(NUM_THREADS, "quire-masks-apart")
-        self._together = MaskThread(max(1, len(os.sched_getaffinity(0)) // 2))
+        self._compiled_lock = threading.Lock()
+        self._compiling = JobThreads(1, "quire-compile")
+        self._apart = JobThreads(NUM_THREADS, "quire-masks-apart")
+        self._together = JobThreads(1, "quire-masks")
+        self._queue = MaskQueue(max(1, len(os.sched_getaffinity(0)) // 2))
         self._tokenizer: LLTokenizer | None = None
 
     def load(self) -> None:
@@ -134,9 +137,8 @@ class Grammars:
         """Begin to compute the masks that a step lacks, before its rows; None if it samples nothing with a grammar."""
         before, self._running = self._running, {}
         beams, self._beams = self._beams, {}
-        step = StepMasks(self._together, WAIT_S, WAIT_ALONE_S)
-        together: list[RunningGrammar] = []
-        num_samples = 0
+        step = StepMasks(self._queue, WAIT_S, WAIT_ALONE_S)
+        together, num_samples = MaskJob(), 0
         for sequence in sequences:
             sampling, first = cast(SamplingSpec, sequence.sampling), num_samples
             num_samples += sequence.num_samples
@@ -147,25 +149,24 @@ class Grammars:
                 running = self._beam(beams, sampling, tuple(sequence.context[sequence.num_prompt_tokens :]))
             else:
                 running = before.get(sequence.request_id) or RunningGrammar(sampling)
+                if running.waits():
+                    running = self._wait_on(running)
             self._running[sequence.request_id] = running
             is_begun = running.job is not None and running.end == len(sequence.context) and sequence.num_samples == 1
             if not is_begun and not self._begin_masks(running, sequence, together):
                 step.busy.add(sequence.request_id)
             if sequence.num_samples:
                 step.sampling.append((running, sequence, first))
-        if together:
-            self._together.start(together)
+        if together.parts:
+            self._together.submit(partial(self._queue.run, together))
         return step if step.sampling else None
 
     def close(self) -> None:
         """End the threads when what they run has ended."""
-        self._together.close()
-        for threads in (self._compiling, self._apart):
-            threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._compiling, self._apart, self._together):
+            threads.close()
 
-    def _begin_masks(
-        self, running: RunningGrammar, sequence: ScheduledSequence, together: list[RunningGrammar]
-    ) -> bool:
+    def _begin_masks(self, running: RunningGrammar, sequence: ScheduledSequence, together: MaskJob) -> bool:
         """Begin to compute the sequence's masks unless they are, or add it to `together`.
 
         Returns False if that must wait for masks for other tokens, which are being computed.
@@ -180,13 +181,24 @@ class Grammars:
         job = running.job
         if job is not None and not job.is_done and (is_apart or job.is_late):
             return False  # else the two jobs follow each other in one thread
-        running.end, running.drafts = end, drafts
+        running.end = end
         if is_apart:
-            threads = self._compiling if running.matcher is None else self._apart
-            threads.submit(self._together.compute, MaskJob([running]), partial(self._prepare, running, pending))
+            apart = MaskJob()
+            apart.add(running, pending, drafts)
+            if running.matcher is None:
+                self._compiling.submit(partial(self._queue.compute, apart, partial(self._compile, running)))
+            else:
+                self._apart.submit(partial(self._queue.compute, apart))
         else:
-            together.append(running)
+            together.add(running, (), drafts)
         return True
+
+    def _wait_on(self, running: RunningGrammar) -> RunningGrammar:
+        """Return the grammar of a sequence whose masks are late; one that begins again, if they may never come."""
+        for threads in (self._compiling, self._apart, self._together):
+            threads.replace_slow()
+        self._queue.abandon_slow()
+        return running.begin_again() if running.job is not None and running.job.is_abandoned else running
 
     def _beam(
         self,
@@ -204,32 +216,31 @@ class Grammars:
                 running.matcher.consume_token(generated[-1])
                 running.num_consumed = len(generated)
                 running.distrust = parent.distrust if parent.job.is_late else 0
+        if running.waits():
+            running = self._wait_on(running)
         self._beams[id(sampling), generated] = running
         return running
 
     # In the threads
 
-    def _prepare(self, running: RunningGrammar, pending: Sequence[int]) -> None:
-        """Compile the sequence's grammar, if it is not, and take the generated tokens that its matcher has not seen."""
-        if running.matcher is None:
-            running.matcher = self._matcher(running)
-        for token_id in pending:  # one by one: a call holds the GIL
-            running.matcher.consume_token(token_id)
-        running.num_consumed += len(pending)
+    def _compile(self, running: RunningGrammar) -> None:
+        running.matcher = self._matcher(running)
 
     def _matcher(self, running: RunningGrammar) -> LLMatcher:
-        """Return a new matcher of the sequence's grammar. Only the compiling thread calls this."""
+        """Return a new matcher of the sequence's grammar."""
         sampling = running.sampling
         structure = sampling.params.structured_outputs
         assert structure is not None
         key = (sampling.tenant, grammar_of(structure))
-        matcher = self._compiled.get(key)
+        with self._compiled_lock:
+            matcher = self._compiled.get(key)
         if matcher is None:
             matcher = LLMatcher(self._tables(), key[1], log_level=0, limits=_limits(structure))
             matcher.compute_bitmask()  # once, not in each copy
+        with self._compiled_lock:
             self._compiled[key] = matcher
-        self._compiled.move_to_end(key)
-        self._forget_compiled(sampling.tenant)
+            self._compiled.move_to_end(key)
+            self._forget_compiled(sampling.tenant)
         running.may_force = len(key[1]) <= MAX_FORCING_BYTES and not _may_be_ambiguous(structure)
         return matcher.deep_copy()
 
@@ -250,7 +261,7 @@ class Grammars:
     def _tables(self) -> LLTokenizer:
         if self._tokenizer is None:
             self._tokenizer = _load_tables(self._path)
-        self._together.num_words = (self._tokenizer.vocab_size + 31) // 32
+        self._queue.num_words = (self._tokenizer.vocab_size + 31) // 32
         return self._tokenizer
 
 

@@ -1,16 +1,16 @@
 """Masks of a step's samples: the jobs that compute them, what waits for these, and the masks of the next step.
 
 Must not import what compiles grammars. One thread at a time uses a matcher: that of its job until the job is done, else
-the event loop between steps and the step's thread in a step.
+the event loop between steps and the step's thread in a step. If a job may never end, its matchers are given up.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from llguidance import LLExecutor, LLMatcher
 from ...scheduler.plan import SampledToken, ScheduledSequence, StepResult
 from ..common.errors import QuireError
 from ..model.runner import AllowedTokens, SamplingSpec
+from .job_threads import SLOW_S
 
 DISTRUST = 4  # masks that a sequence computes apart, in time, after it was late; doubled each time
 MAX_DOUBLINGS = 8
@@ -32,19 +33,28 @@ _log = structlog.get_logger("quire.engine")
 class MaskJob:
     """The computation of masks of some sequences by one thread. Those of one sequence follow each other."""
 
-    __slots__ = ("is_done", "is_late", "masks", "num_masks", "parts", "started")
+    __slots__ = ("is_abandoned", "is_done", "is_late", "masks", "num_masks", "parts", "started")
 
-    def __init__(self, sequences: list[RunningGrammar]) -> None:
-        self.parts: list[tuple[RunningGrammar, int, tuple[int, ...]]] = []  # with the first mask and the draft tokens
+    def __init__(self) -> None:
+        # Each with its first mask, the tokens that its matcher takes first, and the draft tokens.
+        self.parts: list[tuple[RunningGrammar, int, Sequence[int], tuple[int, ...]]] = []
         self.masks: Any = None  # int32 [num_masks, words]
         self.num_masks = 0
         self.is_done = False
         self.is_late = False  # a step has waited for it in vain
+        self.is_abandoned = False  # its matchers are lost: the sequences begin again
         self.started = 0.0  # time.monotonic() when its computation began; 0 before
-        for running in sequences:
-            running.job, running.row = self, self.num_masks
-            self.parts.append((running, self.num_masks, running.drafts))
-            self.num_masks += 1 + len(running.drafts)
+
+    def runs_longer_than(self, limit_s: float) -> bool:
+        """Return whether its computation began longer ago and is not done."""
+        return not self.is_done and 0 < self.started < time.monotonic() - limit_s
+
+    def add(self, running: RunningGrammar, tokens: Sequence[int], drafts: tuple[int, ...] = ()) -> None:
+        """Add the masks of a sequence after generated tokens that its matcher has not seen, and after each draft."""
+        running.job, running.row, running.drafts = self, self.num_masks, drafts
+        running.num_consumed += len(tokens)
+        self.parts.append((running, self.num_masks, tokens, drafts))
+        self.num_masks += 1 + len(drafts)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +63,7 @@ class RunningGrammar:
 
     sampling: SamplingSpec
     matcher: LLMatcher | None = None  # None until the grammar is compiled
-    num_consumed: int = 0  # generated tokens that the matcher has seen
+    num_consumed: int = 0  # generated tokens that the matcher has seen when its job is done
     job: MaskJob | None = None
     row: int = 0  # of the job's masks: the first of this sequence
     end: int = 0  # the masks are those after the first `end` tokens of the context, and after each draft token
@@ -70,9 +80,17 @@ class RunningGrammar:
 
     def check_limit(self) -> None:
         """Note an error if the masks take so long that they may never come."""
-        job = self.job
-        if job is not None and not job.is_done and job.started and time.monotonic() - job.started > LIMIT_S:
+        if self.job is not None and self.job.runs_longer_than(LIMIT_S):
             self.error = f"structured_outputs: the tokens that may follow were not known after {LIMIT_S:.0f} s"
+
+    def waits(self) -> bool:
+        """Return whether a step has waited in vain for its masks, and they are still not ready."""
+        return self.job is not None and self.job.is_late and not self.job.is_done
+
+    def begin_again(self) -> RunningGrammar:
+        """Return a grammar for the same sequence, without the matcher, that computes its next masks apart."""
+        distrust, num_late = DISTRUST << self.num_late, min(self.num_late + 1, MAX_DOUBLINGS)
+        return RunningGrammar(self.sampling, distrust=distrust, num_late=num_late, is_beam=self.is_beam)
 
     def note_late(self) -> None:
         """Compute the next masks apart: a step has waited for the last ones in vain."""
@@ -86,43 +104,51 @@ class RunningGrammar:
             self.distrust -= 1
         return self.distrust > 0
 
-    def advance(self, accepted: Sequence[int]) -> list[int]:
-        """Take generated tokens. Return the tokens that the grammar forces after them."""
+    def find_forced(self, accepted: Sequence[int], limit: int) -> tuple[int, ...]:
+        """Take generated tokens. Return up to `limit` of the tokens that the grammar forces after them."""
         matcher = self.matcher
         assert matcher is not None, "a token was sampled with its mask"
         for token_id in accepted:
             matcher.consume_token(token_id)
-        self.job, self.drafts = None, ()
-        self.end += len(accepted)
         self.num_consumed += len(accepted)
-        if not self.may_force:
-            return []
         forced = matcher.compute_ff_tokens()
         self.may_force = len(forced) <= MAX_FORCED
-        return forced[:MAX_FORCED]
+        return tuple(forced[:limit])
 
 
-class MaskThread:
-    """A thread that computes the masks of many sequences with one call of llguidance."""
+class MaskQueue:
+    """Jobs of many sequences, each computed with one call of llguidance: one at a time, in order."""
 
     def __init__(self, num_cores: int) -> None:
         self.changed = threading.Condition()  # notified when a job is done, in whatever thread
         self.num_words = 0  # of a mask; set with the first grammar
         self._executor = LLExecutor(num_cores)
-        self._queue: SimpleQueue[MaskJob | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._job: MaskJob | None = None  # that is computed
+        self._lock = threading.Lock()
+        self._jobs: deque[MaskJob] = deque()  # the first is being computed
 
-    def start(self, sequences: list[RunningGrammar]) -> None:
-        """Begin to compute the masks of these sequences, after the jobs that were started before."""
-        stuck = self._job
-        if stuck is not None and not stuck.is_done and time.monotonic() - stuck.started > LIMIT_S:
-            self.close()  # a call of the library cannot be ended: the next jobs get another thread
-            self._queue, self._thread = SimpleQueue(), None
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(self._queue,), name="quire-masks", daemon=True)
-            self._thread.start()
-        self._queue.put(MaskJob(sequences))
+    def run(self, job: MaskJob) -> None:
+        """Compute a job in the calling thread, and those that come meanwhile. If one is computed, leave it to it."""
+        with self._lock:
+            jobs = self._jobs
+            jobs.append(job)
+            if len(jobs) > 1:
+                return
+        while True:
+            self.compute(jobs[0])
+            with self._lock:
+                jobs.popleft()
+                if not jobs:
+                    return
+
+    def abandon_slow(self) -> None:
+        """Abandon all jobs if the first takes so long that it may never end: a call of the library cannot be ended."""
+        with self._lock:
+            if self._jobs and self._jobs[0].runs_longer_than(SLOW_S):
+                for job in self._jobs:
+                    job.is_abandoned = True
+                slow, self._jobs = self._jobs, deque()
+                while len(slow) > 1:  # its thread must compute no other
+                    slow.pop()
 
     def compute(self, job: MaskJob, prepare: Callable[[], None] | None = None) -> None:
         """Compute a job in the calling thread. It is done then, whatever happens: an error is one of its sequences."""
@@ -132,22 +158,18 @@ class MaskThread:
                 prepare()
                 job.started = time.monotonic()
             job.masks = self._masks(job)
-            for running, _, _ in job.parts:
+            for running, *_ in job.parts:
                 if running.matcher is not None and running.matcher.is_error():
                     running.error = f"structured_outputs: {running.matcher.get_error()}"
         except BaseException as error:  # a panic of llguidance too
             is_known = isinstance(error, QuireError)
             if not is_known:
                 _log.exception("computing masks failed")
-            for running, _, _ in job.parts:
+            for running, *_ in job.parts:
                 running.error = str(error) if is_known else f"structured_outputs: {error!r}"
         with self.changed:
             job.is_done = True
             self.changed.notify_all()
-
-    def close(self) -> None:
-        """End the thread when what it runs has ended."""
-        self._queue.put(None)
 
     def _masks(self, job: MaskJob) -> Any:
         """Return the masks of a job; llguidance computes them without the GIL.
@@ -156,33 +178,36 @@ class MaskThread:
         """
         masks = np.empty((job.num_masks, self.num_words), np.int32)
         where = (masks.ctypes.data, masks.strides[0], job.num_masks)
-        ready = [(running.matcher, row, drafts) for running, row, drafts in job.parts if running.matcher is not None]
-        plain = [(matcher, row) for matcher, row, drafts in ready if not drafts]
+        plain: list[tuple[LLMatcher, int]] = []
+        drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        for running, row, tokens, drafts in job.parts:
+            matcher = running.matcher
+            assert matcher is not None, "it is compiled in a job of its own"
+            for token_id in tokens:  # one by one: a call holds the GIL
+                matcher.consume_token(token_id)
+            if drafts:
+                masks[row : row + 1 + len(drafts)] = -1
+                drafted.append((matcher, row, list(drafts)))
+            else:
+                plain.append((matcher, row))
         if plain:
             self._executor.unsafe_compute_mask_ptr(plain, *where)
-        if len(plain) < len(ready):
-            drafted = [(matcher, row, list(drafts)) for matcher, row, drafts in ready if drafts]
-            for _, row, drafts in drafted:
-                masks[row : row + 1 + len(drafts)] = -1
+        if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         return masks
-
-    def _run(self, queue: SimpleQueue[MaskJob | None]) -> None:
-        while (job := queue.get()) is not None:
-            self._job = job
-            self.compute(job)
 
 
 @dataclass(slots=True)
 class StepMasks:
-    """The masks of one step. The step's thread calls `wait` when the rows are computed, then `advance`."""
+    """The masks of one step. Its thread calls `wait` when the rows are computed, then `advance` and `compute_next`."""
 
-    thread: MaskThread
+    queue: MaskQueue
     wait_s: float  # for masks, if other sequences sample in the step
     wait_alone_s: float  # if none does
     sampling: list[tuple[RunningGrammar, ScheduledSequence, int]] = field(default_factory=list)  # and its first sample
     busy: set[int] = field(default_factory=set)  # request ids whose matcher computes masks for other tokens
     others_sample: bool = False  # sequences without a grammar
+    next: MaskJob = field(default_factory=MaskJob)  # the masks after the samples
 
     def wait(self) -> AllowedTokens:
         """Wait for the masks, but not so long that other sequences notice. What is not ready has no masks."""
@@ -190,45 +215,49 @@ class StepMasks:
         pending = [job for job in jobs if job is not None and not job.is_done]
         if pending:
             self._wait_for(pending, self.others_sample or len(pending) < len(jobs))
-        start: dict[MaskJob | None, int] = {}  # of each job's masks, in those of the step
         masks: list[Any] = []
-        first: dict[int, int] = {}
-        missing: dict[int, str | None] = {}
+        offsets: dict[MaskJob | None, int] = {}  # of each job's masks, in those of the step
+        num_masks = 0
         for job in jobs:
             if job is not None and job.is_done and job.masks is not None:
-                start[job] = sum(map(len, masks))
+                offsets[job] = num_masks
+                num_masks += job.num_masks
                 masks.append(job.masks)
+        first: dict[int, int] = {}
+        missing: dict[int, str | None] = {}
         for running, sequence, _ in self.sampling:
-            if running.job not in start:
+            offset = offsets.get(running.job)
+            if offset is None:
                 running.check_limit()
-            if running.error is not None or running.job not in start or sequence.request_id in self.busy:
+            if running.error is not None or offset is None or sequence.request_id in self.busy:
                 missing[sequence.request_id] = running.error
             else:
-                first[sequence.request_id] = start[running.job] + running.row
+                first[sequence.request_id] = offset + running.row
         return AllowedTokens(masks[0] if len(masks) == 1 else np.concatenate(masks) if masks else None, first, missing)
 
-    def advance(self, result: StepResult) -> StepResult:
-        """Begin to compute the masks after the accepted samples, while the event loop commits these and plans.
+    def advance(self, result: StepResult, max_forced: int) -> StepResult:
+        """Prepare the job of the masks after the accepted samples.
 
-        Returns the result with the tokens that each grammar forces next. They may become draft tokens, so the masks of
-        such a sequence begin with the next step.
+        Returns the result with up to `max_forced` tokens that each grammar forces next, which may become draft tokens.
+        Their masks are computed as well.
         """
-        sampled, forced_at = result.sampled, {}
-        together: list[RunningGrammar] = []
+        sampled, job = result.sampled, self.next
+        forced_at: dict[int, tuple[int, ...]] = {}
         for running, sequence, at in self.sampling:
             token = sampled[at]
             if running.is_beam or token.error is not None or token.is_deferred:
                 continue
             if running.distrust and running.stays_apart():
                 continue
-            accepted = [token.token_id] if sequence.num_samples == 1 else _accepted(sequence, sampled, at)
-            forced = running.advance(accepted)
-            if forced:
-                forced_at[at + len(accepted) - 1] = tuple(forced)
-            else:
-                together.append(running)
-        if together:
-            self.thread.start(together)
+            accepted = (token.token_id,) if sequence.num_samples == 1 else _accepted(sequence, sampled, at)
+            running.end += len(accepted)
+            forced: tuple[int, ...] = ()
+            if max_forced and running.may_force:
+                forced = running.find_forced(accepted, max_forced)
+                if forced:
+                    forced_at[at + len(accepted) - 1] = forced
+                accepted = ()
+            job.add(running, accepted, forced)
         if not forced_at:
             return result
         with_forced = [
@@ -236,8 +265,13 @@ class StepMasks:
         ]
         return replace(result, sampled=tuple(with_forced))
 
+    def compute_next(self) -> None:
+        """Compute the masks after the samples, while the event loop commits these and plans."""
+        if self.next.parts:
+            self.queue.run(self.next)
+
     def _wait_for(self, pending: list[MaskJob], others_sample: bool) -> None:
-        changed, new = self.thread.changed, [job for job in pending if not job.is_late]
+        changed, new = self.queue.changed, [job for job in pending if not job.is_late]
         with changed:
             if not others_sample:
                 changed.wait_for(lambda: any(job.is_done for job in pending), self.wait_alone_s)
@@ -250,7 +284,7 @@ class StepMasks:
             job.is_late = True
 
 
-def _accepted(sequence: ScheduledSequence, sampled: Sequence[SampledToken], at: int) -> list[int]:
+def _accepted(sequence: ScheduledSequence, sampled: Sequence[SampledToken], at: int) -> Sequence[int]:
     """Return the samples from `at` on up to the first that differs from its draft token, or has no token."""
     accepted: list[int] = []
     drafts = sequence.context[len(sequence.context) - sequence.num_samples + 1 :]

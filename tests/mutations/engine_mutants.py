@@ -212,8 +212,8 @@ MUTANTS = [
     ),
     Mutant(
         CORE,
-        "            if self._spill_file is not None:\n                self._spill_file.close()\n            self.runner.close()",
-        "            self.runner.close()",
+        "            if self._spill_file is not None:\n                self._spill_file.close()\n            with",
+        "            with",
         "close leaks the spill file",
     ),
     Mutant(
@@ -395,6 +395,34 @@ MUTANTS = [
         "",
         "a grammar whose masks take long delays the masks of all others in every step",
         MASK_TESTS,
+    ),
+    Mutant(
+        MASKS,
+        "                while len(slow) > 1:  # its thread must compute no other\n                    slow.pop()\n",
+        "                pass\n",
+        "a thread that was given up computes masks with matchers that others may use",
+        MASK_TESTS,
+    ),
+    Mutant(
+        MASKS,
+        "                    job.is_abandoned = True\n",
+        "                    pass\n",
+        "a grammar that never ends takes the sequences of the same call with it",
+        MASK_TESTS,
+    ),
+    Mutant(
+        GRAMMARS,
+        "            threads.replace_slow()\n",
+        "            pass\n",
+        "a grammar that is never compiled holds up all others",
+        MASK_TESTS,
+    ),
+    Mutant(
+        "runtime/engine/job_threads.py",
+        "        while not self.is_replaced and self._run_next():\n",
+        "        while self._run_next():\n",
+        "each slow job leaves a thread behind",
+        "tests/runtime/engine/test_job_threads.py",
     ),
     Mutant(
         GRAMMARS,

@@ -268,3 +268,20 @@ def test_forced_tokens_are_drafts_without_prompt_lookup(
     harness.add(1, prompt, 40)
     assert harness.run() <= most
     assert harness.outputs[1] == tokens
+
+
+@pytest.mark.parametrize(
+    ("coefficients", "max_num_seqs", "users", "most"),
+    [(CHEAP_ROWS, 8, 1, 7), (CHEAP_ROWS, 8, 7, 1), (CHEAP_ROWS, 8, 8, 0), (DEAR_ROWS, 8, 1, 0)],
+    ids=["the rows of a step are the limit", "room for one row", "no room", "rows cost more than tokens"],
+)
+def test_a_plan_says_how_many_forced_tokens_would_be_drafts(
+    make_harness: MakeHarness, coefficients: Coefficients, max_num_seqs: int, users: int, most: int
+) -> None:
+    harness = speculative(make_harness, coefficients, num_speculative_tokens=0, max_num_seqs=max_num_seqs)
+    for request_id in range(users):
+        harness.add(request_id, [1, 0, 1], 40)
+    plan = harness.step()
+    assert plan.num_prefill_tokens, "it looks ahead: the next step decodes"
+    assert plan.max_forced == most
+    assert harness.step().max_forced == most

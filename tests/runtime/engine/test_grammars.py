@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ import numpy as np
 import pytest
 from quire.runtime.common.errors import InvalidRequest
 from quire.runtime.common.types import SamplingParams, StructuredOutputs
-from quire.runtime.engine import grammars
+from quire.runtime.engine import grammars, job_threads
 from quire.runtime.engine import masks as masks_module
 from quire.runtime.engine.grammars import Grammars, check_structure, grammar_of
-from quire.runtime.engine.masks import MaskThread, StepMasks
+from quire.runtime.engine.masks import MaskJob, MaskQueue, StepMasks
 from quire.runtime.engine.text_processor import TextProcessor
 from quire.runtime.model import BUNDLED_MODEL, read_spec
 from quire.runtime.model.runner import SamplingSpec
@@ -64,8 +65,8 @@ def ready(step: StepMasks | None) -> dict[int, Any]:
     """Return the masks of each sequence, or its error, once all of them are ready."""
     assert step is not None
     jobs = [running.job for running, _, _ in step.sampling]
-    with step.thread.changed:
-        assert step.thread.changed.wait_for(lambda: all(job is not None and job.is_done for job in jobs), 60)
+    with step.queue.changed:
+        assert step.queue.changed.wait_for(lambda: all(job is not None and job.is_done for job in jobs), 60)
     return given(step)
 
 
@@ -81,10 +82,12 @@ def given(step: StepMasks | None) -> dict[int, Any]:
     return outcome
 
 
-def advance(step: StepMasks | None, *samples: SampledToken) -> list[tuple[int, ...]]:
+def advance(step: StepMasks | None, *samples: SampledToken, max_forced: int = 64) -> list[tuple[int, ...]]:
     """Give a step its samples; return the tokens that are forced after each."""
     assert step is not None
-    return [sample.forced for sample in step.advance(StepResult(1, samples, 0.0)).sampled]
+    result = step.advance(StepResult(1, samples, 0.0), max_forced)
+    threading.Thread(target=step.compute_next, daemon=True).start()
+    return [sample.forced for sample in result.sampled]
 
 
 def allowed(mask: Any) -> set[int]:
@@ -207,6 +210,27 @@ def test_forced_tokens_follow_the_last_accepted_sample(masks: Grammars) -> None:
     assert forced((), SampledToken(1, 0, is_deferred=True)) == [()]
 
 
+def test_no_more_forced_tokens_are_looked_for_than_pay_and_their_masks_are_computed_at_once(masks: Grammars) -> None:
+    structure = StructuredOutputs(regex="(a|c)b!b!b!b!b!b!b!b!")
+
+    def forced(max_forced: int) -> tuple[int, ...]:
+        masks._running.clear()
+        step = masks.begin([sequence(structure, [])])
+        ready(step)
+        (found,) = advance(step, SampledToken(1, A), max_forced=max_forced)
+        return found
+
+    assert forced(0) == ()
+    (first,) = forced(1)
+    drafts = forced(3)
+    assert len(drafts) == 3
+    assert drafts[0] == first
+    job = masks._running[1].job
+    found = ready(masks.begin([sequence(structure, [A], drafts[:2])]))[1]
+    assert masks._running[1].job is job, "nothing is computed twice"
+    assert [draft in allowed(mask) for draft, mask in zip(drafts, found, strict=True)] == [True] * 3
+
+
 @pytest.mark.parametrize(
     "structure", [StructuredOutputs(regex="a" + "b!" * 9000), StructuredOutputs(regex="a(b!){400}")]
 )
@@ -251,13 +275,13 @@ def test_draft_tokens_may_come_before_the_job_without_them_runs(
     requests = (1, 2)
     step = masks.begin([sequence(WORD, [], request_id=number) for number in requests])
     ready(step)
-    go, compute = threading.Event(), MaskThread._masks
+    go, compute = threading.Event(), MaskQueue._masks
 
-    def slow(self: MaskThread, job: Any) -> Any:
+    def slow(self: MaskQueue, job: Any) -> Any:
         assert go.wait(60)
         return compute(self, job)
 
-    monkeypatch.setattr(MaskThread, "_masks", slow)
+    monkeypatch.setattr(MaskQueue, "_masks", slow)
     advance(step, *(SampledToken(number, A) for number in requests))
     again = masks.begin([sequence(WORD, [A], (B,)), sequence(WORD, [A], request_id=2)])
     go.set()
@@ -272,14 +296,14 @@ def test_a_sequence_whose_mask_was_late_computes_the_next_ones_apart(
     monkeypatch.setattr(grammars, "WAIT_ALONE_S", 0.0)
     structure, generated = StructuredOutputs(regex="[ab]{9}"), [A]
     ready(masks.begin([sequence(structure, [])]))
-    go, compute = threading.Event(), MaskThread._masks
+    go, compute = threading.Event(), MaskQueue._masks
 
-    def slow(self: MaskThread, job: Any) -> Any:
+    def slow(self: MaskQueue, job: Any) -> Any:
         assert go.wait(60)
         return compute(self, job)
 
     step = masks.begin([sequence(structure, [])])
-    monkeypatch.setattr(MaskThread, "_masks", slow)
+    monkeypatch.setattr(MaskQueue, "_masks", slow)
     advance(step, SampledToken(1, A))
     late = masks.begin([sequence(structure, generated)])
     assert given(late) == {1: None}
@@ -295,33 +319,91 @@ def test_a_sequence_whose_mask_was_late_computes_the_next_ones_apart(
     assert apart == [True] * (masks_module.DISTRUST + 1) + [False]
 
 
-def test_masks_that_never_come_end_their_request_and_no_other(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps wait only briefly, and count each job that has begun as slow."""
     for name in ("WAIT_S", "WAIT_ALONE_S"):
-        monkeypatch.setattr(grammars, name, 0.0)
-    step = masks.begin([sequence(WORD, []), sequence(WORD, [], request_id=2)])
-    ready(step)
-    go, begun, compute = threading.Event(), threading.Event(), MaskThread._masks
-    guilty = masks._running[1]
+        monkeypatch.setattr(grammars, name, 0.01)
+    for module in (masks_module, job_threads):
+        monkeypatch.setattr(module, "SLOW_S", 0.0)
 
-    def stuck(self: MaskThread, job: Any) -> Any:
-        if any(running is guilty for running, _, _ in job.parts):
+
+def step_until_ready(masks: Grammars, sequences: list[ScheduledSequence], request_id: int) -> dict[int, Any]:
+    """Run steps until a sequence has its masks."""
+    deadline = time.monotonic() + 60
+    while (found := given(masks.begin(sequences)))[request_id] is None:
+        assert time.monotonic() < deadline
+    return found
+
+
+@pytest.mark.usefixtures("impatient")
+def test_masks_that_never_come_end_their_request_and_no_other(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even a sequence whose masks are computed in the same call."""
+    guilty = StructuredOutputs(regex="[ab]{2}")
+    step = masks.begin([sequence(guilty, []), sequence(WORD, [], request_id=2)])
+    ready(step)
+    go, begun, compute = threading.Event(), threading.Event(), MaskQueue._masks
+
+    def stuck(self: MaskQueue, job: Any) -> Any:
+        if any(running.sampling.params.structured_outputs is guilty for running, *_ in job.parts):
             begun.set()
             assert go.wait(60)
         return compute(self, job)
 
-    monkeypatch.setattr(MaskThread, "_masks", stuck)
-    assert step is not None
-    step.sampling = step.sampling[:1]
-    advance(step, SampledToken(1, A))
+    monkeypatch.setattr(MaskQueue, "_masks", stuck)
+    advance(step, SampledToken(1, A), SampledToken(2, A))
     assert begun.wait(60)
-    both = [sequence(WORD, [A]), sequence(WORD, [], request_id=2)]
-    assert given(masks.begin(both))[1] is None
+    both = [sequence(guilty, [A]), sequence(WORD, [A], request_id=2)]
+    found = step_until_ready(masks, both, 2)
+    assert found[1] is None
+    assert allowed(found[2][0]) == {A, B}
     monkeypatch.setattr(masks_module, "LIMIT_S", 0.0)
-    step = masks.begin(both)
-    assert "were not known after" in given(step)[1]
-    step.sampling = step.sampling[1:]
-    step.advance(StepResult(1, (SampledToken(1, 0, error="ended"), SampledToken(2, A)), 0.0))
-    assert allowed(ready(masks.begin([sequence(WORD, [A], request_id=2)]))[2][0]) == {A, B}
+    found = given(masks.begin(both))
+    assert "were not known after" in found[1]
+    assert allowed(found[2][0]) == {A, B}
+    go.set()
+
+
+def test_jobs_behind_one_that_never_ends_are_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, first, behind = MaskQueue(1), MaskJob(), MaskJob()
+    begun, go, computed = threading.Event(), threading.Event(), []
+
+    def compute(job: MaskJob) -> None:
+        job.started = time.monotonic()
+        computed.append(job)
+        begun.set()
+        assert go.wait(60)
+
+    monkeypatch.setattr(queue, "compute", compute)
+    thread = threading.Thread(target=queue.run, args=(first,))
+    thread.start()
+    assert begun.wait(60)
+    queue.run(behind)
+    queue.abandon_slow()
+    assert not behind.is_abandoned
+    monkeypatch.setattr(masks_module, "SLOW_S", 0.0)
+    queue.abandon_slow()
+    assert first.is_abandoned
+    assert behind.is_abandoned
+    go.set()
+    thread.join(60)
+    assert computed == [first], "its matchers may be in use elsewhere"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_grammar_that_is_never_compiled_holds_up_no_other(masks: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    guilty = StructuredOutputs(regex="[ab]{2}")
+    go, compile_it = threading.Event(), Grammars._matcher
+
+    def stuck(self: Grammars, running: Any) -> Any:
+        if running.sampling.params.structured_outputs is guilty:
+            assert go.wait(60)
+        return compile_it(self, running)
+
+    monkeypatch.setattr(Grammars, "_matcher", stuck)
+    found = step_until_ready(masks, [sequence(guilty, []), sequence(WORD, [A], request_id=2)], 2)
+    assert found[1] is None
+    assert allowed(found[2][0]) == {A, B}
     go.set()
 
 
@@ -329,11 +411,11 @@ def test_a_panic_of_the_library_is_an_error_of_its_sequences(masks: Grammars, mo
     class Panic(BaseException):
         pass
 
-    def panic(self: MaskThread, job: Any) -> Any:
+    def panic(self: MaskQueue, job: Any) -> Any:
         raise Panic("index out of bounds")
 
     with monkeypatch.context() as patch:
-        patch.setattr(MaskThread, "_masks", panic)
+        patch.setattr(MaskQueue, "_masks", panic)
         assert "index out of bounds" in ready(masks.begin([sequence(WORD, [])]))[1]
     assert allowed(ready(masks.begin([sequence(WORD, [A], request_id=2)]))[2][0]) == {A, B}
 

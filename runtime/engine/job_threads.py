@@ -1,0 +1,90 @@
+"""Threads that run jobs which may take long, or never end. Must not import what the jobs are."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeVar
+
+SLOW_S = 1.0  # a job that takes longer holds up no others
+
+Result = TypeVar("Result")
+
+
+class JobThreads:
+    """Daemon threads that run `num_threads` jobs at a time, in order. Others take the place of those with slow jobs."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._num_threads = num_threads
+        self._name = name
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._workers: list[_Worker] = []
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run a job, which must not raise, when those before it have begun."""
+        self._queue.put(job)
+        self.replace_slow()
+
+    async def call(self, function: Callable[[], Result], then: Callable[[], None] | None = None) -> Result:
+        """Run a function in a thread and return its result. The thread calls `then` when the result is on its way."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Result] = loop.create_future()
+
+        def tell(outcome: Callable[[], None]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(lambda: None if done.done() else outcome())
+
+        def run() -> None:
+            try:
+                result = function()
+            except BaseException as error:
+                tell(partial(done.set_exception, error))
+                return
+            tell(partial(done.set_result, result))
+            if then is not None:
+                then()
+
+        self.submit(run)
+        return await done
+
+    def replace_slow(self) -> None:
+        """Let other threads run the jobs that wait for slow ones. A thread with a slow job ends after it."""
+        slow_since = time.monotonic() - SLOW_S
+        for worker in self._workers:
+            worker.is_replaced = 0 < worker.started < slow_since
+        self._workers = [worker for worker in self._workers if not worker.is_replaced]
+        while len(self._workers) < self._num_threads:
+            self._workers.append(_Worker(self._queue, self._name))
+
+    def close(self) -> None:
+        """End the threads when the jobs that were submitted have ended."""
+        self._queue.put(None)
+
+
+class _Worker:
+    """A thread, and since when it runs its job."""
+
+    def __init__(self, queue: SimpleQueue[Callable[[], None] | None], name: str) -> None:
+        self.started = 0.0  # time.monotonic(); 0: it has no job
+        self.is_replaced = False
+        self._queue = queue
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        while not self.is_replaced and self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Run the next job. Return False if there will be none. The thread keeps no job while it waits."""
+        job = self._queue.get()
+        if job is None:
+            self._queue.put(None)  # for the next thread
+            return False
+        self.started = time.monotonic()
+        job()
+        self.started = 0.0
+        return True
