@@ -1,10 +1,10 @@
-"""Open broken folders of encoders: whatever their JSON files say, each must load or raise a ModelError.
+"""Open broken folders of encoders: whatever their files say, each must load, or raise a ModelError or ConfigError.
 
 usage: fuzz_encoders.py [--cases 20000] [--seed 1]
 
 A case is a golden encoder's folder with one to three changes of its files: values replaced by extreme or wrong ones,
-keys and elements removed or repeated, bytes flipped, files truncated or removed. A folder that is accepted is packed,
-and a text is read with its tokenizer. Exit status 1 on any breach.
+keys and elements removed or repeated, bytes flipped, files truncated or removed. A model that loads
+encodes a text. Exit status 1 on any breach.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from quire.runtime.common.errors import ModelError
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import ConfigError, ModelError
 from quire.runtime.engine.text.encoder_text import EncoderText
-from quire.runtime.model.encoder import is_encoder, pack_encoder
-from quire.runtime.model.encoder.weights import plan_encoder_weights
+from quire.runtime.model.encoder import is_encoder
+from quire.runtime.model.runner.encoder_runner import load_encoder
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "encoders"
 ADDRESS_SPACE = 4 << 30  # more than this process needs, less than a config.json can claim
@@ -71,12 +72,14 @@ def open_folder(folder: Path) -> str:
     try:
         if not is_encoder(folder):
             return "not an encoder"
-        model = pack_encoder(folder, "q8")
-        plan_encoder_weights(model.spec, "q8")
-        texts = EncoderText(folder, model.spec)
-        texts.truncated(texts.encode("Who owns the pages?"), 4)
+        runner = load_encoder(EngineConfig(model=str(folder), weights="q8", threads=1))
+        texts = EncoderText(folder, runner.spec)
+        text = texts.truncated(texts.encode("The pool owns the pages."), min(4, runner.spec.max_model_len))
         texts.encode_pair("pages", "the pool")
-    except ModelError as error:
+        if text.token_ids and max(text.token_ids) < runner.spec.body.vocab_size:
+            runner.begin([text])
+            runner.advance(runner.num_stages)
+    except (ModelError, ConfigError) as error:
         return type(error).__name__
     return "loaded"
 

@@ -114,6 +114,10 @@ def _body(config: ConfigTable) -> tuple[BertSpec | DecoderSpec, EncoderFamily | 
         raise UnsupportedModel(
             f"{CONFIG_FILE}: architectures[0] is {name:.80}; it must be one of {', '.join(known)}, or that of a decoder"
         )
+    if config.flag("use_bidirectional_attention", False):
+        raise config.refused("use_bidirectional_attention", "false or absent: decoders attend causally")
+    if not config.flag("is_causal", True):
+        raise config.refused("is_causal", "true or absent: decoders attend causally")
     spec = family.read(config)
     if spec.sinks or spec.attention_softcap or spec.qk_norm_rows:
         raise UnsupportedModel(

@@ -25,8 +25,7 @@ from .capacity import pick_cpus, pick_isa
 
 MAX_TEXTS = 256  # of a batch: each takes a page of keys and values, or more
 LONGEST_BY_DEFAULT = 8192  # tokens; a step's memory grows with the longest text
-MEASURED_ROWS = 64  # of the texts that the cost of a stage is measured with
-MEASURED_LENGTH = 16  # tokens of each
+MEASURED = ((1,), (16,) * 4, (256,))  # tokens of the texts of each batch that the cost of a stage is measured with
 
 Floats = npt.NDArray[np.float32]
 
@@ -114,7 +113,7 @@ class EncoderRunner:
         self._token_ids = self._row_start = np.zeros(0, np.int32)
         self._type_ids: npt.NDArray[np.int32] | None = None
         self._next = self.num_stages  # the stage to compute next
-        self._base_s, self._row_s = self._measure()
+        self._base_s, self._row_s, self._pair_s = self._measure()
 
     def begin(self, texts: Sequence[EncodedText]) -> None:
         """Take the texts of the next batch; an unfinished one is given up.
@@ -155,13 +154,10 @@ class EncoderRunner:
     def stage_seconds(self, lengths: Sequence[int]) -> float:
         """Return the predicted seconds of one stage of a batch with texts of these numbers of tokens.
 
-        Rows cost what they cost when the runner was built. Pairs of a query and a key cost as many operations of a
-        row's matrices, at the same speed.
+        It costs what rows, and pairs of a query and a key, cost in the first layer when the runner was built.
         """
-        body = self.spec.body
-        matrices = body.hidden_size * (4 * body.hidden_size + 3 * body.intermediate_size)
-        pairs = sum(length * length for length in lengths) * 2 * body.num_heads * body.head_dim
-        return self._base_s + self._row_s * (sum(lengths) + pairs / matrices)
+        pairs = sum(length * length for length in lengths)
+        return self._base_s + self._row_s * sum(lengths) + self._pair_s * pairs
 
     def close(self) -> None:
         """Release weights, memory and threads now, not at the next garbage collection. Idempotent."""
@@ -177,19 +173,25 @@ class EncoderRunner:
             raise ValueError("a text has a type for each token, or none")
         return np.array([one for of_text in types for one in of_text], np.int32)
 
-    def _measure(self) -> tuple[float, float]:
-        """Return the seconds of a stage with few rows, and those that each further row adds."""
-        seconds = []
-        num_texts = max(1, min(MEASURED_ROWS, self.max_rows) // MEASURED_LENGTH)
-        length = min(MEASURED_LENGTH, self.spec.max_model_len)
-        for lengths in ([length] * num_texts, [1], [length] * num_texts):
-            self.begin([EncodedText((0,) * each) for each in lengths])
-            start = time.perf_counter()
-            self.advance(1)
-            seconds.append(time.perf_counter() - start)
+    def _measure(self) -> tuple[float, float, float]:
+        """Return the seconds of a stage without rows, those of a row, and those of a pair of a query and a key."""
+        batches = [self._fitting(lengths) for lengths in MEASURED]
+        base_s, short_s, long_s = (min(self._first_stage_seconds(each) for _ in range(2)) for each in batches)
+        (_, short, long), pairs = map(sum, batches), sum(length * length for length in batches[2])
+        row_s = max(short_s - base_s, 0.0) / short
+        return base_s, row_s, max(long_s - base_s - row_s * long, 0.0) / pairs
+
+    def _fitting(self, lengths: Sequence[int]) -> list[int]:
+        """Return as many texts of at most these lengths as a batch takes."""
+        longest = min(self.spec.max_model_len, max(1, self.max_rows // len(lengths)))
+        return [min(length, longest) for length in lengths[: self.max_rows]]
+
+    def _first_stage_seconds(self, lengths: Sequence[int]) -> float:
+        self.begin([EncodedText((0,) * length) for length in lengths])
+        start = time.perf_counter()
+        self.advance(1)
         self._next = self.num_stages
-        row_s = max(seconds[2] - seconds[1], 0.0) / max(length * num_texts - 1, 1)
-        return seconds[1], max(row_s, 1e-9)
+        return time.perf_counter() - start
 
 
 def _stage_ends(ops: Sequence[object]) -> list[int]:

@@ -64,6 +64,21 @@ def encoder_folder(tmp_path: Path) -> Callable[..., Path]:
     return copy
 
 
+@pytest.fixture
+def decoder_with_modules(tmp_path: Path) -> Callable[[str], Path]:
+    """Copy the golden folder of a decoder, and add modules that make vectors of the mean of its rows."""
+
+    def copy(name: str) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(FOLDER.parent / name, folder)
+        kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+        modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
+        (folder / "modules.json").write_text(json.dumps(modules))
+        return folder
+
+    return copy
+
+
 def load(folder: Path, **config: Any) -> EncoderRunner:
     return load_encoder(EngineConfig(model=str(folder), **{"weights": "f32", "threads": 1, **config}))
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from quire.runtime.model.encoder import ENCODERS, pack_encoder
 from quire.runtime.model.runner.encoder_runner import EncoderRunner
+from quire.scheduler import EncodedText
 
 from .conftest import FOLDER, NAMES, Golden, load, read_golden, run, run_reference
 
@@ -73,6 +76,15 @@ def test_the_bits_do_not_depend_on_level_and_threads(name: str, weights: str) ->
     expected = run(load(golden.folder, weights=weights), golden.encoded)
     for config in ({"isa": "scalar"}, {"threads": 3}):
         assert np.array_equal(run(load(golden.folder, weights=weights, **config), golden.encoded), expected), config
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "qwen3_moe", "granite"])
+def test_decoders_make_vectors_too(name: str, decoder_with_modules: Callable[[str], Path]) -> None:
+    folder = decoder_with_modules(name)
+    texts = [EncodedText(tuple(range(length))) for length in (1, 60, 7)]
+    expected = run_reference(pack_encoder(folder, "f32"), texts)
+    values = run(load(folder), texts)
+    assert np.abs(values - expected).max() / np.ptp(expected) < 2e-6
 
 
 def test_a_new_batch_replaces_an_unfinished_one() -> None:

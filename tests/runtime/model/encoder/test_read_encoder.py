@@ -149,6 +149,8 @@ def test_without_modules_rows_are_averaged(encoder_folder: Copy) -> None:
         ("bert", "config_sentence_transformers.json", edited(default_prompt_name="x"), "default_prompt_name"),
         ("bert_scores", "config_sentence_transformers.json", edited(activation_fn="os.system"), "activation_fn"),
         ("bert", "sentence_bert_config.json", edited(max_seq_length=0), "max_seq_length"),
+        ("qwen3", "config.json", edited(is_causal=False), "is_causal"),
+        ("qwen3", "config.json", edited(use_bidirectional_attention=True), "use_bidirectional_attention"),
         ("qwen3_answer", "1_LogitScore/config.json", edited(true_token_id=10**6), "true_token_id"),
     ],
 )  # fmt: skip
@@ -184,3 +186,9 @@ def test_missing_and_wrong_tensors(encoder_folder: Copy) -> None:
         pack_encoder(encoder_folder("roberta", edited(max_position_embeddings=255)), "f32")
     with pytest.raises(WrongTensor, match="linear"):
         pack_encoder(encoder_folder("bert_dense", edited(out_features=25), "2_Dense/config.json"), "f32")
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "olmo2"])
+def test_decoders_whose_attention_has_more_are_refused(name: str, decoder_with_modules: Callable[[str], Path]) -> None:
+    with pytest.raises(UnsupportedModel, match="no attention sinks, no soft cap of scores, and no norm over all heads"):
+        read_encoder(decoder_with_modules(name))
