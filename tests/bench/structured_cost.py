@@ -4,7 +4,8 @@ usage: structured_cost.py [--model FOLDER] [--users 16] [--tokens 128] [--rounds
 
 Each round runs the same prompts without a grammar and with each of the grammars, alternating. Printed are the plain
 throughput in tokens per second, the share of it with each grammar, and the additional CPU time per token; all are
-medians over the rounds but the first. The schema also runs without its forced tokens as draft tokens.
+medians over the rounds but the first. Then 1, 4 and 16 users generate records with long keys, with and without draft
+tokens for the text that the schema forces.
 """
 
 from __future__ import annotations
@@ -28,6 +29,17 @@ RECORD = {
     "required": ["identifier", "description", "enabled"],
     "additionalProperties": False,
 }
+LONG_KEYS = {
+    "type": "object",
+    "properties": {
+        "customer_identifier": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "shipping_address_line": {"type": "string", "maxLength": 10},
+        "preferred_payment_method": {"enum": ["credit_card_visa", "bank_transfer_sepa"]},
+        "is_gift_wrapped": {"type": "boolean"},
+    },
+    "required": ["customer_identifier", "shipping_address_line", "preferred_payment_method", "is_gift_wrapped"],
+    "additionalProperties": False,
+}
 GRAMMARS: dict[str, dict[str, Any]] = {
     "any text": {"regex": r"[\s\S]{4000,}"},
     "schema": {"json": {"type": "array", "items": RECORD, "minItems": 12, "maxItems": 80}},
@@ -48,24 +60,29 @@ def main() -> None:
     with LLM(**model, max_num_seqs=args.users, threads=args.threads, enable_prefix_caching=False) as llm:
         prompts = ["The server " + "x" * number for number in range(args.users)]
 
-        def run(**params: Any) -> tuple[float, float]:
+        def run(users: int, **params: Any) -> tuple[float, float]:
             """Return the seconds of a token of all users, and of its CPU."""
+            sampling_params = SamplingParams(max_tokens=args.tokens, temperature=1.0, seed=1, **params)
             start, cpu = time.perf_counter(), sum(os.times()[:2])
-            outputs = llm.generate(prompts, SamplingParams(max_tokens=args.tokens, temperature=1.0, seed=1, **params))
+            outputs = llm.generate(prompts[:users], sampling_params)
             tokens = sum(len(output.token_ids) for output in outputs)
             return (time.perf_counter() - start) / tokens, (sum(os.times()[:2]) - cpu) / tokens
 
         plain: list[tuple[float, float]] = []
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in GRAMMARS}
-        undrafted: list[tuple[float, float]] = []
+        gains: dict[int, list[float]] = {users: [] for users in (1, 4, 16) if users <= args.users}
+        records = StructuredOutputs(json={"type": "array", "items": LONG_KEYS, "minItems": 12})
         margin = speculative.MARGIN
         for _ in range(args.rounds):
-            plain.append(run(ignore_eos=True))
+            plain.append(run(args.users, ignore_eos=True))
             for name, grammar in GRAMMARS.items():
-                found[name].append(run(structured_outputs=StructuredOutputs(**grammar)))
-            speculative.MARGIN = float("inf")
-            undrafted.append(run(structured_outputs=StructuredOutputs(**GRAMMARS["schema"])))
-            speculative.MARGIN = margin
+                found[name].append(run(args.users, structured_outputs=StructuredOutputs(**grammar)))
+            for users, gained in gains.items():
+                drafted, _ = run(users, structured_outputs=records)
+                speculative.MARGIN = float("inf")
+                undrafted, _ = run(users, structured_outputs=records)
+                speculative.MARGIN = margin
+                gained.append(undrafted / drafted)
 
     def middle(rounds: list[tuple[float, float]], column: int) -> float:
         return median(each[column] for each in rounds[1:])
@@ -74,8 +91,8 @@ def main() -> None:
     for name, rounds in found.items():
         share = median(p[0] / r[0] for p, r in zip(plain[1:], rounds[1:], strict=True))
         print(f"{name:10} {share:.3f} of it, {(middle(rounds, 1) - middle(plain, 1)) * 1e6:+.1f} µs of CPU per token")
-    gain = median(u[0] / s[0] for u, s in zip(undrafted[1:], found["schema"][1:], strict=True))
-    print(f"forced tokens as drafts: {gain:.2f}x the throughput of the schema")
+    for users, gained in gains.items():
+        print(f"forced tokens as drafts, {users} users: {median(gained[1:]):.2f}x the throughput of records")
 
 
 if __name__ == "__main__":

@@ -7,15 +7,19 @@ import json
 import os
 import re
 import signal
+import struct
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from quire import AsyncClient, SamplingParams, StructuredOutputs
 from quire.runtime.common.errors import GenerationFailed, InvalidRequest
 from quire.runtime.common.types import OutputChunk
 from quire.runtime.engine.grammars import Grammars
+from quire.runtime.model import BUNDLED_MODEL
 
-from tests.system.bits import asked, bits, chunks_of, prompt
+from tests.system.bits import asked, bits, chunks_of, one_by_one, prompt, running, together
 from tests.system.test_survival import engine_pool
 
 SCHEMA = {
@@ -118,6 +122,58 @@ async def test_what_contradicts_a_grammar_is_refused(serving: Any, other: Any) -
     async with serving() as real, AsyncClient(real.address) as client:
         with pytest.raises(InvalidRequest, match=f"{next(iter(other))}.*structured_outputs"):
             await client.complete("The", SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **other))
+
+
+def write_padded_model(folder: Path, num_rows: int) -> Path:
+    """Write the bundled model with more rows of embeddings, which are its output layer too, than it has tokens.
+
+    The additional rows have eight times the values of other rows, so that their logits are often the largest.
+    """
+    for file in BUNDLED_MODEL.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_bytes())
+    config["vocab_size"] += num_rows
+    (folder / "config.json").write_text(json.dumps(config))
+    data = (folder / "model.safetensors").read_bytes()
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    header, parts, size = json.loads(data[8:start]), [], 0
+    for name, tensor in header.items():
+        if name == "__metadata__":
+            continue
+        begin, end = tensor["data_offsets"]
+        part = data[start + begin : start + end]
+        if name == "model.embed_tokens.weight":
+            rows = np.frombuffer(part, np.uint16).reshape(tensor["shape"])  # bf16
+            part += (rows[100 : 100 + num_rows] + (3 << 7)).tobytes()  # three more in the exponent
+            tensor["shape"][0] += num_rows
+        tensor["data_offsets"] = [size, size + len(part)]
+        parts.append(part)
+        size += len(part)
+    encoded = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + b"".join(parts))
+    return folder
+
+
+async def test_a_model_with_more_rows_of_embeddings_than_tokens_generates_its_tokens_only(tmp_path: Path) -> None:
+    requests = [
+        asked(
+            "The",
+            ignore_eos=False,
+            max_tokens=80,
+            logprobs=None,
+            structured_outputs=StructuredOutputs(**structure),
+            **sampling,
+        )
+        for structure in ({"json": SCHEMA}, {"regex": "[ab]{2}-7"}, {"regex": "(.|\\n){9}"})
+        for sampling in ({}, {"temperature": 1.0, "seed": 1})
+    ]
+    async with running() as engine:
+        expected = await one_by_one(engine, requests)
+    async with running(model=str(write_padded_model(tmp_path, 100))) as engine:
+        without = await engine.submit(asked("The", max_tokens=8))
+        assert max([token_id async for chunk in without for token_id in chunk.token_ids]) >= 4096
+        assert await together(engine, requests) == expected
+    assert re.fullmatch(r'\s*\{\s*"a"\s*:\s*\d+\s*,\s*"b"\s*:\s*"[xy]"\s*\}', json.loads(expected[0][0])["text"])
 
 
 async def test_a_killed_process_is_replaced_and_the_output_goes_on(slow_engine: None) -> None:

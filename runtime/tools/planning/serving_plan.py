@@ -21,7 +21,7 @@ from ..bench import Roofline, Shape, parse_shapes, read_profile
 from ..simulation import Speed
 from .alternatives import Alternative, alternatives, fit_capacity, sequence_lengths
 
-GRAMMAR_TOKEN_BYTES = 400  # measured: of the tables for structured output, per token
+GRAMMAR_TOKEN_BYTES = 480  # measured: of the tables for structured output, per token
 TOKEN_BYTES = 750  # measured: of a tokenizer, per token of vocabularies of 4,000 to 150,000
 SHAPES = "1x128,8x128,32x128"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -116,6 +117,26 @@ def test_masks_have_the_models_tokens_not_the_tokenizers(tmp_path: Path, vocab_s
     assert len(mask) == len(rest) == (vocab_size + 31) // 32
     assert allowed(mask) == {A, B}
     assert max(allowed(rest)) < min(vocab_size, VOCAB)
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        StructuredOutputs(regex="[a-z ]{1,40}!"),
+        StructuredOutputs(regex="[a-zA-Z_][a-zA-Z0-9_]{0,33}( = [0-9]+)?"),
+        StructuredOutputs(json={"type": "array", "items": {"type": "string", "maxLength": 12}}),
+    ],
+    ids=["words", "names", "short strings"],
+)
+def test_tokens_that_are_looked_at_as_one_have_the_same_masks(structure: StructuredOutputs) -> None:
+    tables = grammars._load_tables(BUNDLED_MODEL)
+    grammar, choose = grammar_of(structure), random.Random(1)
+    sliced, plain = (grammars.LLMatcher(each, grammar) for each in (tables, tables.with_slices([])))
+    for _ in range(60):
+        mask = sliced.compute_bitmask()
+        assert mask == plain.compute_bitmask()
+        token_id = choose.choice(sorted(allowed(np.frombuffer(mask, np.int32))))
+        assert sliced.consume_token(token_id) == plain.consume_token(token_id)
 
 
 def test_text_is_forced_up_to_the_first_token_that_the_model_does_not_have() -> None:
