@@ -17,7 +17,15 @@ from ..model import DecoderSpec, model_path, read_spec, weights_text
 from ..model.runner import Capacity, decide_capacity
 from ..tools.bench import Roofline, read_profile
 from ..tools.bench.roofline import RooflineMeter
-from ..tools.simulation import Workload, build_simulator, given_roofline, make_arrivals, parse_objectives, summarize
+from ..tools.simulation import (
+    FleetOptions,
+    Workload,
+    build_simulator,
+    given_roofline,
+    make_arrivals,
+    parse_objectives,
+    summarize,
+)
 from ..tools.simulation.console import print_report
 from .flags import Json, MemoryFlags, ModelFolder, SchedulingFlags, settings_from
 
@@ -48,13 +56,15 @@ def simulate(
     goodput: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", help=GOODPUT_HELP)] = (),
     json: Json = False,
     machine: Annotated[MachineOptions | None, Parameter(name="*", group="Machine")] = None,
+    fleet: Annotated[FleetOptions | None, Parameter(name="*", group="Fleet")] = None,
     memory: MemoryFlags | None = None,
     scheduling: SchedulingFlags | None = None,
 ) -> None:
     """Simulate and print. Raises ConfigError or ModelError."""
     config, measured = settings_from(model, memory, scheduling).engine, None
-    workload, machine = workload or Workload(), machine or MachineOptions()
+    workload, machine, fleet = workload or Workload(), machine or MachineOptions(), fleet or FleetOptions()
     _check(machine)
+    fleet.check()
     objectives = parse_objectives(goodput)
     arrivals = make_arrivals(workload)
     if machine.profile is not None:
@@ -62,7 +72,10 @@ def simulate(
     spec = read_spec(model_path(config.model))
     capacity = decide_capacity(config, spec)
     roofline = _roofline(capacity, machine, measured)
-    simulator = build_simulator(config, spec, capacity, roofline, arrivals, noise=machine.noise, seed=workload.seed)
+    hosts = None if fleet == FleetOptions() else fleet
+    simulator = build_simulator(
+        config, spec, capacity, roofline, arrivals, hosts, noise=machine.noise, seed=workload.seed
+    )
     start = time.process_time()
     simulator.run()
     spent_s = time.process_time() - start
@@ -72,7 +85,8 @@ def simulate(
         print(dumps({**about, **report.as_dict()}, indent=1))
     else:
         print_report(about, report)
-        print(f"simulated in {spent_s:.1f} s of CPU time, {simulator.computed_tokens / spent_s:,.0f} tokens per second")
+        speed = sum(host.computed_tokens for host in simulator.hosts) / spent_s
+        print(f"simulated in {spent_s:.1f} s of CPU time, {speed:,.0f} tokens per second")
 
 
 def _check(machine: MachineOptions) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 NUM_ALTERNATIVES = 4  # members that a saturated home's requests go to, by rank
 MAX_MORE_REQUESTS = 8  # that a home may have than the member with the fewest
-MAX_MORE_WAIT_S = 1.0  # by which the predicted wait at a home may exceed the shortest
+MAX_MORE_WAIT_S = 2.0  # by which the predicted wait at a home may exceed the shortest
 
 
 class MemberLoad(NamedTuple):

@@ -3,6 +3,7 @@
 from ..traffic import Arrival
 from .build import build_simulator, given_roofline
 from .cost import NoisyCost, RooflineCost, StepCost, roofline_cost
+from .fleet import Fleet, FleetOptions
 from .prediction import Speed, predict_speed
 from .report import LatencyObjective, SimulationReport, parse_objectives, summarize
 from .simulator import RequestOutcome, SimulatedSpill, SimulationStalled, Simulator, VirtualClock
@@ -10,6 +11,8 @@ from .workload import Workload, make_arrivals
 
 __all__ = [
     "Arrival",
+    "Fleet",
+    "FleetOptions",
     "LatencyObjective",
     "NoisyCost",
     "RequestOutcome",

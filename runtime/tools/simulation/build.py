@@ -1,8 +1,9 @@
-"""Build a simulated server: capacity, pager and scheduler as the engine builds them, on a machine with a roofline."""
+"""Build simulated servers: capacity, pager and scheduler as the engine builds them, on a machine with a roofline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from functools import partial
 
 from ....pager import Pager
 from ...common.config import EngineConfig
@@ -13,7 +14,8 @@ from ...model.runner import Capacity
 from ..bench import Roofline
 from ..traffic import Arrival
 from .cost import SEQUENCE_S, NoisyCost, StepCost, roofline_cost
-from .simulator import SimulatedSpill, Simulator, VirtualClock
+from .fleet import Fleet, FleetOptions
+from .simulator import RequestOutcome, SimulatedSpill, Simulator, VirtualClock
 
 
 def given_roofline(read_bytes_per_s: float, int8_ops_per_s: float) -> Roofline:
@@ -26,12 +28,13 @@ def build_simulator(
     spec: DecoderSpec,
     capacity: Capacity,
     roofline: Roofline,
-    arrivals: Iterable[Arrival],
+    arrivals: Sequence[Arrival],
+    fleet: FleetOptions | None = None,
     *,
     noise: float = 0.0,
     seed: int = 1,
-) -> Simulator:
-    """Build a simulator. `noise` is the sigma of a lognormal factor on every step's time.
+) -> Simulator | Fleet:
+    """Build a simulator of one host, or of a fleet. `noise` is the sigma of a lognormal factor on every step's time.
 
     Raises ConfigError for settings whose effect depends on the text.
     """
@@ -40,23 +43,30 @@ def build_simulator(
             "num_speculative_tokens cannot be simulated: how many draft tokens are accepted depends on the text"
         )
     cost: StepCost = roofline_cost(spec, capacity, roofline)
-    clock = VirtualClock()
-    spill = SimulatedSpill(capacity.layout.page_bytes, config.kv_spill_size) if config.kv_spill_size else None
-    pager = Pager(
-        capacity.layout.page_size,
-        capacity.num_pages,
-        windows=capacity.layout.group_windows,
-        enable_prefix_caching=config.enable_prefix_caching,
-        store=spill,
-        clock=clock,
-    )
-    return Simulator(
-        build_scheduler(config, pager, capacity.max_num_samples, clock=clock),
-        pager,
-        clock,
-        NoisyCost(cost, noise, seed) if noise else cost,
-        arrivals,
-        max_model_len=capacity.max_model_len,
-        spill=spill,
-        sequence_s=SEQUENCE_S,
-    )
+
+    def build_host(arrivals: Sequence[Arrival], outcomes: list[RequestOutcome], number: int) -> Simulator:
+        clock = VirtualClock()
+        spill = SimulatedSpill(capacity.layout.page_bytes, config.kv_spill_size) if config.kv_spill_size else None
+        pager = Pager(
+            capacity.layout.page_size,
+            capacity.num_pages,
+            windows=capacity.layout.group_windows,
+            enable_prefix_caching=config.enable_prefix_caching,
+            store=spill,
+            clock=clock,
+        )
+        return Simulator(
+            build_scheduler(config, pager, capacity.max_num_samples, clock=clock),
+            pager,
+            clock,
+            NoisyCost(cost, noise, seed + number) if noise else cost,
+            arrivals,
+            max_model_len=capacity.max_model_len,
+            spill=spill,
+            sequence_s=SEQUENCE_S,
+            outcomes=outcomes,
+        )
+
+    if fleet is None:
+        return build_host(arrivals, [], 0)
+    return Fleet(partial(build_host, ()), arrivals, fleet, seed)

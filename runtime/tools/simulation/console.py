@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..percentiles import LatencySummary
-from .report import SimulationReport
+from .report import FleetFigures, SimulationReport
 
 
 def print_report(about: Mapping[str, Any], report: SimulationReport) -> None:
@@ -69,15 +69,30 @@ def _figures(report: SimulationReport) -> list[str]:
         f"throughput  {report.request_throughput:.2f} requests/s, {report.output_throughput:,.1f} output tokens/s, "
         f"{report.total_throughput:,.1f} tokens/s with prompts",
         f"KV pool     mean {report.pool_mean:.0%}, max {report.pool_max:.0%} in use; "
-        f"{report.cached_share:.0%} of prompt tokens cached; at most {report.most_waiting:,} waiting",
+        f"{report.cached_share:.1%} of prompt tokens cached; at most {report.most_waiting:,} waiting",
         f"preemption  {report.preemptions:,} times, {report.spilled:,} of them spilled; "
         f"{report.wasted_share:.1%} of the tokens recomputed",
     ]
     if report.objectives:
         limits = ", ".join(f"{name} {limit:g} ms" for name, limit in report.objectives.items())
         lines.insert(2, f"goodput     {report.goodput:.2f} requests/s, {report.goodput_share:.1%} within {limits}")
+    if report.fleet is not None:
+        lines += _fleet_lines(report.fleet)
     if len(report.tenants) > 1:
         lines.append(f"fairness    {report.fairness:.3f} (Jain's index of service relative to fair shares)")
+    return lines
+
+
+def _fleet_lines(fleet: FleetFigures) -> list[str]:
+    lines = [
+        f"hosts       {fleet.hosts:,} behind {fleet.api_servers:,} API servers, routing {fleet.routing}: "
+        f"{fleet.fewest_requests:,} to {fleet.most_requests:,} requests each, mean {fleet.mean_requests:,.1f}",
+        f"            one cache for all of them would have {fleet.ideal_cached_share:.1%} of prompt tokens",
+    ]
+    if fleet.lost_hosts:
+        lines.append(
+            f"losses      {fleet.lost_hosts:,} hosts lost, {fleet.moved_requests:,} requests continued on others"
+        )
     return lines
 
 

@@ -7,12 +7,13 @@ between two tokens; TPOT, the mean of a request's ITLs; E2E, to the last token.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..checks import parse_goodput
 from ..percentiles import LatencySummary, percentile
+from .fleet import Fleet
 from .simulator import RequestOutcome, Simulator
 
 ITL_PERCENTILE = 99  # of a request's inter-token latencies, compared with its objective
@@ -40,6 +41,21 @@ class TenantFigures:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetFigures:
+    """What concerns the hosts of a fleet."""
+
+    hosts: int
+    routing: str
+    api_servers: int
+    ideal_cached_share: float  # of the prompt tokens: one cache of all hosts, which evicts nothing, would have had them
+    mean_requests: float  # sent to a host
+    most_requests: int
+    fewest_requests: int
+    lost_hosts: int
+    moved_requests: int  # times that a request continued on another host
+
+
+@dataclass(frozen=True, slots=True)
 class SimulationReport:
     """The figures of a simulation. A latency is None where no request has one."""
 
@@ -64,29 +80,32 @@ class SimulationReport:
     steps: int
     preemptions: int
     spilled: int  # preemptions whose pages went to disk instead of being recomputed
-    wasted_share: float  # of the tokens computed: recomputed after a preemption
+    wasted_share: float  # of the tokens computed: recomputed after a preemption or the loss of a host
     cached_share: float  # of the prompt tokens: found in the prefix cache
     pool_mean: float  # share of the pages in use, mean over time
     pool_max: float
     most_waiting: int
     tenants: dict[str, TenantFigures]
+    fleet: FleetFigures | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def summarize(
-    simulator: Simulator, objectives: Sequence[LatencyObjective] = (), weights: Mapping[str, float] | None = None
+    simulator: Simulator | Fleet,
+    objectives: Sequence[LatencyObjective] = (),
+    weights: Mapping[str, float] | None = None,
 ) -> SimulationReport:
     """Compute the figures. `weights` are the relative shares of tenants, 1 by default."""
-    outcomes = simulator.outcomes
+    outcomes, hosts = simulator.outcomes, simulator.hosts
     finished = [outcome for outcome in outcomes if outcome.finished]
     started = [outcome for outcome in outcomes if outcome.token_times]
     duration_s = _span(outcomes)
     good = sum(all(objective.is_met(outcome) for objective in objectives) for outcome in finished)
     prompt_tokens = sum(outcome.arrival.prompt_tokens for outcome in finished)
     output_tokens = sum(len(outcome.token_times) for outcome in finished)
-    pages, busy_s = simulator.pager.pool.num_pages, simulator.clock.now
+    page_seconds = sum(host.pager.pool.num_pages * (host.clock.now - host.started_s) for host in hosts)
     tenants = _by_tenant(outcomes)
     served = {tenant: _tokens_served(each, _last_arrival(outcomes)) for tenant, each in tenants.items()}
     return SimulationReport(
@@ -108,14 +127,16 @@ def summarize(
         goodput=_ratio(good, duration_s),
         goodput_share=_ratio(good, len(outcomes)),
         fairness=fairness_index(served, {tenant: _tokens_asked(each) for tenant, each in tenants.items()}, weights),
-        steps=simulator.num_steps,
+        steps=sum(host.num_steps for host in hosts),
         preemptions=sum(outcome.preemptions for outcome in outcomes),
-        spilled=simulator.scheduler.stats().preemptions_spilled,
-        wasted_share=_ratio(sum(outcome.recomputed_tokens for outcome in outcomes), simulator.computed_tokens),
+        spilled=sum(host.scheduler.stats().preemptions_spilled for host in hosts),
+        wasted_share=_ratio(
+            sum(outcome.recomputed_tokens for outcome in outcomes), sum(host.computed_tokens for host in hosts)
+        ),
         cached_share=_ratio(sum(outcome.cached_tokens for outcome in finished), prompt_tokens),
-        pool_mean=_ratio(simulator.owned_page_seconds, busy_s * pages),
-        pool_max=simulator.max_pages_owned / pages,
-        most_waiting=simulator.max_waiting,
+        pool_mean=_ratio(sum(host.owned_page_seconds for host in hosts), page_seconds),
+        pool_max=max(host.max_pages_owned / host.pager.pool.num_pages for host in hosts),
+        most_waiting=max(host.max_waiting for host in hosts),
         tenants={
             tenant: TenantFigures(
                 offered=len(each),
@@ -125,6 +146,46 @@ def summarize(
             )
             for tenant, each in tenants.items()
         },
+        fleet=_fleet_figures(simulator) if isinstance(simulator, Fleet) else None,
+    )
+
+
+def ideal_cached_tokens(outcomes: Iterable[RequestOutcome], page_size: int) -> int:
+    """Return how many prompt tokens of finished requests one cache that evicts nothing would have had, in full pages.
+
+    The requests are in the order of their arrival, and each is in the cache when the next arrives.
+    """
+    total = 0
+    seen: set[tuple[str, int]] = set()  # tenants and blocks
+    for outcome in outcomes:
+        arrival = outcome.arrival
+        known = 0
+        for block in arrival.blocks:
+            if (arrival.tenant, block) not in seen:
+                break
+            known += arrival.block_tokens
+        seen.update((arrival.tenant, block) for block in arrival.blocks)
+        known = min(max(known, arrival.history_tokens - 1), arrival.prompt_tokens - 1)  # the last token is computed
+        total += known // page_size * page_size if outcome.finished else 0
+    return total
+
+
+def _fleet_figures(fleet: Fleet) -> FleetFigures:
+    finished = [outcome for outcome in fleet.outcomes if outcome.finished]
+    counts = fleet.requests_of.values()
+    return FleetFigures(
+        hosts=fleet.options.hosts,
+        routing=fleet.options.routing,
+        api_servers=fleet.options.api_servers,
+        ideal_cached_share=_ratio(
+            ideal_cached_tokens(fleet.outcomes, fleet.hosts[0].pager.page_size),
+            sum(outcome.arrival.prompt_tokens for outcome in finished),
+        ),
+        mean_requests=sum(counts) / fleet.options.hosts,
+        most_requests=max(counts),
+        fewest_requests=min(counts),
+        lost_hosts=fleet.num_lost,
+        moved_requests=sum(outcome.num_moves for outcome in fleet.outcomes),
     )
 
 

@@ -1,15 +1,18 @@
 """Run the real scheduler and pager in virtual time, on a stream of requests and a cost of steps.
 
 How long a step takes is the caller's `StepCost`. Every request that arrived is in exactly one outcome, and the clock
-never runs backwards. Requests arrive while a step computes, as in the engine; each is added at its own time.
+never runs backwards. Requests arrive while a step computes, as in the engine; each is added at its own time. The next
+request of a conversation arrives some time after the answer to the one before.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 from ....pager import Pager
 from ....pager.spill import READ_BYTES_PER_S, WRITE_BYTES_PER_S
@@ -55,6 +58,8 @@ class RequestOutcome:
     cached_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
+    lost_tokens: int = 0  # that were computed on hosts which were lost
+    num_moves: int = 0  # to another host
 
     @property
     def finished(self) -> bool:
@@ -114,8 +119,9 @@ class SimulatedSpill:
 class Simulator:
     """A simulation: `scheduler`, whose clock is `clock`, serves `arrivals`, which are in order of time.
 
-    A request id is the index of the request in `outcomes`. Requests longer than `max_model_len` are refused, as in the
-    engine. `spill` is the pager's store. Between steps, `sequence_s` pass per sequence.
+    A request id is the index of the request in `outcomes`, which the hosts of a fleet share. Requests longer than
+    `max_model_len` are refused, as in the engine. `spill` is the pager's store. Between steps, `sequence_s` pass per
+    sequence. `run` simulates one host; a fleet calls `add`, `begin_step` and `end_step`, at times of its clock.
     """
 
     def __init__(
@@ -129,11 +135,14 @@ class Simulator:
         max_model_len: int | None = None,
         spill: SimulatedSpill | None = None,
         sequence_s: float = 0.0,
+        outcomes: list[RequestOutcome] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.pager = pager
         self.clock = clock
-        self.outcomes: list[RequestOutcome] = []
+        self.outcomes = [] if outcomes is None else outcomes
+        self.requests: dict[int, Request] = {}  # unfinished ones, by id
+        self.started_s = clock.now
         self.num_steps = 0
         self.computed_tokens = 0  # rows of all steps together
         self.owned_page_seconds = 0.0  # integral of the pages in use over time
@@ -143,9 +152,9 @@ class Simulator:
         self._max_model_len = math.inf if max_model_len is None else max_model_len
         self._spill = spill
         self._sequence_s = sequence_s
-        self._arrivals = iter(arrivals)
-        self._next: Arrival | None = next(self._arrivals, None)
-        self._requests: dict[int, Request] = {}  # unfinished ones, by id
+        self._arrivals = [(arrival.time_s, order, arrival) for order, arrival in enumerate(arrivals)]  # a heap
+        self._num_arrivals = len(self._arrivals)
+        self._step: _Step | None = None  # in flight
 
     def run(self, until: float = math.inf) -> None:
         """Step until all requests have ended or the clock has reached `until`. Raises SimulationStalled."""
@@ -157,68 +166,78 @@ class Simulator:
 
         Raises SimulationStalled.
         """
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            self._execute(plan)
+        end = self.begin_step()
+        if end is not None:
+            self._admit_until(end)
+            for outcome in self.end_step():
+                self._follow(outcome)
             return True
         soonest = self._next_event()
         if soonest is not None:
             self._admit_until(max(self.clock.now, soonest))
-            self._expire()
+            self.expire()
             return True
-        if self._requests:
+        if self.requests:
             raise SimulationStalled(
-                f"{len(self._requests)} requests are unfinished at {self.clock.now:.3f} s and none can run"
+                f"{len(self.requests)} requests are unfinished at {self.clock.now:.3f} s and none can run"
             )
         return False
 
-    def _next_event(self) -> float | None:
-        """Return the time of the next arrival or deadline."""
-        events = [self.scheduler.next_deadline, None if self._next is None else self._next.time_s]
-        return min((time for time in events if time is not None), default=None)
+    @property
+    def hosts(self) -> tuple[Simulator, ...]:
+        """This simulator: a fleet of one."""
+        return (self,)
 
-    def _expire(self) -> None:
-        for update in self.scheduler.expire():
-            self._note(update)
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step is in flight."""
+        return self._step is not None
 
-    def _execute(self, plan: StepPlan) -> None:
-        start, owned = self.clock.now, self.pager.pool.num_owned
+    def begin_step(self) -> float | None:
+        """Plan a step. Return the time at which it ends, or None if nothing can run."""
+        plan, start = self.scheduler.schedule(), self.clock.now
+        if plan is None:
+            return None
         duration_s = self._cost(plan)
         end = start + duration_s + len(plan.sequences) * self._sequence_s
         if self._spill is not None:
             end += self._spill.take_spent_s()
-        self._admit_until(end)
+        self._step = _Step(plan, start, duration_s, self.pager.pool.num_owned)
+        return end
+
+    def end_step(self) -> list[RequestOutcome]:
+        """Commit the step in flight. Return the outcomes of the requests that have ended."""
+        assert self._step is not None, "begin_step comes first"
+        (plan, start, duration_s, owned), self._step = self._step, None
         sampled = tuple(
-            SampledToken(sequence.request_id, _own_token(sequence.request_id))
+            SampledToken(sequence.request_id, self._own_token(sequence.request_id))
             for sequence in plan.sequences
             for _ in range(sequence.num_samples)
         )
-        for update in self.scheduler.commit(StepResult(plan.step_id, sampled, duration_s)):
-            self._note(update)
-        self._expire()
+        updates = self.scheduler.commit(StepResult(plan.step_id, sampled, duration_s))
+        ended = [self._note(update) for update in updates]
+        ended += self.expire()
         self.num_steps += 1
         self.computed_tokens += plan.num_decode_rows + plan.num_prefill_tokens
-        self.owned_page_seconds += owned * (end - start)
+        self.owned_page_seconds += owned * (self.clock.now - start)
         self.max_pages_owned = max(self.max_pages_owned, owned)
+        return [outcome for outcome in ended if outcome is not None]
 
-    def _admit_until(self, time: float) -> None:
-        """Add all requests that arrive up to `time`, and advance the clock to it."""
-        while self._next is not None and self._next.time_s <= time:
-            self.clock.now = max(self.clock.now, self._next.time_s)
-            self._add(self._next)
-            self._next = next(self._arrivals, None)
-        self.clock.now = time
+    def expire(self) -> list[RequestOutcome | None]:
+        """End requests whose deadline has passed. Return their outcomes."""
+        return [self._note(update) for update in self.scheduler.expire()]
 
-    def _add(self, arrival: Arrival) -> None:
+    def add(self, arrival: Arrival) -> RequestOutcome:
+        """Add a request that arrives now, and return its outcome. A refused one has ended."""
         request_id, outcome = len(self.outcomes), RequestOutcome(arrival)
         self.outcomes.append(outcome)
         if arrival.prompt_tokens + arrival.output_tokens > self._max_model_len:
             outcome.refused = "ContextLengthExceeded"
-            return
+            return outcome
         request = Request(
             RequestSpec(
                 request_id,
-                _prompt(arrival, request_id),
+                prompt_tokens(arrival, request_id),
                 max_tokens=arrival.output_tokens,
                 tenant=arrival.tenant,
                 deadline=None if arrival.deadline_s is None else self.clock.now + arrival.deadline_s,
@@ -229,33 +248,87 @@ class Simulator:
         except SchedulerError as error:
             outcome.refused = type(error).__name__
         else:
-            self._requests[request_id] = request
+            self.requests[request_id] = request
             self.max_waiting = max(self.max_waiting, estimate.position + 1)
+        return outcome
 
-    def _note(self, update: RequestUpdate) -> None:
+    def readmit(self, request: Request) -> None:
+        """Continue a request of another simulator, which was lost with everything that it had computed."""
+        outcome = self.outcomes[request.request_id]
+        self._count(outcome, request)
+        outcome.lost_tokens = request.num_computed_tokens
+        outcome.num_moves += 1
+        continued = Request(request.spec, request.output_token_ids)
+        self.requests[request.request_id] = continued
+        self.scheduler.readmit(continued)
+
+    def _next_event(self) -> float | None:
+        """Return the time of the next arrival or deadline."""
+        events = [self.scheduler.next_deadline, self._arrivals[0][0] if self._arrivals else None]
+        return min((time for time in events if time is not None), default=None)
+
+    def _admit_until(self, time: float) -> None:
+        """Add all requests that arrive up to `time`, and advance the clock to it."""
+        while self._arrivals and self._arrivals[0][0] <= time:
+            arrival = heapq.heappop(self._arrivals)[-1]
+            self.clock.now = max(self.clock.now, arrival.time_s)
+            self.add(arrival)
+        self.clock.now = time
+
+    def _follow(self, outcome: RequestOutcome) -> None:
+        """Let the next request of the conversation arrive later."""
+        if outcome.finished and (arrival := outcome.arrival.next_turn(self.clock.now)) is not None:
+            heapq.heappush(self._arrivals, (arrival.time_s, self._num_arrivals, arrival))
+            self._num_arrivals += 1
+
+    def _note(self, update: RequestUpdate) -> RequestOutcome | None:
+        """Record an update. Return the outcome of a request that ended."""
         outcome = self.outcomes[update.request_id]
         for _ in update.tokens:
             outcome.token_times.append(self.clock.now)
         if not update.ended:
-            return
-        request = self._requests.pop(update.request_id)
+            return None
+        request = self.requests.pop(update.request_id)
+        self._count(outcome, request)
         outcome.end = self.clock.now
         outcome.finish_reason = update.finish_reason
         outcome.refused = "DeadlineExceeded" if update.error == DEADLINE_PASSED else update.error
         outcome.queue_s = request.queue_s
-        outcome.cached_tokens = request.cached_tokens
-        outcome.recomputed_tokens = request.recomputed_tokens
-        outcome.preemptions = request.preemptions
+        return outcome
+
+    def _count(self, outcome: RequestOutcome, request: Request) -> None:
+        """Add the counters of a request that ends on this host or leaves it."""
+        if outcome.lost_tokens:
+            outcome.recomputed_tokens += max(
+                0, min(outcome.lost_tokens, request.num_computed_tokens) - request.cached_tokens
+            )
+        else:
+            outcome.cached_tokens = request.cached_tokens
+        outcome.recomputed_tokens += request.recomputed_tokens
+        outcome.preemptions += request.preemptions
+
+    def _own_token(self, request_id: int) -> int:
+        return own_token(self.outcomes[request_id].arrival, request_id)
 
 
-def _prompt(arrival: Arrival, request_id: int) -> list[int]:
+class _Step(NamedTuple):
+    """A step in flight."""
+
+    plan: StepPlan
+    start_s: float
+    duration_s: float  # without the time between steps
+    pages_owned: int
+
+
+def prompt_tokens(arrival: Arrival, request_id: int) -> list[int]:
     """Return token ids that are equal where blocks are: a block repeats one even id, the rest one odd id."""
     tokens: list[int] = []
     for block in arrival.blocks:
         tokens += [2 * block] * arrival.block_tokens
     del tokens[arrival.prompt_tokens :]
-    return tokens + [_own_token(request_id)] * (arrival.prompt_tokens - len(tokens))
+    return tokens + [own_token(arrival, request_id)] * (arrival.prompt_tokens - len(tokens))
 
 
-def _own_token(request_id: int) -> int:
-    return 2 * request_id + 1
+def own_token(arrival: Arrival, request_id: int) -> int:
+    """Return the id of every token that no other conversation has: of prompts, after their blocks, and of answers."""
+    return 2 * (request_id if arrival.conversation is None else arrival.conversation) + 1

@@ -13,10 +13,12 @@ from ..checks import check_number
 from ..traffic import (
     MAX_LENGTH,
     Arrival,
+    Lengths,
     bursty,
     constant,
     draw_arrivals,
     parse_lengths,
+    parse_seconds,
     parse_tenants,
     poisson,
     read_azure,
@@ -27,6 +29,7 @@ from ..traffic import (
 Process = Literal["poisson", "bursty", "constant", "mooncake", "azure"]
 
 MAX_REQUESTS = 1_000_000
+MAX_TURNS = 1000
 DEFAULT_REQUESTS = 500
 DEFAULT_RATE = 1.0
 
@@ -43,9 +46,9 @@ class Workload:
     dataset_path: Path | None = None
     "File of a recorded trace."
     request_rate: float | None = None
-    "Requests per second. Default 1, or as recorded."
+    "Requests per second, or conversations that begin. Default 1, or as recorded."
     num_prompts: int | None = None
-    "Number of requests. Default 500, or all that were recorded."
+    "Number of requests, or of conversations. Default 500, or all that were recorded."
     burstiness: float = 0.25
     "Shape of the gamma distribution of bursty arrivals; 1 is Poisson, lower numbers make longer bursts."
     prompt_tokens: str = "512"
@@ -54,6 +57,12 @@ class Workload:
     "Output lengths, in the same form."
     shared_prefix_tokens: int = 0
     "Tokens at the beginning of each prompt that all requests of a tenant share."
+    num_prefixes: int = 1
+    "Number of different beginnings, such as system prompts, that a tenant's requests share."
+    turns: str = "1"
+    "Requests of one conversation, in the form of lengths, at most 1000. Each continues the one before."
+    think_time: str = "5-25"
+    "Seconds between an answer and the next request of its conversation, such as 5, or a range."
     tenants: str | None = None
     "Tenants and their relative request rates, such as a=20,b=1."
     deadline_ms: float | None = None
@@ -68,6 +77,7 @@ def make_arrivals(workload: Workload) -> list[Arrival]:
     check_number("num_prompts", workload.num_prompts, 1, MAX_REQUESTS)
     check_number("burstiness", workload.burstiness, 1e-3, 1e3)
     check_number("shared_prefix_tokens", workload.shared_prefix_tokens, 0, MAX_LENGTH)
+    check_number("num_prefixes", workload.num_prefixes, 1, MAX_REQUESTS)
     check_number("deadline_ms", workload.deadline_ms, 1, 1e9)
     if workload.arrivals in ("mooncake", "azure"):
         return _recorded(workload)
@@ -79,8 +89,10 @@ def make_arrivals(workload: Workload) -> list[Arrival]:
 def _recorded(workload: Workload) -> list[Arrival]:
     if workload.dataset_path is None:
         raise ConfigError(f"`arrivals` {workload.arrivals} needs `dataset_path` FILE")
-    if workload.tenants is not None or workload.shared_prefix_tokens:
-        raise ConfigError("`tenants` and shared_prefix_tokens are for random requests, not for those of a trace")
+    if workload.tenants is not None or workload.shared_prefix_tokens or workload.turns != "1":
+        raise ConfigError(
+            "`tenants`, shared_prefix_tokens and `turns` are for random requests, not for those of a trace"
+        )
     read = read_mooncake if workload.arrivals == "mooncake" else read_azure
     arrivals = read(workload.dataset_path, workload.num_prompts or MAX_REQUESTS)
     if workload.request_rate is not None:
@@ -98,8 +110,16 @@ def _random(workload: Workload) -> list[Arrival]:
         random,
         tenants=None if workload.tenants is None else parse_tenants(workload.tenants),
         shared_prefix_tokens=workload.shared_prefix_tokens,
+        num_prefixes=workload.num_prefixes,
+        turns=None if workload.turns == "1" else _turns(workload.turns),
+        think_s=parse_seconds("think_time", workload.think_time),
         deadline_s=_deadline_s(workload),
     )
+
+
+def _turns(text: str) -> Lengths:
+    turns = parse_lengths("turns", text)
+    return lambda random: min(MAX_TURNS, turns(random))
 
 
 def _intervals(workload: Workload, random: Random) -> Iterator[float]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import NamedTuple
 
 from ...common.errors import ConfigError
 
@@ -20,11 +21,19 @@ MAX_SIGMA = 4.0
 Lengths = Callable[[Random], int]  # draws a number of tokens, at least 1
 
 
+class NextTurn(NamedTuple):
+    """A later request of a conversation: its prompt continues that of the request before and the answer."""
+
+    think_s: float  # after the answer
+    new_tokens: int  # of the prompt, after the conversation so far
+    output_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """One request. Its prompt starts with `blocks` of `block_tokens` tokens; equal ids mean equal tokens.
 
-    The rest of the prompt is shared with no other request.
+    The rest of the prompt is shared with no other request, or with those of the same `conversation` only.
     """
 
     time_s: float
@@ -34,6 +43,24 @@ class Arrival:
     blocks: tuple[int, ...] = ()
     block_tokens: int = 512
     deadline_s: float | None = None  # for the whole request, from its arrival
+    conversation: int | None = None  # None: it is known by the beginning of its prompt
+    history_tokens: int = 0  # of the prompt: the conversation so far
+    turns: tuple[NextTurn, ...] = ()  # that follow
+
+    def next_turn(self, now: float) -> Arrival | None:
+        """Return the request that follows an answer which ended `now`; None after the last turn."""
+        if not self.turns:
+            return None
+        think_s, new_tokens, output_tokens = self.turns[0]
+        history = self.prompt_tokens + self.output_tokens
+        return replace(
+            self,
+            time_s=now + think_s,
+            prompt_tokens=history + new_tokens,
+            output_tokens=output_tokens,
+            history_tokens=history,
+            turns=self.turns[1:],
+        )
 
 
 def draw_arrivals(
@@ -45,26 +72,39 @@ def draw_arrivals(
     *,
     tenants: Mapping[str, float] | None = None,
     shared_prefix_tokens: int = 0,
+    num_prefixes: int = 1,
     deadline_s: float | None = None,
+    turns: Lengths | None = None,
+    think_s: tuple[float, float] = (0.0, 0.0),
 ) -> list[Arrival]:
-    """Draw `count` requests that are `intervals` seconds apart.
+    """Draw `count` conversations that begin `intervals` seconds apart.
 
-    `tenants` maps each tenant to its relative rate. Every prompt starts with `shared_prefix_tokens` that are the same
-    for all requests of its tenant, in addition to `prompt_tokens`.
+    `tenants` maps each tenant to its relative rate. Every prompt starts with `shared_prefix_tokens`, one of
+    `num_prefixes` that its tenant's conversations share, in addition to `prompt_tokens`. A conversation has as many
+    requests as `turns` draws, or one; before each but the first, its user thinks for `think_s`, a range of seconds.
     """
     names, weights = list(tenants or {"": 1.0}), list((tenants or {"": 1.0}).values())
-    blocks = (0,) if shared_prefix_tokens else ()
-    return [
-        Arrival(
+
+    def draw(index: int, time_s: float) -> Arrival:
+        prompt, output, tenant = prompt_tokens(random), output_tokens(random), random.choices(names, weights)[0]
+        prefix = random.randrange(num_prefixes) if num_prefixes > 1 else 0
+        later = range(turns(random) - 1 if turns else 0)
+        return Arrival(
             time_s,
-            shared_prefix_tokens + prompt_tokens(random),
-            output_tokens(random),
-            random.choices(names, weights)[0],
-            blocks=blocks,
+            shared_prefix_tokens + prompt,
+            output,
+            tenant,
+            blocks=(prefix,) if shared_prefix_tokens else (),
             block_tokens=shared_prefix_tokens or 512,
             deadline_s=deadline_s,
+            conversation=index,
+            turns=tuple(
+                NextTurn(random.uniform(*think_s), prompt_tokens(random), output_tokens(random)) for _ in later
+            ),
         )
-        for time_s in itertools.islice(itertools.accumulate(intervals), count)
+
+    return [
+        draw(index, time_s) for index, time_s in enumerate(itertools.islice(itertools.accumulate(intervals), count))
     ]
 
 
@@ -114,9 +154,18 @@ def parse_lengths(option: str, text: str) -> Lengths:
             mu = math.log(median)
             return lambda random: min(MAX_LENGTH, max(1, round(random.lognormvariate(mu, sigma))))
     raise ConfigError(
-        f"{option}: {text!r} is not allowed; allowed: tokens from 1 to {MAX_LENGTH} such as 512, a range such as "
+        f"{option}: {text!r} is not allowed; allowed: a number from 1 to {MAX_LENGTH} such as 512, a range such as "
         f"64-1024, or lognormal:MEDIAN,SIGMA with a sigma of at most {MAX_SIGMA:g}"
     )
+
+
+def parse_seconds(option: str, text: str) -> tuple[float, float]:
+    """Parse `5`, or a range such as `5-25`. Raises ConfigError naming `option`."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,9})?)(?:-(\d{1,6}(?:\.\d{1,9})?))?", text)
+    low, high = (float(found[1]), float(found[2] or found[1])) if found else (1.0, 0.0)
+    if low > high:
+        raise ConfigError(f"{option}: {text!r} is not allowed; allowed: seconds such as 5, or a range such as 5-25")
+    return low, high
 
 
 def parse_tenants(text: str) -> dict[str, float]:

@@ -164,3 +164,37 @@ def test_errors_are_one_line_and_status_2(arguments: list[str], message: str, ru
     assert (status, printed) == (2, "")
     assert re.fullmatch(r"quire: .*", errors.strip(), re.S)
     assert message in errors
+
+
+FLEET = ("--hosts", "4", "--api-servers", "2", "--turns", "1-3", "--think-time", "1-2", "--shared-prefix-tokens", "128")
+
+
+def test_a_fleet_has_figures_of_its_hosts(run: Any) -> None:
+    flags = (*MACHINE, *POOL, *FLEET, "--num-prompts", "30", "--request-rate", "10", "--output-tokens", "8")
+    status, printed, errors = run(*flags, "--host-losses", "1")
+    assert (status, errors) == (0, "")
+    assert "4 behind 2 API servers, routing home" in printed
+    assert "prompt tokens" in printed
+    assert max(map(len, printed.splitlines())) <= 100
+    report = json.loads(run(*flags, "--routing", "round-robin", "--json")[1])
+    fleet = report["fleet"]
+    assert (fleet["hosts"], fleet["routing"], fleet["api_servers"]) == (4, "round-robin", 2)
+    assert 30 < report["finished"] == report["offered"] == 4 * fleet["mean_requests"]
+    assert 0 < report["cached_share"] < fleet["ideal_cached_share"] < 1
+    assert json.loads(run(*MACHINE, *POOL, "--num-prompts", "1", "--json")[1])["fleet"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--hosts", "0"), "--hosts must be between 1 and 10000, not 0"),
+        (("--routing", "by-weather"), "routing"),
+        (("--host-losses", "0.1"), "--host-losses needs at least 2 --hosts"),
+        (("--turns", "0"), "--turns: '0' is not allowed"),
+        (("--think-time", "long"), "--think-time: 'long' is not allowed"),
+    ],
+)
+def test_invalid_fleets_are_refused(run: Any, flags: tuple[str, ...], message: str) -> None:
+    status, printed, errors = run(*MACHINE, *POOL, *flags)
+    assert (status, printed) == (2, "")
+    assert message in errors

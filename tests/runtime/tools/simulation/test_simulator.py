@@ -16,7 +16,8 @@ from quire.runtime.tools.simulation import (
     make_arrivals,
     summarize,
 )
-from quire.runtime.tools.traffic import read_mooncake
+from quire.runtime.tools.simulation.report import ideal_cached_tokens
+from quire.runtime.tools.traffic import NextTurn, read_mooncake
 from quire.scheduler import FirstComeFirstServed, StepPlan
 
 DATA = Path(__file__).parents[3] / "data"
@@ -75,6 +76,37 @@ def test_time_passes_between_requests(make_simulator: Make) -> None:
     simulator = make_simulator([Arrival(5.0, 10, 1), Arrival(9.0, 10, 1)])
     simulator.run()
     assert [outcome.token_times for outcome in simulator.outcomes] == [[pytest.approx(5.01)], [pytest.approx(9.01)]]
+
+
+def test_the_next_turn_finds_the_conversation_in_the_cache(make_simulator: Make) -> None:
+    """The prompt of the second turn has 100 + 30 tokens of the first, whose last was never computed."""
+    turns = (NextTurn(2.0, 20, 1), NextTurn(1.0, 2000, 1), NextTurn(1.0, 1, 1))
+    simulator = make_simulator([Arrival(0.0, 100, 30, conversation=7, turns=turns)], max_model_len=1000)
+    simulator.run()
+    _, second, third = simulator.outcomes
+    assert second.arrival.time_s == pytest.approx(0.129 + 2.0)
+    assert (second.arrival.prompt_tokens, second.cached_tokens) == (150, 128)
+    assert second.ttft_s == pytest.approx(0.022)
+    assert third.refused == "ContextLengthExceeded", "and its user gives up"
+    assert ideal_cached_tokens(simulator.outcomes, 32) == 128
+
+
+def test_an_ideal_cache_has_what_any_earlier_request_had(make_simulator: Make) -> None:
+    arrivals = [
+        Arrival(time_s, prompt_tokens, 1, tenant, blocks=blocks, block_tokens=64)
+        for time_s, prompt_tokens, tenant, blocks in (
+            (0.0, 130, "", (1, 2)),
+            (1.0, 130, "", (1, 2)),
+            (2.0, 128, "", (1, 2)),
+            (3.0, 130, "", (2, 1)),
+            (4.0, 130, "other", (1,)),
+            (5.0, 130, "", (1, 5)),
+        )
+    ]
+    simulator = make_simulator(arrivals)
+    simulator.run()
+    assert [each.cached_tokens for each in simulator.outcomes] == [0, 128, 96, 0, 0, 64]
+    assert ideal_cached_tokens(simulator.outcomes, 32) == 128 + 96 + 128 + 64, "a block is known by its tokens alone"
 
 
 def test_deadlines_pass(make_simulator: Make) -> None:

@@ -16,7 +16,7 @@ def test_constant_arrivals() -> None:
     arrivals = make_arrivals(
         Workload(arrivals="constant", request_rate=4, num_prompts=3, prompt_tokens="7", output_tokens="2")
     )
-    assert arrivals == [Arrival(0.25, 7, 2), Arrival(0.5, 7, 2), Arrival(0.75, 7, 2)]
+    assert arrivals == [Arrival(0.25 * (number + 1), 7, 2, conversation=number) for number in range(3)]
 
 
 def test_requests_depend_on_the_seed_only() -> None:
@@ -38,6 +38,32 @@ def test_a_shared_prefix_comes_before_each_prompt() -> None:
     assert (arrival.prompt_tokens, arrival.blocks, arrival.block_tokens) == (74, (0,), 64)
 
 
+def test_turns_continue_a_conversation() -> None:
+    workload = Workload(num_prompts=200, turns="1-3", think_time="2-4", prompt_tokens="10-20", output_tokens="5-9")
+    arrivals = make_arrivals(workload)
+    assert {len(arrival.turns) for arrival in arrivals} == {0, 1, 2}
+    assert [arrival.conversation for arrival in arrivals] == list(range(200))
+    turns = [turn for arrival in arrivals for turn in arrival.turns]
+    assert 2 <= min(turn.think_s for turn in turns) < 2.2 < 3.8 < max(turn.think_s for turn in turns) <= 4
+    assert {turn.new_tokens for turn in turns} == set(range(10, 21))
+    first = next(arrival for arrival in arrivals if len(arrival.turns) == 2)
+    second = first.next_turn(100.0)
+    assert second is not None
+    history = first.prompt_tokens + first.output_tokens
+    assert second.history_tokens == history
+    assert second.prompt_tokens == history + first.turns[0].new_tokens
+    assert (second.time_s, second.conversation) == (100.0 + first.turns[0].think_s, first.conversation)
+    assert second.turns == first.turns[1:]
+    third = second.next_turn(200.0)
+    assert third is not None
+    assert third.next_turn(300.0) is None
+
+
+def test_conversations_share_one_of_several_prefixes() -> None:
+    arrivals = make_arrivals(Workload(num_prompts=100, shared_prefix_tokens=64, num_prefixes=3))
+    assert {arrival.blocks for arrival in arrivals} == {(0,), (1,), (2,)}
+
+
 @pytest.mark.parametrize(
     ("workload", "message"),
     [
@@ -45,6 +71,10 @@ def test_a_shared_prefix_comes_before_each_prompt() -> None:
         (Workload(request_rate=float("nan")), "request_rate must be between"),
         (Workload(num_prompts=0), "num_prompts must be between"),
         (Workload(burstiness=0), "burstiness must be between"),
+        (Workload(num_prefixes=0), "num_prefixes must be between"),
+        (Workload(turns="0"), "turns: '0' is not allowed; allowed: a number from 1 to"),
+        (Workload(think_time="5-1"), "think_time: '5-1' is not allowed; allowed: seconds such as 5"),
+        (Workload(arrivals="azure", dataset_path=Path("x"), turns="2"), "are for random requests"),
         (Workload(shared_prefix_tokens=-1), "shared_prefix_tokens must be between"),
         (Workload(dataset_path=Path("x")), "add `arrivals` mooncake or `arrivals` azure"),
         (Workload(arrivals="azure"), "needs `dataset_path` FILE"),
