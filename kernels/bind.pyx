@@ -24,6 +24,9 @@ from .replay cimport (ADD_NORM, ATTENTION, COMBINE, CONVERT, DISPATCH, EMBED, GA
 from .rows cimport FIRST, LAST, MEAN, ConvertOp, NormOp
 from .step cimport Value
 
+cdef enum:
+    ROWS_AHEAD = 8                  # of which a head is prefetched: rows are too far apart for the processor to see
+
 _EPILOGUES = {"store": QUIRE_STORE, "add": QUIRE_ADD, "gelu": QUIRE_GELU, "gelu_tanh": QUIRE_GELU_TANH,
               "relu": QUIRE_RELU, "tanh": QUIRE_TANH, "swiglu": QUIRE_SWIGLU, "geglu": QUIRE_GEGLU,
               "swiglu_clamped": QUIRE_CLAMPED, "geglu_exact": QUIRE_GEGLU_EXACT}
@@ -285,7 +288,7 @@ cdef class Binder:
     cdef quire_head _head(self, op, norm, heads, rotary_dim, scale) except *:
         cdef quire_head head
         head.head_dim, head.rotary_dim, head.eps, head.factor, head.scale = op.head_dim, rotary_dim, op.eps, 0, scale
-        head.norm = NULL
+        head.norm, head.ahead = NULL, ROWS_AHEAD * padded(op.qkv.columns)
         if norm is not None:
             length = op.head_dim * heads
             head.norm = self.regions.vector(norm, length, padded(length + 16))     # a head is read by 16 elements

@@ -98,6 +98,7 @@ cdef extern from "simd/tiles.h" nogil:
         float eps
         float factor
         float scale
+        int64_t ahead
 
     ctypedef struct quire_tiles:
         const char *name

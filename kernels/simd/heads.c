@@ -38,13 +38,21 @@ INLINE void rotate_head(float *restrict x, const quire_head *h, const float *res
   }
 }
 
+// Elementwise too, from the first element that is not rotated on.
+INLINE void scale_rest(float *x, int64_t from, int64_t n, float scale) {
+  for (; from % 16; from++) x[from] *= scale;
+  for (; from < n; from += 16) vf_store(x + from, vf_mul(vf_load(x + from), vf_set1(scale)));
+}
+
 void ISA(head)(const float *x, const quire_head *h, const float *rotary, float *out) {
   const int64_t padded = (h->head_dim + 31) / 32 * 32;
-  for (int64_t j = 0; j < padded; j += 16) vf_store(out + j, columns_of(x, j, h->head_dim, vf_zero()));
+  for (int64_t j = 0; j < padded; j += 16) {
+    __builtin_prefetch(x + h->ahead + j, 0, 3);
+    vf_store(out + j, columns_of(x, j, h->head_dim, vf_zero()));
+  }
   if (h->norm) norm_head(out, h);
   if (h->rotary_dim) rotate_head(out, h, rotary);
-  if (h->scale != 1.f)
-    for (int64_t j = h->rotary_dim; j < h->head_dim; j++) out[j] *= h->scale;
+  if (h->scale != 1.f) scale_rest(out, h->rotary_dim, padded, h->scale);
 }
 
 // max|x|; NaN if one element is NaN.

@@ -20,77 +20,114 @@ INLINE void fetch_pages(const quire_attention_tile *t, int64_t from, int64_t to,
     for (int64_t byte = first; byte < end; byte += 64) __builtin_prefetch(t->next[page] + byte, 0, 2);
 }
 
-// The columns [from, to) of 16 that row r sees in each quarter of the tile; returns whether it sees all 64.
-INLINE int visible(const quire_attention_tile *t, int r, int from[4], int to[4]) {
+// Replace the columns of row r that it does not see; x are the quarters of the tile.
+INLINE void mask_row(const quire_attention_tile *t, int r, vf x[4], float hidden) {
   const int64_t first = t->oldest[r] - t->first_token, last = t->newest[r] - t->first_token;  // columns of the tile
-  for (int j = 0; j < 4; j++) {
+  if (last >= 63 && first <= 0) return;
+  UNROLL for (int j = 0; j < 4; j++) {
     const int64_t lo = first - 16 * j, hi = last + 1 - 16 * j;
-    from[j] = (int)(lo < 0 ? 0 : lo > 16 ? 16 : lo);
-    to[j] = (int)(hi < 0 ? 0 : hi > 16 ? 16 : hi);
+    const int from = (int)(lo < 0 ? 0 : lo > 16 ? 16 : lo), to = (int)(hi < 0 ? 0 : hi > 16 ? 16 : hi);
+    x[j] = vf_blend(x[j], vf_set1(hidden), from, to);
   }
-  return last >= 63 && first <= 0;
 }
 
-// Update every row's running maximum; keep[r] is the factor of its running output.
-INLINE void update_row_max(int rows, const quire_attention_tile *t, float *keep) {
-  for (int r = 0; r < rows; r++) {
-    const float *s = t->s + r * 64;
+// Reductions of some rows: of several at once where the level has them.
+#if defined QUIRE_ISA_AVX512
+enum { SOFTMAX_ROWS = 4 };
+#define REDUCE(several, one, n, x, out) \
+  if (n == SOFTMAX_ROWS) several(x, out); \
+  else UNROLL for (int i = 0; i < n; i++) (out)[i] = one((x)[i]);
+#else
+enum { SOFTMAX_ROWS = 1 };
+#define REDUCE(several, one, n, x, out) UNROLL for (int i = 0; i < n; i++) (out)[i] = one((x)[i]);
+#endif
+#define IN_SOFTMAX_ROWS(rows, CALL) { \
+    int r = 0; \
+    for (; r + SOFTMAX_ROWS <= rows; r += SOFTMAX_ROWS) CALL(SOFTMAX_ROWS, r); \
+    for (; r < rows; r++) CALL(1, r); \
+  }
+
+// Update the running maximum of rows [r, r + n); keep[r] is the logarithm of the factor of a row's running output.
+INLINE void update_row_max(const int n, const quire_attention_tile *t, int r, float *keep) {
+  vf top[SOFTMAX_ROWS];
+  float here[SOFTMAX_ROWS];
+  UNROLL for (int i = 0; i < n; i++) {
+    const float *s = t->s + (r + i) * 64;
     vf x[4] = {vf_load(s), vf_load(s + 16), vf_load(s + 32), vf_load(s + 48)};
-    int from[4], to[4];
-    if (!visible(t, r, from, to))
-      UNROLL for (int j = 0; j < 4; j++) x[j] = vf_blend(x[j], vf_set1(-INFINITY), from[j], to[j]);
-    const float here = vf_reduce_max(vf_max(vf_max(x[0], x[1]), vf_max(x[2], x[3]))), before = t->m[r];
-    t->m[r] = here > before ? here : before;
-    keep[r] = before == -INFINITY ? before : before - t->m[r];
+    mask_row(t, r + i, x, -INFINITY);
+    top[i] = vf_max(vf_max(x[0], x[1]), vf_max(x[2], x[3]));
   }
-  for (int r = rows; r % 16; r++) keep[r] = 0.f;
-  for (int r = 0; r < rows; r += 16) vf_store(keep + r, vf_exp(vf_load(keep + r)));
+  REDUCE(vf_max4, vf_reduce_max, n, top, here)
+  UNROLL for (int i = 0; i < n; i++) {
+    const float before = t->m[r + i];
+    t->m[r + i] = here[i] > before ? here[i] : before;
+    keep[r + i] = before == -INFINITY ? before : before - t->m[r + i];
+  }
 }
 
-// Store p as two 7-bit digits relative to the row's largest p in the tile: exact integer dots, finer than bf16.
-INLINE void store_digits(const vf x[4], const quire_attention_tile *t, int r, softmax_result *out) {
-  vf p[4];
-  vi high_sum = vi_zero(), low_sum = vi_zero();
-  int nan = 0;
-  UNROLL for (int j = 0; j < 4; j++) {
-    p[j] = vf_mul(x[j], vf_load(t->v_scales[j]));
-    nan |= vf_any_nan(p[j]);
+// Store p of rows [r, r + n) as two 7-bit digits relative to the row's largest p in the tile: exact integer dots, finer
+// than bf16.
+INLINE void store_digits(const int n, vf x[][4], const quire_attention_tile *t, int r, softmax_result *out) {
+  vf tops[SOFTMAX_ROWS];
+  vi sums[SOFTMAX_ROWS];
+  float top[SOFTMAX_ROWS], inverse[SOFTMAX_ROWS];
+  int32_t sum[SOFTMAX_ROWS];
+  int nan[SOFTMAX_ROWS];
+  UNROLL for (int i = 0; i < n; i++) {
+    UNROLL for (int j = 0; j < 4; j++) x[i][j] = vf_mul(x[i][j], vf_load(t->v_scales[j]));
+    nan[i] = vf_any_nan(vf_add(vf_add(x[i][0], x[i][1]), vf_add(x[i][2], x[i][3])));  // p is not negative
+    tops[i] = vf_max(vf_max(x[i][0], x[i][1]), vf_max(x[i][2], x[i][3]));
   }
-  const float top = vf_reduce_max(vf_max(vf_max(p[0], p[1]), vf_max(p[2], p[3])));
-  const vf inverse = vf_set1(!nan && top > 1e-30f && top < INFINITY ? 16383.f / top : 0.f);
-  int8_t *high = (int8_t *)t->p + r * 64, *low = high + QUIRE_TILE * 64;
-  UNROLL for (int j = 0; j < 4; j++) {
-    const vi n = vi_from(nan ? vf_zero() : vf_mul(p[j], inverse)), h = vi_shift_right(n, 7), l = vi_and(n, vi_set1(127));
-    vi_store_i8(high + j * 16, h);
-    vi_store_i8(low + j * 16, l);
-    high_sum = vi_add(high_sum, h), low_sum = vi_add(low_sum, l);
+  REDUCE(vf_max4, vf_reduce_max, n, tops, top)
+  UNROLL for (int i = 0; i < n; i++) {
+    inverse[i] = !nan[i] && top[i] > 1e-30f && top[i] < INFINITY ? 16383.f / top[i] : 0.f;
+    out->scale[r + i] = nan[i] ? NAN : top[i] / 16383.f;
   }
-  out->high_sum[r] = -128 * vi_sum(high_sum);
-  out->low_sum[r] = -128 * vi_sum(low_sum);
-  out->scale[r] = nan ? NAN : top / 16383.f;
+  UNROLL for (int i = 0; i < n; i++) {
+    int8_t *high = (int8_t *)t->p + (r + i) * 64;
+    vi digits[4];
+    UNROLL for (int j = 0; j < 4; j++)
+      digits[j] = vi_from(nan[i] ? vf_zero() : vf_mul(x[i][j], vf_set1(inverse[i])));
+    sums[i] = vi_store_digits(high, high + QUIRE_TILE * 64, digits);
+  }
+  REDUCE(vi_sum4, vi_sum, n, sums, sum)
+  UNROLL for (int i = 0; i < n; i++) {
+    out->high_sum[r + i] = -128 * (sum[i] & 0xffff);
+    out->low_sum[r + i] = -128 * (sum[i] >> 16);
+  }
 }
 
-// Softmax of this tile relative to the running maximum: s becomes p, and the running sums are updated.
+// Softmax of rows [r, r + n) of this tile relative to their running maximum: s becomes p, and the running sums are updated.
+INLINE void softmax_rows(const int dtype, const int n, const quire_attention_tile *t, int r, softmax_result *out) {
+  vf x[SOFTMAX_ROWS][4], sums[SOFTMAX_ROWS];
+  float sum[SOFTMAX_ROWS];
+  UNROLL for (int i = 0; i < n; i++) {
+    const vf now = vf_set1(t->m[r + i]);
+    UNROLL for (int j = 0; j < 4; j++) x[i][j] = vf_exp(vf_sub(vf_load(t->s + (r + i) * 64 + 16 * j), now));
+    mask_row(t, r + i, x[i], 0.f);
+    sums[i] = vf_add(vf_add(x[i][0], x[i][1]), vf_add(x[i][2], x[i][3]));
+  }
+  REDUCE(vf_sum4, vf_sum, n, sums, sum)
+  UNROLL for (int i = 0; i < n; i++) t->l[r + i] = t->l[r + i] * out->keep[r + i] + sum[i];
+  if (dtype == QUIRE_Q8) {
+    store_digits(n, x, t, r, out);
+    return;
+  }
+  UNROLL for (int i = 0; i < n; i++)
+    UNROLL for (int j = 0; j < 4; j++) {
+      if (dtype == QUIRE_F32) vf_store((float *)t->p + (r + i) * 64 + 16 * j, x[i][j]);
+      else vf_store_bf16((uint16_t *)t->p + (r + i) * 64 + 16 * j, x[i][j]);
+    }
+}
+
+// The softmax of all rows of this tile.
 INLINE void softmax_tile(const int dtype, int rows, const quire_attention_tile *t, softmax_result *out) {
   if (t->softcap > 0.f)
     for (int i = 0; i < rows * 64; i += 16) vf_store(t->s + i, vf_soft_cap(vf_load(t->s + i), t->softcap));
-  update_row_max(rows, t, out->keep);
-  for (int r = 0; r < rows; r++) {
-    const float *s = t->s + r * 64;
-    const vf now = vf_set1(t->m[r]);
-    vf x[4];
-    UNROLL for (int j = 0; j < 4; j++) x[j] = vf_exp(vf_sub(vf_load(s + 16 * j), now));
-    int from[4], to[4];
-    const int all = visible(t, r, from, to);
-    if (!all) UNROLL for (int j = 0; j < 4; j++) x[j] = vf_blend(x[j], vf_zero(), from[j], to[j]);
-    t->l[r] = t->l[r] * out->keep[r] + vf_sum(vf_add(vf_add(x[0], x[1]), vf_add(x[2], x[3])));
-    if (dtype == QUIRE_Q8) {
-      store_digits(x, t, r, out);
-      continue;
-    }
-    UNROLL for (int j = 0; j < 4; j++) {
-      if (dtype == QUIRE_F32) vf_store((float *)t->p + r * 64 + 16 * j, x[j]);
-      else vf_store_bf16((uint16_t *)t->p + r * 64 + 16 * j, x[j]);
-    }
-  }
+#define UPDATE_ROW_MAX(N, row) update_row_max(N, t, row, out->keep)
+  IN_SOFTMAX_ROWS(rows, UPDATE_ROW_MAX)
+  for (int r = rows; r % 16; r++) out->keep[r] = 0.f;
+  for (int r = 0; r < rows; r += 16) vf_store(out->keep + r, vf_exp(vf_load(out->keep + r)));
+#define SOFTMAX(N, row) softmax_rows(dtype, N, t, row, out)
+  IN_SOFTMAX_ROWS(rows, SOFTMAX)
 }

@@ -14,6 +14,21 @@
 #define ISA(name) name##_scalar
 #endif
 
+// The digits of 64 numbers below 2^14, 7 bits each, as bytes. Returns sums of the high ones, and of the low ones from bit
+// 16 on, whose total over the lanes is that of all 64.
+#if !defined QUIRE_ISA_AVX512
+static inline vi vi_store_digits(int8_t *high, int8_t *low, const vi x[4]) {
+  vi sums = vi_zero();
+  for (int j = 0; j < 4; j++) {
+    const vi h = vi_shift_right(x[j], 7), l = vi_and(x[j], vi_set1(127));
+    vi_store_i8(high + j * 16, h);
+    vi_store_i8(low + j * 16, l);
+    sums = vi_add(sums, vi_add(h, vi_shift_left(l, 16)));
+  }
+  return sums;
+}
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 

@@ -56,6 +56,19 @@ static inline vi vi_bf16(vf x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cv
 static inline vi vi_from(vf x) { return _mm512_cvtps_epi32(x); }
 static inline vf vf_from(vi x) { return _mm512_cvtepi32_ps(x); }
 static inline int32_t vi_sum(vi x) { return _mm512_reduce_add_epi32(x); }
+// The digits of 64 numbers below 2^14, 7 bits each, as bytes. Returns sums of the high ones, and of the low ones from bit
+// 16 on, whose total over the lanes is that of all 64.
+static inline vi vi_store_digits(int8_t *high, int8_t *low, const vi x[4]) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i digit = _mm512_set1_epi16(127), ones = _mm512_set1_epi8(1);
+  const __m512i a = _mm512_packs_epi32(x[0], x[1]), b = _mm512_packs_epi32(x[2], x[3]);
+  const __m512i h = _mm512_packs_epi16(_mm512_srli_epi16(a, 7), _mm512_srli_epi16(b, 7));
+  const __m512i l = _mm512_packs_epi16(_mm512_and_si512(a, digit), _mm512_and_si512(b, digit));
+  _mm512_storeu_si512((void *)high, _mm512_permutexvar_epi32(order, h));
+  _mm512_storeu_si512((void *)low, _mm512_permutexvar_epi32(order, l));
+  const __m512i low_sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), l, ones);
+  return _mm512_dpbusd_epi32(_mm512_slli_epi32(low_sums, 16), h, ones);
+}
 static inline void vi_store_i8(int8_t *p, vi x) { _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(x)); }
 
 // Fixed reduction trees, the same at every level: halves, quarters, eighths, pairs.
@@ -67,6 +80,32 @@ static inline float vf_sum(vf x) {
   return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
 static inline float vf_reduce_max(vf x) { return _mm512_reduce_max_ps(x); }
+// The same for four vectors at once; `all` may hold anything in the other three lanes of a quarter.
+static inline void first_of_quarters(float *out, vf all) {
+  const __m512i first = _mm512_castsi128_si512(_mm_setr_epi32(0, 4, 8, 12));
+  _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, all)));
+}
+#define REDUCE4(OP) \
+  const vf ab = OP(_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[0], x[1], 0xee)); \
+  const vf cd = OP(_mm512_shuffle_f32x4(x[2], x[3], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0xee)); \
+  const vf four = OP(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd)); \
+  const vf two = OP(four, _mm512_permute_ps(four, 0x4e)), one = OP(two, _mm512_permute_ps(two, 0xb1))
+static inline void vf_sum4(const vf x[4], float *out) {
+  REDUCE4(_mm512_add_ps);
+  first_of_quarters(out, one);
+}
+static inline void vf_max4(const vf x[4], float *out) {
+  REDUCE4(_mm512_max_ps);
+  first_of_quarters(out, one);
+}
+static inline vf add_as_integers(vf a, vf b) {
+  return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+}
+static inline void vi_sum4(const vi v[4], int32_t *out) {
+  const vf x[4] = {_mm512_castsi512_ps(v[0]), _mm512_castsi512_ps(v[1]), _mm512_castsi512_ps(v[2]), _mm512_castsi512_ps(v[3])};
+  REDUCE4(add_as_integers);
+  first_of_quarters((float *)out, one);
+}
 static inline float vf_first(vf x) { return _mm512_cvtss_f32(x); }
 
 static inline wbf wbf_load(const uint16_t *p) { return (wbf)_mm512_loadu_si512(p); }
