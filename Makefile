@@ -36,6 +36,9 @@ attack-http: $(BIN)/quire
 
 fuzz-files: $(BIN)/quire
 	$(BIN)/python tests/fuzz/fuzz_files.py $(FUZZ)
+
+check-encoders: $(BIN)/quire
+	$(BIN)/python tests/fuzz/random_encoders.py
 	$(BIN)/python tests/fuzz/fuzz_encoders.py
 
 check-plan: $(BIN)/quire
@@ -75,4 +78,4 @@ $(BIN)/quire: pyproject.toml
 	  || { tail -n 40 .venv/install.log; exit 1; }
 	@touch $@
 
-.PHONY: demo loadtest dashboard test docs attack attack-http fuzz-files fuzz-grammars check-structured bench check-kernels check-bits check-plan conformance clients
+.PHONY: demo loadtest dashboard test docs attack attack-http fuzz-files fuzz-grammars check-structured bench check-kernels check-bits check-encoders check-plan conformance clients

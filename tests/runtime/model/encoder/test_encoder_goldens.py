@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from quire.kernels import supported_levels
 from quire.runtime.model.encoder import ENCODERS, pack_encoder
 from quire.runtime.model.runner.encoder_runner import EncoderRunner
 from quire.scheduler import EncodedText
@@ -74,7 +75,7 @@ def test_a_text_has_the_same_bits_alone_in_any_batch_and_any_stages(name: str, w
 def test_the_bits_do_not_depend_on_level_and_threads(name: str, weights: str) -> None:
     golden = read_golden(name)
     expected = run(load(golden.folder, weights=weights), golden.encoded)
-    for config in ({"isa": "scalar"}, {"threads": 3}):
+    for config in (*({"isa": level} for level in supported_levels()), {"threads": 3}):
         assert np.array_equal(run(load(golden.folder, weights=weights, **config), golden.encoded), expected), config
 
 

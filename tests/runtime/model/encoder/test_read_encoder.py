@@ -188,6 +188,16 @@ def test_missing_and_wrong_tensors(encoder_folder: Copy) -> None:
         pack_encoder(encoder_folder("bert_dense", edited(out_features=25), "2_Dense/config.json"), "f32")
 
 
+def test_the_least_files_of_a_reranker_that_answers(encoder_folder: Copy) -> None:
+    def edit(modules: Any) -> None:
+        modules[:] = [{"path": "", "type": "Transformer"}, {"path": "1_LogitScore", "type": "LogitScore"}]
+
+    folder = encoder_folder("qwen3_answer", edit, "modules.json")
+    (folder / "1_LogitScore" / "config.json").write_text('{"true_token_id": 60, "false_token_id": 61}')
+    (folder / "config_sentence_transformers.json").unlink()
+    assert read_encoder(folder) == read_encoder(FOLDER / "qwen3_answer")
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "olmo2"])
 def test_decoders_whose_attention_has_more_are_refused(name: str, decoder_with_modules: Callable[[str], Path]) -> None:
     with pytest.raises(UnsupportedModel, match="no attention sinks, no soft cap of scores, and no norm over all heads"):
