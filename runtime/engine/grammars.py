@@ -40,6 +40,8 @@ WAIT_S = 0.002  # for masks, after a step's rows are computed, if other sequence
 WAIT_ALONE_S = 0.02  # if none does
 NUM_THREADS = 2  # that compute masks of one sequence each
 MAX_FORCING_BYTES = 16 << 10  # of a grammar whose forced tokens are looked for: that takes long for long texts
+MAX_KNOWN_TEXTS = 2000  # forced texts whose tokens are kept
+MAX_KNOWN_CHARACTERS = 100  # of such a text
 MAX_COMPILED = 512 << 10  # characters of the grammars that are kept compiled: up to 150 bytes of memory for each
 MAX_COMPILED_PER_TENANT = MAX_COMPILED // 2
 MIN_CHARACTERS = 4 << 10  # for which each grammar counts, however short
@@ -187,13 +189,11 @@ class Grammars:
         running.end = end
         if is_apart:
             apart = MaskJob()
-            apart.add(running, pending, drafts)
-            if running.matcher is None:
-                self._compiling.submit(partial(self._queue.compute, apart, partial(self._compile, running)))
-            else:
-                self._apart.submit(partial(self._queue.compute, apart))
+            apart.add(running, drafts)
+            threads = self._compiling if running.matcher is None else self._apart
+            threads.submit(partial(self._queue.compute, apart, partial(self._prepare, running, pending)))
         else:
-            together.add(running, (), drafts)
+            together.add(running, drafts)
         return True
 
     def _wait_on(self, running: RunningGrammar) -> RunningGrammar:
@@ -226,8 +226,11 @@ class Grammars:
 
     # In the threads
 
-    def _compile(self, running: RunningGrammar) -> None:
-        running.matcher = self._matcher(running)
+    def _prepare(self, running: RunningGrammar, pending: Sequence[int]) -> None:
+        """Compile the sequence's grammar, if it is not, and take the generated tokens that are new to it."""
+        if running.matcher is None:
+            running.matcher = self._matcher(running)
+        running.take(pending)
 
     def _matcher(self, running: RunningGrammar) -> LLMatcher:
         """Return a new matcher of the sequence's grammar."""
@@ -293,9 +296,17 @@ class _Vocabulary:
         self._vocab_size = vocab_size
         self.eos_token_id = eos_token_id
         self.tokens = tokenizer.all_bytes(vocab_size)
+        self._known: dict[str, list[int]] = {}  # forced texts are mostly names of properties, again in each request
         self.special_token_ids = sorted(token for token in tokenizer.special_token_ids if token < vocab_size)
 
     def __call__(self, text: str) -> list[int]:
         """Return the ids of forced text, up to the first token that the model does not have."""
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return list(takewhile(lambda token_id: token_id < self._vocab_size, token_ids))
+        known = self._known.get(text)
+        if known is None:
+            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+            known = list(takewhile(lambda token_id: token_id < self._vocab_size, token_ids))
+            if len(text) <= MAX_KNOWN_CHARACTERS:
+                if len(self._known) >= MAX_KNOWN_TEXTS:
+                    self._known.clear()
+                self._known[text] = known
+        return known

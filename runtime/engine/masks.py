@@ -36,8 +36,7 @@ class MaskJob:
     __slots__ = ("is_abandoned", "is_done", "is_late", "masks", "num_masks", "parts", "started")
 
     def __init__(self) -> None:
-        # Each with its first mask, the tokens that its matcher takes first, and the draft tokens.
-        self.parts: list[tuple[RunningGrammar, int, Sequence[int], tuple[int, ...]]] = []
+        self.parts: list[tuple[RunningGrammar, int, tuple[int, ...]]] = []  # with the first mask and the draft tokens
         self.masks: Any = None  # int32 [num_masks, words]
         self.num_masks = 0
         self.is_done = False
@@ -49,11 +48,10 @@ class MaskJob:
         """Return whether its computation began longer ago and is not done."""
         return not self.is_done and 0 < self.started < time.monotonic() - limit_s
 
-    def add(self, running: RunningGrammar, tokens: Sequence[int], drafts: tuple[int, ...] = ()) -> None:
-        """Add the masks of a sequence after generated tokens that its matcher has not seen, and after each draft."""
+    def add(self, running: RunningGrammar, drafts: tuple[int, ...]) -> None:
+        """Add the masks of a sequence after what its matcher has taken by then, and after each draft token."""
         running.job, running.row, running.drafts = self, self.num_masks, drafts
-        running.num_consumed += len(tokens)
-        self.parts.append((running, self.num_masks, tokens, drafts))
+        self.parts.append((running, self.num_masks, drafts))
         self.num_masks += 1 + len(drafts)
 
 
@@ -63,7 +61,7 @@ class RunningGrammar:
 
     sampling: SamplingSpec
     matcher: LLMatcher | None = None  # None until the grammar is compiled
-    num_consumed: int = 0  # generated tokens that the matcher has seen when its job is done
+    num_consumed: int = 0  # generated tokens that the matcher has taken
     job: MaskJob | None = None
     row: int = 0  # of the job's masks: the first of this sequence
     end: int = 0  # the masks are those after the first `end` tokens of the context, and after each draft token
@@ -104,14 +102,22 @@ class RunningGrammar:
             self.distrust -= 1
         return self.distrust > 0
 
-    def find_forced(self, accepted: Sequence[int], limit: int) -> tuple[int, ...]:
-        """Take generated tokens. Return up to `limit` of the tokens that the grammar forces after them."""
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Let the matcher take generated tokens."""
         matcher = self.matcher
-        assert matcher is not None, "a token was sampled with its mask"
-        for token_id in accepted:
+        assert matcher is not None, "a grammar is compiled before it takes tokens"
+        for token_id in token_ids:  # one by one: a call holds the GIL
             matcher.consume_token(token_id)
-        self.num_consumed += len(accepted)
-        forced = matcher.compute_ff_tokens()
+        self.num_consumed += len(token_ids)
+
+    def forced(self, limit: int) -> tuple[int, ...]:
+        """Return up to `limit` of the tokens that the grammar forces next.
+
+        They are looked for even if none is returned: the mask needs the first, and its job would wait for the GIL.
+        """
+        if not self.may_force or self.matcher is None:
+            return ()
+        forced = self.matcher.compute_ff_tokens()
         self.may_force = len(forced) <= MAX_FORCED
         return tuple(forced[:limit])
 
@@ -158,14 +164,14 @@ class MaskQueue:
                 prepare()
                 job.started = time.monotonic()
             job.masks = self._masks(job)
-            for running, *_ in job.parts:
+            for running, _, _ in job.parts:
                 if running.matcher is not None and running.matcher.is_error():
                     running.error = f"structured_outputs: {running.matcher.get_error()}"
         except BaseException as error:  # a panic of llguidance too
             is_known = isinstance(error, QuireError)
             if not is_known:
                 _log.exception("computing masks failed")
-            for running, *_ in job.parts:
+            for running, _, _ in job.parts:
                 running.error = str(error) if is_known else f"structured_outputs: {error!r}"
         with self.changed:
             job.is_done = True
@@ -178,21 +184,14 @@ class MaskQueue:
         """
         masks = np.empty((job.num_masks, self.num_words), np.int32)
         where = (masks.ctypes.data, masks.strides[0], job.num_masks)
-        plain: list[tuple[LLMatcher, int]] = []
-        drafted: list[tuple[LLMatcher, int, list[int]]] = []
-        for running, row, tokens, drafts in job.parts:
-            matcher = running.matcher
-            assert matcher is not None, "it is compiled in a job of its own"
-            for token_id in tokens:  # one by one: a call holds the GIL
-                matcher.consume_token(token_id)
-            if drafts:
-                masks[row : row + 1 + len(drafts)] = -1
-                drafted.append((matcher, row, list(drafts)))
-            else:
-                plain.append((matcher, row))
+        ready = [(running.matcher, row, drafts) for running, row, drafts in job.parts if running.matcher is not None]
+        plain = [(matcher, row) for matcher, row, drafts in ready if not drafts]
         if plain:
             self._executor.unsafe_compute_mask_ptr(plain, *where)
-        if drafted:
+        if len(plain) < len(ready):
+            drafted = [(matcher, row, list(drafts)) for matcher, row, drafts in ready if drafts]
+            for _, row, drafts in drafted:
+                masks[row : row + 1 + len(drafts)] = -1
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *where)
         return masks
 
@@ -236,7 +235,7 @@ class StepMasks:
         return AllowedTokens(masks[0] if len(masks) == 1 else np.concatenate(masks) if masks else None, first, missing)
 
     def advance(self, result: StepResult, max_forced: int) -> StepResult:
-        """Prepare the job of the masks after the accepted samples.
+        """Let the matchers take the accepted samples, and prepare the job of the masks after these.
 
         Returns the result with up to `max_forced` tokens that each grammar forces next, which may become draft tokens.
         Their masks are computed as well.
@@ -250,14 +249,12 @@ class StepMasks:
             if running.distrust and running.stays_apart():
                 continue
             accepted = (token.token_id,) if sequence.num_samples == 1 else _accepted(sequence, sampled, at)
+            running.take(accepted)
             running.end += len(accepted)
-            forced: tuple[int, ...] = ()
-            if max_forced and running.may_force:
-                forced = running.find_forced(accepted, max_forced)
-                if forced:
-                    forced_at[at + len(accepted) - 1] = forced
-                accepted = ()
-            job.add(running, accepted, forced)
+            forced = running.forced(max_forced)
+            if forced:
+                forced_at[at + len(accepted) - 1] = forced
+            job.add(running, forced)
         if not forced_at:
             return result
         with_forced = [

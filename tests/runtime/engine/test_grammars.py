@@ -147,6 +147,25 @@ def test_text_is_forced_up_to_the_first_token_that_the_model_does_not_have() -> 
     assert grammars._Vocabulary(TOKENIZER, max(token_ids), EOS)(text) == token_ids[:first]
 
 
+def test_the_tokens_of_forced_texts_are_kept_but_not_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[str] = []
+
+    class Counting:
+        special_token_ids = TOKENIZER.special_token_ids
+        all_bytes = TOKENIZER.all_bytes
+
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            encoded.append(text)
+            return TOKENIZER.encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(grammars, "MAX_KNOWN_TEXTS", 2)
+    vocabulary = grammars._Vocabulary(Counting(), VOCAB, EOS)  # type: ignore[arg-type]
+    long = "long " * 50
+    for text in ("first", "first", long, long, "second", "third", "first", "third"):
+        assert vocabulary(text) == ids(text)
+    assert encoded == ["first", long, long, "second", "third", "first"]
+
+
 def test_a_sequence_that_starts_in_the_middle_has_the_same_masks(masks: Grammars) -> None:
     (mask,) = ready(masks.begin([sequence(WORD, [B])]))[1]
     assert allowed(mask) == {A, B}
@@ -366,7 +385,7 @@ def test_masks_that_never_come_end_their_request_and_no_other(masks: Grammars, m
     go, begun, compute = threading.Event(), threading.Event(), MaskQueue._masks
 
     def stuck(self: MaskQueue, job: Any) -> Any:
-        if any(running.sampling.params.structured_outputs is guilty for running, *_ in job.parts):
+        if any(running.sampling.params.structured_outputs is guilty for running, _, _ in job.parts):
             begun.set()
             assert go.wait(60)
         return compute(self, job)
