@@ -22,7 +22,7 @@ from .common.options import suggestion
 from .common.prompts import UNORDERED_OR_TEXT, as_token_ids, chat_messages, chat_tools, shown
 from .common.settings import resolve_settings
 from .common.types import RequestOutput, SamplingParams, ToolChoice, check_arguments, join_chunks
-from .engine import Engine, GenerateRequest, LocalEngine
+from .engine import EmbedRequest, Engine, GenerateRequest, LocalEngine
 from .engine.output import Stream
 
 Prompt = str | Sequence[int]
@@ -113,6 +113,40 @@ class LLM:
         )
         return self._thread.run(_generate(engine, [request]))[0]
 
+    def embed(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Return one vector per input, f32 [inputs, dimensions]. An input is text or token ids.
+
+        `prompt_name` is one of the model's prompts, such as "query", which goes before each text. A text that is too
+        long is refused, unless `truncate_prompt_tokens` says how many tokens to keep (-1: as many as the model takes).
+        Raises InvalidRequest, ContextLengthExceeded or GenerationFailed, and then returns no vector at all.
+        """
+        request = EmbedRequest(
+            inputs=tuple(_prompt_list(inputs)),
+            dimensions=dimensions,
+            prompt_name=prompt_name,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+        )
+        return self._thread.run(_embed(self._open_engine(), request))
+
+    def score(
+        self, query: str, documents: Sequence[str], *, truncate_prompt_tokens: int | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Return how well each document answers the query, f32 [documents]; higher is better.
+
+        A reranker scores each pair of texts; of a model with vectors, it is the cosine of the two. Raises as `embed`.
+        """
+        if isinstance(documents, UNORDERED_OR_TEXT) or not all(isinstance(each, str) for each in documents):
+            raise InvalidRequest(f"documents must be a list of texts, not {shown(documents)}")
+        request = EmbedRequest(inputs=tuple(documents), query=query, truncate_prompt_tokens=truncate_prompt_tokens)
+        return self._thread.run(_embed(self._open_engine(), request))[:, 0]
+
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return the raw logits [len(token_ids), vocab] after each token, for evaluation, without the prefix cache."""
         return self._thread.run(self._open_engine().logits(as_token_ids(token_ids)))
@@ -177,6 +211,10 @@ async def _generate(engine: LocalEngine, requests: Sequence[GenerateRequest]) ->
             stream.cancel()
         await asyncio.gather(*outputs, return_exceptions=True)
     return [output.result() for output in outputs]
+
+
+async def _embed(engine: LocalEngine, request: EmbedRequest) -> npt.NDArray[np.float32]:
+    return np.concatenate([chunk.values async for chunk in await engine.embed(request)])
 
 
 async def _collect(stream: Stream) -> RequestOutput:

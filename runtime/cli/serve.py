@@ -25,7 +25,7 @@ import uvloop
 from ..common.errors import ConfigError, SnapshotNotSaved
 from ..common.logs import log_to_stderr
 from ..common.settings import Settings
-from ..engine import Core, Engine, EngineCore, TextProcessor, check_snapshot_path, prefix_snapshot
+from ..engine import Core, Engine, EngineCore, EngineInfo, check_snapshot_path, load_texts, prefix_snapshot
 from ..model import model_name, model_path, read_spec, weights_text
 from ..server import Server, check_config
 from ..server.monitoring import PrometheusObserver
@@ -77,13 +77,11 @@ async def _start_and_serve(settings: Settings, stop: _StopSignal) -> None:
     await check_config(settings.server)
     if settings.server.prefix_snapshot is not None:
         check_snapshot_path(Path(settings.server.prefix_snapshot))
-    text_processor = await asyncio.to_thread(
-        TextProcessor.load, model_path(settings.engine.model), settings.engine.tool_call_parser
-    )
+    text_processor, encoder_texts = await asyncio.to_thread(load_texts, settings.engine)
     if text_processor.tokenizer is None:
         _log.warning("the model has no tokenizer: prompts must be token ids")
     async with _core(settings) as core:
-        await _serve_until(stop, Engine(core, text_processor), settings)
+        await _serve_until(stop, Engine(core, text_processor, encoder_texts), settings)
 
 
 @asynccontextmanager
@@ -134,16 +132,31 @@ async def _serve_until(stop: _StopSignal, engine: Engine[Core], settings: Settin
 
 def _ready_line(settings: Settings, engine: Engine[Core], server: Server) -> str:
     info, config = engine.info, settings.engine
-    weights = weights_text(read_spec(model_path(config.model)), config.weights)
     scheme = "http" if settings.server.tls_cert is None else "https"
     api = f"api {scheme}://{server.openai_address}/v1  " if server.openai_address else ""
     processes = f"  {info.num_processes} engine processes" if info.num_processes > 1 else ""
     return (
         f"quire ready: clients {server.address}  metrics http://{server.operator_address}/metrics  {api}"
-        f"model {config.model or 'bundled demo'} ({weights}, KV {config.kv_cache_dtype})  "
-        f"{info.num_pages} pages of {info.page_size} tokens  "
+        f"model {config.model or 'bundled demo'} ({_dtypes(settings, info)})  "
+        f"{_sizes(info)}  "
         f"{info.threads} threads ({info.threads_reason})  {info.isa}{processes}"
     )
+
+
+def _dtypes(settings: Settings, info: EngineInfo) -> str:
+    config = settings.engine
+    if not info.generates:
+        return f"encoder, {config.weights}"
+    return f"{weights_text(read_spec(model_path(config.model)), config.weights)}, KV {config.kv_cache_dtype}"
+
+
+def _sizes(info: EngineInfo) -> str:
+    pages = f"{info.num_pages} pages of {info.page_size} tokens" if info.generates else ""
+    encoder = info.encoder
+    if encoder is None:
+        return pages
+    what = "scores" if encoder.num_labels else f"vectors of {encoder.dimensions}"
+    return f"{pages}{'  ' if pages else ''}{what}, texts of up to {encoder.max_model_len} tokens"
 
 
 class _StopSignal:

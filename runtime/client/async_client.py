@@ -10,17 +10,33 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from ..common.errors import ConfigError, GenerationFailed, InvalidRequest, ProtocolError, QuireError, Unavailable
 from ..common.prompts import as_token_ids, chat_messages, shown
 from ..common.types import ChatOptions, OutputChunk, RequestOutput, SamplingParams, check_arguments, join_chunks
 from ..protocol.address import UnixAddress, parse_address
-from ..protocol.frames import AskStats, Generate, ListModels, Models, ServedModel, Stats, Tokenize, Tokenized
+from ..protocol.frames import (
+    AskScores,
+    AskStats,
+    AskVectors,
+    Generate,
+    ListModels,
+    Models,
+    ServedModel,
+    Stats,
+    Tokenize,
+    Tokenized,
+)
 from .connection import ClientConnection, ConnectionLost
 from .connection_pool import ConnectionPool
+from .embedding import OnEmbedded, receive_values
 from .stream import OnAccepted, OnProgress, TokenStream
 from .tls import TLSOption, tls_context
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 A = TypeVar("A", Tokenized, Models, Stats)
 
@@ -37,6 +53,14 @@ class RequestOptions(TypedDict, total=False):
     resumable: bool  # continue over a new connection if this one is lost, without losing or repeating a token
     on_accepted: OnAccepted | None  # called with ACCEPTED: queue position, pages, predicted wait
     on_progress: OnProgress | None  # called with each PROGRESS of a prefill that takes several steps
+
+
+class EmbedOptions(TypedDict, total=False):
+    """Options of a request to embed or to score texts."""
+
+    truncate_prompt_tokens: int | None  # keep this many tokens of a text that is too long; -1: as many as possible
+    deadline_ms: int | None  # from arrival at the server
+    priority: int  # requests with a lower number run earlier; default 0
 
 
 class AsyncClient:
@@ -128,6 +152,42 @@ class AsyncClient:
         if usage is None:
             raise GenerationFailed("the stream ended without usage")
         return RequestOutput(outputs=join_chunks(received), usage=usage)
+
+    async def embed(
+        self,
+        inputs: str | Sequence[int] | Sequence[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        on_progress: OnEmbedded | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> npt.NDArray[np.float32]:
+        """Return one vector per input, f32 [inputs, dimensions], as `LLM.embed` does.
+
+        `on_progress` is called with the number of inputs that are done, and of all. Cancelling the call cancels the
+        request. Raises InvalidRequest if the server makes no embeddings, or for an input of another form; the server's
+        error by its class; Unavailable if the connection is lost.
+        """
+        check_arguments(options, ("inputs", "dimensions", "prompt_name", "on_progress", *EmbedOptions.__annotations__))
+        each = (inputs,) if isinstance(inputs, str) or all(isinstance(one, int) for one in inputs) else inputs
+        texts = tuple([one if isinstance(one, str) else as_token_ids(one) for one in each])
+        frame = AskVectors(next(self._ids), texts, dimensions, prompt_name, **options)
+        return await receive_values(self._entered(), frame, on_progress)
+
+    async def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        on_progress: OnEmbedded | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> npt.NDArray[np.float32]:
+        """Return how well each document answers the query, f32 [documents], as `LLM.score` does. Raises as `embed`."""
+        check_arguments(options, ("query", "documents", "on_progress", *EmbedOptions.__annotations__))
+        if not isinstance(query, str) or isinstance(documents, str) or not all(isinstance(d, str) for d in documents):
+            raise InvalidRequest(f"score takes a text and a list of texts, not {shown(query)} and {shown(documents)}")
+        frame = AskScores(next(self._ids), query, tuple(documents), **options)
+        return (await receive_values(self._entered(), frame, on_progress))[:, 0]
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the model's token ids of `text`. Raises InvalidRequest if the model has no tokenizer."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ..common.errors import InvalidRequest, ProtocolError, QuireError, Unavailable
 from ..protocol.address import Address, UnixAddress
-from ..protocol.codec import MAX_ARRAY_LENGTH, Decoder, Malformed, check_limits, encode
+from ..protocol.codec import MAX_ARRAY_LENGTH, MAX_ARRAYS, Decoder, Malformed, check_limits, encode
 from ..protocol.frames import (
     FEATURES,
     HEARTBEAT_NONCE,
@@ -26,7 +26,9 @@ from ..protocol.frames import (
     PROTOCOL_VERSION,
     SERVER_FRAMES,
     Accepted,
+    AskScores,
     AskStats,
+    AskVectors,
     Cancel,
     Done,
     Error,
@@ -40,10 +42,12 @@ from ..protocol.frames import (
     Pong,
     Progress,
     Resume,
+    Scores,
     Stats,
     Tokenize,
     Tokenized,
     Tokens,
+    Vectors,
     Welcome,
 )
 from ..protocol.wire_errors import error_from_frame
@@ -61,7 +65,7 @@ class ConnectionLost(NamedTuple):
 
 
 LastAnswer = Done | Tokenized | Models | Stats | QuireError
-Answer = Accepted | Progress | Tokens | LastAnswer | ConnectionLost
+Answer = Accepted | Progress | Tokens | Vectors | Scores | LastAnswer | ConnectionLost
 Inbox = asyncio.Queue[Answer]
 
 
@@ -111,7 +115,12 @@ class ClientConnection:
     def session(self) -> str:
         return self._welcome.result().session
 
-    def ask(self, frame: Generate | Resume | Tokenize | ListModels | AskStats) -> Inbox:
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The features that the server granted."""
+        return self._welcome.result().features
+
+    def ask(self, frame: Generate | Resume | AskVectors | AskScores | Tokenize | ListModels | AskStats) -> Inbox:
         """Send `frame` and return the inbox of its answers; it holds ConnectionLost if the connection is lost already.
 
         Raises InvalidRequest if the frame cannot be encoded or exceeds the protocol's limits.
@@ -123,7 +132,7 @@ class ClientConnection:
             inbox.put_nowait(ConnectionLost(copy.copy(self.lost)))
         else:
             data = encode(frame, self._max_frame_bytes)
-            if isinstance(frame, Generate) and _may_exceed_limits(frame, len(data)):
+            if isinstance(frame, Generate | AskVectors | AskScores) and _may_exceed_limits(frame, len(data)):
                 check_limits(data)
             self._writer.write(data)
             self._inboxes[frame.request_id] = inbox
@@ -219,8 +228,8 @@ class ClientConnection:
 
     def _dispatch(self, frame: Frame | Malformed) -> None:
         match frame:
-            case Accepted(request_id) | Progress(request_id) | Tokens(request_id):
-                if (inbox := self._inboxes.get(request_id)) is not None:  # None: the caller left
+            case Accepted() | Progress() | Tokens() | Vectors() | Scores():
+                if (inbox := self._inboxes.get(frame.request_id)) is not None:  # None: the caller left
                     inbox.put_nowait(frame)
             case Done(request_id) | Tokenized(request_id) | Models(request_id) | Stats(request_id):
                 self._end(request_id, frame)
@@ -275,13 +284,14 @@ class ClientConnection:
                 waiting.exception()  # mark as retrieved: its caller may have been cancelled
 
 
-def _may_exceed_limits(frame: Generate, num_bytes: int) -> bool:
+def _may_exceed_limits(frame: Generate | AskVectors | AskScores, num_bytes: int) -> bool:
     """Return whether the encoded frame has to be checked with `check_limits`.
 
     A frame beyond the limits would make the server close the connection of all requests. The check takes three times as
     long as encoding, so frames without maps and too short to hold a too long array skip it.
     """
-    return bool(frame.messages or frame.params.logit_bias) or num_bytes > MAX_ARRAY_LENGTH
+    has_maps = isinstance(frame, Generate) and bool(frame.messages or frame.params.logit_bias)
+    return has_maps or num_bytes > (MAX_ARRAY_LENGTH if isinstance(frame, Generate) else MAX_ARRAYS)
 
 
 def _reason(error: OSError) -> str:

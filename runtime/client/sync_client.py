@@ -8,14 +8,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from ..common.errors import Unavailable
 from ..common.loop_thread import LoopThread
 from ..common.types import OutputChunk, RequestOutput, SamplingParams
 from ..protocol.frames import ServedModel
-from .async_client import AsyncClient, RequestOptions
+from .async_client import AsyncClient, EmbedOptions, RequestOptions
+from .embedding import OnEmbedded
 from .tls import TLSOption
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 T = TypeVar("T")
 
@@ -78,6 +83,33 @@ class Client:
     ) -> RequestOutput:
         """Return the whole continuation at once. Raises as `generate` does."""
         return self._await(self._client.complete(prompt, sampling_params, **options))
+
+    def embed(
+        self,
+        inputs: str | Sequence[int] | Sequence[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        on_progress: OnEmbedded | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> npt.NDArray[np.float32]:
+        """Return one vector per input, as `AsyncClient.embed` does. `on_progress` runs on the client's thread."""
+        return self._await(
+            self._client.embed(
+                inputs, dimensions=dimensions, prompt_name=prompt_name, on_progress=on_progress, **options
+            )
+        )
+
+    def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        on_progress: OnEmbedded | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> npt.NDArray[np.float32]:
+        """Return how well each document answers the query, as `AsyncClient.score` does."""
+        return self._await(self._client.score(query, documents, on_progress=on_progress, **options))
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
         """Return the model's token ids of `text`. Raises InvalidRequest if the model has no tokenizer."""

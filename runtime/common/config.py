@@ -49,6 +49,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "The model: a folder in Hugging Face's format, or a GGUF file.", unit="path", default="the bundled model"
         ),
     ] = None
+    embedding_model: Annotated[
+        str | None,
+        _memory(
+            "A second model, which embeds or scores texts beside the model that generates: a folder.",
+            unit="path",
+            default="none; a model that is an encoder itself is served alone",
+        ),
+    ] = None
     weights: Annotated[
         WeightDtype,
         _memory(
@@ -339,6 +347,7 @@ class EngineOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     tool_call_parser: ToolCallParser
     isa: str | None
+    embedding_model: str | None
     max_num_waiting: int
     max_num_waiting_per_tenant: int | None
     scheduling_policy: SchedulingPolicy

@@ -1,7 +1,7 @@
 """One engine: requests in, streams of text out. The server and `LLM` use it through `facade.EngineFacade`."""
 
 from .core import Core, CoreListener, EngineCore, Prefilled
-from .engine import Engine, LocalEngine
+from .engine import Engine, LocalEngine, load_texts
 from .facade import (
     CoreInfo,
     EmbeddedTexts,
@@ -48,5 +48,6 @@ __all__ = [
     "TextProcessor",
     "check_snapshot_path",
     "has_tokenizer",
+    "load_texts",
     "prefix_snapshot",
 ]

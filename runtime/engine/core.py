@@ -42,10 +42,12 @@ from ...scheduler import (
     StepResult,
 )
 from ..common.config import EngineConfig
-from ..common.errors import ContextLengthExceeded, QuireError, Unavailable, UnsupportedModel
+from ..common.errors import ConfigError, ContextLengthExceeded, QuireError, Unavailable, UnsupportedModel
 from ..model import model_path
+from ..model.encoder import is_encoder
 from ..model.files import sampled_fingerprint
 from ..model.runner import ModelRunner, load_model
+from ..model.runner.encoder_runner import EncoderRunner, load_encoder
 from .build import build_pager, build_scheduler, build_spill_file
 from .facade import CoreInfo, EncoderInfo, EngineStats, StepStats
 from .grammars import Grammars
@@ -175,16 +177,18 @@ class EngineCore:
         """Load the model and allocate all memory. Raises ModelError or ConfigError. Cancelling it stops the load."""
         stop = threading.Event()
         try:
-            runner = await asyncio.to_thread(load_model, config, stop)
+            runner, encoder = await asyncio.to_thread(_load_models, config, stop)
         except asyncio.CancelledError:
             stop.set()
             raise
         with ExitStack() as undo:
-            undo.callback(runner.close)
-            spill_file = build_spill_file(config, runner)
+            for loaded in (runner, encoder):
+                if loaded is not None:
+                    undo.callback(loaded.close)
+            spill_file = None if runner is None else build_spill_file(config, runner)
             if spill_file is not None:
                 undo.callback(spill_file.close)
-            core = cls(runner, config, spill_file)
+            core = cls(runner, config, spill_file, encoder, None if encoder is None else _describe_encoder(encoder))
             undo.pop_all()
             return core
 
@@ -207,7 +211,7 @@ class EngineCore:
 
     def _describe(self) -> CoreInfo:
         if self._runner is None:
-            return self._describe_encoder()
+            return self._describe_alone()
         runner, capacity = self._runner, self._runner.capacity
         return CoreInfo(
             vocab_size=runner.spec.vocab_size,
@@ -223,7 +227,7 @@ class EngineCore:
             encoder=self._encoder_info,
         )
 
-    def _describe_encoder(self) -> CoreInfo:
+    def _describe_alone(self) -> CoreInfo:
         encoder, info = self.encoder, self._encoder_info
         assert encoder is not None, "a core has a model"
         assert info is not None, "an encoder comes with its description"
@@ -405,6 +409,38 @@ class EngineCore:
             )
         else:
             _log.info("inter-token target can be met again", target_ms=target_ms)
+
+
+def _load_models(config: EngineConfig, stop: threading.Event) -> tuple[ModelRunner | None, EncoderRunner | None]:
+    """Load what `config` names: a model that generates, an encoder, or both, which share their threads."""
+    if is_encoder(model_path(config.model)):
+        if config.embedding_model is not None:
+            raise ConfigError("embedding_model cannot be given with a model that is an encoder itself; leave it out")
+        return None, load_encoder(config, stop)
+    runner = load_model(config, stop)
+    if config.embedding_model is None:
+        return runner, None
+    try:
+        beside = msgspec.structs.replace(config, model=config.embedding_model, max_model_len=None)
+        return runner, load_encoder(beside, stop, runner.pool)
+    except BaseException:
+        runner.close()
+        raise
+
+
+def _describe_encoder(encoder: EncoderRunner) -> EncoderInfo:
+    spec = encoder.spec
+    return EncoderInfo(
+        vocab_size=spec.body.vocab_size,
+        max_model_len=encoder.capacity.max_model_len,
+        dimensions=spec.dimensions,
+        num_labels=spec.num_labels,
+        score_activation=spec.score_activation,
+        normalise=spec.normalise,
+        matryoshka=spec.matryoshka,
+        prompts=dict(spec.prompts),
+        default_prompt=spec.default_prompt,
+    )
 
 
 def run_encoder(encoder: Encoder, step: EncoderStep) -> EncoderResult:

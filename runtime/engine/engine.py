@@ -23,6 +23,7 @@ from ..common.config import EngineConfig
 from ..common.errors import GenerationFailed, InvalidRequest, QuireError, Unavailable
 from ..common.types import FinishReason, OutputChunk, Usage
 from ..model import model_path
+from ..model.encoder import is_encoder, read_encoder
 from .core import Core, CoreListener, EngineCore, Prefilled
 from .embedding import Embedder, EmbeddingStream, EncoderTextProcessor
 from .error_mapping import failure_error, refusal_error
@@ -40,6 +41,7 @@ from .fair_executor import FairExecutor
 from .input import PreparedInput, conversation_of, fitted, num_sequences, prepare, scheduled_requests
 from .output import SequenceOutput, Stream, StreamingOutput, output_class
 from .text import Token
+from .text.encoder_text import EncoderText
 from .text_processor import TextProcessor
 from .validator import Validator
 
@@ -78,8 +80,8 @@ class Engine(Generic[CoreT]):
     @classmethod
     async def start(cls, config: EngineConfig) -> Engine[EngineCore]:
         """Load the model into this process and allocate all memory. Raises ModelError or ConfigError."""
-        text_processor = await asyncio.to_thread(TextProcessor.load, model_path(config.model), config.tool_call_parser)
-        return Engine(await EngineCore.load(config), text_processor)
+        texts = await asyncio.to_thread(load_texts, config)
+        return Engine(await EngineCore.load(config), *texts)
 
     def submit(self, request: GenerateRequest) -> Coroutine[Any, Any, Stream]:
         """See `facade.EngineFacade.submit`."""
@@ -365,6 +367,19 @@ class Engine(Generic[CoreT]):
             )
         )
         output.forget_sequences()
+
+
+def load_texts(config: EngineConfig) -> tuple[TextProcessor, EncoderText | None]:
+    """Return what makes token ids of texts, for the model that generates and for the encoder. Raises ModelError."""
+    path = model_path(config.model)
+    if is_encoder(path):
+        texts = EncoderText(path, read_encoder(path))
+        return TextProcessor(texts.tokenizer, None), texts
+    text_processor = TextProcessor.load(path, config.tool_call_parser)
+    if config.embedding_model is None:
+        return text_processor, None
+    path = model_path(config.embedding_model)
+    return text_processor, EncoderText(path, read_encoder(path))
 
 
 LocalEngine = Engine[EngineCore]

@@ -18,7 +18,16 @@ import msgspec
 
 from ..common.errors import InvalidRequest, ProtocolError
 from ..common.types import SamplingParams
-from .frames import CLIENT_FRAMES, MAX_FRAME_BYTES, MIN_FRAME_BYTES, SERVER_FRAMES, Frame, Generate
+from .frames import (
+    CLIENT_FRAMES,
+    MAX_FRAME_BYTES,
+    MIN_FRAME_BYTES,
+    SERVER_FRAMES,
+    AskScores,
+    AskVectors,
+    Frame,
+    Generate,
+)
 from .framing import PREFIX_BYTES, next_payload, with_prefix
 
 MAX_DEPTH = 8  # levels of nesting; TOKENS needs 5: frame, logprobs, token, alternatives, pair
@@ -140,6 +149,7 @@ class Decoder:
     def __init__(self, schema: Mapping[str, type[Frame]], max_frame_bytes: int = MIN_FRAME_BYTES) -> None:
         self.max_frame_bytes = max_frame_bytes
         self._schema = schema
+        self._takes_binary = "VECTORS" in schema
         self._buffer = bytearray()
 
     @property
@@ -159,7 +169,7 @@ class Decoder:
 
     def _complete_frames(self) -> Iterator[Frame | Malformed]:
         while (payload := next_payload(self._buffer, self.max_frame_bytes)) is not None:
-            yield parse_frame(_unpack(payload), self._schema)
+            yield parse_frame(_unpack(payload, self._takes_binary), self._schema)
 
 
 def parse_frame(message: tuple[Any, ...], schema: Mapping[str, type[Frame]]) -> Frame | Malformed:
@@ -172,7 +182,7 @@ def parse_frame(message: tuple[Any, ...], schema: Mapping[str, type[Frame]]) -> 
         return msgspec.convert(message, frame_type, strict=True)
     except msgspec.ValidationError as error:
         reason = _with_field_name(frame_type, str(error))
-        if frame_type is Generate and (request_id := _readable_id(message)) is not None:
+        if frame_type in (Generate, AskVectors, AskScores) and (request_id := _readable_id(message)) is not None:
             return Malformed(request_id, InvalidRequest(reason[:MAX_ERROR_CHARACTERS]))
         raise ProtocolError(f"{name} does not fit its schema: {reason}"[:MAX_ERROR_CHARACTERS]) from error
 
@@ -197,7 +207,7 @@ def _readable_id(message: tuple[Any, ...]) -> int | None:
     return None
 
 
-def _unpack(payload: bytes) -> tuple[Any, ...]:
+def _unpack(payload: bytes, takes_binary: bool = False) -> tuple[Any, ...]:
     try:
         if len(payload) > UNCHECKED_BYTES:
             _check_complete(payload)
@@ -209,7 +219,7 @@ def _unpack(payload: bytes) -> tuple[Any, ...]:
             object_pairs_hook=_MapReader(),
             ext_hook=_refuse_extension,
             max_str_len=len(payload),
-            max_bin_len=0,
+            max_bin_len=len(payload) if takes_binary else 0,
             max_array_len=min(MAX_ARRAY_LENGTH, len(payload)),
             max_map_len=min(MAX_MAP_ENTRIES, len(payload)),
             max_ext_len=0,
@@ -223,7 +233,9 @@ def _unpack(payload: bytes) -> tuple[Any, ...]:
         ) from error
     if not isinstance(message, tuple):
         raise ProtocolError(f"a frame must be a msgpack array, not {type(message).__name__}")
-    _check_contents(message, MAX_DEPTH)
+    _check_contents(
+        tuple([each for each in message if type(each) is not bytes]) if takes_binary else message, MAX_DEPTH
+    )
     return message
 
 
@@ -288,8 +300,8 @@ def _check_contents(value: tuple[Any, ...] | dict[Any, Any], levels: int) -> Non
     for item in items:
         if type(item) in _CONTAINERS:
             _check_contents(item, levels - 1)
-        elif type(item) is bytes:  # empty, because max_bin_len is 0
-            raise ProtocolError("msgpack's binary type is not part of the protocol")
+        elif type(item) is bytes:
+            raise ProtocolError("msgpack's binary type is not part of this frame")
 
 
 def _quoted(value: object) -> str:

@@ -15,6 +15,8 @@ for authors of clients. The rules that the types do not show:
 * CANCEL and CREDIT for an id that is not live are ignored, because they may have crossed the request's DONE.
 * The server sends the TOKENS of a request with `credit` while its credit is above zero. TOKENS frames are not split, so
   the last one may overdraw the credit. CREDIT adds to it. Frames without tokens need no credit.
+* EMBED and SCORE are for peers that negotiated `embeddings`. Their answers are ACCEPTED, VECTORS or SCORES in the order
+  of the texts, and DONE. Their credit counts texts; without credit the server stops computing. They are not resumed.
 * A resumable request outlives its connection for a while. RESUME continues it on a connection whose HELLO named the
   session of the request's WELCOME. The answer is that of GENERATE, from the token at `next_index`, which counts the
   tokens of all outputs. TOKENS without ids end an output; they may be repeated after RESUME and are then ignored.
@@ -39,7 +41,7 @@ MAX_FRAME_BYTES = 4 << 20  # default of what each side offers; the smaller offer
 MIN_FRAME_BYTES = 64 << 10  # limit before WELCOME, and the least that a peer may offer
 HEARTBEAT_NONCE = 1  # of a PING that only breaks silence; a default would not be sent, and earlier peers expect a nonce
 HEARTBEATS_MISSED = 3  # intervals of silence after which a connection is closed
-FEATURES = ("heartbeat", "pins", "progress", "tools")  # HELLO requests them, WELCOME grants them
+FEATURES = ("embeddings", "heartbeat", "pins", "progress", "tools")  # HELLO requests them, WELCOME grants them
 ALREADY_EXISTS = "ALREADY_EXISTS"
 
 RequestId = Annotated[int, msgspec.Meta(ge=0)]  # u64, msgpack's largest integer type
@@ -90,6 +92,27 @@ class Resume(_Frame, tag="RESUME", frozen=True):
     request_id: RequestId  # as in its GENERATE
     next_index: NumTokens  # tokens received so far, of all outputs
     credit: NumTokens | None = None  # replaces the credit of the request
+
+
+class AskVectors(_Frame, tag="EMBED", frozen=True):
+    request_id: RequestId
+    inputs: tuple[str | tuple[int, ...], ...]  # texts, or token ids with the model's special tokens
+    dimensions: int | None = None  # leading elements of each vector; None: all
+    prompt_name: str | None = None  # of the model's prompts; None: the model's default
+    truncate_prompt_tokens: int | None = None  # keep this many tokens of a text, -1: as many as the model takes
+    deadline_ms: Annotated[int, msgspec.Meta(ge=0)] | None = None  # from arrival
+    priority: int = 0  # requests with a lower number run earlier
+    credit: NumTokens | None = None  # texts whose values may be sent before CREDIT; None: no limit
+
+
+class AskScores(_Frame, tag="SCORE", frozen=True):
+    request_id: RequestId
+    query: str
+    documents: tuple[str, ...]
+    truncate_prompt_tokens: int | None = None  # of query and document together; as in EMBED
+    deadline_ms: Annotated[int, msgspec.Meta(ge=0)] | None = None  # from arrival
+    priority: int = 0  # requests with a lower number run earlier
+    credit: NumTokens | None = None  # scores that may be sent before CREDIT; None: no limit
 
 
 class Tokenize(_Frame, tag="TOKENIZE", frozen=True):
@@ -184,6 +207,23 @@ class Goaway(_Frame, tag="GOAWAY", frozen=True):
     message: str = ""
 
 
+class Vectors(_Frame, tag="VECTORS", frozen=True):
+    """The vectors of consecutive inputs of EMBED."""
+
+    request_id: RequestId
+    first_index: int  # of the first one among the inputs
+    dimensions: Annotated[int, msgspec.Meta(ge=1)]
+    values: bytes  # f32, little-endian, one vector after another; msgpack's binary type
+
+
+class Scores(_Frame, tag="SCORES", frozen=True):
+    """The scores of consecutive documents of SCORE."""
+
+    request_id: RequestId
+    first_index: int  # of the first one among the documents
+    scores: tuple[float, ...]
+
+
 class Tokenized(_Frame, tag="TOKENIZED", frozen=True):
     request_id: RequestId
     token_ids: tuple[int, ...]
@@ -209,8 +249,36 @@ class Stats(_Frame, tag="STATS", frozen=True):
     stats: dict[str, int]  # encoded names of the fields of `EngineStats`
 
 
-ClientFrame = Hello | Generate | Cancel | Credit | Resume | Tokenize | ListModels | AskStats | Ping | Pong
-ServerFrame = Welcome | Accepted | Progress | Tokens | Done | Error | Goaway | Tokenized | Models | Stats | Ping | Pong
+ClientFrame = (
+    Hello
+    | Generate
+    | Cancel
+    | Credit
+    | Resume
+    | AskVectors
+    | AskScores
+    | Tokenize
+    | ListModels
+    | AskStats
+    | Ping
+    | Pong
+)
+ServerFrame = (
+    Welcome
+    | Accepted
+    | Progress
+    | Tokens
+    | Vectors
+    | Scores
+    | Done
+    | Error
+    | Goaway
+    | Tokenized
+    | Models
+    | Stats
+    | Ping
+    | Pong
+)
 Frame = ClientFrame | ServerFrame
 
 
@@ -218,5 +286,9 @@ def _by_tag(*frames: type[Frame]) -> dict[str, type[Frame]]:
     return {str(frame.__struct_config__.tag): frame for frame in frames}
 
 
-CLIENT_FRAMES = _by_tag(Hello, Generate, Cancel, Credit, Resume, Tokenize, ListModels, AskStats, Ping, Pong)
-SERVER_FRAMES = _by_tag(Welcome, Accepted, Progress, Tokens, Done, Error, Goaway, Tokenized, Models, Stats, Ping, Pong)
+CLIENT_FRAMES = _by_tag(
+    Hello, Generate, Cancel, Credit, Resume, AskVectors, AskScores, Tokenize, ListModels, AskStats, Ping, Pong
+)
+SERVER_FRAMES = _by_tag(
+    Welcome, Accepted, Progress, Tokens, Vectors, Scores, Done, Error, Goaway, Tokenized, Models, Stats, Ping, Pong
+)

@@ -21,6 +21,8 @@ from ..protocol.frames import (
     HEARTBEAT_NONCE,
     MIN_FRAME_BYTES,
     PROTOCOL_VERSION,
+    AskScores,
+    AskVectors,
     Generate,
     Hello,
     Ping,
@@ -40,7 +42,7 @@ from .watchdog import Watchdog
 
 READ_BYTES = 64 << 10
 BYTES_PER_FRAME = 4 << 10  # that count as one frame
-REQUESTS = (Generate, Resume, Tokenize)
+REQUESTS = (Generate, Resume, AskVectors, AskScores, Tokenize)
 
 TLS_HANDSHAKE = b"\x16\x03"
 HTTP_METHODS = (b"GET ", b"HEAD ", b"POST ", b"PUT ", b"DELETE ", b"OPTIONS ", b"PATCH ", b"CONNECT ", b"PRI * HTTP")

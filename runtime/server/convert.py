@@ -14,12 +14,14 @@ from ...scheduler import AdmissionEstimate
 from ..common.errors import InvalidRequest, ProtocolError
 from ..common.prompts import chat_tools
 from ..common.types import OutputChunk
-from ..engine.facade import EngineInfo, EngineStats, GenerateRequest
+from ..engine.facade import EmbedRequest, EngineInfo, EngineStats, GenerateRequest
 from ..protocol.codec import Malformed
 from ..protocol.frames import (
     ALREADY_EXISTS,
     PROTOCOL_VERSION,
     Accepted,
+    AskScores,
+    AskVectors,
     Done,
     Error,
     Frame,
@@ -75,6 +77,21 @@ def _tools(texts: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
         return chat_tools([msgspec.json.decode(text) for text in texts])
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"tools: each must be the JSON text of a tool: {error}") from None
+
+
+def embed_request(frame: AskVectors | AskScores, tenant: str) -> EmbedRequest:
+    request = EmbedRequest(
+        inputs=(),
+        truncate_prompt_tokens=frame.truncate_prompt_tokens,
+        tenant=tenant,
+        priority=frame.priority,
+        deadline_ms=frame.deadline_ms,
+    )
+    if isinstance(frame, AskScores):
+        return msgspec.structs.replace(request, inputs=frame.documents, query=frame.query)
+    return msgspec.structs.replace(
+        request, inputs=frame.inputs, dimensions=frame.dimensions, prompt_name=frame.prompt_name
+    )
 
 
 def accepted_frame(request_id: int, admission: AdmissionEstimate, features: Collection[str] = ()) -> Accepted:

@@ -10,16 +10,20 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
 from itertools import islice
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ...scheduler import AdmissionEstimate
 from ..common.errors import QuireError
 from ..common.types import OutputChunk
-from ..engine.facade import EngineFacade, GenerateRequest, Generation
+from ..engine.facade import EmbedRequest, EngineFacade, GenerateRequest, Generation
+from .live_embedding import LiveEmbedding
 from .monitoring import CancelCause, PrometheusObserver, RequestState, RequestStatus
 from .request_log import RequestLog
 from .tenant_bytes import EqualShares
 from .tenants import Tenant
+
+R = TypeVar("R", GenerateRequest, EmbedRequest)
+T = TypeVar("T")
 
 
 class LiveRequests:
@@ -30,7 +34,7 @@ class LiveRequests:
         self.texts = texts
         self._engine = engine
         self._observer = observer
-        self._all: dict[LiveRequest, None] = {}
+        self._all: dict[LiveRequest | LiveEmbedding, None] = {}
         self.log = RequestLog(observer)
 
     def __len__(self) -> int:
@@ -41,6 +45,22 @@ class LiveRequests:
 
         Raises the refusal of `TenantBytes.reserve`, `Tenant.enter` or the engine; nothing is counted then.
         """
+        submission, release_text = self._enter(tenant, request, self._engine.submit)
+        live = LiveRequest(submission, release_text, tenant, request_id, self._observer, self.log, self._all.pop)
+        self._all[live] = None
+        return live
+
+    def embed(self, tenant: Tenant, request_id: int, request: EmbedRequest) -> LiveEmbedding:
+        """Count the request for `tenant` and submit it; its texts count until its end. Raises as `submit`."""
+        submission, release_text = self._enter(tenant, request, self._engine.embed)
+        live = LiveEmbedding(submission, release_text, tenant, request_id, self._observer, self.log, self._all.pop)
+        self._all[live] = None
+        return live
+
+    def _enter(
+        self, tenant: Tenant, request: R, submit: Callable[[R], Awaitable[T]]
+    ) -> tuple[Awaitable[T], Callable[[], None]]:
+        """Count the request and its text for `tenant`, and submit it. Return what releases the text, too."""
         with self.reporting_refusals():
             release_text = self.texts.of(tenant.name).reserve(request.text_bytes())
             try:
@@ -49,14 +69,11 @@ class LiveRequests:
                 release_text()
                 raise
         try:
-            submission = self._engine.submit(request)
+            return submit(request), release_text
         except BaseException:
             release_text()
             tenant.leave()
             raise
-        live = LiveRequest(submission, release_text, tenant, request_id, self._observer, self.log, self._all.pop)
-        self._all[live] = None
-        return live
 
     def replay(self, tenant: Tenant, request_id: int) -> None:
         """Count a request that an earlier one answers. Raises the refusal of `Tenant.charge_rate`."""

@@ -21,7 +21,9 @@ from ..common.logs import BoundedLog, new_id
 from ..engine.facade import EngineFacade, EngineStats
 from ..protocol.codec import MAX_ARRAY_LENGTH, Malformed
 from ..protocol.frames import (
+    AskScores,
     AskStats,
+    AskVectors,
     Cancel,
     Credit,
     Error,
@@ -38,7 +40,7 @@ from ..protocol.frames import (
 )
 from ..protocol.wire_errors import error_frame
 from .auth import Keyring
-from .convert import duplicate_frame, engine_request, models_frame, stats_frame
+from .convert import duplicate_frame, embed_request, engine_request, models_frame, stats_frame
 from .live_requests import LiveRequests
 from .monitoring import CancelCause, PrometheusObserver
 from .output_stream import Delivery, OutputStream
@@ -48,6 +50,7 @@ from .resume import ReplayStore
 from .send_buffer import SendBuffer
 from .tenant_bytes import EqualShares
 from .tenants import Tenant, TenantTotals
+from .vector_stream import VectorStream
 
 _log = structlog.get_logger("quire.server")
 
@@ -107,7 +110,7 @@ class RequestHandler:
         self._session = tenant.name, session
         self._features = features
         self._tasks: dict[int, asyncio.Task[None]] = {}  # by the ids of live requests
-        self._streams: dict[int, OutputStream] = {}  # of those: the others are TOKENIZE
+        self._streams: dict[int, OutputStream | VectorStream] = {}  # of those: the others are TOKENIZE
         self._last_accepted_id: int | None = None
         self._last_ended_at = asyncio.get_running_loop().time()
         if context.leaves_at is not None:
@@ -126,7 +129,7 @@ class RequestHandler:
     def handle(self, frame: Frame | Malformed) -> None:
         """Handle one frame. Raises ProtocolError if it must end the connection."""
         match frame:
-            case Generate() | Resume() | Tokenize():
+            case Generate() | Resume() | AskVectors() | AskScores() | Tokenize():
                 with bound_contextvars(request=new_id()):
                     self._start_request(frame)
             case Malformed(request_id, error):
@@ -177,12 +180,14 @@ class RequestHandler:
 
     # Requests
 
-    def _start_request(self, frame: Generate | Resume | Tokenize) -> None:
+    def _start_request(self, frame: Generate | Resume | AskVectors | AskScores | Tokenize) -> None:
         match frame:
             case Generate():
                 self._generate(frame)
             case Resume():
                 self._resume(frame)
+            case AskVectors() | AskScores():
+                self._embed(frame)
             case Tokenize():
                 self._tokenize(frame)
 
@@ -230,7 +235,25 @@ class RequestHandler:
         self._context.requests.log.resumed(self.tenant.name, frame.request_id, frame.next_index)
         self._start(frame.request_id, subscriber.run, subscriber)
 
-    def _delivery(self, frame: Generate | Resume) -> Delivery:
+    def _embed(self, frame: AskVectors | AskScores) -> None:
+        if "embeddings" not in self._features:
+            raise ProtocolError("EMBED and SCORE need the feature `embeddings` in HELLO")
+        if not self._accepts_id(frame.request_id):
+            return
+        if self._context.leaves_at is not None:
+            self._refuse(frame.request_id, Unavailable("the server is shutting down; send this request elsewhere"))
+            return
+        request = embed_request(frame, self.tenant.name)
+        try:
+            live = self._context.requests.embed(self.tenant, frame.request_id, request)
+        except Exception as error:
+            self._send_refusal(frame.request_id, quire_error(error, client_id=frame.request_id))
+            return
+        stream = VectorStream(live, self._delivery(frame), is_score=isinstance(frame, AskScores))
+        self._last_accepted_id = frame.request_id
+        self._start(frame.request_id, stream.run, stream)
+
+    def _delivery(self, frame: Generate | Resume | AskVectors | AskScores) -> Delivery:
         timeout_ms = self._context.config.credit_timeout_ms
         turns = self.tenant.output_turns
         return Delivery(frame.request_id, self._send_buffer, frame.credit, timeout_ms, self._features, turns)
@@ -302,7 +325,10 @@ class RequestHandler:
         self._send_buffer.send(error_frame(request_id, error))
 
     def _start(
-        self, request_id: int, answer: Callable[[], Coroutine[Any, Any, Frame]], stream: OutputStream | None = None
+        self,
+        request_id: int,
+        answer: Callable[[], Coroutine[Any, Any, Frame]],
+        stream: OutputStream | VectorStream | None = None,
     ) -> asyncio.Task[None]:
         task = self._tasks[request_id] = asyncio.create_task(self._run(request_id, answer))
         if stream is not None:

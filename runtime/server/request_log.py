@@ -54,6 +54,10 @@ class RequestLog:
             stall_ms=round(usage.stall_ms, 1),
         )
 
+    def embedded(self, client_id: int, prompt_tokens: int) -> None:
+        """Record a request to embed or score whose values were all read."""
+        _log.info("request ended", client_id=client_id, finish_reason="stop", prompt_tokens=prompt_tokens)
+
     def failed(self, client_id: int, code: str | None, cause: CancelCause | None, generated: int) -> None:
         """Record a request that ended without a last chunk: by an error, or because the server stopped reading it."""
         _log.info("request failed", client_id=client_id, code=code, cause=cause, completion_tokens=generated)

@@ -63,7 +63,7 @@ class Supervisor:
         # What the first process derived from the state of the machine holds for all that follow.
         config = msgspec.structs.replace(
             self._start.config,
-            kv_cache_memory=ready.kv_bytes,
+            kv_cache_memory=ready.kv_bytes or None,  # an encoder has none
             max_model_len=ready.info.max_model_len,
             threads=ready.info.threads,
             isa=ready.info.isa,

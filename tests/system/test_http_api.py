@@ -400,7 +400,7 @@ async def test_a_body_of_quotes_takes_linear_time(system: Any) -> None:
         ("GET", "/nothing", 404, "/v1/chat/completions"),
         ("POST", "/chat/completions", 404, "ends with /v1, once"),
         ("POST", "/v1/v1/completions", 404, "ends with /v1, once"),
-        ("POST", "/v1/embeddings", 404, "no embeddings"),
+        ("GET", "/v1/embeddings", 405, "allows POST"),
         ("GET", "/v1/completions", 405, "allows POST"),
         ("DELETE", "/v1/models", 405, "allows GET, HEAD"),
         ("GET", "/v1/../v1/models", 404, ""),

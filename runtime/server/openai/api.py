@@ -23,6 +23,16 @@ from ..monitoring import Readiness
 from ..pages import PAGE_HEADERS, PageFile, read_page
 from ..request_handler import AppContext
 from ..request_log import quire_error
+from .embeddings import (
+    EMBEDDING_FIELDS,
+    RERANK_FIELDS,
+    SCORE_FIELDS,
+    EmbeddingCall,
+    answer_embedding,
+    embedding_call,
+    rerank_call,
+    score_call,
+)
 from .errors import BadRequest, HTTPAnswer
 from .exchange import Exchange
 from .fields import KNOWN, TOKENIZE, Call, Fields, chat_call, chat_prompt, check_model, completion_call
@@ -41,8 +51,12 @@ CHAT_ENDPOINT = Endpoint(chat_call, ChatFormat, KNOWN, "chat.completion.deleted"
 COMPLETION_ENDPOINT = Endpoint(completion_call, CompletionFormat, KNOWN)
 RESPONSE_ENDPOINT = Endpoint(response_call, ResponseFormat, RESPONSE_KNOWN, "response")
 PAGE = ("chat.html", "chat.css", "chat.js", "api.js", "conversations.js", "view.js")  # in the folder `page`
-NOT_SERVED = {
-    "/v1/embeddings": "this model generates text; it makes no embeddings",
+EMBEDDING_CALLS = {
+    "/v1/embeddings": (embedding_call, EMBEDDING_FIELDS),
+    "/v1/rerank": (rerank_call, RERANK_FIELDS),
+    "/rerank": (rerank_call, RERANK_FIELDS),
+    "/v1/score": (score_call, SCORE_FIELDS),
+    "/score": (score_call, SCORE_FIELDS),
 }
 
 
@@ -74,6 +88,8 @@ class Api:
             "/tokenize": {"POST": Route(self._tokenize, takes_body=True)},
             "/detokenize": {"POST": Route(self._detokenize, takes_body=True)},
         }
+        for path, (read_call, known) in EMBEDDING_CALLS.items():
+            self._routes[path] = {"POST": Route(partial(self._embed, read_call, known), takes_body=True)}
         page = read_page(files(__package__) / "page", *PAGE)
         self._page = {path: {"GET": Route(partial(_send_file, file), needs_key=False)} for path, file in page.items()}
 
@@ -161,6 +177,26 @@ class Api:
         # The engine has checked the number of choices.
         form = endpoint.form_class(call, self._model, self._context.engine.token)
         return runner.run(StreamedOutput(exchange, form) if call.stream else WholeOutput(exchange, form))
+
+    async def _embed(
+        self, read_call: Callable[[Fields, str], EmbeddingCall], known: Set[str], exchange: Exchange
+    ) -> None:
+        context, tenant = self._context, exchange.tenant
+        assert tenant is not None, "authenticated"
+        with self._reporting(exchange):
+            if context.leaves_at is not None:
+                raise Unavailable("the server is shutting down; send this request elsewhere")
+            call = read_call(await self._fields(exchange, known), tenant.name)
+        try:
+            live = context.requests.embed(tenant, exchange.number, call.request)
+        except QuireError as error:
+            context.requests.log.refused(tenant.name, exchange.number, error.code, error.retry_after_ms)
+            exchange.refuse(error, known)
+            return
+        answering = answer_embedding(exchange, live, call.new_form(self._model))
+        del call  # it holds the texts
+        if (failure := await answering) is not None:
+            exchange.refuse(failure, known)
 
     async def _tokenize(self, exchange: Exchange) -> None:
         tenant = exchange.tenant
@@ -252,9 +288,7 @@ class Api:
 
     def _not_found(self, path: str) -> BadRequest:
         advice = f"the paths are {', '.join(self._routes)}"
-        if path in NOT_SERVED:
-            advice = NOT_SERVED[path]
-        elif f"/v1{path}" in self._routes or path.removeprefix("/v1") in self._routes:
+        if f"/v1{path}" in self._routes or path.removeprefix("/v1") in self._routes:
             advice = "the base URL of this server ends with /v1, once"
         return BadRequest(f"there is no {path[:200]!r} here; {advice}", error_code="not_found", status=404)
 

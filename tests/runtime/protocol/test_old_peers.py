@@ -20,6 +20,8 @@ WITH_DEFAULTS = [
     Generate(1, "hi"),
     frames.Resume(1, 5),
     frames.Tokenize(1, "hi"),
+    frames.AskVectors(1, ("hi", (5,))),
+    frames.AskScores(1, "hi", ("a",)),
     frames.Welcome(1, (), 1 << 20, "model"),
     frames.Accepted(1, 0, 1, 4),
     frames.Tokens(1, 0, (3,), "a"),

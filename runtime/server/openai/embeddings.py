@@ -1,0 +1,261 @@
+"""`/v1/embeddings`, and `/v1/rerank` and `/v1/score`: their fields, and the form of their answers.
+
+The answer of embeddings is OpenAI's, that of rerank Jina's and Cohere's, that of score vLLM's. Must not import routes.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from ...common.errors import InvalidRequest, QuireError
+from ...common.prompts import shown
+from ...engine.facade import EmbeddedTexts, EmbedRequest
+from ..live_embedding import LiveEmbedding
+from .errors import BadRequest, HTTPAnswer
+from .exchange import Exchange
+from .fields import HINTS, Fields
+
+PIECE_BYTES = 64  # of a held piece of an answer, besides its text
+_COMMON = frozenset({"model", "priority", "deadline_ms", "truncate_prompt_tokens"}) | HINTS
+_RANKED = frozenset({"query", "documents", "top_n", "return_documents"})
+_SCORED = frozenset({"text_1", "text_2", "queries", "documents"})
+EMBEDDING_FIELDS = _COMMON | {"input", "encoding_format", "dimensions", "prompt_name"}
+RERANK_FIELDS, SCORE_FIELDS = _COMMON | _RANKED, _COMMON | _SCORED
+
+
+class EmbeddingCall(NamedTuple):
+    """What one HTTP request asks for."""
+
+    request: EmbedRequest
+    new_form: Callable[[str], EmbeddingForm]  # of the answer, from the served model's name
+
+
+class EmbeddingForm(Protocol):
+    """The answer of a call, made of the values in the order of the texts."""
+
+    def add(self, chunk: EmbeddedTexts) -> int:
+        """Hold the next values. Return the bytes that they take."""
+
+    def whole(self, prompt_tokens: int) -> bytes:
+        """Return the answer."""
+
+
+def embedding_call(fields: Fields, tenant: str) -> EmbeddingCall:
+    """Return the call of `/v1/embeddings`. Raises BadRequest."""
+    _check_known(fields, EMBEDDING_FIELDS)
+    encoding = fields.take("encoding_format", str, "float")
+    if encoding not in ("float", "base64"):
+        raise BadRequest(f"encoding_format must be float or base64, not {encoding[:80]!r}", "encoding_format")
+    options = _options(fields, tenant)
+    if "dimensions" in fields.values:
+        options["dimensions"] = fields.take("dimensions", int, 0)
+    if "prompt_name" in fields.values:
+        options["prompt_name"] = fields.take("prompt_name", str, "")
+    inputs = _inputs(_required(fields, "input"))
+    return EmbeddingCall(
+        EmbedRequest(inputs=inputs, **options), lambda model: _VectorForm(model, is_base64=encoding == "base64")
+    )
+
+
+def rerank_call(fields: Fields, tenant: str) -> EmbeddingCall:
+    """Return the call of `/v1/rerank`. Raises BadRequest."""
+    _check_known(fields, RERANK_FIELDS)
+    query, documents = _text("query", _required(fields, "query")), _texts("documents", _required(fields, "documents"))
+    top_n = fields.take_between("top_n", 1, max(1, len(documents)), len(documents) or 1)
+    shows_documents = fields.take("return_documents", bool, True)
+    return EmbeddingCall(
+        EmbedRequest(inputs=documents, query=query, **_options(fields, tenant)),
+        lambda model: _RankForm(model, top_n, documents if shows_documents else None),
+    )
+
+
+def score_call(fields: Fields, tenant: str) -> EmbeddingCall:
+    """Return the call of `/v1/score`: one query and its documents. Raises BadRequest."""
+    _check_known(fields, SCORE_FIELDS)
+    query_name = "queries" if "queries" in fields.values else "text_1"
+    name = "documents" if "documents" in fields.values else "text_2"
+    query = _required(fields, query_name)
+    if isinstance(query, list):
+        if len(query) != 1:
+            raise BadRequest(f"{query_name} must be one text, not {len(query)}; send one request per query", query_name)
+        (query,) = query
+    documents = _required(fields, name)
+    texts = _texts(name, documents if isinstance(documents, list) else [documents])
+    request = EmbedRequest(inputs=texts, query=_text(query_name, query), **_options(fields, tenant))
+    return EmbeddingCall(request, _ScoreForm)
+
+
+async def answer_embedding(exchange: Exchange, live: LiveEmbedding, form: EmbeddingForm) -> QuireError | None:
+    """Answer a submitted call, or return the error that ended it."""
+    held = _HeldAnswer(exchange)
+    exchange.lives.append(live)
+    try:
+        async with contextlib.aclosing(live.chunks()) as chunks:
+            async for chunk in chunks:
+                held.hold(form.add(chunk))
+        exchange.respond(HTTPAnswer(200, form.whole(live.prompt_tokens)))
+        return None
+    except QuireError as error:
+        return error.with_traceback(None)  # that holds the texts
+    finally:
+        held.close()
+        exchange.lives.clear()
+
+
+class _HeldAnswer:
+    """Counts what an answer holds as unsent output of the connection. Implements `send_buffer.WaitingStream`."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._num_bytes = 0
+        self._is_closed = False
+
+    def hold(self, num_bytes: int) -> None:
+        if not self._is_closed:
+            self._num_bytes += num_bytes
+            self._exchange.send_buffer.hold(self, num_bytes)
+
+    def close(self) -> None:
+        """Count nothing any more. Idempotent."""
+        self._is_closed = True
+        self._exchange.send_buffer.hold(self, -self._num_bytes)
+        self._num_bytes = 0
+
+    def send_soon(self) -> None:
+        """Ignore it: what is held is not sent before the end."""
+
+    def shed(self, error: QuireError) -> None:
+        """End the call: its answer is longer than the limit."""
+        held = self._num_bytes
+        self.close()
+        self._exchange.fail(
+            InvalidRequest(
+                f"{held} bytes of this answer exceed what may wait to be sent (`max_outgoing_bytes`, "
+                "`max_unsent_bytes`); send fewer texts per request, or ask for base64"
+            ),
+            "slow_reader",
+        )
+
+
+class _VectorForm:
+    """OpenAI's list of embeddings."""
+
+    def __init__(self, model: str, *, is_base64: bool) -> None:
+        self._model = model
+        self._is_base64 = is_base64
+        self._pieces: list[bytes] = []
+
+    def add(self, chunk: EmbeddedTexts) -> int:
+        num_bytes = 0
+        for index, row in enumerate(chunk.values, chunk.first_index):
+            vector = base64.b64encode(row.astype("<f4").tobytes()).decode() if self._is_base64 else row.tolist()
+            piece = msgspec.json.encode({"object": "embedding", "index": index, "embedding": vector})
+            self._pieces.append(piece)
+            num_bytes += len(piece) + PIECE_BYTES
+        return num_bytes
+
+    def whole(self, prompt_tokens: int) -> bytes:
+        tail = msgspec.json.encode({"model": self._model, "usage": _usage(prompt_tokens)})
+        return b'{"object":"list","data":[' + b",".join(self._pieces) + b"]," + tail[1:]
+
+
+class _RankForm:
+    """The documents by falling score; of equal scores, the first document first."""
+
+    def __init__(self, model: str, top_n: int, documents: tuple[str | tuple[int, ...], ...] | None) -> None:
+        self._model = model
+        self._top_n = top_n
+        self._documents = documents
+        self._scores: list[float] = []
+
+    def add(self, chunk: EmbeddedTexts) -> int:
+        self._scores += chunk.values[:, 0].tolist()
+        return PIECE_BYTES * len(chunk.values)
+
+    def whole(self, prompt_tokens: int) -> bytes:
+        scores, documents = self._scores, self._documents
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: self._top_n]
+        results = [
+            {"index": index, "relevance_score": scores[index]}
+            | ({} if documents is None else {"document": {"text": documents[index]}})
+            for index in order
+        ]
+        body = {"id": _id("rerank"), "model": self._model, "results": results, "usage": _usage(prompt_tokens)}
+        return msgspec.json.encode(body)
+
+
+class _ScoreForm:
+    """vLLM's list of scores."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._scores: list[float] = []
+
+    def add(self, chunk: EmbeddedTexts) -> int:
+        self._scores += chunk.values[:, 0].tolist()
+        return PIECE_BYTES * len(chunk.values)
+
+    def whole(self, prompt_tokens: int) -> bytes:
+        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(self._scores)]
+        body = {"id": _id("score"), "object": "list", "created": int(time.time()), "model": self._model, "data": data}
+        return msgspec.json.encode({**body, "usage": _usage(prompt_tokens)})
+
+
+def _usage(prompt_tokens: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+
+
+def _id(kind: str) -> str:
+    return f"{kind}-{secrets.token_hex(16)}"
+
+
+def _options(fields: Fields, tenant: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"tenant": tenant}
+    for name in ("priority", "deadline_ms", "truncate_prompt_tokens"):
+        if name in fields.values:
+            options[name] = fields.take(name, int, 0)
+    return options
+
+
+def _required(fields: Fields, name: str) -> Any:
+    if name not in fields.values:
+        raise BadRequest(f"{name} is missing", name, error_code="missing_required_parameter")
+    return fields.values[name]
+
+
+def _inputs(value: object) -> tuple[str | tuple[int, ...], ...]:
+    """Return one text, one list of token ids, or a list of those, as a tuple of inputs."""
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list):
+        kinds = set(map(type, value))
+        if kinds == {int}:
+            return (tuple(value),)
+        if kinds <= {str, list} and all(isinstance(each, str) or set(map(type, each)) <= {int} for each in value):
+            return tuple(each if isinstance(each, str) else tuple(each) for each in value)
+    raise BadRequest(f"input must be text, token ids or a list of those, not {shown(value)}", "input")
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise BadRequest(f"{name} must be text, not {shown(value)}", name)
+    return value
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    """Return a list of texts, each of which may be an object with its `text`."""
+    if not isinstance(value, list):
+        raise BadRequest(f"{name} must be a list of texts, not {shown(value)}", name)
+    return tuple(_text(name, each.get("text") if isinstance(each, Mapping) else each) for each in value)
+
+
+def _check_known(fields: Fields, known: frozenset[str]) -> None:
+    """Raise BadRequest for a field that other paths know and this one does not."""
+    fields.check_supported(known, {"encoding_format": ("float",), "dimensions": ()})

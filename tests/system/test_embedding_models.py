@@ -1,0 +1,97 @@
+"""Real encoders behind `LLM`, beside a model that generates, and in an engine process that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from os import kill
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quire import LLM
+from quire.runtime.common.config import EngineConfig
+from quire.runtime.common.errors import ConfigError, InvalidRequest, UnsupportedModel
+from quire.runtime.common.types import SamplingParams
+from quire.runtime.engine import EmbedRequest, Engine, load_texts
+from quire.runtime.workers import EnginePool
+
+GOLDENS = Path(__file__).resolve().parents[1] / "goldens" / "encoders"
+OPTIONS: dict[str, Any] = {"weights": "f32", "max_num_batched_tokens": 256, "threads": 2}
+
+
+def golden(name: str) -> tuple[str, dict[str, Any]]:
+    return str(GOLDENS / name), json.loads((GOLDENS / name / "golden.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", ["bert", "xlm_roberta", "qwen3"])
+def test_vectors_are_those_of_the_reference(name: str) -> None:
+    path, expected = golden(name)
+    with LLM(path, **OPTIONS) as llm:
+        prompt = expected["prompt"]
+        together = llm.embed(expected["texts"], prompt_name=prompt)
+        alone = np.concatenate([llm.embed(text, prompt_name=prompt) for text in expected["texts"]])
+        with pytest.raises(InvalidRequest, match="generates no text"):
+            llm.generate("a")
+    assert np.allclose(together, np.float32(expected["values"]), atol=2e-4)
+    assert np.array_equal(together, alone)
+
+
+def test_a_reranker_scores_pairs() -> None:
+    path, expected = golden("bert_scores")
+    with LLM(path, **OPTIONS) as llm:
+        scores = [float(llm.score(query, [document])[0]) for query, document in expected["texts"]]
+        query = expected["texts"][0][0]
+        assert llm.score(query, [pair[1] for pair in expected["texts"][:3]]).tolist() == scores[:3]
+        with pytest.raises(InvalidRequest, match="makes no embeddings"):
+            llm.embed("a")
+    logits = np.float32(expected["values"])[:, 0]
+    assert np.allclose(scores, logits, atol=1e-3) or np.allclose(scores, 1 / (1 + np.exp(-logits)), atol=1e-3)
+
+
+def test_an_encoder_beside_a_model_that_generates_changes_no_token() -> None:
+    path, expected = golden("bert")
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    with LLM(kv_cache_memory=1 << 20, threads=2) as llm:
+        text = llm.generate("A page", params)[0].text
+        with pytest.raises(InvalidRequest, match="no embedding model"):
+            llm.embed("a")
+    with LLM(kv_cache_memory=1 << 20, threads=2, embedding_model=path, itl_target_ms=50) as llm:
+        assert llm.generate("A page", params)[0].text == text
+        assert llm.embed(expected["texts"]).shape == (len(expected["texts"]), len(expected["values"][0]))
+        assert llm.engine.info.generates
+
+
+def test_models_that_do_not_fit_the_option_are_refused(tmp_path: Path) -> None:
+    path, _ = golden("bert")
+    with pytest.raises(ConfigError, match="embedding_model cannot be given with a model that is an encoder"):
+        LLM(path, embedding_model=path)
+    decoder = tmp_path / "decoder"
+    decoder.mkdir()
+    (decoder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}', "utf-8")
+    with pytest.raises(UnsupportedModel):
+        LLM(kv_cache_memory=1 << 20, embedding_model=str(decoder))
+
+
+async def test_texts_go_on_after_the_engine_process_is_killed() -> None:
+    path, expected = golden("bert")
+    config = EngineConfig(model=path, **OPTIONS)
+    texts = expected["texts"] * 200
+    pool = await EnginePool.launch(config)
+    engine = Engine(pool, *load_texts(config))
+    try:
+        async with asyncio.timeout(120):
+            rows = []
+            async for chunk in await engine.embed(EmbedRequest(inputs=tuple(texts))):
+                rows.append(chunk.values)
+                if len(rows) == 2:
+                    pid = pool.members[0].pid
+                    assert pid is not None
+                    kill(pid, signal.SIGKILL)
+        values = np.concatenate(rows)
+        assert np.array_equal(values, np.tile(values[: len(expected["texts"])], (200, 1)))
+        assert np.allclose(values[: len(expected["texts"])], np.float32(expected["values"]), atol=2e-4)
+    finally:
+        await engine.close()

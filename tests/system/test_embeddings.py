@@ -1,0 +1,293 @@
+"""Embeddings and scores over both doors, on an engine with a fake encoder: answers, limits, credit, cancel, clients."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from quire.runtime.client import AsyncClient
+from quire.runtime.common.config import EngineConfig, ServerConfig
+from quire.runtime.common.errors import ContextLengthExceeded, InvalidRequest
+from quire.runtime.engine import Engine, EngineCore, TextProcessor
+from quire.runtime.engine.embedding import CHUNK_TEXTS, cosines
+from quire.runtime.server import Server
+
+from tests.runtime.engine.fake_encoder import MAX_MODEL_LEN, FakeEncoder, FakeTexts, vector
+
+from .conftest import FREE_PORTS, RawClient, System, raw_client
+from .http_client import Reply, connection
+
+FEATURES = ("embeddings",)
+
+
+@asynccontextmanager
+async def embedding_system(encoder: FakeEncoder | None = None, **settings: Any) -> AsyncIterator[Any]:
+    encoder = encoder or FakeEncoder()
+    engine = Engine(
+        EngineCore(None, EngineConfig(), None, encoder, encoder.info), TextProcessor(None, None), FakeTexts()
+    )
+    server, clients = Server(), []  # type: ignore[var-annotated]
+    await server.start(engine, ServerConfig(served_model_name="quire", **FREE_PORTS, **settings))
+    try:
+
+        async def raw(features: tuple[str, ...]) -> RawClient:
+            client = await raw_client(server.address, hello=False)
+            client.send("HELLO", [1], None, features)
+            assert (await client.receive())[0] == "WELCOME"
+            clients.append(client)
+            return client
+
+        yield System(engine, server, raw)  # type: ignore[arg-type]
+        for client in clients:
+            client.writer.transport.abort()
+        await until(lambda: not engine.core.scheduler.has_work)
+        await until(lambda: len(server._context.requests) == 0)  # type: ignore[union-attr]
+        assert server._context.requests.texts.num_bytes == 0  # type: ignore[union-attr]
+    finally:
+        await server.close()
+        await engine.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def rows(*texts: str) -> np.ndarray[Any, Any]:
+    return np.stack([vector(tuple(map(ord, text))) for text in texts])
+
+
+async def ask(system: Any, path: str, **body: Any) -> Reply:
+    async with connection(system) as client:
+        return await client.ask("POST", path, {"model": "quire", **body})
+
+
+# /v1/embeddings, /v1/rerank, /v1/score
+
+
+@pytest.mark.parametrize("given", ["ab", ["ab", "c"], [97, 98], [[97, 98], "c"]], ids=str)
+async def test_embeddings_have_openais_form(given: Any) -> None:
+    texts = ["ab", "c"] if given not in ("ab", [97, 98]) else ["ab"]
+    async with embedding_system() as system:
+        reply = await ask(system, "/v1/embeddings", input=given)
+        assert reply.status == 200
+        assert reply.json["object"] == "list"
+        assert reply.json["model"] == "quire"
+        assert [each["index"] for each in reply.json["data"]] == list(range(len(texts)))
+        assert np.array_equal(np.float32([each["embedding"] for each in reply.json["data"]]), rows(*texts))
+        num_tokens = len("".join(texts))
+        assert reply.json["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+async def test_base64_has_the_bits_of_the_floats() -> None:
+    async with embedding_system() as system:
+        reply = await ask(system, "/v1/embeddings", input=["ab"], encoding_format="base64", dimensions=2)
+        whole = await ask(system, "/v1/embeddings", input=["ab"], dimensions=2)
+    values = struct.unpack("<2f", base64.b64decode(reply.json["data"][0]["embedding"]))
+    assert list(values) == whole.json["data"][0]["embedding"]
+
+
+async def test_thousands_of_texts_are_one_answer() -> None:
+    texts = [chr(65 + index % 50) * (1 + index % 7) for index in range(1500)]
+    async with embedding_system() as system:
+        reply = await ask(system, "/v1/embeddings", input=texts)
+        assert np.array_equal(np.float32([each["embedding"] for each in reply.json["data"]]), rows(*texts))
+        assert 'quire_embed_requests_total{kind="embed"} 1.0' in system.metrics()
+        assert "quire_encoded_texts_total 1500.0" in system.metrics()
+
+
+async def test_rerank_sorts_and_score_keeps_the_order() -> None:
+    documents = ["b", "a", "cc", "a"]
+    scores = cosines(rows("q: q")[0], rows(*(f"d: {each}" for each in documents)))[:, 0]
+    async with embedding_system() as system:
+        ranked = (await ask(system, "/v1/rerank", query="q", documents=documents, top_n=3)).json
+        scored = (await ask(system, "/v1/score", text_1="q", text_2=documents)).json
+        single = (await ask(system, "/score", queries="q", documents="b")).json
+        objects = await ask(system, "/rerank", query="q", documents=[{"text": "b"}], return_documents=False)
+    order = sorted(range(4), key=lambda index: -scores[index])[:3]
+    assert [each["index"] for each in ranked["results"]] == order
+    assert [each["document"]["text"] for each in ranked["results"]] == [documents[index] for index in order]
+    assert np.array_equal(np.float32([each["relevance_score"] for each in ranked["results"]]), scores[order])
+    assert np.array_equal(np.float32([each["score"] for each in scored["data"]]), scores)
+    assert [each["score"] for each in single["data"]] == [scores[0]]
+    assert "document" not in objects.json["results"][0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text", "param"),
+    [
+        ("/v1/embeddings", {}, "input is missing", "input"),
+        ("/v1/embeddings", {"input": 5}, "input must be text, token ids or a list", "input"),
+        ("/v1/embeddings", {"input": ["a", [True]]}, "input must be", "input"),
+        ("/v1/embeddings", {"input": []}, "inputs has 0 entries", None),
+        ("/v1/embeddings", {"input": "a", "dimensions": 9}, "between 1 and 4, not 9", "dimensions"),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "float or base64", "encoding_format"),
+        ("/v1/embeddings", {"input": "a", "truncate_prompt_tokens": "x"}, "must be", "truncate_prompt_tokens"),
+        ("/v1/embeddings", {"input": "a", "stream": True}, "not supported", "stream"),
+        ("/v1/rerank", {"query": "q"}, "documents is missing", "documents"),
+        ("/v1/rerank", {"query": "q", "documents": "a"}, "list of texts", "documents"),
+        ("/v1/rerank", {"query": "q", "documents": [{}]}, "documents must be text", "documents"),
+        ("/v1/rerank", {"query": "q", "documents": ["a"], "top_n": 2}, "between 1 and 1", "top_n"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": "c"}, "one text, not 2", "text_1"),
+        ("/v1/score", {"text_1": 5, "text_2": "c"}, "text_1 must be text", "text_1"),
+        ("/v1/completions", {"prompt": "a"}, "generates no text", None),
+    ],
+)
+async def test_wrong_fields_are_refused_by_name(path: str, body: dict[str, Any], text: str, param: str | None) -> None:
+    async with embedding_system() as system:
+        reply = await ask(system, path, **body)
+    assert reply.status == 400
+    assert text in reply.error["message"]
+    assert reply.error["param"] == param
+
+
+async def test_a_text_that_is_too_long_names_the_limit() -> None:
+    async with embedding_system() as system:
+        reply = await ask(system, "/v1/embeddings", input=["a", "x" * (MAX_MODEL_LEN + 1)])
+        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+        assert "inputs[1] has 33 tokens, the limit of this model is 32" in reply.error["message"]
+        cut = await ask(system, "/v1/embeddings", input=["x" * 99], truncate_prompt_tokens=-1)
+        assert cut.json["usage"]["prompt_tokens"] == 32
+
+
+async def test_an_answer_that_is_too_long_to_hold_is_refused() -> None:
+    async with embedding_system(max_outgoing_bytes=65 << 10, max_frame_bytes=64 << 10) as system:
+        reply = await ask(system, "/v1/embeddings", input=["a"] * 2000)
+        assert reply.status == 400
+        assert "max_outgoing_bytes" in reply.error["message"]
+
+
+async def test_a_lost_http_connection_cancels_its_texts() -> None:
+    encoder = FakeEncoder()
+    async with embedding_system(encoder) as system:
+        encoder.gate.clear()
+        async with connection(system) as client:
+            client.send("POST", "/v1/embeddings", {"input": ["a"] * 500})
+            await until(lambda: bool(encoder.batches))
+        await until(lambda: not system.engine.core.scheduler.has_work)
+        encoder.gate.set()
+
+
+# EMBED and SCORE
+
+
+async def test_embed_is_answered_in_the_order_of_its_inputs() -> None:
+    async with embedding_system() as system:
+        client = await system.raw(features=FEATURES)
+        client.send("EMBED", 7, ["ab", [97, 98], "c"])
+        *others, done = await client.until("DONE")
+        accepted, vectors = others[-2:]
+        assert accepted[:2] == ["ACCEPTED", 7]
+        assert vectors[:4] == ["VECTORS", 7, 0, 4]
+        assert np.array_equal(np.frombuffer(vectors[4], "<f4").reshape(3, 4), rows("ab", "ab", "c"))
+        assert done[:3] == ["DONE", 7, "stop"]
+        assert done[3]["prompt_tokens"] == 5
+
+
+async def test_score_is_answered_with_floats() -> None:
+    async with embedding_system() as system:
+        client = await system.raw(features=FEATURES)
+        client.send("SCORE", 7, "q", ["a", "b"])
+        *_, scores, done = await client.until("DONE")
+        assert scores[:3] == ["SCORES", 7, 0]
+        assert scores[3] == pytest.approx(cosines(rows("q: q")[0], rows("d: a", "d: b"))[:, 0].tolist())
+        assert done[2] == "stop"
+
+
+async def test_without_credit_the_server_stops_computing() -> None:
+    encoder = FakeEncoder()
+    async with embedding_system(encoder) as system:
+        client = await system.raw(features=FEATURES)
+        client.send("EMBED", 1, ["a"] * 10 * CHUNK_TEXTS, None, None, None, None, 0, 1)
+        received = await client.until("VECTORS")
+        await until(lambda: system.engine.stats().encoded_texts == 3 * CHUNK_TEXTS)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert system.engine.stats().encoded_texts == 3 * CHUNK_TEXTS
+        client.send("CREDIT", 1, 1 << 20)
+        received += await client.until("DONE")
+        assert sum(len(each[4]) for each in received if each[0] == "VECTORS") == 16 * 10 * CHUNK_TEXTS
+
+
+async def test_a_client_that_grants_no_credit_is_ended() -> None:
+    async with embedding_system(credit_timeout_ms=50) as system:
+        client = await system.raw(features=FEATURES)
+        client.send("EMBED", 1, ["a"] * 10 * CHUNK_TEXTS, None, None, None, None, 0, 1)
+        error = (await client.until("ERROR"))[-1]
+        assert error[2] == "DEADLINE_EXCEEDED"
+        assert "grant CREDIT" in error[3]
+
+
+async def test_cancel_ends_a_request_and_frees_its_id() -> None:
+    encoder = FakeEncoder()
+    async with embedding_system(encoder) as system:
+        client = await system.raw(features=FEATURES)
+        encoder.gate.clear()
+        client.send("EMBED", 1, ["a"] * 500)
+        await until(lambda: bool(encoder.batches))
+        client.send("CANCEL", 1)
+        assert (await client.until("DONE"))[-1][:3] == ["DONE", 1, "cancelled"]
+        encoder.gate.set()
+        client.send("EMBED", 1, ["a"])
+        assert (await client.until("DONE"))[-1][:3] == ["DONE", 1, "stop"]
+
+
+async def test_a_malformed_frame_fails_its_request_only_and_one_without_the_feature_its_connection() -> None:
+    async with embedding_system() as system:
+        client = await system.raw(features=FEATURES)
+        client.send("EMBED", 1, [5])
+        assert (await client.until("ERROR"))[-1][1:3] == [1, "INVALID_ARGUMENT"]
+        client.send("EMBED", 2, ["a"])
+        assert (await client.until("DONE"))[-1][1] == 2
+        other = await system.raw(features=())
+        other.send("EMBED", 1, ["a"])
+        error = (await other.until("ERROR"))[-1]
+        assert error[1] is None
+        assert "embeddings" in error[3]
+
+
+async def test_vectors_come_in_chunks() -> None:
+    async with embedding_system() as system:
+        client = await system.raw(features=FEATURES)
+        client.send("EMBED", 1, ["a"] * (2 * CHUNK_TEXTS))
+        frames = [each for each in await client.until("DONE") if each[0] == "VECTORS"]
+        assert [each[2] for each in frames] == [0, CHUNK_TEXTS]
+
+
+async def test_the_client_embeds_scores_and_reports_progress() -> None:
+    texts = [chr(65 + index % 50) for index in range(3000)]
+    progress: list[tuple[int, int]] = []
+    async with embedding_system() as system, AsyncClient(str(system.server.address)) as client:
+        values = await client.embed(texts, on_progress=lambda done, total: progress.append((done, total)))
+        assert np.array_equal(values, rows(*texts))
+        assert progress[-1] == (3000, 3000)
+        assert len(progress) > 10
+        assert np.array_equal(await client.embed("ab", dimensions=4), rows("ab"))
+        assert np.array_equal(await client.embed([97, 98]), rows("ab"))
+        scores = await client.score("q", ["a", "b"])
+        assert np.array_equal(scores, cosines(rows("q: q")[0], rows("d: a", "d: b"))[:, 0])
+        with pytest.raises(ContextLengthExceeded, match=r"inputs\[0\]"):
+            await client.embed("x" * 99)
+        with pytest.raises(InvalidRequest, match="list of texts"):
+            await client.score("q", "a")
+        with pytest.raises(TypeError, match="nothing"):
+            await client.embed("a", nothing=1)  # type: ignore[call-arg]
+
+
+async def test_a_cancelled_call_of_the_client_cancels_its_request() -> None:
+    encoder = FakeEncoder()
+    async with embedding_system(encoder) as system, AsyncClient(str(system.server.address)) as client:
+        encoder.gate.clear()
+        call = asyncio.create_task(client.embed(["a"] * 500))
+        await until(lambda: bool(encoder.batches))
+        call.cancel()
+        await asyncio.wait([call])
+        await until(lambda: not system.engine.core.scheduler.has_work)
+        encoder.gate.set()
