@@ -64,6 +64,10 @@ class Driver:
                 return await self._streams[name].read(float("inf"))
             case {"do": "leave", "stream": name}:
                 await self._streams[name].chunks.aclose()
+            case {"do": "embed", "inputs": inputs}:
+                return (await self._connected().embed(inputs)).tolist()
+            case {"do": "score", "query": query, "documents": documents}:
+                return (await self._connected().score(query, documents)).tolist()
             case {"do": "run", "requests": requests}:
                 return await asyncio.gather(*(self._begin(**request).read(float("inf")) for request in requests))
         return None
@@ -87,11 +91,14 @@ class Driver:
             params["logit_bias"] = {int(token): value for token, value in params["logit_bias"].items()}
         for name in ("stop", "stop_token_ids"):
             params[name] = tuple(params.get(name, ()))
-        assert self._client is not None, "connect first"
         if "chat" in options:
             choice = ToolChoice(**options["chat"].get("tool_choice", {}))
             options["chat"] = ChatOptions(**{**options["chat"], "tool_choice": choice})
-        return Stream(self._client.generate(prompt, SamplingParams(**params), **options))
+        return Stream(self._connected().generate(prompt, SamplingParams(**params), **options))
+
+    def _connected(self) -> AsyncClient:
+        assert self._client is not None, "connect first"
+        return self._client
 
 
 async def main() -> None:

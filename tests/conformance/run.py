@@ -12,6 +12,8 @@ integers are decimal strings. The commands:
     {"do": "read", "stream", "tokens"}     read until N tokens of all outputs came; answer with the outcome so far
     {"do": "finish", "stream"}             read to the end; answer with the outcome
     {"do": "leave", "stream"}              stop reading, so that the client cancels the request
+    {"do": "embed", "inputs"}              answer with an array of numbers for each text or array of ids
+    {"do": "score", "query", "documents"}  answer with a number for each document
     {"do": "run", "requests"}              read all requests to the end at the same time; answer with their outcomes
 
 An outcome is {"choices": [{"token_ids", "text", "logprobs", "finish_reason", "deltas"?}], "usage"}. The model in this
@@ -59,6 +61,7 @@ SMALL = (
     "--tool-call-parser",
     "hermes",
 )
+EMBEDDING_MODEL = str(ROOT / "tests" / "goldens" / "encoders" / "bert")
 GUARDED = ("--in-process", "--token", TOKEN, "--tls-cert", str(CERTIFICATE), "--tls-key", str(KEY))
 CASE_TIMEOUT_S = 60.0
 MAX_REASON_CHARACTERS = 2000
@@ -84,7 +87,7 @@ async def conform(command: list[str], script: dict[str, Any], only: str = "") ->
     failures = []
     async with AsyncExitStack() as stack:
         plain, guarded, wanted = await asyncio.gather(
-            stack.enter_async_context(_serving(*SMALL)),
+            stack.enter_async_context(_serving(*SMALL, "--embedding-model", EMBEDDING_MODEL)),
             stack.enter_async_context(_serving(*SMALL, *GUARDED)),
             asyncio.to_thread(_references, script["requests"]),
         )
@@ -193,6 +196,11 @@ class _Run:
             case "read" | "finish" | "leave":
                 answer = await self._driver.ask(step)
                 self._compare(answer, [self._streams[step["stream"]]], expected, lambda outcome: [outcome])
+            case "embed" | "score":
+                answer = await self._driver.ask(step)
+                _compare_error(answer, expected)
+                if expected.get("reference") and answer["ok"] != (wanted := _values(step)):
+                    raise Failed(f"{answer['ok']} is not {wanted}")
             case "run":
                 named = step["requests"]
                 requests = [request if isinstance(request, dict) else self._requests[request] for request in named]
@@ -265,6 +273,16 @@ def _references(requests: dict[str, Any]) -> dict[str, Any]:
             for name, request in requests.items()
             if "prompt" in request and ("seed" in request["params"] or not request["params"].get("temperature"))
         }
+
+
+def _values(step: dict[str, Any]) -> list[Any]:
+    """Return the vectors or scores of the embedding model in this process."""
+    with LLM(EMBEDDING_MODEL, threads=1) as llm:
+        if step["do"] == "embed":
+            values: list[Any] = llm.embed(step["inputs"]).tolist()
+        else:
+            values = llm.score(step["query"], step["documents"]).tolist()
+        return values
 
 
 def _params(params: dict[str, Any]) -> SamplingParams:

@@ -19,6 +19,8 @@ const commands = {
   read: ({ stream, tokens }) => read(streams.get(stream), tokens),
   finish: ({ stream }) => read(streams.get(stream), Infinity),
   leave: ({ stream }) => streams.get(stream).chunks.return(),
+  embed: async ({ inputs }) => (await client.embed(inputs)).map((vector) => [...vector]),
+  score: ({ query, documents }) => client.score(query, documents),
   run: ({ requests }) => Promise.all(requests.map((request) => read(begin(request), Infinity))),
 };
 

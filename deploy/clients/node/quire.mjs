@@ -7,7 +7,7 @@ import { Packr } from "msgpackr";
 
 const VERSION = 1, MAX_FRAME_BYTES = 4 << 20, RESUME_FOR_MS = 60_000, MAX_RETRY_MS = 2_000;
 const OPTIONS = "messages, chat, deadlineMs, priority, pinMs, idempotencyKey and resumable";
-const CREDIT = 256; // most tokens of a stream that are in transit or unread
+const CREDIT = 256; // most tokens, or texts, of a request that are in transit or unread
 const msgpack = new Packr({ useRecords: false, encodeUndefinedAsNil: true, int64AsType: "auto" });
 
 export class QuireError extends Error {
@@ -20,6 +20,7 @@ export class Client {
   #address; #options; #nextId;
   #socket = null; #opening = null; // after WELCOME; a promise until then
   #session = null; // of the last WELCOME, for RESUME
+  #features = []; // that the server granted
   #leaving = false; #closed = false; // GOAWAY was received; `close` was called
   #inboxes = new Map(); // by request id, as BigInt
 
@@ -71,6 +72,37 @@ export class Client {
     }
   }
 
+  // One Float32Array per input, which is a text or an array of token ids. `onProgress(done, all)` is called as they come.
+  embed(inputs, { dimensions, promptName, ...options } = {}) {
+    return this.#values("EMBED", [inputs, dimensions, promptName], inputs.length, options);
+  }
+
+  // One number per document, as an array: how well it answers the query.
+  score(query, documents, options = {}) { return this.#values("SCORE", [query, documents], documents.length, options); }
+
+  async #values(type, what, count, { truncatePromptTokens, deadlineMs, priority = 0, onProgress, ...unknown }) {
+    for (const name in unknown) throw new TypeError(`${type} has no option '${name}'`);
+    await this.#connected();
+    if (!this.#features.includes("embeddings")) throw new QuireError("INVALID_ARGUMENT", "this server makes no embeddings");
+    const id = this.#nextId++, inbox = this.#ask(id, [type, id, ...what, truncatePromptTokens, deadlineMs, priority, CREDIT]);
+    const values = [];
+    try {
+      for (;;) {
+        const [kind, ...fields] = await inbox.get(), before = values.length;
+        if (kind === "VECTORS") {
+          const [, , size, bytes] = fields, all = new Float32Array(Uint8Array.from(bytes).buffer);
+          for (let at = 0; at < all.length; at += size) values.push(all.subarray(at, at + size));
+        } else if (kind === "SCORES") values.push(...fields[2]);
+        else if (kind === "DONE") return values;
+        else if (kind === "LOST") throw fields[0];
+        else if (kind === "ERROR") throw new QuireError(...fields.slice(1));
+        if (values.length > before && this.#send(["CREDIT", id, values.length - before])) onProgress?.(values.length, count);
+      }
+    } finally {
+      if (this.#inboxes.delete(id)) this.#send(["CANCEL", id]);
+    }
+  }
+
   #ask(id, message) {
     const inbox = new Inbox();
     this.#inboxes.set(id, inbox);
@@ -116,12 +148,12 @@ export class Client {
       });
       const handle = ([type, ...fields]) => {
         if (type === "WELCOME") {
-          [this.#session, this.#leaving, this.#socket] = [fields[4], false, socket];
+          [this.#features, this.#session, this.#leaving, this.#socket] = [fields[1], fields[4], false, socket];
           resolve(socket.setTimeout(3 * (fields[5] ?? 0)));
         } else if (type === "ERROR" && fields[0] === null) reason = new QuireError(...fields.slice(1));
         else if (type === "PING") this.#send(["PONG", fields[0] ?? 0], socket);
         else if (type === "GOAWAY") this.#leaving = true;
-        else this.#answer(fields[0], [type, ...fields], !["ACCEPTED", "PROGRESS", "TOKENS"].includes(type));
+        else this.#answer(fields[0], [type, ...fields], !["ACCEPTED", "PROGRESS", "TOKENS", "VECTORS", "SCORES"].includes(type));
       };
       socket.on("data", (data) => {
         buffer = Buffer.concat([buffer, data]);
@@ -131,7 +163,7 @@ export class Client {
           buffer = buffer.subarray(end);
         }
       });
-      this.#send(short(["HELLO", [VERSION], token, ["heartbeat", "tools"], MAX_FRAME_BYTES, this.#session]), socket);
+      this.#send(short(["HELLO", [VERSION], token, ["embeddings", "heartbeat", "tools"], MAX_FRAME_BYTES, this.#session]), socket);
     });
   }
 }
