@@ -36,6 +36,8 @@ def info(
         print(f"ISA        not {level}: {obstacle}")
     print(f"threads    {cpus.threads}  ({cpus.reason})")
     print(f"model      {config.model or 'bundled demo'}")
+    if config.embedding_model is not None:
+        print(f"embedding  {config.embedding_model}")
     if measure is not None:
         print("\n".join(_measured(measure, isa, cpus.threads)))
 

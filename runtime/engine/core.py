@@ -421,8 +421,7 @@ def _load_models(config: EngineConfig, stop: threading.Event) -> tuple[ModelRunn
     if config.embedding_model is None:
         return runner, None
     try:
-        beside = msgspec.structs.replace(config, model=config.embedding_model, max_model_len=None)
-        return runner, load_encoder(beside, stop, runner.pool)
+        return runner, load_encoder(config, stop, runner.pool)
     except BaseException:
         runner.close()
         raise

@@ -14,6 +14,7 @@ from ...kernels.ops import WeightDtype as PackedDtype
 from ...kernels.ops import padded
 from ..common.config import KVCacheDtype, WeightDtype
 from .decoder import emit_decoder
+from .encoder import EncoderMemoryPlan
 from .packed_model import kv_layout
 from .program import ProgramBuilder, ProgramPlan
 from .rope import planned_tables, rotary_nbytes
@@ -35,6 +36,7 @@ class MemoryPlan:
     rotary_bytes: int
     scratch_bytes: int  # of ops, over all worker threads
     sampling_bytes: int
+    encoder: EncoderMemoryPlan | None = None  # beside the decoder
     process_bytes: int = PROCESS_BYTES  # Python and its libraries
     program: ProgramPlan
 
@@ -45,7 +47,11 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         step = self.arena_bytes + self.rotary_bytes + self.scratch_bytes + self.sampling_bytes
-        return self.weights_bytes + self.kv_bytes + step + self.process_bytes
+        return self.weights_bytes + self.kv_bytes + step + self.encoder_bytes + self.process_bytes
+
+    @property
+    def encoder_bytes(self) -> int:
+        return 0 if self.encoder is None else self.encoder.total_bytes
 
     def describe(self) -> str:
         """Return the plan as text, one line per purpose."""
@@ -56,6 +62,7 @@ class MemoryPlan:
             ("rotary table", self.rotary_bytes, ""),
             ("worker scratch", self.scratch_bytes, ""),
             ("sampling scratch", self.sampling_bytes, ""),
+            *([("embedding model", self.encoder_bytes, "weights, batches")] if self.encoder else []),
             ("Python libraries", self.process_bytes, "estimate"),
             ("total", self.total_bytes, ""),
         ]
@@ -78,8 +85,9 @@ def plan_memory(
     max_tokens: int,
     max_samples: int,
     workers: int,
+    encoder: EncoderMemoryPlan | None = None,
 ) -> MemoryPlan:
-    """Plan the memory; the arguments are those of loading, compiling and running."""
+    """Plan the memory; the arguments are those of loading, compiling and running, and the plan of an encoder beside."""
     shapes, weights_bytes = plan_weights(spec, weights)
     rotary = planned_tables(spec.ropes, spec.head_dim, max_positions)
     builder = ProgramBuilder(max_tokens, max_samples)
@@ -93,5 +101,6 @@ def plan_memory(
         rotary_bytes=rotary_nbytes(spec.ropes, spec.head_dim, max_positions),
         scratch_bytes=scratch_nbytes(spec.head_dim, workers, program.ops),
         sampling_bytes=sampler_nbytes(padded(spec.vocab_size), max_samples, workers),
+        encoder=encoder,
         program=program,
     )

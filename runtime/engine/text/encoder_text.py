@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 from ....scheduler import EncodedText
@@ -67,15 +68,16 @@ class EncoderText:
         """Return a text's first tokens and its closing special tokens, or template: at most `max_tokens` in all."""
         if len(text.token_ids) <= max_tokens:
             return text
-        closing = min(self._closing(), max_tokens)
+        closing = min(self._closing, max_tokens)
 
         def cut(values: tuple[int, ...]) -> tuple[int, ...]:
             return values[: max_tokens - closing] + values[len(values) - closing :]
 
         return EncodedText(cut(text.token_ids), None if text.type_ids is None else cut(text.type_ids))
 
+    @cached_property
     def _closing(self) -> int:
-        """Return the number of tokens that end every text of this model."""
+        """The number of tokens that end every text of this model."""
         if self._scores:
             texts = [self.encode_pair("a", document).token_ids for document in ("a", "b")]
         else:

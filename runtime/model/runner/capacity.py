@@ -6,8 +6,10 @@ Nothing is loaded or allocated. `quire plan` prints these numbers, and `load_mod
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from ....kernels import CpuBudget, available_cpus, pick_level
 from ....kernels.cpus import read_system_file
@@ -15,6 +17,11 @@ from ....pager import PAGE_SIZES, KVLayout
 from ...common.config import EngineConfig
 from ...common.errors import ConfigError
 from .. import DecoderSpec, MemoryPlan, kv_layout, plan_memory
+from ..encoder import EncoderMemoryPlan, EncoderSpec, plan_encoder_memory, read_encoder
+from ..files import model_path
+
+MAX_TEXTS = 256  # of a batch: each takes a page of keys and values, or more
+LONGEST_BY_DEFAULT = 8192  # tokens; the memory of a batch grows with the longest text
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,8 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
     layout = _layout(config, spec)
     cpus = pick_cpus(config)
     max_model_len = _wanted_model_len(config, spec)
-    num_pages = _num_pages(config, layout, max_model_len)
+    encoder = _encoder_beside(config)
+    num_pages = _num_pages(config, layout, max_model_len, 0 if encoder is None else encoder.memory.total_bytes)
     max_model_len = _fitting_model_len(config, layout, num_pages, max_model_len)
     max_num_samples = _max_num_samples(config)
     memory = plan_memory(
@@ -48,8 +56,55 @@ def decide_capacity(config: EngineConfig, spec: DecoderSpec) -> Capacity:
         max_tokens=config.max_num_batched_tokens,
         max_samples=max_num_samples,
         workers=cpus.threads,
+        encoder=None if encoder is None else encoder.memory,
     )
     return Capacity(layout, num_pages, max_model_len, max_num_samples, cpus, pick_isa(config), memory)
+
+
+def _encoder_beside(config: EngineConfig) -> EncoderCapacity | None:
+    """Return the capacity of the encoder that is served beside the decoder, if there is one."""
+    if config.embedding_model is None:
+        return None
+    return decide_encoder_capacity(encoder_config(config), read_encoder(model_path(config.embedding_model)))
+
+
+def encoder_config(config: EngineConfig) -> EngineConfig:
+    """Return the configuration of the encoder beside a decoder, as that of a model that is served alone."""
+    return msgspec.structs.replace(config, model=config.embedding_model, embedding_model=None, max_model_len=None)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderCapacity:
+    """The sizes that an encoder runner is built with."""
+
+    max_model_len: int  # tokens of the longest text
+    max_rows: int  # tokens of a batch
+    max_texts: int  # of a batch
+    cpus: CpuBudget
+    isa: str
+    memory: EncoderMemoryPlan
+
+
+def decide_encoder_capacity(config: EngineConfig, spec: EncoderSpec) -> EncoderCapacity:
+    """Decide all sizes. Raises ConfigError if the model or this machine cannot do what the configuration asks for.
+
+    `max_model_len` limits the texts of an encoder that is served alone; beside a decoder, it is the decoder's.
+    """
+    wanted = config.max_model_len
+    if wanted is not None and wanted > spec.max_model_len:
+        raise ConfigError(f"max_model_len {wanted} is more than the {spec.max_model_len} tokens this model takes")
+    longest = wanted or min(spec.max_model_len, LONGEST_BY_DEFAULT)
+    max_rows = max(longest, config.max_num_batched_tokens)
+    max_texts = min(MAX_TEXTS, max_rows)
+    cpus = pick_cpus(config)
+    memory = plan_encoder_memory(
+        replace(spec, max_model_len=longest),
+        weights=config.weights,
+        max_rows=max_rows,
+        max_texts=max_texts,
+        workers=cpus.threads,
+    )
+    return EncoderCapacity(longest, max_rows, max_texts, cpus, pick_isa(config), memory)
 
 
 def _layout(config: EngineConfig, spec: DecoderSpec) -> KVLayout:
@@ -97,10 +152,11 @@ def _max_num_samples(config: EngineConfig) -> int:
     return min(config.max_num_batched_tokens, max(config.max_num_seqs, 1 + config.num_speculative_tokens))
 
 
-def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int) -> int:
+def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int, encoder_bytes: int) -> int:
     """Return the configured number of pages, or enough for all sequences at full length, within a share of free memory.
 
-    A chunk of prefill needs all its pages before a sliding layer group releases any, so one step's pages are added.
+    `encoder_bytes` are not free. A chunk of prefill needs all its pages before a sliding layer group releases any, so
+    one step's pages are added.
     """
     least = layout.pages_for(1)
     if config.kv_cache_memory is not None:
@@ -114,7 +170,8 @@ def _num_pages(config: EngineConfig, layout: KVLayout, max_model_len: int) -> in
         return pages
     chunk = -(-config.max_num_batched_tokens // layout.page_size) * sum(map(bool, layout.group_windows))
     wanted = config.max_num_seqs * layout.pages_for(max_model_len) + chunk
-    return max(least, min(wanted, layout.pages_in(int(free_memory_bytes() * config.kv_cache_share))))
+    free = max(0, free_memory_bytes() - encoder_bytes)
+    return max(least, min(wanted, layout.pages_in(int(free * config.kv_cache_share))))
 
 
 def _fitting_model_len(config: EngineConfig, layout: KVLayout, num_pages: int, max_model_len: int) -> int:

@@ -9,66 +9,32 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from ....kernels import CpuBudget, Pool, Program
+from ....kernels import Pool, Program
 from ....kernels.ops import EphemeralAttention
 from ....scheduler import EncodedText
 from ...common.config import EngineConfig
 from ...common.errors import ConfigError
-from ..encoder import EncoderMemoryPlan, EncoderSpec, PackedEncoder, pack_encoder, plan_encoder_memory, read_encoder
+from ..encoder import PackedEncoder, pack_encoder, read_encoder
 from ..files import model_path
-from .capacity import pick_cpus, pick_isa
+from .capacity import EncoderCapacity, decide_encoder_capacity, encoder_config
 
-MAX_TEXTS = 256  # of a batch: each takes a page of keys and values, or more
-LONGEST_BY_DEFAULT = 8192  # tokens; a step's memory grows with the longest text
 MEASURED = ((1,), (16,) * 4, (256,))  # tokens of the texts of each batch that the cost of a stage is measured with
 
 Floats = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderCapacity:
-    """The sizes that an encoder runner is built with."""
-
-    max_model_len: int  # tokens of the longest text
-    max_rows: int  # tokens of a batch
-    max_texts: int  # of a batch
-    cpus: CpuBudget
-    isa: str
-    memory: EncoderMemoryPlan
-
-
-def decide_encoder_capacity(config: EngineConfig, spec: EncoderSpec) -> EncoderCapacity:
-    """Decide all sizes. Raises ConfigError if the model or this machine cannot do what the configuration asks for.
-
-    `max_model_len` limits the texts of an encoder that is served alone; beside a decoder, it is the decoder's.
-    """
-    wanted = config.max_model_len
-    if wanted is not None and wanted > spec.max_model_len:
-        raise ConfigError(f"max_model_len {wanted} is more than the {spec.max_model_len} tokens this model takes")
-    longest = wanted or min(spec.max_model_len, LONGEST_BY_DEFAULT)
-    max_rows = max(longest, config.max_num_batched_tokens)
-    max_texts = min(MAX_TEXTS, max_rows)
-    cpus = pick_cpus(config)
-    memory = plan_encoder_memory(
-        replace(spec, max_model_len=longest),
-        weights=config.weights,
-        max_rows=max_rows,
-        max_texts=max_texts,
-        workers=cpus.threads,
-    )
-    return EncoderCapacity(longest, max_rows, max_texts, cpus, pick_isa(config), memory)
-
-
 def load_encoder(config: EngineConfig, stop: threading.Event | None = None, pool: Pool | None = None) -> EncoderRunner:
-    """Read, pack and bind the encoder `config.model`. Raises ModelError or ConfigError, as `load_model` does.
+    """Read, pack and bind the encoder: `config.embedding_model`, or `config.model` if it is served alone.
 
-    `pool` has the threads of a decoder beside it; without one the runner has its own.
+    `pool` has the threads of a decoder beside it; without one the runner has its own. Raises ModelError or ConfigError,
+    as `load_model` does.
     """
+    if config.embedding_model is not None:
+        config = encoder_config(config)
     path = model_path(config.model)
     capacity = decide_encoder_capacity(config, read_encoder(path))
     model = pack_encoder(path, config.weights, capacity.max_model_len, stop)

@@ -11,7 +11,7 @@ from ...common.settings import Settings
 from ...model import model_name, model_path
 from ...model.encoder import EncoderSpec, read_encoder
 from ...model.memory_plan import PROCESS_BYTES
-from ...model.runner.encoder_runner import EncoderCapacity, decide_encoder_capacity
+from ...model.runner.capacity import EncoderCapacity, decide_encoder_capacity
 from ...server import SERVER_PROCESS_BYTES, MemoryLimits
 from .serving_plan import TOKEN_BYTES, PlanTarget, num_tokens
 
